@@ -1,0 +1,27 @@
+# Two commands on a fresh machine with Python 3.11 or later: `make run` (demo training) and `make test`.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: run test check clean
+
+run: .venv/installed
+	$(BIN)/narrowgauge doctor
+	$(BIN)/narrowgauge train
+
+test: .venv/installed check
+	$(BIN)/python -m pytest
+
+check: .venv/installed
+	$(BIN)/ruff check src tests examples
+	$(BIN)/ruff format --check src tests examples
+	$(BIN)/mypy
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "narrowgauge needs Python 3.11 or later; set PYTHON=...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,252 @@
+"""Measures training steps side by side: recipes of the engine, and peers that take the same step by hand.
+
+A recipe and its peers are in memory together and take turns, round after round, so that whatever else the machine
+does (clocks, neighbours, heat) falls on all of them alike. Claims are ratios inside one run; the spread comes from the
+rounds.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from narrowgauge.engine import Engine
+from narrowgauge.errors import NarrowgaugeError, UsageError
+from narrowgauge.hardware import Device
+from narrowgauge.peers import PEERS, Step
+from narrowgauge.recipe import Recipe, refusal
+from narrowgauge.task import Task
+
+CLIP_NORM = 1.0
+BATCHES = 4
+"""How many different batches take turns, so that no step sees the data of the one before it in its caches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One contestant's result."""
+
+    name: str
+    recipe: str
+    tokens_per_s: float
+    step_ms: float
+    """Median over the rounds of the mean step of a round."""
+    step_ms_low: float
+    step_ms_high: float
+    """Fastest and slowest round."""
+    peak_bytes: int | None
+    """Most memory allocated during a step beyond what stood before the contestant was built; None on a CPU."""
+    mfu: float | None
+    """Model FLOPs against the device's dense peak in the compute format; None where either is unknown."""
+    loss: float
+    """Loss after the last step: contestants of one recipe started alike and saw the same data."""
+    ratio: float
+    """Throughput against the first row's."""
+    twin_ratio: float | None = None
+    """For a recipe with a peer: its throughput against the first peer's, median over the rounds of paired ratios."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How to measure."""
+
+    warmup: int = 3
+    steps: int = 5
+    """Steps in a round."""
+    rounds: int = 5
+    compile: bool = False
+    seed: int = 0
+
+
+@dataclass
+class _Contestant:
+    name: str
+    recipe: Recipe
+    step: Step
+    peak_bytes: int | None
+    times_ms: list[float]
+    loss: float = float("nan")
+
+
+def measure(
+    task: Task,
+    recipes: Sequence[Recipe],
+    peers: Sequence[str],
+    device: Device,
+    settings: Settings,
+    tell: Callable[[str], None],
+) -> list[Row]:
+    """Measure every recipe, each beside its peers; ``tell`` hears what is going on."""
+    for recipe in recipes:
+        reason = refusal(recipe, device)
+        if reason:
+            raise UsageError(reason)
+    unknown = [peer for peer in peers if peer not in PEERS]
+    if unknown:
+        raise UsageError(f"unknown peer {unknown[0]!r}: expected one of {', '.join(PEERS)}")
+    slow = [recipe for recipe in recipes if device.kind == "cpu" and recipe.compute not in ("fp32", *device.native)]
+    if slow and peers:
+        raise UsageError(
+            f"{device.name} has no native {slow[0].compute}: torch's own fallback takes hundreds of times as long as FP32, "
+            "so there is no peer to wait for; leave --peers out, or the recipe"
+        )
+    batches = _make_batches(task, device)
+    finished: list[_Contestant] = []
+    for recipe in recipes:
+        try:
+            finished += _race(task, recipe, peers, batches, device, settings, tell)
+        except torch.OutOfMemoryError:
+            raise UsageError(
+                f"{task.name} in {recipe} does not fit into {device.name}: take a smaller --batch"
+            ) from None
+    return _rows(task, finished, device)
+
+
+def _make_batches(task: Task, device: Device) -> list[Any]:
+    make = task.synthetic or (lambda index: task.batch(index, "train"))
+    return [tree_map_only(Tensor, lambda t: t.to(device.torch_device), make(index)) for index in range(BATCHES)]
+
+
+def _race(
+    task: Task,
+    recipe: Recipe,
+    peers: Sequence[str],
+    batches: list[Any],
+    device: Device,
+    settings: Settings,
+    tell: Callable[[str], None],
+) -> list[_Contestant]:
+    field = []
+    for name in (str(recipe), *(f"{peer}-{recipe}" for peer in peers)):
+        peer = None if name == str(recipe) else name.split("-", 1)[0]
+        tell(f"{name}: building and warming up")
+        field.append(_build(name, task, recipe, peer, batches, device, settings))
+    for index in range(settings.rounds):
+        # Whoever went first in this round goes last in the next: no place in the row is an advantage.
+        turn = field[index % len(field) :] + field[: index % len(field)]
+        for contestant in turn:
+            contestant.times_ms.append(_time_round(contestant, batches, index, device, settings.steps))
+        spread = ", ".join(f"{c.name} {c.times_ms[-1]:.1f} ms" for c in field)
+        tell(f"round {index + 1} of {settings.rounds}: {spread}")
+    for contestant in field:
+        contestant.loss = float(contestant.step(batches[0]).detach())
+        contestant.step = _gone
+    _free(device)
+    return field
+
+
+def _gone(batch: Any) -> Tensor:
+    raise AssertionError("a contestant that has left memory was asked to step")
+
+
+def _build(
+    name: str, task: Task, recipe: Recipe, peer: str | None, batches: list[Any], device: Device, settings: Settings
+) -> _Contestant:
+    _free(device)
+    before = torch.cuda.memory_allocated() if device.kind == "cuda" else 0
+    torch.manual_seed(settings.seed)
+    with torch.device(device.torch_device):
+        model = task.model()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), task.learning_rate, betas=(0.9, 0.95), weight_decay=task.weight_decay, fused=True
+    )
+    if peer is None:
+        step = _engine_step(task, Engine(model, optimizer, recipe, clip_norm=CLIP_NORM, compile=settings.compile))
+    else:
+        step = PEERS[peer](task, model, optimizer, recipe, CLIP_NORM, settings.compile)
+    step(batches[0])
+    if device.kind == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    for index in range(settings.warmup):
+        step(batches[index % BATCHES])
+    peak = torch.cuda.max_memory_allocated() - before if device.kind == "cuda" else None
+    return _Contestant(name, recipe, step, peak, [])
+
+
+def _engine_step(task: Task, engine: Engine) -> Step:
+    def step(batch: Any) -> Tensor:
+        with engine.forward():
+            loss = task.loss(engine.model, batch)
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    return step
+
+
+def _time_round(contestant: _Contestant, batches: list[Any], round_index: int, device: Device, steps: int) -> float:
+    """Mean milliseconds a step over one round."""
+    if device.kind == "cpu":
+        start = time.perf_counter()
+        for index in range(steps):
+            contestant.step(batches[(round_index + index) % BATCHES])
+        return (time.perf_counter() - start) * 1e3 / steps
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    begin.record()
+    for index in range(steps):
+        contestant.step(batches[(round_index + index) % BATCHES])
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) / steps
+
+
+def _rows(task: Task, finished: Sequence[_Contestant], device: Device) -> list[Row]:
+    rows: list[Row] = []
+    for contestant, twin in _with_twins(finished):
+        step_ms = statistics.median(contestant.times_ms)
+        throughput = task.items_per_batch / step_ms * 1e3
+        twin_ratio = None
+        if twin is not None:
+            twin_ratio = statistics.median(b / a for a, b in zip(contestant.times_ms, twin.times_ms, strict=True))
+        rows.append(
+            Row(
+                name=contestant.name,
+                recipe=str(contestant.recipe),
+                tokens_per_s=throughput,
+                step_ms=step_ms,
+                step_ms_low=min(contestant.times_ms),
+                step_ms_high=max(contestant.times_ms),
+                peak_bytes=contestant.peak_bytes,
+                mfu=_utilisation(task, throughput, contestant.recipe, device),
+                loss=contestant.loss,
+                ratio=throughput / rows[0].tokens_per_s if rows else 1.0,
+                twin_ratio=twin_ratio,
+            )
+        )
+    return rows
+
+
+def _with_twins(finished: Sequence[_Contestant]) -> Iterator[tuple[_Contestant, _Contestant | None]]:
+    for index, contestant in enumerate(finished):
+        follower = finished[index + 1] if index + 1 < len(finished) else None
+        is_engine = contestant.name == str(contestant.recipe)
+        has_twin = is_engine and follower is not None and follower.name != str(follower.recipe)
+        yield contestant, follower if has_twin else None
+
+
+def _utilisation(task: Task, throughput: float, recipe: Recipe, device: Device) -> float | None:
+    peak = device.gpu.peak(recipe.compute) if device.gpu is not None else None
+    if peak is None or task.flops_per_item is None:
+        return None
+    share = task.flops_per_item * throughput / peak
+    if share > 1:
+        raise NarrowgaugeError(
+            f"{task.name} in {recipe}: {share:.0%} of {device.name}'s peak was measured, which cannot be: the FLOPs "
+            "of the task or the peak in hardware.toml is wrong"
+        )
+    return share
+
+
+def _free(device: Device) -> None:
+    gc.collect()
+    if device.kind == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,158 @@
+"""``narrowgauge formats [VALUE...]``: what each number format holds, and what it makes of the values."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from typing import TYPE_CHECKING, Any, TextIO
+
+from narrowgauge.cli import Outcome, prose
+from narrowgauge.cli.terminal import has_rich, say, show_table
+
+if TYPE_CHECKING:
+    from narrowgauge.formats import Format, Stored
+
+ABOUT = "show what each number format holds, and what it makes of the values you give"
+STYLES = ("bold red", "bold green", "bold cyan")
+"""Colours of the sign, exponent and mantissa bits."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    # argparse takes -1.5 for a number but -1e-5, -inf and -0x1p-3 for options, unless it is told what a number is.
+    parser._negative_number_matcher = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
+    parser.add_argument("values", nargs="*", metavar="VALUE", help="a number: 1.2e-7, -3, 0x1p-24, inf, nan")
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    from narrowgauge.formats import FORMATS, parse_value, store
+
+    numbers = [parse_value(text) for text in args.values]
+    stored = [{name: store(number, name) for name in FORMATS} for number in numbers]
+    if not args.json:
+        out = prose(args)
+        _show_formats(out)
+        for text, number, outcomes in zip(args.values, numbers, stored, strict=True):
+            _show_value(text, number, outcomes, out)
+    return Outcome(
+        {
+            "formats": {name: _describe(f) for name, f in FORMATS.items()},
+            "values": [
+                {
+                    "text": text,
+                    "value": jsonable(number),
+                    "stored": {name: _outcome(number, outcome, FORMATS[name]) for name, outcome in outcomes.items()},
+                }
+                for text, number, outcomes in zip(args.values, numbers, stored, strict=True)
+            ],
+        }
+    )
+
+
+def jsonable(number: float) -> float | str:
+    """The number, or "inf", "-inf" or "nan", which JSON cannot write as numbers."""
+    return number if math.isfinite(number) else str(number)
+
+
+def explain(number: float, outcome: Stored, f: Format) -> str:
+    """What happened to a number, in words."""
+    lowest = f.min_exponent - f.mantissa_bits
+    fades = ""
+    if 0 < abs(outcome.value) < f.smallest_normal:
+        multiple = int(abs(outcome.value) / f.smallest_subnormal)
+        fades = f"{multiple} × 2^{lowest}, {multiple.bit_length()} of {f.mantissa_bits + 1} bits left"
+    match outcome.state:
+        case "exact":
+            return f"exact, as a subnormal: {fades}" if fades else "exact"
+        case "subnormal":
+            return f"subnormal: {fades}; 2^{lowest - 1} and less becomes 0"
+        case "underflow":
+            return f"underflow: 2^{lowest - 1} and less becomes 0, being nearer to it than to 2^{lowest}"
+        case "overflow":
+            what = "it has no inf" if math.isinf(number) else f"the largest number is {f.max:g}"
+            spared = f"; narrowgauge's FP8 casts saturate, to {math.copysign(f.max, number):g}"
+            return f"overflow: {what}{spared if f.storage_bits == 8 else ''}"
+    return "rounded"
+
+
+def draw(bits: str, f: Format) -> tuple[str, str, str]:
+    """The bits as sign, exponent and mantissa."""
+    return bits[0], bits[1 : 1 + f.exponent_bits], bits[1 + f.exponent_bits :]
+
+
+def _describe(f: Format) -> dict[str, Any]:
+    names = ("title", "bits", "storage_bits", "exponent_bits", "mantissa_bits", "bias", "has_inf", "max",
+             "smallest_normal", "smallest_subnormal", "epsilon", "decimal_digits", "finite_values",
+             "about")  # fmt: skip
+    return {name: getattr(f, name) for name in names}
+
+
+def _outcome(number: float, outcome: Stored, f: Format) -> dict[str, Any]:
+    from narrowgauge.formats import spacing
+
+    return {
+        "value": jsonable(outcome.value),
+        "bits": outcome.bits,
+        "relative_error": jsonable(outcome.relative_error),
+        "state": outcome.state,
+        "spacing": jsonable(spacing(outcome.value, f)),
+        "detail": explain(number, outcome, f),
+    }
+
+
+def _show_formats(out: TextIO) -> None:
+    from narrowgauge.formats import FORMATS
+
+    columns = ("format", "s|e|m bits", "largest", "smallest normal", "subnormal", "epsilon", "digits", "numbers")
+    rows = []
+    for f in FORMATS.values():
+        layout = ("1", str(f.exponent_bits), str(f.mantissa_bits))
+        numbers = [
+            f"{n:.5g}" if n > 1 else f"{n:.3g}" for n in (f.max, f.smallest_normal, f.smallest_subnormal, f.epsilon)
+        ]
+        count = f"{f.finite_values:,}" if f.bits <= 16 else f"{f.finite_values:.2g}"
+        rows.append((f.title, layout, *numbers, f"{f.decimal_digits:.1f}", count))
+    _table("Number formats", columns, rows, out)
+    say("", out)
+    for f in FORMATS.values():
+        say(f"{f.title:<8}  {f.about}", out)
+
+
+def _show_value(text: str, number: float, outcomes: dict[str, Stored], out: TextIO) -> None:
+    from narrowgauge.formats import FORMATS
+
+    rows, remarks = [], []
+    for name, outcome in outcomes.items():
+        f = FORMATS[name]
+        error = f"{outcome.relative_error:.2g}"
+        rows.append((f.title, draw(outcome.bits, f), f"{outcome.value:.6g}", error, outcome.state))
+        words = explain(number, outcome, f)
+        if words != outcome.state:
+            remarks.append(f"{f.title:<8}  {words}")
+    say("", out)
+    _table(f"{text} becomes", ("format", "sign|exponent|mantissa", "value", "error", "state"), rows, out)
+    if remarks:
+        say("\n" + "\n".join(remarks), out)
+
+
+def _table(title: str, columns: tuple[str, ...], rows: list[tuple[Any, ...]], out: TextIO) -> None:
+    """A table whose second column is bits in three parts: coloured where rich is there, barred in any case."""
+    if not has_rich():
+        show_table(title, columns, [[row[0], "|".join(row[1]), *row[2:]] for row in rows], stream=out)
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    # Narrow on purpose: FP32's 32 bits and four more columns fit the 80 columns of a plain terminal.
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=box.SIMPLE_HEAD,
+                  show_edge=False, padding=(0, 1, 0, 0))  # fmt: skip
+    for index, column in enumerate(columns):
+        table.add_column(
+            column, justify="left" if index < 2 or column == "state" else "right", no_wrap=" " not in column
+        )
+    for name, (sign, exponent, mantissa), *rest in rows:
+        bits = Text.assemble((sign, STYLES[0]), "|", (exponent, STYLES[1]), "|", (mantissa, STYLES[2]), no_wrap=True)
+        table.add_row(Text(name), bits, *(Text(str(cell)) for cell in rest))
+    Console(file=out, width=None if out.isatty() else 100).print(table)

@@ -1,0 +1,41 @@
+"""What a person sees: tables and lines on the terminal, with rich where it is installed and plainly where it is not."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+
+def has_rich() -> bool:
+    return importlib.util.find_spec("rich") is not None
+
+
+def say(text: str = "", stream: TextIO | None = None) -> None:
+    """Print a line for people, on the stream that ``cli.prose`` chose."""
+    print(text, file=stream or sys.stdout, flush=True)
+
+
+def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], stream: TextIO | None = None) -> None:
+    """Draw a table; the first column is left-aligned, the others right-aligned."""
+    out = stream or sys.stdout
+    cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    if has_rich():
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", expand=False)
+        for index, column in enumerate(columns):
+            table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+        for row in cells:
+            table.add_row(*row)
+        Console(file=out, width=None if out.isatty() else 200, soft_wrap=False, markup=False).print(table)
+        return
+    widths = [
+        max(len(column), *(len(row[i]) for row in cells)) if cells else len(column) for i, column in enumerate(columns)
+    ]
+    print(title, file=out)
+    for row in [list(columns), *cells]:
+        line = [cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        print("  " + "  ".join(line).rstrip(), file=out)

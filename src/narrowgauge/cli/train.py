@@ -1,0 +1,201 @@
+"""``narrowgauge train [TASK]``: trains a task under a recipe in a run folder, or takes up an interrupted run."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import shlex
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from narrowgauge.cli import Outcome, prose
+from narrowgauge.cli.terminal import say
+from narrowgauge.errors import UsageError
+
+if TYPE_CHECKING:
+    from narrowgauge.runs.result import Result
+    from narrowgauge.runs.settings import Settings
+    from narrowgauge.task import Task
+
+ABOUT = "train a task: progress, record, TensorBoard, checkpoints; take up an interrupted run with --resume"
+RUNS = Path("runs")
+"""Where runs lie unless --out says otherwise."""
+FOR_TASK = ("batch", "context", "data", "packages")
+"""Options that go to the task, where they were given."""
+FOR_SETTINGS = {
+    "steps": "steps",
+    "lr": "learning_rate",
+    "accumulate": "accumulate",
+    "clip": "clip_norm",
+    "warmup": "warmup",
+    "eval_every": "eval_every",
+    "checkpoint_every": "checkpoint_every",
+    "keep": "keep",
+    "compile": "compile",
+}
+"""Options that go to the settings, and their names there."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("task", nargs="?", metavar="TASK", help="a built-in task, gpt:LAYERSxWIDTH, or file.py:function")
+    add("--recipe", help="which formats play which role: fp32, tf32, fp16, bf16, auto, ... (default auto)")
+    add("--steps", type=int, help="updates (default: the task's)")
+    add("--batch", type=int, help="items in a batch")
+    add("--context", type=int, help="tokens in a sequence")
+    add("--lr", type=float, help="peak learning rate (default: the task's)")
+    add("--data", metavar="PATH", help="text or .bin tokens to train on instead of the Python library's source")
+    add("--packages", action="store_const", const=True, help="train on the source of installed packages, too")
+    add("--resume", metavar="RUN", help="go on with a run: its folder, or its name under --out (or runs/)")
+    add("--accumulate", type=int, metavar="N", help="batches that make one update (default 1)")
+    add("--clip", type=float, metavar="NORM", help="bring the gradients' norm down to this; 0: never (default 1.0)")
+    add("--warmup", type=int, metavar="N", help="updates until the peak learning rate (default: a tenth, at most 100)")
+    add("--eval-every", type=int, metavar="N", help="updates between evaluations; 0: at the end (default: a quarter)")
+    add("--checkpoint-every", type=int, metavar="N", help="updates between checkpoints; 0: at the end (as above)")
+    add("--keep", type=int, metavar="N", help="checkpoints to keep (default 3)")
+    add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile (default: on a GPU)")
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    from narrowgauge import tasks
+    from narrowgauge.cli.progress import make_progress
+    from narrowgauge.runs import record
+    from narrowgauge.runs.loop import train
+
+    out = prose(args)
+    if args.resume is None:
+        folder, spec, options, settings, task, why = _begin(args)
+    else:
+        folder, spec, options, settings = _take_up(args)
+        task, why = tasks.find(spec, **options), None
+    _introduce(task, settings, folder, why, out)
+    result = train(
+        task,
+        settings,
+        folder,
+        resume=args.resume is not None,
+        configuration={"task": spec, "options": options, "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")},
+        observer=make_progress(task.unit),
+    )
+    facts = record.read_configuration(folder).get("facts", {})
+    _summarise(result, facts, folder, out)
+    return Outcome(_describe(result, facts), exit_code=1 if result.serious else 0)
+
+
+def _begin(args: argparse.Namespace) -> tuple[Path, str, dict[str, Any], Settings, Task, str | None]:
+    """What a new run is to do, and where."""
+    from narrowgauge import hardware, tasks
+    from narrowgauge.recipe import choose, parse
+    from narrowgauge.runs import record
+    from narrowgauge.runs.settings import settle
+
+    device = hardware.detect(args.device)
+    recipe = parse(args.recipe or "auto", device)
+    why = choose(device)[1] if args.recipe in (None, "auto") else None
+    spec = _whole_path(args.task or tasks.default(device.kind))
+    options = {name: getattr(args, name) for name in FOR_TASK if getattr(args, name) is not None}
+    if "data" in options:
+        options["data"] = str(Path(options["data"]).resolve())
+    if ".py:" not in spec:
+        options["seed"] = args.seed  # a user's task need not have one; its weights are seeded all the same
+    if args.out is not None:
+        folder = Path(args.out)
+    else:
+        name = re.sub(r"[^\w.]+", "-", f"{spec.rpartition('.py:')[2]}-{recipe}").strip("-")
+        folder = RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"--out {folder} is a file; give a folder")
+    if record.holds_run(folder):
+        raise UsageError(f"{folder} already holds a run; go on with --resume {folder}, or take another --out")
+    task = tasks.find(spec, **options)
+    given = {field: getattr(args, name) for name, field in FOR_SETTINGS.items()}
+    settings = settle(task, recipe=str(recipe), device=device.torch_device, seed=args.seed, **given)
+    return folder, spec, options, settings, task, why
+
+
+def _take_up(args: argparse.Namespace) -> tuple[Path, str, dict[str, Any], Settings]:
+    """What a recorded run was to do. It keeps what it began with: only --device and --keep may change."""
+    from narrowgauge import hardware
+    from narrowgauge.runs import record
+    from narrowgauge.runs.settings import reread
+
+    folder = Path(args.resume)
+    if not record.holds_run(folder):
+        folder = Path(args.out or RUNS) / args.resume
+    if not record.holds_run(folder):
+        raise UsageError(f"--resume {args.resume}: no run there, nor at {folder}; give the folder that holds run.json")
+    configuration = record.read_configuration(folder)
+    try:
+        spec, options, saved = configuration["task"], dict(configuration["options"]), dict(configuration["settings"])
+    except (KeyError, TypeError, ValueError):
+        raise UsageError(f"{folder / record.CONFIGURATION} is not what narrowgauge train writes; restore it") from None
+    recorded = {name: saved.get(field) for name, field in FOR_SETTINGS.items()} | {"recipe": saved.get("recipe")}
+    recorded |= {name: options.get(name) for name in FOR_TASK} | {"task": spec}
+    given = {name: getattr(args, name) for name in recorded if name != "keep"}
+    given["task"] = _whole_path(args.task) if args.task else None
+    given["data"] = str(Path(args.data).resolve()) if args.data else None
+    if args.seed != 0:
+        given["seed"], recorded["seed"] = args.seed, saved.get("seed")
+    for name, value in given.items():
+        if value is not None and value != recorded[name]:
+            option = name if name == "task" else f"--{name.replace('_', '-')}"
+            raise UsageError(
+                f"{option} {value} is not what run {folder} began with ({recorded[name]}); a resumed run keeps its "
+                "settings (the learning rate's schedule depends on them): leave it out, or start a new run"
+            )
+    changes: dict[str, Any] = {} if args.keep is None else {"keep": args.keep}
+    changes["device"] = hardware.detect(args.device or saved.get("device")).torch_device
+    return folder, spec, options, reread(saved, **changes)
+
+
+def _whole_path(spec: str) -> str:
+    """The task's name; a user's file with its whole path, so that the run can be taken up from anywhere."""
+    path, colon, function = spec.rpartition(":")
+    return f"{Path(path).resolve()}{colon}{function}" if path.endswith(".py") else spec
+
+
+def _introduce(task: Task, settings: Settings, folder: Path, why: str | None, out: TextIO) -> None:
+    items = task.items_per_batch * settings.accumulate
+    say(f"{task.name}: {settings.steps:,} steps of {items:,} {task.unit}s on {settings.device}, in {folder}", out)
+    say(f"recipe {settings.recipe}" + (f": {why}" if why else ""), out)
+
+
+def _describe(result: Result, facts: dict[str, Any]) -> dict[str, Any]:
+    from narrowgauge.runs.record import plain
+
+    data = dataclasses.asdict(result)
+    data["steps"], data["steps_planned"] = data.pop("step"), data["steps"]
+    if "unigram_entropy" in facts:
+        data["unigram_entropy"] = facts["unigram_entropy"]
+    described: dict[str, Any] = plain(data)
+    return described
+
+
+def _summarise(result: Result, facts: dict[str, Any], folder: Path, out: TextIO) -> None:
+    def line(name: str, text: str) -> None:
+        say(f"  {name:<12}{text}", out)
+
+    state = "interrupted" if result.interrupted else "finished" if result.step >= result.steps else "ended"
+    say(f"\n{state} after {result.step:,} of {result.steps:,} steps, {result.seconds:.1f} s of training", out)
+    if result.sample:
+        say("\n" + "\n".join(f"  | {text}" for text in result.sample.splitlines()) + "\n", out)
+    line("model", f"{result.parameters:,} parameters, recipe {result.recipe}")
+    if result.loss_first is not None:
+        line("loss", f"{result.loss_first:.4f} -> {result.loss_last:.4f}")
+    if result.loss_eval is not None:
+        metrics = "".join(f", {name} {value:.4g}" for name, value in result.metrics.items())
+        line("evaluation", f"{result.loss_eval:.4f}{metrics}")
+    if "unigram_entropy" in facts:
+        line("", f"{facts['unigram_entropy']:.4f} is what guessing by frequency alone would reach")
+    if result.tokens_per_s is not None:
+        line("speed", f"{result.tokens_per_s:,.0f} {result.unit}s/s")
+    line("skipped", f"{result.skipped} of {result.step} updates")
+    for finding in result.findings:
+        line(finding.severity, f"{finding.detail}; {finding.fix}")
+    if not result.findings:
+        line("health", "healthy: nothing to report")
+    line("record", f"{folder}/events.jsonl" + (", TensorBoard beside it" if (folder / "tensorboard").is_dir() else ""))
+    if result.step < result.steps:
+        line("go on with", f"narrowgauge train --resume {shlex.quote(str(folder))}")

@@ -1,0 +1,335 @@
+"""Engine: one training step under a recipe.
+
+    forward():    autocast, keepers, attention backend, TF32 mode; put back on the way out
+    backward(l):  (l * scale / accumulate).backward()
+    step():       in the middle of an accumulation: nothing
+                  norms  <- the norm of each gradient                         one pass over the gradients
+                  found  <- any norm is inf or NaN                            also guards recipes that scale nothing
+                  factor <- scale * max(1, |g| / clip_norm)                   clipping always sees unscaled gradients
+                  optimizers step with gradients / factor unless found        weights and states untouched by a skip
+                  scale and skip counters move; gradients are dropped
+
+With fused optimizers nothing in a step waits for the device: they take ``factor`` and ``found`` as tensors and decide
+there. Other optimizers cost one wait a step, as they do under torch.amp.GradScaler. The norm is the check: a gradient
+whose norm exceeds FP32 counts as an overflow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from narrowgauge import hardware
+from narrowgauge.errors import UsageError
+from narrowgauge.nn.keepers import keep_modules
+from narrowgauge.nn.precision import Surroundings, explain_attention
+from narrowgauge.nn.recompute import checkpoint_blocks
+from narrowgauge.recipe import Recipe, parse, refusal
+from narrowgauge.scaling.guard import SkipGuard
+from narrowgauge.scaling.loss import LossScaler
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a step did. Reading a field waits for the device; holding the report does not."""
+
+    index: int
+    """Which update this was (or will be, in the middle of an accumulation), counted from 1."""
+    complete: bool
+    """False in the middle of an accumulation, when nothing was stepped yet."""
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """The raw scalars on the device: applied, grad_norm, loss_scale."""
+
+    @property
+    def applied(self) -> bool:
+        """Whether the weights were updated: False for a skipped update and in the middle of an accumulation."""
+        return self.complete and bool(self.tensors["applied"].item())
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm of all gradients, unscaled and before clipping."""
+        return float(self.tensors["grad_norm"].item()) if self.complete else None
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor the loss was scaled by in this step (1 where the recipe scales nothing)."""
+        return float(self.tensors["loss_scale"].item())
+
+
+class Engine:
+    """Trains any module with any torch optimizer under a recipe.
+
+    ``accumulate`` microbatches make one update; ``compile`` is False, True or a torch.compile mode; ``blocks`` names
+    the modules to recompute where the recipe checkpoints and they are not the members of a ModuleList.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        recipe: str | Recipe = "auto",
+        *,
+        clip_norm: float | None = None,
+        accumulate: int = 1,
+        compile: bool | str = False,
+        blocks: Sequence[str] | None = None,
+        max_consecutive_skips: int = 50,
+    ) -> None:
+        self.model = model
+        self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self._named = _trainable(model, self.optimizers)
+        self.device = next(iter(self._named.values())).device
+        self.hardware = hardware.detect(str(self.device))
+        self.recipe = parse(recipe, self.hardware)
+        _check_runs(self.recipe, self.hardware, self._named)
+        self.clip_norm = _checked("clip_norm", clip_norm, math.inf)
+        self.accumulate = int(_checked("accumulate", accumulate, 1_000_000, whole=True) or 1)
+        emulated = self.device.type == "cpu" and self.recipe.compute not in ("fp32", *self.hardware.native)
+        self.surroundings = Surroundings(self.recipe, self.device.type, emulated)
+        self.kept = keep_modules(model, self.recipe.keep)
+        self.checkpointed = checkpoint_blocks(model, self.recipe.checkpoint, blocks, self.surroundings.recomputation())
+        self.scaler = self._make_scaler(max_consecutive_skips)
+        self.guard = self.scaler.guard if self.scaler else SkipGuard(max_consecutive_skips)
+        self.guard.names = list(self._named)
+        self._microbatches = 0
+        self._one = torch.ones((), device=self.device)
+        if compile:
+            if emulated:
+                raise UsageError(
+                    f"compile: {self.recipe.compute} is emulated on {self.hardware.name}, which torch.compile "
+                    "cannot see; leave compile off, or take recipe fp32"
+                )
+            model.compile(**({} if compile is True else {"mode": compile}))
+        self.compiled = bool(compile)
+
+    def _make_scaler(self, max_consecutive_skips: int) -> LossScaler | None:
+        scale = self.recipe.loss_scale
+        if scale == "none":
+            return None
+        options: dict[str, Any] = {} if scale == "dynamic" else {"init_scale": float(scale), "dynamic": False}
+        return LossScaler(self.device.type, max_consecutive_skips=max_consecutive_skips, **options)
+
+    @property
+    def skipped(self) -> int:
+        """Updates skipped in all, as far as the host has heard: reading it waits for nothing."""
+        return self.guard.skipped
+
+    @property
+    def updates(self) -> int:
+        """Updates attempted, skipped ones included."""
+        return self.guard.updates
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """The surroundings of the forward pass and the loss."""
+        with self._explained(), self.surroundings.forward():
+            yield
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The same surroundings without gradients and in evaluation mode; training mode is put back afterwards."""
+        training = {module: module.training for module in self.model.modules()}
+        self.model.eval()
+        try:
+            with torch.no_grad(), self.forward():
+                yield
+        finally:
+            for module, mode in training.items():
+                module.training = mode
+
+    def backward(self, loss: Tensor) -> None:
+        """Backward of one microbatch's loss, which is divided by ``accumulate`` and scaled as the recipe says."""
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(type(loss).__name__)
+            raise UsageError(f"engine.backward needs a scalar loss, got {got}; take its mean or sum first")
+        if not loss.requires_grad:
+            raise UsageError(
+                "engine.backward: the loss has no graph; compute it from engine.model's output with gradients on"
+            )
+        loss = loss.reshape(())
+        if self.accumulate > 1:
+            loss = loss / self.accumulate
+        if self.scaler is not None:
+            loss = loss.float() * self.scaler.tensor(self.device)
+        with self._explained(), self.surroundings.backward():
+            loss.backward()
+        self._microbatches += 1
+
+    def step(self, closure: None = None) -> StepReport:
+        """Update the weights once ``accumulate`` microbatches are in; before that, report an incomplete step."""
+        if closure is not None:
+            raise UsageError(
+                "engine.step takes no closure: call engine.forward and engine.backward yourself, then step"
+            )
+        if self._microbatches == 0:
+            raise UsageError("engine.step before engine.backward: there is no gradient to step with")
+        if self._microbatches < self.accumulate:
+            scale = self._one if self.scaler is None else self.scaler.tensor(self.device).clone()
+            return StepReport(self.updates + 1, False, {"loss_scale": scale})
+        return self._update()
+
+    def flush(self) -> StepReport | None:
+        """Update with the microbatches that are in, at the end of an epoch; None where there are none.
+
+        Their mean is stepped: each was divided by ``accumulate``, and the norm and the update make up for it.
+        """
+        return self._update() if self._microbatches else None
+
+    @torch.no_grad()
+    def _update(self) -> StepReport:
+        if all(parameter.grad is None for parameter in self._named.values()):
+            raise UsageError("engine.step: backward left no gradient on any trainable parameter of the model")
+        norms = self._gradient_norms()
+        total = torch.linalg.vector_norm(norms)
+        found = ~torch.isfinite(total)
+        scale = self._one if self.scaler is None else self.scaler.tensor(self.device).clone()
+        share = self._microbatches / self.accumulate
+        grad_norm = total / (scale * share) if self.scaler or share != 1 else total
+        factor = self._factor(grad_norm, scale, share, found)
+        self._apply(factor, found)
+        if self.scaler is not None:
+            self.scaler.settle(found.float(), ~torch.isfinite(norms))
+        else:
+            self.guard.record(found, None, ~torch.isfinite(norms))
+        for parameter in self._named.values():
+            parameter.grad = None
+        self._microbatches = 0
+        return StepReport(self.updates, True, {"applied": ~found, "grad_norm": grad_norm, "loss_scale": scale})
+
+    def _gradient_norms(self) -> Tensor:
+        """The norm of each trainable parameter's gradient, in the order of their names; 0 where there is none."""
+        norms: list[Tensor] = [torch.zeros((), device=self.device)] * len(self._named)
+        alike: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
+        for index, parameter in enumerate(self._named.values()):
+            if parameter.grad is not None:
+                if parameter.grad.is_sparse:
+                    parameter.grad = parameter.grad.coalesce()
+                values = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
+                alike.setdefault((values.device, values.dtype), []).append((index, values))
+        for indexed in alike.values():
+            for (index, _), norm in zip(indexed, torch._foreach_norm([g for _, g in indexed], 2.0), strict=True):
+                norms[index] = norm.to(self.device, torch.float32, non_blocking=True)
+        return torch.stack(norms)
+
+    def _factor(self, grad_norm: Tensor, scale: Tensor, share: float, found: Tensor) -> Tensor | None:
+        """What gradients are divided by: loss scale, missing microbatches and clipping in one; None where it is 1."""
+        if self.clip_norm is None and self.scaler is None and share == 1:
+            return None
+        factor = scale * share if share != 1 else scale
+        if self.clip_norm is not None:
+            factor = factor * ((grad_norm + 1e-6) / self.clip_norm).clamp(min=1.0)
+        return torch.where(found, self._one, factor)
+
+    def _apply(self, factor: Tensor | None, found: Tensor) -> None:
+        skip: bool | None = None
+        for optimizer in self.optimizers:
+            if getattr(optimizer, "_step_supports_amp_scaling", False):
+                optimizer.grad_scale, optimizer.found_inf = factor, found.float()  # type: ignore[attr-defined]
+                try:
+                    optimizer.step()
+                finally:
+                    del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+                continue
+            skip = bool(found.item()) if skip is None else skip
+            if skip:
+                # A scheduler would otherwise warn that it was stepped before its optimizer.
+                optimizer._opt_called = True  # type: ignore[attr-defined]
+                continue
+            if factor is not None:
+                grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+                for dense in (g for g in grads if g.is_sparse):
+                    dense._values().div_(factor)
+                torch._foreach_mul_([g for g in grads if not g.is_sparse], factor.reciprocal())
+            optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a run needs to go on: model, optimizers, loss scale, counters. Only between complete updates."""
+        if self._microbatches:
+            raise UsageError(
+                f"engine.state_dict in the middle of an accumulation ({self._microbatches} of {self.accumulate} "
+                "microbatches): take it after a complete step, or call engine.flush() first"
+            )
+        return {
+            "recipe": str(self.recipe),
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "scaler": self.scaler.state_dict() if self.scaler else None,
+            "guard": self.guard.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state. A state of another recipe loads too; what only one of them has starts afresh."""
+        if len(state["optimizers"]) != len(self.optimizers):
+            raise UsageError(
+                f"engine.load_state_dict: the state has {len(state['optimizers'])} optimizers, "
+                f"the engine has {len(self.optimizers)}"
+            )
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        if self.scaler is not None and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        self.guard.load_state_dict(state["guard"])
+        self._microbatches = 0
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            explained = explain_attention(error, self.recipe)
+            if explained is None:
+                raise
+            raise explained from error
+
+
+def _trainable(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
+    """The parameters the optimizers train, by name; refuses what cannot be trained."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"Engine: the model must be an nn.Module, got {type(model).__name__}")
+    if not optimizers or not all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
+        raise UsageError("Engine: expected a torch optimizer or a list of them")
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not named:
+        raise UsageError(f"Engine: {type(model).__name__} has no trainable parameters")
+    own = {id(p) for p in model.parameters()}
+    trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    foreign = [p for p in trained if id(p) not in own]
+    if foreign:
+        raise UsageError(
+            f"Engine: {len(foreign)} of the optimizer's {len(trained)} parameters (the first of shape "
+            f"{tuple(foreign[0].shape)}) are not the model's; make the optimizer from model.parameters() once the "
+            "model is in place, and hold parameters of a loss in the same module"
+        )
+    return named
+
+
+def _check_runs(recipe: Recipe, device: hardware.Device, named: dict[str, nn.Parameter]) -> None:
+    reason = refusal(recipe, device)
+    if reason is not None:
+        raise UsageError(reason)
+    if recipe.compute == "fp8" or (recipe.master, recipe.gradients, recipe.moments) != ("fp32", "fp32", "fp32"):
+        what = "FP8 compute" if recipe.compute == "fp8" else "anything but FP32 masters, gradients and moments"
+        raise UsageError(f"recipe {recipe}: {what} is not built yet; take fp32, tf32, fp16 or bf16")
+    for name, parameter in named.items():
+        if parameter.is_floating_point() and parameter.dtype is not torch.float32:
+            raise UsageError(
+                f"Engine: parameter {name} is {parameter.dtype}, but recipe {recipe} updates FP32 masters; "
+                "call model.float() before making the optimizer"
+            )
+
+
+def _checked(name: str, value: float | None, most: float, whole: bool = False) -> float | None:
+    if value is None and not whole:
+        return None
+    kind: Callable[[Any], bool] = (lambda v: isinstance(v, int)) if whole else (lambda v: isinstance(v, int | float))
+    if not kind(value) or isinstance(value, bool) or value is None or not 0 < value <= most:
+        raise UsageError(f"Engine: {name}={value!r} must be a positive {'whole ' if whole else ''}number")
+    return value

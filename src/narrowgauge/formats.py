@@ -1,0 +1,238 @@
+"""Number formats: what each can hold, and what it makes of any number, to the last bit.
+
+A finite number of a format with m mantissa bits and exponent bias b is a whole multiple of a quantum:
+
+    |x| = k * 2**(E - m)    with E = max(floor(log2 |x|), 1 - b),    k < 2**(m + 1)
+
+Below 2**(1 - b), the smallest normal, E stays where it is: those are the subnormals, evenly spaced down to zero. So
+rounding to nearest, ties to even, is one line: divide by the quantum, ``rint``, multiply. Every step of that is exact
+in float64 (a division by a power of two, at most 24 bits left of the point), so the result is rounded once. A cast
+through float32 rounds twice, and ml_dtypes 0.6 casts float64 that way: 1 + 2**-8 + 2**-45 becomes 1.0 in its bfloat16,
+though 1.0078125 is nearer. That is why the rounding is done here and ml_dtypes is the tests' second opinion.
+
+What ``store`` calls the outcome:
+
+    exact       the stored number is the given one (zeros, infinities where the format has them, and NaN included)
+    rounded     the nearest number of the format, at full precision
+    subnormal   the nearest number lies below the smallest normal, where precision fades bit by bit
+    underflow   a number that is not zero became zero
+    overflow    a number too large became inf, or NaN in E4M3, which has no inf; and inf itself, in E4M3
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from narrowgauge.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A binary floating-point format: sign, exponent, mantissa."""
+
+    name: str
+    title: str
+    """How people write it."""
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    has_inf: bool = True
+    """False for E4M3: the top exponent holds numbers, and only the all-ones mantissa there is NaN."""
+    storage_bits: int
+    """The room a number takes in memory: 32 for TF32, of which the tensor core reads 19."""
+    about: str
+
+    @property
+    def bits(self) -> int:
+        """Bits that carry information: sign, exponent and mantissa."""
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def min_exponent(self) -> int:
+        """Exponent of the smallest normal number, and of every subnormal."""
+        return 1 - self.bias
+
+    @property
+    def max_code(self) -> int:
+        """The code of the largest finite number."""
+        top = ((1 << self.exponent_bits) - 1) << self.mantissa_bits
+        return top - 1 if self.has_inf else top + (1 << self.mantissa_bits) - 2
+
+    @property
+    def max(self) -> float:
+        return decode(self.max_code, self)
+
+    @property
+    def smallest_normal(self) -> float:
+        return 2.0**self.min_exponent
+
+    @property
+    def smallest_subnormal(self) -> float:
+        return 2.0 ** (self.min_exponent - self.mantissa_bits)
+
+    @property
+    def epsilon(self) -> float:
+        """The gap between 1 and the next number."""
+        return 2.0**-self.mantissa_bits
+
+    @property
+    def decimal_digits(self) -> float:
+        """Precision of a normal number in decimal digits: log10 of 2**(mantissa bits + 1)."""
+        return (self.mantissa_bits + 1) * math.log10(2)
+
+    @property
+    def finite_values(self) -> int:
+        """How many different finite numbers there are (+0 and -0 are one)."""
+        return 2 * self.max_code + 1
+
+
+FORMATS: dict[str, Format] = {
+    f.name: f
+    for f in (
+        Format(name="fp32", title="FP32", exponent_bits=8, mantissa_bits=23, bias=127, storage_bits=32,
+               about="the reference: master weights, norms, softmax, loss, optimizer"),
+        Format(name="tf32", title="TF32", exponent_bits=8, mantissa_bits=10, bias=127, storage_bits=32,
+               about="19 of FP32's 32 bits, read by tensor cores; takes the memory of FP32"),
+        Format(name="fp16", title="FP16", exponent_bits=5, mantissa_bits=10, bias=15, storage_bits=16,
+               about="precise but narrow: needs loss scaling"),
+        Format(name="bf16", title="BF16", exponent_bits=8, mantissa_bits=7, bias=127, storage_bits=16,
+               about="FP32's range with 8 bits of precision: needs no loss scaling"),
+        Format(name="fp8_e4m3", title="FP8 E4M3", exponent_bits=4, mantissa_bits=3, bias=7, has_inf=False,
+               storage_bits=8, about="OCP: no inf, one NaN; for weights and activations, with a scale"),
+        Format(name="fp8_e5m2", title="FP8 E5M2", exponent_bits=5, mantissa_bits=2, bias=15, storage_bits=8,
+               about="FP16's range with 3 bits of precision; for gradients, with a scale"),
+    )
+}  # fmt: skip
+_ALIASES = {
+    "float32": "fp32", "float": "fp32", "single": "fp32", "f32": "fp32",
+    "tensorfloat32": "tf32",
+    "float16": "fp16", "half": "fp16", "f16": "fp16",
+    "bfloat16": "bf16", "bfloat": "bf16",
+    "e4m3": "fp8_e4m3", "e4m3fn": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3", "float8_e4m3": "fp8_e4m3",
+    "e5m2": "fp8_e5m2", "float8_e5m2": "fp8_e5m2",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a format makes of a number, by a cast that rounds to nearest and does not saturate."""
+
+    value: float
+    """The number that is really held."""
+    bits: str
+    """Its bits, sign first."""
+    relative_error: float
+    """|held - given| / |given|; 0 where exact, inf after an overflow."""
+    state: str
+    """exact, rounded, subnormal, underflow or overflow: see the top of this file."""
+
+
+def find_format(name: str | Format) -> Format:
+    """The format of a name such as fp16, FP8 E4M3, bfloat16 or torch.float8_e5m2."""
+    if isinstance(name, Format):
+        return name
+    key = re.sub(r"[\s\-_]+", "_", str(name).strip().lower().removeprefix("torch."))
+    key = _ALIASES.get(key, key)
+    if key not in FORMATS:
+        raise UsageError(f"unknown format {name!r}: expected one of {', '.join(FORMATS)}")
+    return FORMATS[key]
+
+
+def parse_value(text: str) -> float:
+    """The number a text means: decimal, hexadecimal ("0x1p-24"), inf or nan, read as float64.
+
+    What float64 itself cannot reach becomes its nearest finite number that is not zero, never inf or 0: 1e400 and
+    1e-400 are then still numbers that overflow and underflow every format here.
+    """
+    try:
+        number = float.fromhex(text) if "0x" in text.lower() else float(text)
+    except OverflowError:  # what float.fromhex raises where float() answers inf
+        number = math.copysign(math.inf, -1 if text.strip().startswith("-") else 1)
+    except ValueError:
+        raise UsageError(f"{text!r} is not a number: expected one such as 1.2e-7, -3, 0x1p-24, inf or nan") from None
+    if math.isinf(number) and "inf" not in text.lower():
+        return math.copysign(float(np.finfo(np.float64).max), number)
+    mantissa = re.split("p" if "0x" in text.lower() else "e", text.lower().replace("0x", ""))[0]
+    if number == 0 and re.search("[1-9a-f]", mantissa):
+        return math.copysign(math.ulp(0.0), number)
+    return number
+
+
+def round_to(values: ArrayLike, format: str | Format, saturate: bool = False) -> NDArray[np.float64]:
+    """Each value rounded to the nearest number of a format, ties to even, as float64.
+
+    What is too large becomes inf (NaN in E4M3), or with ``saturate`` the largest finite number, as in narrowgauge's own
+    FP8 casts. NaN stays NaN either way.
+    """
+    f = find_format(format)
+    x = np.asarray(values, dtype=np.float64)
+    _, exponent = np.frexp(x)  # |x| = [0.5, 1) * 2**exponent
+    quantum = np.maximum(exponent - 1, f.min_exponent) - f.mantissa_bits
+    with np.errstate(over="ignore"):  # the largest float64 numbers round up to inf, which is too large in any case
+        rounded = np.ldexp(np.rint(np.ldexp(x, -quantum)), quantum)
+    too_large = np.abs(rounded) > f.max
+    limit = f.max if saturate else math.inf if f.has_inf else math.nan
+    return np.where(too_large, np.copysign(limit, x), rounded)
+
+
+def store(value: float | str, format: str | Format) -> Stored:
+    """What a format makes of one number."""
+    f = find_format(format)
+    given = parse_value(value) if isinstance(value, str) else float(value)
+    held = float(round_to(given, f))
+    if held == given or (math.isnan(held) and math.isnan(given)):
+        state, error = "exact", 0.0
+    elif not math.isfinite(held):
+        state, error = "overflow", math.inf
+    else:
+        # In fractions: the difference of two float64 subnormals over one of them is exact this way too.
+        error = float(abs(Fraction(held) - Fraction(given)) / abs(Fraction(given)))
+        state = "underflow" if held == 0 else "subnormal" if abs(held) < f.smallest_normal else "rounded"
+    return Stored(value=held, bits=f"{encode(held, f):0{f.bits}b}", relative_error=error, state=state)
+
+
+def spacing(value: float, format: str | Format) -> float:
+    """The distance between neighbouring numbers of a format around a value (its ulp); NaN where it holds none."""
+    f = find_format(format)
+    if not abs(value) <= f.max:
+        return math.nan
+    exponent = math.frexp(value)[1] - 1 if value else f.min_exponent
+    return math.ldexp(1.0, max(exponent, f.min_exponent) - f.mantissa_bits)
+
+
+def encode(value: float, format: str | Format) -> int:
+    """The code of a number that a format holds exactly; NaN gets the quiet one, with its sign."""
+    f = find_format(format)
+    sign = int(math.copysign(1.0, value) < 0) << (f.bits - 1)
+    top = ((1 << f.exponent_bits) - 1) << f.mantissa_bits
+    if math.isnan(value):
+        return sign | top | (1 << (f.mantissa_bits - 1) if f.has_inf else (1 << f.mantissa_bits) - 1)
+    if math.isinf(value) and f.has_inf:
+        return sign | top
+    if abs(value) <= f.max:
+        exponent = max(math.frexp(value)[1] - 1, f.min_exponent) if value else f.min_exponent
+        multiple = math.ldexp(abs(value), f.mantissa_bits - exponent)
+        if multiple.is_integer():
+            # A normal's leading one adds 1 to the exponent field, which is therefore written one too low.
+            return sign | (((exponent - f.min_exponent) << f.mantissa_bits) + int(multiple))
+    raise UsageError(f"{f.title} does not hold {value!r}: round it first, with round_to")
+
+
+def decode(code: int, format: str | Format) -> float:
+    """The number a code stands for."""
+    f = find_format(format)
+    if not 0 <= code < 1 << f.bits:
+        raise UsageError(f"{f.title} has no code {code}: expected 0 to {(1 << f.bits) - 1}")
+    sign = -1.0 if code >> (f.bits - 1) else 1.0
+    magnitude = code & ((1 << (f.bits - 1)) - 1)
+    field, mantissa = magnitude >> f.mantissa_bits, magnitude & ((1 << f.mantissa_bits) - 1)
+    if magnitude > f.max_code:
+        return math.copysign(math.inf if f.has_inf and mantissa == 0 else math.nan, sign)
+    multiple = mantissa if field == 0 else mantissa | (1 << f.mantissa_bits)
+    return sign * math.ldexp(multiple, max(field, 1) - f.bias - f.mantissa_bits)

@@ -1,0 +1,69 @@
+"""Reads device scalars on the host without making the device wait: a step's numbers arrive a little later.
+
+    push:   stack the scalars on the device, start a copy into pinned host memory, record an event
+    ready:  hand over the pushes whose event has passed, in order; never waits
+    drain:  wait for all of them (at the end of a run, or before a checkpoint)
+
+On a CPU there is nothing to wait for, and every push is ready at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOST_PENDING = 64
+"""Beyond this many unread pushes the oldest is waited for: a host that far ahead of its GPU loses nothing by it."""
+
+
+@dataclass
+class _Push:
+    tag: Any
+    names: tuple[str, ...]
+    values: Tensor
+    event: torch.cuda.Event | None
+
+    def done(self) -> bool:
+        return self.event is None or self.event.query()
+
+    def read(self) -> tuple[Any, dict[str, float]]:
+        if self.event is not None:
+            self.event.synchronize()
+        return self.tag, dict(zip(self.names, self.values.tolist(), strict=True))
+
+
+class Readback:
+    """A queue of scalars on their way from the device to the host."""
+
+    def __init__(self) -> None:
+        self._pending: deque[_Push] = deque()
+
+    def push(self, tag: Any, scalars: Mapping[str, Tensor]) -> None:
+        """Send named scalars off; ``tag`` comes back with them."""
+        values = torch.stack([value.detach().double().reshape(()) for value in scalars.values()])
+        event = None
+        if values.is_cuda:
+            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            host.copy_(values, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            values = host
+        self._pending.append(_Push(tag, tuple(scalars), values, event))
+
+    def ready(self) -> list[tuple[Any, dict[str, float]]]:
+        """What has arrived by now, oldest first."""
+        arrived = []
+        while self._pending and (self._pending[0].done() or len(self._pending) > MOST_PENDING):
+            arrived.append(self._pending.popleft().read())
+        return arrived
+
+    def drain(self) -> list[tuple[Any, dict[str, float]]]:
+        """Everything that was pushed, waiting for what is still on its way."""
+        arrived = [push.read() for push in self._pending]
+        self._pending.clear()
+        return arrived

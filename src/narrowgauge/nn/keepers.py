@@ -1,0 +1,89 @@
+"""Keepers: what stays in FP32 whatever the recipe computes with, because 16 bits would spoil it.
+
+On CUDA torch's autocast already runs norms, softmax, losses and sums in FP32. On the CPU it does not: LayerNorm,
+softmax, sum and exp stay in 16 bits there. ``Fp32Functions`` gives the CPU the same list, so that a run on a CPU says
+something about the same run on a GPU. Beyond the list, users keep whole modules (``recipe.keep``) or single functions
+(``keep_fp32``) in FP32.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from narrowgauge.errors import UsageError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+HALVES = (torch.float16, torch.bfloat16)
+_NAMES = {
+    torch: "acos asin cosh sinh tan exp expm1 log log10 log1p log2 pow reciprocal rsqrt erfinv prod sum cumprod cumsum "
+    "softmax log_softmax layer_norm group_norm rms_norm norm renorm dist cdist cosine_similarity",
+    F: "softmax log_softmax softmin softplus layer_norm group_norm rms_norm normalize cross_entropy nll_loss mse_loss "
+    "l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy_with_logits cosine_embedding_loss "
+    "hinge_embedding_loss margin_ranking_loss multilabel_margin_loss multi_margin_loss poisson_nll_loss "
+    "soft_margin_loss triplet_margin_loss gaussian_nll_loss",
+    Tensor: "acos asin cosh sinh tan exp expm1 log log10 log1p log2 pow __pow__ __rpow__ reciprocal rsqrt erfinv prod "
+    "sum cumprod cumsum softmax log_softmax norm renorm dist",
+}
+FP32_FUNCTIONS = frozenset(getattr(owner, name) for owner, names in _NAMES.items() for name in names.split())
+
+
+def to_fp32(nest: Any) -> Any:
+    """The same nest with every 16-bit floating tensor widened."""
+    return tree_map_only(Tensor, lambda tensor: tensor.float() if tensor.dtype in HALVES else tensor, nest)
+
+
+class Fp32Functions(TorchFunctionMode):
+    """While active, the functions of CUDA autocast's FP32 list run in FP32 on the CPU too."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in FP32_FUNCTIONS:
+            return func(*args, **kwargs)
+        with torch.autocast("cpu", enabled=False):
+            return func(*to_fp32(args), **to_fp32(kwargs))
+
+
+def keep_fp32(function: Function) -> Function:
+    """Make a function (a custom op, a loss) run in FP32: autocast is off inside, and 16-bit arguments are widened.
+
+    >>> @narrowgauge.keep_fp32
+    ... def energy(scores): return torch.logsumexp(scores.square(), -1)
+    """
+
+    @functools.wraps(function)
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+            return function(*to_fp32(args), **to_fp32(kwargs))
+
+    return kept  # type: ignore[return-value]
+
+
+def keep_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Keep the modules that a pattern names (by path or by class) in FP32; returns their paths."""
+    kept: list[str] = []
+    for pattern in patterns:
+        found = [
+            (path, module)
+            for path, module in model.named_modules()
+            if path and (fnmatch.fnmatchcase(path, pattern) or fnmatch.fnmatchcase(type(module).__name__, pattern))
+        ]
+        if not found:
+            some = [path for path, _ in model.named_modules() if path][:8]
+            raise UsageError(
+                f"recipe: keep={pattern} names no module; modules are {', '.join(some)}, ... (paths or classes)"
+            )
+        for path, module in found:
+            if not hasattr(module.forward, "__wrapped__"):
+                module.forward = keep_fp32(module.forward)
+            kept.append(path)
+    return sorted(set(kept))

@@ -1,0 +1,105 @@
+"""The surroundings a step runs in: autocast, the FP32 mode of matrix products, attention's backend, CPU keepers.
+
+Everything torch keeps as a global is set on the way in and put back on the way out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from narrowgauge.errors import UsageError
+from narrowgauge.nn.emulate import EmulatedProducts
+from narrowgauge.nn.keepers import Fp32Functions
+from narrowgauge.recipe import Recipe
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+FUSED = ("cudnn", "flash", "efficient")
+"""Fastest first: on Hopper cuDNN's kernel beats FlashAttention 2's (docs/results.md)."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a recipe asks of torch on a device."""
+
+    recipe: Recipe
+    device_type: str
+    emulated: bool
+    """The device has no native products in the compute format: widen, multiply, round."""
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The format autocast computes in, or None where it is off."""
+        return DTYPES.get(self.recipe.compute)
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """For the forward pass and the loss."""
+        with self.backward(), contextlib.ExitStack() as stack:
+            if self.dtype is not None:
+                stack.enter_context(torch.autocast(self.device_type, dtype=self.dtype))
+            yield
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """For the backward pass: everything but autocast."""
+        with contextlib.ExitStack() as stack:
+            if self.device_type == "cuda":
+                stack.enter_context(_fp32_products("tf32" if self.recipe.compute == "tf32" else "ieee"))
+            stack.enter_context(self._attention())
+            stack.enter_context(self._cpu_modes())
+            yield
+
+    def recomputation(self) -> Callable[[], contextlib.AbstractContextManager[None]] | None:
+        """For blocks that are recomputed in backward. Only the CPU's modes must be entered again."""
+        return self._cpu_modes if self.device_type == "cpu" and self.dtype is not None else None
+
+    @contextlib.contextmanager
+    def _cpu_modes(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self.device_type == "cpu" and self.dtype is not None:
+                if self.emulated:
+                    stack.enter_context(EmulatedProducts())  # type: ignore[no-untyped-call]
+                stack.enter_context(Fp32Functions())
+            yield
+
+    def _attention(self) -> contextlib.AbstractContextManager[None]:
+        choice = self.recipe.attention
+        if choice == "any" or (choice == "auto" and (self.device_type != "cuda" or self.dtype is None)):
+            return contextlib.nullcontext()
+        if choice == "auto":
+            return sdpa_kernel([BACKENDS[name] for name in FUSED], set_priority=True)
+        return sdpa_kernel([BACKENDS[choice]])
+
+
+@contextlib.contextmanager
+def _fp32_products(mode: str) -> Iterator[None]:
+    """How FP32 matrix products and convolutions run on CUDA: "ieee" or "tf32"."""
+    matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    before = matmul.fp32_precision, conv.fp32_precision
+    matmul.fp32_precision = conv.fp32_precision = mode
+    try:
+        yield
+    finally:
+        matmul.fp32_precision, conv.fp32_precision = before
+
+
+def explain_attention(error: RuntimeError, recipe: Recipe) -> UsageError | None:
+    """The clear form of torch's error for an attention no allowed backend can run, or None for any other error."""
+    if "No available kernel" not in str(error):
+        return None
+    allowed = " or ".join(FUSED) if recipe.attention == "auto" else recipe.attention
+    return UsageError(
+        f"recipe {recipe}: attention cannot run by {allowed} for the shapes, types or mask it was given; "
+        "mend those, or allow any backend with attention=any"
+    )

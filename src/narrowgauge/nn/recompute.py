@@ -1,0 +1,117 @@
+"""Activation checkpointing: blocks of the model forget their activations and compute them again in backward.
+
+``full`` keeps only a block's input. ``selective`` also keeps the results of matrix products and attention, which are
+expensive to compute, and recomputes what is cheap (norms, activations, casts). Blocks are the modules of every
+ModuleList whose members are of one class: the layers of a transformer. Recomputation happens under the same autocast
+and random state as the first time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from narrowgauge.errors import UsageError
+
+aten = torch.ops.aten
+KEPT_OPS = frozenset(
+    {
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten.convolution.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+)
+
+
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The repeated blocks of a model: members of ModuleLists that hold several modules of one class."""
+    blocks: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(m) for m in module}) == 1:
+            inside = any(path.startswith(f"{outer}.") for outer in blocks)
+            if not inside:
+                blocks |= {f"{path}.{index}" if path else str(index): block for index, block in enumerate(module)}
+    return blocks
+
+
+Context = contextlib.AbstractContextManager[Any]
+
+
+def checkpoint_blocks(
+    model: nn.Module,
+    mode: str,
+    blocks: Sequence[str] | None = None,
+    surroundings: Callable[[], Context] | None = None,
+) -> list[str]:
+    """Make blocks recompute their activations; returns their paths. ``blocks`` names those not to be found.
+
+    ``surroundings`` makes what recomputation must run in beside autocast, which is restored for it; None: nothing.
+    """
+    if mode == "none":
+        return []
+    found = find_blocks(model) if blocks is None else {path: _module_at(model, path) for path in blocks}
+    if not found:
+        raise UsageError(
+            f"recipe: checkpoint={mode} found no repeated blocks (a ModuleList of one class) in "
+            f"{type(model).__name__}; name them with Engine(..., blocks=[...])"
+        )
+    for block in found.values():
+        plain = getattr(block.forward, "plain_forward", block.forward)
+        block.forward = _recomputed(plain, mode, surroundings)
+    return list(found)
+
+
+def _recomputed(
+    forward: Callable[..., Any], mode: str, surroundings: Callable[[], Context] | None
+) -> Callable[..., Any]:
+    contexts: dict[str, Any] = {}
+    if surroundings is not None:
+        contexts["context_fn"] = functools.partial(_both_times, mode, surroundings)
+    elif mode == "selective":
+        contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+
+    @functools.wraps(forward)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
+
+    recomputed.plain_forward = forward  # type: ignore[attr-defined]
+    return recomputed
+
+
+def _both_times(mode: str, surroundings: Callable[[], Context]) -> tuple[Context, Context]:
+    """The contexts of the first computation and of the second, which autograd runs outside of any mode."""
+    if mode == "selective":
+        saving, reusing = create_selective_checkpoint_contexts(_policy)
+        return saving, _nested(surroundings, reusing)
+    return contextlib.nullcontext(), surroundings()
+
+
+@contextlib.contextmanager
+def _nested(outer: Callable[[], Context], inner: Context) -> Iterator[None]:
+    with outer(), inner:
+        yield
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in KEPT_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _module_at(model: nn.Module, path: str) -> nn.Module:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        raise UsageError(f"blocks: {type(model).__name__} has no module {path!r}") from None

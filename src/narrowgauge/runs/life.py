@@ -1,0 +1,256 @@
+"""One life of a run: steps a task from its start or a checkpoint on, keeping record, checkpoints and summary.
+
+    step k of the run:   batches k*accumulate .. ; forward and backward of each; update; numbers sent to the host
+    when it is due:      wait for the numbers of all steps so far, evaluate, checkpoint
+    at the end:          evaluate, checkpoint, sample, judge
+
+A checkpoint holds everything the next step depends on, and batches are pure functions of their number, so a resumed run
+does what the uninterrupted one would have done; on a CPU, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.engine import Engine
+from narrowgauge.errors import TrainingStalled
+from narrowgauge.lagged import Readback
+from narrowgauge.runs import checkpoint, random_state, record
+from narrowgauge.runs.board import Board
+from narrowgauge.runs.feed import BadData, Feed, make_batch, to_device
+from narrowgauge.runs.interruption import Interruption
+from narrowgauge.runs.pace import Pace
+from narrowgauge.runs.result import Finding, Result, failed_sample, judge, refused_data, stalled
+from narrowgauge.runs.schedule import Schedule, make_adamw
+from narrowgauge.runs.settings import Settings
+from narrowgauge.task import Task
+
+
+class Observer:
+    """Who watches a run; this one looks away."""
+
+    def tell(self, line: str) -> None:
+        """A line for people."""
+
+    def begin(self, step: int, steps: int) -> None:
+        """Training starts after ``step`` updates."""
+
+    def saw(self, event: Mapping[str, Any], skipped: int) -> None:
+        """The numbers of a step or an evaluation have arrived."""
+
+    def end(self) -> None:
+        """Training is over."""
+
+
+class Life:
+    """From the start of a run, or a checkpoint, to its end or an interruption."""
+
+    def __init__(self, task: Task, settings: Settings, folder: Path, observer: Observer) -> None:
+        self.task, self.settings, self.folder, self.observer = task, settings, folder, observer
+        random_state.seed(settings.seed)
+        with torch.device(settings.device):
+            model = task.model()
+        rate = settings.learning_rate
+        optimizer = task.optimizer(model, rate) if task.optimizer else make_adamw(model, rate, task.weight_decay)
+        self.schedule = Schedule(optimizer, settings.steps, settings.warmup)
+        self.engine = Engine(
+            model,
+            optimizer,
+            recipe=settings.recipe,
+            clip_norm=settings.clip_norm or None,
+            accumulate=settings.accumulate,
+            compile=settings.compile,
+        )
+        self.readback = Readback()
+        self.result = Result(
+            run=str(folder),
+            recipe=str(self.engine.recipe),
+            step=0,
+            steps=settings.steps,
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            unit=task.unit,
+        )
+        self.saved_step = self.evaluated_step = -1
+        self.resumed = False
+        self.pace = Pace(task.items_per_batch * settings.accumulate)
+
+    def go_on_from(self, saved: checkpoint.Checkpoint | None) -> None:
+        """Take up a checkpoint; without one, begin again."""
+        self.resumed = True
+        step = saved.step if saved else 0
+        record.cut_after(self.folder, step)
+        if saved is None:
+            self.observer.tell("no checkpoint was written yet: beginning again")
+            return
+        self.engine.load_state_dict({**saved.state["engine"], "model": saved.weights})
+        random_state.restore(saved.state["random"])
+        for name, value in saved.state["result"].items():
+            setattr(self.result, name, value)
+        self.result.step = self.saved_step = step
+        self.evaluated_step = saved.state["evaluated_step"]
+        self.result.checkpoint = str(saved.path)
+
+    def train(self) -> Result:
+        result, settings = self.result, self.settings
+        self.pace.begin(result.seconds)
+        with contextlib.ExitStack() as stack:
+            self.record = stack.enter_context(record.Record(self.folder))
+            self.board = Board(self.folder, result.step + 1, self.observer.tell)
+            stack.callback(self.board.close)
+            stop = stack.enter_context(Interruption())
+            if self.resumed:
+                self.record.append("resume", result.step)
+            stack.callback(self.observer.end)
+            self.observer.begin(result.step, settings.steps)
+            pin = self.engine.device.type == "cuda"
+            feed = stack.enter_context(Feed(self.task, result.step, settings.steps, settings.accumulate, pin))
+            try:
+                while result.step < settings.steps and not stop.wanted:
+                    self._step(feed)
+                    self._do_what_is_due()
+                self._settle_numbers()
+                if result.step < settings.steps:
+                    self.observer.tell(f"{stop.name}: saving; once more ends at once")
+                    result.interrupted = True
+                self._finish()
+            except TrainingStalled as error:
+                # No checkpoint: one of a stalled run would only push out those it can be taken up from.
+                self._settle_numbers()
+                self._finding(stalled(result.step, error))
+            except BadData as error:
+                # The weights are good, so they are saved before the run ends with the line about its data.
+                self._settle_numbers()
+                self._finding(refused_data(result.step, error))
+                self._checkpoint()
+                raise
+            for finding in judge(result) if not result.interrupted else ():
+                self._finding(finding)
+            result.seconds, result.tokens_per_s = self.pace.seconds(), self.pace.rate()
+            self.record.append("end", **dataclasses.asdict(result))
+            self.record.sync()
+        return result
+
+    def _step(self, feed: Feed) -> None:
+        engine, result = self.engine, self.result
+        batches = feed.take()
+        rate = self.schedule.set(result.step)
+        total: Tensor | None = None
+        for batch in batches:
+            on_device = to_device(batch, engine.device)
+            with engine.forward():
+                loss = self.task.loss(engine.model, on_device)
+            engine.backward(loss)
+            total = loss.detach() if total is None else total + loss.detach()
+            # The report that counts is the last microbatch's; the others only say that the update is not complete.
+            report = engine.step()
+        assert total is not None
+        result.step += 1
+        self.readback.push((result.step, rate), {"loss": total / len(batches), **report.tensors})
+        self._arrived(self.readback.ready())
+
+    def _arrived(self, pushes: list[tuple[Any, dict[str, float]]]) -> None:
+        rate = self.pace.tick(len(pushes)) if pushes else None
+        for (step, learning_rate), values in pushes:
+            result = self.result
+            result.loss_first = values["loss"] if result.loss_first is None else result.loss_first
+            result.loss_last = values["loss"]
+            applied = bool(values.pop("applied"))
+            result.skipped += not applied
+            numbers = {"loss": values.pop("loss"), "lr": learning_rate, **values, "tokens_per_s": rate}
+            self.record.append("step", step, **numbers, applied=applied, time=self.pace.seconds())
+            self.board.add("train", step, {name: value for name, value in numbers.items() if value is not None})
+            self.observer.saw({"kind": "step", "step": step, **numbers, "applied": applied}, result.skipped)
+
+    def _settle_numbers(self) -> None:
+        """Wait until the numbers of every step so far are in the record."""
+        self._arrived(self.readback.drain())
+
+    def _do_what_is_due(self) -> None:
+        step, settings = self.result.step, self.settings
+        if not self.pace.began:
+            self._settle_numbers()
+        evaluate = settings.eval_every > 0 and step % settings.eval_every == 0
+        save = settings.checkpoint_every > 0 and step % settings.checkpoint_every == 0
+        if evaluate or save:
+            self._settle_numbers()
+            with self.pace.paused():
+                if evaluate:
+                    self._evaluate()
+                if save:
+                    self._checkpoint()
+
+    def _finish(self) -> None:
+        with self.pace.paused():
+            # An interrupted run is not evaluated: the uninterrupted one would not have been at this step.
+            if not self.result.interrupted and self.evaluated_step != self.result.step:
+                self._evaluate()
+            self._checkpoint()
+            if not self.result.interrupted:
+                self._sample()
+
+    def _evaluate(self) -> None:
+        """Average loss and metrics over the fixed evaluation batches, leaving the random generators as they were."""
+        sums: dict[str, Tensor] = {}
+        count = self.settings.eval_batches
+        with random_state.put_back(), self.engine.evaluating():
+            for number in range(count):
+                batch = make_batch(self.task, number, "eval", f"the evaluation after step {self.result.step}")
+                batch = to_device(batch, self.engine.device)
+                values = {"loss": self.task.loss(self.engine.model, batch)}
+                if self.task.metrics is not None:
+                    values |= self.task.metrics(self.engine.model, batch)
+                for name, value in values.items():
+                    sums[name] = sums[name] + value.detach().double() if name in sums else value.detach().double()
+        means = {name: float(value) / count for name, value in sums.items()}
+        self.evaluated_step = self.result.step
+        self.result.loss_eval = means["loss"]
+        self.result.metrics = {name: value for name, value in means.items() if name != "loss"}
+        self.record.append("eval", self.result.step, **means)
+        self.board.add("eval", self.result.step, means)
+        self.observer.saw({"kind": "eval", "step": self.result.step, **means}, self.result.skipped)
+
+    def _checkpoint(self) -> None:
+        result = self.result
+        if result.step == self.saved_step:
+            return
+        result.seconds = self.pace.seconds()
+        self.record.sync()  # the events up to a checkpoint must not be younger on the disk than the checkpoint itself
+        self.board.flush()
+        engine = self.engine.state_dict()
+        weights = engine.pop("model")
+        kept = ("loss_first", "loss_last", "loss_eval", "metrics", "skipped", "seconds")
+        state = {
+            "engine": engine,
+            "random": random_state.capture(),
+            "result": {name: getattr(result, name) for name in kept},
+            "evaluated_step": self.evaluated_step,
+        }
+        result.checkpoint = str(checkpoint.save(self.folder, result.step, weights, state, self.settings.keep))
+        self.saved_step = result.step
+        self.record.append("checkpoint", result.step, path=result.checkpoint)
+
+    def _sample(self) -> None:
+        if self.task.sample is None:
+            return
+        random_state.seed(self.settings.seed)
+        try:
+            # A growing text changes its shape at every token, which is no work for a compiler.
+            eager = torch.compiler.set_stance("force_eager") if self.settings.compile else contextlib.nullcontext()
+            with self.engine.evaluating(), eager:
+                self.result.sample = self.task.sample(self.engine.model)
+        except Exception as error:  # the model is trained and saved: a broken sample must not hide that
+            self._finding(failed_sample(self.result.step, error))
+            return
+        self.record.append("sample", self.result.step, text=self.result.sample)
+        self.board.text("sample", self.result.step, self.result.sample)
+
+    def _finding(self, finding: Finding) -> None:
+        self.result.findings.append(finding)
+        self.record.append("finding", self.result.step, **dataclasses.asdict(finding))

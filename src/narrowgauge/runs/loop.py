@@ -1,0 +1,100 @@
+"""Trains a task in a run folder: takes the lock, begins a run or takes one up, and refuses what would mix two."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import platform
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from narrowgauge import __version__
+from narrowgauge.errors import UsageError
+from narrowgauge.runs import checkpoint, lock, random_state, record
+from narrowgauge.runs.feed import make_batch
+from narrowgauge.runs.life import Life, Observer
+from narrowgauge.runs.result import Result
+from narrowgauge.runs.settings import Settings
+from narrowgauge.task import Task
+
+
+def train(
+    task: Task,
+    settings: Settings,
+    folder: Path,
+    *,
+    resume: bool = False,
+    configuration: Mapping[str, Any] | None = None,
+    observer: Observer | None = None,
+) -> Result:
+    """Train in ``folder``, from the start or from its newest whole checkpoint.
+
+    ``configuration`` is written to run.json beside the settings. A run that is finished is reported, not trained.
+    """
+    watcher = observer or Observer()
+    with _tidy_if_unused(folder), lock.hold(folder):
+        if not resume and record.holds_run(folder):
+            raise UsageError(f"{folder} already holds a run; go on with --resume {folder}, or take another --out")
+        checkpoint.clean(folder)
+        saved = None
+        if resume:
+            _compare_versions(record.read_configuration(folder), watcher)
+            done = _finished(folder, settings)
+            if done is not None:
+                return done
+            saved = checkpoint.newest_whole(folder, watcher.tell)
+        run = Life(task, settings, folder, watcher)
+        if resume:
+            run.go_on_from(saved)
+        else:
+            with random_state.put_back():  # bad data is refused before there is a run, and tasks learn their facts
+                make_batch(task, 0, "train", "step 1")
+            asked = {"settings": dataclasses.asdict(settings), "facts": dict(task.facts), "versions": versions()}
+            record.write_configuration(folder, {**(configuration or {}), **asked})
+        return run.train()
+
+
+def versions() -> dict[str, Any]:
+    """What the numbers of a run depend on beside its settings."""
+    return {
+        "narrowgauge": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _compare_versions(configuration: Mapping[str, Any], observer: Observer) -> None:
+    then, now = configuration.get("versions", {}), versions()
+    changed = [f"{name} {then[name]} -> {now[name]}" for name in now if name in then and then[name] != now[name]]
+    if changed:
+        observer.tell(f"not all is as it was when the run began, so its last bits may differ: {', '.join(changed)}")
+
+
+def _finished(folder: Path, settings: Settings) -> Result | None:
+    last = None
+    for event in record.read(folder):
+        last = event
+    if last is None or last["kind"] != "end" or last["interrupted"] or last["step"] < settings.steps:
+        return None
+    return Result.reread(last)
+
+
+@contextlib.contextmanager
+def _tidy_if_unused(folder: Path) -> Iterator[None]:
+    """Leave no empty folder behind where a run was refused before it began."""
+    was_there = folder.exists()
+    try:
+        yield
+    except BaseException:
+        if not was_there and not record.holds_run(folder):
+            with contextlib.suppress(OSError):
+                (folder / ".lock").unlink(missing_ok=True)
+                folder.rmdir()
+        raise

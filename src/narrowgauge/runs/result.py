@@ -1,0 +1,129 @@
+"""What came out of a run: the numbers of its summary, and what is wrong with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+SERIOUS, WARNING = "serious", "warning"
+_MANY_SKIPS = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Something about a run that its owner should know."""
+
+    rule: str
+    severity: str
+    """serious: the run cannot be trusted. warning: worth a look."""
+    where: str
+    detail: str
+    fix: str
+
+
+@dataclass(kw_only=True)
+class Result:
+    """The summary of a run."""
+
+    run: str
+    recipe: str
+    step: int
+    """Updates done (skipped ones included)."""
+    steps: int
+    """Updates planned."""
+    parameters: int
+    seconds: float = 0.0
+    """Time of training in all, resumed parts included."""
+    tokens_per_s: float | None = None
+    """Items a second in steady steps: without the first one, evaluations and checkpoints."""
+    unit: str = "item"
+    loss_first: float | None = None
+    loss_last: float | None = None
+    loss_eval: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    skipped: int = 0
+    interrupted: bool = False
+    checkpoint: str | None = None
+    sample: str | None = None
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def serious(self) -> bool:
+        return any(finding.severity == SERIOUS for finding in self.findings)
+
+    @classmethod
+    def reread(cls, event: Mapping[str, Any]) -> Result:
+        """The result that an ``end`` event tells of."""
+        names = {f.name for f in dataclasses.fields(cls)}
+        values = {name: value for name, value in event.items() if name in names}
+        for name in ("loss_first", "loss_last", "loss_eval"):
+            values[name] = None if values.get(name) is None else float(values[name])
+        values["metrics"] = {name: float(value) for name, value in values.get("metrics", {}).items()}
+        values["findings"] = [Finding(**finding) for finding in values.get("findings", ())]
+        return cls(**values)
+
+
+def judge(result: Result) -> list[Finding]:
+    """The findings that the numbers of a run's summary give."""
+    found = []
+    last, first = result.loss_last, result.loss_first
+    for name, loss in (("training", last), ("evaluation", result.loss_eval)):
+        if loss is not None and not math.isfinite(loss):
+            found.append(
+                Finding(
+                    rule="loss-not-finite",
+                    severity=SERIOUS,
+                    where=f"{name} loss, step {result.step}",
+                    detail=f"the last {name} loss is {loss}",
+                    fix="lower the learning rate, or train with --recipe fp32 to see whether the precision is to blame",
+                )
+            )
+    if first is not None and last is not None and last >= first and result.step >= 20 and not found:
+        found.append(
+            Finding(
+                rule="loss-did-not-fall",
+                severity=WARNING,
+                where="training loss",
+                detail=f"the loss went from {first:.4g} to {last:.4g} in {result.step} steps",
+                fix="check the data, and try another learning rate",
+            )
+        )
+    if result.skipped > max(5, _MANY_SKIPS * result.step):
+        found.append(
+            Finding(
+                rule="many-skipped-updates",
+                severity=WARNING,
+                where="optimizer step",
+                detail=f"{result.skipped} of {result.step} updates were skipped because gradients were not finite",
+                fix="lower the learning rate, or take a recipe with a wider range such as bf16",
+            )
+        )
+    return found
+
+
+def stalled(step: int, error: Exception) -> Finding:
+    return Finding(
+        rule="training-stalled",
+        severity=SERIOUS,
+        where=f"step {step + 1}",
+        detail=str(error),
+        fix="lower the learning rate, look at the parameters named here, or take a recipe with a wider range",
+    )
+
+
+def refused_data(step: int, error: Exception) -> Finding:
+    fix = "mend the data, then go on with --resume"
+    return Finding(rule="bad-data", severity=SERIOUS, where=f"step {step + 1}", detail=str(error), fix=fix)
+
+
+def failed_sample(step: int, error: Exception) -> Finding:
+    return Finding(
+        rule="sample-failed",
+        severity=WARNING,
+        where=f"sample after step {step}",
+        detail=f"{type(error).__name__}: {error}",
+        fix="mend the task's sample function; the trained model is saved",
+    )

@@ -1,0 +1,104 @@
+"""Takes a nest of dicts, lists, tuples, plain values and tensors apart into JSON and named tensors, and back, exactly.
+
+Each value that JSON has no exact word for becomes an object with one key that names its kind:
+
+    {"tensor": name}   {"tuple": [...]}   {"dict": {...}}   {"items": [[key, value], ...]}   {"float": "inf"}
+
+A dict whose keys are not all text (an optimizer's state counts parameters) is written as items. Tensors that are the
+same memory (tied weights) are stored once; every place names the one that is stored, and gets the same tensor back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+RESERVED = "__metadata__"
+"""The one name that the safetensors format keeps for itself."""
+
+
+class Taker:
+    """Takes nests apart, gathering their tensors on the CPU under unique names."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.aliases: dict[str, str] = {}
+        """Path of each further place of a tensor, and the name it is stored under."""
+        self._names: dict[tuple[Any, ...], str] = {}
+        self._storages: set[int] = set()
+
+    def take(self, value: Any, path: str = "") -> Any:
+        """The JSON for a value; its tensors are named by their path in the nest."""
+        if value is None or isinstance(value, bool | str):
+            return value
+        if isinstance(value, Tensor):
+            return {"tensor": self._store(value.detach(), path)}
+        if isinstance(value, int):
+            return int(value)
+        if isinstance(value, float):
+            return float(value) if math.isfinite(value) else {"float": repr(float(value))}
+        if isinstance(value, Mapping):
+            parts = [(key, self.take(item, _join(path, key))) for key, item in value.items()]
+            if all(isinstance(key, str) for key in value):
+                return {"dict": dict(parts)}
+            return {"items": [[self.take(key, f"{path}/key"), item] for key, item in parts]}
+        if isinstance(value, list):
+            return [self.take(item, _join(path, index)) for index, item in enumerate(value)]
+        if isinstance(value, tuple):
+            return {"tuple": [self.take(item, _join(path, index)) for index, item in enumerate(value)]}
+        raise TypeError(f"{path or 'the state'} is a {type(value).__name__}, which cannot be saved without pickle")
+
+    def _store(self, tensor: Tensor, path: str) -> str:
+        identity = None
+        if tensor.numel() > 0:
+            layout = (tensor.dtype, tuple(tensor.shape), tensor.stride())
+            identity = (tensor.device, tensor.data_ptr(), *layout)
+            if identity in self._names:
+                self.aliases[path] = self._names[identity]
+                return self._names[identity]
+        name = path
+        while name in self.tensors or name in ("", RESERVED):
+            name += "'"  # 0 and "0" may both be keys of one dict
+        held = tensor.cpu().contiguous()
+        storage = held.untyped_storage()
+        # safetensors refuses tensors that share memory, so a view of something larger is copied out of it.
+        if storage.data_ptr() in self._storages or storage.nbytes() != held.numel() * held.element_size():
+            held = held.clone()
+        self._storages.add(held.untyped_storage().data_ptr())
+        self.tensors[name] = held
+        if identity is not None:
+            self._names[identity] = name
+        return name
+
+
+def rebuild(data: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The nest again, from its JSON and its tensors."""
+    if isinstance(data, list):
+        return [rebuild(item, tensors) for item in data]
+    if not isinstance(data, dict):
+        return data
+    ((kind, content),) = data.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dict":
+        return {key: rebuild(item, tensors) for key, item in content.items()}
+    if kind == "items":
+        return {rebuild(key, tensors): rebuild(item, tensors) for key, item in content}
+    if kind == "tuple":
+        return tuple(rebuild(item, tensors) for item in content)
+    if kind == "float":
+        return float(content)
+    raise ValueError(f"unknown kind {kind!r} in a saved state")
+
+
+def _join(path: str, key: Any) -> str:
+    return f"{path}/{key}" if path else str(key)
+
+
+def own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in torch's own aligned memory: what safetensors returns may be a map of the file, at any offset."""
+    return {name: torch.clone(tensor) for name, tensor in tensors.items()}

@@ -1,0 +1,98 @@
+"""Task: what is trained. It makes a model, makes batches, and computes the loss of one on the other.
+
+A batch is a pure function of its number (``batch(step, split)``), never the next item of an iterator. That is what
+makes exact resumption and paired runs possible: step 731 sees the same data whatever happened before it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from narrowgauge.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+Batch = Any
+"""A tensor, or any nest of tuples, lists and dictionaries of tensors, on the CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is trained. Only ``model``, ``batch`` and ``loss`` are needed."""
+
+    model: Callable[[], nn.Module]
+    """Makes the model, in FP32 on the current default device, drawing its weights from torch's global generator."""
+    batch: Callable[[int, str], Batch]
+    """Makes batch number ``step`` of ``split`` ("train" or "eval"): the same arguments give the same batch."""
+    loss: Callable[[nn.Module, Batch], Tensor]
+    """Runs the model on a batch (already on its device) and returns a scalar loss."""
+    name: str = "task"
+    items_per_batch: int = 1
+    """How many items (tokens, images) one batch holds: what throughput counts."""
+    unit: str = "item"
+    """What an item is called, in the singular."""
+    flops_per_item: float | None = None
+    """Floating-point operations of forward and backward per item, or None where nobody counted them."""
+    learning_rate: float = 1e-3
+    """Peak learning rate that suits the task."""
+    weight_decay: float = 0.1
+    steps: int = 200
+    """How many steps a useful run takes."""
+    optimizer: Callable[[nn.Module, float], Optimizer] | None = None
+    """Makes the optimizer from the model and the peak learning rate; None: AdamW with weight-decay groups."""
+    metrics: Callable[[nn.Module, Batch], Mapping[str, Tensor]] | None = None
+    """Further scalars of an evaluation batch, such as an accuracy."""
+    sample: Callable[[nn.Module], str] | None = None
+    """Shows what the trained model does, as text."""
+    synthetic: Callable[[int], Batch] | None = None
+    """A batch of the right shape made of random numbers, for benchmarks that must not wait for data."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What to remember in the run's record: sizes, data, and baselines such as ``unigram_entropy`` (nats)."""
+
+
+def load(spec: str, options: Mapping[str, Any]) -> Task:
+    """Load a user's task from ``path/to/file.py:function``, passing the options the function has parameters for."""
+    path_text, _, name = spec.rpartition(":")
+    path = Path(path_text)
+    if not path.is_file():
+        raise UsageError(f"task {spec!r}: there is no file {path_text!r}")
+    module_spec = importlib.util.spec_from_file_location(f"narrowgauge_task_{path.stem}", path)
+    if module_spec is None or module_spec.loader is None:
+        raise UsageError(f"task {spec!r}: {path_text!r} is not a Python file")
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:
+        raise UsageError(f"task {spec!r}: {path_text} does not import: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(str(path.resolve().parent))
+    function = getattr(module, name, None)
+    if not callable(function):
+        public = sorted(n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__)
+        raise UsageError(f"task {spec!r}: {path_text} has no function {name!r}; it has {', '.join(public) or 'none'}")
+    task = function(**accepted(function, options, spec))
+    if not isinstance(task, Task):
+        raise UsageError(f"task {spec!r}: {name}() returned a {type(task).__name__}, not a narrowgauge.Task")
+    return task
+
+
+def accepted(function: Callable[..., Any], options: Mapping[str, Any], spec: str) -> dict[str, Any]:
+    """Keep the options that were given (not None), refusing those the function has no parameter for."""
+    given = {name: value for name, value in options.items() if value is not None}
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return given
+    unknown = sorted(set(given) - set(parameters))
+    if unknown:
+        raise UsageError(f"task {spec!r} takes no --{unknown[0]}; it takes {', '.join(parameters) or 'no options'}")
+    return given

@@ -1,0 +1,91 @@
+"""``narrowgauge formats``: the promised JSON, a readable table, no torch, and quickly."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from narrowgauge import cli
+from narrowgauge.cli import terminal
+
+FIELDS = {"bits", "exponent_bits", "mantissa_bits", "max", "smallest_normal", "smallest_subnormal", "epsilon"}
+
+
+def call(*arguments: str) -> int:
+    """The verb's parser and run, without importing the other verbs."""
+    return cli.main(["formats", *arguments])
+
+
+def test_json_has_what_the_design_promises(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--json", "1.2e-7", "inf") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert list(data["formats"]) == ["fp32", "tf32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2"]
+    assert all(set(f) >= FIELDS for f in data["formats"].values())
+    assert (data["formats"]["tf32"]["bits"], data["formats"]["tf32"]["storage_bits"]) == (19, 32)
+    small, infinite = data["values"]
+    assert small["value"] == 1.2e-7
+    fp16 = small["stored"]["fp16"]
+    assert (fp16["value"], fp16["bits"], fp16["state"]) == (2 * 2**-24, "0000000000000010", "subnormal")
+    assert fp16["relative_error"] == pytest.approx(0.00659, rel=1e-3)
+    assert infinite["value"] == "inf"
+    assert infinite["stored"]["fp8_e4m3"]["value"] == "nan" and infinite["stored"]["fp8_e4m3"]["state"] == "overflow"
+
+
+@pytest.mark.parametrize("value", ["-1.5", "-1e-5", "-inf", "-0x1p-24", "-.5", "-nan", "-0"])
+def test_negative_values_are_values_and_not_options(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(value, "7", "--json") == 0
+    values = json.loads(capsys.readouterr().out)["values"]
+    assert [entry["text"] for entry in values] == [value, "7"]
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_the_table_shows_bits_and_says_what_happened(
+    rich: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not rich:
+        from narrowgauge.cli import formats
+
+        monkeypatch.setattr(terminal, "has_rich", lambda: False)
+        monkeypatch.setattr(formats, "has_rich", lambda: False)
+    elif not terminal.has_rich():
+        pytest.skip("rich is not installed")
+    assert call("1.2e-7", "500") == 0
+    text = capsys.readouterr().out
+    assert "0|00000|0000000010" in text
+    assert "1.19209e-07" in text
+    assert "subnormal: 2 × 2^-24, 2 of 11 bits left; 2^-25 and less becomes 0" in text
+    assert "overflow: the largest number is 448; narrowgauge's FP8 casts saturate, to 448" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_without_values_the_formats_alone_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call() == 0
+    text = capsys.readouterr().out
+    assert "FP8 E4M3" in text and "becomes" not in text
+
+
+def test_rubbish_costs_one_line_and_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("1", "abc") == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == (
+        "narrowgauge: 'abc' is not a number: expected one such as 1.2e-7, -3, 0x1p-24, inf or nan\n"
+    )
+
+
+def test_it_needs_no_torch_and_little_time() -> None:
+    program = (
+        "import sys; from narrowgauge.cli import main; code = main(['formats', '1.2e-7']); "
+        "print('torch' in sys.modules, file=sys.stderr); sys.exit(code)"
+    )
+    times = []
+    for _ in range(3):  # the best of three: the machine may be busy
+        start = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+        times.append(time.perf_counter() - start)
+        assert (done.returncode, done.stderr.strip()) == (0, "False")
+    assert min(times) < 1.0

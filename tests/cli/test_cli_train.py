@@ -1,0 +1,141 @@
+"""``narrowgauge train`` from the command line: its JSON, its exit codes, its one-line errors, its resumption."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from narrowgauge.cli import main
+from narrowgauge.runs import checkpoint, record
+
+TASKS = Path(__file__).parent.parent / "runs" / "tiny_task.py"
+TASK = f"{TASKS}:command_line"
+SMALL = ["--device", "cpu", "--recipe", "fp32", "--steps", "6"]
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, Any], str]:
+    code = main([*argv, "--json"])
+    captured = capsys.readouterr()
+    return code, json.loads(captured.out), captured.err
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The one line of a command that is bad usage."""
+    assert main(argv) == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith("narrowgauge: ") and "Traceback" not in line
+    return line
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, data, err = run_json(capsys, "train", TASK, *SMALL, "--out", "run")
+    assert code == 0
+    assert data["run"] == "run" and data["recipe"] == "fp32" and data["steps"] == 6
+    assert data["tokens_per_s"] > 0 and data["loss_first"] > data["loss_last"] > 0
+    assert data["skipped"] == 0 and data["findings"] == [] and data["interrupted"] is False
+    assert data["unigram_entropy"] == 1.386 and data["loss_eval"] > 0 and data["parameters"] > 0
+    assert Path(data["checkpoint"]).is_dir()
+    assert "healthy" in err and "1.3860 is what guessing" in err and "run/events.jsonl" in err
+
+
+def test_prose_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", TASK, *SMALL]) == 0
+    captured = capsys.readouterr()
+    assert "finished after 6 of 6 steps" in captured.out and "weights sum to" in captured.out
+    assert "step 1/6" in captured.err and "evaluation loss" in captured.err
+    (folder,) = Path("runs").iterdir()
+    assert folder.name.startswith("command_line-fp32-") and record.holds_run(folder)
+
+
+def test_a_folder_with_a_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["train", TASK, *SMALL, "--out", "run"])
+    assert "run already holds a run; go on with --resume run" in refused(capsys, "train", TASK, *SMALL, "--out", "run")
+
+
+def test_finished_run_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    _, first, _ = run_json(capsys, "train", TASK, *SMALL, "--out", "run")
+    code, again, err = run_json(capsys, "train", "--resume", "run")
+    assert code == 0 and again == first and "finished after 6 of 6 steps" in err
+
+
+def test_resume_by_name_keeps_the_settings(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    main(["train", TASK, *SMALL, "--out", "runs/mine", "--seed", "3"])
+    assert "--steps 9 is not what run runs/mine began with (6)" in refused(
+        capsys, "train", "--resume", "mine", "--steps", "9"
+    )
+    assert "--recipe fp16" in refused(capsys, "train", "--resume", "mine", "--recipe", "fp16")
+    assert "--seed 4" in refused(capsys, "train", "--resume", "mine", "--seed", "4")
+    assert "task gpt-tiny is not" in refused(capsys, "train", "gpt-tiny", "--resume", "mine")
+    code, data, _ = run_json(capsys, "train", TASK, "--resume", "mine", "--steps", "6", "--keep", "1", "--seed", "3")
+    assert code == 0 and data["run"] == "runs/mine"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--resume", "nowhere"], "--resume nowhere: no run there, nor at runs/nowhere"),
+        ([TASK, "--recipe", "fp17"], "unknown recipe 'fp17'"),
+        ([TASK, "--recipe", "tf32"], "TF32"),
+        (["gpt-tony"], "there is no task 'gpt-tony'"),
+        (["missing.py:task"], "there is no file"),
+        ([TASK, "--device", "tpu"], "unknown device 'tpu'"),
+        ([TASK, "--context", "64"], "takes no --context"),
+        ([TASK, "--steps", "0"], "--steps 0: expected a whole number of at least 1"),
+        ([TASK, "--lr", "nan"], "--lr nan"),
+        ([f"{TASKS}:poisoned", "--steps", "9"], "the data of step 8 is not finite"),
+    ],
+)
+def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
+    device = [] if "--device" in argv else ["--device", "cpu"]
+    recipe = [] if "--recipe" in argv or "--resume" in argv else ["--recipe", "fp32"]
+    assert message in refused(capsys, "train", *argv, *device, *recipe)
+
+
+def test_out_that_is_a_file_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("file").write_text("")
+    assert "--out file is a file" in refused(capsys, "train", TASK, *SMALL, "--out", "file")
+
+
+def test_a_stalled_run_is_exit_1_with_its_json(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["train", f"{TASKS}:diverging", "--device", "cpu", "--recipe", "fp32", "--out", "run"]
+    code, data, err = run_json(capsys, *argv)
+    assert code == 1 and data["findings"][0]["rule"] == "training-stalled"
+    assert "training stalled" in err and "narrowgauge train --resume run" in err
+
+
+def test_sigterm_saves_and_resume_finishes(tmp_path: Path) -> None:
+    """The whole program as a process: SIGTERM while it trains, a second process refused, then resumed."""
+    steps = "100000"
+    program = [sys.executable, "-m", "narrowgauge", "train", "--device", "cpu", "--json"]
+    settings = ["--recipe", "fp32", "--steps", steps, "--out", "run", "--eval-every", "0", "--checkpoint-every", "0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [*program, TASK, *settings], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stderr is not None and process.stdout is not None
+        while not (line := process.stderr.readline()).startswith("step 1/"):
+            assert line, "it ended before it trained"
+        second = subprocess.run(
+            [*program, "--resume", "run"], capture_output=True, text=True, env=environment, timeout=60, check=False
+        )
+        assert second.returncode == 2 and second.stdout == ""
+        assert f"run folder run is in use by process {process.pid}" in second.stderr
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+    data = json.loads(out)
+    assert process.returncode == 0 and data["interrupted"] is True and 1 <= data["steps"] < int(steps)
+    assert "narrowgauge train --resume run" in err
+    assert checkpoint.steps_of(tmp_path / "run") == [data["steps"]]
+    assert list(record.read(tmp_path / "run"))[-1]["interrupted"] is True

@@ -1,0 +1,65 @@
+"""Emulated products: operands in 16 bits, accumulation in FP32, one rounding; forward and backward."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from narrowgauge.nn.emulate import EmulatedProducts
+
+HALVES = [torch.bfloat16, torch.float16]
+
+
+def rounded_once(exact, dtype):
+    return exact.to(torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_products_are_the_exact_sum_rounded_once(dtype):
+    torch.manual_seed(0)
+    a, b = torch.randn(24, 40).to(dtype), torch.randn(16, 40).to(dtype)
+    exact = a.double() @ b.double().t()
+    with EmulatedProducts():
+        results = {
+            "linear": F.linear(a, b),
+            "mm": a @ b.t(),
+            "bmm": torch.bmm(a[None], b.t()[None])[0],
+            "addmm": torch.addmm(torch.zeros(16, dtype=dtype), a, b.t()),
+            "mv": a @ b[0],
+        }
+    for name, result in results.items():
+        assert result.dtype is dtype, name
+        want = exact[:, 0] if name == "mv" else exact
+        # FP32 accumulation may tip a tie the other way: at most one unit in the last place, and rarely.
+        off = (result.double() - rounded_once(want, dtype).double()).abs()
+        assert off.max() <= want.abs().max() * torch.finfo(dtype).eps, name
+        assert (off > 0).double().mean() < 0.02, name
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_convolution_and_attention_keep_their_format_in_both_directions(dtype):
+    torch.manual_seed(0)
+    x, w = torch.randn(2, 3, 6, 6).to(dtype).requires_grad_(), torch.randn(4, 3, 3, 3).to(dtype).requires_grad_()
+    q = torch.randn(1, 2, 5, 8).to(dtype).requires_grad_()
+    with EmulatedProducts():
+        conv = F.conv2d(x, w, padding=1)
+        attention = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        (conv.float().sum() + attention.float().square().sum()).backward()
+    assert conv.dtype is attention.dtype is dtype
+    assert x.grad.dtype is w.grad.dtype is q.grad.dtype is dtype
+    wide = q.detach().double().requires_grad_()
+    reference = F.scaled_dot_product_attention(wide, wide, wide, is_causal=True)
+    reference.square().sum().backward()
+    torch.testing.assert_close(attention.double(), reference, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(q.grad.double(), wide.grad, rtol=4e-2, atol=4e-2)
+
+
+def test_overflow_becomes_inf_as_on_hardware():
+    big = torch.full((1, 64), 300.0, dtype=torch.float16)
+    with EmulatedProducts():
+        assert (big @ big.t()).isinf().all()
+
+
+def test_fp32_products_are_left_alone():
+    a = torch.randn(8, 8)
+    with EmulatedProducts():
+        assert torch.equal(a @ a, (a.double() @ a.double()).float()) or (a @ a).dtype is torch.float32

@@ -1,0 +1,328 @@
+"""Training keeps its record, goes on after an interruption as if nothing had been, and ends well when things go wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_task
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.errors import UsageError
+from narrowgauge.runs import checkpoint, record
+from narrowgauge.runs.life import Observer
+from narrowgauge.runs.loop import train
+from narrowgauge.runs.result import Result
+from narrowgauge.runs.settings import Settings, settle
+from narrowgauge.task import Task
+
+
+def make_settings(task: Task, recipe: str = "fp32", **given: Any) -> Settings:
+    return settle(task, recipe=recipe, device="cpu", **{"compile": False, **given})
+
+
+class StopAt(Observer):
+    """Sends the process a signal when a step's numbers arrive, as a person pressing Ctrl-C would."""
+
+    def __init__(self, step: int, number: int = signal.SIGINT, times: int = 1) -> None:
+        self.step, self.number, self.times = step, number, times
+        self.told: list[str] = []
+
+    def tell(self, line: str) -> None:
+        self.told.append(line)
+
+    def saw(self, event: Mapping[str, Any], skipped: int) -> None:
+        if event["kind"] == "step" and event["step"] == self.step:
+            for _ in range(self.times):
+                os.kill(os.getpid(), self.number)
+
+
+def final_state(folder: Path, step: int) -> dict[str, Tensor]:
+    """Every tensor of a run's checkpoint: weights, moments, random states."""
+    back = checkpoint.load(checkpoint.path_of(folder, step))
+    flat: dict[str, Tensor] = {}
+
+    def walk(value: Any, path: str) -> None:
+        if isinstance(value, Tensor):
+            flat[path] = value
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                walk(item, f"{path}/{key}")
+        elif isinstance(value, list | tuple):
+            for index, item in enumerate(value):
+                walk(item, f"{path}/{index}")
+
+    walk(back.weights, "weights")
+    walk(back.state["engine"], "engine")
+    walk(back.state["random"], "random")
+    return flat
+
+
+def assert_same_run(one: Path, other: Path, step: int) -> None:
+    first, second = final_state(one, step), final_state(other, step)
+    assert first.keys() == second.keys() and len(first) > 12
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+    assert story(one) == story(other)
+
+
+def story(folder: Path) -> list[tuple[str, ...]]:
+    """What happened, without the times; as text, in which NaN equals NaN."""
+    fields = ("kind", "step", "loss", "lr", "grad_norm", "loss_scale", "applied", "accuracy", "text")
+    kinds = ("step", "eval", "sample")
+    return [tuple(repr(e.get(name)) for name in fields) for e in record.read(folder) if e["kind"] in kinds]
+
+
+def test_trains_and_records(tmp_path: Path) -> None:
+    task = tiny_task.tiny()
+    result = train(task, make_settings(task, steps=40), tmp_path / "run", configuration={"task": "tiny"})
+    events = list(record.read(tmp_path / "run"))
+    steps = [e for e in events if e["kind"] == "step"]
+    assert [e["step"] for e in steps] == list(range(1, 41))
+    assert set(steps[0]) == {
+        "kind", "step", "loss", "lr", "grad_norm", "loss_scale", "tokens_per_s", "applied", "time"
+    }  # fmt: skip
+    assert [e["step"] for e in events if e["kind"] == "eval"] == [10, 20, 30, 40]
+    assert [e["step"] for e in events if e["kind"] == "checkpoint"] == [10, 20, 30, 40]
+    assert [e["kind"] for e in events[-2:]] == ["sample", "end"]
+    assert checkpoint.steps_of(tmp_path / "run") == [20, 30, 40]
+    assert result.loss_last is not None and result.loss_first is not None and result.loss_last < 0.7 * result.loss_first
+    assert result.metrics["accuracy"] > 0.6 and result.loss_eval is not None
+    assert result.findings == [] and not result.interrupted and result.skipped == 0
+    assert result.parameters == 8 * 32 + 32 + 64 + 32 * 4 + 4
+    assert result.tokens_per_s is not None and result.tokens_per_s > 0
+    configuration = record.read_configuration(tmp_path / "run")
+    assert configuration["task"] == "tiny" and configuration["settings"]["steps"] == 40
+    assert configuration["facts"] == {"unigram_entropy": 1.386} and "torch" in configuration["versions"]
+    assert list((tmp_path / "run" / "tensorboard").iterdir())
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "fp16"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_and_resumed_is_uninterrupted(tmp_path: Path, recipe: str, accumulate: int, number: int) -> None:
+    task = tiny_task.tiny()
+    settings = make_settings(task, recipe, steps=12, accumulate=accumulate, eval_every=4, checkpoint_every=5)
+    train(task, settings, tmp_path / "whole")
+    watcher = StopAt(7, number)
+    result = train(task, settings, tmp_path / "parts", observer=watcher)
+    assert result.interrupted and result.step == 7 and result.findings == []
+    assert any("saving" in line for line in watcher.told)
+    assert checkpoint.steps_of(tmp_path / "parts") == [5, 7]
+    assert train(task, settings, tmp_path / "parts", resume=True, observer=StopAt(10)).step == 10
+    torch.manual_seed(999)  # what the next process would have drawn must not matter
+    result = train(task, settings, tmp_path / "parts", resume=True)
+    assert not result.interrupted and result.step == 12
+    assert_same_run(tmp_path / "whole", tmp_path / "parts", 12)
+    kinds = [e["kind"] for e in record.read(tmp_path / "parts")]
+    assert kinds.count("resume") == 2 and kinds.count("end") == 1
+
+
+def test_accumulation_is_the_mean_of_its_batches(tmp_path: Path) -> None:
+    """Two batches accumulated train like the one batch they make together."""
+
+    def joined(step: int, split: str) -> tuple[Tensor, Tensor]:
+        parts = [tiny_task.draw(2 * step + i, split) for i in range(2)]
+        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+    def model() -> nn.Module:
+        return nn.Linear(8, 4)
+
+    small, large = tiny_task.tiny(model=model), tiny_task.tiny(model=model, batch=joined)
+    one = train(small, make_settings(small, steps=10, accumulate=2), tmp_path / "accumulated")
+    two = train(large, make_settings(large, steps=10), tmp_path / "joined")
+    assert one.loss_last == pytest.approx(two.loss_last, rel=1e-4)
+    accumulated = final_state(tmp_path / "accumulated", 10)["weights/weight"]
+    torch.testing.assert_close(accumulated, final_state(tmp_path / "joined", 10)["weights/weight"], rtol=1e-3, atol=1e-4)
+
+
+def test_killed_before_the_first_checkpoint_begins_again(tmp_path: Path) -> None:
+    task = tiny_task.tiny()
+    settings = make_settings(task, steps=6, checkpoint_every=0)
+
+    class Killed(StopAt):
+        def saw(self, event: Mapping[str, Any], skipped: int) -> None:
+            if event["step"] == 3:
+                raise SystemExit("killed")
+
+    with pytest.raises(SystemExit):
+        train(task, settings, tmp_path / "run", observer=Killed(3))
+    watcher = StopAt(-1)
+    assert train(task, settings, tmp_path / "run", resume=True, observer=watcher).step == 6
+    assert watcher.told == ["no checkpoint was written yet: beginning again"]
+    train(task, settings, tmp_path / "whole")
+    assert_same_run(tmp_path / "run", tmp_path / "whole", 6)
+
+
+def test_a_damaged_checkpoint_costs_only_its_own_steps(tmp_path: Path) -> None:
+    task = tiny_task.tiny()
+    settings = make_settings(task, steps=12, checkpoint_every=3)
+    train(task, settings, tmp_path / "whole")
+    train(task, settings, tmp_path / "run", observer=StopAt(8))
+    weights = checkpoint.path_of(tmp_path / "run", 8) / "weights.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    watcher = StopAt(-1)
+    train(task, settings, tmp_path / "run", resume=True, observer=watcher)
+    assert len(watcher.told) == 1 and "step-00000008 is damaged (weights.safetensors has" in watcher.told[0]
+    assert_same_run(tmp_path / "whole", tmp_path / "run", 12)
+
+
+def test_a_finished_run_is_reported_not_trained(tmp_path: Path) -> None:
+    task = tiny_task.tiny()
+    settings = make_settings(task, steps=5)
+    first = train(task, settings, tmp_path / "run")
+    before = (tmp_path / "run" / "events.jsonl").read_bytes()
+    assert train(task, settings, tmp_path / "run", resume=True) == first
+    assert (tmp_path / "run" / "events.jsonl").read_bytes() == before
+
+
+def test_killed_between_the_last_checkpoint_and_the_end(tmp_path: Path) -> None:
+    task = tiny_task.tiny()
+    settings = make_settings(task, steps=5)
+    first = train(task, settings, tmp_path / "run")
+    record.cut_after(tmp_path / "run", 5)
+    again = train(task, settings, tmp_path / "run", resume=True)
+    assert (again.loss_eval, again.loss_last, again.sample) == (first.loss_eval, first.loss_last, first.sample)
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
+    task = tiny_task.tiny()
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        train(task, make_settings(task, steps=10, checkpoint_every=2), tmp_path / "run", observer=StopAt(3, times=2))
+    assert checkpoint.steps_of(tmp_path / "run") == [2]
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_nan_in_the_data(tmp_path: Path) -> None:
+    task = tiny_task.poisoned(at=7)
+    settings = make_settings(task, steps=10, checkpoint_every=5)
+    with pytest.raises(UsageError, match=r"the data of step 8 is not finite: train batch 7\[0\]"):
+        train(task, settings, tmp_path / "run")
+    assert checkpoint.steps_of(tmp_path / "run") == [5, 7]  # the good steps are saved
+    finding = list(record.read(tmp_path / "run"))[-2]
+    assert finding["kind"] == "finding" and finding["rule"] == "bad-data"
+    mended = tiny_task.tiny()
+    train(mended, settings, tmp_path / "run", resume=True)
+    train(mended, settings, tmp_path / "whole")
+    assert_same_run(tmp_path / "whole", tmp_path / "run", 10)
+
+
+def test_bad_data_at_the_start_leaves_no_folder(tmp_path: Path) -> None:
+    task = tiny_task.poisoned(at=0)
+    with pytest.raises(UsageError, match="step 1 is not finite"):
+        train(task, make_settings(task), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_stalled_run_is_a_finding_and_saves_nothing_over_good_checkpoints(tmp_path: Path) -> None:
+    task = tiny_task.diverging()
+    result = train(task, make_settings(task, checkpoint_every=0, eval_every=0), tmp_path / "run")
+    assert result.serious and [f.rule for f in result.findings][0] == "training-stalled"
+    assert "inner.weight" in result.findings[0].detail
+    assert checkpoint.steps_of(tmp_path / "run") == []
+    events = list(record.read(tmp_path / "run"))
+    assert events[-1]["kind"] == "end" and not any(e["applied"] for e in events if e["kind"] == "step")
+
+
+def test_a_loss_that_ends_as_nan_is_a_serious_finding(tmp_path: Path) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return tiny_task.loss(model, batch) * (float("nan") if not model.training else 1.0)
+
+    task = tiny_task.tiny(loss=loss)
+    result = train(task, make_settings(task, steps=3), tmp_path / "run")
+    assert [f.rule for f in result.findings] == ["loss-not-finite"] and result.serious
+    assert math.isnan(result.loss_eval or 0)
+    for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=lambda word: pytest.fail(word))
+    again = train(task, make_settings(task, steps=3), tmp_path / "run", resume=True)
+    assert math.isnan(again.loss_eval or 0) and again.serious
+
+
+def test_skips_are_counted_across_lives(tmp_path: Path) -> None:
+    """An FP16 run whose first loss scale is far too high skips, backs off, and the record says so."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return tiny_task.loss(model, batch) * 1e36  # times the first scale of 65536 this is beyond FP32
+
+    task = tiny_task.tiny(loss=loss)
+    settings = make_settings(task, "fp16", steps=30, checkpoint_every=4)
+    train(task, settings, tmp_path / "run", observer=StopAt(6))
+    result = train(task, settings, tmp_path / "run", resume=True)
+    skipped = [e["step"] for e in record.read(tmp_path / "run") if e["kind"] == "step" and not e["applied"]]
+    assert result.skipped == len(skipped) > 6
+    whole = train(task, settings, tmp_path / "whole")
+    assert whole.skipped == result.skipped
+    assert_same_run(tmp_path / "whole", tmp_path / "run", 30)
+
+
+def test_a_broken_sample_does_not_hide_the_training(tmp_path: Path) -> None:
+    task = tiny_task.tiny(sample=lambda model: str(1 / 0))
+    result = train(task, make_settings(task, steps=3), tmp_path / "run")
+    assert result.step == 3 and [f.rule for f in result.findings] == ["sample-failed"] and not result.serious
+
+
+def test_a_task_with_its_own_optimizer(tmp_path: Path) -> None:
+    task = tiny_task.tiny(optimizer=lambda model, rate: torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9))
+    settings = make_settings(task, steps=8)
+    train(task, settings, tmp_path / "whole")
+    train(task, settings, tmp_path / "run", observer=StopAt(3))
+    train(task, settings, tmp_path / "run", resume=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "run", 8)
+
+
+def test_evaluation_does_not_change_the_training(tmp_path: Path) -> None:
+    def batch(step: int, split: str) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(step)  # a task that disturbs the generator dropout draws from
+        return tiny_task.draw(step, split)
+
+    task = tiny_task.tiny(batch=batch)
+    often = train(task, make_settings(task, steps=8, eval_every=1), tmp_path / "often")
+    never = train(task, make_settings(task, steps=8, eval_every=0), tmp_path / "never")
+    assert often.loss_last == never.loss_last and often.loss_eval == never.loss_eval
+
+
+def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
+    task = tiny_task.tiny()
+    train(task, make_settings(task, steps=2), tmp_path / "run")
+    with pytest.raises(UsageError, match="already holds a run; go on with --resume"):
+        train(task, make_settings(task, steps=2), tmp_path / "run")
+
+
+def test_what_the_engine_refuses_leaves_no_folder(tmp_path: Path) -> None:
+    task = tiny_task.tiny()
+    with pytest.raises(UsageError, match="TF32"):
+        train(task, make_settings(task, "tf32"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_results_read_back(tmp_path: Path) -> None:
+    task = tiny_task.tiny()
+    result = train(task, make_settings(task, steps=2), tmp_path / "run")
+    *_, end = record.read(tmp_path / "run")
+    assert Result.reread(end) == result
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"steps": 0}, "--steps 0: expected a whole number of at least 1"),
+        ({"learning_rate": -1.0}, "--lr -1.0"),
+        ({"learning_rate": math.nan}, "--lr nan"),
+        ({"clip_norm": -2.0}, "--clip -2.0"),
+        ({"steps": 5, "warmup": 6}, "--warmup 6 is longer than the run"),
+        ({"accumulate": 0}, "--accumulate 0"),
+        ({"keep": 0}, "--keep 0"),
+        ({"seed": -1}, "--seed -1"),
+    ],
+)
+def test_settings_are_checked(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make_settings(tiny_task.tiny(), **given)

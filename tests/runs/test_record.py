@@ -1,0 +1,116 @@
+"""The record is one line an event, survives being cut short, and tells one story after a resumption."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from narrowgauge.errors import UsageError
+from narrowgauge.runs import record
+
+
+def fill(folder: Path, steps: int) -> None:
+    with record.Record(folder) as events:
+        for step in range(1, steps + 1):
+            events.append("step", step, loss=1 / step, applied=True)
+            if step % 2 == 0:
+                events.append("eval", step, loss=2 / step)
+
+
+def test_events_come_back_in_order(tmp_path: Path) -> None:
+    fill(tmp_path, 4)
+    events = list(record.read(tmp_path))
+    assert [(e["kind"], e["step"]) for e in events] == [
+        ("step", 1), ("step", 2), ("eval", 2), ("step", 3), ("step", 4), ("eval", 4)
+    ]  # fmt: skip
+    assert events[3]["loss"] == 1 / 3
+
+
+def test_numbers_json_cannot_write(tmp_path: Path) -> None:
+    with record.Record(tmp_path) as events:
+        events.append("step", 1, loss=math.nan, grad_norm=math.inf, lr=-math.inf)
+        events.append("sample", 1, text="nan")
+    for line in (tmp_path / "events.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    step, sample = record.read(tmp_path)
+    assert math.isnan(step["loss"]) and step["grad_norm"] == math.inf and step["lr"] == -math.inf
+    assert sample["text"] == "nan"
+
+
+def test_a_line_is_with_the_system_before_append_returns(tmp_path: Path) -> None:
+    with record.Record(tmp_path) as events:
+        events.append("step", 1, loss=0.5)
+        assert len(list(record.read(tmp_path))) == 1
+
+
+def test_a_line_cut_short_is_passed_over_at_every_length(tmp_path: Path) -> None:
+    fill(tmp_path, 3)
+    path = tmp_path / "events.jsonl"
+    whole = path.read_bytes()
+    last = whole.rstrip(b"\n").rfind(b"\n") + 1
+    for length in range(last, len(whole)):
+        path.write_bytes(whole[:length])
+        assert [e["step"] for e in record.read(tmp_path)] == [1, 2, 2]
+
+
+def test_damage_inside_names_the_line(tmp_path: Path) -> None:
+    fill(tmp_path, 3)
+    path = tmp_path / "events.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], "{broken", *lines[1:]]) + "\n")
+    with pytest.raises(UsageError, match="damaged in line 2"):
+        list(record.read(tmp_path))
+
+
+def test_cutting_tells_one_story(tmp_path: Path) -> None:
+    fill(tmp_path, 5)
+    with record.Record(tmp_path) as events:
+        events.append("end", 5, interrupted=True)
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"kind":"st')
+    record.cut_after(tmp_path, 3)
+    fields = [(e["kind"], e["step"]) for e in record.read(tmp_path)]
+    assert fields == [("step", 1), ("step", 2), ("eval", 2), ("step", 3)]
+    assert (tmp_path / "events.jsonl").read_bytes().endswith(b"}\n")
+    assert [p.name for p in tmp_path.iterdir()] == ["events.jsonl"]
+
+
+def test_an_end_at_the_step_of_the_checkpoint_is_forgotten(tmp_path: Path) -> None:
+    with record.Record(tmp_path) as events:
+        events.append("step", 1, loss=1.0)
+        events.append("end", 1, interrupted=True)
+    record.cut_after(tmp_path, 1)
+    assert [e["kind"] for e in record.read(tmp_path)] == ["step"]
+
+
+def test_reads_a_hundred_thousand_events_fast(tmp_path: Path) -> None:
+    line = (
+        '{{"kind":"step","step":{},"loss":2.345678901234,"lr":0.0001234,"grad_norm":0.98765432101234,"loss_scale":65536.0,'
+        '"tokens_per_s":123456.789012,"applied":true,"time":1234.5678}}\n'
+    )
+    (tmp_path / "events.jsonl").write_text("".join(line.format(step) for step in range(100_000)))
+    start = time.process_time()
+    assert sum(1 for _ in record.read(tmp_path)) == 100_000
+    assert time.process_time() - start < 4  # a million in 10 s is wanted, and the machine may be busy
+
+
+def test_configuration_round_trip_and_what_is_wrong_with_it(tmp_path: Path) -> None:
+    record.write_configuration(tmp_path, {"task": "tiny", "facts": {"entropy": math.inf}})
+    assert record.read_configuration(tmp_path) == {"task": "tiny", "facts": {"entropy": "inf"}}
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(UsageError, match="is not JSON"):
+        record.read_configuration(tmp_path)
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(UsageError, match="holds no run"):
+        record.read_configuration(tmp_path)
+
+
+def test_reading_needs_no_torch() -> None:
+    code = "import sys; import narrowgauge.runs.record; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

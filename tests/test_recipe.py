@@ -1,0 +1,137 @@
+"""Recipes: names, texts that parse back, what is refused, and what ``auto`` takes."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import narrowgauge as ng
+from narrowgauge.errors import UsageError
+from narrowgauge.hardware import Device
+from narrowgauge.recipe import CHOICES, NAMED, Recipe, choose, parse, refusal
+
+
+def device(kind="cpu", native=("fp32",), capability=None):
+    return Device(
+        kind=kind,
+        name="a machine",
+        torch_device=kind,
+        capability=capability,
+        memory_bytes=1 << 30,
+        native=native,
+        gpu=None,
+        features=(),
+    )
+
+
+patterns = st.from_regex(r"[A-Za-z0-9_.*?-]+", fullmatch=True)
+
+
+@st.composite
+def recipes(draw):
+    fields = {name: draw(st.sampled_from(values)) for name, values in CHOICES.items()}
+    fields["loss_scale"] = draw(st.one_of(st.sampled_from(["none", "dynamic"]), st.floats(1e-30, 1e30)))
+    fields["history"] = draw(st.integers(1, 4096))
+    fields["margin"] = draw(st.integers(0, 16))
+    fields["keep"] = tuple(draw(st.lists(patterns, max_size=3)))
+    if fields["compute"] != "fp16":
+        fields["loss_scale"] = "none"
+    if fields["compute"] != "fp8":
+        fields.update(scaling="none", history=16, margin=0, amax="max")
+    if fields["compute"] not in ("bf16", "fp8"):
+        fields["master"] = "fp32"
+    if fields["gradients"] == "bf16" and fields["master"] == "fp32":
+        fields["gradients"] = "fp32"
+    return Recipe(**fields)
+
+
+@given(recipes())
+def test_every_recipe_parses_back_from_its_text(recipe):
+    assert parse(str(recipe)) == recipe
+
+
+def test_random_recipes_reach_every_field():
+    """The property above is only worth something if a changed field changes the text."""
+    base = NAMED["fp8"]
+    changed = {
+        "compute": "bf16", "master": "split", "gradients": "released", "moments": "8bit", "scaling": "current",
+        "history": 3, "margin": 2, "amax": "recent", "keep": ("head",), "attention": "flash", "checkpoint": "full",
+    }  # fmt: skip
+    for field in dataclasses.fields(Recipe):
+        if field.name in ("compute", "loss_scale"):
+            continue
+        other = base.replace(**{field.name: changed[field.name]})
+        assert f"{field.name}=" in str(other)
+        assert parse(str(other)) == other
+    assert str(NAMED["fp16"].replace(loss_scale=1024.0)) == "fp16[loss_scale=1024.0]"
+
+
+def test_names_are_as_the_design_says():
+    assert [str(NAMED[name]) for name in NAMED] == list(NAMED)
+    lean = parse("bf16-lean")
+    assert (lean.master, lean.gradients, lean.moments) == ("split", "bf16", "8bit")
+    assert parse("bf16[moments=8bit,master=split,checkpoint=selective]").checkpoint == "selective"
+    assert ng.recipe("bf16").replace(moments="8bit").moments == "8bit"
+
+
+def test_recipes_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        NAMED["bf16"].compute = "fp32"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("bf15", "did you mean bf16"),
+        ("", "unknown recipe"),
+        ("bf16[", "unknown recipe"),
+        ("bf16[checkpoint]", "field=value"),
+        ("bf16[checkpoint=sometimes]", "none, selective, full"),
+        ("bf16[chekpoint=full]", "did you mean checkpoint"),
+        ("bf16[checkpoint=full,checkpoint=none]", "twice"),
+        ("bf16[loss_scale=dynamic]", "only fp16"),
+        ("fp32[loss_scale=8]", "only fp16"),
+        ("fp16[loss_scale=-1]", "positive number"),
+        ("fp16[loss_scale=nan]", "positive number"),
+        ("fp16[loss_scale=much]", "positive number"),
+        ("fp16[master=split]", "BF16 weights"),
+        ("bf16[gradients=bf16]", "needs master=split"),
+        ("bf16[history=4]", "belong to fp8"),
+        ("fp8[history=0]", "1 to 4096"),
+        ("fp8[margin=x]", "whole number"),
+        ("bf16[keep=a b]", "module paths"),
+    ],
+)
+def test_wrong_recipes_are_refused_in_one_line(text, says):
+    with pytest.raises(UsageError) as caught:
+        parse(text)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("machine", "name"),
+    [
+        (device("cuda", ("fp32", "tf32", "fp16", "bf16", "fp8"), (9, 0)), "bf16"),
+        (device("cuda", ("fp32", "tf32", "fp16", "bf16"), (8, 0)), "bf16"),
+        (device("cuda", ("fp32", "fp16"), (7, 5)), "fp16"),
+        (device("cuda", ("fp32",), (6, 1)), "fp32"),
+        (device("cpu", ("fp32", "bf16")), "bf16"),
+        (device("cpu", ("fp32", "fp16")), "fp32"),
+        (device("cpu", ("fp32",)), "fp32"),
+    ],
+)
+def test_auto_takes_what_suits_the_machine_and_says_why(machine, name):
+    recipe, reason = choose(machine)
+    assert str(recipe) == name == str(parse("auto", machine))
+    assert "a machine" in reason
+    assert refusal(recipe, machine) is None
+    assert parse("auto[attention=any]", machine) == recipe.replace(attention="any")
+
+
+def test_recipes_a_device_cannot_run_are_refused():
+    turing = device("cuda", ("fp32", "fp16"), (7, 5))
+    assert "take fp16" in refusal(NAMED["bf16"], turing)
+    assert "8.9" in refusal(NAMED["fp8"], device("cuda", ("bf16",), (8, 0)))
+    assert "tensor cores" in refusal(NAMED["tf32"], device())
