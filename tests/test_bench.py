@@ -12,7 +12,7 @@ from narrowgauge.cli import main
 from narrowgauge.cli.bench import split_recipes
 from narrowgauge.recipe import parse
 
-TASK_FILE = '''
+TASK_FILE = """
 import torch, torch.nn.functional as F
 import narrowgauge as ng
 
@@ -25,7 +25,7 @@ def tiny(batch=4):
         return F.cross_entropy(model(b[0]), b[1])
     return ng.Task(name="tiny", model=lambda: torch.nn.Linear(8, 2), batch=make_batch, loss=loss, items_per_batch=batch,
                    flops_per_item=96.0)
-'''
+"""
 
 
 def tiny_task(**changes):

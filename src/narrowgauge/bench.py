@@ -95,8 +95,8 @@ def measure(
     slow = [recipe for recipe in recipes if device.kind == "cpu" and recipe.compute not in ("fp32", *device.native)]
     if slow and peers:
         raise UsageError(
-            f"{device.name} has no native {slow[0].compute}: torch's own fallback takes hundreds of times as long as FP32, "
-            "so there is no peer to wait for; leave --peers out, or the recipe"
+            f"{device.name} has no native {slow[0].compute}: torch's own fallback takes hundreds of times as long as "
+            "FP32, so there is no peer to wait for; leave --peers out, or the recipe"
         )
     batches = _make_batches(task, device)
     finished: list[_Contestant] = []

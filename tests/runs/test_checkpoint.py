@@ -31,7 +31,9 @@ def test_round_trip(tmp_path: Path) -> None:
     assert path == tmp_path / "checkpoints" / "step-00000100" and back.step == 100
     for name, weight in WEIGHTS.items():
         assert torch.equal(back.weights[name], weight) and back.weights[name].dtype == weight.dtype
-    assert torch.equal(back.state["optimizers"][0]["state"][0]["exp_avg"], STATE["optimizers"][0]["state"][0]["exp_avg"])
+    assert torch.equal(
+        back.state["optimizers"][0]["state"][0]["exp_avg"], STATE["optimizers"][0]["state"][0]["exp_avg"]
+    )
     assert back.state["scale"] == 65536.0
 
 
@@ -41,6 +43,14 @@ def test_weights_open_anywhere_and_tied_ones_come_back_tied(tmp_path: Path) -> N
     assert torch.equal(load_file(path / "weights.safetensors")["embedding.weight"], tied)
     back = checkpoint.load(path).weights
     assert back["head.weight"] is back["embedding.weight"]
+
+
+def test_the_umask_decides_who_may_read(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        assert {file.stat().st_mode & 0o777 for file in save(tmp_path, 1).iterdir()} == {0o644}
+    finally:
+        os.umask(before)
 
 
 def test_loaded_tensors_are_in_memory_of_their_own(tmp_path: Path) -> None:
@@ -147,7 +157,7 @@ def test_file_size_limit_is_one_line_and_costs_nothing_saved_before(tmp_path: Pa
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
-        with pytest.raises(UsageError, match="cannot write .*File too large"):
+        with pytest.raises(UsageError, match=r"cannot write .*File too large"):
             checkpoint.save(tmp_path, 20, {"big": torch.zeros(100_000)}, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

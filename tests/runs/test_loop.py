@@ -1,4 +1,4 @@
-"""Training keeps its record, goes on after an interruption as if nothing had been, and ends well when things go wrong."""
+"""Training keeps its record, goes on after an interruption as if there had been none, and ends well when it cannot."""
 
 from __future__ import annotations
 
@@ -140,7 +140,9 @@ def test_accumulation_is_the_mean_of_its_batches(tmp_path: Path) -> None:
     two = train(large, make_settings(large, steps=10), tmp_path / "joined")
     assert one.loss_last == pytest.approx(two.loss_last, rel=1e-4)
     accumulated = final_state(tmp_path / "accumulated", 10)["weights/weight"]
-    torch.testing.assert_close(accumulated, final_state(tmp_path / "joined", 10)["weights/weight"], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        accumulated, final_state(tmp_path / "joined", 10)["weights/weight"], rtol=1e-3, atol=1e-4
+    )
 
 
 def test_killed_before_the_first_checkpoint_begins_again(tmp_path: Path) -> None:
@@ -225,7 +227,7 @@ def test_bad_data_at_the_start_leaves_no_folder(tmp_path: Path) -> None:
 def test_a_stalled_run_is_a_finding_and_saves_nothing_over_good_checkpoints(tmp_path: Path) -> None:
     task = tiny_task.diverging()
     result = train(task, make_settings(task, checkpoint_every=0, eval_every=0), tmp_path / "run")
-    assert result.serious and [f.rule for f in result.findings][0] == "training-stalled"
+    assert result.serious and result.findings[0].rule == "training-stalled"
     assert "inner.weight" in result.findings[0].detail
     assert checkpoint.steps_of(tmp_path / "run") == []
     events = list(record.read(tmp_path / "run"))
@@ -287,6 +289,26 @@ def test_evaluation_does_not_change_the_training(tmp_path: Path) -> None:
     often = train(task, make_settings(task, steps=8, eval_every=1), tmp_path / "often")
     never = train(task, make_settings(task, steps=8, eval_every=0), tmp_path / "never")
     assert often.loss_last == never.loss_last and often.loss_eval == never.loss_eval
+
+
+def test_killed_while_it_evaluates_before_a_checkpoint(tmp_path: Path) -> None:
+    """The checkpoint of a step comes after its evaluation, so that no evaluation is missing from the story."""
+    lives = 0
+
+    def metrics(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        if lives == 1:
+            raise SystemExit("killed")
+        return tiny_task.accuracy(model, batch)
+
+    task = tiny_task.tiny(metrics=metrics)
+    settings = make_settings(task, steps=8, eval_every=4, checkpoint_every=4)
+    train(task, settings, tmp_path / "whole")
+    lives = 1
+    with pytest.raises(SystemExit):
+        train(task, settings, tmp_path / "run")
+    lives = 2
+    train(task, settings, tmp_path / "run", resume=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "run", 8)
 
 
 def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:

@@ -69,8 +69,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.out(self.attend(self.qkv(self.norm1(x))))
-        x = x + self.down(F.gelu(self.up(self.norm2(x))))
-        return x
+        branch: Tensor = self.down(F.gelu(self.up(self.norm2(x))))
+        return x + branch
 
     def attend(self, qkv: Tensor) -> Tensor:
         batch, length, triple = qkv.shape  # B, T, 3D

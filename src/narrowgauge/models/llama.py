@@ -94,8 +94,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.out(self.attend(self.qkv(self.norm1(x)), cos, sin))
         hidden = self.norm2(x)
-        x = x + self.down(F.silu(self.gate(hidden)) * self.up(hidden))
-        return x
+        branch: Tensor = self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+        return x + branch
 
     def attend(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, length, _ = qkv.shape

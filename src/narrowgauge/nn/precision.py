@@ -6,10 +6,13 @@ Everything torch keeps as a global is set on the way in and put back on the way 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from narrowgauge.errors import UsageError
@@ -56,7 +59,7 @@ class Surroundings:
         with contextlib.ExitStack() as stack:
             if self.device_type == "cuda":
                 stack.enter_context(_fp32_products("tf32" if self.recipe.compute == "tf32" else "ieee"))
-            stack.enter_context(self._attention())
+            stack.enter_context(self.attention())
             stack.enter_context(self._cpu_modes())
             yield
 
@@ -73,13 +76,31 @@ class Surroundings:
                 stack.enter_context(Fp32Functions())
             yield
 
-    def _attention(self) -> contextlib.AbstractContextManager[None]:
+    def attention(self) -> contextlib.AbstractContextManager[None]:
+        """Only the attention backends the recipe allows."""
         choice = self.recipe.attention
         if choice == "any" or (choice == "auto" and (self.device_type != "cuda" or self.dtype is None)):
             return contextlib.nullcontext()
         if choice == "auto":
             return sdpa_kernel([BACKENDS[name] for name in FUSED], set_priority=True)
         return sdpa_kernel([BACKENDS[choice]])
+
+
+def attend_within(model: nn.Module, surroundings: Surroundings) -> None:
+    """Make the model's own forward choose the attention backend, so that torch.compile sees the choice.
+
+    Left to a context outside, it is no part of what torch.compile guards on: a second model of the same class would be
+    handed the first one's graph, with the first one's backend.
+    """
+    plain = getattr(model.forward, "any_backend", model.forward)
+
+    @functools.wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with surroundings.attention():
+            return plain(*args, **kwargs)
+
+    forward.any_backend = plain  # type: ignore[attr-defined]
+    model.forward = forward
 
 
 @contextlib.contextmanager

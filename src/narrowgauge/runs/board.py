@@ -1,8 +1,16 @@
-"""TensorBoard beside the record: the same numbers, for who likes to watch them there. Nothing depends on it."""
+"""TensorBoard beside the record: the same numbers, for who likes to watch them there. Nothing depends on it.
+
+Written with TensorBoard's own record format rather than its SummaryWriter, whose thread prints a traceback of its own
+when the disk is full. All numbers of a step are one event.
+"""
 
 from __future__ import annotations
 
+import os
+import socket
+import time
 from collections.abc import Callable, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -12,55 +20,44 @@ class Board:
 
     def __init__(self, folder: Path, first_step: int, tell: Callable[[str], None]) -> None:
         self._tell = tell
-        self._writer: Any = None
+        self._file: FileIO | None = None
         try:
-            from torch.utils.tensorboard.writer import SummaryWriter
+            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError:
             tell("TensorBoard is not installed: its files are not written (events.jsonl holds the same numbers)")
             return
-        with _Guard(self):
-            # What an earlier life wrote after the checkpoint it is resumed from is purged when TensorBoard reads it.
-            purge = first_step if first_step > 1 else None
-            self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
+        self._event, self._session, self._summary = event_pb2.Event, event_pb2.SessionLog, summary_pb2.Summary
+        path = folder / "tensorboard" / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            self._file = path.open("wb", buffering=0)  # a killed run loses nothing, and closing writes nothing
+        except OSError as error:
+            self._give_up(error)
+            return
+        self._writer = RecordWriter(self._file)
+        self._write(file_version="brain.Event:2")
+        if first_step > 1:
+            # What an earlier life wrote after the checkpoint that is taken up is purged when TensorBoard reads this.
+            self._write(first_step, session_log=self._session(status=self._session.START))
 
     def add(self, group: str, step: int, values: Mapping[str, float]) -> None:
-        if self._writer is not None:
-            with _Guard(self):
-                for name, value in values.items():
-                    self._writer.add_scalar(f"{group}/{name}", value, step)
+        """Add the numbers of a step."""
+        if self._file is not None:
+            scalars = [self._summary.Value(tag=f"{group}/{name}", simple_value=v) for name, v in values.items()]
+            self._write(step, summary=self._summary(value=scalars))
 
-    def text(self, name: str, step: int, text: str) -> None:
-        if self._writer is not None:
-            with _Guard(self):
-                self._writer.add_text(name, text, step)
-
-    def flush(self) -> None:
-        if self._writer is not None:
-            with _Guard(self):
-                self._writer.flush()
+    def _write(self, step: int = 0, **fields: Any) -> None:
+        try:
+            self._writer.write(self._event(wall_time=time.time(), step=step, **fields).SerializeToString())
+        except OSError as error:
+            self._give_up(error)
 
     def close(self) -> None:
-        if self._writer is not None:
-            with _Guard(self):
-                self._writer.close()
-            self._writer = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
-    def give_up(self, error: OSError) -> None:
-        self._writer = None
+    def _give_up(self, error: OSError) -> None:
+        self.close()
         self._tell(f"TensorBoard's files cannot be written ({error.strerror or error}); going on without them")
-
-
-class _Guard:
-    """Lets a full disk cost the board alone."""
-
-    def __init__(self, board: Board) -> None:
-        self._board = board
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        if isinstance(error, OSError):
-            self._board.give_up(error)
-            return True
-        return False

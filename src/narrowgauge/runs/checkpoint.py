@@ -87,6 +87,9 @@ def _write(folder: Path, step: int, weights: Mapping[str, Any], state: Any) -> N
     save_file(model.tensors, folder / FILES[0], {"format": "pt", **model.aliases})
     save_file(rest.tensors, folder / FILES[1])
     (folder / FILES[2]).write_text(text)
+    mode = (folder / FILES[2]).stat().st_mode
+    for name in FILES[:2]:
+        (folder / name).chmod(mode)  # safetensors writes for the owner alone, whatever the umask says
     described = {}
     for name in FILES:
         disk.sync(folder / name)

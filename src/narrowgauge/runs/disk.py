@@ -11,9 +11,9 @@ from pathlib import Path
 from narrowgauge.errors import UsageError
 
 _ADVICE = {
-    errno.ENOSPC: "free some space, or write elsewhere with --out",
-    errno.EDQUOT: "free some of your quota, or write elsewhere with --out",
-    errno.EFBIG: "raise the file size limit (ulimit -f), or write elsewhere with --out",
+    errno.ENOSPC: "free some space, then go on with --resume",
+    errno.EDQUOT: "free some of your quota, then go on with --resume",
+    errno.EFBIG: "raise the file size limit (ulimit -f), then go on with --resume",
     errno.EACCES: "choose a folder you may write to with --out",
     errno.EROFS: "choose a folder you may write to with --out",
 }

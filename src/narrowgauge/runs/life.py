@@ -222,7 +222,6 @@ class Life:
             return
         result.seconds = self.pace.seconds()
         self.record.sync()  # the events up to a checkpoint must not be younger on the disk than the checkpoint itself
-        self.board.flush()
         engine = self.engine.state_dict()
         weights = engine.pop("model")
         kept = ("loss_first", "loss_last", "loss_eval", "metrics", "skipped", "seconds")
@@ -249,7 +248,6 @@ class Life:
             self._finding(failed_sample(self.result.step, error))
             return
         self.record.append("sample", self.result.step, text=self.result.sample)
-        self.board.text("sample", self.result.step, self.result.sample)
 
     def _finding(self, finding: Finding) -> None:
         self.result.findings.append(finding)

@@ -83,7 +83,7 @@ class SkipGuard:
         if bad is not None:
             if self._first is None or self._first.shape != bad.shape:
                 self._first = torch.zeros_like(bad)
-            self._first.copy_(torch.where(streak == 1, bad, self._first))
+            self._first = torch.where(streak == 1, bad, self._first.to(bad.device))
         sent = {"found": found, "streak": streak, "skipped": skipped}
         if scale is not None:
             sent["scale"] = scale
@@ -146,11 +146,10 @@ class SkipGuard:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.settle()
-        device = None if self._streak is None else self._streak.device
         self.max_consecutive_skips = state["max_consecutive_skips"]
         self.updates = state["updates"]
         self._known = {"streak": float(state["streak"]), "skipped": float(state["skipped"])}
         self._streak = self._skipped = None
         first = state["first_bad"]
-        self._first = None if first is None else torch.tensor(first, dtype=torch.bool, device=device)
+        self._first = None if first is None else torch.tensor(first, dtype=torch.bool)
         self.history = deque((Mark(*mark) for mark in state["history"]), maxlen=HISTORY)

@@ -74,7 +74,7 @@ def make(batch: int = 64, seed: int = 0) -> Task:
         unit="image",
         learning_rate=3e-3,
         weight_decay=0.01,
-        steps=300,
+        steps=240,
         facts={"batch": batch, "chance_loss": float(np.log(CLASSES))},
     )
 
