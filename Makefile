@@ -12,8 +12,8 @@ test: .venv/installed check
 	$(BIN)/python -m pytest
 
 check: .venv/installed
-	$(BIN)/ruff check src tests examples
-	$(BIN)/ruff format --check src tests examples
+	$(BIN)/ruff check src tests examples bench
+	$(BIN)/ruff format --check src tests examples bench
 	$(BIN)/mypy
 
 .venv/installed: pyproject.toml constraints.txt

@@ -325,13 +325,18 @@ def test_evaluation_keeps_training_mode_and_makes_no_graph():
     assert not engine.model.blocks[0].training
 
 
-def test_compiled_fp32_gives_the_same_numbers():
+def test_compiled_engines_give_the_same_numbers_and_share_no_graph():
+    from torch._dynamo.utils import counters
+
     torch._dynamo.reset()
-    plain, compiled = make("fp32"), make("fp32", compile="default")
-    for engine in (plain, compiled):
+    counters.clear()
+    plain, compiled, other = make("fp32"), make("fp32", compile=True), make("fp32[attention=any]", compile="default")
+    for engine in (plain, compiled, other):
         engine.model.eval()
         for step in range(2):
             run_step(engine, step)
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"]
     for a, b in zip(plain.model.state_dict().values(), compiled.model.state_dict().values(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     assert list(compiled.model.state_dict()) == list(plain.model.state_dict())

@@ -124,6 +124,11 @@ def _race(
     settings: Settings,
     tell: Callable[[str], None],
 ) -> list[_Contestant]:
+    if settings.compile:
+        # Peers are compiled by torch.compile's habits, so they must not meet what it compiled for another recipe: in
+        # this process (code objects are shared) or on disk, where torch 2.11 takes FP16's graph for BF16's.
+        torch._dynamo.reset()
+        torch._functorch.config.enable_autograd_cache = False
     field = []
     for name in (str(recipe), *(f"{peer}-{recipe}" for peer in peers)):
         peer = None if name == str(recipe) else name.split("-", 1)[0]

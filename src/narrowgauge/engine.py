@@ -28,8 +28,9 @@ from torch.optim import Optimizer
 
 from narrowgauge import hardware
 from narrowgauge.errors import UsageError
+from narrowgauge.nn.compiled import compile_forward
 from narrowgauge.nn.keepers import keep_modules
-from narrowgauge.nn.precision import Surroundings, attend_within, explain_attention
+from narrowgauge.nn.precision import Surroundings, explain_attention
 from narrowgauge.nn.recompute import checkpoint_blocks
 from narrowgauge.recipe import Recipe, parse, refusal
 from narrowgauge.scaling.guard import SkipGuard
@@ -106,8 +107,7 @@ class Engine:
                     f"compile: {self.recipe.compute} is emulated on {self.hardware.name}, which torch.compile "
                     "cannot see; leave compile off, or take recipe fp32"
                 )
-            attend_within(model, self.surroundings)
-            model.compile(**({} if compile is True else {"mode": compile}))
+            compile_forward(model, self.surroundings, None if compile is True else compile)
         self.compiled = bool(compile)
 
     def _make_scaler(self, max_consecutive_skips: int) -> LossScaler | None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ABOUT = "train a task: progress, record, TensorBoard, checkpoints; take up an interrupted run with --resume"
 RUNS = Path("runs")
 """Where runs lie unless --out says otherwise."""
-FOR_TASK = ("batch", "context", "data", "packages")
+FOR_TASK = ("batch", "context", "data", "vocab", "packages")
 """Options that go to the task, where they were given."""
 FOR_SETTINGS = {
     "steps": "steps",
@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--context", type=int, help="tokens in a sequence")
     add("--lr", type=float, help="peak learning rate (default: the task's)")
     add("--data", metavar="PATH", help="text or .bin tokens to train on instead of the Python library's source")
+    add("--vocab", type=int, help="256: bytes; more: a byte-pair encoding of that size (default: the task's)")
     add("--packages", action="store_const", const=True, help="train on the source of installed packages, too")
     add("--resume", metavar="RUN", help="go on with a run: its folder, or its name under --out (or runs/)")
     add("--accumulate", type=int, metavar="N", help="batches that make one update (default 1)")

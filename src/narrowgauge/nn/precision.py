@@ -6,13 +6,11 @@ Everything torch keeps as a global is set on the way in and put back on the way 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from narrowgauge.errors import UsageError
@@ -48,10 +46,14 @@ class Surroundings:
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """For the forward pass and the loss."""
-        with self.backward(), contextlib.ExitStack() as stack:
-            if self.dtype is not None:
-                stack.enter_context(torch.autocast(self.device_type, dtype=self.dtype))
+        with self.backward(), self.autocast():
             yield
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Products in the compute format; nothing where that is FP32."""
+        if self.dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device_type, dtype=self.dtype)
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
@@ -84,23 +86,6 @@ class Surroundings:
         if choice == "auto":
             return sdpa_kernel([BACKENDS[name] for name in FUSED], set_priority=True)
         return sdpa_kernel([BACKENDS[choice]])
-
-
-def attend_within(model: nn.Module, surroundings: Surroundings) -> None:
-    """Make the model's own forward choose the attention backend, so that torch.compile sees the choice.
-
-    Left to a context outside, it is no part of what torch.compile guards on: a second model of the same class would be
-    handed the first one's graph, with the first one's backend.
-    """
-    plain = getattr(model.forward, "any_backend", model.forward)
-
-    @functools.wraps(plain)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with surroundings.attention():
-            return plain(*args, **kwargs)
-
-    forward.any_backend = plain  # type: ignore[attr-defined]
-    model.forward = forward
 
 
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ class Size:
     batch: int
     context: int
     learning_rate: float
-    """Peak rates: the GPT-3 paper's for its models of that width; for gpt-tiny what learned fastest (docs/tasks.md)."""
+    """Peak rate: that of the GPT-3 or Llama paper for the width; for gpt-tiny what learned fastest (docs/tasks.md)."""
     vocab: int = GPT2_VOCAB
     steps: int = 300
     kv_heads: int | None = None
@@ -76,7 +76,7 @@ def gpt_size(layers: int, width: int) -> Size:
     heads = width // head_size
     if width <= 384:
         return Size(
-            layers=layers, width=width, heads=heads, batch=8, context=128, learning_rate=1e-3, vocab=BYTES, steps=120
+            layers=layers, width=width, heads=heads, batch=8, context=128, learning_rate=1e-3, vocab=BYTES, steps=80
         )
     for widest, batch, context, rate in ((768, 64, 1024, 6e-4), (1024, 32, 1024, 3e-4), (2048, 16, 2048, 2e-4)):
         if width <= widest:

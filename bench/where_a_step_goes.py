@@ -1,0 +1,29 @@
+"""Where a step goes: kernels of one training step of the engine or of the plain torch loop, grouped.
+
+usage: python bench/where_a_step_goes.py engine|torch [TASK] [RECIPE]
+"""
+
+import collections
+import sys
+
+import torch
+
+from narrowgauge import bench, hardware, tasks
+from narrowgauge.recipe import parse
+
+who, spec, recipe = (*sys.argv[1:], "gpt2-124m", "bf16")[:3] if len(sys.argv) == 2 else (*sys.argv[1:], "bf16")[:3]
+device, task = hardware.detect(), tasks.find(spec)
+batches = bench._make_batches(task, device)
+peer = None if who == "engine" else who
+contestant = bench._build(who, task, parse(recipe), peer, batches, device, bench.Settings(compile=True))
+times = [bench._time_round(contestant, batches, index, device, 5) for index in range(4)]
+losses = [f"{contestant.step(batches[index % 4]).item():.3f}" for index in range(8)]
+print(who, recipe, "ms", " ".join(f"{t:.2f}" for t in times), "loss", *losses, flush=True)
+with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    for index in range(3):
+        contestant.step(batches[index])
+    torch.cuda.synchronize()
+kernels = collections.Counter({event.key: event.device_time_total / 3e3 for event in profile.key_averages()})
+print(f"kernels in all {sum(kernels.values()):.2f} ms")
+for name, milliseconds in kernels.most_common(28):
+    print(f"{milliseconds:9.3f} ms  {name[:150]}", flush=True)

@@ -1,0 +1,36 @@
+"""Compiles a model's forward for one engine, apart from every other engine of the process.
+
+Three habits of torch.compile make this more than ``model.compile()``:
+- The attention backend that a context outside allows is no part of what it guards on, so the context is opened inside.
+- torch 2.11 keeps compiled graphs on disk under a key that knows whether autocast is on, but not its format: a BF16 run
+  was handed the graph of an FP16 run before it (docs/results.md). So autocast is opened inside, too.
+- Compiled code belongs to the Python code object, which all models share (``Module._call_impl``). A second engine would
+  be handed the first one's graph where the guards let it, and from the ninth on (``recompile_limit``) would silently be
+  run in pieces; measured in a benchmark of eight contestants, the eighth got another loss. Each engine therefore gets a
+  code object of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from narrowgauge.nn.precision import Surroundings
+
+
+def compile_forward(model: nn.Module, surroundings: Surroundings, mode: str | None = None) -> None:
+    """Replace the model's forward by a compiled one; its state dictionary does not change."""
+    plain = getattr(model.forward, "uncompiled", model.forward)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with surroundings.attention(), surroundings.autocast():
+            return plain(*args, **kwargs)
+
+    forward.__code__ = forward.__code__.replace()  # an equal code object, but this engine's own
+    compiled = torch.compile(forward, mode=mode)
+    functools.update_wrapper(compiled, plain)
+    compiled.uncompiled = plain  # type: ignore[attr-defined]
+    model.forward = compiled

@@ -1,0 +1,197 @@
+"""Token files: what is read, what is refused and in which words, and how windows are drawn."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from narrowgauge.data import tokens
+from narrowgauge.data.tokens import TokenData
+from narrowgauge.errors import UsageError
+
+
+def write_llmc(path, values, magic=20240520, version=1, count=None, dtype="<u2"):
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(values) if count is None else count
+    path.write_bytes(header.tobytes() + np.asarray(values, dtype).tobytes())
+    return path
+
+
+def write_nano(path, values):
+    path.write_bytes(np.asarray(values, "<u2").tobytes())
+    return path
+
+
+def refusal(function, *arguments):
+    with pytest.raises(UsageError) as caught:
+        function(*arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_three_bin_formats_are_read(tmp_path):
+    values = [5, 50256, 0, 7]
+    assert tokens.read_bin(write_nano(tmp_path / "a.bin", values)).tolist() == values
+    assert tokens.read_bin(write_llmc(tmp_path / "b.bin", values)).tolist() == values
+    wide = [5, 128255, 0]
+    long = write_llmc(tmp_path / "c.bin", wide, magic=20240801, version=7, dtype="<u4")
+    assert tokens.read_bin(long).tolist() == wide
+    assert isinstance(tokens.read_bin(long), np.memmap)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "empty"),
+        (b"abc", "3 bytes"),
+        (b"PK\x03\x04" + bytes(100), "PyTorch checkpoint"),
+        (b"\x80\x02" + bytes(100), "pickle"),
+        (np.array([20240520, 1, 5], "<i4").tobytes(), "less than a header"),
+        (np.array([20240520, 1, 5], ">i4").tobytes() + bytes(2000), "big-endian"),
+    ],
+)
+def test_a_file_that_is_something_else_is_refused(tmp_path, content, words):
+    path = tmp_path / "x.bin"
+    path.write_bytes(content)
+    message = refusal(tokens.read_bin, path)
+    assert words in message
+    assert str(path) in message
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"count": 11}, "says it has 11 tokens but holds 10"),
+        ({"count": 9}, "says it has 9 tokens but holds 10"),
+        ({"version": 2}, "version 2"),
+        ({"magic": 20240522}, "magic 20240522"),
+        ({"magic": 20240801}, "version 1, where 7"),
+        ({"magic": 20240801, "version": 7}, "says it has 10 tokens but holds 5"),
+    ],
+)
+def test_an_llmc_header_must_fit_its_file(tmp_path, fields, words):
+    assert words in refusal(tokens.read_bin, write_llmc(tmp_path / "x.bin", range(10), **fields))
+
+
+def test_a_header_without_tokens_is_refused(tmp_path):
+    assert "no tokens" in refusal(tokens.read_bin, write_llmc(tmp_path / "x.bin", []))
+
+
+def test_every_truncation_of_an_llmc_file_is_refused(tmp_path):
+    whole = write_llmc(tmp_path / "x.bin", range(20)).read_bytes()
+    for size in [*range(4, 1024, 51), *range(1024, len(whole))]:
+        (tmp_path / "y.bin").write_bytes(whole[:size])
+        refusal(tokens.read_bin, tmp_path / "y.bin")
+
+
+def test_a_token_beyond_the_vocabulary_is_named_with_its_place(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokens, "BLOCK_TOKENS", 64)  # so that the place lies beyond the first block
+    values = np.arange(1000) % 100
+    values[777] = 100
+    path = write_nano(tmp_path / "x.bin", values)
+    message = refusal(tokens.open_tokens, path, 100, 8)
+    assert "token 100 at position" in message
+    tokens.open_tokens(path, 101, 8)
+    assert "token 100 at position 777" in refusal(tokens.check_range, tokens.read_bin(path), 100, "x")
+
+
+def test_too_few_tokens_for_a_window_are_refused(tmp_path):
+    for count in range(1, 18):
+        data = tokens.open_tokens(write_nano(tmp_path / "x.bin", range(count)), 100, 8)
+        assert "--context" in refusal(data.windows, "train", 8)
+    data = tokens.open_tokens(write_nano(tmp_path / "x.bin", range(18)), 100, 8)
+    assert data.windows("train", 8) == data.windows("eval", 8) == [1]
+
+
+def test_a_single_file_gives_its_last_twentieth_to_evaluation(tmp_path):
+    data = tokens.open_tokens(write_nano(tmp_path / "x.bin", range(2000)), 2000, 8)
+    assert data.shards["train"][0].tolist() == list(range(1900))
+    assert data.shards["eval"][0].tolist() == list(range(1900, 2000))
+
+
+def test_a_folder_is_split_by_the_names_of_its_files(tmp_path):
+    write_nano(tmp_path / "train.bin", [1] * 50)
+    write_llmc(tmp_path / "fineweb_train_000001.bin", [2] * 50)
+    write_nano(tmp_path / "val.bin", [3] * 50)
+    (tmp_path / "meta.pkl").write_bytes(b"ignored")
+    assert tokens.holds_tokens(tmp_path)
+    data = tokens.open_tokens(tmp_path, 10, 8)
+    assert [shard[0] for shard in data.shards["train"]] == [2, 1]
+    assert [shard[0] for shard in data.shards["eval"]] == [3]
+    assert data.size("train") == 100
+
+
+def test_a_folder_without_an_evaluation_file_gives_its_tail(tmp_path):
+    write_nano(tmp_path / "a.bin", range(100))
+    write_nano(tmp_path / "b.bin", range(100, 103))
+    data = tokens.open_tokens(tmp_path, 200, 8)
+    assert np.concatenate(data.shards["train"]).tolist() == list(range(94))
+    assert np.concatenate(data.shards["eval"]).tolist() == list(range(94, 103))
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 20))
+def test_a_split_keeps_every_token_in_order(sizes, context):
+    ends = np.cumsum(sizes)
+    shards = [np.arange(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    train, evaluation = tokens.split_tail(shards, context)
+    assert np.concatenate([*train, *evaluation]).tolist() == list(range(ends[-1]))
+    assert sum(map(len, evaluation)) == min(ends[-1], max(int(0.05 * ends[-1]), context + 1))
+
+
+def test_text_files_and_folders_are_bytes(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_bytes(b"x" * 950 + b"y" * 50)
+    assert not tokens.holds_tokens(file)
+    text = tokens.open_text(file, 8)
+    assert isinstance(text.train, np.memmap)
+    assert (text.train.tobytes(), text.eval.tobytes()) == (b"x" * 950, b"y" * 50)
+    folder = tmp_path / "folder"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "b.md").write_bytes(b"b" * 60)
+    (folder / "deep" / "a.py").write_bytes(b"a" * 60)
+    (folder / ".hidden").write_bytes(b"h" * 60)
+    (folder / "picture").write_bytes(b"\x89PNG\0\0" * 20)
+    text = tokens.open_text(folder, 8)
+    assert text.train.tobytes() + text.eval.tobytes() == b"b" * 60 + b"a" * 60
+
+
+def test_missing_and_empty_paths_are_refused(tmp_path):
+    assert "there is no file or folder" in refusal(tokens.holds_tokens, tmp_path / "no.bin")
+    (tmp_path / "empty.txt").touch()
+    assert "empty" in refusal(tokens.open_text, tmp_path / "empty.txt", 8)
+    (tmp_path / "folder").mkdir()
+    assert "holds no text" in refusal(tokens.open_text, tmp_path / "folder", 8)
+
+
+@pytest.fixture
+def counting():
+    """Two training arrays whose tokens are their own places, so that a window shows where it was taken."""
+    return TokenData([np.arange(30, dtype=np.uint16), np.arange(100, 140, dtype=np.uint16)], [np.arange(9)], 200)
+
+
+def test_a_window_is_contiguous_and_its_targets_come_one_later(counting):
+    inputs, targets = counting.sample(3, "train", 64, 8, seed=0)
+    assert inputs.shape == targets.shape == (64, 8)
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert inputs.is_contiguous()
+    assert targets.is_contiguous()
+    assert torch.equal(inputs + 1, targets)
+    assert torch.equal(inputs - inputs[:, :1], torch.arange(8).expand(64, 8))
+
+
+def test_every_window_is_drawn_and_none_spans_two_files(counting):
+    starts = {int(x) for step in range(60) for x in counting.sample(step, "train", 64, 8, seed=0)[0][:, 0]}
+    assert starts == set(range(22)) | set(range(100, 132))
+
+
+def test_a_sample_is_a_function_of_its_arguments(counting):
+    base = counting.sample(3, "train", 16, 8, seed=0)[0]
+    assert torch.equal(base, counting.sample(3, "train", 16, 8, seed=0)[0])
+    assert not torch.equal(base, counting.sample(4, "train", 16, 8, seed=0)[0])
+    assert not torch.equal(base, counting.sample(3, "train", 16, 8, seed=1)[0])
+    assert not torch.equal(base, counting.sample(3, "train", 16, 8, seed=-1)[0])
+
+
+def test_an_unknown_split_is_refused(counting):
+    assert "train and eval" in refusal(counting.sample, 0, "test", 1, 8, 0)

@@ -1,0 +1,48 @@
+"""The examples run as they are, and learn."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import narrowgauge as ng
+from narrowgauge import tasks
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "fp16"])
+def test_the_plain_loop_learns(recipe):
+    command = [sys.executable, EXAMPLES / "plain_loop.py", "--recipe", recipe, "--steps", "300"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    accuracy = float(re.search(r"accuracy ([\d.]+)%", done.stdout)[1])
+    assert accuracy > 90
+
+
+def test_the_plain_loop_marks_five_lines():
+    text = (EXAMPLES / "plain_loop.py").read_text()
+    assert re.findall(r"# (\d)(?:,|$)", text, re.MULTILINE) == list("12345")
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp16"])
+def test_the_digits_example_reaches_97_percent(recipe):
+    pytest.importorskip("sklearn")
+    task = tasks.find(f"{EXAMPLES / 'digits.py'}:digits", batch=64)
+    torch.manual_seed(0)
+    model = task.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=task.learning_rate, weight_decay=task.weight_decay)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, task.steps)
+    engine = ng.Engine(model, optimizer, recipe=recipe, clip_norm=1.0)
+    for step in range(task.steps):
+        with engine.forward():
+            loss = task.loss(model, task.batch(step, "train"))
+        engine.backward(loss)
+        engine.step()
+        schedule.step()
+    with engine.evaluating():
+        assert task.metrics(model, task.batch(0, "eval"))["accuracy"].item() >= 0.97
+    assert engine.skipped <= 2
