@@ -77,6 +77,13 @@ def test_engine_and_hand_written_loop_take_the_same_steps():
     assert rows[1].twin_ratio is None
 
 
+def test_a_peer_that_would_take_forever_is_left_out_and_said_so():
+    slow = [name for name in ("bf16", "fp16") if name not in hardware.detect("cpu").native]
+    rows, heard = measure(slow, ["torch"]) if slow else ([], [])
+    assert [row.name for row in rows] == slow
+    assert len([line for line in heard if "hundreds of times" in line]) == len(slow)
+
+
 def test_what_cannot_be_measured_is_refused():
     with pytest.raises(UsageError, match="unknown peer 'apex'"):
         measure(peers=["apex"])

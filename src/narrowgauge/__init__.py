@@ -19,6 +19,7 @@ _WHERE = {
     "Task": "narrowgauge.task",
     "TrainingStalled": "narrowgauge.errors",
     "UsageError": "narrowgauge.errors",
+    "convert": "narrowgauge.nn.convert",
     "keep_fp32": "narrowgauge.nn.keepers",
 }
 _MODULES = ("formats", "hardware")

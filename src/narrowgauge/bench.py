@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from narrowgauge.engine import Engine
 from narrowgauge.errors import NarrowgaugeError, UsageError
 from narrowgauge.hardware import Device
-from narrowgauge.peers import PEERS, Step
+from narrowgauge.peers import Peer, Step, contestants
 from narrowgauge.recipe import Recipe, refusal
 from narrowgauge.task import Task
 
@@ -70,6 +70,7 @@ class Settings:
 class _Contestant:
     name: str
     recipe: Recipe
+    compute: str
     step: Step
     peak_bytes: int | None
     times_ms: list[float]
@@ -89,20 +90,20 @@ def measure(
         reason = refusal(recipe, device)
         if reason:
             raise UsageError(reason)
-    unknown = [peer for peer in peers if peer not in PEERS]
-    if unknown:
-        raise UsageError(f"unknown peer {unknown[0]!r}: expected one of {', '.join(PEERS)}")
-    slow = [recipe for recipe in recipes if device.kind == "cpu" and recipe.compute not in ("fp32", *device.native)]
-    if slow and peers:
-        raise UsageError(
-            f"{device.name} has no native {slow[0].compute}: torch's own fallback takes hundreds of times as long as "
-            "FP32, so there is no peer to wait for; leave --peers out, or the recipe"
-        )
+    against = {
+        recipe: {name: one for peer in peers for name, one in contestants(peer, recipe).items()} for recipe in recipes
+    }
     batches = _make_batches(task, device)
     finished: list[_Contestant] = []
     for recipe in recipes:
+        beside = against[recipe]
+        if beside and device.kind == "cpu" and recipe.compute not in ("fp32", *device.native):
+            tell(
+                f"{recipe}: no peers, because torch's own {recipe.compute} takes hundreds of times as long as FP32 here"
+            )
+            beside = {}
         try:
-            finished += _race(task, recipe, peers, batches, device, settings, tell)
+            finished += _race(task, recipe, beside, batches, device, settings, tell)
         except torch.OutOfMemoryError:
             raise UsageError(
                 f"{task.name} in {recipe} does not fit into {device.name}: take a smaller --batch"
@@ -118,7 +119,7 @@ def _make_batches(task: Task, device: Device) -> list[Any]:
 def _race(
     task: Task,
     recipe: Recipe,
-    peers: Sequence[str],
+    peers: dict[str, Peer],
     batches: list[Any],
     device: Device,
     settings: Settings,
@@ -130,8 +131,7 @@ def _race(
         torch._dynamo.reset()
         torch._functorch.config.enable_autograd_cache = False
     field = []
-    for name in (str(recipe), *(f"{peer}-{recipe}" for peer in peers)):
-        peer = None if name == str(recipe) else name.split("-", 1)[0]
+    for name, peer in {str(recipe): None, **peers}.items():
         tell(f"{name}: building and warming up")
         field.append(_build(name, task, recipe, peer, batches, device, settings))
     for index in range(settings.rounds):
@@ -153,7 +153,7 @@ def _gone(batch: Any) -> Tensor:
 
 
 def _build(
-    name: str, task: Task, recipe: Recipe, peer: str | None, batches: list[Any], device: Device, settings: Settings
+    name: str, task: Task, recipe: Recipe, peer: Peer | None, batches: list[Any], device: Device, settings: Settings
 ) -> _Contestant:
     _free(device)
     before = torch.cuda.memory_allocated() if device.kind == "cuda" else 0
@@ -166,14 +166,14 @@ def _build(
     if peer is None:
         step = _engine_step(task, Engine(model, optimizer, recipe, clip_norm=CLIP_NORM, compile=settings.compile))
     else:
-        step = PEERS[peer](task, model, optimizer, recipe, CLIP_NORM, settings.compile)
+        step = peer.make(task, model, optimizer, CLIP_NORM, settings.compile)
     step(batches[0])
     if device.kind == "cuda":
         torch.cuda.reset_peak_memory_stats()
     for index in range(settings.warmup):
         step(batches[index % BATCHES])
     peak = torch.cuda.max_memory_allocated() - before if device.kind == "cuda" else None
-    return _Contestant(name, recipe, step, peak, [])
+    return _Contestant(name, recipe, recipe.compute if peer is None else peer.compute, step, peak, [])
 
 
 def _engine_step(task: Task, engine: Engine) -> Step:
@@ -221,7 +221,7 @@ def _rows(task: Task, finished: Sequence[_Contestant], device: Device) -> list[R
                 step_ms_low=min(contestant.times_ms),
                 step_ms_high=max(contestant.times_ms),
                 peak_bytes=contestant.peak_bytes,
-                mfu=_utilisation(task, throughput, contestant.recipe, device),
+                mfu=_utilisation(task, throughput, contestant.compute, device),
                 loss=contestant.loss,
                 ratio=throughput / rows[0].tokens_per_s if rows else 1.0,
                 twin_ratio=twin_ratio,
@@ -238,14 +238,14 @@ def _with_twins(finished: Sequence[_Contestant]) -> Iterator[tuple[_Contestant, 
         yield contestant, follower if has_twin else None
 
 
-def _utilisation(task: Task, throughput: float, recipe: Recipe, device: Device) -> float | None:
-    peak = device.gpu.peak(recipe.compute) if device.gpu is not None else None
+def _utilisation(task: Task, throughput: float, compute: str, device: Device) -> float | None:
+    peak = device.gpu.peak(compute) if device.gpu is not None else None
     if peak is None or task.flops_per_item is None:
         return None
     share = task.flops_per_item * throughput / peak
     if share > 1:
         raise NarrowgaugeError(
-            f"{task.name} in {recipe}: {share:.0%} of {device.name}'s peak was measured, which cannot be: the FLOPs "
+            f"{task.name} in {compute}: {share:.0%} of {device.name}'s peak was measured, which cannot be: the FLOPs "
             "of the task or the peak in hardware.toml is wrong"
         )
     return share

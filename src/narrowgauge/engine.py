@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from narrowgauge import hardware
 from narrowgauge.errors import UsageError
 from narrowgauge.nn.compiled import compile_forward
+from narrowgauge.nn.convert import Conversion, convert
 from narrowgauge.nn.keepers import keep_modules
 from narrowgauge.nn.precision import Surroundings, explain_attention
 from narrowgauge.nn.recompute import checkpoint_blocks
@@ -68,7 +69,8 @@ class Engine:
     """Trains any module with any torch optimizer under a recipe.
 
     ``accumulate`` microbatches make one update; ``compile`` is False, True or a torch.compile mode; ``blocks`` names
-    the modules to recompute where the recipe checkpoints and they are not the members of a ModuleList.
+    the modules to recompute where the recipe checkpoints and they are not the members of a ModuleList. ``fused`` swaps
+    the blocks and the head of models that have the parts for narrowgauge's own functions: by default under FP8 only.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Engine:
         accumulate: int = 1,
         compile: bool | str = False,
         blocks: Sequence[str] | None = None,
+        fused: bool | None = None,
         max_consecutive_skips: int = 50,
     ) -> None:
         self.model = model
@@ -95,20 +98,31 @@ class Engine:
         emulated = self.device.type == "cpu" and self.recipe.compute not in ("fp32", *self.hardware.native)
         self.surroundings = Surroundings(self.recipe, self.device.type, emulated)
         self.kept = keep_modules(model, self.recipe.keep)
-        self.checkpointed = checkpoint_blocks(model, self.recipe.checkpoint, blocks, self.surroundings.recomputation())
+        self.conversion = self._convert(self.recipe.compute == "fp8" if fused is None else fused)
+        self.checkpointed = self.conversion.blocks if self.recipe.checkpoint != "none" else []
+        if not self.conversion.blocks:
+            recomputation = self.surroundings.recomputation()
+            self.checkpointed = checkpoint_blocks(model, self.recipe.checkpoint, blocks, recomputation)
         self.scaler = self._make_scaler(max_consecutive_skips)
         self.guard = self.scaler.guard if self.scaler else SkipGuard(max_consecutive_skips)
         self.guard.names = list(self._named)
         self._microbatches = 0
         self._one = torch.ones((), device=self.device)
-        if compile:
+        self.compiled = (
+            bool(compile) and not self.conversion.blocks
+        )  # with its blocks swapped, little is left to compile
+        if self.compiled:
             if emulated:
                 raise UsageError(
                     f"compile: {self.recipe.compute} is emulated on {self.hardware.name}, which torch.compile "
                     "cannot see; leave compile off, or take recipe fp32"
                 )
-            compile_forward(model, self.surroundings, None if compile is True else compile)
-        self.compiled = bool(compile)
+            compile_forward(model, self.surroundings, compile if isinstance(compile, str) else None)
+
+    def _convert(self, wanted: bool) -> Conversion:
+        if not wanted:
+            return Conversion()
+        return convert(self.model, self.recipe, self.hardware)
 
     def _make_scaler(self, max_consecutive_skips: int) -> LossScaler | None:
         scale = self.recipe.loss_scale
@@ -199,6 +213,8 @@ class Engine:
             self.scaler.settle(found.float(), ~torch.isfinite(norms))
         else:
             self.guard.record(found, None, ~torch.isfinite(norms))
+        if self.conversion.scales is not None:
+            self.conversion.scales.update()
         for parameter in self._named.values():
             parameter.grad = None
         self._microbatches = 0
@@ -263,6 +279,7 @@ class Engine:
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "scaler": self.scaler.state_dict() if self.scaler else None,
             "guard": self.guard.state_dict(),
+            "tensor_scales": self.conversion.scales.state_dict() if self.conversion.scales else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -277,6 +294,8 @@ class Engine:
             optimizer.load_state_dict(saved)
         if self.scaler is not None and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
+        if self.conversion.scales is not None and state.get("tensor_scales"):
+            self.conversion.scales.load_state_dict(state["tensor_scales"])
         self.guard.load_state_dict(state["guard"])
         self._microbatches = 0
 
@@ -316,9 +335,9 @@ def _check_runs(recipe: Recipe, device: hardware.Device, named: dict[str, nn.Par
     reason = refusal(recipe, device)
     if reason is not None:
         raise UsageError(reason)
-    if recipe.compute == "fp8" or (recipe.master, recipe.gradients, recipe.moments) != ("fp32", "fp32", "fp32"):
-        what = "FP8 compute" if recipe.compute == "fp8" else "anything but FP32 masters, gradients and moments"
-        raise UsageError(f"recipe {recipe}: {what} is not built yet; take fp32, tf32, fp16 or bf16")
+    if (recipe.master, recipe.gradients, recipe.moments) != ("fp32", "fp32", "fp32"):
+        what = "anything but FP32 masters, gradients and moments"
+        raise UsageError(f"recipe {recipe}: {what} is not built yet; take fp32, tf32, fp16, bf16 or fp8")
     for name, parameter in named.items():
         if parameter.is_floating_point() and parameter.dtype is not torch.float32:
             raise UsageError(

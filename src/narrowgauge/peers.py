@@ -1,9 +1,15 @@
-"""The other side of a benchmark: the same training step, written by hand as its own documentation would have it."""
+"""The other side of a benchmark: the same training step, written by hand as its own documentation would have it.
+
+A peer trains the same model on the same data with the same optimizer and clipping. Its twin of FP8 is plain BF16 where
+it has no FP8 of its own: that is what a user would run without narrowgauge.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,24 +22,45 @@ from narrowgauge.task import Task
 Step = Callable[[Any], Tensor]
 """One training step on a batch that is already on the device; returns the loss."""
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+class Peer(NamedTuple):
+    """One contestant: the format it computes in, and how its step is made."""
+
+    compute: str
+    make: Callable[[Task, nn.Module, Optimizer, float, bool], Step]
+
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+
+
+def contestants(peer: str, recipe: Recipe) -> dict[str, Peer]:
+    """The contestants a peer sends against a recipe, by name; none where it has nothing to set against it."""
+    if peer == "torch":
+        compute = "bf16" if recipe.compute == "fp8" else recipe.compute
+        return {f"torch-{compute}": Peer(compute, functools.partial(torch_loop, compute))}
+    if peer == "torchao":
+        if recipe.compute != "fp8":
+            return {}
+        if importlib.util.find_spec("torchao") is None:
+            raise UsageError("peer torchao: it is not installed; pip install torchao, or leave it out")
+        names = ("tensorwise", "rowwise")
+        return {f"torchao-{name}": Peer("fp8", functools.partial(torchao_loop, name)) for name in names}
+    raise UsageError(f"unknown peer {peer!r}: expected torch or torchao")
 
 
 def torch_loop(
-    task: Task, model: nn.Module, optimizer: Optimizer, recipe: Recipe, clip_norm: float, compile: bool
+    compute: str, task: Task, model: nn.Module, optimizer: Optimizer, clip_norm: float, compile: bool
 ) -> Step:
     """Plain PyTorch: autocast, GradScaler for FP16, clip_grad_norm_, the optimizer's own step."""
     device = next(model.parameters()).device.type
-    dtype = DTYPES.get(recipe.compute)
-    if recipe.compute == "fp8":
-        raise UsageError("peer torch: plain PyTorch has no FP8 training; its twin of fp8 is bf16")
+    dtype = DTYPES.get(compute)
     scaler = torch.amp.GradScaler(device, enabled=dtype is torch.float16)
     if compile:
         model.compile()
     matmul = torch.backends.cuda.matmul
 
     def step(batch: Any) -> Tensor:
-        matmul.fp32_precision = "tf32" if recipe.compute == "tf32" else "ieee"
+        matmul.fp32_precision = "tf32" if compute == "tf32" else "ieee"
         with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
             loss = task.loss(model, batch)
         scaler.scale(loss).backward()
@@ -47,4 +74,12 @@ def torch_loop(
     return step
 
 
-PEERS: dict[str, Callable[[Task, nn.Module, Optimizer, Recipe, float, bool], Step]] = {"torch": torch_loop}
+def torchao_loop(
+    name: str, task: Task, model: nn.Module, optimizer: Optimizer, clip_norm: float, compile: bool
+) -> Step:
+    """torchao's FP8 training: every linear but the head, as its documentation advises, then the plain loop in BF16."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig.from_recipe_name(name)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda module, path: "lm_head" not in path)
+    return torch_loop("bf16", task, model, optimizer, clip_norm, compile)

@@ -19,7 +19,7 @@ ABOUT = "measure recipes and peers side by side: tokens/s, step time, memory, MF
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("task", nargs="?", metavar="TASK", help="built-in name or file.py:function")
     parser.add_argument("--recipes", help="comma-separated (default: fp32 and what auto takes)")
-    parser.add_argument("--peers", default="", help="comma-separated: torch (the same step written by hand)")
+    parser.add_argument("--peers", default="", help="comma-separated: torch (the same step by hand), torchao (its FP8)")
     parser.add_argument("--batch", type=int, help="items a batch")
     parser.add_argument("--context", type=int, help="tokens a sequence, for language tasks")
     parser.add_argument("--steps", type=int, default=5, help="steps in a round (default 5)")

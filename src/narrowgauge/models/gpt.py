@@ -97,6 +97,10 @@ class GPT(nn.Module):
         x: Tensor = self.tok(inputs) + self.pos(torch.arange(inputs.shape[1], device=inputs.device))  # B, T, D
         for block in self.blocks:
             x = block(x)
+        return self.finish(x, targets)
+
+    def finish(self, x: Tensor, targets: Tensor | None) -> Tensor:
+        """From the last block's output to logits, or to the loss where there are targets."""
         logits: Tensor = self.lm_head(self.norm(x))  # B, T, V
         if targets is None:
             return logits

@@ -125,6 +125,10 @@ class Llama(nn.Module):
         cos, sin = angles(inputs.shape[1], self.config.head_size, self.config.rope_base, inputs.device)
         for block in self.blocks:
             x = block(x, cos, sin)
+        return self.finish(x, targets)
+
+    def finish(self, x: Tensor, targets: Tensor | None) -> Tensor:
+        """From the last block's output to logits, or to the loss where there are targets."""
         logits: Tensor = self.lm_head(self.norm(x))  # B, T, V
         if targets is None:
             return logits

@@ -18,7 +18,8 @@ from narrowgauge.nn.emulate import EmulatedProducts
 from narrowgauge.nn.keepers import Fp32Functions
 from narrowgauge.recipe import Recipe
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+"""What autocast computes in; under FP8 that is whatever is not converted."""
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,

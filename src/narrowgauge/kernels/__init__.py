@@ -1,0 +1,59 @@
+"""Kernels in Triton, each beside its plain-torch reference and its torch custom op; here is what all of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+FP8_MAX: dict[torch.dtype, float] = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+"""The largest finite value of each FP8 format: casts saturate here."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+HAVE_TRITON = find_spec("triton") is not None
+
+interpreting = False
+"""Tests of kernels on a CPU set this, with TRITON_INTERPRET=1 in the environment before Triton is imported."""
+
+
+def jit(function: Callable[..., Any], unspecialized: tuple[str, ...] = ()) -> Any:
+    """``triton.jit``; without Triton the function as it is, so that a kernel file can be imported anywhere."""
+    if not HAVE_TRITON:
+        return function
+    import triton
+
+    return triton.jit(function, do_not_specialize=list(unspecialized))
+
+
+def jit_for_any(*names: str) -> Callable[[Callable[..., Any]], Any]:
+    """``jit`` for a kernel that is not compiled anew for other values of these arguments, such as a row count."""
+    return partial(jit, unspecialized=names)
+
+
+def use_triton(tensor: Tensor) -> bool:
+    """Whether a call on ``tensor`` launches a kernel: on CUDA, and where tests ask for Triton's interpreter."""
+    return HAVE_TRITON and (tensor.is_cuda or interpreting)
+
+
+def direct(*tensors: Tensor) -> bool:
+    """Whether a call may launch its kernel itself instead of through its custom op, whose dispatch costs 50 us.
+
+    Not while compiling, nor where a dispatch mode (FakeTensor, selective recomputation, a FLOP counter) must see the
+    op; FakeTensors and other subclasses handed around outside their mode are told by their type.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
+    )
+
+
+def register(name: str, function: F, fake: F, mutates: tuple[str, ...] = ()) -> F:
+    """``function`` as the custom op narrowgauge::``name``, whose results have the shapes that ``fake`` returns."""
+    torch.library.custom_op(f"narrowgauge::{name}", function, mutates_args=mutates).register_fake(fake)
+    op: F = getattr(torch.ops.narrowgauge, name)
+    return op

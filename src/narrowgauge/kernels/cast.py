@@ -1,0 +1,338 @@
+"""Casts to FP8: saturating, in both layouts, with amax and counts, in one pass over the high-precision tensor.
+
+    y        = x * scale                                      in FP32
+    x_lp     = round(clamp(y, -max, max))                     to nearest even; NaN stays NaN
+    x_lp_t   = x_lp transposed                                Hopper's FP8 GEMMs want K contiguous in both operands
+    amax     = max(amax, |x|)                                 of x itself, so it needs no unscaling
+    counts  += [#(|y| > max), #(x != 0 and x_lp == 0)]        saturated, flushed to zero
+
+Bytes moved per element of a BF16 x: ``cast`` 3, ``cast_transpose`` and its packed form 4, ``transpose`` 2, ``max_abs``
+2; ``cast_weight`` of FP32 weights 10, as they are read twice. How the transposed copy is written: see ``tile``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from narrowgauge.errors import UsageError
+from narrowgauge.kernels import FP8_MAX, HAVE_TRITON, direct, jit, jit_for_any, register, use_triton
+from narrowgauge.kernels.tile import (
+    FLUSHED,
+    abs_bits,
+    emit,
+    load_rows,
+    quantize_reference,
+    record_amax,
+    store_words,
+    tile_origin,
+)
+
+if HAVE_TRITON:
+    import triton.language as tl
+
+# A tile of 128 x 64 writes whole 128-byte lines into the transposed copy, whose rows lie far apart, and 64-byte halves
+# of lines into x_lp, whose other halves a neighbour writes at the same time. 8 warps give a thread 32 elements: 63
+# registers with amax, 93 with counts too (compiled for sm_90), so that 4 or 2 programs share an SM and hold 32 to 64 KB
+# in flight, where Little's law asks for about 25. With 64 elements a thread the counts take 200 registers.
+TILE: dict[str, int] = {"BLOCK_N": 128, "BLOCK_D": 64, "num_warps": 8}
+TRANSPOSE_TILE: dict[str, int] = {"BLOCK_N": 128, "BLOCK_D": 128, "num_warps": 4}  # 16-byte loads need 128 columns
+MAX_TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 128, "num_warps": 4}
+SCALE_RANGE = (2.0**-100, 2.0**100)
+
+
+def cast(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, amax: Tensor | None = None, counts: Tensor | None = None
+) -> Tensor:
+    """``x`` [N, D] in FP8."""
+    return (_cast if direct(x) else _cast_op)(x, scale, dtype, amax, counts)
+
+
+def cast_transpose(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, amax: Tensor | None = None, counts: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``x`` [N, D] in FP8, as [N, D] and as [D, N]."""
+    return (_cast_transpose if direct(x) else _cast_transpose_op)(x, scale, dtype, amax, counts)
+
+
+def cast_transpose_packed(
+    parts: Sequence[Tensor],
+    scale: Tensor,
+    dtype: torch.dtype,
+    amax: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Tensors [B, H, T, hd] of any strides, side by side in FP8: [B*T, sum of H*hd], and that transposed.
+
+    Three parts are attention's dq, dk and dv in the layout of a packed qkv projection's output; one is its output.
+    The parts may differ in H, as under grouped queries.
+    """
+    return (_packed if direct(*parts) else _packed_op)(list(parts), scale, dtype, amax, counts)
+
+
+def transpose(x_lp: Tensor) -> Tensor:
+    """``x_lp`` [N, D] in FP8 as [D, N], contiguous."""
+    return (_transpose if direct(x_lp) else _transpose_op)(x_lp)
+
+
+def max_abs(x: Tensor) -> Tensor:
+    """The largest magnitude in ``x`` as an FP32 scalar on its device; NaN if one is in it."""
+    return (_max_abs if direct(x) else _max_abs_op)(x)
+
+
+def cast_weight(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """``weight`` [O, I] in FP8 by its current amax: as [O, I], as [I, O], and the inverse of its scale."""
+    return (_cast_weight if direct(weight) else _cast_weight_op)(weight, dtype)
+
+
+def fitting_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """The scale that brings ``amax`` to the format's largest number; 1 where amax is 0, inf or NaN.
+
+    Kept within 2**+-100, where it and its inverse are normal numbers.
+    """
+    amax = amax.float()
+    scale = (FP8_MAX[dtype] / amax).clamp(*SCALE_RANGE)
+    return torch.where((amax > 0) & (amax < torch.inf), scale, 1.0)
+
+
+def cast_transpose_reference(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, amax: Tensor | None = None, counts: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    x_lp = quantize_reference(x, scale, dtype, amax, counts)
+    return x_lp, transpose_reference(x_lp)
+
+
+def cast_transpose_packed_reference(
+    parts: list[Tensor], scale: Tensor, dtype: torch.dtype, amax: Tensor | None = None, counts: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    packed = torch.cat([part.transpose(1, 2).flatten(2).flatten(0, 1) for part in parts], dim=1)
+    return cast_transpose_reference(packed, scale, dtype, amax, counts)
+
+
+def transpose_reference(x_lp: Tensor) -> Tensor:
+    # A custom op must not return a view of its argument, which contiguous() does for a single row.
+    return x_lp.view(torch.uint8).t().clone(memory_format=torch.contiguous_format).view(x_lp.dtype)
+
+
+def max_abs_reference(x: Tensor) -> Tensor:
+    return x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+
+
+def cast_weight_reference(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    scale = fitting_scale(max_abs_reference(weight), dtype)
+    return *cast_transpose_reference(weight, scale, dtype), scale.reciprocal()
+
+
+@jit
+def _load(  # type: ignore[no-untyped-def]
+    ptr, n, d0, length, width, batch_stride, head_stride, stride, time, HEAD: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """``load_rows`` from [N, D], or from [B, H, T, HEAD] with row b * T + t and column h * HEAD + e."""
+    rows = (n + 4 * tl.arange(0, BLOCK_N // 4))[:, None]
+    columns = (d0 + tl.arange(0, BLOCK_D))[None, :]
+    if HEAD is None:
+        source = ptr + rows.to(tl.int64) * stride + columns
+    else:
+        source = ptr + (rows // time).to(tl.int64) * batch_stride + (rows % time).to(tl.int64) * stride
+        source += (columns // HEAD).to(tl.int64) * head_stride + columns % HEAD
+    return tl.load(source, mask=(rows < length) & (columns < width), other=0.0)
+
+
+@jit
+def _scale_of(amax, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``fitting_scale`` in a kernel: divided with correct rounding, as torch does."""
+    good = (amax > 0.0) & (amax.to(tl.int32, bitcast=True) < 0x7F800000)
+    scale = tl.div_rn(tl.full((), LIMIT, tl.float32), tl.where(good, amax, 1.0))
+    return tl.where(good, tl.minimum(tl.maximum(scale, 2.0**-100), 2.0**100), 1.0)
+
+
+@jit_for_any("length", "time", "n16")
+def _cast_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, out_ptr, out_t_ptr, scale_ptr, inv_scale_ptr, amax_ptr, counts_ptr, length, width,
+    batch_stride, head_stride, stride, time, out_stride, n16,
+    HEAD: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    n0, d0 = tile_origin(width, BLOCK_N, BLOCK_D)
+    x0 = _load(x_ptr, n0, d0, length, width, batch_stride, head_stride, stride, time, HEAD, BLOCK_N, BLOCK_D)
+    x1 = _load(x_ptr, n0 + 1, d0, length, width, batch_stride, head_stride, stride, time, HEAD, BLOCK_N, BLOCK_D)
+    x2 = _load(x_ptr, n0 + 2, d0, length, width, batch_stride, head_stride, stride, time, HEAD, BLOCK_N, BLOCK_D)
+    x3 = _load(x_ptr, n0 + 3, d0, length, width, batch_stride, head_stride, stride, time, HEAD, BLOCK_N, BLOCK_D)
+    scale = tl.load(scale_ptr)
+    if inv_scale_ptr is not None:  # current scaling: scale_ptr holds the amax
+        scale = _scale_of(scale, LIMIT)
+        if tl.program_id(0) == 0:
+            tl.store(inv_scale_ptr, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
+    emit(
+        x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32), out_ptr, out_t_ptr, scale,
+        amax_ptr, counts_ptr, n0, d0, length, width, out_stride, n16, LIMIT, TINY, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
+
+
+@jit_for_any("length", "n16")
+def _transpose_kernel(x_ptr, out_t_ptr, length, width, n16, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
+    n0, d0 = tile_origin(width, BLOCK_N, BLOCK_D)
+    x0 = load_rows(x_ptr, n0, d0, length, width, width, BLOCK_N, BLOCK_D)
+    x1 = load_rows(x_ptr, n0 + 1, d0, length, width, width, BLOCK_N, BLOCK_D)
+    x2 = load_rows(x_ptr, n0 + 2, d0, length, width, width, BLOCK_N, BLOCK_D)
+    x3 = load_rows(x_ptr, n0 + 3, d0, length, width, width, BLOCK_N, BLOCK_D)
+    store_words(x0, x1, x2, x3, out_t_ptr, n0, d0, n16, width, BLOCK_N, BLOCK_D)
+
+
+@jit_for_any("length")
+def _max_abs_kernel(x_ptr, amax_ptr, length, width, stride, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
+    n0, d0 = tile_origin(width, BLOCK_N, BLOCK_D)
+    rows = (n0 + tl.arange(0, BLOCK_N))[:, None]
+    columns = (d0 + tl.arange(0, BLOCK_D))[None, :]
+    x = tl.load(x_ptr + rows.to(tl.int64) * stride + columns, mask=(rows < length) & (columns < width), other=0.0)
+    record_amax(amax_ptr, abs_bits(x.to(tl.float32)))
+
+
+def programs(length: int, width: int, tile: dict[str, int]) -> tuple[int]:
+    """The grid of a kernel that takes one tile a program."""
+    return (-(-length // tile["BLOCK_N"]) * -(-width // tile["BLOCK_D"]),)
+
+
+def empty_transposed(x_lp: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for the transposed copy of ``x_lp`` [N, D], and the same as ``emit`` wants it: in words where it can."""
+    out_t = x_lp.new_empty((x_lp.shape[1], x_lp.shape[0]))
+    return out_t, out_t.view(torch.int32) if x_lp.shape[0] % 16 == 0 and x_lp.numel() else out_t
+
+
+def _launch(
+    x: Tensor,
+    out: Tensor,
+    out_t: Tensor | None,
+    scale: Tensor,
+    amax: Tensor | None,
+    counts: Tensor | None,
+    inv_scale: Tensor | None = None,
+) -> None:
+    length, width = out.shape
+    if not length or not width:
+        return
+    if x.stride(-1) != 1:  # an expanded gradient, say
+        x = x.contiguous()
+    heads = x.dim() == 4
+    _cast_kernel[programs(length, width, TILE)](
+        x, out, out_t, scale, inv_scale, amax, counts, length, width,
+        x.stride(0), x.stride(1) if heads else 0, x.stride(2 if heads else 0), x.shape[2] if heads else 1,
+        out.stride(0), length // 16, HEAD=x.shape[3] if heads else None,
+        LIMIT=FP8_MAX[out.dtype], TINY=FLUSHED[out.dtype], **TILE,
+    )  # fmt: skip
+
+
+def _check(x: Tensor, dims: int, dtype: torch.dtype) -> None:
+    if x.dim() != dims or dtype not in FP8_MAX:
+        raise UsageError(
+            f"cast of a tensor of shape {tuple(x.shape)} to {dtype}: expected {dims} dimensions "
+            "and float8_e4m3fn or float8_e5m2; flatten the leading dimensions first"
+        )
+
+
+def _cast(x: Tensor, scale: Tensor, dtype: torch.dtype, amax: Tensor | None, counts: Tensor | None) -> Tensor:
+    _check(x, 2, dtype)
+    if not use_triton(x):
+        return quantize_reference(x, scale, dtype, amax, counts)
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    _launch(x, out, None, scale, amax, counts)
+    return out
+
+
+def _cast_transpose(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, amax: Tensor | None, counts: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    _check(x, 2, dtype)
+    if not use_triton(x):
+        return cast_transpose_reference(x, scale, dtype, amax, counts)
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    out_t, words = empty_transposed(out)
+    _launch(x, out, words, scale, amax, counts)
+    return out, out_t
+
+
+def _packed(
+    parts: list[Tensor], scale: Tensor, dtype: torch.dtype, amax: Tensor | None, counts: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    for part in parts:
+        _check(part, 4, dtype)
+    if not use_triton(parts[0]):
+        return cast_transpose_packed_reference(parts, scale, dtype, amax, counts)
+    batch, _, time, _ = parts[0].shape
+    widths = [part.shape[1] * part.shape[3] for part in parts]
+    out = torch.empty((batch * time, sum(widths)), dtype=dtype, device=parts[0].device)
+    out_t, words = empty_transposed(out)
+    for part, columns, rows in zip(parts, out.split(widths, 1), words.split(widths), strict=True):
+        _launch(part, columns, rows, scale, amax, counts)
+    return out, out_t
+
+
+def _transpose(x_lp: Tensor) -> Tensor:
+    _check(x_lp, 2, x_lp.dtype)
+    length, width = x_lp.shape
+    if not use_triton(x_lp) or length % 16 or not x_lp.numel():  # torch's own copy takes what has no whole words
+        return transpose_reference(x_lp)
+    out_t, words = empty_transposed(x_lp)
+    source = x_lp.contiguous().view(torch.uint8)
+    _transpose_kernel[programs(length, width, TRANSPOSE_TILE)](
+        source, words, length, width, length // 16, **TRANSPOSE_TILE
+    )
+    return out_t
+
+
+def _max_abs(x: Tensor) -> Tensor:
+    if not use_triton(x) or not x.numel():
+        return max_abs_reference(x)
+    rows = x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous().view(-1, x.shape[-1] if x.dim() else 1)
+    amax = torch.zeros((), device=x.device)
+    length, width = rows.shape
+    _max_abs_kernel[programs(length, width, MAX_TILE)](rows, amax, length, width, rows.stride(0), **MAX_TILE)
+    return amax
+
+
+def _cast_weight(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    _check(weight, 2, dtype)
+    if not use_triton(weight) or not weight.numel():
+        return cast_weight_reference(weight, dtype)
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    out_t, words = empty_transposed(out)
+    inv_scale = torch.empty((), device=weight.device)
+    _launch(weight, out, words, _max_abs(weight), None, None, inv_scale)
+    return out, out_t, inv_scale
+
+
+_STATISTICS = ("amax", "counts")
+_cast_op = register("cast", _cast, lambda x, scale, dtype, amax, counts: x.new_empty(x.shape, dtype=dtype), _STATISTICS)
+
+
+def _fake_layouts(like: Tensor, length: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return like.new_empty((length, width), dtype=dtype), like.new_empty((width, length), dtype=dtype)
+
+
+_cast_transpose_op = register(
+    "cast_transpose",
+    _cast_transpose,
+    lambda x, scale, dtype, amax, counts: _fake_layouts(x, x.shape[0], x.shape[1], dtype),
+    _STATISTICS,
+)
+_packed_op = register(
+    "cast_transpose_packed",
+    _packed,
+    lambda parts, scale, dtype, amax, counts: _fake_layouts(
+        parts[0], parts[0].shape[0] * parts[0].shape[2], sum(part.shape[1] * part.shape[3] for part in parts), dtype
+    ),
+    _STATISTICS,
+)
+_transpose_op = register("transpose", _transpose, lambda x_lp: x_lp.new_empty((x_lp.shape[1], x_lp.shape[0])))
+_max_abs_op = register("max_abs", _max_abs, lambda x: x.new_empty((), dtype=torch.float32))
+_cast_weight_op = register(
+    "cast_weight",
+    _cast_weight,
+    lambda weight, dtype: (
+        *_fake_layouts(weight, weight.shape[0], weight.shape[1], dtype),
+        weight.new_empty((), dtype=torch.float32),
+    ),
+)

@@ -1,0 +1,219 @@
+"""Conversion: finds what pays in a model, swaps how it is computed, and says what it did, layer by layer.
+
+Nothing about the model's parameters changes, neither names nor shapes nor objects: a converted model saves and loads
+the checkpoints of an unconverted one. What is found, in this order:
+
+    blocks    modules with norm1, qkv, out, norm2, up (and gate), down and attend, as in the built-in GPT and Llama:
+              computed as one function (blocks.py)
+    head      a model that ends in ``finish(x, targets)`` with norm and lm_head: head and loss in one (head.py)
+    linears   every other nn.Linear (or transformers' Conv1D): swapped one by one (linear.py); FP8 only
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.hardware import Device, detect
+from narrowgauge.nn import blocks, head, linear
+from narrowgauge.nn.choose import Decision, decide
+from narrowgauge.nn.gemm import ALL_BF16, E4M3, E5M2, CachedWeight, GemmChoice
+from narrowgauge.nn.norm import run_norm
+from narrowgauge.recipe import Recipe, parse
+from narrowgauge.scaling.tensor import Site, TensorScales
+
+ROWS = 16384
+"""How many tokens a step is taken to have where nobody says: the choice changes little with it."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What became of one linear layer."""
+
+    path: str
+    shape: tuple[int, int]
+    """Outputs and inputs."""
+    part_of: str
+    """block, head, linear, or kept (left as it was)."""
+    choice: GemmChoice
+    reason: str
+    decision: Decision | None = None
+
+
+@dataclass
+class Conversion:
+    """The report, and the FP8 scales that the engine moves after each update."""
+
+    layers: list[Layer] = field(default_factory=list)
+    scales: TensorScales | None = None
+    blocks: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        width = max((len(layer.path) for layer in self.layers), default=0)
+        return "\n".join(
+            f"{layer.path:<{width}}  {layer.part_of:<6}  {'/'.join(layer.choice)}  {layer.reason}"
+            for layer in self.layers
+        )
+
+
+def convert(
+    model: nn.Module, recipe: str | Recipe = "fp8", device: Device | None = None, rows: int = ROWS
+) -> Conversion:
+    """Swap what pays under the recipe; ``rows`` is how many tokens or samples a linear layer sees in a step."""
+    device = device or detect(str(next(model.parameters()).device))
+    recipe = parse(recipe, device)
+    if recipe.compute not in ("fp8", "bf16"):
+        return Conversion()
+    plans = list(_survey(model, recipe, device, rows))
+    sites = {
+        f"{layer.path}.{end}": dtype
+        for layer in plans
+        if "fp8" in layer.choice and layer.part_of in ("block", "linear")  # the head looks at its input itself
+        for end, dtype in (("input", E4M3), ("grad_output", E5M2))
+    }
+    scales = None
+    if sites:
+        scales = TensorScales(
+            sites,
+            next(model.parameters()).device,
+            mode=recipe.scaling,
+            history=recipe.history,
+            margin=recipe.margin,
+            amax=recipe.amax,
+        )
+    result = Conversion(plans, scales)
+    by_path = {layer.path: layer for layer in plans}
+    for path, module in model.named_modules():
+        if is_block(module) and all(by_path[f"{path}.{name}"].part_of == "block" for name in block_linears(module)):
+            _swap_block(module, path, by_path, scales, recipe)
+            result.blocks.append(path)
+        elif path in by_path and by_path[path].part_of == "linear":
+            _swap_linear(module, by_path[path], scales)
+    if "lm_head" in by_path and by_path["lm_head"].part_of == "head":
+        _swap_head(model, by_path["lm_head"])
+    return result
+
+
+def is_block(module: nn.Module) -> bool:
+    """Whether a module has the parts of a transformer block, without biases, as blocks.py computes it."""
+    if not all(hasattr(module, name) for name in ("norm1", "qkv", "out", "norm2", "up", "down", "attend", "heads")):
+        return False
+    linears = [getattr(module, name) for name in block_linears(module)]
+    norms = [module.norm1, module.norm2]
+    return all(type(m) is nn.Linear and m.bias is None for m in linears) and all(
+        getattr(m, "bias", None) is None and _norm_kind(m) is not None for m in norms
+    )
+
+
+def block_linears(module: nn.Module) -> list[str]:
+    return ["qkv", "out", *(["gate"] if hasattr(module, "gate") else []), "up", "down"]
+
+
+def _norm_kind(module: Any) -> str | None:
+    return {"LayerNorm": "layer", "RMSNorm": "rms"}.get(type(module).__name__)
+
+
+def _survey(model: nn.Module, recipe: Recipe, device: Device, rows: int) -> Iterator[Layer]:
+    """What is to become of each linear layer."""
+    in_block = {
+        f"{path}.{name}" for path, module in model.named_modules() if is_block(module) for name in block_linears(module)
+    }
+    has_head = all(hasattr(model, name) for name in ("finish", "norm", "lm_head"))
+    for path, module in model.named_modules():
+        if not linear.is_linear(module):
+            continue
+        shape = linear.shape_of(module)
+        part = "block" if path in in_block else "head" if has_head and path == "lm_head" else "linear"
+        kept = [pattern for pattern in recipe.keep if _names(pattern, path, module, model)]
+        misfit = linear.fits(module) if recipe.compute == "fp8" else None
+        if kept:
+            yield Layer(path, shape, "kept", ALL_BF16, f"kept in FP32 by keep={kept[0]}")
+        elif recipe.compute == "bf16" or misfit:
+            part = "kept" if part == "linear" else part
+            yield Layer(path, shape, part, ALL_BF16, misfit or "BF16, by the recipe")
+        else:
+            decision = decide(rows, shape[1], shape[0], device, part != "linear")
+            part = "kept" if part == "linear" and decision.choice == ALL_BF16 else part
+            yield Layer(path, shape, part, decision.choice, decision.reason, decision)
+
+
+def _names(pattern: str, path: str, module: nn.Module, model: nn.Module) -> bool:
+    """Whether a keeper's pattern names the module or one that it is part of."""
+    parts = path.split(".")
+    owners = [".".join(parts[: index + 1]) for index in range(len(parts))]
+    return any(
+        fnmatch.fnmatchcase(owner, pattern) or fnmatch.fnmatchcase(type(model.get_submodule(owner)).__name__, pattern)
+        for owner in owners
+    )
+
+
+def _swap_linear(module: nn.Module, layer: Layer, scales: TensorScales | None) -> None:
+    assert scales is not None
+    layer_of: Any = module
+    turned = linear.is_turned(module)
+    plan = linear.LinearPlan(
+        CachedWeight(layer_of.weight, turned=turned),
+        layer.choice,
+        scales.sites[f"{layer.path}.input"],
+        scales.sites[f"{layer.path}.grad_output"],
+        scales,
+        turned,
+    )
+    linear.replace_forward(module, plan)
+
+
+def _swap_block(
+    module: nn.Module, path: str, layers: dict[str, Layer], scales: TensorScales | None, recipe: Recipe
+) -> None:
+    block: Any = module
+
+    def site(layer: Layer, end: str) -> Site | None:
+        return scales.sites.get(f"{layer.path}.{end}") if scales is not None else None
+
+    def projection(*names: str) -> blocks.Projection:
+        # A gate and its twin are one product: the first one's sites and choice serve both.
+        layer = layers[f"{path}.{names[0]}"]
+        weights = CachedWeight(*(getattr(module, name).weight for name in names))
+        return blocks.Projection(weights, layer.choice, site(layer, "input"), site(layer, "grad_output"))
+
+    gated = hasattr(module, "gate")
+    plan = blocks.BlockPlan(
+        kind=_norm_kind(block.norm1) or "layer",
+        eps=(block.norm1.eps, block.norm2.eps),
+        activation="swiglu" if gated else "gelu",
+        heads=block.heads,
+        attend=block.attend,
+        packed=not gated,
+        qkv=projection("qkv"),
+        out=projection("out"),
+        up=projection("gate", "up") if gated else projection("up"),
+        down=projection("down"),
+        scales=scales,
+        checkpoint=recipe.checkpoint,
+    )
+
+    def forward(x: Tensor, *extra: Tensor) -> Tensor:
+        return blocks.run_block(plan, x, blocks.weights_of(module), extra)
+
+    block.forward = torch.compiler.disable(forward)
+
+
+def _swap_head(model: nn.Module, layer: Layer) -> None:
+    """norm, head and loss by narrowgauge's functions where there are targets; without them the model ends as it did."""
+    whole: Any = model
+    plain, last, weight = whole.finish, whole.norm, CachedWeight(whole.lm_head.weight)
+
+    def finish(x: Tensor, targets: Tensor | None) -> Tensor:
+        if targets is None:
+            logits: Tensor = plain(x, targets)
+            return logits
+        rows = run_norm(x, last.weight, last.eps, _norm_kind(last) or "layer")
+        loss: Tensor = head.head_loss(rows, weight, targets.flatten(), precision=layer.choice)
+        return loss
+
+    whole.finish = torch.compiler.disable(finish)

@@ -1,0 +1,197 @@
+"""The three products of a linear layer, each in FP8 or BF16, and the operands they read.
+
+    output      = input       @ weight.T        [N, I] x [O, I]
+    grad_input  = grad_output @ weight          [N, O] x [I, O]    (weight transposed)
+    grad_weight = grad_output.T @ input         [O, N] x [I, N]    (both transposed)
+
+Hopper's FP8 products want both operands with the summed dimension last, so each is written here as ``a @ b.T`` with a
+and b row-major, and FP8 operands come with a transposed copy where a product needs it. BF16 products read any layout.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from narrowgauge.kernels import FP8_MAX, cast
+from narrowgauge.scaling.tensor import Site, TensorScales, fitting_scale
+
+BF16 = torch.bfloat16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+MULTIPLE = 16
+"""FP8 products need the summed dimension and the width of the result to be multiples of this."""
+
+
+class GemmChoice(NamedTuple):
+    """The format of each of the three products: "fp8" or "bf16"."""
+
+    output: str = "fp8"
+    grad_input: str = "fp8"
+    grad_weight: str = "fp8"
+
+
+ALL_FP8 = GemmChoice()
+ALL_BF16 = GemmChoice("bf16", "bf16", "bf16")
+
+
+class Operand(NamedTuple):
+    """A tensor as products read it: in BF16, in FP8, in FP8 transposed, or in several of these."""
+
+    hp: Tensor | None = None
+    lp: Tensor | None = None
+    lp_t: Tensor | None = None
+    inv_scale: Tensor | None = None
+
+    def transposed(self) -> Operand:
+        """The same with the FP8 copy transposed, which is made now where its producer did not."""
+        if self.lp_t is not None or self.lp is None:
+            return self
+        return self._replace(lp_t=cast.transpose(self.lp))
+
+
+def product_fp8(
+    a: Tensor, b: Tensor, inv_a: Tensor, inv_b: Tensor, out_dtype: torch.dtype = BF16, fast: bool = True
+) -> Tensor:
+    """a @ b.T of FP8 operands, divided by their scales. ``fast``: the tensor cores' own accumulation, of fewer bits."""
+    if a.is_cuda:
+        return torch._scaled_mm(a, b.t(), scale_a=inv_a, scale_b=inv_b, out_dtype=out_dtype, use_fast_accum=fast)
+    return ((a.float() @ b.float().t()) * (inv_a * inv_b)).to(out_dtype)
+
+
+def product_bf16(a: Tensor, b_t: Tensor, out_dtype: torch.dtype = BF16) -> Tensor:
+    """a @ b_t of BF16 operands in any layout, accumulated in FP32."""
+    if a.is_cuda:
+        return torch.mm(a, b_t) if out_dtype is BF16 else torch.mm(a, b_t, out_dtype=out_dtype)
+    return (a.float() @ b_t.float()).to(out_dtype)
+
+
+_steps_taken = itertools.count(1)
+_last_step = 0
+
+
+def _note_step(*_: object) -> None:
+    global _last_step
+    _last_step = next(_steps_taken)
+
+
+# A tensor's version tells of every change in place but those of fused optimizers (torch 2.13: fused AdamW leaves it at
+# 0), so any optimizer's step, wherever it is taken, makes cached copies old.
+register_optimizer_step_post_hook(_note_step)
+
+
+class CachedWeight:
+    """The copies of a weight that products read, made anew once the optimizer has changed it.
+
+    Microbatches and recomputation share them. A weight is there before it is used, so its scale is always its own
+    (current scaling): it never saturates.
+    """
+
+    def __init__(self, *weights: nn.Parameter, turned: bool = False) -> None:
+        """Several weights (a gate and its twin) are taken as one, stacked along the outputs.
+
+        ``turned``: the weight is kept as [inputs, outputs].
+        """
+        self.weights, self.turned = weights, turned
+        self._made: dict[str, tuple[tuple[Any, ...], Operand]] = {}
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The weight itself, where there is one."""
+        (weight,) = self.weights
+        return weight
+
+    def fp8(self) -> Operand:
+        """E4M3 in both layouts."""
+        return self._get("fp8", lambda w: Operand(None, *cast.cast_weight(w, E4M3)))
+
+    def bf16(self) -> Tensor:
+        hp = self._get("bf16", lambda w: Operand(w.to(BF16))).hp
+        assert hp is not None
+        return hp
+
+    def _get(self, kind: str, make: Callable[[Tensor], Operand]) -> Operand:
+        now = (_last_step, *((weight._version, id(weight), _address(weight)) for weight in self.weights))
+        made = self._made.get(kind)
+        if made is None or made[0] != now:
+            plain = [weight.detach().t().contiguous() if self.turned else weight.detach() for weight in self.weights]
+            made = (now, make(plain[0] if len(plain) == 1 else torch.cat(plain)))
+            self._made[kind] = made
+        return made[1]
+
+
+def _address(weight: Tensor) -> int:
+    return 0 if isinstance(weight, FakeTensor) else weight.data_ptr()
+
+
+def forward_output(x: Operand, weight: CachedWeight, choice: GemmChoice) -> Tensor:
+    """input @ weight.T in BF16."""
+    if choice.output == "fp8":
+        w = weight.fp8()
+        assert x.lp is not None and x.inv_scale is not None and w.lp is not None and w.inv_scale is not None
+        return product_fp8(x.lp, w.lp, x.inv_scale, w.inv_scale)
+    assert x.hp is not None
+    return product_bf16(x.hp, weight.bf16().t())
+
+
+def backward_input(grad: Operand, weight: CachedWeight, choice: GemmChoice) -> Tensor:
+    """grad_output @ weight in BF16."""
+    if choice.grad_input == "fp8":
+        w = weight.fp8()
+        assert grad.lp is not None and grad.inv_scale is not None and w.lp_t is not None and w.inv_scale is not None
+        return product_fp8(grad.lp, w.lp_t, grad.inv_scale, w.inv_scale, fast=False)
+    assert grad.hp is not None
+    return product_bf16(grad.hp, weight.bf16())
+
+
+def backward_weight(grad: Operand, x: Operand, choice: GemmChoice) -> Tensor:
+    """grad_output.T @ input in FP32: what the optimizer reads."""
+    if choice.grad_weight == "fp8":
+        g, x = grad.transposed(), x.transposed()
+        assert g.lp_t is not None and g.inv_scale is not None and x.lp_t is not None and x.inv_scale is not None
+        return product_fp8(g.lp_t, x.lp_t, g.inv_scale, x.inv_scale, torch.float32, fast=False)
+    assert grad.hp is not None and x.hp is not None
+    return product_bf16(grad.hp.t(), x.hp, torch.float32)
+
+
+@dataclass(frozen=True)
+class Caster:
+    """Casts tensors at their sites, by delayed or current scaling, recording what it sees or not."""
+
+    scales: TensorScales
+    record: bool
+    """Whether amax and counts are taken: in training, once a microbatch; not in evaluation or recomputation."""
+
+    @property
+    def delayed(self) -> bool:
+        return self.scales.delayed
+
+    def amax(self, site: Site) -> Tensor | None:
+        return site.amax if self.record else None
+
+    def counts(self, site: Site) -> Tensor | None:
+        return site.counts if self.record else None
+
+    def cast(self, x: Tensor, site: Site, transposed: bool) -> Operand:
+        """A BF16 or FP32 tensor [N, D] in FP8, in one pass with delayed scaling and in two with current."""
+        scale, inv_scale, amax = self.scale_of(x, site)
+        if transposed:
+            lp, lp_t = cast.cast_transpose(x, scale, site.dtype, amax, self.counts(site))
+            return Operand(None, lp, lp_t, inv_scale)
+        return Operand(None, cast.cast(x, scale, site.dtype, amax, self.counts(site)), None, inv_scale)
+
+    def scale_of(self, x: Tensor, site: Site) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Scale, inverse scale, and where the cast is to put the amax (None: it is recorded already, or not wanted)."""
+        if self.delayed:
+            return site.scale, site.inv_scale, self.amax(site)
+        amax = cast.max_abs(x)
+        if self.record:
+            torch.maximum(site.amax, amax, out=site.amax)
+        scale = fitting_scale(amax, FP8_MAX[site.dtype], self.scales.margin)
+        return scale, scale.reciprocal(), None

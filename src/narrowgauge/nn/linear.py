@@ -1,0 +1,130 @@
+"""A linear layer whose three products run in FP8 or BF16, for any model; the layer's parameters stay what they were."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from narrowgauge.nn.gemm import (
+    BF16,
+    MULTIPLE,
+    CachedWeight,
+    Caster,
+    GemmChoice,
+    Operand,
+    backward_input,
+    backward_weight,
+    forward_output,
+)
+from narrowgauge.scaling.tensor import Site, TensorScales
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """How one linear layer is computed."""
+
+    weight: CachedWeight
+    """Of shape [outputs, inputs], whatever the layer's own layout."""
+    choice: GemmChoice
+    input: Site
+    grad: Site
+    scales: TensorScales
+    turned: bool = False
+    """The layer keeps its weight as [inputs, outputs] (GPT-2's Conv1D in transformers)."""
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def run_linear(plan: LinearPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x @ weight.T + bias for x of any leading shape, in BF16."""
+    with torch.autocast(x.device.type, enabled=False):
+        needed = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+        output: Tensor = _Linear.apply(x, weight, bias, plan, needed)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, needed: bool) -> Tensor:
+        caster = Caster(plan.scales, needed)
+        rows = _pad_rows(x.reshape(-1, x.shape[-1]))
+        operand = Operand()
+        if "fp8" in (plan.choice.output, plan.choice.grad_weight):
+            operand = caster.cast(rows, plan.input, needed and plan.choice.grad_weight == "fp8")
+        if "bf16" in (plan.choice.output, plan.choice.grad_weight):
+            operand = operand._replace(hp=rows.to(BF16))
+        output = forward_output(operand, plan.weight, plan.choice)
+        if bias is not None:
+            output = output + bias.to(BF16)
+        if needed:  # what only the first product read is let go
+            hp = operand.hp if plan.choice.grad_weight == "bf16" else None
+            ctx.save_for_backward(hp, operand.lp_t, operand.inv_scale)
+            ctx.plan, ctx.shape, ctx.kinds = plan, x.shape, (x.dtype, None if bias is None else bias.dtype)
+        return output[: x.numel() // x.shape[-1]].view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        plan: LinearPlan = ctx.plan
+        hp, lp_t, inv_scale = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        padded = _pad_rows(rows)
+        operand = Operand()
+        if "fp8" in (plan.choice.grad_input, plan.choice.grad_weight):
+            operand = Caster(plan.scales, True).cast(padded, plan.grad, plan.choice.grad_weight == "fp8")
+        if "bf16" in (plan.choice.grad_input, plan.choice.grad_weight):
+            operand = operand._replace(hp=padded.to(BF16))
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        dx = dweight = dbias = None
+        if needs_x:
+            dx = backward_input(operand, plan.weight, plan.choice)[: len(rows)].view(ctx.shape).to(ctx.kinds[0])
+        if needs_weight:
+            dweight = backward_weight(operand, Operand(hp, None, lp_t, inv_scale), plan.choice)
+            dweight = dweight.t() if plan.turned else dweight
+        if needs_bias:
+            dbias = rows.float().sum(0).to(ctx.kinds[1])
+        return dx, dweight, dbias, None, None
+
+
+def _pad_rows(rows: Tensor) -> Tensor:
+    """Zero rows up to a multiple of 16, which FP8's grad_weight sums over: they add nothing."""
+    missing = -len(rows) % MULTIPLE
+    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
+
+
+def fits(module: nn.Module) -> str | None:
+    """Why a linear layer's shape cannot run in FP8, or None where it can."""
+    outputs, inputs = shape_of(module)
+    for name, size in (("inputs", inputs), ("outputs", outputs)):
+        if size % MULTIPLE:
+            return f"{size} {name} are not a multiple of {MULTIPLE}, which FP8 products need"
+    return None
+
+
+def is_linear(module: nn.Module) -> bool:
+    """nn.Linear itself, or transformers' Conv1D, which is one with its weight turned; not what derives from them."""
+    return type(module) is nn.Linear or is_turned(module)
+
+
+def is_turned(module: nn.Module) -> bool:
+    return type(module).__name__ == "Conv1D" and isinstance(getattr(module, "weight", None), nn.Parameter)
+
+
+def shape_of(module: nn.Module) -> tuple[int, int]:
+    """Outputs and inputs."""
+    layer: Any = module
+    first, second = layer.weight.shape
+    return (second, first) if is_turned(module) else (first, second)
+
+
+def replace_forward(module: nn.Module, plan: LinearPlan) -> None:
+    """Let the module compute by a plan; parameters, hooks and state dictionary stay."""
+    layer: Any = module
+
+    def forward(x: Tensor) -> Tensor:
+        output: Tensor = run_linear(plan, x, layer.weight, layer.bias)
+        return output
+
+    module.forward = forward

@@ -1,0 +1,93 @@
+"""Activations on the GPU: the references in FP32 but for the last bit of an exponential."""
+
+import pytest
+import torch
+
+from narrowgauge.kernels.activation import (
+    gelu,
+    gelu_backward,
+    pointwise_reference,
+    swiglu,
+    swiglu_backward,
+    swiglu_backward_reference,
+)
+from narrowgauge.kernels.tile import quantize_reference
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SHAPES = [(4096, 3072), (1024, 11008), (130, 72), (5, 3), (16, 1), (144, 208)]
+
+
+def codes(x_lp):
+    raw = x_lp.view(torch.uint8).int()
+    return torch.where(torch.isnan(x_lp.float()), 127, torch.where(raw > 127, 128 - raw, raw))
+
+
+def draw(*shape):
+    x = torch.randn(shape, device="cuda") * torch.exp2(torch.randint(-3, 3, shape, device="cuda"))
+    return x.to(torch.bfloat16)
+
+
+def cases(length, width):
+    """Each op as (call, its value in FP32, format)."""
+    u, da, gate_up = draw(length, width), draw(length, width), draw(length, 2 * width)
+    for approximate, tail in (("none", ""), ("tanh", "_tanh")):
+        yield (
+            lambda *a, approximate=approximate, **k: gelu(u, *a, approximate=approximate, **k),
+            pointwise_reference(f"gelu{tail}", u),
+            E4M3,
+        )
+        yield (
+            lambda *a, approximate=approximate, **k: gelu_backward(da, u, *a, approximate=approximate, **k),
+            pointwise_reference(f"gelu_backward{tail}", u, da),
+            E5M2,
+        )
+    yield lambda *a, **k: swiglu(gate_up, *a, **k), pointwise_reference("swiglu", *gate_up.chunk(2, 1)), E4M3
+    yield lambda *a, **k: swiglu_backward(da, gate_up, *a, **k), swiglu_backward_reference(da, gate_up), E5M2
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kernels_follow_the_references(shape):
+    torch.manual_seed(0)
+    scale = torch.tensor(16.0, device="cuda")
+    for call, value, dtype in cases(*shape):
+        amax, amax_reference = torch.zeros(2, 1, device="cuda")
+        counts, counts_reference = torch.zeros(2, 2, dtype=torch.int64, device="cuda")
+        reference = quantize_reference(value, scale, dtype, amax_reference, counts_reference)
+        out, out_t = call(scale, dtype, amax=amax, counts=counts)
+        # A last-bit difference of the exponential can carry a value over the middle between two FP8 values.
+        off = (codes(out) - codes(reference)).abs()
+        assert off.max() <= 1
+        assert off.float().mean() < (1e-3 if value.numel() > 1000 else 0.1)
+        assert torch.equal(out_t.view(torch.uint8), out.view(torch.uint8).t())
+        torch.testing.assert_close(amax, amax_reference, rtol=2e-5, atol=0)
+        assert ((counts - counts_reference).abs() <= 2 + counts_reference // 1000).all()
+        assert torch.equal(codes(call(scale, dtype, transposed=False)[0]), codes(out))
+        plain, none = call()
+        assert none is None
+        torch.testing.assert_close(plain.float(), value, rtol=2**-8 + 2e-5, atol=1e-6)
+
+
+def test_the_polynomial_for_the_normal_integral():
+    u = torch.linspace(-14, 14, 1 << 20, device="cuda").view(1024, 1024)
+    exact = pointwise_reference("gelu", u.double())
+    value, _ = gelu(u, dtype=torch.float32)
+    near = u > -6
+    torch.testing.assert_close(value.double()[near], exact[near], rtol=2e-5, atol=0)
+    assert (value.double() - exact)[~near].abs().max() < 1e-8
+    slope = pointwise_reference("gelu_backward", u.double(), torch.ones_like(u, dtype=torch.float64))
+    grad, _ = gelu_backward(torch.ones_like(u), u, dtype=torch.float32)
+    torch.testing.assert_close(grad.double(), slope, rtol=2e-5, atol=3e-6)
+
+
+def test_inductor_sees_one_graph():
+    def step(u, da, scale, amax):
+        a, a_t = gelu(u + 1, scale, E4M3, amax=amax)
+        du, _ = gelu_backward(da, u + 1)
+        return a, a_t, du
+
+    u, da = draw(512, 256), draw(512, 256)
+    scale, (amax, amax_compiled) = torch.ones((), device="cuda"), torch.zeros(2, 1, device="cuda")
+    eager = step(u, da, scale, amax)
+    for one, other in zip(eager, torch.compile(step, fullgraph=True)(u, da, scale, amax_compiled), strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    assert torch.equal(amax, amax_compiled)

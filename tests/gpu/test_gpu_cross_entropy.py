@@ -1,0 +1,155 @@
+"""Cross-entropy and the fused head on the device: FP8 bits, 64-bit offsets, memory, no waiting for the device."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from narrowgauge.kernels import cross_entropy as ce
+from narrowgauge.nn.gemm import ALL_BF16, ALL_FP8, BF16, CachedWeight, GemmChoice
+from narrowgauge.nn.head import head_loss
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+CHOICES = [GemmChoice(*formats) for formats in itertools.product(("bf16", "fp8"), repeat=3)]
+
+
+def make(rows, columns, spread=3.0, padding=0):
+    torch.manual_seed(rows * columns)
+    logits = (torch.randn(rows, columns + padding, device="cuda", dtype=BF16) * spread)[:, :columns]
+    targets = torch.randint(columns, (rows,), device="cuda")
+    targets[::7] = ce.IGNORE
+    return logits, targets
+
+
+def assert_same_bits(lp, exact):
+    """Cast exactly as torch casts, but where an exponential's last bit decides a tie: few, and one code away."""
+    mine, theirs = lp.view(torch.uint8).int(), exact.to(lp.dtype).view(torch.uint8).int()
+    zero = ((mine | theirs) & 0x7F) == 0  # +0 and -0
+    apart = ((mine - theirs).abs() > 0) & ~zero
+    assert apart.float().mean() < 2e-4
+    assert (mine - theirs).abs()[apart].max().item() <= 1 if apart.any() else True
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("shape", [(16, 128), (37, 300), (1024, 50304), (4112, 1000), (130, 32000)])
+@pytest.mark.parametrize("spread", [0.5, 4.0])
+def test_fp8_bits_in_both_layouts(dtype, shape, spread):
+    logits, targets = make(*shape, spread, padding=64)
+    lse, loss = ce.softmax_statistics(logits, targets)
+    exact = F.cross_entropy(logits.double(), targets, reduction="none")
+    torch.testing.assert_close(loss.double(), exact, rtol=2e-6, atol=1e-5)
+    counts = torch.zeros(2, dtype=torch.int64, device="cuda")
+    d, d_t = ce.dlogits_lp(logits, targets, lse, dtype, counts=counts)
+    unit = ce.gradient_reference(logits, targets, lse)
+    assert_same_bits(d, unit * ce.UNIT_SCALE[dtype])
+    assert torch.equal(d_t.view(torch.uint8), d.view(torch.uint8).t())
+    assert counts[0] == 0 and counts[1].item() == ((unit != 0) & (d.float() == 0)).sum().item()
+    alone, none = ce.dlogits_lp(logits, targets, lse, dtype, transposed=False)
+    assert none is None and torch.equal(alone.view(torch.uint8), d.view(torch.uint8))
+
+
+@pytest.mark.parametrize("shape", [(16, 128), (37, 300), (1024, 50304)])
+def test_bf16_gradient_over_the_logits(shape):
+    logits, targets = make(*shape)
+    lse, _ = ce.softmax_statistics(logits, targets)
+    factor = torch.tensor(1 / 37, device="cuda")
+    exact = ce.gradient_reference(logits, targets, lse) * factor
+    d = ce.dlogits(logits, targets, lse, factor, out=logits)
+    assert d is logits
+    torch.testing.assert_close(d.float(), exact, rtol=2**-8, atol=1e-9)
+
+
+def test_more_than_two_to_the_31_logits():
+    rows, columns = 43008, 50304
+    logits, targets = make(rows, columns)
+    lse, loss = ce.softmax_statistics(logits, targets)
+    d, d_t = ce.dlogits_lp(logits, targets, lse)
+    for start in (0, rows // 2, rows - 256):
+        part = slice(start, start + 256)
+        exact_lse, exact_loss = ce.softmax_statistics_reference(logits[part], targets[part])
+        torch.testing.assert_close(lse[part], exact_lse, rtol=1e-6, atol=1e-5)
+        torch.testing.assert_close(loss[part], exact_loss, rtol=1e-6, atol=1e-5)
+        exact = ce.gradient_reference(logits[part], targets[part], lse[part])
+        assert_same_bits(d[part], exact * ce.UNIT_SCALE[E5M2])
+        assert torch.equal(d_t[:, part].view(torch.uint8), d[part].view(torch.uint8).t())
+        hp = ce.dlogits(logits[part], targets[part], lse[part], torch.ones((), device="cuda"))
+        torch.testing.assert_close(hp.float(), exact, rtol=2**-8, atol=1e-9)
+    ce.dlogits(logits, targets, lse, torch.ones((), device="cuda"), out=logits)
+    torch.testing.assert_close(logits[-256:].float(), exact, rtol=2**-8, atol=1e-9)
+
+
+def test_rescaling_of_a_large_tensor():
+    tensor = torch.randn(1 << 20, 257, device="cuda", dtype=BF16)
+    before = tensor.clone()
+    assert torch.equal(ce.rescale_(tensor, torch.ones((), device="cuda")), before)
+    assert torch.equal(ce.rescale_(tensor, torch.tensor(65536.0, device="cuda")), before * 65536)
+
+
+def inputs(rows=2048, width=768, vocab=50304):
+    torch.manual_seed(0)
+    x = torch.randn(rows, width, device="cuda").bfloat16()
+    weight = torch.randn(vocab, width, device="cuda") * (2.5 / math.sqrt(width))
+    targets = torch.multinomial((x.float() @ weight.t()).softmax(1), 1)[:, 0]
+    targets[::9] = ce.IGNORE
+    return x.requires_grad_(), weight.requires_grad_(), targets
+
+
+def sqnr(exact, got):
+    return 10 * torch.log10(exact.double().square().sum() / (exact - got).double().square().sum()).item()
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids="-".join)
+def test_head_against_fp32(choice):
+    x, weight, targets = inputs()
+    wide, plain = x.detach().float().requires_grad_(), weight.detach().clone().requires_grad_()
+    exact = F.cross_entropy(wide @ plain.t(), targets)
+    exact.backward()
+    loss = head_loss(x, weight, targets, precision=choice, chunk_rows=768)
+    loss.backward()
+    lp = "fp8" in choice
+    assert loss.item() == pytest.approx(exact.item(), rel=5e-3 if choice.output == "fp8" else 1e-3)
+    assert sqnr(wide.grad, x.grad) > (20 if lp else 35)
+    assert sqnr(plain.grad, weight.grad) > (20 if lp else 35)
+
+
+@pytest.mark.parametrize("choice", [ALL_BF16, ALL_FP8], ids="-".join)
+def test_head_waits_for_nothing_and_stays_small(choice):
+    x, weight, targets = inputs(rows=16384)
+    cached = CachedWeight(weight)
+    head_loss(x, cached, targets, precision=choice, chunk_rows=4096).backward()  # compiles
+    x.grad = weight.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        head_loss(x, cached, targets, precision=choice, chunk_rows=4096).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    gradients = weight.numel() * 4 * 2 + x.numel() * 2 * 4  # a sum and its next share; x in its layouts
+    one_chunk = 4 * 4096 * weight.shape[0]
+    assert torch.cuda.max_memory_allocated() - before < (gradients + one_chunk) * 1.1
+
+
+def test_head_in_a_cuda_graph():
+    x, weight, targets = inputs(rows=1024)
+    cached = CachedWeight(weight)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            x.grad = weight.grad = None
+            eager = head_loss(x, cached, targets, precision=ALL_FP8)
+            eager.backward()
+    torch.cuda.current_stream().wait_stream(stream)
+    expected, expected_x = eager.detach().clone(), x.grad.clone()
+    x.grad = weight.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = head_loss(x, cached, targets, precision=ALL_FP8)
+        loss.backward()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(loss.detach(), expected) and torch.equal(x.grad, expected_x)

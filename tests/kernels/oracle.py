@@ -1,0 +1,72 @@
+"""FP8 on the CPU as the hardware has it, for kernel tests: Triton's interpreter with ml_dtypes' rounding, and codes.
+
+The interpreter (3.9) truncates instead of carrying into the exponent (127.4 becomes 64), has no NaN in E4M3, loses
+subnormals and cuts BF16 off; with this fixture it rounds to nearest even, as the GPU does, and tests can be bit-exact.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from narrowgauge.kernels import HAVE_TRITON
+
+KERNEL = pytest.mark.skipif(
+    not HAVE_TRITON or torch.cuda.is_available(), reason="needs Triton's interpreter; on a GPU tests/gpu has the same"
+)
+
+
+@pytest.fixture
+def hardware_rounding(monkeypatch):
+    if not HAVE_TRITON:
+        yield
+        return
+    import ml_dtypes
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+    formats = {
+        tl.float8e4nv: (ml_dtypes.float8_e4m3fn, np.uint8),
+        tl.float8e5: (ml_dtypes.float8_e5m2, np.uint8),
+        tl.bfloat16: (ml_dtypes.bfloat16, np.uint16),
+    }
+
+    def convert_as_hardware(input, input_dtype, output_dtype, rounding_mode):
+        if input_dtype == tl.float32 and output_dtype in formats:
+            low, raw = formats[output_dtype]
+            return np.asarray(input).view(np.float32).astype(low).view(raw)
+        return convert(input, input_dtype, output_dtype, rounding_mode)
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert_as_hardware)
+    with np.errstate(all="ignore"):  # a GPU does not warn of an overflow either
+        yield
+
+
+def codes(x_lp):
+    """FP8 values as integers, neighbours as neighbours; every NaN is 127."""
+    raw = x_lp.view(torch.uint8).int()
+    return torch.where(torch.isnan(x_lp.float()), 127, torch.where(raw > 127, 128 - raw, raw))
+
+
+def assert_same(x_lp, reference, steps=0):
+    assert (x_lp.shape, x_lp.dtype) == (reference.shape, reference.dtype)
+    assert x_lp.is_contiguous()
+    if x_lp.numel():
+        assert (codes(x_lp) - codes(reference)).abs().max() <= steps
+
+
+def assert_transposed(x_lp_t, x_lp):
+    assert x_lp_t.is_contiguous()
+    assert x_lp_t.dtype == x_lp.dtype
+    assert torch.equal(x_lp_t.view(torch.uint8), x_lp.view(torch.uint8).t())
+
+
+def statistics():
+    return torch.zeros(1), torch.zeros(2, dtype=torch.int32)
+
+
+def draw(*shape, dtype=torch.bfloat16, lowest=-24, highest=12):
+    """Values over many binades, so that some saturate and some are flushed."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    x = torch.randn(shape, generator=generator)
+    return (x * torch.exp2(torch.randint(lowest, highest, shape, generator=generator))).to(dtype)

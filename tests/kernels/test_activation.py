@@ -1,0 +1,198 @@
+"""Activations: the references against autograd in FP64, the kernels against the references."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import KERNEL, assert_same, assert_transposed, draw, hardware_rounding, statistics  # noqa: F401
+from torch._subclasses import FakeTensorMode
+
+from narrowgauge.errors import UsageError
+from narrowgauge.kernels import FP8_MAX, use_triton
+from narrowgauge.kernels.activation import (
+    gelu,
+    gelu_backward,
+    pointwise_reference,
+    swiglu,
+    swiglu_backward,
+    swiglu_backward_reference,
+)
+from narrowgauge.kernels.tile import quantize_reference
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+VARIANTS = pytest.mark.parametrize("approximate", ["none", "tanh"])
+SHAPES = pytest.mark.parametrize("shape", [(128, 64), (48, 40), (130, 72), (5, 3), (16, 1)])
+SCALE = torch.tensor(16.0)
+pytestmark = pytest.mark.usefixtures("hardware_rounding")
+
+
+def inputs(*shape):
+    return draw(*shape, lowest=-3, highest=3)
+
+
+def suffix(approximate):
+    return "" if approximate == "none" else "_tanh"
+
+
+def by_autograd(function, da, *leaves):
+    leaves = [leaf.double().requires_grad_() for leaf in leaves]
+    output = function(*leaves)
+    return output.detach(), torch.autograd.grad(output, leaves, da.double())
+
+
+@VARIANTS
+def test_gelu_references_are_torchs_in_double(approximate):
+    u, da = torch.linspace(-12, 12, 4096).view(64, 64), inputs(64, 64)
+    value, (grad,) = by_autograd(lambda x: F.gelu(x, approximate=approximate), da, u)
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
+        forward = pointwise_reference(f"gelu{suffix(approximate)}", u.to(dtype))
+        backward = pointwise_reference(f"gelu_backward{suffix(approximate)}", u.to(dtype), da.to(dtype))
+        torch.testing.assert_close(forward.double(), value, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(backward.double(), grad, rtol=10 * tolerance, atol=10 * tolerance)
+
+
+def test_swiglu_references_are_torchs_in_double():
+    gate_up, da = inputs(64, 96), inputs(64, 48)
+    value, (grad,) = by_autograd(lambda x: F.silu(x.chunk(2, 1)[0]) * x.chunk(2, 1)[1], da, gate_up)
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        packed = gate_up.to(dtype)
+        forward = pointwise_reference("swiglu", *packed.chunk(2, 1))
+        torch.testing.assert_close(forward.double(), value, rtol=tolerance, atol=tolerance)
+        backward = swiglu_backward_reference(da.to(dtype), packed)
+        torch.testing.assert_close(backward.double(), grad, rtol=tolerance, atol=tolerance)
+
+
+def cases(shape, approximate="none"):
+    """Each op as (call, its value in FP32, format)."""
+    u, da, gate_up = inputs(*shape), inputs(shape[0], shape[1]), inputs(shape[0], 2 * shape[1])
+    tail = suffix(approximate)
+    yield lambda *a, **k: gelu(u, *a, approximate=approximate, **k), pointwise_reference(f"gelu{tail}", u), E4M3
+    yield (
+        lambda *a, **k: gelu_backward(da, u, *a, approximate=approximate, **k),
+        pointwise_reference(f"gelu_backward{tail}", u, da),
+        E5M2,
+    )
+    if approximate == "none":
+        value = pointwise_reference("swiglu", *gate_up.chunk(2, 1))
+        yield lambda *a, **k: swiglu(gate_up, *a, **k), value, E4M3
+        value = swiglu_backward_reference(da, gate_up)
+        yield lambda *a, **k: swiglu_backward(da, gate_up, *a, **k), value, E5M2
+
+
+@KERNEL
+@VARIANTS
+@SHAPES
+def test_kernels_follow_the_references(shape, approximate):
+    for call, value, dtype in cases(shape, approximate):
+        assert use_triton(value)
+        (amax, counts), (amax_reference, counts_reference) = statistics(), statistics()
+        reference = quantize_reference(value, SCALE, dtype, amax_reference, counts_reference)
+        out, out_t = call(SCALE, dtype, amax=amax, counts=counts)
+        # A last-bit difference of the exponential can carry a value over the middle between two FP8 values.
+        assert_same(out, reference, steps=1)
+        assert (out.float() == reference.float()).float().mean() > 0.98
+        assert_transposed(out_t, out)
+        torch.testing.assert_close(amax, amax_reference, rtol=1e-5, atol=0)
+        assert (counts - counts_reference).abs().max() <= 1
+        alone, none = call(SCALE, dtype, transposed=False)
+        assert none is None
+        assert_same(alone, out)
+        plain, none = call()
+        assert none is None
+        assert plain.dtype is torch.bfloat16
+        torch.testing.assert_close(plain.float(), value, rtol=2**-8, atol=1e-7)
+
+
+@KERNEL
+def test_the_polynomial_for_the_normal_integral():
+    """FP32 in and out shows its error, which no BF16 or FP8 output does: 6e-6 of the value down to -6."""
+    u = torch.linspace(-14, 14, 8192).view(64, 128)
+    exact, (slope,) = by_autograd(F.gelu, torch.ones_like(u), u)
+    value, _ = gelu(u, dtype=torch.float32)
+    near = u > -6
+    torch.testing.assert_close(value.double()[near], exact[near], rtol=1e-5, atol=0)
+    assert (value.double() - exact)[~near].abs().max() < 1e-8
+    grad, _ = gelu_backward(torch.ones_like(u), u, dtype=torch.float32)
+    torch.testing.assert_close(grad.double(), slope, rtol=1e-5, atol=2e-6)
+
+
+@KERNEL
+@VARIANTS
+def test_extremes_do_not_make_nan(approximate):
+    u = torch.tensor([[-3e38, -1e4, -100.0, -20.0, -0.0, 0.0, 20.0, 1e4, 3e38, math.inf]])
+    value, _ = gelu(u, dtype=torch.float32, approximate=approximate)
+    assert torch.equal(value, torch.tensor([[0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 20.0, 1e4, 3e38, math.inf]]))
+    amax = torch.zeros(1)
+    out, _ = gelu(torch.tensor([[1.0, math.nan]]), SCALE, E4M3, approximate, amax)
+    assert torch.isnan(out.float()).tolist() == [[False, True]]
+    assert torch.isnan(amax).all()
+
+
+@KERNEL
+def test_any_strides():
+    wide = inputs(40, 96)
+    for u in (wide[:, 8:56], wide.t(), wide[:1].expand(40, 96)):
+        assert_same(gelu(u, SCALE, E4M3)[0], gelu(u.contiguous(), SCALE, E4M3)[0])
+        assert_same(gelu_backward(u, u, SCALE, E5M2)[0], gelu_backward(u.clone(), u.clone(), SCALE, E5M2)[0])
+        da = u[:, : u.shape[1] // 2]
+        assert_same(swiglu_backward(da, u, SCALE, E5M2)[0], swiglu_backward(da.clone(), u.clone(), SCALE, E5M2)[0])
+
+
+def everything(u, da, gate_up, amax, counts):
+    scale = torch.ones(())
+    pairs = (
+        gelu(u, scale, E4M3, "none", amax, counts),
+        gelu(u, approximate="tanh"),
+        gelu_backward(da, u, scale, E5M2, "tanh", amax, counts),
+        gelu_backward(da, u, scale, E5M2, transposed=False),
+        swiglu(gate_up, scale, E4M3, amax, None),
+        swiglu_backward(da, gate_up, scale, E5M2, None, counts),
+    )
+    return [tensor for pair in pairs for tensor in pair]
+
+
+def test_fake_tensors_see_shapes_and_formats():
+    tensors = inputs(32, 16), inputs(32, 16), inputs(32, 32)
+    real = everything(*tensors, *statistics())
+    with FakeTensorMode() as mode:
+        fake = everything(*map(mode.from_tensor, tensors), *statistics())
+    for one, other in zip(real, fake, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
+
+
+def test_compiled_calls_are_one_graph_and_the_same():
+    tensors = inputs(32, 16), inputs(32, 16), inputs(32, 32)
+    (amax, counts), (amax_compiled, counts_compiled) = statistics(), statistics()
+    eager = everything(*tensors, amax, counts)
+    compiled = torch.compile(everything, backend="aot_eager", fullgraph=True)(*tensors, amax_compiled, counts_compiled)
+    for one, other in zip(eager, compiled, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            one, other = (t.view(torch.uint8) if t.dtype in FP8_MAX else t for t in (one, other))
+            assert torch.equal(one, other)
+    assert torch.equal(amax, amax_compiled)
+    assert torch.equal(counts, counts_compiled)
+
+
+def test_empty_tensors():
+    assert [t.shape for t in gelu(torch.empty(0, 16), SCALE, E4M3)] == [(0, 16), (16, 0)]
+    assert [t.shape for t in swiglu_backward(torch.empty(0, 8), torch.empty(0, 16), SCALE, E5M2)] == [(0, 16), (16, 0)]
+
+
+def test_mistakes_are_said():
+    u = torch.zeros(4, 6)
+    with pytest.raises(UsageError, match="needs a scale"):
+        gelu(u, dtype=E4M3)
+    with pytest.raises(UsageError, match="takes no scale"):
+        swiglu(u, SCALE)
+    with pytest.raises(UsageError, match="expected 'none' or 'tanh'"):
+        gelu(u, approximate="fast")
+    with pytest.raises(UsageError, match="2 times the columns"):
+        swiglu_backward(u, u)
+    with pytest.raises(UsageError, match="expected two dimensions"):
+        gelu(u[None])
+    with pytest.raises(UsageError, match="1 times the columns"):
+        gelu_backward(u[:, 1:], u)

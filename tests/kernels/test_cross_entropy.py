@@ -1,0 +1,215 @@
+"""Cross-entropy: kernels against their references, references against torch in double."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from narrowgauge.kernels import FP8_MAX
+from narrowgauge.kernels import cross_entropy as ce
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Triton's interpreter computes with NumPy, which warns of inf - inf where a GPU says nothing.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+# Its cast to BF16 truncates.
+BF16_STEP = 2**-8 if DEVICE == "cuda" else 2**-7
+SHAPES = [(1, 17), (37, 300), (16, 128), (144, 272), (5, 4500)]
+
+
+def make(rows, columns, seed=0, spread=3.0, padding=0):
+    """Logits with a row stride that may exceed the columns, and targets of which every fifth is ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, columns + padding, generator=generator) * spread
+    targets = torch.randint(columns, (rows,), generator=generator)
+    targets[::5] = ce.IGNORE
+    return logits.bfloat16().to(DEVICE)[:, :columns], targets.to(DEVICE)
+
+
+def step_of(values, dtype):
+    """The distance between neighbours in a format, at each value."""
+    info = torch.finfo(dtype)
+    exponent = torch.floor(torch.log2(values.abs().clamp(min=info.smallest_normal)))
+    return torch.exp2(exponent + math.log2(info.eps))
+
+
+def assert_cast(lp, exact):
+    """FP8 values within one step of what they should be.
+
+    Triton's interpreter loses the carry where rounding reaches the next power of two (7.9 becomes 4, not 8): there, and
+    only on the CPU, nothing is asked of it.
+    """
+    wrong = (lp.float() - exact.float()).abs() > step_of(exact, lp.dtype)
+    if DEVICE == "cpu":
+        wrong &= torch.frexp(exact.to(lp.dtype).float()).exponent == torch.frexp(exact.float()).exponent
+    assert not wrong.any(), f"{exact[wrong][:4].tolist()} became {lp.float()[wrong][:4].tolist()}"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("padding", [0, 16, 3])
+def test_statistics_are_those_of_double(shape, padding):
+    logits, targets = make(*shape, padding=padding)
+    lse, loss = ce.softmax_statistics(logits, targets)
+    assert lse.dtype is loss.dtype is torch.float32
+    torch.testing.assert_close(lse.double(), torch.logsumexp(logits.double(), 1), rtol=1e-6, atol=1e-6)
+    exact = F.cross_entropy(logits.double(), targets, reduction="none")
+    torch.testing.assert_close(loss.double(), exact, rtol=2e-6, atol=4e-6)
+    for mine, theirs in zip((lse, loss), ce.softmax_statistics_reference(logits, targets), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=4e-6)
+
+
+def test_statistics_of_extreme_logits():
+    logits, targets = make(8, 5000)
+    targets[:] = 4999
+    logits[0] *= 1000  # far beyond what exp could take
+    logits[1, :4500] = -torch.inf  # a whole block of them, first of all
+    logits[2, 7] = torch.nan
+    logits[3, 7] = torch.inf
+    logits[4] = -30000.0
+    lse, loss = ce.softmax_statistics(logits, targets)
+    exact = F.cross_entropy(logits.double(), targets, reduction="none")
+    torch.testing.assert_close(loss.double(), exact, rtol=2e-6, atol=1e-2, equal_nan=True)
+    assert torch.isfinite(loss[[0, 1, 4, 5]]).all() and torch.isnan(loss[[2, 3]]).all()
+    assert torch.isfinite(lse[1])
+
+
+def test_another_ignore_index():
+    logits, targets = make(12, 64)
+    targets[targets == ce.IGNORE] = 3
+    targets[:4] = 0
+    lse, loss = ce.softmax_statistics(logits, targets, ignore_index=0)
+    exact = F.cross_entropy(logits.double(), targets, ignore_index=0, reduction="none")
+    torch.testing.assert_close(loss.double(), exact, rtol=2e-6, atol=4e-6)
+    d = ce.dlogits(logits, targets, lse, torch.ones((), device=DEVICE), ignore_index=0)
+    assert not d[targets == 0].any() and d[targets != 0].any(1).all()
+
+
+def test_a_target_outside_the_vocabulary_shows_in_the_loss():
+    logits, targets = make(4, 64)
+    targets[1], targets[2] = 64, -1
+    loss = ce.softmax_statistics(logits, targets)[1]
+    assert torch.isnan(loss).tolist() == [False, True, True, False]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("padding", [0, 16])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_gradient_in_bf16(shape, padding, in_place):
+    logits, targets = make(*shape, padding=padding)
+    factor = torch.tensor(1 / 7, device=DEVICE)
+    leaf = logits.double().requires_grad_()
+    (F.cross_entropy(leaf, targets, reduction="sum") * factor).backward()
+    lse = ce.softmax_statistics(logits, targets)[0]
+    d = ce.dlogits(logits, targets, lse, factor, out=logits if in_place else None)
+    assert (d is logits) is in_place and d.dtype is torch.bfloat16
+    torch.testing.assert_close(d.double(), leaf.grad, rtol=BF16_STEP, atol=1e-7)
+    assert not d[targets == ce.IGNORE].any()
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gradient_in_fp8_is_within_a_step(dtype, shape, transposed):
+    logits, targets = make(*shape, padding=16)
+    leaf = logits.double().requires_grad_()
+    F.cross_entropy(leaf, targets, reduction="sum").backward()
+    scaled = leaf.grad * ce.UNIT_SCALE[dtype]
+    lse = ce.softmax_statistics(logits, targets)[0]
+    d, d_t = ce.dlogits_lp(logits, targets, lse, dtype, transposed=transposed)
+    assert d.shape == shape and d.dtype is dtype and d.is_contiguous()
+    assert_cast(d, scaled)
+    if transposed:
+        assert d_t.shape == shape[::-1] and d_t.is_contiguous()
+        assert torch.equal(d_t.view(torch.uint8), d.view(torch.uint8).t())
+    else:
+        assert d_t is None
+
+
+@pytest.mark.parametrize("rows", [16, 130, 144])
+def test_every_tile_of_every_band_is_written(rows, monkeypatch):
+    monkeypatch.setattr(ce, "LP_TILE", {"BLOCK_N": 16, "BLOCK_V": 32, "BAND": 4, "num_warps": 4})
+    logits, targets = make(rows, 80)
+    lse = ce.softmax_statistics(logits, targets)[0]
+    d, d_t = ce.dlogits_lp(logits, targets, lse)
+    exact = ce.gradient_reference(logits, targets, lse) * ce.UNIT_SCALE[E5M2]
+    assert_cast(d, exact)
+    assert torch.equal(d_t.view(torch.uint8), d.view(torch.uint8).t())
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+def test_counts_what_is_flushed(dtype, kind):
+    logits, targets = make(50, 300, spread=8.0)
+    lse = ce.softmax_statistics(logits, targets)[0]
+    counts = torch.tensor([3, 5], dtype=kind, device=DEVICE)
+    ce.dlogits_lp(logits, targets, lse, dtype, counts=counts)
+    expected = torch.tensor([0, 0], device=DEVICE)
+    ce.dlogits_lp_reference(logits, targets, lse, dtype, counts=expected)
+    saturated, flushed = (counts - torch.tensor([3, 5], device=DEVICE)).tolist()
+    assert saturated == 0 and expected[1] > 100
+    assert flushed == pytest.approx(expected[1].item(), abs=2)  # exponentials differ in the last bit
+
+
+def test_scales_fill_the_formats_and_nothing_saturates():
+    for dtype, scale in ce.UNIT_SCALE.items():
+        assert scale <= FP8_MAX[dtype] < 2 * scale
+    logits = torch.full((16, 32), -60.0, dtype=torch.bfloat16, device=DEVICE)
+    logits[:, 3] = 60.0  # certain: right in even rows, wrong in odd ones
+    targets = torch.tensor([3, 4] * 8, device=DEVICE)
+    lse = ce.softmax_statistics(logits, targets)[0]
+    d, _ = ce.dlogits_lp(logits, targets, lse)
+    assert d[1, 3].float() == ce.UNIT_SCALE[E5M2] and d[1, 4].float() == -ce.UNIT_SCALE[E5M2]
+    assert not d[0].float().any()
+
+
+def test_nan_reaches_the_gradient():
+    logits, targets = make(16, 32)
+    logits[2, 5] = torch.nan
+    lse = ce.softmax_statistics(logits, targets)[0]
+    assert torch.isnan(ce.dlogits(logits, targets, lse, torch.ones((), device=DEVICE))[2]).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rescaling(dtype):
+    tensor = torch.randn(97, 55, device=DEVICE).to(dtype)
+    for factor in (1.0, 65536.0, 1 / 3):
+        mine = tensor.clone()
+        assert ce.rescale_(mine, torch.tensor(factor, device=DEVICE)) is mine
+        rtol = 0 if dtype is torch.float32 or math.log2(factor).is_integer() or DEVICE == "cuda" else BF16_STEP
+        torch.testing.assert_close(mine, (tensor.float() * factor).to(dtype), rtol=rtol, atol=0)
+    turned = tensor.clone().t()
+    assert torch.equal(ce.rescale_(turned, torch.tensor(2.0, device=DEVICE)), tensor.t() * 2)
+
+
+def test_no_rows():
+    logits, targets = make(0, 32)
+    lse, loss = ce.softmax_statistics(logits, targets)
+    d, d_t = ce.dlogits_lp(logits, targets, lse)
+    assert lse.shape == loss.shape == (0,) and d.shape == (0, 32) and d_t.shape == (32, 0)
+    assert ce.dlogits(logits, targets, lse, torch.ones((), device=DEVICE)).shape == (0, 32)
+
+
+def test_operators_are_registered_as_torch_wants_them():
+    logits, targets = make(16, 32)
+    lse, _ = ce.softmax_statistics(logits, targets)
+    factor, counts = torch.ones((), device=DEVICE), torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.narrowgauge.softmax_statistics, (logits, targets, -100), test_utils=checks)
+    out = torch.empty_like(logits)
+    torch.library.opcheck(torch.ops.narrowgauge.dlogits, (logits, targets, lse, factor, out, -100), test_utils=checks)
+    for more in ((counts, True), (None, False)):
+        args = (logits, targets, lse, E5M2, -100, *more)
+        torch.library.opcheck(torch.ops.narrowgauge.dlogits_lp, args, test_utils=checks)
+
+
+def test_fake_tensors_pass_through():
+    with FakeTensorMode():
+        logits = torch.empty(32, 64, dtype=torch.bfloat16, device=DEVICE)
+        targets = torch.empty(32, dtype=torch.int64, device=DEVICE)
+        lse, loss = ce.softmax_statistics(logits, targets)
+        d, d_t = ce.dlogits_lp(logits, targets, lse)
+        assert ce.dlogits(logits, targets, lse, loss.sum(), out=logits) is logits
+        ce.rescale_(logits, loss.sum())
+    assert lse.shape == loss.shape == (32,) and d.shape == (32, 64) and d_t.shape == (64, 32) and d_t.dtype is E5M2

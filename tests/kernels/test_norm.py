@@ -1,0 +1,282 @@
+"""Norms: the references against torch's autograd in double, the kernels against the references."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from narrowgauge import kernels
+from narrowgauge.errors import UsageError
+from narrowgauge.kernels import norm as module
+from narrowgauge.kernels.norm import norm, norm_backward, norm_backward_reference, norm_reference
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # numpy's, in the interpreter
+KINDS = ["layer", "rms"]
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+STEP = {E4M3: 2.0**-3, E5M2: 2.0**-2}  # the largest relative distance of neighbours
+SMALLEST = {E4M3: 2.0**-9, E5M2: 2.0**-16}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def draw(rows, columns, dtype=torch.float32, seed=0, offset=0.0):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(rows, columns, generator=generator) + offset).to(DEVICE, dtype)
+
+
+def draw_weight(columns, dtype=torch.float32):
+    return 1 + 0.1 * draw(1, columns, seed=7)[0].to(dtype)
+
+
+def forward(kernel, x, weight, bias=None, eps=1e-5, kind="layer", branch=None, scale=None, dtype=torch.float32, **out):
+    arguments = x, weight, bias, eps, kind, branch, scale, dtype, out.get("amax"), out.get("counts")
+    return (module._forward if kernel else norm_reference)(*arguments)
+
+
+def backward(kernel, dout, residual, weight, mean, rstd, dresidual=None, has_bias=False, scale=None, dtype=E5M2, **out):
+    arguments = dout, residual, weight, mean, rstd, dresidual, has_bias, scale, dtype
+    return (module._backward if kernel else norm_backward_reference)(*arguments, out.get("amax"), out.get("counts"))
+
+
+def assert_within_a_step(lp, hp, dtype):
+    """Triton's interpreter does not round to FP8 as the hardware does.
+
+    Ties and subnormals are off by up to a step, and a value that rounds up to a power of two loses the carry: 1.95
+    becomes 1. On a GPU the casts are held to the bit in tests/gpu.
+    """
+    lp, hp, right = lp.float(), hp.float(), hp.to(dtype).float()
+    near = (lp - hp).abs() <= torch.clamp(STEP[dtype] * hp.abs(), min=SMALLEST[dtype])
+    lost_carry = (lp * 2 == right) & (torch.frexp(right).mantissa.abs() == 0.5) & (hp.abs() < right.abs())
+    assert (near | lost_carry).all()
+
+
+@pytest.fixture
+def watched():
+    """A fresh amax and fresh counts at every call."""
+    return lambda: {
+        "amax": torch.zeros(1, device=DEVICE),
+        "counts": torch.zeros(2, dtype=torch.int64, device=DEVICE),
+    }
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_references_are_torch_and_its_autograd_in_double(kind, bias):
+    x, branch, dout, dresidual = (draw(17, 40, torch.float64, seed, offset=1.0) for seed in range(4))
+    weight, shift = draw_weight(40, torch.float64).requires_grad_(), draw(1, 40, torch.float64, 5)[0].requires_grad_()
+    b = shift if bias else None
+    x.requires_grad_()
+    stream = x + branch
+    if kind == "layer":
+        expected = F.layer_norm(stream, (40,), weight, b, 1e-5)
+    else:
+        expected = F.rms_norm(stream, (40,), weight, 1e-5) + (0 if b is None else b)
+    ((expected * dout).sum() + (stream * dresidual).sum()).backward()
+
+    with torch.no_grad():
+        out, residual, mean, rstd = forward(False, x, weight, b, kind=kind, branch=branch, dtype=torch.float64)
+        mean = mean if kind == "layer" else None
+        dx, dx_lp, dweight, dbias = backward(False, dout, residual, weight, mean, rstd, dresidual, bias)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(residual, stream)
+    torch.testing.assert_close(dx, x.grad)
+    torch.testing.assert_close(dweight, weight.grad)
+    if bias:
+        torch.testing.assert_close(dbias, shift.grad)
+    assert dx_lp.numel() == 0
+
+
+# Rows that fill no group, columns that fill no block and no four, one of each, and the widest.
+SHAPES = [(37, 768), (5, 100), (9, 7), (1, 1), (3, 1536), (130, 64), (1, 3000)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_forward_kernel_is_the_reference(kind, shape):
+    x, branch = draw(*shape, offset=3.0), draw(*shape, torch.bfloat16, 1)
+    weight, bias = draw_weight(shape[1]), draw(1, shape[1], seed=3)[0]
+    for options in ({}, {"branch": branch}, {"branch": branch, "bias": bias}):
+        got = forward(True, x, weight, kind=kind, **options)
+        expected = forward(False, x, weight, kind=kind, **options)
+        for ours, theirs in zip(got, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
+        assert (got[1].numel() == 0) == (not options)
+        assert (got[2].numel() == 0) == (kind == "rms")
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_backward_kernel_is_the_reference(kind, shape):
+    x, dout, dresidual = draw(*shape, offset=1.0), draw(*shape, torch.bfloat16, 1), draw(*shape, seed=2)
+    weight = draw_weight(shape[1])
+    _, _, mean, rstd = forward(False, x, weight, kind=kind, eps=1e-2)
+    mean = mean if kind == "layer" else None
+    for options in ({}, {"dresidual": dresidual}, {"dresidual": dresidual.bfloat16(), "has_bias": True}):
+        got = backward(True, dout, x, weight, mean, rstd, **options)
+        expected = backward(False, dout, x, weight, mean, rstd, **options)
+        for ours, theirs in zip(got[:1] + got[2:], expected[:1] + expected[2:], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(37, 768), (9, 100)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_fp8_out_with_amax_and_counts(kind, shape, watched):
+    x, weight, bias = draw(*shape, offset=1.0), draw_weight(shape[1]), draw(1, shape[1], seed=3)[0]
+    scale = torch.tensor([200.0], device=DEVICE)  # 448 / 200: some saturate
+    bias[::3] = 0
+    x[3, ::2] = x[3, 1::2]  # zeros for the kernel to leave out
+    weight[::5] = 1e-8  # flushed
+    got, expected = watched(), watched()
+    b = None if kind == "rms" else bias
+    out = forward(True, x, weight, b, kind=kind, scale=scale, dtype=E4M3, **got)[0]
+    wide = forward(False, x, weight, b, kind=kind)[0]
+    reference = forward(False, x, weight, b, kind=kind, scale=scale, dtype=E4M3, **expected)[0]
+    assert out.dtype == reference.dtype == E4M3
+    assert_within_a_step(out, (wide * scale).clamp(-448, 448), E4M3)
+    torch.testing.assert_close(got["amax"], expected["amax"])
+    assert got["amax"].item() == pytest.approx(wide.abs().max().item(), rel=1e-5)
+    assert got["counts"].tolist() == expected["counts"].tolist()
+    assert (got["counts"] > 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fp8_gradient_with_amax_and_counts(kind, watched):
+    shape = (37, 100)
+    x, dout, dresidual = draw(*shape, offset=5.0), draw(*shape, torch.bfloat16, 1), draw(*shape, seed=2)
+    dresidual[::4] = 0
+    dout[::4] = 1e-30  # 1e-30 and the like is flushed
+    weight = draw_weight(100)
+    _, _, mean, rstd = forward(False, x, weight, kind=kind)
+    mean = mean if kind == "layer" else None
+    scale = torch.tensor([2.0**15], device=DEVICE)
+    got, expected = watched(), watched()
+    dx, dx_lp, _, _ = backward(True, dout, x, weight, mean, rstd, dresidual, scale=scale, **got)
+    wide, _, _, _ = backward(False, dout, x, weight, mean, rstd, dresidual, scale=scale, **expected)
+    torch.testing.assert_close(dx, wide, rtol=1e-4, atol=1e-4)
+    assert dx_lp.dtype == E5M2
+    assert_within_a_step(dx_lp, (dx * scale).clamp(-57344, 57344), E5M2)
+    torch.testing.assert_close(got["amax"], dx.abs().max()[None])
+    assert got["counts"].tolist() == expected["counts"].tolist()
+    assert (got["counts"] > 0).all()
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_amax_keeps_what_is_not_finite(value, watched):
+    weight = draw_weight(100)
+    weight[99] = value
+    for kernel in (True, False):
+        out = watched() | {"counts": None}
+        forward(kernel, draw(5, 100), weight, kind="rms", **out)
+        assert not out["amax"].isfinite().any()
+        forward(kernel, draw(5, 100), draw_weight(100), kind="rms", **out)  # a later, finite call does not hide it
+        assert not out["amax"].isfinite().any()
+
+
+def test_amax_only_rises(watched):
+    out = watched() | {"counts": None}
+    out["amax"].fill_(100.0)
+    forward(True, draw(5, 100), draw_weight(100), **out)
+    assert out["amax"].item() == 100.0
+
+
+def test_empty_groups_of_rows_do_not_show_in_amax(watched):
+    """Rows beyond the end hold zeros, whose norm would be 0 * inf at eps 0."""
+    for kind in KINDS:
+        out = watched() | {"counts": None}
+        forward(True, draw(9, 64), draw_weight(64), eps=0.0, kind=kind, **out)
+        assert out["amax"].isfinite().all()
+
+
+def test_bf16_stream_is_normed_as_stored():
+    x, branch, weight = draw(33, 96, torch.bfloat16), draw(33, 96, torch.bfloat16, 1), draw_weight(96, torch.bfloat16)
+    got = norm(x, weight, eps=1e-5, branch=branch)
+    assert got.residual.dtype == got.out.dtype == torch.bfloat16
+    assert got.mean.dtype == got.rstd.dtype == torch.float32
+    torch.testing.assert_close(got.residual, (x.float() + branch.float()).bfloat16(), rtol=2**-7, atol=0)
+    torch.testing.assert_close(got.mean, got.residual.float().mean(1), rtol=1e-5, atol=1e-6)
+    dx, dx_lp, dweight, dbias = norm_backward(x, got.residual, weight, got.mean, got.rstd)
+    assert (dx.dtype, dx_lp, dweight.dtype, dbias) == (torch.bfloat16, None, torch.float32, None)
+
+
+def test_rows_far_from_zero_keep_their_digits():
+    x = draw(8, 768, offset=1e4)
+    expected = F.layer_norm(x.double(), (768,), eps=1e-5)
+    out = norm(x, torch.ones(768, device=DEVICE), eps=1e-5, dtype=torch.float32).out
+    torch.testing.assert_close(out.double(), expected, rtol=1e-3, atol=2e-3)  # x itself is only good to 1e-3
+
+
+def test_gradients_in_any_layout():
+    x, weight = draw(48, 64), draw_weight(64)
+    normed = norm(x, weight, eps=1e-5)
+    dout = draw(64, 48, torch.bfloat16).t()
+    plain = norm_backward(dout.contiguous(), x, weight, normed.mean, normed.rstd)
+    strided = norm_backward(dout, x, weight, normed.mean, normed.rstd, dresidual=x.new_zeros(()).expand(48, 64))
+    assert torch.equal(plain[0], strided[0])
+    assert torch.equal(plain[2], strided[2])
+
+
+def test_no_rows():
+    x, weight = draw(0, 64), draw_weight(64)
+    normed = norm(x, weight, eps=1e-5, branch=x, amax=torch.zeros(1, device=DEVICE))
+    assert normed.out.shape == (0, 64)
+    dx, _, dweight, dbias = norm_backward(x.bfloat16(), x, weight, normed.mean, normed.rstd, has_bias=True)
+    assert dx.shape == (0, 64)
+    assert not dweight.any()
+    assert not dbias.any()
+
+
+@pytest.mark.parametrize("interpret", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ops_are_sound(kind, interpret, monkeypatch):
+    """Schema, fake shapes and mutation as torch checks them, of the kernels and (on a CPU) of the references."""
+    monkeypatch.setattr(kernels, "interpreting", interpret)
+    x, weight = draw(6, 32), draw_weight(32)
+    amax, counts = torch.zeros(1, device=DEVICE), torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    checks = ("test_schema", "test_faketensor")
+    mean = x.mean(1) if kind == "layer" else None
+    for scale in (None, torch.ones(1, device=DEVICE)):
+        watch = (amax, None if scale is None else counts)
+        for extra in (None, x.bfloat16()):
+            dtype = torch.bfloat16 if scale is None else E4M3
+            arguments = (x, weight, None, 1e-5, kind, extra, scale, dtype, *watch)
+            torch.library.opcheck(torch.ops.narrowgauge.norm.default, arguments, test_utils=checks)
+            arguments = (x.bfloat16(), x, weight, mean, x[:, 0].abs(), extra, extra is None, scale, E5M2, *watch)
+            torch.library.opcheck(torch.ops.narrowgauge.norm_backward.default, arguments, test_utils=checks)
+
+
+def test_fake_tensors_and_compile_see_the_op():
+    with FakeTensorMode():
+        x, weight = torch.empty(6, 32), torch.empty(32)
+        normed = norm(x, weight, eps=1e-5, branch=x, scale=torch.ones(1), dtype=E4M3)
+        assert (normed.out.shape, normed.out.dtype, normed.rstd.shape) == ((6, 32), E4M3, (6,))
+        dx, dx_lp, dweight, _ = norm_backward(x, x, weight, normed.mean, normed.rstd, scale=torch.ones(1))
+        assert (dx.shape, dx_lp.dtype, dweight.shape) == ((6, 32), E5M2, (32,))
+
+    amax = torch.zeros(1, device=DEVICE)
+
+    def double(x, weight):
+        return norm(x * 2, weight, eps=1e-5, kind="rms", amax=amax, dtype=torch.float32).out + 1
+
+    x, weight = draw(6, 32), draw_weight(32)
+    eager = double(x, weight)
+    amax.zero_()
+    compiled = torch.compile(double, backend="aot_eager", fullgraph=True)(x, weight)
+    torch.testing.assert_close(compiled, eager)
+    torch.testing.assert_close(amax, (eager - 1).abs().max()[None])
+
+
+def test_bad_input_is_said():
+    x, weight, scale = draw(4, 32), draw_weight(32), torch.ones(1, device=DEVICE)
+    with pytest.raises(UsageError, match="kind=batch"):
+        norm(x, weight, eps=1e-5, kind="batch")
+    with pytest.raises(UsageError, match=r"\(4, 32\) and \(31,\)"):
+        norm(x, weight[1:], eps=1e-5)
+    with pytest.raises(UsageError, match=r"\(3, 32\)"):
+        norm(x, weight, eps=1e-5, branch=x[1:])
+    with pytest.raises(UsageError, match="FP8 goes with a scale"):
+        norm(x, weight, eps=1e-5, dtype=E4M3)
+    with pytest.raises(UsageError, match="FP8 goes with a scale"):
+        norm(x, weight, eps=1e-5, scale=scale)
+    with pytest.raises(UsageError, match="needs the mean"):
+        norm_backward(x, x, weight, None, x[:, 0])

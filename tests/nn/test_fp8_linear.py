@@ -1,0 +1,122 @@
+"""FP8 linear layers in any model: right within the format, scales from history, shapes that do not fit left alone."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from narrowgauge import Engine
+from narrowgauge.nn.convert import convert
+from narrowgauge.nn.gemm import GemmChoice
+
+
+def mlp(inputs=32, hidden=48, outputs=16, bias=True):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(inputs, hidden, bias=bias), torch.nn.GELU(), torch.nn.Linear(hidden, outputs, bias=bias)
+    )
+
+
+def sqnr(value, reference):
+    return 10 * torch.log10(reference.square().sum() / (value.double() - reference).square().sum()).item()
+
+
+@pytest.mark.parametrize("rows", [(16,), (5,), (3, 7)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_outputs_and_gradients_are_right_within_the_format(rows, bias):
+    model, exact = mlp(bias=bias), mlp(bias=bias).double()
+    x = torch.randn(*rows, 32, requires_grad=True)
+    wide = x.detach().double().requires_grad_()
+    conversion = convert(model, "fp8")
+    for _ in range(2):
+        x.grad = None
+        model.zero_grad()
+        out = model(x)
+        out.float().square().sum().backward()
+        conversion.scales.update()
+    exact(wide).square().sum().backward()
+    assert out.dtype is torch.bfloat16
+    assert sqnr(out, exact(wide).detach()) > 20
+    assert sqnr(x.grad, wide.grad) > 15
+    for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+        assert sqnr(ours.grad, theirs.grad) > 15
+
+
+def test_layers_that_do_not_fit_or_are_kept_stay_as_they_were_with_the_reason():
+    model = torch.nn.Sequential(torch.nn.Linear(20, 32), torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
+    report = convert(model, "fp8[keep=2]")
+    assert [layer.part_of for layer in report.layers] == ["kept", "linear", "kept"]
+    assert "20 inputs are not a multiple of 16" in report.layers[0].reason
+    assert "keep=2" in report.layers[2].reason
+    assert list(report.scales.sites) == ["1.input", "1.grad_output"]
+    assert "fp8/fp8/fp8" in str(report)
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp8[keep=2]")
+    with engine.forward():
+        loss = model(torch.randn(4, 20)).float().sum()
+    engine.backward(loss)
+    assert engine.step().applied
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [GemmChoice("fp8", "fp8", "bf16"), GemmChoice("bf16", "fp8", "fp8"), GemmChoice("fp8", "bf16", "fp8")],
+)
+def test_products_can_be_mixed(choice, monkeypatch):
+    from narrowgauge.nn import convert as conversion
+    from narrowgauge.nn.choose import Decision
+
+    monkeypatch.setattr(conversion, "decide", lambda *_: Decision(choice, "told so", {}))
+    model, exact = mlp(), mlp().double()
+    convert(model, "fp8")
+    x = torch.randn(16, 32)
+    model(x).float().square().sum().backward()
+    exact(x.double()).square().sum().backward()
+    for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+        assert sqnr(ours.grad, theirs.grad) > 15
+
+
+def test_a_sudden_jump_saturates_is_counted_and_followed():
+    layer = torch.nn.Sequential(torch.nn.Linear(32, 32))
+    report = convert(layer, "fp8")
+    site = report.scales.sites["0.input"]
+    x = torch.randn(16, 32)
+    for _ in range(3):
+        layer(x).float().sum().backward()
+        report.scales.update()
+    assert site.counts[0] == 0
+    layer(x * 100).float().sum().backward()
+    saturated = int(site.counts[0])
+    assert saturated == int((x.abs() * 100 * site.scale > 464).sum()) > 0
+    report.scales.update()
+    layer(x * 100).float().sum().backward()
+    assert int(site.counts[0]) == saturated
+
+
+def test_microbatches_share_one_amax():
+    layer = torch.nn.Sequential(torch.nn.Linear(16, 16))
+    report = convert(layer, "fp8")
+    for factor in (1.0, 8.0, 2.0):
+        layer(torch.full((4, 16), factor)).float().sum().backward()
+    assert report.scales.sites["0.input"].amax == 8.0
+
+
+def test_conv1d_of_transformers_is_a_linear_with_its_weight_turned():
+    class Conv1D(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(32, 48) * 0.1)
+            self.bias = torch.nn.Parameter(torch.randn(48))
+
+        def forward(self, x):
+            return x @ self.weight + self.bias
+
+    model = torch.nn.Sequential(Conv1D())
+    x = torch.randn(16, 32)
+    wanted = F.linear(x.double(), model[0].weight.detach().double().t(), model[0].bias.detach().double())
+    report = convert(model, "fp8")
+    assert report.layers[0].shape == (48, 32)
+    out = model(x)
+    out.float().sum().backward()
+    assert sqnr(out.detach(), wanted) > 20
+    assert model[0].weight.grad.shape == (32, 48)
+    expected = x.double().t() @ torch.ones(16, 48, dtype=torch.float64)
+    assert sqnr(model[0].weight.grad, expected) > 20
