@@ -96,7 +96,7 @@ class Engine:
         self.clip_norm = _checked("clip_norm", clip_norm, math.inf)
         self.accumulate = int(_checked("accumulate", accumulate, 1_000_000, whole=True) or 1)
         emulated = self.device.type == "cpu" and self.recipe.compute not in ("fp32", *self.hardware.native)
-        self.surroundings = Surroundings(self.recipe, self.device.type, emulated)
+        self.surroundings = Surroundings(self.recipe, self.device, emulated)
         self.kept = keep_modules(model, self.recipe.keep)
         self.conversion = self._convert(self.recipe.compute == "fp8" if fused is None else fused)
         self.checkpointed = self.conversion.blocks if self.recipe.checkpoint != "none" else []

@@ -180,7 +180,7 @@ def _product(device: Device, format: str, rates: dict[str, float], seed: int) ->
     size = 4096 if device.kind == "cuda" else 256 if format in device.native else 64
     generator = torch.Generator(device.torch_device).manual_seed(seed)
     a, b = (torch.randn(size, size, generator=generator, device=device.torch_device) for _ in range(2))
-    with Surroundings(NAMED[format], device.kind, emulated=False).backward():
+    with Surroundings(NAMED[format], torch.device(device.torch_device), emulated=False).backward():
         a_lp, b_lp, multiply = _operands(a, b, format)
         result = multiply()
         reference = a_lp[:64].double() @ b_lp.double()

@@ -35,9 +35,13 @@ class Surroundings:
     """What a recipe asks of torch on a device."""
 
     recipe: Recipe
-    device_type: str
+    device: torch.device
     emulated: bool
     """The device has no native products in the compute format: widen, multiply, round."""
+
+    @property
+    def device_type(self) -> str:
+        return self.device.type
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -61,6 +65,7 @@ class Surroundings:
         """For the backward pass: everything but autocast."""
         with contextlib.ExitStack() as stack:
             if self.device_type == "cuda":
+                stack.enter_context(torch.cuda.device(self.device))  # kernels run where the current device is
                 stack.enter_context(_fp32_products("tf32" if self.recipe.compute == "tf32" else "ieee"))
             stack.enter_context(self.attention())
             stack.enter_context(self._cpu_modes())

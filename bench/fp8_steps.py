@@ -1,0 +1,60 @@
+"""FP8 and narrowgauge's fused BF16 beside plain compiled BF16 and torchao, in one process, taking turns.
+
+usage: python bench/fp8_steps.py TASK [ROUNDS] [torchao] [profile]      (JSON to $OUT/fp8-TASK.json where OUT is set)
+"""
+
+import collections
+import dataclasses
+import functools
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from narrowgauge import Engine, bench, hardware, tasks
+from narrowgauge.peers import Peer, contestants
+from narrowgauge.recipe import parse
+
+spec = sys.argv[1] if len(sys.argv) > 1 else "gpt2-124m"
+rounds = next((int(a) for a in sys.argv[2:] if a.isdigit()), 6)
+device, task, fp8 = hardware.detect(), tasks.find(spec), parse("fp8")
+settings = bench.Settings(compile=True, rounds=rounds, steps=4)
+
+
+def fused(recipe: str, task: Any, model: Any, optimizer: Any, clip_norm: float, compile: bool) -> Any:
+    return bench._engine_step(task, Engine(model, optimizer, recipe, clip_norm=clip_norm, fused=True))
+
+
+peers = {**contestants("torch", fp8), "fused bf16": Peer("bf16", functools.partial(fused, "bf16"))}
+if "torchao" in sys.argv:
+    peers |= contestants("torchao", fp8)
+batches = bench._make_batches(task, device)
+field = bench._race(task, fp8, peers, batches, device, settings, lambda line: print(line, flush=True))
+rows = bench._rows(task, field, device)
+base = next(row for row in rows if row.name == "torch-bf16")
+for row in rows:
+    spread, peak = f"{row.step_ms_low:.2f}-{row.step_ms_high:.2f}", (row.peak_bytes or 0) / 2**30
+    print(
+        f"{row.name:22s} {row.step_ms:8.2f} ms ({spread})  {row.tokens_per_s:9,.0f} /s  "
+        f"{peak:6.1f} GiB  {row.tokens_per_s / base.tokens_per_s:.3f} x plain BF16  loss {row.loss:.3f}",
+        flush=True,
+    )
+if "OUT" in os.environ:
+    path = Path(os.environ["OUT"]) / f"fp8-{spec.replace(':', '-')}.json"
+    path.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
+if "profile" in sys.argv:
+    for name, peer in ((str(fp8), None), ("fused bf16", peers["fused bf16"])):
+        contestant = bench._build(name, task, fp8, peer, batches, device, settings)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for index in range(3):
+                contestant.step(batches[index])
+            torch.cuda.synchronize()
+        kernels = collections.Counter({event.key: event.device_time_total / 3e3 for event in profile.key_averages()})
+        print(f"{name}: kernels in all {sum(kernels.values()):.2f} ms", flush=True)
+        for kernel, milliseconds in kernels.most_common(34):
+            print(f"{milliseconds:9.3f} ms  {kernel[:120]}", flush=True)
+        contestant.step = bench._gone
+        bench._free(device)
