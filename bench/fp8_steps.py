@@ -25,15 +25,16 @@ settings = bench.Settings(compile=True, rounds=rounds, steps=4)
 
 
 def fused(recipe: str, task: Any, model: Any, optimizer: Any, clip_norm: float, compile: bool) -> Any:
-    return bench._engine_step(task, Engine(model, optimizer, recipe, clip_norm=clip_norm, fused=True))
+    return bench.engine_step(task, Engine(model, optimizer, recipe, clip_norm=clip_norm, fused=True))
 
 
 peers = {**contestants("torch", fp8), "fused bf16": Peer("bf16", functools.partial(fused, "bf16"))}
 if "torchao" in sys.argv:
     peers |= contestants("torchao", fp8)
-batches = bench._make_batches(task, device)
-field = bench._race(task, fp8, peers, batches, device, settings, lambda line: print(line, flush=True))
-rows = bench._rows(task, field, device)
+batches = bench.make_batches(task, device)
+torch._functorch.config.enable_autograd_cache = False
+field = bench.race(task, fp8, peers, batches, device, settings, lambda line: print(line, flush=True))
+rows = bench.make_rows(task, field, device)
 base = next(row for row in rows if row.name == "torch-bf16")
 for row in rows:
     spread, peak = f"{row.step_ms_low:.2f}-{row.step_ms_high:.2f}", (row.peak_bytes or 0) / 2**30
@@ -47,7 +48,7 @@ if "OUT" in os.environ:
     path.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
 if "profile" in sys.argv:
     for name, peer in ((str(fp8), None), ("fused bf16", peers["fused bf16"])):
-        contestant = bench._build(name, task, fp8, peer, batches, device, settings)
+        contestant = bench.build(name, task, fp8, peer, batches, device, settings)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for index in range(3):
                 contestant.step(batches[index])
@@ -56,5 +57,5 @@ if "profile" in sys.argv:
         print(f"{name}: kernels in all {sum(kernels.values()):.2f} ms", flush=True)
         for kernel, milliseconds in kernels.most_common(34):
             print(f"{milliseconds:9.3f} ms  {kernel[:120]}", flush=True)
-        contestant.step = bench._gone
-        bench._free(device)
+        contestant.step = bench.gone
+        bench.free(device)

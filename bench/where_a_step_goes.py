@@ -13,10 +13,10 @@ from narrowgauge.recipe import parse
 
 who, spec, recipe = (*sys.argv[1:], "gpt2-124m", "bf16")[:3] if len(sys.argv) == 2 else (*sys.argv[1:], "bf16")[:3]
 device, task = hardware.detect(), tasks.find(spec)
-batches = bench._make_batches(task, device)
+batches = bench.make_batches(task, device)
 peer = None if who == "engine" else who
-contestant = bench._build(who, task, parse(recipe), peer, batches, device, bench.Settings(compile=True))
-times = [bench._time_round(contestant, batches, index, device, 5) for index in range(4)]
+contestant = bench.build(who, task, parse(recipe), peer, batches, device, bench.Settings(compile=True))
+times = [bench.time_round(contestant, batches, index, device, 5) for index in range(4)]
 losses = [f"{contestant.step(batches[index % 4]).item():.3f}" for index in range(8)]
 print(who, recipe, "ms", " ".join(f"{t:.2f}" for t in times), "loss", *losses, flush=True)
 with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

@@ -7,6 +7,7 @@ rounds.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import statistics
 import time
@@ -93,7 +94,7 @@ def measure(
     against = {
         recipe: {name: one for peer in peers for name, one in contestants(peer, recipe).items()} for recipe in recipes
     }
-    batches = _make_batches(task, device)
+    batches = make_batches(task, device)
     finished: list[_Contestant] = []
     for recipe in recipes:
         beside = against[recipe]
@@ -103,20 +104,31 @@ def measure(
             )
             beside = {}
         try:
-            finished += _race(task, recipe, beside, batches, device, settings, tell)
+            with torch._functorch.config.patch(enable_autograd_cache=False), _fp32_mode_put_back():
+                finished += race(task, recipe, beside, batches, device, settings, tell)
         except torch.OutOfMemoryError:
             raise UsageError(
                 f"{task.name} in {recipe} does not fit into {device.name}: take a smaller --batch"
             ) from None
-    return _rows(task, finished, device)
+    return make_rows(task, finished, device)
 
 
-def _make_batches(task: Task, device: Device) -> list[Any]:
+@contextlib.contextmanager
+def _fp32_mode_put_back() -> Iterator[None]:
+    """Peers set this mode by hand, as plain loops do, and leave it so."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def make_batches(task: Task, device: Device) -> list[Any]:
     make = task.synthetic or (lambda index: task.batch(index, "train"))
     return [tree_map_only(Tensor, lambda t: t.to(device.torch_device), make(index)) for index in range(BATCHES)]
 
 
-def _race(
+def race(
     task: Task,
     recipe: Recipe,
     peers: dict[str, Peer],
@@ -127,35 +139,35 @@ def _race(
 ) -> list[_Contestant]:
     if settings.compile:
         # Peers are compiled by torch.compile's habits, so they must not meet what it compiled for another recipe: in
-        # this process (code objects are shared) or on disk, where torch 2.11 takes FP16's graph for BF16's.
+        # this process (code objects are shared), or on disk, where torch 2.11 takes FP16's graph for BF16's (measure
+        # keeps that cache shut).
         torch._dynamo.reset()
-        torch._functorch.config.enable_autograd_cache = False
     field = []
     for name, peer in {str(recipe): None, **peers}.items():
         tell(f"{name}: building and warming up")
-        field.append(_build(name, task, recipe, peer, batches, device, settings))
+        field.append(build(name, task, recipe, peer, batches, device, settings))
     for index in range(settings.rounds):
         # Whoever went first in this round goes last in the next: no place in the row is an advantage.
         turn = field[index % len(field) :] + field[: index % len(field)]
         for contestant in turn:
-            contestant.times_ms.append(_time_round(contestant, batches, index, device, settings.steps))
+            contestant.times_ms.append(time_round(contestant, batches, index, device, settings.steps))
         spread = ", ".join(f"{c.name} {c.times_ms[-1]:.1f} ms" for c in field)
         tell(f"round {index + 1} of {settings.rounds}: {spread}")
     for contestant in field:
         contestant.loss = float(contestant.step(batches[0]).detach())
-        contestant.step = _gone
-    _free(device)
+        contestant.step = gone
+    free(device)
     return field
 
 
-def _gone(batch: Any) -> Tensor:
+def gone(batch: Any) -> Tensor:
     raise AssertionError("a contestant that has left memory was asked to step")
 
 
-def _build(
+def build(
     name: str, task: Task, recipe: Recipe, peer: Peer | None, batches: list[Any], device: Device, settings: Settings
 ) -> _Contestant:
-    _free(device)
+    free(device)
     before = torch.cuda.memory_allocated() if device.kind == "cuda" else 0
     torch.manual_seed(settings.seed)
     with torch.device(device.torch_device):
@@ -164,7 +176,7 @@ def _build(
         model.parameters(), task.learning_rate, betas=(0.9, 0.95), weight_decay=task.weight_decay, fused=True
     )
     if peer is None:
-        step = _engine_step(task, Engine(model, optimizer, recipe, clip_norm=CLIP_NORM, compile=settings.compile))
+        step = engine_step(task, Engine(model, optimizer, recipe, clip_norm=CLIP_NORM, compile=settings.compile))
     else:
         step = peer.make(task, model, optimizer, CLIP_NORM, settings.compile)
     step(batches[0])
@@ -176,7 +188,7 @@ def _build(
     return _Contestant(name, recipe, recipe.compute if peer is None else peer.compute, step, peak, [])
 
 
-def _engine_step(task: Task, engine: Engine) -> Step:
+def engine_step(task: Task, engine: Engine) -> Step:
     def step(batch: Any) -> Tensor:
         with engine.forward():
             loss = task.loss(engine.model, batch)
@@ -187,7 +199,7 @@ def _engine_step(task: Task, engine: Engine) -> Step:
     return step
 
 
-def _time_round(contestant: _Contestant, batches: list[Any], round_index: int, device: Device, steps: int) -> float:
+def time_round(contestant: _Contestant, batches: list[Any], round_index: int, device: Device, steps: int) -> float:
     """Mean milliseconds a step over one round."""
     if device.kind == "cpu":
         start = time.perf_counter()
@@ -204,7 +216,7 @@ def _time_round(contestant: _Contestant, batches: list[Any], round_index: int, d
     return float(begin.elapsed_time(end)) / steps
 
 
-def _rows(task: Task, finished: Sequence[_Contestant], device: Device) -> list[Row]:
+def make_rows(task: Task, finished: Sequence[_Contestant], device: Device) -> list[Row]:
     rows: list[Row] = []
     for contestant, twin in _with_twins(finished):
         step_ms = statistics.median(contestant.times_ms)
@@ -251,7 +263,7 @@ def _utilisation(task: Task, throughput: float, compute: str, device: Device) ->
     return share
 
 
-def _free(device: Device) -> None:
+def free(device: Device) -> None:
     gc.collect()
     if device.kind == "cuda":
         torch.cuda.empty_cache()

@@ -345,10 +345,15 @@ def _norm_backward(
 
 
 def _lighten(plan: BlockPlan, kept: _Kept) -> _Kept:
-    """Let go of what selective recomputation makes again."""
+    """Let go of what only forward's products read, and of what selective recomputation makes again."""
+    kept.o, kept.a = (_for_grad_weight(operand) for operand in (kept.o, kept.a))
     if plan.checkpoint == "selective":
         kept.h1 = kept.h2 = kept.a = Operand()
     return kept
+
+
+def _for_grad_weight(x: Operand) -> Operand:
+    return x._replace(lp=None) if x.lp_t is not None else x
 
 
 def _restore(plan: BlockPlan, x: Tensor, weights: list[Tensor], kept: _Kept, quiet: Caster | None) -> _Kept:
