@@ -113,3 +113,9 @@ def test_a_state_of_other_sites_and_another_history_loads_what_fits():
     assert other.sites["g"].scale == scales.sites["g"].scale
     assert other.sites["new"].scale == 1.0
     assert other.history[:, 1].tolist() == [3.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_every_number_a_kernel_is_handed_is_aligned():
+    for site in book().sites.values():
+        for tensor in (site.scale, site.inv_scale, site.amax, site.counts):
+            assert tensor.data_ptr() % 16 == 0

@@ -53,6 +53,14 @@ class Conversion:
     scales: TensorScales | None = None
     blocks: list[str] = field(default_factory=list)
 
+    def summary(self) -> str:
+        """One line: how many products run in FP8, and how many layers were left as they were."""
+        products = sum(layer.choice.count("fp8") for layer in self.layers)
+        kept = [layer.path for layer in self.layers if layer.part_of == "kept"]
+        fused = f", {len(self.blocks)} blocks fused" if self.blocks else ""
+        rest = f"; left as they were: {', '.join(kept[:3])}{' and more' if len(kept) > 3 else ''}" if kept else ""
+        return f"FP8 in {products} of {3 * len(self.layers)} products of {len(self.layers)} layers{fused}{rest}"
+
     def __str__(self) -> str:
         width = max((len(layer.path) for layer in self.layers), default=0)
         return "\n".join(

@@ -68,6 +68,8 @@ class Life:
             accumulate=settings.accumulate,
             compile=settings.compile,
         )
+        if self.engine.conversion.layers:
+            observer.tell(self.engine.conversion.summary())
         self.readback = Readback()
         self.result = Result(
             run=str(folder),

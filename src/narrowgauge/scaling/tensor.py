@@ -42,6 +42,11 @@ def fitting_scale(amax: Tensor, largest: Tensor | float, margin: int = 0) -> Ten
     return torch.where(good, scale.clamp(*SCALE_RANGE), 1.0)
 
 
+def _spaced(count: int, device: torch.device | str, fill: float) -> Tensor:
+    """Numbers 16 bytes apart: Triton compiles a kernel anew for a pointer that is aligned otherwise."""
+    return torch.full((count, 4), fill, device=device)[:, 0]
+
+
 @dataclass(frozen=True)
 class Site:
     """One tensor's place in the book: views of its numbers, which an update changes in place."""
@@ -73,9 +78,7 @@ class TensorScales:
             raise UsageError(f"FP8 scales are for float8_e4m3fn and float8_e5m2, not for {wrong[0]}")
         self.mode, self.margin, self.take = mode, margin, amax
         count = len(sites)
-        self.scale = torch.ones(count, device=device)
-        self.inv_scale = torch.ones(count, device=device)
-        self.amax = torch.zeros(count, device=device)
+        self.scale, self.inv_scale, self.amax = (_spaced(count, device, fill) for fill in (1.0, 1.0, 0.0))
         self.history = torch.zeros(history, count, device=device)
         self.counts = torch.zeros(count, 2, dtype=torch.int64, device=device)
         self.largest = torch.tensor([LARGEST[dtype] for dtype in sites.values()], device=device)
