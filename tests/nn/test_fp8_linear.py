@@ -121,3 +121,27 @@ def test_conv1d_of_transformers_is_a_linear_with_its_weight_turned():
     assert model[0].weight.grad.shape == (32, 48)
     expected = x.double().t() @ torch.ones(16, 48, dtype=torch.float64)
     assert sqnr(model[0].weight.grad, expected) > 20
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch._dynamo itself
+def test_torch_compile_sees_one_graph_with_the_same_numbers():
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    plain, compiled = mlp(), mlp()
+    reports = [convert(plain, "fp8"), convert(compiled, "fp8")]
+    x = torch.randn(16, 32)
+    graph = torch.compile(compiled, backend="aot_eager", fullgraph=True)
+    for _ in range(4):
+        outputs = []
+        for model, run, report in zip((plain, compiled), (plain, graph), reports, strict=True):
+            model.zero_grad()
+            outputs.append(run(x))
+            outputs[-1].float().square().sum().backward()
+            report.scales.update()
+        assert torch.equal(*outputs)
+        for a, b in zip(plain.parameters(), compiled.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)
+    assert torch.equal(reports[0].scales.scale, reports[1].scales.scale)
+    assert counters["stats"]["unique_graphs"] == 2  # one before the scales have seen the tensors, one for ever after

@@ -117,13 +117,18 @@ class CachedWeight:
         return hp
 
     def _get(self, kind: str, make: Callable[[Tensor], Operand]) -> Operand:
+        if torch.compiler.is_compiling():  # a graph casts each time it runs: it cannot ask whether it must
+            return make(self._stacked())
         now = (_last_step, *((weight._version, id(weight), _address(weight)) for weight in self.weights))
         made = self._made.get(kind)
         if made is None or made[0] != now:
-            plain = [weight.detach().t().contiguous() if self.turned else weight.detach() for weight in self.weights]
-            made = (now, make(plain[0] if len(plain) == 1 else torch.cat(plain)))
+            made = (now, make(self._stacked()))
             self._made[kind] = made
         return made[1]
+
+    def _stacked(self) -> Tensor:
+        plain = [weight.detach().t().contiguous() if self.turned else weight.detach() for weight in self.weights]
+        return plain[0] if len(plain) == 1 else torch.cat(plain)
 
 
 def _address(weight: Tensor) -> int:

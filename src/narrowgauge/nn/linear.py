@@ -37,7 +37,6 @@ class LinearPlan:
     """The layer keeps its weight as [inputs, outputs] (GPT-2's Conv1D in transformers)."""
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def run_linear(plan: LinearPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x @ weight.T + bias for x of any leading shape, in BF16."""
     with torch.autocast(x.device.type, enabled=False):

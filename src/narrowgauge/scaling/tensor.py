@@ -83,20 +83,21 @@ class TensorScales:
         self.counts = torch.zeros(count, 2, dtype=torch.int64, device=device)
         self.largest = torch.tensor([LARGEST[dtype] for dtype in sites.values()], device=device)
         self.updates = 0
+        self.delayed = mode == "none"
+        """Whether casts may take the scales as they stand: not before the first update has seen the tensors.
+
+        A flag that changes once, since a compiled graph is made anew when what it read has changed.
+        """
         self.sites = {
             name: Site(name, dtype, self.scale[i], self.inv_scale[i], self.amax[i], self.counts[i])
             for i, (name, dtype) in enumerate(sites.items())
         }
 
-    @property
-    def delayed(self) -> bool:
-        """Whether casts may take the scales as they stand: not before the first update has seen the tensors."""
-        return self.mode == "none" or (self.mode == "delayed" and self.updates > 0)
-
     @torch.no_grad()
     def update(self) -> None:
         """Take this step's amax into the history and move every scale: a dozen small kernels, no synchronisation."""
         self.updates += 1
+        self.delayed = self.mode != "current"
         if self.mode == "none":
             self.amax.zero_()
             return
@@ -125,6 +126,7 @@ class TensorScales:
         saved = {name: index for index, name in enumerate(state["sites"])}
         both = [(here, saved[name]) for here, name in enumerate(self.sites) if name in saved]
         self.updates = state["updates"] if both else 0
+        self.delayed = self.mode == "none" or (self.mode == "delayed" and self.updates > 0)
         if not both:
             return
         here, there = (torch.tensor(column, device=self.scale.device) for column in zip(*both, strict=True))
