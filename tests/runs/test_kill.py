@@ -59,7 +59,7 @@ def is_writing(folder: Path) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["fp16"])  # its loss scaler's state is part of what must survive
+@pytest.mark.parametrize("recipe", ["fp16", "fp8"])  # the state of the loss scaler and of FP8's scales must survive
 def test_thirty_kills_change_nothing(tmp_path: Path, recipe: str) -> None:
     chance = random.Random(20)
     options = ["--recipe", recipe, "--device", "cpu", "--steps", str(STEPS), "--checkpoint-every", "7", "--json"]

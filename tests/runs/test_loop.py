@@ -96,7 +96,7 @@ def test_trains_and_records(tmp_path: Path) -> None:
     assert result.loss_last is not None and result.loss_first is not None and result.loss_last < 0.7 * result.loss_first
     assert result.metrics["accuracy"] > 0.6 and result.loss_eval is not None
     assert result.findings == [] and not result.interrupted and result.skipped == 0
-    assert result.parameters == 8 * 32 + 32 + 64 + 32 * 4 + 4
+    assert result.parameters == 8 * 32 + 32 + 64 + 32 * 32 + 32 + 32 * 4 + 4
     assert result.tokens_per_s is not None and result.tokens_per_s > 0
     configuration = record.read_configuration(tmp_path / "run")
     assert configuration["task"] == "tiny" and configuration["settings"]["steps"] == 40
@@ -104,7 +104,7 @@ def test_trains_and_records(tmp_path: Path) -> None:
     assert list((tmp_path / "run" / "tensorboard").iterdir())
 
 
-@pytest.mark.parametrize("recipe", ["fp32", "fp16"])
+@pytest.mark.parametrize("recipe", ["fp32", "fp16", "fp8"])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_and_resumed_is_uninterrupted(tmp_path: Path, recipe: str, accumulate: int, number: int) -> None:
