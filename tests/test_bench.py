@@ -73,8 +73,17 @@ def test_engine_and_hand_written_loop_take_the_same_steps():
     rows, _ = measure(["fp32"], ["torch"])
     assert [row.name for row in rows] == ["fp32", "torch-fp32"]
     assert rows[0].loss == pytest.approx(rows[1].loss, rel=1e-5)
-    assert rows[0].twin_ratio == pytest.approx(rows[1].step_ms / rows[0].step_ms, rel=3)
     assert rows[1].twin_ratio is None
+
+
+def test_ratios_are_medians_over_paired_rounds(monkeypatch):
+    times = {"fp32": [2.0, 4.0, 8.0], "torch-fp32": [3.0, 4.0, 9.0]}
+    monkeypatch.setattr(bench, "time_round", lambda contestant, *_: times[contestant.name].pop(0))
+    rows, _ = measure(["fp32"], ["torch"])
+    assert rows[0].twin_ratio == 9 / 8  # of 3/2, 4/4 and 9/8
+    assert (rows[0].step_ms, rows[0].step_ms_low, rows[0].step_ms_high) == (4.0, 2.0, 8.0)
+    assert rows[1].ratio == 1.0
+    assert rows[1].tokens_per_s == 16 / 4.0 * 1e3
 
 
 def test_a_peer_that_would_take_forever_is_left_out_and_said_so():

@@ -123,18 +123,19 @@ def test_recomputation_changes_nothing_and_saves_memory(build, mode):
 
 def test_outliers_saturate_are_counted_and_harm_no_weight():
     engine = make(clip_norm=1.0)
-    embedding = engine.model.tok.weight
+    gain = engine.model.blocks[0].norm1.weight
     counts = engine.conversion.scales.counts
     for number in range(300):
-        if number % 50 == 49:
-            before = counts[:, 0].sum().item()
-            with torch.no_grad():
-                embedding[number] *= 1000
+        planted = number % 50 == 49
+        before = counts[:, 0].sum().item()
+        with torch.no_grad():
+            gain.mul_(1000 if planted else 1)
         with engine.forward():
             loss = engine.model(*batch(number, 4))
         engine.backward(loss)
         engine.step()
-        if number % 50 == 49:
-            assert counts[:, 0].sum().item() >= before
+        with torch.no_grad():
+            gain.div_(1000 if planted else 1)
+        assert (counts[:, 0].sum().item() > before) or not planted
     assert all(torch.isfinite(p).all() for p in engine.model.parameters())
     assert math.isfinite(loss.item())
