@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from narrowgauge import Engine
 from narrowgauge.models.gpt import GPT, GPTConfig
 from narrowgauge.models.llama import Llama, LlamaConfig
 from narrowgauge.nn.convert import convert
@@ -126,3 +127,22 @@ def test_weights_are_cast_anew_after_a_change_in_place():
         for parameter in model.parameters():
             parameter.mul_(0.5)
     assert gradients(model)[0] != first
+
+
+@pytest.mark.parametrize("keep", ["blocks.1.down", "blocks.1.norm2", "blocks.1"])
+def test_a_block_with_a_kept_part_is_taken_apart(keep):
+    """The kept part stays in FP32, and the other layers of its block are swapped one by one, as the report says."""
+    torch.manual_seed(0)
+    model = gpt()
+    engine = Engine(model, torch.optim.AdamW(model.parameters(), lr=1e-3), f"fp8[keep={keep}]")
+    parts = {layer.path: layer.part_of for layer in engine.conversion.layers}
+    assert engine.conversion.blocks == ["blocks.0"]
+    assert parts["blocks.0.down"] == "block"
+    assert parts["blocks.1.down"] == ("linear" if "norm" in keep else "kept")
+    assert parts["blocks.1.qkv"] == ("kept" if keep == "blocks.1" else "linear")
+    with engine.forward():
+        loss = model(*batch())
+    engine.backward(loss)
+    assert engine.step().applied
+    seen = dict(zip(engine.conversion.scales.sites, engine.conversion.scales.history[0].tolist(), strict=True))
+    assert all(amax > 0 for amax in seen.values()), seen  # every site that is reported is really cast

@@ -97,7 +97,7 @@ def convert(
     result = Conversion(plans, scales)
     by_path = {layer.path: layer for layer in plans}
     for path, module in model.named_modules():
-        if is_block(module) and all(by_path[f"{path}.{name}"].part_of == "block" for name in block_linears(module)):
+        if is_block(module) and by_path[f"{path}.qkv"].part_of == "block":
             _swap_block(module, path, by_path, scales, recipe)
             result.blocks.append(path)
         elif path in by_path and by_path[path].part_of == "linear":
@@ -129,7 +129,10 @@ def _norm_kind(module: Any) -> str | None:
 def _survey(model: nn.Module, recipe: Recipe, device: Device, rows: int) -> Iterator[Layer]:
     """What is to become of each linear layer."""
     in_block = {
-        f"{path}.{name}" for path, module in model.named_modules() if is_block(module) for name in block_linears(module)
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if is_block(module) and not _has_keepers(path, module, recipe, model)
+        for name in block_linears(module)
     }
     has_head = all(hasattr(model, name) for name in ("finish", "norm", "lm_head"))
     for path, module in model.named_modules():
@@ -137,7 +140,7 @@ def _survey(model: nn.Module, recipe: Recipe, device: Device, rows: int) -> Iter
             continue
         shape = linear.shape_of(module)
         part = "block" if path in in_block else "head" if has_head and path == "lm_head" else "linear"
-        kept = [pattern for pattern in recipe.keep if _names(pattern, path, module, model)]
+        kept = [pattern for pattern in recipe.keep if _names(pattern, path, model)]
         misfit = linear.fits(module) if recipe.compute == "fp8" else None
         if kept:
             yield Layer(path, shape, "kept", ALL_BF16, f"kept in FP32 by keep={kept[0]}")
@@ -150,7 +153,13 @@ def _survey(model: nn.Module, recipe: Recipe, device: Device, rows: int) -> Iter
             yield Layer(path, shape, part, decision.choice, decision.reason, decision)
 
 
-def _names(pattern: str, path: str, module: nn.Module, model: nn.Module) -> bool:
+def _has_keepers(path: str, block: nn.Module, recipe: Recipe, model: nn.Module) -> bool:
+    """Whether a part of the block is kept in FP32, so that the block cannot be computed as one."""
+    parts = [f"{path}.{name}" for name, _ in block.named_modules() if name]
+    return any(_names(pattern, part, model) for pattern in recipe.keep for part in parts)
+
+
+def _names(pattern: str, path: str, model: nn.Module) -> bool:
     """Whether a keeper's pattern names the module or one that it is part of."""
     parts = path.split(".")
     owners = [".".join(parts[: index + 1]) for index in range(len(parts))]
