@@ -224,6 +224,31 @@ def test_recomputation_changes_memory_not_numbers(recipe, mode):
     assert saved[1] < saved[0]
 
 
+def test_a_second_engine_starts_from_the_model_as_the_user_made_it():
+    torch.manual_seed(0)
+    model = Net()
+    user_forward = model.head.forward
+    model.head.forward = lambda x: user_forward(x) * 2  # a user's own patch survives all engines
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x = batch(0)[0]
+    model.eval()
+    plain = model(x)
+    for recipe in (
+        "fp8[checkpoint=full]",
+        "bf16[keep=blocks.0+head,checkpoint=selective]",
+        "fp16[keep=Linear]",
+        "fp32",
+    ):
+        engine = Engine(model, optimizer, recipe)
+        with engine.evaluating():
+            output = model(x)
+        assert output.dtype is (
+            torch.float32 if recipe[:4] == "fp32" or "head" in recipe or "Linear" in recipe else torch.bfloat16
+        )
+    assert torch.equal(output, plain)
+    assert [name for name, module in model.named_modules() if "forward" in vars(module)] == ["head"]
+
+
 def test_several_optimizers_skip_together():
     torch.manual_seed(0)
     model = Net()

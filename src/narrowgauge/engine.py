@@ -31,6 +31,7 @@ from narrowgauge.errors import UsageError
 from narrowgauge.nn.compiled import compile_forward
 from narrowgauge.nn.convert import Conversion, convert
 from narrowgauge.nn.keepers import keep_modules
+from narrowgauge.nn.overrides import remove_overrides
 from narrowgauge.nn.precision import Surroundings, explain_attention
 from narrowgauge.nn.recompute import checkpoint_blocks
 from narrowgauge.recipe import Recipe, parse, refusal
@@ -97,6 +98,7 @@ class Engine:
         self.accumulate = int(_checked("accumulate", accumulate, 1_000_000, whole=True) or 1)
         emulated = self.device.type == "cpu" and self.recipe.compute not in ("fp32", *self.hardware.native)
         self.surroundings = Surroundings(self.recipe, self.device, emulated)
+        remove_overrides(model)  # of an engine that had the model before
         self.kept = keep_modules(model, self.recipe.keep)
         self.conversion = self._convert(self.recipe.compute == "fp8" if fused is None else fused)
         self.checkpointed = self.conversion.blocks if self.recipe.checkpoint != "none" else []

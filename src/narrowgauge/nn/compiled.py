@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from narrowgauge.nn.overrides import override
 from narrowgauge.nn.precision import Surroundings
 
 
 def compile_forward(model: nn.Module, surroundings: Surroundings, mode: str | None = None) -> None:
     """Replace the model's forward by a compiled one; its state dictionary does not change."""
-    plain = getattr(model.forward, "uncompiled", model.forward)
+    plain = model.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         with surroundings.attention(), surroundings.autocast():
@@ -32,5 +33,4 @@ def compile_forward(model: nn.Module, surroundings: Surroundings, mode: str | No
     forward.__code__ = forward.__code__.replace()  # an equal code object, but this engine's own
     compiled = torch.compile(forward, mode=mode)
     functools.update_wrapper(compiled, plain)
-    compiled.uncompiled = plain  # type: ignore[attr-defined]
-    model.forward = compiled
+    override(model, compiled)

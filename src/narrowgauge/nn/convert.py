@@ -24,6 +24,7 @@ from narrowgauge.nn import blocks, head, linear
 from narrowgauge.nn.choose import Decision, decide
 from narrowgauge.nn.gemm import ALL_BF16, E4M3, E5M2, CachedWeight, GemmChoice
 from narrowgauge.nn.norm import run_norm
+from narrowgauge.nn.overrides import override
 from narrowgauge.recipe import Recipe, parse
 from narrowgauge.scaling.tensor import Site, TensorScales
 
@@ -217,7 +218,7 @@ def _swap_block(
     def forward(x: Tensor, *extra: Tensor) -> Tensor:
         return blocks.run_block(plan, x, blocks.weights_of(module), extra)
 
-    block.forward = torch.compiler.disable(forward)
+    override(module, torch.compiler.disable(forward))
 
 
 def _swap_head(model: nn.Module, layer: Layer) -> None:
@@ -233,4 +234,4 @@ def _swap_head(model: nn.Module, layer: Layer) -> None:
         loss: Tensor = head.head_loss(rows, weight, targets.flatten(), precision=layer.choice)
         return loss
 
-    whole.finish = torch.compiler.disable(finish)
+    override(model, torch.compiler.disable(finish), "finish")

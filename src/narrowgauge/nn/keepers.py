@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from narrowgauge.errors import UsageError
+from narrowgauge.nn.overrides import override
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -83,7 +84,7 @@ def keep_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
                 f"recipe: keep={pattern} names no module; modules are {', '.join(some)}, ... (paths or classes)"
             )
         for path, module in found:
-            if not hasattr(module.forward, "__wrapped__"):
-                module.forward = keep_fp32(module.forward)
-            kept.append(path)
-    return sorted(set(kept))
+            if path not in kept:
+                override(module, keep_fp32(module.forward))
+                kept.append(path)
+    return sorted(kept)

@@ -20,6 +20,7 @@ from narrowgauge.nn.gemm import (
     backward_weight,
     forward_output,
 )
+from narrowgauge.nn.overrides import override
 from narrowgauge.scaling.tensor import Site, TensorScales
 
 
@@ -126,4 +127,4 @@ def replace_forward(module: nn.Module, plan: LinearPlan) -> None:
         output: Tensor = run_linear(plan, x, layer.weight, layer.bias)
         return output
 
-    module.forward = forward
+    override(module, forward)

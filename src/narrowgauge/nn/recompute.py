@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from narrowgauge.errors import UsageError
+from narrowgauge.nn.overrides import override
 
 aten = torch.ops.aten
 KEPT_OPS = frozenset(
@@ -68,8 +69,7 @@ def checkpoint_blocks(
             f"{type(model).__name__}; name them with Engine(..., blocks=[...])"
         )
     for block in found.values():
-        plain = getattr(block.forward, "plain_forward", block.forward)
-        block.forward = _recomputed(plain, mode, surroundings)
+        override(block, _recomputed(block.forward, mode, surroundings))
     return list(found)
 
 
@@ -88,7 +88,6 @@ def _recomputed(
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
 
-    recomputed.plain_forward = forward  # type: ignore[attr-defined]
     return recomputed
 
 
