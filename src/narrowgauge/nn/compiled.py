@@ -5,9 +5,8 @@ Three habits of torch.compile make this more than ``model.compile()``:
 - torch 2.11 keeps compiled graphs on disk under a key that knows whether autocast is on, but not its format: a BF16 run
   was handed the graph of an FP16 run before it (docs/results.md). So autocast is opened inside, too.
 - Compiled code belongs to the Python code object, which all models share (``Module._call_impl``). A second engine would
-  be handed the first one's graph where the guards let it, and from the ninth on (``recompile_limit``) would silently be
-  run in pieces; measured in a benchmark of eight contestants, the eighth got another loss. Each engine therefore gets a
-  code object of its own.
+  be handed the first one's graph where the guards let it, and after eight graphs (``recompile_limit``) torch.compile
+  stops compiling without a word. Each engine therefore gets a code object of its own.
 """
 
 from __future__ import annotations
