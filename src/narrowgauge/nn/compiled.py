@@ -2,8 +2,8 @@
 
 Three habits of torch.compile make this more than ``model.compile()``:
 - The attention backend that a context outside allows is no part of what it guards on, so the context is opened inside.
-- torch 2.11 keeps compiled graphs on disk under a key that knows whether autocast is on, but not its format: a BF16 run
-  was handed the graph of an FP16 run before it (docs/results.md). So autocast is opened inside, too.
+- torch 2.11 seems to keep compiled graphs on disk under a key that knows whether autocast is on, but not its format: a
+  BF16 loop after an FP16 one got another loss and speed (docs/results.md). So autocast is opened inside, too.
 - Compiled code belongs to the Python code object, which all models share (``Module._call_impl``). A second engine would
   be handed the first one's graph where the guards let it, and after eight graphs (``recompile_limit``) torch.compile
   stops compiling without a word. Each engine therefore gets a code object of its own.
