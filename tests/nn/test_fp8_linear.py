@@ -41,6 +41,36 @@ def test_outputs_and_gradients_are_right_within_the_format(rows, bias):
         assert sqnr(ours.grad, theirs.grad) > 15
 
 
+@pytest.mark.parametrize("recipe", ["fp8", "fp8[scaling=current]"])
+def test_a_llama_feed_forward_keeps_20_db_in_outputs_and_all_gradients(recipe):
+    class FeedForward(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.up = (torch.nn.Linear(128, 352, bias=False) for _ in range(2))
+            self.down = torch.nn.Linear(352, 128, bias=False)
+
+        def forward(self, x):
+            return self.down(F.silu(self.gate(x)) * self.up(x))
+
+    torch.manual_seed(0)
+    model = FeedForward()
+    exact = FeedForward().double()
+    exact.load_state_dict(model.state_dict())
+    x, direction = torch.randn(512, 128), torch.randn(512, 128) * 1e-4
+    wide = x.double().requires_grad_()
+    (exact(wide) * direction.double()).sum().backward()
+    report = convert(model, recipe)
+    for _ in range(2):
+        model.zero_grad()
+        narrow = x.bfloat16().requires_grad_()
+        out = model(narrow)
+        (out * direction.bfloat16()).sum().backward()
+        report.scales.update()
+    ratios = [sqnr(out.detach(), exact(wide).detach()), sqnr(narrow.grad, wide.grad)]
+    ratios += [sqnr(a.grad, b.grad) for a, b in zip(model.parameters(), exact.parameters(), strict=True)]
+    assert min(ratios) >= 20, ratios
+
+
 def test_layers_that_do_not_fit_or_are_kept_stay_as_they_were_with_the_reason():
     model = torch.nn.Sequential(torch.nn.Linear(20, 32), torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
     report = convert(model, "fp8[keep=2]")

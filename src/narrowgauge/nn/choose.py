@@ -21,7 +21,7 @@ from narrowgauge.nn.gemm import ALL_FP8, BF16, E4M3, E5M2, GemmChoice, product_b
 
 PRODUCTS = ("output", "grad_input", "grad_weight")
 REACHED = {"bf16": 0.70, "fp8": 0.55, "copy": 0.80}
-"""Shares of the datasheet's peaks that products and copies of training shapes reached on an H200 (docs/results.md)."""
+"""Shares of the datasheet's peaks that training shapes are assumed to reach; bench/kernels.py is to measure them."""
 
 
 @dataclass(frozen=True)
