@@ -58,7 +58,8 @@ def converted(name, recipe):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("recipe", "least"), [("bf16", 35), ("fp8[scaling=current]", 13), ("fp8", 13)])
 def test_gradients_are_the_models_own_up_to_the_formats_rounding(name, recipe, least):
-    """FP8's bound is for gradients through the whole model, where E5M2's roundings (26 dB each, reckoned) add up layer by layer:
+    """FP8's bound is for gradients through the whole model, where E5M2's roundings (reckoned at 26 dB each) add up.
+
     14.8 dB was the worst seen. What one feed-forward must keep, 20 dB, is held in test_fp8_linear.py.
     """
     model, exact, conversion = converted(name, recipe)
