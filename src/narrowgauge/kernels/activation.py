@@ -27,7 +27,7 @@ from torch import Tensor
 
 from narrowgauge.errors import UsageError
 from narrowgauge.kernels import FP8_MAX, HAVE_TRITON, direct, jit, jit_for_any, register, use_triton
-from narrowgauge.kernels.cast import TILE, empty_transposed, programs, transpose_reference
+from narrowgauge.kernels.cast import TILE, empty_words, programs, transpose_reference, transposed_copy
 from narrowgauge.kernels.tile import FLUSHED, emit, load_rows, quantize_reference, tile_origin
 
 if HAVE_TRITON:
@@ -245,12 +245,15 @@ def _rows(x: Tensor) -> Tensor:
 
 def _output(
     length: int, width: int, like: Tensor, dtype: torch.dtype, transposed: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Memory for the output, its transposed copy (empty where there is none), and that as ``emit`` wants it."""
+) -> tuple[Tensor, Tensor | None]:
+    """Memory for the output and for its transposed copy in words."""
     out = torch.empty((length, width), dtype=dtype, device=like.device)
-    if transposed and dtype in FP8_MAX:
-        return out, *empty_transposed(out)
-    return out, out.new_empty(0), None
+    return out, empty_words(out) if transposed and dtype in FP8_MAX else None
+
+
+def _layouts(out: Tensor, words: Tensor | None, transposed: bool) -> tuple[Tensor, Tensor]:
+    """The output and its transposed copy, which is empty where none was asked for."""
+    return out, transposed_copy(out, words) if transposed and out.dtype in FP8_MAX else out.new_empty(0)
 
 
 def _settle(
@@ -285,16 +288,16 @@ def _pointwise(
     if not use_triton(a):
         return _settle(pointwise_reference(op, a, b), scale, dtype, amax, counts, transposed)
     length, width = a.shape
-    out, out_t, words = _output(length, width, a, dtype, transposed)
+    out, words = _output(length, width, a, dtype, transposed)
     if not out.numel():
-        return out, out_t
+        return _layouts(out, words, transposed)
     a = _rows(a)
     b = None if b is None else _rows(b)
     _pointwise_kernel[programs(length, width, TILE)](
         a, b, out, words, scale, amax, counts, length, width, a.stride(0), 0 if b is None else b.stride(0),
         width, length // 16, OP=op, LIMIT=FP8_MAX.get(dtype), TINY=FLUSHED.get(dtype), **TILE,
     )  # fmt: skip
-    return out, out_t
+    return _layouts(out, words, transposed)
 
 
 def _swiglu_backward(
@@ -310,9 +313,9 @@ def _swiglu_backward(
     if not use_triton(gate_up):
         return _settle(swiglu_backward_reference(da, gate_up), scale, dtype, amax, counts, transposed)
     length, width = da.shape
-    out, out_t, words = _output(length, 2 * width, da, dtype, transposed)
+    out, words = _output(length, 2 * width, da, dtype, transposed)
     if not out.numel():
-        return out, out_t
+        return _layouts(out, words, transposed)
     da = _rows(da)
     gate, up = _rows(gate_up).split(width, dim=1)
     dg, du = out.split(width, dim=1)
@@ -321,7 +324,7 @@ def _swiglu_backward(
         da, gate, up, dg, du, dg_t, du_t, scale, amax, counts, length, width, da.stride(0), gate.stride(0),
         2 * width, length // 16, LIMIT=FP8_MAX.get(dtype), TINY=FLUSHED.get(dtype), **GATED_TILE,
     )  # fmt: skip
-    return out, out_t
+    return _layouts(out, words, transposed)
 
 
 def _pair(layouts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:

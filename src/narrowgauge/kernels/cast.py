@@ -24,6 +24,7 @@ from narrowgauge.kernels.tile import (
     abs_bits,
     emit,
     load_rows,
+    pack_bytes,
     quantize_reference,
     record_amax,
     store_words,
@@ -179,7 +180,7 @@ def _transpose_kernel(x_ptr, out_t_ptr, length, width, n16, BLOCK_N: tl.constexp
     x1 = load_rows(x_ptr, n0 + 1, d0, length, width, width, BLOCK_N, BLOCK_D)
     x2 = load_rows(x_ptr, n0 + 2, d0, length, width, width, BLOCK_N, BLOCK_D)
     x3 = load_rows(x_ptr, n0 + 3, d0, length, width, width, BLOCK_N, BLOCK_D)
-    store_words(x0, x1, x2, x3, out_t_ptr, n0, d0, n16, width, BLOCK_N, BLOCK_D)
+    store_words(pack_bytes(x0, x1, x2, x3), out_t_ptr, n0, d0, n16, width, BLOCK_N, BLOCK_D)
 
 
 @jit_for_any("length")
@@ -196,10 +197,16 @@ def programs(length: int, width: int, tile: dict[str, int]) -> tuple[int]:
     return (-(-length // tile["BLOCK_N"]) * -(-width // tile["BLOCK_D"]),)
 
 
-def empty_transposed(x_lp: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory for the transposed copy of ``x_lp`` [N, D], and the same as ``emit`` wants it: in words where it can."""
-    out_t = x_lp.new_empty((x_lp.shape[1], x_lp.shape[0]))
-    return out_t, out_t.view(torch.int32) if x_lp.shape[0] % 16 == 0 and x_lp.numel() else out_t
+def empty_words(x_lp: Tensor) -> Tensor | None:
+    """Memory for the transposed copy of ``x_lp`` [N, D], in words; None where N has no whole 16-byte stores."""
+    if x_lp.shape[0] % 16 or not x_lp.numel():
+        return None
+    return x_lp.new_empty((x_lp.shape[1], x_lp.shape[0])).view(torch.int32)
+
+
+def transposed_copy(x_lp: Tensor, words: Tensor | None) -> Tensor:
+    """What a kernel has written into ``words``, or a copy by torch where it could not."""
+    return transpose_reference(x_lp) if words is None else words.view(x_lp.dtype)
 
 
 def _launch(
@@ -249,9 +256,9 @@ def _cast_transpose(
     if not use_triton(x):
         return cast_transpose_reference(x, scale, dtype, amax, counts)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    out_t, words = empty_transposed(out)
+    words = empty_words(out)
     _launch(x, out, words, scale, amax, counts)
-    return out, out_t
+    return out, transposed_copy(out, words)
 
 
 def _packed(
@@ -264,23 +271,23 @@ def _packed(
     batch, _, time, _ = parts[0].shape
     widths = [part.shape[1] * part.shape[3] for part in parts]
     out = torch.empty((batch * time, sum(widths)), dtype=dtype, device=parts[0].device)
-    out_t, words = empty_transposed(out)
-    for part, columns, rows in zip(parts, out.split(widths, 1), words.split(widths), strict=True):
+    words = empty_words(out)
+    word_rows = [None] * len(parts) if words is None else words.split(widths)
+    for part, columns, rows in zip(parts, out.split(widths, 1), word_rows, strict=True):
         _launch(part, columns, rows, scale, amax, counts)
-    return out, out_t
+    return out, transposed_copy(out, words)
 
 
 def _transpose(x_lp: Tensor) -> Tensor:
     _check(x_lp, 2, x_lp.dtype)
     length, width = x_lp.shape
-    if not use_triton(x_lp) or length % 16 or not x_lp.numel():  # torch's own copy takes what has no whole words
-        return transpose_reference(x_lp)
-    out_t, words = empty_transposed(x_lp)
-    source = x_lp.contiguous().view(torch.uint8)
-    _transpose_kernel[programs(length, width, TRANSPOSE_TILE)](
-        source, words, length, width, length // 16, **TRANSPOSE_TILE
-    )
-    return out_t
+    words = empty_words(x_lp) if use_triton(x_lp) else None
+    if words is not None:
+        source = x_lp.contiguous().view(torch.uint8)
+        _transpose_kernel[programs(length, width, TRANSPOSE_TILE)](
+            source, words, length, width, length // 16, **TRANSPOSE_TILE
+        )
+    return transposed_copy(x_lp, words)
 
 
 def _max_abs(x: Tensor) -> Tensor:
@@ -298,10 +305,10 @@ def _cast_weight(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Te
     if not use_triton(weight) or not weight.numel():
         return cast_weight_reference(weight, dtype)
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    out_t, words = empty_transposed(out)
+    words = empty_words(out)
     inv_scale = torch.empty((), device=weight.device)
     _launch(weight, out, words, _max_abs(weight), None, None, inv_scale)
-    return out, out_t, inv_scale
+    return out, transposed_copy(out, words), inv_scale
 
 
 _STATISTICS = ("amax", "counts")

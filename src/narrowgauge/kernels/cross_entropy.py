@@ -32,9 +32,9 @@ import math
 import torch
 from torch import Tensor
 
-from narrowgauge.kernels import HAVE_TRITON, direct, jit, use_triton
+from narrowgauge.kernels import FP8_MAX, HAVE_TRITON, direct, jit, use_triton
 from narrowgauge.kernels.cast import transpose_reference
-from narrowgauge.kernels.tile import FLUSHED, load_rows, store_words
+from narrowgauge.kernels.tile import FLUSHED, load_rows, pack_fp8, store_words, to_fp8
 
 if HAVE_TRITON:
     import triton.language as tl
@@ -189,22 +189,21 @@ def _dlogits_kernel(  # type: ignore[no-untyped-def]
 @jit
 def _put(  # type: ignore[no-untyped-def]
     x, flushed, targets_ptr, lse_ptr, out_ptr, row, columns, length, width, ignore_index,
-    SCALE: tl.constexpr, SHIFT: tl.constexpr, TINY: tl.constexpr,
+    SCALE: tl.constexpr, SHIFT: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
-    """Store d * SCALE of a tile of rows in FP8. |d| <= 1 needs no clamp. TINY: count what becomes zero."""
+    """Store d * SCALE of a tile of rows in FP8. TINY: count what becomes zero."""
     d = _gradient(x, targets_ptr, lse_ptr, row, columns, length, ignore_index, SCALE, SHIFT)
     mask = (row < length)[:, None] & (columns < width)[None, :]
     if TINY is not None:
         flushed += tl.where(mask & (d != 0.0) & (tl.abs(d) <= TINY), 1, 0)
-    q = d.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row.to(tl.int64)[:, None] * width + columns[None, :], q, mask=mask)
-    return q, flushed
+    tl.store(out_ptr + row.to(tl.int64)[:, None] * width + columns[None, :], to_fp8(d, LIMIT), mask=mask)
+    return d, flushed
 
 
 @jit
 def _dlogits_lp_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, targets_ptr, lse_ptr, out_ptr, words_ptr, counts_ptr, length, width, stride, n16, ignore_index,
-    SCALE: tl.constexpr, SHIFT: tl.constexpr, TINY: tl.constexpr,
+    SCALE: tl.constexpr, SHIFT: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(width, BLOCK_V)
@@ -222,12 +221,20 @@ def _dlogits_lp_kernel(  # type: ignore[no-untyped-def]
     row = n0 + 4 * tl.arange(0, BLOCK_N // 4)
     c = d0 + tl.arange(0, BLOCK_V)
     f = tl.zeros([BLOCK_N // 4, BLOCK_V], tl.int32)
-    q0, f = _put(x0, f, targets_ptr, lse_ptr, out_ptr, row, c, length, width, ignore_index, SCALE, SHIFT, TINY)
-    q1, f = _put(x1, f, targets_ptr, lse_ptr, out_ptr, row + 1, c, length, width, ignore_index, SCALE, SHIFT, TINY)
-    q2, f = _put(x2, f, targets_ptr, lse_ptr, out_ptr, row + 2, c, length, width, ignore_index, SCALE, SHIFT, TINY)
-    q3, f = _put(x3, f, targets_ptr, lse_ptr, out_ptr, row + 3, c, length, width, ignore_index, SCALE, SHIFT, TINY)
+    y0, f = _put(
+        x0, f, targets_ptr, lse_ptr, out_ptr, row, c, length, width, ignore_index, SCALE, SHIFT, LIMIT, TINY
+    )
+    y1, f = _put(
+        x1, f, targets_ptr, lse_ptr, out_ptr, row + 1, c, length, width, ignore_index, SCALE, SHIFT, LIMIT, TINY
+    )
+    y2, f = _put(
+        x2, f, targets_ptr, lse_ptr, out_ptr, row + 2, c, length, width, ignore_index, SCALE, SHIFT, LIMIT, TINY
+    )
+    y3, f = _put(
+        x3, f, targets_ptr, lse_ptr, out_ptr, row + 3, c, length, width, ignore_index, SCALE, SHIFT, LIMIT, TINY
+    )
     if words_ptr is not None:
-        store_words(q0, q1, q2, q3, words_ptr, n0, d0, n16, width, BLOCK_N, BLOCK_V)
+        store_words(pack_fp8(y0, y1, y2, y3, LIMIT), words_ptr, n0, d0, n16, width, BLOCK_N, BLOCK_V)
     if counts_ptr is not None:
         tl.atomic_add(counts_ptr + 1, tl.sum(f).to(counts_ptr.dtype.element_ty), sem="relaxed")
 
@@ -295,7 +302,7 @@ def _dlogits_lp(
         _dlogits_lp_kernel[grid](
             logits, targets, lse, d, d_t.view(torch.int32) if in_words else None, counts, length, width,
             logits.stride(0), length // 16, ignore_index, SCALE=UNIT_SCALE[dtype], SHIFT=math.log2(UNIT_SCALE[dtype]),
-            TINY=None if counts is None else FLUSHED[dtype], **LP_TILE,
+            LIMIT=FP8_MAX[dtype], TINY=None if counts is None else FLUSHED[dtype], **LP_TILE,
         )  # fmt: skip
     # Rows that are no multiple of 16 have no whole words in [V, N]; no FP8 product would take them either.
     return d, transpose_reference(d) if transposed and not in_words else d_t

@@ -8,7 +8,7 @@ pointer that is None leaves out, when the kernel is compiled, all that belongs t
 from __future__ import annotations
 
 from narrowgauge.kernels import HAVE_TRITON, jit
-from narrowgauge.kernels.tile import abs_bits, record_amax, saturates
+from narrowgauge.kernels.tile import abs_bits, record_amax, saturates, to_fp8
 
 if HAVE_TRITON:
     import triton.language as tl
@@ -83,9 +83,8 @@ def forward_kernel(  # type: ignore[no-untyped-def]
         largest, saturated, flushed = _watch(
             y, scale, largest, saturated, flushed, amax_ptr, counts_ptr, ROWS, BLOCK, LIMIT, TINY
         )
-        if scale_ptr is not None:
-            y = tl.clamp(y * scale, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(out_ptr + first + cols[None, :], y.to(out_ptr.dtype.element_ty), mask=live)
+        out = y.to(out_ptr.dtype.element_ty) if scale_ptr is None else to_fp8(y * scale, LIMIT)
+        tl.store(out_ptr + first + cols[None, :], out, mask=live)
     _publish(largest, saturated, flushed, amax_ptr, counts_ptr)
 
 
@@ -133,8 +132,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
             dx, scale, largest, saturated, flushed, amax_ptr, counts_ptr, ROWS, BLOCK, LIMIT, TINY
         )
         if scale_ptr is not None:
-            low = tl.clamp(dx * scale, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-            tl.store(dx_lp_ptr + first + cols[None, :], low.to(dx_lp_ptr.dtype.element_ty), mask=live)
+            tl.store(dx_lp_ptr + first + cols[None, :], to_fp8(dx * scale, LIMIT), mask=live)
     part = tl.program_id(0) * D + cols
     tl.store(dweight_ptr + part, tl.sum(dweight, 0), mask=inside)
     if dbias_ptr is not None:

@@ -1,15 +1,22 @@
 """The tile that casts, activations and others write: FP8 in both layouts, amax and counts, from four FP32 tiles.
 
 A tile of FP8 in registers runs along D; its transposed copy runs along N. Turning bytes over in shared memory would
-take one access a byte, so a program loads four tiles of every fourth row instead: the four bytes that stand below each
-other in the tensor are in one thread, which packs them into a 32-bit word. Words go through shared memory and out in
-16-byte stores, and no FP8 value is ever transposed by the compiler (torchao #4652 was such a miscompilation).
+take one access a byte, so a program loads four tiles of every fourth row instead: the four values that stand below each
+other in the tensor are in one thread, which converts them straight into a 32-bit word. Words go through shared memory
+and out in 16-byte stores.
+
+Each layout has conversions of its own, and no byte is ever taken out of a converted pair: ptxas 12.8 and 12.9, which
+Triton ships for Hopper, miscompile that (triton #11111, torchao #4652). Seen here on an H200 in the first version of
+this file, which shifted converted bytes into words: the row-major copy was right, and the transposed one was strewn
+with 0x60 and 0xFC.
 
 Kernels call ``tile_origin``, ``load_rows`` for all they need, compute, and ``emit``; in plain torch the same is
 ``quantize_reference``.
 """
 
 from __future__ import annotations
+
+import os
 
 import torch
 from torch import Tensor
@@ -18,6 +25,8 @@ from narrowgauge.kernels import FP8_MAX, HAVE_TRITON, jit
 
 if HAVE_TRITON:
     import triton.language as tl
+
+    INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 FLUSHED: dict[torch.dtype, float] = {torch.float8_e4m3fn: 2.0**-10, torch.float8_e5m2: 2.0**-17}
 """Half the smallest subnormal of each FP8 format: this and everything below becomes 0."""
@@ -47,16 +56,26 @@ def quantize_reference(
 @jit
 def record_amax(amax_ptr, bits):  # type: ignore[no-untyped-def]
     """Raise amax to the largest of a tile of |x|, given as bits: they order like the floats, with NaN above inf."""
-    highest = tl.max(bits)
+    raise_amax(amax_ptr, tl.max(bits))
+
+
+@jit
+def raise_amax(amax_ptr, highest):  # type: ignore[no-untyped-def]
     amax_bits_ptr = amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     # amax only rises, so a value read late costs an atomic at most; it spares nearly all programs theirs.
     tl.atomic_max(amax_bits_ptr, highest, mask=highest > tl.load(amax_bits_ptr), sem="relaxed")
 
 
 @jit
+def _most(LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``SATURATED`` in a kernel."""
+    return 464.0 if LIMIT == 448.0 else 61440.0
+
+
+@jit
 def saturates(size, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Where |x * scale| is beyond ``SATURATED``."""
-    return size > (464.0 if LIMIT == 448.0 else 61440.0)
+    return size > _most(LIMIT)
 
 
 @jit
@@ -65,47 +84,99 @@ def abs_bits(x):  # type: ignore[no-untyped-def]
 
 
 @jit
+def to_fp8(y, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """FP32 in FP8, rounded to nearest even and saturated: the hardware's conversion does both, and keeps NaN."""
+    dtype: tl.constexpr = tl.float8e4nv if LIMIT == 448.0 else tl.float8e5
+    if INTERPRETED:  # its conversion wraps around beyond the range
+        y = tl.clamp(y, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return y.to(dtype)
+
+
+@jit
 def _byte(x_lp):  # type: ignore[no-untyped-def]
     return x_lp.to(tl.uint8, bitcast=True).to(tl.uint32)
 
 
 @jit
-def store_words(q0, q1, q2, q3, out_t_ptr, n0, d0, n16, width, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store four tiles of 8-bit values, rows 4i, 4i + 1, 4i + 2, 4i + 3, transposed, as words of four rows each.
+def pack_bytes(q0, q1, q2, q3):  # type: ignore[no-untyped-def]
+    """Four tiles of bytes as one of words. Only for bytes as they come from memory: see above."""
+    words = _byte(q0) | (_byte(q1) << 8) | (_byte(q2) << 16) | (_byte(q3) << 24)
+    return words.to(tl.int32, bitcast=True)
+
+
+@jit
+def pack_fp8(y0, y1, y2, y3, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Four tiles of FP32 as one of words of four FP8 values each."""
+    if INTERPRETED:
+        return pack_bytes(to_fp8(y0, LIMIT), to_fp8(y1, LIMIT), to_fp8(y2, LIMIT), to_fp8(y3, LIMIT))
+    if LIMIT == 448.0:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; "
+            "mov.b32 $0, {lo, hi}; }",
+            "=r,f,f,f,f",
+            [y0, y1, y2, y3],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 lo, hi; cvt.rn.satfinite.e5m2x2.f32 lo, $2, $1; cvt.rn.satfinite.e5m2x2.f32 hi, $4, $3; "
+        "mov.b32 $0, {lo, hi}; }",
+        "=r,f,f,f,f",
+        [y0, y1, y2, y3],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@jit
+def store_words(words, out_t_ptr, n0, d0, n16, width, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store a tile of words, each of rows 4i, 4i + 1, 4i + 2, 4i + 3, transposed.
 
     ``n16`` is N / 16: written as n16 * 4 words, the length of a row is known to the compiler to allow 16-byte stores.
     """
-    words = _byte(q0) | (_byte(q1) << 8) | (_byte(q2) << 16) | (_byte(q3) << 24)
     columns = n0 // 4 + tl.arange(0, BLOCK_N // 4)
     rows = d0 + tl.arange(0, BLOCK_D)
     target = out_t_ptr + rows[:, None].to(tl.int64) * (n16 * 4) + columns[None, :]
     mask = (rows[:, None] < width) & (columns[None, :] < n16 * 4)
-    tl.store(target, tl.trans(words.to(tl.int32, bitcast=True)), mask=mask)
+    tl.store(target, tl.trans(words), mask=mask)
+
+
+@jit
+def _flushed_below(scale, TINY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Bits of the largest |x| whose x * scale, rounded to FP32, is at most TINY: one comparison then tells of x."""
+    bits = tl.div_rn(tl.full((), TINY, tl.float32), scale).to(tl.int32, bitcast=True)
+    one_more = (bits + 1).to(tl.float32, bitcast=True)
+    two_more = (bits + 2).to(tl.float32, bitcast=True)
+    return bits + (one_more * scale <= TINY).to(tl.int32) + (two_more * scale <= TINY).to(tl.int32)
 
 
 @jit
 def _put(  # type: ignore[no-untyped-def]
-    x, highest, misfits, out_ptr, scale, amax_ptr, counts_ptr, n, d0, length, width, out_stride,
-    LIMIT: tl.constexpr, TINY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    x, highest, flushed, out_ptr, scale, below, amax_ptr, counts_ptr, n, d0, length, width, out_stride,
+    LIMIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Quantize and store one tile of ``emit``, and fold its statistics into ``highest`` and ``misfits``.
+    """Scale and store one tile of ``emit``, and fold its statistics into ``highest`` and ``flushed``.
 
-    ``misfits`` has 1 for a value that saturates and 8 for one that is flushed to zero. It is FP32, as LLVM would gather
-    integer sums at the end and keep every term in a register till then.
+    ``flushed`` is FP32, as LLVM would gather integer sums at the end and keep every term in a register till then.
     """
-    if amax_ptr is not None:
-        highest = tl.maximum(highest, abs_bits(x))
+    if amax_ptr is not None or counts_ptr is not None:
+        size = abs_bits(x)
+        highest = tl.maximum(highest, size)
+    y = x
     if LIMIT is not None:
         y = x * scale
-        if counts_ptr is not None:
-            misfits = tl.where(saturates(tl.abs(y), LIMIT), misfits + 1.0, misfits)
-            misfits = tl.where((x != 0.0) & (tl.abs(y) <= TINY), misfits + 8.0, misfits)
-        x = tl.clamp(y, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    q = x.to(out_ptr.dtype.element_ty)
+        if counts_ptr is not None:  # without a sign, 0 - 1 is the largest number of all
+            tiny = (size - 1).to(tl.uint32, bitcast=True) < below.to(tl.uint32, bitcast=True)
+            flushed = tl.where(tiny, flushed + 1.0, flushed)
+        q = to_fp8(y, LIMIT)
+    else:
+        q = x.to(out_ptr.dtype.element_ty)
     rows = (n + 4 * tl.arange(0, BLOCK_N // 4))[:, None]
     columns = (d0 + tl.arange(0, BLOCK_D))[None, :]
     tl.store(out_ptr + rows.to(tl.int64) * out_stride + columns, q, mask=(rows < length) & (columns < width))
-    return q, highest, misfits
+    return y, highest, flushed
 
 
 @jit
@@ -115,46 +186,43 @@ def emit(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Write four FP32 tiles (rows n0 + 4i, + 1, + 2, + 3; 0 outside the tensor) in the layouts asked for.
 
-    LIMIT None stores them unscaled. ``out_t_ptr`` is None, or of int32 (N a multiple of 16), or of the FP8 format.
+    LIMIT None stores them unscaled, in the format of ``out_ptr``. ``out_t_ptr`` is None or of int32.
     ``amax_ptr`` and ``counts_ptr`` may be None. Statistics are reduced last: that waits for all warps, stores need not.
+    What saturates is counted only where the largest value does: hardly ever, so most tiles pay one comparison for it.
     """
     none = tl.zeros((BLOCK_N // 4, BLOCK_D), tl.float32)
-    q0, highest, misfits = _put(
-        x0, none.to(tl.int32), none, out_ptr, scale, amax_ptr, counts_ptr, n0, d0, length, width, out_stride,
-        LIMIT, TINY, BLOCK_N, BLOCK_D,
+    below = 0
+    if counts_ptr is not None:
+        below = _flushed_below(scale, TINY)
+    y0, highest, flushed = _put(
+        x0, none.to(tl.int32), none, out_ptr, scale, below, amax_ptr, counts_ptr, n0, d0, length, width, out_stride,
+        LIMIT, BLOCK_N, BLOCK_D,
     )  # fmt: skip
-    q1, highest, misfits = _put(
-        x1, highest, misfits, out_ptr, scale, amax_ptr, counts_ptr, n0 + 1, d0, length, width, out_stride,
-        LIMIT, TINY, BLOCK_N, BLOCK_D,
+    y1, highest, flushed = _put(
+        x1, highest, flushed, out_ptr, scale, below, amax_ptr, counts_ptr, n0 + 1, d0, length, width, out_stride,
+        LIMIT, BLOCK_N, BLOCK_D,
     )  # fmt: skip
-    q2, highest, misfits = _put(
-        x2, highest, misfits, out_ptr, scale, amax_ptr, counts_ptr, n0 + 2, d0, length, width, out_stride,
-        LIMIT, TINY, BLOCK_N, BLOCK_D,
+    y2, highest, flushed = _put(
+        x2, highest, flushed, out_ptr, scale, below, amax_ptr, counts_ptr, n0 + 2, d0, length, width, out_stride,
+        LIMIT, BLOCK_N, BLOCK_D,
     )  # fmt: skip
-    q3, highest, misfits = _put(
-        x3, highest, misfits, out_ptr, scale, amax_ptr, counts_ptr, n0 + 3, d0, length, width, out_stride,
-        LIMIT, TINY, BLOCK_N, BLOCK_D,
+    y3, highest, flushed = _put(
+        x3, highest, flushed, out_ptr, scale, below, amax_ptr, counts_ptr, n0 + 3, d0, length, width, out_stride,
+        LIMIT, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     if out_t_ptr is not None:
-        if out_t_ptr.dtype.element_ty == tl.int32:
-            store_words(q0, q1, q2, q3, out_t_ptr, n0, d0, n16, width, BLOCK_N, BLOCK_D)
-        else:  # rows of the copy start at any byte: right, but byte by byte
-            rows = (n0 + 4 * tl.arange(0, BLOCK_N // 4))[:, None]
-            columns = (d0 + tl.arange(0, BLOCK_D))[None, :]
-            target = out_t_ptr + columns.to(tl.int64) * length + rows
-            tl.store(target, q0, mask=(columns < width) & (rows < length))
-            tl.store(target + 1, q1, mask=(columns < width) & (rows + 1 < length))
-            tl.store(target + 2, q2, mask=(columns < width) & (rows + 2 < length))
-            tl.store(target + 3, q3, mask=(columns < width) & (rows + 3 < length))
-    if amax_ptr is not None:
-        record_amax(amax_ptr, highest)
-    if counts_ptr is not None:
-        each = misfits.to(tl.int32)
-        both = tl.sum((each & 7) | ((each >> 3) << 16))
-        saturated = both & 0xFFFF
-        flushed = (both >> 16) & 0xFFFF
-        tl.atomic_add(counts_ptr, saturated.to(counts_ptr.dtype.element_ty), mask=saturated > 0, sem="relaxed")
-        tl.atomic_add(counts_ptr + 1, flushed.to(counts_ptr.dtype.element_ty), mask=flushed > 0, sem="relaxed")
+        store_words(pack_fp8(y0, y1, y2, y3, LIMIT), out_t_ptr, n0, d0, n16, width, BLOCK_N, BLOCK_D)
+    if amax_ptr is not None or counts_ptr is not None:
+        top = tl.max(highest)
+        if amax_ptr is not None:
+            raise_amax(amax_ptr, top)
+        if counts_ptr is not None:
+            total = tl.sum(flushed).to(tl.int32).to(counts_ptr.dtype.element_ty)
+            tl.atomic_add(counts_ptr + 1, total, mask=total > 0, sem="relaxed")
+            if not (top.to(tl.float32, bitcast=True) * scale <= _most(LIMIT)):  # so that a NaN hides nothing
+                over = saturates(tl.abs(y0), LIMIT).to(tl.int32) + saturates(tl.abs(y1), LIMIT).to(tl.int32)
+                over += saturates(tl.abs(y2), LIMIT).to(tl.int32) + saturates(tl.abs(y3), LIMIT).to(tl.int32)
+                tl.atomic_add(counts_ptr, tl.sum(over).to(counts_ptr.dtype.element_ty), sem="relaxed")
 
 
 @jit
