@@ -15,7 +15,7 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)
 with torch.device(device):
     model = GPT(GPTConfig(layers=2, width=128, heads=2, vocab=256, context=64))
-engine = Engine(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), "fp8", clip_norm=1.0)
+engine = Engine(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), "fp8[products=all]", clip_norm=1.0)
 scales = engine.conversion.scales
 assert scales is not None
 for step in range(1, steps + 1):

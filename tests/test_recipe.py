@@ -38,7 +38,7 @@ def recipes(draw):
     if fields["compute"] != "fp16":
         fields["loss_scale"] = "none"
     if fields["compute"] != "fp8":
-        fields.update(scaling="none", history=16, margin=0, amax="max")
+        fields.update(scaling="none", history=16, margin=0, amax="max", products="fastest")
     if fields["compute"] not in ("bf16", "fp8"):
         fields["master"] = "fp32"
     if fields["gradients"] == "bf16" and fields["master"] == "fp32":
@@ -56,7 +56,8 @@ def test_random_recipes_reach_every_field():
     base = NAMED["fp8"]
     changed = {
         "compute": "bf16", "master": "split", "gradients": "released", "moments": "8bit", "scaling": "current",
-        "history": 3, "margin": 2, "amax": "recent", "keep": ("head",), "attention": "flash", "checkpoint": "full",
+        "history": 3, "margin": 2, "amax": "recent", "products": "all", "keep": ("head",),
+        "attention": "flash", "checkpoint": "full",
     }  # fmt: skip
     for field in dataclasses.fields(Recipe):
         if field.name in ("compute", "loss_scale"):

@@ -34,6 +34,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "moments": ("fp32", "bf16", "8bit"),
     "scaling": ("none", "delayed", "current"),
     "amax": ("max", "recent"),
+    "products": ("fastest", "all"),
     "attention": ("auto", "any", "cudnn", "flash", "efficient", "math"),
     "checkpoint": ("none", "selective", "full"),
 }
@@ -63,6 +64,8 @@ class Recipe:
     """FP8 scales are lowered by 2**margin, as headroom."""
     amax: str = "max"
     """Delayed scaling takes the max of the history, or the most recent."""
+    products: str = "fastest"
+    """Which matrix products run in FP8: the fastest mix, measured on this GPU layer by layer, or all that can."""
     keep: tuple[str, ...] = ()
     """Modules kept in FP32 beside norms, softmax and loss: module paths or class names, * and ? allowed."""
     attention: str = "auto"
@@ -81,8 +84,8 @@ class Recipe:
                 raise UsageError(f"recipe: history={self.history} must be a whole number from 1 to 4096")
             if isinstance(self.margin, bool) or not isinstance(self.margin, int) or not 0 <= self.margin <= 16:
                 raise UsageError(f"recipe: margin={self.margin} must be a whole number from 0 to 16")
-        elif (self.scaling, self.history, self.margin, self.amax) != ("none", 16, 0, "max"):
-            raise UsageError(f"recipe: scaling, history, margin and amax belong to fp8, not to {self.compute}")
+        elif (self.scaling, self.history, self.margin, self.amax, self.products) != ("none", 16, 0, "max", "fastest"):
+            raise UsageError(f"recipe: scaling, history, margin, amax and products belong to fp8, not {self.compute}")
         if self.master != "fp32" and self.compute not in ("bf16", "fp8"):
             raise UsageError(
                 f"recipe: master={self.master} keeps BF16 weights, which {self.compute} does not compute with"

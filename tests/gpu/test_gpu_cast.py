@@ -15,6 +15,8 @@ from narrowgauge.kernels.cast import (
     cast_weight_reference,
     max_abs,
     max_abs_reference,
+    pack,
+    pack_reference,
     transpose,
 )
 
@@ -89,6 +91,7 @@ def test_packed_heads(dtype, shape):
         (amax, counts), (amax_reference, counts_reference) = statistics(), statistics()
         reference, _ = cast_transpose_packed_reference(parts, scale, dtype, amax_reference, counts_reference)
         assert_both_layouts(*cast_transpose_packed(parts, scale, dtype, amax, counts), reference)
+        assert torch.equal(pack(parts), pack_reference(parts))
         assert torch.equal(amax, amax_reference)
         assert torch.equal(counts, counts_reference)
 

@@ -21,7 +21,7 @@ def llama():
     return Llama(LlamaConfig(layers=2, width=256, heads=4, kv_heads=2, hidden=384, vocab=512, context=128))
 
 
-def make(build=gpt, recipe="fp8", device="cuda", **options):
+def make(build=gpt, recipe="fp8[products=all]", device="cuda", **options):
     torch.manual_seed(0)
     model = build()
     with torch.no_grad():
@@ -50,7 +50,9 @@ def sqnr(value, reference):
 
 
 @pytest.mark.parametrize("build", [gpt, llama])
-@pytest.mark.parametrize(("recipe", "least"), [("bf16", 30), ("fp8", 14), ("fp8[scaling=current]", 14)])
+@pytest.mark.parametrize(
+    ("recipe", "least"), [("bf16", 30), ("fp8[products=all]", 14), ("fp8[products=all,scaling=current]", 14)]
+)
 def test_gradients_are_right_within_the_format(build, recipe, least):
     engine = make(build, recipe, fused=True)
     exact = copy.deepcopy(make(build, "fp32", "cpu").model).double()
@@ -82,7 +84,7 @@ def test_the_emulation_on_a_cpu_gives_the_same_numbers(build):
     assert ratio.log2().abs().max() <= 1
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8"])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp8[products=all]"])
 def test_a_steady_step_never_waits_for_the_device(recipe):
     engine = make(recipe=recipe, fused=True, clip_norm=1.0, accumulate=2)
     data = batch()
@@ -108,7 +110,7 @@ def test_a_steady_step_never_waits_for_the_device(recipe):
 @pytest.mark.parametrize("build", [gpt, llama])
 def test_recomputation_changes_nothing_and_saves_memory(build, mode):
     results = []
-    for recipe in ("fp8", f"fp8[checkpoint={mode}]"):
+    for recipe in ("fp8[products=all]", f"fp8[products=all,checkpoint={mode}]"):
         engine = make(build, recipe)
         backward(engine, batch(rows=32))
         engine.step()

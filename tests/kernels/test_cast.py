@@ -23,6 +23,8 @@ from narrowgauge.kernels.cast import (
     fitting_scale,
     max_abs,
     max_abs_reference,
+    pack,
+    pack_reference,
     transpose,
     transpose_reference,
 )
@@ -124,6 +126,7 @@ def test_packed_heads(dtype, heads, layout):
     reference, reference_t = cast_transpose_packed_reference(parts, scale, dtype, amax_reference, counts_reference)
     assert_same(packed, reference)
     assert_transposed(packed_t, packed)
+    assert torch.equal(pack(parts), pack_reference(parts).to(torch.bfloat16))
     assert_transposed(reference_t, reference)
     assert torch.equal(amax, amax_reference)
     assert torch.equal(counts, counts_reference)

@@ -8,7 +8,9 @@ import torch
 from narrowgauge import Engine
 from narrowgauge.models.gpt import GPT, GPTConfig
 from narrowgauge.models.llama import Llama, LlamaConfig
+from narrowgauge.nn import blocks
 from narrowgauge.nn.convert import convert
+from narrowgauge.nn.gemm import Operand
 
 
 def gpt():
@@ -90,6 +92,42 @@ def test_recomputation_changes_no_bit(name, mode, recipe):
             assert torch.equal(first.scales.counts, second.scales.counts)
             first.scales.update()
             second.scales.update()
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp8[scaling=current]", "fp8[checkpoint=full]"])
+def test_a_chain_of_blocks_is_the_blocks_one_by_one(name, recipe):
+    """A hook takes the chain apart, as the block must then be called; no bit may differ, nor any scale."""
+    chain, _, first = converted(name, recipe)
+    apart, _, second = converted(name, recipe)
+    seen = []
+    apart.blocks[1].register_forward_hook(lambda module, arguments, output: seen.append(output))
+    for _ in range(2):
+        loss_a, a = gradients(chain)
+        loss_b, b = gradients(apart)
+        assert torch.equal(loss_a, loss_b)
+        assert all(torch.equal(a[key], b[key]) for key in a)
+        if first.scales is not None:
+            assert torch.equal(first.scales.amax, second.scales.amax)
+            assert torch.equal(first.scales.counts, second.scales.counts)
+            first.scales.update()
+            second.scales.update()
+    assert len(seen) == 2
+
+
+def test_a_gradient_that_was_changed_on_its_way_is_not_taken_from_the_link():
+    link = blocks.Link(None)
+    made, operand = torch.randn(4, 4), Operand(torch.randn(4, 4))
+    link.put(made, operand)
+    assert link.take(made) is operand
+    assert link.take(made) is None  # given out once
+    link.put(made, operand)
+    assert link.take(made.clone()) is None
+    link.put(made, operand)
+    made.mul_(2)
+    assert link.take(made) is None
+    link.put(made, operand)
+    assert link.take(made[1:]) is None
 
 
 @pytest.mark.parametrize("name", MODELS)

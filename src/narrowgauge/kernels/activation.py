@@ -27,13 +27,14 @@ from torch import Tensor
 
 from narrowgauge.errors import UsageError
 from narrowgauge.kernels import FP8_MAX, HAVE_TRITON, direct, jit, jit_for_any, register, use_triton
-from narrowgauge.kernels.cast import TILE, empty_words, programs, transpose_reference, transposed_copy
+from narrowgauge.kernels.cast import empty_words, programs, transpose_reference, transposed_copy
 from narrowgauge.kernels.tile import FLUSHED, emit, load_rows, quantize_reference, tile_origin
 
 if HAVE_TRITON:
     import triton.language as tl
 
-# Three inputs and two outputs: half of ``cast``'s tile, so that they fit in registers.
+TILE: dict[str, int] = {"BLOCK_N": 128, "BLOCK_D": 64, "num_warps": 8}
+# Three inputs and two outputs: half of that, so that they fit in registers.
 GATED_TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 64, "num_warps": 8}
 SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
 CUBIC = 0.044715

@@ -6,8 +6,9 @@
     amax     = max(amax, |x|)                                 of x itself, so it needs no unscaling
     counts  += [#(|y| > max), #(x != 0 and x_lp == 0)]        saturated, flushed to zero
 
-Bytes moved per element of a BF16 x: ``cast`` 3, ``cast_transpose`` and its packed form 4, ``transpose`` 2, ``max_abs``
-2; ``cast_weight`` of FP32 weights 10, as they are read twice. How the transposed copy is written: see ``tile``.
+Bytes moved per element of a BF16 x: ``cast`` 3, ``cast_transpose`` and its packed form 4, ``pack`` 4, ``transpose`` 2,
+``max_abs`` 2; ``cast_weight`` of FP32 weights 10, as they are read twice. How the transposed copy is written: see
+``tile``.
 """
 
 from __future__ import annotations
@@ -73,6 +74,11 @@ def cast_transpose_packed(
     return (_packed if direct(*parts) else _packed_op)(list(parts), scale, dtype, amax, counts)
 
 
+def pack(parts: Sequence[Tensor]) -> Tensor:
+    """Tensors [B, H, T, hd] side by side in BF16, laid out as by ``cast_transpose_packed``: [B*T, sum of H*hd]."""
+    return (_pack if direct(*parts) else _pack_op)(list(parts))
+
+
 def transpose(x_lp: Tensor) -> Tensor:
     """``x_lp`` [N, D] in FP8 as [D, N], contiguous."""
     return (_transpose if direct(x_lp) else _transpose_op)(x_lp)
@@ -108,8 +114,11 @@ def cast_transpose_reference(
 def cast_transpose_packed_reference(
     parts: list[Tensor], scale: Tensor, dtype: torch.dtype, amax: Tensor | None = None, counts: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    packed = torch.cat([part.transpose(1, 2).flatten(2).flatten(0, 1) for part in parts], dim=1)
-    return cast_transpose_reference(packed, scale, dtype, amax, counts)
+    return cast_transpose_reference(pack_reference(parts), scale, dtype, amax, counts)
+
+
+def pack_reference(parts: list[Tensor]) -> Tensor:
+    return torch.cat([part.transpose(1, 2).flatten(2).flatten(0, 1) for part in parts], dim=1)
 
 
 def transpose_reference(x_lp: Tensor) -> Tensor:
@@ -162,7 +171,7 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     x1 = _load(x_ptr, n0 + 1, d0, length, width, batch_stride, head_stride, stride, time, HEAD, BLOCK_N, BLOCK_D)
     x2 = _load(x_ptr, n0 + 2, d0, length, width, batch_stride, head_stride, stride, time, HEAD, BLOCK_N, BLOCK_D)
     x3 = _load(x_ptr, n0 + 3, d0, length, width, batch_stride, head_stride, stride, time, HEAD, BLOCK_N, BLOCK_D)
-    scale = tl.load(scale_ptr)
+    scale = 1.0 if scale_ptr is None else tl.load(scale_ptr)
     if inv_scale_ptr is not None:  # current scaling: scale_ptr holds the amax
         scale = _scale_of(scale, LIMIT)
         if tl.program_id(0) == 0:
@@ -213,9 +222,9 @@ def _launch(
     x: Tensor,
     out: Tensor,
     out_t: Tensor | None,
-    scale: Tensor,
-    amax: Tensor | None,
-    counts: Tensor | None,
+    scale: Tensor | None,
+    amax: Tensor | None = None,
+    counts: Tensor | None = None,
     inv_scale: Tensor | None = None,
 ) -> None:
     length, width = out.shape
@@ -228,11 +237,11 @@ def _launch(
         x, out, out_t, scale, inv_scale, amax, counts, length, width,
         x.stride(0), x.stride(1) if heads else 0, x.stride(2 if heads else 0), x.shape[2] if heads else 1,
         out.stride(0), length // 16, HEAD=x.shape[3] if heads else None,
-        LIMIT=FP8_MAX[out.dtype], TINY=FLUSHED[out.dtype], **TILE,
+        LIMIT=FP8_MAX.get(out.dtype), TINY=FLUSHED.get(out.dtype), **TILE,
     )  # fmt: skip
 
 
-def _check(x: Tensor, dims: int, dtype: torch.dtype) -> None:
+def _check(x: Tensor, dims: int, dtype: torch.dtype = torch.float8_e4m3fn) -> None:
     if x.dim() != dims or dtype not in FP8_MAX:
         raise UsageError(
             f"cast of a tensor of shape {tuple(x.shape)} to {dtype}: expected {dims} dimensions "
@@ -278,6 +287,19 @@ def _packed(
     return out, transposed_copy(out, words)
 
 
+def _pack(parts: list[Tensor]) -> Tensor:
+    for part in parts:
+        _check(part, 4)
+    if not use_triton(parts[0]):
+        return pack_reference(parts).to(torch.bfloat16)
+    batch, _, time, _ = parts[0].shape
+    widths = [part.shape[1] * part.shape[3] for part in parts]
+    out = torch.empty((batch * time, sum(widths)), dtype=torch.bfloat16, device=parts[0].device)
+    for part, columns in zip(parts, out.split(widths, 1), strict=True):
+        _launch(part, columns, None, None)
+    return out
+
+
 def _transpose(x_lp: Tensor) -> Tensor:
     _check(x_lp, 2, x_lp.dtype)
     length, width = x_lp.shape
@@ -307,7 +329,7 @@ def _cast_weight(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Te
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     words = empty_words(out)
     inv_scale = torch.empty((), device=weight.device)
-    _launch(weight, out, words, _max_abs(weight), None, None, inv_scale)
+    _launch(weight, out, words, _max_abs(weight), inv_scale=inv_scale)
     return out, transposed_copy(out, words), inv_scale
 
 
@@ -332,6 +354,14 @@ _packed_op = register(
         parts[0], parts[0].shape[0] * parts[0].shape[2], sum(part.shape[1] * part.shape[3] for part in parts), dtype
     ),
     _STATISTICS,
+)
+_pack_op = register(
+    "pack",
+    _pack,
+    lambda parts: parts[0].new_empty(
+        (parts[0].shape[0] * parts[0].shape[2], sum(part.shape[1] * part.shape[3] for part in parts)),
+        dtype=torch.bfloat16,
+    ),
 )
 _transpose_op = register("transpose", _transpose, lambda x_lp: x_lp.new_empty((x_lp.shape[1], x_lp.shape[0])))
 _max_abs_op = register("max_abs", _max_abs, lambda x: x.new_empty((), dtype=torch.float32))

@@ -221,9 +221,7 @@ def _dlogits_lp_kernel(  # type: ignore[no-untyped-def]
     row = n0 + 4 * tl.arange(0, BLOCK_N // 4)
     c = d0 + tl.arange(0, BLOCK_V)
     f = tl.zeros([BLOCK_N // 4, BLOCK_V], tl.int32)
-    y0, f = _put(
-        x0, f, targets_ptr, lse_ptr, out_ptr, row, c, length, width, ignore_index, SCALE, SHIFT, LIMIT, TINY
-    )
+    y0, f = _put(x0, f, targets_ptr, lse_ptr, out_ptr, row, c, length, width, ignore_index, SCALE, SHIFT, LIMIT, TINY)
     y1, f = _put(
         x1, f, targets_ptr, lse_ptr, out_ptr, row + 1, c, length, width, ignore_index, SCALE, SHIFT, LIMIT, TINY
     )

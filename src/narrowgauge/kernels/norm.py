@@ -114,15 +114,17 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """(dx, dx_lp, dweight, dbias) from the gradients of ``out`` and, as ``dresidual``, of the residual stream itself.
 
-    dx_lp is made where ``scale`` is given, in ``dtype`` (E5M2 unless told); ``amax`` and ``counts`` are those of dx.
+    dx_lp is a second copy of dx: FP8 where ``scale`` is given, in ``dtype`` (E5M2 unless told), or else in ``dtype``
+    where that is a wider format; ``amax`` and ``counts`` are those of dx.
     """
     lp = dtype or torch.float8_e5m2
-    _check(residual, weight, kind, scale, residual.dtype if scale is None else lp, counts, (dout, dresidual))
+    plain = scale is None and dtype is None
+    _check(residual, weight, kind, scale, residual.dtype if plain else lp, counts, (dout, dresidual))
     if (mean is None) != (kind == "rms"):
         raise UsageError(f"norm_backward: kind={kind} {'needs the' if mean is None else 'has no'} mean")
     run = _backward if direct(dout, residual, weight) else _backward_op
     dx, dx_lp, dweight, dbias = run(dout, residual, weight, mean, rstd, dresidual, has_bias, scale, lp, amax, counts)
-    return dx, None if scale is None else dx_lp, dweight, dbias if has_bias else None
+    return dx, None if plain else dx_lp, dweight, dbias if has_bias else None
 
 
 def _check(
@@ -176,8 +178,9 @@ def norm_backward_reference(
     dx = dx * rstd[:, None]
     if dresidual is not None:
         dx = dx + dresidual.to(wide)
-    dx_lp = _store_reference(dx, scale, dx.dtype if scale is None else dtype, amax, counts)
-    if scale is None:
+    copied = scale is not None or dtype not in FP8_MAX
+    dx_lp = _store_reference(dx, scale, dtype if copied else dx.dtype, amax, counts)
+    if not copied:
         dx_lp = dx.new_empty(0, dtype=dtype)
     dbias = dout.sum(0) if has_bias else dout.new_empty(0)
     return dx.to(residual.dtype), dx_lp, (dout * h).sum(0), dbias
@@ -252,7 +255,7 @@ def _backward(
     if programs:
         backward_kernel[(programs,)](
             dout.contiguous(), residual.contiguous(), weight, mean, rstd,
-            None if dresidual is None else dresidual.contiguous(), scale, dx, None if scale is None else dx_lp,
+            None if dresidual is None else dresidual.contiguous(), scale, dx, dx_lp if dx_lp.numel() else None,
             partials[0], partials[1] if has_bias else None, amax, counts,
             residual.shape[0], **_constants(residual, cut, dtype),
         )  # fmt: skip
@@ -266,7 +269,8 @@ def _backward_fake(
     dout: Tensor, residual: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, dresidual: Tensor | None,
     has_bias: bool, scale: Tensor | None, dtype: torch.dtype, amax: Tensor | None, counts: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    dx_lp = residual.new_empty(residual.shape if scale is not None else (0,), dtype=dtype)
+    copied = scale is not None or dtype not in FP8_MAX
+    dx_lp = residual.new_empty(residual.shape if copied else (0,), dtype=dtype)
     dbias = rstd.new_empty(residual.shape[1] if has_bias else 0)
     return residual.new_empty(residual.shape), dx_lp, rstd.new_empty(residual.shape[1]), dbias
 

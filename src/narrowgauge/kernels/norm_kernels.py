@@ -131,8 +131,9 @@ def backward_kernel(  # type: ignore[no-untyped-def]
         largest, saturated, flushed = _watch(
             dx, scale, largest, saturated, flushed, amax_ptr, counts_ptr, ROWS, BLOCK, LIMIT, TINY
         )
-        if scale_ptr is not None:
-            tl.store(dx_lp_ptr + first + cols[None, :], to_fp8(dx * scale, LIMIT), mask=live)
+        if dx_lp_ptr is not None:
+            low = dx.to(dx_lp_ptr.dtype.element_ty) if scale_ptr is None else to_fp8(dx * scale, LIMIT)
+            tl.store(dx_lp_ptr + first + cols[None, :], low, mask=live)
     part = tl.program_id(0) * D + cols
     tl.store(dweight_ptr + part, tl.sum(dweight, 0), mask=inside)
     if dbias_ptr is not None:

@@ -95,6 +95,10 @@ class GPT(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
         x: Tensor = self.tok(inputs) + self.pos(torch.arange(inputs.shape[1], device=inputs.device))  # B, T, D
+        return self.trunk(x, targets)
+
+    def trunk(self, x: Tensor, targets: Tensor | None) -> Tensor:
+        """Everything behind the embedding: the blocks, one after the other, and the end."""
         for block in self.blocks:
             x = block(x)
         return self.finish(x, targets)

@@ -123,6 +123,10 @@ class Llama(nn.Module):
         x: Tensor = self.tok(inputs)  # B, T, D
         # Made anew rather than kept in a buffer: a buffer follows model.to(bfloat16) and is lost on the meta device.
         cos, sin = angles(inputs.shape[1], self.config.head_size, self.config.rope_base, inputs.device)
+        return self.trunk(x, targets, cos, sin)
+
+    def trunk(self, x: Tensor, targets: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
+        """Everything behind the embedding: the blocks, one after the other, and the end."""
         for block in self.blocks:
             x = block(x, cos, sin)
         return self.finish(x, targets)

@@ -6,6 +6,7 @@ the checkpoints of an unconverted one. What is found, in this order:
     blocks    modules with norm1, qkv, out, norm2, up (and gate), down and attend, as in the built-in GPT and Llama:
               computed as one function (blocks.py)
     head      a model that ends in ``finish(x, targets)`` with norm and lm_head: head and loss in one (head.py)
+    trunk     a model whose ``trunk(x, targets, ...)`` runs such blocks and then ``finish``: a chain of them (blocks.py)
     linears   every other nn.Linear (or transformers' Conv1D): swapped one by one (linear.py); FP8 only
 """
 
@@ -22,8 +23,9 @@ from torch import Tensor, nn
 from narrowgauge.hardware import Device, detect
 from narrowgauge.nn import blocks, head, linear
 from narrowgauge.nn.choose import Decision, decide
-from narrowgauge.nn.gemm import ALL_BF16, E4M3, E5M2, CachedWeight, GemmChoice
+from narrowgauge.nn.gemm import ALL_BF16, ALL_FP8, E4M3, E5M2, CachedWeight, GemmChoice
 from narrowgauge.nn.norm import run_norm
+from narrowgauge.nn.operands import Projection
 from narrowgauge.nn.overrides import override
 from narrowgauge.recipe import Recipe, parse
 from narrowgauge.scaling.tensor import Site, TensorScales
@@ -97,14 +99,17 @@ def convert(
         )
     result = Conversion(plans, scales)
     by_path = {layer.path: layer for layer in plans}
+    block_plans: dict[nn.Module, blocks.BlockPlan] = {}
     for path, module in model.named_modules():
         if is_block(module) and by_path[f"{path}.qkv"].part_of == "block":
-            _swap_block(module, path, by_path, scales, recipe)
+            block_plans[module] = _swap_block(module, path, by_path, scales, recipe)
             result.blocks.append(path)
         elif path in by_path and by_path[path].part_of == "linear":
             _swap_linear(module, by_path[path], scales)
     if "lm_head" in by_path and by_path["lm_head"].part_of == "head":
         _swap_head(model, by_path["lm_head"])
+        if hasattr(model, "trunk") and all(block in block_plans for block in getattr(model, "blocks", [None])):
+            _swap_trunk(model, by_path["lm_head"], block_plans)
     return result
 
 
@@ -149,7 +154,9 @@ def _survey(model: nn.Module, recipe: Recipe, device: Device, rows: int) -> Iter
             part = "kept" if part == "linear" else part
             yield Layer(path, shape, part, ALL_BF16, misfit or "BF16, by the recipe")
         else:
-            decision = decide(rows, shape[1], shape[0], device, part != "linear")
+            decision = Decision(ALL_FP8, "FP8 in every product, by the recipe")
+            if recipe.products == "fastest":
+                decision = decide(rows, shape[1], shape[0], device, part != "linear")
             part = "kept" if part == "linear" and decision.choice == ALL_BF16 else part
             yield Layer(path, shape, part, decision.choice, decision.reason, decision)
 
@@ -187,17 +194,17 @@ def _swap_linear(module: nn.Module, layer: Layer, scales: TensorScales | None) -
 
 def _swap_block(
     module: nn.Module, path: str, layers: dict[str, Layer], scales: TensorScales | None, recipe: Recipe
-) -> None:
+) -> blocks.BlockPlan:
     block: Any = module
 
     def site(layer: Layer, end: str) -> Site | None:
         return scales.sites.get(f"{layer.path}.{end}") if scales is not None else None
 
-    def projection(*names: str) -> blocks.Projection:
+    def projection(*names: str) -> Projection:
         # A gate and its twin are one product: the first one's sites and choice serve both.
         layer = layers[f"{path}.{names[0]}"]
         weights = CachedWeight(*(getattr(module, name).weight for name in names))
-        return blocks.Projection(weights, layer.choice, site(layer, "input"), site(layer, "grad_output"))
+        return Projection(weights, layer.choice, site(layer, "input"), site(layer, "grad_output"))
 
     gated = hasattr(module, "gate")
     plan = blocks.BlockPlan(
@@ -219,6 +226,7 @@ def _swap_block(
         return blocks.run_block(plan, x, blocks.weights_of(module), extra)
 
     override(module, torch.compiler.disable(forward))
+    return plan
 
 
 def _swap_head(model: nn.Module, layer: Layer) -> None:
@@ -235,3 +243,28 @@ def _swap_head(model: nn.Module, layer: Layer) -> None:
         return loss
 
     override(model, torch.compiler.disable(finish), "finish")
+
+
+def _swap_trunk(model: nn.Module, layer: Layer, plans: dict[nn.Module, blocks.BlockPlan]) -> None:
+    """All blocks, last norm, head and loss as one chain: what one block's kernel can write for the next, it writes."""
+    whole: Any = model
+    plain, last, weight = whole.trunk, whole.norm, CachedWeight(whole.lm_head.weight)
+    chain = list(whole.blocks)
+
+    def trunk(x: Tensor, targets: Tensor | None, *extra: Tensor) -> Tensor:
+        if targets is None or any(_is_watched(module) for module in (*chain, last, whole.lm_head)):
+            output: Tensor = plain(x, targets, *extra)
+            return output
+        own = [blocks.weights_of(block) for block in chain]
+        stream, branch, link = blocks.run_chain([plans[block] for block in chain], x, own, extra)
+        rows = blocks.run_last_norm(stream, branch, link, last.weight, last.eps, plans[chain[-1]])
+        loss: Tensor = head.head_loss(rows, weight, targets.flatten(), precision=layer.choice)
+        return loss
+
+    override(model, torch.compiler.disable(trunk), "trunk")
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Whether hooks wait for a module to be called, so that it must be, and hand on what it computes."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name, None) for name in hooks)

@@ -119,7 +119,7 @@ class CachedWeight:
     def _get(self, kind: str, make: Callable[[Tensor], Operand]) -> Operand:
         if torch.compiler.is_compiling():  # a graph casts each time it runs: it cannot ask whether it must
             return make(self._stacked())
-        now = (_last_step, *((weight._version, id(weight), _address(weight)) for weight in self.weights))
+        now = (_last_step, *((weight._version, id(weight), address(weight)) for weight in self.weights))
         made = self._made.get(kind)
         if made is None or made[0] != now:
             made = (now, make(self._stacked()))
@@ -131,8 +131,9 @@ class CachedWeight:
         return plain[0] if len(plain) == 1 else torch.cat(plain)
 
 
-def _address(weight: Tensor) -> int:
-    return 0 if isinstance(weight, FakeTensor) else weight.data_ptr()
+def address(tensor: Tensor) -> int:
+    """Where a tensor begins in memory; 0 for one that has none."""
+    return 0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()
 
 
 def forward_output(x: Operand, weight: CachedWeight, choice: GemmChoice) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-METHODS = ("forward", "finish")
+METHODS = ("forward", "trunk", "finish")
 
 
 def override(module: nn.Module, function: Callable[..., Any], name: str = "forward") -> None:

@@ -1,0 +1,159 @@
+"""Milliseconds of each kernel over the ways its work can be cut, on the GPU at hand; the best of each first.
+
+usage: python bench/tune_kernels.py [KIND ...]      (cast, packed, gelu, gelu_backward, swiglu_backward, transpose,
+                                                     lp, statistics, norm, norm_backward; all by default)
+
+Every cut is compiled beforehand by one process per kind, all at once, and then measured by this one alone.
+"""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from narrowgauge.kernels import activation, cast, cross_entropy, norm
+from narrowgauge.nn.choose import _timed
+from narrowgauge.nn.gemm import BF16, E4M3, E5M2
+
+N, D, V = 65536, 768, 50304
+Case = tuple[str, Callable[[], Any]]
+
+
+def tiles(*cuts: tuple[int, ...]) -> list[dict[str, int]]:
+    return [
+        {"BLOCK_N": n, "BLOCK_D": d, "num_warps": w, **({"maxnreg": rest[0]} if rest else {})}
+        for n, d, w, *rest in cuts
+    ]
+
+
+FLAT = tiles(
+    (128, 64, 8), (128, 64, 4), (128, 64, 16), (64, 64, 4), (64, 64, 8), (64, 128, 8), (128, 128, 8), (128, 128, 16),
+    (128, 32, 4), (64, 256, 16), (128, 64, 8, 64), (128, 64, 8, 80), (64, 128, 8, 80),
+)  # fmt: skip
+TURN = tiles((128, 128, 4), (128, 128, 8), (128, 64, 4), (64, 128, 4), (128, 256, 8), (256, 128, 8))
+LP = [
+    {"BLOCK_N": n, "BLOCK_V": v, "num_warps": w, "BAND": b}
+    for n, v, w in ((128, 128, 8), (128, 64, 4), (128, 64, 8), (128, 128, 16), (64, 128, 8))
+    for b in (1, 8)
+]
+STATISTICS = [{"BLOCK": b, "num_warps": w} for b, w in ((2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16))]
+CUTS = {
+    "norm": {
+        768: [(1, 2, 16), (1, 1, 20), (1, 1, 28), (2, 4, 8), (1, 4, 12), (1, 2, 24)],
+        2048: [(1, 4, 7), (1, 8, 6), (2, 8, 4), (1, 4, 10)],
+        4096: [(1, 8, 4), (1, 16, 3), (1, 8, 6), (1, 8, 3)],
+    },
+    "norm_backward": {
+        768: [(1, 2, 10), (1, 4, 8), (1, 4, 7, 2), (1, 2, 12), (1, 2, 8), (1, 2, 6, 2)],
+        2048: [(1, 4, 4), (1, 8, 3), (1, 8, 3, 2), (1, 4, 5), (1, 4, 3)],
+        4096: [(1, 8, 2), (1, 16, 1, 2), (1, 8, 1, 2), (1, 16, 2)],
+    },
+}
+
+
+def randn(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=dtype)
+
+
+def options(dtype: torch.dtype) -> dict[str, Any]:
+    counts = torch.zeros(2, dtype=torch.int64, device="cuda")
+    return {
+        "scale": torch.ones((), device="cuda"),
+        "dtype": dtype,
+        "amax": torch.zeros((), device="cuda"),
+        "counts": counts,
+    }
+
+
+def with_tile(tile: dict[str, int], choices: list[dict[str, int]], work: Callable[[], Any]) -> Iterator[Case]:
+    for choice in choices:
+        tile.clear()
+        tile.update(choice)
+        yield " ".join(str(value) for value in choice.values()), work
+
+
+def cases(kind: str) -> Iterator[Case]:
+    if kind in ("cast", "transpose"):
+        x = randn(N, D)
+        x8 = x.to(E4M3)
+        if kind == "cast":
+            yield from with_tile(cast.TILE, FLAT, lambda: cast.cast_transpose(x, **options_e4m3))
+        else:
+            yield from with_tile(cast.TRANSPOSE_TILE, TURN, lambda: cast.transpose(x8))
+    elif kind == "packed":
+        parts = tuple(randn(64, 1024, 12, 64).transpose(1, 2) for _ in range(3))
+        yield from with_tile(cast.TILE, FLAT, lambda: cast.cast_transpose_packed(parts, **options_e5m2))
+    elif kind == "gelu":
+        u = randn(N, 4 * D)
+        yield from with_tile(activation.TILE, FLAT, lambda: activation.gelu(u, **options_e4m3))
+    elif kind == "gelu_backward":
+        u, da = randn(N, 4 * D), randn(N, 4 * D)
+        yield from with_tile(activation.TILE, FLAT, lambda: activation.gelu_backward(da, u, **options_e5m2))
+    elif kind == "swiglu_backward":
+        u, da = randn(N, 4 * D), randn(N, 2 * D)
+        yield from with_tile(activation.GATED_TILE, FLAT, lambda: activation.swiglu_backward(da, u, **options_e5m2))
+    elif kind in ("lp", "statistics"):
+        logits, targets = randn(N // 4, V), torch.randint(0, V, (N // 4,), device="cuda")
+        lse, _ = cross_entropy.softmax_statistics(logits, targets, -100)
+        if kind == "lp":
+            yield from with_tile(
+                cross_entropy.LP_TILE, LP, lambda: cross_entropy.dlogits_lp(logits, targets, lse, E5M2)
+            )
+        else:
+            yield from with_tile(
+                cross_entropy.STATISTICS_TILE,
+                STATISTICS,
+                lambda: cross_entropy.softmax_statistics(logits, targets, -100),
+            )
+    else:
+        for width, cuts in CUTS[kind].items():
+            rows = N * D // width
+            x, branch, weight = (
+                randn(rows, width, dtype=torch.float32),
+                randn(rows, width),
+                torch.rand(width, device="cuda"),
+            )
+            made = norm.norm(x, weight, eps=1e-5)
+            for cut in cuts:
+                name = "forward_cut" if kind == "norm" else "backward_cut"
+                setattr(norm, name, lambda _, cut=cut: norm.Cut(*cut))
+                if kind == "norm":
+                    work = partial(norm.norm, x, weight, eps=1e-5, branch=branch, **options_e4m3)
+                else:
+                    work = partial(
+                        norm.norm_backward, branch, x, weight, made.mean, made.rstd, dresidual=x, **options_e5m2
+                    )
+                yield f"{width}: {cut}", work
+
+
+options_e4m3, options_e5m2 = options(E4M3), options(E5M2)
+KINDS = (
+    "cast",
+    "packed",
+    "gelu",
+    "gelu_backward",
+    "swiglu_backward",
+    "transpose",
+    "lp",
+    "statistics",
+    "norm",
+    "norm_backward",
+)
+kinds = [argument for argument in sys.argv[1:] if argument in KINDS] or list(KINDS)
+if "--compile" in sys.argv:
+    for _, work in cases(kinds[0]):
+        work()
+    sys.exit()
+ahead = [subprocess.Popen([sys.executable, __file__, kind, "--compile"], stderr=subprocess.DEVNULL) for kind in kinds]
+print("compiled:", {kind: process.wait() for kind, process in zip(kinds, ahead, strict=True)}, flush=True)
+for kind in kinds:
+    found = []
+    for name, work in cases(kind):
+        try:
+            found.append((_timed(work), name))
+        except Exception as error:
+            print(f"{kind} {name}: {type(error).__name__} {str(error)[:120]}", flush=True)
+    print(kind, "; ".join(f"{name} {ms:.4f}" for ms, name in sorted(found)), flush=True)
