@@ -28,7 +28,7 @@ from torch import Tensor
 from narrowgauge.errors import UsageError
 from narrowgauge.kernels import FP8_MAX, HAVE_TRITON, direct, jit, jit_for_any, register, use_triton
 from narrowgauge.kernels.cast import empty_words, programs, transpose_reference, transposed_copy
-from narrowgauge.kernels.tile import FLUSHED, emit, load_rows, quantize_reference, tile_origin
+from narrowgauge.kernels.tile import FLUSHED, add_misfits, emit, load_rows, misfits, quantize_reference, tile_origin
 
 if HAVE_TRITON:
     import triton.language as tl
@@ -174,10 +174,20 @@ def _pointwise_kernel(  # type: ignore[no-untyped-def]
     scale = 1.0
     if scale_ptr is not None:
         scale = tl.load(scale_ptr)
-    emit(
+    again = emit(
         _value(a0, b0, OP), _value(a1, b1, OP), _value(a2, b2, OP), _value(a3, b3, OP), out_ptr, out_t_ptr, scale,
-        amax_ptr, counts_ptr, n0, d0, length, width, out_stride, n16, LIMIT, TINY, BLOCK_N, BLOCK_D,
+        amax_ptr, counts_ptr, n0, d0, length, width, out_stride, n16, LIMIT, BLOCK_N, BLOCK_D,
     )  # fmt: skip
+    if counts_ptr is not None:
+        if again:
+            both = 0
+            for i in range(4):
+                a = load_rows(a_ptr, n0 + i, d0, length, width, a_stride, BLOCK_N, BLOCK_D)
+                b = a
+                if b_ptr is not None:
+                    b = load_rows(b_ptr, n0 + i, d0, length, width, b_stride, BLOCK_N, BLOCK_D)
+                both += misfits(_value(a, b, OP) * scale, LIMIT, TINY)
+            add_misfits(counts_ptr, both)
 
 
 @jit
@@ -214,14 +224,25 @@ def _swiglu_backward_kernel(  # type: ignore[no-untyped-def]
     dg1, du1 = _swiglu_gradients(da1, gate1, up1)
     dg2, du2 = _swiglu_gradients(da2, gate2, up2)
     dg3, du3 = _swiglu_gradients(da3, gate3, up3)
-    emit(
+    gate_again = emit(
         dg0, dg1, dg2, dg3, dg_ptr, dg_t_ptr, scale, amax_ptr, counts_ptr,
-        n0, d0, length, width, out_stride, n16, LIMIT, TINY, BLOCK_N, BLOCK_D,
+        n0, d0, length, width, out_stride, n16, LIMIT, BLOCK_N, BLOCK_D,
     )  # fmt: skip
-    emit(
+    up_again = emit(
         du0, du1, du2, du3, du_ptr, du_t_ptr, scale, amax_ptr, counts_ptr,
-        n0, d0, length, width, out_stride, n16, LIMIT, TINY, BLOCK_N, BLOCK_D,
+        n0, d0, length, width, out_stride, n16, LIMIT, BLOCK_N, BLOCK_D,
     )  # fmt: skip
+    if counts_ptr is not None:
+        if gate_again or up_again:
+            both = 0
+            for i in range(4):
+                gate = load_rows(gate_ptr, n0 + i, d0, length, width, stride, BLOCK_N, BLOCK_D)
+                up = load_rows(up_ptr, n0 + i, d0, length, width, stride, BLOCK_N, BLOCK_D)
+                da = load_rows(da_ptr, n0 + i, d0, length, width, da_stride, BLOCK_N, BLOCK_D)
+                dg, du = _swiglu_gradients(da, gate, up)
+                both += misfits(dg * scale, LIMIT, TINY) if gate_again else 0
+                both += misfits(du * scale, LIMIT, TINY) if up_again else 0
+            add_misfits(counts_ptr, both)
 
 
 def _named(op: str, approximate: str) -> str:

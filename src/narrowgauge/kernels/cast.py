@@ -23,8 +23,10 @@ from narrowgauge.kernels import FP8_MAX, HAVE_TRITON, direct, jit, jit_for_any, 
 from narrowgauge.kernels.tile import (
     FLUSHED,
     abs_bits,
+    add_misfits,
     emit,
     load_rows,
+    misfits,
     pack_bytes,
     quantize_reference,
     record_amax,
@@ -176,10 +178,19 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
         scale = _scale_of(scale, LIMIT)
         if tl.program_id(0) == 0:
             tl.store(inv_scale_ptr, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
-    emit(
+    again = emit(
         x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32), out_ptr, out_t_ptr, scale,
-        amax_ptr, counts_ptr, n0, d0, length, width, out_stride, n16, LIMIT, TINY, BLOCK_N, BLOCK_D,
+        amax_ptr, counts_ptr, n0, d0, length, width, out_stride, n16, LIMIT, BLOCK_N, BLOCK_D,
     )  # fmt: skip
+    if counts_ptr is not None:
+        if again:
+            both = 0
+            for i in range(4):
+                x = _load(
+                    x_ptr, n0 + i, d0, length, width, batch_stride, head_stride, stride, time, HEAD, BLOCK_N, BLOCK_D
+                )
+                both += misfits(x.to(tl.float32) * scale, LIMIT, TINY)
+            add_misfits(counts_ptr, both)
 
 
 @jit_for_any("length", "n16")

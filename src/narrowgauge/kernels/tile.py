@@ -144,85 +144,118 @@ def store_words(words, out_t_ptr, n0, d0, n16, width, BLOCK_N: tl.constexpr, BLO
 
 
 @jit
-def _flushed_below(scale, TINY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Bits of the largest |x| whose x * scale, rounded to FP32, is at most TINY: one comparison then tells of x."""
-    bits = tl.div_rn(tl.full((), TINY, tl.float32), scale).to(tl.int32, bitcast=True)
-    one_more = (bits + 1).to(tl.float32, bitcast=True)
-    two_more = (bits + 2).to(tl.float32, bitcast=True)
-    return bits + (one_more * scale <= TINY).to(tl.int32) + (two_more * scale <= TINY).to(tl.int32)
+def _nonzero_bytes(words):  # type: ignore[no-untyped-def]
+    """128 times the number of values in each word that are not zero: four at a time, in four instructions."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 t; and.b32 t, $1, 0x7F7F7F7F; add.u32 t, t, 0x7F7F7F7F; and.b32 t, t, 0x80808080; "
+        "dp4a.u32.u32 $0, t, 0x01010101, 0; }",
+        "=r,r",
+        [words],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@jit
+def misfits(y, LIMIT: tl.constexpr, TINY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How many values of a scaled tile saturate, and 2**16 times how many are flushed to zero."""
+    flushed = (y != 0.0) & (tl.abs(y) <= TINY)
+    return tl.sum(saturates(tl.abs(y), LIMIT).to(tl.int32) | (flushed.to(tl.int32) << 16))
+
+
+@jit
+def add_misfits(counts_ptr, both):  # type: ignore[no-untyped-def]
+    saturated = both & 0xFFFF
+    flushed = (both >> 16) & 0xFFFF
+    tl.atomic_add(counts_ptr, saturated.to(counts_ptr.dtype.element_ty), mask=saturated > 0, sem="relaxed")
+    tl.atomic_add(counts_ptr + 1, flushed.to(counts_ptr.dtype.element_ty), mask=flushed > 0, sem="relaxed")
+
+
+@jit
+def _count(  # type: ignore[no-untyped-def]
+    words, top, lowest, scale, counts_ptr, LIMIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Count what was flushed in a tile, or say that this is not the way to count it.
+
+    Compared one by one, the values would cost as many instructions as a GELU. So zeros are counted in the words, which
+    tells what was flushed if there were no zeros to begin with (as at the tensor's edge) and nothing saturates.
+    """
+    if INTERPRETED:
+        return True
+    fits = top.to(tl.float32, bitcast=True) * scale <= _most(LIMIT)  # false for NaN
+    plain = fits & (tl.min(lowest) > 0)
+    if plain:
+        flushed = BLOCK_N * BLOCK_D - tl.sum(_nonzero_bytes(words)) // 128
+        tl.atomic_add(counts_ptr + 1, flushed.to(counts_ptr.dtype.element_ty), mask=flushed > 0, sem="relaxed")
+    return not plain
 
 
 @jit
 def _put(  # type: ignore[no-untyped-def]
-    x, highest, flushed, out_ptr, scale, below, amax_ptr, counts_ptr, n, d0, length, width, out_stride,
+    x, highest, lowest, out_ptr, scale, amax_ptr, counts_ptr, n, d0, length, width, out_stride,
     LIMIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Scale and store one tile of ``emit``, and fold its statistics into ``highest`` and ``flushed``.
-
-    ``flushed`` is FP32, as LLVM would gather integer sums at the end and keep every term in a register till then.
-    """
+    """Scale and store one tile of ``emit``, and fold its sizes into ``highest`` and ``lowest``."""
     if amax_ptr is not None or counts_ptr is not None:
         size = abs_bits(x)
         highest = tl.maximum(highest, size)
+        if counts_ptr is not None:
+            lowest = tl.minimum(lowest, size)
     y = x
     if LIMIT is not None:
         y = x * scale
-        if counts_ptr is not None:  # without a sign, 0 - 1 is the largest number of all
-            tiny = (size - 1).to(tl.uint32, bitcast=True) < below.to(tl.uint32, bitcast=True)
-            flushed = tl.where(tiny, flushed + 1.0, flushed)
         q = to_fp8(y, LIMIT)
     else:
         q = x.to(out_ptr.dtype.element_ty)
     rows = (n + 4 * tl.arange(0, BLOCK_N // 4))[:, None]
     columns = (d0 + tl.arange(0, BLOCK_D))[None, :]
     tl.store(out_ptr + rows.to(tl.int64) * out_stride + columns, q, mask=(rows < length) & (columns < width))
-    return y, highest, flushed
+    return y, highest, lowest
 
 
 @jit
 def emit(  # type: ignore[no-untyped-def]
     x0, x1, x2, x3, out_ptr, out_t_ptr, scale, amax_ptr, counts_ptr, n0, d0, length, width, out_stride, n16,
-    LIMIT: tl.constexpr, TINY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    LIMIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Write four FP32 tiles (rows n0 + 4i, + 1, + 2, + 3; 0 outside the tensor) in the layouts asked for.
 
     LIMIT None stores them unscaled, in the format of ``out_ptr``. ``out_t_ptr`` is None or of int32.
-    ``amax_ptr`` and ``counts_ptr`` may be None. Statistics are reduced last: that waits for all warps, stores need not.
-    What saturates is counted only where the largest value does: hardly ever, so most tiles pay one comparison for it.
+    ``amax_ptr`` and ``counts_ptr`` may be None. Returns whether the caller must make the tiles once more and count
+    their ``misfits`` one by one, which is hardly ever; kept here for that, they would take half of all registers.
     """
-    none = tl.zeros((BLOCK_N // 4, BLOCK_D), tl.float32)
-    below = 0
-    if counts_ptr is not None:
-        below = _flushed_below(scale, TINY)
-    y0, highest, flushed = _put(
-        x0, none.to(tl.int32), none, out_ptr, scale, below, amax_ptr, counts_ptr, n0, d0, length, width, out_stride,
+    highest = tl.zeros((BLOCK_N // 4, BLOCK_D), tl.int32)
+    lowest = highest + 0x7FFFFFFF
+    y0, highest, lowest = _put(
+        x0, highest, lowest, out_ptr, scale, amax_ptr, counts_ptr, n0, d0, length, width, out_stride,
         LIMIT, BLOCK_N, BLOCK_D,
     )  # fmt: skip
-    y1, highest, flushed = _put(
-        x1, highest, flushed, out_ptr, scale, below, amax_ptr, counts_ptr, n0 + 1, d0, length, width, out_stride,
+    y1, highest, lowest = _put(
+        x1, highest, lowest, out_ptr, scale, amax_ptr, counts_ptr, n0 + 1, d0, length, width, out_stride,
         LIMIT, BLOCK_N, BLOCK_D,
     )  # fmt: skip
-    y2, highest, flushed = _put(
-        x2, highest, flushed, out_ptr, scale, below, amax_ptr, counts_ptr, n0 + 2, d0, length, width, out_stride,
+    y2, highest, lowest = _put(
+        x2, highest, lowest, out_ptr, scale, amax_ptr, counts_ptr, n0 + 2, d0, length, width, out_stride,
         LIMIT, BLOCK_N, BLOCK_D,
     )  # fmt: skip
-    y3, highest, flushed = _put(
-        x3, highest, flushed, out_ptr, scale, below, amax_ptr, counts_ptr, n0 + 3, d0, length, width, out_stride,
+    y3, highest, lowest = _put(
+        x3, highest, lowest, out_ptr, scale, amax_ptr, counts_ptr, n0 + 3, d0, length, width, out_stride,
         LIMIT, BLOCK_N, BLOCK_D,
     )  # fmt: skip
+    words = 0
+    if out_t_ptr is not None or counts_ptr is not None:
+        words = pack_fp8(y0, y1, y2, y3, LIMIT)
     if out_t_ptr is not None:
-        store_words(pack_fp8(y0, y1, y2, y3, LIMIT), out_t_ptr, n0, d0, n16, width, BLOCK_N, BLOCK_D)
+        store_words(words, out_t_ptr, n0, d0, n16, width, BLOCK_N, BLOCK_D)
+    again = False
     if amax_ptr is not None or counts_ptr is not None:
         top = tl.max(highest)
         if amax_ptr is not None:
             raise_amax(amax_ptr, top)
         if counts_ptr is not None:
-            total = tl.sum(flushed).to(tl.int32).to(counts_ptr.dtype.element_ty)
-            tl.atomic_add(counts_ptr + 1, total, mask=total > 0, sem="relaxed")
-            if not (top.to(tl.float32, bitcast=True) * scale <= _most(LIMIT)):  # so that a NaN hides nothing
-                over = saturates(tl.abs(y0), LIMIT).to(tl.int32) + saturates(tl.abs(y1), LIMIT).to(tl.int32)
-                over += saturates(tl.abs(y2), LIMIT).to(tl.int32) + saturates(tl.abs(y3), LIMIT).to(tl.int32)
-                tl.atomic_add(counts_ptr, tl.sum(over).to(counts_ptr.dtype.element_ty), sem="relaxed")
+            again = _count(words, top, lowest, scale, counts_ptr, LIMIT, BLOCK_N, BLOCK_D)
+    return again
 
 
 @jit
