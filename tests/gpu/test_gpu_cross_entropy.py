@@ -12,6 +12,10 @@ from narrowgauge.nn.gemm import ALL_BF16, ALL_FP8, BF16, CachedWeight, GemmChoic
 from narrowgauge.nn.head import head_loss
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream"),
+]
 CHOICES = [GemmChoice(*formats) for formats in itertools.product(("bf16", "fp8"), repeat=3)]
 
 

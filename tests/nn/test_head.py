@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from narrowgauge.errors import UsageError
-from narrowgauge.kernels import cast
+from narrowgauge.kernels import FP8_MAX, cast, fitting_scale
 from narrowgauge.nn import head
 from narrowgauge.nn.gemm import ALL_BF16, ALL_FP8, BF16, E4M3, CachedWeight, GemmChoice, Operand
 from narrowgauge.nn.head import default_chunk_rows, head_loss
@@ -147,7 +147,7 @@ def test_only_what_needs_a_gradient_gets_one(choice, frozen):
 
 def test_an_operand_in_fp8_is_taken_as_it_is():
     x, weight, targets = make(192)
-    scale = cast.fitting_scale(cast.max_abs(x.detach()), E4M3)
+    scale = fitting_scale(cast.max_abs(x.detach()), FP8_MAX[E4M3])
     lp, lp_t = cast.cast_transpose(x.detach(), scale, E4M3)
     made = head_loss(x, weight, targets, precision=ALL_FP8)
     made.backward()

@@ -13,6 +13,9 @@ from torch import Tensor
 FP8_MAX: dict[torch.dtype, float] = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 """The largest finite value of each FP8 format: casts saturate here."""
 
+SCALE_RANGE = (2.0**-100, 2.0**100)
+"""Scales stay in here, so that neither they nor their inverses leave FP32 whatever amax a tensor shows."""
+
 F = TypeVar("F", bound=Callable[..., Any])
 HAVE_TRITON = find_spec("triton") is not None
 
@@ -32,6 +35,15 @@ def jit(function: Callable[..., Any], unspecialized: tuple[str, ...] = ()) -> An
 def jit_for_any(*names: str) -> Callable[[Callable[..., Any]], Any]:
     """``jit`` for a kernel that is not compiled anew for other values of these arguments, such as a row count."""
     return partial(jit, unspecialized=names)
+
+
+def fitting_scale(amax: Tensor, largest: Tensor | float, margin: int = 0) -> Tensor:
+    """The scale that brings an amax to the format's largest number, lowered by the margin; 1 for 0, inf and NaN."""
+    good = torch.isfinite(amax) & (amax > 0)
+    top = largest if isinstance(largest, Tensor) else torch.full_like(amax, largest, dtype=torch.float32)
+    # A tensor divides with one rounding; torch takes a number divided by a tensor as a product with its inverse.
+    scale = top / torch.where(good, amax.float(), 1.0) / 2.0**margin
+    return torch.where(good, scale.clamp(*SCALE_RANGE), 1.0)
 
 
 def use_triton(tensor: Tensor) -> bool:

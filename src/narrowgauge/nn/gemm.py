@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from narrowgauge.kernels import FP8_MAX, cast
-from narrowgauge.scaling.tensor import Site, TensorScales, fitting_scale
+from narrowgauge.kernels import FP8_MAX, cast, fitting_scale
+from narrowgauge.scaling.tensor import Site, TensorScales
 
 BF16 = torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

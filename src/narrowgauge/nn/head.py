@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from narrowgauge.errors import UsageError
-from narrowgauge.kernels import FP8_MAX, cast
+from narrowgauge.kernels import FP8_MAX, cast, fitting_scale
 from narrowgauge.kernels.cross_entropy import IGNORE, UNIT_SCALE, dlogits, dlogits_lp, rescale_, softmax_statistics
 from narrowgauge.nn.gemm import (
     ALL_BF16,
@@ -39,7 +39,6 @@ from narrowgauge.nn.gemm import (
     backward_weight,
     forward_output,
 )
-from narrowgauge.scaling.tensor import fitting_scale
 
 CHUNK_BYTES = 4 << 30
 """Most bytes of BF16 logits at once by default: GPT-2's 65,536 x 50,304 then go in two chunks, each a full GEMM."""

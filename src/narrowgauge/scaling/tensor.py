@@ -29,17 +29,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import UsageError
-
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-SCALE_RANGE = (2.0**-100, 2.0**100)
-"""Scales stay in here, so that neither they nor their inverses leave FP32 whatever amax a tensor shows."""
-
-
-def fitting_scale(amax: Tensor, largest: Tensor | float, margin: int = 0) -> Tensor:
-    """The scale that brings an amax to the format's largest number, lowered by the margin; 1 for 0, inf and NaN."""
-    good = torch.isfinite(amax) & (amax > 0)
-    scale = largest / torch.where(good, amax.float(), 1.0) / 2.0**margin
-    return torch.where(good, scale.clamp(*SCALE_RANGE), 1.0)
+from narrowgauge.kernels import FP8_MAX, fitting_scale
 
 
 def _spaced(count: int, device: torch.device | str, fill: float) -> Tensor:
@@ -73,7 +63,7 @@ class TensorScales:
         margin: int = 0,
         amax: str = "max",
     ) -> None:
-        wrong = [str(dtype) for dtype in sites.values() if dtype not in LARGEST]
+        wrong = [str(dtype) for dtype in sites.values() if dtype not in FP8_MAX]
         if wrong:
             raise UsageError(f"FP8 scales are for float8_e4m3fn and float8_e5m2, not for {wrong[0]}")
         self.mode, self.margin, self.take = mode, margin, amax
@@ -81,7 +71,7 @@ class TensorScales:
         self.scale, self.inv_scale, self.amax = (_spaced(count, device, fill) for fill in (1.0, 1.0, 0.0))
         self.history = torch.zeros(history, count, device=device)
         self.counts = torch.zeros(count, 2, dtype=torch.int64, device=device)
-        self.largest = torch.tensor([LARGEST[dtype] for dtype in sites.values()], device=device)
+        self.largest = torch.tensor([FP8_MAX[dtype] for dtype in sites.values()], device=device)
         self.updates = 0
         self.delayed = mode == "none"
         """Whether casts may take the scales as they stand: not before the first update has seen the tensors.

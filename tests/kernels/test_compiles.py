@@ -1,0 +1,102 @@
+"""Every kernel compiles for Hopper, with and without what is optional: Triton needs no GPU for that.
+
+The interpreter runs Python where the compiler decides beforehand, so a kernel can pass there and fail to compile.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+
+SCRIPT = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from narrowgauge.kernels import activation, cast, cross_entropy, norm_kernels
+
+I32, NOT_ALIGNED = "i32", ("length", "n16", "time", "ignore_index", "rows")
+POINTERS = {
+    "scale_ptr": "*fp32", "inv_scale_ptr": "*fp32", "amax_ptr": "*fp32", "counts_ptr": "*i64", "targets_ptr": "*i64",
+    "lse_ptr": "*fp32", "loss_ptr": "*fp32", "factor_ptr": "*fp32", "words_ptr": "*i32", "out_t_ptr": "*i32",
+    "dg_t_ptr": "*i32", "du_t_ptr": "*i32", "mean_ptr": "*fp32", "rstd_ptr": "*fp32", "weight_ptr": "*fp32",
+    "bias_ptr": "*fp32", "dweight_ptr": "*fp32", "dbias_ptr": "*fp32", "residual_ptr": "*fp32",
+    "dresidual_ptr": "*fp32", "dx_ptr": "*fp32",
+}
+FP8 = {"*fp8e4nv": dict(LIMIT=448.0, TINY=2.0**-10), "*fp8e5": dict(LIMIT=57344.0, TINY=2.0**-17)}
+
+
+def compiled(kernel, warps=4, none=(), types=None, **constants):
+    types = types or {}
+    constants |= {name: None for name in none}
+    signature, attributes = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        kind = types.get(name) or POINTERS.get(name) or ("*bf16" if name.endswith("_ptr") else I32)
+        signature[name] = "constexpr" if name in constants else ("fp32" if name == "eps" else kind)
+        if name not in constants and name != "eps" and name not in NOT_ALIGNED:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    assert made.asm["cubin"], kernel
+    return made.asm["ptx"]
+
+
+kind = sys.argv[1]
+tile = dict(BLOCK_N=64, BLOCK_D=64)
+if kind == "cast":
+    for out, limits in FP8.items():
+        for none in ((), ("counts_ptr",), ("counts_ptr", "amax_ptr"), ("out_t_ptr",)):
+            none = (*none, "inv_scale_ptr")
+            compiled(cast._cast_kernel, none=none, types={"out_ptr": out}, HEAD=None, **limits, **tile)
+    compiled(cast._cast_kernel, none=("counts_ptr", "amax_ptr"), types={"out_ptr": out, "x_ptr": "*fp32"}, HEAD=None,
+             **limits, **tile)
+    compiled(cast._cast_kernel, none=("inv_scale_ptr",), types={"out_ptr": out}, HEAD=64, **limits, **tile)
+    none = ("inv_scale_ptr", "scale_ptr", "amax_ptr", "counts_ptr", "out_t_ptr")
+    compiled(cast._cast_kernel, none=none, HEAD=64, LIMIT=None, TINY=None, **tile)
+    compiled(cast._transpose_kernel, types={"x_ptr": "*u8"}, **tile)
+    compiled(cast._max_abs_kernel, **tile)
+elif kind == "activation":
+    for op in ("gelu", "gelu_backward", "gelu_tanh", "gelu_tanh_backward", "swiglu"):
+        alone = ("b_ptr",) if op in ("gelu", "gelu_tanh") else ()
+        for none in ((), ("counts_ptr",)):
+            types, limits = {"out_ptr": "*fp8e5"}, FP8["*fp8e5"]
+            compiled(activation._pointwise_kernel, 8, (*none, *alone), types, OP=op, **limits, **tile)
+        none = (*alone, "scale_ptr", "amax_ptr", "counts_ptr", "out_t_ptr")
+        compiled(activation._pointwise_kernel, 8, none, OP=op, LIMIT=None, TINY=None, **tile)
+    types = {"dg_ptr": "*fp8e5", "du_ptr": "*fp8e5"}
+    for none in ((), ("counts_ptr",)):
+        compiled(activation._swiglu_backward_kernel, 8, none, types, **FP8["*fp8e5"], **tile)
+    none = ("scale_ptr", "amax_ptr", "counts_ptr", "dg_t_ptr", "du_t_ptr")
+    compiled(activation._swiglu_backward_kernel, 8, none, LIMIT=None, TINY=None, **tile)
+elif kind == "norm":
+    size = dict(D=768, BLOCK=1024, ROWS=1, STAGES=1)
+    x = {"x_ptr": "*fp32", "out_ptr": "*fp8e4nv", "dx_lp_ptr": "*fp8e5"}
+    for none in (("bias_ptr",), ("mean_ptr", "branch_ptr", "residual_ptr", "bias_ptr", "counts_ptr")):
+        compiled(norm_kernels.forward_kernel, 2, none, x, **size, **FP8["*fp8e4nv"])
+    for none in (("dbias_ptr",), ("mean_ptr", "dresidual_ptr", "counts_ptr")):
+        compiled(norm_kernels.backward_kernel, 2, none, x, **size, **FP8["*fp8e5"])
+    plain = ("scale_ptr", "amax_ptr", "counts_ptr")
+    compiled(norm_kernels.forward_kernel, 2, (*plain, "bias_ptr"), {"x_ptr": "*fp32"}, **size, LIMIT=None, TINY=None)
+    compiled(norm_kernels.backward_kernel, 2, (*plain, "dbias_ptr"), **size, LIMIT=None, TINY=None)
+    compiled(norm_kernels.backward_kernel, 2, (*plain, "dbias_ptr", "dx_lp_ptr"), **size, LIMIT=None, TINY=None)
+else:
+    compiled(cross_entropy._statistics_kernel, BLOCK=2048)
+    compiled(cross_entropy._dlogits_kernel, 8, BLOCK_N=16, BLOCK_V=512)
+    for out, limits in FP8.items():
+        for none in ((), ("counts_ptr", "words_ptr")):
+            compiled(cross_entropy._dlogits_lp_kernel, 8, none, {"out_ptr": out}, SCALE=256.0, SHIFT=8.0, BLOCK_N=64,
+                     BLOCK_V=128, BAND=8, **limits)
+"""
+
+
+@pytest.mark.parametrize("kind", ["cast", "activation", "norm", "cross_entropy"])
+def test_kernels_compile_for_hopper(kind):
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, kind], capture_output=True, text=True, timeout=300, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
