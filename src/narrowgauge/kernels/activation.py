@@ -33,7 +33,7 @@ from narrowgauge.kernels.tile import FLUSHED, add_misfits, emit, load_rows, misf
 if HAVE_TRITON:
     import triton.language as tl
 
-# As measured on an H200 by bench/tune_kernels.py. More warps than ``cast``'s: these kernels compute as much as they move.
+# As measured on an H200 (bench/tune_kernels.py). More warps than ``cast``: these kernels compute as much as they move.
 TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 64, "num_warps": 8}
 GATED_TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 64, "num_warps": 4}
 SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
