@@ -92,7 +92,7 @@ def cases(kind: str) -> Iterator[Case]:
         yield from with_tile(activation.TILE, FLAT, lambda: activation.gelu(u, **options_e4m3))
     elif kind == "gelu_backward":
         u, da = randn(N, 4 * D), randn(N, 4 * D)
-        yield from with_tile(activation.TILE, FLAT, lambda: activation.gelu_backward(da, u, **options_e5m2))
+        yield from with_tile(activation.BACKWARD_TILE, FLAT, lambda: activation.gelu_backward(da, u, **options_e5m2))
     elif kind == "swiglu_backward":
         u, da = randn(N, 4 * D), randn(N, 2 * D)
         yield from with_tile(activation.GATED_TILE, FLAT, lambda: activation.swiglu_backward(da, u, **options_e5m2))

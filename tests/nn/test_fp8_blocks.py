@@ -151,6 +151,36 @@ def test_state_dictionaries_do_not_change():
     model.load_state_dict(exact.state_dict())
 
 
+def test_weights_take_delayed_scales_which_only_training_moves():
+    model, _, conversion = converted("gpt", "fp8")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    site = conversion.scales.sites["blocks.0.up.weight"]
+    weight = model.blocks[0].up.weight
+
+    def step():
+        gradients(model)
+        optimizer.step()
+        seen = site.amax.item()
+        conversion.scales.update()
+        return seen
+
+    first = weight.abs().max().item()
+    assert step() == first  # before there is a scale, by the weight itself, which is recorded
+    assert site.scale.item() == pytest.approx(448 / first)
+    with torch.no_grad():
+        model(*batch())
+    assert site.amax.item() == 0
+    second = weight.abs().max().item()
+    assert second != first
+    assert step() == second
+    with torch.no_grad():
+        weight.mul_(64)  # by hand: a scale of the steps before would saturate
+    before = site.counts[0].item()
+    gradients(model)
+    assert site.counts[0].item() == before
+    assert site.amax.item() == weight.abs().max().item() > 32 * second
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_weights_are_cast_anew_after_a_step_of_any_optimizer(fused):
     """Fused optimizers do not tell of their change by the tensor's version."""

@@ -77,7 +77,7 @@ def test_layers_that_do_not_fit_or_are_kept_stay_as_they_were_with_the_reason():
     assert [layer.part_of for layer in report.layers] == ["kept", "linear", "kept"]
     assert "20 inputs are not a multiple of 16" in report.layers[0].reason
     assert "keep=2" in report.layers[2].reason
-    assert list(report.scales.sites) == ["1.input", "1.grad_output"]
+    assert list(report.scales.sites) == ["1.input", "1.grad_output", "1.weight"]
     assert "fp8/fp8/fp8" in str(report)
     assert report.summary() == "FP8 in 3 of 9 products of 3 layers; left as they were: 0, 2"
     engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp8[keep=2]")

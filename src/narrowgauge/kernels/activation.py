@@ -33,9 +33,10 @@ from narrowgauge.kernels.tile import FLUSHED, add_misfits, emit, load_rows, misf
 if HAVE_TRITON:
     import triton.language as tl
 
-# As measured on an H200 (bench/tune_kernels.py). More warps than ``cast``: these kernels compute as much as they move.
-TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 64, "num_warps": 8}
-GATED_TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 64, "num_warps": 4}
+# As measured on an H200 (bench/tune_kernels.py): these kernels compute as much as they move.
+TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 128, "num_warps": 8}
+BACKWARD_TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 32, "num_warps": 4}
+GATED_TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 32, "num_warps": 4}
 SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
 CUBIC = 0.044715
 DENSITY = 1.0 / math.sqrt(2.0 * math.pi)
@@ -315,9 +316,10 @@ def _pointwise(
         return _layouts(out, words, transposed)
     a = _rows(a)
     b = None if b is None else _rows(b)
-    _pointwise_kernel[programs(length, width, TILE)](
+    tile = TILE if b is None or op == "swiglu" else BACKWARD_TILE
+    _pointwise_kernel[programs(length, width, tile)](
         a, b, out, words, scale, amax, counts, length, width, a.stride(0), 0 if b is None else b.stride(0),
-        width, length // 16, OP=op, LIMIT=FP8_MAX.get(dtype), TINY=FLUSHED.get(dtype), **TILE,
+        width, length // 16, OP=op, LIMIT=FP8_MAX.get(dtype), TINY=FLUSHED.get(dtype), **tile,
     )  # fmt: skip
     return _layouts(out, words, transposed)
 

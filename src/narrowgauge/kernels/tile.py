@@ -173,22 +173,27 @@ def add_misfits(counts_ptr, both):  # type: ignore[no-untyped-def]
 
 
 @jit
+def _together(top_a, low_a, sum_a, top_b, low_b, sum_b):  # type: ignore[no-untyped-def]
+    return tl.maximum(top_a, top_b), tl.minimum(low_a, low_b), sum_a + sum_b
+
+
+@jit
 def _count(  # type: ignore[no-untyped-def]
-    words, top, lowest, scale, counts_ptr, LIMIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
+    words, highest, lowest, scale, counts_ptr, LIMIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Count what was flushed in a tile, or say that this is not the way to count it.
+    """Count what was flushed in a tile, or say that this is not the way to count it; and the largest size, as bits.
 
     Compared one by one, the values would cost as many instructions as a GELU. So zeros are counted in the words, which
     tells what was flushed if there were no zeros to begin with (as at the tensor's edge) and nothing saturates.
     """
     if INTERPRETED:
-        return True
+        return True, tl.max(highest)
+    top, low, nonzero = tl.reduce((highest, lowest, _nonzero_bytes(words)), None, _together)  # one wait for all three
     fits = top.to(tl.float32, bitcast=True) * scale <= _most(LIMIT)  # false for NaN
-    plain = fits & (tl.min(lowest) > 0)
-    if plain:
-        flushed = BLOCK_N * BLOCK_D - tl.sum(_nonzero_bytes(words)) // 128
-        tl.atomic_add(counts_ptr + 1, flushed.to(counts_ptr.dtype.element_ty), mask=flushed > 0, sem="relaxed")
-    return not plain
+    plain = fits & (low > 0)
+    flushed = BLOCK_N * BLOCK_D - nonzero // 128
+    tl.atomic_add(counts_ptr + 1, flushed.to(counts_ptr.dtype.element_ty), mask=plain & (flushed > 0), sem="relaxed")
+    return not plain, top
 
 
 @jit
@@ -249,12 +254,12 @@ def emit(  # type: ignore[no-untyped-def]
     if out_t_ptr is not None:
         store_words(words, out_t_ptr, n0, d0, n16, width, BLOCK_N, BLOCK_D)
     again = False
-    if amax_ptr is not None or counts_ptr is not None:
-        top = tl.max(highest)
+    if counts_ptr is not None:
+        again, top = _count(words, highest, lowest, scale, counts_ptr, LIMIT, BLOCK_N, BLOCK_D)
         if amax_ptr is not None:
             raise_amax(amax_ptr, top)
-        if counts_ptr is not None:
-            again = _count(words, top, lowest, scale, counts_ptr, LIMIT, BLOCK_N, BLOCK_D)
+    elif amax_ptr is not None:
+        record_amax(amax_ptr, highest)
     return again
 
 

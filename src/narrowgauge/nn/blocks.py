@@ -212,14 +212,14 @@ def _forward(
     batch, length, width = x.shape
     rows, flat = x.reshape(-1, width), None if branch is None else branch.reshape(-1, width)
     h1, stats1, x0 = normed(plan.kind, plan.eps[0], rows, flat, weights[0], plan.qkv, caster)
-    qkv = forward_output(h1, plan.qkv.weight, plan.qkv.choice)
+    qkv = forward_output(h1, plan.qkv.weight, plan.qkv.choice, needed)
     leaves, mixed = _attend(plan, qkv.view(batch, length, -1), extra, needed)
     o = _attention_operand(plan, mixed.detach(), caster, needed)
-    out = forward_output(o, plan.out.weight, plan.out.choice)
+    out = forward_output(o, plan.out.weight, plan.out.choice, needed)
     h2, stats2, x1 = normed(plan.kind, plan.eps[1], x0, out, weights[3], plan.up, caster)
-    u = forward_output(h2, plan.up.weight, plan.up.choice)
+    u = forward_output(h2, plan.up.weight, plan.up.choice, needed)
     a = activated(plan.activation, u, plan.down, caster, needed)
-    y = forward_output(a, plan.down.weight, plan.down.choice)
+    y = forward_output(a, plan.down.weight, plan.down.choice, needed)
     return x0.view_as(x), x1, y, _Kept(h1, stats1, leaves, mixed, o, x1, h2, stats2, u, a)
 
 

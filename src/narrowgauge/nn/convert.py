@@ -81,12 +81,7 @@ def convert(
     if recipe.compute not in ("fp8", "bf16"):
         return Conversion()
     plans = list(_survey(model, recipe, device, rows))
-    sites = {
-        f"{layer.path}.{end}": dtype
-        for layer in plans
-        if "fp8" in layer.choice and layer.part_of in ("block", "linear")  # the head looks at its input itself
-        for end, dtype in (("input", E4M3), ("grad_output", E5M2))
-    }
+    sites = {name: dtype for layer in plans if "fp8" in layer.choice for name, dtype in _sites(layer)}
     scales = None
     if sites:
         scales = TensorScales(
@@ -107,10 +102,21 @@ def convert(
         elif path in by_path and by_path[path].part_of == "linear":
             _swap_linear(module, by_path[path], scales)
     if "lm_head" in by_path and by_path["lm_head"].part_of == "head":
-        _swap_head(model, by_path["lm_head"])
+        end = by_path["lm_head"]
+        site = scales.sites.get("lm_head.weight") if scales is not None else None
+        weight = CachedWeight(model.get_submodule("lm_head").weight, site=site, scales=scales)  # type: ignore[arg-type]
+        _swap_head(model, end, weight)
         if hasattr(model, "trunk") and all(block in block_plans for block in getattr(model, "blocks", [None])):
-            _swap_trunk(model, by_path["lm_head"], block_plans)
+            _swap_trunk(model, end, weight, block_plans)
     return result
+
+
+def _sites(layer: Layer) -> Iterator[tuple[str, torch.dtype]]:
+    """The tensors of a layer that are cast by delayed scales: the head looks at its input itself."""
+    if layer.part_of in ("block", "linear"):
+        yield f"{layer.path}.input", E4M3
+        yield f"{layer.path}.grad_output", E5M2
+    yield f"{layer.path}.weight", E4M3
 
 
 def is_block(module: nn.Module) -> bool:
@@ -182,7 +188,7 @@ def _swap_linear(module: nn.Module, layer: Layer, scales: TensorScales | None) -
     layer_of: Any = module
     turned = linear.is_turned(module)
     plan = linear.LinearPlan(
-        CachedWeight(layer_of.weight, turned=turned),
+        CachedWeight(layer_of.weight, turned=turned, site=scales.sites.get(f"{layer.path}.weight"), scales=scales),
         layer.choice,
         scales.sites[f"{layer.path}.input"],
         scales.sites[f"{layer.path}.grad_output"],
@@ -203,7 +209,8 @@ def _swap_block(
     def projection(*names: str) -> Projection:
         # A gate and its twin are one product: the first one's sites and choice serve both.
         layer = layers[f"{path}.{names[0]}"]
-        weights = CachedWeight(*(getattr(module, name).weight for name in names))
+        parameters = (getattr(module, name).weight for name in names)
+        weights = CachedWeight(*parameters, site=site(layer, "weight"), scales=scales)
         return Projection(weights, layer.choice, site(layer, "input"), site(layer, "grad_output"))
 
     gated = hasattr(module, "gate")
@@ -229,10 +236,10 @@ def _swap_block(
     return plan
 
 
-def _swap_head(model: nn.Module, layer: Layer) -> None:
+def _swap_head(model: nn.Module, layer: Layer, weight: CachedWeight) -> None:
     """norm, head and loss by narrowgauge's functions where there are targets; without them the model ends as it did."""
     whole: Any = model
-    plain, last, weight = whole.finish, whole.norm, CachedWeight(whole.lm_head.weight)
+    plain, last = whole.finish, whole.norm
 
     def finish(x: Tensor, targets: Tensor | None) -> Tensor:
         if targets is None:
@@ -245,10 +252,10 @@ def _swap_head(model: nn.Module, layer: Layer) -> None:
     override(model, torch.compiler.disable(finish), "finish")
 
 
-def _swap_trunk(model: nn.Module, layer: Layer, plans: dict[nn.Module, blocks.BlockPlan]) -> None:
+def _swap_trunk(model: nn.Module, layer: Layer, weight: CachedWeight, plans: dict[nn.Module, blocks.BlockPlan]) -> None:
     """All blocks, last norm, head and loss as one chain: what one block's kernel can write for the next, it writes."""
     whole: Any = model
-    plain, last, weight = whole.trunk, whole.norm, CachedWeight(whole.lm_head.weight)
+    plain, last = whole.trunk, whole.norm
     chain = list(whole.blocks)
 
     def trunk(x: Tensor, targets: Tensor | None, *extra: Tensor) -> Tensor:

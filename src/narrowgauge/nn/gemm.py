@@ -10,7 +10,6 @@ and b row-major, and FP8 operands come with a transposed copy where a product ne
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from narrowgauge.kernels import FP8_MAX, cast, fitting_scale
 from narrowgauge.scaling.tensor import Site, TensorScales
@@ -72,34 +71,53 @@ def product_bf16(a: Tensor, b_t: Tensor, out_dtype: torch.dtype = BF16) -> Tenso
     return (a.float() @ b_t.float()).to(out_dtype)
 
 
-_steps_taken = itertools.count(1)
-_last_step = 0
+_steps_taken = 0
+_step_shows = False
+_version_before: tuple[Tensor, int] | None = None
+
+
+def _note_before(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    global _version_before
+    weight = next((p for group in optimizer.param_groups for p in group["params"] if p.grad is not None), None)
+    _version_before = None if weight is None else (weight, weight._version)
 
 
 def _note_step(*_: object) -> None:
-    global _last_step
-    _last_step = next(_steps_taken)
+    global _steps_taken, _step_shows, _version_before
+    _steps_taken += 1
+    if _version_before is not None:
+        weight, version = _version_before
+        _step_shows, _version_before = weight._version != version, None
 
 
 # A tensor's version tells of every change in place but those of fused optimizers (torch 2.13: fused AdamW leaves it at
-# 0), so any optimizer's step, wherever it is taken, makes cached copies old.
+# 0), so any optimizer's step, wherever it is taken, makes cached copies old. Whether versions show steps is noted, to
+# tell a step from a change by other hands.
+register_optimizer_step_pre_hook(_note_before)
 register_optimizer_step_post_hook(_note_step)
 
 
 class CachedWeight:
     """The copies of a weight that products read, made anew once the optimizer has changed it.
 
-    Microbatches and recomputation share them. A weight is there before it is used, so its scale is always its own
-    (current scaling): it never saturates.
+    Microbatches and recomputation share them. With a site, FP8 copies take a delayed scale: an optimizer moves the
+    largest weight by less than the 3.5% that E4M3 has beyond its largest number, so that one pass over the weight does
+    for cast and amax. A weight that something else has changed is looked at first.
     """
 
-    def __init__(self, *weights: nn.Parameter, turned: bool = False) -> None:
+    def __init__(
+        self,
+        *weights: nn.Parameter,
+        turned: bool = False,
+        site: Site | None = None,
+        scales: TensorScales | None = None,
+    ) -> None:
         """Several weights (a gate and its twin) are taken as one, stacked along the outputs.
 
         ``turned``: the weight is kept as [inputs, outputs].
         """
-        self.weights, self.turned = weights, turned
-        self._made: dict[str, tuple[tuple[Any, ...], Operand]] = {}
+        self.weights, self.turned, self.site, self.scales = weights, turned, site, scales
+        self._made: dict[str, tuple[_State, bool, Operand]] = {}
 
     @property
     def weight(self) -> nn.Parameter:
@@ -107,28 +125,60 @@ class CachedWeight:
         (weight,) = self.weights
         return weight
 
-    def fp8(self) -> Operand:
-        """E4M3 in both layouts."""
-        return self._get("fp8", lambda w: Operand(None, *cast.cast_weight(w, E4M3)))
+    def fp8(self, record: bool = True) -> Operand:
+        """E4M3 in both layouts. ``record``: let the site see the weight, which evaluation does not."""
+        return self._get("fp8", self._cast, record)
 
     def bf16(self) -> Tensor:
-        hp = self._get("bf16", lambda w: Operand(w.to(BF16))).hp
+        hp = self._get("bf16", lambda w, *_: Operand(w.to(BF16)), False).hp
         assert hp is not None
         return hp
 
-    def _get(self, kind: str, make: Callable[[Tensor], Operand]) -> Operand:
+    def _cast(self, weight: Tensor, touched: bool, record: bool) -> Operand:
+        site, scales = self.site, self.scales
+        if site is None or scales is None or scales.mode != "delayed":
+            return Operand(None, *cast.cast_weight(weight, E4M3))
+        if scales.delayed and not touched:
+            seen = (site.amax, site.counts) if record else (None, None)
+            return Operand(None, *cast.cast_transpose(weight, site.scale, E4M3, *seen), site.inv_scale)
+        amax = cast.max_abs(weight)
+        if record:
+            torch.maximum(site.amax, amax, out=site.amax)
+        scale = fitting_scale(amax, FP8_MAX[E4M3], scales.margin)
+        return Operand(None, *cast.cast_transpose(weight, scale, E4M3), scale.reciprocal())
+
+    def _get(self, kind: str, make: Callable[[Tensor, bool, bool], Operand], record: bool) -> Operand:
         if torch.compiler.is_compiling():  # a graph casts each time it runs: it cannot ask whether it must
-            return make(self._stacked())
-        now = (_last_step, *((weight._version, id(weight), address(weight)) for weight in self.weights))
+            return make(self._stacked(), False, record)
+        now = _State(
+            _steps_taken,
+            (0, 0) if self.scales is None else self.scales.moves,
+            tuple((weight._version, id(weight), address(weight)) for weight in self.weights),
+        )
         made = self._made.get(kind)
-        if made is None or made[0] != now:
-            made = (now, make(self._stacked()))
+        if made is None or made[0] != now or (record and not made[1]):
+            touched = made is not None and made[0].touched(now)
+            made = (now, record, make(self._stacked(), touched, record))
             self._made[kind] = made
-        return made[1]
+        return made[2]
 
     def _stacked(self) -> Tensor:
         plain = [weight.detach().t().contiguous() if self.turned else weight.detach() for weight in self.weights]
         return plain[0] if len(plain) == 1 else torch.cat(plain)
+
+
+class _State(NamedTuple):
+    """When a weight was cast: a copy is old as soon as any of this has changed."""
+
+    step: int
+    moves: tuple[int, int]
+    """Of the scales, by updates and by checkpoints."""
+    weights: tuple[Any, ...]
+
+    def touched(self, now: _State) -> bool:
+        """Whether other hands than an optimizer's have changed the weight, but not with a checkpoint of the scales."""
+        stepped = self.step != now.step and _step_shows
+        return self.weights != now.weights and not stepped and self.moves[1] == now.moves[1]
 
 
 def address(tensor: Tensor) -> int:
@@ -136,10 +186,10 @@ def address(tensor: Tensor) -> int:
     return 0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()
 
 
-def forward_output(x: Operand, weight: CachedWeight, choice: GemmChoice) -> Tensor:
+def forward_output(x: Operand, weight: CachedWeight, choice: GemmChoice, record: bool = True) -> Tensor:
     """input @ weight.T in BF16."""
     if choice.output == "fp8":
-        w = weight.fp8()
+        w = weight.fp8(record)
         assert x.lp is not None and x.inv_scale is not None and w.lp is not None and w.inv_scale is not None
         return product_fp8(x.lp, w.lp, x.inv_scale, w.inv_scale)
     assert x.hp is not None

@@ -150,7 +150,7 @@ class _Task:
         self, x: Operand, targets: Tensor, factor: Tensor, need_x: bool, need_weight: bool
     ) -> tuple[Tensor, Operand]:
         """Losses of a chunk's rows, and the gradient of its logits as the products want it; the logits end here."""
-        logits = forward_output(x, self.weight, self.precision)
+        logits = forward_output(x, self.weight, self.precision, need_x or need_weight)
         lse, loss = softmax_statistics(logits, targets, self.ignore_index)
         formats = {self.precision.grad_input} if need_x else set()
         formats |= {self.precision.grad_weight} if need_weight else set()

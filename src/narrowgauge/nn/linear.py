@@ -56,7 +56,7 @@ class _Linear(torch.autograd.Function):
             operand = caster.cast(rows, plan.input, needed and plan.choice.grad_weight == "fp8")
         if "bf16" in (plan.choice.output, plan.choice.grad_weight):
             operand = operand._replace(hp=rows.to(BF16))
-        output = forward_output(operand, plan.weight, plan.choice)
+        output = forward_output(operand, plan.weight, plan.choice, needed)
         if bias is not None:
             output = output + bias.to(BF16)
         if needed:  # what only the first product read is let go

@@ -73,6 +73,8 @@ class TensorScales:
         self.counts = torch.zeros(count, 2, dtype=torch.int64, device=device)
         self.largest = torch.tensor([FP8_MAX[dtype] for dtype in sites.values()], device=device)
         self.updates = 0
+        self.moves = (0, 0)
+        """How often the scales have moved, by updates and by checkpoints: casts from before belong to other ones."""
         self.delayed = mode == "none"
         """Whether casts may take the scales as they stand: not before the first update has seen the tensors.
 
@@ -87,6 +89,7 @@ class TensorScales:
     def update(self) -> None:
         """Take this step's amax into the history and move every scale: a dozen small kernels, no synchronisation."""
         self.updates += 1
+        self.moves = (self.moves[0] + 1, self.moves[1])
         self.delayed = self.mode != "current"
         if self.mode == "none":
             self.amax.zero_()
@@ -113,6 +116,7 @@ class TensorScales:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the scales of the sites both know; a site that is new starts afresh, as does a longer history."""
+        self.moves = (self.moves[0], self.moves[1] + 1)
         saved = {name: index for index, name in enumerate(state["sites"])}
         both = [(here, saved[name]) for here, name in enumerate(self.sites) if name in saved]
         self.updates = state["updates"] if both else 0
