@@ -24,7 +24,7 @@ from narrowgauge.recipe import parse
 spec = sys.argv[1] if len(sys.argv) > 1 else "gpt2-124m"
 rounds = next((int(a) for a in sys.argv[2:] if a.isdigit()), 6)
 device, task, fp8 = hardware.detect(), tasks.find(spec), parse("fp8")
-settings = bench.Settings(compile=True, rounds=rounds, steps=4)
+settings = bench.Settings(compile=True, rounds=rounds, steps=8)
 
 
 def fused(recipe: str, task: Any, model: Any, optimizer: Any, clip_norm: float, compile: bool) -> Any:

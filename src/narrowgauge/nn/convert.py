@@ -73,9 +73,16 @@ class Conversion:
 
 
 def convert(
-    model: nn.Module, recipe: str | Recipe = "fp8", device: Device | None = None, rows: int = ROWS
+    model: nn.Module,
+    recipe: str | Recipe = "fp8",
+    device: Device | None = None,
+    rows: int = ROWS,
+    compile: bool = False,
 ) -> Conversion:
-    """Swap what pays under the recipe; ``rows`` is how many tokens or samples a linear layer sees in a step."""
+    """Swap what pays under the recipe; ``rows`` is how many tokens or samples a linear layer sees in a step.
+
+    ``compile``: compile what blocks leave to the model, an attention with rotations, say.
+    """
     device = device or detect(str(next(model.parameters()).device))
     recipe = parse(recipe, device)
     if recipe.compute not in ("fp8", "bf16"):
@@ -97,7 +104,7 @@ def convert(
     block_plans: dict[nn.Module, blocks.BlockPlan] = {}
     for path, module in model.named_modules():
         if is_block(module) and by_path[f"{path}.qkv"].part_of == "block":
-            block_plans[module] = _swap_block(module, path, by_path, scales, recipe)
+            block_plans[module] = _swap_block(module, path, by_path, scales, recipe, compile)
             result.blocks.append(path)
         elif path in by_path and by_path[path].part_of == "linear":
             _swap_linear(module, by_path[path], scales)
@@ -199,7 +206,12 @@ def _swap_linear(module: nn.Module, layer: Layer, scales: TensorScales | None) -
 
 
 def _swap_block(
-    module: nn.Module, path: str, layers: dict[str, Layer], scales: TensorScales | None, recipe: Recipe
+    module: nn.Module,
+    path: str,
+    layers: dict[str, Layer],
+    scales: TensorScales | None,
+    recipe: Recipe,
+    compile: bool,
 ) -> blocks.BlockPlan:
     block: Any = module
 
@@ -219,7 +231,7 @@ def _swap_block(
         eps=(block.norm1.eps, block.norm2.eps),
         activation="swiglu" if gated else "gelu",
         heads=block.heads,
-        attend=block.attend,
+        attend=torch.compile(block.attend) if compile and gated else block.attend,
         packed=not gated,
         qkv=projection("qkv"),
         out=projection("out"),
