@@ -1,9 +1,10 @@
 """FP8 and narrowgauge's fused BF16 beside plain compiled BF16 and torchao, in one process, taking turns.
 
-usage: python bench/fp8_steps.py TASK [ROUNDS] [torchao] [ours] [profile]
+usage: python bench/fp8_steps.py TASK [ROUNDS] [STEPS] [torchao | tensorwise] [ours | fp8-only] [profile]
 (JSON to $OUT/fp8-TASK.json where OUT is set)
 
-ours: without plain compiled BF16, whose compilation takes a minute on deep models.
+ours: without plain compiled BF16, whose compilation takes a minute on deep models. fp8-only: without our own BF16, as
+all contestants' weights and moments are on the GPU at once.
 """
 
 import collections
@@ -22,20 +23,21 @@ from narrowgauge.peers import Peer, contestants
 from narrowgauge.recipe import parse
 
 spec = sys.argv[1] if len(sys.argv) > 1 else "gpt2-124m"
-rounds = next((int(a) for a in sys.argv[2:] if a.isdigit()), 6)
+rounds, steps = (*(int(argument) for argument in sys.argv[2:] if argument.isdigit()), 6, 8)[:2]
 device, task, fp8 = hardware.detect(), tasks.find(spec), parse("fp8")
-settings = bench.Settings(compile=True, rounds=rounds, steps=8)
+settings = bench.Settings(compile=True, rounds=rounds, steps=steps)
 
 
 def fused(recipe: str, task: Any, model: Any, optimizer: Any, clip_norm: float, compile: bool) -> Any:
     return bench.engine_step(task, Engine(model, optimizer, recipe, clip_norm=clip_norm, fused=True))
 
 
-peers = {"fused bf16": Peer("bf16", functools.partial(fused, "bf16"))}
+peers = {} if "fp8-only" in sys.argv else {"fused bf16": Peer("bf16", functools.partial(fused, "bf16"))}
 if "ours" not in sys.argv:
     peers |= contestants("torch", fp8)
-if "torchao" in sys.argv:
-    peers |= contestants("torchao", fp8)
+for name, peer in contestants("torchao", fp8).items() if {"torchao", "tensorwise"} & set(sys.argv) else ():
+    if "torchao" in sys.argv or "tensorwise" in name:
+        peers[name] = peer
 batches = bench.make_batches(task, device)
 torch._functorch.config.enable_autograd_cache = False
 field = bench.race(task, fp8, peers, batches, device, settings, lambda line: print(line, flush=True))
@@ -53,7 +55,7 @@ if "OUT" in os.environ:
     path = Path(os.environ["OUT"]) / f"fp8-{spec.replace(':', '-')}.json"
     path.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
 if "profile" in sys.argv:
-    for name, peer in ((str(fp8), None), ("fused bf16", peers["fused bf16"])):
+    for name, peer in ((str(fp8), None), *((name, peer) for name, peer in peers.items() if name == "fused bf16")):
         contestant = bench.build(name, task, fp8, peer, batches, device, settings)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for index in range(3):

@@ -34,9 +34,9 @@ if HAVE_TRITON:
     import triton.language as tl
 
 # As measured on an H200 (bench/tune_kernels.py): these kernels compute as much as they move.
-TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 128, "num_warps": 8}
+TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 64, "num_warps": 4}
 BACKWARD_TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 32, "num_warps": 4}
-GATED_TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 32, "num_warps": 4}
+GATED_TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 64, "num_warps": 8}
 SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
 CUBIC = 0.044715
 DENSITY = 1.0 / math.sqrt(2.0 * math.pi)

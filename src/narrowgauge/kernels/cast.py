@@ -37,9 +37,8 @@ from narrowgauge.kernels.tile import (
 if HAVE_TRITON:
     import triton.language as tl
 
-# The best of those that bench/tune_kernels.py tried on an H200: small tiles leave room for many programs on an SM, and
-# the L2 puts the halves of lines together that neighbours write.
-TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 64, "num_warps": 4}
+# The best of those that bench/tune_kernels.py tried on an H200.
+TILE: dict[str, int] = {"BLOCK_N": 128, "BLOCK_D": 64, "num_warps": 4}
 TRANSPOSE_TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 128, "num_warps": 4}
 MAX_TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 128, "num_warps": 4}
 
