@@ -89,13 +89,19 @@ def cases(kind: str) -> Iterator[Case]:
         yield from with_tile(cast.TILE, FLAT, lambda: cast.cast_transpose_packed(parts, **options_e5m2))
     elif kind == "gelu":
         u = randn(N, 4 * D)
-        yield from with_tile(activation.TILE, FLAT, lambda: activation.gelu(u, **options_e4m3))
+        yield from with_tile(activation.TILE, FLAT, lambda: activation.gelu(u, transposed=False, **options_e4m3))
     elif kind == "gelu_backward":
         u, da = randn(N, 4 * D), randn(N, 4 * D)
-        yield from with_tile(activation.BACKWARD_TILE, FLAT, lambda: activation.gelu_backward(da, u, **options_e5m2))
+        one = torch.ones((), device="cuda")
+        yield from with_tile(
+            activation.BACKWARD_TILE, FLAT, lambda: activation.gelu_backward(da, u, forward_scale=one, **options_e5m2)
+        )
     elif kind == "swiglu_backward":
         u, da = randn(N, 4 * D), randn(N, 2 * D)
-        yield from with_tile(activation.GATED_TILE, FLAT, lambda: activation.swiglu_backward(da, u, **options_e5m2))
+        one = torch.ones((), device="cuda")
+        yield from with_tile(
+            activation.GATED_TILE, FLAT, lambda: activation.swiglu_backward(da, u, forward_scale=one, **options_e5m2)
+        )
     elif kind in ("lp", "statistics"):
         logits, targets = randn(N // 4, V), torch.randint(0, V, (N // 4,), device="cuda")
         lse, _ = cross_entropy.softmax_statistics(logits, targets, -100)

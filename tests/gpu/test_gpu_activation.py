@@ -37,12 +37,12 @@ def cases(length, width):
             E4M3,
         )
         yield (
-            lambda *a, approximate=approximate, **k: gelu_backward(da, u, *a, approximate=approximate, **k),
+            lambda *a, approximate=approximate, **k: gelu_backward(da, u, *a, approximate=approximate, **k)[:2],
             pointwise_reference(f"gelu_backward{tail}", u, da),
             E5M2,
         )
     yield lambda *a, **k: swiglu(gate_up, *a, **k), pointwise_reference("swiglu", *gate_up.chunk(2, 1)), E4M3
-    yield lambda *a, **k: swiglu_backward(da, gate_up, *a, **k), swiglu_backward_reference(da, gate_up), E5M2
+    yield lambda *a, **k: swiglu_backward(da, gate_up, *a, **k)[:2], swiglu_backward_reference(da, gate_up), E5M2
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -68,6 +68,22 @@ def test_kernels_follow_the_references(shape):
         torch.testing.assert_close(plain.float(), value, rtol=2**-7, atol=1e-6)
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_backward_makes_the_forwards_output_again(shape):
+    u, da, gate_up = draw(*shape), draw(*shape), draw(shape[0], 2 * shape[1])
+    scale, by = torch.tensor(16.0, device="cuda"), torch.tensor(9.0, device="cuda")
+    for forward, backward in (
+        (gelu(u, by, E4M3), lambda **k: gelu_backward(da, u, scale, E5M2, **k)),
+        (gelu(u, by, E4M3, "tanh"), lambda **k: gelu_backward(da, u, scale, E5M2, "tanh", **k)),
+        (swiglu(gate_up, by, E4M3), lambda **k: swiglu_backward(da, gate_up, scale, E5M2, **k)),
+    ):
+        out, out_t, again = backward(forward_scale=by)
+        assert torch.equal(again.view(torch.uint8), forward[1].view(torch.uint8))
+        plain, plain_t, _ = backward()
+        assert torch.equal(out.view(torch.uint8), plain.view(torch.uint8))
+        assert torch.equal(out_t.view(torch.uint8), plain_t.view(torch.uint8))
+
+
 def test_the_polynomial_for_the_normal_integral():
     u = torch.linspace(-14, 14, 1 << 20, device="cuda").view(1024, 1024)
     exact = pointwise_reference("gelu", u.double())
@@ -76,14 +92,14 @@ def test_the_polynomial_for_the_normal_integral():
     torch.testing.assert_close(value.double()[near], exact[near], rtol=2e-5, atol=0)
     assert (value.double() - exact)[~near].abs().max() < 1e-8
     slope = pointwise_reference("gelu_backward", u.double(), torch.ones_like(u, dtype=torch.float64))
-    grad, _ = gelu_backward(torch.ones_like(u), u, dtype=torch.float32)
+    grad, *_ = gelu_backward(torch.ones_like(u), u, dtype=torch.float32)
     torch.testing.assert_close(grad.double(), slope, rtol=2e-5, atol=3e-6)
 
 
 def test_inductor_sees_one_graph():
     def step(u, da, scale, amax):
         a, a_t = gelu(u + 1, scale, E4M3, amax=amax)
-        du, _ = gelu_backward(da, u + 1)
+        du, *_ = gelu_backward(da, u + 1)
         return a, a_t, du
 
     u, da = draw(512, 256), draw(512, 256)

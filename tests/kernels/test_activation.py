@@ -69,7 +69,7 @@ def cases(shape, approximate="none"):
     tail = suffix(approximate)
     yield lambda *a, **k: gelu(u, *a, approximate=approximate, **k), pointwise_reference(f"gelu{tail}", u), E4M3
     yield (
-        lambda *a, **k: gelu_backward(da, u, *a, approximate=approximate, **k),
+        lambda *a, **k: gelu_backward(da, u, *a, approximate=approximate, **k)[:2],
         pointwise_reference(f"gelu_backward{tail}", u, da),
         E5M2,
     )
@@ -77,7 +77,7 @@ def cases(shape, approximate="none"):
         value = pointwise_reference("swiglu", *gate_up.chunk(2, 1))
         yield lambda *a, **k: swiglu(gate_up, *a, **k), value, E4M3
         value = swiglu_backward_reference(da, gate_up)
-        yield lambda *a, **k: swiglu_backward(da, gate_up, *a, **k), value, E5M2
+        yield lambda *a, **k: swiglu_backward(da, gate_up, *a, **k)[:2], value, E5M2
 
 
 @KERNEL
@@ -105,6 +105,25 @@ def test_kernels_follow_the_references(shape, approximate):
 
 
 @KERNEL
+@VARIANTS
+@SHAPES
+def test_backward_makes_the_forwards_output_again(shape, approximate):
+    """The very bits that forward would have kept, and the gradient as without."""
+    u, da, gate_up = inputs(*shape), inputs(*shape), inputs(shape[0], 2 * shape[1])
+    by = torch.tensor(9.0)
+    for forward, backward in (
+        (lambda: gelu(u, by, E4M3, approximate), lambda **k: gelu_backward(da, u, SCALE, E5M2, approximate, **k)),
+        (lambda: swiglu(gate_up, by, E4M3), lambda **k: swiglu_backward(da, gate_up, SCALE, E5M2, **k)),
+    ):
+        _, wanted = forward()
+        plain, plain_t, none = backward()
+        assert none is None
+        out, out_t, again = backward(forward_scale=by)
+        assert_same(again, wanted)
+        assert_same(out, plain)
+        assert_same(out_t, plain_t)
+
+
 def test_the_polynomial_for_the_normal_integral():
     """FP32 in and out shows its error, which no BF16 or FP8 output does: 6e-6 of the value down to -6."""
     u = torch.linspace(-14, 14, 8192).view(64, 128)
@@ -113,7 +132,7 @@ def test_the_polynomial_for_the_normal_integral():
     near = u > -6
     torch.testing.assert_close(value.double()[near], exact[near], rtol=1e-5, atol=0)
     assert (value.double() - exact)[~near].abs().max() < 1e-8
-    grad, _ = gelu_backward(torch.ones_like(u), u, dtype=torch.float32)
+    grad, *_ = gelu_backward(torch.ones_like(u), u, dtype=torch.float32)
     torch.testing.assert_close(grad.double(), slope, rtol=1e-5, atol=2e-6)
 
 
@@ -144,10 +163,10 @@ def everything(u, da, gate_up, amax, counts):
     pairs = (
         gelu(u, scale, E4M3, "none", amax, counts),
         gelu(u, approximate="tanh"),
-        gelu_backward(da, u, scale, E5M2, "tanh", amax, counts),
-        gelu_backward(da, u, scale, E5M2, transposed=False),
+        gelu_backward(da, u, scale, E5M2, "tanh", amax, counts)[:2],
+        gelu_backward(da, u, scale, E5M2, transposed=False)[:2],
         swiglu(gate_up, scale, E4M3, amax, None),
-        swiglu_backward(da, gate_up, scale, E5M2, None, counts),
+        swiglu_backward(da, gate_up, scale, E5M2, None, counts, forward_scale=scale),
     )
     return [tensor for pair in pairs for tensor in pair]
 
@@ -179,7 +198,10 @@ def test_compiled_calls_are_one_graph_and_the_same():
 
 def test_empty_tensors():
     assert [t.shape for t in gelu(torch.empty(0, 16), SCALE, E4M3)] == [(0, 16), (16, 0)]
-    assert [t.shape for t in swiglu_backward(torch.empty(0, 8), torch.empty(0, 16), SCALE, E5M2)] == [(0, 16), (16, 0)]
+    assert [t.shape for t in swiglu_backward(torch.empty(0, 8), torch.empty(0, 16), SCALE, E5M2)[:2]] == [
+        (0, 16),
+        (16, 0),
+    ]
 
 
 def test_mistakes_are_said():

@@ -17,7 +17,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from narrowgauge.kernels import activation, cast, cross_entropy, norm_kernels
+from narrowgauge.kernels import activation_kernels as activation, cast, cross_entropy, norm_kernels
 
 I32, NOT_ALIGNED = "i32", ("length", "n16", "time", "ignore_index", "rows")
 POINTERS = {
@@ -25,7 +25,7 @@ POINTERS = {
     "lse_ptr": "*fp32", "loss_ptr": "*fp32", "factor_ptr": "*fp32", "words_ptr": "*i32", "out_t_ptr": "*i32",
     "dg_t_ptr": "*i32", "du_t_ptr": "*i32", "mean_ptr": "*fp32", "rstd_ptr": "*fp32", "weight_ptr": "*fp32",
     "bias_ptr": "*fp32", "dweight_ptr": "*fp32", "dbias_ptr": "*fp32", "residual_ptr": "*fp32",
-    "dresidual_ptr": "*fp32", "dx_ptr": "*fp32",
+    "dresidual_ptr": "*fp32", "dx_ptr": "*fp32", "again_t_ptr": "*i32", "again_scale_ptr": "*fp32",
 }
 FP8 = {"*fp8e4nv": dict(LIMIT=448.0, TINY=2.0**-10), "*fp8e5": dict(LIMIT=57344.0, TINY=2.0**-17)}
 
@@ -61,17 +61,18 @@ if kind == "cast":
     compiled(cast._max_abs_kernel, **tile)
 elif kind == "activation":
     for op in ("gelu", "gelu_backward", "gelu_tanh", "gelu_tanh_backward", "swiglu"):
-        alone = ("b_ptr",) if op in ("gelu", "gelu_tanh") else ()
+        again = ("again_t_ptr", "again_scale_ptr")
+        alone = ("b_ptr", *again) if op in ("gelu", "gelu_tanh") else again if op == "swiglu" else ()
         for none in ((), ("counts_ptr",)):
             types, limits = {"out_ptr": "*fp8e5"}, FP8["*fp8e5"]
-            compiled(activation._pointwise_kernel, 8, (*none, *alone), types, OP=op, **limits, **tile)
-        none = (*alone, "scale_ptr", "amax_ptr", "counts_ptr", "out_t_ptr")
-        compiled(activation._pointwise_kernel, 8, none, OP=op, LIMIT=None, TINY=None, **tile)
+            compiled(activation.pointwise_kernel, 8, (*none, *alone), types, OP=op, **limits, **tile)
+        none = {*alone, *again, "scale_ptr", "amax_ptr", "counts_ptr", "out_t_ptr"}
+        compiled(activation.pointwise_kernel, 8, none, OP=op, LIMIT=None, TINY=None, **tile)
     types = {"dg_ptr": "*fp8e5", "du_ptr": "*fp8e5"}
     for none in ((), ("counts_ptr",)):
-        compiled(activation._swiglu_backward_kernel, 8, none, types, **FP8["*fp8e5"], **tile)
-    none = ("scale_ptr", "amax_ptr", "counts_ptr", "dg_t_ptr", "du_t_ptr")
-    compiled(activation._swiglu_backward_kernel, 8, none, LIMIT=None, TINY=None, **tile)
+        compiled(activation.swiglu_backward_kernel, 8, none, types, **FP8["*fp8e5"], **tile)
+    none = (*again, "scale_ptr", "amax_ptr", "counts_ptr", "dg_t_ptr", "du_t_ptr")
+    compiled(activation.swiglu_backward_kernel, 8, none, LIMIT=None, TINY=None, **tile)
 elif kind == "norm":
     size = dict(D=768, BLOCK=1024, ROWS=1, STAGES=1)
     x = {"x_ptr": "*fp32", "out_ptr": "*fp8e4nv", "dx_lp_ptr": "*fp8e5"}

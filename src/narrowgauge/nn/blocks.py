@@ -35,6 +35,7 @@ from narrowgauge.nn.operands import (
     gradient,
     heads_as_gradient,
     heads_as_input,
+    made_in_backward,
     norm_backward,
     normed,
 )
@@ -157,13 +158,13 @@ class _Block(torch.autograd.Function):
         return (x1 + out).view_as(x) if after is None else (x1.view_as(x), out.view_as(x))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor | None = None) -> Any:
-        """Stream and branch have one gradient, that of their sum; the block after this one gives it to the stream."""
+    def backward(ctx: Any, grad: Tensor, of_branch: Tensor | None = None) -> Any:
+        """Stream and branch have one gradient, that of their sum; the block after this one gives it to the first."""
         plan: BlockPlan = ctx.plan
         x0, *weights = ctx.saved_tensors
         quiet = plan.caster(False)
         if plan.checkpoint == "full":
-            _, _, _, kept = _forward(plan, x0, None, tuple(weights), ctx.extra, quiet, True)
+            *_, kept = _forward(plan, x0, None, tuple(weights), ctx.extra, quiet, True, again=True)
         else:
             kept = _restore(plan, x0, weights, ctx.kept, quiet)
             ctx.kept = None
@@ -207,8 +208,12 @@ def _forward(
     extra: tuple[Tensor, ...],
     caster: Caster | None,
     needed: bool,
+    again: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, _Kept]:
-    """The residual stream before the block and within it, the block's last branch, and what backward will read."""
+    """The residual stream before the block and within it, the block's last branch, and what backward will read.
+
+    ``again``: for backward alone, which needs no last branch.
+    """
     batch, length, width = x.shape
     rows, flat = x.reshape(-1, width), None if branch is None else branch.reshape(-1, width)
     h1, stats1, x0 = normed(plan.kind, plan.eps[0], rows, flat, weights[0], plan.qkv, caster)
@@ -218,8 +223,10 @@ def _forward(
     out = forward_output(o, plan.out.weight, plan.out.choice, needed)
     h2, stats2, x1 = normed(plan.kind, plan.eps[1], x0, out, weights[3], plan.up, caster)
     u = forward_output(h2, plan.up.weight, plan.up.choice, needed)
-    a = activated(plan.activation, u, plan.down, caster, needed)
-    y = forward_output(a, plan.down.weight, plan.down.choice, needed)
+    a = Operand()
+    if not again or not made_in_backward(plan.down, caster):
+        a = activated(plan.activation, u, plan.down, caster, needed)
+    y = x1 if again else forward_output(a, plan.down.weight, plan.down.choice, needed)
     return x0.view_as(x), x1, y, _Kept(h1, stats1, leaves, mixed, o, x1, h2, stats2, u, a)
 
 
@@ -235,8 +242,8 @@ def _backward(
 ) -> tuple[Tensor, Operand, list[Tensor]]:
     """The gradients of x + b and of the weights, from that of the output: ``g_rows``, and ``g`` for the products."""
     da = backward_input(g, plan.down.weight, plan.down.choice)
-    d_down = backward_weight(g, kept.a, plan.down.choice)
-    du = activation_backward(plan.activation, da, kept.u, plan.up, caster)
+    du, a = activation_backward(plan.activation, da, kept.u, kept.a, plan.down, plan.up, caster)
+    d_down = backward_weight(g, a, plan.down.choice)
     dh2 = backward_input(du, plan.up.weight, plan.up.choice)
     d_up = backward_weight(du, kept.h2, plan.up.choice)
     dx1, g1, d_norm2 = norm_backward(plan.kind, dh2, kept.x1, weights[3], kept.stats2, g_rows, plan.out, caster)
@@ -283,14 +290,11 @@ def _attention_operand(plan: BlockPlan, mixed: Tensor, caster: Caster | None, ne
 
 def _lighten(plan: BlockPlan, kept: _Kept) -> _Kept:
     """Let go of what only forward's products read, and of what selective recomputation makes again."""
-    kept.o, kept.a = (_for_grad_weight(operand) for operand in (kept.o, kept.a))
+    kept.o = kept.o._replace(lp=None) if kept.o.lp_t is not None else kept.o
+    kept.a = kept.a._replace(lp=None)
     if plan.checkpoint == "selective":
         kept.h1 = kept.h2 = kept.a = Operand()
     return kept
-
-
-def _for_grad_weight(x: Operand) -> Operand:
-    return x._replace(lp=None) if x.lp_t is not None else x
 
 
 def _restore(plan: BlockPlan, x0: Tensor, weights: list[Tensor], kept: _Kept, quiet: Caster | None) -> _Kept:
@@ -298,7 +302,8 @@ def _restore(plan: BlockPlan, x0: Tensor, weights: list[Tensor], kept: _Kept, qu
         rows = x0.reshape(-1, x0.shape[-1])
         kept.h1, _, _ = normed(plan.kind, plan.eps[0], rows, None, weights[0], plan.qkv, quiet)
         kept.h2, _, _ = normed(plan.kind, plan.eps[1], kept.x1, None, weights[3], plan.up, quiet)
-        kept.a = activated(plan.activation, kept.u, plan.down, quiet, True)
+        if not made_in_backward(plan.down, quiet):
+            kept.a = activated(plan.activation, kept.u, plan.down, quiet, True)
     return kept
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -211,9 +212,16 @@ def backward_weight(grad: Operand, x: Operand, choice: GemmChoice) -> Tensor:
     if choice.grad_weight == "fp8":
         g, x = grad.transposed(), x.transposed()
         assert g.lp_t is not None and g.inv_scale is not None and x.lp_t is not None and x.inv_scale is not None
-        return product_fp8(g.lp_t, x.lp_t, g.inv_scale, x.inv_scale, torch.float32, fast=False)
+        g_t, x_t = _pad_columns(g.lp_t), _pad_columns(x.lp_t)
+        return product_fp8(g_t, x_t, g.inv_scale, x.inv_scale, torch.float32, fast=False)
     assert grad.hp is not None and x.hp is not None
     return product_bf16(grad.hp.t(), x.hp, torch.float32)
+
+
+def _pad_columns(x_t: Tensor) -> Tensor:
+    """Columns of zeros up to a multiple of 16, which add nothing to a sum over them."""
+    missing = -x_t.shape[1] % MULTIPLE
+    return F.pad(x_t.view(torch.uint8), (0, missing)).view(x_t.dtype) if missing else x_t
 
 
 @dataclass(frozen=True)

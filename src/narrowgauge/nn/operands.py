@@ -110,26 +110,50 @@ def norm_backward(
     return dx, operand, dweight
 
 
+def made_in_backward(reader: Projection, caster: Caster | None) -> bool:
+    """Whether ``activation_backward`` makes what the weight's gradient reads, so that forward need not keep it."""
+    return _direct(reader.input_formats, reader.input, caster)
+
+
 def activated(kind: str, u: Tensor, reader: Projection, caster: Caster | None, needed: bool) -> Operand:
-    """act(u) as the reader wants it; ``kind`` is gelu, gelu-tanh or swiglu."""
+    """act(u) as the reader's first product wants it; ``kind`` is gelu, gelu-tanh or swiglu.
+
+    What the weight's gradient reads is left to ``activation_backward`` where that can make it.
+    """
     site = reader.input
     if _direct(reader.input_formats, site, caster):
         assert site is not None and caster is not None
-        lp, lp_t = _activate(kind, u, transposed=needed, **_recorded(site, caster))
-        return Operand(None, lp, lp_t, site.inv_scale)
+        lp, _ = _activate(kind, u, transposed=False, **_recorded(site, caster))
+        return Operand(None, lp, None, site.inv_scale)
     hp, _ = _activate(kind, u)
     return as_operand(hp, reader.input_formats, site, caster, needed)
 
 
-def activation_backward(kind: str, da: Tensor, u: Tensor, writer: Projection, caster: Caster | None) -> Operand:
-    """The gradient of u as the products of the projection that wrote u read it."""
-    site = writer.grad
-    if _direct(writer.grad_formats, site, caster):
+def activation_backward(
+    kind: str, da: Tensor, u: Tensor, a: Operand, reader: Projection, writer: Projection, caster: Caster | None
+) -> tuple[Operand, Operand]:
+    """The gradient of u as the products of the projection that wrote u read it; and act(u) as grad_weight reads it.
+
+    ``a`` is what forward has kept of act(u), nothing where it is to be made again. No scale has moved since then.
+    """
+    site, source = writer.grad, reader.input
+    options: dict[str, Any] = {}
+    missing = a.hp is None and a.lp_t is None
+    if missing:
+        assert source is not None
+        options["forward_scale"] = source.scale
+    direct = _direct(writer.grad_formats, site, caster)
+    if direct:
         assert site is not None and caster is not None
-        lp, lp_t = _activate_backward(kind, da, u, **_recorded(site, caster))
-        return Operand(None, lp, lp_t, site.inv_scale)
-    hp, _ = _activate_backward(kind, da, u)
-    return gradient(writer, hp, caster)
+        options |= _recorded(site, caster)
+    out, out_t, again = _activate_backward(kind, da, u, **options)
+    if missing:
+        assert source is not None
+        a = Operand(None, None, again, source.inv_scale)
+    if direct:
+        assert site is not None
+        return Operand(None, out, out_t, site.inv_scale), a
+    return gradient(writer, out, caster), a
 
 
 def _activate(kind: str, u: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
@@ -138,7 +162,7 @@ def _activate(kind: str, u: Tensor, **options: Any) -> tuple[Tensor, Tensor | No
     return activation.gelu(u, approximate=_approximation(kind), **options)
 
 
-def _activate_backward(kind: str, da: Tensor, u: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+def _activate_backward(kind: str, da: Tensor, u: Tensor, **options: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
     if kind == "swiglu":
         return activation.swiglu_backward(da, u, **options)
     return activation.gelu_backward(da, u, approximate=_approximation(kind), **options)
