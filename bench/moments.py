@@ -1,0 +1,308 @@
+"""How to keep AdamW's two moments in 8 bits: the error of the update on real gradients, and the loss it ends in.
+
+A GPT is trained in FP32, and every scheme is fed the same gradients (clipped to norm 1) beside the exact moments. As in
+a fused kernel, a step decodes the moments, adds the gradient, makes the update u = m_hat / (sqrt(v_hat) + 1e-8) from
+the FP32 values and only then encodes: u suffers from what earlier steps rounded away. The head is untied from the
+embedding, whose rows then see zero gradients whenever their byte is not in the batch.
+
+usage: PYTHONPATH=src python bench/moments.py PART BETA2 [STEPS] [SEEDS]
+    PART m: codes of the first moment with an exact second;  v: codes of the second with an exact first;
+    both: the best of the two together;  train: the loss of training with them against FP32 AdamW
+Prints a table and merges it into bench/results/moments.json under PART-BETA2.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge import tasks
+
+RESULTS = Path(__file__).parent / "results" / "moments.json"
+BETA1, EPS, DECAY, CLIP, PEAK = 0.9, 1e-8, 0.1, 1.0, 2e-3
+ALIGN = 768
+"""The flat vector is padded to a multiple of every group size tried (64, 96, 128, 256)."""
+GOLDEN = 2654435769
+"""2^32 over the golden ratio: its multiples modulo 2^32 fill the circle evenly."""
+
+
+@dataclass(frozen=True)
+class Code:
+    """A map of magnitudes 0..top to the reals 0..levels, of which the nearest integer is kept, and back."""
+
+    encode: Callable[[Tensor], Tensor]
+    decode: Callable[[Tensor], Tensor]
+    levels: int
+    low: int = 0
+    """The lowest code: 1 where 0 would decode to 0 and that may not be."""
+    top: float = 1.0
+    grid: int = 1
+    """Snapped scales are powers of 2^(1/grid)."""
+
+
+def power(exponent: float, levels: int, low: int = 0) -> Code:
+    """Keep x^exponent linearly."""
+    if exponent in (0.5, 0.25):
+        roots = round(-math.log2(exponent))
+
+        def encode(x: Tensor) -> Tensor:
+            for _ in range(roots):
+                x = x.sqrt()
+            return x * levels
+
+        def decode(q: Tensor) -> Tensor:
+            x = q / levels
+            for _ in range(roots):
+                x = x * x
+            return x
+
+        return Code(encode, decode, levels, low)
+    return Code(lambda x: x.pow(exponent) * levels, lambda q: (q / levels).pow(1 / exponent), levels, low)
+
+
+def softsign(levels: int) -> Code:
+    """Keep 2x / (1 + x): steps near 0 are a quarter of those near 1."""
+    return Code(lambda x: x * (2 * levels) / (1 + x), lambda q: q / (2 * levels - q), levels)
+
+
+def mu_law(mu: float, levels: int) -> Code:
+    """Keep log(1 + mu x): linear below 1/mu, logarithmic above."""
+    octaves = math.log2(1 + mu)
+    return Code(
+        lambda x: (x * mu + 1).log2() * (levels / octaves), lambda q: ((q * (octaves / levels)).exp2() - 1) / mu, levels
+    )
+
+
+def logarithm(steps_per_octave: int, levels: int = 255) -> Code:
+    """Keep log2 x, down to 2^-(levels / steps per octave): never 0."""
+    return Code(
+        lambda x: x.clamp(min=1e-30).log2() * steps_per_octave + levels,
+        lambda q: ((q - levels) / steps_per_octave).exp2(),
+        levels,
+        grid=steps_per_octave,
+    )
+
+
+def float_bits(mantissa: int, offset: float, levels: int) -> Code:
+    """Keep the leading bits of the FP32 x + offset, less those of the lowest: logarithmic in lines, integer work only.
+
+    Offset 0 is an unsigned float without a zero (E4M4: 2^-15 .. 1.9375); offset 1 is mu-law in lines, with a zero.
+    """
+    unit = 1 << (23 - mantissa)
+    if offset:
+        base = int(torch.tensor(offset).view(torch.int32))
+        top = float(torch.tensor(base + levels * unit, dtype=torch.int32).view(torch.float32)) - offset
+    else:
+        top = 2 - 2.0**-mantissa
+        base = int(torch.tensor(top).view(torch.int32)) - levels * unit
+    lowest = float(torch.tensor(base, dtype=torch.int32).view(torch.float32))
+    return Code(
+        lambda x: ((x + offset).clamp(min=lowest).view(torch.int32) - base).float() / unit,
+        lambda q: (q.int() * unit + base).view(torch.float32) - offset,
+        levels,
+        top=top,
+    )
+
+
+def cast(dtype: torch.dtype, never_zero: bool) -> Code:
+    """The hardware's FP8 conversion; the code is its bit pattern, which rises with the magnitude."""
+    top = torch.finfo(dtype).max
+    levels = int(torch.tensor(top).to(dtype).view(torch.uint8))
+
+    def decode(q: Tensor) -> Tensor:
+        return q.to(torch.uint8).view(dtype).float()
+
+    return Code(lambda x: x.to(dtype).view(torch.uint8).float(), decode, levels, int(never_zero), top)
+
+
+CODES_M = {
+    "linear": power(1.0, 127),
+    "sqrt": power(0.5, 127),
+    "power 2/3": power(2 / 3, 127),
+    "softsign": softsign(127),
+    "mu-law 16": mu_law(16, 127),
+    "mu-law 64": mu_law(64, 127),
+    "mu-law 255": mu_law(255, 127),
+    "bits 3": float_bits(3, 1.0, 127),
+    "bits 4": float_bits(4, 1.0, 127),
+    "bits 5": float_bits(5, 1.0, 127),
+    "bits 6": float_bits(6, 1.0, 127),
+    "E4M3": cast(torch.float8_e4m3fn, False),
+}
+CODES_V = {
+    "linear": power(1.0, 255, 1),
+    "sqrt": power(0.5, 255, 1),
+    "fourth root": power(0.25, 255, 1),
+    "log 8": logarithm(8),
+    "log 10": logarithm(10),
+    "log 12": logarithm(12),
+    "log 16": logarithm(16),
+    "log 21": logarithm(21),
+    "log 32": logarithm(32),
+    "E5M3 bits": float_bits(3, 0, 255),
+    "E4M4 bits": float_bits(4, 0, 255),
+    "E3M5 bits": float_bits(5, 0, 255),
+    "E4M3": cast(torch.float8_e4m3fn, True),
+    "E5M2": cast(torch.float8_e5m2, True),
+}
+
+
+@dataclass(frozen=True)
+class Keep:
+    """How one moment is kept between steps."""
+
+    code: str
+    group: int = 128
+    rounding: str = "near"
+    """near: to the nearest; hash: up with a fresh hash's chance; golden: the chance of an even sequence over steps."""
+    snap: bool = False
+    """Scales are powers of two (or of the code's own grid), which stay put while the largest value moves a little."""
+    over_root: bool = False
+    """The first moment is kept divided by the square root of the second as kept."""
+
+    def __str__(self) -> str:
+        words = [self.code, str(self.group)]
+        words += [w for w, on in (("snap", self.snap), ("/sqrt v", self.over_root)) if on]
+        return " ".join([*words, *([self.rounding] if self.rounding != "near" else [])])
+
+
+def thresholds(keep: Keep, step: int, index: Tensor, salt: int) -> Tensor:
+    """What is added before rounding down, in 0..1: the chance of rounding up is then the remainder."""
+    if keep.rounding == "golden":
+        state = hash32(index ^ salt) + as_int32(step * GOLDEN)
+    else:
+        state = hash32(index ^ as_int32(salt + step * 0x85EBCA6B))
+    return ((state >> 8) & 0xFFFFFF).float() * 2.0**-24
+
+
+def as_int32(value: int) -> int:
+    return (value + 2**31) % 2**32 - 2**31
+
+
+def hash32(x: Tensor) -> Tensor:
+    """Two multiplications and three shifts over int32 (Wellons' lowbias32)."""
+    x = x ^ (x >> 16 & 0xFFFF)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15 & 0x1FFFF)
+    x = x * as_int32(0x846CA68B)
+    return x ^ (x >> 16 & 0xFFFF)
+
+
+def requantise(value: Tensor, keep: Keep, code: Code, step: int, index: Tensor, salt: int) -> Tensor:
+    """Encode and decode: what the next step reads."""
+    grouped = value.view(-1, keep.group)
+    magnitude = grouped.abs()
+    scale = magnitude.amax(1, keepdim=True) / code.top
+    if keep.snap:
+        scale = torch.where(scale > 0, ((scale.log2() * code.grid).sub(1e-3).ceil() / code.grid).exp2(), scale)
+    inv_scale = torch.where(scale > 0, 1 / scale, 0.0)
+    q = code.encode(magnitude * inv_scale)
+    q = q.round() if keep.rounding == "near" else (q + thresholds(keep, step, index, salt).view_as(q)).floor()
+    decoded = code.decode(q.clamp(code.low, code.levels)) * scale
+    return torch.copysign(decoded, grouped).view(-1)
+
+
+class Moments:
+    """AdamW's moments of one flat vector, exact where a Keep is None."""
+
+    def __init__(self, size: int, beta2: float, keep_m: Keep | None = None, keep_v: Keep | None = None) -> None:
+        self.beta2, self.keep_m, self.keep_v = beta2, keep_m, keep_v
+        self.m, self.v, self.step = torch.zeros(size), torch.zeros(size), 0
+        self.index = torch.arange(size, dtype=torch.int32)
+
+    def update(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """Take a gradient; returns the update and the second moment behind it, both before they are rounded."""
+        self.step += 1
+        m = self.m.mul_(BETA1).add_(gradient, alpha=1 - BETA1)
+        v = self.v.mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
+        root = (v / (1 - self.beta2**self.step)).sqrt_().add_(EPS)
+        u = (m / (1 - BETA1**self.step)).div_(root)
+        if self.keep_v:
+            self.v = requantise(v, self.keep_v, CODES_V[self.keep_v.code], self.step, self.index, 0x51ED27)
+        if self.keep_m:
+            root = self.v.sqrt().clamp_(min=1e-30) if self.keep_m.over_root else 1.0
+            self.m = requantise(m / root, self.keep_m, CODES_M[self.keep_m.code], self.step, self.index, 0) * root
+        return u, v
+
+
+class Flat:
+    """A model whose parameters and gradients are views of two flat vectors: embedding, matrices, norms, padding."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        model.lm_head.weight = nn.Parameter(model.tok.weight.detach().clone())
+        named = sorted(model.named_parameters(), key=lambda item: (item[1].ndim == 1, not item[0].startswith("tok")))
+        size = sum(p.numel() for _, p in named)
+        self.values, self.gradient, self.decay = (torch.zeros(-(-size // ALIGN) * ALIGN) for _ in range(3))
+        self.embedding, start = named[0][1].numel(), 0
+        for _, p in named:
+            where = slice(start, start := start + p.numel())
+            self.values[where] = p.detach().flatten()
+            p.data = self.values[where].view_as(p)
+            p.grad = self.gradient[where].view_as(p)
+            self.decay[where] = DECAY * (p.ndim > 1)
+
+
+def train(beta2: float, seed: int, steps: int, moments: Moments | None = None, nudge: float = 0.0) -> Iterator:
+    """Train with the moments given (exact ones unless any are); yields step, loss, gradient, u and v of each step."""
+    task = tasks.find("gpt:3x128", vocab=256, batch=8, context=64, seed=seed)
+    torch.manual_seed(seed)
+    flat = Flat(task.model())
+    flat.values.mul_(1 + nudge * torch.randn(flat.values.shape))
+    moments = moments or Moments(len(flat.values), beta2)
+    for step in range(1, steps + 1):
+        flat.gradient.zero_()
+        loss = task.loss(flat.model, task.batch(step - 1, "train"))
+        loss.backward()
+        flat.gradient.mul_((CLIP / (flat.gradient.norm() + 1e-6)).clamp(max=1.0))
+        u, v = moments.update(flat.gradient)
+        warm, done = step / 30, (step - 30) / max(1, steps - 30)
+        rate = PEAK * (warm if warm < 1 else 0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+        flat.values.sub_(u + flat.decay * flat.values, alpha=rate)
+        yield step, loss.item(), flat.gradient, u, v
+
+
+@dataclass
+class Score:
+    """What is seen of one scheme at the steps that are looked at."""
+
+    all: list[float]
+    embedding: list[float]
+    worst: float = 0.0
+    blown: float = 0.0
+    drift: float = 0.0
+    spread: float = 0.0
+
+
+def relative_error(u_q: Tensor, u: Tensor) -> float:
+    return float((u_q - u).norm() / u.norm())
+
+
+def replay(schemes: dict[str, tuple[Keep | None, Keep | None]], beta2: float, steps: int, seed: int) -> dict[str, Score]:
+    """Feed every scheme the gradients of one FP32 run and compare its updates with the exact ones."""
+    looks = sorted({50, 100, steps // 2, steps})
+    states: dict[str, Moments] = {}
+    scores = {name: Score([], []) for name in schemes}
+    rows = 256 * 128
+    for step, _, gradient, u, v in train(beta2, seed, steps):
+        for name, keeps in schemes.items():
+            state = states.setdefault(name, Moments(len(gradient), beta2, *keeps))
+            u_q, v_q = state.update(gradient)
+            if step not in looks:
+                continue
+            score, seen = scores[name], v > 0
+            ratio = (v_q[seen] / v[seen]).log2()
+            score.all.append(relative_error(u_q, u))
+            score.embedding.append(relative_error(u_q[:rows], u[:rows]))
+            score.worst = max(score.worst, float(u_q.abs().max()))
+            score.blown = max(score.blown, float((u_q.abs() > 2 * u.abs() + 0.1).float().mean()))
+            score.drift, score.spread = float(ratio.mean()), float(ratio.std())
+    return scores

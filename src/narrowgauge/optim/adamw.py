@@ -1,0 +1,209 @@
+"""AdamW whose masters, moments and gradients each have a format of their own, stepping all parameters at once.
+
+    master     fp32    the parameter itself where it is FP32; beside a BF16 parameter an FP32 copy
+               split   a BF16 parameter and a 16-bit remainder: together the FP32 master, bit for bit (split.py)
+               none    a BF16 parameter alone, rounded stochastically
+    moments    fp32, bf16, or 8bit with a scale for every 128 values (moments.py)
+
+Everything else is torch.optim.AdamW's: groups, schedulers, learning rates as tensors, maximize; ``grad_scale`` and
+``found_inf`` as fused torch optimizers take them, so that unscaling, clipping and skipping cost no pass of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from narrowgauge.errors import UsageError
+from narrowgauge.optim import moments as eight_bit
+from narrowgauge.optim.reference import Rates, update
+from narrowgauge.optim.split import join, split
+
+MASTERS = ("fp32", "split", "none")
+MOMENTS = ("fp32", "bf16", "8bit")
+_STEP = torch.float32
+
+
+class AdamW(Optimizer):
+    """``torch.optim.AdamW`` with ``master`` and ``moments``, which may differ between parameter groups."""
+
+    _step_supports_amp_scaling = True
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+        master: str = "fp32",
+        moments: str = "fp32",
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "master": master,
+            "moments": moments,
+        }
+        super().__init__(params, defaults)
+        self.grad_scale = self.found_inf = None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        try:
+            _check(self.param_groups[-1])
+        except UsageError:
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        factor, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if found is not None and bool(found.item()):
+            return loss
+        for group in self.param_groups:
+            rates = _rates(group)
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if parameter.grad.is_sparse:
+                    raise UsageError("AdamW: a gradient is sparse; train sparse embeddings with torch.optim.SparseAdam")
+                self.prepare(parameter, group)
+                update(parameter, parameter.grad, self.state[parameter], rates, factor)
+        return loss
+
+    def prepare(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
+        """The parameter's state, made where there is none yet."""
+        state: dict[str, Any] = self.state[parameter]
+        if state:
+            return state
+        state["step"] = torch.zeros((), dtype=_STEP, device=parameter.device)
+        shape, device = parameter.shape, parameter.device
+        if group["moments"] == "8bit":
+            groups = eight_bit.groups_of(parameter.numel())
+            state["exp_avg"] = torch.zeros(shape, dtype=torch.int8, device=device)
+            state["exp_avg_sq"] = torch.ones(shape, dtype=torch.uint8, device=device)
+            state["exp_avg_scale"] = torch.zeros(groups, device=device)
+            state["exp_avg_sq_scale"] = torch.zeros(groups, device=device)
+        else:
+            dtype = torch.float32 if group["moments"] == "fp32" else torch.bfloat16
+            state["exp_avg"] = torch.zeros(shape, dtype=dtype, device=device)
+            state["exp_avg_sq"] = torch.zeros(shape, dtype=dtype, device=device)
+        if parameter.dtype is torch.bfloat16:
+            if group["master"] == "split":
+                state["remainder"] = remainder_of(parameter)
+            elif group["master"] == "fp32":
+                state["master"] = full(parameter)
+            else:
+                state["seed"] = len(self.state)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a state over in the formats it was saved in; torch would cast every tensor to its parameter's."""
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        ids = [index for group in state_dict["param_groups"] for index in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for index, parameter in zip(ids, parameters, strict=True):
+            saved = state_dict["state"].get(index)
+            if saved is None:
+                continue
+            self.state[parameter] = {
+                name: value.to(parameter.device, copy=True) if isinstance(value, Tensor) else value
+                for name, value in saved.items()
+            }
+            if "remainder" in saved:
+                _set_remainder(parameter, self.state[parameter]["remainder"])
+
+
+def _check(group: dict[str, Any]) -> None:
+    beta1, beta2 = group["betas"]
+    for name, value, good in (
+        ("lr", group["lr"], float(group["lr"]) >= 0),
+        ("betas", group["betas"], 0 <= float(beta1) < 1 and 0 <= float(beta2) < 1),
+        ("eps", group["eps"], group["eps"] >= 0),
+        ("weight_decay", group["weight_decay"], group["weight_decay"] >= 0),
+    ):
+        if not good:
+            raise UsageError(f"AdamW: {name}={value} is out of range")
+    for name, allowed in (("master", MASTERS), ("moments", MOMENTS)):
+        if group[name] not in allowed:
+            raise UsageError(f"AdamW: {name}={group[name]!r} is unknown; expected one of {', '.join(allowed)}")
+    for parameter in group["params"]:
+        if parameter.dtype not in (torch.float32, torch.bfloat16):
+            raise UsageError(f"AdamW: a parameter is of {parameter.dtype}; it steps FP32 and BF16 parameters")
+
+
+def _rates(group: dict[str, Any]) -> Rates:
+    beta1, beta2 = group["betas"]
+    return Rates(float(group["lr"]), float(beta1), float(beta2), group["eps"], group["weight_decay"], group["maximize"])
+
+
+def narrow(parameter: nn.Parameter) -> nn.Parameter:
+    """Turn an FP32 parameter into a BF16 one with its remainder, in place: no bit of the weight is lost."""
+    if parameter.dtype is torch.float32:
+        weight, remainder = split(parameter.detach())
+        parameter.data = weight
+        _set_remainder(parameter, remainder)
+    return parameter
+
+
+def _set_remainder(parameter: nn.Parameter, remainder: Tensor) -> None:
+    parameter.low_half = remainder  # type: ignore[attr-defined]
+
+
+def _get_remainder(parameter: Tensor) -> Tensor | None:
+    """Kept at the parameter itself, so that whoever holds the model can join the two."""
+    remainder: Tensor | None = getattr(parameter, "low_half", None)
+    return remainder
+
+
+def remainder_of(parameter: nn.Parameter) -> Tensor:
+    """The remainder of a BF16 parameter; one that never had any gets zeros."""
+    remainder = _get_remainder(parameter)
+    if remainder is None:
+        remainder = torch.zeros(parameter.shape, dtype=torch.int16, device=parameter.device)
+        _set_remainder(parameter, remainder)
+    return remainder
+
+
+def full(parameter: Tensor) -> Tensor:
+    """A parameter in FP32, with the bits its remainder holds."""
+    remainder = _get_remainder(parameter)
+    return parameter.detach().float() if remainder is None else join(parameter.detach(), remainder)
+
+
+def full_precision(model: nn.Module) -> dict[str, Tensor]:
+    """The model's state dictionary with every split weight as the FP32 number it is: what plain torch loads."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {
+        name: full(parameters[name]) if name in parameters and _get_remainder(parameters[name]) is not None else value
+        for name, value in model.state_dict().items()
+    }
+
+
+def load_full_precision(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Load an FP32 state dictionary into a model whose weights are split, losing nothing."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    model.load_state_dict(state)
+    for name, value in state.items():
+        kept = _get_remainder(parameters[name]) if name in parameters else None
+        if kept is not None:
+            weight, remainder = split(value.detach().to(kept.device, torch.float32))
+            with torch.no_grad():
+                parameters[name].copy_(weight)
+                kept.copy_(remainder)

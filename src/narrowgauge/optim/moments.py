@@ -1,0 +1,59 @@
+"""AdamW's moments in 8 bits: one byte a value, one FP32 scale for every 128 neighbours of a flattened parameter.
+
+    first     m = scale * c^2 sign(c)           c = -127..127 / 127: fine near zero, where most of a group lies
+    second    v = scale * c^4                   c = 1..255 / 255: fourteen decades; never 0, as the update divides by it
+
+A v that rounded to 0 would make the update m / eps. A value below half the smallest code is kept at that code instead,
+which makes its update smaller than it should be, never larger. All of it is arithmetic: a kernel needs no table.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+GROUP = 128
+
+
+def groups_of(numel: int) -> int:
+    """How many scales a tensor has."""
+    return -(-numel // GROUP)
+
+
+def encode_first(m: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes (int8) and scales of a flat FP32 tensor."""
+    rows = _rows(m)
+    scale = rows.abs().amax(1)
+    share = rows.abs() / torch.where(scale > 0, scale, 1.0)[:, None]
+    codes = torch.round(share.sqrt() * 127).copysign(rows)
+    return codes.to(torch.int8).view(-1)[: m.numel()], scale
+
+
+def decode_first(codes: Tensor, scale: Tensor) -> Tensor:
+    part = codes.float() * (1 / 127)
+    return part * part.abs() * _spread(scale, codes.numel())
+
+
+def encode_second(v: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes (uint8) and scales of a flat FP32 tensor that has no negative values."""
+    rows = _rows(v)
+    scale = rows.amax(1)
+    share = rows / torch.where(scale > 0, scale, 1.0)[:, None]
+    codes = torch.round(share.sqrt().sqrt() * 255).clamp(min=1)
+    return codes.to(torch.uint8).view(-1)[: v.numel()], scale
+
+
+def decode_second(codes: Tensor, scale: Tensor) -> Tensor:
+    part = codes.float() * (1 / 255)
+    square = part * part
+    return square * square * _spread(scale, codes.numel())
+
+
+def _rows(flat: Tensor) -> Tensor:
+    """A flat tensor in groups, the last one filled up with zeros."""
+    missing = -flat.numel() % GROUP
+    return torch.nn.functional.pad(flat, (0, missing)).view(-1, GROUP)
+
+
+def _spread(scale: Tensor, numel: int) -> Tensor:
+    return scale.repeat_interleave(GROUP)[:numel]
