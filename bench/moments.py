@@ -123,6 +123,16 @@ def cast(dtype: torch.dtype, never_zero: bool) -> Code:
     return Code(lambda x: x.to(dtype).view(torch.uint8).float(), decode, levels, int(never_zero), top)
 
 
+def soft_root(levels: int, low: int) -> Code:
+    """Keep y = sqrt(x) as 2y / (1 + y)."""
+
+    def encode(x: Tensor) -> Tensor:
+        y = x.sqrt()
+        return y * (2 * levels) / (1 + y)
+
+    return Code(encode, lambda q: (q / (2 * levels - q)).square(), levels, low)
+
+
 CODES_M = {
     "linear": power(1.0, 127),
     "sqrt": power(0.5, 127),
@@ -140,6 +150,8 @@ CODES_M = {
 CODES_V = {
     "linear": power(1.0, 255, 1),
     "sqrt": power(0.5, 255, 1),
+    "soft root": soft_root(255, 1),
+    "cube root": power(1 / 3, 255, 1),
     "fourth root": power(0.25, 255, 1),
     "log 8": logarithm(8),
     "log 10": logarithm(10),
@@ -178,6 +190,8 @@ def thresholds(keep: Keep, step: int, index: Tensor, salt: int) -> Tensor:
     """What is added before rounding down, in 0..1: the chance of rounding up is then the remainder."""
     if keep.rounding == "golden":
         state = hash32(index ^ salt) + as_int32(step * GOLDEN)
+    elif keep.rounding == "lattice":
+        state = (index + salt) * as_int32(3242174889) + as_int32(step * 2447445414)
     else:
         state = hash32(index ^ as_int32(salt + step * 0x85EBCA6B))
     return ((state >> 8) & 0xFFFFFF).float() * 2.0**-24

@@ -93,6 +93,7 @@ def test_an_fp32_copy_beside_a_bf16_weight_steps_alike():
     for p, q in zip(split, copied, strict=True):
         assert torch.equal(p, q)
         assert torch.equal(full(p), other.state[q]["master"])
+        assert torch.equal(full(q), full(p))
 
 
 @pytest.mark.parametrize("options", [{"moments": "bf16"}, {"moments": "8bit"}, {"moments": "8bit", "master": "split"}])

@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from narrowgauge.errors import UsageError
+from narrowgauge.kernels import use_triton
 from narrowgauge.optim import moments as eight_bit
 from narrowgauge.optim.reference import Rates, update
 from narrowgauge.optim.split import join, split
+from narrowgauge.optim.together import step_together
 
 MASTERS = ("fp32", "split", "none")
 MOMENTS = ("fp32", "bf16", "8bit")
@@ -74,18 +76,29 @@ class AdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         factor, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if found is not None and bool(found.item()):
-            return loss
         for group in self.param_groups:
-            rates = _rates(group)
+            alike: dict[tuple[Any, ...], list[nn.Parameter]] = {}
             for parameter in group["params"]:
-                if parameter.grad is None:
+                grad = parameter.grad
+                if grad is None:
                     continue
-                if parameter.grad.is_sparse:
+                if grad.is_sparse:
                     raise UsageError("AdamW: a gradient is sparse; train sparse embeddings with torch.optim.SparseAdam")
-                self.prepare(parameter, group)
-                update(parameter, parameter.grad, self.state[parameter], rates, factor)
+                alike.setdefault((parameter.device, parameter.dtype, grad.dtype), []).append(parameter)
+            for parameters in alike.values():
+                self._update(parameters, group, factor, found)
         return loss
+
+    def _update(
+        self, parameters: list[nn.Parameter], group: dict[str, Any], factor: Tensor | None, found: Tensor | None
+    ) -> None:
+        """Step parameters that have a group, a device and formats in common."""
+        states = [self.prepare(parameter, group) for parameter in parameters]
+        if use_triton(parameters[0]) and all(p.is_contiguous() for p in parameters):
+            step_together(parameters, states, group, factor, found)
+        elif found is None or not bool(found.item()):
+            for parameter, state in zip(parameters, states, strict=True):
+                update(parameter, parameter.grad, state, _rates(group), factor)  # type: ignore[arg-type]
 
     def prepare(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
         """The parameter's state, made where there is none yet."""
@@ -109,8 +122,10 @@ class AdamW(Optimizer):
                 state["remainder"] = remainder_of(parameter)
             elif group["master"] == "fp32":
                 state["master"] = full(parameter)
+                _keep(parameter, state["master"])
             else:
                 state["seed"] = len(self.state)
+                _keep(parameter, None)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -126,8 +141,8 @@ class AdamW(Optimizer):
                 name: value.to(parameter.device, copy=True) if isinstance(value, Tensor) else value
                 for name, value in saved.items()
             }
-            if "remainder" in saved:
-                _set_remainder(parameter, self.state[parameter]["remainder"])
+            own = self.state[parameter]
+            _keep(parameter, own.get("remainder", own.get("master")))
 
 
 def _check(group: dict[str, Any]) -> None:
@@ -158,40 +173,45 @@ def narrow(parameter: nn.Parameter) -> nn.Parameter:
     if parameter.dtype is torch.float32:
         weight, remainder = split(parameter.detach())
         parameter.data = weight
-        _set_remainder(parameter, remainder)
+        _keep(parameter, remainder)
     return parameter
 
 
-def _set_remainder(parameter: nn.Parameter, remainder: Tensor) -> None:
-    parameter.low_half = remainder  # type: ignore[attr-defined]
+def _keep(parameter: nn.Parameter, other: Tensor | None) -> None:
+    """Keep at a BF16 parameter what makes it FP32: a remainder (int16) or a copy (FP32).
+
+    At the parameter itself, so that whoever holds the model can join the two.
+    """
+    parameter.other_half = other  # type: ignore[attr-defined]
 
 
-def _get_remainder(parameter: Tensor) -> Tensor | None:
-    """Kept at the parameter itself, so that whoever holds the model can join the two."""
-    remainder: Tensor | None = getattr(parameter, "low_half", None)
-    return remainder
+def _kept(parameter: Tensor) -> Tensor | None:
+    other: Tensor | None = getattr(parameter, "other_half", None)
+    return other
 
 
 def remainder_of(parameter: nn.Parameter) -> Tensor:
     """The remainder of a BF16 parameter; one that never had any gets zeros."""
-    remainder = _get_remainder(parameter)
-    if remainder is None:
+    remainder = _kept(parameter)
+    if remainder is None or remainder.dtype is not torch.int16:
         remainder = torch.zeros(parameter.shape, dtype=torch.int16, device=parameter.device)
-        _set_remainder(parameter, remainder)
+        _keep(parameter, remainder)
     return remainder
 
 
 def full(parameter: Tensor) -> Tensor:
-    """A parameter in FP32, with the bits its remainder holds."""
-    remainder = _get_remainder(parameter)
-    return parameter.detach().float() if remainder is None else join(parameter.detach(), remainder)
+    """A parameter in FP32, with the bits that its remainder or its copy holds."""
+    other = _kept(parameter)
+    if other is None:
+        return parameter.detach().float()
+    return join(parameter.detach(), other) if other.dtype is torch.int16 else other.clone()
 
 
 def full_precision(model: nn.Module) -> dict[str, Tensor]:
-    """The model's state dictionary with every split weight as the FP32 number it is: what plain torch loads."""
+    """The model's state dictionary with every BF16 weight as the FP32 number it stands for: what plain torch loads."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {
-        name: full(parameters[name]) if name in parameters and _get_remainder(parameters[name]) is not None else value
+        name: full(parameters[name]) if name in parameters and _kept(parameters[name]) is not None else value
         for name, value in model.state_dict().items()
     }
 
@@ -201,9 +221,10 @@ def load_full_precision(model: nn.Module, state: dict[str, Tensor]) -> None:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     model.load_state_dict(state)
     for name, value in state.items():
-        kept = _get_remainder(parameters[name]) if name in parameters else None
+        kept = _kept(parameters[name]) if name in parameters else None
         if kept is not None:
-            weight, remainder = split(value.detach().to(kept.device, torch.float32))
+            master = value.detach().to(kept.device, torch.float32)
+            weight, remainder = split(master)
             with torch.no_grad():
                 parameters[name].copy_(weight)
-                kept.copy_(remainder)
+                kept.copy_(remainder if kept.dtype is torch.int16 else master)

@@ -24,7 +24,7 @@ def encode_first(m: Tensor) -> tuple[Tensor, Tensor]:
     """Codes (int8) and scales of a flat FP32 tensor."""
     rows = _rows(m)
     scale = rows.abs().amax(1)
-    share = rows.abs() / torch.where(scale > 0, scale, 1.0)[:, None]
+    share = rows.abs() * _inverse(scale)[:, None]
     codes = torch.round(share.sqrt() * 127).copysign(rows)
     return codes.to(torch.int8).view(-1)[: m.numel()], scale
 
@@ -38,7 +38,7 @@ def encode_second(v: Tensor) -> tuple[Tensor, Tensor]:
     """Codes (uint8) and scales of a flat FP32 tensor that has no negative values."""
     rows = _rows(v)
     scale = rows.amax(1)
-    share = rows / torch.where(scale > 0, scale, 1.0)[:, None]
+    share = rows * _inverse(scale)[:, None]
     codes = torch.round(share.sqrt().sqrt() * 255).clamp(min=1)
     return codes.to(torch.uint8).view(-1)[: v.numel()], scale
 
@@ -47,6 +47,12 @@ def decode_second(codes: Tensor, scale: Tensor) -> Tensor:
     part = codes.float() * (1 / 255)
     square = part * part
     return square * square * _spread(scale, codes.numel())
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    """1 / scale, kept finite: a group of zeros, or of next to nothing, has zeros for shares."""
+    some = scale > 1e-37
+    return torch.where(some, 1 / torch.where(some, scale, 1.0), 0.0)
 
 
 def _rows(flat: Tensor) -> Tensor:

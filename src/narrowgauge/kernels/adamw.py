@@ -1,0 +1,292 @@
+"""AdamW for many tensors at once, and the norms of their gradients: two passes over memory, no FP32 temporaries.
+
+    norms:    sum of squares of each block, then of each tensor: finite exactly where all gradients are
+    update:   reads gradient, weight, remainder and moments; unscales, clips, steps; writes all but the gradient
+
+Bytes a parameter in the leanest form (BF16 weight and gradient, 16-bit remainder, two 8-bit moments): 2 for the norm,
+14 and an eighth for the update. ``optim.reference`` has the same in plain torch; the kernel takes roots and divides by
+the hardware's approximations (1 to 2 units in the last place), as exact ones would cost more than the memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from narrowgauge.kernels import HAVE_TRITON, jit
+from narrowgauge.kernels.many import is_whole, pieces, places
+
+if HAVE_TRITON:
+    import triton.language as tl
+
+    from narrowgauge.kernels.tile import INTERPRETED
+
+BLOCK = 2048
+GROUP = 128
+WARPS = 4
+NORM_BLOCK = 16384
+
+
+@dataclass
+class Lists:
+    """The tensors of a launch, one of each for every parameter, all of a list in one format.
+
+    ``low`` are remainders (int16) or FP32 copies beside BF16 weights, and empty where there are none; scales are empty
+    unless the moments are of 8 bits.
+    """
+
+    weight: list[Tensor]
+    grad: list[Tensor]
+    first: list[Tensor]
+    second: list[Tensor]
+    low: list[Tensor] = field(default_factory=list)
+    first_scale: list[Tensor] = field(default_factory=list)
+    second_scale: list[Tensor] = field(default_factory=list)
+
+    @property
+    def columns(self) -> list[list[Tensor]]:
+        every = (self.weight, self.grad, self.first, self.second, self.low, self.first_scale, self.second_scale)
+        return [column or self.weight for column in every]
+
+    @property
+    def master(self) -> str:
+        if self.weight[0].dtype is torch.float32:
+            return "itself"
+        if not self.low:
+            return "none"
+        return "split" if self.low[0].dtype is torch.int16 else "copy"
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What one update is computed with."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    maximize: bool
+    steps: Tensor
+    """[n, 3], on the device: 1 - lr * weight_decay, lr / (1 - beta1^t) and 1 / sqrt(1 - beta2^t)."""
+    seeds: Tensor | None = None
+    """[n] in int32, for stochastic rounding."""
+    factor: Tensor | None = None
+    found: Tensor | None = None
+
+
+def gradient_norms(grads: list[Tensor]) -> Tensor:
+    """The norm of each gradient (all of one format, on one device), in FP32."""
+    device, whole = grads[0].device, is_whole([grads])
+    work = pieces(tuple(g.numel() for g in grads), NORM_BLOCK, device)
+    partial = torch.empty(work.count, device=device)
+    norms = torch.empty(len(grads), device=device)
+    _squares_kernel[(work.count,)](
+        grads[0], places([grads], whole), work.owner, work.place, work.sizes, partial, WHOLE=whole,
+        UNIT=_unit(grads[0], whole), BLOCK=NORM_BLOCK, num_warps=8,
+    )  # fmt: skip
+    _norms_kernel[(len(grads),)](partial, work.first, norms, BLOCK=1024, num_warps=4)
+    return norms
+
+
+def adamw(lists: Lists, numbers: Numbers) -> None:
+    """Step every parameter of the lists."""
+    columns = lists.columns
+    whole = is_whole(columns)
+    work = pieces(tuple(w.numel() for w in lists.weight), BLOCK, lists.weight[0].device)
+    _adamw_kernel[(work.count,)](
+        *(column[0] for column in columns), places(columns, whole), work.owner, work.place, work.sizes,
+        numbers.steps, numbers.seeds, numbers.factor, numbers.found,
+        1.0 - numbers.beta1, numbers.beta2, 1.0 - numbers.beta2, numbers.eps,
+        MAXIMIZE=numbers.maximize, MASTER=lists.master, EIGHT_BIT=bool(lists.first_scale), WHOLE=whole,
+        UNITS=tuple(_unit(column[0], whole) for column in columns), BLOCK=BLOCK, GROUP=GROUP, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def _unit(tensor: Tensor, whole: bool) -> int:
+    return 16 // tensor.element_size() if whole else 1
+
+
+@jit
+def _size(sizes_ptr, tensor, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A tensor's size. WHOLE: all are multiples of 16, so that no mask cuts a 16-byte access in two."""
+    size = tl.load(sizes_ptr + tensor)
+    if WHOLE:
+        size = (size // 16) * 16
+    return size
+
+
+@jit
+def _squares_kernel(  # type: ignore[no-untyped-def]
+    grad_ptr, places_ptr, owner_ptr, place_ptr, sizes_ptr, partial_ptr,
+    WHOLE: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    tensor = tl.load(owner_ptr + program)
+    size = _size(sizes_ptr, tensor, WHOLE)
+    grad_ptr += tl.load(places_ptr + tensor) * UNIT
+    offsets = tl.load(place_ptr + program).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    g = tl.load(grad_ptr + offsets, mask=offsets < size, other=0.0).to(tl.float32)
+    tl.store(partial_ptr + program, tl.sum(g * g))
+
+
+@jit
+def _norms_kernel(partial_ptr, first_ptr, norms_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    tensor = tl.program_id(0)
+    end = tl.load(first_ptr + tensor + 1)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(tl.load(first_ptr + tensor), end, BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        total += tl.load(partial_ptr + offsets, mask=offsets < end, other=0.0)
+    tl.store(norms_ptr + tensor, tl.sqrt_rn(tl.sum(total)))
+
+
+@jit
+def _joined(high, low):  # type: ignore[no-untyped-def]
+    """``optim.split.join``."""
+    high = high.to(tl.int16, bitcast=True).to(tl.int32)
+    low = low.to(tl.int32)
+    size = high & 0x7FFF
+    special = (low < 0) & ((size == 0) | (size == 0x7FFF))
+    top = tl.where(size == 0, 0x7FFE0000, 0x7FFF0000)
+    sign = (high << 16) & -0x80000000
+    bits = tl.where(special, sign | top | (low & 0xFFFF), (high << 16) + low)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@jit
+def _halves(master):  # type: ignore[no-untyped-def]
+    """``optim.split.split``, as bits of 16."""
+    bits = master.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    high = (bits + 0x8000) >> 16
+    carries = size >= 0x7FFF8000
+    displaced = (size >= 0x7FFE8000) & (size < 0x7FFF0000)
+    sign = (bits & -0x80000000) >> 16
+    high = tl.where(carries, sign | 0x7FFF, tl.where(displaced, sign, high))
+    low = tl.where(carries | displaced, bits, bits - (high << 16))
+    return high.to(tl.int16), low.to(tl.int16)
+
+
+@jit
+def _mixed(x):  # type: ignore[no-untyped-def]
+    """``optim.reference.mix``."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@jit
+def _root(x):  # type: ignore[no-untyped-def]
+    if INTERPRETED:
+        return tl.sqrt(x)
+    return tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@jit
+def _quotient(x, y):  # type: ignore[no-untyped-def]
+    if INTERPRETED:
+        return x / y
+    return tl.inline_asm_elementwise(
+        "div.approx.ftz.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@jit
+def _inverse(scale):  # type: ignore[no-untyped-def]
+    """1 / scale, kept finite: a group of zeros, or of next to nothing, has zeros for shares."""
+    some = scale > 1e-37
+    return tl.where(some, 1.0 / tl.where(some, scale, 1.0), 0.0)
+
+
+@jit
+def _nearest(x):  # type: ignore[no-untyped-def]
+    """The nearest whole number of 0 to 255, halves to even: added to 1.5 * 2**23, it is in the last bits."""
+    return (x + 12582912.0).to(tl.int32, bitcast=True) & 0xFF
+
+
+@jit
+def _adamw_kernel(  # type: ignore[no-untyped-def]
+    weight_ptr, grad_ptr, first_ptr, second_ptr, low_ptr, first_scale_ptr, second_scale_ptr,
+    places_ptr, owner_ptr, place_ptr, sizes_ptr, steps_ptr, seeds_ptr, factor_ptr, found_ptr,
+    rate1, beta2, rate2, eps, MAXIMIZE: tl.constexpr, MASTER: tl.constexpr, EIGHT_BIT: tl.constexpr,
+    WHOLE: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    go = True
+    if found_ptr is not None:
+        go = tl.load(found_ptr) == 0.0
+    if go:
+        program = tl.program_id(0)
+        tensor = tl.load(owner_ptr + program)
+        size = _size(sizes_ptr, tensor, WHOLE)
+        row = places_ptr + tensor * 7
+        weight_ptr += tl.load(row) * UNITS[0]
+        grad_ptr += tl.load(row + 1) * UNITS[1]
+        first_ptr += tl.load(row + 2) * UNITS[2]
+        second_ptr += tl.load(row + 3) * UNITS[3]
+        low_ptr += tl.load(row + 4) * UNITS[4]
+        start = tl.load(place_ptr + program).to(tl.int64) * BLOCK
+        group = tl.arange(0, BLOCK // GROUP)
+        offsets = start + group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        mask = offsets < size
+        g = tl.load(grad_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        high = tl.load(weight_ptr + offsets, mask=mask, other=0.0)
+        if MASTER == "split":
+            w = _joined(high, tl.load(low_ptr + offsets, mask=mask, other=0))
+        elif MASTER == "copy":
+            w = tl.load(low_ptr + offsets, mask=mask, other=0.0)
+        else:
+            w = high.to(tl.float32)
+        m = tl.load(first_ptr + offsets, mask=mask, other=0).to(tl.float32)
+        v = tl.load(second_ptr + offsets, mask=mask, other=0).to(tl.float32)
+        if EIGHT_BIT:
+            there = start + group * GROUP < size
+            first_scale_ptr += tl.load(row + 5) * UNITS[5] + start // GROUP
+            second_scale_ptr += tl.load(row + 6) * UNITS[6] + start // GROUP
+            m = m * (1 / 127)
+            m = m * tl.abs(m) * tl.load(first_scale_ptr + group, mask=there, other=0.0)[:, None]
+            v = v * (1 / 255)
+            v = v * v
+            v = v * v * tl.load(second_scale_ptr + group, mask=there, other=0.0)[:, None]
+
+        if factor_ptr is not None:
+            g = g * (1.0 / tl.load(factor_ptr))
+        if MAXIMIZE:
+            g = -g
+        w = w * tl.load(steps_ptr + tensor * 3)
+        m = m + (g - m) * rate1
+        v = v * beta2 + g * g * rate2
+        step_size = tl.load(steps_ptr + tensor * 3 + 1)
+        w = w - step_size * _quotient(m, _root(v) * tl.load(steps_ptr + tensor * 3 + 2) + eps)
+
+        if EIGHT_BIT:
+            scale = tl.max(tl.abs(m), 1)
+            share = _root(tl.abs(m) * _inverse(scale)[:, None])
+            code = _nearest(share * 127.0)
+            tl.store(first_ptr + offsets, tl.where(m < 0.0, -code, code).to(tl.int8), mask=mask)
+            tl.store(first_scale_ptr + group, scale, mask=there)
+            scale = tl.max(v, 1)
+            share = _root(_root(v * _inverse(scale)[:, None]))
+            code = tl.maximum(_nearest(share * 255.0), 1)
+            tl.store(second_ptr + offsets, code.to(tl.uint8), mask=mask)
+            tl.store(second_scale_ptr + group, scale, mask=there)
+        else:
+            tl.store(first_ptr + offsets, m.to(first_ptr.dtype.element_ty), mask=mask)
+            tl.store(second_ptr + offsets, v.to(second_ptr.dtype.element_ty), mask=mask)
+
+        if MASTER == "itself":
+            tl.store(weight_ptr + offsets, w, mask=mask)
+        elif MASTER == "none":
+            seed = tl.load(seeds_ptr + tensor).to(tl.uint32, bitcast=True)
+            noise = _mixed(offsets.to(tl.uint32) ^ _mixed(seed)) & 0xFFFF
+            bits = w.to(tl.int32, bitcast=True)
+            finite = (bits & 0x7F800000) != 0x7F800000
+            bits = tl.where(finite, bits + noise.to(tl.int32, bitcast=True), bits) >> 16
+            tl.store(weight_ptr + offsets, bits.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=mask)
+        else:
+            high, low = _halves(w)
+            tl.store(weight_ptr + offsets, high.to(tl.bfloat16, bitcast=True), mask=mask)
+            if MASTER == "split":
+                tl.store(low_ptr + offsets, low, mask=mask)
+            else:
+                tl.store(low_ptr + offsets, w, mask=mask)

@@ -1,0 +1,69 @@
+"""One AdamW update of many parameters by the kernel: gathers what it needs without waiting for the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.kernels.adamw import Lists, Numbers, adamw
+
+
+def step_together(
+    parameters: list[nn.Parameter],
+    states: list[dict[str, Any]],
+    group: dict[str, Any],
+    factor: Tensor | None,
+    found: Tensor | None,
+) -> None:
+    """Step parameters that have a group, a device and formats in common; not at all where ``found`` is not 0."""
+    steps = _steps(states)
+    steps.add_(1.0 if found is None else 1.0 - found)
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    low = "remainder" if "remainder" in states[0] else "master"
+    lists = Lists(
+        weight=[parameter.detach() for parameter in parameters],
+        grad=[_gradient(parameter) for parameter in parameters],
+        first=[state["exp_avg"] for state in states],
+        second=[state["exp_avg_sq"] for state in states],
+        low=[state[low] for state in states if low in state],
+        first_scale=[state["exp_avg_scale"] for state in states if "exp_avg_scale" in state],
+        second_scale=[state["exp_avg_sq_scale"] for state in states if "exp_avg_sq_scale" in state],
+    )
+    seeds = None
+    if lists.master == "none":
+        own = torch.tensor([state["seed"] for state in states]).to(steps.device, non_blocking=True)
+        seeds = (steps.long() * 0x9E3779B1 + own).to(torch.int32)
+    numbers = Numbers(
+        beta1, beta2, group["eps"], group["maximize"], _rates(steps, group, beta1, beta2), seeds, factor, found
+    )
+    adamw(lists, numbers)
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad.contiguous()
+
+
+def _rates(steps: Tensor, group: dict[str, Any], beta1: float, beta2: float) -> Tensor:
+    """What depends on the step and the learning rate, [n, 3], reckoned in FP64 on the device."""
+    t = steps.double()
+    lr = group["lr"].to(steps.device, torch.float64) if isinstance(group["lr"], Tensor) else group["lr"]
+    keep = torch.ones_like(t) - lr * group["weight_decay"]
+    return torch.stack([keep, lr / (1 - beta1**t), (1 - beta2**t).rsqrt()], 1).float()
+
+
+def _steps(states: list[dict[str, Any]]) -> Tensor:
+    """The step counts as one vector that the states' own counts are views of, made so where they are not."""
+    first = states[0]["step"]
+    flat: Tensor | None = first._base
+    together = flat is not None and flat.dim() == 1 and len(flat) == len(states)
+    if not (
+        together and all(s["step"]._base is flat and s["step"].storage_offset() == i for i, s in enumerate(states))
+    ):
+        flat = torch.stack([state["step"] for state in states])
+        for index, state in enumerate(states):
+            state["step"] = flat[index]
+    assert flat is not None
+    return flat
