@@ -18,6 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from narrowgauge.kernels import activation_kernels as activation, cast, cross_entropy, norm_kernels
+from narrowgauge.kernels import adamw
 
 I32, NOT_ALIGNED = "i32", ("length", "n16", "time", "ignore_index", "rows")
 POINTERS = {
@@ -84,6 +85,22 @@ elif kind == "norm":
     compiled(norm_kernels.forward_kernel, 2, (*plain, "bias_ptr"), {"x_ptr": "*fp32"}, **size, LIMIT=None, TINY=None)
     compiled(norm_kernels.backward_kernel, 2, (*plain, "dbias_ptr"), **size, LIMIT=None, TINY=None)
     compiled(norm_kernels.backward_kernel, 2, (*plain, "dbias_ptr", "dx_lp_ptr"), **size, LIMIT=None, TINY=None)
+elif kind == "adamw":
+    rates = {name: "fp32" for name in ("rate1", "beta2", "rate2", "eps")}
+    tables = {"places_ptr": "*i64", "owner_ptr": "*i32", "place_ptr": "*i32", "sizes_ptr": "*i64", "seeds_ptr": "*i32"}
+    tables |= {"steps_ptr": "*fp32", "found_ptr": "*fp32", "first_scale_ptr": "*fp32", "second_scale_ptr": "*fp32"}
+    scales = ("first_scale_ptr", "second_scale_ptr")
+    for master, weight, low in (("split", "*bf16", "*i16"), ("copy", "*bf16", "*fp32"), ("none", "*bf16", "*bf16"),
+                                ("itself", "*fp32", "*fp32")):
+        for bits in (True, False):
+            for whole in (True, False):
+                types = {**rates, **tables, "weight_ptr": weight, "low_ptr": low}
+                types |= {"first_ptr": "*i8" if bits else "*fp32", "second_ptr": "*u8" if bits else "*bf16"}
+                none = () if whole else ("factor_ptr", "found_ptr")
+                compiled(adamw._adamw_kernel, 4, none, types, MAXIMIZE=whole, MASTER=master, EIGHT_BIT=bits,
+                         WHOLE=whole, UNITS=(8,) * 7 if whole else (1,) * 7, BLOCK=1024, GROUP=128)
+    compiled(adamw._squares_kernel, 4, (), {**tables, "partial_ptr": "*fp32"}, WHOLE=True, UNIT=8, BLOCK=4096)
+    compiled(adamw._norms_kernel, 4, (), {"partial_ptr": "*fp32", "first_ptr": "*i32", "norms_ptr": "*fp32"}, BLOCK=256)
 else:
     compiled(cross_entropy._statistics_kernel, BLOCK=2048)
     compiled(cross_entropy._dlogits_kernel, 8, BLOCK_N=16, BLOCK_V=512)
@@ -94,7 +111,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("kind", ["cast", "activation", "norm", "cross_entropy"])
+@pytest.mark.parametrize("kind", ["cast", "activation", "norm", "cross_entropy", "adamw"])
 def test_kernels_compile_for_hopper(kind):
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run(
