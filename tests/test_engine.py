@@ -424,7 +424,7 @@ class TestWrongUse:
 
     def test_recipes_that_cannot_run(self):
         self.refused("tensor cores", make, "tf32")
-        self.refused("not built yet", make, "bf16-lean")
+        self.refused("not built yet", make, "bf16[master=split,gradients=released]")
         self.refused("names no module", make, "bf16[keep=nowhere]")
 
     def test_blocks_that_are_not_there(self):

@@ -35,6 +35,9 @@ from narrowgauge.nn.keepers import keep_modules
 from narrowgauge.nn.overrides import remove_overrides
 from narrowgauge.nn.precision import Surroundings, explain_attention
 from narrowgauge.nn.recompute import checkpoint_blocks
+from narrowgauge.optim import AdamW, full_precision, load_full_precision, plain_state, take_over
+from narrowgauge.optim.adamw import has_master
+from narrowgauge.optim.takeover import without_masters
 from narrowgauge.recipe import Recipe, parse, refusal
 from narrowgauge.scaling.guard import SkipGuard
 from narrowgauge.scaling.loss import LossScaler
@@ -102,6 +105,9 @@ class Engine:
         self.surroundings = Surroundings(self.recipe, self.device, emulated)
         remove_overrides(model)  # of an engine that had the model before
         self.kept = keep_modules(model, self.recipe.keep)
+        self.lean = (self.recipe.master, self.recipe.moments) != ("fp32", "fp32")
+        if self.lean:
+            self.optimizers = [self._narrow(optimizer) for optimizer in self.optimizers]
         self.conversion = self._convert(fused, bool(compile))
         self.checkpointed = self.conversion.blocks if self.recipe.checkpoint != "none" else []
         if not self.conversion.blocks:
@@ -120,6 +126,13 @@ class Engine:
                     "cannot see; leave compile off, or take recipe fp32"
                 )
             compile_forward(model, self.surroundings, compile if isinstance(compile, str) else None)
+
+    def _narrow(self, optimizer: Optimizer) -> Optimizer:
+        """The user's AdamW with narrow states; weights become BF16, but for vectors (norms, biases) and keepers."""
+        kept = {p for path in self.kept for p in self.model.get_submodule(path).parameters()}
+        matrices = [p for p in self._named.values() if p.dim() > 1 and p not in kept]
+        narrowed = matrices if self.recipe.master != "fp32" else []
+        return take_over(optimizer, self.recipe.master, self.recipe.moments, narrowed)
 
     def _convert(self, fused: bool | None, compile: bool) -> Conversion:
         if fused is None:
@@ -278,8 +291,8 @@ class Engine:
             )
         return {
             "recipe": str(self.recipe),
-            "model": self.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "model": full_precision(self.model) if self.lean else self.model.state_dict(),
+            "optimizers": [without_masters(optimizer.state_dict()) for optimizer in self.optimizers],
             "scaler": self.scaler.state_dict() if self.scaler else None,
             "guard": self.guard.state_dict(),
             "tensor_scales": self.conversion.scales.state_dict() if self.conversion.scales else None,
@@ -292,9 +305,9 @@ class Engine:
                 f"engine.load_state_dict: the state has {len(state['optimizers'])} optimizers, "
                 f"the engine has {len(self.optimizers)}"
             )
-        self.model.load_state_dict(state["model"])
+        load_full_precision(self.model, state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+            optimizer.load_state_dict(saved if isinstance(optimizer, AdamW) else plain_state(saved))
         if self.scaler is not None and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         if self.conversion.scales is not None and state.get("tensor_scales"):
@@ -338,11 +351,10 @@ def _check_runs(recipe: Recipe, device: hardware.Device, named: dict[str, nn.Par
     reason = refusal(recipe, device)
     if reason is not None:
         raise UsageError(reason)
-    if (recipe.master, recipe.gradients, recipe.moments) != ("fp32", "fp32", "fp32"):
-        what = "anything but FP32 masters, gradients and moments"
-        raise UsageError(f"recipe {recipe}: {what} is not built yet; take fp32, tf32, fp16, bf16 or fp8")
+    if recipe.gradients == "released" or (recipe.master != "fp32" and recipe.gradients == "fp32"):
+        raise UsageError(f"recipe {recipe}: gradients={recipe.gradients} is not built yet; take gradients=bf16")
     for name, parameter in named.items():
-        if parameter.is_floating_point() and parameter.dtype is not torch.float32:
+        if parameter.is_floating_point() and parameter.dtype is not torch.float32 and not has_master(parameter):
             raise UsageError(
                 f"Engine: parameter {name} is {parameter.dtype}, but recipe {recipe} updates FP32 masters; "
                 "call model.float() before making the optimizer"

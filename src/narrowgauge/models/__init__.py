@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 VOCAB_MULTIPLE = 128
 """Vocabularies are padded to a multiple of this: the head's GEMM then meets the tensor cores' tiles in every format."""
@@ -24,3 +24,8 @@ def draw_weights(model: nn.Module, layers: int) -> None:
             parameter.normal_(std=0.02 / math.sqrt(2 * layers))
         elif parameter.dim() == 2:
             parameter.normal_(std=0.02)
+
+
+def widened(x: Tensor) -> Tensor:
+    """A residual stream's beginning: FP32 where the embedding is of 16 bits."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x

@@ -1,6 +1,6 @@
 """GPT: learned positions, pre-norm blocks, exact GELU, a head that shares the embedding's weights, no biases.
 
-The embedding is FP32, so the sum along the residual stream stays FP32 under autocast by promotion: each block adds a
+The residual stream is FP32, whatever the embedding is, and stays so under autocast by promotion: each block adds a
 16-bit branch to a 32-bit trunk. Shapes: B batch, T context, D width, H heads, V padded vocabulary.
 """
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowgauge.errors import UsageError
-from narrowgauge.models import draw_weights, pad_vocab
+from narrowgauge.models import draw_weights, pad_vocab, widened
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class GPT(nn.Module):
         draw_weights(self, config.layers)
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        x: Tensor = self.tok(inputs) + self.pos(torch.arange(inputs.shape[1], device=inputs.device))  # B, T, D
+        x: Tensor = widened(self.tok(inputs)) + self.pos(torch.arange(inputs.shape[1], device=inputs.device))  # B, T, D
         return self.trunk(x, targets)
 
     def trunk(self, x: Tensor, targets: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowgauge.errors import UsageError
-from narrowgauge.models import draw_weights, pad_vocab
+from narrowgauge.models import draw_weights, pad_vocab, widened
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ class Llama(nn.Module):
         draw_weights(self, config.layers)
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        x: Tensor = self.tok(inputs)  # B, T, D
+        x = widened(self.tok(inputs))  # B, T, D
         # Made anew rather than kept in a buffer: a buffer follows model.to(bfloat16) and is lost on the meta device.
         cos, sin = angles(inputs.shape[1], self.config.head_size, self.config.rope_base, inputs.device)
         return self.trunk(x, targets, cos, sin)

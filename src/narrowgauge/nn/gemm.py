@@ -207,15 +207,15 @@ def backward_input(grad: Operand, weight: CachedWeight, choice: GemmChoice) -> T
     return product_bf16(grad.hp, weight.bf16())
 
 
-def backward_weight(grad: Operand, x: Operand, choice: GemmChoice) -> Tensor:
-    """grad_output.T @ input in FP32: what the optimizer reads."""
+def backward_weight(grad: Operand, x: Operand, choice: GemmChoice, out: torch.dtype = torch.float32) -> Tensor:
+    """grad_output.T @ input, in the format of the weight: what the optimizer reads."""
     if choice.grad_weight == "fp8":
         g, x = grad.transposed(), x.transposed()
         assert g.lp_t is not None and g.inv_scale is not None and x.lp_t is not None and x.inv_scale is not None
         g_t, x_t = _pad_columns(g.lp_t), _pad_columns(x.lp_t)
-        return product_fp8(g_t, x_t, g.inv_scale, x.inv_scale, torch.float32, fast=False)
+        return product_fp8(g_t, x_t, g.inv_scale, x.inv_scale, out, fast=False)
     assert grad.hp is not None and x.hp is not None
-    return product_bf16(grad.hp.t(), x.hp, torch.float32)
+    return product_bf16(grad.hp.t(), x.hp, out)
 
 
 def _pad_columns(x_t: Tensor) -> Tensor:

@@ -30,6 +30,10 @@ class Projection:
     grad: Site | None
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.weights[0].dtype
+
+    @property
     def input_formats(self) -> set[str]:
         return {self.choice.output, self.choice.grad_weight}
 

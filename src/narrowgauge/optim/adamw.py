@@ -60,6 +60,8 @@ class AdamW(Optimizer):
         }
         super().__init__(params, defaults)
         self.grad_scale = self.found_inf = None
+        self.stands_for: Optimizer | None = None
+        """The user's optimizer whose groups these are; its schedulers ask whether it has stepped."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -87,6 +89,8 @@ class AdamW(Optimizer):
                 alike.setdefault((parameter.device, parameter.dtype, grad.dtype), []).append(parameter)
             for parameters in alike.values():
                 self._update(parameters, group, factor, found)
+        if self.stands_for is not None:
+            self.stands_for._opt_called = True  # type: ignore[attr-defined]
         return loss
 
     def _update(
@@ -117,32 +121,49 @@ class AdamW(Optimizer):
             dtype = torch.float32 if group["moments"] == "fp32" else torch.bfloat16
             state["exp_avg"] = torch.zeros(shape, dtype=dtype, device=device)
             state["exp_avg_sq"] = torch.zeros(shape, dtype=dtype, device=device)
-        if parameter.dtype is torch.bfloat16:
-            if group["master"] == "split":
-                state["remainder"] = remainder_of(parameter)
-            elif group["master"] == "fp32":
-                state["master"] = full(parameter)
-                _keep(parameter, state["master"])
-            else:
-                state["seed"] = len(self.state)
-                _keep(parameter, None)
+        self._complete(parameter, group, state)
         return state
+
+    def _complete(self, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> None:
+        """What completes a BF16 parameter, where it is not in the state: from the parameter itself."""
+        if parameter.dtype is not torch.bfloat16:
+            return
+        if group["master"] == "split":
+            state["remainder"] = state.get("remainder", remainder_of(parameter))
+            state.pop("master", None)
+            _keep(parameter, state["remainder"])
+        elif group["master"] == "fp32":
+            state["master"] = state.get("master", full(parameter))
+            state.pop("remainder", None)
+            _keep(parameter, state["master"])
+        else:
+            state.setdefault("seed", len(self.state))
+            _keep(parameter, None)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a state over in the formats it was saved in; torch would cast every tensor to its parameter's."""
+        groups = self.param_groups  # another optimizer may share them, so they stay the objects they are
+        formats = [{"master": group["master"], "moments": group["moments"]} for group in groups]
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        for group, loaded, own_formats in zip(groups, self.param_groups, formats, strict=True):
+            group.update({"maximize": False} | loaded | own_formats)
+        self.param_groups = groups
         ids = [index for group in state_dict["param_groups"] for index in group["params"]]
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        for index, parameter in zip(ids, parameters, strict=True):
+        parameters = [(p, group) for group in self.param_groups for p in group["params"]]
+        for index, (parameter, group) in zip(ids, parameters, strict=True):
             saved = state_dict["state"].get(index)
             if saved is None:
                 continue
-            self.state[parameter] = {
+            own = {
                 name: value.to(parameter.device, copy=True) if isinstance(value, Tensor) else value
                 for name, value in saved.items()
             }
-            own = self.state[parameter]
-            _keep(parameter, own.get("remainder", own.get("master")))
+            own["step"] = torch.as_tensor(own["step"], dtype=_STEP, device=parameter.device)
+            eight_bit.reformat(own, group["moments"])
+            self.state[parameter] = own
+            if "remainder" in own or "master" in own:
+                _keep(parameter, own.get("remainder", own.get("master")))
+            self._complete(parameter, group, own)
 
 
 def _check(group: dict[str, Any]) -> None:
@@ -197,6 +218,11 @@ def remainder_of(parameter: nn.Parameter) -> Tensor:
         remainder = torch.zeros(parameter.shape, dtype=torch.int16, device=parameter.device)
         _keep(parameter, remainder)
     return remainder
+
+
+def has_master(parameter: Tensor) -> bool:
+    """Whether a BF16 parameter has something that completes it to FP32."""
+    return _kept(parameter) is not None
 
 
 def full(parameter: Tensor) -> Tensor:

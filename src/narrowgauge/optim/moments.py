@@ -9,6 +9,8 @@ which makes its update smaller than it should be, never larger. All of it is ari
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -47,6 +49,26 @@ def decode_second(codes: Tensor, scale: Tensor) -> Tensor:
     part = codes.float() * (1 / 255)
     square = part * part
     return square * square * _spread(scale, codes.numel())
+
+
+def reformat(state: dict[str, Any], moments: str) -> None:
+    """Bring saved moments into another format, in place."""
+    first, second = state["exp_avg"], state["exp_avg_sq"]
+    have = "8bit" if "exp_avg_scale" in state else "fp32" if first.dtype is torch.float32 else "bf16"
+    if have == moments:
+        return
+    if have == "8bit":
+        first = decode_first(first.reshape(-1), state.pop("exp_avg_scale")).view(first.shape)
+        second = decode_second(second.reshape(-1), state.pop("exp_avg_sq_scale")).view(second.shape)
+    if moments == "8bit":
+        for name, value, encode in (
+            ("exp_avg", first, encode_first), ("exp_avg_sq", second, encode_second),
+        ):  # fmt: skip
+            codes, state[f"{name}_scale"] = encode(value.float().reshape(-1))
+            state[name] = codes.view(value.shape)
+        return
+    dtype = torch.float32 if moments == "fp32" else torch.bfloat16
+    state["exp_avg"], state["exp_avg_sq"] = first.to(dtype), second.to(dtype)
 
 
 def _inverse(scale: Tensor) -> Tensor:
