@@ -22,7 +22,7 @@ _WHERE = {
     "convert": "narrowgauge.nn.convert",
     "keep_fp32": "narrowgauge.nn.keepers",
 }
-_MODULES = ("formats", "hardware")
+_MODULES = ("formats", "hardware", "optim")
 
 __all__ = [*sorted(_WHERE), *_MODULES, "Recipe", "recipe"]
 
