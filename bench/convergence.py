@@ -1,0 +1,58 @@
+"""Final evaluation loss of FP8 (in every product) and BF16, same seeds and data, through the learning rate's decay.
+
+usage: python bench/convergence.py TASK STEPS [SEEDS] [BATCH CONTEXT] [RECIPE ...]
+       (e.g. gpt:10x512 2400 3 32 256; recipes to set against the first: bf16 fp8[products=all] by default)
+(JSON to $OUT/convergence-TASK.json where OUT is set)
+
+On a GPU all runs go at once, a process each: it has the room, and they are a question of numbers, not of time.
+"""
+
+import concurrent.futures
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from narrowgauge import hardware, tasks
+from narrowgauge.runs.loop import train
+from narrowgauge.runs.settings import settle
+
+
+def run(spec: str, steps: int, sizes: dict[str, int], recipe: str, seed: int, device: str) -> dict[str, float | str]:
+    task = tasks.find(spec, seed=seed, vocab=256, **sizes)
+    settings = settle(task, recipe=recipe, device=device, steps=steps, seed=seed, checkpoint_every=0, compile=False)
+    with tempfile.TemporaryDirectory() as folder:
+        result = train(task, settings, Path(folder) / "run")
+    assert result.loss_eval is not None
+    print(f"{spec} seed {seed} {recipe}: {result.loss_eval:.4f}, skipped {result.skipped}", flush=True)
+    return {"seed": seed, "recipe": recipe, "loss": result.loss_eval, "skipped": result.skipped}
+
+
+def main() -> None:
+    spec, steps = sys.argv[1], int(sys.argv[2])
+    numbers = [int(argument) for argument in sys.argv[3:] if argument.isdigit()]
+    seeds = numbers[0] if numbers else 3
+    sizes = {"batch": numbers[1], "context": numbers[2]} if len(numbers) > 2 else {}
+    recipes = [argument for argument in sys.argv[3:] if not argument.isdigit()] or ["bf16", "fp8[products=all]"]
+    device = hardware.detect()
+    workers = seeds * len(recipes) if device.kind == "cuda" else 1
+    jobs = [(spec, steps, sizes, recipe, seed, device.torch_device) for seed in range(seeds) for recipe in recipes]
+    with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        runs = list(pool.map(run, *zip(*jobs, strict=True)))
+    losses = {(one["recipe"], one["seed"]): float(one["loss"]) for one in runs}
+    record = {"task": spec, "steps": steps, **sizes, "device": device.name, "runs": runs}
+    for recipe in recipes[1:]:
+        gaps = [losses[recipe, seed] / losses[recipes[0], seed] - 1 for seed in range(seeds)]
+        each = ", ".join(f"{gap:+.3%}" for gap in gaps)
+        print(f"{spec}, {steps} steps: {recipe} against {recipes[0]} {statistics.mean(gaps):+.3%} (each {each})")
+        record[f"{recipe} gaps"] = gaps
+    if "OUT" in os.environ:
+        path = Path(os.environ["OUT"]) / f"convergence-{spec.replace(':', '-')}.json"
+        path.write_text(json.dumps(record, indent=1))
+
+
+if __name__ == "__main__":
+    main()
