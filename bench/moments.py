@@ -5,10 +5,13 @@ a fused kernel, a step decodes the moments, adds the gradient, makes the update 
 the FP32 values and only then encodes: u suffers from what earlier steps rounded away. The head is untied from the
 embedding, whose rows then see zero gradients whenever their byte is not in the batch.
 
-usage: PYTHONPATH=src python bench/moments.py PART BETA2 [STEPS] [SEEDS]
+usage: PYTHONPATH=src python bench/moments.py PART BETA2 [STEPS] [SEED]          (default 300 steps, seed 0)
     PART m: codes of the first moment with an exact second;  v: codes of the second with an exact first;
-    both: the best of the two together;  train: the loss of training with them against FP32 AdamW
-Prints a table and merges it into bench/results/moments.json under PART-BETA2.
+    both: pairs of the two;  silent: the same where an eighth of the elements see only zeros from half-way on;
+    train: the loss of training with a few pairs against that of FP32 AdamW
+The table's columns: error of the update at steps 50, 100, (300, 600,) last | the same of the embedding | largest |u_q|,
+share of |u_q| > 2 |u| + 0.1, mean and standard deviation of log2(v_q / v), and update left in silenced elements.
+The numbers join bench/results/moments.json under PART-BETA2-STEPS-SEED.
 """
 
 from __future__ import annotations
@@ -27,11 +30,14 @@ from torch import Tensor, nn
 from narrowgauge import tasks
 
 RESULTS = Path(__file__).parent / "results" / "moments.json"
-BETA1, EPS, DECAY, CLIP, PEAK = 0.9, 1e-8, 0.1, 1.0, 2e-3
+BETA1, EPS, DECAY, CLIP, PEAK, WARMUP = 0.9, 1e-8, 0.1, 1.0, 2e-3, 30
+EMBEDDING = 256 * 128
+"""Where the embedding ends, which comes first."""
 ALIGN = 768
 """The flat vector is padded to a multiple of every group size tried (64, 96, 128, 256)."""
-GOLDEN = 2654435769
-"""2^32 over the golden ratio: its multiples modulo 2^32 fill the circle evenly."""
+PLASTIC = 3242174889, 2447445414
+"""2^32 over the plastic number and over its square: the sums of their multiples, modulo 2^32, fill the circle evenly
+along elements, along steps and in both (Roberts' R2 sequence)."""
 
 
 @dataclass(frozen=True)
@@ -50,21 +56,6 @@ class Code:
 
 def power(exponent: float, levels: int, low: int = 0) -> Code:
     """Keep x^exponent linearly."""
-    if exponent in (0.5, 0.25):
-        roots = round(-math.log2(exponent))
-
-        def encode(x: Tensor) -> Tensor:
-            for _ in range(roots):
-                x = x.sqrt()
-            return x * levels
-
-        def decode(q: Tensor) -> Tensor:
-            x = q / levels
-            for _ in range(roots):
-                x = x * x
-            return x
-
-        return Code(encode, decode, levels, low)
     return Code(lambda x: x.pow(exponent) * levels, lambda q: (q / levels).pow(1 / exponent), levels, low)
 
 
@@ -116,21 +107,14 @@ def cast(dtype: torch.dtype, never_zero: bool) -> Code:
     """The hardware's FP8 conversion; the code is its bit pattern, which rises with the magnitude."""
     top = torch.finfo(dtype).max
     levels = int(torch.tensor(top).to(dtype).view(torch.uint8))
-
-    def decode(q: Tensor) -> Tensor:
-        return q.to(torch.uint8).view(dtype).float()
-
-    return Code(lambda x: x.to(dtype).view(torch.uint8).float(), decode, levels, int(never_zero), top)
+    encode, decode = lambda x: x.to(dtype).view(torch.uint8).float(), lambda q: q.to(torch.uint8).view(dtype).float()
+    return Code(encode, decode, levels, int(never_zero), top)
 
 
-def soft_root(levels: int, low: int) -> Code:
+def soft_root(levels: int) -> Code:
     """Keep y = sqrt(x) as 2y / (1 + y)."""
-
-    def encode(x: Tensor) -> Tensor:
-        y = x.sqrt()
-        return y * (2 * levels) / (1 + y)
-
-    return Code(encode, lambda q: (q / (2 * levels - q)).square(), levels, low)
+    soft = softsign(levels)
+    return Code(lambda x: soft.encode(x.sqrt()), lambda q: soft.decode(q).square(), levels, 1)
 
 
 CODES_M = {
@@ -139,9 +123,7 @@ CODES_M = {
     "power 2/3": power(2 / 3, 127),
     "softsign": softsign(127),
     "mu-law 16": mu_law(16, 127),
-    "mu-law 64": mu_law(64, 127),
     "mu-law 255": mu_law(255, 127),
-    "bits 3": float_bits(3, 1.0, 127),
     "bits 4": float_bits(4, 1.0, 127),
     "bits 5": float_bits(5, 1.0, 127),
     "bits 6": float_bits(6, 1.0, 127),
@@ -150,12 +132,10 @@ CODES_M = {
 CODES_V = {
     "linear": power(1.0, 255, 1),
     "sqrt": power(0.5, 255, 1),
-    "soft root": soft_root(255, 1),
+    "soft root": soft_root(255),
     "cube root": power(1 / 3, 255, 1),
     "fourth root": power(0.25, 255, 1),
     "log 8": logarithm(8),
-    "log 10": logarithm(10),
-    "log 12": logarithm(12),
     "log 16": logarithm(16),
     "log 21": logarithm(21),
     "log 32": logarithm(32),
@@ -174,7 +154,8 @@ class Keep:
     code: str
     group: int = 128
     rounding: str = "near"
-    """near: to the nearest; hash: up with a fresh hash's chance; golden: the chance of an even sequence over steps."""
+    """near: to the nearest; the others round up as often as the remainder says: hash by a fresh random number,
+    lattice by a number of an even sequence over elements and steps, which is a multiplication and an addition."""
     snap: bool = False
     """Scales are powers of two (or of the code's own grid), which stay put while the largest value moves a little."""
     over_root: bool = False
@@ -186,12 +167,13 @@ class Keep:
         return " ".join([*words, *([self.rounding] if self.rounding != "near" else [])])
 
 
+Schemes = dict[str, tuple[Keep | None, Keep | None]]
+
+
 def thresholds(keep: Keep, step: int, index: Tensor, salt: int) -> Tensor:
     """What is added before rounding down, in 0..1: the chance of rounding up is then the remainder."""
-    if keep.rounding == "golden":
-        state = hash32(index ^ salt) + as_int32(step * GOLDEN)
-    elif keep.rounding == "lattice":
-        state = (index + salt) * as_int32(3242174889) + as_int32(step * 2447445414)
+    if keep.rounding == "lattice":
+        state = (index + salt) * as_int32(PLASTIC[0]) + as_int32(step * PLASTIC[1])
     else:
         state = hash32(index ^ as_int32(salt + step * 0x85EBCA6B))
     return ((state >> 8) & 0xFFFFFF).float() * 2.0**-24
@@ -217,7 +199,7 @@ def requantise(value: Tensor, keep: Keep, code: Code, step: int, index: Tensor, 
     scale = magnitude.amax(1, keepdim=True) / code.top
     if keep.snap:
         scale = torch.where(scale > 0, ((scale.log2() * code.grid).sub(1e-3).ceil() / code.grid).exp2(), scale)
-    inv_scale = torch.where(scale > 0, 1 / scale, 0.0)
+    inv_scale = torch.where(scale > 1e-37, 1 / scale, 0.0)
     q = code.encode(magnitude * inv_scale)
     q = q.round() if keep.rounding == "near" else (q + thresholds(keep, step, index, salt).view_as(q)).floor()
     decoded = code.decode(q.clamp(code.low, code.levels)) * scale
@@ -256,7 +238,7 @@ class Flat:
         named = sorted(model.named_parameters(), key=lambda item: (item[1].ndim == 1, not item[0].startswith("tok")))
         size = sum(p.numel() for _, p in named)
         self.values, self.gradient, self.decay = (torch.zeros(-(-size // ALIGN) * ALIGN) for _ in range(3))
-        self.embedding, start = named[0][1].numel(), 0
+        start = 0
         for _, p in named:
             where = slice(start, start := start + p.numel())
             self.values[where] = p.detach().flatten()
@@ -265,20 +247,29 @@ class Flat:
             self.decay[where] = DECAY * (p.ndim > 1)
 
 
-def train(beta2: float, seed: int, steps: int, moments: Moments | None = None, nudge: float = 0.0) -> Iterator:
-    """Train with the moments given (exact ones unless any are); yields step, loss, gradient, u and v of each step."""
+def silenced(index: Tensor) -> Tensor:
+    return hash32(index ^ 0x5EED) & 7 == 0
+
+
+def train(
+    beta2: float, seed: int, steps: int, moments: Moments | None = None, nudge: float = 0.0, silence: bool = False
+) -> Iterator[tuple[int, float, Tensor, Tensor, Tensor]]:
+    """Train with the moments given (else exact ones); yields step, loss, gradient, u and v of each step."""
     task = tasks.find("gpt:3x128", vocab=256, batch=8, context=64, seed=seed)
     torch.manual_seed(seed)
     flat = Flat(task.model())
     flat.values.mul_(1 + nudge * torch.randn(flat.values.shape))
     moments = moments or Moments(len(flat.values), beta2)
+    heard = ~silenced(moments.index)
     for step in range(1, steps + 1):
         flat.gradient.zero_()
         loss = task.loss(flat.model, task.batch(step - 1, "train"))
         loss.backward()
         flat.gradient.mul_((CLIP / (flat.gradient.norm() + 1e-6)).clamp(max=1.0))
+        if silence and step > steps // 2:
+            flat.gradient.mul_(heard)
         u, v = moments.update(flat.gradient)
-        warm, done = step / 30, (step - 30) / max(1, steps - 30)
+        warm, done = step / WARMUP, (step - WARMUP) / max(1, steps - WARMUP)
         rate = PEAK * (warm if warm < 1 else 0.1 + 0.45 * (1 + math.cos(math.pi * done)))
         flat.values.sub_(u + flat.decay * flat.values, alpha=rate)
         yield step, loss.item(), flat.gradient, u, v
@@ -286,37 +277,123 @@ def train(beta2: float, seed: int, steps: int, moments: Moments | None = None, n
 
 @dataclass
 class Score:
-    """What is seen of one scheme at the steps that are looked at."""
+    """What is seen of one scheme; the errors at the steps looked at, the drifts at the last."""
 
-    all: list[float]
-    embedding: list[float]
+    error: list[float]
+    """||u_q - u|| / ||u|| over all parameters."""
+    error_embedding: list[float]
     worst: float = 0.0
+    """The largest |u_q|."""
     blown: float = 0.0
+    """Share of |u_q| > 2 |u| + 0.1."""
     drift: float = 0.0
+    """Mean log2(v_q / v) where v > 0: a second moment stuck at old values shows here."""
     spread: float = 0.0
+    """Standard deviation of the same."""
+    silent: float = 0.0
+    """Mean |u_q| of the silenced elements over that of the rest: 0 when the first moment dies out as it should."""
 
 
-def relative_error(u_q: Tensor, u: Tensor) -> float:
-    return float((u_q - u).norm() / u.norm())
+def replay(schemes: Schemes, beta2: float, steps: int, seed: int, silence: bool) -> dict[str, Score]:
+    """Feed every scheme the gradients of one FP32 run, live, and compare its updates with the exact ones.
 
-
-def replay(schemes: dict[str, tuple[Keep | None, Keep | None]], beta2: float, steps: int, seed: int) -> dict[str, Score]:
-    """Feed every scheme the gradients of one FP32 run and compare its updates with the exact ones."""
-    looks = sorted({50, 100, steps // 2, steps})
-    states: dict[str, Moments] = {}
+    With ``silence`` an eighth of the elements, strewn over every group, see only zeros from half-way on.
+    """
+    looks = [step for step in (50, 100, 300, 600) if step < steps] + [steps]
     scores = {name: Score([], []) for name in schemes}
-    rows = 256 * 128
-    for step, _, gradient, u, v in train(beta2, seed, steps):
+    states: dict[str, Moments] = {}
+    for step, _, gradient, u, v in train(beta2, seed, steps, silence=silence):
         for name, keeps in schemes.items():
             state = states.setdefault(name, Moments(len(gradient), beta2, *keeps))
             u_q, v_q = state.update(gradient)
-            if step not in looks:
-                continue
-            score, seen = scores[name], v > 0
-            ratio = (v_q[seen] / v[seen]).log2()
-            score.all.append(relative_error(u_q, u))
-            score.embedding.append(relative_error(u_q[:rows], u[:rows]))
-            score.worst = max(score.worst, float(u_q.abs().max()))
-            score.blown = max(score.blown, float((u_q.abs() > 2 * u.abs() + 0.1).float().mean()))
-            score.drift, score.spread = float(ratio.mean()), float(ratio.std())
+            if step in looks:
+                look(scores[name], u_q, u, (v_q / v).log2()[v > 0], silenced(state.index) & (v > 0))
     return scores
+
+
+def look(score: Score, u_q: Tensor, u: Tensor, log_ratio: Tensor, silent: Tensor) -> None:
+    score.error.append(float((u_q - u).norm() / u.norm()))
+    score.error_embedding.append(float((u_q - u)[:EMBEDDING].norm() / u[:EMBEDDING].norm()))
+    score.worst = max(score.worst, float(u_q.abs().max()))
+    score.blown = max(score.blown, float((u_q.abs() > 2 * u.abs() + 0.1).float().mean()))
+    score.drift, score.spread = float(log_ratio.mean()), float(log_ratio.std())
+    score.silent = float(u_q[silent].abs().mean() / u_q[~silent].abs().mean())
+
+
+def schemes_of(part: str) -> Schemes:
+    """The schemes a part compares, by name."""
+    if part == "m":
+        keeps = [Keep(code, over_root=root) for root in (False, True) for code in CODES_M]
+        keeps += [Keep("softsign", group, over_root=root) for root in (False, True) for group in (64, 96, 256)]
+        for rounding in ("hash", "lattice"):
+            keeps += [Keep("softsign", rounding=rounding, over_root=root) for root in (False, True)]
+        return {str(keep): (keep, None) for keep in keeps}
+    if part == "v":
+        best = ("sqrt", "soft root", "fourth root", "log 21", "E4M4 bits")
+        keeps = [Keep(code) for code in CODES_V]
+        keeps += [Keep(code, rounding=rounding) for code in best for rounding in ("hash", "lattice")]
+        keeps += [Keep(code, snap=True, rounding=rounding) for code in best for rounding in ("near", "lattice")]
+        keeps += [Keep(code, group, "lattice") for code in best[:3] for group in (64, 96, 256)]
+        return {str(keep): (None, keep) for keep in keeps}
+    pairs = [
+        (Keep("linear"), Keep("linear")),
+        (Keep("E4M3"), Keep("E4M3")),
+        (Keep("softsign"), Keep("sqrt")),
+        (Keep("sqrt"), Keep("fourth root")),
+        (Keep("sqrt"), Keep("fourth root", rounding="lattice")),
+        (Keep("sqrt", rounding="lattice"), Keep("fourth root", rounding="lattice")),
+        (Keep("softsign", over_root=True), Keep("soft root")),
+        (Keep("softsign"), Keep("soft root", rounding="lattice")),
+        (Keep("softsign", over_root=True), Keep("soft root", rounding="lattice")),
+        (Keep("softsign", over_root=True, rounding="hash"), Keep("soft root", rounding="hash")),
+        (Keep("softsign", over_root=True, rounding="lattice"), Keep("soft root", rounding="lattice")),
+        (Keep("softsign", over_root=True, rounding="lattice"), Keep("soft root", 64, rounding="lattice")),
+        (Keep("softsign", over_root=True, rounding="lattice"), Keep("fourth root", rounding="lattice")),
+        (None, None),
+    ]
+    named: Schemes = {f"{m or 'FP32'}, {v or 'FP32'}": (m, v) for m, v in pairs}
+    trained = [1, 3, 5, 8, 10]
+    return {name: named[name] for i, name in enumerate(named) if part != "train" or i in trained}
+
+
+def final_losses(schemes: Schemes, beta2: float, steps: int, seed: int) -> dict[str, dict[str, float]]:
+    """Train with each scheme and with FP32 moments; the mean of the last 30 losses.
+
+    FP32 from weights changed by a millionth shows how far two runs part through chaos alone.
+    """
+    size = next(len(g) for *_, g, _, _ in train(beta2, seed, 1))
+    runs = {"FP32": (0.0, (None, None)), "FP32, nudged": (1e-6, (None, None))}
+    runs |= {name: (0.0, keeps) for name, keeps in schemes.items()}
+    losses: dict[str, dict[str, float]] = {}
+    for name, (nudge, keeps) in runs.items():
+        moments = Moments(size, beta2, *keeps)
+        last = [loss for _, loss, *_ in train(beta2, seed, steps, moments, nudge)][-30:]
+        loss = sum(last) / len(last)
+        losses[name] = {"loss": loss, "over_fp32": loss / losses["FP32"]["loss"] - 1 if losses else 0.0}
+        print(f"{name:66s} {loss:.4f} {losses[name]['over_fp32']:+.2%}", flush=True)
+    return losses
+
+
+def main() -> None:
+    part, beta2 = sys.argv[1], float(sys.argv[2])
+    steps, seed = (int(given) for given in (*sys.argv[3:5], *("300", "0")[len(sys.argv) - 3 :]))
+    torch.set_num_threads(1)
+    schemes, began = schemes_of(part), time.time()
+    print(f"{part}, beta2 {beta2}, {steps} steps, seed {seed}, {len(schemes)} schemes", flush=True)
+    if part == "train":
+        rows: dict[str, object] = dict(final_losses(schemes, beta2, steps, seed))
+    else:
+        scores = replay(schemes, beta2, steps, seed, silence=part == "silent")
+        rows = {name: vars(score) for name, score in scores.items()}
+        for name, s in scores.items():
+            errors, rare = (" ".join(f"{e:7.2%}" for e in errors) for errors in (s.error, s.error_embedding))
+            tail = f"{s.worst:6.2f} {s.blown:7.1e} {s.drift:+.3f} {s.spread:.3f} {s.silent:.4f}"
+            print(f"{name:66s} {errors} | {rare} | {tail}")
+    record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    facts = {"torch": torch.__version__, "seconds": round(time.time() - began)}
+    record[f"{part}-{beta2}-{steps}-{seed}"] = {**facts, "schemes": rows}
+    RESULTS.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from narrowgauge import hardware
 from narrowgauge.errors import UsageError
 from narrowgauge.kernels import HAVE_TRITON
+from narrowgauge.kernels.adamw import norms_of
 from narrowgauge.nn.compiled import compile_forward
 from narrowgauge.nn.convert import Conversion, convert
 from narrowgauge.nn.keepers import keep_modules
@@ -247,7 +248,7 @@ class Engine:
                 values = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
                 alike.setdefault((values.device, values.dtype), []).append((index, values))
         for indexed in alike.values():
-            for (index, _), norm in zip(indexed, torch._foreach_norm([g for _, g in indexed], 2.0), strict=True):
+            for (index, _), norm in zip(indexed, norms_of([g for _, g in indexed]), strict=True):
                 norms[index] = norm.to(self.device, torch.float32, non_blocking=True)
         return torch.stack(norms)
 

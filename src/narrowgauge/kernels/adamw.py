@@ -10,12 +10,13 @@ the hardware's approximations (1 to 2 units in the last place), as exact ones wo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from narrowgauge.kernels import HAVE_TRITON, jit
+from narrowgauge.kernels import HAVE_TRITON, jit, use_triton
 from narrowgauge.kernels.many import is_whole, pieces, places
 
 if HAVE_TRITON:
@@ -73,6 +74,14 @@ class Numbers:
     """[n] in int32, for stochastic rounding."""
     factor: Tensor | None = None
     found: Tensor | None = None
+
+
+def norms_of(tensors: list[Tensor]) -> Sequence[Tensor]:
+    """The norm of each tensor (all of one format, on one device): in one pass over them on a GPU, else torch's."""
+    narrow = tensors[0].dtype in (torch.float32, torch.bfloat16, torch.float16)
+    if narrow and use_triton(tensors[0]) and all(tensor.is_contiguous() and tensor.numel() for tensor in tensors):
+        return gradient_norms(tensors).unbind()
+    return torch._foreach_norm(tensors, 2.0)
 
 
 def gradient_norms(grads: list[Tensor]) -> Tensor:
