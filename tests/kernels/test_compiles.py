@@ -88,6 +88,7 @@ elif kind == "norm":
 elif kind == "adamw":
     rates = {name: "fp32" for name in ("rate1", "beta2", "rate2", "eps")}
     tables = {"places_ptr": "*i64", "owner_ptr": "*i32", "place_ptr": "*i32", "sizes_ptr": "*i64", "seeds_ptr": "*i32"}
+    tables["ticks_ptr"] = "*i32"
     tables |= {"steps_ptr": "*fp32", "found_ptr": "*fp32", "first_scale_ptr": "*fp32", "second_scale_ptr": "*fp32"}
     scales = ("first_scale_ptr", "second_scale_ptr")
     for master, weight, low in (("split", "*bf16", "*i16"), ("copy", "*bf16", "*fp32"), ("none", "*bf16", "*bf16"),

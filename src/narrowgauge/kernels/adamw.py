@@ -70,6 +70,8 @@ class Numbers:
     maximize: bool
     steps: Tensor
     """[n, 3], on the device: 1 - lr * weight_decay, lr / (1 - beta1^t) and 1 / sqrt(1 - beta2^t)."""
+    ticks: Tensor | None = None
+    """[n] in int32, for the rounding of 8-bit second moments: the step times ``optim.moments.PLASTIC[1]``."""
     seeds: Tensor | None = None
     """[n] in int32, for stochastic rounding."""
     factor: Tensor | None = None
@@ -105,7 +107,7 @@ def adamw(lists: Lists, numbers: Numbers) -> None:
     work = pieces(tuple(w.numel() for w in lists.weight), BLOCK, lists.weight[0].device)
     _adamw_kernel[(work.count,)](
         *(column[0] for column in columns), places(columns, whole), work.owner, work.place, work.sizes,
-        numbers.steps, numbers.seeds, numbers.factor, numbers.found,
+        numbers.steps, numbers.ticks, numbers.seeds, numbers.factor, numbers.found,
         1.0 - numbers.beta1, numbers.beta2, 1.0 - numbers.beta2, numbers.eps,
         MAXIMIZE=numbers.maximize, MASTER=lists.master, EIGHT_BIT=bool(lists.first_scale), WHOLE=whole,
         UNITS=tuple(_unit(column[0], whole) for column in columns), BLOCK=BLOCK, GROUP=GROUP, num_warps=WARPS,
@@ -217,7 +219,7 @@ def _nearest(x):  # type: ignore[no-untyped-def]
 @jit
 def _adamw_kernel(  # type: ignore[no-untyped-def]
     weight_ptr, grad_ptr, first_ptr, second_ptr, low_ptr, first_scale_ptr, second_scale_ptr,
-    places_ptr, owner_ptr, place_ptr, sizes_ptr, steps_ptr, seeds_ptr, factor_ptr, found_ptr,
+    places_ptr, owner_ptr, place_ptr, sizes_ptr, steps_ptr, ticks_ptr, seeds_ptr, factor_ptr, found_ptr,
     rate1, beta2, rate2, eps, MAXIMIZE: tl.constexpr, MASTER: tl.constexpr, EIGHT_BIT: tl.constexpr,
     WHOLE: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -252,10 +254,8 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
             there = start + group * GROUP < size
             first_scale_ptr += tl.load(row + 5) * UNITS[5] + start // GROUP
             second_scale_ptr += tl.load(row + 6) * UNITS[6] + start // GROUP
-            m = m * (1 / 127)
-            m = m * tl.abs(m) * tl.load(first_scale_ptr + group, mask=there, other=0.0)[:, None]
-            v = v * (1 / 255)
-            v = v * v
+            m = _quotient(m, 254.0 - tl.abs(m)) * tl.load(first_scale_ptr + group, mask=there, other=0.0)[:, None]
+            v = _quotient(v, 510.0 - v)
             v = v * v * tl.load(second_scale_ptr + group, mask=there, other=0.0)[:, None]
 
         if factor_ptr is not None:
@@ -270,13 +270,17 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
 
         if EIGHT_BIT:
             scale = tl.max(tl.abs(m), 1)
-            share = _root(tl.abs(m) * _inverse(scale)[:, None])
-            code = _nearest(share * 127.0)
+            share = tl.abs(m) * _inverse(scale)[:, None]
+            code = _nearest(_quotient(share * 254.0, 1.0 + share))
             tl.store(first_ptr + offsets, tl.where(m < 0.0, -code, code).to(tl.int8), mask=mask)
             tl.store(first_scale_ptr + group, scale, mask=there)
             scale = tl.max(v, 1)
-            share = _root(_root(v * _inverse(scale)[:, None]))
-            code = tl.maximum(_nearest(share * 255.0), 1)
+            share = _root(v * _inverse(scale)[:, None])
+            tick = tl.load(ticks_ptr + tensor).to(tl.uint32, bitcast=True)
+            state = offsets.to(tl.uint32) * 3242174889 + tick
+            threshold = (state >> 8).to(tl.float32) * 5.9604644775390625e-08
+            code = (_quotient(share * 510.0, 1.0 + share) + threshold).to(tl.int32)
+            code = tl.minimum(tl.maximum(code, 1), 255)
             tl.store(second_ptr + offsets, code.to(tl.uint8), mask=mask)
             tl.store(second_scale_ptr + group, scale, mask=there)
         else:

@@ -48,7 +48,7 @@ def update(weight: Tensor, grad: Tensor, state: dict[str, Any], rates: Rates, fa
     size = rates.lr / (1 - rates.beta1**step)
     denominator = (v.sqrt() / (1 - rates.beta2**step) ** 0.5).add_(rates.eps)
     master.addcdiv_(m, denominator, value=-size)
-    _keep_moments(state, m, v)
+    _keep_moments(state, m, v, int(step))
     _keep_master(weight, master, state, int(step))
 
 
@@ -84,12 +84,12 @@ def _moments(state: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return (first, second) if first.dtype is torch.float32 else (first.float(), second.float())
 
 
-def _keep_moments(state: dict[str, Any], m: Tensor, v: Tensor) -> None:
+def _keep_moments(state: dict[str, Any], m: Tensor, v: Tensor, step: int) -> None:
     first, second = state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1)
     if "exp_avg_scale" in state:
         for target, scale, (codes, scales) in (
             (first, "exp_avg_scale", moments.encode_first(m)),
-            (second, "exp_avg_sq_scale", moments.encode_second(v)),
+            (second, "exp_avg_sq_scale", moments.encode_second(v, step)),
         ):
             target.copy_(codes)
             state[scale].copy_(scales)

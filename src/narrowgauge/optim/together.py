@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.kernels.adamw import Lists, Numbers, adamw
+from narrowgauge.optim.moments import PLASTIC
 
 
 def step_together(
@@ -31,12 +32,13 @@ def step_together(
         first_scale=[state["exp_avg_scale"] for state in states if "exp_avg_scale" in state],
         second_scale=[state["exp_avg_sq_scale"] for state in states if "exp_avg_sq_scale" in state],
     )
+    ticks = (steps.long() * PLASTIC[1]).to(torch.int32) if lists.first_scale else None
     seeds = None
     if lists.master == "none":
         own = torch.tensor([state["seed"] for state in states]).to(steps.device, non_blocking=True)
         seeds = (steps.long() * 0x9E3779B1 + own).to(torch.int32)
     numbers = Numbers(
-        beta1, beta2, group["eps"], group["maximize"], _rates(steps, group, beta1, beta2), seeds, factor, found
+        beta1, beta2, group["eps"], group["maximize"], _rates(steps, group, beta1, beta2), ticks, seeds, factor, found
     )
     adamw(lists, numbers)
 
