@@ -84,8 +84,8 @@ def test_the_emulation_on_a_cpu_gives_the_same_numbers(build):
             engine.step()
     assert on_gpu.results[0] == pytest.approx(on_cpu.results[0], rel=2e-3)
     ratios = {name: sqnr(grad, on_cpu.results[1][name]) for name, grad in on_gpu.results[1].items()}
-    # The emulation against itself, its products disturbed by 2**-11, is alike to 17 dB in all gradients and to 21 (Llama)
-    # and 23 dB (GPT) in this one, which fewest casts lie before: a value that crosses a tie moves by one of E5M2's steps.
+    # The emulation against itself, its products disturbed by 2**-11, is alike to 17 dB in all gradients, and to 21 dB
+    # (Llama) and 23 (GPT) in the one that fewest casts lie before: what crosses a tie moves by one of E5M2's steps.
     assert min(ratios.values()) > 15, ratios
     assert ratios["blocks.1.down.weight"] > 18, ratios
     ratio = on_gpu.conversion.scales.scale.cpu() / on_cpu.conversion.scales.scale
