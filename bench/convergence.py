@@ -4,6 +4,9 @@ usage: python bench/convergence.py TASK STEPS [SEEDS] [BATCH CONTEXT] [RECIPE ..
        (e.g. gpt:10x512 2400 3 32 256; recipes to set against the first: bf16 fp8[products=all] by default)
 (JSON to $OUT/convergence-TASK.json where OUT is set)
 
+Each run is evaluated twice on the same batches: as the recipe computes, and its weights alone, all by the same BF16
+arithmetic. The first holds what narrow products add to a loss where they are used; the second what was learnt.
+
 On a GPU all runs go at once, a process each: it has the room, and they are a question of numbers, not of time.
 """
 
@@ -16,9 +19,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-from narrowgauge import hardware, tasks
+import torch
+from torch import Tensor
+
+from narrowgauge import Engine, Task, hardware, tasks
+from narrowgauge.runs import checkpoint
+from narrowgauge.runs.feed import make_batch, to_device
 from narrowgauge.runs.loop import train
-from narrowgauge.runs.settings import settle
+from narrowgauge.runs.settings import Settings, settle
 
 
 def run(spec: str, steps: int, sizes: dict[str, int], recipe: str, seed: int, device: str) -> dict[str, float | str]:
@@ -26,9 +34,24 @@ def run(spec: str, steps: int, sizes: dict[str, int], recipe: str, seed: int, de
     settings = settle(task, recipe=recipe, device=device, steps=steps, seed=seed, checkpoint_every=0, compile=False)
     with tempfile.TemporaryDirectory() as folder:
         result = train(task, settings, Path(folder) / "run")
-    assert result.loss_eval is not None
-    print(f"{spec} seed {seed} {recipe}: {result.loss_eval:.4f}, skipped {result.skipped}", flush=True)
-    return {"seed": seed, "recipe": recipe, "loss": result.loss_eval, "skipped": result.skipped}
+        saved = checkpoint.newest_whole(Path(folder) / "run", print)
+    assert result.loss_eval is not None and saved is not None
+    alone = weights_alone(task, settings, saved.weights)
+    print(
+        f"{spec} seed {seed} {recipe}: {result.loss_eval:.4f}, weights {alone:.4f}, skipped {result.skipped}",
+        flush=True,
+    )
+    return {"seed": seed, "recipe": recipe, "loss": result.loss_eval, "weights": alone, "skipped": result.skipped}
+
+
+def weights_alone(task: Task, settings: Settings, weights: dict[str, Tensor]) -> float:
+    """The evaluation loss of weights under plain BF16."""
+    model = task.model().to(settings.device)
+    model.load_state_dict(weights)
+    engine = Engine(model, torch.optim.AdamW(model.parameters()), "bf16", fused=False)
+    with engine.evaluating():
+        batches = (to_device(make_batch(task, n, "eval", "here"), engine.device) for n in range(settings.eval_batches))
+        return statistics.mean(float(task.loss(model, batch)) for batch in batches)
 
 
 def main() -> None:
@@ -42,13 +65,15 @@ def main() -> None:
     jobs = [(spec, steps, sizes, recipe, seed, device.torch_device) for seed in range(seeds) for recipe in recipes]
     with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         runs = list(pool.map(run, *zip(*jobs, strict=True)))
-    losses = {(one["recipe"], one["seed"]): float(one["loss"]) for one in runs}
     record = {"task": spec, "steps": steps, **sizes, "device": device.name, "runs": runs}
     for recipe in recipes[1:]:
-        gaps = [losses[recipe, seed] / losses[recipes[0], seed] - 1 for seed in range(seeds)]
-        each = ", ".join(f"{gap:+.3%}" for gap in gaps)
-        print(f"{spec}, {steps} steps: {recipe} against {recipes[0]} {statistics.mean(gaps):+.3%} (each {each})")
-        record[f"{recipe} gaps"] = gaps
+        for which in ("loss", "weights"):
+            losses = {(one["recipe"], one["seed"]): float(one[which]) for one in runs}
+            gaps = [losses[recipe, seed] / losses[recipes[0], seed] - 1 for seed in range(seeds)]
+            each = ", ".join(f"{gap:+.3%}" for gap in gaps)
+            mean = statistics.mean(gaps)
+            print(f"{spec}, {steps} steps, {which}: {recipe} against {recipes[0]} {mean:+.3%} (each {each})")
+            record[f"{recipe} gaps of {which}"] = gaps
     if "OUT" in os.environ:
         path = Path(os.environ["OUT"]) / f"convergence-{spec.replace(':', '-')}.json"
         path.write_text(json.dumps(record, indent=1))

@@ -62,10 +62,8 @@ def ours(master: str, moments: str, dtype: torch.dtype) -> tuple[list[torch.nn.P
     made = parameters(torch.float32 if master == "split" else dtype)
     if master == "split":
         for p in made:
-            p.grad = p.grad.to(torch.bfloat16)  # type: ignore[union-attr]
             gradient, p.grad = p.grad, None
-            narrow(p)
-            p.grad = gradient
+            narrow(p).grad = gradient.to(torch.bfloat16)  # type: ignore[union-attr]
     optimizer = AdamW(made, lr=1e-4, master=master, moments=moments)
 
     def clip() -> None:

@@ -18,18 +18,18 @@ def make(device, narrowed):
     return [narrow(p) if narrowed else p for p in parameters]
 
 
-def give(parameters, step):
-    generator = torch.Generator().manual_seed(step)
+def draw(parameters, generator):
     for p in parameters:
-        spread = torch.exp2(torch.randint(-12, 3, p.shape, generator=generator).float())
-        p.grad = (torch.randn(p.shape, generator=generator) * spread).to(p.device, torch.bfloat16).to(p.dtype)
+        at = {"generator": generator, "device": generator.device}
+        spread = torch.exp2(torch.randint(-12, 3, p.shape, **at).float())
+        p.grad = (torch.randn(p.shape, **at) * spread).to(p.device, torch.bfloat16).to(p.dtype)
 
 
-def run(device, master, moments, steps, **options):
+def run(device, master, moments, steps, draws_on="cpu", **options):
     parameters = make(device, master != "itself")
     optimizer = AdamW(parameters, master="fp32" if master == "itself" else master, moments=moments, **options)
     for step in range(steps):
-        give(parameters, step)
+        draw(parameters, torch.Generator(draws_on).manual_seed(step))
         optimizer.step()
     return parameters, optimizer
 
@@ -53,9 +53,9 @@ def test_the_kernel_follows_the_reference(master, moments):
 
 @pytest.mark.parametrize("moments", ["fp32", "8bit"])
 def test_split_masters_are_whole_ones_to_the_bit(moments):
-    halves, _ = run("cuda", "split", moments, 200, lr=1e-3)
-    copies, _ = run("cuda", "fp32", moments, 200, lr=1e-3)
-    wholes, _ = run("cuda", "itself", moments, 200, lr=1e-3)
+    halves, _ = run("cuda", "split", moments, 200, "cuda", lr=1e-3)
+    copies, _ = run("cuda", "fp32", moments, 200, "cuda", lr=1e-3)
+    wholes, _ = run("cuda", "itself", moments, 200, "cuda", lr=1e-3)
     for p, q, r in zip(halves, copies, wholes, strict=True):
         assert torch.equal(full(p), full(q))
         assert torch.equal(full(p), r)
@@ -89,7 +89,7 @@ def test_bad_gradients_change_nothing_and_nobody_waits():
         optimizer.grad_scale, optimizer.found_inf = factor, found
         optimizer.step()
 
-    give(parameters, 0)
+    draw(parameters, torch.Generator().manual_seed(0))
     step(zero)
     before = [full(p).clone() for p in parameters]
     torch.cuda.synchronize()

@@ -17,7 +17,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from narrowgauge.kernels import activation_kernels as activation, cast, cross_entropy, norm_kernels
+from narrowgauge.kernels import activation_kernels as activation, cast, cross_entropy_kernels, norm_kernels
 from narrowgauge.kernels import adamw
 
 I32, NOT_ALIGNED = "i32", ("length", "n16", "time", "ignore_index", "rows")
@@ -103,12 +103,12 @@ elif kind == "adamw":
     compiled(adamw._squares_kernel, 4, (), {**tables, "partial_ptr": "*fp32"}, WHOLE=True, UNIT=8, BLOCK=4096)
     compiled(adamw._norms_kernel, 4, (), {"partial_ptr": "*fp32", "first_ptr": "*i32", "norms_ptr": "*fp32"}, BLOCK=256)
 else:
-    compiled(cross_entropy._statistics_kernel, BLOCK=2048)
-    compiled(cross_entropy._dlogits_kernel, 8, BLOCK_N=16, BLOCK_V=512)
+    compiled(cross_entropy_kernels.statistics_kernel, BLOCK=2048)
+    compiled(cross_entropy_kernels.dlogits_kernel, 8, BLOCK_N=16, BLOCK_V=512)
     for out, limits in FP8.items():
         for none in ((), ("counts_ptr", "words_ptr")):
-            compiled(cross_entropy._dlogits_lp_kernel, 8, none, {"out_ptr": out}, SCALE=256.0, SHIFT=8.0, BLOCK_N=64,
-                     BLOCK_V=128, BAND=8, **limits)
+            compiled(cross_entropy_kernels.dlogits_lp_kernel, 8, none, {"out_ptr": out}, SCALE=256.0, SHIFT=8.0, BLOCK_N=64,
+                     BLOCK_V=128, BAND=8, COUNT=not none, **limits)
 """
 
 

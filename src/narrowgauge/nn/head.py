@@ -30,7 +30,6 @@ from narrowgauge.nn.gemm import (
     ALL_BF16,
     BF16,
     E4M3,
-    E5M2,
     MULTIPLE,
     CachedWeight,
     GemmChoice,
@@ -135,7 +134,7 @@ class _Task:
         for start in range(0, len(targets), self.chunk_rows):
             part = slice(start, start + self.chunk_rows)
             piece = _rows(source, part)
-            loss, d = self._chunk(piece, targets[part], factor, need_x, need_weight)
+            loss, d = self._chunk(piece, start, targets[part], factor, need_x, need_weight)
             total += loss.sum()
             if grad_x is not None:
                 into = grad_x[part]
@@ -147,7 +146,7 @@ class _Task:
         return total / counted, grad_x, grad_weight
 
     def _chunk(
-        self, x: Operand, targets: Tensor, factor: Tensor, need_x: bool, need_weight: bool
+        self, x: Operand, start: int, targets: Tensor, factor: Tensor, need_x: bool, need_weight: bool
     ) -> tuple[Tensor, Operand]:
         """Losses of a chunk's rows, and the gradient of its logits as the products want it; the logits end here."""
         logits = forward_output(x, self.weight, self.precision, need_x or need_weight)
@@ -157,8 +156,8 @@ class _Task:
         d = Operand()
         if "fp8" in formats:
             transposed = need_weight and self.precision.grad_weight == "fp8"
-            lp, lp_t = dlogits_lp(logits, targets, lse, E5M2, self.ignore_index, transposed=transposed)
-            d = Operand(None, lp, lp_t, factor / UNIT_SCALE[E5M2])
+            lp, lp_t = dlogits_lp(logits, targets, lse, E4M3, self.ignore_index, None, transposed, start)
+            d = Operand(None, lp, lp_t, factor / UNIT_SCALE[E4M3])
         if "bf16" in formats:
             d = d._replace(hp=dlogits(logits, targets, lse, factor, self.ignore_index, out=logits))
         return loss, d

@@ -1,0 +1,136 @@
+"""The Triton kernels of ``cross_entropy``: statistics of a row of logits, and their gradient in BF16 or FP8."""
+
+from __future__ import annotations
+
+from narrowgauge.kernels import HAVE_TRITON, jit
+from narrowgauge.kernels.tile import load_rows, pack_fp8, store_words, to_fp8
+
+LATTICE = 3242174889, 2447445414
+"""2^32 over the plastic number, and over its square: multiples of them fill [0, 2^32) evenly, also as sums."""
+
+if HAVE_TRITON:
+    import triton.language as tl
+
+    ROWS_APART, COLUMNS_APART = tl.constexpr(LATTICE[0]), tl.constexpr(LATTICE[1])
+
+
+@jit
+def statistics_kernel(logits_ptr, targets_ptr, lse_ptr, loss_ptr, width, stride, ignore_index, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    LOG2E: tl.constexpr = 1.4426950408889634  # exp2 of a fused multiply-add: 2 instructions, where exp takes 6
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride
+    columns = tl.arange(0, BLOCK)
+    # The lowest number rather than -inf: a block of logits that are all -inf would give -inf - -inf.
+    top = tl.full([], -3.4028234663852886e38, tl.float32)
+    # One maximum for all lanes, so that a logit costs one exponential; the lanes' sums stay apart until the end.
+    total = tl.zeros([BLOCK], tl.float32)
+    ahead = tl.load(logits_ptr + columns, mask=columns < width, other=float("-inf"))
+    for start in range(0, width, BLOCK):
+        x = ahead.to(tl.float32)
+        following = start + BLOCK + columns
+        ahead = tl.load(logits_ptr + following, mask=following < width, other=float("-inf"))  # under way meanwhile
+        higher = tl.maximum(top, tl.max(x, 0) * LOG2E)
+        total = total * tl.exp2(top - higher) + tl.exp2(x * LOG2E - higher)
+        top = higher
+    lse = (top + tl.log2(tl.sum(total, 0))) / LOG2E
+    target = tl.load(targets_ptr + row)
+    picked = tl.load(logits_ptr + target, mask=(target >= 0) & (target < width), other=float("nan")).to(tl.float32)
+    tl.store(lse_ptr + row, lse)
+    tl.store(loss_ptr + row, tl.where(target != ignore_index, lse - picked, 0.0))
+
+
+@jit
+def _gradient(x, targets_ptr, lse_ptr, row, columns, length, ignore_index, scale, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """d * scale for the logits x of some rows, with 2**SHIFT = scale: it joins the exponent, so it costs nothing."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    target = tl.load(targets_ptr + row, mask=row < length, other=ignore_index).to(tl.int32)
+    offset = SHIFT - tl.load(lse_ptr + row, mask=row < length, other=0.0) * LOG2E
+    d = tl.exp2(x.to(tl.float32) * LOG2E + offset[:, None])
+    d = tl.where(columns[None, :] == target[:, None], d - scale, d)
+    return tl.where((target != ignore_index)[:, None], d, 0.0)
+
+
+@jit
+def dlogits_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr, targets_ptr, lse_ptr, factor_ptr, out_ptr, length, width, stride, out_stride, ignore_index,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    across = tl.cdiv(width, BLOCK_V)
+    row = (tl.program_id(0) // across) * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = (tl.program_id(0) % across) * BLOCK_V + tl.arange(0, BLOCK_V)
+    mask = (row < length)[:, None] & (columns < width)[None, :]
+    wide = row.to(tl.int64)[:, None]  # GPT-2's 65,536 x 50,304 logits are more than 2^31
+    x = tl.load(logits_ptr + wide * stride + columns[None, :], mask=mask, other=0.0)
+    d = _gradient(x, targets_ptr, lse_ptr, row, columns, length, ignore_index, 1.0, 0.0) * tl.load(factor_ptr)
+    tl.store(out_ptr + wide * out_stride + columns[None, :], d.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def _put(  # type: ignore[no-untyped-def]
+    x, flushed, targets_ptr, lse_ptr, out_ptr, row, first_row, columns, length, width, ignore_index,
+    SCALE: tl.constexpr, SHIFT: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Store d * SCALE of a tile of rows in FP8, dithered by TINY to either side. COUNT: what becomes zero."""
+    exact = _gradient(x, targets_ptr, lse_ptr, row, columns, length, ignore_index, SCALE, SHIFT)
+    high = (((row + first_row).to(tl.uint32) * ROWS_APART) >> 9).to(tl.int32)
+    wide = ((columns.to(tl.uint32) * COLUMNS_APART) >> 9).to(tl.int32)
+    # 23 bits as the fraction of a number from 1 to 2: an addition and a logical operation make it.
+    even = (((high[:, None] + wide[None, :]) & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+    d = exact + (even - 1.5) * (2.0 * TINY)
+    mask = (row < length)[:, None] & (columns < width)[None, :]
+    if COUNT:
+        flushed += tl.where(mask & (exact != 0.0) & (tl.abs(d) <= TINY), 1, 0)
+    tl.store(out_ptr + row.to(tl.int64)[:, None] * width + columns[None, :], to_fp8(d, LIMIT), mask=mask)
+    return d, flushed
+
+
+@jit
+def dlogits_lp_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr, targets_ptr, lse_ptr, out_ptr, words_ptr, counts_ptr, length, width, stride, n16, ignore_index,
+    first_row, SCALE: tl.constexpr, SHIFT: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr, COUNT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    across = tl.cdiv(width, BLOCK_V)
+    band = tl.program_id(0) // (BAND * across)
+    place = tl.program_id(0) % (BAND * across)
+    high = tl.minimum(tl.cdiv(length, BLOCK_N) - band * BAND, BAND)  # the last band may be lower
+    n0 = (band * BAND + place % high) * BLOCK_N
+    d0 = (place // high) * BLOCK_V
+
+    # Every fourth row makes a tile, so that the four bytes of a transposed word are in one thread: see ``tile``.
+    x0 = load_rows(logits_ptr, n0, d0, length, width, stride, BLOCK_N, BLOCK_V)
+    x1 = load_rows(logits_ptr, n0 + 1, d0, length, width, stride, BLOCK_N, BLOCK_V)
+    x2 = load_rows(logits_ptr, n0 + 2, d0, length, width, stride, BLOCK_N, BLOCK_V)
+    x3 = load_rows(logits_ptr, n0 + 3, d0, length, width, stride, BLOCK_N, BLOCK_V)
+    row = n0 + 4 * tl.arange(0, BLOCK_N // 4)
+    c = d0 + tl.arange(0, BLOCK_V)
+    f = tl.zeros([BLOCK_N // 4, BLOCK_V], tl.int32)
+    y0, f = _put(
+        x0, f, targets_ptr, lse_ptr, out_ptr, row, first_row, c, length, width, ignore_index,
+        SCALE, SHIFT, LIMIT, TINY, COUNT,
+    )  # fmt: skip
+    y1, f = _put(
+        x1, f, targets_ptr, lse_ptr, out_ptr, row + 1, first_row, c, length, width, ignore_index,
+        SCALE, SHIFT, LIMIT, TINY, COUNT,
+    )  # fmt: skip
+    y2, f = _put(
+        x2, f, targets_ptr, lse_ptr, out_ptr, row + 2, first_row, c, length, width, ignore_index,
+        SCALE, SHIFT, LIMIT, TINY, COUNT,
+    )  # fmt: skip
+    y3, f = _put(
+        x3, f, targets_ptr, lse_ptr, out_ptr, row + 3, first_row, c, length, width, ignore_index,
+        SCALE, SHIFT, LIMIT, TINY, COUNT,
+    )  # fmt: skip
+    if words_ptr is not None:
+        store_words(pack_fp8(y0, y1, y2, y3, LIMIT), words_ptr, n0, d0, n16, width, BLOCK_N, BLOCK_V)
+    if counts_ptr is not None:
+        tl.atomic_add(counts_ptr + 1, tl.sum(f).to(counts_ptr.dtype.element_ty), sem="relaxed")
+
+
+@jit
+def rescale_kernel(tensor_ptr, factor_ptr, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    factor = tl.load(factor_ptr)
+    if factor != 1.0:
+        offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(tensor_ptr + offsets, mask=offsets < size)
+        tl.store(tensor_ptr + offsets, (x.to(tl.float32) * factor).to(x.dtype), mask=offsets < size)
