@@ -107,8 +107,8 @@ else:
     compiled(cross_entropy_kernels.dlogits_kernel, 8, BLOCK_N=16, BLOCK_V=512)
     for out, limits in FP8.items():
         for none in ((), ("counts_ptr", "words_ptr")):
-            compiled(cross_entropy_kernels.dlogits_lp_kernel, 8, none, {"out_ptr": out}, SCALE=256.0, SHIFT=8.0, BLOCK_N=64,
-                     BLOCK_V=128, BAND=8, COUNT=not none, **limits)
+            compiled(cross_entropy_kernels.dlogits_lp_kernel, 8, none, {"out_ptr": out}, SCALE=256.0, SHIFT=8.0,
+                     BLOCK_N=64, BLOCK_V=128, BAND=8, COUNT=not none, **limits)
 """
 
 

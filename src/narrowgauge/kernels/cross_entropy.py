@@ -43,7 +43,6 @@ from narrowgauge.kernels.cross_entropy_kernels import (
 )
 from narrowgauge.kernels.tile import FLUSHED
 
-
 IGNORE = -100
 UNIT_SCALE: dict[torch.dtype, float] = {torch.float8_e4m3fn: 256.0, torch.float8_e5m2: 32768.0}
 """The largest power of two that keeps [-1, 1] within the format: the scale of FP8 gradients of the logits."""
