@@ -424,7 +424,12 @@ class TestWrongUse:
 
     def test_recipes_that_cannot_run(self):
         self.refused("tensor cores", make, "tf32")
-        self.refused("not built yet", make, "bf16[master=split,gradients=released]")
+        self.refused(
+            "AdamW with narrow states",
+            make,
+            "bf16[master=split,gradients=bf16]",
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        )
         self.refused("names no module", make, "bf16[keep=nowhere]")
 
     def test_blocks_that_are_not_there(self):

@@ -128,5 +128,10 @@ def test_what_cannot_be_lean_is_refused():
     with pytest.raises(UsageError, match="amsgrad"):
         Engine(model, torch.optim.AdamW(model.parameters(), amsgrad=True), "bf16-lean")
     assert model.tok.weight.dtype is torch.float32
-    with pytest.raises(UsageError, match="released is not built"):
-        Engine(model, torch.optim.AdamW(model.parameters()), "bf16[master=split,gradients=released]")
+    for options, why in (
+        ({"clip_norm": 1.0}, "clip_norm=1.0 needs all"),
+        ({"accumulate": 2}, "accumulate=2 needs all"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            Engine(model, torch.optim.AdamW(model.parameters()), "bf16[master=split,gradients=released]", **options)
+    assert model.tok.weight.dtype is torch.float32

@@ -41,6 +41,8 @@ def recipes(draw):
         fields.update(scaling="none", history=16, margin=0, amax="max", products="fastest")
     if fields["compute"] not in ("bf16", "fp8"):
         fields["master"] = "fp32"
+    if fields["gradients"] == "released":
+        fields["loss_scale"] = "none"
     if fields["gradients"] == "bf16" and fields["master"] == "fp32":
         fields["gradients"] = "fp32"
     return Recipe(**fields)

@@ -38,6 +38,7 @@ from narrowgauge.nn.precision import Surroundings, explain_attention
 from narrowgauge.nn.recompute import checkpoint_blocks
 from narrowgauge.optim import AdamW, full_precision, load_full_precision, plain_state, take_over
 from narrowgauge.optim.adamw import has_master
+from narrowgauge.optim.release import Release, check_released, hold
 from narrowgauge.optim.takeover import without_masters
 from narrowgauge.recipe import Recipe, parse, refusal
 from narrowgauge.scaling.guard import SkipGuard
@@ -102,13 +103,17 @@ class Engine:
         _check_runs(self.recipe, self.hardware, self._named)
         self.clip_norm = _checked("clip_norm", clip_norm, math.inf)
         self.accumulate = int(_checked("accumulate", accumulate, 1_000_000, whole=True) or 1)
+        self.released = self.recipe.gradients == "released"
+        if self.released:
+            check_released(clip_norm, self.accumulate)
         emulated = self.device.type == "cpu" and self.recipe.compute not in ("fp32", *self.hardware.native)
         self.surroundings = Surroundings(self.recipe, self.device, emulated)
         remove_overrides(model)  # of an engine that had the model before
         self.kept = keep_modules(model, self.recipe.keep)
-        self.lean = (self.recipe.master, self.recipe.moments) != ("fp32", "fp32")
+        self.lean = self.released or (self.recipe.master, self.recipe.moments) != ("fp32", "fp32")
         if self.lean:
             self.optimizers = [self._narrow(optimizer) for optimizer in self.optimizers]
+        self.release = self._make_release()
         self.conversion = self._convert(fused, bool(compile))
         self.checkpointed = self.conversion.blocks if self.recipe.checkpoint != "none" else []
         if not self.conversion.blocks:
@@ -133,7 +138,15 @@ class Engine:
         kept = {p for path in self.kept for p in self.model.get_submodule(path).parameters()}
         matrices = [p for p in self._named.values() if p.dim() > 1 and p not in kept]
         narrowed = matrices if self.recipe.master != "fp32" else []
-        return take_over(optimizer, self.recipe.master, self.recipe.moments, narrowed)
+        wide = "fp32" if self.recipe.gradients == "fp32" else "bf16"
+        return take_over(optimizer, self.recipe.master, self.recipe.moments, narrowed, wide)
+
+    def _make_release(self) -> Release | None:
+        for parameter in self.model.parameters():
+            hold(parameter)  # an engine that had the model before may have released its gradients
+        if not self.released:
+            return None
+        return Release(optimizer for optimizer in self.optimizers if isinstance(optimizer, AdamW))
 
     def _convert(self, fused: bool | None, compile: bool) -> Conversion:
         if fused is None:
@@ -216,9 +229,10 @@ class Engine:
 
     @torch.no_grad()
     def _update(self) -> StepReport:
-        if all(parameter.grad is None for parameter in self._named.values()):
+        released = self.release.take() if self.release is not None else {}
+        if not released and all(parameter.grad is None for parameter in self._named.values()):
             raise UsageError("engine.step: backward left no gradient on any trainable parameter of the model")
-        norms = self._gradient_norms()
+        norms = self._gradient_norms(released)
         total = torch.linalg.vector_norm(norms)
         found = ~torch.isfinite(total)
         scale = self._one if self.scaler is None else self.scaler.tensor(self.device).clone()
@@ -237,8 +251,11 @@ class Engine:
         self._microbatches = 0
         return StepReport(self.updates, True, {"applied": ~found, "grad_norm": grad_norm, "loss_scale": scale})
 
-    def _gradient_norms(self) -> Tensor:
+    def _gradient_norms(self, released: dict[nn.Parameter, Tensor]) -> Tensor:
         """The norm of each trainable parameter's gradient, in the order of their names; 0 where there is none."""
+        if released:
+            zero = torch.zeros((), device=self.device)
+            return torch.stack([released.get(parameter, zero).to(self.device) for parameter in self._named.values()])
         norms: list[Tensor] = [torch.zeros((), device=self.device)] * len(self._named)
         alike: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
         for index, parameter in enumerate(self._named.values()):
@@ -292,7 +309,7 @@ class Engine:
             )
         return {
             "recipe": str(self.recipe),
-            "model": full_precision(self.model) if self.lean else self.model.state_dict(),
+            "model": full_precision(self.model, "cpu") if self.lean else self.model.state_dict(),
             "optimizers": [without_masters(optimizer.state_dict()) for optimizer in self.optimizers],
             "scaler": self.scaler.state_dict() if self.scaler else None,
             "guard": self.guard.state_dict(),
@@ -352,8 +369,6 @@ def _check_runs(recipe: Recipe, device: hardware.Device, named: dict[str, nn.Par
     reason = refusal(recipe, device)
     if reason is not None:
         raise UsageError(reason)
-    if recipe.gradients == "released" or (recipe.master != "fp32" and recipe.gradients == "fp32"):
-        raise UsageError(f"recipe {recipe}: gradients={recipe.gradients} is not built yet; take gradients=bf16")
     for name, parameter in named.items():
         if parameter.is_floating_point() and parameter.dtype is not torch.float32 and not has_master(parameter):
             raise UsageError(

@@ -8,8 +8,8 @@ brackets what differs from it, as in ``bf16[moments=8bit,master=split,checkpoint
     fp16            fp16      fp32     fp32        fp32      dynamic      none
     bf16            bf16      fp32     fp32        fp32      none         none
     fp8             fp8       fp32     fp32        fp32      none         none         (delayed scaling per tensor)
-    bf16-lean       bf16      split    bf16        8bit      none         selective
-    fp8-lean        fp8       split    bf16        8bit      none         selective
+    bf16-lean       bf16      split    bf16        8bit      none         full
+    fp8-lean        fp8       split    bf16        8bit      none         full
     auto            what suits the machine at hand: see ``choose``
 """
 
@@ -94,6 +94,11 @@ class Recipe:
             raise UsageError(
                 "recipe: gradients=bf16 needs master=split or master=none: FP32 weights have FP32 gradients"
             )
+        if self.gradients == "released" and self.loss_scale != "none":
+            raise UsageError(
+                "recipe: gradients=released steps each parameter during backward, before a loss scale can be checked; "
+                "take bf16, which needs none, or gradients=fp32"
+            )
         if not isinstance(self.keep, tuple) or not all(isinstance(k, str) and _PATTERN.fullmatch(k) for k in self.keep):
             raise UsageError(f"recipe: keep={self.keep} must be module paths or class names, with * and ? as wildcards")
 
@@ -131,7 +136,7 @@ class Recipe:
         return f"{self.compute}[{','.join(changes)}]"
 
 
-_LEAN: dict[str, Any] = {"master": "split", "gradients": "bf16", "moments": "8bit", "checkpoint": "selective"}
+_LEAN: dict[str, Any] = {"master": "split", "gradients": "bf16", "moments": "8bit", "checkpoint": "full"}
 NAMED: dict[str, Recipe] = {
     "fp32": Recipe(),
     "tf32": Recipe(compute="tf32"),

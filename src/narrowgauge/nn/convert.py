@@ -107,11 +107,12 @@ def convert(
             block_plans[module] = _swap_block(module, path, by_path, scales, recipe, compile)
             result.blocks.append(path)
         elif path in by_path and by_path[path].part_of == "linear":
-            _swap_linear(module, by_path[path], scales)
+            _swap_linear(module, by_path[path], scales, recipe)
     if "lm_head" in by_path and by_path["lm_head"].part_of == "head":
         end = by_path["lm_head"]
         site = scales.sites.get("lm_head.weight") if scales is not None else None
-        weight = CachedWeight(model.get_submodule("lm_head").weight, site=site, scales=scales)  # type: ignore[arg-type]
+        whole: Any = model
+        weight = CachedWeight(whole.lm_head.weight, site=site, scales=scales, lean=is_lean(recipe))
         _swap_head(model, end, weight)
         if hasattr(model, "trunk") and all(block in block_plans for block in getattr(model, "blocks", [None])):
             _swap_trunk(model, end, weight, block_plans)
@@ -124,6 +125,11 @@ def _sites(layer: Layer) -> Iterator[tuple[str, torch.dtype]]:
         yield f"{layer.path}.input", E4M3
         yield f"{layer.path}.grad_output", E5M2
     yield f"{layer.path}.weight", E4M3
+
+
+def is_lean(recipe: Recipe) -> bool:
+    """Whether weights are in BF16 alone, so that FP8 copies in both layouts would be as much again."""
+    return recipe.master != "fp32"
 
 
 def is_block(module: nn.Module) -> bool:
@@ -190,12 +196,13 @@ def _names(pattern: str, path: str, model: nn.Module) -> bool:
     )
 
 
-def _swap_linear(module: nn.Module, layer: Layer, scales: TensorScales | None) -> None:
+def _swap_linear(module: nn.Module, layer: Layer, scales: TensorScales | None, recipe: Recipe) -> None:
     assert scales is not None
+    site = scales.sites.get(f"{layer.path}.weight")
     layer_of: Any = module
     turned = linear.is_turned(module)
     plan = linear.LinearPlan(
-        CachedWeight(layer_of.weight, turned=turned, site=scales.sites.get(f"{layer.path}.weight"), scales=scales),
+        CachedWeight(layer_of.weight, turned=turned, site=site, scales=scales, lean=is_lean(recipe)),
         layer.choice,
         scales.sites[f"{layer.path}.input"],
         scales.sites[f"{layer.path}.grad_output"],
@@ -222,7 +229,7 @@ def _swap_block(
         # A gate and its twin are one product: the first one's sites and choice serve both.
         layer = layers[f"{path}.{names[0]}"]
         parameters = (getattr(module, name).weight for name in names)
-        weights = CachedWeight(*parameters, site=site(layer, "weight"), scales=scales)
+        weights = CachedWeight(*parameters, site=site(layer, "weight"), scales=scales, lean=is_lean(recipe))
         return Projection(weights, layer.choice, site(layer, "input"), site(layer, "grad_output"))
 
     gated = hasattr(module, "gate")

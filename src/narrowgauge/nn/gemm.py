@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from narrowgauge.kernels import FP8_MAX, cast, fitting_scale
+from narrowgauge.optim.adamw import gradient_dtype
 from narrowgauge.scaling.tensor import Site, TensorScales
 
 BF16 = torch.bfloat16
@@ -112,12 +113,16 @@ class CachedWeight:
         turned: bool = False,
         site: Site | None = None,
         scales: TensorScales | None = None,
+        lean: bool = False,
     ) -> None:
         """Several weights (a gate and its twin) are taken as one, stacked along the outputs.
 
-        ``turned``: the weight is kept as [inputs, outputs].
+        ``turned``: the weight is kept as [inputs, outputs]. ``lean``: keep FP8 in one layout, and make the other anew
+        for each product that reads it, a pass over bytes that is small beside the product.
         """
-        self.weights, self.turned, self.site, self.scales = weights, turned, site, scales
+        self.weights, self.turned, self.site, self.scales, self.lean = weights, turned, site, scales, lean
+        self.gradient_dtype = gradient_dtype(weights[0])  # now, as torch.compile cannot ask for it
+        _put_together(weights)
         self._made: dict[str, tuple[_State, bool, Operand]] = {}
 
     @property
@@ -127,7 +132,7 @@ class CachedWeight:
         return weight
 
     def fp8(self, record: bool = True) -> Operand:
-        """E4M3 in both layouts. ``record``: let the site see the weight, which evaluation does not."""
+        """E4M3 in both layouts (lean: in one). ``record``: let the site see the weight, which evaluation does not."""
         return self._get("fp8", self._cast, record)
 
     def bf16(self) -> Tensor:
@@ -137,16 +142,22 @@ class CachedWeight:
 
     def _cast(self, weight: Tensor, touched: bool, record: bool) -> Operand:
         site, scales = self.site, self.scales
+        seen: tuple[Tensor | None, Tensor | None] = None, None
         if site is None or scales is None or scales.mode != "delayed":
-            return Operand(None, *cast.cast_weight(weight, E4M3))
-        if scales.delayed and not touched:
-            seen = (site.amax, site.counts) if record else (None, None)
-            return Operand(None, *cast.cast_transpose(weight, site.scale, E4M3, *seen), site.inv_scale)
-        amax = cast.max_abs(weight)
-        if record:
-            torch.maximum(site.amax, amax, out=site.amax)
-        scale = fitting_scale(amax, FP8_MAX[E4M3], scales.margin)
-        return Operand(None, *cast.cast_transpose(weight, scale, E4M3), scale.reciprocal())
+            if not self.lean:
+                return Operand(None, *cast.cast_weight(weight, E4M3))
+            scale = fitting_scale(cast.max_abs(weight), FP8_MAX[E4M3])
+        elif scales.delayed and not touched:
+            scale, seen = site.scale, (site.amax, site.counts) if record else seen
+        else:
+            amax = cast.max_abs(weight)
+            if record:
+                torch.maximum(site.amax, amax, out=site.amax)
+            scale = fitting_scale(amax, FP8_MAX[E4M3], scales.margin)
+        inverse = site.inv_scale if site is not None and scale is site.scale else scale.reciprocal()
+        if self.lean:
+            return Operand(None, cast.cast(weight, scale, E4M3, *seen), None, inverse)
+        return Operand(None, *cast.cast_transpose(weight, scale, E4M3, *seen), inverse)
 
     def _get(self, kind: str, make: Callable[[Tensor, bool, bool], Operand], record: bool) -> Operand:
         if torch.compiler.is_compiling():  # a graph casts each time it runs: it cannot ask whether it must
@@ -165,7 +176,30 @@ class CachedWeight:
 
     def _stacked(self) -> Tensor:
         plain = [weight.detach().t().contiguous() if self.turned else weight.detach() for weight in self.weights]
-        return plain[0] if len(plain) == 1 else torch.cat(plain)
+        if len(plain) == 1:
+            return plain[0]
+        joint = _joint(plain)
+        return torch.cat(plain) if joint is None else joint
+
+
+def _put_together(weights: tuple[nn.Parameter, ...]) -> None:
+    """Move BF16 parameters that are used as one into one piece of memory, so that no stacked copy need be kept."""
+    if len(weights) > 1 and all(weight.dtype is BF16 for weight in weights) and _joint(list(weights)) is None:
+        joint = torch.cat([weight.detach() for weight in weights])
+        for weight, part in zip(weights, joint.split([len(weight) for weight in weights]), strict=True):
+            weight.data = part
+
+
+def _joint(parts: list[Tensor]) -> Tensor | None:
+    """Tensors that lie one behind the other in memory as one tensor; None where they do not."""
+    first = parts[0].detach()
+    end = first.storage_offset()
+    for part in parts:
+        same = part.untyped_storage()._cdata == first.untyped_storage()._cdata and part.dtype is first.dtype
+        if not same or not part.is_contiguous() or part.storage_offset() != end:
+            return None
+        end += part.numel()
+    return first.as_strided((sum(len(part) for part in parts), *first.shape[1:]), first.stride())
 
 
 class _State(NamedTuple):
@@ -200,7 +234,7 @@ def forward_output(x: Operand, weight: CachedWeight, choice: GemmChoice, record:
 def backward_input(grad: Operand, weight: CachedWeight, choice: GemmChoice) -> Tensor:
     """grad_output @ weight in BF16."""
     if choice.grad_input == "fp8":
-        w = weight.fp8()
+        w = weight.fp8().transposed()
         assert grad.lp is not None and grad.inv_scale is not None and w.lp_t is not None and w.inv_scale is not None
         return product_fp8(grad.lp, w.lp_t, grad.inv_scale, w.inv_scale, fast=False)
     assert grad.hp is not None

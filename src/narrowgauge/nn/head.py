@@ -38,6 +38,7 @@ from narrowgauge.nn.gemm import (
     backward_weight,
     forward_output,
 )
+from narrowgauge.optim.adamw import gradient_dtype
 
 CHUNK_BYTES = 4 << 30
 """Most bytes of BF16 logits at once by default: GPT-2's 65,536 x 50,304 then go in two chunks, each a full GEMM."""
@@ -180,7 +181,7 @@ class _HeadLoss(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, task: _Task, operand: Operand | None) -> Tensor:
         need_x, need_weight, *_ = ctx.needs_input_grad
         loss, *ctx.grads = task.run(x, operand, need_x, need_weight)
-        ctx.dtypes = x.dtype, weight.dtype
+        ctx.dtypes = x.dtype, gradient_dtype(weight)
         return loss
 
     @staticmethod

@@ -81,8 +81,8 @@ class _Linear(torch.autograd.Function):
         if needs_x:
             dx = backward_input(operand, plan.weight, plan.choice)[: len(rows)].view(ctx.shape).to(ctx.kinds[0])
         if needs_weight:
-            own = plan.weight.weights[0].dtype
-            dweight = backward_weight(operand, Operand(hp, None, lp_t, inv_scale), plan.choice, own)
+            source = Operand(hp, None, lp_t, inv_scale)
+            dweight = backward_weight(operand, source, plan.choice, plan.weight.gradient_dtype)
             dweight = dweight.t() if plan.turned else dweight
         if needs_bias:
             dbias = rows.float().sum(0).to(ctx.kinds[1])

@@ -30,8 +30,8 @@ class Projection:
     grad: Site | None
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.weight.weights[0].dtype
+    def gradient_dtype(self) -> torch.dtype:
+        return self.weight.gradient_dtype
 
     @property
     def input_formats(self) -> set[str]:

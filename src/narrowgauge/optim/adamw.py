@@ -4,6 +4,7 @@
                split   a BF16 parameter and a 16-bit remainder: together the FP32 master, bit for bit (split.py)
                none    a BF16 parameter alone, rounded stochastically
     moments    fp32, bf16, or 8bit with a scale for every 128 values (moments.py)
+    gradients  of BF16 parameters: bf16, or fp32, in which autograd then sums them
 
 Everything else is torch.optim.AdamW's: groups, schedulers, learning rates as tensors, maximize; ``grad_scale`` and
 ``found_inf`` as fused torch optimizers take them, so that unscaling, clipping and skipping cost no pass of their own.
@@ -27,11 +28,13 @@ from narrowgauge.optim.together import step_together
 
 MASTERS = ("fp32", "split", "none")
 MOMENTS = ("fp32", "bf16", "8bit")
+GRADIENTS = ("bf16", "fp32")
+FORMATS = {"master": MASTERS, "moments": MOMENTS, "gradients": GRADIENTS}
 _STEP = torch.float32
 
 
 class AdamW(Optimizer):
-    """``torch.optim.AdamW`` with ``master`` and ``moments``, which may differ between parameter groups."""
+    """``torch.optim.AdamW`` with ``master``, ``moments`` and ``gradients``, which may differ between groups."""
 
     _step_supports_amp_scaling = True
     grad_scale: Tensor | None
@@ -48,6 +51,7 @@ class AdamW(Optimizer):
         maximize: bool = False,
         master: str = "fp32",
         moments: str = "fp32",
+        gradients: str = "bf16",
     ) -> None:
         defaults = {
             "lr": lr,
@@ -57,6 +61,7 @@ class AdamW(Optimizer):
             "maximize": maximize,
             "master": master,
             "moments": moments,
+            "gradients": gradients,
         }
         super().__init__(params, defaults)
         self.grad_scale = self.found_inf = None
@@ -70,6 +75,8 @@ class AdamW(Optimizer):
         except UsageError:
             self.param_groups.pop()
             raise
+        for parameter in self.param_groups[-1]["params"]:
+            widen_gradient(parameter, self.param_groups[-1]["gradients"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -88,12 +95,12 @@ class AdamW(Optimizer):
                     raise UsageError("AdamW: a gradient is sparse; train sparse embeddings with torch.optim.SparseAdam")
                 alike.setdefault((parameter.device, parameter.dtype, grad.dtype), []).append(parameter)
             for parameters in alike.values():
-                self._update(parameters, group, factor, found)
+                self.step_some(parameters, group, factor, found)
         if self.stands_for is not None:
             self.stands_for._opt_called = True  # type: ignore[attr-defined]
         return loss
 
-    def _update(
+    def step_some(
         self, parameters: list[nn.Parameter], group: dict[str, Any], factor: Tensor | None, found: Tensor | None
     ) -> None:
         """Step parameters that have a group, a device and formats in common."""
@@ -143,7 +150,7 @@ class AdamW(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a state over in the formats it was saved in; torch would cast every tensor to its parameter's."""
         groups = self.param_groups  # another optimizer may share them, so they stay the objects they are
-        formats = [{"master": group["master"], "moments": group["moments"]} for group in groups]
+        formats = [{name: group[name] for name in FORMATS} for group in groups]
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         for group, loaded, own_formats in zip(groups, self.param_groups, formats, strict=True):
             group.update({"maximize": False} | loaded | own_formats)
@@ -176,7 +183,7 @@ def _check(group: dict[str, Any]) -> None:
     ):
         if not good:
             raise UsageError(f"AdamW: {name}={value} is out of range")
-    for name, allowed in (("master", MASTERS), ("moments", MOMENTS)):
+    for name, allowed in FORMATS.items():
         if group[name] not in allowed:
             raise UsageError(f"AdamW: {name}={group[name]!r} is unknown; expected one of {', '.join(allowed)}")
     for parameter in group["params"]:
@@ -196,6 +203,18 @@ def narrow(parameter: nn.Parameter) -> nn.Parameter:
         parameter.data = weight
         _keep(parameter, remainder)
     return parameter
+
+
+def widen_gradient(parameter: nn.Parameter, gradients: str) -> None:
+    """Let autograd keep a BF16 parameter's gradient in FP32, or in BF16 again."""
+    wide = parameter.dtype is torch.bfloat16 and gradients == "fp32"
+    if wide or gradient_dtype(parameter) is not parameter.dtype:
+        parameter.grad_dtype = torch.float32 if wide else parameter.dtype
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """The format in which autograd keeps a parameter's gradient."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 def _keep(parameter: nn.Parameter, other: Tensor | None) -> None:
@@ -225,19 +244,23 @@ def has_master(parameter: Tensor) -> bool:
     return _kept(parameter) is not None
 
 
-def full(parameter: Tensor) -> Tensor:
-    """A parameter in FP32, with the bits that its remainder or its copy holds."""
-    other = _kept(parameter)
+def full(parameter: Tensor, device: torch.device | str | None = None) -> Tensor:
+    """A parameter in FP32, with the bits that its remainder or its copy holds; ``device``: put together there."""
+    other, weight = _kept(parameter), parameter.detach().to(device)
     if other is None:
-        return parameter.detach().float()
-    return join(parameter.detach(), other) if other.dtype is torch.int16 else other.clone()
+        return weight.float()
+    other = other.to(device)
+    return join(weight, other) if other.dtype is torch.int16 else other.clone()
 
 
-def full_precision(model: nn.Module) -> dict[str, Tensor]:
-    """The model's state dictionary with every BF16 weight as the FP32 number it stands for: what plain torch loads."""
+def full_precision(model: nn.Module, device: torch.device | str | None = None) -> dict[str, Tensor]:
+    """The model's state dictionary with every BF16 weight as the FP32 number it stands for: what plain torch loads.
+
+    ``device``: where those are put together, as on a GPU that the model fills they may not fit.
+    """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {
-        name: full(parameters[name]) if name in parameters and _kept(parameters[name]) is not None else value
+        name: full(parameters[name], device) if name in parameters and has_master(parameters[name]) else value
         for name, value in model.state_dict().items()
     }
 

@@ -14,11 +14,14 @@ from torch.optim import Adam, Optimizer
 
 from narrowgauge.errors import UsageError
 from narrowgauge.optim import moments as eight_bit
-from narrowgauge.optim.adamw import AdamW, narrow
+from narrowgauge.optim.adamw import FORMATS, AdamW, narrow, widen_gradient
 
 
-def take_over(optimizer: Optimizer, master: str, moments: str, narrowed: Iterable[nn.Parameter]) -> AdamW:
+def take_over(
+    optimizer: Optimizer, master: str, moments: str, narrowed: Iterable[nn.Parameter], gradients: str = "bf16"
+) -> AdamW:
     """An AdamW with these formats for the optimizer's parameters, of which ``narrowed`` become BF16."""
+    formats = {"master": master, "moments": moments, "gradients": gradients}
     if not isinstance(optimizer, AdamW):
         _check(optimizer)
     own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
@@ -26,7 +29,7 @@ def take_over(optimizer: Optimizer, master: str, moments: str, narrowed: Iterabl
         if parameter in own:
             if parameter.grad is not None:
                 raise UsageError("lean recipe: a parameter has a gradient already; make the engine before backward")
-            narrow(parameter)
+            widen_gradient(narrow(parameter), gradients)
     if isinstance(optimizer, AdamW):
         new = optimizer
     else:
@@ -34,14 +37,14 @@ def take_over(optimizer: Optimizer, master: str, moments: str, narrowed: Iterabl
         new.param_groups = optimizer.param_groups
         new.stands_for = optimizer
     for group in new.param_groups:
-        group["master"], group["moments"] = master, moments
+        group.update(formats)
         group.setdefault("maximize", False)
     if optimizer.state:
         state = optimizer.state_dict()
         optimizer.state.clear()
         new.load_state_dict(state)
         for group in new.param_groups:  # what the state's groups said is what they said before
-            group["master"], group["moments"] = master, moments
+            group.update(formats)
     return new
 
 
@@ -68,9 +71,7 @@ def plain_state(state_dict: dict[str, Any]) -> dict[str, Any]:
             first = eight_bit.decode_first(first.reshape(-1), saved["exp_avg_scale"]).view(first.shape)
             second = eight_bit.decode_second(second.reshape(-1), saved["exp_avg_sq_scale"]).view(second.shape)
         states[index] = {"step": saved["step"], "exp_avg": first.float(), "exp_avg_sq": second.float()}
-    groups = [
-        {k: v for k, v in group.items() if k not in ("master", "moments")} for group in state_dict["param_groups"]
-    ]
+    groups = [{k: v for k, v in group.items() if k not in FORMATS} for group in state_dict["param_groups"]]
     return {"state": states, "param_groups": groups}
 
 
