@@ -19,7 +19,8 @@ FLOORS = [  # from the top to the ground; a room may import from its own folder 
     {"engine", "models", "peers"},
     {"nn", "forecast"},
     {"recipe"},
-    {"scaling", "optim", "hardware"},
+    {"optim"},
+    {"scaling", "hardware"},
     {"kernels", "formats", "task", "data", "lagged"},
     {"errors"},
 ]

@@ -239,13 +239,13 @@ class Engine:
         share = self._microbatches / self.accumulate
         grad_norm = total / (scale * share) if self.scaler or share != 1 else total
         factor = self._factor(grad_norm, scale, share, found)
+        if self.conversion.scales is not None:
+            self.conversion.scales.update()  # before the update, which casts new weights by the new scales
         self._apply(factor, found)
         if self.scaler is not None:
             self.scaler.settle(found.float(), ~torch.isfinite(norms))
         else:
             self.guard.record(found, None, ~torch.isfinite(norms))
-        if self.conversion.scales is not None:
-            self.conversion.scales.update()
         for parameter in self._named.values():
             parameter.grad = None
         self._microbatches = 0

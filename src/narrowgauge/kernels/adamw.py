@@ -6,6 +6,8 @@
 Bytes a parameter in the leanest form (BF16 weight and gradient, 16-bit remainder, two 8-bit moments): 2 for the norm,
 14 and an eighth for the update. ``optim.reference`` has the same in plain torch; the kernel takes roots and divides by
 the hardware's approximations (1 to 2 units in the last place), as exact ones would cost more than the memory.
+
+Where a weight has an FP8 copy, the update writes that too, with its amax and what saturated or was flushed.
 """
 
 from __future__ import annotations
@@ -18,11 +20,14 @@ from torch import Tensor
 
 from narrowgauge.kernels import HAVE_TRITON, jit, use_triton
 from narrowgauge.kernels.many import is_whole, pieces, places
+from narrowgauge.kernels.tile import FLUSHED, SATURATED
 
 if HAVE_TRITON:
     import triton.language as tl
 
-    from narrowgauge.kernels.tile import INTERPRETED
+    from narrowgauge.kernels.tile import INTERPRETED, to_fp8
+
+    SATURATED_E4M3, FLUSHED_E4M3 = (tl.constexpr(limit[torch.float8_e4m3fn]) for limit in (SATURATED, FLUSHED))
 
 BLOCK = 2048
 GROUP = 128
@@ -45,10 +50,12 @@ class Lists:
     low: list[Tensor] = field(default_factory=list)
     first_scale: list[Tensor] = field(default_factory=list)
     second_scale: list[Tensor] = field(default_factory=list)
+    copy: list[Tensor] = field(default_factory=list)
 
     @property
     def columns(self) -> list[list[Tensor]]:
-        every = (self.weight, self.grad, self.first, self.second, self.low, self.first_scale, self.second_scale)
+        scales = self.first_scale, self.second_scale
+        every = (self.weight, self.grad, self.first, self.second, self.low, *scales, self.copy)
         return [column or self.weight for column in every]
 
     @property
@@ -76,6 +83,18 @@ class Numbers:
     """[n] in int32, for stochastic rounding."""
     factor: Tensor | None = None
     found: Tensor | None = None
+    copies: Copies | None = None
+
+
+@dataclass(frozen=True)
+class Copies:
+    """The numbers of FP8 copies: flat tensors, and where in them each parameter's are."""
+
+    where: Tensor
+    """[n] in int32: of the scale and amax in values, and, divided by 2, of the two counts."""
+    scale: Tensor
+    amax: Tensor
+    counts: Tensor
 
 
 def norms_of(tensors: list[Tensor]) -> Sequence[Tensor]:
@@ -102,12 +121,13 @@ def gradient_norms(grads: list[Tensor]) -> Tensor:
 
 def adamw(lists: Lists, numbers: Numbers) -> None:
     """Step every parameter of the lists."""
-    columns = lists.columns
+    columns, copies = lists.columns, numbers.copies
     whole = is_whole(columns)
     work = pieces(tuple(w.numel() for w in lists.weight), BLOCK, lists.weight[0].device)
     _adamw_kernel[(work.count,)](
         *(column[0] for column in columns), places(columns, whole), work.owner, work.place, work.sizes,
         numbers.steps, numbers.ticks, numbers.seeds, numbers.factor, numbers.found,
+        *((None,) * 4 if copies is None else (copies.where, copies.scale, copies.amax, copies.counts)),
         1.0 - numbers.beta1, numbers.beta2, 1.0 - numbers.beta2, numbers.eps,
         MAXIMIZE=numbers.maximize, MASTER=lists.master, EIGHT_BIT=bool(lists.first_scale), WHOLE=whole,
         UNITS=tuple(_unit(column[0], whole) for column in columns), BLOCK=BLOCK, GROUP=GROUP, num_warps=WARPS,
@@ -217,29 +237,48 @@ def _nearest(x):  # type: ignore[no-untyped-def]
 
 
 @jit
+def _put_copy(weight, copy_ptr, offsets, mask, where_ptr, scale_ptr, amax_ptr, counts_ptr):  # type: ignore[no-untyped-def]
+    """Store BF16 weights in E4M3 by their tensor's scale, and note the largest, and how many saturate and vanish."""
+    where = tl.load(where_ptr)
+    w = weight.to(tl.float32)
+    scaled = w * tl.load(scale_ptr + where)
+    size = tl.abs(scaled)
+    tl.store(copy_ptr + offsets, to_fp8(scaled, 448.0), mask=mask)
+    tl.atomic_max(amax_ptr + where, tl.max(tl.where(mask, tl.abs(w), 0.0)), sem="relaxed")
+    saturated = tl.sum((mask & (size > SATURATED_E4M3)).to(tl.int32))
+    flushed = tl.sum((mask & (size <= FLUSHED_E4M3) & (size > 0.0)).to(tl.int32))
+    counts_ptr += where // 2
+    if saturated > 0:
+        tl.atomic_add(counts_ptr, saturated.to(tl.int64), sem="relaxed")
+    if flushed > 0:
+        tl.atomic_add(counts_ptr + 1, flushed.to(tl.int64), sem="relaxed")
+
+
+@jit
 def _adamw_kernel(  # type: ignore[no-untyped-def]
     weight_ptr, grad_ptr, first_ptr, second_ptr, low_ptr, first_scale_ptr, second_scale_ptr,
-    places_ptr, owner_ptr, place_ptr, sizes_ptr, steps_ptr, ticks_ptr, seeds_ptr, factor_ptr, found_ptr,
-    rate1, beta2, rate2, eps, MAXIMIZE: tl.constexpr, MASTER: tl.constexpr, EIGHT_BIT: tl.constexpr,
+    copy_ptr, places_ptr, owner_ptr, place_ptr, sizes_ptr, steps_ptr, ticks_ptr, seeds_ptr, factor_ptr, found_ptr,
+    where_ptr, scale_ptr, amax_ptr, counts_ptr, rate1, beta2, rate2, eps,
+    MAXIMIZE: tl.constexpr, MASTER: tl.constexpr, EIGHT_BIT: tl.constexpr,
     WHOLE: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     go = True
     if found_ptr is not None:
         go = tl.load(found_ptr) == 0.0
+    program = tl.program_id(0)
+    tensor = tl.load(owner_ptr + program)
+    size = _size(sizes_ptr, tensor, WHOLE)
+    row = places_ptr + tensor * 8
+    weight_ptr += tl.load(row) * UNITS[0]
+    start = tl.load(place_ptr + program).to(tl.int64) * BLOCK
+    group = tl.arange(0, BLOCK // GROUP)
+    offsets = start + group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    mask = offsets < size
     if go:
-        program = tl.program_id(0)
-        tensor = tl.load(owner_ptr + program)
-        size = _size(sizes_ptr, tensor, WHOLE)
-        row = places_ptr + tensor * 7
-        weight_ptr += tl.load(row) * UNITS[0]
         grad_ptr += tl.load(row + 1) * UNITS[1]
         first_ptr += tl.load(row + 2) * UNITS[2]
         second_ptr += tl.load(row + 3) * UNITS[3]
         low_ptr += tl.load(row + 4) * UNITS[4]
-        start = tl.load(place_ptr + program).to(tl.int64) * BLOCK
-        group = tl.arange(0, BLOCK // GROUP)
-        offsets = start + group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        mask = offsets < size
         g = tl.load(grad_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         high = tl.load(weight_ptr + offsets, mask=mask, other=0.0)
         if MASTER == "split":
@@ -295,11 +334,24 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
             bits = w.to(tl.int32, bitcast=True)
             finite = (bits & 0x7F800000) != 0x7F800000
             bits = tl.where(finite, bits + noise.to(tl.int32, bitcast=True), bits) >> 16
-            tl.store(weight_ptr + offsets, bits.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=mask)
+            high = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+            tl.store(weight_ptr + offsets, high, mask=mask)
         else:
-            high, low = _halves(w)
-            tl.store(weight_ptr + offsets, high.to(tl.bfloat16, bitcast=True), mask=mask)
+            high_bits, low = _halves(w)
+            high = high_bits.to(tl.bfloat16, bitcast=True)
+            tl.store(weight_ptr + offsets, high, mask=mask)
             if MASTER == "split":
                 tl.store(low_ptr + offsets, low, mask=mask)
             else:
                 tl.store(low_ptr + offsets, w, mask=mask)
+        if where_ptr is not None:
+            _put_copy(
+                high, copy_ptr + tl.load(row + 7) * UNITS[7], offsets, mask, where_ptr + tensor,
+                scale_ptr, amax_ptr, counts_ptr,
+            )  # fmt: skip
+    elif where_ptr is not None:  # nothing is stepped, but the scale has moved
+        unchanged = tl.load(weight_ptr + offsets, mask=mask, other=0.0)
+        _put_copy(
+            unchanged, copy_ptr + tl.load(row + 7) * UNITS[7], offsets, mask, where_ptr + tensor,
+            scale_ptr, amax_ptr, counts_ptr,
+        )  # fmt: skip

@@ -9,6 +9,7 @@ that a model is measured once.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 from collections.abc import Callable
@@ -139,16 +140,22 @@ def _measure(rows: int, inputs: int, outputs: int) -> Costs:
     )
 
 
+@functools.cache
+def _stream() -> torch.cuda.Stream:
+    """One for all measurements: cuBLAS keeps a workspace for every stream it has seen."""
+    return torch.cuda.Stream()
+
+
 def _timed(work: Callable[[], Any], repeat: int = 10) -> float:
     """Milliseconds of the device alone: as a CUDA graph, since launching takes longer than a small product runs."""
-    stream = torch.cuda.Stream()
+    stream = _stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):
             work()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         for _ in range(repeat):
             work()
     graph.replay()

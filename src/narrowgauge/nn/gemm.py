@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from narrowgauge.kernels import FP8_MAX, cast, fitting_scale
 from narrowgauge.optim.adamw import gradient_dtype
+from narrowgauge.optim.copies import Fp8Copy, attach, copy_of
 from narrowgauge.scaling.tensor import Site, TensorScales
 
 BF16 = torch.bfloat16
@@ -118,9 +119,11 @@ class CachedWeight:
         """Several weights (a gate and its twin) are taken as one, stacked along the outputs.
 
         ``turned``: the weight is kept as [inputs, outputs]. ``lean``: keep FP8 in one layout, and make the other anew
-        for each product that reads it, a pass over bytes that is small beside the product.
+        for each product that reads it, a pass over bytes that is small beside the product; an optimizer of ours
+        writes it together with the weight.
         """
         self.weights, self.turned, self.site, self.scales, self.lean = weights, turned, site, scales, lean
+        self.shared = lean and not turned and scales is not None and scales.mode == "delayed"
         self.gradient_dtype = gradient_dtype(weights[0])  # now, as torch.compile cannot ask for it
         _put_together(weights)
         self._made: dict[str, tuple[_State, bool, Operand]] = {}
@@ -168,11 +171,27 @@ class CachedWeight:
             tuple((weight._version, id(weight), address(weight)) for weight in self.weights),
         )
         made = self._made.get(kind)
+        if kind == "fp8" and made is not None and self._written(made[0], now):
+            assert self.site is not None
+            made = self._made[kind] = (now, True, made[2]._replace(inv_scale=self.site.inv_scale))
         if made is None or made[0] != now or (record and not made[1]):
             touched = made is not None and made[0].touched(now)
             made = (now, record, make(self._stacked(), touched, record))
             self._made[kind] = made
+            self._share(kind, made[2])
         return made[2]
+
+    def _share(self, kind: str, operand: Operand) -> None:
+        """Let the optimizer write the copy that was made, for the steps to come: a lean one, with delayed scales."""
+        lp, site, scales = operand.lp, self.site, self.scales
+        if kind == "fp8" and self.shared and lp is not None and site is not None and scales is not None:
+            for weight, part in zip(self.weights, lp.split([len(w) for w in self.weights]), strict=True):
+                attach(weight, Fp8Copy(part, site, scales))
+
+    def _written(self, then: _State, now: _State) -> bool:
+        """Whether the optimizer has written the copy since, by the scale as it is now, and nobody else the weight."""
+        copies = [copy_of(weight) for weight in self.weights] if self.shared else []
+        return then.weights == now.weights and bool(copies) and all(c and c.moves == now.moves for c in copies)
 
     def _stacked(self) -> Tensor:
         plain = [weight.detach().t().contiguous() if self.turned else weight.detach() for weight in self.weights]

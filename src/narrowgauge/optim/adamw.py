@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from narrowgauge.errors import UsageError
 from narrowgauge.kernels import use_triton
 from narrowgauge.optim import moments as eight_bit
+from narrowgauge.optim.copies import copy_of
 from narrowgauge.optim.reference import Rates, update
 from narrowgauge.optim.split import join, split
 from narrowgauge.optim.together import step_together
@@ -93,7 +94,8 @@ class AdamW(Optimizer):
                     continue
                 if grad.is_sparse:
                     raise UsageError("AdamW: a gradient is sparse; train sparse embeddings with torch.optim.SparseAdam")
-                alike.setdefault((parameter.device, parameter.dtype, grad.dtype), []).append(parameter)
+                copied = copy_of(parameter) is not None
+                alike.setdefault((parameter.device, parameter.dtype, grad.dtype, copied), []).append(parameter)
             for parameters in alike.values():
                 self.step_some(parameters, group, factor, found)
         if self.stands_for is not None:
@@ -106,7 +108,9 @@ class AdamW(Optimizer):
         """Step parameters that have a group, a device and formats in common."""
         states = [self.prepare(parameter, group) for parameter in parameters]
         if use_triton(parameters[0]) and all(p.is_contiguous() for p in parameters):
-            step_together(parameters, states, group, factor, found)
+            copies = [copy for copy in map(copy_of, parameters) if copy is not None]
+            same = len(copies) == len(parameters) and all(copy.scales is copies[0].scales for copy in copies)
+            step_together(parameters, states, group, factor, found, copies if same else None)
         elif found is None or not bool(found.item()):
             for parameter, state in zip(parameters, states, strict=True):
                 update(parameter, parameter.grad, state, _rates(group), factor)  # type: ignore[arg-type]

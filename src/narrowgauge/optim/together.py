@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.kernels.adamw import Lists, Numbers, adamw
+from narrowgauge.kernels.adamw import Copies, Lists, Numbers, adamw
+from narrowgauge.optim.copies import Fp8Copy
 from narrowgauge.optim.moments import PLASTIC
 
 
@@ -17,8 +18,12 @@ def step_together(
     group: dict[str, Any],
     factor: Tensor | None,
     found: Tensor | None,
+    copies: list[Fp8Copy] | None = None,
 ) -> None:
-    """Step parameters that have a group, a device and formats in common; not at all where ``found`` is not 0."""
+    """Step parameters that have a group, a device and formats in common; not at all where ``found`` is not 0.
+
+    ``copies`` are their FP8 copies, of one book of scales, to be written as well.
+    """
     steps = _steps(states)
     steps.add_(1.0 if found is None else 1.0 - found)
     beta1, beta2 = (float(beta) for beta in group["betas"])
@@ -31,6 +36,7 @@ def step_together(
         low=[state[low] for state in states if low in state],
         first_scale=[state["exp_avg_scale"] for state in states if "exp_avg_scale" in state],
         second_scale=[state["exp_avg_sq_scale"] for state in states if "exp_avg_sq_scale" in state],
+        copy=[copy.lp for copy in copies or ()],
     )
     ticks = (steps.long() * PLASTIC[1]).to(torch.int32) if lists.first_scale else None
     seeds = None
@@ -38,9 +44,21 @@ def step_together(
         own = torch.tensor([state["seed"] for state in states]).to(steps.device, non_blocking=True)
         seeds = (steps.long() * 0x9E3779B1 + own).to(torch.int32)
     numbers = Numbers(
-        beta1, beta2, group["eps"], group["maximize"], _rates(steps, group, beta1, beta2), ticks, seeds, factor, found
-    )
+        beta1, beta2, group["eps"], group["maximize"], _rates(steps, group, beta1, beta2), ticks, seeds, factor, found,
+        None if copies is None else _numbers_of(copies),
+    )  # fmt: skip
     adamw(lists, numbers)
+    for copy in copies or ():
+        copy.moves = copy.scales.moves
+
+
+def _numbers_of(copies: list[Fp8Copy]) -> Copies:
+    scales = copies[0].scales
+    places = [copy.site.scale.storage_offset() for copy in copies]
+    where = torch.tensor(places, dtype=torch.int32)
+    if scales.scale.is_cuda:
+        where = where.pin_memory().to(scales.scale.device, non_blocking=True)
+    return Copies(where, scales.scale, scales.amax, scales.counts)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
