@@ -8,6 +8,7 @@
 
 Everything else is torch.optim.AdamW's: groups, schedulers, learning rates as tensors, maximize; ``grad_scale`` and
 ``found_inf`` as fused torch optimizers take them, so that unscaling, clipping and skipping cost no pass of their own.
+Parameters may be DTensors (sharded.py).
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from torch.optim import Optimizer
 from narrowgauge.errors import UsageError
 from narrowgauge.kernels import use_triton
 from narrowgauge.optim import moments as eight_bit
+from narrowgauge.optim import sharded
 from narrowgauge.optim.copies import copy_of
 from narrowgauge.optim.reference import Rates, update
+from narrowgauge.optim.sharded import is_sharded, like, local
 from narrowgauge.optim.split import join, split
 from narrowgauge.optim.together import step_together
 
@@ -73,11 +76,11 @@ class AdamW(Optimizer):
         super().add_param_group(param_group)
         try:
             _check(self.param_groups[-1])
+            for parameter in self.param_groups[-1]["params"]:
+                widen_gradient(parameter, self.param_groups[-1]["gradients"])
         except UsageError:
             self.param_groups.pop()
             raise
-        for parameter in self.param_groups[-1]["params"]:
-            widen_gradient(parameter, self.param_groups[-1]["gradients"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -106,14 +109,37 @@ class AdamW(Optimizer):
         self, parameters: list[nn.Parameter], group: dict[str, Any], factor: Tensor | None, found: Tensor | None
     ) -> None:
         """Step parameters that have a group, a device and formats in common."""
-        states = [self.prepare(parameter, group) for parameter in parameters]
-        if use_triton(parameters[0]) and all(p.is_contiguous() for p in parameters):
-            copies = [copy for copy in map(copy_of, parameters) if copy is not None]
-            same = len(copies) == len(parameters) and all(copy.scales is copies[0].scales for copy in copies)
-            step_together(parameters, states, group, factor, found, copies if same else None)
+        weights, grads, shards, copies = [], [], [], []
+        for parameter in parameters:
+            state = self.prepare(parameter, group)
+            weight, grad, shard = sharded.own(parameter, state)
+            if weight.numel():
+                weights.append(weight)
+                grads.append(grad)
+                shards.append((state, shard))
+                copies.append(None if is_sharded(parameter) else copy_of(parameter))
+            else:  # a rank may have nothing of a parameter
+                state["step"] += 1.0 if found is None else 1.0 - found
+        states = [shard for _, shard in shards]
+        if not weights:
+            return
+        if use_triton(weights[0]) and all(weight.is_contiguous() for weight in weights):
+            written = [copy for copy in copies if copy is not None]
+            same = len(written) == len(copies) and all(copy.scales is written[0].scales for copy in written)
+            step_together(weights, grads, states, group, factor, found, written if same else None)
         elif found is None or not bool(found.item()):
-            for parameter, state in zip(parameters, states, strict=True):
-                update(parameter, parameter.grad, state, _rates(group), factor)  # type: ignore[arg-type]
+            for weight, grad, state in zip(weights, grads, states, strict=True):
+                update(weight, grad, state, _rates(group), factor)
+        for state, shard in shards:
+            state["step"] = shard["step"]
+
+    @torch.no_grad()
+    def make_states(self) -> None:
+        """Make the states that the first step would make, for a checkpoint to be loaded into."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad:
+                    self.prepare(parameter, group)
 
     def prepare(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
         """The parameter's state, made where there is none yet."""
@@ -121,17 +147,16 @@ class AdamW(Optimizer):
         if state:
             return state
         state["step"] = torch.zeros((), dtype=_STEP, device=parameter.device)
-        shape, device = parameter.shape, parameter.device
         if group["moments"] == "8bit":
-            groups = eight_bit.groups_of(parameter.numel())
-            state["exp_avg"] = torch.zeros(shape, dtype=torch.int8, device=device)
-            state["exp_avg_sq"] = torch.ones(shape, dtype=torch.uint8, device=device)
-            state["exp_avg_scale"] = torch.zeros(groups, device=device)
-            state["exp_avg_sq_scale"] = torch.zeros(groups, device=device)
+            groups = eight_bit.groups_of(local(parameter).numel())
+            state["exp_avg"] = _filled(parameter, 0, torch.int8)
+            state["exp_avg_sq"] = _filled(parameter, 1, torch.uint8)
+            state["exp_avg_scale"] = torch.zeros(groups, device=parameter.device)
+            state["exp_avg_sq_scale"] = torch.zeros(groups, device=parameter.device)
         else:
             dtype = torch.float32 if group["moments"] == "fp32" else torch.bfloat16
-            state["exp_avg"] = torch.zeros(shape, dtype=dtype, device=device)
-            state["exp_avg_sq"] = torch.zeros(shape, dtype=dtype, device=device)
+            state["exp_avg"] = _filled(parameter, 0, dtype)
+            state["exp_avg_sq"] = _filled(parameter, 0, dtype)
         self._complete(parameter, group, state)
         return state
 
@@ -151,6 +176,10 @@ class AdamW(Optimizer):
             state.setdefault("seed", len(self.state))
             _keep(parameter, None)
 
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, but 8-bit moments of sharded parameters are in FP32: their codes are a rank's own."""
+        return sharded.portable(super().state_dict())
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a state over in the formats it was saved in; torch would cast every tensor to its parameter's."""
         groups = self.param_groups  # another optimizer may share them, so they stay the objects they are
@@ -165,12 +194,9 @@ class AdamW(Optimizer):
             saved = state_dict["state"].get(index)
             if saved is None:
                 continue
-            own = {
-                name: value.to(parameter.device, copy=True) if isinstance(value, Tensor) else value
-                for name, value in saved.items()
-            }
+            own = sharded.placed(saved, parameter)
             own["step"] = torch.as_tensor(own["step"], dtype=_STEP, device=parameter.device)
-            eight_bit.reformat(own, group["moments"])
+            sharded.reformat(own, group["moments"])
             self.state[parameter] = own
             if "remainder" in own or "master" in own:
                 _keep(parameter, own.get("remainder", own.get("master")))
@@ -201,17 +227,23 @@ def _rates(group: dict[str, Any]) -> Rates:
 
 
 def narrow(parameter: nn.Parameter) -> nn.Parameter:
-    """Turn an FP32 parameter into a BF16 one with its remainder, in place: no bit of the weight is lost."""
+    """Turn an FP32 parameter into a BF16 one with its remainder, in place: no bit of the weight is lost.
+
+    FSDP2 makes parameters of its own, without remainders, so narrow those: after ``fully_shard``, before the first
+    forward.
+    """
     if parameter.dtype is torch.float32:
-        weight, remainder = split(parameter.detach())
-        parameter.data = weight
-        _keep(parameter, remainder)
+        weight, remainder = split(local(parameter).detach())
+        sharded.replace(parameter, weight)
+        _keep(parameter, like(remainder, parameter))
     return parameter
 
 
 def widen_gradient(parameter: nn.Parameter, gradients: str) -> None:
     """Let autograd keep a BF16 parameter's gradient in FP32, or in BF16 again."""
     wide = parameter.dtype is torch.bfloat16 and gradients == "fp32"
+    if wide:
+        sharded.check_gradients(parameter, gradients)
     if wide or gradient_dtype(parameter) is not parameter.dtype:
         parameter.grad_dtype = torch.float32 if wide else parameter.dtype
 
@@ -219,6 +251,12 @@ def widen_gradient(parameter: nn.Parameter, gradients: str) -> None:
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
     """The format in which autograd keeps a parameter's gradient."""
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+def _filled(parameter: Tensor, value: int, dtype: torch.dtype) -> Tensor:
+    """A tensor of one value with the parameter's shape, sharded as it is."""
+    contiguous = torch.contiguous_format
+    return torch.full_like(parameter, value, dtype=dtype, memory_format=contiguous, requires_grad=False)
 
 
 def _keep(parameter: nn.Parameter, other: Tensor | None) -> None:
@@ -238,7 +276,7 @@ def remainder_of(parameter: nn.Parameter) -> Tensor:
     """The remainder of a BF16 parameter; one that never had any gets zeros."""
     remainder = _kept(parameter)
     if remainder is None or remainder.dtype is not torch.int16:
-        remainder = torch.zeros(parameter.shape, dtype=torch.int16, device=parameter.device)
+        remainder = _filled(parameter, 0, torch.int16)
         _keep(parameter, remainder)
     return remainder
 
@@ -254,7 +292,7 @@ def full(parameter: Tensor, device: torch.device | str | None = None) -> Tensor:
     if other is None:
         return weight.float()
     other = other.to(device)
-    return join(weight, other) if other.dtype is torch.int16 else other.clone()
+    return like(join(local(weight), local(other)), weight) if other.dtype is torch.int16 else other.clone()
 
 
 def full_precision(model: nn.Module, device: torch.device | str | None = None) -> dict[str, Tensor]:
@@ -262,22 +300,34 @@ def full_precision(model: nn.Module, device: torch.device | str | None = None) -
 
     ``device``: where those are put together, as on a GPU that the model fills they may not fit.
     """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    state, parameters = _named(model)
     return {
         name: full(parameters[name], device) if name in parameters and has_master(parameters[name]) else value
-        for name, value in model.state_dict().items()
+        for name, value in state.items()
     }
 
 
 def load_full_precision(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Load an FP32 state dictionary into a model whose weights are split, losing nothing."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    """Load an FP32 state dictionary into a model whose weights are split, losing nothing.
+
+    Where weights are sharded, the state's may be sharded in the same way or whole, on every rank.
+    """
+    _, parameters = _named(model)
+    state = {
+        name: sharded.place(value, parameters[name]) if name in parameters else value for name, value in state.items()
+    }
     model.load_state_dict(state)
     for name, value in state.items():
         kept = _kept(parameters[name]) if name in parameters else None
         if kept is not None:
-            master = value.detach().to(kept.device, torch.float32)
+            master = local(value).detach().to(kept.device, torch.float32)
             weight, remainder = split(master)
             with torch.no_grad():
-                parameters[name].copy_(weight)
-                kept.copy_(remainder if kept.dtype is torch.int16 else master)
+                local(parameters[name]).copy_(weight)
+                local(kept).copy_(remainder if kept.dtype is torch.int16 else master)
+
+
+def _named(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, nn.Parameter]]:
+    """A model's state and parameters; the state first, as FSDP2 then puts its shards back where it had left wholes."""
+    state = model.state_dict()
+    return state, dict(model.named_parameters(remove_duplicate=False))

@@ -40,12 +40,16 @@ def decode_first(codes: Tensor, scale: Tensor) -> Tensor:
     return code / (254 - code.abs()) * _spread(scale, codes.numel())
 
 
-def encode_second(v: Tensor, step: int) -> tuple[Tensor, Tensor]:
-    """Codes (uint8) and scales of a flat FP32 tensor that has no negative values, after a step."""
+def encode_second(v: Tensor, step: int | None) -> tuple[Tensor, Tensor]:
+    """Codes (uint8) and scales of a flat FP32 tensor that has no negative values, after a step.
+
+    ``step``: None rounds to nearest, which gives what was decoded its codes back.
+    """
     rows = _rows(v)
     scale = rows.amax(1)
     share = (rows * _inverse(scale)[:, None]).sqrt()
-    codes = (share * 510 / (1 + share) + _thresholds(rows.numel(), step, v.device).view_as(rows)).floor().clamp(1, 255)
+    thresholds = 0.5 if step is None else _thresholds(rows.numel(), step, v.device).view_as(rows)
+    codes = (share * 510 / (1 + share) + thresholds).floor().clamp(1, 255)
     return codes.to(torch.uint8).view(-1)[: v.numel()], scale
 
 
@@ -72,7 +76,7 @@ def reformat(state: dict[str, Any], moments: str) -> None:
     if moments == "8bit":
         codes, state["exp_avg_scale"] = encode_first(first.float().reshape(-1))
         state["exp_avg"] = codes.view(first.shape)
-        codes, state["exp_avg_sq_scale"] = encode_second(second.float().reshape(-1), int(state["step"]))
+        codes, state["exp_avg_sq_scale"] = encode_second(second.float().reshape(-1), None)
         state["exp_avg_sq"] = codes.view(second.shape)
         return
     dtype = torch.float32 if moments == "fp32" else torch.bfloat16

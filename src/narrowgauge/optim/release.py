@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from narrowgauge.errors import UsageError
 from narrowgauge.kernels.adamw import norms_of
 from narrowgauge.optim.adamw import AdamW
+from narrowgauge.optim.sharded import check_gradients
 
 _HANDLE = "release_handle"
 
@@ -30,6 +31,7 @@ class Release:
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
+                    check_gradients(parameter, "released")
                     hold(parameter)
                     self._owner[parameter] = optimizer, group
                     handle = parameter.register_post_accumulate_grad_hook(self._step)

@@ -15,6 +15,7 @@ from torch.optim import Adam, Optimizer
 from narrowgauge.errors import UsageError
 from narrowgauge.optim import moments as eight_bit
 from narrowgauge.optim.adamw import FORMATS, AdamW, narrow, widen_gradient
+from narrowgauge.optim.sharded import check_gradients
 
 
 def take_over(
@@ -29,6 +30,7 @@ def take_over(
         if parameter in own:
             if parameter.grad is not None:
                 raise UsageError("lean recipe: a parameter has a gradient already; make the engine before backward")
+            check_gradients(parameter, gradients)
             widen_gradient(narrow(parameter), gradients)
     if isinstance(optimizer, AdamW):
         new = optimizer

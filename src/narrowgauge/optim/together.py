@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from narrowgauge.kernels.adamw import Copies, Lists, Numbers, adamw
 from narrowgauge.optim.copies import Fp8Copy
@@ -13,7 +13,8 @@ from narrowgauge.optim.moments import PLASTIC
 
 
 def step_together(
-    parameters: list[nn.Parameter],
+    weights: list[Tensor],
+    grads: list[Tensor],
     states: list[dict[str, Any]],
     group: dict[str, Any],
     factor: Tensor | None,
@@ -29,8 +30,8 @@ def step_together(
     beta1, beta2 = (float(beta) for beta in group["betas"])
     low = "remainder" if "remainder" in states[0] else "master"
     lists = Lists(
-        weight=[parameter.detach() for parameter in parameters],
-        grad=[_gradient(parameter) for parameter in parameters],
+        weight=[weight.detach() for weight in weights],
+        grad=[grad.contiguous() for grad in grads],
         first=[state["exp_avg"] for state in states],
         second=[state["exp_avg_sq"] for state in states],
         low=[state[low] for state in states if low in state],
@@ -59,11 +60,6 @@ def _numbers_of(copies: list[Fp8Copy]) -> Copies:
     if scales.scale.is_cuda:
         where = where.pin_memory().to(scales.scale.device, non_blocking=True)
     return Copies(where, scales.scale, scales.amax, scales.counts)
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad.contiguous()
 
 
 def _rates(steps: Tensor, group: dict[str, Any], beta1: float, beta2: float) -> Tensor:

@@ -1,0 +1,376 @@
+"""AdamW on DTensors: the whole's bits from the shards, and checkpoints that go from 4 ranks to 2 and to 1."""
+
+import copy
+import itertools
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from narrowgauge import kernels
+from narrowgauge.errors import UsageError
+from narrowgauge.optim import AdamW, full_precision, load_full_precision, narrow, plain_state, take_over
+from narrowgauge.optim.adamw import full
+from narrowgauge.optim.release import Release
+from narrowgauge.optim.sharded import ELEMENTWISE, local
+
+MOMENTS = "fp32", "bf16", "8bit"
+FORMS = [*itertools.product(("split", "fp32", "none"), MOMENTS), *(("itself", moments) for moments in MOMENTS)]
+"""``itself``: the parameter is FP32 and its own master."""
+
+
+def spread(ranks, job, folder, *arguments):
+    """Run a job in as many processes; they are forked from one that has imported what they need."""
+    preload = [__name__, "narrowgauge.optim", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
+    torch.multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
+    path = folder / f"{job.__name__}-{ranks}"
+    torch.multiprocessing.start_processes(
+        begin, args=(ranks, path, job, *arguments), nprocs=ranks, start_method="forkserver"
+    )
+
+
+def begin(rank, ranks, path, job, *arguments):
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=ranks)
+    try:
+        job(init_device_mesh("cpu", (ranks,)), *arguments)
+    finally:
+        dist.destroy_process_group()
+
+
+def build():
+    """Of 4 ranks the last has nothing of most of these, and of 2 it has less than the first."""
+    torch.manual_seed(0)
+    linears = torch.nn.Linear(40, 33), torch.nn.Linear(33, 9), torch.nn.Linear(9, 1)
+    return torch.nn.Sequential(linears[0], torch.nn.Tanh(), linears[1], torch.nn.Tanh(), linears[2])
+
+
+def build_sharded(mesh):
+    model = build()
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def optimizer_of(model, master, moments):
+    """An AdamW of the parameters, narrowed unless they are to be their own masters."""
+    if master != "itself":
+        for p in model.parameters():
+            narrow(p)
+    return AdamW(model.parameters(), lr=1e-2, master="fp32" if master == "itself" else master, moments=moments)
+
+
+def give(parameters, step):
+    """The same gradients to whole and to sharded parameters."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    for p in parameters:
+        grad = (torch.randn(p.shape, generator=generator) * 10 ** (step % 3 - 1)).to(p.dtype)
+        sharded = isinstance(p, DTensor)
+        p.grad = distribute_tensor(grad, p.device_mesh, p.placements, src_data_rank=None) if sharded else grad
+
+
+def run(model, optimizer, steps):
+    for step in steps:
+        give(model.parameters(), step)
+        optimizer.step()
+
+
+def whole(tensor):
+    if not isinstance(tensor, DTensor):
+        return tensor
+    sent = tensor.int() if tensor.dtype is torch.int16 else tensor  # gloo sends no integers of 16 bits
+    return sent.full_tensor().to(tensor.dtype)
+
+
+def same(a, b):
+    return a.dtype is b.dtype and torch.equal(a, b)
+
+
+def check_alike(model, optimizer, reference, other):
+    """Every bit of masters, weights and states that do not depend on how the parameters are cut."""
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert same(whole(p.detach()), q.detach())
+        assert same(whole(full(p)), full(q))
+        for name in other.state[q]:
+            assert name == "seed" or same(whole(optimizer.state[p][name]), other.state[q][name]), name
+
+
+def step_all_forms(mesh, forms, by_kernel):
+    kernels.interpreting = by_kernel
+    for master, moments in forms:
+        model, reference, shards = build_sharded(mesh), build(), build_sharded(mesh)
+        optimizer, other = optimizer_of(model, master, moments), optimizer_of(reference, master, moments)
+        optimizer_of(shards, master, moments)
+        mine = [torch.nn.Parameter(local(p).clone()) for p in shards.parameters()]  # a rank's shards as wholes
+        for p, q in zip(mine, shards.parameters(), strict=True):
+            p.other_half = None if master == "itself" else local(q.other_half).clone()
+        own = AdamW(mine, lr=1e-2, master="fp32" if master == "itself" else master, moments=moments)
+        for step in range(5):
+            run(model, optimizer, [step])
+            run(reference, other, [step])
+            for p, q in zip(mine, model.parameters(), strict=True):
+                p.grad = local(q.grad)
+            own.step()
+        for p, q in zip(mine, model.parameters(), strict=True):
+            state = optimizer.state[q]
+            for name in set(ELEMENTWISE) & set(state):
+                assert isinstance(state[name], DTensor) and not state[name].requires_grad
+                assert (state[name].placements, state[name].shape) == (q.placements, q.shape)
+            assert same(local(q).detach(), p.detach())
+            assert own.state[p].keys() == state.keys()
+            for name, value in own.state[p].items():
+                assert value == state[name] if name == "seed" else same(local(state[name]), value)
+            assert state["step"] == 5
+        if master != "none" and moments != "8bit":
+            check_alike(model, optimizer, reference, other)
+        for p, q, start in zip(model.parameters(), reference.parameters(), build().parameters(), strict=True):
+            far = 2.0**-7 * full(q).norm() if master == "none" else 0.03 * (full(q) - start).norm()
+            assert (whole(full(p)) - full(q)).norm() <= far
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_shards_step_as_the_whole_does(ranks, tmp_path):
+    """Bit for bit; but for 8-bit moments and rounding noise, which run along a shard: there as its shards alone do."""
+    spread(ranks, step_all_forms, tmp_path, FORMS, False)
+
+
+@pytest.mark.skipif(not kernels.HAVE_TRITON, reason="needs triton")
+def test_the_kernel_steps_shards_too(tmp_path):
+    spread(2, step_all_forms, tmp_path, [("split", "8bit"), ("none", "bf16"), ("itself", "fp32")], True)
+
+
+def train_with_fsdp(mesh):
+    for moments in ("fp32", "8bit"):
+        model, reference = build_sharded(mesh), build()
+        optimizer, other = optimizer_of(model, "split", moments), optimizer_of(reference, "split", moments)
+        x = torch.randn(8, 40, generator=torch.Generator().manual_seed(mesh.get_local_rank()))
+        losses = []
+        for _ in range(8):
+            result = model(x.bfloat16())
+            if moments == "fp32":  # FSDP computes with the weights that were stepped
+                assert same(result, reference(x.bfloat16()))
+            loss = (result.float() - x[:, :1]).square().mean()
+            loss.backward()
+            for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+                q.grad = p.grad.full_tensor()
+            optimizer.step()
+            other.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        total = torch.stack(losses)
+        dist.all_reduce(total)
+        assert total[-1] < 0.9 * total[0]
+        if moments == "fp32":
+            check_alike(model, optimizer, reference, other)
+        model(x.bfloat16())  # leaves whole parameters in the root, which are not what a checkpoint is of
+        state = full_precision(model)
+        assert all(isinstance(value, DTensor) and value.dtype is torch.float32 for value in state.values())
+        assert all(same(whole(state[name]), whole(full(p))) for name, p in model.named_parameters())
+
+
+def test_fsdp_trains_with_split_masters(tmp_path):
+    spread(4, train_with_fsdp, tmp_path)
+
+
+def checkpoint(model, optimizer):
+    return {"model": full_precision(model), "optim": plain_state(optimizer.state_dict())}
+
+
+def save(mesh, folder):
+    for moments in ("fp32", "8bit"):
+        model = build_sharded(mesh)
+        optimizer = optimizer_of(model, "split", moments)
+        run(model, optimizer, range(3))
+        dcp.save(checkpoint(model, optimizer), checkpoint_id=folder / moments)
+
+
+def load(mesh, folder):
+    """On any number of ranks, or with neither ranks nor shards."""
+    for moments in ("fp32", "8bit"):
+        model, reference = build() if mesh is None else build_sharded(mesh), build()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(7.0)
+        optimizer, other = optimizer_of(model, "split", moments), optimizer_of(reference, "split", moments)
+        run(reference, other, range(3))
+        optimizer.make_states()
+        state = checkpoint(model, optimizer)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # said where there are no ranks
+            dcp.load(state, checkpoint_id=folder / moments, no_dist=mesh is None)
+        load_full_precision(model, state["model"])
+        optimizer.load_state_dict(state["optim"])
+        if moments == "fp32":
+            check_alike(model, optimizer, reference, other)
+            run(model, optimizer, range(3, 5))
+            run(reference, other, range(3, 5))
+            check_alike(model, optimizer, reference, other)
+        else:
+            found = plain_state(optimizer.state_dict())["state"]
+            for index, wanted in plain_state(other.state_dict())["state"].items():
+                for name, value in wanted.items():
+                    assert (whole(found[index][name]) - value).norm() <= 0.02 * value.norm()
+
+
+def test_a_checkpoint_goes_from_4_ranks_to_2_and_to_1(tmp_path):
+    spread(4, save, tmp_path, tmp_path)
+    for ranks in (2, 1):
+        spread(ranks, load, tmp_path, tmp_path)
+    load(None, tmp_path)
+
+
+def save_and_set(mesh, folder):
+    """torch's own get_state_dict and set_state_dict, with names for parameters, flat or not, sharded or whole."""
+    options = [
+        StateDictOptions(),
+        StateDictOptions(flatten_optimizer_state_dict=True),
+        StateDictOptions(full_state_dict=True),
+        StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True),
+    ]
+    for (master, moments), option in itertools.product([("split", "8bit"), ("fp32", "fp32")], options):
+        first, second = build_sharded(mesh), build_sharded(mesh)
+        one, other = optimizer_of(first, master, moments), optimizer_of(second, master, moments)
+        run(first, one, range(3))
+        weights, states = get_state_dict(first, one, options=option)
+        if not option.full_state_dict:
+            path = folder / f"{master}-{option.flatten_optimizer_state_dict}"
+            dcp.save({"model": weights, "optim": states}, checkpoint_id=path)
+            weights, states = get_state_dict(second, other, options=option)
+            dcp.load({"model": weights, "optim": states}, checkpoint_id=path)
+        set_model_state_dict(second, weights, options=option)  # one by one, as set_state_dict takes the empty weights
+        set_optimizer_state_dict(second, other, states, options=option)  # that a rank has here as no weights at all
+        run(first, one, range(3, 5))
+        run(second, other, range(3, 5))
+        for p, q in zip(first.parameters(), second.parameters(), strict=True):
+            assert same(local(p), local(q))
+            assert same(local(full(p)), local(full(q)))
+            assert all(same(local(value), local(other.state[q][name])) for name, value in one.state[p].items())
+
+
+def test_torchs_state_dict_helpers_bring_states_back(tmp_path):
+    spread(2, save_and_set, tmp_path, tmp_path)
+
+
+def step_distributed(mesh):
+    """Parameters that distribute_tensor made: cut unevenly along any dimension, or the same on all ranks."""
+    for placement, moments in itertools.product((Shard(0), Shard(1), Replicate()), ("fp32", "8bit")):
+        values = torch.randn(5, 7, 150, generator=torch.Generator().manual_seed(0))
+        reference, model = torch.nn.ParameterList([values.clone()]), torch.nn.ParameterList()
+        model.append(torch.nn.Parameter(distribute_tensor(values, mesh, [placement], src_data_rank=None)))
+        model[0].note = "kept"
+        optimizer, other = optimizer_of(model, "split", moments), optimizer_of(reference, "split", moments)
+        assert (model[0].dtype, model[0].note) == (torch.bfloat16, "kept")
+        run(model, optimizer, range(3))
+        run(reference, other, range(3))
+        exact = moments == "fp32" or placement == Replicate()
+        if exact:
+            check_alike(model, optimizer, reference, other)
+        fresh = torch.nn.ParameterList()
+        fresh.append(torch.nn.Parameter(distribute_tensor(values * 2, mesh, [placement], src_data_rank=None)))
+        loaded = optimizer_of(fresh, "split", moments)
+        load_full_precision(fresh, full_precision(reference))  # whole weights and states into shards
+        loaded.load_state_dict(other.state_dict())
+        assert same(whole(full(fresh[0])), full(reference[0]))
+        back = optimizer_of(torch.nn.ParameterList([values.clone()]), "split", "fp32")
+        back.load_state_dict(loaded.state_dict())  # and shards into wholes
+        wanted = plain_state(other.state_dict())["state"][0]
+        for name, value in plain_state(back.state_dict())["state"][0].items():
+            assert same(value, wanted[name]) if exact else (value - wanted[name]).norm() < 0.02 * value.norm()
+        p, ones = model[0], torch.ones(values.shape, dtype=torch.bfloat16)
+        grads = [DTensor.from_local(ones, mesh, [Partial()])]  # a sum not yet taken
+        if placement == Replicate():
+            grads.append(DTensor.from_local(all_reduce(ones, "sum", mesh), mesh, [placement]))  # still under way
+        for p.grad in grads:
+            reference[0].grad = ones * mesh.size()
+            optimizer.step()
+            other.step()
+        if exact:
+            check_alike(model, optimizer, reference, other)
+
+
+def test_distributed_tensors_of_any_placement(tmp_path):
+    spread(2, step_distributed, tmp_path)
+
+
+def make_mistakes(mesh):
+    model = build_sharded(mesh)
+    for q in model.parameters():
+        narrow(q)
+    with pytest.raises(UsageError, match="gradients=fp32 is not for sharded"):
+        AdamW(model.parameters(), master="split", gradients="fp32")
+    with pytest.raises(UsageError, match="gradients=released is not for sharded"):
+        Release([AdamW(model.parameters(), master="split")])
+    model = build_sharded(mesh)
+    with pytest.raises(UsageError, match="gradients=fp32 is not for sharded"):
+        take_over(torch.optim.AdamW(model.parameters()), "split", "8bit", model.parameters(), "fp32")
+    assert model[0].weight.dtype is torch.float32
+    model(torch.ones(2, 40)).sum().backward()
+    with pytest.raises(UsageError, match="has a gradient already"):
+        narrow(model[0].weight)
+    model.zero_grad()
+    with pytest.raises(UsageError, match="before the first forward"):
+        narrow(model[0].weight)
+    optimizer = AdamW(model.parameters())
+    run(model, optimizer, range(1))
+    elsewhere = DTensor.from_local(torch.zeros(33, 40), init_device_mesh("cpu", (1, 2)), [Replicate(), Replicate()])
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][0]["exp_avg"] = elsewhere
+    with pytest.raises(UsageError, match="another mesh"):
+        optimizer.load_state_dict(state)
+
+
+def test_what_shards_cannot_do_is_refused(tmp_path):
+    spread(2, make_mistakes, tmp_path)
+
+
+def take_over_and_resume(mesh):
+    """As an engine does: the user's torch.optim.AdamW, with a state, becomes a lean one."""
+    model, reference = build_sharded(mesh), build()
+    theirs = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    other = torch.optim.AdamW(reference.parameters(), lr=1e-2, foreach=False)
+    run(model, theirs, range(2))
+    run(reference, other, range(2))
+    theirs.zero_grad()
+    optimizer = take_over(theirs, "split", "fp32", model.parameters())
+    for step in range(2, 5):
+        run(model, optimizer, [step])
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            q.grad = p.grad.full_tensor().float()
+        other.step()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert p.dtype is torch.bfloat16
+        assert same(whole(full(p)), q.detach())
+
+
+def shard_after_narrowing(mesh):
+    """fully_shard makes parameters without remainders; the whole FP32 state brings them."""
+    model = build()
+    wanted = {name: value.clone() for name, value in model.state_dict().items()}
+    for p in model.parameters():
+        narrow(p)
+    state = full_precision(model)
+    fully_shard(model, mesh=mesh)
+    AdamW(model.parameters(), master="split").make_states()
+    load_full_precision(model, state)
+    assert all(same(whole(value), wanted[name]) for name, value in full_precision(model).items())
+
+
+def test_remainders_come_after_fully_shard_too(tmp_path):
+    spread(2, shard_after_narrowing, tmp_path)
+
+
+def test_a_sharded_optimizer_is_taken_over(tmp_path):
+    spread(2, take_over_and_resume, tmp_path)
