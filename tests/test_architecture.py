@@ -17,11 +17,11 @@ FLOORS = [  # from the top to the ground; a room may import from its own folder 
     {"runs", "integrations"},
     {"gauges", "tasks", "bench"},
     {"engine", "models", "peers"},
-    {"nn", "forecast"},
+    {"nn", "forecast", "trainable"},
     {"recipe"},
     {"optim"},
     {"scaling", "hardware"},
-    {"kernels", "formats", "task", "data", "lagged"},
+    {"kernels", "formats", "task", "data", "lagged", "random_state"},
     {"errors"},
 ]
 FLOOR_OF = {room: index for index, floor in enumerate(FLOORS) for room in floor}

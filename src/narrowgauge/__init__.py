@@ -21,8 +21,10 @@ _WHERE = {
     "UsageError": "narrowgauge.errors",
     "convert": "narrowgauge.nn.convert",
     "keep_fp32": "narrowgauge.nn.keepers",
+    "replay": "narrowgauge.gauges.replay",
+    "watch": "narrowgauge.gauges.probe",
 }
-_MODULES = ("formats", "hardware", "optim")
+_MODULES = ("formats", "gauges", "hardware", "optim")
 
 __all__ = [*sorted(_WHERE), *_MODULES, "Recipe", "recipe"]
 

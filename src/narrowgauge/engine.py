@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -37,12 +37,12 @@ from narrowgauge.nn.overrides import remove_overrides
 from narrowgauge.nn.precision import Surroundings, explain_attention
 from narrowgauge.nn.recompute import checkpoint_blocks
 from narrowgauge.optim import AdamW, full_precision, load_full_precision, plain_state, take_over
-from narrowgauge.optim.adamw import has_master
 from narrowgauge.optim.release import Release, check_released, hold
 from narrowgauge.optim.takeover import without_masters
-from narrowgauge.recipe import Recipe, parse, refusal
+from narrowgauge.recipe import Recipe, parse
 from narrowgauge.scaling.guard import SkipGuard
 from narrowgauge.scaling.loss import LossScaler
+from narrowgauge.trainable import check_runs, checked, trainable
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,16 @@ class StepReport:
         return float(self.tensors["loss_scale"].item())
 
 
+class Watcher(Protocol):
+    """Who is told what an engine does; without waiting for the device, and without changing anything."""
+
+    def around(self, phase: str) -> contextlib.AbstractContextManager[None]:
+        """Entered before a microbatch's ``forward`` and ``backward`` and before an ``update``, left after it."""
+
+    def after(self, report: StepReport) -> None:
+        """An update is done, or was skipped."""
+
+
 class Engine:
     """Trains any module with any torch optimizer under a recipe.
 
@@ -96,13 +106,13 @@ class Engine:
     ) -> None:
         self.model = model
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        self._named = _trainable(model, self.optimizers)
-        self.device = next(iter(self._named.values())).device
+        self.named = trainable(model, self.optimizers)
+        self.device = next(iter(self.named.values())).device
         self.hardware = hardware.detect(str(self.device))
         self.recipe = parse(recipe, self.hardware)
-        _check_runs(self.recipe, self.hardware, self._named)
-        self.clip_norm = _checked("clip_norm", clip_norm, math.inf)
-        self.accumulate = int(_checked("accumulate", accumulate, 1_000_000, whole=True) or 1)
+        check_runs(self.recipe, self.hardware, self.named)
+        self.clip_norm = checked("clip_norm", clip_norm, math.inf)
+        self.accumulate = int(checked("accumulate", accumulate, 1_000_000, whole=True) or 1)
         self.released = self.recipe.gradients == "released"
         if self.released:
             check_released(clip_norm, self.accumulate)
@@ -121,7 +131,8 @@ class Engine:
             self.checkpointed = checkpoint_blocks(model, self.recipe.checkpoint, blocks, recomputation)
         self.scaler = self._make_scaler(max_consecutive_skips)
         self.guard = self.scaler.guard if self.scaler else SkipGuard(max_consecutive_skips)
-        self.guard.names = list(self._named)
+        self.guard.names = list(self.named)
+        self.watchers: list[Watcher] = []
         self._microbatches = 0
         self._one = torch.ones((), device=self.device)
         self.compiled = bool(compile) and not self.conversion.blocks  # with blocks swapped, little is left to compile
@@ -136,7 +147,7 @@ class Engine:
     def _narrow(self, optimizer: Optimizer) -> Optimizer:
         """The user's AdamW with narrow states; weights become BF16, but for vectors (norms, biases) and keepers."""
         kept = {p for path in self.kept for p in self.model.get_submodule(path).parameters()}
-        matrices = [p for p in self._named.values() if p.dim() > 1 and p not in kept]
+        matrices = [p for p in self.named.values() if p.dim() > 1 and p not in kept]
         narrowed = matrices if self.recipe.master != "fp32" else []
         wide = "fp32" if self.recipe.gradients == "fp32" else "bf16"
         return take_over(optimizer, self.recipe.master, self.recipe.moments, narrowed, wide)
@@ -174,7 +185,7 @@ class Engine:
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """The surroundings of the forward pass and the loss."""
-        with self._explained(), self.surroundings.forward():
+        with self._explained(), self._watched("forward"), self.surroundings.forward():
             yield
 
     @contextlib.contextmanager
@@ -191,6 +202,13 @@ class Engine:
 
     def backward(self, loss: Tensor) -> None:
         """Backward of one microbatch's loss, which is divided by ``accumulate`` and scaled as the recipe says."""
+        loss = self.scaled(loss)
+        with self._explained(), self._watched("backward"), self.surroundings.backward():
+            loss.backward()
+        self._microbatches += 1
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """What backward starts from: the loss divided by ``accumulate`` and multiplied by the loss scale."""
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(type(loss).__name__)
             raise UsageError(f"engine.backward needs a scalar loss, got {got}; take its mean or sum first")
@@ -201,11 +219,7 @@ class Engine:
         loss = loss.reshape(())
         if self.accumulate > 1:
             loss = loss / self.accumulate
-        if self.scaler is not None:
-            loss = loss.float() * self.scaler.tensor(self.device)
-        with self._explained(), self.surroundings.backward():
-            loss.backward()
-        self._microbatches += 1
+        return loss if self.scaler is None else loss.float() * self.scaler.tensor(self.device)
 
     def step(self, closure: None = None) -> StepReport:
         """Update the weights once ``accumulate`` microbatches are in; before that, report an incomplete step."""
@@ -230,7 +244,7 @@ class Engine:
     @torch.no_grad()
     def _update(self) -> StepReport:
         released = self.release.take() if self.release is not None else {}
-        if not released and all(parameter.grad is None for parameter in self._named.values()):
+        if not released and all(parameter.grad is None for parameter in self.named.values()):
             raise UsageError("engine.step: backward left no gradient on any trainable parameter of the model")
         norms = self._gradient_norms(released)
         total = torch.linalg.vector_norm(norms)
@@ -241,24 +255,28 @@ class Engine:
         factor = self._factor(grad_norm, scale, share, found)
         if self.conversion.scales is not None:
             self.conversion.scales.update()  # before the update, which casts new weights by the new scales
-        self._apply(factor, found)
+        with self._watched("update"):
+            self._apply(factor, found)
         if self.scaler is not None:
             self.scaler.settle(found.float(), ~torch.isfinite(norms))
         else:
             self.guard.record(found, None, ~torch.isfinite(norms))
-        for parameter in self._named.values():
+        for parameter in self.named.values():
             parameter.grad = None
         self._microbatches = 0
-        return StepReport(self.updates, True, {"applied": ~found, "grad_norm": grad_norm, "loss_scale": scale})
+        report = StepReport(self.updates, True, {"applied": ~found, "grad_norm": grad_norm, "loss_scale": scale})
+        for watcher in self.watchers:
+            watcher.after(report)
+        return report
 
     def _gradient_norms(self, released: dict[nn.Parameter, Tensor]) -> Tensor:
         """The norm of each trainable parameter's gradient, in the order of their names; 0 where there is none."""
         if released:
             zero = torch.zeros((), device=self.device)
-            return torch.stack([released.get(parameter, zero).to(self.device) for parameter in self._named.values()])
-        norms: list[Tensor] = [torch.zeros((), device=self.device)] * len(self._named)
+            return torch.stack([released.get(parameter, zero).to(self.device) for parameter in self.named.values()])
+        norms: list[Tensor] = [torch.zeros((), device=self.device)] * len(self.named)
         alike: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
-        for index, parameter in enumerate(self._named.values()):
+        for index, parameter in enumerate(self.named.values()):
             if parameter.grad is not None:
                 if parameter.grad.is_sparse:
                     parameter.grad = parameter.grad.coalesce()
@@ -334,6 +352,13 @@ class Engine:
         self._microbatches = 0
 
     @contextlib.contextmanager
+    def _watched(self, phase: str) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for watcher in self.watchers:
+                stack.enter_context(watcher.around(phase))
+            yield
+
+    @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
         try:
             yield
@@ -342,45 +367,3 @@ class Engine:
             if explained is None:
                 raise
             raise explained from error
-
-
-def _trainable(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
-    """The parameters the optimizers train, by name; refuses what cannot be trained."""
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"Engine: the model must be an nn.Module, got {type(model).__name__}")
-    if not optimizers or not all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
-        raise UsageError("Engine: expected a torch optimizer or a list of them")
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not named:
-        raise UsageError(f"Engine: {type(model).__name__} has no trainable parameters")
-    own = {id(p) for p in model.parameters()}
-    trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    foreign = [p for p in trained if id(p) not in own]
-    if foreign:
-        raise UsageError(
-            f"Engine: {len(foreign)} of the optimizer's {len(trained)} parameters (the first of shape "
-            f"{tuple(foreign[0].shape)}) are not the model's; make the optimizer from model.parameters() once the "
-            "model is in place, and hold parameters of a loss in the same module"
-        )
-    return named
-
-
-def _check_runs(recipe: Recipe, device: hardware.Device, named: dict[str, nn.Parameter]) -> None:
-    reason = refusal(recipe, device)
-    if reason is not None:
-        raise UsageError(reason)
-    for name, parameter in named.items():
-        if parameter.is_floating_point() and parameter.dtype is not torch.float32 and not has_master(parameter):
-            raise UsageError(
-                f"Engine: parameter {name} is {parameter.dtype}, but recipe {recipe} updates FP32 masters; "
-                "call model.float() before making the optimizer"
-            )
-
-
-def _checked(name: str, value: float | None, most: float, whole: bool = False) -> float | None:
-    if value is None and not whole:
-        return None
-    kind: Callable[[Any], bool] = (lambda v: isinstance(v, int)) if whole else (lambda v: isinstance(v, int | float))
-    if not kind(value) or isinstance(value, bool) or value is None or not 0 < value <= most:
-        raise UsageError(f"Engine: {name}={value!r} must be a positive {'whole ' if whole else ''}number")
-    return value

@@ -67,3 +67,42 @@ class Readback:
         arrived = [push.read() for push in self._pending]
         self._pending.clear()
         return arrived
+
+
+class Parcels:
+    """The same for whole tensors: copies on their way to the host."""
+
+    def __init__(self) -> None:
+        self._pending: deque[tuple[Any, dict[str, Tensor], torch.cuda.Event | None]] = deque()
+
+    def push(self, tag: Any, tensors: Mapping[str, Tensor]) -> None:
+        """Send tensors off; they may be changed afterwards."""
+        sent, event = {}, None
+        for name, tensor in tensors.items():
+            if tensor.is_cuda:
+                sent[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                sent[name].copy_(tensor, non_blocking=True)
+            else:
+                sent[name] = tensor.detach().clone()
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            event = torch.cuda.Event()
+            event.record()
+        self._pending.append((tag, sent, event))
+
+    def ready(self) -> list[tuple[Any, dict[str, Tensor]]]:
+        """What has arrived by now, oldest first."""
+        arrived = []
+        while self._pending and (self._pending[0][2] is None or self._pending[0][2].query()):
+            tag, tensors, _ = self._pending.popleft()
+            arrived.append((tag, tensors))
+        return arrived
+
+    def drain(self) -> list[tuple[Any, dict[str, Tensor]]]:
+        """Everything that was pushed, waiting for what is still on its way."""
+        arrived = []
+        for tag, tensors, event in self._pending:
+            if event is not None:
+                event.synchronize()
+            arrived.append((tag, tensors))
+        self._pending.clear()
+        return arrived

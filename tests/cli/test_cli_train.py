@@ -111,7 +111,7 @@ def test_out_that_is_a_file_is_one_line(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_stalled_run_is_exit_1_with_its_json(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["train", f"{TASKS}:diverging", "--device", "cpu", "--recipe", "fp32", "--out", "run"]
     code, data, err = run_json(capsys, *argv)
-    assert code == 1 and data["findings"][0]["rule"] == "training-stalled"
+    assert code == 1 and "training-stalled" in {finding["rule"] for finding in data["findings"]}
     assert "training stalled" in err and "narrowgauge train --resume run" in err
 
 

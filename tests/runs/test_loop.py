@@ -91,7 +91,8 @@ def test_trains_and_records(tmp_path: Path) -> None:
     }  # fmt: skip
     assert [e["step"] for e in events if e["kind"] == "eval"] == [10, 20, 30, 40]
     assert [e["step"] for e in events if e["kind"] == "checkpoint"] == [10, 20, 30, 40]
-    assert [e["kind"] for e in events[-2:]] == ["sample", "end"]
+    assert [e["kind"] for e in events[-4:]] == ["sample", "foretelling", "foretelling", "end"]
+    assert [e["step"] for e in events if e["kind"] == "look"] == [1, 11, 21, 31]
     assert checkpoint.steps_of(tmp_path / "run") == [20, 30, 40]
     assert result.loss_last is not None and result.loss_first is not None and result.loss_last < 0.7 * result.loss_first
     assert result.metrics["accuracy"] > 0.6 and result.loss_eval is not None
@@ -227,8 +228,8 @@ def test_bad_data_at_the_start_leaves_no_folder(tmp_path: Path) -> None:
 def test_a_stalled_run_is_a_finding_and_saves_nothing_over_good_checkpoints(tmp_path: Path) -> None:
     task = tiny_task.diverging()
     result = train(task, make_settings(task, checkpoint_every=0, eval_every=0), tmp_path / "run")
-    assert result.serious and result.findings[0].rule == "training-stalled"
-    assert "inner.weight" in result.findings[0].detail
+    stalled = next(finding for finding in result.findings if finding.rule == "training-stalled")
+    assert result.serious and "inner.weight" in stalled.detail
     assert checkpoint.steps_of(tmp_path / "run") == []
     events = list(record.read(tmp_path / "run"))
     assert events[-1]["kind"] == "end" and not any(e["applied"] for e in events if e["kind"] == "step")

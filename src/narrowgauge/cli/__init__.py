@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import keyword
 import os
 import sys
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from typing import Any, NoReturn, TextIO
 
 from narrowgauge.errors import NarrowgaugeError
 
-VERBS = ("formats", "doctor", "train", "bench")
+VERBS = ("formats", "doctor", "train", "replay", "break", "bench")
 
 
 @dataclass
@@ -44,7 +45,7 @@ def make_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"narrowgauge {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=Parser)
     for name in VERBS:
-        module = importlib.import_module(f"narrowgauge.cli.{name}")
+        module = importlib.import_module(f"narrowgauge.cli.{name}{'_' * keyword.iskeyword(name)}")
         verb = verbs.add_parser(name, help=module.ABOUT, description=module.ABOUT)
         verb.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else there")
         verb.add_argument("--seed", type=int, default=0, help="seed of everything random (default 0)")

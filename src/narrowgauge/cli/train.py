@@ -31,6 +31,7 @@ FOR_SETTINGS = {
     "clip": "clip_norm",
     "warmup": "warmup",
     "eval_every": "eval_every",
+    "watch": "watch_every",
     "checkpoint_every": "checkpoint_every",
     "keep": "keep",
     "compile": "compile",
@@ -56,6 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--eval-every", type=int, metavar="N", help="updates between evaluations; 0: at the end (default: a quarter)")
     add("--checkpoint-every", type=int, metavar="N", help="updates between checkpoints; 0: at the end (as above)")
     add("--keep", type=int, metavar="N", help="checkpoints to keep (default 3)")
+    add("--capture", type=int, metavar="STEP", help="keep a step for narrowgauge replay, whatever comes of it")
+    add(
+        "--watch", type=int, metavar="N", help="updates between readings of tensors; 0: none (default 100 or a quarter)"
+    )
+    add("--foretell", action="store_true", help="show how FP16 and FP8 would do, from this run in FP32 or BF16")
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile (default: on a GPU)")
 
 
@@ -79,9 +85,10 @@ def run(args: argparse.Namespace) -> Outcome:
         resume=args.resume is not None,
         configuration={"task": spec, "options": options, "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")},
         observer=make_progress(task.unit),
+        capture=args.capture,
     )
     facts = record.read_configuration(folder).get("facts", {})
-    _summarise(result, facts, folder, out)
+    _summarise(result, facts, folder, out, args.foretell)
     return Outcome(_describe(result, facts), exit_code=1 if result.serious else 0)
 
 
@@ -174,7 +181,16 @@ def _describe(result: Result, facts: dict[str, Any]) -> dict[str, Any]:
     return described
 
 
-def _summarise(result: Result, facts: dict[str, Any], folder: Path, out: TextIO) -> None:
+def _foretold(told: dict[str, Any]) -> str:
+    """A line about a format: whether it would do, with which scale, what would break, and what to train with."""
+    fate = "would do" if told["survives"] else "would fail"
+    scale = f" with a loss scale up to {told['loss_scale']:g}" if told["loss_scale"] and told["survives"] else ""
+    worst = "; ".join(f"{one['module']} ({one['kind']}): {one['detail']}" for one in told["breaks"][:3])
+    more = f" and {len(told['breaks']) - 3} more" if len(told["breaks"]) > 3 else ""
+    return f"{fate}{scale}" + (f". {worst}{more}" if worst else "") + f" -> {told['recipe']}"
+
+
+def _summarise(result: Result, facts: dict[str, Any], folder: Path, out: TextIO, foretell: bool) -> None:
     def line(name: str, text: str) -> None:
         say(f"  {name:<12}{text}", out)
 
@@ -193,10 +209,17 @@ def _summarise(result: Result, facts: dict[str, Any], folder: Path, out: TextIO)
     if result.tokens_per_s is not None:
         line("speed", f"{result.tokens_per_s:,.0f} {result.unit}s/s")
     line("skipped", f"{result.skipped} of {result.step} updates")
+    for captured in result.captures:
+        line("captured", f"narrowgauge replay {shlex.quote(captured)} runs it again, op by op")
     for finding in result.findings:
-        line(finding.severity, f"{finding.detail}; {finding.fix}")
+        line(finding.severity, f"{finding.where}: {finding.detail}")
+        if finding.consequence:
+            line("", finding.consequence)
+        line("", f"-> {finding.fix}")
     if not result.findings:
         line("health", "healthy: nothing to report")
+    for told in result.foretold if foretell else ():
+        line(told["format"], _foretold(told))
     line("record", f"{folder}/events.jsonl" + (", TensorBoard beside it" if (folder / "tensorboard").is_dir() else ""))
     if result.step < result.steps:
         line("go on with", f"narrowgauge train --resume {shlex.quote(str(folder))}")

@@ -39,6 +39,7 @@ from narrowgauge.nn.operands import (
     norm_backward,
     normed,
 )
+from narrowgauge.nn.taps import is_heard, tap
 from narrowgauge.scaling.tensor import TensorScales
 
 
@@ -62,6 +63,8 @@ class BlockPlan:
     down: Projection
     scales: TensorScales | None
     checkpoint: str = "none"
+    path: str = ""
+    """Where in the model the block is, for who looks at what it computes."""
 
     def caster(self, record: bool) -> Caster | None:
         return Caster(self.scales, record) if self.scales is not None else None
@@ -227,6 +230,12 @@ def _forward(
     if not again or not made_in_backward(plan.down, caster):
         a = activated(plan.activation, u, plan.down, caster, needed)
     y = x1 if again else forward_output(a, plan.down.weight, plan.down.choice, needed)
+    if is_heard() and needed and not again:
+        names = ("gate", "up") if len(plan.up.weight.weights) == 2 else ("up",)
+        halves = zip(names, u.chunk(len(names), -1), strict=True)
+        inner: list[tuple[str, Tensor | Operand]] = [("norm1", h1), ("qkv", qkv), ("attention", mixed), ("out", out)]
+        for name, shown in (*inner, ("norm2", h2), *halves, ("act", a), ("down", y)):
+            tap("activation", f"{plan.path}.{name}", shown)
     return x0.view_as(x), x1, y, _Kept(h1, stats1, leaves, mixed, o, x1, h2, stats2, u, a)
 
 
@@ -255,6 +264,8 @@ def _backward(
     reader = before.reader if before is not None else None
     rows = x0.reshape(-1, x0.shape[-1])
     dx, operand, d_norm1 = norm_backward(plan.kind, dh1, rows, weights[0], kept.stats1, dx1, reader, caster)
+    for name, shown in (("down", g), ("up", du), ("out", g1), ("qkv", dqkv)):
+        tap("gradient", f"{plan.path}.{name}", shown)
     ups = d_up.split([weight.shape[0] for weight in plan.up.weight.weights])
     return dx, operand, [d_norm1, d_qkv, d_out, d_norm2, *ups, d_down]
 

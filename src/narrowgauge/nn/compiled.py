@@ -11,7 +11,9 @@ Three habits of torch.compile make this more than ``model.compile()``:
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -33,3 +35,19 @@ def compile_forward(model: nn.Module, surroundings: Surroundings, mode: str | No
     compiled = torch.compile(forward, mode=mode)
     functools.update_wrapper(compiled, plain)
     override(model, compiled)
+    compiled.uncompiled = forward  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """Let a model that was compiled run as it was written, for a while: its hooks are then called."""
+    compiled = model.__dict__.get("forward")
+    plain = getattr(compiled, "uncompiled", None)
+    if plain is None:
+        yield
+        return
+    model.__dict__["forward"] = plain
+    try:
+        yield
+    finally:
+        model.__dict__["forward"] = compiled

@@ -246,6 +246,7 @@ def _swap_block(
         down=projection("down"),
         scales=scales,
         checkpoint=recipe.checkpoint,
+        path=path,
     )
 
     def forward(x: Tensor, *extra: Tensor) -> Tensor:

@@ -38,8 +38,11 @@ from narrowgauge.nn.gemm import (
     backward_weight,
     forward_output,
 )
+from narrowgauge.nn.taps import tap
 from narrowgauge.optim.adamw import gradient_dtype
 
+HEAD = "lm_head"
+"""The module whose output the logits are."""
 CHUNK_BYTES = 4 << 30
 """Most bytes of BF16 logits at once by default: GPT-2's 65,536 x 50,304 then go in two chunks, each a full GEMM."""
 CHUNK_MULTIPLE = 128
@@ -151,6 +154,7 @@ class _Task:
     ) -> tuple[Tensor, Operand]:
         """Losses of a chunk's rows, and the gradient of its logits as the products want it; the logits end here."""
         logits = forward_output(x, self.weight, self.precision, need_x or need_weight)
+        tap("activation", HEAD, logits)
         lse, loss = softmax_statistics(logits, targets, self.ignore_index)
         formats = {self.precision.grad_input} if need_x else set()
         formats |= {self.precision.grad_weight} if need_weight else set()
@@ -161,6 +165,7 @@ class _Task:
             d = Operand(None, lp, lp_t, factor / UNIT_SCALE[E4M3])
         if "bf16" in formats:
             d = d._replace(hp=dlogits(logits, targets, lse, factor, self.ignore_index, out=logits))
+        tap("gradient", HEAD, d)
         return loss, d
 
     def _source(self, x: Tensor, given: Operand, need_weight: bool) -> Operand:

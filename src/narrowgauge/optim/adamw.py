@@ -41,6 +41,8 @@ class AdamW(Optimizer):
     """``torch.optim.AdamW`` with ``master``, ``moments`` and ``gradients``, which may differ between groups."""
 
     _step_supports_amp_scaling = True
+    dithers = True
+    """Weights without masters are rounded stochastically."""
     grad_scale: Tensor | None
     found_inf: Tensor | None
 
@@ -293,6 +295,17 @@ def full(parameter: Tensor, device: torch.device | str | None = None) -> Tensor:
         return weight.float()
     other = other.to(device)
     return like(join(local(weight), local(other)), weight) if other.dtype is torch.int16 else other.clone()
+
+
+@torch.no_grad()
+def sample_full(parameter: Tensor, most: int) -> Tensor:
+    """Up to ``most`` values of a parameter in FP32, evenly spread over it: the same ones each time."""
+    weight, other = local(parameter).detach().reshape(-1), _kept(parameter)
+    some = slice(None, None, max(1, -(-weight.numel() // most)))
+    if other is None:
+        return weight[some].float().clone()
+    rest = local(other).reshape(-1)[some]
+    return join(weight[some], rest) if rest.dtype is torch.int16 else rest.clone()
 
 
 def full_precision(model: nn.Module, device: torch.device | str | None = None) -> dict[str, Tensor]:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge import random_state
 from narrowgauge.errors import UsageError
-from narrowgauge.runs import random_state
 from narrowgauge.task import Task
 
 

@@ -19,18 +19,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge import random_state
 from narrowgauge.engine import Engine
 from narrowgauge.errors import TrainingStalled
+from narrowgauge.gauges.capture import Recorder
+from narrowgauge.gauges.examiner import Examiner
+from narrowgauge.gauges.findings import Finding
+from narrowgauge.gauges.step_rules import Step
 from narrowgauge.lagged import Readback
-from narrowgauge.runs import checkpoint, random_state, record
+from narrowgauge.runs import checkpoint, record
 from narrowgauge.runs.board import Board
 from narrowgauge.runs.feed import BadData, Feed, make_batch, to_device
 from narrowgauge.runs.interruption import Interruption
 from narrowgauge.runs.pace import Pace
-from narrowgauge.runs.result import Finding, Result, failed_sample, judge, refused_data, stalled
+from narrowgauge.runs.result import Result, failed_sample, judge, refused_data, stalled
 from narrowgauge.runs.schedule import Schedule, make_adamw
 from narrowgauge.runs.settings import Settings
 from narrowgauge.task import Task
+
+CAPTURES = "captures"
+"""Folder of a run that holds the steps in which a number went wrong."""
 
 
 class Observer:
@@ -71,6 +79,10 @@ class Life:
         if self.engine.conversion.layers:
             observer.tell(self.engine.conversion.summary())
         self.readback = Readback()
+        self.recorder = Recorder(
+            self.engine, folder / CAPTURES, about=lambda: record.read_configuration(folder), tell=observer.tell
+        )
+        self.examiner = Examiner(self.engine, settings.watch_every) if settings.watch_every else None
         self.result = Result(
             run=str(folder),
             recipe=str(self.engine.recipe),
@@ -132,6 +144,9 @@ class Life:
                 self._finding(refused_data(result.step, error))
                 self._checkpoint()
                 raise
+            for told in self.examiner.foretell() if self.examiner is not None else ():
+                result.foretold.append(told.as_event())
+                self.record.append("foretelling", result.step, **told.as_event())
             for finding in judge(result) if not result.interrupted else ():
                 self._finding(finding)
             result.seconds, result.tokens_per_s = self.pace.seconds(), self.pace.rate()
@@ -145,6 +160,7 @@ class Life:
         rate = self.schedule.set(result.step)
         total: Tensor | None = None
         for batch in batches:
+            self.recorder.saw(batch)
             on_device = to_device(batch, engine.device)
             with engine.forward():
                 loss = self.task.loss(engine.model, on_device)
@@ -165,14 +181,38 @@ class Life:
             result.loss_last = values["loss"]
             applied = bool(values.pop("applied"))
             result.skipped += not applied
+            captured = self.recorder.heard(step, values["loss"], applied)
+            if captured is not None:
+                result.captures.append(str(captured))
+                self.record.append("capture", step, path=str(captured))
             numbers = {"loss": values.pop("loss"), "lr": learning_rate, **values, "tokens_per_s": rate}
             self.record.append("step", step, **numbers, applied=applied, time=self.pace.seconds())
             self.board.add("train", step, {name: value for name, value in numbers.items() if value is not None})
             self.observer.saw({"kind": "step", "step": step, **numbers, "applied": applied}, result.skipped)
+            if self.examiner is not None:
+                seen = Step(step, numbers["loss"], values["grad_norm"], values["loss_scale"], applied)
+                self._findings(self.examiner.see(seen), step)
+        self._look(wait=False)
+
+    def _look(self, wait: bool) -> None:
+        """Take what has been read off the tensors to the record, and what it shows to whoever watches."""
+        if self.examiner is None:
+            return
+        looks, _, found = self.examiner.collect(wait)
+        for look in looks:
+            readings = [reading.as_event() for reading in look.readings]
+            self.record.append("look", look.update, applied=look.applied, readings=readings)
+        self._findings(found, looks[-1].update if looks else self.result.step)
+
+    def _findings(self, found: list[Finding], step: int) -> None:
+        for finding in found:
+            self._finding(finding)
+            self.observer.tell(f"step {step}, {finding.severity}: {finding.where}: {finding.detail}")
 
     def _settle_numbers(self) -> None:
         """Wait until the numbers of every step so far are in the record."""
         self._arrived(self.readback.drain())
+        self._look(wait=True)
 
     def _do_what_is_due(self) -> None:
         step, settings = self.result.step, self.settings

@@ -12,9 +12,9 @@ from typing import Any
 import numpy
 import torch
 
-from narrowgauge import __version__
+from narrowgauge import __version__, random_state
 from narrowgauge.errors import UsageError
-from narrowgauge.runs import checkpoint, lock, random_state, record
+from narrowgauge.runs import checkpoint, lock, record
 from narrowgauge.runs.feed import make_batch
 from narrowgauge.runs.life import Life, Observer
 from narrowgauge.runs.result import Result
@@ -30,10 +30,12 @@ def train(
     resume: bool = False,
     configuration: Mapping[str, Any] | None = None,
     observer: Observer | None = None,
+    capture: int | None = None,
 ) -> Result:
     """Train in ``folder``, from the start or from its newest whole checkpoint.
 
     ``configuration`` is written to run.json beside the settings. A run that is finished is reported, not trained.
+    ``capture`` is a step to keep for replay whatever comes of it, beside the first in which a number goes wrong.
     """
     watcher = observer or Observer()
     with _tidy_if_unused(folder), lock.hold(folder):
@@ -50,7 +52,13 @@ def train(
         run = Life(task, settings, folder, watcher)
         if resume:
             run.go_on_from(saved)
-        else:
+        if capture is not None:
+            if not run.result.step < capture <= settings.steps:
+                raise UsageError(
+                    f"--capture {capture}: expected a step from {run.result.step + 1} to {settings.steps} of this run"
+                )
+            run.recorder.request(capture)
+        if not resume:
             with random_state.put_back():  # bad data is refused before there is a run, and tasks learn their facts
                 make_batch(task, 0, "train", "step 1")
             asked = {"settings": dataclasses.asdict(settings), "facts": dict(task.facts), "versions": versions()}

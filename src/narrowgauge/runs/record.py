@@ -5,6 +5,9 @@ Each line of ``events.jsonl`` is one JSON object with ``kind`` and ``step`` (how
     step        loss, lr, grad_norm, loss_scale, applied, tokens_per_s, time (seconds of training so far)
     eval        loss, and the task's own metrics
     checkpoint  path            resume      from the checkpoint of this step
+    capture     path of a step that can be replayed
+    look        readings of tensors (``gauges.readings``), applied
+    foretelling format, survives, recipe, loss_scale, breaks
     finding     rule, severity, where, detail, fix
     sample      text            end         interrupted, and the summary
 

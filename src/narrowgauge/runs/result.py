@@ -8,20 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-SERIOUS, WARNING = "serious", "warning"
+from narrowgauge.gauges.findings import SERIOUS, WARNING, Finding
+
 _MANY_SKIPS = 0.1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """Something about a run that its owner should know."""
-
-    rule: str
-    severity: str
-    """serious: the run cannot be trusted. warning: worth a look."""
-    where: str
-    detail: str
-    fix: str
 
 
 @dataclass(kw_only=True)
@@ -48,7 +37,11 @@ class Result:
     interrupted: bool = False
     checkpoint: str | None = None
     sample: str | None = None
+    captures: list[str] = field(default_factory=list)
+    """Steps that were captured for ``narrowgauge replay``."""
     findings: list[Finding] = field(default_factory=list)
+    foretold: list[dict[str, Any]] = field(default_factory=list)
+    """How FP16 and FP8 would do, from a run in a wide format."""
 
     @property
     def serious(self) -> bool:
@@ -67,11 +60,12 @@ class Result:
 
 
 def judge(result: Result) -> list[Finding]:
-    """The findings that the numbers of a run's summary give."""
+    """The findings that the numbers of a run's summary give, but for what was found while it ran."""
     found = []
+    known = {finding.rule for finding in result.findings}
     last, first = result.loss_last, result.loss_first
     for name, loss in (("training", last), ("evaluation", result.loss_eval)):
-        if loss is not None and not math.isfinite(loss):
+        if loss is not None and not math.isfinite(loss) and "loss-not-finite" not in known:
             found.append(
                 Finding(
                     rule="loss-not-finite",
@@ -91,7 +85,7 @@ def judge(result: Result) -> list[Finding]:
                 fix="check the data, and try another learning rate",
             )
         )
-    if result.skipped > max(5, _MANY_SKIPS * result.step):
+    if result.skipped > max(5, _MANY_SKIPS * result.step) and "skipping-too-often" not in known:
         found.append(
             Finding(
                 rule="many-skipped-updates",

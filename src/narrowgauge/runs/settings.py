@@ -40,6 +40,8 @@ class Settings:
     keep: int = 3
     """How many checkpoints are kept."""
     compile: bool = False
+    watch_every: int = 100
+    """Updates between two readings of tensors; 0: none are read, and no rules applied."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -50,6 +52,7 @@ class Settings:
             ("accumulate", 1),
             ("eval_batches", 1),
             ("keep", 1),
+            ("watch_every", 0),
             ("seed", 0),
         ):
             value = getattr(self, name)
@@ -74,6 +77,7 @@ def settle(task: Task, *, recipe: str, device: str, **given: Any) -> Settings:
     # Four looks at a short run; on a long one often enough to lose little, and rarely enough to cost little.
     known.setdefault("eval_every", max(1, min(1000, steps // 4)))
     known.setdefault("checkpoint_every", max(1, min(1000, steps // 4)))
+    known.setdefault("watch_every", max(1, min(100, steps // 4)))
     known.setdefault("compile", device != "cpu")
     return Settings(recipe=recipe, device=device, **known)
 

@@ -1,0 +1,138 @@
+"""The parts that are wrong in ``faults``: modules, optimizers and engines that do what people do by mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from narrowgauge.engine import Engine, StepReport
+from narrowgauge.nn import convert
+from narrowgauge.nn.convert import Conversion
+from narrowgauge.optim.adamw import AdamW
+
+
+class HalfNorm(nn.Module):
+    """A norm with its sum of squares in FP16: that becomes inf, and everything divided by it 0."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            half = x.half()
+            squares = half.square().sum(-1, keepdim=True)
+            return half * torch.rsqrt(squares / half.shape[-1] + 1e-3) * self.weight.half()
+
+
+class HalfSoftmax(nn.Module):
+    """exp(x) / sum exp(x) in FP16, as it stands in textbooks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            powers = torch.exp(x.half())
+            return powers / powers.sum(-1, keepdim=True)
+
+
+class _Log(nn.Module):
+    def forward(self, p: Tensor) -> Tensor:
+        return torch.log(p)
+
+
+class LogOfZero(nn.Module):
+    """A logarithm of probabilities that may be zero, ``floor`` aside."""
+
+    def __init__(self, floor: float) -> None:
+        super().__init__()
+        self.floor, self.log = floor, _Log()
+
+    def forward(self, x: Tensor) -> Tensor:
+        logarithm: Tensor = self.log(torch.softmax(x, -1) + self.floor)
+        return torch.tanh(logarithm) * 0.1
+
+
+def half_sum(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """The loss in FP16, summed over the samples before it is divided by their number.
+
+    By additions: ``sum`` itself the engine would keep in FP32.
+    """
+    each = (F.cross_entropy(model(inputs).float(), targets, reduction="none") * 512).half()
+    count = 512 * len(each)
+    while len(each) > 1:
+        each = each[::2] + each[1::2]
+    return each[0].float() / count
+
+
+class NearestBf16(AdamW):
+    """Adam on BF16 weights that have no masters, rounded to nearest: what is less than half a step is lost."""
+
+    dithers = False
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                grad = parameter.grad.float()
+                for name, beta, value in (("m", 0.9, grad), ("v", 0.99, grad.square())):
+                    state[name] = beta * state.get(name, value) + (1 - beta) * value
+                change = group["lr"] * state["m"] / (state["v"].sqrt() + 1e-8)
+                parameter.copy_((parameter.float() - change).to(parameter.dtype))
+
+
+class Fp16Moments(torch.optim.AdamW):
+    """AdamW whose moments and epsilon are FP16 numbers."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        for group in self.param_groups:
+            group["eps"] = float(torch.tensor(group["eps"]).half())
+        result = super().step(closure)
+        for state in self.state.values():
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name].copy_(state[name].half())
+        return result
+
+
+class ClipsScaled(Engine):
+    """Clips the norm of scaled gradients, then unscales them."""
+
+    def _factor(self, grad_norm: Tensor, scale: Tensor, share: float, found: Tensor) -> Tensor | None:
+        clip = 1.0 if self.clip_norm is None else self.clip_norm
+        self._clipped = torch.clamp(grad_norm * scale, max=clip) / scale
+        factor = scale * ((grad_norm * scale + 1e-6) / clip).clamp(min=1.0)
+        return torch.where(found, self._one, factor)
+
+    def _update(self) -> StepReport:
+        """What such a loop sees is the norm after both, the same small number each time."""
+        report = super()._update()
+        return StepReport(report.index, True, {**report.tensors, "grad_norm": self._clipped})
+
+
+class FreezesScales(Engine):
+    """Moves FP8 scales for a few updates, and then no more."""
+
+    def _update(self) -> StepReport:
+        scales = self.conversion.scales
+        if scales is not None and self.updates >= 8:
+            frozen = scales.scale.clone(), scales.inv_scale.clone()
+            report = super()._update()
+            scales.scale.copy_(frozen[0])
+            scales.inv_scale.copy_(frozen[1])
+            return report
+        return super()._update()
+
+
+class E4m3Gradients(Engine):
+    """Casts gradients to E4M3, whose range is a sixteen-thousandth of E5M2's."""
+
+    def _convert(self, fused: bool | None, compile: bool) -> Conversion:
+        usual, convert.E5M2 = convert.E5M2, convert.E4M3  # type: ignore[attr-defined]
+        try:
+            return super()._convert(fused, compile)
+        finally:
+            convert.E5M2 = usual  # type: ignore[attr-defined]

@@ -1,0 +1,343 @@
+"""The recorder captures the step in which a number goes wrong: once, whole, bounded, and at no risk to the training."""
+
+from __future__ import annotations
+
+import errno
+import json
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from narrowgauge import Engine, UsageError
+from narrowgauge.gauges import capture, captured
+from narrowgauge.gauges.capture import Recorder
+
+Pair = namedtuple("Pair", ["x", "factor"])
+
+
+class Net(nn.Module):
+    """Normed, with dropout, and with a weight that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.outer = nn.Linear(8, 8)
+        self.outer.weight = self.inner.weight
+        self.norm = nn.BatchNorm1d(8)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.dropout(self.norm(self.inner(x))))
+
+
+class Loop:
+    """A training loop as a user would write it around an engine."""
+
+    def __init__(self, folder: Path, recipe: str = "fp32", accumulate: int = 1, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = Net()
+        self.engine = Engine(
+            self.model, torch.optim.AdamW(self.model.parameters(), lr=1e-2), recipe, accumulate=accumulate
+        )
+        self.lines: list[str] = []
+        self.recorder = Recorder(self.engine, folder, tell=self.lines.append, **options)
+        self.number = 0
+
+    def loss(self, batch: Pair) -> Tensor:
+        return self.model(batch.x).float().square().mean() * batch.factor
+
+    def step(self, factor: float = 1.0) -> Path | None:
+        """One microbatch; a factor of NaN spoils it."""
+        self.number += 1
+        batch = Pair(torch.randn(4, 8, generator=torch.Generator().manual_seed(self.number)), torch.tensor(factor))
+        self.recorder.saw(batch)
+        with self.engine.forward():
+            loss = self.loss(batch)
+        self.engine.backward(loss)
+        return self.recorder.after(self.engine.step(), loss)
+
+
+def copied(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_healthy_loop_leaves_nothing(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "captures")
+    assert [loop.step() for _ in range(3)] == [None] * 3
+    assert loop.recorder.settle() is None and not (tmp_path / "captures").exists() and loop.lines == []
+
+
+def test_the_bad_step_is_captured_as_it_began(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, accumulate=2)
+    for _ in range(2):
+        loop.step()
+    before = copied(loop.model)
+    random = torch.get_rng_state()
+    assert loop.step() is None
+    path = loop.step(torch.nan)
+    assert path == tmp_path / "step-00000002" and sorted(f.name for f in path.iterdir()) == ["capture.json", "state.pt"]
+    held = captured.read(path)
+    assert same(held.state["model"], before), "weights and buffers of before the step, batch statistics included"
+    assert torch.isfinite(held.state["model"]["norm.running_mean"]).all()
+    assert held.state["model"]["inner.weight"] is not None and held.step == 2
+    facts = held.facts
+    assert (facts["recipe"], facts["accumulate"], facts["loss_scale"], facts["loss"]) == ("fp32", 2, None, "nan")
+    assert facts["exact"] is True and facts["weights_of_step"] == 2 and facts["applied"] is False
+    first, second = held.state["microbatches"]
+    assert torch.equal(first["random"]["torch"], random) and not torch.equal(second["random"]["torch"], random)
+    batch = captured.unpack(second["batch"])
+    assert type(batch).__name__ == "Pair" and batch.x.shape == (4, 8) and batch.factor.isnan()
+    assert loop.lines == [f"step 2 is captured, as the loss is nan: narrowgauge replay {path}"]
+
+
+def test_a_capture_holds_no_code(tmp_path: Path) -> None:
+    path = Loop(tmp_path).step(torch.nan)
+    assert path is not None
+    state = torch.load(path / "state.pt", weights_only=True)
+    assert set(state) == {"model", "buffers", "tensor_scales", "microbatches"}
+    assert json.loads((path / "capture.json").read_text())["format"] == captured.FORMAT
+
+
+def test_shared_weights_are_written_once(tmp_path: Path) -> None:
+    path = Loop(tmp_path).step(torch.nan)
+    assert path is not None
+    model = captured.read(path).state["model"]
+    assert model["inner.weight"].data_ptr() == model["outer.weight"].data_ptr()
+
+
+def test_one_capture_an_episode_and_so_many_in_all(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    for factor in (1.0, torch.nan, torch.nan, 1.0, torch.inf, 1.0, torch.nan):
+        loop.step(factor)
+    assert [path.name for path in captured.captures_in(tmp_path)] == ["step-00000002", "step-00000005"]
+    assert Loop(tmp_path).step(torch.nan) is None, "captures of the folder count, whoever made them"
+
+
+def test_a_model_that_is_too_large_is_refused(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, max_bytes=100)
+    assert loop.step(torch.nan) is None and loop.step() is None
+    assert loop.lines == ["step 1 is not captured: the model has 384 bytes of weights, more than max_bytes=100"]
+
+
+def test_a_full_disk_costs_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    loop = Loop(tmp_path)
+    monkeypatch.setattr(torch, "save", full)
+    assert loop.step(torch.nan) is None and loop.step() is None
+    assert loop.lines == ["step 1 is not captured: [Errno 28] No space left on device"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_batch_that_cannot_be_saved_costs_a_line(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.recorder.saw({"what": object()})
+    loop.step(torch.nan)
+    assert loop.lines == ["step 1 is not captured: the batch holds a object, which cannot be saved without code"]
+
+
+def test_an_overflow_under_a_dynamic_loss_scale_is_routine(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, "fp16", patience=3)
+    overflowing = 1e3  # times the first loss scale: more than FP16 holds
+    assert [loop.step(overflowing) for _ in range(2)] == [None, None] and loop.engine.skipped == 2
+    assert loop.step(overflowing) is not None, "but not again and again"
+    assert "3 updates in a row were skipped" in loop.lines[0]
+    assert captured.read(tmp_path).facts["loss_scale"] == 2.0**14, "the one the step was made with"
+
+
+def test_under_a_fixed_loss_scale_it_is_not(tmp_path: Path) -> None:
+    assert Loop(tmp_path, "fp16[loss_scale=65536.0]").step(1e3) is not None
+
+
+@pytest.mark.parametrize("ahead", [None, 3])
+def test_a_step_can_be_asked_for(tmp_path: Path, ahead: int | None) -> None:
+    loop = Loop(tmp_path)
+    loop.step()
+    loop.recorder.request(ahead)
+    if ahead is not None:
+        assert loop.step() is None
+    before = copied(loop.model)
+    path = loop.step()
+    assert path is not None and not same(copied(loop.model), before)
+    held = captured.read(path)
+    assert held.step == (ahead or 2) and same(held.state["model"], before)
+    assert held.facts["exact"] and held.facts["why"] == "it was asked for" and held.facts["applied"]
+
+
+def test_a_step_that_is_over_cannot_be_asked_for(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.step()
+    with pytest.raises(UsageError, match="step 1 is over; the next one is 2"):
+        loop.recorder.request(1)
+
+
+def test_a_step_that_is_asked_for_in_vain_costs_a_line(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, max_bytes=100)
+    loop.recorder.request()
+    assert loop.step() is None and len(loop.lines) == 1 and "more than max_bytes=100" in loop.lines[0]
+    full = Loop(tmp_path, max_captures=0)
+    full.recorder.request()
+    assert full.step() is None and "has as many captures as it may hold" in full.lines[0]
+
+
+def test_late_news_says_whose_weights_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the numbers of step 2 arrive when steps 3 (skipped, too) and 4 are done."""
+    loop = Loop(tmp_path)
+    monkeypatch.setattr(loop.recorder._readback, "ready", list)
+    loop.step()
+    before = copied(loop.model)
+    loop.step(torch.nan)
+    loop.step(torch.nan)
+    loop.step()
+    path = loop.recorder.settle()
+    assert path == tmp_path / "step-00000002"
+    held = captured.read(path)
+    assert held.facts["weights_of_step"] == 3 and held.facts["exact"] is False, "one good update came in between"
+    parameters = dict(loop.model.named_parameters())
+    assert torch.equal(held.state["model"]["inner.weight"], parameters["inner.weight"])
+    assert torch.equal(held.state["model"]["norm.running_mean"], before["norm.running_mean"]), "buffers were kept"
+
+
+def test_late_news_of_skipped_steps_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(tmp_path)
+    monkeypatch.setattr(loop.recorder._readback, "ready", list)
+    for factor in (1.0, torch.nan, torch.nan):
+        loop.step(factor)
+    path = loop.recorder.settle()
+    assert path is not None and captured.read(path).facts["exact"] is True
+
+
+def test_news_that_comes_too_late_costs_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(tmp_path, window=2)
+    monkeypatch.setattr(loop.recorder._readback, "ready", list)
+    for factor in (torch.nan, 1.0, 1.0, 1.0):
+        loop.step(factor)
+    assert loop.recorder.settle() is None
+    assert loop.lines == ["step 1 is not captured (the loss is nan): the news of it came after 2 others"]
+
+
+def test_what_is_held_back_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "WINDOW_BYTES", 300)  # a batch has 132 bytes
+    loop = Loop(tmp_path)
+    monkeypatch.setattr(loop.recorder._readback, "ready", list)
+    for _ in range(6):
+        loop.step()
+    assert len(loop.recorder._seen) == 3
+
+
+def test_a_batch_that_was_written_over_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(tmp_path)
+    monkeypatch.setattr(loop.recorder._readback, "ready", list)
+    loop.step(torch.nan)
+    loop.recorder._seen[0].microbatches[0].batch.x.zero_()
+    path = loop.recorder.settle()
+    assert path is not None
+    facts = captured.read(path).facts
+    assert facts["batches_unchanged"] is False and facts["exact"] is False
+
+
+def test_fp8_scales_are_those_of_the_step(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+    engine = Engine(model, torch.optim.AdamW(model.parameters()), "fp8[products=all]")
+    recorder = Recorder(engine, tmp_path, tell=lambda line: None)
+    assert engine.conversion.scales is not None
+    for factor in (1.0, 30.0, torch.nan):
+        batch = torch.randn(16, 16) * factor
+        recorder.saw(batch)
+        before = engine.conversion.scales.scale.clone()
+        with engine.forward():
+            loss = model(batch).float().square().mean()
+        engine.backward(loss)
+        recorder.after(engine.step(), loss)
+    scales = captured.read(tmp_path).state["tensor_scales"]
+    assert torch.equal(scales["scale"], before) and scales["sites"] == list(engine.conversion.scales.sites)
+
+
+def test_a_slice_does_not_take_its_dataset_along() -> None:
+    data = torch.zeros(1_000_000)
+    packed = captured.pack({"x": data[:10], "names": ["a", None, 1.5]})
+    assert packed["x"].untyped_storage().nbytes() == 40 and packed["names"] == ["a", None, 1.5]
+    assert [place for place, _ in captured.tensors_in(packed)] == ["['x']"]
+
+
+def test_bad_settings_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="window=0"):
+        Loop(tmp_path, window=0)
+
+
+def damage(path: Path, how: str) -> Path:
+    facts, state = path / "capture.json", path / "state.pt"
+    if how == "missing":
+        return path / "nowhere"
+    if how == "empty folder":
+        (path / "empty").mkdir()
+        return path / "empty"
+    if how == "not json":
+        facts.write_text("{")
+    elif how == "other json":
+        facts.write_text("[]")
+    elif how == "other version":
+        facts.write_text(facts.read_text().replace('"format": 1', '"format": 7'))
+    elif how == "cut short":
+        state.write_bytes(state.read_bytes()[:100])
+    elif how == "changed":
+        data = bytearray(state.read_bytes())
+        data[len(data) // 2] ^= 255
+        state.write_bytes(bytes(data))
+    elif how == "no state":
+        state.unlink()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("missing", "there is no capture"),
+        ("empty folder", "holds no capture"),
+        ("not json", "is not JSON"),
+        ("other json", "is not what narrowgauge writes"),
+        ("other version", "has format 7, this version reads 1"),
+        ("cut short", "has 100 bytes"),
+        ("changed", "does not match its SHA-256"),
+        ("no state", "No such file"),
+    ],
+)
+def test_what_is_wrong_with_a_capture_is_one_line(tmp_path: Path, how: str, message: str) -> None:
+    path = Loop(tmp_path).step(torch.nan)
+    assert path is not None
+    with pytest.raises(UsageError, match=message) as caught:
+        captured.read(damage(path, how))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pickle_with_code_is_not_run(tmp_path: Path) -> None:
+    path = Loop(tmp_path).step(torch.nan)
+    assert path is not None
+    torch.save({"model": Net()}, path / "state.pt")
+    facts = json.loads((path / "capture.json").read_text())
+    facts["state.pt"] = {
+        "bytes": (path / "state.pt").stat().st_size,
+        "sha256": captured._digest(path / "state.pt"),
+    }
+    (path / "capture.json").write_text(json.dumps(facts))
+    with pytest.raises(UsageError, match=r"state.pt does not load"):
+        captured.read(path)
+
+
+def test_the_recorder_is_found_where_the_documentation_says() -> None:
+    """In a process of its own: here the module has been imported already."""
+    code = "import narrowgauge as ng; assert ng.gauges.capture.Recorder.__name__ == 'Recorder'"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

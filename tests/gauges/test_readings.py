@@ -1,0 +1,63 @@
+"""What formats would lose of a tensor, from its histogram alone, held against what they lose of the tensor itself."""
+
+import math
+
+import numpy
+import pytest
+import torch
+
+from narrowgauge.formats import find_format
+from narrowgauge.gauges.readings import Reading, read_counts
+from narrowgauge.kernels.stats import Table, gather
+
+
+def reading(x, **fields):
+    table = Table.make(1, "cpu")
+    gather(table, 0, x)
+    amax, squares = table.sizes[0].tolist()
+    kind = {"kind": "activation", "module": "m", "dtype": "fp32"}
+    return Reading(**kind | fields, amax=amax, mean_square=squares / x.numel(), **read_counts(table.counts[0].tolist()))
+
+
+def lost(x, name, scale):
+    """What really becomes of the values, as shares of those that are not zero."""
+    known = find_format(name)
+    size = (x.double().abs() * scale)[x != 0]
+    flushed = size <= known.smallest_subnormal / 2
+    subnormal = ~flushed & (size < known.smallest_normal)
+    return [part.double().mean().item() for part in (flushed, subnormal, size > known.max)]
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "e4m3", "e5m2"])
+@pytest.mark.parametrize("scale", [1.0, 1024.0, 3e-4])
+def test_shares_are_what_formats_lose(name, scale):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(40_000, generator=generator) * torch.exp2(torch.randn(40_000, generator=generator) * 9 - 4)
+    shares = reading(x).shares(name, scale)
+    wanted = lost(x, name, scale)
+    assert [shares.flushed, shares.subnormal, shares.overflow] == pytest.approx(wanted, abs=0.012)
+
+
+def test_the_best_scale_fills_the_format():
+    x = torch.randn(1000) * 1e-6
+    for name in ("fp16", "e4m3"):
+        scale = reading(x).best_scale(name)
+        assert math.log2(scale).is_integer()
+        assert find_format(name).max / 2 < x.abs().max().item() * scale <= find_format(name).max
+        assert reading(x).shares(name, scale).overflow == 0
+    assert reading(torch.zeros(4)).best_scale("fp16") == 1.0
+
+
+def test_what_is_not_finite_is_counted_apart():
+    found = reading(torch.tensor([0.0, 1.0, math.inf, -math.inf, math.nan]))
+    assert (found.count, found.zeros, found.inf, found.nan, found.amax) == (5, 1, 2, 1, 1.0)
+    assert found.exponents == {0: 1} and found.zero_share == 0.2
+
+
+@pytest.mark.parametrize("values", [[], [0.0], [1e-30, 5.0, 0.0, math.nan]])
+def test_readings_survive_the_record(values):
+    found = reading(torch.tensor(values), kind="update", lost=0.25, ratio=1e-3, scale=2.0) if values else Reading(
+        kind="weight", module="a.b", dtype="bf16", count=0
+    )  # fmt: skip
+    assert Reading.from_event(found.as_event()) == found
+    assert numpy.isfinite(found.amax)

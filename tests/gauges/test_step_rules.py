@@ -1,0 +1,88 @@
+"""Rules over steps: each fires on its own fault, at the right moment, and none on healthy noise."""
+
+import math
+import random
+
+import pytest
+
+from narrowgauge.gauges.findings import SERIOUS, Log
+from narrowgauge.gauges.step_rules import Step, StepRules
+
+
+def run(steps, scaled=False):
+    rules, log = StepRules(scaled), Log()
+    for step in steps:
+        log.add(rules.see(step))
+    return log.findings
+
+
+def healthy(count=300, seed=0, scale=65536.0):
+    noise = random.Random(seed)
+    for number in range(1, count + 1):
+        loss = 2 + 3 * math.exp(-number / 60) + noise.gauss(0, 0.15)
+        yield Step(number, loss, math.exp(noise.gauss(0, 0.4)) * (3 if number < 10 else 1), scale, True)
+
+
+def changed(steps, **changes):
+    """Steps with fields replaced from some number on: {"loss": (from, to, value or function)}."""
+    for step in steps:
+        new = {}
+        for name, (first, last, value) in changes.items():
+            if first <= step.number <= last:
+                new[name] = value(step) if callable(value) else value
+        yield Step(**{**step.__dict__, **new})
+
+
+def rules_of(findings):
+    return {finding.rule for finding in findings}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_healthy_noise_has_no_findings(seed):
+    assert run(healthy(seed=seed), scaled=True) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "changes"),
+    [
+        ("loss-not-finite", {"loss": (100, 300, math.nan)}),
+        ("bad-batch", {"loss": (100, 100, math.nan), "applied": (100, 100, False)}),
+        ("loss-spike", {"loss": (150, 150, 9.0)}),
+        ("loss-diverging", {"loss": (150, 300, lambda s: 2.0 + (s.number - 150) * 0.1)}),
+        ("gradient-spike", {"grad_norm": (150, 150, 500.0)}),
+        ("no-gradient", {"grad_norm": (100, 300, 0.0)}),
+        ("gradient-norm-constant", {"grad_norm": (1, 300, 1.0 / 65536)}),
+        ("scale-collapsing", {"loss_scale": (100, 120, lambda s: 65536.0 / 2 ** (s.number - 100)),
+                              "applied": (100, 120, False)}),
+        ("scale-at-floor", {"loss_scale": (50, 300, 1.0), "applied": (50, 300, lambda s: s.number % 12 != 0)}),
+        ("scale-oscillating", {"loss_scale": (50, 300, lambda s: 65536.0 / (1 + s.number % 2))}),
+        ("skipping-too-often", {"applied": (100, 300, lambda s: s.number % 3 != 0)}),
+    ],
+)  # fmt: skip
+def test_each_fault_has_its_finding(rule, changes):
+    found = run(changed(healthy(), **changes), scaled=True)
+    assert rule in rules_of(found)
+    for finding in found:
+        assert finding.detail and finding.consequence and finding.fix and finding.where
+
+
+def test_a_finding_comes_once_and_when_it_happens():
+    rules, log = StepRules(), Log()
+    told = {}
+    for step in changed(healthy(), loss=(200, 300, math.inf)):
+        for finding in log.add(rules.see(step)):
+            told.setdefault(finding.rule, []).append(step.number)
+    assert told == {"loss-not-finite": [202]}
+    assert log.findings[0].severity == SERIOUS and "since step 200" in log.findings[0].detail
+
+
+def test_a_bad_batch_is_named_by_its_step():
+    (found,) = run(changed(healthy(), loss=(123, 123, math.inf), applied=(123, 123, False)))
+    assert (found.rule, found.where) == ("bad-batch", "step 123")
+
+
+def test_the_start_of_fp16_is_no_finding():
+    """A scale that is lowered a few times before the first good update is as it should be."""
+    start = changed(healthy(), loss_scale=(1, 300, lambda s: 65536.0 / 2 ** min(s.number - 1, 6)),
+                    applied=(1, 6, False))  # fmt: skip
+    assert run(start, scaled=True) == []
