@@ -135,3 +135,12 @@ def test_what_cannot_be_lean_is_refused():
         with pytest.raises(UsageError, match=why):
             Engine(model, torch.optim.AdamW(model.parameters()), "bf16[master=split,gradients=released]", **options)
     assert model.tok.weight.dtype is torch.float32
+
+
+def test_a_model_without_blocks_is_lean_without_recomputation():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    engine = Engine(model, torch.optim.AdamW(model.parameters()), "bf16-lean")
+    assert engine.checkpointed == [] and model[0].weight.dtype is torch.bfloat16
+    plain = torch.nn.Linear(2, 2)
+    with pytest.raises(UsageError, match="found no repeated blocks"):
+        Engine(plain, torch.optim.AdamW(plain.parameters()), "bf16[checkpoint=full]")

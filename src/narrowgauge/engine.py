@@ -128,7 +128,8 @@ class Engine:
         self.checkpointed = self.conversion.blocks if self.recipe.checkpoint != "none" else []
         if not self.conversion.blocks:
             recomputation = self.surroundings.recomputation()
-            self.checkpointed = checkpoint_blocks(model, self.recipe.checkpoint, blocks, recomputation)
+            mode, lean = self.recipe.checkpoint, self.recipe.master != "fp32"
+            self.checkpointed = checkpoint_blocks(model, mode, blocks, recomputation, optional=lean)
         self.scaler = self._make_scaler(max_consecutive_skips)
         self.guard = self.scaler.guard if self.scaler else SkipGuard(max_consecutive_skips)
         self.guard.names = list(self.named)

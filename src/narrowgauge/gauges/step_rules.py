@@ -183,7 +183,7 @@ def bad_batch(step: int, steps: int) -> Finding:
         rule="bad-batch",
         severity=SERIOUS,
         where=f"step {step}",
-        detail=f"the loss was not finite for {steps} step{'s' if steps > 1 else ''}; with the same weights it is again",
+        detail=f"the loss was not finite for {steps} step(s), then finite again with the same weights",
         consequence="the update was skipped, so the weights are sound; the data are not",
         fix="look at that batch (`narrowgauge replay` shows it); mend or leave out its samples",
     )

@@ -55,14 +55,18 @@ def checkpoint_blocks(
     mode: str,
     blocks: Sequence[str] | None = None,
     surroundings: Callable[[], Context] | None = None,
+    optional: bool = False,
 ) -> list[str]:
     """Make blocks recompute their activations; returns their paths. ``blocks`` names those not to be found.
 
+    ``optional``: a model without blocks is left as it is, where recomputation is only one part of being lean.
     ``surroundings`` makes what recomputation must run in beside autocast, which is restored for it; None: nothing.
     """
     if mode == "none":
         return []
     found = find_blocks(model) if blocks is None else {path: _module_at(model, path) for path in blocks}
+    if not found and optional and blocks is None:
+        return []
     if not found:
         raise UsageError(
             f"recipe: checkpoint={mode} found no repeated blocks (a ModuleList of one class) in "

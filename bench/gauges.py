@@ -1,0 +1,80 @@
+"""What watching costs: a step of a task with and without gauges, taking turns in one process.
+
+usage: python bench/gauges.py [TASK] [RECIPE] [ROUNDS]     (e.g. gpt2-124m fp8 6; JSON to $OUT/gauges.json)
+
+Three engines: alone; with what is taken along every update; with a look every ``EVERY`` updates as by default. A round
+is as many updates, so that it holds one look.
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from narrowgauge import Engine, bench, hardware, tasks
+from narrowgauge.gauges.examiner import Examiner
+from narrowgauge.gauges.probe import EVERY
+from narrowgauge.gauges.step_rules import Step
+from narrowgauge.lagged import Readback
+
+spec, recipe = (*sys.argv[1:3], "gpt2-124m", "fp8")[:2] if len(sys.argv) > 2 else ("gpt2-124m", "fp8")
+rounds = int(sys.argv[3]) if len(sys.argv) > 3 else 6
+device, task = hardware.detect(), tasks.find(spec)
+batches = bench.make_batches(task, device)
+
+
+class Runner:
+    """An engine with its gauges, and how long its updates take."""
+
+    def __init__(self, every: int | None) -> None:
+        torch.manual_seed(0)
+        with torch.device(device.torch_device):
+            model = task.model()
+        fused = device.kind == "cuda"
+        self.engine = Engine(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused), recipe, clip_norm=1.0)
+        self.examiner = Examiner(self.engine, every) if every else None
+        self.readback, self.times, self.number = Readback(), [], 0
+
+    def round(self, updates: int) -> None:
+        _wait()
+        start = time.perf_counter()
+        for index in range(updates):
+            with self.engine.forward():
+                loss = task.loss(self.engine.model, batches[index % len(batches)])
+            self.engine.backward(loss)
+            report = self.engine.step()
+            self.number += 1
+            self.readback.push(self.number, {"loss": loss, **report.tensors})
+            for number, values in self.readback.ready():
+                if self.examiner is not None:
+                    self.examiner.see(Step(number, values["loss"], values["grad_norm"], values["loss_scale"], True))
+            if self.examiner is not None:
+                self.examiner.collect()
+        _wait()
+        self.times.append((time.perf_counter() - start) / updates)
+
+
+def _wait() -> None:
+    if device.kind == "cuda":
+        torch.cuda.synchronize()
+
+
+runners: dict[str, Runner] = {"alone": Runner(None), "every update": Runner(10**9), "default": Runner(EVERY)}
+for runner in runners.values():
+    runner.round(5)
+    runner.times.clear()
+for turn in range(rounds):
+    for name, runner in runners.items():
+        runner.round(EVERY)
+        print(f"{turn} {name:14s} {runner.times[-1] * 1e3:8.3f} ms", flush=True)
+rows: dict[str, Any] = {name: statistics.median(runner.times) for name, runner in runners.items()}
+for name, seconds in rows.items():
+    print(f"{spec} {recipe} {name:14s} {seconds * 1e3:8.3f} ms  {seconds / rows['alone'] - 1:+.2%}")
+if "OUT" in os.environ:
+    record = {"task": spec, "recipe": recipe, "every": EVERY, "seconds": rows}
+    (Path(os.environ["OUT"]) / "gauges.json").write_text(json.dumps(record, indent=1))

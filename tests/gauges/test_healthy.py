@@ -1,0 +1,25 @@
+"""Healthy runs are accused of nothing serious. bench/healthy.py has every recipe, five tasks and three seeds."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from narrowgauge import tasks
+from narrowgauge.runs.loop import train
+from narrowgauge.runs.settings import settle
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+RECIPES = ["fp32", "fp16", "bf16", "fp8", "bf16-lean", "fp8-lean", "bf16[master=none,moments=bf16]"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", ["regression", "llama"])
+def test_nothing_serious(recipe, name, tmp_path):
+    task = tasks.find(f"{BENCH / 'small_tasks.py'}:{name}")
+    steps = 60 if name == "regression" else 25
+    settings = settle(task, recipe=recipe, device="cpu", steps=steps, checkpoint_every=0, watch_every=5)
+    result = train(task, settings, tmp_path / "run")
+    sys.modules.pop("narrowgauge_task_small_tasks", None)
+    assert [finding for finding in result.findings if finding.severity == "serious"] == []
+    assert result.loss_last < result.loss_first
