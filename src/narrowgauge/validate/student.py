@@ -14,7 +14,7 @@ _TINY = 1e-300
 
 def t_cdf(t: float, freedom: float) -> float:
     """The probability of a value up to t."""
-    tail = 0.5 * _beta(freedom / (freedom + t * t), freedom / 2, 0.5)
+    tail = 0.5 * _beta(freedom / (freedom + t * t), t * t / (freedom + t * t), freedom / 2, 0.5)
     return 1 - tail if t > 0 else tail
 
 
@@ -44,14 +44,14 @@ def spread(freedom: int, points: int = 400) -> tuple[tuple[float, float], ...]:
     return tuple((x, weight / total) for x, weight in zip(values, weights, strict=True))
 
 
-def _beta(x: float, a: float, b: float) -> float:
-    """The regularised incomplete beta function."""
-    if x <= 0 or x >= 1:
+def _beta(x: float, rest: float, a: float, b: float) -> float:
+    """The regularised incomplete beta function at x; ``rest`` is 1 - x, which near 1 has more digits than x."""
+    if x <= 0 or rest <= 0:
         return 0.0 if x <= 0 else 1.0
-    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x))
+    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log(rest))
     if x < (a + 1) / (a + b + 2):
         return front * _fraction(x, a, b) / a
-    return 1 - front * _fraction(1 - x, b, a) / b
+    return 1 - front * _fraction(rest, b, a) / b
 
 
 def _fraction(x: float, a: float, b: float) -> float:
