@@ -37,6 +37,7 @@ from narrowgauge.nn.overrides import remove_overrides
 from narrowgauge.nn.precision import Surroundings, explain_attention
 from narrowgauge.nn.recompute import checkpoint_blocks
 from narrowgauge.optim import AdamW, full_precision, load_full_precision, plain_state, take_over
+from narrowgauge.optim.copies import detach
 from narrowgauge.optim.release import Release, check_released, hold
 from narrowgauge.optim.takeover import without_masters
 from narrowgauge.recipe import Recipe, parse
@@ -155,7 +156,8 @@ class Engine:
 
     def _make_release(self) -> Release | None:
         for parameter in self.model.parameters():
-            hold(parameter)  # an engine that had the model before may have released its gradients
+            hold(parameter)  # an engine that had the model before may have released its gradients,
+            detach(parameter)  # or had FP8 copies written of it
         if not self.released:
             return None
         return Release(optimizer for optimizer in self.optimizers if isinstance(optimizer, AdamW))

@@ -30,6 +30,11 @@ def attach(parameter: Tensor, copy: Fp8Copy) -> None:
     parameter.fp8_copy = copy  # type: ignore[attr-defined]
 
 
+def detach(parameter: Tensor) -> None:
+    """Let updates write no copy any more: the model has passed into other hands."""
+    parameter.__dict__.pop("fp8_copy", None)
+
+
 def copy_of(parameter: Tensor) -> Fp8Copy | None:
     """The copy that updates are to write: where the scales are there beforehand."""
     copy: Fp8Copy | None = getattr(parameter, "fp8_copy", None)
