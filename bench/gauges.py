@@ -72,9 +72,10 @@ for turn in range(rounds):
     for name, runner in runners.items():
         runner.round(EVERY)
         print(f"{turn} {name:14s} {runner.times[-1] * 1e3:8.3f} ms", flush=True)
-rows: dict[str, Any] = {name: statistics.median(runner.times) for name, runner in runners.items()}
+    rows: dict[str, Any] = {name: statistics.median(runner.times) for name, runner in runners.items()}
+    if "OUT" in os.environ:  # after every round, so that a run which is cut off leaves what it has
+        record = {"task": spec, "recipe": recipe, "every": EVERY, "seconds": rows}
+        record["rounds"] = {name: runner.times for name, runner in runners.items()}
+        (Path(os.environ["OUT"]) / "gauges.json").write_text(json.dumps(record, indent=1))
 for name, seconds in rows.items():
     print(f"{spec} {recipe} {name:14s} {seconds * 1e3:8.3f} ms  {seconds / rows['alone'] - 1:+.2%}")
-if "OUT" in os.environ:
-    record = {"task": spec, "recipe": recipe, "every": EVERY, "seconds": rows}
-    (Path(os.environ["OUT"]) / "gauges.json").write_text(json.dumps(record, indent=1))

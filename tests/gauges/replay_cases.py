@@ -71,7 +71,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inner(x)
-        hidden = torch.arange(WIDTH) > 9
+        hidden = torch.arange(WIDTH, device=x.device) > 9
         x = x + torch.softmax(x.masked_fill(hidden, -torch.inf), -1)
         for block in self.blocks:
             x = block(x)
@@ -143,7 +143,7 @@ class Lookup(nn.Module):
         self.rows = nn.Embedding(5, WIDTH, padding_idx=3)
 
     def forward(self, x: Tensor) -> Tensor:
-        found = self.rows(torch.arange(len(x)) % 5)
+        found = self.rows(torch.arange(len(x), device=x.device) % 5)
         return x + found / found.norm(dim=-1, keepdim=True)
 
 
@@ -172,7 +172,7 @@ def large_second() -> list[Any]:
 
 def overflowing_logits(model: nn.Module, batch: Tensor) -> Tensor:
     logits = model(batch).float() * 1e6
-    return F.cross_entropy(logits.half(), torch.zeros(len(batch), dtype=torch.long))
+    return F.cross_entropy(logits.half(), torch.zeros(len(batch), dtype=torch.long, device=batch.device))
 
 
 def ruin_weight(model: nn.Module) -> None:
@@ -203,7 +203,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.view(2, 4, WIDTH)
-        padding = torch.tensor([False, True])[:, None].expand(2, 4)
+        padding = torch.tensor([False, True], device=x.device)[:, None].expand(2, 4)
         mixed: Tensor = self.inner(x, x, x, key_padding_mask=padding)[0]
         return mixed.reshape(8, WIDTH)
 
@@ -266,7 +266,7 @@ CASES = [
     Case(name="a slope in forward", culprit=Slope, op="AcosBackward0", phase="backward", kind="inf"),
     Case(name="attention to padding alone", culprit=Attention, module="blocks.1.act.inner", op="aten._softmax"),
     Case(name="targets all ignored", culprit=nn.Tanh, module="(loss)", op="aten.nll_loss_forward",
-         loss=lambda model, batch: F.cross_entropy(model(batch), torch.full((8,), -100)), exact=False),
+         loss=lambda model, batch: F.cross_entropy(model(batch), torch.full((8,), -100).to(batch.device)), exact=False),
     Case(name="mean of nothing", culprit=act(lambda x: x - x[x > 1e9].mean()), op="aten.mean"),
     Case(name="zero times a mask", culprit=act(lambda x: x * 0 * torch.where(x > 0, 0.0, -torch.inf)), op="aten.mul"),
     Case(name="gradient hook", culprit=act(hooked), module="(hook)", op="gradient hook", kernel="aten.div",

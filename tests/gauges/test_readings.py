@@ -16,7 +16,8 @@ def reading(x, **fields):
     gather(table, 0, x)
     amax, squares = table.sizes[0].tolist()
     kind = {"kind": "activation", "module": "m", "dtype": "fp32"}
-    return Reading(**kind | fields, amax=amax, mean_square=squares / x.numel(), **read_counts(table.counts[0].tolist()))
+    counts = read_counts(table.counts[0].tolist(), x.numel(), amax)
+    return Reading(**kind | fields, amax=amax, mean_square=squares / x.numel(), **counts)
 
 
 def lost(x, name, scale):
@@ -61,3 +62,13 @@ def test_readings_survive_the_record(values):
     )  # fmt: skip
     assert Reading.from_event(found.as_event()) == found
     assert numpy.isfinite(found.amax)
+
+
+def test_counts_of_a_sample_stand_for_the_whole():
+    bins = [0] * 257
+    bins[0], bins[127], bins[128], bins[255], bins[256] = 30, 60, 10, 3, 2
+    found = read_counts(bins, 1003, 2.5)
+    assert found == {"count": 1003, "zeros": 300, "inf": 1, "nan": 2, "exponents": {0: 600, 1: 100}}
+    nearly = read_counts([100] + [0] * 256, 1000, 1e-9)
+    assert nearly["zeros"] == 999  # not all: something outside the sample is larger
+    assert read_counts([100] + [0] * 256, 1000, 0.0)["zeros"] == 1000

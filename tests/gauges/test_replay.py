@@ -22,7 +22,9 @@ from narrowgauge.cli import main
 from narrowgauge.gauges.capture import Recorder
 from narrowgauge.gauges.replay import Replay, replay
 from narrowgauge.models.gpt import GPT, GPTConfig
+from narrowgauge.runs.feed import to_device
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GPT_CONFIG = GPTConfig(layers=2, width=32, heads=2, context=16, vocab=256)
 
 
@@ -32,10 +34,11 @@ def capture(case: Case, folder: Path) -> Path:
     model = Net(case.culprit())
     if case.wound is not None:
         case.wound(model)
+    model = model.to(DEVICE)
     engine = Engine(model, torch.optim.AdamW(model.parameters(), lr=1e-3), case.recipe, **case.engine)
     recorder = Recorder(engine, folder, patience=1, tell=logging.getLogger("test").info)
     written = None
-    for batch in case.batches():
+    for batch in to_device(case.batches(), torch.device(DEVICE)):
         recorder.saw(batch)
         with engine.forward():
             loss = case.loss(engine.model, batch)

@@ -18,7 +18,7 @@ FORMATS = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, to
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
-@pytest.mark.parametrize("count", [1, 4096, 1_000_003])
+@pytest.mark.parametrize("count", [1, 4096, 1_000_003, 30_000_001])
 def test_the_kernel_counts_as_its_reference(dtype, count):
     x = torch.randn(count, device="cuda") * torch.exp2(torch.randint(-40, 12, (count,), device="cuda").float())
     x[: count // 7] = 0

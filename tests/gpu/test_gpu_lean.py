@@ -1,5 +1,7 @@
 """Lean recipes on the device: they train like full ones, wait for nothing, and hold what they say they hold."""
 
+import gc
+
 import pytest
 import torch
 
@@ -42,11 +44,13 @@ def test_lean_recipes_train_as_full_ones_do(recipe):
 
 @pytest.mark.parametrize("recipe", ["bf16-lean", "fp8-lean[products=all]"])
 def test_released_gradients_give_the_same_weights(recipe):
+    """In FP8 a weight stepped in backward is cast by the scale before this step's amaxes: one step older, no more."""
+    loosely, closely = {"rtol": 1e-2, "atol": 1e-2}, {"rtol": 1e-4, "atol": 1e-5}
     kept = make(recipe)
     freed = make(recipe[:-1] + ",gradients=released]" if recipe.endswith("]") else recipe + "[gradients=released]")
-    assert run(freed, 5) == pytest.approx(run(kept, 5), rel=1e-5)
+    assert run(freed, 5) == pytest.approx(run(kept, 5), rel=1e-3 if "fp8" in recipe else 1e-5)
     for p, q in zip(freed.model.parameters(), kept.model.parameters(), strict=True):
-        torch.testing.assert_close(full(p), full(q), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(full(p), full(q), **(loosely if "fp8" in recipe else closely))
 
 
 @pytest.mark.parametrize("recipe", ["bf16-lean", "fp8-lean", "bf16-lean[gradients=released]"])
@@ -69,7 +73,11 @@ def test_nobody_waits(recipe):
 @pytest.mark.parametrize(("recipe", "most"), [("bf16-lean", 6.15), ("fp8-lean[products=all]", 7.2)])
 def test_what_stays_between_steps(recipe, most):
     """2 + 2 bytes of weight, 2 and 1/16 of moments, and in FP8 one copy of a byte: gate and up have no stacked copy."""
-    torch.cuda.empty_cache()
+    gc.collect()
+    torch.ones(64, 64, device="cuda", dtype=torch.bfloat16).square().matmul(
+        torch.ones(64, 64, device="cuda").bfloat16()
+    )
+    torch.cuda.empty_cache()  # what is left is cuBLAS's workspace, which is not the engine's
     start = torch.cuda.memory_allocated()
     engine = make(recipe, layers=12, width=2048, hidden=5632, vocab=8192)
     run(engine, 2)

@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 from narrowgauge.kernels import activation_kernels as activation, cast, cross_entropy_kernels, norm_kernels
 from narrowgauge.kernels import adamw, stats
 
-I32, NOT_ALIGNED = "i32", ("length", "n16", "time", "ignore_index", "rows")
+I32, NOT_ALIGNED = "i32", ("length", "n16", "time", "ignore_index", "rows", "every")
 POINTERS = {
     "scale_ptr": "*fp32", "inv_scale_ptr": "*fp32", "amax_ptr": "*fp32", "counts_ptr": "*i64", "targets_ptr": "*i64",
     "lse_ptr": "*fp32", "loss_ptr": "*fp32", "factor_ptr": "*fp32", "words_ptr": "*i32", "out_t_ptr": "*i32",
@@ -105,7 +105,7 @@ elif kind == "adamw":
     compiled(adamw._squares_kernel, 4, (), {**tables, "partial_ptr": "*fp32"}, WHOLE=True, UNIT=8, BLOCK=4096)
     compiled(adamw._norms_kernel, 4, (), {"partial_ptr": "*fp32", "first_ptr": "*i32", "norms_ptr": "*fp32"}, BLOCK=256)
 elif kind == "stats":
-    types = {"inverse_ptr": "*fp32", "counts_ptr": "*i64", "sizes_ptr": "*fp32", "size": "i64"}
+    types = {"inverse_ptr": "*fp32", "counts_ptr": "*i64", "sizes_ptr": "*fp32", "size": "i64", "every": "i32"}
     for x in ("*fp32", "*bf16", "*fp16", "*fp8e4nv", "*fp8e5"):
         for none in ((), ("inverse_ptr",)):
             compiled(stats._stats_kernel, 4, none, {**types, "x_ptr": x}, BLOCK=4096)

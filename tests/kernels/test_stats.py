@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from narrowgauge import kernels
-from narrowgauge.kernels.stats import BINS, Table, gather
+from narrowgauge.kernels import stats
+from narrowgauge.kernels.stats import BINS, BLOCK, Table, gather
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPECIAL = [0.0, -0.0, 1.0, -1.5, 2.0**-126, 2.0**-140, 1e18, math.inf, -math.inf, math.nan, 65504.0, 2.0**-24]
@@ -69,3 +70,18 @@ def test_views_and_several_tensors_in_a_row():
     whole = Table.make(1, DEVICE)
     gather(whole, 0, x.to(DEVICE))
     assert torch.equal(table.counts, whole.counts) and table.sizes[0, 0] == whole.sizes[0, 0]
+
+
+@pytest.mark.usefixtures("either")
+def test_large_tensors_are_counted_by_blocks_but_for_what_must_not_be_missed(monkeypatch):
+    monkeypatch.setattr(stats, "WHOLE", 2 * BLOCK)
+    x = torch.randn(11 * BLOCK - 100, generator=torch.Generator().manual_seed(0))
+    x[BLOCK + 7], x[BLOCK + 8], x[2 * BLOCK + 5] = math.inf, math.nan, 999.0
+    counts, sizes = read(x)
+    seen = torch.cat([x[:BLOCK], x[5 * BLOCK : 6 * BLOCK], x[10 * BLOCK :]])  # 11 / 2, made odd: every fifth
+    exact, _ = read(seen[: 2 * BLOCK])
+    exact += read(seen[2 * BLOCK :])[0]
+    assert torch.equal(counts[:255], exact[:255])
+    assert counts[255] == 2 and counts[BINS] == 1 and sizes[0] == 999.0
+    finite = x[x.isfinite()]
+    assert sizes[1].item() == pytest.approx(finite.double().square().sum().item(), rel=1e-5)

@@ -25,7 +25,7 @@ from narrowgauge.kernels.stats import Table, gather
 from narrowgauge.lagged import Parcels
 from narrowgauge.nn import taps
 from narrowgauge.nn.compiled import uncompiled
-from narrowgauge.optim.adamw import sample_full
+from narrowgauge.optim.adamw import Sample, sample_full
 
 EVERY = 100
 """Updates between two readings by default."""
@@ -145,25 +145,34 @@ def watch(engine: Engine, every: int = EVERY) -> Watch:
     return Watch(engine, every)
 
 
+@dataclass
+class _Row:
+    """Where in the tables a tensor's statistics are, and of how many values."""
+
+    index: int
+    dtype: str
+    count: int = 0
+
+
 class _Page:
     """The readings of one update, on the device."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.tables: list[Table] = []
-        self.rows: dict[tuple[str, str], tuple[int, str]] = {}
-        self.numbers: list[Tensor] = []
-        self._before: dict[str, Tensor] = {}
-        self._weights: dict[str, Tensor] = {}
+        self.rows: dict[tuple[str, str], _Row] = {}
+        self._before: list[Sample] = []
+        self._judged: dict[str, Tensor] = {}
 
     def add(self, kind: str, path: str, tensor: Tensor, inverse_scale: Tensor | None = None) -> None:
         """Read a tensor. Several under one name (chunks, a module that is called twice) are read as one."""
         if not tensor.is_floating_point() or tensor.numel() == 0:
             return
-        row, _ = self.rows.setdefault((kind, path), (len(self.rows), NAMES.get(tensor.dtype, "fp32")))
-        if row >= _ROWS * len(self.tables):
+        row = self.rows.setdefault((kind, path), _Row(len(self.rows), NAMES.get(tensor.dtype, "fp32")))
+        row.count += tensor.numel()
+        if row.index >= _ROWS * len(self.tables):
             self.tables.append(Table.make(_ROWS, self.engine.device))
-        gather(self.tables[row // _ROWS], row % _ROWS, tensor.to(self.engine.device), inverse_scale)
+        gather(self.tables[row.index // _ROWS], row.index % _ROWS, tensor.to(self.engine.device), inverse_scale)
 
     def hook(self, path: str) -> Any:
         def seen(_: nn.Module, __: Any, output: Any) -> None:
@@ -179,51 +188,51 @@ class _Page:
             self.add("weight", name, parameter)
             if parameter.grad is not None and not parameter.grad.is_sparse:
                 self.add("weight_gradient", name, parameter.grad)
-            self._before[name] = sample_full(parameter, SAMPLE)
+        self._before = sample_full(self.engine.named, SAMPLE)
 
     def after_update(self) -> None:
-        for name, before in self._before.items():
-            after = sample_full(self.engine.named[name], SAMPLE)
-            change = after - before
-            self.add("update", name, change)
-            self.numbers.append(_judged(before, change))
+        for before, after in zip(self._before, sample_full(self.engine.named, SAMPLE), strict=True):
+            changes = after.values - before.values
+            self._judged |= zip(before.names, _judged(before.values, changes), strict=True)
+            for name, change in zip(before.names, changes, strict=True):
+                self.add("update", name, change)
 
     def send(self, parcels: Parcels, report: StepReport) -> None:
         tensors = {f"counts{i}": table.counts for i, table in enumerate(self.tables)}
         tensors |= {f"sizes{i}": table.sizes for i, table in enumerate(self.tables)}
         tensors |= {name: report.tensors[name] for name in ("applied", "loss_scale")}
-        if self.numbers:
-            tensors["numbers"] = torch.stack(self.numbers)
-        parcels.push((report.index, self.rows, list(self._before)), tensors)
+        if self._judged:
+            tensors["judged"] = torch.stack(list(self._judged.values()))
+        parcels.push((report.index, self.rows, list(self._judged)), tensors)
 
 
-def _judged(weight: Tensor, change: Tensor) -> Tensor:
-    """The share of changes that BF16 weights would not notice, and their size relative to the weights'."""
-    spacing = torch.exp2(torch.floor(torch.log2(weight.abs().clamp(min=2.0**-126))) - 7)
-    moved = change != 0
-    lost = (moved & (change.abs() < spacing / 2)).sum() / moved.sum().clamp(min=1)
-    ratio = change.square().mean().sqrt() / weight.square().mean().sqrt().clamp(min=1e-30)
-    return torch.stack([lost, ratio])
+def _judged(weights: Tensor, changes: Tensor) -> Tensor:
+    """Of each row the share of changes that BF16 weights would not notice, and their size relative to the weights'."""
+    spacing = torch.exp2(torch.floor(torch.log2(weights.abs().clamp(min=2.0**-126))) - 7)
+    moved = changes != 0
+    lost = (moved & (changes.abs() < spacing / 2)).sum(1) / moved.sum(1).clamp(min=1)
+    ratio = changes.square().mean(1).sqrt() / weights.square().mean(1).sqrt().clamp(min=1e-30)
+    return torch.stack([lost, ratio], 1)
 
 
-def _opened(tag: tuple[int, dict[tuple[str, str], tuple[int, str]], list[str]], tensors: dict[str, Tensor]) -> Look:
+def _opened(tag: tuple[int, dict[tuple[str, str], _Row], list[str]], tensors: dict[str, Tensor]) -> Look:
     update, rows, parameters = tag
     tables = len([name for name in tensors if name.startswith("counts")])
     counts = torch.cat([tensors[f"counts{i}"] for i in range(tables)]).tolist() if tables else []
     sizes = torch.cat([tensors[f"sizes{i}"] for i in range(tables)]).tolist() if tables else []
     scale = float(tensors["loss_scale"])
-    judged = dict(zip(parameters, tensors["numbers"].tolist(), strict=True)) if "numbers" in tensors else {}
+    judged = dict(zip(parameters, tensors["judged"].tolist(), strict=True)) if "judged" in tensors else {}
     readings = []
-    for (kind, path), (row, dtype) in rows.items():
-        fields = read_counts(counts[row])
-        amax, squares = sizes[row]
-        finite = max(fields["count"] - fields["inf"] - fields["nan"], 1)
+    for (kind, path), row in rows.items():
+        amax, squares = sizes[row.index]
+        fields = read_counts(counts[row.index], row.count, amax)
+        finite = max(row.count - fields["inf"] - fields["nan"], 1)
         lost, ratio = judged[path] if kind == "update" else (None, None)
         own_scale = scale if kind in ("gradient", "weight_gradient") else 1.0
         common: dict[str, Any] = {
             "kind": kind,
             "module": path,
-            "dtype": dtype,
+            "dtype": row.dtype,
             "amax": amax,
             "mean_square": squares / finite,
         }

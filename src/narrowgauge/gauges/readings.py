@@ -110,11 +110,16 @@ class Reading:
         )
 
 
-def read_counts(counts: list[int]) -> dict[str, Any]:
-    """The fields that follow from a row of ``kernels.stats``: 256 bins, and how many are NaN."""
-    bins, nan = counts[:256], counts[256]
-    exponents = {_FIRST + index - 1: count for index, count in enumerate(bins) if 0 < index < 255 and count}
-    return {"count": sum(bins), "zeros": bins[0], "inf": bins[255] - nan, "nan": nan, "exponents": exponents}
+def read_counts(counts: list[int], total: int, amax: float) -> dict[str, Any]:
+    """The fields that follow from a row of ``kernels.stats``: 256 bins, and how many are NaN, of ``total`` values.
+
+    Where the bins are of a sample they are stretched to the whole; zeros are then not all, if anything is larger.
+    """
+    bins, nan, beyond = counts[:255], counts[256], counts[255]
+    stretch = (total - beyond) / sum(bins) if any(bins) else 1.0
+    exponents = {_FIRST + index: round(count * stretch) for index, count in enumerate(bins[1:]) if count}
+    zeros = min(round(bins[0] * stretch), total - beyond - (amax > 0))
+    return {"count": total, "zeros": zeros, "inf": beyond - nan, "nan": nan, "exponents": exponents}
 
 
 def _dense(exponents: Mapping[int, int]) -> list[int]:

@@ -174,29 +174,17 @@ def _norms_kernel(partial_ptr, first_ptr, norms_ptr, BLOCK: tl.constexpr):  # ty
 
 @jit
 def _joined(high, low):  # type: ignore[no-untyped-def]
-    """``optim.split.join``."""
-    high = high.to(tl.int16, bitcast=True).to(tl.int32)
-    low = low.to(tl.int32)
-    size = high & 0x7FFF
-    special = (low < 0) & ((size == 0) | (size == 0x7FFF))
-    top = tl.where(size == 0, 0x7FFE0000, 0x7FFF0000)
-    sign = (high << 16) & -0x80000000
-    bits = tl.where(special, sign | top | (low & 0xFFFF), (high << 16) + low)
+    """``optim.split.join`` of what is computed with: NaN codes become some NaN, not always the one that was split."""
+    bits = (high.to(tl.int16, bitcast=True).to(tl.int32) << 16) + low.to(tl.int32)
     return bits.to(tl.float32, bitcast=True)
 
 
 @jit
 def _halves(master):  # type: ignore[no-untyped-def]
-    """``optim.split.split``, as bits of 16."""
+    """``optim.split.split``, as bits of 16, of what was computed: the only NaN that hardware makes is 0x7FFFFFFF."""
     bits = master.to(tl.int32, bitcast=True)
-    size = bits & 0x7FFFFFFF
-    high = (bits + 0x8000) >> 16
-    carries = size >= 0x7FFF8000
-    displaced = (size >= 0x7FFE8000) & (size < 0x7FFF0000)
-    sign = (bits & -0x80000000) >> 16
-    high = tl.where(carries, sign | 0x7FFF, tl.where(displaced, sign, high))
-    low = tl.where(carries | displaced, bits, bits - (high << 16))
-    return high.to(tl.int16), low.to(tl.int16)
+    high = (tl.minimum(bits, 0x7FFF7FFF) + 0x8000) >> 16
+    return high.to(tl.int16), (bits - (high << 16)).to(tl.int16)
 
 
 @jit
@@ -224,32 +212,31 @@ def _quotient(x, y):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _inverse(scale):  # type: ignore[no-untyped-def]
-    """1 / scale, kept finite: a group of zeros, or of next to nothing, has zeros for shares."""
-    some = scale > 1e-37
-    return tl.where(some, 1.0 / tl.where(some, scale, 1.0), 0.0)
+def _base(scale, root):  # type: ignore[no-untyped-def]
+    """What a share is taken of: ``root``, or infinity where a group has next to nothing, so that its shares are 0."""
+    return tl.where(scale > 1e-37, root, float("inf"))[:, None]
 
 
 @jit
 def _nearest(x):  # type: ignore[no-untyped-def]
-    """The nearest whole number of 0 to 255, halves to even: added to 1.5 * 2**23, it is in the last bits."""
-    return (x + 12582912.0).to(tl.int32, bitcast=True) & 0xFF
+    """The nearest whole number of -127 to 127, halves to even: added to 1.5 * 2**23, it is in the last bits."""
+    return (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @jit
 def _put_copy(weight, copy_ptr, offsets, mask, where_ptr, scale_ptr, amax_ptr, counts_ptr):  # type: ignore[no-untyped-def]
     """Store BF16 weights in E4M3 by their tensor's scale, and note the largest, and how many saturate and vanish."""
     where = tl.load(where_ptr)
-    w = weight.to(tl.float32)
-    scaled = w * tl.load(scale_ptr + where)
+    w, scale = weight.to(tl.float32), tl.load(scale_ptr + where)
+    scaled = w * scale
     size = tl.abs(scaled)
     tl.store(copy_ptr + offsets, to_fp8(scaled, 448.0), mask=mask)
-    tl.atomic_max(amax_ptr + where, tl.max(tl.where(mask, tl.abs(w), 0.0)), sem="relaxed")
-    saturated = tl.sum((mask & (size > SATURATED_E4M3)).to(tl.int32))
-    flushed = tl.sum((mask & (size <= FLUSHED_E4M3) & (size > 0.0)).to(tl.int32))
+    amax = tl.max(tl.abs(w))  # beyond a tensor's end are zeros, which count for nothing
+    tl.atomic_max(amax_ptr + where, amax, sem="relaxed")
+    flushed = tl.sum(((size <= FLUSHED_E4M3) & (size > 0.0)).to(tl.int32))
     counts_ptr += where // 2
-    if saturated > 0:
-        tl.atomic_add(counts_ptr, saturated.to(tl.int64), sem="relaxed")
+    if amax * scale > SATURATED_E4M3:
+        tl.atomic_add(counts_ptr, tl.sum((size > SATURATED_E4M3).to(tl.int32)).to(tl.int64), sem="relaxed")
     if flushed > 0:
         tl.atomic_add(counts_ptr + 1, flushed.to(tl.int64), sem="relaxed")
 
@@ -305,20 +292,19 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
         m = m + (g - m) * rate1
         v = v * beta2 + g * g * rate2
         step_size = tl.load(steps_ptr + tensor * 3 + 1)
-        w = w - step_size * _quotient(m, _root(v) * tl.load(steps_ptr + tensor * 3 + 2) + eps)
+        root = _root(v)
+        w = w - step_size * _quotient(m, root * tl.load(steps_ptr + tensor * 3 + 2) + eps)
 
         if EIGHT_BIT:
             scale = tl.max(tl.abs(m), 1)
-            share = tl.abs(m) * _inverse(scale)[:, None]
-            code = _nearest(_quotient(share * 254.0, 1.0 + share))
-            tl.store(first_ptr + offsets, tl.where(m < 0.0, -code, code).to(tl.int8), mask=mask)
+            code = _nearest(_quotient(m * 254.0, _base(scale, scale) + tl.abs(m)))
+            tl.store(first_ptr + offsets, code, mask=mask)
             tl.store(first_scale_ptr + group, scale, mask=there)
             scale = tl.max(v, 1)
-            share = _root(v * _inverse(scale)[:, None])
             tick = tl.load(ticks_ptr + tensor).to(tl.uint32, bitcast=True)
             state = offsets.to(tl.uint32) * 3242174889 + tick
             threshold = (state >> 8).to(tl.float32) * 5.9604644775390625e-08
-            code = (_quotient(share * 510.0, 1.0 + share) + threshold).to(tl.int32)
+            code = (_quotient(root * 510.0, _base(scale, _root(scale)) + root) + threshold).to(tl.int32)
             code = tl.minimum(tl.maximum(code, 1), 255)
             tl.store(second_ptr + offsets, code.to(tl.uint8), mask=mask)
             tl.store(second_scale_ptr + group, scale, mask=there)

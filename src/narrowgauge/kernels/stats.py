@@ -5,6 +5,10 @@
     histogram[255] what is not finite, of which ``nan`` are no numbers
     amax, squares  of the finite values
 
+Of tensors beyond ``WHOLE`` values the histogram counts every so-manieth block of 4,096, as counting is what takes time:
+some millions of values, whose shares are good to a few in a million. Its largest value, the squares and whatever is not
+finite are of the whole tensor.
+
 Which share of a tensor any format would flush, hold only as subnormals or overflow, at any scale, follows from these
 (``gauges.readings``). Rows of a ``Table`` are filled by launches that wait for nothing; it is read as a whole, later.
 FP8 tensors are read with the inverse of their scale, so that they count as what they stand for.
@@ -24,6 +28,9 @@ if HAVE_TRITON:
 
 BINS = 256
 BLOCK = 4096
+WHOLE = 2**22
+"""Up to so many values, the histogram is of all."""
+_PROGRAMS = 2048
 _READ_DIRECTLY = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -51,12 +58,18 @@ def gather(table: Table, row: int, x: Tensor, inverse_scale: Tensor | None = Non
     if flat.dtype not in _READ_DIRECTLY:
         flat = flat.float()
     if use_triton(flat):
-        grid = (-(-flat.numel() // BLOCK),)
+        grid = (min(-(-flat.numel() // BLOCK), _PROGRAMS),)
         _stats_kernel[grid](
-            flat, inverse_scale, table.counts[row], table.sizes[row], flat.numel(), BLOCK=BLOCK, num_warps=4
-        )
+            flat, inverse_scale, table.counts[row], table.sizes[row], flat.numel(), every(flat.numel()), BLOCK=BLOCK,
+            num_warps=4,
+        )  # fmt: skip
     else:
         gather_reference(table, row, flat, inverse_scale)
+
+
+def every(size: int) -> int:
+    """Which blocks the histogram counts: odd, so that every one of an even number of programs has as many."""
+    return size // WHOLE | 1
 
 
 def gather_reference(table: Table, row: int, x: Tensor, inverse_scale: Tensor | None = None) -> None:
@@ -66,7 +79,11 @@ def gather_reference(table: Table, row: int, x: Tensor, inverse_scale: Tensor | 
     bits = values.contiguous().view(torch.int32) & 0x7FFFFFFF
     exponent = (bits >> 23).clamp_(min=1)
     exponent = torch.where(bits == 0, 0, exponent)
-    table.counts[row, :BINS] += torch.bincount(exponent, minlength=BINS)
+    some, apart = exponent, every(exponent.numel())
+    if apart > 1:
+        some = exponent[torch.arange(exponent.numel(), device=x.device) // BLOCK % apart == 0]
+    table.counts[row, : BINS - 1] += torch.bincount(some, minlength=BINS)[: BINS - 1]
+    table.counts[row, BINS - 1] += (exponent == BINS - 1).sum()
     table.counts[row, BINS] += (bits > 0x7F800000).sum()
     finite = torch.where(exponent < 255, values, 0.0)
     amax, squares = table.sizes[row].unbind()
@@ -75,22 +92,30 @@ def gather_reference(table: Table, row: int, x: Tensor, inverse_scale: Tensor | 
 
 
 @jit
-def _stats_kernel(x_ptr, inverse_ptr, counts_ptr, sizes_ptr, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = offsets < size
-    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    if inverse_ptr is not None:
-        x = x * tl.load(inverse_ptr)
-    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    exponent = tl.where(bits == 0, 0, tl.maximum(bits >> 23, 1))
-    histogram = tl.histogram(exponent, 256)
+def _stats_kernel(x_ptr, inverse_ptr, counts_ptr, sizes_ptr, size, every, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     bins = tl.arange(0, 256)
-    beyond = BLOCK - tl.sum(mask.to(tl.int32))  # the last block's missing values were counted as zeros
-    histogram -= tl.where(bins == 0, beyond, 0)
-    tl.atomic_add(counts_ptr + bins, histogram.to(tl.int64), mask=histogram > 0, sem="relaxed")
-    nan = tl.sum((bits > 0x7F800000).to(tl.int32))
-    if nan > 0:
-        tl.atomic_add(counts_ptr + 256, nan.to(tl.int64), sem="relaxed")
-    finite = tl.where(exponent < 255, x, 0.0)
-    tl.atomic_max(sizes_ptr, tl.max(tl.abs(finite)), sem="relaxed")
-    tl.atomic_add(sizes_ptr + 1, tl.sum(finite * finite), sem="relaxed")
+    histogram = tl.zeros([256], tl.int32)
+    amax, squares = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    bad = tl.zeros([BLOCK], tl.int32)  # not finite in the low half, NaN in the high one
+    for block in range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
+        offsets = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        mask = offsets < size
+        x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        if inverse_ptr is not None:
+            x = x * tl.load(inverse_ptr)
+        bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        if block % every == 0:
+            histogram += tl.histogram(tl.where(bits == 0, 0, tl.maximum(bits >> 23, 1)), 256)
+            beyond = BLOCK - tl.sum(mask.to(tl.int32))  # the last block's missing values were counted as zeros
+            histogram -= tl.where(bins == 0, beyond, 0)
+        finite = tl.where(bits < 0x7F800000, tl.abs(x), 0.0)
+        amax = tl.maximum(amax, finite)
+        squares += finite * finite
+        bad += (bits >= 0x7F800000).to(tl.int32) + ((bits > 0x7F800000).to(tl.int32) << 16)
+    tl.atomic_add(counts_ptr + bins, histogram.to(tl.int64), mask=(histogram > 0) & (bins < 255), sem="relaxed")
+    nonfinite = tl.sum(bad & 0xFFFF)
+    if nonfinite > 0:
+        tl.atomic_add(counts_ptr + 255, nonfinite.to(tl.int64), sem="relaxed")
+        tl.atomic_add(counts_ptr + 256, tl.sum(bad >> 16).to(tl.int64), sem="relaxed")
+    tl.atomic_max(sizes_ptr, tl.max(amax), sem="relaxed")
+    tl.atomic_add(sizes_ptr + 1, tl.sum(squares), sem="relaxed")

@@ -13,8 +13,8 @@ Parameters may be DTensors (sharded.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -297,15 +297,33 @@ def full(parameter: Tensor, device: torch.device | str | None = None) -> Tensor:
     return like(join(local(weight), local(other)), weight) if other.dtype is torch.int16 else other.clone()
 
 
+class Sample(NamedTuple):
+    """Some values of a few parameters, equally many of each: a row for each name."""
+
+    names: list[str]
+    values: Tensor
+
+
 @torch.no_grad()
-def sample_full(parameter: Tensor, most: int) -> Tensor:
-    """Up to ``most`` values of a parameter in FP32, evenly spread over it: the same ones each time."""
-    weight, other = local(parameter).detach().reshape(-1), _kept(parameter)
-    some = slice(None, None, max(1, -(-weight.numel() // most)))
-    if other is None:
-        return weight[some].float().clone()
-    rest = local(other).reshape(-1)[some]
-    return join(weight[some], rest) if rest.dtype is torch.int16 else rest.clone()
+def sample_full(parameters: Mapping[str, Tensor], most: int) -> list[Sample]:
+    """Up to ``most`` values of each parameter in FP32, evenly spread over it: the same ones each time."""
+    alike: dict[tuple[Any, ...], dict[str, tuple[Tensor, Tensor | None]]] = {}
+    for name, parameter in parameters.items():
+        weight, other = local(parameter).detach().reshape(-1), _kept(parameter)
+        some = slice(None, None, max(1, -(-weight.numel() // most)))
+        weight, rest = weight[some], None if other is None else local(other).reshape(-1)[some]
+        if weight.numel():
+            kind = (weight.numel(), weight.dtype, weight.device, None if rest is None else rest.dtype)
+            alike.setdefault(kind, {})[name] = weight, rest
+    return [Sample(list(group), _stacked_full(list(group.values()))) for group in alike.values()]
+
+
+def _stacked_full(pairs: list[tuple[Tensor, Tensor | None]]) -> Tensor:
+    rests = [rest for _, rest in pairs if rest is not None]
+    if rests and rests[0].dtype is torch.float32:
+        return torch.stack(rests)
+    weights = torch.stack([weight for weight, _ in pairs])
+    return join(weights, torch.stack(rests)) if rests else weights.float()
 
 
 def full_precision(model: nn.Module, device: torch.device | str | None = None) -> dict[str, Tensor]:

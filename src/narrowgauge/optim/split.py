@@ -31,7 +31,7 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
     high = (bits + 0x8000) >> 16
     low = bits - (high << 16)
     special = size >= DISPLACED
-    if special.any():
+    if _may_have(special):
         sign = bits & ~_SIZE
         carries = size >= CARRIES
         displaced = special & (size < 0x7FFF0000)
@@ -46,11 +46,16 @@ def join(weight: Tensor, remainder: Tensor) -> Tensor:
     bits = (high << 16) + low
     size = high & 0x7FFF
     special = (low < 0) & ((size == 0) | (size == 0x7FFF))
-    if special.any():
+    if _may_have(special):
         sign = (high << 16) & ~_SIZE
         top = 0x7FFF0000 - ((size == 0).to(torch.int32) << 16)
         bits = torch.where(special, sign | top | (low & _LOW), bits)
     return bits.view(torch.float32)
+
+
+def _may_have(special: Tensor) -> bool:
+    """Whether the rare patterns need their own pass; on a GPU always, since to look would be to wait for it."""
+    return special.device.type != "cpu" or bool(special.any())
 
 
 def _signed(low: Tensor) -> Tensor:
