@@ -46,6 +46,8 @@ class Task:
     weight_decay: float = 0.1
     steps: int = 200
     """How many steps a useful run takes."""
+    eval_batches: int = 8
+    """How many different evaluation batches are worth averaging over."""
     optimizer: Callable[[nn.Module, float], Optimizer] | None = None
     """Makes the optimizer from the model and the peak learning rate; None: AdamW with weight-decay groups."""
     metrics: Callable[[nn.Module, Batch], Mapping[str, Tensor]] | None = None
@@ -59,7 +61,10 @@ class Task:
 
 
 def load(spec: str, options: Mapping[str, Any]) -> Task:
-    """Load a user's task from ``path/to/file.py:function``, passing the options the function has parameters for."""
+    """Load a user's task from ``path/to/file.py:function``, passing the options the function has parameters for.
+
+    A ``seed`` is only offered: a user's task need not have one, its weights are seeded all the same.
+    """
     path_text, _, name = spec.rpartition(":")
     path = Path(path_text)
     if not path.is_file():
@@ -80,6 +85,8 @@ def load(spec: str, options: Mapping[str, Any]) -> Task:
     if not callable(function):
         public = sorted(n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__)
         raise UsageError(f"task {spec!r}: {path_text} has no function {name!r}; it has {', '.join(public) or 'none'}")
+    if "seed" not in inspect.signature(function).parameters:
+        options = {name: value for name, value in options.items() if name != "seed"}
     task = function(**accepted(function, options, spec))
     if not isinstance(task, Task):
         raise UsageError(f"task {spec!r}: {name}() returned a {type(task).__name__}, not a narrowgauge.Task")

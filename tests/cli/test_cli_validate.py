@@ -25,19 +25,74 @@ def test_verdicts_and_what_is_kept(capsys, tmp_path):
     arguments = ("--candidates", "fp32[checkpoint=none],fp16[loss_scale=1e-6]", "--seeds", "3", "--margin", "0.05")
     code, data, err = validate(capsys, tmp_path, *arguments)
     assert code == 1
-    same, bad = data["candidates"]["fp32"], data["candidates"]["fp16[loss_scale=1e-06]"]
+    same, bad = data["candidates"]["fp32[checkpoint=none]"], data["candidates"]["fp16[loss_scale=1e-6]"]
+    assert (same["recipe"], bad["recipe"]) == ("fp32", "fp16[loss_scale=1e-06]")
     assert same["verdict"] == "equivalent" and same["gap"] == 0 and same["losses"] == data["losses"]
     assert bad["verdict"] == "worse" and bad["gap"] > 0.05 and bad["interval"][0] > 0.05
     assert {"verdict", "gap", "interval", "margin", "detectable", "diverged"} <= set(bad)
     assert "6 of 9" in err and "(known)" in err  # fp32 against fp32 is the same run
     code, again, err = validate(capsys, tmp_path, *arguments)
-    assert again == data and "s left" not in err
+    assert data.pop("seconds") > again.pop("seconds") and again == data and "s left" not in err
 
 
 def test_one_seed_proves_nothing(capsys, tmp_path):
     code, data, _ = validate(capsys, tmp_path, "--candidates", "bf16", "--seeds", "1")
     assert code == 1 and data["candidates"]["bf16"]["verdict"] == "inconclusive"
     assert data["candidates"]["bf16"]["seeds_needed"] == 3
+
+
+@pytest.fixture
+def task_file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text((Path(__file__).resolve().parents[1] / "validate" / "planted.py").read_text())
+    return path
+
+
+def test_a_saved_validation_is_held_to(capsys, tmp_path, task_file):
+    base = tmp_path / "base.json"
+    ask = ["validate", f"{task_file}:healthy", "--device", "cpu", "--steps", "40", "--seeds", "3", "--json"]
+    assert main([*ask, "--candidates", "bf16", "--margin", "0.02", "--save", str(base), "--out", str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert main(["validate", "--against", str(base), "--device", "cpu", "--json"]) == 0
+    held = json.loads(capsys.readouterr().out)["gate"]
+    assert held["ok"] and held["rows"][0]["gap"] == 0 and held["rows"][0]["verdict"] == "equivalent"
+    assert held["rows"][0]["decibels_before"] == held["rows"][0]["decibels_now"] > 40
+
+    text = task_file.read_text()
+    rounded = "model(x).to(torch.float8_e5m2).float()"  # someone rounds in the loss, where the recipe is not FP32's
+    spoilt = text.replace("model(x).float()", f"({rounded} if model(x).dtype is torch.bfloat16 else model(x).float())")
+    assert spoilt != text
+    task_file.write_text(spoilt)
+    assert main(["validate", "--against", str(base), "--device", "cpu", "--json"]) == 1
+    captured = capsys.readouterr()
+    assert not json.loads(captured.out)["gate"]["ok"] and "dB, where they had" in captured.err
+
+
+def test_a_base_that_is_none(capsys, tmp_path):
+    for name, text, said in [("no", None, "No such file"), ("bad", "{", "not JSON"), ("other", "[1]", "not a saved")]:
+        path = tmp_path / name
+        if text is not None:
+            path.write_text(text)
+        assert main(["validate", "--against", str(path)]) == 2
+        err = capsys.readouterr().err
+        assert said in err and err.count("\n") == 1
+
+
+def test_logs_of_finished_runs(capsys, tmp_path):
+    for side, shift in (("fp32", 0.0), ("bf16", 0.0002), ("bad", 0.1)):
+        for seed in range(4):
+            path = tmp_path / side / f"seed{seed}.jsonl"
+            path.parent.mkdir(exist_ok=True)
+            lines = [{"step": step, "eval_loss": 2 + 1 / step + 0.01 * seed + shift} for step in range(1, 60)]
+            path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    fp32, bf16, bad = (str(tmp_path / side) for side in ("fp32", "bf16", "bad"))
+    assert main(["validate", "--curves", fp32, bf16, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["candidates"][bf16]
+    assert found["verdict"] == "equivalent" and found["gap"] == pytest.approx(1e-4, rel=0.02)
+    assert main(["validate", "--curves", fp32, bad, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["candidates"][bad]["verdict"] == "worse"
+    assert main(["validate", "--curves", fp32, str(tmp_path / "none")]) == 2
+    assert "does not exist" in capsys.readouterr().err
 
 
 def test_recipes_with_commas():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import time
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -12,56 +12,104 @@ from narrowgauge.cli.terminal import say, show_table
 from narrowgauge.errors import UsageError
 
 if TYPE_CHECKING:
-    from narrowgauge.validate.curves import Question, Run
-    from narrowgauge.validate.verdict import Verdict
+    from narrowgauge.validate.run import Validation
 
 ABOUT = "prove, or fail to prove, that a recipe trains as good a model as the reference"
-FIRST, MOST = 3, 12
-"""With --seeds auto: pairs to estimate the noise with, and the most that are spent."""
+
+ROWS = 12
+"""Modules shown of a step; JSON has all."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("task", nargs="?", metavar="TASK", help="a built-in task or file.py:function (default: one for this machine)")
-    add("--candidates", default="bf16", help="recipes, separated by commas outside of brackets (default bf16)")
-    add("--reference", default="fp32", help="what they are held against (default fp32)")
-    add("--seeds", default="auto", help="pairs of runs, or auto: as many as it takes, up to 12 (default auto)")
+    add("--candidates", help="recipes, or RECIPE@TASK, separated by commas (default bf16)")
+    add("--reference", help="what they are held against (default fp32)")
+    add("--seeds", default="auto", help="pairs of runs, or auto: as many as it takes, within the budget (default auto)")
     add("--margin", type=float, default=0.005, help="relative gap of the loss that is still as good (default 0.005)")
-    add("--steps", type=int, metavar="N", help="updates of a run (default: the task's)")
-    add("--batch", type=int, metavar="N")
-    add("--context", type=int, metavar="N")
-    add("--lr", type=float, metavar="RATE")
+    add("--budget", type=float, default=10.0, metavar="MINUTES", help="time that auto may spend (default 10)")
+    layers = "compare one step module by module first (default: yes)"
+    add("--layers", action=argparse.BooleanOptionalAction, default=True, help=layers)
+    add("--steps", type=int, metavar="N", help="updates of a run (default: the task's, if the budget has room)")
+    add("--batch", type=int, metavar="N", help="items a batch")
+    add("--context", type=int, metavar="N", help="tokens a sequence, for language tasks")
+    add("--lr", type=float, metavar="RATE", help="peak learning rate (default: the task's)")
+    add("--save", metavar="FILE", help="write the result as JSON, for --against")
+    add("--against", metavar="FILE", help="hold the candidates of a saved validation to what they were; trains afresh")
+    add("--curves", nargs=2, metavar=("REFERENCE", "CANDIDATE"), help="compare finished runs by their logs instead")
+    add("--tag", help="with --curves: which number of the logs is the loss")
 
 
 def run(args: argparse.Namespace) -> Outcome:
+    if args.curves:
+        if args.task or args.candidates or args.save or args.against:
+            raise UsageError("--curves compares finished runs: no task, --candidates, --save or --against goes with it")
+        return _compare_logs(args)
     from narrowgauge import hardware, tasks
-    from narrowgauge.data import cache
-    from narrowgauge.recipe import parse, refusal
-    from narrowgauge.validate.curves import Question
+    from narrowgauge.validate import gate
+    from narrowgauge.validate.run import validate
 
-    device = hardware.detect(args.device)
-    spec = args.task or tasks.default(device.kind)
-    names = [str(parse(name, device)) for name in (args.reference, *split_recipes(args.candidates))]
-    for name in names:
-        reason = refusal(parse(name), device)
-        if reason is not None:
-            raise UsageError(reason)
-    if args.seeds != "auto" and not (args.seeds.isdigit() and 1 <= int(args.seeds) <= 1000):
-        raise UsageError(f"--seeds {args.seeds}: expected auto, or a whole number from 1 to 1000")
-    if not 0 < args.margin < 1:
-        raise UsageError(f"--margin {args.margin}: expected a share between 0 and 1, such as 0.005")
+    out = prose(args)
+    base = gate.read(Path(args.against)) if args.against else None
+    if base is not None:
+        _take_over(args, base)
+    spec = args.task or tasks.default(hardware.detect(args.device).kind)
+    reference, candidates = args.reference or "fp32", split_recipes(args.candidates or "bf16")
+    say(f"{spec}: {', '.join(candidates)} against {reference}, margin {args.margin:.2%}", out)
     options = {name: getattr(args, name) for name in ("batch", "context") if getattr(args, name) is not None}
-    settings = {"steps": args.steps, "learning_rate": args.lr, "watch_every": 0}
-    if ".py:" in spec:
-        spec = str(Path(spec.rpartition(":")[0]).resolve()) + ":" + spec.rpartition(":")[2]
-    store = Path(args.out) if args.out else cache.folder() / "validate"
-    question = Question(spec=spec, device=device, options=options, settings=settings, store=store)
-    field = _Field(question, names, args, prose(args))
-    verdicts = field.decide()
-    return Outcome(
-        field.describe(verdicts),
-        exit_code=int(any(v.verdict not in ("equivalent", "better") for v in verdicts.values())),
-    )
+    with tempfile.TemporaryDirectory() as passing:  # what was trained with older code proves nothing of today's
+        validation = validate(
+            spec,
+            candidates,
+            reference,
+            seeds=int(args.seeds) if args.seeds.isdigit() else args.seeds,
+            margin=args.margin,
+            steps=args.steps,
+            learning_rate=args.lr,
+            options=options,
+            budget_s=args.budget * 60,
+            device=args.device,
+            out=passing if base is not None else args.out,
+            layers=args.layers,
+            tell=lambda line: say(line, out),
+        )
+    show(validation, out)
+    described = validation.describe() | {"options": options | {"lr": args.lr}}
+    if args.save:
+        gate.save(Path(args.save), described)
+    if base is None:
+        return Outcome(described, exit_code=0 if validation.good else 1)
+    held = gate.hold(base, described)
+    _show_gate(held, args.against, out)
+    return Outcome(described | {"gate": held}, exit_code=0 if held["ok"] else 1)
+
+
+def _take_over(args: argparse.Namespace, base: dict[str, Any]) -> None:
+    """What was asked then, where nothing else is asked now."""
+    args.task = args.task or base["task"]
+    args.reference = args.reference or base["reference"]
+    args.candidates = args.candidates or ",".join(base["candidates"])
+    args.steps = args.steps or base["steps"]
+    args.margin = base["margin"]
+    for name in ("batch", "context", "lr"):
+        if getattr(args, name) is None:
+            setattr(args, name, base["options"].get(name))
+    if args.seeds == "auto":
+        args.seeds = str(min(one["seeds"] for one in base["candidates"].values()))
+
+
+def _compare_logs(args: argparse.Namespace) -> Outcome:
+    from narrowgauge.validate import foreign
+
+    out = prose(args)
+    reference, candidate = (foreign.read_all(Path(path), args.tag) for path in args.curves)
+    found = foreign.compare(reference, candidate, args.margin)
+    show_table(f"{args.curves[1]} against {args.curves[0]}: {found.what}", *found.table(), out)
+    for note in found.notes:
+        say(note, out)
+    say(f"{found.verdict.verdict}: {found.verdict.reason}", out)
+    described = {"reference": args.curves[0], "candidates": {args.curves[1]: found.as_dict()}}
+    return Outcome(described, exit_code=0 if found.verdict.is_good else 1)
 
 
 def split_recipes(text: str) -> list[str]:
@@ -79,99 +127,51 @@ def split_recipes(text: str) -> list[str]:
     return found
 
 
-class _Field:
-    """Reference and candidates, run seed by seed; the reference's runs serve all."""
-
-    def __init__(self, question: Question, names: list[str], args: argparse.Namespace, out: TextIO) -> None:
-        self.question, self.out, self.margin = question, out, args.margin
-        self.reference, *self.candidates = names
-        self.auto = args.seeds == "auto"
-        self.seeds = FIRST if self.auto else int(args.seeds)
-        self.runs: dict[tuple[str, int], Run] = {}
-
-    def decide(self) -> dict[str, Verdict]:
-        say(
-            f"{self.question.spec}: {', '.join(self.candidates)} against {self.reference}, margin {self.margin:.2%}",
-            self.out,
+def show(validation: Validation, out: TextIO) -> None:
+    """The verdicts for people."""
+    for name, layers in validation.layers.items():
+        columns, lines = layers.table()
+        total = f"all weight gradients {layers.total:.1f} dB"
+        show_table(
+            f"{name} against {validation.reference}, one step, dB (own, end to end): {total}", columns, lines, out
         )
-        open_ones, seeds = list(self.candidates), self.seeds
-        verdicts: dict[str, Verdict] = {}
-        while open_ones:
-            self._run([self.reference, *open_ones], seeds)
-            verdicts |= {name: self._judge(name, seeds) for name in open_ones}
-            needed = {
-                name: verdicts[name].seeds_needed for name in open_ones if verdicts[name].verdict == "inconclusive"
-            }
-            open_ones = (
-                [name for name, count in needed.items() if count is not None and seeds < MOST] if self.auto else []
-            )
-            if open_ones:
-                seeds = min(MOST, max(seeds + 1, min(needed[name] or MOST for name in open_ones)))
-                say(f"not decided yet: {', '.join(open_ones)}; going on to {seeds} seeds", self.out)
-        self._show(verdicts)
-        return verdicts
+        for worst in layers.worst[:3]:
+            say(f"  {worst.module} ({worst.quantity}, {worst.decibels:.1f} dB): {worst.advice}", out)
+    described = validation.describe()
+    rows = []
+    for name, verdict in validation.items():
+        known = described["candidates"][name]
+        interval = "" if verdict.interval is None else f"{verdict.interval[0]:+.3%} to {verdict.interval[1]:+.3%}"
+        gap = "" if verdict.gap is None else f"{verdict.gap:+.3%}"
+        largest = known["curve_gap_largest"]
+        curve = "" if largest is None else f"{largest:+.2%} at {known['curve_gap_step']}"
+        norms = "" if known["grad_norm_ratio"] is None else f"{known['grad_norm_ratio']:.3f}"
+        bad = f"{known['skipped']}, {verdict.diverged[1]}"
+        rows.append([name, verdict.verdict, gap, interval, str(verdict.seeds), curve, norms, bad])
+    columns = ["candidate", "verdict", "gap", "interval", "pairs", "largest gap", "grad norms", "skipped, diverged"]
+    title = f"{described['task'] or 'task'}, {described['steps']} steps, against {validation.reference}"
+    show_table(title, columns, rows, out)
+    for name, verdict in validation.items():
+        say(f"{name}: {verdict.verdict}: {verdict.reason}", out)
+        needed, minutes = validation.inquiries[name].needed, validation.minutes_needed(name)
+        if needed is not None and minutes is not None:
+            say(f"  {needed} pairs would decide it, if the noise stays as it is: about {minutes:.0f} minutes more", out)
+        elif not verdict.is_good and verdict.verdict == "inconclusive":
+            say("  the noise is too large for any number of pairs: make runs longer, or the margin wider", out)
+        elif verdict.detectable is not None:
+            say(f"  a gap of {verdict.detectable:.3%} would have been called worse four times of five", out)
+    if described["noise_band"] is not None:
+        say(f"{validation.reference}'s own runs scatter by {described['noise_band']:.2%} from seed to seed", out)
+    say("a run of this length says nothing of what comes after it: later divergence is not excluded", out)
 
-    def _run(self, names: list[str], seeds: int) -> None:
-        from narrowgauge.validate.curves import run
 
-        wanted = [(name, seed) for seed in range(seeds) for name in names if (name, seed) not in self.runs]
-        spent: list[float] = []
-        for index, (name, seed) in enumerate(wanted):
-            start = time.perf_counter()
-            self.runs[name, seed] = one = run(self.question, name, seed)
-            if one.fresh:
-                spent.append(time.perf_counter() - start)
-            left = sum(spent) / len(spent) * (len(wanted) - index - 1) if spent else 0.0
-            how = f"{spent[-1]:.0f} s, about {left:.0f} s left" if one.fresh else "known"
-            say(f"  {index + 1} of {len(wanted)}: {name} seed {seed}: loss {one.loss:.5f} ({how})", self.out)
-
-    def _judge(self, name: str, seeds: int) -> Verdict:
-        from narrowgauge.validate.verdict import judge
-
-        pairs = [(self.runs[self.reference, seed].loss, self.runs[name, seed].loss) for seed in range(seeds)]
-        return judge([r for r, _ in pairs], [c for _, c in pairs], self.margin)
-
-    def _show(self, verdicts: dict[str, Verdict]) -> None:
-        rows = []
-        for name, verdict in verdicts.items():
-            interval = "" if verdict.interval is None else f"{verdict.interval[0]:+.3%} to {verdict.interval[1]:+.3%}"
-            gap = "" if verdict.gap is None else f"{verdict.gap:+.3%}"
-            rows.append([name, verdict.verdict, gap, interval, str(verdict.seeds), f"{verdict.diverged[1]}"])
-        show_table("verdicts", ["candidate", "verdict", "gap", "interval", "seeds", "diverged"], rows, self.out)
-        for name, verdict in verdicts.items():
-            say(f"{name}: {verdict.reason}", self.out)
-            if verdict.verdict == "inconclusive" and verdict.seeds_needed is not None:
-                say(f"  {verdict.seeds_needed} seeds would decide it, if the noise stays as it is", self.out)
-            elif verdict.detectable is not None:
-                say(f"  a gap of {verdict.detectable:.3%} would have been called worse four times of five", self.out)
-        say("a run of this length says nothing of what comes after it: later divergence is not excluded", self.out)
-
-    def describe(self, verdicts: dict[str, Verdict]) -> dict[str, Any]:
-        from narrowgauge.runs.record import plain
-        from narrowgauge.validate.curves import largest_gap
-
-        described = {}
-        for name, verdict in verdicts.items():
-            seeds = range(verdict.seeds)
-            runs = [[self.runs[one, seed] for seed in seeds] for one in (self.reference, name)]
-            area, largest = largest_gap(*runs)
-            described[name] = {
-                "verdict": verdict.verdict,
-                "gap": verdict.gap,
-                "interval": verdict.interval,
-                "margin": verdict.margin,
-                "detectable": verdict.detectable,
-                "diverged": verdict.diverged[1],
-                "diverged_reference": verdict.diverged[0],
-                "deviation": verdict.deviation,
-                "seeds": verdict.seeds,
-                "seeds_needed": verdict.seeds_needed,
-                "reason": verdict.reason,
-                "curve_gap_mean": area,
-                "curve_gap_largest": largest,
-                "losses": [run.loss for run in runs[1]],
-            }
-        reference = [self.runs[self.reference, seed].loss for seed in range(max(v.seeds for v in verdicts.values()))]
-        data = {"task": self.question.spec, "reference": self.reference, "losses": reference, "candidates": described}
-        result: dict[str, Any] = plain(data)
-        return result
+def _show_gate(held: dict[str, Any], path: str, out: TextIO) -> None:
+    rows = []
+    for row in held["rows"]:
+        gap = "" if row["gap"] is None else f"{row['gap']:+.3%}"
+        decibels = [row["decibels_before"], row["decibels_now"]]
+        layers = "" if None in decibels else f"{decibels[0]:.1f} to {decibels[1]:.1f}"
+        rows.append([row["name"], gap, row["verdict"], layers, "failed" if row["failures"] else "held"])
+    show_table(f"against {path}", ["candidate", "gap to then", "", "gradients, dB", ""], rows, out)
+    for failure in held["failures"]:
+        say(failure, out)

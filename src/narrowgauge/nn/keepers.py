@@ -48,7 +48,7 @@ class Fp32Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in FP32_FUNCTIONS:
+        if func not in FP32_FUNCTIONS or not torch.is_autocast_enabled("cpu"):  # as on CUDA: off means off
             return func(*args, **kwargs)
         with torch.autocast("cpu", enabled=False):
             return func(*to_fp32(args), **to_fp32(kwargs))

@@ -72,9 +72,10 @@ def make(batch: int = 64, seed: int = 0) -> Task:
         synthetic=synthetic,
         items_per_batch=batch,
         unit="image",
-        learning_rate=3e-3,
+        learning_rate=1.5e-3,
         weight_decay=0.01,
         steps=240,
+        eval_batches=1,
         facts={"batch": batch, "chance_loss": float(np.log(CLASSES))},
     )
 

@@ -12,8 +12,9 @@ import json
 import math
 import shutil
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,12 @@ from narrowgauge.runs import record
 from narrowgauge.runs.life import Observer
 from narrowgauge.runs.loop import train, versions
 from narrowgauge.runs.settings import settle
+from narrowgauge.task import Task
 
 SMOOTH = 20
 """Steps over which curves are averaged before they are compared."""
+EVALUATIONS = 3
+"""In a run: the best of them is compared beside the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +38,20 @@ class Question:
 
     spec: str
     device: Device
+    make: Callable[[int], Task] | None = None
+    """Makes the task from a seed, where ``spec`` does not name it."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """For the task."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """For the run: steps, learning_rate, ..."""
     store: Path = Path("validations")
+
+    def content(self) -> dict[str, Any]:
+        """Everything that numbers depend on, but for the run's own settings."""
+        source = self.spec.rpartition(":")[0]
+        text = Path(source).read_text() if source.endswith(".py") else ""
+        known = {"task": self.spec, "file": text, "options": dict(self.options), "versions": versions()}
+        return known | {"device": self.device.name}
 
 
 @dataclass(frozen=True)
@@ -47,7 +60,10 @@ class Run:
 
     loss: float
     """The last evaluation's; NaN where the run diverged or stalled."""
+    best: float
+    """The lowest evaluation's."""
     curve: tuple[float, ...]
+    norms: tuple[float, ...]
     skipped: int
     seconds: float
     fresh: bool
@@ -58,19 +74,29 @@ class Interrupted(KeyboardInterrupt):
     """The user stopped a run; what was trained is kept."""
 
 
-def run(question: Question, recipe: str, seed: int) -> Run:
+def make_task(question: Question, seed: int) -> Task:
+    """The task, with data by the seed where it knows one."""
+    if question.make is not None:
+        return question.make(seed)
+    return tasks.find(question.spec, **question.options, seed=seed)
+
+
+def run(question: Question, recipe: str, seed: int, observer: Observer | None = None) -> Run:
     """The run of a recipe and a seed: from the store, or trained now."""
-    own_seed = {} if ".py:" in question.spec else {"seed": seed}
-    task = tasks.find(question.spec, **question.options, **own_seed)
+    task = make_task(question, seed)
+    every = max(1, -(-int(question.settings.get("steps") or task.steps) // EVALUATIONS))
     settings = settle(
-        task, recipe=recipe, device=question.device.torch_device, seed=seed, eval_every=0, **question.settings
+        task, recipe=recipe, device=question.device.torch_device, seed=seed, eval_every=every, **question.settings
     )
-    folder = question.store / _name(question, settings.__dict__)
+    folder = question.store / digest({**question.content(), "settings": settings.__dict__})
     done = _finished(folder)
     if done is not None:
         return done
     going_on = record.holds_run(folder)
-    result = train(task, settings, folder, resume=going_on, configuration={"task": question.spec}, observer=Observer())
+    configuration = {"task": question.spec}
+    result = train(
+        task, settings, folder, resume=going_on, configuration=configuration, observer=observer or Observer()
+    )
     if result.interrupted:
         raise Interrupted
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # the numbers are what is kept
@@ -79,38 +105,69 @@ def run(question: Question, recipe: str, seed: int) -> Run:
     return finished
 
 
-def _name(question: Question, settings: Mapping[str, Any]) -> str:
-    source = question.spec.rpartition(":")[0]
-    text = Path(source).read_text() if source.endswith(".py") else ""
-    known = {"task": question.spec, "file": text, "options": dict(question.options), "settings": dict(settings)}
-    known |= {"versions": versions(), "device": question.device.name}
-    digest = hashlib.blake2b(json.dumps(known, sort_keys=True, default=str).encode(), digest_size=12)
-    return digest.hexdigest()
+def digest(known: Mapping[str, Any]) -> str:
+    """A name for what is known of a run."""
+    return hashlib.blake2b(json.dumps(known, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
 
 
 def _finished(folder: Path, fresh: bool = False) -> Run | None:
     """A run in the store that has come to its end."""
     if not record.holds_run(folder):
         return None
-    curve, end = [], None
+    curve, norms, evaluations, end = [], [], [math.inf], None
     for event in record.read(folder):
         if event["kind"] == "step":
             curve.append(float(event["loss"]))
+            norms.append(float(event["grad_norm"]))
+        elif event["kind"] == "eval":
+            evaluations.append(float(event["loss"]))
         elif event["kind"] == "end" and not event["interrupted"]:
             end = event
     if end is None:
         return None
-    loss = end["loss_eval"]
-    whole = end["step"] >= end["steps"] and loss is not None and math.isfinite(float(loss))
-    return Run(float(loss) if whole else math.nan, tuple(curve), end["skipped"], end["seconds"], fresh)
+    loss = float(end["loss_eval"]) if end["loss_eval"] is not None else math.nan
+    whole = end["step"] >= end["steps"] and math.isfinite(loss)
+    best = min([loss, *(value for value in evaluations if math.isfinite(value))]) if whole else math.nan
+    return Run(loss if whole else math.nan, best, tuple(curve), tuple(norms), end["skipped"], end["seconds"], fresh)
 
 
-def largest_gap(reference: Sequence[Run], candidate: Sequence[Run]) -> tuple[float, float]:
-    """Between the mean curves, smoothed: the mean gap and the largest, relative to the reference."""
-    means = []
+def compare(reference: Sequence[Run], candidate: Sequence[Run]) -> dict[str, Any]:
+    """What else two sets of paired runs differ in, beside the final loss."""
+    area, largest, where = curve_gap(reference, candidate)
+    norms = [statistics.median([n for one in runs for n in one.norms] or [math.nan]) for runs in (reference, candidate)]
+    pairs = [(r.best, c.best) for r, c in zip(reference, candidate, strict=True) if math.isfinite(r.best - c.best)]
+    best = statistics.fmean(c / r - 1 for r, c in pairs if r) if pairs else math.nan
+    return {
+        "best_gap": best,
+        "curve_gap_mean": area,
+        "curve_gap_largest": largest,
+        "curve_gap_step": where,
+        "grad_norm_ratio": norms[1] / norms[0] if norms[0] else math.nan,
+        "skipped": sum(one.skipped for one in candidate),
+        "skipped_reference": sum(one.skipped for one in reference),
+    }
+
+
+def band(losses: Sequence[float]) -> float | None:
+    """How far apart the reference's own runs are: the standard deviation over seeds, relative to their mean."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    return statistics.stdev(finite) / abs(statistics.fmean(finite)) if len(finite) > 1 and any(finite) else None
+
+
+def curve_gap(reference: Sequence[Run], candidate: Sequence[Run]) -> tuple[float, float, int | None]:
+    """Between the mean curves, smoothed: the mean gap, the largest, and its step; relative to the reference."""
+    smooth = []
     for runs in (reference, candidate):
         length = min(len(one.curve) for one in runs)
         mean = [statistics.fmean(one.curve[i] for one in runs) for i in range(length)]
-        means.append([statistics.fmean(mean[max(0, i - SMOOTH + 1) : i + 1]) for i in range(length)])
-    gaps = [(c - r) / abs(r) for r, c in zip(*means, strict=False) if r and math.isfinite(r) and math.isfinite(c)]
-    return (statistics.fmean(gaps), max(gaps, key=abs)) if gaps else (math.nan, math.nan)
+        sums = [0.0, *accumulate(mean)]
+        smooth.append([(sums[i + 1] - sums[max(0, i + 1 - SMOOTH)]) / min(i + 1, SMOOTH) for i in range(length)])
+    gaps = {
+        index + 1: (c - r) / abs(r)
+        for index, (r, c) in enumerate(zip(*smooth, strict=False))
+        if r and math.isfinite(r) and math.isfinite(c)
+    }
+    if not gaps:
+        return math.nan, math.nan, None
+    where = max(gaps, key=lambda step: abs(gaps[step]))
+    return statistics.fmean(gaps.values()), gaps[where], where

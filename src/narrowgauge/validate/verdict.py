@@ -46,6 +46,11 @@ class Verdict:
     alpha: float = ALPHA
 
     @property
+    def is_good(self) -> bool:
+        """Whether the candidate is shown to be as good as the reference, or better."""
+        return self.verdict in (EQUIVALENT, BETTER)
+
+    @property
     def seeds_needed(self) -> int | None:
         """Pairs that would decide, where these did not; None: decided, or more than anyone would run."""
         if self.verdict != INCONCLUSIVE:
@@ -128,16 +133,21 @@ def power_worse(count: int, deviation: float, gap: float, margin: float, alpha: 
     return sum(weight * (1 - normal_cdf((margin + t * x * error - gap) / error)) for x, weight in spread(count - 1))
 
 
+def power_to_decide(count: int, deviation: float, gap: float, margin: float, alpha: float = ALPHA) -> float:
+    """The probability that ``count`` pairs show what is the case: equivalence, or a gap beyond the margin."""
+    test = power_equivalent if abs(gap) < margin else power_worse
+    return test(count, deviation, abs(gap), margin, alpha) if count > 1 else 0.0
+
+
 def seeds_needed(gap: float, deviation: float, margin: float, alpha: float = ALPHA, power: float = POWER) -> int | None:
     """The fewest pairs that decide with probability ``power``; None where MOST_SEEDS would not."""
-    size = abs(gap)
-    test = power_equivalent if size < margin else power_worse
-    if test(MOST_SEEDS, deviation, size, margin, alpha) < power:
+    if power_to_decide(MOST_SEEDS, deviation, gap, margin, alpha) < power:
         return None
     low, high = 1, MOST_SEEDS
     while high - low > 1:  # more pairs never have less power
         middle = (low + high) // 2
-        low, high = (low, middle) if test(middle, deviation, size, margin, alpha) >= power else (middle, high)
+        enough = power_to_decide(middle, deviation, gap, margin, alpha) >= power
+        low, high = (low, middle) if enough else (middle, high)
     return max(high, 2)
 
 

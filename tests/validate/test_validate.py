@@ -1,0 +1,97 @@
+"""Validations of real trainings: bad candidates are found out, good ones shown to be good, nothing is done twice."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import narrowgauge as ng
+from narrowgauge.validate import pilot
+
+PLANTED = Path(__file__).with_name("planted.py")
+
+
+def task(name):
+    return f"{PLANTED}:{name}"
+
+
+def validate(tmp_path, name, *candidates, **options):
+    return ng.validate(task(name), candidates, device="cpu", out=tmp_path, **{"budget_s": 120} | options)
+
+
+def test_good_recipes_are_equivalent_and_planted_mistakes_worse(tmp_path):
+    unscaled, coarse = "fp16[loss_scale=none]", f"fp32@{task('e5m2')}"
+    found = validate(tmp_path, "healthy", "bf16", unscaled, "fp8[scaling=none]", coarse)
+    verdicts = {name: one.verdict for name, one in found.items()}
+    worse = {unscaled: "worse", "fp8[scaling=none]": "worse", coarse: "worse"}
+    assert verdicts == {"bf16": "equivalent"} | worse
+    assert not found.good and found[unscaled].interval[0] > 0.005
+    described = found.describe()
+    assert described["candidates"]["bf16"]["skipped"] == 0 and described["noise_band"] > 0
+    assert described["candidates"][unscaled]["curve_gap_largest"] > 0.05
+    assert described["candidates"]["bf16"]["grad_norm_ratio"] == pytest.approx(1, abs=0.05)
+    assert described["candidates"][coarse]["best_gap"] > 0.005
+
+
+def test_bf16_weights_without_masters_are_worse_at_a_small_learning_rate(tmp_path):
+    bad = f"fp32@{task('slow_no_masters')}"
+    found = validate(tmp_path, "slow", "bf16", bad)
+    assert {name: one.verdict for name, one in found.items()} == {"bf16": "equivalent", bad: "worse"}
+
+
+def test_softmax_in_fp16_diverges(tmp_path):
+    bad = f"fp16@{task('softmax_fp16')}"
+    found = validate(tmp_path, "softmax", bad, steps=40)
+    assert found[bad].verdict == "worse" and found[bad].diverged == (0, 3)
+
+
+def test_two_noisy_pairs_decide_nothing_and_say_how_many_would(tmp_path):
+    first = validate(tmp_path, "noisy", "bf16", seeds=2, margin=0.01)
+    needed = first.inquiries["bf16"].needed
+    assert first["bf16"].verdict == "inconclusive" and 2 < needed < 100
+    second = validate(tmp_path, "noisy", "bf16", seeds=needed, margin=0.01)
+    assert second["bf16"].verdict == "equivalent"
+    assert second.describe()["losses"][:2] == first.describe()["losses"]
+    assert not second.runs["fp32", 1].fresh and second.runs["fp32", 2].fresh
+
+
+def test_a_task_in_hand_or_a_function_of_the_seed(tmp_path):
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("planted_in_hand", PLANTED)
+    planted = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(planted)
+    by_name = validate(tmp_path, "healthy", "bf16", steps=12, seeds=2)
+    by_function = ng.validate(planted.healthy, ["bf16"], device="cpu", steps=12, seeds=2)
+    assert by_function.describe()["losses"] == by_name.describe()["losses"]
+    one = ng.validate(planted.healthy(0), ["bf16"], device="cpu", steps=12, seeds=2)
+    assert one.describe()["losses"][0] == by_name.describe()["losses"][0]
+
+
+def test_the_length_is_chosen_once(tmp_path, monkeypatch):
+    said = []
+    found = validate(tmp_path, "healthy", "bf16", seeds=1, budget_s=1e-3, tell=said.append)
+    assert found.question.settings["steps"] == pilot.LENGTHS[0] and "an update takes" in said[0]
+    monkeypatch.setattr(pilot, "train", None)  # not timed again
+    again = validate(tmp_path, "healthy", "bf16", seeds=1, budget_s=1e-3)
+    assert again.question.settings["steps"] == pilot.LENGTHS[0] and not again.runs["bf16", 0].fresh
+
+
+def test_interrupted_it_resumes(tmp_path):
+    command = [sys.executable, "-m", "narrowgauge", "validate", task("healthy"), "--candidates", "bf16", "--seeds", "1"]
+    command += ["--steps", "200", "--no-layers", "--device", "cpu", "--out", str(tmp_path), "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not any('"step":1' in f.read_text() for f in tmp_path.glob("*/events.jsonl")):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode != 0 and "Traceback" not in err
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert "Traceback" not in done.stderr and done.returncode in (0, 1), done.stderr
+    losses = json.loads(done.stdout)["losses"]
+    straight = ng.validate(task("healthy"), ["bf16"], device="cpu", seeds=1, steps=200, out=tmp_path / "straight")
+    assert losses == straight.describe()["losses"]
