@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from narrowgauge import Engine
 from narrowgauge.nn.convert import convert
@@ -175,3 +176,20 @@ def test_torch_compile_sees_one_graph_with_the_same_numbers():
             assert torch.equal(a.grad, b.grad)
     assert torch.equal(reports[0].scales.scale, reports[1].scales.scale)
     assert counters["stats"]["unique_graphs"] == 2  # one before the scales have seen the tensors, one for ever after
+
+
+@pytest.mark.parametrize("rows", [16, 5])
+def test_what_a_layer_gives_may_be_changed_in_place(rows):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(inplace=True), nn.Linear(64, 32))
+    twin = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+    twin.load_state_dict(model.state_dict())
+    x, grads = torch.randn(rows, 32), []
+    for one in (model, twin):
+        engine = Engine(one, torch.optim.SGD(one.parameters(), lr=0.1), "fp8[products=all]")
+        with engine.forward():
+            loss = one(x).float().square().mean()
+        engine.backward(loss)
+        grads.append([parameter.grad for parameter in one.parameters()])
+    for mine, theirs in zip(*grads, strict=True):
+        assert torch.equal(mine, theirs) and mine.any()

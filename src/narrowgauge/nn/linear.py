@@ -43,10 +43,13 @@ def run_linear(plan: LinearPlan, x: Tensor, weight: Tensor, bias: Tensor | None)
     with torch.autocast(x.device.type, enabled=False):
         needed = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
         output: Tensor = _Linear.apply(x, weight, bias, plan, needed)  # type: ignore[no-untyped-call]
-    return output
+    count = x.numel() // x.shape[-1]
+    return (output if len(output) == count else output[:count]).view(*x.shape[:-1], -1)
 
 
 class _Linear(torch.autograd.Function):
+    """Gives padded rows: a view that left a Function could not be changed in place, as ``ReLU(inplace=True)`` does."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, needed: bool) -> Tensor:
         caster = Caster(plan.scales, needed)
@@ -63,29 +66,28 @@ class _Linear(torch.autograd.Function):
             hp = operand.hp if plan.choice.grad_weight == "bf16" else None
             ctx.save_for_backward(hp, operand.lp_t, operand.inv_scale)
             ctx.plan, ctx.shape, ctx.kinds = plan, x.shape, (x.dtype, None if bias is None else bias.dtype)
-        return output[: x.numel() // x.shape[-1]].view(*x.shape[:-1], -1)
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         plan: LinearPlan = ctx.plan
         hp, lp_t, inv_scale = ctx.saved_tensors
-        rows = grad.reshape(-1, grad.shape[-1])
-        padded = _pad_rows(rows)
         operand = Operand()
         if "fp8" in (plan.choice.grad_input, plan.choice.grad_weight):
-            operand = Caster(plan.scales, True).cast(padded, plan.grad, plan.choice.grad_weight == "fp8")
+            operand = Caster(plan.scales, True).cast(grad, plan.grad, plan.choice.grad_weight == "fp8")
         if "bf16" in (plan.choice.grad_input, plan.choice.grad_weight):
-            operand = operand._replace(hp=padded.to(BF16))
+            operand = operand._replace(hp=grad.to(BF16))
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         dx = dweight = dbias = None
         if needs_x:
-            dx = backward_input(operand, plan.weight, plan.choice)[: len(rows)].view(ctx.shape).to(ctx.kinds[0])
+            count = ctx.shape.numel() // ctx.shape[-1]
+            dx = backward_input(operand, plan.weight, plan.choice)[:count].view(ctx.shape).to(ctx.kinds[0])
         if needs_weight:
             source = Operand(hp, None, lp_t, inv_scale)
             dweight = backward_weight(operand, source, plan.choice, plan.weight.gradient_dtype)
             dweight = dweight.t() if plan.turned else dweight
         if needs_bias:
-            dbias = rows.float().sum(0).to(ctx.kinds[1])
+            dbias = grad.float().sum(0).to(ctx.kinds[1])
         return dx, dweight, dbias, None, None
 
 
