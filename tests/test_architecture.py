@@ -12,7 +12,7 @@ import narrowgauge
 SOURCE = Path(narrowgauge.__file__).parent
 FLOORS = [  # from the top to the ground; a room may import from its own folder and from lower floors
     {"__main__"},
-    {"cli"},
+    {"cli", "pytest_plugin"},
     {"report", "validate"},
     {"runs", "integrations"},
     {"gauges", "tasks", "bench"},

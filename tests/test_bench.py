@@ -9,7 +9,6 @@ import torch.nn.functional as F
 
 from narrowgauge import Task, UsageError, bench, hardware
 from narrowgauge.cli import main
-from narrowgauge.cli.bench import split_recipes
 from narrowgauge.recipe import parse
 
 TASK_FILE = """
@@ -78,7 +77,7 @@ def test_engine_and_hand_written_loop_take_the_same_steps():
 
 def test_ratios_are_medians_over_paired_rounds(monkeypatch):
     times = {"fp32": [2.0, 4.0, 8.0], "torch-fp32": [3.0, 4.0, 9.0]}
-    monkeypatch.setattr(bench, "time_round", lambda contestant, *_: times[contestant.name].pop(0))
+    monkeypatch.setattr(bench.contest, "time_round", lambda contestant, *_: times[contestant.name].pop(0))
     rows, _ = measure(["fp32"], ["torch"])
     assert rows[0].twin_ratio == 9 / 8  # of 3/2, 4/4 and 9/8
     assert (rows[0].step_ms, rows[0].step_ms_low, rows[0].step_ms_high) == (4.0, 2.0, 8.0)
@@ -98,10 +97,6 @@ def test_what_cannot_be_measured_is_refused():
         measure(peers=["apex"])
     with pytest.raises(UsageError, match="tensor cores"):
         measure(["tf32"])
-
-
-def test_recipes_split_outside_of_brackets():
-    assert split_recipes("fp32, bf16[checkpoint=full,keep=a],fp16") == ["fp32", "bf16[checkpoint=full,keep=a]", "fp16"]
 
 
 def test_the_verb_prints_json_saves_it_and_refuses_bad_input(tmp_path: Path, capsys):

@@ -148,6 +148,18 @@ NAMED: dict[str, Recipe] = {
 }
 
 
+def split(text: str) -> list[str]:
+    """Split at the commas that stand outside of brackets: ``fp32,bf16[checkpoint=full,keep=head]`` is two recipes."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character == "[") - (character == "]")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts if part.strip()]
+
+
 def parse(text: str | Recipe, device: Device | None = None) -> Recipe:
     """The recipe a text means; ``auto`` is chosen for ``device``, or for the machine at hand."""
     if isinstance(text, Recipe):

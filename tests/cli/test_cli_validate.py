@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from narrowgauge.cli import main
-from narrowgauge.cli.validate import split_recipes
-from narrowgauge.errors import UsageError
+from narrowgauge.recipe import split
 
 TASK = f"{Path(__file__).resolve().parents[2] / 'bench' / 'small_tasks.py'}:regression"
 
@@ -96,14 +95,13 @@ def test_logs_of_finished_runs(capsys, tmp_path):
 
 
 def test_recipes_with_commas():
-    assert split_recipes("bf16, fp8[history=4,margin=1] ,fp16") == ["bf16", "fp8[history=4,margin=1]", "fp16"]
-    with pytest.raises(UsageError, match="at least one"):
-        split_recipes(" , ")
+    assert split("bf16, fp8[history=4,margin=1] ,fp16") == ["bf16", "fp8[history=4,margin=1]", "fp16"]
 
 
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
+        (["--candidates", " , "], "at least one"),
         (["--seeds", "0"], "--seeds 0"),
         (["--seeds", "many"], "expected auto"),
         (["--margin", "2"], "--margin 2.0"),

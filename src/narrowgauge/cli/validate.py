@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> Outcome:
             raise UsageError("--curves compares finished runs: no task, --candidates, --save or --against goes with it")
         return _compare_logs(args)
     from narrowgauge import hardware, tasks
+    from narrowgauge.recipe import split
     from narrowgauge.validate import gate
     from narrowgauge.validate.run import validate
 
@@ -54,7 +55,9 @@ def run(args: argparse.Namespace) -> Outcome:
     if base is not None:
         _take_over(args, base)
     spec = args.task or tasks.default(hardware.detect(args.device).kind)
-    reference, candidates = args.reference or "fp32", split_recipes(args.candidates or "bf16")
+    reference, candidates = args.reference or "fp32", split("bf16" if args.candidates is None else args.candidates)
+    if not candidates:
+        raise UsageError("--candidates: give at least one recipe, such as bf16,fp8")
     say(f"{spec}: {', '.join(candidates)} against {reference}, margin {args.margin:.2%}", out)
     options = {name: getattr(args, name) for name in ("batch", "context") if getattr(args, name) is not None}
     with tempfile.TemporaryDirectory() as passing:  # what was trained with older code proves nothing of today's
@@ -110,21 +113,6 @@ def _compare_logs(args: argparse.Namespace) -> Outcome:
     say(f"{found.verdict.verdict}: {found.verdict.reason}", out)
     described = {"reference": args.curves[0], "candidates": {args.curves[1]: found.as_dict()}}
     return Outcome(described, exit_code=0 if found.verdict.is_good else 1)
-
-
-def split_recipes(text: str) -> list[str]:
-    """Recipes between commas, but for commas within brackets."""
-    parts, depth = [""], 0
-    for letter in text:
-        depth += {"[": 1, "]": -1}.get(letter, 0)
-        if letter == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    found = [part.strip() for part in parts if part.strip()]
-    if not found:
-        raise UsageError("--candidates: give at least one recipe, such as bf16,fp8")
-    return found
 
 
 def show(validation: Validation, out: TextIO) -> None:

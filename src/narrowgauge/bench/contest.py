@@ -12,7 +12,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ from narrowgauge.task import Task
 CLIP_NORM = 1.0
 BATCHES = 4
 """How many different batches take turns, so that no step sees the data of the one before it in its caches."""
+MOST = 8
+"""How many times the rounds that were asked for are taken at most, where measuring goes on until it is enough."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,10 @@ class Row:
     """Model FLOPs against the device's dense peak in the compute format; None where either is unknown."""
     loss: float
     """Loss after the last step: contestants of one recipe started alike and saw the same data."""
+    times_ms: tuple[float, ...]
+    """The mean step of each round: contestants of one recipe took turns, so equal places are a pair."""
+    cpu_ms: tuple[float, ...]
+    """The same in processor time, which is blind to what others take; empty on a GPU, or where that clock is coarse."""
     ratio: float
     """Throughput against the first row's."""
     twin_ratio: float | None = None
@@ -68,14 +74,19 @@ class Settings:
 
 
 @dataclass
-class _Contestant:
+class Contestant:
     name: str
     recipe: Recipe
     compute: str
     step: Step
     peak_bytes: int | None
-    times_ms: list[float]
+    times_ms: list[float] = field(default_factory=list)
+    cpu_ms: list[float] = field(default_factory=list)
     loss: float = float("nan")
+
+
+Enough = Callable[[Sequence[Contestant]], bool]
+"""Asked after a batch of rounds whether those who took turns have been measured well enough."""
 
 
 def measure(
@@ -85,8 +96,12 @@ def measure(
     device: Device,
     settings: Settings,
     tell: Callable[[str], None],
+    enough: Enough | None = None,
 ) -> list[Row]:
-    """Measure every recipe, each beside its peers; ``tell`` hears what is going on."""
+    """Measure every recipe, each beside its peers; ``tell`` hears what is going on.
+
+    With ``enough`` rounds go on, up to MOST times as many, until it is content.
+    """
     for recipe in recipes:
         reason = refusal(recipe, device)
         if reason:
@@ -95,7 +110,7 @@ def measure(
         recipe: {name: one for peer in peers for name, one in contestants(peer, recipe).items()} for recipe in recipes
     }
     batches = make_batches(task, device)
-    finished: list[_Contestant] = []
+    finished: list[Contestant] = []
     for recipe in recipes:
         beside = against[recipe]
         if beside and device.kind == "cpu" and recipe.compute not in ("fp32", *device.native):
@@ -105,7 +120,7 @@ def measure(
             beside = {}
         try:
             with torch._functorch.config.patch(enable_autograd_cache=False), _fp32_mode_put_back():
-                finished += race(task, recipe, beside, batches, device, settings, tell)
+                finished += race(task, recipe, beside, batches, device, settings, tell, enough)
         except torch.OutOfMemoryError:
             raise UsageError(
                 f"{task.name} in {recipe} does not fit into {device.name}: take a smaller --batch"
@@ -136,28 +151,42 @@ def race(
     device: Device,
     settings: Settings,
     tell: Callable[[str], None],
-) -> list[_Contestant]:
+    enough: Enough | None = None,
+) -> list[Contestant]:
     if settings.compile:
         # Peers are compiled by torch.compile's habits, so they must not meet what it compiled for another recipe: in
         # this process (code objects are shared), or on disk, where torch 2.11 takes FP16's graph for BF16's (measure
         # keeps that cache shut).
         torch._dynamo.reset()
-    field = []
+    field: list[Contestant] = []
     for name, peer in {str(recipe): None, **peers}.items():
         tell(f"{name}: building and warming up")
         field.append(build(name, task, recipe, peer, batches, device, settings))
-    for index in range(settings.rounds):
-        # Whoever went first in this round goes last in the next: no place in the row is an advantage.
-        turn = field[index % len(field) :] + field[: index % len(field)]
-        for contestant in turn:
-            contestant.times_ms.append(time_round(contestant, batches, index, device, settings.steps))
-        spread = ", ".join(f"{c.name} {c.times_ms[-1]:.1f} ms" for c in field)
-        tell(f"round {index + 1} of {settings.rounds}: {spread}")
+    begin = 0
+    for end in looks(settings.rounds) if enough else (settings.rounds,):
+        for index in range(begin, end):
+            # Whoever went first in this round goes last in the next: no place in the row is an advantage.
+            turn = field[index % len(field) :] + field[: index % len(field)]
+            for contestant in turn:
+                processor = time.process_time()
+                contestant.times_ms.append(time_round(contestant, batches, index, device, settings.steps))
+                if device.kind == "cpu":
+                    contestant.cpu_ms.append((time.process_time() - processor) * 1e3 / settings.steps)
+            spread = ", ".join(f"{c.name} {c.times_ms[-1]:.1f} ms" for c in field)
+            tell(f"round {index + 1} of {end}: {spread}")
+        begin = end
+        if enough is not None and enough(field):
+            break
     for contestant in field:
         contestant.loss = float(contestant.step(batches[0]).detach())
         contestant.step = gone
     free(device)
     return field
+
+
+def looks(rounds: int) -> tuple[int, ...]:
+    """The numbers of rounds after which one looks whether they are enough."""
+    return tuple(rounds * 2**power for power in range(MOST.bit_length()))
 
 
 def gone(batch: Any) -> Tensor:
@@ -166,7 +195,7 @@ def gone(batch: Any) -> Tensor:
 
 def build(
     name: str, task: Task, recipe: Recipe, peer: Peer | None, batches: list[Any], device: Device, settings: Settings
-) -> _Contestant:
+) -> Contestant:
     free(device)
     before = torch.cuda.memory_allocated() if device.kind == "cuda" else 0
     torch.manual_seed(settings.seed)
@@ -185,7 +214,7 @@ def build(
     for index in range(settings.warmup):
         step(batches[index % BATCHES])
     peak = torch.cuda.max_memory_allocated() - before if device.kind == "cuda" else None
-    return _Contestant(name, recipe, recipe.compute if peer is None else peer.compute, step, peak, [])
+    return Contestant(name, recipe, recipe.compute if peer is None else peer.compute, step, peak)
 
 
 def engine_step(task: Task, engine: Engine) -> Step:
@@ -199,7 +228,7 @@ def engine_step(task: Task, engine: Engine) -> Step:
     return step
 
 
-def time_round(contestant: _Contestant, batches: list[Any], round_index: int, device: Device, steps: int) -> float:
+def time_round(contestant: Contestant, batches: list[Any], round_index: int, device: Device, steps: int) -> float:
     """Mean milliseconds a step over one round."""
     if device.kind == "cpu":
         start = time.perf_counter()
@@ -216,7 +245,7 @@ def time_round(contestant: _Contestant, batches: list[Any], round_index: int, de
     return float(begin.elapsed_time(end)) / steps
 
 
-def make_rows(task: Task, finished: Sequence[_Contestant], device: Device) -> list[Row]:
+def make_rows(task: Task, finished: Sequence[Contestant], device: Device) -> list[Row]:
     rows: list[Row] = []
     for contestant, twin in _with_twins(finished):
         step_ms = statistics.median(contestant.times_ms)
@@ -235,6 +264,8 @@ def make_rows(task: Task, finished: Sequence[_Contestant], device: Device) -> li
                 peak_bytes=contestant.peak_bytes,
                 mfu=_utilisation(task, throughput, contestant.compute, device),
                 loss=contestant.loss,
+                times_ms=tuple(contestant.times_ms),
+                cpu_ms=tuple(contestant.cpu_ms) if min(contestant.cpu_ms, default=0.0) > 0 else (),
                 ratio=throughput / rows[0].tokens_per_s if rows else 1.0,
                 twin_ratio=twin_ratio,
             )
@@ -242,7 +273,7 @@ def make_rows(task: Task, finished: Sequence[_Contestant], device: Device) -> li
     return rows
 
 
-def _with_twins(finished: Sequence[_Contestant]) -> Iterator[tuple[_Contestant, _Contestant | None]]:
+def _with_twins(finished: Sequence[Contestant]) -> Iterator[tuple[Contestant, Contestant | None]]:
     for index, contestant in enumerate(finished):
         follower = finished[index + 1] if index + 1 < len(finished) else None
         is_engine = contestant.name == str(contestant.recipe)

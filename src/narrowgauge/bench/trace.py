@@ -1,0 +1,138 @@
+"""Where a step goes: a torch.profiler trace of a recipe's steps, and the share of each kind of work.
+
+On a GPU the kernels count, by their names: what cuBLAS, cuDNN, CUTLASS, Inductor and narrowgauge call them. On a CPU it
+is the operators and the time each spends in itself. A kernel that Inductor fused of several kinds of work counts for
+the first of KINDS that its name has. Names are all a trace tells: what is under none of them is ``other``.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from narrowgauge.bench.contest import BATCHES, Settings, build, free, gone, make_batches
+from narrowgauge.errors import UsageError
+from narrowgauge.hardware import Device
+from narrowgauge.recipe import Recipe
+from narrowgauge.task import Task
+
+KINDS = {
+    "communication": r"nccl|all_?reduce|all_?gather|reduce_?scatter",
+    "attention": r"sdpa|fmha|flash|attention|mha_",
+    "gauges": r"_stats_kernel",
+    "optimizer": r"adam|multi_tensor_apply|foreach|_squares_kernel|_norms_kernel|vector_norm|lpnorm|^optimizer\.|"
+    r"amp_(update|non_finite)|clip_grad",
+    "gemm": r"nvjet|gemm|gemv|xmma|cutlass|splitk|cublas|triton_tem|wgrad|dgrad|convol|conv\d|"
+    r"::(_scaled_|_grouped_|_int_)?(mm|addmm|bmm|baddbmm|matmul|linear|mv|addmv|dot|einsum)\b|mkldnn_linear",
+    "loss": r"softmax|nll_?loss|cross_entropy|logsumexp|mse_loss|statistics_kernel|dlogits|rescale_kernel|statistics$",
+    "norm": r"layer_?norm|rms_?norm|batch_?norm|group_?norm|native_norm|gammabeta|rowwisemoments|bn_(fw|bw)|"
+    r"^(forward|backward|sum)_kernel|narrowgauge::norm",
+    "activation": r"gelu|silu|swish|swiglu|glu_|relu|threshold|tanh|sigmoid|^pointwise_kernel|narrowgauge::activation",
+    "cast": r"copy|_cast_kernel|_transpose_kernel|_max_abs_kernel|narrowgauge::(cast|pack|transpose|max_abs)|"
+    r"transpose_kernel|clone|contiguous|catarray|::cat$|memcpy|memset|fill|zero_$|::to$",
+}
+"""Kinds of work, each with the words that tell it in a name; the first that matches counts."""
+NAMES = (*KINDS, "other")
+_RULES = [(kind, re.compile(words, re.I)) for kind, words in KINDS.items()]
+_OVERHEAD = re.compile(r"^autograd::|Backward\d*$|AccumulateGrad")
+_TENSOR_CORES = re.compile(
+    r"nvjet|wgmma|[hi]mma|xmma|_mma|tensorop|tensor\d+x\d+|[a-z](884|1688|16816)|sdpa|flash|fmha|triton_tem",
+    re.IGNORECASE,
+)
+_CUDA_CORES = re.compile(r"ffma|simt|splitk|reduce_kernel", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """Where the steps of a recipe went."""
+
+    total_ms: float
+    """Of a step: kernels on a GPU, operators on a CPU."""
+    shares: dict[str, float]
+    """Of the total, for each kind of work; they sum to 1."""
+    tensor_cores: float | None
+    """Share of the time in products and attention that was spent in kernels that use tensor cores; None on a CPU."""
+    trace: str
+    """The file to open in Perfetto or chrome://tracing."""
+
+
+def kind_of(name: str) -> str:
+    """What kind of work a kernel or an operator does."""
+    if _OVERHEAD.search(name):
+        return "other"
+    return next((kind for kind, words in _RULES if words.search(name)), "other")
+
+
+def on_tensor_cores(name: str) -> bool:
+    """Whether a kernel that multiplies matrices does so on tensor cores."""
+    return bool(_TENSOR_CORES.search(name)) and not _CUDA_CORES.search(name)
+
+
+def profile(task: Task, recipe: Recipe, device: Device, settings: Settings, path: Path, steps: int = 3) -> Summary:
+    """Take some steps under torch.profiler; the trace goes to ``path``."""
+    batches = make_batches(task, device)
+    contestant = build(str(recipe), task, recipe, None, batches, device, settings)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.kind == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as recorded:
+        for index in range(steps):
+            contestant.step(batches[index % BATCHES])
+        if device.kind == "cuda":
+            torch.cuda.synchronize()
+    contestant.step = gone
+    free(device)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"")  # the profiler itself does not say why it could not write
+    except OSError as error:
+        raise UsageError(f"--profile {path}: {error.strerror}") from None
+    recorded.export_chrome_trace(str(path))
+    if device.kind == "cuda":
+        return summarise(kernels(path), steps, path, on_gpu=True)
+    times = [(event.key, event.self_cpu_time_total / 1e3) for event in recorded.key_averages()]
+    return summarise(times, steps, path, on_gpu=False)
+
+
+def kernels(path: Path) -> list[tuple[str, float]]:
+    """The name and the milliseconds of every kernel and copy in a chrome trace."""
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        events: list[dict[str, Any]] = json.load(file)["traceEvents"]
+    on_device = ("kernel", "gpu_memcpy", "gpu_memset")
+    return [(event["name"], event["dur"] / 1e3) for event in events if event.get("cat") in on_device]
+
+
+def summarise(times: Iterable[tuple[str, float]], steps: int, path: Path, on_gpu: bool) -> Summary:
+    spent = dict.fromkeys(NAMES, 0.0)
+    on_cores = 0.0
+    for name, milliseconds in times:
+        kind = kind_of(name)
+        spent[kind] += milliseconds
+        if kind in ("gemm", "attention") and on_tensor_cores(name):
+            on_cores += milliseconds
+    total, products = sum(spent.values()), spent["gemm"] + spent["attention"]
+    return Summary(
+        total_ms=total / steps,
+        shares={kind: value / total if total else 0.0 for kind, value in spent.items()},
+        tensor_cores=on_cores / products if on_gpu and products else None,
+        trace=str(path),
+    )
+
+
+def paths(where: str | None, folder: str | None, recipes: Iterable[Recipe]) -> dict[Recipe, Path]:
+    """Where each recipe's trace goes: a file that was named, or trace-RECIPE.json.gz in a folder."""
+    wanted = list(recipes)
+    if where and where.endswith((".json", ".json.gz")):
+        if len(wanted) > 1:
+            raise UsageError(f"--profile {where}: {len(wanted)} recipes do not fit into one file; name a folder")
+        return {wanted[0]: Path(where)}
+    target = Path(where or folder or ".")
+    names = {recipe: re.sub(r"[^A-Za-z0-9.=-]+", "-", str(recipe)).strip("-") for recipe in wanted}
+    return {recipe: target / f"trace-{name}.json.gz" for recipe, name in names.items()}
