@@ -144,6 +144,7 @@ def show(validation: Validation, out: TextIO) -> None:
         needed, minutes = validation.inquiries[name].needed, validation.minutes_needed(name)
         if needed is not None and minutes is not None:
             say(f"  {needed} pairs would decide it, if the noise stays as it is: about {minutes:.0f} minutes more", out)
+            say("  (shorter runs, --steps, have less of it: two runs drift apart with every step)", out)
         elif not verdict.is_good and verdict.verdict == "inconclusive":
             say("  the noise is too large for any number of pairs: make runs longer, or the margin wider", out)
         elif verdict.detectable is not None:

@@ -21,7 +21,7 @@ from narrowgauge.validate.curves import EVALUATIONS, Question, digest, make_task
 from narrowgauge.validate.inquiry import FIRST
 
 LENGTHS = (20, 30, 40, 60, 80, 100, 150, 200, 300, 400, 600, 800, 1200, 1600, 2400, 3200, 4800)
-SHARE = 0.75
+SHARE = 0.85
 """Of the budget that the first pairs may take: noise may ask for more."""
 _UPDATES = 4
 _EVALUATION = EVALUATIONS * 8 / 3
