@@ -15,7 +15,7 @@ FLOORS = [  # from the top to the ground; a room may import from its own folder 
     {"cli", "pytest_plugin"},
     {"report", "validate"},
     {"runs", "integrations"},
-    {"gauges", "tasks", "bench"},
+    {"gauges", "tasks", "bench", "lint"},
     {"engine", "models", "peers"},
     {"nn", "forecast", "trainable"},
     {"recipe"},

@@ -1,0 +1,172 @@
+"""``narrowgauge lint``: the pitfalls of mixed precision in scripts, models and recipes, with their places and mends."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from narrowgauge.cli import Outcome, prose
+from narrowgauge.cli.terminal import say
+from narrowgauge.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from narrowgauge.lint.findings import Finding
+    from narrowgauge.recipe import Recipe
+    from narrowgauge.task import Task
+
+ABOUT = "find the pitfalls of mixed precision in a script, a folder, or a task's model, optimizer and recipe"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("targets", nargs="*", metavar="TASK", help="scripts and folders (read, never run), or tasks as train has them")
+    add("--recipe", help="what will train it (default auto; without a GPU bf16)")
+    add("--sarif", metavar="FILE", help="write the findings as SARIF 2.1.0 too, for code hosts")
+    add("--rules", action="store_true", help="list the rules and end")
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    out = prose(args)
+    if args.rules:
+        return _list_rules(out)
+    from narrowgauge.lint.findings import NOTE, in_order
+
+    checked: dict[str, str] = {}
+    recipe = _given_recipe(args)
+    found: list[Finding] = []
+    for target in args.targets or [_default(args)]:
+        new, what = _check(target, args, recipe)
+        found += new
+        checked[target] = what
+    found = in_order(found)
+    _show(found, checked, out)
+    if args.sarif is not None:
+        _write_sarif(found, Path(args.sarif))
+        say(f"SARIF: {args.sarif}", out)
+    failed = any(finding.severity != NOTE for finding in found)
+    data = {"findings": [finding.describe() for finding in found], "checked": checked, "sarif": args.sarif}
+    return Outcome(data, exit_code=1 if failed else 0)
+
+
+def _default(args: argparse.Namespace) -> str:
+    from narrowgauge import hardware, tasks
+
+    return tasks.default(hardware.detect(args.device).kind)
+
+
+def _given_recipe(args: argparse.Namespace) -> Recipe | None:
+    """The recipe that was asked for; a script alone needs none."""
+    from narrowgauge.recipe import parse
+
+    if args.recipe is None:
+        return None
+    if args.recipe.split("[")[0] != "auto":
+        return parse(args.recipe)
+    from narrowgauge import hardware
+
+    return parse(args.recipe, hardware.detect(args.device))
+
+
+def _check(target: str, args: argparse.Namespace, recipe: Recipe | None) -> tuple[list[Finding], str]:
+    """The findings of one target, and what it was taken for."""
+    from narrowgauge.lint import script
+    from narrowgauge.lint.findings import Span
+
+    path = Path(target)
+    formats = [recipe.compute] if recipe is not None else []
+    if path.is_dir():
+        return script.check_folder(path, formats), "folder"
+    if path.is_file():
+        return script.check(path, formats), "script"
+    is_task = ".py:" in target
+    if not is_task and (target.endswith(".py") or "/" in target):
+        raise UsageError(f"lint: there is no file or folder {target!r}")
+    recipe = recipe or _machine_recipe(args)
+    found = _check_task(target, args.seed, recipe)
+    if is_task:
+        file, _, function = target.rpartition(":")
+        span = Span(file, script.line_of(Path(file), function))
+        found = [replace(finding, span=span) for finding in found]
+        found += script.check(Path(file), [recipe.compute])
+    return found, f"task under {recipe}"
+
+
+def _machine_recipe(args: argparse.Namespace) -> Recipe:
+    """What auto takes here; where that is FP32, BF16: the model is more likely linted for a GPU than for this CPU."""
+    from narrowgauge import hardware
+    from narrowgauge.recipe import NAMED, choose
+
+    recipe = choose(hardware.detect(args.device))[0]
+    return NAMED["bf16"] if recipe.compute == "fp32" else recipe
+
+
+def _check_task(spec: str, seed: int, recipe: Recipe) -> list[Finding]:
+    from narrowgauge import tasks
+    from narrowgauge.lint import model as rules
+    from narrowgauge.runs.schedule import make_adamw
+
+    task = tasks.find(spec, **({} if ".py:" in spec else {"seed": seed}))
+    model = _build(task, spec)
+    try:
+        if task.optimizer is not None:
+            optimizer = task.optimizer(model, task.learning_rate)
+        else:
+            optimizer = make_adamw(model, task.learning_rate, task.weight_decay)
+    except Exception as error:  # the user's code
+        raise UsageError(f"task {spec!r}: its optimizer cannot be made: {type(error).__name__}: {error}") from error
+    return rules.check(model, optimizer, recipe)
+
+
+def _build(task: Task, spec: str) -> nn.Module:
+    """The model without memory for its weights, or on the CPU where it cannot be made so."""
+    import torch
+
+    failure: Exception | None = None
+    for device in ("meta", "cpu"):
+        try:
+            with torch.random.fork_rng(devices=[]), torch.device(device), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return task.model()
+        except Exception as error:  # the user's code; many models read numbers off their weights, which meta has not
+            failure = error
+    raise UsageError(f"task {spec!r}: its model cannot be made: {type(failure).__name__}: {failure}") from failure
+
+
+def _show(found: list[Finding], checked: dict[str, str], out: TextIO) -> None:
+    for finding in found:
+        say(f"{finding.where}  {finding.severity}  {finding.rule}", out)
+        say(f"    {finding.detail}", out)
+        say(f"    why   {finding.why}", out)
+        say(f"    mend  {finding.fix}", out)
+    counts = Counter(finding.severity for finding in found)
+    parts = [f"{counts[kind]} {kind}" for kind in ("serious", "warning", "note") if counts[kind]]
+    names = ", ".join(f"{target} ({what})" for target, what in list(checked.items())[:4])
+    names += f" and {len(checked) - 4} more" if len(checked) > 4 else ""
+    say(f"{', '.join(parts) or 'nothing found'}: {names}", out)
+
+
+def _write_sarif(found: list[Finding], path: Path) -> None:
+    from narrowgauge.lint import sarif
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(sarif.report(found, Path.cwd()), indent=2), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--sarif {path}: cannot be written: {error}") from error
+
+
+def _list_rules(out: TextIO) -> Outcome:
+    from narrowgauge.lint.rules import RULES
+
+    width = max(map(len, RULES))
+    for rule in RULES.values():
+        say(f"{rule.name:<{width}}  {rule.severity:<7}  {rule.about}", out)
+    rows: list[dict[str, Any]] = [vars(rule) for rule in RULES.values()]
+    return Outcome({"rules": rows})

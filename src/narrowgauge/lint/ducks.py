@@ -1,0 +1,63 @@
+"""What the script got from elsewhere, known by how it is used: who is asked to unscale gradients is a scaler."""
+
+from __future__ import annotations
+
+import ast
+
+from narrowgauge.lint.values import Module, Optimizer, Ref, Scaler, Value, dotted
+
+
+class Ducks:
+    """Names by the methods that are called on them, in the whole script."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.methods: dict[str, set[str]] = {}
+        self._given: dict[str, set[str]] = {}
+        """Names that are given to a method, by the method's owner and name."""
+        scaled: set[str] = set()
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            owner, method = dotted(node.func.value), node.func.attr
+            if owner is None:
+                inner = node.func.value
+                if method == "backward" and isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute):
+                    whose = dotted(inner.func.value)
+                    if inner.func.attr == "scale" and whose:
+                        scaled.add(whose)
+                continue
+            self.methods.setdefault(owner, set()).add(method if not node.args else f"{method}(...)")
+            for arg in node.args[:1]:
+                given = dotted(arg)
+                if given:
+                    self._given.setdefault(f"{owner}.{method}", set()).add(given)
+        self.scalers = scaled | {
+            name
+            for name, called in self.methods.items()
+            if "unscale_(...)" in called or {"scale(...)", "step(...)", "update"} <= called
+        }
+        self.optimizers = {name for name, called in self.methods.items() if {"zero_grad", "step"} <= called}
+        for scaler in self.scalers:
+            for method in ("unscale_", "step"):
+                self.optimizers |= self._given.get(f"{scaler}.{method}", set())
+        self.optimizers -= self.scalers
+        self.known = self.scalers | self.optimizers | {name for name in self.methods if self.is_module(name)}
+
+    def guess(self, node: ast.expr, value: Value | None, frame: str) -> Value | None:
+        """What a name probably is, where nothing else says."""
+        if value is not None and not (isinstance(value, Ref) and not value.name.startswith(("torch.", "builtins."))):
+            return value
+        name = node.id if isinstance(node, ast.Name) else dotted(node)
+        if name is None or name not in self.known:
+            return value
+        if name in self.scalers:
+            return Scaler(f"{frame}|{name}")
+        if name in self.optimizers:
+            return Optimizer(f"{frame}|{name}")
+        if value is None and self.is_module(name):
+            return Module(f"{frame}|{name}", "")
+        return value
+
+    def is_module(self, name: str) -> bool:
+        called = self.methods.get(name, set())
+        return bool(called & {"parameters", "named_parameters"}) and name not in self.optimizers

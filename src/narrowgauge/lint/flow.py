@@ -1,0 +1,310 @@
+"""Follows a script statement by statement, along every way through its branches, without running anything.
+
+Both sides of an ``if`` are followed, and a test that was taken one way is taken the same way again as long as its names
+are not given other values. Loops are gone through twice. Functions of the script are followed where they are called,
+and what is never called is followed from its beginning with nothing known of its arguments.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable, Sequence
+
+from narrowgauge.lint.branches import assume, decide
+from narrowgauge.lint.frames import Frames
+from narrowgauge.lint.state import MOST, State, merge
+from narrowgauge.lint.values import (
+    OPAQUE,
+    Autocast,
+    Class,
+    Condition,
+    Const,
+    Function,
+    Instance,
+    Module,
+    Optimizer,
+    Ref,
+    Scaler,
+    Seq,
+    Tensor,
+    Value,
+    dotted,
+    heap,
+)
+
+_BRANCHING = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.TryStar, ast.Match)
+"""Statements with blocks inside, after which ways may have become one again."""
+_MISSING = ("ImportError", "ModuleNotFoundError", "AttributeError")
+
+
+class Follower(Frames):
+    """Goes through one script."""
+
+    def follow(self) -> None:
+        """The whole script."""
+        self.finish("", self.block(self.tree.body, [State()]))
+
+    def block(self, body: Sequence[ast.stmt], states: list[State]) -> list[State]:
+        done: list[State] = []
+        for statement in body:
+            done += [state for state in states if state.flow]
+            live = [state for state in states if not state.flow]
+            if not live:
+                return done
+            self.statements += len(live)
+            states = self.statement(statement, live)
+            if isinstance(statement, _BRANCHING):
+                states = self._merged(states)
+        return done + states
+
+    def statement(self, node: ast.stmt, states: list[State]) -> list[State]:
+        handler: Callable[[ast.stmt, list[State]], list[State]] | None = getattr(
+            self, f"_{type(node).__name__.lower()}", None
+        )
+        if handler is not None:
+            return handler(node, states)
+        for state in states:
+            for child in ast.iter_child_nodes(node):
+                if isinstance(child, ast.expr):
+                    self.evaluator.value(child, state)
+        return states
+
+    # Statements
+
+    def _if(self, node: ast.If, states: list[State]) -> list[State]:
+        yes, no = [], []
+        for state in states:
+            self.evaluator.value(node.test, state)
+            way = decide(self.evaluator, node.test, state)
+            if way is not False:
+                yes.append(state.fork())
+                assume(self.evaluator, node.test, yes[-1], True)
+            if way is not True:
+                no.append(state.fork())
+                assume(self.evaluator, node.test, no[-1], False)
+        named = self.evaluator.value(node.test, states[0]) if isinstance(node.test, ast.Name) else None
+        self.guards.append((self.loops[-1], named.test if isinstance(named, Condition) else node.test))
+        ends = (self.block(node.body, yes) if yes else []) + (self.block(node.orelse, no) if no else [])
+        self.guards.pop()
+        return ends
+
+    def _for(self, node: ast.For | ast.AsyncFor, states: list[State]) -> list[State]:
+        for state in states:
+            self.evaluator.value(node.iter, state)
+        return self._loop(node, states, node.target)
+
+    _asyncfor = _for
+
+    def _while(self, node: ast.While, states: list[State]) -> list[State]:
+        return self._loop(node, states, None)
+
+    def _loop(
+        self, node: ast.For | ast.AsyncFor | ast.While, states: list[State], target: ast.expr | None
+    ) -> list[State]:
+        self.loops.append(id(node))
+        left: list[State] = []
+        for _ in range(1 if self.tired else 2):
+            for state in states:
+                if isinstance(node, ast.While):
+                    self.evaluator.value(node.test, state)
+                if target is not None:
+                    self.assign(target, None, state)
+            states = self.block(node.body, states)
+            left += [state for state in states if state.flow in ("break", "return", "raise")]
+            states = [state for state in states if state.flow in ("", "continue")]
+            for state in states:
+                state.flow = ""
+            states = merge(states)
+        self.loops.pop()
+        states = self.block(node.orelse, states) if node.orelse else states
+        for state in left:
+            state.flow = "" if state.flow == "break" else state.flow
+        return merge([*states, *left])
+
+    def _with(self, node: ast.With | ast.AsyncWith, states: list[State]) -> list[State]:
+        groups: dict[tuple[tuple[Autocast, ...], tuple[Autocast, ...]], list[State]] = {}
+        for state in states:
+            outer = state.autocast
+            for item in node.items:
+                value = self.evaluator.value(item.context_expr, state)
+                if isinstance(value, Autocast):
+                    state.autocast = (*state.autocast, value)
+                if item.optional_vars is not None:
+                    self.assign(item.optional_vars, None, state)
+            groups.setdefault((outer, state.autocast), []).append(state)
+        quiet = any(self._switches_off(item.context_expr, states[0]) for item in node.items)
+        self.without_grad += quiet
+        ends: list[State] = []
+        for (outer, _), group in groups.items():
+            for end in self.block(node.body, group):
+                end.autocast = outer
+                ends.append(end)
+        self.without_grad -= quiet
+        return ends
+
+    _asyncwith = _with
+
+    def _try(self, node: ast.Try, states: list[State]) -> list[State]:
+        entry = [state.fork() for state in states]
+        ends = self.block(node.body, states)
+        if node.orelse:
+            ends = self.block(node.orelse, ends)
+        for handler in node.handlers:
+            kinds = ast.unparse(handler.type) if handler.type else ""
+            is_fallback = any(kind in kinds for kind in _MISSING)
+            self.compatible += is_fallback
+            caught = self.block(handler.body, [state.fork() for state in entry])
+            self.compatible -= is_fallback
+            if not is_fallback:
+                ends += caught
+        if node.finalbody:
+            flows = [(state.flow, state.result) for state in ends]
+            for state in ends:
+                state.flow = ""
+            # The last block is followed for each way on its own, so that each goes on as it had left.
+            finals: list[State] = []
+            for state, (flow, result) in zip(ends, flows, strict=True):
+                for end in self.block(node.finalbody, [state]):
+                    end.flow, end.result = end.flow or flow, end.result or result
+                    finals.append(end)
+            return finals
+        return ends
+
+    _trystar = _try
+
+    def _match(self, node: ast.Match, states: list[State]) -> list[State]:
+        ends = [state.fork() for state in states]
+        for case in node.cases:
+            ends += self.block(case.body, [state.fork() for state in states])
+        return ends
+
+    def _return(self, node: ast.Return, states: list[State]) -> list[State]:
+        for state in states:
+            state.result = self.evaluator.value(node.value, state) if node.value else Const(None)
+            state.flow = state.flow or "return"
+        return states
+
+    def _break(self, node: ast.Break, states: list[State]) -> list[State]:
+        return self._leave(states, "break")
+
+    def _continue(self, node: ast.Continue, states: list[State]) -> list[State]:
+        return self._leave(states, "continue")
+
+    def _raise(self, node: ast.Raise, states: list[State]) -> list[State]:
+        return self._leave(states, "raise")
+
+    def _leave(self, states: list[State], flow: str) -> list[State]:
+        for state in states:
+            state.flow = flow
+        return states
+
+    def _import(self, node: ast.Import, states: list[State]) -> list[State]:
+        for alias in node.names:
+            name = alias.name if alias.asname else alias.name.split(".")[0]
+            self._bind_all(alias.asname or name, Ref(name), states)
+        return states
+
+    def _importfrom(self, node: ast.ImportFrom, states: list[State]) -> list[State]:
+        module = "." * node.level + (node.module or "")
+        for alias in node.names:
+            self._bind_all(alias.asname or alias.name, Ref(f"{module}.{alias.name}"), states)
+        return states
+
+    def _functiondef(self, node: ast.FunctionDef | ast.AsyncFunctionDef, states: list[State]) -> list[State]:
+        casts = [self.evaluator.decorator(decorator, state) for state in states for decorator in node.decorator_list]
+        found = next((cast for cast in casts if isinstance(cast, Autocast)), None)
+        function = Function(node, self.frames[-1], None, found)
+        self._define(function)
+        self._bind_all(node.name, function, states)
+        return states
+
+    _asyncfunctiondef = _functiondef
+
+    def _classdef(self, node: ast.ClassDef, states: list[State]) -> list[State]:
+        bases: list[str] = []
+        for base in node.bases:
+            value = self.evaluator.value(base, states[0])
+            if isinstance(value, Ref):
+                bases.append(value.name)
+            elif isinstance(value, Class):
+                bases += [value.node.name, *value.bases]
+        made = Class(node, self.frames[-1], tuple(bases))
+        self.classes[node] = made
+        for child in node.body:
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                for decorator in child.decorator_list:
+                    value = self.evaluator.decorator(decorator, states[0])
+                    if isinstance(value, Autocast):
+                        self.decorated[child] = value
+            elif isinstance(child, ast.Assign | ast.AnnAssign) and child.value is not None:
+                self.evaluator.value(child.value, states[0])
+        self._define(made)
+        self._bind_all(node.name, made, states)
+        return states
+
+    def _define(self, value: Function | Class) -> None:
+        known = self.defined.setdefault(self.frames[-1], [])
+        if all(one.node is not value.node for one in known):
+            known.append(value)
+
+    def _expr(self, node: ast.Expr, states: list[State]) -> list[State]:
+        return self._merged([after for state in states for after, _ in self.evaluate(node.value, state)])
+
+    def _assign(self, node: ast.Assign, states: list[State]) -> list[State]:
+        ends: list[State] = []
+        for state in states:
+            for after, value in self.evaluate(node.value, state):
+                for target in node.targets:
+                    self.evaluator.casts.tie(target, node.value, node, after)
+                    self.assign(target, value, after)
+                ends.append(after)
+        return self._merged(ends)
+
+    def _merged(self, states: list[State]) -> list[State]:
+        return merge(states, 1 if self.tired else MOST)
+
+    def _annassign(self, node: ast.AnnAssign, states: list[State]) -> list[State]:
+        for state in states:
+            if node.value is not None:
+                self.assign(node.target, self.evaluator.value(node.value, state), state)
+        return states
+
+    def _augassign(self, node: ast.AugAssign, states: list[State]) -> list[State]:
+        for state in states:
+            load = ast.copy_location(ast.BinOp(node.target, node.op, node.value), node)
+            self.assign(node.target, self.evaluator.value(load, state), state)
+        return states
+
+    def assign(self, target: ast.expr, value: Value | None, state: State) -> None:
+        """Give a name, an attribute or several of them a value."""
+        if isinstance(target, ast.Tuple | ast.List):
+            items = value.items if isinstance(value, Seq) and len(value.items) == len(target.elts) else None
+            for index, element in enumerate(target.elts):
+                same = value if isinstance(value, Tensor) else None
+                self.assign(element, items[index] if items else same, state)
+        elif isinstance(target, ast.Starred):
+            self.assign(target.value, None, state)
+        elif isinstance(target, ast.Name):
+            state.forget_tests_of(target.id)
+            hidden = OPAQUE if value is None and self.frames[-1] else None
+            state.bind(f"{self.frames[-1]}|{target.id}", value or hidden)
+            self.evaluator.casts.named(target, value, state)
+            self.evaluator.tensors.named(target, value)
+        elif isinstance(target, ast.Attribute):
+            if target.attr == "grad":
+                state.move("lost")
+            state.forget_tests_of(target.attr)
+            state.bind(self.attribute_key(target, state), value)
+        elif isinstance(target, ast.Subscript):
+            self.evaluator.value(target, state)
+
+    def attribute_key(self, node: ast.Attribute, state: State) -> str:
+        """Where the value of an attribute is kept: with the object where it is known, else by its text."""
+        owner = self.evaluator.value(node.value, state)
+        if isinstance(owner, Module | Instance | Scaler | Optimizer):
+            return heap(owner.site, node.attr)
+        return f"{self.frames[-1]}|{dotted(node) or ast.unparse(node)}"
+
+    def _bind_all(self, name: str, value: Value, states: Iterable[State]) -> None:
+        for state in states:
+            state.bind(f"{self.frames[-1]}|{name}", value)

@@ -1,0 +1,144 @@
+"""Lint of what is trained: dimensions, formats of parameters, optimizer, keepers and ties under a recipe."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from narrowgauge import recipe as parse
+from narrowgauge.lint import model as lint
+from narrowgauge.lint import padding
+from narrowgauge.lint.findings import NOTE, SERIOUS, WARNING, Finding
+from narrowgauge.models.gpt import GPT, GPTConfig
+
+
+class Language(nn.Module):
+    """A language model in outline, its head tied to the embedding."""
+
+    def __init__(self, vocab: int = 50257, width: int = 768, hidden: int = 3072, layers: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.up = nn.ModuleList(nn.Linear(width, hidden) for _ in range(layers))
+        self.down = nn.ModuleList(nn.Linear(hidden, width) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def check(model: nn.Module, recipe: str, optimizer: torch.optim.Optimizer | None = None) -> list[Finding]:
+    return lint.check(model, optimizer or torch.optim.AdamW(model.parameters()), parse(recipe))
+
+
+def meta(**sizes: int) -> Language:
+    with torch.device("meta"):
+        return Language(**sizes)
+
+
+@pytest.mark.parametrize("recipe", ["fp16", "bf16"])
+def test_a_vocabulary_off_the_multiple_is_named_with_what_padding_brings(recipe: str) -> None:
+    (finding,) = check(meta(), recipe)
+    assert (finding.rule, finding.where, finding.severity) == ("off-multiple", "head", WARNING)
+    assert "50,257 outputs are not a multiple of 8" in finding.detail
+    share = 50257 * 768 / (50257 * 768 + 8 * 768 * 3072)
+    assert f"{share:.0%} of the weights" in finding.detail
+    assert "pad to 50,304, with the embedding that shares the weight: 0.09% more" in finding.fix
+    gain = padding.saved(share, 50257, recipe)
+    assert 0.3 < gain < 0.5 and f"a predicted {gain:.0%} less" in finding.fix
+
+
+def test_formats_have_different_multiples() -> None:
+    model = meta(vocab=1000)  # 8 x 125: good for 16 bits, not for FP8
+    assert check(model, "bf16") == [] and check(model, "fp32") == []
+    (finding,) = check(model, "fp8")
+    assert "not a multiple of 16" in finding.detail and "stays in BF16" in finding.detail
+
+
+def test_layers_of_one_shape_are_told_once() -> None:
+    findings = check(meta(vocab=1024, hidden=2730), "bf16")
+    assert [(finding.where, finding.rule) for finding in findings] == [
+        ("up.0", "off-multiple"),
+        ("down.0", "off-multiple"),
+    ]
+    assert "2,730 outputs" in findings[0].detail and "3 more like it" in findings[0].detail
+
+
+def test_small_dimensions_and_kept_layers_are_not_worth_a_word() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.Flatten(), nn.Linear(64, 10))
+    assert check(model, "bf16") == [] and check(model, "fp8") == []
+    assert {finding.rule for finding in check(meta(), "bf16[keep=head+embed]")} == set()
+
+
+def test_padding_is_worth_more_than_it_costs() -> None:
+    assert padding.padded(50257) == 50304 and padding.padded(2730) == 2752 and padding.padded(1000) == 1008
+    assert padding.saved(1.0, 50257, "bf16") == pytest.approx(0.5, abs=0.01)
+    assert padding.saved(0.0, 50257, "bf16") == 0
+    assert padding.saved(1.0, 50257, "fp8") == pytest.approx(1 - padding.FP8_TIME, abs=0.01)
+    assert padding.saved(1.0, 65, "fp8") >= 0
+
+
+def test_the_built_in_models_are_clean() -> None:
+    with torch.device("meta"):
+        model = GPT(GPTConfig(layers=2, width=384, heads=6, context=128, vocab=50257))
+    for name in ("fp32", "tf32", "fp16", "bf16", "fp8", "bf16-lean", "fp8-lean"):
+        assert check(model, name) == []
+
+
+def test_parameters_in_16_bits_are_refused_before_the_engine_does() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)).half()
+    findings = check(model, "fp16")
+    assert {finding.rule: finding.where for finding in findings} == {
+        "half-parameters": "0.weight",
+        "half-norms": "1",
+        "eps-below-format": "optimizer group 0",
+    }
+    assert "3 more like it" in findings[0].detail
+    wide = torch.optim.AdamW(model.parameters(), eps=1e-4)
+    assert "eps-below-format" not in {finding.rule for finding in check(model, "fp16", wide)}
+    bf16 = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)).bfloat16()
+    assert {finding.rule for finding in check(bf16, "bf16")} == {"half-parameters"}
+    frozen = nn.Sequential(nn.Linear(64, 64).half().requires_grad_(False), nn.Linear(64, 64))
+    assert check(frozen, "bf16") == []
+
+
+def test_half_statistics_of_a_batch_norm_are_seen() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64, affine=False).half())
+    assert [(finding.rule, finding.where) for finding in check(model, "fp16")] == [("half-norms", "1")]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rule", "severity"),
+    [
+        ("fp16[loss_scale=none]", "fp16-without-scaler", SERIOUS),
+        ("fp16[loss_scale=1]", "scale-settings", WARNING),
+        ("bf16[master=none]", "states-16bit", WARNING),
+        ("bf16[moments=bf16]", "states-16bit", WARNING),
+        ("bf16[keep=attention]", "keep-names-nothing", SERIOUS),
+    ],
+)
+def test_recipes_are_looked_at_too(recipe: str, rule: str, severity: str) -> None:
+    (finding,) = check(meta(vocab=1024), recipe)
+    assert (finding.rule, finding.severity) == (rule, severity)
+    assert finding.where == f"recipe {parse(recipe)}"
+
+
+def test_a_tie_across_a_keeper_is_noted() -> None:
+    model = meta(vocab=1024)
+    (finding,) = check(model, "bf16[keep=head]")
+    assert (finding.rule, finding.where, finding.severity) == ("tied-formats", "head", NOTE)
+    assert "embed" in finding.detail
+    assert check(model, "bf16[keep=head+embed]") == [] and check(model, "bf16[keep=norm]") == []
+
+
+def test_lean_recipes_want_adamw() -> None:
+    model = nn.Linear(64, 64)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert [finding.rule for finding in check(model, "bf16-lean", sgd)] == ["lean-optimizer"]
+    assert check(model, "bf16", sgd) == []
+    assert check(model, "bf16-lean", torch.optim.Adam(model.parameters())) == []
+    decayed = torch.optim.Adam(model.parameters(), weight_decay=0.1)
+    assert [finding.rule for finding in check(model, "bf16[moments=8bit]", decayed)] == ["lean-optimizer"]
+
+
+def test_it_needs_no_optimizer() -> None:
+    assert lint.check(meta(vocab=1024), None, parse("bf16")) == []

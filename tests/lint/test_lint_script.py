@@ -1,0 +1,213 @@
+"""Lint of scripts: every planted pitfall at its line, and silence on scripts that do it right."""
+
+from __future__ import annotations
+
+import asyncio
+import email
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from lint_right import RIGHT
+from lint_wrong import HEAD, WRONG
+
+from narrowgauge.errors import UsageError
+from narrowgauge.lint import script
+from narrowgauge.lint.findings import NOTE, SERIOUS, WARNING
+from narrowgauge.lint.rules import RULES
+
+HERE = Path(__file__).parent
+PLANTED = sorted((HERE / "scripts" / "planted").glob("*.py"))
+CLEAN = sorted((HERE / "scripts" / "clean").glob("*.py"))
+EXAMPLES = sorted((HERE.parent.parent / "examples").glob("*.py"))
+FOLDERS = [Path(module.__file__).parent for module in (json, email, asyncio, torch.optim)]
+
+
+def expected(text: str) -> set[tuple[int, str]]:
+    """The lines and rules that comments of the form ``# lint: rule, rule`` ask for."""
+    lines = enumerate(text.splitlines(), 1)
+    matches = ((number, re.search(r"# lint: ([\w\s,-]+)$", line)) for number, line in lines)
+    return {(number, rule.strip()) for number, match in matches if match for rule in match[1].split(",")}
+
+
+def found(text: str, formats: tuple[str, ...] = ()) -> set[tuple[int, str]]:
+    return {(finding.span.line, finding.rule) for finding in script.check_text(text, formats=formats) if finding.span}
+
+
+@pytest.mark.parametrize("path", PLANTED, ids=lambda path: path.stem)
+def test_each_planted_pitfall_is_found_at_its_line_and_nothing_else(path: Path) -> None:
+    findings = script.check(path)
+    assert {(finding.span.line, finding.rule) for finding in findings if finding.span} == expected(path.read_text())
+    for finding in findings:
+        assert finding.where == f"{path}:{finding.span.line}"
+        assert finding.detail and finding.why and finding.fix and finding.severity in (SERIOUS, WARNING, NOTE)
+
+
+def test_there_are_enough_of_them() -> None:
+    rules = {rule for path in PLANTED for _, rule in expected(path.read_text())}
+    assert len(PLANTED) >= 20 and len(rules) >= 25 and rules <= set(RULES)
+    assert len(CLEAN) >= 5 and EXAMPLES
+    of_models = {"keep-names-nothing", "half-parameters", "lean-optimizer", "syntax"}
+    assert rules | of_models == set(RULES), "a rule that no script shows"
+
+
+@pytest.mark.parametrize("path", [*CLEAN, *EXAMPLES], ids=lambda path: path.stem)
+@pytest.mark.parametrize("formats", [(), ("bf16",)])
+def test_scripts_that_do_it_right_have_no_findings(path: Path, formats: tuple[str, ...]) -> None:
+    assert script.check(path, formats) == []
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_pitfalls_in_other_words(name: str) -> None:
+    text = HEAD + WRONG[name]
+    assert found(text) == expected(text)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_near_misses_are_left_alone(name: str) -> None:
+    assert found(HEAD + RIGHT[name]) == set()
+
+
+SPOILT = {
+    "clip-before-unscale": (r"^( *)\S*scaler\.unscale_\(.*\)$", r"\1pass"),
+    "unscale-twice": (r"^( *)(\S*scaler\.unscale_\(.*\))$", r"\1\2\n\1\2"),
+    "scaler-without-update": (r"^( *)\S*scaler\.update\(\)$", r"\1pass"),
+    "scaler-without-scale": (r"(self\.)?scaler\.scale\((.*)\)\.backward", r"(\2).backward"),
+    "step-past-scaler": (r"(self\.)?scaler\.step\((.*)\)", r"\2.step()"),
+    "zero-grad-order": (r"^( *)(\S*scaler\.step\((.*)\))$", r"\1\3.zero_grad()\n\1\2"),
+}
+
+
+@pytest.mark.parametrize("rule", SPOILT)
+@pytest.mark.parametrize("name", ["nanogpt_style", "hf_style", "torchvision_style", "gan_style", "trainer_class"])
+def test_a_good_script_that_is_spoilt_is_found_out(name: str, rule: str) -> None:
+    text = next(path for path in CLEAN if path.stem == name).read_text()
+    pattern, wrong = SPOILT[rule]
+    spoilt = re.sub(pattern, wrong, text, flags=re.MULTILINE)
+    assert spoilt != text
+    assert rule in {found_rule for _, found_rule in found(spoilt)}
+
+
+def test_the_formats_it_will_be_trained_in_count() -> None:
+    text = HEAD + "class Mask(nn.Module):\n    def forward(self, s, m):\n        return s.masked_fill(m, -1e9)\n"
+    assert found(text) == set()
+    assert found(text, ("bf16",)) == set()
+    assert found(text, ("fp16",)) == {(6, "nan-mask")}
+    wide = HEAD + "layer = nn.Linear(1032, 4096)\n"
+    assert found(wide, ("bf16",)) == set()
+    assert found(wide, ("fp8",)) == {(4, "off-multiple")}
+
+
+def test_a_dimension_says_what_padding_costs() -> None:
+    (finding,) = script.check_text(HEAD + "head = nn.Linear(768, 50257)\n", formats=["bf16"])
+    assert "50,257" in finding.detail and finding.fix == "pad it to 50,304 (0.09% more)"
+    (small,) = script.check_text(HEAD + "layer = nn.Linear(500, 512)\n", formats=["bf16"])
+    assert small.severity == NOTE
+
+
+def test_a_comment_silences_only_the_rule_it_names() -> None:
+    text = HEAD + "from torch.cuda.amp import GradScaler\nscaler = GradScaler(True)  # narrowgauge: ignore[custom-op]\n"
+    assert found(text) == {(5, "deprecated-amp"), (5, "autocast-argument")}
+    assert found(text.replace("custom-op", "deprecated-amp")) == {(5, "autocast-argument")}
+
+
+def test_columns_count_letters(tmp_path: Path) -> None:
+    text = HEAD + "label = 'Größe'; scaler = torch.cuda.amp.GradScaler()\n"
+    (finding,) = script.check_text(text)
+    span = finding.span
+    assert span is not None and span.end_column is not None
+    assert text.splitlines()[3][span.column - 1 : span.end_column - 1] == "torch.cuda.amp.GradScaler()"
+
+
+def test_a_script_is_read_and_never_run(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    path = tmp_path / "train.py"
+    path.write_text(f"import torch\nopen({str(trace)!r}, 'w').close()\nraise SystemExit(3)\n")
+    assert script.check(path) == []
+    assert not trace.exists()
+
+
+def test_what_is_not_python_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text("import torch\ndef f(:\n")
+    with pytest.raises(UsageError, match=r"broken\.py:2 is not Python"):
+        script.check(path)
+    path.write_bytes(b"\x80\x81 = 1\n")
+    with pytest.raises(UsageError, match="cannot be read"):
+        script.check(path)
+    path.write_bytes(b"x = 1\x00\n")
+    with pytest.raises(UsageError, match="is not Python"):
+        script.check(path)
+    with pytest.raises(UsageError, match="cannot be read"):
+        script.check(tmp_path / "absent.py")
+
+
+def test_a_folder_tells_of_broken_files_and_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("def f(:\n")
+    (tmp_path / "b.py").write_text("import torch\nscaler = torch.cuda.amp.GradScaler()\n")
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "c.py").write_text("import torch\nscaler = torch.cuda.amp.GradScaler()\n")
+    findings = script.check_folder(tmp_path)
+    assert [(Path(f.span.path).name, f.rule) for f in findings if f.span] == [
+        ("a.py", "syntax"),
+        ("b.py", "deprecated-amp"),
+    ]
+
+
+def test_old_encodings_and_odd_ends_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "latin.py"
+    path.write_bytes("# -*- coding: latin-1 -*-\nimport torch\nname = 'Größe'\n".encode("latin-1"))
+    assert script.check(path) == []
+    path.write_bytes(b"\xef\xbb\xbfimport torch\r\nscaler = torch.cuda.amp.GradScaler()")
+    assert [finding.rule for finding in script.check(path)] == ["deprecated-amp"]
+    assert script.check_text("") == []
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_any_python_is_survived(folder: Path) -> None:
+    for path in sorted(folder.glob("*.py")):
+        script.check_text("import torch\n" + path.read_text(encoding="utf-8"), str(path))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x = " + "(" * 60 + "1" + ")" * 60,
+        "x = " + "+".join(["1"] * 700),
+        "def f():\n    return f()\nf()",
+        "def f(g):\n    return g(f)\nf(f)",
+        "class A(A): pass",
+        "class A:\n    def __init__(self):\n        A()\nA()",
+        "for i in range(3):\n    pass\nelse:\n    break_ = 1\nwhile True:\n    continue",
+        "match x:\n    case [a, *b] if a: pass\n    case {'k': v, **rest}: pass\n    case _: pass",
+        "async def f():\n    async with a as b:\n        async for x in y: yield x\n    await z",
+        "try:\n    pass\nexcept* ValueError:\n    raise\nfinally:\n    x = 1",
+        "a, (b, *c), d.e, f[0] = *x, 1\nx: int\nx: int = 3\nx += 1\ndel x\nglobal y",
+        "(lambda x: x)(1)\n[x for y in z for x in y if x]\n{k: v for k, v in z}\nf'{x!r:>{w}}'\nif (n := 3): pass",
+        "scaler.scale(*a, **b).backward(*c)\nscaler.step()\nscaler.unscale_()\nscaler.update()\nmodel.half().to()",
+        "torch.autocast(*a, **b)\ntorch.amp.GradScaler(*a, **b)\ntorch.optim.Adam(*a, **b)\ntorch.einsum('...', a, b)",
+        "\n".join(f"if a{i}:\n    x{i} = torch.amp.GradScaler('cuda')" for i in range(40)),
+        "def f():\n" + "".join("    " * d + f"for x{d} in y:\n" for d in range(1, 12)) + "    " * 12 + "pass",
+    ],
+)
+def test_odd_python_is_survived(text: str) -> None:
+    script.check_text("import torch\n" + text + "\n")
+
+
+def test_a_long_expression_hides_nothing() -> None:
+    text = f"{HEAD}total = {' + '.join(['1'] * 700)}\nscaler = torch.cuda.amp.GradScaler()\n"
+    assert found(text) == {(5, "deprecated-amp")}
+
+
+def test_branches_do_not_explode() -> None:
+    branches = "".join(
+        f"    if a{i}:\n        scaler.scale(loss).backward()\n        m{i} = nn.Linear(8, 8)\n    else:\n"
+        f"        loss.backward()\n        optimizer.step()\n"
+        for i in range(60)
+    )
+    began = time.perf_counter()
+    script.check_text(f"{HEAD}def f(scaler, optimizer, loss):\n{branches}")
+    assert time.perf_counter() - began < 5
