@@ -24,7 +24,7 @@ _WHERE = {
     "replay": "narrowgauge.gauges.replay",
     "watch": "narrowgauge.gauges.probe",
 }
-_MODULES = ("formats", "gauges", "hardware", "optim", "validate")
+_MODULES = ("forecast", "formats", "gauges", "hardware", "optim", "validate")
 
 __all__ = [*sorted(_WHERE), *_MODULES, "Recipe", "recipe"]
 

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TextIO
 
 from narrowgauge.errors import NarrowgaugeError
 
-VERBS = ("formats", "doctor", "train", "validate", "replay", "break", "bench", "lint")
+VERBS = ("formats", "doctor", "train", "validate", "replay", "break", "bench", "memory", "roofline", "report", "lint")
 
 
 @dataclass

@@ -1,0 +1,166 @@
+"""Holds the forecast against a GPU: predicted peak memory and step time of many cases, then the same measured.
+
+usage: python bench/forecast.py [WORD...] [predict]      (the cases whose name has every WORD: gpt2-124m; fp8; eager)
+(JSON to $OUT/forecast.json where OUT is set)
+
+Everything is predicted before the GPU is touched. ``predict`` stops there, and needs no GPU. Memory is to be within 5%
+of ``max_memory_allocated``, time within 15% for BF16 and FP8 of the built-in models.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from narrowgauge import hardware, tasks
+from narrowgauge.forecast.ceilings import Ceilings
+from narrowgauge.forecast.measure import measure_run
+from narrowgauge.forecast.memory import predict_memory
+from narrowgauge.forecast.roofline import predict
+from narrowgauge.forecast.steps import trace_steps
+from narrowgauge.recipe import parse
+from narrowgauge.task import Task
+
+MEMORY_TOLERANCE, TIME_TOLERANCE = 0.05, 0.15
+
+
+def bert(batch: int = 32, context: int = 512) -> Task:
+    """Hugging Face's BERT base on masked language modelling, dropout and all."""
+    here = Path(__file__).parent  # transformers asks for a package named kernels, and would get bench/kernels.py
+    sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != here.resolve()]
+    from transformers import BertConfig, BertForMaskedLM
+
+    def synthetic(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(step)
+        ids = torch.randint(0, 30522, (batch, context), generator=generator)
+        return ids, ids.clone()
+
+    return Task(
+        name="bert", model=lambda: BertForMaskedLM(BertConfig()), batch=lambda step, split: synthetic(step),
+        loss=lambda model, ids: model(input_ids=ids[0], labels=ids[1]).loss, synthetic=synthetic,
+        items_per_batch=batch * context, unit="token",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    spec: str
+    recipe: str
+    batch: int | None = None
+    compile: bool = True
+    accumulate: int = 1
+    timed: bool = False
+    """Whether its step time is to be within the tolerance, too."""
+
+    @property
+    def name(self) -> str:
+        size = f" batch {self.batch}" if self.batch else ""
+        mode = " compiled" if self.compile else " eager"
+        more = f" accumulate {self.accumulate}" if self.accumulate > 1 else ""
+        return f"{self.spec} {self.recipe}{size}{mode}{more}"
+
+    def task(self) -> Task:
+        options = {"batch": self.batch} if self.batch else {}
+        return bert(**options) if self.spec == "bert" else tasks.find(self.spec, **options)
+
+
+CASES = [
+    Case("gpt2-124m", "fp32", 32, compile=False),
+    Case("gpt2-124m", "fp32"),
+    Case("gpt2-124m", "fp16", compile=False),
+    Case("gpt2-124m", "fp16"),
+    Case("gpt2-124m", "bf16", timed=True),
+    Case("gpt2-124m", "bf16[checkpoint=full]"),
+    Case("gpt2-124m", "bf16", 16, accumulate=4),
+    Case("gpt2-124m", "fp8", timed=True),
+    Case("gpt2-124m", "fp8[checkpoint=selective]"),
+    Case("gpt2-124m", "bf16-lean"),
+    Case("gpt:8x4096", "bf16", timed=True),
+    Case("gpt:8x4096", "fp8", timed=True),
+    Case("gpt-1.3b", "bf16", timed=True),
+    Case("gpt-1.3b", "fp8", timed=True),
+    Case("gpt-1.3b", "fp8-lean", timed=True),
+    Case("llama-1b", "bf16", 8, timed=True),
+    Case("llama-1b", "fp8", 8, timed=True),
+    Case("llama-7b", "bf16-lean", timed=True),
+    Case("llama-7b", "fp8-lean", timed=True),
+    Case("llama-7b", "bf16-lean[gradients=released]", 2, timed=True),
+    Case("digits", "fp32", compile=False),
+    Case("digits", "bf16", compile=False),
+    Case("digits", "fp32", 65536, compile=False),
+    Case("bert", "fp32", compile=False),
+    Case("bert", "bf16", compile=False),
+    Case("bert", "bf16"),
+    Case("bert", "fp8", compile=False),
+    Case("bert", "bf16[checkpoint=full]", compile=False),
+]
+
+
+def foretell(case: Case, gpu: hardware.Gpu) -> dict[str, Any]:
+    traced = trace_steps(case.task(), parse(case.recipe), gpu, compile=case.compile, accumulate=case.accumulate)
+    memory, time = predict_memory(traced), predict(traced, Ceilings(gpu))
+    return {
+        "case": case.name, "timed": case.timed, "exact": memory.exact, "memory": memory.total,
+        "components": memory.components(), "when": str(memory.when), "step_ms": time.step_ms, "bound": time.bound,
+        "by_kind": time.by_kind,
+    }  # fmt: skip
+
+
+def measure(case: Case, device: hardware.Device, row: dict[str, Any]) -> None:
+    try:
+        found = measure_run(
+            case.task(), parse(case.recipe), device, compile=case.compile, accumulate=case.accumulate, steps=3
+        )
+    except torch.OutOfMemoryError:
+        row["failure"] = "out of memory"
+        return
+    row["measured_memory"], row["measured_ms"] = found.peak_bytes, found.step_ms
+    row["memory_error"] = row["memory"] / found.peak_bytes - 1
+    row["time_error"] = row["step_ms"] / found.step_ms - 1
+    row["ok"] = abs(row["memory_error"]) <= MEMORY_TOLERANCE and (
+        not case.timed or abs(row["time_error"]) <= TIME_TOLERANCE
+    )
+
+
+def main(words: list[str], say: Callable[[str], None]) -> int:
+    only_predict = "predict" in words
+    chosen = [case for case in CASES if all(word in case.name for word in words if word != "predict")]
+    device = None if only_predict else hardware.detect()
+    gpu = device.gpu if device is not None and device.gpu is not None else hardware.find_gpu("h200")
+    rows = []
+    for case in chosen:
+        rows.append(foretell(case, gpu))
+        row = rows[-1]
+        about = "" if row["exact"] else "about "
+        say(f"predicted {case.name}: {about}{row['memory'] / 1e9:.3f} GB in {row['when']}, {row['step_ms']:.1f} ms")
+    for case, row in zip(chosen, rows, strict=True):
+        if device is None:
+            break
+        measure(case, device, row)
+        gc.collect()
+        torch._dynamo.reset()
+        if "failure" in row:
+            say(f"{case.name}: {row['failure']}")
+            continue
+        say(
+            f"{'ok ' if row['ok'] else 'OFF'} {case.name}: {row['memory'] / 1e9:.3f} GB, measured "
+            f"{row['measured_memory'] / 1e9:.3f} ({row['memory_error']:+.2%}); {row['step_ms']:.1f} ms, measured "
+            f"{row['measured_ms']:.1f} ({row['time_error']:+.1%}{'' if case.timed else ', not promised'})"
+        )
+    if "OUT" in os.environ:
+        (Path(os.environ["OUT"]) / "forecast.json").write_text(json.dumps({"gpu": gpu.name, "rows": rows}, indent=1))
+    off = [row["case"] for row in rows if row.get("ok") is False]
+    say(f"{len(off)} of {len(rows)} off: {', '.join(off)}" if off else f"{len(rows)} cases")
+    return 1 if off else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], lambda line: print(line, flush=True)))

@@ -1,0 +1,59 @@
+"""``narrowgauge report RUN...``: one self-contained HTML file of runs and saved results, or the page of a live run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from narrowgauge.cli import Outcome, prose
+from narrowgauge.cli.terminal import say
+
+ABOUT = "write one self-contained HTML page of runs, validations, benchmarks and forecasts; --serve shows a live run"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "paths",
+        nargs="+",
+        metavar="RUN",
+        help="run folders, and JSON of validate, bench, memory, roofline, lint or break",
+    )
+    add(
+        "--serve",
+        nargs="?",
+        type=int,
+        const=-1,
+        metavar="PORT",
+        help="show it live on 127.0.0.1 until Ctrl-C",
+    )
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    paths = [Path(path) for path in args.paths]
+    if args.serve is not None:
+        return _serve(args, paths)
+    from narrowgauge.report import write
+
+    path = write(paths, Path(args.out) if args.out is not None else _place(paths))
+    say(f"{path}: {path.stat().st_size / 1e6:.1f} MB, opens in any browser without a network", prose(args))
+    return Outcome({"path": str(path)})
+
+
+def _place(paths: list[Path]) -> Path:
+    """Where the page goes unless --out says: into the one run there is, else to where the reader stands."""
+    runs = [path for path in paths if path.is_dir()]
+    return runs[0] if len(runs) == 1 else Path("report.html")
+
+
+def _serve(args: argparse.Namespace, paths: list[Path]) -> Outcome:
+    from narrowgauge.report import live
+
+    server = live.serve(paths, None if args.serve == -1 else args.serve)
+    try:
+        with server:
+            say(f"{server.url} shows {', '.join(map(str, paths))} as it goes on; Ctrl-C ends it", prose(args))
+            server.serve_forever(poll_interval=0.2)
+    except KeyboardInterrupt:
+        say("ended", prose(args))
+    return Outcome({"path": None, "url": server.url})

@@ -1,0 +1,274 @@
+"""Runs an engine's real training steps on a GPU that is only pretended, and hands over the trace of them.
+
+Two steps: the first one makes what stays (moments, FP8 scales and copies), the second is as every later one. The
+engine, its kernels' Python, autograd, hooks and recomputation are the ones that train; what is pretended is in
+``machine``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from narrowgauge.engine import Engine
+from narrowgauge.errors import NarrowgaugeError, UsageError
+from narrowgauge.forecast import machine
+from narrowgauge.forecast.trace import Recorder, Trace
+from narrowgauge.forecast.workspaces import Workspaces
+from narrowgauge.hardware import Gpu
+from narrowgauge.kernels import adamw as kernel
+from narrowgauge.nn import blocks, head, linear
+from narrowgauge.nn.convert import Layer
+from narrowgauge.nn.gemm import CachedWeight
+from narrowgauge.nn.recompute import find_blocks
+from narrowgauge.optim import together
+from narrowgauge.recipe import Recipe
+from narrowgauge.task import Task
+
+CLIP_NORM = 1.0
+STEPS = 2
+_PRODUCTS = ("forward_output", "backward_input", "backward_weight")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """The trace of a build and two steps, and what was found on the way."""
+
+    task: Task
+    recipe: Recipe
+    gpu: Gpu
+    trace: Trace
+    batch: int
+    """Items along the first dimension of a batch's tensors."""
+    items: int
+    """What one update trains on: tokens or images, all microbatches together."""
+    accumulate: int
+    parameters: int
+    compiled: bool
+    """Whether torch.compile would have planned some of it."""
+    layers: list[Layer] = field(default_factory=list)
+    block_parameters: int = 0
+    """Of the largest block: what a sharded run gathers at once."""
+    other_parameters: int = 0
+    """Of what is in no block: embeddings, the head."""
+    asked: int = 0
+    """Values that the program asked of the GPU, and got 0."""
+
+
+def trace_steps(
+    task: Task,
+    recipe: Recipe,
+    gpu: Gpu,
+    *,
+    batch: int | None = None,
+    accumulate: int = 1,
+    compile: bool = True,
+    clip_norm: float | None = CLIP_NORM,
+    fused: bool | None = None,
+) -> Traced:
+    """Trace a task under a recipe as it would run on a GPU; ``batch`` replaces the task's own size.
+
+    The rest is as ``Engine`` takes it, but that a recipe which releases gradients is not asked to clip them.
+    """
+    given = task.synthetic(0) if task.synthetic is not None else task.batch(0, "train")
+    sizes = [tensor.shape[0] for tensor in tree_leaves(given) if isinstance(tensor, Tensor) and tensor.dim()]
+    if not sizes:
+        raise UsageError(f"task {task.name}: a batch has no tensors, so there is nothing to forecast")
+    size = batch or sizes[0]
+    recorder = Recorder(Workspaces(gpu))
+    if recipe.gradients == "released":
+        clip_norm = None
+    try:
+        with machine.pretend(gpu, recorder.compiled) as pretence, recorder:
+            pretence.rules.on_narrowed = functools.partial(recorder.mark, role="weights")
+            with torch.device("cuda"):
+                model = task.model()
+            optimizer = make_optimizer(task, model)
+            handles = [_notice(parameter, recorder) for parameter in model.parameters() if parameter.requires_grad]
+            engine = Engine(
+                model, optimizer, recipe, clip_norm=clip_norm, accumulate=accumulate, compile=compile, fused=fused
+            )
+            _mark_weights(engine, recorder)
+            device_batch = tree_map_only(Tensor, lambda t: _resized(t, sizes[0], size).to("cuda"), given)
+            for tensor in tree_leaves(device_batch):
+                if isinstance(tensor, Tensor):
+                    recorder.mark(tensor, "activations")
+            with _attributed(engine, recorder):
+                for step in range(STEPS):
+                    recorder.step = step
+                    _step(task, engine, device_batch, recorder)
+                    _mark_states(engine, recorder)
+            trace = recorder.close()
+            layers, sizes_of = list(engine.conversion.layers), _block_sizes(engine)
+            for handle in handles:
+                handle.remove()
+    except NarrowgaugeError:
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        raise UsageError(
+            f"task {task.name} under {recipe} cannot be forecast without its data: {type(error).__name__}: "
+            f"{lines[0][:200]}"
+        ) from error
+    return Traced(
+        task=task,
+        recipe=recipe,
+        gpu=gpu,
+        trace=trace,
+        batch=size,
+        items=round(task.items_per_batch * size / sizes[0]) * accumulate,
+        accumulate=accumulate,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        compiled=any(op.compiled for op in trace.ops),
+        layers=layers,
+        block_parameters=sizes_of[0],
+        other_parameters=sizes_of[1],
+        asked=pretence.asked,
+    )
+
+
+def make_optimizer(task: Task, model: nn.Module) -> Optimizer:
+    """The task's own optimizer, or AdamW as ``bench`` makes it."""
+    if task.optimizer is not None:
+        return task.optimizer(model, task.learning_rate)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, task.learning_rate, betas=(0.9, 0.95), weight_decay=task.weight_decay, fused=True)
+
+
+def _resized(tensor: Tensor, before: int, size: int) -> Tensor:
+    """A host tensor with another number of items; only its shape will matter."""
+    if not tensor.dim() or tensor.shape[0] != before or size == before:
+        return tensor
+    return torch.empty((size, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+
+
+def _step(task: Task, engine: Engine, batch: Any, recorder: Recorder) -> None:
+    for _ in range(engine.accumulate):
+        recorder.phase = "forward"
+        with engine.forward():
+            loss = task.loss(engine.model, batch)
+        recorder.phase = "backward"
+        engine.backward(loss)
+        recorder.phase = "step"
+        engine.step()
+
+
+def _notice(parameter: nn.Parameter, recorder: Recorder) -> Any:
+    """Learn where gradients are as soon as they are there, before a release frees them."""
+    return parameter.register_post_accumulate_grad_hook(lambda p: recorder.mark(p.grad, "gradients"))
+
+
+def _mark_weights(engine: Engine, recorder: Recorder) -> None:
+    narrow = engine.recipe.compute not in ("fp32", "tf32")
+    for parameter in engine.model.parameters():
+        is_master = narrow and parameter.dtype is torch.float32 and parameter.dim() > 1
+        recorder.mark(parameter, "master" if is_master else "weights")
+        recorder.mark(getattr(parameter, "other_half", None), "master")
+    for buffer in engine.model.buffers():
+        recorder.mark(buffer, "weights")
+
+
+def _mark_states(engine: Engine, recorder: Recorder) -> None:
+    for optimizer in engine.optimizers:
+        for state in optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    kind = "master" if name in ("master", "remainder") else "workspace" if name == "step" else "moments"
+                    recorder.mark(value, kind)
+
+
+def _block_sizes(engine: Engine) -> tuple[int, int]:
+    """Parameters of the largest block, and of everything outside of blocks."""
+    blocks_of = find_blocks(engine.model)
+    sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks_of.values()]
+    every = sum(parameter.numel() for parameter in engine.model.parameters())
+    return (max(sizes), every - sum(sizes)) if sizes else (every, 0)
+
+
+@contextlib.contextmanager
+def _attributed(engine: Engine, recorder: Recorder) -> Iterator[None]:
+    """Tell the recorder which module runs, what the fused blocks compute, and what is launched past torch."""
+    paths = {id(module): path for path, module in engine.model.named_modules()}
+    names = {
+        id(parameter): path
+        for path, module in sorted(engine.model.named_modules(), key=lambda item: isinstance(item[1], nn.Linear))
+        for parameter in module.parameters(recurse=False)
+    }
+    last = [""]
+
+    def product(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            cached = args[1]
+            if isinstance(cached, CachedWeight):
+                last[0] = names.get(id(cached.weights[0]), last[0])
+            with recorder.inside(last[0]):
+                return function(*args, **kwargs)
+
+        return run
+
+    def block(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(plan: Any, *args: Any, **kwargs: Any) -> Any:
+            with recorder.inside(plan.path):
+                return function(plan, *args, **kwargs)
+
+        return run
+
+    def ending(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with recorder.inside(head.HEAD):
+                return function(*args, **kwargs)
+
+        return run
+
+    def copies(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            made = function(*args, **kwargs)
+            for tensor in (made,) if isinstance(made, Tensor) else (made.hp, made.lp, made.lp_t):
+                if tensor is not None and not isinstance(tensor, nn.Parameter):
+                    recorder.mark_copy(tensor)
+            return made
+
+        return run
+
+    def adamw(lists: kernel.Lists, numbers: kernel.Numbers) -> None:
+        states = [*lists.weight, *lists.first, *lists.second, *lists.low, *lists.first_scale, *lists.second_scale]
+        recorder.launch("narrowgauge.adamw", [*states, *lists.grad], [*states, *lists.copy])
+        kernel.adamw(lists, numbers)
+
+    def gradient_norms(grads: list[Tensor]) -> Tensor:
+        recorder.launch("narrowgauge.gradient_norms", grads, [])
+        return plain_norms(grads)
+
+    def rescale_(tensor: Tensor, factor: Tensor) -> Tensor:
+        touched = [tensor] if engine.scaler is not None or engine.accumulate > 1 else []
+        recorder.launch("narrowgauge.rescale", touched, touched, "loss", "lm_head")
+        return tensor
+
+    plain_norms = kernel.gradient_norms
+    changes: list[tuple[Any, str, Any]] = [
+        (together, "adamw", adamw),
+        (kernel, "gradient_norms", gradient_norms),
+        (head, "rescale_", rescale_),
+        (head._Task, "run", ending(head._Task.run)),
+        *((blocks, name, block(getattr(blocks, name))) for name in ("_forward", "_backward")),
+        *((user, name, product(getattr(user, name))) for user in (blocks, head, linear) for name in _PRODUCTS),
+        *((CachedWeight, name, copies(getattr(CachedWeight, name))) for name in ("fp8", "bf16")),
+    ]
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in changes:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        enter = hooks.register_module_forward_pre_hook(lambda module, _: recorder.enter(paths.get(id(module), "")))
+        stack.callback(enter.remove)
+        leave = hooks.register_module_forward_hook(lambda *_: recorder.leave(), always_call=True)
+        stack.callback(leave.remove)
+        yield

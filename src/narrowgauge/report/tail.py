@@ -1,0 +1,75 @@
+"""Reads a run's events as they are written: each call gives what is new since the last.
+
+A report must come out of a run that crashed, is being written, or was damaged: a line that is not JSON is counted and
+passed over, where ``runs.record.read`` would refuse the record. A record that was cut (``train --resume``) is another
+file, and is read again from its start. NaN and infinity stay the texts that the record has ("nan", "inf", "-inf"), of
+which ``float`` makes numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from narrowgauge.runs.record import EVENTS
+
+_BLOCK = 1 << 23
+"""Bytes read at once, so that a record of any length takes little memory."""
+
+
+@dataclass
+class Tail:
+    """The events of one run folder, from where the last look ended."""
+
+    folder: Path
+    damaged: int = 0
+    """Lines that could not be read."""
+    _offset: int = 0
+    _file: int | None = None
+    _rest: bytes = field(default=b"", repr=False)
+
+    def was_replaced(self) -> bool:
+        """Whether the record is another than the one read so far; the next ``read`` then starts at its beginning."""
+        try:
+            status = (self.folder / EVENTS).stat()
+        except OSError:
+            return False
+        replaced = self._file is not None and (status.st_ino != self._file or status.st_size < self._offset)
+        if replaced:
+            self.damaged, self._offset, self._rest = 0, 0, b""
+        self._file = status.st_ino
+        return replaced
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """The events that are new; a last line without its end is left for the next time."""
+        try:
+            file = (self.folder / EVENTS).open("rb")
+        except OSError:
+            return
+        with file:
+            file.seek(self._offset)
+            while block := file.read(_BLOCK):
+                self._offset += len(block)
+                *lines, self._rest = (self._rest + block).split(b"\n")
+                yield from self._parse(lines)
+
+    def _parse(self, lines: list[bytes]) -> Iterator[dict[str, Any]]:
+        try:
+            found = json.loads(b"[" + b",".join(lines) + b"]")
+        except ValueError:
+            found = [self._one(line) for line in lines]
+        for event in found:
+            if not isinstance(event, dict):
+                self.damaged += event is not None
+            else:
+                yield event
+
+    def _one(self, line: bytes) -> Any:
+        try:
+            return json.loads(line)
+        except ValueError:
+            self.damaged += 1
+            return None

@@ -1,0 +1,92 @@
+"""``narrowgauge memory``: the JSON that the design promises, what fits, and one clear line for what cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from narrowgauge import cli
+from narrowgauge.cli.memory import LESSON, bar, gigabytes
+from narrowgauge.forecast.memory import Memory, Moment
+
+SMALL = ["memory", "gpt:2x128", "--batch", "4", "--context", "64"]
+PARTS = ("weights", "master", "gradients", "moments", "activations", "workspace")
+
+
+def test_json_has_what_the_design_promises(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*SMALL, "--json", "--recipes", "fp32,bf16-lean[gradients=released]", "--device", "cpu"]) == 0
+    found = capsys.readouterr()
+    data = json.loads(found.out)
+    assert list(data["recipes"]) == ["fp32", "bf16[master=split,gradients=released,moments=8bit,checkpoint=full]"]
+    for row in data["recipes"].values():
+        assert sum(row[part] for part in PARTS) == row["total"] <= row["peak"]
+        assert set(row["when"]) == {"phase", "module", "op", "share"} and row["largest"]["weights"] > 0
+        assert row["fits"] is None and row["largest_batch"] is None and row["measured"] is None
+    assert data["gpu"] == "H200" and data["batch"] == 4 and data["lesson"] is None
+    assert "tracing two steps on paper" in found.err
+
+
+def test_a_gpu_says_what_fits_and_the_exit_code_tells(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*SMALL, "--recipes", "bf16", "--gpu", "h200"]) == 0
+    text = capsys.readouterr().out
+    assert "fits into H200 (151.40 GB); largest batch " in text and "[" in text and "in backward" in text
+    large = ["memory", "gpt:2x128", "--batch", "1024", "--context", "1024", "--gpu", "t4", "--recipes", "fp32"]
+    assert cli.main([*large, "--no-search", "--no-compile"]) == 1
+    assert "does NOT fit into T4" in capsys.readouterr().out
+
+
+def test_shards_and_accumulation_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*SMALL, "--recipes", "bf16", "--shards", "4", "--accumulate", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "a rank of 4" in text and "sharded over 4" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--gpu", "h300"], "unknown GPU 'h300': expected one of V100"),
+        (["--recipes", "fp9"], "unknown recipe 'fp9'"),
+        (["--recipes", ""], "--recipes names none"),
+        (["--recipes", "fp8", "--gpu", "a100"], "fp8 needs 8.9 or later"),
+        (["--shards", "0"], "shards=0 must be a whole number of at least 1"),
+        (["--batch", "0"], "--batch 0 was given"),
+    ],
+)
+def test_bad_input_costs_one_clear_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*SMALL, *options]) == 2
+    found = capsys.readouterr()
+    lines = [line for line in found.err.splitlines() if line.startswith("narrowgauge:")]
+    assert len(lines) == 1 and message in lines[0] and "Traceback" not in found.err
+
+
+def test_default_recipes_are_those_that_the_gpu_can_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["memory", "digits", "--json", "--gpu", "a100", "--no-search"]) == 0
+    assert list(json.loads(capsys.readouterr().out)["recipes"]) == ["fp32", "bf16", "bf16-lean"]
+
+
+def test_a_users_own_task_is_forecast_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import torch\nfrom narrowgauge import Task\n"
+        "def task():\n"
+        "    return Task(name='mine', model=lambda: torch.nn.Linear(64, 8), batch=lambda i, s: torch.zeros(16, 64),\n"
+        "                loss=lambda model, x: model(x).sum())\n"
+    )
+    assert cli.main(["memory", f"{path}:task", "--json", "--recipes", "bf16"]) == 0
+    assert json.loads(capsys.readouterr().out)["task"] == "mine"
+
+
+def test_the_lessons_sums_are_its_own() -> None:
+    assert [sum(parts.values()) for parts in LESSON.values()] == [122, 117]
+
+
+def test_a_bar_has_its_width_and_every_part_its_share() -> None:
+    parts = dict.fromkeys(PARTS, 0) | {"weights": 50, "activations": 25, "workspace": 25}
+    memory = Memory(
+        recipe="bf16", batch=1, accumulate=1, shards=1, total=100, largest=parts, first_step=1, building=1, between=1,
+        reserved=1, exact=True, when=Moment(phase="forward", module="", op="mm", share=0.5), **parts,
+    )  # fmt: skip
+    assert bar(memory, 8) == "wwwwaa.."
+    assert str(memory.when) == "forward, outside of modules (mm)" and gigabytes(1.5e9) == "1.50 GB"

@@ -1,0 +1,79 @@
+"""The live page: what is new comes, nothing else; only this machine is answered; Ctrl-C ends it with 0."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import long_run
+import pytest
+
+from narrowgauge.errors import UsageError
+from narrowgauge.report import live
+from narrowgauge.runs import record
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[live.Server]:
+    made = live.serve([long_run.write_run(tmp_path / "run", 40, tensors=2, every=10, end=False)], 0)
+    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield made
+    made.shutdown()
+    thread.join()
+    made.server_close()
+
+
+def ask(server: live.Server, path: str, **headers: str) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=10)
+    try:
+        connection.request("GET", path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    finally:
+        connection.close()
+
+
+def test_news_come_once(server: live.Server, tmp_path: Path) -> None:
+    status, page = ask(server, "/")
+    assert status == 200 and 'data-live="true"' in page and "connect-src 'self'" in page
+    assert json.loads(ask(server, "/data.json?have=1")[1]) == {"version": 1}
+    with record.Record(tmp_path / "run") as book:
+        book.append("step", 41, loss=1.5, lr=0.1, grad_norm=1.0, loss_scale=1.0, applied=True, tokens_per_s=1.0)
+    news = json.loads(ask(server, "/data.json?have=1")[1])
+    assert news["version"] == 2 and news["data"]["runs"][0]["step"] == 41
+    assert news["data"]["runs"][0]["state"] == "running"
+    assert json.loads(ask(server, "/data.json?have=2")[1]) == {"version": 2}
+    assert "data" in json.loads(ask(server, "/data.json?have=nonsense")[1])
+
+
+def test_only_this_machine_is_answered(server: live.Server) -> None:
+    assert ask(server, "/data.json", Host="evil.example:80")[0] == 403
+    assert ask(server, "/../../etc/passwd")[0] == 404
+    assert server.server_address[0] == "127.0.0.1"
+
+
+def test_a_port_that_is_taken_is_refused(server: live.Server, tmp_path: Path) -> None:
+    port = int(server.server_address[1])
+    with pytest.raises(UsageError, match="cannot listen"):
+        live.serve([tmp_path / "run"], port)
+    with pytest.raises(UsageError, match="expected a port"):
+        live.serve([tmp_path / "run"], 70000)
+
+
+def test_ctrl_c_ends_it(tmp_path: Path) -> None:
+    run = long_run.write_run(tmp_path / "run", 5)
+    command = [sys.executable, "-m", "narrowgauge", "report", str(run), "--serve", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("http://127.0.0.1:") and "Ctrl-C" in line
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=20)
+    assert process.returncode == 0 and rest == "ended\n" and errors == ""
