@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from narrowgauge import cli
+from narrowgauge import cli, hardware
 from narrowgauge.cli.memory import LESSON, bar, gigabytes
+from narrowgauge.forecast import measure
 from narrowgauge.forecast.memory import Memory, Moment
 
 SMALL = ["memory", "gpt:2x128", "--batch", "4", "--context", "64"]
@@ -76,6 +77,37 @@ def test_a_users_own_task_is_forecast_too(tmp_path: Path, capsys: pytest.Capture
     )
     assert cli.main(["memory", f"{path}:task", "--json", "--recipes", "bf16"]) == 0
     assert json.loads(capsys.readouterr().out)["task"] == "mine"
+
+
+def test_with_the_gpu_at_hand_it_prints_its_own_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    h200 = hardware.describe_gpu("NVIDIA H200", 0, (9, 0), 2**37)
+    monkeypatch.setattr(hardware, "detect", lambda text=None: h200)
+    monkeypatch.setattr(measure, "measure_run", lambda *_, **__: measure.Measured(peak_bytes=10**8, step_ms=1.0))
+    assert cli.main([*SMALL, "--recipes", "bf16", "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)["recipes"]["bf16"]
+    assert row["measured"] == 10**8 and row["error"] == pytest.approx(row["total"] / 1e8 - 1)
+    assert cli.main([*SMALL, "--recipes", "bf16"]) == 0
+    assert "measured 0.10 GB: the prediction is off by" in capsys.readouterr().out
+
+
+def test_of_the_default_recipes_those_that_do_not_suit_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plain.py"
+    path.write_text(
+        "import torch\nfrom narrowgauge import Task\n"
+        "def task():\n"
+        "    return Task(name='plain', model=lambda: torch.nn.Linear(64, 8), batch=lambda i, s: torch.zeros(16, 64),\n"
+        "                loss=lambda model, x: model(x).sum(),\n"
+        "                optimizer=lambda model, rate: torch.optim.SGD(model.parameters(), rate))\n"
+    )
+    assert cli.main(["memory", f"{path}:task", "--json"]) == 0
+    found = capsys.readouterr()
+    assert list(json.loads(found.out)["recipes"]) == ["fp32", "bf16", "fp8"]
+    assert "bf16-lean: left out: a lean recipe steps AdamW" in found.err
+    assert cli.main(["memory", f"{path}:task", "--recipes", "bf16-lean"]) == 2
 
 
 def test_the_lessons_sums_are_its_own() -> None:

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from narrowgauge import cli
+from narrowgauge import cli, hardware
 from narrowgauge.cli.roofline import collapse
+from narrowgauge.forecast import measure
 from narrowgauge.forecast.roofline import Layer
 
 SMALL = ["roofline", "gpt:2x128", "--batch", "4", "--context", "64", "--device", "cpu"]
@@ -54,6 +55,29 @@ def test_bad_input_costs_one_clear_line(options: list[str], message: str, capsys
     assert cli.main([*SMALL, *options]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("narrowgauge:")]
     assert len(lines) == 1 and message in lines[0]
+
+
+def test_with_the_gpu_at_hand_it_prints_its_own_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    h200 = hardware.describe_gpu("NVIDIA H200", 0, (9, 0), 2**37)
+    monkeypatch.setattr(hardware, "detect", lambda text=None: h200)
+    monkeypatch.setattr(measure, "measure_roofs", lambda device: {"copy": 4.19e12, "bf16": 772e12, "fp8": 1398e12})
+    monkeypatch.setattr(measure, "measure_calls", lambda costs, *_: {cost.op.call: 2 * cost.seconds for cost in costs})
+    monkeypatch.setattr(measure, "measure_run", lambda *_, **__: measure.Measured(peak_bytes=1, step_ms=4.0))
+    options = ["roofline", "gpt:2x128", "--batch", "4", "--context", "64", "--recipes", "bf16", "--quick"]
+    assert cli.main([*options, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    row = data["recipes"]["bf16"]
+    assert row["measured_ms"] == 4.0 and row["error"] == pytest.approx(row["step_ms"] / 4.0 - 1)
+    assert data["source"] == "measured on this GPU" and data["roofs"]["bf16"] == 772e12
+    product = next(one for one in data["layers"] if one["path"] == "blocks.*.up" and one["kind"] == "product")
+    assert product["error"] == pytest.approx(-0.5)
+    assert cli.main(options) == 0
+    text = capsys.readouterr().out
+    assert "measured copy: 4.19 T/s, 87% of the datasheet" in text and "-50%" in text
+    assert cli.main([*options, "--no-measure", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["recipes"]["bf16"]["measured_ms"] is None
 
 
 def test_blocks_that_are_alike_become_one_row() -> None:

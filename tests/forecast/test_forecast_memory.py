@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -105,6 +106,18 @@ def test_components_add_up_to_the_total() -> None:
     assert found.between < found.total <= found.peak <= found.reserved
     assert found.when.phase == "backward" and 0 < found.when.share < 1
     assert found.workspace > 2 * (32 << 20), "two threads' cuBLAS workspaces"
+
+
+def test_gradients_that_meet_are_added_in_place() -> None:
+    class Fork(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.first(x)
+            return self.second(hidden) + self.second(hidden.sin())
+
+    found = traced(dataclasses.replace(mlp(), model=Fork))
+    sums = {index: op for index, op in enumerate(found.trace.ops) if op.accumulates}
+    assert {op.writes[-1].shape for op in sums.values()} == {(ROWS, HIDDEN), (OUTPUTS, HIDDEN)}
+    assert {op.writes[-1].block for op in sums.values()} == set(follow(found.trace).reuses)
 
 
 def test_recomputation_keeps_less() -> None:

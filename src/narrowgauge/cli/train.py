@@ -220,6 +220,12 @@ def _summarise(result: Result, facts: dict[str, Any], folder: Path, out: TextIO,
         line("health", "healthy: nothing to report")
     for told in result.foretold if foretell else ():
         line(told["format"], _foretold(told))
+    try:
+        from narrowgauge.report import write
+
+        line("report", str(write([folder], folder)))
+    except UsageError as error:  # a page that cannot be written costs no training
+        line("report", f"not written: {error}")
     line("record", f"{folder}/events.jsonl" + (", TensorBoard beside it" if (folder / "tensorboard").is_dir() else ""))
     if result.step < result.steps:
         line("go on with", f"narrowgauge train --resume {shlex.quote(str(folder))}")

@@ -103,7 +103,7 @@ def predict_memory(traced: Traced, shards: int = 1) -> Memory:
     heights: dict[int, int] = {}
     at_peak = held
     gathered = _gathered(traced) if shards > 1 else 0
-    if traced.recipe.compute == "fp8" and traced.recipe.products == "fastest":
+    if traced.recipe.products == "fastest" and any(layer.decision is not None for layer in traced.layers):
         allocator.allocate(cublas_bytes(traced.gpu))  # products are timed on a stream of their own, the first time
     for index, come, go in lifetimes.events():
         op = trace.ops[index]

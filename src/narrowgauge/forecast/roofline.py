@@ -34,6 +34,8 @@ class Cost:
     seconds: float
     bound: str
     """compute, memory or launch."""
+    launched: bool = True
+    """Whether it is a kernel of its own: what writes nothing to memory is part of another."""
 
     @property
     def intensity(self) -> float:
@@ -137,9 +139,10 @@ def _cost(op: Op, ceilings: Ceilings, lifetimes: Lifetimes, tf32: bool) -> Cost 
     elif op.kind == "attention" and op.reads:
         backend = next((name for name in ("cudnn", "flash") if name in op.name), "efficient")
         compute_s = op.flops / ceilings.attention(backend, format, op.reads[0].shape[-1])
-    seconds = max(compute_s, memory_s, 0.0 if op.compiled else LAUNCH_S)
+    launched = not op.compiled or any(piece.block not in lifetimes.dropped for piece in op.writes)
+    seconds = max(compute_s, memory_s, LAUNCH_S if launched else 0.0)
     bound = "compute" if seconds == compute_s else "memory" if seconds == memory_s else "launch"
-    return Cost(op=op, bytes=moved, seconds=seconds, bound=bound)
+    return Cost(op=op, bytes=moved, seconds=seconds, bound=bound, launched=launched)
 
 
 def _filled(op: Op, processors: int) -> float:
@@ -155,7 +158,7 @@ def _filled(op: Op, processors: int) -> float:
 
 
 def _host_seconds(costs: Iterable[Cost]) -> float:
-    return sum(HOST_S for cost in costs if not cost.op.compiled)
+    return sum(HOST_S for cost in costs if cost.launched)
 
 
 def _largest_first(amounts: dict[str, float]) -> dict[str, float]:

@@ -47,9 +47,8 @@ class Plan:
         reason = refusal(recipe, device_of(self.gpu))
         if reason is not None:
             raise UsageError(reason)
-        accumulate = 1 if recipe.gradients == "released" else self.accumulate
         return trace_steps(
-            self.task, recipe, self.gpu, batch=batch or self.batch, accumulate=accumulate,
+            self.task, recipe, self.gpu, batch=batch or self.batch, accumulate=self.accumulate,
             compile=self.compile and fused is not False, fused=fused,
         )  # fmt: skip
 

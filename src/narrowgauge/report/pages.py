@@ -29,8 +29,8 @@ NAME = "report.html"
 STYLES = ("base.css", "charts.css", "panels.css", "tables.css", "instruments.css")
 SCRIPTS = (
     "core.js", "numbers.js", "formats.js", "scales.js", "tabs.js", "table.js", "curves.js", "line.js", "heat.js",
-    "histogram.js", "bars.js", "stack.js", "roofline.js", "explorer.js", "sections_found.js", "sections_run.js", "sections_tensors.js",
-    "sections_saved.js", "page.js",
+    "histogram.js", "bars.js", "stack.js", "roofline.js", "explorer.js", "sections_found.js", "sections_run.js",
+    "sections_tensors.js", "sections_saved.js", "page.js",
 )  # fmt: skip
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 # What a page may weigh is shared out among its runs: some 12,000 columns of curves are 2.5 MB, and so on.

@@ -52,7 +52,11 @@ function lineChart(id, options) {
     const place = step === null ? domain()[1] : step;
     shown.cursor.setAttribute("transform", `translate(${clamp(shown.x(place), shown.box.left, shown.box.right)},0)`);
     readout.replaceChildren(
-      el("b", {}, step === null ? "at the end" : `${options.xName || "step"} ${count(Math.round(step))}`),
+      el(
+        "b",
+        {},
+        step === null ? options.endName || "at the end" : `${options.xName || "step"} ${count(Math.round(step))}`,
+      ),
     );
     for (const one of series) {
       if (state.hidden.has(one.name)) continue;

@@ -68,6 +68,7 @@ function seedChart(one, index) {
     series,
     xName: "seed",
     whole: true,
+    endName: `seed ${one.losses.length - 1}`,
     dodge: true,
     height: 200,
     yText: (v) => number(v, 5),
