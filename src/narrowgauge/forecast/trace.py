@@ -126,6 +126,8 @@ class Recorder(TorchDispatchMode):
         self._paths: list[str] = [""]
         self._live: dict[int, tuple[int, Any]] = {}
         self._origin: list[tuple[int, str, bool]] = []
+        self._node = -1
+        self._makers: dict[int, int] = {}
 
     @contextlib.contextmanager
     def inside(self, path: str | None) -> Iterator[None]:
@@ -209,7 +211,7 @@ class Recorder(TorchDispatchMode):
             [self._piece(tensor) for tensor in (*changed, *fresh)],
             flops.count(func, args, kwargs, given, result),
             causal=bool(given.get("is_causal", False)),
-            accumulates=name == "add" and self.phase == "backward" and torch._C._current_autograd_node() is None,
+            accumulates=name == "add" and self._meets(tensors),
         )
         if name in _NO_KERNEL or not op.writes:
             op.kind, op.reads, op.writes = "view", [], []  # nothing runs
@@ -224,15 +226,23 @@ class Recorder(TorchDispatchMode):
         """Which module an operation belongs to, and whether it would be compiled: in backward, what forward noted."""
         path, compiled = self._paths[-1], self.compiling
         node = torch._C._current_autograd_node() if self.phase == "backward" else None
+        self._node = -1 if node is None else node._sequence_nr()
         if node is not None:
-            number = node._sequence_nr()
-            place = bisect.bisect_right(self._origin, number, key=lambda entry: entry[0]) - 1
+            place = bisect.bisect_right(self._origin, self._node, key=lambda entry: entry[0]) - 1
             if place >= 0:
                 path, compiled = path or self._origin[place][1], compiled or self._origin[place][2]
         newest = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
         if not self._origin or self._origin[-1][0] < newest:
             self._origin.append((newest, path, compiled))
         return path, compiled
+
+    def _meets(self, tensors: list[Tensor]) -> bool:
+        """Whether autograd adds a gradient to one that another node has brought: in C++, past every function mode."""
+        if self.phase != "backward" or not torch._C._len_torch_function_stack() or len(tensors) != 2:
+            return False
+        known = self._live.get(tensors[0].untyped_storage()._cdata)
+        maker = self._makers.get(known[0], self._node) if known is not None else self._node
+        return maker != self._node and tensors[0].shape == tensors[1].shape
 
     def _is_new(self, tensor: Tensor) -> bool:
         strided = tensor.device.type == "meta" and tensor.layout is torch.strided
@@ -251,6 +261,8 @@ class Recorder(TorchDispatchMode):
         self.trace.blocks.append(Block(storage.nbytes(), op, "workspace" if self.phase == "build" else "activations"))
         self.trace.events.append((op, number + 1))
         self._live[address] = number, weakref.ref(storage, gone)
+        if self.phase == "backward":
+            self._makers[number] = self._node
 
     def _piece(self, tensor: Tensor) -> Piece:
         known = self._live.get(tensor.untyped_storage()._cdata) if tensor.device.type == "meta" else None
