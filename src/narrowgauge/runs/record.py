@@ -46,6 +46,9 @@ def plain(value: Any) -> Any:
     return value
 
 
+_encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+
+
 class Record:
     """The events of a run, open for appending; a line is handed to the system before ``append`` returns."""
 
@@ -56,8 +59,12 @@ class Record:
 
     def append(self, kind: str, step: int, **fields: Any) -> None:
         """Add one event."""
-        event = plain({"kind": kind, "step": step, **fields})
-        line = memoryview(json.dumps(event, allow_nan=False, separators=(",", ":")).encode() + b"\n")
+        event = {"kind": kind, "step": step, **fields}
+        try:
+            text = _encode(event)
+        except (TypeError, ValueError):  # not finite, or not of JSON's kinds
+            text = _encode(plain(event))
+        line = memoryview(text.encode() + b"\n")
         with disk.writing(self.path):
             while line:
                 line = line[os.write(self._descriptor, line) :]
