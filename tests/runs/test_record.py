@@ -7,12 +7,14 @@ import math
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from narrowgauge.errors import UsageError
-from narrowgauge.runs import record
+from narrowgauge.runs import lines, record
 
 
 def fill(folder: Path, steps: int) -> None:
@@ -66,6 +68,9 @@ def test_damage_inside_names_the_line(tmp_path: Path) -> None:
     path.write_text("\n".join([lines[0], "{broken", *lines[1:]]) + "\n")
     with pytest.raises(UsageError, match="damaged in line 2"):
         list(record.read(tmp_path))
+    path.write_text("\n".join([lines[0], lines[1] + "," + lines[2], *lines[3:]]) + "\n")
+    with pytest.raises(UsageError, match="damaged in line 2"):
+        list(record.read(tmp_path))
 
 
 def test_cutting_tells_one_story(tmp_path: Path) -> None:
@@ -89,15 +94,34 @@ def test_an_end_at_the_step_of_the_checkpoint_is_forgotten(tmp_path: Path) -> No
     assert [e["kind"] for e in record.read(tmp_path)] == ["step"]
 
 
-def test_reads_a_hundred_thousand_events_fast(tmp_path: Path) -> None:
-    line = (
-        '{{"kind":"step","step":{},"loss":2.345678901234,"lr":0.0001234,"grad_norm":0.98765432101234,"loss_scale":65536.0,'
-        '"tokens_per_s":123456.789012,"applied":true,"time":1234.5678}}\n'
-    )
-    (tmp_path / "events.jsonl").write_text("".join(line.format(step) for step in range(100_000)))
+def test_two_hundred_thousand_events_in_and_back_fast_and_in_little_memory(tmp_path: Path) -> None:
+    numbers = {"loss": 2.345678901234, "lr": 0.0001234, "grad_norm": 0.98765432101234, "loss_scale": 65536.0}
     start = time.process_time()
-    assert sum(1 for _ in record.read(tmp_path)) == 100_000
+    with record.Record(tmp_path) as events:
+        for step in range(200_000):
+            events.append("step", step, **numbers, tokens_per_s=123456.789012, applied=True, time=step * 0.0123)
+    assert sum(event["step"] for event in record.read(tmp_path)) == 199_999 * 200_000 // 2
     assert time.process_time() - start < 4  # a million in 10 s is wanted, and the machine may be busy
+    tracemalloc.start()
+    for _ in record.read(tmp_path):
+        pass
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 50e6  # whatever the length: the file itself has 34 MB here
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_what_json_has_no_word_for_with_and_without_orjson(
+    tmp_path: Path, fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not fast:
+        monkeypatch.setattr(lines, "orjson", None)
+    with record.Record(tmp_path) as events:
+        events.append("end", 1, seed=2**70, by_layer={3: 0.5}, lr=np.float64(0.25), none=None, bad=[math.nan])
+        events.append("step", 1, loss=math.inf, applied=True)
+    end, step = record.read(tmp_path)
+    assert end["by_layer"] == {"3": 0.5} and end["lr"] == 0.25 and end["none"] is None and end["bad"] == ["nan"]
+    assert end["seed"] == pytest.approx(2.0**70) and step["loss"] == math.inf and step["applied"] is True
 
 
 def test_configuration_round_trip_and_what_is_wrong_with_it(tmp_path: Path) -> None:

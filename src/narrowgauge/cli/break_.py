@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> Outcome:
 def _run(fault: faults.Fault, out: TextIO) -> dict[str, Any]:
     """Both runs; ``caught`` is whether the mistake was named and its twin was not accused."""
     from narrowgauge.gauges import faults
-    from narrowgauge.runs.record import plain
+    from narrowgauge.runs.lines import plain
 
     say(f"\n{fault.name}: {fault.about}", out)
     begin = time.perf_counter()

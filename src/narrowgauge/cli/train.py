@@ -171,7 +171,7 @@ def _introduce(task: Task, settings: Settings, folder: Path, why: str | None, ou
 
 
 def _describe(result: Result, facts: dict[str, Any]) -> dict[str, Any]:
-    from narrowgauge.runs.record import plain
+    from narrowgauge.runs.lines import plain
 
     data = dataclasses.asdict(result)
     data["steps"], data["steps_planned"] = data.pop("step"), data["steps"]

@@ -18,7 +18,6 @@ kinds that are made of numbers. A last line that a crash cut short is passed ove
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -27,26 +26,13 @@ from typing import Any
 
 from narrowgauge.errors import UsageError
 from narrowgauge.runs import disk
+from narrowgauge.runs.lines import decode, encode, plain
 
 EVENTS = "events.jsonl"
 CONFIGURATION = "run.json"
 _NUMERIC = ("step", "eval")
-_CHUNK = 8192
-"""Lines parsed in one call of the JSON parser: half the time of one call a line."""
-
-
-def plain(value: Any) -> Any:
-    """The value with every NaN and infinity as text, so that it is valid JSON."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(float(value))
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return value
-
-
-_encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+_CHUNK = 1 << 21
+"""Bytes of lines that are read and parsed in one call of the JSON parser."""
 
 
 class Record:
@@ -59,15 +45,13 @@ class Record:
 
     def append(self, kind: str, step: int, **fields: Any) -> None:
         """Add one event."""
-        event = {"kind": kind, "step": step, **fields}
+        line = encode({"kind": kind, "step": step, **fields})
         try:
-            text = _encode(event)
-        except (TypeError, ValueError):  # not finite, or not of JSON's kinds
-            text = _encode(plain(event))
-        line = memoryview(text.encode() + b"\n")
-        with disk.writing(self.path):
-            while line:
-                line = line[os.write(self._descriptor, line) :]
+            written = os.write(self._descriptor, line)
+            while written < len(line):
+                written += os.write(self._descriptor, line[written:])
+        except OSError as error:
+            raise disk.refuse(self.path, error) from error
 
     def sync(self) -> None:
         """Wait until the events are on the disk."""
@@ -88,32 +72,40 @@ class Record:
         self.close()
 
 
-def _lines(folder: Path) -> list[bytes]:
+def _chunks(folder: Path) -> Iterator[tuple[list[bytes], list[dict[str, Any]]]]:
+    """Lines of the record with what they say, so many at a time that a long record takes little memory."""
     path = folder / EVENTS
     if not path.is_file():
-        return []
-    return path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is nothing, or a line cut short
+        return
+    number = 1
+    with path.open("rb") as file:
+        whole = True
+        while whole and (lines := file.readlines(_CHUNK)):
+            whole = lines[-1].endswith(b"\n")
+            if not whole:  # cut short, or being written
+                lines.pop()
+            yield lines, _parse(lines, number, path)
+            number += len(lines)
 
 
 def _parse(lines: list[bytes], first: int, path: Path) -> list[dict[str, Any]]:
     try:
-        return list(json.loads(b"[" + b",".join(lines) + b"]"))
+        events = list(decode(b"[" + b",".join(lines) + b"]"))
     except ValueError:
+        events = []
+    if len(events) != len(lines):
         for number, line in enumerate(lines, first):
             try:
-                json.loads(line)
+                decode(line)
             except ValueError:
                 raise UsageError(f"{path} is damaged in line {number}: not JSON; remove that line") from None
-        raise
+    return events
 
 
 def read(folder: Path) -> Iterator[dict[str, Any]]:
     """The events of a run, in order."""
-    lines = _lines(folder)
-    for start in range(0, len(lines), _CHUNK):
-        chunk = lines[start : start + _CHUNK]
-        events = _parse(chunk, start + 1, folder / EVENTS)
-        for line, event in zip(chunk, events, strict=True):
+    for lines, events in _chunks(folder):
+        for line, event in zip(lines, events, strict=True):
             if (b'nan"' in line or b'inf"' in line) and event["kind"] in _NUMERIC:
                 event = {key: float(v) if v in ("nan", "inf", "-inf") else v for key, v in event.items()}
             yield event
@@ -121,15 +113,13 @@ def read(folder: Path) -> Iterator[dict[str, Any]]:
 
 def cut_after(folder: Path, step: int) -> None:
     """Forget, atomically, what happened after ``step``, and that the run ended: it goes on from there."""
-    lines = _lines(folder)
-    kept = []
-    for start in range(0, len(lines), _CHUNK):
-        chunk = lines[start : start + _CHUNK]
-        events = _parse(chunk, start + 1, folder / EVENTS)
-        kept += [
-            line for line, event in zip(chunk, events, strict=True) if event["step"] <= step and event["kind"] != "end"
-        ]
-    disk.replace(folder / EVENTS, b"".join(line + b"\n" for line in kept))
+    kept = [
+        line
+        for lines, events in _chunks(folder)
+        for line, event in zip(lines, events, strict=True)
+        if event["step"] <= step and event["kind"] != "end"
+    ]
+    disk.replace(folder / EVENTS, b"".join(kept))
 
 
 def write_configuration(folder: Path, configuration: Mapping[str, Any]) -> None:

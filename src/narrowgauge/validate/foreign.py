@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from narrowgauge.errors import UsageError
-from narrowgauge.runs.record import plain
+from narrowgauge.runs.lines import plain
 from narrowgauge.validate.foreign_logs import Curves, Series, natural, read, read_all
 from narrowgauge.validate.student import t_quantile
 from narrowgauge.validate.verdict import ALPHA, Verdict, judge

@@ -23,7 +23,7 @@ from narrowgauge.data import cache
 from narrowgauge.errors import UsageError
 from narrowgauge.recipe import parse, refusal
 from narrowgauge.runs.life import Observer
-from narrowgauge.runs.record import plain
+from narrowgauge.runs.lines import plain
 from narrowgauge.task import Task
 from narrowgauge.validate import curves
 from narrowgauge.validate.curves import Question, Run, make_task
