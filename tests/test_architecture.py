@@ -18,6 +18,7 @@ FLOORS = [  # from the top to the ground; a room may import from its own folder 
     {"forecast"},
     {"gauges", "tasks", "bench", "lint"},
     {"engine", "models", "peers"},
+    {"ranks"},
     {"nn", "trainable"},
     {"recipe"},
     {"optim"},

@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 from narrowgauge import hardware
 from narrowgauge.errors import UsageError
 from narrowgauge.kernels import HAVE_TRITON
-from narrowgauge.kernels.adamw import norms_of
 from narrowgauge.nn.compiled import compile_forward
 from narrowgauge.nn.convert import Conversion, convert
 from narrowgauge.nn.keepers import keep_modules
@@ -38,8 +37,12 @@ from narrowgauge.nn.precision import Surroundings, explain_attention
 from narrowgauge.nn.recompute import checkpoint_blocks
 from narrowgauge.optim import AdamW, full_precision, load_full_precision, plain_state, take_over
 from narrowgauge.optim.copies import detach
+from narrowgauge.optim.norms import gradient_norms
 from narrowgauge.optim.release import Release, check_released, hold
-from narrowgauge.optim.takeover import without_masters
+from narrowgauge.optim.sharded import is_sharded, local
+from narrowgauge.optim.takeover import can_take_over, without_masters
+from narrowgauge.ranks.accord import Accord
+from narrowgauge.ranks.spread import inside
 from narrowgauge.recipe import Recipe, parse
 from narrowgauge.scaling.guard import SkipGuard
 from narrowgauge.scaling.loss import LossScaler
@@ -89,7 +92,7 @@ class Engine:
     ``accumulate`` microbatches make one update; ``compile`` is False, True or a torch.compile mode; ``blocks`` names
     the modules to recompute where the recipe checkpoints and they are not the members of a ModuleList. ``fused`` swaps
     the blocks and the head of models that have the parts for narrowgauge's own functions: by default under FP8, and
-    under BF16 on a GPU, where it is the faster way.
+    under BF16 on a GPU, where it is the faster way. The model may be spread over ranks by FSDP2 or DDP (docs/ranks.md).
     """
 
     def __init__(
@@ -107,7 +110,8 @@ class Engine:
     ) -> None:
         self.model = model
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        self.named = trainable(model, self.optimizers)
+        self.inner = inside(model)
+        self.named = trainable(self.inner, self.optimizers)
         self.device = next(iter(self.named.values())).device
         self.hardware = hardware.detect(str(self.device))
         self.recipe = parse(recipe, self.hardware)
@@ -119,25 +123,26 @@ class Engine:
             check_released(clip_norm, self.accumulate)
         emulated = self.device.type == "cpu" and self.recipe.compute not in ("fp32", *self.hardware.native)
         self.surroundings = Surroundings(self.recipe, self.device, emulated)
-        remove_overrides(model)  # of an engine that had the model before
-        self.kept = keep_modules(model, self.recipe.keep)
+        remove_overrides(self.inner)  # of an engine that had the model before
+        self.kept = keep_modules(self.inner, self.recipe.keep)
         self.lean = self.released or (self.recipe.master, self.recipe.moments) != ("fp32", "fp32")
-        if self.lean:
-            self.optimizers = [self._narrow(optimizer) for optimizer in self.optimizers]
+        self.accord = Accord(model, self.named, lean=self.recipe.master != "fp32")
+        self.optimizers = [self._narrow(optimizer) for optimizer in self.optimizers]
         self.release = self._make_release()
         self.conversion = self._convert(fused, bool(compile))
         self.checkpointed = self.conversion.blocks if self.recipe.checkpoint != "none" else []
         if not self.conversion.blocks:
             recomputation = self.surroundings.recomputation()
             mode, lean = self.recipe.checkpoint, self.recipe.master != "fp32"
-            self.checkpointed = checkpoint_blocks(model, mode, blocks, recomputation, optional=lean)
+            self.checkpointed = checkpoint_blocks(self.inner, mode, blocks, recomputation, optional=lean)
         self.scaler = self._make_scaler(max_consecutive_skips)
         self.guard = self.scaler.guard if self.scaler else SkipGuard(max_consecutive_skips)
         self.guard.names = list(self.named)
         self.watchers: list[Watcher] = []
         self._microbatches = 0
         self._one = torch.ones((), device=self.device)
-        self.compiled = bool(compile) and not self.conversion.blocks  # with blocks swapped, little is left to compile
+        # With blocks swapped, little is left to compile; and FSDP's hooks are no work for a compiler.
+        self.compiled = bool(compile) and not self.conversion.blocks and not self.accord.sharded
         if self.compiled:
             if emulated:
                 raise UsageError(
@@ -147,15 +152,21 @@ class Engine:
             compile_forward(model, self.surroundings, compile if isinstance(compile, str) else None)
 
     def _narrow(self, optimizer: Optimizer) -> Optimizer:
-        """The user's AdamW with narrow states; weights become BF16, but for vectors (norms, biases) and keepers."""
-        kept = {p for path in self.kept for p in self.model.get_submodule(path).parameters()}
-        matrices = [p for p in self.named.values() if p.dim() > 1 and p not in kept]
+        """The user's AdamW with narrow states; weights become BF16, but for vectors (norms, biases) and keepers.
+
+        FSDP wants one format for all that it shards together, so that everything sharded becomes BF16. An AdamW over
+        shards is taken over in any recipe: torch's fused ones take no factor for DTensors.
+        """
+        if not self.lean and not (self.accord.sharded and can_take_over(optimizer)):
+            return optimizer
+        kept = {p for path in self.kept for p in self.inner.get_submodule(path).parameters()}
+        matrices = [p for p in self.named.values() if is_sharded(p) or (p.dim() > 1 and p not in kept)]
         narrowed = matrices if self.recipe.master != "fp32" else []
         wide = "fp32" if self.recipe.gradients == "fp32" else "bf16"
         return take_over(optimizer, self.recipe.master, self.recipe.moments, narrowed, wide)
 
     def _make_release(self) -> Release | None:
-        for parameter in self.model.parameters():
+        for parameter in self.inner.parameters():
             hold(parameter)  # an engine that had the model before may have released its gradients,
             detach(parameter)  # or had FP8 copies written of it
         if not self.released:
@@ -166,7 +177,7 @@ class Engine:
         if fused is None:
             on_gpu = self.device.type == "cuda" and HAVE_TRITON
             fused = self.recipe.compute == "fp8" or (self.recipe.compute == "bf16" and on_gpu)
-        return convert(self.model, self.recipe, self.hardware, compile=compile) if fused else Conversion()
+        return convert(self.inner, self.recipe, self.hardware, compile=compile) if fused else Conversion()
 
     def _make_scaler(self, max_consecutive_skips: int) -> LossScaler | None:
         scale = self.recipe.loss_scale
@@ -188,6 +199,8 @@ class Engine:
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """The surroundings of the forward pass and the loss."""
+        if torch.is_grad_enabled():
+            self.accord.announce(self._microbatches + 1 >= self.accumulate)
         with self._explained(), self._watched("forward"), self.surroundings.forward():
             yield
 
@@ -242,6 +255,11 @@ class Engine:
 
         Their mean is stepped: each was divided by ``accumulate``, and the norm and the update make up for it.
         """
+        if 0 < self._microbatches < self.accumulate and self.accord.size > 1:
+            raise UsageError(
+                f"engine.flush: {self._microbatches} of {self.accumulate} microbatches are in, and their gradients "
+                "have not been summed over the ranks, which the last one's backward does; take epochs of whole updates"
+            )
         return self._update() if self._microbatches else None
 
     @torch.no_grad()
@@ -249,7 +267,8 @@ class Engine:
         released = self.release.take() if self.release is not None else {}
         if not released and all(parameter.grad is None for parameter in self.named.values()):
             raise UsageError("engine.step: backward left no gradient on any trainable parameter of the model")
-        norms = self._gradient_norms(released)
+        self.accord.settle_gradients()
+        norms = self.accord.combine(gradient_norms(self.named.values(), released, self.device), self.named)
         total = torch.linalg.vector_norm(norms)
         found = ~torch.isfinite(total)
         scale = self._one if self.scaler is None else self.scaler.tensor(self.device).clone()
@@ -257,6 +276,7 @@ class Engine:
         grad_norm = total / (scale * share) if self.scaler or share != 1 else total
         factor = self._factor(grad_norm, scale, share, found)
         if self.conversion.scales is not None:
+            self.accord.agree(self.conversion.scales)
             self.conversion.scales.update()  # before the update, which casts new weights by the new scales
         with self._watched("update"):
             self._apply(factor, found)
@@ -272,24 +292,6 @@ class Engine:
             watcher.after(report)
         return report
 
-    def _gradient_norms(self, released: dict[nn.Parameter, Tensor]) -> Tensor:
-        """The norm of each trainable parameter's gradient, in the order of their names; 0 where there is none."""
-        if released:
-            zero = torch.zeros((), device=self.device)
-            return torch.stack([released.get(parameter, zero).to(self.device) for parameter in self.named.values()])
-        norms: list[Tensor] = [torch.zeros((), device=self.device)] * len(self.named)
-        alike: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
-        for index, parameter in enumerate(self.named.values()):
-            if parameter.grad is not None:
-                if parameter.grad.is_sparse:
-                    parameter.grad = parameter.grad.coalesce()
-                values = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
-                alike.setdefault((values.device, values.dtype), []).append((index, values))
-        for indexed in alike.values():
-            for (index, _), norm in zip(indexed, norms_of([g for _, g in indexed]), strict=True):
-                norms[index] = norm.to(self.device, torch.float32, non_blocking=True)
-        return torch.stack(norms)
-
     def _factor(self, grad_norm: Tensor, scale: Tensor, share: float, found: Tensor) -> Tensor | None:
         """What gradients are divided by: loss scale, missing microbatches and clipping in one; None where it is 1."""
         if self.clip_norm is None and self.scaler is None and share == 1:
@@ -302,7 +304,8 @@ class Engine:
     def _apply(self, factor: Tensor | None, found: Tensor) -> None:
         skip: bool | None = None
         for optimizer in self.optimizers:
-            if getattr(optimizer, "_step_supports_amp_scaling", False):
+            fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+            if fused and (isinstance(optimizer, AdamW) or not self.accord.sharded):
                 optimizer.grad_scale, optimizer.found_inf = factor, found.float()  # type: ignore[attr-defined]
                 try:
                     optimizer.step()
@@ -315,7 +318,8 @@ class Engine:
                 optimizer._opt_called = True  # type: ignore[attr-defined]
                 continue
             if factor is not None:
-                grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+                own = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+                grads = [local(p.grad) for p in own]
                 for dense in (g for g in grads if g.is_sparse):
                     dense._values().div_(factor)
                 torch._foreach_mul_([g for g in grads if not g.is_sparse], factor.reciprocal())
@@ -328,9 +332,10 @@ class Engine:
                 f"engine.state_dict in the middle of an accumulation ({self._microbatches} of {self.accumulate} "
                 "microbatches): take it after a complete step, or call engine.flush() first"
             )
+        place = None if self.accord.sharded else "cpu"  # a shard stays where it is: others wait for it there
         return {
             "recipe": str(self.recipe),
-            "model": full_precision(self.model, "cpu") if self.lean else self.model.state_dict(),
+            "model": full_precision(self.inner, place) if self.lean else self.inner.state_dict(),
             "optimizers": [without_masters(optimizer.state_dict()) for optimizer in self.optimizers],
             "scaler": self.scaler.state_dict() if self.scaler else None,
             "guard": self.guard.state_dict(),
@@ -344,7 +349,7 @@ class Engine:
                 f"engine.load_state_dict: the state has {len(state['optimizers'])} optimizers, "
                 f"the engine has {len(self.optimizers)}"
             )
-        load_full_precision(self.model, state["model"])
+        load_full_precision(self.inner, state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved if isinstance(optimizer, AdamW) else plain_state(saved))
         if self.scaler is not None and state["scaler"]:

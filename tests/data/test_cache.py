@@ -1,12 +1,15 @@
 """The cache: whole files or none, reused when there, and never a reason for a run to fail."""
 
+import errno
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from narrowgauge.data import cache
+from narrowgauge.errors import UsageError
 
 
 def blocks(calls):
@@ -89,3 +92,88 @@ def test_a_fingerprint_follows_path_size_time_and_more(tmp_path):
     Path(file).write_text("longer")
     os.utime(file, ns=(1, 1))
     assert before != cache.fingerprint([file], 5)
+
+
+def write_two(calls, folder):
+    calls.append(1)
+    (folder / "a.bin").write_bytes(b"ab")
+    (folder / "b.json").write_text("{}")
+
+
+def test_a_folder_is_filled_once_and_appears_whole(cache_folder):
+    calls = []
+    for _ in range(2):
+        kept = cache.keep_folder("both", lambda folder: write_two(calls, folder))
+        assert sorted(file.name for file in kept.iterdir()) == ["a.bin", "b.json"]
+    assert len(calls) == 1
+    assert [place.name for place in cache_folder.iterdir()] == ["both"]
+
+
+def test_a_folder_that_fails_half_way_is_not_there(cache_folder):
+    def fail(folder):
+        (folder / "a.bin").write_bytes(b"ab")
+        raise RuntimeError("half way")
+
+    with pytest.raises(RuntimeError, match="half way"):
+        cache.keep_folder("both", fail)
+    assert list(cache_folder.iterdir()) == []
+
+
+def test_where_no_folder_can_be_kept_a_temporary_one_does(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path / "file" / "cache"))
+    kept = cache.keep_folder("both", lambda folder: write_two([], folder))
+    assert (kept / "a.bin").read_bytes() == b"ab"
+    assert "going on without it" in capsys.readouterr().err
+
+
+def test_a_full_disk_everywhere_is_one_line(monkeypatch):
+    def full(folder):
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(UsageError, match="No space left on device"):
+        cache.keep_folder("both", full)
+
+
+def test_without_locks_the_first_to_finish_has_made_it(cache_folder, monkeypatch):
+    def refuse(descriptor, kind):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(cache.fcntl, "flock", refuse)
+
+    def late(folder):
+        other = cache_folder / "both"
+        other.mkdir()
+        (other / "a.bin").write_bytes(b"first")
+        write_two([], folder)
+
+    assert (cache.keep_folder("both", late) / "a.bin").read_bytes() == b"first"
+    assert sorted(place.name for place in cache_folder.iterdir() if place.suffix != ".lock") == ["both"]
+
+
+def test_what_a_killed_process_left_is_swept_and_nothing_else(cache_folder):
+    cache_folder.mkdir()
+    for name in ("a.bin.x1.part", "a.bin.x2.part", "b.bin.y.part"):
+        (cache_folder / name).write_bytes(b"half")
+    cache.keep_array("a.bin", np.uint16, lambda: blocks([]))
+    assert sorted(file.name for file in cache_folder.iterdir()) == ["a.bin", "b.bin.y.part"]
+
+
+def test_a_lock_on_a_file_that_was_removed_is_a_lock_on_nothing(cache_folder):
+    """Threads that come and go: at no time are two of them inside."""
+    inside, most = [], []
+
+    def enter():
+        for _ in range(30):
+            with cache.alone(cache_folder / "a"):
+                inside.append(1)
+                most.append(len(inside))
+                inside.pop()
+
+    threads = [threading.Thread(target=enter) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(most) == 1 and len(most) == 120
+    assert list(cache_folder.iterdir()) == []

@@ -122,6 +122,49 @@ def test_a_folder_is_split_by_the_names_of_its_files(tmp_path):
     assert data.size("train") == 100
 
 
+def test_shards_may_lie_in_a_folder_for_each_split(tmp_path):
+    for name, value in (("train/000.bin", 1), ("train/001.bin", 2), ("val/000.bin", 3), ("checkpoints/x.bin", 9)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_llmc(tmp_path / name, [value] * 50)
+    assert tokens.holds_tokens(tmp_path)
+    data = tokens.open_tokens(tmp_path, 10, 8)
+    assert [shard[0] for shard in data.shards["train"]] == [1, 2]
+    assert [shard[0] for shard in data.shards["eval"]] == [3]
+
+
+def test_a_damaged_shard_is_named(tmp_path):
+    for number in range(3):
+        write_llmc(tmp_path / f"fineweb_train_{number:06}.bin", range(50))
+    write_llmc(tmp_path / "fineweb_val_000000.bin", range(50), count=60)
+    assert "fineweb_val_000000.bin says it has 60 tokens" in refusal(tokens.open_tokens, tmp_path, 100, 8)
+    write_llmc(tmp_path / "fineweb_val_000000.bin", range(51, 101))
+    assert "fineweb_val_000000.bin: token 100 at position 49" in refusal(tokens.open_tokens, tmp_path, 100, 8)
+
+
+def test_the_tokens_of_a_long_file_are_checked_once(tmp_path, monkeypatch, cache_folder):
+    monkeypatch.setattr(tokens, "BLOCK_TOKENS", 64)
+    path = write_nano(tmp_path / "x.bin", np.arange(1000) % 100)
+    tokens.open_tokens(path, 100, 8)
+    assert [file.read_text() for file in cache_folder.iterdir()] == ["99"]
+    monkeypatch.setattr(tokens, "check_range", lambda *_: pytest.fail("read again"))
+    tokens.open_tokens(path, 100, 8)
+    monkeypatch.undo()
+    assert "token 99" in refusal(tokens.open_tokens, path, 99, 8)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"PK\x03\x04 and so on" * 100, "PyTorch checkpoint, where text was expected"),
+        ("UTF-16 text".encode("utf-16") * 100, "zero bytes"),
+        (b"PAR1" + b"x" * 100, "Parquet"),
+    ],
+)
+def test_a_binary_file_is_no_text(tmp_path, content, words):
+    (tmp_path / "x.txt").write_bytes(content)
+    assert words in refusal(tokens.open_text, tmp_path / "x.txt", 8)
+
+
 def test_a_folder_without_an_evaluation_file_gives_its_tail(tmp_path):
     write_nano(tmp_path / "a.bin", range(100))
     write_nano(tmp_path / "b.bin", range(100, 103))

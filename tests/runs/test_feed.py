@@ -11,6 +11,7 @@ import torch
 
 from narrowgauge.errors import UsageError
 from narrowgauge.runs.feed import BadData, Feed, check_finite, to_device
+from narrowgauge.runs.share import Share
 
 
 def test_steps_and_microbatches_in_order_from_a_thread() -> None:
@@ -20,7 +21,7 @@ def test_steps_and_microbatches_in_order_from_a_thread() -> None:
         seen.append(threading.current_thread().name)
         return step
 
-    with Feed(tiny_task.tiny(batch=batch), first=2, last=5, accumulate=2) as feed:
+    with Feed(tiny_task.tiny(batch=batch), first=2, last=5, share=Share(accumulate=2)) as feed:
         assert [feed.take() for _ in range(3)] == [[4, 5], [6, 7], [8, 9]]
     assert seen[:2] == ["MainThread"] * 2 and all(name.startswith("narrowgauge-feed") for name in seen[2:])
     assert len(seen) == 6  # nothing beyond the last step is asked for

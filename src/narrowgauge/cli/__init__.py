@@ -18,14 +18,18 @@ from typing import Any, NoReturn, TextIO
 
 from narrowgauge.errors import NarrowgaugeError
 
-VERBS = ("formats", "doctor", "train", "validate", "replay", "break", "bench", "memory", "roofline", "report", "lint")
+VERBS = (
+    "formats", "doctor", "train", "validate", "replay", "break", "bench", "memory", "roofline", "report", "lint",
+    "export",
+)  # fmt: skip
 
 
 @dataclass
 class Outcome:
     """What a verb found: the JSON object it promises, and the exit code (0 good, 1 done with a finding)."""
 
-    data: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] | None = field(default_factory=dict)
+    """None: another process speaks for this one."""
     exit_code: int = 0
 
 
@@ -65,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     try:
         outcome: Outcome = args.run(args)
-        if args.json:
+        if args.json and outcome.data is not None:
             print(json.dumps(outcome.data, allow_nan=False), flush=True)
         return outcome.exit_code
     except NarrowgaugeError as error:

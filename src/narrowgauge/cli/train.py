@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import re
 import shlex
 import time
@@ -15,6 +16,7 @@ from narrowgauge.cli.terminal import say
 from narrowgauge.errors import UsageError
 
 if TYPE_CHECKING:
+    from narrowgauge.ranks.world import World
     from narrowgauge.runs.result import Result
     from narrowgauge.runs.settings import Settings
     from narrowgauge.task import Task
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 ABOUT = "train a task: progress, record, TensorBoard, checkpoints; take up an interrupted run with --resume"
 RUNS = Path("runs")
 """Where runs lie unless --out says otherwise."""
-FOR_TASK = ("batch", "context", "data", "vocab", "packages")
+FOR_TASK = ("batch", "context", "data", "vocab", "packages", "tokenizer", "field", "max_tokens")
 """Options that go to the task, where they were given."""
 FOR_SETTINGS = {
     "steps": "steps",
@@ -35,6 +37,8 @@ FOR_SETTINGS = {
     "checkpoint_every": "checkpoint_every",
     "keep": "keep",
     "compile": "compile",
+    "parallel": "parallel",
+    "log": "log",
 }
 """Options that go to the settings, and their names there."""
 
@@ -47,7 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=int, help="items in a batch")
     add("--context", type=int, help="tokens in a sequence")
     add("--lr", type=float, help="peak learning rate (default: the task's)")
-    add("--data", metavar="PATH", help="text or .bin tokens to train on instead of the Python library's source")
+    add("--data", metavar="PATH", help="text, .jsonl, .parquet, .bin, a folder of them, or hf:NAME[:CONFIG][@SPLIT]")
+    add("--tokenizer", metavar="PATH", help="a tokenizer.json or its folder, instead of bytes or our own encoding")
+    add("--field", metavar="NAME", help="where a document's text is (default: text, else content)")
+    add("--max-tokens", type=int, metavar="N", help="stop reading documents there (default for hf:NAME: 200 million)")
+    add("--log", metavar="NAMES", help="tensorboard,wandb,mlflow or none: where numbers go, too (default tensorboard)")
     add("--vocab", type=int, help="256: bytes; more: a byte-pair encoding of that size (default: the task's)")
     add("--packages", action="store_const", const=True, help="train on the source of installed packages, too")
     add("--resume", metavar="RUN", help="go on with a run: its folder, or its name under --out (or runs/)")
@@ -62,18 +70,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--watch", type=int, metavar="N", help="updates between readings of tensors; 0: none (default 100 or a quarter)"
     )
     add("--foretell", action="store_true", help="show how FP16 and FP8 would do, from this run in FP32 or BF16")
+    add(
+        "--parallel",
+        choices=("auto", "ddp", "fsdp"),
+        help="several ranks: copies or shards (auto: by size)",
+    )
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile (default: on a GPU)")
 
 
 def run(args: argparse.Namespace) -> Outcome:
+    from narrowgauge.hardware import detect
+    from narrowgauge.ranks.world import joined, local_device
+
+    args.device = local_device(args.device)
+    with joined(detect(args.device).torch_device) as world:
+        return _run(args, world)
+
+
+def _run(args: argparse.Namespace, world: World) -> Outcome:
     from narrowgauge import tasks
     from narrowgauge.cli.progress import make_progress
+    from narrowgauge.ranks.world import restarts
     from narrowgauge.runs import record
     from narrowgauge.runs.loop import train
 
-    out = prose(args)
+    out = prose(args) if world.first else io.StringIO()
+    if restarts() and args.resume is None and args.out is not None and world.told(record.holds_run(Path(args.out))):
+        args.resume = args.out  # torchrun has started the ranks again, after one was lost
     if args.resume is None:
-        folder, spec, options, settings, task, why = _begin(args)
+        with world.together():
+            folder, spec, options, settings, task, why = _begin(args, world)
     else:
         folder, spec, options, settings = _take_up(args)
         task, why = tasks.find(spec, **options), None
@@ -84,15 +110,18 @@ def run(args: argparse.Namespace) -> Outcome:
         folder,
         resume=args.resume is not None,
         configuration={"task": spec, "options": options, "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")},
-        observer=make_progress(task.unit),
+        observer=make_progress(task.unit) if world.first else None,
         capture=args.capture,
+        world=world,
     )
+    if not world.first:
+        return Outcome(None)
     facts = record.read_configuration(folder).get("facts", {})
     _summarise(result, facts, folder, out, args.foretell)
     return Outcome(_describe(result, facts), exit_code=1 if result.serious else 0)
 
 
-def _begin(args: argparse.Namespace) -> tuple[Path, str, dict[str, Any], Settings, Task, str | None]:
+def _begin(args: argparse.Namespace, world: World) -> tuple[Path, str, dict[str, Any], Settings, Task, str | None]:
     """What a new run is to do, and where."""
     from narrowgauge import hardware, tasks
     from narrowgauge.recipe import choose, parse
@@ -104,18 +133,19 @@ def _begin(args: argparse.Namespace) -> tuple[Path, str, dict[str, Any], Setting
     why = choose(device)[1] if args.recipe in (None, "auto") else None
     spec = _whole_path(args.task or tasks.default(device.kind))
     options = {name: getattr(args, name) for name in FOR_TASK if getattr(args, name) is not None}
-    if "data" in options:
-        options["data"] = str(Path(options["data"]).resolve())
+    options = _whole_options(options)
     if ".py:" not in spec:
         options["seed"] = args.seed  # a user's task need not have one; its weights are seeded all the same
     if args.out is not None:
         folder = Path(args.out)
+    elif not world.alone:
+        raise UsageError("several ranks need one folder, and find it again when started anew: name it with --out RUN")
     else:
         name = re.sub(r"[^\w.]+", "-", f"{spec.rpartition('.py:')[2]}-{recipe}").strip("-")
         folder = RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--out {folder} is a file; give a folder")
-    if record.holds_run(folder):
+    if world.first and record.holds_run(folder):
         raise UsageError(f"{folder} already holds a run; go on with --resume {folder}, or take another --out")
     task = tasks.find(spec, **options)
     given = {field: getattr(args, name) for name, field in FOR_SETTINGS.items()}
@@ -124,7 +154,7 @@ def _begin(args: argparse.Namespace) -> tuple[Path, str, dict[str, Any], Setting
 
 
 def _take_up(args: argparse.Namespace) -> tuple[Path, str, dict[str, Any], Settings]:
-    """What a recorded run was to do. It keeps what it began with: only --device and --keep may change."""
+    """What a recorded run was to do. It keeps what it began with but --device, --parallel and --keep."""
     from narrowgauge import hardware
     from narrowgauge.runs import record
     from narrowgauge.runs.settings import reread
@@ -141,9 +171,9 @@ def _take_up(args: argparse.Namespace) -> tuple[Path, str, dict[str, Any], Setti
         raise UsageError(f"{folder / record.CONFIGURATION} is not what narrowgauge train writes; restore it") from None
     recorded = {name: saved.get(field) for name, field in FOR_SETTINGS.items()} | {"recipe": saved.get("recipe")}
     recorded |= {name: options.get(name) for name in FOR_TASK} | {"task": spec}
-    given = {name: getattr(args, name) for name in recorded if name != "keep"}
+    given = {name: getattr(args, name) for name in recorded if name not in ("keep", "parallel", "log")}
     given["task"] = _whole_path(args.task) if args.task else None
-    given["data"] = str(Path(args.data).resolve()) if args.data else None
+    given = _whole_options(given)
     if args.seed != 0:
         given["seed"], recorded["seed"] = args.seed, saved.get("seed")
     for name, value in given.items():
@@ -153,9 +183,23 @@ def _take_up(args: argparse.Namespace) -> tuple[Path, str, dict[str, Any], Setti
                 f"{option} {value} is not what run {folder} began with ({recorded[name]}); a resumed run keeps its "
                 "settings (the learning rate's schedule depends on them): leave it out, or start a new run"
             )
-    changes: dict[str, Any] = {} if args.keep is None else {"keep": args.keep}
+    changes: dict[str, Any] = {
+        name: getattr(args, name) for name in ("keep", "parallel", "log") if getattr(args, name) is not None
+    }
     changes["device"] = hardware.detect(args.device or saved.get("device")).torch_device
     return folder, spec, options, reread(saved, **changes)
+
+
+def _whole_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The options with the whole paths of data and tokenizer, as the task's file has its own."""
+    from narrowgauge.data.sources import whole_name
+
+    whole = dict(options)
+    if whole.get("data") is not None:
+        whole["data"] = whole_name(whole["data"])
+    if whole.get("tokenizer") is not None:
+        whole["tokenizer"] = str(Path(whole["tokenizer"]).expanduser().resolve())
+    return whole
 
 
 def _whole_path(spec: str) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from narrowgauge.data import cache
 from narrowgauge.data.cache import Array
@@ -52,10 +53,15 @@ def encode(text: Text, vocab: int) -> Encoded:
     name = f"bpe-{text.key}-{vocab}"
     # Through its text form whether or not it was kept: the tokenizer of the first run is that of all later ones.
     tokenizer = tokenizers.Tokenizer.from_str(cache.keep_text(f"{name}.json", lambda: _train(text.train, vocab)))
+    return encode_with(tokenizer, text, name, np.uint16)
+
+
+def encode_with(tokenizer: Any, text: Text, name: str, dtype: DTypeLike) -> Encoded:
+    """Encode both parts of a text with any tokenizer of the library ``tokenizers``, kept under ``name``."""
     return Encoded(
-        cache.keep_array(f"{name}-train.bin", np.uint16, lambda: _encode(tokenizer, text.train, "train")),
-        cache.keep_array(f"{name}-eval.bin", np.uint16, lambda: _encode(tokenizer, text.eval, "eval")),
-        lambda prompt: list(tokenizer.encode(prompt).ids),
+        cache.keep_array(f"{name}-train.bin", dtype, lambda: _encode(tokenizer, text.train, "train", dtype)),
+        cache.keep_array(f"{name}-eval.bin", dtype, lambda: _encode(tokenizer, text.eval, "eval", dtype)),
+        lambda prompt: list(tokenizer.encode(prompt, add_special_tokens=False).ids),
         lambda tokens: str(tokenizer.decode(list(tokens))),
     )
 
@@ -64,7 +70,7 @@ def _train(text: Array, vocab: int) -> str:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     text = text[:TRAIN_BYTES]
-    _say(f"learning a vocabulary of {vocab} tokens from {len(text) / 1e6:.1f} MB of text (once; then it is kept)")
+    cache.say(f"learning a vocabulary of {vocab} tokens from {len(text) / 1e6:.1f} MB of text (once; then it is kept)")
     began = time.perf_counter()
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -76,18 +82,18 @@ def _train(text: Array, vocab: int) -> str:
         show_progress=sys.stderr.isatty(),
     )
     tokenizer.train_from_iterator(_chunks(text), trainer)
-    _say(f"learned {tokenizer.get_vocab_size()} tokens in {time.perf_counter() - began:.1f} s")
+    cache.say(f"learned {tokenizer.get_vocab_size()} tokens in {time.perf_counter() - began:.1f} s")
     return str(tokenizer.to_str())
 
 
-def _encode(tokenizer: Any, text: Array, split: str) -> Iterator[Array]:
+def _encode(tokenizer: Any, text: Array, split: str, dtype: DTypeLike) -> Iterator[Array]:
     began, done = time.perf_counter(), 0
     chunks = _chunks(text)
     while group := list(itertools.islice(chunks, CHUNKS_AT_ONCE)):
-        for encoded in tokenizer.encode_batch_fast(group):
+        for encoded in tokenizer.encode_batch_fast(group, add_special_tokens=False):
             done += len(encoded.ids)
-            yield np.array(encoded.ids, np.uint16)
-    _say(f"encoded {len(text) / 1e6:.1f} MB for {split} into {done} tokens in {time.perf_counter() - began:.1f} s")
+            yield np.array(encoded.ids, dtype)
+    cache.say(f"encoded {len(text) / 1e6:.1f} MB for {split} into {done} tokens in {time.perf_counter() - began:.1f} s")
 
 
 def _chunks(text: Array) -> Iterator[str]:
@@ -99,7 +105,3 @@ def _chunks(text: Array) -> Iterator[str]:
             piece = piece[: cut + 1]
         start += len(piece)
         yield piece.decode("utf-8", errors="replace")
-
-
-def _say(line: str) -> None:
-    print(f"narrowgauge: {line}", file=sys.stderr, flush=True)

@@ -5,22 +5,21 @@
               magic 20240520 version 1 uint16 (GPT-2), magic 20240801 version 7 uint32 (Llama 3)
     others    text: its bytes are the tokens, or the input of a byte-pair encoding
 
-A headerless format cannot say what it is, so a ``.bin`` that begins like some other known thing is refused: the first
-bytes of a PyTorch checkpoint make perfectly good tokens.
+A headerless format cannot say what it is, so a ``.bin`` that begins like some other known thing is refused.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from narrowgauge.data import cache, corpus
+from narrowgauge.data import cache, corpus, foreign
 from narrowgauge.data.cache import Array
 from narrowgauge.data.corpus import Text
+from narrowgauge.data.documents import EVAL_WORDS, is_for_evaluation
 from narrowgauge.errors import UsageError
 
 HEADER_INTS = 256
@@ -28,17 +27,8 @@ LLMC = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
 """llm.c's magic numbers of token files, each with its version and token type."""
 LLMC_FAMILY = range(20240101, 20250000)
 """llm.c's magic numbers are dates. Read as two uint16, they hold a token beyond GPT-2's vocabulary: no nanoGPT file."""
-FOREIGN = {
-    b"PK\x03\x04": "a zip archive or PyTorch checkpoint",
-    b"\x80\x02": "a Python pickle",
-    b"\x80\x04": "a Python pickle",
-    b"\x1f\x8b": "a gzip archive",
-    b"\x93NUMPY": "a numpy array",
-    b"GGUF": "a GGUF model",
-    b"\x89HDF": "an HDF5 file",
-}
 EVAL_SHARE = 0.05
-EVAL_WORDS = frozenset({"val", "valid", "validation", "eval", "test"})
+TRAIN_WORDS = frozenset({"train", "training"})
 SPLITS = ("train", "eval")
 BLOCK_TOKENS = 1 << 24
 
@@ -46,12 +36,17 @@ BLOCK_TOKENS = 1 << 24
 class TokenData:
     """Tokens to train on and to evaluate on, from which windows are drawn."""
 
-    def __init__(self, train: Sequence[Array], eval: Sequence[Array], vocab: int, name: str = "data") -> None:
-        """Each split is one or more arrays; a window never spans two. Refuses tokens that ``vocab`` does not hold."""
+    def __init__(
+        self, train: Sequence[Array], eval: Sequence[Array], vocab: int, name: str = "data", *, checked: bool = False
+    ) -> None:
+        """Each split is one or more arrays; a window never spans two.
+
+        Refuses tokens that ``vocab`` does not hold, unless they were ``checked`` or made for it.
+        """
         self.shards = {"train": tuple(train), "eval": tuple(eval)}
         self.vocab = vocab
         self.name = name
-        for shards in self.shards.values():
+        for shards in self.shards.values() if not checked else ():
             for shard in shards:
                 check_range(shard, vocab, name)
 
@@ -88,22 +83,30 @@ class TokenData:
 def holds_tokens(path: Path) -> bool:
     """Whether a path is a ``.bin`` file or a folder with some; everything else is text."""
     if not path.exists():
-        raise UsageError(f"there is no file or folder {str(path)!r}; --data takes a text, a .bin of tokens or a folder")
+        raise UsageError(
+            f"there is no file or folder {str(path)!r}; --data takes a text, .jsonl, .parquet, "
+            "a .bin of tokens, a folder of them, or hf:NAME"
+        )
     return bool(_bins(path)) if path.is_dir() else _is_bin(path)
 
 
 def open_tokens(path: Path, vocab: int, context: int) -> TokenData:
     """The tokens of a ``.bin`` file, or of a folder of them, split into training and evaluation.
 
-    In a folder, files with val, eval or test in their names are for evaluation; where there are none, and in a single
-    file, the last twentieth is.
+    In a folder, files with val, eval or test in their names, or in a folder called so, are for evaluation; where there
+    are none, and in a single file, the last twentieth is.
     """
     files = _bins(path) if path.is_dir() else [path]
-    train = [read_bin(file) for file in files if not _for_evaluation(file)]
-    evaluation = [read_bin(file) for file in files if _for_evaluation(file)]
+    train: list[Array] = []
+    evaluation: list[Array] = []
+    for file in files:
+        array = read_bin(file)
+        _check_file(file, array, vocab)
+        words = file.relative_to(path).with_suffix("").as_posix() if path.is_dir() else file.stem
+        (evaluation if is_for_evaluation(words) else train).append(array)
     if not train or not evaluation:
         train, evaluation = split_tail(train or evaluation, context)
-    return TokenData(train, evaluation, vocab, str(path))
+    return TokenData(train, evaluation, vocab, str(path), checked=True)
 
 
 def open_text(path: Path, context: int) -> Text:
@@ -115,12 +118,26 @@ def open_text(path: Path, context: int) -> Text:
             raise UsageError(
                 f"{path} holds no text and no .bin file; --data takes a text, a .bin of tokens or a folder"
             )
+    else:
+        _refuse_binary(path)
     if not sum(file.stat().st_size for file in files):
         raise UsageError(f"{path} is empty; give a text of at least {2 * (context + 1)} bytes")
     whole = np.memmap(path, np.uint8, mode="r") if path.is_file() else corpus.join(files)
     train, evaluation = split_tail([whole], context)
     key = cache.fingerprint([file.resolve() for file in files], "text", len(train[0]))
     return Text(train[0], evaluation[0], key)
+
+
+def _refuse_binary(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            start = file.read(foreign.LOOK_BYTES)
+    except OSError as error:
+        raise UsageError(f"cannot read {path} ({error.strerror}); give a text that can be read") from error
+    if why := foreign.why_no_text(start):
+        raise UsageError(
+            f"{path} {why}, where text was expected; give UTF-8 text, .jsonl, .parquet or a .bin of tokens"
+        )
 
 
 def read_bin(path: Path) -> Array:
@@ -133,9 +150,8 @@ def read_bin(path: Path) -> Array:
         raise UsageError(f"cannot read {path} ({error.strerror}); give a .bin of tokens that can be read") from error
     if not size:
         raise UsageError(f"{path} is empty; give a .bin of tokens, or write this one again")
-    for magic, what in FOREIGN.items():
-        if start.startswith(magic):
-            raise UsageError(f"{path} is {what}, not a .bin of tokens; write the tokens as uint16 or give the text")
+    if what := foreign.recognise(start):
+        raise UsageError(f"{path} is {what}, not a .bin of tokens; write the tokens as uint16 or give the text")
     first = int.from_bytes(start[:4], "little")
     if int.from_bytes(start[:4], "big") in LLMC:
         raise UsageError(f"{path} is an llm.c file in big-endian byte order; write it again in little-endian order")
@@ -197,21 +213,39 @@ def _read_llmc(path: Path, start: bytes, size: int) -> Array:
     return np.memmap(path, dtype, mode="r", offset=len(start))
 
 
+def _check_file(path: Path, tokens: Array, vocab: int) -> None:
+    """Check the tokens of a file; of a long one the largest is remembered, since to read 20 GB takes minutes."""
+    if len(tokens) <= BLOCK_TOKENS:
+        check_range(tokens, vocab, str(path))
+        return
+    blocks = range(0, len(tokens), BLOCK_TOKENS)
+    largest = cache.keep_text(
+        f"largest-{cache.fingerprint([path.resolve()])}.txt",
+        lambda: str(max(int(tokens[start : start + BLOCK_TOKENS].max()) for start in blocks)),
+    )
+    if not largest.isdecimal() or int(largest) >= vocab:
+        check_range(tokens, vocab, str(path))
+
+
 def _bins(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.iterdir() if file.is_file() and _is_bin(file))
+    """The ``.bin`` files of a folder and of its folders named for a split (train/, val/)."""
+    found = [file for file in folder.iterdir() if file.is_file() and _is_bin(file)]
+    for inner in folder.iterdir():
+        if inner.is_dir() and inner.name.lower() in EVAL_WORDS | TRAIN_WORDS:
+            found += [file for file in inner.iterdir() if file.is_file() and _is_bin(file)]
+    return sorted(found)
 
 
 def _is_bin(path: Path) -> bool:
     return path.suffix.lower() == ".bin"
 
 
-def _for_evaluation(path: Path) -> bool:
-    return not EVAL_WORDS.isdisjoint(re.split(r"[^a-z]+", path.stem.lower()))
-
-
 def _is_text(file: Path, root: Path) -> bool:
     """Not hidden and, by git's rule, without a zero byte near its beginning."""
     if any(part.startswith(".") for part in file.relative_to(root).parts) or not file.is_file():
         return False
-    with file.open("rb") as stream:
-        return b"\0" not in stream.read(8192)
+    try:
+        with file.open("rb") as stream:
+            return foreign.why_no_text(stream.read(foreign.LOOK_BYTES)) is None
+    except OSError as error:
+        raise UsageError(f"cannot read {file} ({error.strerror}); make it readable or leave it out") from error

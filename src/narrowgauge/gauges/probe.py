@@ -26,6 +26,7 @@ from narrowgauge.lagged import Parcels
 from narrowgauge.nn import taps
 from narrowgauge.nn.compiled import uncompiled
 from narrowgauge.optim.adamw import Sample, sample_full
+from narrowgauge.optim.sharded import local
 
 EVERY = 100
 """Updates between two readings by default."""
@@ -165,7 +166,11 @@ class _Page:
         self._judged: dict[str, Tensor] = {}
 
     def add(self, kind: str, path: str, tensor: Tensor, inverse_scale: Tensor | None = None) -> None:
-        """Read a tensor. Several under one name (chunks, a module that is called twice) are read as one."""
+        """Read a tensor. Several under one name (chunks, a module that is called twice) are read as one.
+
+        Of a sharded one this rank's part is read.
+        """
+        tensor = local(tensor)
         if not tensor.is_floating_point() or tensor.numel() == 0:
             return
         row = self.rows.setdefault((kind, path), _Row(len(self.rows), NAMES.get(tensor.dtype, "fp32")))
@@ -245,7 +250,7 @@ def _watched_modules(engine: Engine) -> Iterator[tuple[str, nn.Module]]:
     converted = engine.conversion
     inside = {f"{block}." for block in converted.blocks}
     chained = {"norm", "lm_head"} if any(layer.part_of == "head" for layer in converted.layers) else set()
-    for path, module in engine.model.named_modules():
+    for path, module in engine.inner.named_modules():
         leaf = path and not any(True for _ in module.children())
         if leaf and path not in chained and not any(path.startswith(block) for block in inside):
             yield path, module

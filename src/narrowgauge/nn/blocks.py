@@ -158,7 +158,8 @@ class _Block(torch.autograd.Function):
         ctx.save_for_backward(x0, *weights)
         if needed and plan.checkpoint != "full":
             ctx.kept = _lighten(plan, kept)
-        return (x1 + out).view_as(x) if after is None else (x1.view_as(x), out.view_as(x))
+        x1, out = x1.view_as(x), out.view_as(x)
+        return x1 + out if after is None else (x1, out)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, of_branch: Tensor | None = None) -> Any:

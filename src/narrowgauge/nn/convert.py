@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from narrowgauge.hardware import Device, detect
 from narrowgauge.nn import blocks, head, linear
 from narrowgauge.nn.choose import Decision, decide
-from narrowgauge.nn.gemm import ALL_BF16, ALL_FP8, E4M3, E5M2, CachedWeight, GemmChoice
+from narrowgauge.nn.gemm import ALL_BF16, ALL_FP8, E4M3, E5M2, CachedWeight, GemmChoice, Place
 from narrowgauge.nn.norm import run_norm
 from narrowgauge.nn.operands import Projection
 from narrowgauge.nn.overrides import override
@@ -112,7 +112,7 @@ def convert(
         end = by_path["lm_head"]
         site = scales.sites.get("lm_head.weight") if scales is not None else None
         whole: Any = model
-        weight = CachedWeight(whole.lm_head.weight, site=site, scales=scales, lean=is_lean(recipe))
+        weight = CachedWeight(Place(whole.lm_head), site=site, scales=scales, lean=is_lean(recipe))
         _swap_head(model, end, weight)
         if hasattr(model, "trunk") and all(block in block_plans for block in getattr(model, "blocks", [None])):
             _swap_trunk(model, end, weight, block_plans)
@@ -199,10 +199,9 @@ def _names(pattern: str, path: str, model: nn.Module) -> bool:
 def _swap_linear(module: nn.Module, layer: Layer, scales: TensorScales | None, recipe: Recipe) -> None:
     assert scales is not None
     site = scales.sites.get(f"{layer.path}.weight")
-    layer_of: Any = module
     turned = linear.is_turned(module)
     plan = linear.LinearPlan(
-        CachedWeight(layer_of.weight, turned=turned, site=site, scales=scales, lean=is_lean(recipe)),
+        CachedWeight(Place(module), turned=turned, site=site, scales=scales, lean=is_lean(recipe)),
         layer.choice,
         scales.sites[f"{layer.path}.input"],
         scales.sites[f"{layer.path}.grad_output"],
@@ -228,8 +227,8 @@ def _swap_block(
     def projection(*names: str) -> Projection:
         # A gate and its twin are one product: the first one's sites and choice serve both.
         layer = layers[f"{path}.{names[0]}"]
-        parameters = (getattr(module, name).weight for name in names)
-        weights = CachedWeight(*parameters, site=site(layer, "weight"), scales=scales, lean=is_lean(recipe))
+        places = (Place(getattr(module, name)) for name in names)
+        weights = CachedWeight(*places, site=site(layer, "weight"), scales=scales, lean=is_lean(recipe))
         return Projection(weights, layer.choice, site(layer, "input"), site(layer, "grad_output"))
 
     gated = hasattr(module, "gate")

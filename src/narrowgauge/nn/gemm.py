@@ -10,7 +10,8 @@ and b row-major, and FP8 operands come with a transposed copy where a product ne
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from narrowgauge.kernels import FP8_MAX, cast, fitting_scale
 from narrowgauge.optim.adamw import gradient_dtype
 from narrowgauge.optim.copies import Fp8Copy, attach, copy_of
+from narrowgauge.optim.sharded import is_sharded
 from narrowgauge.scaling.tensor import Site, TensorScales
 
 BF16 = torch.bfloat16
@@ -100,17 +102,29 @@ register_optimizer_step_pre_hook(_note_before)
 register_optimizer_step_post_hook(_note_step)
 
 
+class Place(NamedTuple):
+    """Where a weight is in the model: FSDP puts the gathered one there while its module runs, and the shard after."""
+
+    module: nn.Module
+    name: str = "weight"
+
+    def find(self) -> nn.Parameter:
+        weight: nn.Parameter = getattr(self.module, self.name)
+        return weight
+
+
 class CachedWeight:
     """The copies of a weight that products read, made anew once the optimizer has changed it.
 
     Microbatches and recomputation share them. With a site, FP8 copies take a delayed scale: an optimizer moves the
     largest weight by less than the 3.5% that E4M3 has beyond its largest number, so that one pass over the weight does
-    for cast and amax. A weight that something else has changed is looked at first.
+    for cast and amax. A weight that something else has changed is looked at first. Of a sharded weight nothing is
+    kept: it is whole only while its module runs, forward or backward, and is cast then.
     """
 
     def __init__(
         self,
-        *weights: nn.Parameter,
+        *weights: nn.Parameter | Place,
         turned: bool = False,
         site: Site | None = None,
         scales: TensorScales | None = None,
@@ -122,17 +136,41 @@ class CachedWeight:
         for each product that reads it, a pass over bytes that is small beside the product; an optimizer of ours
         writes it together with the weight.
         """
-        self.weights, self.turned, self.site, self.scales, self.lean = weights, turned, site, scales, lean
-        self.shared = lean and not turned and scales is not None and scales.mode == "delayed"
-        self.gradient_dtype = gradient_dtype(weights[0])  # now, as torch.compile cannot ask for it
-        _put_together(weights)
+        self._weights, self.turned, self.site, self.scales = weights, turned, site, scales
+        now = self.weights
+        self.fleeting = any(is_sharded(weight) for weight in now)
+        self.lean = lean or self.fleeting
+        self.shared = lean and not (turned or self.fleeting) and scales is not None and scales.mode == "delayed"
+        self._gradient_dtype = gradient_dtype(now[0])  # now, as torch.compile cannot ask for it
+        if not self.fleeting:
+            _put_together(now)
         self._made: dict[str, tuple[_State, bool, Operand]] = {}
+        self._held: dict[str, Operand] | None = None
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """While open, copies of a sharded weight are kept too, for several products in a row."""
+        self._held = {}
+        try:
+            yield
+        finally:
+            self._held = None
+
+    @property
+    def weights(self) -> tuple[nn.Parameter, ...]:
+        """The weights as they are now."""
+        return tuple(weight.find() if isinstance(weight, Place) else weight for weight in self._weights)
 
     @property
     def weight(self) -> nn.Parameter:
         """The weight itself, where there is one."""
         (weight,) = self.weights
         return weight
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """The format of the gradient: of a sharded weight that in which it was gathered."""
+        return self.weights[0].dtype if self.fleeting else self._gradient_dtype
 
     def fp8(self, record: bool = True) -> Operand:
         """E4M3 in both layouts (lean: in one). ``record``: let the site see the weight, which evaluation does not."""
@@ -165,6 +203,9 @@ class CachedWeight:
     def _get(self, kind: str, make: Callable[[Tensor, bool, bool], Operand], record: bool) -> Operand:
         if torch.compiler.is_compiling():  # a graph casts each time it runs: it cannot ask whether it must
             return make(self._stacked(), False, record)
+        if self.fleeting:
+            held = {} if self._held is None else self._held
+            return held.get(kind) or held.setdefault(kind, make(self._stacked(), False, record))
         now = _State(
             _steps_taken,
             (0, 0) if self.scales is None else self.scales.moves,
@@ -253,7 +294,7 @@ def forward_output(x: Operand, weight: CachedWeight, choice: GemmChoice, record:
 def backward_input(grad: Operand, weight: CachedWeight, choice: GemmChoice) -> Tensor:
     """grad_output @ weight in BF16."""
     if choice.grad_input == "fp8":
-        w = weight.fp8().transposed()
+        w = weight.fp8(record=False).transposed()  # forward has recorded it
         assert grad.lp is not None and grad.inv_scale is not None and w.lp_t is not None and w.inv_scale is not None
         return product_fp8(grad.lp, w.lp_t, grad.inv_scale, w.inv_scale, fast=False)
     assert grad.hp is not None

@@ -135,18 +135,19 @@ class _Task:
         total = torch.zeros((), device=x.device)
         grad_x = torch.empty(rows, x.shape[1], dtype=BF16, device=x.device) if need_x else None
         grad_weight: Tensor | None = None
-        for start in range(0, len(targets), self.chunk_rows):
-            part = slice(start, start + self.chunk_rows)
-            piece = _rows(source, part)
-            loss, d = self._chunk(piece, start, targets[part], factor, need_x, need_weight)
-            total += loss.sum()
-            if grad_x is not None:
-                into = grad_x[part]
-                into.copy_(backward_input(d, self.weight, self.precision)[: len(into)])
-            if need_weight:
-                share = backward_weight(d, piece, self.precision)
-                grad_weight = share if grad_weight is None else grad_weight.add_(share)
-            del d  # before the next chunk's logits are made
+        with self.weight.held():
+            for start in range(0, len(targets), self.chunk_rows):
+                part = slice(start, start + self.chunk_rows)
+                piece = _rows(source, part)
+                loss, d = self._chunk(piece, start, targets[part], factor, need_x, need_weight)
+                total += loss.sum()
+                if grad_x is not None:
+                    into = grad_x[part]
+                    into.copy_(backward_input(d, self.weight, self.precision)[: len(into)])
+                if need_weight:
+                    share = backward_weight(d, piece, self.precision)
+                    grad_weight = share if grad_weight is None else grad_weight.add_(share)
+                del d  # before the next chunk's logits are made
         return total / counted, grad_x, grad_weight
 
     def _chunk(

@@ -71,20 +71,31 @@ def keep_fp32(function: Function) -> Function:
 
 def keep_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """Keep the modules that a pattern names (by path or by class) in FP32; returns their paths."""
-    kept: list[str] = []
+    kept = named_by(model, patterns)
+    for module in kept.values():
+        override(module, keep_fp32(module.forward))
+    return sorted(kept)
+
+
+def named_by(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
+    """The modules that a pattern names, by path."""
+    named: dict[str, nn.Module] = {}
     for pattern in patterns:
-        found = [
-            (path, module)
+        found = {
+            path: module
             for path, module in model.named_modules()
-            if path and (fnmatch.fnmatchcase(path, pattern) or fnmatch.fnmatchcase(type(module).__name__, pattern))
-        ]
+            if path and (fnmatch.fnmatchcase(path, pattern) or fnmatch.fnmatchcase(_class_of(module), pattern))
+        }
         if not found:
             some = [path for path, _ in model.named_modules() if path][:8]
             raise UsageError(
                 f"recipe: keep={pattern} names no module; modules are {', '.join(some)}, ... (paths or classes)"
             )
-        for path, module in found:
-            if path not in kept:
-                override(module, keep_fp32(module.forward))
-                kept.append(path)
-    return sorted(kept)
+        named |= found
+    return named
+
+
+def _class_of(module: nn.Module) -> str:
+    """The name of a module's class; FSDP2 derives one of its own from it."""
+    name = type(module).__name__
+    return name.removeprefix("FSDP") if hasattr(module, "set_requires_gradient_sync") else name

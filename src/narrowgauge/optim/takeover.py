@@ -50,11 +50,18 @@ def take_over(
     return new
 
 
-def _check(optimizer: Optimizer) -> None:
+def can_take_over(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is an AdamW, by whatever name, that ours can stand for."""
+    if isinstance(optimizer, AdamW):
+        return True
     decoupled = isinstance(optimizer, Adam) and all(
         group.get("decoupled_weight_decay", False) or not group["weight_decay"] for group in optimizer.param_groups
     )
-    if not decoupled or any(group.get("amsgrad") for group in optimizer.param_groups):
+    return decoupled and not any(group.get("amsgrad") for group in optimizer.param_groups)
+
+
+def _check(optimizer: Optimizer) -> None:
+    if not can_take_over(optimizer):
         raise UsageError(
             f"a lean recipe steps AdamW with narrow states, not {type(optimizer).__name__} (nor amsgrad, nor Adam's "
             "coupled weight decay); take torch.optim.AdamW, or a recipe with master=fp32 and moments=fp32"

@@ -53,7 +53,10 @@ class Board:
         except OSError as error:
             self._give_up(error)
 
-    def close(self) -> None:
+    def finding(self, step: int, finding: Mapping[str, Any]) -> None:
+        """TensorBoard shows numbers: the words are in the record and the report."""
+
+    def close(self, result: Mapping[str, Any] | None = None) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None

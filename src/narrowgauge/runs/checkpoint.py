@@ -4,10 +4,13 @@ checkpoints/step-00000100/
     weights.safetensors    the model's state dict, under its own names: opens anywhere
     state.safetensors      every other tensor (moments, random states), named by its path
     state.json             everything that is not a tensor, and where each tensor belongs
-    manifest.json          size and SHA-256 of the other three
+    manifest.json          size and SHA-256 of the other files
 
 save:           write a hidden folder, fsync each file and the folder, rename it, fsync the parent, prune old ones
 newest_whole:   from the newest on, the first whose manifest verifies; a damaged one costs a line
+
+Several ranks write one together, in the files of torch.distributed.checkpoint instead of the first two (ranked.py);
+either kind is read by any number of ranks, and by one process.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +29,9 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from narrowgauge.engine import Engine
 from narrowgauge.errors import UsageError
-from narrowgauge.runs import disk
+from narrowgauge.runs import disk, ranked
 from narrowgauge.runs.tree import Taker, own, rebuild
 
 FORMAT = 1
@@ -58,46 +62,70 @@ def steps_of(run: Path) -> list[int]:
 
 def save(run: Path, step: int, weights: Mapping[str, Any], state: Any, keep: int = 3) -> Path:
     """Write the checkpoint of a step, then remove all but the ``keep`` newest up to it. Only for who holds the lock."""
-    final = path_of(run, step)
-    temporary = final.with_name(f".{final.name}.tmp")
+    with writing(run, step, keep) as folder:
+        model, rest = Taker(), Taker()
+        text = dump({"weights": model.take(weights), "state": rest.take(state)})
+        # "format": "pt" is what transformers and others look for in a file that torch wrote.
+        save_file(model.tensors, folder / FILES[0], {"format": "pt", **model.aliases})
+        save_file(rest.tensors, folder / FILES[1])
+        (folder / FILES[2]).write_text(text)
+        mode = (folder / FILES[2]).stat().st_mode
+        for name in FILES[:2]:
+            (folder / name).chmod(mode)  # safetensors writes for the owner alone, whatever the umask says
+    return path_of(run, step)
+
+
+def dump(content: Mapping[str, Any]) -> str:
+    """The text of state.json."""
+    return json.dumps({"format": FORMAT, **content}, allow_nan=False)
+
+
+@contextlib.contextmanager
+def writing(run: Path, step: int, keep: int) -> Iterator[Path]:
+    """A hidden folder to write a checkpoint's files into, which takes its name once the block has left them all."""
     try:
-        _clean(final.parent)
-        temporary.mkdir(parents=True)
-        _write(temporary, step, weights, state)
-        if final.exists():  # a damaged one that was passed over, and is now made again
-            final.rename(final.with_name(f".{final.name}.old"))
-        temporary.rename(final)
-        disk.sync(final.parent)
+        folder = begin(run, step)
+        yield folder
+        commit(run, step, keep)
     except (OSError, SafetensorError) as error:
-        _discard(temporary)
-        raise disk.refuse(final, error) from error
+        _discard(_hidden(run, step))
+        raise disk.refuse(path_of(run, step), error) from error
+
+
+def begin(run: Path, step: int) -> Path:
+    """The hidden folder of a checkpoint, empty."""
+    folder = _hidden(run, step)
+    _clean(folder.parent)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def commit(run: Path, step: int, keep: int) -> None:
+    """Put the hidden folder on the disk, describe it in its manifest, give it its name, and prune what is older."""
+    temporary, final = _hidden(run, step), path_of(run, step)
+    described = {}
+    for file in sorted(entry for entry in temporary.iterdir() if entry.is_file()):
+        disk.sync(file)
+        described[file.name] = {"bytes": file.stat().st_size, "sha256": _digest(file)}
+    manifest = temporary / "manifest.json"
+    manifest.write_text(json.dumps({"format": FORMAT, "step": step, "files": described}, indent=1))
+    disk.sync(manifest)
+    disk.sync(temporary)
+    if final.exists():  # a damaged one that was passed over, and is now made again
+        final.rename(final.with_name(f".{final.name}.old"))
+    temporary.rename(final)
+    disk.sync(final.parent)
     for old in [s for s in steps_of(run) if s <= step][: -max(1, keep)]:
         # Renamed first, so that a kill in the middle of the removal leaves no half checkpoint under a good name.
         hidden = path_of(run, old).with_name(f".{path_of(run, old).name}.old")
         with contextlib.suppress(OSError):
             path_of(run, old).rename(hidden)
     _clean(final.parent)
-    return final
 
 
-def _write(folder: Path, step: int, weights: Mapping[str, Any], state: Any) -> None:
-    model, rest = Taker(), Taker()
-    text = json.dumps({"format": FORMAT, "weights": model.take(weights), "state": rest.take(state)}, allow_nan=False)
-    # "format": "pt" is what transformers and others look for in a file that torch wrote.
-    save_file(model.tensors, folder / FILES[0], {"format": "pt", **model.aliases})
-    save_file(rest.tensors, folder / FILES[1])
-    (folder / FILES[2]).write_text(text)
-    mode = (folder / FILES[2]).stat().st_mode
-    for name in FILES[:2]:
-        (folder / name).chmod(mode)  # safetensors writes for the owner alone, whatever the umask says
-    described = {}
-    for name in FILES:
-        disk.sync(folder / name)
-        described[name] = {"bytes": (folder / name).stat().st_size, "sha256": _digest(folder / name)}
-    manifest = folder / "manifest.json"
-    manifest.write_text(json.dumps({"format": FORMAT, "step": step, "files": described}, indent=1))
-    disk.sync(manifest)
-    disk.sync(folder)
+def _hidden(run: Path, step: int) -> Path:
+    final = path_of(run, step)
+    return final.with_name(f".{final.name}.tmp")
 
 
 def _digest(path: Path) -> str:
@@ -114,7 +142,7 @@ def damage(path: Path) -> str | None:
             return f"its format is {manifest['format']}, this version reads {FORMAT}"
         if path.name != path_of(path, manifest["step"]).name:
             return f"manifest.json is of step {manifest['step']}"
-        for name in FILES:
+        for name in files if ranked.SHARDS in files else FILES:
             size = (path / name).stat().st_size
             if size != files[name]["bytes"]:
                 return f"{name} has {size} bytes instead of {files[name]['bytes']}"
@@ -132,24 +160,39 @@ def load(path: Path) -> Checkpoint:
     wrong = damage(path)
     if wrong:
         raise UsageError(f"checkpoint {path} is damaged: {wrong}; take an earlier one")
-    return _read(path)
+    return read(path)
 
 
-def _read(path: Path) -> Checkpoint:
+def step_of(path: Path) -> int:
+    """The step that a checkpoint folder is of."""
+    step: int = json.loads((path / "manifest.json").read_text())["step"]
+    return step
+
+
+def read(path: Path, engine: Engine | None = None) -> Checkpoint:
+    """Read one that is whole; what ranks have written is spread as the parameters of ``engine`` are."""
+    if ranked.is_ranked(path):
+        return Checkpoint(step_of(path), path, *ranked.read(path, engine))
     text = json.loads((path / FILES[2]).read_text())
     weights = rebuild(text["weights"], own(load_file(path / FILES[0])))
     state = rebuild(text["state"], own(load_file(path / FILES[1])))
-    return Checkpoint(json.loads((path / "manifest.json").read_text())["step"], path, weights, state)
+    return Checkpoint(step_of(path), path, weights, state)
 
 
 def newest_whole(run: Path, tell: Callable[[str], None] = lambda line: None) -> Checkpoint | None:
     """The newest checkpoint that verifies, or None where there never was one. Damaged ones are told of, and kept."""
+    path = newest_path(run, tell)
+    return None if path is None else read(path)
+
+
+def newest_path(run: Path, tell: Callable[[str], None] = lambda line: None) -> Path | None:
+    """Where that checkpoint is."""
     steps = steps_of(run)
     for step in reversed(steps):
         path = path_of(run, step)
         wrong = damage(path)
         if wrong is None:
-            return _read(path)
+            return path
         tell(f"checkpoint {path} is damaged ({wrong}); looking for an earlier one")
     if steps:
         raise UsageError(

@@ -7,7 +7,6 @@ the first batch touched a global generator, and if so makes all of them in the f
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from narrowgauge import random_state
 from narrowgauge.errors import UsageError
+from narrowgauge.runs.share import Share, transform
 from narrowgauge.task import Task
 
 
@@ -30,8 +30,8 @@ class Feed:
     A step's batches come together and checked, so that bad data stops a run between two steps and never inside one.
     """
 
-    def __init__(self, task: Task, first: int, last: int, accumulate: int = 1, pin: bool = False) -> None:
-        self._task, self._accumulate, self._pin = task, accumulate, pin
+    def __init__(self, task: Task, first: int, last: int, share: Share | None = None, pin: bool = False) -> None:
+        self._task, self._share, self._pin = task, share or Share(), pin
         self._step, self._last = first, last
         self._thread: ThreadPoolExecutor | None = None
         self._next: Future[list[Any]] | None = None
@@ -65,8 +65,8 @@ class Feed:
 
     def _make(self, step: int) -> list[Any]:
         batches = []
-        for number in range(step * self._accumulate, (step + 1) * self._accumulate):
-            batch = make_batch(self._task, number, "train", f"step {step + 1}")
+        for number in self._share.numbers(step):
+            batch = self._share.cut(make_batch(self._task, number, "train", f"step {step + 1}"))
             batches.append(transform(batch, _pin) if self._pin else batch)
         return batches
 
@@ -87,19 +87,6 @@ def make_batch(task: Task, number: int, split: str, where: str) -> Any:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     return transform(batch, lambda tensor: tensor.to(device, non_blocking=True))
-
-
-def transform(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The batch with each of its tensors changed."""
-    if isinstance(batch, Tensor):
-        return change(batch)
-    if isinstance(batch, dict):
-        return {key: transform(item, change) for key, item in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(transform(item, change) for item in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(transform(item, change) for item in batch)
-    return batch
 
 
 def check_finite(batch: Any, where: str, name: str) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from narrowgauge import random_state
 from narrowgauge.engine import Engine
@@ -27,16 +27,21 @@ from narrowgauge.gauges.examiner import Examiner
 from narrowgauge.gauges.findings import Finding
 from narrowgauge.gauges.step_rules import Step
 from narrowgauge.lagged import Readback
-from narrowgauge.runs import checkpoint, record
-from narrowgauge.runs.board import Board
+from narrowgauge.ranks import replicate, shard
+from narrowgauge.ranks.world import ALONE, World
+from narrowgauge.runs import checkpoint, ranked, record, trackers
 from narrowgauge.runs.feed import BadData, Feed, make_batch, to_device
 from narrowgauge.runs.interruption import Interruption
 from narrowgauge.runs.pace import Pace
 from narrowgauge.runs.result import Result, failed_sample, judge, refused_data, stalled
+from narrowgauge.runs.saving import make_saver
 from narrowgauge.runs.schedule import Schedule, make_adamw
 from narrowgauge.runs.settings import Settings
+from narrowgauge.runs.share import Share
 from narrowgauge.task import Task
 
+SHARDED_FROM = 500_000_000
+"""Parameters from which a model is sharded unless told otherwise: below, copies fit and cost less sending."""
 CAPTURES = "captures"
 """Folder of a run that holds the steps in which a number went wrong."""
 
@@ -60,11 +65,14 @@ class Observer:
 class Life:
     """From the start of a run, or a checkpoint, to its end or an interruption."""
 
-    def __init__(self, task: Task, settings: Settings, folder: Path, observer: Observer) -> None:
-        self.task, self.settings, self.folder, self.observer = task, settings, folder, observer
+    def __init__(self, task: Task, settings: Settings, folder: Path, observer: Observer, world: World = ALONE) -> None:
+        self.task, self.settings, self.folder, self.observer, self.world = task, settings, folder, observer, world
         random_state.seed(settings.seed)
         with torch.device(settings.device):
             model = task.model()
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        model = self._spread(model, parameters)
+        self.share = Share(world.rank, world.size, settings.accumulate)
         rate = settings.learning_rate
         optimizer = task.optimizer(model, rate) if task.optimizer else make_adamw(model, rate, task.weight_decay)
         self.schedule = Schedule(optimizer, settings.steps, settings.warmup)
@@ -73,50 +81,74 @@ class Life:
             optimizer,
             recipe=settings.recipe,
             clip_norm=settings.clip_norm or None,
-            accumulate=settings.accumulate,
+            accumulate=self.share.microbatches,
             compile=settings.compile,
         )
         if self.engine.conversion.layers:
             observer.tell(self.engine.conversion.summary())
         self.readback = Readback()
-        self.recorder = Recorder(
-            self.engine, folder / CAPTURES, about=lambda: record.read_configuration(folder), tell=observer.tell
-        )
-        self.examiner = Examiner(self.engine, settings.watch_every) if settings.watch_every else None
+        self.recorder: Recorder | None = None
+        if world.alone:  # a step of several ranks cannot be run again by one
+            self.recorder = Recorder(
+                self.engine, folder / CAPTURES, about=lambda: record.read_configuration(folder), tell=observer.tell
+            )
+        watched = settings.watch_every and world.first
+        self.examiner = Examiner(self.engine, settings.watch_every) if watched else None
+        self.saver = make_saver(folder, settings.keep, world)
         self.result = Result(
             run=str(folder),
             recipe=str(self.engine.recipe),
             step=0,
             steps=settings.steps,
-            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            parameters=parameters,
             unit=task.unit,
         )
         self.saved_step = self.evaluated_step = -1
         self.resumed = False
         self.pace = Pace(task.items_per_batch * settings.accumulate)
 
-    def go_on_from(self, saved: checkpoint.Checkpoint | None) -> None:
+    def _spread(self, model: nn.Module, parameters: int) -> nn.Module:
+        """The model over the ranks; each draws the whole of it, alike, and then numbers of its own for dropout."""
+        if self.world.alone:
+            return model
+        random_state.seed(self.settings.seed + self.world.rank)
+        sharded = self.settings.parallel == "fsdp" or (self.settings.parallel == "auto" and parameters > SHARDED_FROM)
+        self.observer.tell(
+            f"{self.world.size} ranks, each with " + ("its shards (FSDP2)" if sharded else "a copy of the model (DDP)")
+        )
+        return shard(model, self.settings.recipe) if sharded else replicate(model, self.settings.recipe)
+
+    def go_on_from(self, path: Path | None) -> None:
         """Take up a checkpoint; without one, begin again."""
         self.resumed = True
-        step = saved.step if saved else 0
-        record.cut_after(self.folder, step)
-        if saved is None:
+        step = checkpoint.step_of(path) if path is not None else 0
+        if self.world.first:
+            record.cut_after(self.folder, step)
+        if path is None:
             self.observer.tell("no checkpoint was written yet: beginning again")
             return
+        saved = checkpoint.read(path, self.engine)
         self.engine.load_state_dict({**saved.state["engine"], "model": saved.weights})
-        random_state.restore(saved.state["random"])
+        generators = saved.state.get("random") if self.world.alone else None
+        if ranked.is_ranked(path):
+            generators = ranked.read_random(path, self.world.rank, self.world.size)
+        if generators is not None:  # of another number of ranks: what is drawn from here on is drawn afresh
+            random_state.restore(generators)
         for name, value in saved.state["result"].items():
             setattr(self.result, name, value)
         self.result.step = self.saved_step = step
         self.evaluated_step = saved.state["evaluated_step"]
-        self.result.checkpoint = str(saved.path)
+        self.result.checkpoint = str(path)
 
     def train(self) -> Result:
         result, settings = self.result, self.settings
         self.pace.begin(result.seconds)
         with contextlib.ExitStack() as stack:
-            self.record = stack.enter_context(record.Record(self.folder))
-            self.board = Board(self.folder, result.step + 1, self.observer.tell)
+            first = self.world.first
+            self.record = stack.enter_context(record.Record(self.folder) if first else record.Silent())
+            names = trackers.parse(settings.log) if first else ()
+            asked = record.read_configuration(self.folder) if first else {}
+            self.board = trackers.begin(names, self.folder, asked, result.step + 1, self.observer.tell)
             stack.callback(self.board.close)
             stop = stack.enter_context(Interruption())
             if self.resumed:
@@ -124,14 +156,16 @@ class Life:
             stack.callback(self.observer.end)
             self.observer.begin(result.step, settings.steps)
             pin = self.engine.device.type == "cuda"
-            feed = stack.enter_context(Feed(self.task, result.step, settings.steps, settings.accumulate, pin))
+            feed = stack.enter_context(Feed(self.task, result.step, settings.steps, self.share, pin))
             try:
-                while result.step < settings.steps and not stop.wanted:
-                    self._step(feed)
+                while result.step < settings.steps and (batches := self._next(feed, stop)) is not None:
+                    self._step(batches)
                     self._do_what_is_due()
                 self._settle_numbers()
                 if result.step < settings.steps:
-                    self.observer.tell(f"{stop.name}: saving; once more ends at once")
+                    self.observer.tell(
+                        f"{stop.name or 'another rank was told to stop'}: saving; once more ends at once"
+                    )
                     result.interrupted = True
                 self._finish()
             except TrainingStalled as error:
@@ -143,6 +177,7 @@ class Life:
                 self._settle_numbers()
                 self._finding(refused_data(result.step, error))
                 self._checkpoint()
+                self._saved(wait=True)
                 raise
             for told in self.examiner.foretell() if self.examiner is not None else ():
                 result.foretold.append(told.as_event())
@@ -152,15 +187,29 @@ class Life:
             result.seconds, result.tokens_per_s = self.pace.seconds(), self.pace.rate()
             self.record.append("end", **dataclasses.asdict(result))
             self.record.sync()
+            self.board.close(dataclasses.asdict(result))
         return result
 
-    def _step(self, feed: Feed) -> None:
+    def _next(self, feed: Feed, stop: Interruption) -> list[Any] | None:
+        """The batches of the next step; None where a rank was told to stop; where one has bad data, all say so."""
+        batches: list[Any] = []
+        bad: BadData | None = None
+        if not stop.wanted:
+            try:
+                batches = feed.take()
+            except BadData as error:
+                bad = error
+        if self.world.any(bad is not None):
+            raise bad or BadData("another rank was given bad data; its own line says what")
+        return None if self.world.any(stop.wanted) else batches
+
+    def _step(self, batches: list[Any]) -> None:
         engine, result = self.engine, self.result
-        batches = feed.take()
         rate = self.schedule.set(result.step)
         total: Tensor | None = None
         for batch in batches:
-            self.recorder.saw(batch)
+            if self.recorder is not None:
+                self.recorder.saw(batch)
             on_device = to_device(batch, engine.device)
             with engine.forward():
                 loss = self.task.loss(engine.model, on_device)
@@ -170,7 +219,8 @@ class Life:
             report = engine.step()
         assert total is not None
         result.step += 1
-        self.readback.push((result.step, rate), {"loss": total / len(batches), **report.tensors})
+        loss = engine.accord.average(total / len(batches))
+        self.readback.push((result.step, rate), {"loss": loss, **report.tensors})
         self._arrived(self.readback.ready())
 
     def _arrived(self, pushes: list[tuple[Any, dict[str, float]]]) -> None:
@@ -181,7 +231,7 @@ class Life:
             result.loss_last = values["loss"]
             applied = bool(values.pop("applied"))
             result.skipped += not applied
-            captured = self.recorder.heard(step, values["loss"], applied)
+            captured = self.recorder.heard(step, values["loss"], applied) if self.recorder is not None else None
             if captured is not None:
                 result.captures.append(str(captured))
                 self.record.append("capture", step, path=str(captured))
@@ -218,6 +268,7 @@ class Life:
         step, settings = self.result.step, self.settings
         if not self.pace.began:
             self._settle_numbers()
+        self._saved()
         evaluate = settings.eval_every > 0 and step % settings.eval_every == 0
         save = settings.checkpoint_every > 0 and step % settings.checkpoint_every == 0
         if evaluate or save:
@@ -236,13 +287,15 @@ class Life:
             self._checkpoint()
             if not self.result.interrupted:
                 self._sample()
+            self._saved(wait=True)
 
     def _evaluate(self) -> None:
         """Average loss and metrics over the fixed evaluation batches, leaving the random generators as they were."""
         sums: dict[str, Tensor] = {}
-        count = self.settings.eval_batches
+        count, world = self.settings.eval_batches, self.world
+        own = Share(world.rank, world.size if count % world.size == 0 else 1, count)  # else all evaluate all
         with random_state.put_back(), self.engine.evaluating():
-            for number in range(count):
+            for number in own.numbers(0) if own.size > 1 else range(count):
                 batch = make_batch(self.task, number, "eval", f"the evaluation after step {self.result.step}")
                 batch = to_device(batch, self.engine.device)
                 values = {"loss": self.task.loss(self.engine.model, batch)}
@@ -250,7 +303,9 @@ class Life:
                     values |= self.task.metrics(self.engine.model, batch)
                 for name, value in values.items():
                     sums[name] = sums[name] + value.detach().double() if name in sums else value.detach().double()
-        means = {name: float(value) / count for name, value in sums.items()}
+        totals = [float(value) for value in sums.values()]
+        totals = world.sum(totals) if own.size > 1 else totals
+        means = {name: total / count for name, total in zip(sums, totals, strict=True)}
         self.evaluated_step = self.result.step
         self.result.loss_eval = means["loss"]
         self.result.metrics = {name: value for name, value in means.items() if name != "loss"}
@@ -269,13 +324,18 @@ class Life:
         kept = ("loss_first", "loss_last", "loss_eval", "metrics", "skipped", "seconds")
         state = {
             "engine": engine,
-            "random": random_state.capture(),
             "result": {name: getattr(result, name) for name in kept},
             "evaluated_step": self.evaluated_step,
         }
-        result.checkpoint = str(checkpoint.save(self.folder, result.step, weights, state, self.settings.keep))
+        self.saver.save(result.step, weights, state, random_state.capture())
         self.saved_step = result.step
-        self.record.append("checkpoint", result.step, path=result.checkpoint)
+        self._saved()
+
+    def _saved(self, wait: bool = False) -> None:
+        """Note the checkpoints that have come to be."""
+        for step, path in self.saver.done(wait):
+            self.result.checkpoint = str(path)
+            self.record.append("checkpoint", step, path=str(path))
 
     def _sample(self) -> None:
         if self.task.sample is None:
@@ -285,7 +345,7 @@ class Life:
             # A growing text changes its shape at every token, which is no work for a compiler.
             eager = torch.compiler.set_stance("force_eager") if self.settings.compile else contextlib.nullcontext()
             with self.engine.evaluating(), eager:
-                self.result.sample = self.task.sample(self.engine.model)
+                self.result.sample = self.task.sample(self.engine.inner)
         except Exception as error:  # the model is trained and saved: a broken sample must not hide that
             self._finding(failed_sample(self.result.step, error))
             return
@@ -294,3 +354,4 @@ class Life:
     def _finding(self, finding: Finding) -> None:
         self.result.findings.append(finding)
         self.record.append("finding", self.result.step, **dataclasses.asdict(finding))
+        self.board.finding(self.result.step, dataclasses.asdict(finding))

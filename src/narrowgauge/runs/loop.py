@@ -14,6 +14,7 @@ import torch
 
 from narrowgauge import __version__, random_state
 from narrowgauge.errors import UsageError
+from narrowgauge.ranks.world import ALONE, World
 from narrowgauge.runs import checkpoint, lock, record
 from narrowgauge.runs.feed import make_batch
 from narrowgauge.runs.life import Life, Observer
@@ -31,28 +32,31 @@ def train(
     configuration: Mapping[str, Any] | None = None,
     observer: Observer | None = None,
     capture: int | None = None,
+    world: World = ALONE,
 ) -> Result:
     """Train in ``folder``, from the start or from its newest whole checkpoint.
 
     ``configuration`` is written to run.json beside the settings. A run that is finished is reported, not trained.
     ``capture`` is a step to keep for replay whatever comes of it, beside the first in which a number goes wrong.
+    ``world``: the ranks that train together, of which the first keeps the folder.
     """
     watcher = observer or Observer()
-    with _tidy_if_unused(folder), lock.hold(folder):
-        if not resume and record.holds_run(folder):
-            raise UsageError(f"{folder} already holds a run; go on with --resume {folder}, or take another --out")
-        checkpoint.clean(folder)
-        saved = None
+    if not world.alone and capture is not None:
+        raise UsageError("--capture: a step of several ranks cannot be run again by one; capture it in one process")
+    with contextlib.ExitStack() as stack:
+        with world.together():  # what the first rank refuses, all refuse
+            path = None
+            if world.first:
+                stack.enter_context(_tidy_if_unused(folder))
+                stack.enter_context(lock.hold(folder))
+                path = _prepare(folder, settings, resume, watcher)
+        path = world.told(path)
+        if isinstance(path, Result):
+            return path
+        run = Life(task, settings, folder, watcher, world)
         if resume:
-            _compare_versions(record.read_configuration(folder), watcher)
-            done = _finished(folder, settings)
-            if done is not None:
-                return done
-            saved = checkpoint.newest_whole(folder, watcher.tell)
-        run = Life(task, settings, folder, watcher)
-        if resume:
-            run.go_on_from(saved)
-        if capture is not None:
+            run.go_on_from(path)
+        if capture is not None and run.recorder is not None:
             if not run.result.step < capture <= settings.steps:
                 raise UsageError(
                     f"--capture {capture}: expected a step from {run.result.step + 1} to {settings.steps} of this run"
@@ -61,9 +65,21 @@ def train(
         if not resume:
             with random_state.put_back():  # bad data is refused before there is a run, and tasks learn their facts
                 make_batch(task, 0, "train", "step 1")
+        if not resume and world.first:
             asked = {"settings": dataclasses.asdict(settings), "facts": dict(task.facts), "versions": versions()}
             record.write_configuration(folder, {**(configuration or {}), **asked})
         return run.train()
+
+
+def _prepare(folder: Path, settings: Settings, resume: bool, watcher: Observer) -> Path | Result | None:
+    """What to take up: a checkpoint, the result of a run that is finished, or nothing."""
+    if not resume and record.holds_run(folder):
+        raise UsageError(f"{folder} already holds a run; go on with --resume {folder}, or take another --out")
+    checkpoint.clean(folder)
+    if not resume:
+        return None
+    _compare_versions(record.read_configuration(folder), watcher)
+    return _finished(folder, settings) or checkpoint.newest_path(folder, watcher.tell)
 
 
 def versions() -> dict[str, Any]:

@@ -72,6 +72,19 @@ class Record:
         self.close()
 
 
+class Silent(Record):
+    """The record of a rank that is not the first: nothing is written, as the first speaks for all."""
+
+    def __init__(self) -> None:
+        self._descriptor = -1
+
+    def append(self, kind: str, step: int, **fields: Any) -> None:
+        pass
+
+    def sync(self) -> None:
+        pass
+
+
 def _chunks(folder: Path) -> Iterator[tuple[list[bytes], list[dict[str, Any]]]]:
     """Lines of the record with what they say, so many at a time that a long record takes little memory."""
     path = folder / EVENTS

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge.errors import UsageError
+from narrowgauge.runs import trackers
 from narrowgauge.task import Task
 
 
@@ -42,6 +43,10 @@ class Settings:
     compile: bool = False
     watch_every: int = 100
     """Updates between two readings of tensors; 0: none are read, and no rules applied."""
+    parallel: str = "auto"
+    """How several ranks share the model: fsdp (shards), ddp (copies) or auto (by its size)."""
+    log: str = trackers.DEFAULT
+    """Where the numbers go beside the record: tensorboard, wandb, mlflow, with commas between them, or none."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -58,6 +63,9 @@ class Settings:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise UsageError(f"--{name.replace('_', '-')} {value}: expected a whole number of at least {least}")
+        if self.parallel not in ("auto", "ddp", "fsdp"):
+            raise UsageError(f"--parallel {self.parallel}: expected auto, ddp or fsdp")
+        trackers.parse(self.log)
         if self.seed >= 2**63:
             raise UsageError(f"--seed {self.seed}: expected a number below 2**63")
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):

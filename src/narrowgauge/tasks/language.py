@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.data import bpe, corpus, tokens
-from narrowgauge.data.tokens import TokenData
+from narrowgauge.data import corpus, sources
+from narrowgauge.data.sources import BYTES, Source
+from narrowgauge.data.tokenizer import Tokenizer, open_tokenizer
 from narrowgauge.errors import UsageError
 from narrowgauge.models.gpt import GPT, GPTConfig
 from narrowgauge.models.llama import Llama, LlamaConfig
 from narrowgauge.task import Task
 
-BYTES = 256
 GPT2_VOCAB = 50257
 LLAMA_VOCAB = 32000
-PROMPT = "def __init__(self"
 SAMPLE_TOKENS = 200
 TEMPERATURE = 0.8
 
@@ -107,15 +105,6 @@ LLAMAS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Source:
-    """Tokens with the way from text to them and back; where the way is not known, tokens stay numbers."""
-
-    data: TokenData
-    encode: Callable[[str], list[int]] | None
-    decode: Callable[[Sequence[int]], str] | None
-
-
 def make(
     spec: str,
     *,
@@ -125,25 +114,29 @@ def make(
     seed: int = 0,
     vocab: int | None = None,
     packages: bool = False,
+    tokenizer: str | None = None,
+    field: str | None = None,
+    max_tokens: int | None = None,
 ) -> Task:
     """A language task by name.
 
-    ``data`` is a text, a ``.bin`` of tokens or a folder; without it the corpus is Python's own source, and with
-    ``packages`` that of the installed packages too. ``vocab`` 256 means bytes, more a byte-pair encoding of that size.
-    ``seed`` decides where training windows lie; evaluation sees the same windows under every seed.
+    ``data`` is a text, documents (``.jsonl``, ``.parquet``, a saved dataset, ``hf:NAME``), a ``.bin`` of tokens or a
+    folder; without it the corpus is Python's own source, and with ``packages`` that of the installed packages too.
+    ``vocab`` 256 means bytes, more a byte-pair encoding of that size; ``tokenizer`` is a ``tokenizer.json`` to be used
+    instead. ``field`` holds the text of a document, and ``max_tokens`` bounds how much of them is taken. ``seed``
+    decides where training windows lie; evaluation sees the same windows under every seed.
     """
     size = size_of(spec)
     batch = size.batch if batch is None else batch
     context = size.context if context is None else context
-    vocab = size.vocab if vocab is None else vocab
-    for name, value in (("batch", batch), ("context", context), ("vocab", vocab)):
-        if value < 1:
+    coder = None if tokenizer is None else open_tokenizer(Path(tokenizer).expanduser())
+    vocab = _vocabulary(size.vocab, vocab, coder)
+    for name, value in (("batch", batch), ("context", context), ("vocab", vocab), ("max-tokens", max_tokens)):
+        if value is not None and value < 1:
             raise UsageError(f"task {spec!r}: --{name} {value} was given; it must be at least 1")
-    path = None if data is None else Path(data).expanduser()
-    if path is not None and packages:
+    if data is not None and packages:
         raise UsageError("packages belong to the built-in corpus; give either --packages or --data")
-    is_text = path is None or not tokens.holds_tokens(path)
-    if is_text and vocab < BYTES:
+    if sources.kind_of(data) != "tokens" and coder is None and vocab < BYTES:
         raise UsageError(f"task {spec!r}: --vocab {vocab} was given, but text takes {BYTES} (bytes) or more")
     config = size.config(context, vocab)
     facts: dict[str, Any] = {
@@ -155,12 +148,23 @@ def make(
         "context": context,
         "vocab": vocab,
         "padded_vocab": config.padded_vocab,
-        "data": "Python source" if path is None else str(path),
+        "data": "Python source" if data is None else data,
     }
+    if coder is not None:
+        facts["tokenizer"] = tokenizer
 
     @functools.cache
     def source() -> Source:
-        opened = open_source(path, vocab, context, packages)
+        opened = sources.open_source(
+            data,
+            vocab=vocab,
+            context=context,
+            packages=packages,
+            coder=coder,
+            field=field,
+            max_tokens=max_tokens,
+        )
+        facts.update(opened.facts)
         facts["unigram_entropy"] = corpus.unigram_entropy(opened.data.shards["train"][0])
         facts["train_tokens"], facts["eval_tokens"] = opened.data.size("train"), opened.data.size("eval")
         return opened
@@ -189,35 +193,25 @@ def make(
     )
 
 
+def _vocabulary(usual: int, given: int | None, coder: Tokenizer | None) -> int:
+    """How many tokens the model knows: what was given, else the tokenizer's, else what is usual for its size."""
+    if coder is None:
+        return usual if given is None else given
+    if given is not None and given < coder.vocab:
+        raise UsageError(f"--vocab {given} was given, but the tokenizer has {coder.vocab} tokens; leave --vocab out")
+    return coder.vocab if given is None else given
+
+
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     inputs, targets = batch
     mean: Tensor = model(inputs, targets)
     return mean
 
 
-def open_source(path: Path | None, vocab: int, context: int, packages: bool) -> Source:
-    """Open the data of a task, encoding text where the vocabulary is more than bytes."""
-    if path is not None and tokens.holds_tokens(path):
-        source = Source(tokens.open_tokens(path, vocab, context), None, None)
-    else:
-        text = corpus.load(packages) if path is None else tokens.open_text(path, context)
-        name = "the corpus" if path is None else str(path)
-        if vocab == BYTES:
-            data = TokenData([text.train], [text.eval], vocab, name)
-            source = Source(data, lambda prompt: list(prompt.encode()), lambda ids: bytes(ids).decode(errors="replace"))
-        else:
-            encoded = bpe.encode(text, vocab)
-            data = TokenData([encoded.train], [encoded.eval], vocab, name)
-            source = Source(data, encoded.encode, encoded.decode)
-    for split in tokens.SPLITS:
-        source.data.windows(split, context)  # refuses data that is too short before a model is trained on half of it
-    return source
-
-
 @torch.no_grad()
 def continue_text(model: nn.Module, source: Source, context: int) -> str:
     """What the model writes after a prompt, under whatever autocast the caller has opened; its mode is restored."""
-    ids = source.encode(PROMPT) if source.encode else source.data.shards["eval"][0][:8].tolist()
+    ids = list(source.prompt)
     # One shape throughout, padded on the causal side: a new length each time makes cuDNN plan its attention anew, which
     # took 27 s for 200 tokens on an H200. A quarter of the context is enough to see what was learned.
     length = max(context // 4, min(context, 64))

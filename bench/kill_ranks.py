@@ -1,0 +1,100 @@
+"""Kills a rank of a run at random moments while torchrun starts the ranks again: is anything lost, does anyone hang?
+
+usage: python bench/kill_ranks.py [KILLS] [RANKS] [RECIPE] [fsdp|ddp]      (JSON on stdout)
+
+A second run that nobody disturbs must end with the same weights, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from narrowgauge.runs import checkpoint, record
+
+TASK = ["gpt:2x64", "--context", "32", "--batch", "8", "--checkpoint-every", "7", "--eval-every", "40", "--watch", "0"]
+
+
+def start(folder: Path, ranks: int, restarts: int, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    command += ["--max-restarts", str(restarts), "--monitor-interval", "0.2", "--standalone"]
+    command += ["-m", "narrowgauge", "train", *TASK, "--device", "cpu", "--out", str(folder), *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    return subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+    )
+
+
+def children(parent: int) -> list[int]:
+    """The ranks: the processes that torchrun has started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            if entry.name.isdigit() and int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
+                found.append(int(entry.name))
+    return found
+
+
+def events(folder: Path) -> int:
+    with contextlib.suppress(OSError):
+        return (folder / record.EVENTS).stat().st_size
+    return 0
+
+
+def saved(folder: Path) -> int:
+    return max(checkpoint.steps_of(folder), default=0)
+
+
+def main(kills: int, ranks: int, recipe: str, parallel: str) -> dict[str, object]:
+    steps = 40 * kills
+    with tempfile.TemporaryDirectory() as room:
+        options = ["--steps", str(steps), "--recipe", recipe, "--parallel", parallel]
+        calm, torn = Path(room) / "calm", Path(room) / "torn"
+        quiet = start(calm, ranks, 0, *options)
+        assert quiet.wait(600) == 0, quiet.stderr
+        process = start(torn, ranks, kills + 2, *options)
+        waits, lost, done = [], 0, 0
+        while done < kills and process.poll() is None:
+            size, begin = events(torn), time.monotonic()
+            while events(torn) <= size and process.poll() is None:  # until training goes on
+                time.sleep(0.02)
+                if time.monotonic() - begin > 180:
+                    process.send_signal(signal.SIGKILL)
+                    raise SystemExit(f"hangs after {done} kills")
+            if done:
+                waits.append(time.monotonic() - begin)
+            time.sleep(random.uniform(0, 1.5))
+            alive = children(process.pid)
+            if not alive:
+                continue
+            before = saved(torn)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(random.choice(alive), signal.SIGKILL)
+                done += 1
+            lost += saved(torn) < before
+        _, err = process.communicate(timeout=600)
+        same = False
+        if process.returncode == 0:
+            ends = [checkpoint.load(checkpoint.path_of(folder, steps)).weights for folder in (calm, torn)]
+            same = all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    tracebacks = sum("Traceback" in line and "rank" in line for line in err.splitlines())
+    return {
+        "kills": done, "ranks": ranks, "recipe": recipe, "parallel": parallel, "exit": process.returncode,
+        "checkpoints_lost": lost, "same_weights": same, "longest_pause_s": round(max(waits, default=0), 1),
+        "tracebacks": tracebacks, "lines": [line for line in err.splitlines() if line.startswith("narrowgauge:")][:3],
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    given = sys.argv[1:] + ["5", "2", "fp32", "fsdp"][len(sys.argv) - 1 :]
+    print(json.dumps(main(int(given[0]), int(given[1]), given[2], given[3])))

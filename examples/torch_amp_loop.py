@@ -1,0 +1,61 @@
+"""A plain torch.amp loop in which the scaler alone is replaced: ``ng.LossScaler`` for ``torch.amp.GradScaler``.
+
+python examples/torch_amp_loop.py
+
+The losses are the same bit for bit. Then the data go bad and stay bad: GradScaler halves its scale until 1/scale is
+inf, and the next good batch ruins healthy weights; LossScaler stops, and names the parameters at fault.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from tiny import STEPS, compare, make_loader, make_model, make_optimizer
+from torch import nn
+
+import narrowgauge as ng
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, batch: object) -> float:
+    """The step of torch's own recipe for mixed precision, not a word changed."""
+    points, labels = batch  # type: ignore[misc]
+    optimizer.zero_grad()
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = F.cross_entropy(model(points).float(), labels)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    return loss.item()
+
+
+def train(scaler: torch.amp.GradScaler) -> list[float]:
+    model = make_model()
+    optimizer = make_optimizer(model)
+    return [step(model, optimizer, scaler, batch) for batch in make_loader(STEPS)]
+
+
+def poison(scaler: torch.amp.GradScaler) -> str:
+    """What a scaler does about data that make every gradient NaN, and about a good batch after them."""
+    model = make_model()
+    optimizer = make_optimizer(model)
+    points, labels = next(iter(make_loader(1)))
+    try:
+        for _ in range(160):
+            step(model, optimizer, scaler, (points * torch.inf, labels))
+        step(model, optimizer, scaler, (points, labels))
+    except ng.TrainingStalled as error:
+        return f"stopped, weights as before. {error}"
+    sound = all(bool(p.isfinite().all()) for p in model.parameters())
+    return f"went on with a scale of {scaler.get_scale():g}; the weights are {'sound' if sound else 'ruined'}"
+
+
+def main() -> None:
+    compare("ng.LossScaler", train(ng.LossScaler("cpu")), train(torch.amp.GradScaler("cpu")), "torch.amp.GradScaler")
+    print("GradScaler:", poison(torch.amp.GradScaler("cpu")))
+    print("LossScaler:", poison(ng.LossScaler("cpu")))
+
+
+if __name__ == "__main__":
+    main()

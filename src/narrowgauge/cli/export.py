@@ -1,0 +1,50 @@
+"""``narrowgauge export RUN``: the weights of a run in one plain safetensors file, in FP32, whoever wrote them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from narrowgauge.cli import Outcome, prose
+from narrowgauge.cli.terminal import say
+from narrowgauge.errors import UsageError
+
+ABOUT = "write a run's weights as one plain safetensors file, also those that several ranks have saved in parts"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("run_folder", metavar="RUN", help="the folder of a run, or of one of its checkpoints")
+    add("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest that is whole)")
+    add("--file", metavar="FILE", help="where to write (default: RUN/weights-STEP.safetensors, or under --out)")
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    from narrowgauge.runs import checkpoint
+    from narrowgauge.runs.plain import write_weights
+
+    folder, out = Path(args.run_folder), prose(args)
+    path = _checkpoint(folder, args.step, lambda line: say(line, out))
+    saved = checkpoint.load(path)
+    home = Path(args.out) if args.out else folder
+    file = Path(args.file) if args.file else home / f"weights-{saved.step:08d}.safetensors"
+    tensors = write_weights(saved.weights, file)
+    say(f"{len(tensors)} tensors of step {saved.step} in {file}", out)
+    return Outcome({"path": str(file), "step": saved.step, "checkpoint": str(path), "tensors": len(tensors)})
+
+
+def _checkpoint(folder: Path, step: int | None, tell: object) -> Path:
+    from narrowgauge.runs import checkpoint
+
+    if (folder / "manifest.json").is_file() and step is None:
+        return folder
+    steps = checkpoint.steps_of(folder)
+    if not steps:
+        raise UsageError(f"export {folder}: no checkpoint there; give the folder of a run, or of a checkpoint")
+    if step is not None and step not in steps:
+        raise UsageError(f"--step {step}: {folder} has checkpoints of steps {', '.join(map(str, steps))}")
+    if step is not None:
+        return checkpoint.path_of(folder, step)
+    newest = checkpoint.newest_path(folder, tell)  # type: ignore[arg-type]
+    assert newest is not None
+    return newest

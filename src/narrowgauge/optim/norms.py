@@ -1,0 +1,47 @@
+"""The norm of each gradient, in one pass over all that have a device and a format in common."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.kernels.adamw import norms_of
+from narrowgauge.optim.sharded import is_sharded, local
+
+
+def gradient_norms(
+    parameters: Collection[nn.Parameter], released: Mapping[nn.Parameter, Tensor], device: torch.device
+) -> Tensor:
+    """The norms of the parameters' gradients, in their order; 0 where there is none; of a shard, its own.
+
+    ``released``: the norms of gradients that were stepped and freed during backward.
+    """
+    if released:
+        zero = torch.zeros((), device=device)
+        return torch.stack([released.get(parameter, zero).to(device) for parameter in parameters])
+    norms: list[Tensor] = [torch.zeros((), device=device)] * len(parameters)
+    alike: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
+    for index, parameter in enumerate(parameters):
+        if parameter.grad is not None:
+            values = _values(parameter)
+            if values.numel():
+                alike.setdefault((values.device, values.dtype), []).append((index, values))
+    for indexed in alike.values():
+        for (index, _), norm in zip(indexed, norms_of([g for _, g in indexed]), strict=True):
+            norms[index] = norm.to(device, torch.float32, non_blocking=True)
+    return torch.stack(norms)
+
+
+def _values(parameter: nn.Parameter) -> Tensor:
+    """The numbers of a parameter's gradient that are here."""
+    grad = parameter.grad
+    assert grad is not None
+    if is_sharded(grad) and is_sharded(parameter) and grad.placements != parameter.placements:
+        # As under tensor parallelism, where it may be a sum not yet taken.
+        grad = parameter.grad = grad.redistribute(parameter.device_mesh, parameter.placements)
+    if grad.is_sparse:
+        grad = parameter.grad = grad.coalesce()
+        return grad._values()
+    return local(grad)

@@ -1,0 +1,10 @@
+"""Several processes that train one model: who they are, how the model is spread over them, and what they must agree on.
+
+world.py   the processes, as torchrun starts them
+spread.py  a model over them: FSDP2's shards by a recipe, or DDP's copies
+accord.py  what an update needs of all of them: gradients of copies, the norm, FP8 scales
+"""
+
+from narrowgauge.ranks.spread import replicate, shard
+
+__all__ = ["replicate", "shard"]

@@ -1,0 +1,111 @@
+"""What an update needs of all ranks, so that each does the same.
+
+gradients   of shards are summed by FSDP, of DDP's copies by DDP, both during the last microbatch's backward alone;
+            of other copies beside shards (norms, keepers) here, all in one buffer for each format
+the norm    the squares of every rank's part, summed over ranks in FP64: one collective of as many numbers as there
+            are parameters, which also carries an inf or a NaN of any rank to all: all skip, or none
+FP8         the largest |x| of any rank is what all scales are made from
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from narrowgauge.errors import UsageError
+from narrowgauge.optim.sharded import is_sharded
+from narrowgauge.scaling.tensor import TensorScales
+
+
+class Accord:
+    """The ranks that a model is spread over, as its engine sees them."""
+
+    def __init__(self, model: nn.Module, named: Mapping[str, nn.Parameter], lean: bool) -> None:
+        self.model = model
+        self.copied = isinstance(model, DistributedDataParallel)
+        sharded = [parameter for parameter in named.values() if is_sharded(parameter)]
+        self.group: dist.ProcessGroup | None = None
+        if self.copied:
+            self.group = model.process_group  # type: ignore[assignment]
+        elif sharded:
+            mesh = sharded[0].device_mesh
+            if any(parameter.device_mesh != mesh for parameter in sharded):
+                raise UsageError("Engine: the model is sharded over several meshes; shard it over one")
+            self.group = mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
+        self.sharded = bool(sharded)
+        if self.copied and lean and any(p.dim() > 1 and p.dtype is torch.float32 for p in named.values()):
+            raise UsageError(
+                "Engine: a lean recipe makes weights BF16, but DDP has taken note of them in FP32; wrap the model with "
+                "narrowgauge.ranks.replicate(model, recipe)"
+            )
+        self.size = dist.get_world_size(self.group) if self.group is not None else 1
+        self._apart = [p for p in named.values() if not is_sharded(p)] if sharded else []
+        fsdp = (m for m in model.modules() if hasattr(m, "set_requires_gradient_sync")) if sharded else ()
+        self._outermost: Any = next(iter(fsdp), None)
+        self._weights: Tensor | None = None
+
+    def announce(self, last: bool) -> None:
+        """Before a microbatch: whether gradients are to be summed over ranks in its backward."""
+        if self.copied:
+            self.model.require_backward_grad_sync = last  # type: ignore[assignment]
+        elif self._outermost is not None:
+            self._outermost.set_requires_gradient_sync(last)  # and it tells those inside it
+
+    @torch.no_grad()
+    def settle_gradients(self) -> None:
+        """Average the gradients that neither FSDP nor DDP has."""
+        alike: dict[torch.dtype, list[Tensor]] = {}
+        for parameter in self._apart:
+            if parameter.grad is None:  # a rank may have had no use for it
+                parameter.grad = torch.zeros_like(parameter)
+            alike.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+        for grads in alike.values():
+            flat = torch.cat([grad.reshape(-1).float() for grad in grads])
+            dist.all_reduce(flat, group=self.group)
+            flat /= self.size
+            for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+                grad.copy_(part.view_as(grad))
+
+    def combine(self, norms: Tensor, named: Mapping[str, nn.Parameter]) -> Tensor:
+        """The norms of whole gradients from those of this rank's parts; DDP's are whole already."""
+        if not self.sharded:
+            return norms
+        if self._weights is None:
+            shares = [1 / self._holders(parameter) for parameter in named.values()]
+            self._weights = torch.tensor(shares, dtype=torch.float64, device=norms.device)
+        squares = norms.double().square() * self._weights
+        dist.all_reduce(squares, group=self.group)
+        return squares.sqrt().float()
+
+    def _holders(self, parameter: Any) -> int:
+        """How many ranks hold the same part of a parameter."""
+        if not is_sharded(parameter):
+            return self.size
+        sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+        holders = 1
+        for placement, size in sizes:
+            holders *= size if placement.is_replicate() else 1
+        return holders
+
+    @torch.no_grad()
+    def agree(self, scales: TensorScales) -> None:
+        """Let every rank move its FP8 scales by what the ranks have seen together."""
+        if self.group is None:
+            return
+        seen = torch.where(torch.isnan(scales.amax), torch.inf, scales.amax)
+        dist.all_reduce(seen, dist.ReduceOp.MAX, group=self.group)
+        scales.amax.copy_(seen)
+
+    @torch.no_grad()
+    def average(self, number: Tensor) -> Tensor:
+        """The mean of the ranks' numbers."""
+        if self.group is None:
+            return number
+        mean = number.detach().float().clone()
+        dist.all_reduce(mean, group=self.group)
+        return mean / self.size

@@ -1,0 +1,187 @@
+"""An engine over ranks does what it does in one process: losses, norms, skips and FP8 scales."""
+
+import contextlib
+
+import pytest
+import torch
+from processes import spread
+from torch.distributed.tensor.debug import CommDebugMode
+
+from narrowgauge import Engine
+from narrowgauge.errors import UsageError
+from narrowgauge.models.gpt import GPT, GPTConfig
+from narrowgauge.ranks import replicate, shard
+from narrowgauge.ranks.world import ALONE, joined
+from narrowgauge.runs.schedule import make_adamw
+from narrowgauge.runs.share import Share
+
+RECIPES = ("fp32", "bf16", "fp16", "fp8", "bf16-lean", "fp8-lean", "bf16[keep=LayerNorm+lm_head]")
+WAYS = {"none": lambda model, recipe: model, "fsdp": shard, "ddp": replicate}
+STEPS = 8
+
+
+def engine_of(recipe, way, accumulate=1, optimizer=None):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(layers=2, width=64, heads=4, context=32, vocab=100))
+    model = WAYS[way](model, recipe)
+    chosen = optimizer(model) if optimizer else make_adamw(model, 3e-3, 0.1)
+    return Engine(model, chosen, recipe, clip_norm=0.5, accumulate=accumulate)
+
+
+def batch_of(number):
+    tokens = torch.randint(0, 100, (8, 33), generator=torch.Generator().manual_seed(number))
+    tokens[:, 1::2] = tokens[:, 0:-1:2]
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def curve(recipe, way, world=ALONE, accumulate=1, optimizer=None):
+    share = Share(world.rank, world.size, accumulate)
+    engine = engine_of(recipe, way, share.microbatches, optimizer)
+    numbers = []
+    for step in range(STEPS):
+        total = 0.0
+        for number in share.numbers(step):
+            with engine.forward():
+                loss = engine.model(*share.cut(batch_of(number)))
+            engine.backward(loss)
+            report = engine.step()
+            total += engine.accord.average(loss.detach()).item() / share.microbatches
+        numbers.append((total, report.grad_norm))
+    return numbers, engine
+
+
+def curves_of_ranks(cases):
+    with joined("cpu") as world:
+        return {"|".join(case): curve(*case, world)[0] for case in cases}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return {recipe: curve(recipe, "none")[0] for recipe in RECIPES}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_losses_and_norms_are_those_of_one_process(tmp_path, alone, ranks):
+    cases = [(recipe, way) for recipe in RECIPES for way in ("fsdp", "ddp")]
+    found = spread(ranks, curves_of_ranks, tmp_path, cases)
+    assert all(answer == found[0] for answer in found)  # all ranks have the same numbers
+    for recipe, way in cases:
+        exact = recipe == "fp32"
+        for (loss, norm), (loss_alone, norm_alone) in zip(found[0][f"{recipe}|{way}"], alone[recipe], strict=True):
+            assert loss == pytest.approx(loss_alone, rel=1e-6 if exact else 1e-3), (recipe, way)
+            assert norm == pytest.approx(norm_alone, rel=1e-4 if exact else 0.05), (recipe, way)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def accumulated():
+    with joined("cpu") as world:
+        dealt = curve("fp32", "fsdp", world, 4)[0]
+        cut = curve("fp32", "fsdp", world, 3)[0]
+        other = curve("bf16", "fsdp", world, 1, sgd)[0]
+        return dealt, cut, other, [_sent(way) for way in ("fsdp", "ddp")]
+
+
+def _sent(way):
+    """Collectives of the backward of each of two microbatches."""
+    engine = engine_of("fp32", way, 2)
+    counts = []
+    for number in range(2):
+        with engine.forward():
+            loss = engine.model(*batch_of(number))
+        with CommDebugMode() as sent:
+            engine.backward(loss)
+        reduced = {str(op): count for op, count in sent.get_comm_counts().items() if "reduce" in str(op)}
+        counts.append(sum(reduced.values()))
+        engine.step()
+    return counts
+
+
+def test_microbatches_are_dealt_or_cut_and_their_gradients_sent_once(tmp_path):
+    dealt, cut, other, sent = spread(2, accumulated, tmp_path)[0]
+    assert [loss for loss, _ in dealt] == pytest.approx([loss for loss, _ in curve("fp32", "none", ALONE, 4)[0]])
+    assert [loss for loss, _ in cut] == pytest.approx([loss for loss, _ in curve("fp32", "none", ALONE, 3)[0]])
+    by_sgd = curve("bf16", "none", ALONE, 1, sgd)[0]
+    assert [loss for loss, _ in other] == pytest.approx([loss for loss, _ in by_sgd], rel=1e-3)
+    assert sent[0][0] == 0 and sent[0][1] > 0  # FSDP; DDP's reducer sends below what the counter sees
+    assert sent[1][0] == 0
+
+
+def overflow(way):
+    """The third step's loss overflows on the last rank alone."""
+    with joined("cpu") as world:
+        engine = engine_of("fp16", way)
+        said = []
+        for number in range(5):
+            inputs, targets = batch_of(number)
+            with engine.forward():
+                loss = engine.model(inputs, targets)
+            if number == 2 and world.rank == world.size - 1:
+                loss = loss * 1e30
+            engine.backward(loss)
+            report = engine.step()
+            said.append((report.applied, engine.scaler.get_scale()))
+        return said
+
+
+@pytest.mark.parametrize("way", ["fsdp", "ddp"])
+def test_an_overflow_on_one_rank_is_skipped_by_all(tmp_path, way):
+    answers = spread(2, overflow, tmp_path, way)
+    assert answers[0] == answers[1]
+    assert [applied for applied, _ in answers[0]] == [True, True, False, True, True]
+    scales = [scale for _, scale in answers[0]]
+    assert scales[2] == scales[1] / 2
+
+
+def scales_of_ranks():
+    with joined("cpu") as world:
+        engine = engine_of("fp8", "fsdp")
+        for number in range(3):
+            inputs, targets = batch_of(10 * world.rank + number)  # each rank sees other numbers
+            with engine.forward():
+                loss = engine.model(inputs, targets)
+            engine.backward(loss)
+            engine.step()
+        return engine.conversion.scales.scale.tolist()
+
+
+def test_fp8_scales_agree(tmp_path):
+    one, other = spread(2, scales_of_ranks, tmp_path)
+    assert one == other and len(set(one)) > 3
+
+
+def refusals():
+    said = []
+    with joined("cpu"):
+        for attempt in (_flushed, _released, _late):
+            with contextlib.suppress(UsageError):
+                try:
+                    attempt()
+                    said.append("")
+                except UsageError as error:
+                    said.append(str(error))
+    return said
+
+
+def _flushed():
+    engine = engine_of("fp32", "fsdp", 2)
+    with engine.forward():
+        loss = engine.model(*batch_of(0))
+    engine.backward(loss)
+    engine.flush()
+
+
+def _released():
+    engine_of("bf16-lean[gradients=released]", "ddp")
+
+
+def _late():
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+    Engine(model, torch.optim.AdamW(model.parameters()), "bf16-lean")
+
+
+def test_what_cannot_be_right_is_refused(tmp_path):
+    flushed, released, late = spread(2, refusals, tmp_path)[0]
+    assert "whole updates" in flushed and "in BF16" in released and "replicate(model, recipe)" in late

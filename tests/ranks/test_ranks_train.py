@@ -1,0 +1,135 @@
+"""Training over ranks by the command line: the same curve, checkpoints for any number of ranks, nobody left waiting."""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from processes import spread
+from safetensors.torch import load_file
+
+from narrowgauge.cli import main
+from narrowgauge.optim import full_precision
+from narrowgauge.optim.sharded import is_sharded
+from narrowgauge.ranks.world import joined
+from narrowgauge.runs import checkpoint, record
+from narrowgauge.runs.life import Life, Observer
+from narrowgauge.runs.settings import reread
+from narrowgauge.tasks import find
+
+TASK = ["gpt:2x64", "--context", "16", "--batch", "8", "--device", "cpu"]
+STEPS = ["--steps", "12", "--eval-every", "6", "--checkpoint-every", "6"]
+
+
+def cli(*arguments):
+    """The exit code and what was said."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(list(arguments))
+    return code, out.getvalue(), err.getvalue()
+
+
+def losses(folder, kind="step"):
+    return [event["loss"] for event in record.read(folder) if event["kind"] == kind]
+
+
+def masters(folder, step):
+    """The weights of a checkpoint as a run on these ranks takes them up, put together again."""
+    with joined("cpu") as world:
+        settings = reread(record.read_configuration(folder)["settings"], parallel="fsdp")
+        options = record.read_configuration(folder)["options"]
+        life = Life(find("gpt:2x64", **options), settings, folder, Observer(), world)
+        path = checkpoint.path_of(folder, step)
+        saved = checkpoint.read(path, life.engine)
+        life.engine.load_state_dict({**saved.state["engine"], "model": saved.weights})
+        whole = full_precision(life.engine.inner)
+        whole = {name: value.full_tensor() if is_sharded(value) else value for name, value in whole.items()}
+        if world.first:
+            torch.save(whole, folder / f"masters-{world.size}.pt")
+    return True
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16-lean", "fp8"])
+def test_from_four_ranks_to_two_and_to_one(tmp_path, recipe):
+    alone, run = tmp_path / "alone", tmp_path / "run"
+    assert cli("train", *TASK, *STEPS, "--recipe", recipe, "--out", str(alone))[0] == 0
+    asked = ["train", *TASK, *STEPS, "--recipe", recipe, "--out", str(run), "--parallel", "fsdp", "--json"]
+    answers = spread(4, cli, tmp_path / "four", *asked)
+    assert [code for code, _, _ in answers] == [0] * 4
+    assert json.loads(answers[0][1])["steps"] == 12 and all(out == err == "" for _, out, err in answers[1:])
+    close = {"rel": 1e-6 if recipe == "fp32" else 2e-3}
+    assert losses(run) == pytest.approx(losses(alone), **close)
+    assert losses(run, "eval") == pytest.approx(losses(alone, "eval"), **close)
+
+    saved = checkpoint.load(checkpoint.path_of(run, 6))  # in one process, whole
+    for ranks in (2, 1):
+        spread(ranks, masters, tmp_path / f"masters-{ranks}", run, 6)
+        taken_up = torch.load(run / f"masters-{ranks}.pt")
+        assert taken_up.keys() == saved.weights.keys()
+        assert all(torch.equal(taken_up[name], saved.weights[name]) for name in taken_up)
+
+    for ranks in (2, 1):  # an interrupted run, gone on with by fewer
+        torn = tmp_path / f"torn-{ranks}"
+        subprocess.run(["cp", "-r", str(run), str(torn)], check=True)
+        subprocess.run(["rm", "-r", str(checkpoint.path_of(torn, 12))], check=True)
+        record.cut_after(torn, 6)
+        answers = spread(ranks, cli, tmp_path / f"on-{ranks}", "train", "--resume", str(torn))
+        assert [code for code, _, _ in answers] == [0] * ranks, answers
+        assert losses(torn) == pytest.approx(losses(run), rel=1e-5 if recipe == "fp32" else 2e-3)
+
+    code, out, _ = cli("export", str(run), "--json")
+    plain = load_file(json.loads(out)["path"])
+    end = checkpoint.load(checkpoint.path_of(run, 12)).weights
+    assert code == 0 and all(torch.equal(plain[name], end[name]) for name in plain) and set(plain) <= set(end)
+
+
+def test_what_is_wrong_is_said_once(tmp_path):
+    answers = [spread(2, cli, tmp_path / "a", "train", *TASK, "--steps", "2")]
+    odd = ["train", "gpt:2x64", "--context", "16", "--device", "cpu", "--steps", "2", "--batch", "3"]
+    answers.append(spread(2, cli, tmp_path / "b", *odd, "--out", str(tmp_path / "odd")))
+    for (first, *_), words in zip(answers, ("--out RUN", "multiple of 2"), strict=True):
+        assert first[0] == 2 and words in first[2] and "Traceback" not in first[2]
+
+
+def signalled(folder):
+    """One rank of two is told to stop, once training is under way: both stop at the same step, and save it."""
+    if os.environ["RANK"] == "1":
+        threading.Thread(target=_stop_once_begun, args=(folder,), daemon=True).start()
+    return cli("train", *TASK, "--steps", "5000", "--checkpoint-every", "0", "--out", str(folder), "--watch", "0")[0]
+
+
+def _stop_once_begun(folder):
+    while not any(event["kind"] == "step" for event in record.read(folder)):
+        time.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_one_rank_told_to_stop_stops_all_and_saves(tmp_path):
+    run = tmp_path / "run"
+    assert spread(2, signalled, tmp_path / "two", run) == [0, 0]
+    end = list(record.read(run))[-1]
+    assert end["kind"] == "end" and end["interrupted"] and 0 < end["step"] < 5000
+    assert checkpoint.steps_of(run) == [end["step"]]
+
+
+def test_a_killed_rank_loses_nothing():
+    script = Path(__file__).parents[2] / "bench" / "kill_ranks.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "2", "2", "fp32", "fsdp"],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    found = json.loads(done.stdout)
+    assert found["kills"] == 2 and found["exit"] == 0 and found["same_weights"], done.stderr
+    assert found["checkpoints_lost"] == 0 and found["longest_pause_s"] < 60 and found["tracebacks"] == 0
+    assert all("another process of the run has ended" in line for line in found["lines"])
