@@ -7,6 +7,8 @@ class NarrowgaugeError(Exception):
     """Base of every error that is shown to the user as one line instead of a traceback."""
 
     exit_code = 2
+    said = False
+    """Whether another process has shown the line already."""
 
 
 class UsageError(NarrowgaugeError, ValueError):

@@ -95,8 +95,10 @@ def test_what_is_wrong_is_said_once(tmp_path):
     answers = [spread(2, cli, tmp_path / "a", "train", *TASK, "--steps", "2")]
     odd = ["train", "gpt:2x64", "--context", "16", "--device", "cpu", "--steps", "2", "--batch", "3"]
     answers.append(spread(2, cli, tmp_path / "b", *odd, "--out", str(tmp_path / "odd")))
-    for (first, *_), words in zip(answers, ("--out RUN", "multiple of 2"), strict=True):
-        assert first[0] == 2 and words in first[2] and "Traceback" not in first[2]
+    for (first, second), words in zip(answers, ("--out RUN", "multiple of 2"), strict=True):
+        assert first[0] == 2 and words in first[2] and first[2].count("narrowgauge:") == 1
+        assert second == [2, "", ""]
+    assert not (tmp_path / "odd").exists()
 
 
 def signalled(folder):

@@ -73,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(json.dumps(outcome.data, allow_nan=False), flush=True)
         return outcome.exit_code
     except NarrowgaugeError as error:
-        print(f"narrowgauge: {' '.join(str(error).split())}", file=sys.stderr)
+        if not error.said:
+            print(f"narrowgauge: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("narrowgauge: interrupted", file=sys.stderr)

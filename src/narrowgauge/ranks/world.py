@@ -40,6 +40,8 @@ class RankLost(UsageError):
 class Elsewhere(UsageError):
     """The first rank has refused something, and said so."""
 
+    said = True
+
 
 @dataclass(frozen=True)
 class World:
@@ -61,9 +63,9 @@ class World:
     def alone(self) -> bool:
         return self.size == 1
 
-    def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
-        return flag if self.alone else bool(self._reduce([float(flag)], dist.ReduceOp.MAX)[0])
+    def most(self, number: int) -> int:
+        """The largest of the ranks' numbers."""
+        return number if self.alone else int(self._reduce([float(number)], dist.ReduceOp.MAX)[0])
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """The sums of numbers over all ranks, in FP64."""
@@ -91,10 +93,10 @@ class World:
         except UsageError as error:
             wrong = error
         said = self.told(str(wrong) if wrong is not None else None)
+        if said is not None and not self.first:
+            raise Elsewhere(said)
         if wrong is not None:
             raise wrong
-        if said is not None:
-            raise Elsewhere(said)
 
     def wait(self) -> None:
         """Until all are here."""
@@ -157,8 +159,13 @@ def _explained() -> Iterator[None]:
     except (dist.DistError, RuntimeError) as error:
         if not isinstance(error, dist.DistError) and not _LOST.search(str(error)):
             raise
-        reason = _PLACE.sub("", str(error)).strip().splitlines()[0].partition(". ")[0][:120]
-        raise RankLost(
-            f"rank {os.environ.get('RANK')}: another process of the run has ended or does not answer ({reason}); what "
-            "was saved is intact: start the same torchrun command again with --resume RUN"
-        ) from error
+        raise lost(error) from error
+
+
+def lost(error: BaseException) -> RankLost:
+    """The line about a rank that is gone, from the error by which it was noticed."""
+    reason = _PLACE.sub("", str(error)).strip().partition("\n")[0].partition(". ")[0][:120]
+    return RankLost(
+        f"rank {os.environ.get('RANK')}: another process of the run has ended or does not answer ({reason}); what "
+        "was saved is intact: start the same torchrun command again with --resume RUN"
+    )

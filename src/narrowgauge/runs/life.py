@@ -199,9 +199,10 @@ class Life:
                 batches = feed.take()
             except BadData as error:
                 bad = error
-        if self.world.any(bad is not None):
+        trouble = self.world.most(2 if bad is not None else 1 if stop.wanted else 0)
+        if trouble == 2:
             raise bad or BadData("another rank was given bad data; its own line says what")
-        return None if self.world.any(stop.wanted) else batches
+        return None if trouble else batches
 
     def _step(self, batches: list[Any]) -> None:
         engine, result = self.engine, self.result

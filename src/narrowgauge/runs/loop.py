@@ -63,8 +63,8 @@ def train(
                 )
             run.recorder.request(capture)
         if not resume:
-            with random_state.put_back():  # bad data is refused before there is a run, and tasks learn their facts
-                make_batch(task, 0, "train", "step 1")
+            with world.together(), random_state.put_back():  # bad data is refused now, and tasks learn their facts
+                run.share.cut(make_batch(task, 0, "train", "step 1"))
         if not resume and world.first:
             asked = {"settings": dataclasses.asdict(settings), "facts": dict(task.facts), "versions": versions()}
             record.write_configuration(folder, {**(configuration or {}), **asked})

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import UsageError
-from narrowgauge.ranks.world import World
+from narrowgauge.ranks.world import World, lost
 from narrowgauge.runs import checkpoint, disk, ranked
 
 
@@ -75,8 +75,13 @@ class RankedSaver(Saver):
 
     def _settle(self) -> None:
         pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
+        try:
+            if pending is not None:
+                pending.result()
+        except BaseException as error:
+            if type(error).__name__ == "CheckpointException":  # torch's, and no Exception: nothing else would catch it
+                raise lost(error) from error
+            raise
 
     def done(self, wait: bool = False) -> list[tuple[int, Path]]:
         if self._pending is not None and (wait or self._pending.done()):

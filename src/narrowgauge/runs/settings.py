@@ -82,7 +82,7 @@ def settle(task: Task, *, recipe: str, device: str, **given: Any) -> Settings:
     steps = known.setdefault("steps", task.steps)
     known.setdefault("learning_rate", task.learning_rate)
     known.setdefault("eval_batches", task.eval_batches)
-    known.setdefault("warmup", max(1, min(100, max(20, steps // 10), steps // 3)))  # Adam needs some twenty steps
+    known.setdefault("warmup", max(1, min(100, max(20, steps // 10), steps // 2)))  # Adam needs some twenty steps
     # Four looks at a short run; on a long one often enough to lose little, and rarely enough to cost little.
     known.setdefault("eval_every", max(1, min(1000, steps // 4)))
     known.setdefault("checkpoint_every", max(1, min(1000, steps // 4)))

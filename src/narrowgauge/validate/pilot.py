@@ -17,15 +17,29 @@ from narrowgauge.runs import record
 from narrowgauge.runs.life import Observer
 from narrowgauge.runs.loop import train
 from narrowgauge.runs.settings import settle
+from narrowgauge.task import Task
 from narrowgauge.validate.curves import EVALUATIONS, Question, digest, make_task
 from narrowgauge.validate.inquiry import FIRST
 
 LENGTHS = (20, 30, 40, 60, 80, 100, 150, 200, 300, 400, 600, 800, 1200, 1600, 2400, 3200, 4800)
 SHARE = 0.85
 """Of the budget that the first pairs may take: noise may ask for more."""
+LEAST_RATE = 0.25
 _UPDATES = 4
 _EVALUATION = EVALUATIONS * 8 / 3
 """What evaluations cost, in updates: forward is a third of one."""
+
+
+def rate_for(task: Task, steps: int, tell: Callable[[str], None]) -> float | None:
+    """The peak learning rate of runs that are shorter than the task's own: lower in proportion; None: the task's.
+
+    A short run at the full rate ends where the loss still jumps, and a jump parts two runs whatever their formats.
+    """
+    if steps >= task.steps:
+        return None
+    rate = task.learning_rate * max(LEAST_RATE, steps / task.steps)
+    tell(f"the task's own {task.steps} updates would take longer; for fewer, the peak learning rate is {rate:.3g}")
+    return rate
 
 
 def choose_steps(

@@ -29,7 +29,7 @@ from narrowgauge.validate import curves
 from narrowgauge.validate.curves import Question, Run, make_task
 from narrowgauge.validate.inquiry import Inquiry
 from narrowgauge.validate.layers import Layers, compare
-from narrowgauge.validate.pilot import choose_steps
+from narrowgauge.validate.pilot import choose_steps, rate_for
 from narrowgauge.validate.verdict import Verdict
 
 BUDGET_S = 600.0
@@ -57,7 +57,7 @@ def validate(
     ``task``: a name or file.py:function, whose runs are kept and used again; or a Task, or a function that makes one
     from a seed, whose runs cannot be recognised and are not kept. ``seeds``: pairs of runs, or auto: what the verdicts
     take, as far as ``budget_s`` seconds reach. ``steps``: updates of a run; by default the task's own number, or as
-    many as the budget has room for. ``layers``: compare the modules of one step beforehand.
+    many as the budget has room for, with a learning rate to suit. ``layers``: compare the modules of one step first.
     """
     say = tell or (lambda line: None)
     check(seeds, margin, budget_s)
@@ -72,6 +72,7 @@ def validate(
         given = {"learning_rate": learning_rate, "watch_every": 0}
         if steps is None:
             steps = choose_steps(question, recipes[reference], given, 1 + len(candidates), budget_s, say)
+            given["learning_rate"] = learning_rate or rate_for(make_task(question, 0), steps, say)
         question = dataclasses.replace(question, settings={"steps": steps, **given})
         validation = Validation(question, reference, list(candidates), recipes, margin, seeds, budget_s, say)
         if layers:
