@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 from processes import spread
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from narrowgauge import Engine
@@ -16,7 +17,18 @@ from narrowgauge.runs.schedule import make_adamw
 from narrowgauge.runs.share import Share
 
 RECIPES = ("fp32", "bf16", "fp16", "fp8", "bf16-lean", "fp8-lean", "bf16[keep=LayerNorm+lm_head]")
-WAYS = {"none": lambda model, recipe: model, "fsdp": shard, "ddp": replicate}
+
+
+def own(model, recipe):
+    """As users wrap their models: everything in shards, everything gathered in the compute format."""
+    gathered = {"fp32": None, "fp16": torch.float16}.get(recipe, torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
+
+
+WAYS = {"none": lambda model, recipe: model, "fsdp": shard, "ddp": replicate, "own": own}
 STEPS = 8
 
 
@@ -63,6 +75,7 @@ def alone():
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_losses_and_norms_are_those_of_one_process(tmp_path, alone, ranks):
     cases = [(recipe, way) for recipe in RECIPES for way in ("fsdp", "ddp")]
+    cases += [(recipe, "own") for recipe in RECIPES if ranks == 2 and "keep" not in recipe]
     found = spread(ranks, curves_of_ranks, tmp_path, cases)
     assert all(answer == found[0] for answer in found)  # all ranks have the same numbers
     for recipe, way in cases:
