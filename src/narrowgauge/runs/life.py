@@ -208,7 +208,7 @@ class Life:
         engine, result = self.engine, self.result
         rate = self.schedule.set(result.step)
         total: Tensor | None = None
-        for batch in batches:
+        for number, batch in enumerate(batches, 1):
             if self.recorder is not None:
                 self.recorder.saw(batch)
             on_device = to_device(batch, engine.device)
@@ -216,12 +216,13 @@ class Life:
                 loss = self.task.loss(engine.model, on_device)
             engine.backward(loss)
             total = loss.detach() if total is None else total + loss.detach()
+            if number == len(batches):
+                total = engine.accord.average(total / len(batches))
             # The report that counts is the last microbatch's; the others only say that the update is not complete.
             report = engine.step()
         assert total is not None
         result.step += 1
-        loss = engine.accord.average(total / len(batches))
-        self.readback.push((result.step, rate), {"loss": loss, **report.tensors})
+        self.readback.push((result.step, rate), {"loss": total, **report.tensors})
         self._arrived(self.readback.ready())
 
     def _arrived(self, pushes: list[tuple[Any, dict[str, float]]]) -> None:
