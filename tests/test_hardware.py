@@ -59,6 +59,22 @@ def test_each_entry_is_plausible(gpu: hardware.Gpu) -> None:
         assert ratios["fp8"] == pytest.approx(2, rel=0.03)
 
 
+@pytest.mark.parametrize("gpu", gpus(), ids=lambda gpu: gpu.name)
+def test_each_node_is_plausible_and_names_its_source(gpu: hardware.Gpu) -> None:
+    node = gpu.node
+    assert node.gpus in (4, 8) and node.linked in (0, 2, 8) and bool(node.linked) == (gpu.nvlink is not None)
+    assert node.pcie in (15.75e9, 31.5e9, 63e9) and 3e9 < node.network <= 50e9
+    assert "datasheet" in node.source or node.source.startswith("assumed")
+    assert gpu.architecture in hardware.interconnect().nvlink_share or gpu.nvlink is None
+
+
+def test_links_reach_less_than_their_rates_and_hops_take_microseconds() -> None:
+    links = hardware.interconnect()
+    assert all(0.5 < share <= 1 for share in (*links.nvlink_share.values(), links.pcie_share, links.network_share))
+    assert 1e-6 < links.nvlink_hop_s < links.pcie_hop_s < links.network_hop_s < 2e-5 and links.start_s < 2e-5
+    assert "NCCL" in links.source and "assumed" in links.source
+
+
 def test_dense_peaks_that_are_often_quoted_wrong() -> None:
     for name in ("H100 SXM", "H200"):
         assert find_gpu(name).peak("tf32") == 494.7e12

@@ -44,6 +44,34 @@ _ARM_PARTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class Node:
+    """How GPUs of a kind usually stand together. Rates are bytes per second of one GPU, in one direction."""
+
+    gpus: int
+    linked: int
+    """How many of them NVLink joins; 0 without it."""
+    pcie: float
+    network: float
+    """Its share of the node's network cards."""
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interconnect:
+    """What collectives reach of those rates, and what the hops of a ring cost."""
+
+    nvlink_share: Mapping[str, float] = field(hash=False)
+    """By architecture."""
+    pcie_share: float
+    network_share: float
+    start_s: float
+    nvlink_hop_s: float
+    pcie_hop_s: float
+    network_hop_s: float
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Gpu:
     """A GPU by its datasheet. Peaks are dense, with FP32 accumulation."""
 
@@ -66,6 +94,7 @@ class Gpu:
     dense: bool
     source: str
     note: str
+    node: Node
 
     def peak(self, format: str) -> float:
         """Dense peak in FLOP/s for a format."""
@@ -102,8 +131,17 @@ class Device:
 @functools.cache
 def gpus() -> tuple[Gpu, ...]:
     """Every GPU in the table."""
-    table = tomllib.loads(resources.files("narrowgauge").joinpath("hardware.toml").read_text(encoding="utf-8"))
-    return tuple(_make_gpu(entry) for entry in table["gpu"])
+    return tuple(_make_gpu(entry) for entry in _table()["gpu"])
+
+
+@functools.cache
+def interconnect() -> Interconnect:
+    """What is known of links between GPUs."""
+    return Interconnect(**_table()["interconnect"])
+
+
+def _table() -> dict[str, Any]:
+    return tomllib.loads(resources.files("narrowgauge").joinpath("hardware.toml").read_text(encoding="utf-8"))
 
 
 def find_gpu(name: str) -> Gpu:
@@ -247,6 +285,7 @@ def _make_gpu(entry: dict[str, Any]) -> Gpu:
         dense=entry["dense"],
         source=entry["source"],
         note=entry.get("note", ""),
+        node=Node(**{"linked": 0, **entry["node"]}, source=entry["node_source"]),
     )
 
 

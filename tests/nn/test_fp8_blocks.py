@@ -218,3 +218,14 @@ def test_a_block_with_a_kept_part_is_taken_apart(keep):
     assert engine.step().applied
     seen = dict(zip(engine.conversion.scales.sites, engine.conversion.scales.history[0].tolist(), strict=True))
     assert all(amax > 0 for amax in seen.values()), seen  # every site that is reported is really cast
+
+
+def test_blocks_wider_than_our_norm_are_converted_layer_by_layer(monkeypatch):
+    monkeypatch.setattr("narrowgauge.nn.convert.MAX_COLUMNS", 32)
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(layers=2, width=64, heads=2, context=16, vocab=128))
+    conversion = convert(model, "fp8[products=all]")
+    assert not conversion.blocks and {layer.part_of for layer in conversion.layers} == {"linear"}
+    tokens = torch.randint(0, 128, (2, 16))
+    model(tokens, tokens).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

@@ -11,6 +11,7 @@ from narrowgauge.cli.terminal import say, show_table
 from narrowgauge.errors import UsageError
 
 if TYPE_CHECKING:
+    from narrowgauge.forecast.links import Cluster
     from narrowgauge.forecast.memory import Memory
     from narrowgauge.forecast.study import Outlook, Plan
     from narrowgauge.hardware import Device, Gpu
@@ -36,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--recipes", default=RECIPES, help=f"comma-separated (default {RECIPES})")
     add("--gpu", help="say what fits into this GPU: h200, a100, ... (default: the one at hand, else an H200 unasked)")
     add_size_arguments(parser)
-    add("--shards", type=int, default=1, metavar="N", help="FSDP over N GPUs: what each of them holds")
+    add_scale_arguments(parser)
+    add("--shards", type=int, default=1, metavar="N", help="FSDP over N GPUs, wherever they are: what each holds")
     add("--no-search", action="store_true", help="do not look for the largest batch, nor for what to switch on")
     add("--no-measure", action="store_true", help="with a GPU at hand, do not measure beside the prediction")
 
@@ -52,6 +54,34 @@ def add_size_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_scale_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of both verbs for several GPUs."""
+    add = parser.add_argument
+    add("--gpus", type=int, metavar="N", help="of N GPUs, each with its own --batch: what one of them holds and does")
+    add("--nodes", type=int, metavar="M", help="on how many nodes they are (default: as few as hold them)")
+    add(
+        "--parallel",
+        choices=("auto", "ddp", "fsdp"),
+        default="auto",
+        help="several GPUs: copies or shards (default auto: by size, as train does)",
+    )
+
+
+def cluster_for(args: argparse.Namespace, gpu: Gpu) -> Cluster | None:
+    """The GPUs that were asked for; None where one is meant."""
+    from narrowgauge.forecast.links import cluster_of
+
+    if args.gpus is None:
+        if args.nodes is not None:
+            raise UsageError(f"--nodes {args.nodes} says where GPUs are: give --gpus too")
+        return None
+    shards = getattr(args, "shards", 1)
+    if shards != 1 and (shards != args.gpus or args.parallel == "ddp"):
+        raise UsageError(f"--shards {shards} and --gpus {args.gpus}: give --gpus alone, with --parallel fsdp or ddp")
+    cluster = cluster_of(gpu, args.gpus, args.nodes)
+    return cluster if cluster.gpus > 1 else None
+
+
 def run(args: argparse.Namespace) -> Outcome:
     from narrowgauge.forecast import study
     from narrowgauge.forecast.machine import device_of
@@ -60,7 +90,11 @@ def run(args: argparse.Namespace) -> Outcome:
     if args.gpu and "," in args.gpu:
         raise UsageError(f"--gpu {args.gpu}: memory asks about one GPU at a time; roofline takes several")
     task, gpu, device = find(args)
-    plan = study.Plan(task=task, gpu=gpu, accumulate=args.accumulate, compile=args.compile, shards=args.shards)
+    cluster = cluster_for(args, gpu)
+    plan = study.Plan(
+        task=task, gpu=gpu, accumulate=args.accumulate, compile=args.compile, shards=args.shards, cluster=cluster,
+        parallel=args.parallel,
+    )  # fmt: skip
     recipes = list(dict.fromkeys(parse(text, device_of(gpu)) for text in runnable(args.recipes, gpu, RECIPES)))
     search = args.gpu is not None and not args.no_search
     out = prose(args)
@@ -69,7 +103,7 @@ def run(args: argparse.Namespace) -> Outcome:
     for recipe in recipes:
         tell(f"{recipe}: tracing two steps on paper")
         try:
-            traced = plan.trace(recipe)
+            traced = plan.trace(recipe) if plan.gpus == 1 else plan.sample(recipe)
         except UsageError as error:
             if args.recipes != RECIPES or not rows:
                 raise
@@ -79,6 +113,8 @@ def run(args: argparse.Namespace) -> Outcome:
         parameters = traced.parameters
         measured = _measure(args, plan, recipe, device)
         rows[str(recipe)] = _describe(outlook, measured, gpu if args.gpu else None)
+        if cluster is not None:
+            rows[str(recipe)]["scale"] = describe_share(cluster, outlook.memory)
         if not args.json:
             _show(outlook, measured, gpu if args.gpu else None, out)
     lesson = _lesson(parameters)
@@ -89,10 +125,12 @@ def run(args: argparse.Namespace) -> Outcome:
         "batch": next(iter(rows.values()))["batch"],
         "unit": task.unit,
         "compile": args.compile,
-        "shards": args.shards,
+        "shards": max((row["scale"]["shards"] for row in rows.values()), default=1) if cluster else args.shards,
         "recipes": rows,
         "lesson": lesson,
     }
+    if cluster is not None:
+        data["scale"] = {"gpus": cluster.gpus, "nodes": cluster.nodes}
     if not args.json:
         _show_together(data, out)
     failed = [name for name, row in rows.items() if row["fits"] is False]
@@ -131,7 +169,7 @@ def tell(line: str) -> None:
 
 def _measure(args: argparse.Namespace, plan: Plan, recipe: Recipe, device: Device) -> int | None:
     """The real peak, where the GPU of the forecast is at hand."""
-    if device.kind != "cuda" or device.gpu is not plan.gpu or args.no_measure or args.shards > 1:
+    if device.kind != "cuda" or device.gpu is not plan.gpu or args.no_measure or plan.gpus > 1:
         return None
     import torch
 
@@ -169,6 +207,19 @@ def _describe(outlook: Outlook, measured: int | None, gpu: Gpu | None) -> dict[s
     }
 
 
+def describe_share(cluster: Cluster, memory: Memory) -> dict[str, Any]:
+    """What one GPU of several holds, with what is gathered taken out of the workspace."""
+    gathered = dict(memory.gathered)
+    own = {**memory.components(), "workspace": memory.workspace - sum(gathered.values())}
+    return {
+        "gpus": cluster.gpus,
+        "nodes": cluster.nodes,
+        "parallel": "fsdp" if memory.shards > 1 else "ddp",
+        "shards": memory.shards,
+        "per_gpu": {**own, **gathered, "total": memory.total},
+    }
+
+
 def _lesson(parameters: int) -> dict[str, dict[str, float]] | None:
     """The lesson's own sums, for models of the size it speaks of."""
     if not LESSON_PARAMETERS[0] < parameters < LESSON_PARAMETERS[1]:
@@ -195,6 +246,9 @@ def _show(outlook: Outlook, measured: int | None, gpu: Gpu | None, out: TextIO) 
     say(f"  [{bar(memory)}]", out)
     parts = [f"{name} {gigabytes(size)}" for name, size in memory.components().items() if size >= 5e5]
     say(f"  {', '.join(parts)}", out)
+    if memory.gathered:
+        there = [f"{name.replace('_', ' ')} {gigabytes(size)}" for name, size in memory.gathered.items()]
+        say(f"  of the workspace: {', '.join(there)}", out)
     later = [
         f"{name} {gigabytes(size)}"
         for name, size in memory.largest.items()
@@ -221,7 +275,10 @@ def _show_together(data: dict[str, Any], out: TextIO) -> None:
     rows = [[recipe, *(gigabytes(row[name]) for name in names)] for recipe, row in data["recipes"].items()]
     for title, parts in (data["lesson"] or {}).items():
         rows.append([title, *(gigabytes(parts.get(name, 0)) for name in names)])
+    scale = data.get("scale")
     shards = f", a rank of {data['shards']}" if data["shards"] > 1 else ""
+    if scale:
+        shards = f" of each GPU, one of {scale['gpus']} on {scale['nodes']} {'nodes' if scale['nodes'] > 1 else 'node'}"
     title = f"{data['task']}, {data['parameters'] / 1e6:,.0f}M parameters, batch {data['batch']}{shards} (GB = 10^9)"
     say("", out)
     show_table(title, ["", *names], rows, out)

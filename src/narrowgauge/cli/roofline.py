@@ -8,13 +8,24 @@ import re
 from typing import TYPE_CHECKING, Any, TextIO
 
 from narrowgauge.cli import Outcome, prose
-from narrowgauge.cli.memory import add_size_arguments, find, gigabytes, runnable, tell
+from narrowgauge.cli.memory import (
+    add_scale_arguments,
+    add_size_arguments,
+    cluster_for,
+    find,
+    gigabytes,
+    runnable,
+    tell,
+)
 from narrowgauge.cli.terminal import say, show_table
 from narrowgauge.errors import UsageError
 
 if TYPE_CHECKING:
+    from narrowgauge.forecast.ceilings import Ceilings
     from narrowgauge.forecast.compare import AttentionCost, Saving
+    from narrowgauge.forecast.few import Sample
     from narrowgauge.forecast.roofline import Cost, Layer, Roofline
+    from narrowgauge.forecast.scale import Scaled
     from narrowgauge.forecast.steps import Traced
     from narrowgauge.forecast.study import Plan
     from narrowgauge.hardware import Device, Gpu
@@ -30,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpu", help="comma-separated: h200,a100 (default: the one at hand, else an H200)")
     add("--recipes", default=RECIPES, help=f"comma-separated (default {RECIPES})")
     add_size_arguments(parser)
+    add_scale_arguments(parser)
     add("--price", type=float, metavar="P", help="what an hour of the GPU costs, in any currency")
     add("--tokens", type=float, metavar="N", help="how many tokens (or images) to train on: 3e9 (default 1e9)")
     add("--layers", type=int, default=24, metavar="N", help="how many layers to list, slowest first (default 24)")
@@ -62,11 +74,14 @@ def _forecast(args: argparse.Namespace, task: Task, gpu: Gpu, device: Device, ou
     from narrowgauge.forecast import study
     from narrowgauge.forecast.ceilings import Ceilings
     from narrowgauge.forecast.machine import device_of
-    from narrowgauge.forecast.roofline import costs_of, predict
+    from narrowgauge.forecast.roofline import add_up, costs_of, predict
     from narrowgauge.recipe import parse
 
-    plan = study.Plan(task=task, gpu=gpu, accumulate=args.accumulate, compile=args.compile)
-    at_hand = device.kind == "cuda" and device.gpu is gpu and not args.no_measure
+    cluster = cluster_for(args, gpu)
+    plan = study.Plan(
+        task=task, gpu=gpu, accumulate=args.accumulate, compile=args.compile, cluster=cluster, parallel=args.parallel
+    )
+    at_hand = device.kind == "cuda" and device.gpu is gpu and not args.no_measure and cluster is None
     roofs = _measure_roofs(device) if at_hand else {}
     ceilings = Ceilings(gpu, roofs)
     if not args.json:
@@ -77,19 +92,26 @@ def _forecast(args: argparse.Namespace, task: Task, gpu: Gpu, device: Device, ou
     last: Traced | None = None
     for recipe in recipes:
         tell(f"{recipe} on {gpu.name}: tracing two steps on paper")
-        last = plan.trace(recipe)
-        roofline, costs = predict(last, ceilings), costs_of(last, ceilings)
+        sample = plan.sample(recipe) if cluster is not None else None
+        last = sample.traced if sample is not None else plan.trace(recipe)
+        costs = costs_of(last, ceilings)
+        roofline = predict(last, ceilings) if sample is None else add_up(last, sample.costs(ceilings))
         real = _measure(args, plan, last, costs, device) if at_hand else None
         rows[str(recipe)] = _describe(roofline, args, real)
+        if sample is not None:
+            rows[str(recipe)]["scale"] = describe_scale(plan, sample, ceilings, args)
         own = [_describe_layer(layer, str(recipe)) for layer in collapse(roofline.layers)]
         _add_measured(own, costs, real)
         layers += own
         if not args.json:
             _show_layers(own, roofline, task, args, out)
     assert last is not None
-    extras = {} if args.quick else _extras(plan, last)
+    extras = {} if args.quick or cluster is not None else _extras(plan, last)
     if not args.json:
         _show_recipes(rows, task, gpu, args, out)
+        for name, row in rows.items():
+            if "scale" in row:
+                show_scale(name, row["scale"], task, out)
         _show_extras(extras, str(last.recipe), out)
     return {
         "task": task.name,
@@ -104,6 +126,78 @@ def _forecast(args: argparse.Namespace, task: Task, gpu: Gpu, device: Device, ou
         "attention": vars(extras["attention"]) if extras.get("attention") else None,
         "fusions": [{**vars(saving), "saved_ms": saving.saved_ms} for saving in extras.get("fusions", [])],
     }
+
+
+def describe_scale(plan: Plan, sample: Sample, ceilings: Ceilings, args: argparse.Namespace) -> dict[str, Any]:
+    """An update on the plan's GPUs, on fewer of them, and with the other way of sharing."""
+    from narrowgauge.forecast.memory import fits
+    from narrowgauge.forecast.scale import predict_scaled, sizes_up_to
+
+    assert plan.cluster is not None
+    full = predict_scaled(sample, ceilings, plan.cluster, plan.parallel)
+    other = predict_scaled(sample, ceilings, plan.cluster, "ddp" if full.parallel == "fsdp" else "fsdp")
+    items = args.tokens or 1e9
+    hours = items / full.items_per_s / 3600
+    table = []
+    for cluster in sizes_up_to(plan.cluster):
+        one = predict_scaled(sample, ceilings, cluster, full.parallel)
+        memory = sample.memory(cluster.gpus if full.parallel == "fsdp" else 1)
+        table.append({**_describe_scaled(one), "peak": memory.peak, "fits": fits(memory, plan.gpu)})
+    alone = sample.memory(1 if full.parallel == "fsdp" else plan.cluster.gpus)
+    return {
+        **_describe_scaled(full),
+        "per_gpu": {"batch": full.batch, "tokens": sample.traced.items, **{k: table[-1][k] for k in ("peak", "fits")}},
+        "communication": [{**vars(message), "hidden_ms": message.hidden_ms} for message in full.communication],
+        "tokens": items,
+        "hours": hours,
+        "days": hours / 24,
+        "cost": None if args.price is None else hours * full.gpus * args.price,
+        "alternative": {**_describe_scaled(other), "peak": alone.peak, "fits": fits(alone, plan.gpu)},
+        "sizes": table,
+        "notes": sample.notes,
+    }
+
+
+def _describe_scaled(scaled: Scaled) -> dict[str, Any]:
+    names = ("gpus", "nodes", "parallel", "step_ms", "compute_ms", "communication_ms", "exposed_ms", "mfu",
+             "efficiency", "bound", "hidden_from_batch", "load")  # fmt: skip
+    return {**{name: getattr(scaled, name) for name in names}, "tokens_per_s": scaled.items_per_s}
+
+
+def show_scale(recipe: str, scale: dict[str, Any], task: Task, out: TextIO) -> None:
+    """What passes between the GPUs, and the same on fewer of them."""
+    rows = [
+        [one["name"], str(one["count"]), gigabytes(one["bytes"]), gigabytes(one["sent_bytes"]), one["via"],
+         f"{one['bandwidth'] / 1e9:.0f}", f"{one['ms']:.1f}", f"{one['hidden_ms']:.1f}", f"{one['exposed_ms']:.1f}"]
+        for one in scale["communication"]
+    ]  # fmt: skip
+    where = f"{scale['gpus']} GPUs on {scale['nodes']} {'nodes' if scale['nodes'] > 1 else 'node'}"
+    how = {"fsdp": "shards (FSDP2)", "ddp": "copies (DDP)"}
+    say("", out)
+    columns = ["", "times", "size", "a GPU sends", "over", "GB/s", "ms", "hidden", "exposed"]
+    show_table(f"{task.name}, {recipe}, {where}: {how[scale['parallel']]}", columns, rows, out)
+    table = [
+        [str(one["gpus"]), str(one["nodes"]), f"{one['compute_ms']:.0f}", f"{one['communication_ms']:.0f}",
+         f"{one['exposed_ms']:.0f}", f"{one['step_ms']:.0f}", f"{one['tokens_per_s']:,.0f}",
+         "" if one["mfu"] is None else f"{one['mfu']:.1%}", f"{one['efficiency']:.1%}", one["bound"],
+         str(one["hidden_from_batch"] or ""), f"{gigabytes(one['peak'])}{'' if one['fits'] else ', too much'}"]
+        for one in scale["sizes"]
+    ]  # fmt: skip
+    columns = ["GPUs", "nodes", "compute ms", "passing ms", "exposed ms", "step ms", f"{task.unit}s/s", "MFU",
+               "of one GPU's", "bound", "hidden from batch", "a GPU holds"]  # fmt: skip
+    show_table(f"{recipe}, {scale['per_gpu']['tokens']:,} {task.unit}s a GPU and update", columns, table, out)
+    other = scale["alternative"]
+    say(
+        f"{how[other['parallel']]} instead: {other['step_ms']:.0f} ms a step, {other['exposed_ms']:.0f} of them "
+        f"exposed; {gigabytes(other['peak'])} on each GPU, which {'fits' if other['fits'] else 'does not fit'}",
+        out,
+    )
+    cost = "" if scale["cost"] is None else f", at a cost of {scale['cost']:,.0f}"
+    lasts = f"{scale['days']:,.1f} days" if scale["days"] >= 2 else f"{scale['hours']:,.1f} hours"
+    say(f"{scale['tokens']:,.0f} {task.unit}s take {lasts}{cost}", out)
+    say("links by datasheet and NCCL's own reckoning, none of it measured: docs/scale.md", out)
+    for note in scale["notes"]:
+        say(note, out)
 
 
 def hierarchy(gpu: Gpu) -> dict[str, float]:
@@ -267,7 +361,8 @@ def _show_recipes(rows: dict[str, dict[str, Any]], task: Task, gpu: Gpu, args: a
         for name, row in rows.items()
     ]
     items = args.tokens or 1e9
-    show_table(f"{task.name} on {gpu.name}; hours and cost of {items:,.0f} {task.unit}s", columns, cells, out)
+    alone = "one " if any("scale" in row for row in rows.values()) else ""
+    show_table(f"{task.name} on {alone}{gpu.name}; hours and cost of {items:,.0f} {task.unit}s", columns, cells, out)
 
 
 def _show_extras(extras: dict[str, Any], recipe: str, out: TextIO) -> None:

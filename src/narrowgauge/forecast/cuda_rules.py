@@ -43,7 +43,7 @@ class Rules:
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self.capability = capability
-        self.on_narrowed: Callable[[Tensor], None] = lambda tensor: None
+        self.on_narrowed: Callable[[Tensor, Tensor], None] = lambda parameter, copy: None
         """Hears of every parameter's copy in the narrow format."""
         self._narrowed: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
@@ -77,7 +77,7 @@ class Rules:
         key = id(tensor), dtype
         if key not in self._narrowed:
             self._narrowed[key] = tensor, tensor.to(dtype)
-            self.on_narrowed(self._narrowed[key][1])
+            self.on_narrowed(*self._narrowed[key])
         return self._narrowed[key][1]
 
     def _each(self, nest: Any, change: Any) -> Any:

@@ -7,19 +7,15 @@ components are what the blocks alive at that moment are for; ``workspace`` is ev
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from narrowgauge.forecast.allocator import CachingAllocator
-from narrowgauge.forecast.lifetimes import follow
+from narrowgauge.forecast.layout import Layout, lay_out
+from narrowgauge.forecast.layout import Moment as Moment
 from narrowgauge.forecast.steps import STEPS, Traced
 from narrowgauge.forecast.trace import ROLES
-from narrowgauge.forecast.workspaces import cublas_bytes
 from narrowgauge.hardware import Gpu
 from narrowgauge.recipe import Recipe
 
-SHARDED = ("weights", "master", "gradients", "moments")
-"""Components that FSDP spreads over the ranks."""
 CONTEXT_BYTES = 600 << 20
 """What CUDA itself takes of a GPU for a process with loaded kernels, about; it is not in torch's figures."""
 USABLE = 0.985
@@ -27,21 +23,6 @@ USABLE = 0.985
 USABLE_ECC = 0.92
 """The same on cards with GDDR6, whose error correction takes a sixteenth."""
 _GDDR = ("T4", "A10", "L4", "L40S")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Moment:
-    """When the peak comes."""
-
-    phase: str
-    """forward, backward or step."""
-    module: str
-    op: str
-    share: float
-    """How far into the step, in operations: 0 to 1."""
-
-    def __str__(self) -> str:
-        return f"{self.phase}, {self.module or 'outside of modules'} ({self.op})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +59,8 @@ class Memory:
     exact: bool
     """False where torch.compile plans the memory: then it is an estimate."""
     notes: list[str] = field(default_factory=list)
+    gathered: dict[str, int] = field(default_factory=dict)
+    """With shards, the part of ``workspace`` that is gathered or on its way to be summed, by what for."""
 
     @property
     def peak(self) -> int:
@@ -95,74 +78,32 @@ def usable_bytes(gpu: Gpu) -> int:
 
 def predict_memory(traced: Traced, shards: int = 1) -> Memory:
     """Lay the trace's blocks out in time; with ``shards``, as one of so many FSDP ranks would hold them."""
-    trace, lifetimes = traced.trace, follow(traced.trace)
-    allocator, held, largest = CachingAllocator(), Counter[str](), Counter[str]()
-    addresses: dict[int, int] = {}
-    threads: set[str] = set()
-    peaks: dict[int, int] = {}
-    heights: dict[int, int] = {}
-    at_peak = held
-    gathered = _gathered(traced) if shards > 1 else 0
-    if traced.recipe.products == "fastest" and any(layer.decision is not None for layer in traced.layers):
-        allocator.allocate(cublas_bytes(traced.gpu))  # products are timed on a stream of their own, the first time
-    for index, come, go in lifetimes.events():
-        op = trace.ops[index]
-        for block in come:
-            size = _own_bytes(trace.blocks[block].bytes, trace.blocks[block].role, shards)
-            addresses[block] = allocator.allocate(size)
-            held[trace.blocks[block].role] += size
-        if op.kind == "product" and op.phase not in threads:
-            threads.add(op.phase)
-            allocator.allocate(cublas_bytes(traced.gpu))
-        extra = [allocator.allocate(size) for size in (op.workspace, gathered if op.step >= 0 else 0) if size]
-        if op.step == STEPS - 1:
-            heights[index] = allocator.allocated
-            largest |= held
-        if allocator.allocated > peaks.get(op.step, 0):
-            peaks[op.step] = allocator.allocated
-            at_peak = held.copy()
-        for address in extra:
-            allocator.release(address)
-        for block in go:
-            allocator.release(addresses.pop(block))
-            held[trace.blocks[block].role] -= _own_bytes(trace.blocks[block].bytes, trace.blocks[block].role, shards)
-    total = peaks[STEPS - 1]
-    parts = {role: at_peak[role] for role in ROLES if role != "workspace"}
-    there = next(index for index, height in heights.items() if height >= 0.999 * total)
+    return describe(traced, lay_out(traced, shards), shards)
+
+
+def describe(traced: Traced, layout: Layout, shards: int = 1, parameters: int | None = None) -> Memory:
+    """What a layout comes to; ``parameters`` where it stands for a larger model than was traced."""
+    top = layout.peak(STEPS - 1)
+    parts = {role: top.held[role] for role in ROLES if role != "workspace"}
+    largest = layout.largest(STEPS - 1)
     return Memory(
         recipe=str(traced.recipe),
         batch=traced.batch,
         accumulate=traced.accumulate,
         shards=shards,
         **parts,
-        workspace=total - sum(parts.values()),
-        total=total,
-        when=Moment(
-            phase=trace.ops[there].phase,
-            module=trace.ops[there].where,
-            op=trace.ops[there].name,
-            share=(there - min(heights)) / len(heights),
-        ),
+        workspace=top.total - sum(parts.values()),
+        total=top.total,
+        when=layout.when,
         largest={role: largest[role] for role in ROLES},
-        first_step=peaks.get(0, 0),
-        building=peaks.get(-1, 0),
-        between=allocator.allocated,
-        reserved=allocator.reserved,
+        first_step=layout.peak(0).total,
+        building=layout.peak(-1).total,
+        between=layout.between,
+        reserved=layout.reserved,
         exact=not traced.compiled or not _matters(traced),
-        notes=_notes(traced, shards),
+        notes=_notes(traced, shards, parameters or traced.parameters),
+        gathered=dict(top.gathered),
     )
-
-
-def _own_bytes(size: int, role: str, shards: int) -> int:
-    return -(-size // shards) if role in SHARDED else size
-
-
-def _gathered(traced: Traced) -> int:
-    """What a rank has beside its shards: two blocks' weights (the next is fetched ahead), what belongs to no block, and
-    one block's gradients on their way to be summed, in the gradients' format."""
-    width = 4 if traced.recipe.compute in ("fp32", "tf32") else 2
-    reduced = 2 if traced.recipe.gradients == "bf16" else 4
-    return (2 * traced.block_parameters + traced.other_parameters) * width + traced.block_parameters * reduced
 
 
 def _matters(traced: Traced) -> bool:
@@ -170,7 +111,7 @@ def _matters(traced: Traced) -> bool:
     return not any(layer.part_of == "block" for layer in traced.layers)
 
 
-def _notes(traced: Traced, shards: int) -> list[str]:
+def _notes(traced: Traced, shards: int, parameters: int) -> list[str]:
     notes = []
     if traced.compiled and _matters(traced):
         notes.append(
@@ -179,9 +120,15 @@ def _notes(traced: Traced, shards: int) -> list[str]:
         )
     if shards > 1:
         notes.append(
-            f"sharded over {shards}: weights, masters, gradients and moments divided, gathered blocks added by rule; "
-            "not traced"
+            f"sharded over {shards}: shards, gathered weights and gradients under way by rule; not traced, and never "
+            "measured: see docs/scale.md"
         )
+        whole = 4 * parameters
+        if whole > usable_bytes(traced.gpu):
+            notes.append(
+                f"not counted: drawn whole on every GPU before it is sharded, the model would take {whole / 1e9:.0f} "
+                "GB there; draw it on the CPU"
+            )
     if traced.asked > 2 * STEPS:
         notes.append(f"the model asks {traced.asked // STEPS} values of the GPU in a step; each was taken as 0")
     return notes

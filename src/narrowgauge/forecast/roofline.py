@@ -87,33 +87,41 @@ class Roofline:
 
 def predict(traced: Traced, ceilings: Ceilings) -> Roofline:
     """A step of the trace's recipe, predicted."""
-    costs = costs_of(traced, ceilings)
-    device_s, host_s = sum(cost.seconds for cost in costs), _host_seconds(costs)
+    return add_up(traced, [(cost, 1.0) for cost in costs_of(traced, ceilings)])
+
+
+def add_up(traced: Traced, costs: list[tuple[Cost, float]]) -> Roofline:
+    """A step from its operations and how often each is there."""
+    device_s, host_s = sum(cost.seconds * times for cost, times in costs), host_seconds(costs)
     seconds = max(device_s, host_s)
     by_bound: dict[str, float] = {}
     by_kind: dict[str, float] = {}
-    for cost in costs:
-        by_bound[cost.bound] = by_bound.get(cost.bound, 0.0) + cost.seconds * 1e3
-        by_kind[cost.op.kind] = by_kind.get(cost.op.kind, 0.0) + cost.seconds * 1e3
+    for cost, times in costs:
+        by_bound[cost.bound] = by_bound.get(cost.bound, 0.0) + cost.seconds * times * 1e3
+        by_kind[cost.op.kind] = by_kind.get(cost.op.kind, 0.0) + cost.seconds * times * 1e3
     bound = "launches" if host_s > device_s else max(by_bound, key=lambda name: by_bound[name])
     items_per_s = traced.items / seconds
-    mfu = None
-    if traced.task.flops_per_item is not None and traced.recipe.compute in traced.gpu.peaks:
-        mfu = traced.task.flops_per_item * items_per_s / traced.gpu.peak(traced.recipe.compute)
     return Roofline(
         recipe=str(traced.recipe),
         step_ms=seconds * 1e3,
         items_per_s=items_per_s,
-        mfu=mfu,
+        mfu=mfu_of(traced, items_per_s),
         bound=bound,
         device_ms=device_s * 1e3,
         host_ms=host_s * 1e3,
-        flops=sum(cost.op.flops for cost in costs),
-        bytes=sum(cost.bytes for cost in costs),
+        flops=sum(cost.op.flops * times for cost, times in costs),
+        bytes=round(sum(cost.bytes * times for cost, times in costs)),
         by_kind=_largest_first(by_kind),
         by_bound=_largest_first(by_bound),
         layers=_layers(costs),
     )
+
+
+def mfu_of(traced: Traced, items_per_s: float) -> float | None:
+    """Model FLOPs of so many items a second against the peak of the recipe's format; None where either is unknown."""
+    if traced.task.flops_per_item is None or traced.recipe.compute not in traced.gpu.peaks:
+        return None
+    return traced.task.flops_per_item * items_per_s / traced.gpu.peak(traced.recipe.compute)
 
 
 def costs_of(traced: Traced, ceilings: Ceilings) -> list[Cost]:
@@ -157,30 +165,32 @@ def _filled(op: Op, processors: int) -> float:
     return max(tiles * count / processors / math.ceil(tiles * count / processors) for count in pieces)
 
 
-def _host_seconds(costs: Iterable[Cost]) -> float:
-    return sum(HOST_S for cost in costs if cost.launched)
+def host_seconds(costs: Iterable[tuple[Cost, float]]) -> float:
+    """What the host takes to start everything."""
+    return sum(HOST_S * times for cost, times in costs if cost.launched)
 
 
 def _largest_first(amounts: dict[str, float]) -> dict[str, float]:
     return dict(sorted(amounts.items(), key=lambda item: -item[1]))
 
 
-def _layers(costs: list[Cost]) -> list[Layer]:
-    groups: dict[tuple[str, str, str, str], list[Cost]] = {}
-    for cost in costs:
+def _layers(costs: list[tuple[Cost, float]]) -> list[Layer]:
+    groups: dict[tuple[str, str, str, str], list[tuple[Cost, float]]] = {}
+    for cost, times in costs:
         op = cost.op
         format = op.format if op.kind in ("product", "convolution", "attention") else ""
-        groups.setdefault((op.where, op.kind, op.phase, format), []).append(cost)
+        groups.setdefault((op.where, op.kind, op.phase, format), []).append((cost, times))
     layers = []
     for (path, kind, phase, format), members in groups.items():
         bounds: dict[str, float] = {}
-        for cost in members:
-            bounds[cost.bound] = bounds.get(cost.bound, 0.0) + cost.seconds
+        for cost, times in members:
+            bounds[cost.bound] = bounds.get(cost.bound, 0.0) + cost.seconds * times
         layers.append(
             Layer(
-                path=path, kind=kind, phase=phase, format=format, count=len(members),
-                flops=sum(cost.op.flops for cost in members), bytes=sum(cost.bytes for cost in members),
-                ms=sum(cost.seconds for cost in members) * 1e3, bound=next(iter(_largest_first(bounds))),
+                path=path, kind=kind, phase=phase, format=format, count=round(sum(times for _, times in members)),
+                flops=sum(cost.op.flops * times for cost, times in members),
+                bytes=round(sum(cost.bytes * times for cost, times in members)),
+                ms=sum(cost.seconds * times for cost, times in members) * 1e3, bound=next(iter(_largest_first(bounds))),
             )
         )  # fmt: skip
     return layers

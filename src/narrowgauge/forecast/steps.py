@@ -8,7 +8,6 @@ engine, its kernels' Python, autograd, hooks and recomputation are the ones that
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from narrowgauge.engine import Engine
 from narrowgauge.errors import NarrowgaugeError, UsageError
 from narrowgauge.forecast import machine
-from narrowgauge.forecast.trace import Recorder, Trace
+from narrowgauge.forecast.trace import Owner, Recorder, Trace
 from narrowgauge.forecast.workspaces import Workspaces
 from narrowgauge.hardware import Gpu
 from narrowgauge.kernels import adamw as kernel
@@ -32,12 +31,29 @@ from narrowgauge.nn.convert import Layer
 from narrowgauge.nn.gemm import CachedWeight
 from narrowgauge.nn.recompute import find_blocks
 from narrowgauge.optim import together
+from narrowgauge.ranks.spread import copies
 from narrowgauge.recipe import Recipe
 from narrowgauge.task import Task
 
 CLIP_NORM = 1.0
 STEPS = 2
 _PRODUCTS = ("forward_output", "backward_input", "backward_weight")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """How a model's parameters part where it is spread over ranks (``ranks.spread``), in numbers of them."""
+
+    block: int
+    """Matrices of the largest block."""
+    in_blocks: int
+    """Matrices of all blocks."""
+    outside: int
+    """Matrices outside of blocks."""
+    copied: int
+    """Vectors and keepers."""
+    narrow: bool
+    """Whether what is outside has BF16 parameters, as under a lean recipe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +79,9 @@ class Traced:
     """Of what is in no block: embeddings, the head."""
     asked: int = 0
     """Values that the program asked of the GPU, and got 0."""
+    block_paths: list[str] = field(default_factory=list)
+    """The modules that a sharded run gathers one at a time, in their order."""
+    spread: Spread | None = None
 
 
 def trace_steps(
@@ -90,26 +109,30 @@ def trace_steps(
         clip_norm = None
     try:
         with machine.pretend(gpu, recorder.compiled) as pretence, recorder:
-            pretence.rules.on_narrowed = functools.partial(recorder.mark, role="weights")
             with torch.device("cuda"):
                 model = task.model()
+            owners = _owners(model, recipe)
+            pretence.rules.on_narrowed = lambda parameter, copy: recorder.mark(
+                copy, "weights", owners.get(id(parameter)), is_copy=True
+            )
             optimizer = make_optimizer(task, model)
-            handles = [_notice(parameter, recorder) for parameter in model.parameters() if parameter.requires_grad]
+            handles = [_notice(p, recorder, owners[id(p)]) for p in model.parameters() if p.requires_grad]
             engine = Engine(
                 model, optimizer, recipe, clip_norm=clip_norm, accumulate=accumulate, compile=compile, fused=fused
             )
-            _mark_weights(engine, recorder)
+            _mark_weights(engine, recorder, owners)
             device_batch = tree_map_only(Tensor, lambda t: _resized(t, sizes[0], size).to("cuda"), given)
             for tensor in tree_leaves(device_batch):
                 if isinstance(tensor, Tensor):
                     recorder.mark(tensor, "activations")
-            with _attributed(engine, recorder):
+            with _attributed(engine, recorder, owners):
                 for step in range(STEPS):
                     recorder.step = step
                     _step(task, engine, device_batch, recorder)
-                    _mark_states(engine, recorder)
+                    _mark_states(engine, recorder, owners)
             trace = recorder.close()
             layers, sizes_of = list(engine.conversion.layers), _block_sizes(engine)
+            paths, parts = list(find_blocks(engine.inner)), _spread(engine, owners)
             for handle in handles:
                 handle.remove()
     except NarrowgaugeError:
@@ -134,6 +157,8 @@ def trace_steps(
         block_parameters=sizes_of[0],
         other_parameters=sizes_of[1],
         asked=pretence.asked,
+        block_paths=paths,
+        spread=parts,
     )
 
 
@@ -163,28 +188,54 @@ def _step(task: Task, engine: Engine, batch: Any, recorder: Recorder) -> None:
         engine.step()
 
 
-def _notice(parameter: nn.Parameter, recorder: Recorder) -> Any:
+def _owners(model: nn.Module, recipe: Recipe) -> dict[int, Owner]:
+    """Of every parameter, by its id, where it would be on a rank of several."""
+    copied = copies(model, recipe)
+    inside = {id(p) for block in find_blocks(model).values() for p in block.parameters()}
+    found = {}
+    for p in model.parameters():
+        part = "copied" if p in copied else "block" if id(p) in inside else "outside"
+        found[id(p)] = Owner(part, p.shape[0] if p.dim() else 1, p.numel())
+    return found
+
+
+def _spread(engine: Engine, owners: dict[int, Owner]) -> Spread:
+    def count(module: nn.Module, part: str) -> int:
+        return sum(p.numel() for p in module.parameters() if owners[id(p)].part == part)
+
+    blocks_of = [count(block, "block") for block in find_blocks(engine.inner).values()]
+    return Spread(
+        block=max(blocks_of, default=0),
+        in_blocks=sum(blocks_of),
+        outside=count(engine.inner, "outside"),
+        copied=count(engine.inner, "copied"),
+        narrow=engine.recipe.master != "fp32",
+    )
+
+
+def _notice(parameter: nn.Parameter, recorder: Recorder, owner: Owner) -> Any:
     """Learn where gradients are as soon as they are there, before a release frees them."""
-    return parameter.register_post_accumulate_grad_hook(lambda p: recorder.mark(p.grad, "gradients"))
+    return parameter.register_post_accumulate_grad_hook(lambda p: recorder.mark(p.grad, "gradients", owner))
 
 
-def _mark_weights(engine: Engine, recorder: Recorder) -> None:
+def _mark_weights(engine: Engine, recorder: Recorder, owners: dict[int, Owner]) -> None:
     narrow = engine.recipe.compute not in ("fp32", "tf32")
     for parameter in engine.model.parameters():
         is_master = narrow and parameter.dtype is torch.float32 and parameter.dim() > 1
-        recorder.mark(parameter, "master" if is_master else "weights")
-        recorder.mark(getattr(parameter, "other_half", None), "master")
+        owner = owners.get(id(parameter))
+        recorder.mark(parameter, "master" if is_master else "weights", owner)
+        recorder.mark(getattr(parameter, "other_half", None), "master", owner)
     for buffer in engine.model.buffers():
         recorder.mark(buffer, "weights")
 
 
-def _mark_states(engine: Engine, recorder: Recorder) -> None:
+def _mark_states(engine: Engine, recorder: Recorder, owners: dict[int, Owner]) -> None:
     for optimizer in engine.optimizers:
-        for state in optimizer.state.values():
+        for parameter, state in optimizer.state.items():
             for name, value in state.items():
                 if isinstance(value, Tensor):
                     kind = "master" if name in ("master", "remainder") else "workspace" if name == "step" else "moments"
-                    recorder.mark(value, kind)
+                    recorder.mark(value, kind, owners.get(id(parameter)) if kind != "workspace" else None)
 
 
 def _block_sizes(engine: Engine) -> tuple[int, int]:
@@ -196,7 +247,7 @@ def _block_sizes(engine: Engine) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def _attributed(engine: Engine, recorder: Recorder) -> Iterator[None]:
+def _attributed(engine: Engine, recorder: Recorder, owners: dict[int, Owner]) -> Iterator[None]:
     """Tell the recorder which module runs, what the fused blocks compute, and what is launched past torch."""
     paths = {id(module): path for path, module in engine.model.named_modules()}
     names = {
@@ -230,12 +281,15 @@ def _attributed(engine: Engine, recorder: Recorder) -> Iterator[None]:
 
         return run
 
-    def copies(function: Callable[..., Any]) -> Callable[..., Any]:
+    def copied(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             made = function(*args, **kwargs)
+            weights = args[0].weights
+            owner = owners.get(id(weights[0]))
+            owner = owner and owner._replace(stacked=len(weights) > 1)
             for tensor in (made,) if isinstance(made, Tensor) else (made.hp, made.lp, made.lp_t):
                 if tensor is not None and not isinstance(tensor, nn.Parameter):
-                    recorder.mark_copy(tensor)
+                    recorder.mark_copy(tensor, owner)
             return made
 
         return run
@@ -262,7 +316,7 @@ def _attributed(engine: Engine, recorder: Recorder) -> Iterator[None]:
         (head._Task, "run", ending(head._Task.run)),
         *((blocks, name, block(getattr(blocks, name))) for name in ("_forward", "_backward")),
         *((user, name, product(getattr(user, name))) for user in (blocks, head, linear) for name in _PRODUCTS),
-        *((CachedWeight, name, copies(getattr(CachedWeight, name))) for name in ("fp8", "bf16")),
+        *((CachedWeight, name, copied(getattr(CachedWeight, name))) for name in ("fp8", "bf16")),
     ]
     with contextlib.ExitStack() as stack:
         for owner, name, value in changes:

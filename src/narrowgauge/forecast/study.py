@@ -12,11 +12,15 @@ from dataclasses import dataclass, field, replace
 from narrowgauge import hardware, tasks
 from narrowgauge.errors import UsageError
 from narrowgauge.forecast.ceilings import Ceilings
+from narrowgauge.forecast.few import Sample, survey, take
+from narrowgauge.forecast.links import Cluster, cluster_of
 from narrowgauge.forecast.machine import device_of
 from narrowgauge.forecast.memory import Memory, fits, leaner, predict_memory, usable_bytes
-from narrowgauge.forecast.roofline import Roofline, predict
+from narrowgauge.forecast.roofline import Roofline, add_up, predict
+from narrowgauge.forecast.scale import PARALLEL, decide
 from narrowgauge.forecast.steps import Traced, trace_steps
 from narrowgauge.hardware import Gpu
+from narrowgauge.kernels.norm import MAX_COLUMNS
 from narrowgauge.recipe import Recipe, parse, refusal
 from narrowgauge.task import Task
 
@@ -35,12 +39,22 @@ class Plan:
     accumulate: int = 1
     compile: bool = True
     shards: int = 1
+    """FSDP ranks, wherever they are; or ``cluster``, which says where."""
+    cluster: Cluster | None = None
+    parallel: str = "auto"
+    """How a cluster shares the model: fsdp, ddp, or as its size suggests."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "accumulate", "shards"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise UsageError(f"forecast: {name}={value!r} must be a whole number of at least 1")
+        if self.parallel not in PARALLEL:
+            raise UsageError(f"--parallel {self.parallel}: expected {', '.join(PARALLEL)}")
+
+    @property
+    def gpus(self) -> int:
+        return self.cluster.gpus if self.cluster is not None else self.shards
 
     def trace(self, recipe: Recipe, batch: int | None = None, fused: bool | None = None) -> Traced:
         """Trace a recipe; refuses what the GPU cannot run."""
@@ -52,8 +66,30 @@ class Plan:
             compile=self.compile and fused is not False, fused=fused,
         )  # fmt: skip
 
+    def sample(self, recipe: Recipe, batch: int | None = None) -> Sample:
+        """Trace what a rank of several would run, by a few blocks where there are many."""
+        if recipe.gradients == "released" or (recipe.gradients == "fp32" and recipe.master != "fp32"):
+            raise UsageError(f"recipe {recipe}: gradients={recipe.gradients} is not for several GPUs; leave it out")
+        sample = self._take(recipe, batch, None)
+        whole = sample.traced.compiled and not any(layer.part_of == "block" for layer in sample.traced.layers)
+        if whole and self.shards_of(sample) > 1:  # nothing is compiled around FSDP's hooks
+            sample = replace(self, compile=False)._take(recipe, batch, None)
+        return replace(sample, too_wide=survey(self.task)[2] > MAX_COLUMNS)
+
+    def _take(self, recipe: Recipe, batch: int | None, fused: bool | None) -> Sample:
+        return take(self.task, lambda task: replace(self, task=task).trace(recipe, batch, fused))
+
+    def shards_of(self, sample: Sample) -> int:
+        """Over how many ranks the sample's weights are sharded: 1 where each has a copy."""
+        if self.cluster is None:
+            return self.shards
+        return self.cluster.gpus if decide(self.parallel, sample.parameters) == "fsdp" else 1
+
     def memory(self, recipe: Recipe, batch: int | None = None) -> Memory:
-        return predict_memory(self.trace(recipe, batch), self.shards)
+        if self.gpus == 1:
+            return predict_memory(self.trace(recipe, batch))
+        sample = self.sample(recipe, batch)
+        return sample.memory(self.shards_of(sample))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,40 +131,52 @@ def forecast(
     accumulate: int = 1,
     compile: bool = True,
     shards: int = 1,
+    gpus: int | None = None,
+    nodes: int | None = None,
+    parallel: str = "auto",
     search: bool = False,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Forecast:
     """Forecast a task (or a built-in one's name) under recipes on a GPU of the table.
 
-    ``search`` looks for the largest batch that fits, and for what to switch on where a recipe does not; ``tell`` hears
-    what is going on. Recipes that the GPU cannot run are refused.
+    ``gpus`` and ``nodes`` ask what one GPU of so many holds (``parallel``: shards, copies, or by size), ``shards`` the
+    same of sharded weights, wherever they are. ``search`` looks for the largest batch that fits, and for what to switch
+    on where a recipe does not; ``tell`` hears what is going on. Recipes that the GPU cannot run are refused.
     """
     made = tasks.find(task) if isinstance(task, str) else task
+    found = hardware.find_gpu(gpu)
+    cluster = None if gpus is None else cluster_of(found, gpus, nodes)
     plan = Plan(
-        task=made, gpu=hardware.find_gpu(gpu), batch=batch, accumulate=accumulate, compile=compile, shards=shards
-    )
+        task=made, gpu=found, batch=batch, accumulate=accumulate, compile=compile, shards=shards, cluster=cluster,
+        parallel=parallel,
+    )  # fmt: skip
     device = device_of(plan.gpu)
     several = [recipes] if isinstance(recipes, str | Recipe) else recipes
     outlooks: dict[str, Outlook] = {}
     parameters = 0
     for recipe in dict.fromkeys(parse(one, device) for one in several):
         tell(f"{recipe}: tracing two steps on paper")
-        traced = plan.trace(recipe)
+        traced = plan.trace(recipe) if plan.gpus == 1 else plan.sample(recipe)
         outlooks[str(recipe)] = look(plan, recipe, traced, search, tell)
         parameters = traced.parameters
     return Forecast(task=made.name, gpu=plan.gpu, unit=made.unit, parameters=parameters, recipes=outlooks)
 
 
 def look(
-    plan: Plan, recipe: Recipe, traced: Traced, search: bool, tell: Callable[[str], None] = lambda line: None
+    plan: Plan, recipe: Recipe, traced: Traced | Sample, search: bool, tell: Callable[[str], None] = lambda line: None
 ) -> Outlook:
     """One recipe's forecast from its trace."""
-    memory = predict_memory(traced, plan.shards)
+    if isinstance(traced, Sample):
+        memory = traced.memory(plan.shards_of(traced))
+        roofline = add_up(traced.traced, traced.costs(Ceilings(plan.gpu)))
+    else:
+        memory = predict_memory(traced)
+        roofline = predict(traced, Ceilings(plan.gpu))
     good = fits(memory, plan.gpu)
     largest = largest_batch(plan, recipe, memory, tell) if search else None
     return Outlook(
         memory=memory,
-        roofline=predict(traced, Ceilings(plan.gpu)),
+        roofline=roofline,
         fits=good,
         largest_batch=largest,
         advice="" if good or not search else advise(plan, recipe, tell),
@@ -176,13 +224,26 @@ def advise(plan: Plan, recipe: Recipe, tell: Callable[[str], None] = lambda line
         try:
             memory = plan.memory(candidate)
         except UsageError:
-            continue  # a model without blocks cannot recompute them
+            continue  # a model without blocks cannot recompute them, and gradients of shards cannot be released
         if memory.peak <= limit:
             return f"take {candidate}: {memory.peak / 1e9:.1f} GB"
-        least = memory if least is None or memory.peak < least.peak else least
-    for ranks in (2, 4, 8, 16, 32, 64):
-        if least is not None and ranks > plan.shards:
-            spread = replace(plan, shards=ranks).memory(parse(least.recipe), least.batch)
+        if candidate.gradients != "released" and (least is None or memory.peak < least.peak):
+            least = memory
+    for more in _larger(plan):
+        if least is not None:
+            spread = more.memory(parse(least.recipe), least.batch)
             if spread.peak <= limit:
-                return f"take {least.recipe} on {ranks} GPUs: {spread.peak / 1e9:.1f} GB on each"
+                return f"take {least.recipe} on {more.gpus} GPUs: {spread.peak / 1e9:.1f} GB on each"
     return "take a smaller batch, a shorter context or more memory"
+
+
+def _larger(plan: Plan) -> Iterator[Plan]:
+    """The same plan sharded over more GPUs."""
+    if plan.cluster is None:
+        yield from (replace(plan, shards=ranks) for ranks in (2, 4, 8, 16, 32, 64) if ranks > plan.shards)
+        return
+    if plan.parallel != "fsdp":
+        yield replace(plan, parallel="fsdp")
+    for ranks in (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024):
+        if ranks > plan.cluster.gpus:
+            yield replace(plan, cluster=cluster_of(plan.gpu, ranks), parallel="fsdp")

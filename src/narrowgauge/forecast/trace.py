@@ -26,6 +26,18 @@ _NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_st
 _ONLY_WRITTEN = {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "zeros_like", "full_like", "dlogits"}
 
 
+class Owner(NamedTuple):
+    """The parameter that a weight, a gradient or a state belongs to, as a model spread over ranks sees it."""
+
+    part: str
+    """block: of a module that is gathered by itself; outside: gathered for the whole step; copied: on every rank."""
+    rows: int
+    """Along which it is cut into shards."""
+    numel: int
+    stacked: bool = False
+    """For a copy: whether it is of several weights, one below the other."""
+
+
 @dataclass(slots=True)
 class Block:
     """A piece of memory."""
@@ -34,6 +46,9 @@ class Block:
     born: int
     """The operation that allocated it."""
     role: str = "activations"
+    owner: Owner | None = None
+    is_copy: bool = False
+    """A weight in another format, made from it in a step."""
 
 
 @dataclass(slots=True)
@@ -157,18 +172,19 @@ class Recorder(TorchDispatchMode):
 
         return run
 
-    def mark(self, tensor: Tensor | None, role: str) -> None:
-        """Say what a tensor's memory is for."""
+    def mark(self, tensor: Tensor | None, role: str, owner: Owner | None = None, is_copy: bool = False) -> None:
+        """Say what a tensor's memory is for, and to which parameter it belongs."""
         if tensor is not None:
             known = self._live.get(tensor.untyped_storage()._cdata)
             if known is not None:
-                self.trace.blocks[known[0]].role = role
+                block = self.trace.blocks[known[0]]
+                block.role, block.owner, block.is_copy = role, owner or block.owner, is_copy
 
-    def mark_copy(self, tensor: Tensor) -> None:
+    def mark_copy(self, tensor: Tensor, owner: Owner | None = None) -> None:
         """A copy of a weight, which products read; a weight that is its own copy stays what it is."""
         known = self._live.get(tensor.untyped_storage()._cdata)
         if known is not None and self.trace.blocks[known[0]].role == "activations":
-            self.trace.blocks[known[0]].role = "weights"
+            self.mark(tensor, "weights", owner, is_copy=True)
 
     def launch(
         self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], kind: str = "optimizer", where: str = ""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.hardware import Device, detect
+from narrowgauge.kernels.norm import MAX_COLUMNS
 from narrowgauge.nn import blocks, head, linear
 from narrowgauge.nn.choose import Decision, decide
 from narrowgauge.nn.gemm import ALL_BF16, ALL_FP8, E4M3, E5M2, CachedWeight, GemmChoice, Place
@@ -139,7 +140,7 @@ def is_block(module: nn.Module) -> bool:
     linears = [getattr(module, name) for name in block_linears(module)]
     norms = [module.norm1, module.norm2]
     return all(type(m) is nn.Linear and m.bias is None for m in linears) and all(
-        getattr(m, "bias", None) is None and _norm_kind(m) is not None for m in norms
+        getattr(m, "bias", None) is None and _norm_fits(m) for m in norms
     )
 
 
@@ -151,6 +152,11 @@ def _norm_kind(module: Any) -> str | None:
     return {"LayerNorm": "layer", "RMSNorm": "rms"}.get(type(module).__name__)
 
 
+def _norm_fits(module: Any) -> bool:
+    """Whether our own norm can take a module's place: it holds a row in registers, up to some width."""
+    return _norm_kind(module) is not None and len(module.weight) <= MAX_COLUMNS
+
+
 def _survey(model: nn.Module, recipe: Recipe, device: Device, rows: int) -> Iterator[Layer]:
     """What is to become of each linear layer."""
     in_block = {
@@ -159,7 +165,7 @@ def _survey(model: nn.Module, recipe: Recipe, device: Device, rows: int) -> Iter
         if is_block(module) and not _has_keepers(path, module, recipe, model)
         for name in block_linears(module)
     }
-    has_head = all(hasattr(model, name) for name in ("finish", "norm", "lm_head"))
+    has_head = all(hasattr(model, name) for name in ("finish", "norm", "lm_head")) and _norm_fits(model.norm)
     for path, module in model.named_modules():
         if not linear.is_linear(module):
             continue

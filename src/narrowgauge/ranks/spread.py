@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
+SHARDED_FROM = 500_000_000
+"""Parameters from which a model is sharded unless told otherwise: below, copies fit and cost less sending."""
 GATHERED = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
 """In which format the matrices of a block travel; others in their own."""
 

@@ -28,6 +28,7 @@ from narrowgauge.gauges.findings import Finding
 from narrowgauge.gauges.step_rules import Step
 from narrowgauge.lagged import Readback
 from narrowgauge.ranks import replicate, shard
+from narrowgauge.ranks.spread import SHARDED_FROM
 from narrowgauge.ranks.world import ALONE, World
 from narrowgauge.runs import checkpoint, ranked, record, trackers
 from narrowgauge.runs.feed import BadData, Feed, make_batch, to_device
@@ -40,8 +41,6 @@ from narrowgauge.runs.settings import Settings
 from narrowgauge.runs.share import Share
 from narrowgauge.task import Task
 
-SHARDED_FROM = 500_000_000
-"""Parameters from which a model is sharded unless told otherwise: below, copies fit and cost less sending."""
 CAPTURES = "captures"
 """Folder of a run that holds the steps in which a number went wrong."""
 

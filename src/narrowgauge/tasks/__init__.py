@@ -17,6 +17,8 @@ LANGUAGE = {
     "gpt-1.3b": "GPT of 24 layers x 2048, 1.3B parameters, T=2048",
     "llama-1b": "Llama of 16 layers x 2048 with 8 key-value heads, 1.1B parameters, T=2048",
     "llama-7b": "Llama of 32 layers x 4096, 6.7B parameters, T=2048",
+    "llama-70b": "Llama of 80 layers x 8192 with 8 key-value heads, 70.6B parameters, T=8192: to forecast",
+    "llama-405b": "Llama of 126 layers x 16384 with 8 key-value heads, 405.9B parameters, T=8192: to forecast",
 }
 OTHERS = {"digits": "small convolutional network on scikit-learn's 8x8 images of digits: no language, seconds on a CPU"}
 ANY_GPT = "gpt:LAYERSxWIDTH"

@@ -102,6 +102,14 @@ LLAMAS = {
         layers=32, width=4096, heads=32, kv_heads=32, hidden=11008, vocab=LLAMA_VOCAB,
         batch=8, context=2048, learning_rate=3e-4,
     ),
+    "llama-70b": Size(
+        layers=80, width=8192, heads=64, kv_heads=8, hidden=28672, rope_base=500_000.0, vocab=128256,
+        batch=1, context=8192, learning_rate=1.5e-4,
+    ),
+    "llama-405b": Size(
+        layers=126, width=16384, heads=128, kv_heads=8, hidden=53248, rope_base=500_000.0, vocab=128256,
+        batch=1, context=8192, learning_rate=8e-5,
+    ),
 }  # fmt: skip
 
 
