@@ -108,6 +108,18 @@ def test_components_add_up_to_the_total() -> None:
     assert found.workspace > 2 * (32 << 20), "two threads' cuBLAS workspaces"
 
 
+def test_the_timeline_goes_from_module_to_module_and_its_top_is_the_total() -> None:
+    found = memory(gpt(), "bf16")
+    labels = [label for label, _ in found.timeline]
+    named = [label for label in labels if "blocks" in label]
+    blocks = [label.removeprefix("forward, ") for label in named if label.startswith("forward")]
+    assert named == [f"forward, {one}" for one in blocks] + [f"backward, {one}" for one in reversed(blocks)]
+    assert labels[-1].startswith("step") and max(sum(parts.values()) for _, parts in found.timeline) == found.total
+    activations = {label: parts["activations"] for label, parts in found.timeline}
+    kept = [activations[f"forward, {one}"] for one in blocks]
+    assert kept == sorted(kept) and activations[labels[-1]] < kept[0]
+
+
 def test_gradients_that_meet_are_added_in_place() -> None:
     class Fork(Mlp):
         def forward(self, x: Tensor) -> Tensor:

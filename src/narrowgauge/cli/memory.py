@@ -202,6 +202,7 @@ def _describe(outlook: Outlook, measured: int | None, gpu: Gpu | None) -> dict[s
         "advice": outlook.advice or None,
         "exact": memory.exact,
         "notes": memory.notes,
+        "timeline": [{"label": label, **parts} for label, parts in memory.timeline],
         "measured": measured,
         "error": None if not measured else memory.total / measured - 1,
     }

@@ -14,6 +14,7 @@ from narrowgauge.forecast.allocator import CachingAllocator
 from narrowgauge.forecast.lifetimes import follow
 from narrowgauge.forecast.shards import Rank
 from narrowgauge.forecast.steps import STEPS, Traced
+from narrowgauge.forecast.trace import Op
 from narrowgauge.forecast.workspaces import cublas_bytes
 
 Stretch = tuple[int, str, str]
@@ -55,6 +56,8 @@ class Layout:
     when: Moment
     between: int
     reserved: int
+    course: list[tuple[str, Top]] = field(default_factory=list)
+    """The last step's way, from module to module: the highest moment in each; empty where blocks were multiplied."""
 
     def peak(self, step: int) -> Top:
         """The highest moment of a step (-1: of building), the first of equal ones."""
@@ -78,6 +81,7 @@ def lay_out(traced: Traced, shards: int = 1) -> Layout:
     threads: set[str] = set()
     heights: dict[int, int] = {}
     tops: dict[Stretch, Top] = {}
+    course: list[tuple[str, Top]] = []
     places = Places(traced)
     if traced.recipe.products == "fastest" and any(layer.decision is not None for layer in traced.layers):
         allocator.allocate(cublas_bytes(traced.gpu))  # products are timed on a stream of their own, the first time
@@ -105,6 +109,7 @@ def lay_out(traced: Traced, shards: int = 1) -> Layout:
         if op.step == STEPS - 1:
             heights[index] = allocator.allocated
             top.largest |= held
+            _pass(course, op, allocator.allocated, held)
         if allocator.allocated > top.total:
             top.total, top.held, top.gathered, top.index = allocator.allocated, held.copy(), beside, index
         for address in extra:
@@ -115,7 +120,8 @@ def lay_out(traced: Traced, shards: int = 1) -> Layout:
             for block in [one for one in addresses if trace.blocks[one].role == "gradients"]:
                 go_out(block)
                 come_in(block, rank.settled_size(trace.blocks[block]))
-    found = Layout(tops, Moment(phase="", module="", op="", share=0.0), allocator.allocated, allocator.reserved)
+    nowhere = Moment(phase="", module="", op="", share=0.0)
+    found = Layout(tops, nowhere, allocator.allocated, allocator.reserved, course)
     there = next(index for index, height in heights.items() if height >= 0.999 * found.peak(STEPS - 1).total)
     found.when = Moment(
         phase=trace.ops[there].phase,
@@ -124,6 +130,17 @@ def lay_out(traced: Traced, shards: int = 1) -> Layout:
         share=(there - min(heights)) / len(heights),
     )
     return found
+
+
+def _pass(course: list[tuple[str, Top]], op: Op, allocated: int, held: Counter[str]) -> None:
+    """Note how high memory stands at an operation: one note for each module that is passed, two names deep."""
+    label = ", ".join(filter(None, (op.phase, ".".join(op.where.split(".")[:2]))))
+    follows = course and label == op.phase and course[-1][0].startswith(op.phase)  # between modules: still the last one
+    if not follows and (not course or course[-1][0] != label):
+        course.append((label, Top()))
+    top = course[-1][1]
+    if allocated > top.total:
+        top.total, top.held = allocated, held.copy()
 
 
 class Places:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from narrowgauge.forecast.layout import Layout, lay_out
+from narrowgauge.forecast.layout import Layout, Top, lay_out
 from narrowgauge.forecast.layout import Moment as Moment
 from narrowgauge.forecast.steps import STEPS, Traced
 from narrowgauge.forecast.trace import ROLES
@@ -61,6 +61,8 @@ class Memory:
     notes: list[str] = field(default_factory=list)
     gathered: dict[str, int] = field(default_factory=dict)
     """With shards, the part of ``workspace`` that is gathered or on its way to be summed, by what for."""
+    timeline: list[tuple[str, dict[str, int]]] = field(default_factory=list)
+    """The components over a step, from module to module, each at its highest moment there."""
 
     @property
     def peak(self) -> int:
@@ -84,7 +86,7 @@ def predict_memory(traced: Traced, shards: int = 1) -> Memory:
 def describe(traced: Traced, layout: Layout, shards: int = 1, parameters: int | None = None) -> Memory:
     """What a layout comes to; ``parameters`` where it stands for a larger model than was traced."""
     top = layout.peak(STEPS - 1)
-    parts = {role: top.held[role] for role in ROLES if role != "workspace"}
+    parts = _parts(top)
     largest = layout.largest(STEPS - 1)
     return Memory(
         recipe=str(traced.recipe),
@@ -92,7 +94,6 @@ def describe(traced: Traced, layout: Layout, shards: int = 1, parameters: int | 
         accumulate=traced.accumulate,
         shards=shards,
         **parts,
-        workspace=top.total - sum(parts.values()),
         total=top.total,
         when=layout.when,
         largest={role: largest[role] for role in ROLES},
@@ -103,7 +104,14 @@ def describe(traced: Traced, layout: Layout, shards: int = 1, parameters: int | 
         exact=not traced.compiled or not _matters(traced),
         notes=_notes(traced, shards, parameters or traced.parameters),
         gathered=dict(top.gathered),
+        timeline=[(label, _parts(one)) for label, one in layout.course],
     )
+
+
+def _parts(top: Top) -> dict[str, int]:
+    """What a moment's memory is for, in bytes."""
+    parts = {role: top.held[role] for role in ROLES if role != "workspace"}
+    return parts | {"workspace": top.total - sum(parts.values())}
 
 
 def _matters(traced: Traced) -> bool:

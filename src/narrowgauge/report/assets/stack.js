@@ -116,10 +116,13 @@ function memoryOverStep(id, label, moments) {
         ),
       );
     }
+    const phases = moments.map((moment) => moment.label.split(", ")[0]);
+    const byPhase = moments.some((moment) => moment.label.includes(", "));
     moments.forEach((moment, i) => {
-      if (i % few && i !== moments.length - 1) return;
-      const anchor = i === 0 ? "start" : i === moments.length - 1 ? "end" : "middle";
-      drawing.append(svg("text", { x: x(i), y: box.bottom + 18, "text-anchor": anchor }, moment.label));
+      if (byPhase ? i && phases[i] === phases[i - 1] : i % few && i !== moments.length - 1) return;
+      const anchor = i === 0 ? "start" : i === moments.length - 1 ? "end" : byPhase ? "start" : "middle";
+      const text = byPhase ? phases[i] : moment.label;
+      drawing.append(svg("text", { x: x(i), y: box.bottom + 18, "text-anchor": anchor }, text));
     });
     const peak = sums.indexOf(most);
     const side = x(peak) < (box.left + box.right) / 2 ? "start" : "end";
