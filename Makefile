@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test check clean
+.PHONY: run test check docs clean
 
 run: .venv/installed
 	$(BIN)/narrowgauge doctor
@@ -15,6 +15,9 @@ check: .venv/installed
 	$(BIN)/ruff check src tests examples bench
 	$(BIN)/ruff format --check src tests examples bench
 	$(BIN)/mypy
+
+docs: .venv/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "narrowgauge needs Python 3.11 or later; set PYTHON=...")'

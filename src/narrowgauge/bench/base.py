@@ -125,6 +125,7 @@ class Base:
             raise UsageError(
                 f"the base {self.path} has no plain-torch twin of {recipe} to hold it against: "
                 + (f"leave it out with --recipes {','.join(others)}" if others else "save it with --peers torch")
+                + "; a format that this device only emulates has none"
             )
         if (len(row.times_ms), len(row.cpu_ms)) != (len(twin.times_ms), len(twin.cpu_ms)):
             raise UsageError(f"the base {self.path} is damaged (the rounds of {recipe}): save it again")

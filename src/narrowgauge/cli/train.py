@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import io
+import itertools
 import re
 import shlex
 import time
@@ -142,7 +143,7 @@ def _begin(args: argparse.Namespace, world: World) -> tuple[Path, str, dict[str,
         raise UsageError("several ranks need one folder, and find it again when started anew: name it with --out RUN")
     else:
         name = re.sub(r"[^\w.]+", "-", f"{spec.rpartition('.py:')[2]}-{recipe}").strip("-")
-        folder = RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        folder = _unused(RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--out {folder} is a file; give a folder")
     if world.first and record.holds_run(folder):
@@ -151,6 +152,12 @@ def _begin(args: argparse.Namespace, world: World) -> tuple[Path, str, dict[str,
     given = {field: getattr(args, name) for name, field in FOR_SETTINGS.items()}
     settings = settle(task, recipe=str(recipe), device=device.torch_device, seed=args.seed, **given)
     return folder, spec, options, settings, task, why
+
+
+def _unused(folder: Path) -> Path:
+    """The folder, or one beside it where another run began in the same second."""
+    names = (folder.with_name(f"{folder.name}-{number}") if number > 1 else folder for number in itertools.count(1))
+    return next(name for name in names if not name.exists())
 
 
 def _take_up(args: argparse.Namespace) -> tuple[Path, str, dict[str, Any], Settings]:

@@ -82,7 +82,7 @@ class StepRules:
                 consequence="a single bad batch passes; spikes that come again and do not heal are divergence",
                 fix="look at the batch; clip gradients, or lower the learning rate",
             )
-        latest = statistics.mean(recent[-10:])
+        latest = statistics.median(recent[-10:])  # one spike among them is no divergence
         self._lowest = min(self._lowest, latest)
         start = statistics.median(self._first)
         if latest > start + 0.1 * abs(start) and latest > self._lowest + 0.5 * abs(self._lowest):
@@ -90,7 +90,7 @@ class StepRules:
                 rule="loss-diverging",
                 severity=SERIOUS,
                 where="loss",
-                detail=f"the last ten average {latest:.4g}, the first had {start:.4g}, the best {self._lowest:.4g}",
+                detail=f"the last ten had {latest:.4g}, the first {start:.4g}, the best {self._lowest:.4g}",
                 consequence="the run forgets what it has learnt",
                 fix="lower the learning rate, warm it up longer, clip gradients",
             )

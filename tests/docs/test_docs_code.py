@@ -1,0 +1,256 @@
+"""Every block of code in the documentation runs: Python in one namespace a page, commands by the program itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from doc_blocks import ELSEWHERE, Block, blocks_of, pages, small
+from tokenizers import ByteLevelBPETokenizer
+from torch import nn
+
+import narrowgauge as ng
+from narrowgauge import kernels
+from narrowgauge.cli import main
+
+PAGES = [page for page in pages() if page.name not in ELSEWHERE]
+NOT_RUN_AT_MOST = 6
+EXITS = {
+    "narrowgauge train odds.py:make --recipe fp16 --out run": 1,
+    "narrowgauge replay run": 1,
+    "narrowgauge train mended.py:make --recipe fp16 --out mended": 0,
+    "narrowgauge lint next_byte.py:make --recipe fp8": 0,
+    "narrowgauge train next_byte.py:make --recipe fp8 --out runs/fp8": 0,
+    "narrowgauge report runs/fp8 validation.json --out report.html": 0,
+    "narrowgauge doctor": 0,
+}
+"""What a page promises beyond running: an exit code. Others may end with 0 or with a finding (1), never with 2."""
+
+READERS_TASK = '''
+"""What a reader of the pages is taken to have: a small task, one of whose batches is not finite."""
+
+import torch
+import torch.nn.functional as F
+
+import narrowgauge as ng
+
+
+def make(batch: int = 16, seed: int = 0, width: int = 32) -> ng.Task:
+    def draw(step, split):
+        x = torch.randn(batch, 16, generator=torch.Generator().manual_seed(1000 * seed + step))
+        return x, x.sum(1).gt(0).long()
+
+    return ng.Task(
+        model=lambda: torch.nn.Sequential(torch.nn.Linear(16, width), torch.nn.GELU(), torch.nn.Linear(width, 16)),
+        batch=draw,
+        loss=lambda model, pair: F.cross_entropy(model(pair[0]), pair[1]),
+        steps=4,
+    )
+
+
+def with_my_softmax(seed: int = 0) -> ng.Task:
+    return make(seed=seed)
+
+
+def bad(seed: int = 0) -> ng.Task:
+    task = make(seed=seed)
+
+    def draw(step, split):
+        return *task.batch(step, split), torch.tensor(float(step != 2 or split == "eval"))
+
+    return ng.Task(
+        model=task.model, batch=draw, loss=lambda model, batch: task.loss(model, batch[:2]) / batch[2], steps=4
+    )
+'''
+READERS_SCRIPT = """
+import torch
+
+def train(model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    for inputs, targets in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+        scaler.scale(loss).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+"""
+RUN = re.compile(r"runs/[\w.:/-]+|\brun-[ab]\b")
+ran: set[tuple[str, ...]] = set()
+"""Commands that were run for an earlier page and leave nothing behind that a page reads."""
+
+
+@pytest.fixture(scope="module")
+def belongings(tmp_path_factory):
+    """A folder with a run, its captured step, a saved validation and a saved benchmark; and the cache of all."""
+    folder = tmp_path_factory.mktemp("reader")
+    (folder / "my_task.py").write_text(READERS_TASK)
+    task = f"{folder}/my_task.py"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("NARROWGAUGE_CACHE", str(folder / "cache"))
+        assert main(["train", f"{task}:bad", "--recipe", "bf16", "--out", "run", "--log", "none"]) == 1
+        validate = ["validate", f"{task}:make", "--candidates", "bf16", "--steps", "2", "--seeds", "2", "--no-layers"]
+        assert main([*validate, "--save", "validation.json"]) in (0, 1)
+        bench = ["bench", f"{task}:make", "--recipes", "fp32", "--peers", "torch", "--steps", "1", "--rounds", "2"]
+        assert main([*bench, "--save", "base.json"]) == 0
+    shutil.copy(folder / "base.json", folder / "bench.json")
+    stories = [f"Story {number}: once upon a time there was a number, and it was {number}." for number in range(200)]
+    (folder / "stories.jsonl").write_text("".join(json.dumps({"text": story}) + "\n" for story in stories))
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(stories, vocab_size=300, show_progress=False)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def reader(belongings, tmp_path, monkeypatch):
+    """An empty folder with the files that pages speak of."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in {
+        "NARROWGAUGE_CACHE": str(belongings / "cache"),
+        "WANDB_MODE": "offline",
+        "COLUMNS": "120",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(kernels, "interpreting", False)
+    for name in ("my_task.py", "task.py", "my.py"):
+        shutil.copy(belongings / "my_task.py", name)
+    for name in ("validation.json", "bench.json", "base.json", "stories.jsonl", "tokenizer.json"):
+        shutil.copy(belongings / name, name)
+    Path("src").mkdir()
+    for path in (Path("train.py"), Path("src/train.py")):
+        path.write_text(READERS_SCRIPT)
+    modules = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - modules:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def namespace() -> dict[str, object]:
+    """What pages call by name without making it: the reader's own model, optimizer and data."""
+    torch.manual_seed(0)
+    model = nn.Sequential(OrderedDict(body=nn.Linear(64, 64), act=nn.GELU(), lm_head=nn.Linear(64, 16)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    return {
+        "__name__": "page",
+        "torch": torch,
+        "nn": nn,
+        "F": F,
+        "ng": ng,
+        "Path": Path,
+        "model": model,
+        "optimizer": optimizer,
+        "engine": ng.Engine(model, optimizer, recipe="bf16"),
+        "loader": [(torch.randn(32, 64), torch.randint(0, 16, (32,))) for _ in range(4)],
+        "array": np.linspace(0, 1, 5),
+    }
+
+
+@pytest.mark.filterwarnings("default")  # as a reader runs it
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_code_of_a_page_runs(page, reader, belongings, capfd):
+    space = namespace()
+    for block in blocks_of(page):
+        supply(block.code, belongings)
+        if block.kind == "python":
+            run_python(block, space)
+        elif block.kind == "shell":
+            for command in block.commands():
+                run_command(command, block)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def run_python(block: Block, space: dict[str, object]) -> None:
+    name = block.place
+    if block.file:
+        path = Path(block.file)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(block.code)
+        name = str(path.resolve())
+    code = "\n" * (0 if block.file else block.line) + block.code
+    exec(compile(code, name, "exec"), space)
+
+
+def run_command(command: str, block: Block) -> None:
+    """Run a line as the shell would; what starts other machines is left out, and counted below."""
+    words = shlex.split(command)
+    environment = dict(os.environ)
+    while "=" in words[0]:
+        name, _, value = words.pop(0).partition("=")
+        environment[name] = value
+    if not is_run(command):
+        return
+    if words[0] == "python":
+        runpy.run_path(words[1], run_name="__main__")
+    elif words[0] == "pytest":
+        arguments = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words[1:]]
+        done = subprocess.run(arguments, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    else:
+        run_verb(command, small(words[1:]), block)
+
+
+def run_verb(command: str, words: list[str], block: Block) -> None:
+    lasting = {"--save", "--out", "--file", "--sarif", "--against", "--resume"} & set(words) or block.file
+    if not lasting and tuple(words) in ran and command not in EXITS:
+        return
+    ran.add(tuple(words))
+    if words[0] == "train" and not {"--out", "--resume"} & set(words):
+        words = [*words, "--out", f"runs/number-{len(ran)}"]  # named by the second, two of them would be the same run
+    try:
+        code = main(words)
+    except SystemExit as left:  # argparse: an option that is not there
+        code = left.code
+    expected = (EXITS[command],) if command in EXITS else (0, 1)
+    assert code in expected, f"{block.place}: {command!r}, run as {' '.join(words)!r}, exited with {code}"
+
+
+def is_run(command: str) -> bool:
+    words = [word for word in shlex.split(command) if "=" not in word or word.startswith("-")]
+    return words[0] in ("narrowgauge", "python", "pytest") and "--serve" not in words
+
+
+def supply(code: str, belongings: Path) -> None:
+    """Put a run where a page speaks of one that nobody has made (``runs/...``)."""
+    made = set(re.findall(r"^narrowgauge .*--out (\S+)", code, re.MULTILINE))
+    for name in set(RUN.findall(code)) - made:
+        folder, inside = Path(name.split("/captures/")[0]), "/captures/" in name
+        if not folder.exists():
+            shutil.copytree(belongings / "run", folder)
+        if inside and not Path(name).exists():
+            shutil.copytree(next((belongings / "run" / "captures").iterdir()), name)
+
+
+def test_little_is_left_out():
+    """What cannot be run here says so, and is little."""
+    found = [block for page in PAGES for block in blocks_of(page)]
+    marked = [f"{block.place}: {block.code}" for block in found if block.kind == "not run"]
+    unrun = [
+        f"{block.place}: {command}"
+        for block in found
+        if block.kind == "shell"
+        for command in block.commands()
+        if not is_run(command)
+    ]
+    allowed = [line for line in unrun if ": torchrun " in line or "--serve" in line]
+    assert unrun == allowed, "a command that the test does not know: run it, or say why not"
+    assert len(marked) + len(unrun) <= NOT_RUN_AT_MOST, "\n".join(marked + unrun)
+    assert sum(block.kind == "python" for block in found) >= 30
+    assert sum(len(block.commands()) for block in found if block.kind == "shell") >= 60
