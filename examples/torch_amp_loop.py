@@ -11,12 +11,12 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from tiny import STEPS, compare, make_loader, make_model, make_optimizer
-from torch import nn
+from torch import Tensor, nn
 
 import narrowgauge as ng
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, batch: object) -> float:
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, batch: object) -> Tensor:
     """The step of torch's own recipe for mixed precision, not a word changed."""
     points, labels = batch  # type: ignore[misc]
     optimizer.zero_grad()
@@ -27,13 +27,13 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.G
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     scaler.step(optimizer)
     scaler.update()
-    return loss.item()
+    return loss.detach()
 
 
 def train(scaler: torch.amp.GradScaler) -> list[float]:
     model = make_model()
     optimizer = make_optimizer(model)
-    return [step(model, optimizer, scaler, batch) for batch in make_loader(STEPS)]
+    return torch.stack([step(model, optimizer, scaler, batch) for batch in make_loader(STEPS)]).tolist()
 
 
 def poison(scaler: torch.amp.GradScaler) -> str:

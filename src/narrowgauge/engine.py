@@ -255,7 +255,7 @@ class Engine:
 
         Their mean is stepped: each was divided by ``accumulate``, and the norm and the update make up for it.
         """
-        if 0 < self._microbatches < self.accumulate and self.accord.size > 1:
+        if 0 < self._microbatches < self.accumulate and self.accord.size > 1 and not self.accord.sums_each:
             raise UsageError(
                 f"engine.flush: {self._microbatches} of {self.accumulate} microbatches are in, and their gradients "
                 "have not been summed over the ranks, which the last one's backward does; take epochs of whole updates"

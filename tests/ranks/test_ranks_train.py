@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from narrowgauge.cli import main
 from narrowgauge.optim import full_precision
 from narrowgauge.optim.sharded import is_sharded
+from narrowgauge.ranks import draw
 from narrowgauge.ranks.world import joined
 from narrowgauge.runs import checkpoint, record
 from narrowgauge.runs.life import Life, Observer
@@ -89,6 +90,20 @@ def test_from_four_ranks_to_two_and_to_one(tmp_path, recipe):
     plain = load_file(json.loads(out)["path"])
     end = checkpoint.load(checkpoint.path_of(run, 12)).weights
     assert code == 0 and all(torch.equal(plain[name], end[name]) for name in plain) and set(plain) <= set(end)
+
+
+def in_turns(folder):
+    """As on a GPU that could not hold the model: drawn by one rank after the other."""
+    os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
+    draw.is_too_large = lambda parameters, device: True
+    return cli("train", *TASK, "--steps", "4", "--recipe", "bf16", "--parallel", "fsdp", "--out", str(folder))
+
+
+def test_a_model_too_large_for_a_gpu_is_drawn_in_turns(tmp_path):
+    assert cli("train", *TASK, "--steps", "4", "--recipe", "bf16", "--out", str(tmp_path / "alone"))[0] == 0
+    (code, _, said), (other, *_) = spread(2, in_turns, tmp_path / "two", tmp_path / "run")
+    assert code == other == 0 and "drawn in the host's memory" in said
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-3)
 
 
 def test_what_is_wrong_is_said_once(tmp_path):

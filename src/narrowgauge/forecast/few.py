@@ -52,7 +52,7 @@ class Sample:
 
     def memory(self, shards: int = 1) -> Memory:
         """What a rank of ``shards`` allocates."""
-        layouts = [lay_out(traced, shards) for traced in self.traces]
+        layouts = [lay_out(traced, shards, self.parameters) for traced in self.traces]
         layout = layouts[0] if self.is_whole else _extend(layouts[0], layouts[1], self.blocks)
         if not self.is_whole:
             layout.when = self._moment(layout)

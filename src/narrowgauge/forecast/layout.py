@@ -16,6 +16,7 @@ from narrowgauge.forecast.shards import Rank
 from narrowgauge.forecast.steps import STEPS, Traced
 from narrowgauge.forecast.trace import Op
 from narrowgauge.forecast.workspaces import cublas_bytes
+from narrowgauge.ranks.spread import are_summed_each
 
 Stretch = tuple[int, str, str]
 """Step, phase and place."""
@@ -71,9 +72,13 @@ class Layout:
         return found
 
 
-def lay_out(traced: Traced, shards: int = 1) -> Layout:
-    """Lay the trace's blocks out in time; with ``shards``, as one of so many FSDP ranks would hold them."""
-    trace, lifetimes, rank = traced.trace, follow(traced.trace), Rank(traced, shards)
+def lay_out(traced: Traced, shards: int = 1, parameters: int | None = None) -> Layout:
+    """Lay the trace's blocks out in time; with ``shards``, as one of so many FSDP ranks would hold them.
+
+    ``parameters``: of the whole model, where the trace is of a few of its blocks.
+    """
+    sums_each = are_summed_each(parameters or traced.parameters, traced.gpu.memory_bytes)
+    trace, lifetimes, rank = traced.trace, follow(traced.trace), Rank(traced, shards, sums_each)
     rank.shorten(lifetimes)
     allocator, held = CachingAllocator(), Counter[str]()
     addresses: dict[int, int] = {}

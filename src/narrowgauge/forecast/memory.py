@@ -134,8 +134,8 @@ def _notes(traced: Traced, shards: int, parameters: int) -> list[str]:
         whole = 4 * parameters
         if whole > usable_bytes(traced.gpu):
             notes.append(
-                f"not counted: drawn whole on every GPU before it is sharded, the model would take {whole / 1e9:.0f} "
-                "GB there; draw it on the CPU"
+                f"before it is sharded, the model is drawn whole in the host's memory, one rank after the other: "
+                f"{whole / 1e9:.0f} GB there"
             )
     if traced.asked > 2 * STEPS:
         notes.append(f"the model asks {traced.asked // STEPS} values of the GPU in a step; each was taken as 0")

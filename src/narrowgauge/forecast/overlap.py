@@ -9,7 +9,8 @@
     copies (DDP)      compute; backward, as a block's gradients are there, order their sum; wait for all; step
 
 One collective runs at a time, in the order in which they were ordered. What computation has to wait for is exposed,
-the rest is hidden. Gradients are summed in an update's last microbatch alone.
+the rest is hidden. Gradients are summed in an update's last microbatch alone, those of large
+models in every one.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class Work:
 
     blocks: int
     microbatches: int = 1
+    sums_each: bool = False
+    """Gradients are summed in every microbatch, as a GPU could not hold them whole until the last."""
     start: float = 0.0
     """Forward before the blocks, of a microbatch."""
     forward: float = 0.0
@@ -116,11 +119,12 @@ def run_shards(work: Work) -> Timeline:
                 there = clock.order(REGATHER, cost(REGATHER, 0.0))
             clock.work(work.backward)
             clock.wait(summed)
-            if last:
+            if last or work.sums_each:
                 summed = clock.order(SCATTER, cost(SCATTER, 0.0))
         clock.work(work.end)
         clock.wait(summed)
-    clock.wait(clock.order(SCATTER_OUTSIDE, cost(SCATTER_OUTSIDE, 0.0)))
+        if last or work.sums_each:
+            clock.wait(clock.order(SCATTER_OUTSIDE, cost(SCATTER_OUTSIDE, 0.0)))
     clock.wait(clock.order(AGREE, cost(AGREE, 0.0)))
     clock.work(work.step)
     return clock

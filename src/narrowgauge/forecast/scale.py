@@ -18,7 +18,7 @@ from narrowgauge.forecast.overlap import Timeline, Work
 from narrowgauge.forecast.roofline import Cost, add_up, host_seconds, mfu_of
 from narrowgauge.forecast.shards import FP8, REDUCED_BYTES, Rank, gathered_bytes, outside_bytes
 from narrowgauge.forecast.steps import Spread, Traced
-from narrowgauge.ranks.spread import SHARDED_FROM
+from narrowgauge.ranks.spread import SHARDED_FROM, are_summed_each
 
 BUCKET_BYTES = 25 << 20
 """Gradients that DDP sums in one go (its ``bucket_cap_mb``)."""
@@ -191,6 +191,7 @@ def work_of(
     return Work(
         blocks=blocks,
         microbatches=often,
+        sums_each=sharded and are_summed_each(sample.parameters, traced.gpu.memory_bytes),
         start=spent.get("forward, before", 0.0) / often + more.get("outside", 0.0),
         forward=spent.get("forward, blocks", 0.0) / each + more.get("forward", 0.0),
         head=spent.get("forward, behind", 0.0) / often,

@@ -12,7 +12,8 @@ The trace is of one GPU; a rank of N (``ranks.spread``, FSDP2) differs in this, 
     gradients of a block  whole, in the gathered format, while it runs backward, and the block before's in FP32 on its
                           way to be summed; then N-ths, in the parameter's format
     gradients outside     whole from the moment they come until backward's end, when they are copied to FP32 and summed
-    accumulation          gradients are summed over ranks in the last microbatch alone: until then all are whole, FP32
+    accumulation          gradients are summed over ranks in the last microbatch alone: until then all are whole, FP32;
+                          of a large model (``ranks.spread.are_summed_each``) in every one
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 class Rank:
     """How one rank of ``shards`` sees the blocks of a trace; one alone sees them as they are."""
 
-    def __init__(self, traced: Traced, shards: int) -> None:
+    def __init__(self, traced: Traced, shards: int, sums_each: bool = False) -> None:
         self.traced, self.shards = traced, shards
+        self.waits = traced.accumulate > 1 and not sums_each
+        """Whether gradients wait, whole, for the last microbatch to be summed."""
         ops = traced.trace.ops
         last = {op.step: index for index, op in enumerate(ops) if op.phase == "backward"}
         self.settling = {index + 1 for index in last.values()} if shards > 1 else set()
@@ -67,7 +70,7 @@ class Rank:
             return block.bytes
         if block.is_copy:
             return block.bytes if owner.part == "outside" else 0
-        if block.role == "gradients" and self.traced.accumulate > 1:
+        if block.role == "gradients" and self.waits:
             narrow = self.traced.spread is not None and self.traced.spread.narrow
             return block.bytes * (2 if narrow else 1)  # to FP32; one block may hold the gradients of several
         if block.role == "gradients" and owner.part == "outside":

@@ -1,6 +1,7 @@
 """What an update needs of all ranks, so that each does the same.
 
-gradients   of shards are summed by FSDP, of DDP's copies by DDP, both during the last microbatch's backward alone;
+gradients   of shards are summed by FSDP, of DDP's copies by DDP, both during the last microbatch's backward alone
+            (of a large model in every one: until they are summed, a rank holds all of them, whole and in FP32);
             of other copies beside shards (norms, keepers) here, all in one buffer for each format
 the norm    the squares of every rank's part, summed over ranks in FP64: one collective of as many numbers as there
             are parameters, which also carries an inf or a NaN of any rank to all: all skip, or none
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.errors import UsageError
 from narrowgauge.optim.sharded import is_sharded
+from narrowgauge.ranks.spread import are_summed_each
 from narrowgauge.scaling.tensor import TensorScales
 
 
@@ -47,6 +49,7 @@ class Accord:
         self._apart = [p for p in named.values() if not is_sharded(p)] if sharded else []
         fsdp = (m for m in model.modules() if hasattr(m, "set_requires_gradient_sync")) if sharded else ()
         self._outermost: Any = next(iter(fsdp), None)
+        self.sums_each = bool(sharded) and _are_too_large(sharded)
         self._weights: Tensor | None = None
 
     def announce(self, last: bool) -> None:
@@ -54,7 +57,7 @@ class Accord:
         if self.copied:
             self.model.require_backward_grad_sync = last  # type: ignore[assignment]
         elif self._outermost is not None:
-            self._outermost.set_requires_gradient_sync(last)  # and it tells those inside it
+            self._outermost.set_requires_gradient_sync(last or self.sums_each)  # and it tells those inside it
 
     @torch.no_grad()
     def settle_gradients(self) -> None:
@@ -109,3 +112,12 @@ class Accord:
         mean = number.detach().float().clone()
         dist.all_reduce(mean, group=self.group)
         return mean / self.size
+
+
+def _are_too_large(sharded: list[Any]) -> bool:
+    """Whether the gradients of sharded parameters are summed in every microbatch, as a GPU cannot keep them whole."""
+    device = sharded[0].device
+    if device.type != "cuda":
+        return False
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return are_summed_each(sum(parameter.numel() for parameter in sharded), memory)

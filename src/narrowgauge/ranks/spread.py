@@ -35,6 +35,10 @@ GATHERED = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16
 """In which format the matrices of a block travel; others in their own."""
 
 
+WHOLE_GRADIENTS = 1 / 8
+"""Of a GPU's memory that gradients not yet summed over ranks may take between microbatches."""
+
+
 class Copies(DistributedDataParallel):
     """DDP whose wrapper has the model's own attributes too, as losses and samples ask for them."""
 
@@ -105,6 +109,11 @@ def replicate(model: nn.Module, recipe: str | Recipe = "fp32") -> nn.Module:
                 narrow(parameter)
     device = next(model.parameters()).device
     return Copies(model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True)
+
+
+def are_summed_each(parameters: int, memory_bytes: float) -> bool:
+    """Whether gradients are summed over ranks in every microbatch: whole and in FP32, they would take too much."""
+    return 4 * parameters > WHOLE_GRADIENTS * memory_bytes
 
 
 def inside(model: nn.Module) -> nn.Module:

@@ -23,6 +23,8 @@ from narrowgauge.errors import UsageError
 
 TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for one that is there but does not answer; that one is gone is noticed at once."""
+PATIENCE = timedelta(hours=1)
+"""The same where one rank may have long work to do while the others wait: data to encode, a model to draw."""
 _LOST = re.compile(
     r"closed by peer|reset by peer|Broken pipe|Connection refused|timed? ?out|NCCL|heartbeat|Socket|gloo|recvBytes",
     re.IGNORECASE,
@@ -140,7 +142,7 @@ def joined(device: str) -> Iterator[World]:
         store = PrefixStore(f"narrowgauge/{restarts()}", store)
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
-        host, saving = (dist.new_group(backend="gloo", timeout=TIMEOUT) for _ in range(2))
+        host, saving = (dist.new_group(backend="gloo", timeout=PATIENCE) for _ in range(2))
     try:
         with _explained():
             yield World(dist.get_rank(), size, host, saving)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from narrowgauge import random_state
 from narrowgauge.engine import Engine
@@ -27,8 +27,7 @@ from narrowgauge.gauges.examiner import Examiner
 from narrowgauge.gauges.findings import Finding
 from narrowgauge.gauges.step_rules import Step
 from narrowgauge.lagged import Readback
-from narrowgauge.ranks import replicate, shard
-from narrowgauge.ranks.spread import SHARDED_FROM
+from narrowgauge.ranks.draw import make_model
 from narrowgauge.ranks.world import ALONE, World
 from narrowgauge.runs import checkpoint, ranked, record, trackers
 from narrowgauge.runs.feed import BadData, Feed, make_batch, to_device
@@ -66,11 +65,15 @@ class Life:
 
     def __init__(self, task: Task, settings: Settings, folder: Path, observer: Observer, world: World = ALONE) -> None:
         self.task, self.settings, self.folder, self.observer, self.world = task, settings, folder, observer, world
-        random_state.seed(settings.seed)
-        with torch.device(settings.device):
-            model = task.model()
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        model = self._spread(model, parameters)
+        model = make_model(
+            task.model,
+            settings.recipe,
+            torch.device(settings.device),
+            world,
+            parallel=settings.parallel,
+            seed=settings.seed,
+            tell=observer.tell,
+        )
         self.share = Share(world.rank, world.size, settings.accumulate)
         rate = settings.learning_rate
         optimizer = task.optimizer(model, rate) if task.optimizer else make_adamw(model, rate, task.weight_decay)
@@ -99,23 +102,12 @@ class Life:
             recipe=str(self.engine.recipe),
             step=0,
             steps=settings.steps,
-            parameters=parameters,
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
             unit=task.unit,
         )
         self.saved_step = self.evaluated_step = -1
         self.resumed = False
         self.pace = Pace(task.items_per_batch * settings.accumulate)
-
-    def _spread(self, model: nn.Module, parameters: int) -> nn.Module:
-        """The model over the ranks; each draws the whole of it, alike, and then numbers of its own for dropout."""
-        if self.world.alone:
-            return model
-        random_state.seed(self.settings.seed + self.world.rank)
-        sharded = self.settings.parallel == "fsdp" or (self.settings.parallel == "auto" and parameters > SHARDED_FROM)
-        self.observer.tell(
-            f"{self.world.size} ranks, each with " + ("its shards (FSDP2)" if sharded else "a copy of the model (DDP)")
-        )
-        return shard(model, self.settings.recipe) if sharded else replicate(model, self.settings.recipe)
 
     def go_on_from(self, path: Path | None) -> None:
         """Take up a checkpoint; without one, begin again."""
