@@ -56,12 +56,13 @@ def saved(folder: Path) -> int:
 
 
 def main(kills: int, ranks: int, recipe: str, parallel: str) -> dict[str, object]:
-    steps = 40 * kills
+    steps = 60 * kills
     with tempfile.TemporaryDirectory() as room:
         options = ["--steps", str(steps), "--recipe", recipe, "--parallel", parallel]
         calm, torn = Path(room) / "calm", Path(room) / "torn"
         quiet = start(calm, ranks, 0, *options)
         assert quiet.wait(600) == 0, quiet.stderr
+        pace = list(record.read(calm))[-1]["seconds"] / steps
         process = start(torn, ranks, kills + 2, *options)
         waits, lost, done = [], 0, 0
         while done < kills and process.poll() is None:
@@ -73,7 +74,7 @@ def main(kills: int, ranks: int, recipe: str, parallel: str) -> dict[str, object
                     raise SystemExit(f"hangs after {done} kills")
             if done:
                 waits.append(time.monotonic() - begin)
-            time.sleep(random.uniform(0, 1.5))
+            time.sleep(random.uniform(0, 20 * pace))  # while the run has steps left
             alive = children(process.pid)
             if not alive:
                 continue

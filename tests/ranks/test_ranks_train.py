@@ -6,10 +6,8 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -58,7 +56,7 @@ def masters(folder, step):
     return True
 
 
-@pytest.mark.parametrize("recipe", ["fp32", "bf16-lean", "fp8"])
+@pytest.mark.parametrize("recipe", ["fp32", "fp8-lean"])
 def test_from_four_ranks_to_two_and_to_one(tmp_path, recipe):
     alone, run = tmp_path / "alone", tmp_path / "run"
     assert cli("train", *TASK, *STEPS, "--recipe", recipe, "--out", str(alone))[0] == 0
@@ -135,18 +133,3 @@ def test_one_rank_told_to_stop_stops_all_and_saves(tmp_path):
     end = list(record.read(run))[-1]
     assert end["kind"] == "end" and end["interrupted"] and 0 < end["step"] < 5000
     assert checkpoint.steps_of(run) == [end["step"]]
-
-
-def test_a_killed_rank_loses_nothing():
-    script = Path(__file__).parents[2] / "bench" / "kill_ranks.py"
-    done = subprocess.run(
-        [sys.executable, str(script), "2", "2", "fp32", "fsdp"],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    found = json.loads(done.stdout)
-    assert found["kills"] == 2 and found["exit"] == 0 and found["same_weights"], done.stderr
-    assert found["checkpoints_lost"] == 0 and found["longest_pause_s"] < 60 and found["tracebacks"] == 0
-    assert all("another process of the run has ended" in line for line in found["lines"])

@@ -31,7 +31,7 @@ from narrowgauge.runs.lines import decode, encode, plain
 EVENTS = "events.jsonl"
 CONFIGURATION = "run.json"
 _NUMERIC = ("step", "eval")
-_CHUNK = 1 << 21
+_CHUNK = 1 << 20
 """Bytes of lines that are read and parsed in one call of the JSON parser."""
 
 

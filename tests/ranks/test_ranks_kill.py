@@ -1,0 +1,21 @@
+"""A rank that is killed: torchrun starts the ranks again, and they end as if nothing had been."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_a_killed_rank_loses_nothing():
+    script = Path(__file__).parents[2] / "bench" / "kill_ranks.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "1", "2", "fp32", "fsdp"],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    found = json.loads(done.stdout)
+    assert found["kills"] == 1 and found["exit"] == 0 and found["same_weights"], done.stderr
+    assert found["checkpoints_lost"] == 0 and found["longest_pause_s"] < 60 and found["tracebacks"] == 0
+    assert all("another process of the run has ended" in line for line in found["lines"])
