@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 from narrowgauge.cli import Outcome, prose
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace) -> Outcome:
     return Outcome({"path": str(file), "step": saved.step, "checkpoint": str(path), "tensors": len(tensors)})
 
 
-def _checkpoint(folder: Path, step: int | None, tell: object) -> Path:
+def _checkpoint(folder: Path, step: int | None, tell: Callable[[str], None]) -> Path:
     from narrowgauge.runs import checkpoint
 
     if (folder / "manifest.json").is_file() and step is None:
@@ -45,6 +46,6 @@ def _checkpoint(folder: Path, step: int | None, tell: object) -> Path:
         raise UsageError(f"--step {step}: {folder} has checkpoints of steps {', '.join(map(str, steps))}")
     if step is not None:
         return checkpoint.path_of(folder, step)
-    newest = checkpoint.newest_path(folder, tell)  # type: ignore[arg-type]
+    newest = checkpoint.newest_path(folder, tell)
     assert newest is not None
     return newest

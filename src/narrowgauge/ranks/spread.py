@@ -33,8 +33,6 @@ SHARDED_FROM = 500_000_000
 """Parameters from which a model is sharded unless told otherwise: below, copies fit and cost less sending."""
 GATHERED = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
 """In which format the matrices of a block travel; others in their own."""
-
-
 WHOLE_GRADIENTS = 1 / 8
 """Of a GPU's memory that gradients not yet summed over ranks may take between microbatches."""
 

@@ -25,12 +25,8 @@ TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for one that is there but does not answer; that one is gone is noticed at once."""
 PATIENCE = timedelta(hours=1)
 """The same where one rank may have long work to do while the others wait: data to encode, a model to draw."""
-_LOST = re.compile(
-    r"closed by peer|reset by peer|Broken pipe|Connection refused|timed? ?out|NCCL|heartbeat|Socket|gloo|recvBytes",
-    re.IGNORECASE,
-)
-
-
+_LOST = re.compile(r"gloo/transport|connectFullMesh|closed by peer|reset by peer|recvBytes")
+"""How gloo says that a peer is gone, in plain RuntimeErrors; whatever else goes wrong keeps its traceback."""
 _PLACE = re.compile(r"\[\S+\.(cc|cpp|h):\d+\] ?")
 """Where in whose source an error was noticed: of no use to who trains."""
 
