@@ -1,17 +1,18 @@
 """Holds the forecast against a GPU: predicted peak memory and step time of many cases, then the same measured.
 
-usage: python bench/forecast.py [WORD...] [predict]      (the cases whose name has every WORD: gpt2-124m; fp8; eager)
-(JSON to $OUT/forecast.json where OUT is set)
+usage: python bench/forecast.py [WORD...] [--predict] [--from PREDICTED.json] [--json FILE]
+       (the cases whose name has every WORD: gpt2-124m; fp8; eager; timed, untimed)
 
-Everything is predicted before the GPU is touched. ``predict`` stops there, and needs no GPU. Memory is to be within 5%
-of ``max_memory_allocated``, time within 15% for BF16 and FP8 of the built-in models.
+Everything is predicted before the GPU is touched. ``--predict`` stops there, and needs no GPU: what it wrote by
+``--json`` is measured by ``--from``, on another machine. Memory is to be within 5% of ``max_memory_allocated``, time
+within 15% for BF16 and FP8 of the built-in models. The file is written anew after every case.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,6 +68,9 @@ class Case:
         more = f" accumulate {self.accumulate}" if self.accumulate > 1 else ""
         return f"{self.spec} {self.recipe}{size}{mode}{more}"
 
+    def has(self, words: list[str]) -> bool:
+        return all(word in [*self.name.split(), self.spec, "timed" if self.timed else "untimed"] for word in words)
+
     def task(self) -> Task:
         options = {"batch": self.batch} if self.batch else {}
         return bert(**options) if self.spec == "bert" else tasks.find(self.spec, **options)
@@ -119,8 +123,8 @@ def measure(case: Case, device: hardware.Device, row: dict[str, Any]) -> None:
         found = measure_run(
             case.task(), parse(case.recipe), device, compile=case.compile, accumulate=case.accumulate, steps=3
         )
-    except torch.OutOfMemoryError:
-        row["failure"] = "out of memory"
+    except RuntimeError as error:  # out of memory, most likely: the other cases go on
+        row["failure"] = str(error).splitlines()[0][:160]
         return
     row["measured_memory"], row["measured_ms"] = found.peak_bytes, found.step_ms
     row["memory_error"] = row["memory"] / found.peak_bytes - 1
@@ -130,21 +134,35 @@ def measure(case: Case, device: hardware.Device, row: dict[str, Any]) -> None:
     )
 
 
-def main(words: list[str], say: Callable[[str], None]) -> int:
-    only_predict = "predict" in words
-    chosen = [case for case in CASES if all(word in case.name for word in words if word != "predict")]
-    device = None if only_predict else hardware.detect()
+def main(argv: list[str], say: Callable[[str], None]) -> int:
+    parser = argparse.ArgumentParser(description="the forecast beside a GPU")
+    parser.add_argument("words", nargs="*", metavar="WORD")
+    parser.add_argument("--predict", action="store_true")
+    parser.add_argument("--from", dest="source", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args(argv)
+    chosen = [case for case in CASES if case.has(options.words)]
+    device = None if options.predict else hardware.detect()
     gpu = device.gpu if device is not None and device.gpu is not None else hardware.find_gpu("h200")
-    rows = []
+    told = json.loads(options.source.read_text())["rows"] if options.source else []
+    known = {row["case"]: row for row in told}
+    rows: list[dict[str, Any]] = []
+
+    def keep() -> None:
+        if options.json:
+            options.json.write_text(json.dumps({"gpu": gpu.name, "rows": rows}, indent=1))
+
     for case in chosen:
-        rows.append(foretell(case, gpu))
+        rows.append(known.get(case.name) or foretell(case, gpu))
         row = rows[-1]
         about = "" if row["exact"] else "about "
         say(f"predicted {case.name}: {about}{row['memory'] / 1e9:.3f} GB in {row['when']}, {row['step_ms']:.1f} ms")
+    keep()
     for case, row in zip(chosen, rows, strict=True):
         if device is None:
             break
         measure(case, device, row)
+        keep()
         gc.collect()
         torch._dynamo.reset()
         if "failure" in row:
@@ -155,8 +173,6 @@ def main(words: list[str], say: Callable[[str], None]) -> int:
             f"{row['measured_memory'] / 1e9:.3f} ({row['memory_error']:+.2%}); {row['step_ms']:.1f} ms, measured "
             f"{row['measured_ms']:.1f} ({row['time_error']:+.1%}{'' if case.timed else ', not promised'})"
         )
-    if "OUT" in os.environ:
-        (Path(os.environ["OUT"]) / "forecast.json").write_text(json.dumps({"gpu": gpu.name, "rows": rows}, indent=1))
     off = [row["case"] for row in rows if row.get("ok") is False]
     say(f"{len(off)} of {len(rows)} off: {', '.join(off)}" if off else f"{len(rows)} cases")
     return 1 if off else 0

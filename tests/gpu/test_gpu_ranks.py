@@ -11,7 +11,11 @@ from narrowgauge.models.gpt import GPT, GPTConfig
 from narrowgauge.ranks import replicate, shard
 from narrowgauge.runs.schedule import make_adamw
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream"),
+]
 WAYS = {"none": lambda model, recipe: model, "fsdp": shard, "ddp": replicate}
 RECIPES = ("fp32", "bf16", "fp16", "fp8", "bf16-lean", "fp8-lean")
 
