@@ -12,7 +12,7 @@ from narrowgauge import hardware, tasks
 from narrowgauge.errors import NarrowgaugeError, UsageError
 from narrowgauge.forecast.ceilings import COPY, PRODUCT, SQUARE, Ceilings, check_below_roof
 from narrowgauge.forecast.compare import attention_cost, fusion_savings
-from narrowgauge.forecast.measure import check_roofs, measure_calls, measure_roofs, measure_run
+from narrowgauge.forecast.measure import _indices_below, _made, check_roofs, measure_calls, measure_roofs, measure_run
 from narrowgauge.forecast.roofline import Cost, costs_of, predict
 from narrowgauge.forecast.steps import Traced, trace_steps
 from narrowgauge.forecast.study import Plan
@@ -168,6 +168,21 @@ def test_operations_can_be_done_again_by_themselves() -> None:
     assert len(seconds) > 10 and all(math.isnan(value) or value > 0 for value in seconds.values())
     product = next(cost for cost in found if cost.op.kind == "product")
     assert product.op.call is not None and seconds[product.op.call] > 0
+
+
+def test_indices_reach_the_whole_table_and_stay_within_it() -> None:
+    """Of a table read at eight rows only, a GPU's cache holds all: it would seem faster than its memory."""
+    reader = Task(
+        model=lambda: nn.Sequential(nn.Embedding(1000, 16), nn.Linear(16, 3)), name="reader",
+        batch=lambda step, split: torch.zeros(4000, dtype=torch.long),
+        loss=lambda model, ids: nn.functional.cross_entropy(model(ids), ids),
+    )  # fmt: skip
+    calls = {cost.op.name: cost.op.call for cost in costs(reader, "fp32") if cost.op.call is not None}
+    looked_up = calls["embedding"]
+    assert _indices_below(looked_up) == _indices_below(calls["embedding_dense_backward"]) == 1000
+    ids = _made(looked_up.args, cpu(), 1000)[1]
+    assert ids.unique().numel() == 1000 and ids.max() == 999
+    assert _indices_below(calls["nll_loss_forward"]) == 3
 
 
 def test_roofs_can_be_measured_and_a_run_needs_a_gpu() -> None:

@@ -113,5 +113,10 @@ def softmax_fp16(seed: int = 0) -> Task:
 
 
 def noisy(seed: int = 0) -> Task:
-    """Rates so high that roundings grow into other runs."""
-    return dataclasses.replace(healthy(seed), name="noisy", learning_rate=3e-2, steps=60)
+    """Losses 1.5% off by chance: drawn by seed and format, so that they are the same on every machine."""
+
+    def loss(model: nn.Module, pair: tuple[Tensor, Tensor]) -> Tensor:
+        generator = torch.Generator().manual_seed(2 * seed + torch.is_autocast_enabled("cpu"))
+        return _loss(model, pair) * (1 + 0.015 * torch.randn((), generator=generator))
+
+    return dataclasses.replace(healthy(seed), name="noisy", loss=loss, steps=30)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import narrowgauge as ng
-from narrowgauge.validate import pilot
+from narrowgauge.validate import curves, pilot
 
 PLANTED = Path(__file__).with_name("planted.py")
 
@@ -50,10 +50,10 @@ def test_softmax_in_fp16_diverges(tmp_path):
 
 
 def test_two_noisy_pairs_decide_nothing_and_say_how_many_would(tmp_path):
-    first = validate(tmp_path, "noisy", "bf16", seeds=2, margin=0.01)
+    first = validate(tmp_path, "noisy", "bf16", seeds=2, margin=0.02)
     needed = first.inquiries["bf16"].needed
     assert first["bf16"].verdict == "inconclusive" and 2 < needed < 100
-    second = validate(tmp_path, "noisy", "bf16", seeds=needed, margin=0.01)
+    second = validate(tmp_path, "noisy", "bf16", seeds=needed, margin=0.02)
     assert second["bf16"].verdict == "equivalent"
     assert second.describe()["losses"][:2] == first.describe()["losses"]
     assert not second.runs["fp32", 1].fresh and second.runs["fp32", 2].fresh
@@ -79,6 +79,21 @@ def test_the_length_is_chosen_once(tmp_path, monkeypatch):
     monkeypatch.setattr(pilot, "train", None)  # not timed again
     again = validate(tmp_path, "healthy", "bf16", seeds=1, budget_s=1e-3)
     assert again.question.settings["steps"] == pilot.LENGTHS[0] and not again.runs["bf16", 0].fresh
+
+
+def test_what_a_run_costs_beside_its_updates_is_counted(tmp_path):
+    assert pilot.Pilot(update_s=0.25, beside_s=5.0, evaluations=8).updates_in(0.85 * 100) == 320 - 8
+    said = []
+    found = validate(tmp_path, "healthy", "bf16", seeds=1, budget_s=600, tell=said.append)
+    assert found.question.settings["steps"] == 100 and not list(tmp_path.glob("*/checkpoints"))
+    assert 0 < found.question.update_s < 0.2 and " s beside" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("steps", "update_s", "every"), [(100, None, 25), (100, 1.0, 0), (1000, 1.0, 120), (9, 500, 1)]
+)
+def test_runs_that_take_long_write_checkpoints(steps, update_s, every):
+    assert curves._checkpoint_every(steps, update_s) == every
 
 
 def test_interrupted_it_resumes(tmp_path):

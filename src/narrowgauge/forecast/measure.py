@@ -36,6 +36,8 @@ COPIED = 1 << 30
 REPEATS = 10
 CACHED = 4
 """Bytes are held against the roof of memory only where they are so many times the L2 cache."""
+_STRIDE = 7919
+"""A prime: indices so far apart, modulo the rows of a table, come to all of them, and not in their order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +96,9 @@ def measure_calls(
         if call is None or call in found or cost.op.compiled:
             continue
         try:
-            args = _made(call.args, device)
-            kwargs = {name: _made(value, device) for name, value in call.kwargs}
+            below = _indices_below(call)
+            args = _made(call.args, device, below)
+            kwargs = {name: _made(value, device, below) for name, value in call.kwargs}
             seconds = seconds_of(lambda call=call, args=args, kwargs=kwargs: call.func(*args, **kwargs), device)  # type: ignore[misc]
         except (RuntimeError, TypeError, ValueError) as error:  # too large by itself, or not made to be called so
             tell(f"{cost.op.name}: not measured by itself ({str(error).splitlines()[0][:80]})")
@@ -115,21 +118,31 @@ def _check(cost: Cost, seconds: float, gpu: Gpu) -> None:
         check_below_roof(f"{what}, bytes", cost.bytes / seconds, gpu.bandwidth, gpu)
 
 
-def _made(nest: Any, device: Device) -> Any:
+def _indices_below(call: Call) -> int:
+    """What a call's indices must stay below. They should reach all of a table: a few rows of it would be cached."""
+    name, shapes = call.func._schema.name.rpartition("::")[2], [a.shape for a in call.args if isinstance(a, Spec)]
+    if name in ("embedding", "index_select"):
+        return int(shapes[0][call.args[1] if name == "index_select" else 0])
+    if name == "embedding_dense_backward":
+        return int(call.args[2])
+    return min((shape[-1] for shape in shapes if len(shape) > 1), default=1)  # classes, most often
+
+
+def _made(nest: Any, device: Device, below: int) -> Any:
     """Tensors of random data for specs."""
     if isinstance(nest, Spec):
-        return _tensor(nest, device.torch_device)
+        return _tensor(nest, device.torch_device, below)
     if isinstance(nest, torch.device):
         return torch.device(device.torch_device)
-    return [_made(item, device) for item in nest] if isinstance(nest, tuple) else nest
+    return [_made(item, device, below) for item in nest] if isinstance(nest, tuple) else nest
 
 
-def _tensor(spec: Spec, place: str) -> Tensor:
+def _tensor(spec: Spec, place: str, below: int) -> Tensor:
     extent = 1 + sum((size - 1) * stride for size, stride in zip(spec.shape, spec.stride, strict=True) if size)
     if spec.dtype.is_floating_point:
         flat = torch.randn(extent, device=place).mul_(0.1).to(spec.dtype)
     else:
-        flat = (torch.arange(extent, device=place) % 8).to(spec.dtype)  # indices: valid, and not all the same
+        flat = (torch.arange(extent, device=place) * _STRIDE % max(1, below)).to(spec.dtype)
     return flat.as_strided(spec.shape, spec.stride)
 
 

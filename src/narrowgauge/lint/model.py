@@ -133,7 +133,7 @@ def _dimensions(model: nn.Module, recipe: Recipe) -> Iterator[Finding]:
             f"{size:,} {kind} are not a multiple of {multiple}{_more(len(misfit.paths))}{stays}; "
             f"{share:.0%} of the weights that are multiplied"
         )
-        assumed = "" if recipe.compute == "fp8" else f" (if unaligned ones run at {UNALIGNED:g} of the rate)"
+        assumed = "" if recipe.compute == "fp8" else f" (unaligned ones run at {UNALIGNED:g} of the rate on an H200)"
         both = ", with the embedding that shares the weight" if misfit.paths[0] in tied_paths else ""
         more = best / size - 1
         fix = f"pad to {best:,}{both}: {more:.2%} more, and a predicted {gain:.0%} less time in products{assumed}"

@@ -7,11 +7,13 @@ was interrupted goes on from its last checkpoint.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
 import shutil
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -30,6 +32,10 @@ SMOOTH = 20
 """Steps over which curves are averaged before they are compared."""
 EVALUATIONS = 3
 """In a run: the best of them is compared beside the last."""
+PASSING = {"checkpoint_every": 0, "log": "none"}
+"""Settings of runs that are not kept but for their numbers."""
+_AT_RISK_S = 120.0
+"""Runs that take longer write checkpoints on the way, as often."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +51,8 @@ class Question:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """For the run: steps, learning_rate, ..."""
     store: Path = Path("validations")
+    update_s: float | None = None
+    """Seconds of an update, where they are known."""
 
     def content(self) -> dict[str, Any]:
         """Everything that numbers depend on, but for the run's own settings."""
@@ -66,6 +74,7 @@ class Run:
     norms: tuple[float, ...]
     skipped: int
     seconds: float
+    """From end to end, where it was trained now."""
     fresh: bool
     """Whether it was trained now."""
 
@@ -83,26 +92,36 @@ def make_task(question: Question, seed: int) -> Task:
 
 def run(question: Question, recipe: str, seed: int, observer: Observer | None = None) -> Run:
     """The run of a recipe and a seed: from the store, or trained now."""
-    task = make_task(question, seed)
-    every = max(1, -(-int(question.settings.get("steps") or task.steps) // EVALUATIONS))
-    settings = settle(
-        task, recipe=recipe, device=question.device.torch_device, seed=seed, eval_every=every, **question.settings
-    )
+    task = dataclasses.replace(make_task(question, seed), sample=None)
+    steps = int(question.settings.get("steps") or task.steps)
+    given = {"seed": seed, "eval_every": max(1, -(-steps // EVALUATIONS)), **question.settings, **PASSING}
+    settings = settle(task, recipe=recipe, device=question.device.torch_device, **given)
     folder = question.store / digest({**question.content(), "settings": settings.__dict__})
     done = _finished(folder)
     if done is not None:
         return done
-    going_on = record.holds_run(folder)
-    configuration = {"task": question.spec}
+    start = time.monotonic()
     result = train(
-        task, settings, folder, resume=going_on, configuration=configuration, observer=observer or Observer()
+        task,
+        dataclasses.replace(settings, checkpoint_every=_checkpoint_every(steps, question.update_s)),
+        folder,
+        resume=record.holds_run(folder),
+        configuration={"task": question.spec},
+        observer=observer or Observer(),
     )
     if result.interrupted:
         raise Interrupted
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # the numbers are what is kept
-    finished = _finished(folder, fresh=True)
+    finished = _finished(folder)
     assert finished is not None
-    return finished
+    return dataclasses.replace(finished, seconds=time.monotonic() - start, fresh=True)
+
+
+def _checkpoint_every(steps: int, update_s: float | None) -> int:
+    """Whoever interrupts a run has its state saved; these are for runs that are killed."""
+    if update_s is None:
+        return max(1, steps // 4)
+    return 0 if steps * update_s < _AT_RISK_S else max(1, round(_AT_RISK_S / update_s))
 
 
 def digest(known: Mapping[str, Any]) -> str:
@@ -110,7 +129,7 @@ def digest(known: Mapping[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(known, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
 
 
-def _finished(folder: Path, fresh: bool = False) -> Run | None:
+def _finished(folder: Path) -> Run | None:
     """A run in the store that has come to its end."""
     if not record.holds_run(folder):
         return None
@@ -128,7 +147,9 @@ def _finished(folder: Path, fresh: bool = False) -> Run | None:
     loss = float(end["loss_eval"]) if end["loss_eval"] is not None else math.nan
     whole = end["step"] >= end["steps"] and math.isfinite(loss)
     best = min([loss, *(value for value in evaluations if math.isfinite(value))]) if whole else math.nan
-    return Run(loss if whole else math.nan, best, tuple(curve), tuple(norms), end["skipped"], end["seconds"], fresh)
+    return Run(
+        loss if whole else math.nan, best, tuple(curve), tuple(norms), end["skipped"], end["seconds"], fresh=False
+    )
 
 
 def compare(reference: Sequence[Run], candidate: Sequence[Run]) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def validate(
     take, as far as ``budget_s`` seconds reach. ``steps``: updates of a run; by default the task's own number, or as
     many as the budget has room for, with a learning rate to suit. ``layers``: compare the modules of one step first.
     """
-    say = tell or (lambda line: None)
+    say, start = tell or (lambda line: None), time.monotonic()
     check(seeds, margin, budget_s)
     found = hardware.detect(device)
     recipes = {name: _recipe(name, found) for name in (reference, *candidates)}
@@ -69,14 +69,18 @@ def validate(
         store = Path(out) if out else Path(passing) if not isinstance(task, str) else cache.folder() / "validate"
         made = {"spec": _absolute(task)} if isinstance(task, str) else {"spec": "", "make": _maker(task)}
         question = Question(device=found, options=dict(options or {}), store=store, **made)
+        compared = compare_layers(question, reference, candidates, recipes, say) if layers else {}
         given = {"learning_rate": learning_rate, "watch_every": 0}
         if steps is None:
-            steps = choose_steps(question, recipes[reference], given, 1 + len(candidates), budget_s, say)
+            left = budget_s - (time.monotonic() - start)
+            steps, update_s = choose_steps(
+                question, recipes[reference], given, 1 + len(candidates), left, budget_s, say
+            )
             given["learning_rate"] = learning_rate or rate_for(make_task(question, 0), steps, say)
+            question = dataclasses.replace(question, update_s=update_s)
         question = dataclasses.replace(question, settings={"steps": steps, **given})
-        validation = Validation(question, reference, list(candidates), recipes, margin, seeds, budget_s, say)
-        if layers:
-            validation.compare_layers()
+        validation = Validation(question, reference, list(candidates), recipes, margin, seeds, budget_s, say, start)
+        validation.layers = compared
         validation.decide()
     return validation
 
@@ -109,6 +113,19 @@ def _maker(task: Task | Callable[[int], Task]) -> Callable[[int], Task]:
     return (lambda seed: task) if isinstance(task, Task) else task
 
 
+def compare_layers(
+    question: Question, reference: str, candidates: Sequence[str], recipes: Mapping[str, str], tell: Tell
+) -> dict[str, Layers]:
+    """One step of each candidate, module by module; not of one that is another task, whose modules may differ."""
+    found = {}
+    for name in candidates:
+        if "@" not in name:
+            tell(f"  {name}: one step, module by module")
+            pair = parse(recipes[name]), parse(recipes[reference])
+            found[name] = compare(make_task(question, 0), *pair, device=question.device.torch_device)
+    return found
+
+
 class Validation(Mapping[str, Verdict]):
     """The verdicts by candidate, and the runs they stand on."""
 
@@ -122,6 +139,7 @@ class Validation(Mapping[str, Verdict]):
         seeds: int | str,
         budget_s: float,
         tell: Tell,
+        start: float,
     ) -> None:
         self.question, self.reference, self.candidates, self.margin = question, reference, candidates, margin
         self.recipes, self.budget_s = recipes, budget_s
@@ -129,7 +147,7 @@ class Validation(Mapping[str, Verdict]):
         self.inquiries = {name: Inquiry(margin, fixed) for name in candidates}
         self.runs: dict[tuple[str, int], Run] = {}
         self.layers: dict[str, Layers] = {}
-        self._tell, self._start = tell, time.monotonic()
+        self._tell, self._start = tell, start
 
     def __getitem__(self, name: str) -> Verdict:
         verdict = self.inquiries[name].verdict
@@ -146,15 +164,6 @@ class Validation(Mapping[str, Verdict]):
     def good(self) -> bool:
         """Whether every candidate is shown to be as good as the reference, or better."""
         return all(verdict.is_good for verdict in self.values())
-
-    def compare_layers(self) -> None:
-        """One step of each candidate, module by module; not of one that is another task, whose modules may differ."""
-        for name in self.candidates:
-            if "@" not in name:
-                self._tell(f"  {name}: one step, module by module")
-                recipes = parse(self.recipes[name]), parse(self.recipes[self.reference])
-                device = self.question.device.torch_device
-                self.layers[name] = compare(make_task(self.question, 0), *recipes, device=device)
 
     def decide(self) -> None:
         """Train what is wanted, the candidate that wants least first."""
