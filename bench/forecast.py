@@ -34,7 +34,7 @@ MEMORY_TOLERANCE, TIME_TOLERANCE = 0.05, 0.15
 
 
 def bert(batch: int = 32, context: int = 512) -> Task:
-    """Hugging Face's BERT base on masked language modelling, dropout and all."""
+    """Hugging Face's BERT base on masked language modelling, dropout, padding and all."""
     here = Path(__file__).parent  # transformers asks for a package named kernels, and would get bench/kernels.py
     sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != here.resolve()]
     from transformers import BertConfig, BertForMaskedLM
@@ -42,12 +42,14 @@ def bert(batch: int = 32, context: int = 512) -> Task:
     def synthetic(step: int) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(step)
         ids = torch.randint(0, 30522, (batch, context), generator=generator)
-        return ids, ids.clone()
+        mask = torch.ones_like(ids)
+        mask[:, -context // 8 :] = 0
+        return ids, mask
 
     return Task(
         name="bert", model=lambda: BertForMaskedLM(BertConfig()), batch=lambda step, split: synthetic(step),
-        loss=lambda model, ids: model(input_ids=ids[0], labels=ids[1]).loss, synthetic=synthetic,
-        items_per_batch=batch * context, unit="token",
+        loss=lambda model, both: model(input_ids=both[0], attention_mask=both[1], labels=both[0]).loss,
+        synthetic=synthetic, items_per_batch=batch * context, unit="token",
     )  # fmt: skip
 
 

@@ -71,17 +71,20 @@ def test_nobody_waits(recipe):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize(("recipe", "most"), [("bf16-lean", 6.15), ("fp8-lean[products=all]", 7.2)])
+def requested():
+    """Bytes that tensors have: the allocator's blocks are larger, by how much depends on what came before."""
+    return torch.cuda.memory_stats()["requested_bytes.all.current"]
+
+
+@pytest.mark.parametrize(("recipe", "most"), [("bf16-lean", 6.08), ("fp8-lean[products=all]", 7.1)])
 def test_what_stays_between_steps(recipe, most):
     """2 + 2 bytes of weight, 2 and 1/16 of moments, and in FP8 one copy of a byte: gate and up have no stacked copy."""
     gc.collect()
-    torch.ones(64, 64, device="cuda", dtype=torch.bfloat16).square().matmul(
-        torch.ones(64, 64, device="cuda").bfloat16()
-    )
-    torch.cuda.empty_cache()  # what is left is cuBLAS's workspace, which is not the engine's
-    start = torch.cuda.memory_allocated()
+    torch._C._cuda_clearCublasWorkspaces()
+    start = requested()
     engine = make(recipe, layers=12, width=2048, hidden=5632, vocab=8192)
     run(engine, 2)
     count = sum(p.numel() for p in engine.model.parameters())
-    held = (torch.cuda.memory_allocated() - start) / count
+    torch._C._cuda_clearCublasWorkspaces()
+    held = (requested() - start) / count
     assert held < most

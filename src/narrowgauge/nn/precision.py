@@ -112,6 +112,7 @@ def explain_attention(error: RuntimeError, recipe: Recipe) -> UsageError | None:
         return None
     allowed = " or ".join(FUSED) if recipe.attention == "auto" else recipe.attention
     return UsageError(
-        f"recipe {recipe}: attention cannot run by {allowed} for the shapes, types or mask it was given; "
-        "mend those, or allow any backend with attention=any"
+        f"recipe {recipe}: attention cannot run by {allowed} for the shapes, types or mask it was given; mend those (a "
+        "mask must not be expanded along its last dimension, as that of a compiled Hugging Face encoder without "
+        "attention_mask is), or allow any backend with attention=any"
     )
