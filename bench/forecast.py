@@ -33,23 +33,51 @@ from narrowgauge.task import Task
 MEMORY_TOLERANCE, TIME_TOLERANCE = 0.05, 0.15
 
 
-def bert(batch: int = 32, context: int = 512) -> Task:
-    """Hugging Face's BERT base on masked language modelling, dropout, padding and all."""
+def bert() -> Any:
+    from transformers import BertConfig, BertForMaskedLM
+
+    return BertForMaskedLM(BertConfig())
+
+
+def gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(use_cache=False))
+
+
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16}
+    return LlamaForCausalLM(LlamaConfig(use_cache=False, **sizes))
+
+
+HUGGING_FACE = {
+    "bert": (bert, 32, 512, 30522),
+    "hf-gpt2": (gpt2, 16, 1024, 50257),
+    "hf-llama": (llama, 16, 1024, 32000),
+}
+"""Makers, batches, contexts and vocabularies."""
+
+
+def hugging_face(name: str, batch: int | None = None) -> Task:
+    """A model of Hugging Face's on language modelling, dropout, padding and all, by its own loss."""
     here = Path(__file__).parent  # transformers asks for a package named kernels, and would get bench/kernels.py
     sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != here.resolve()]
-    from transformers import BertConfig, BertForMaskedLM
+    make, usual, context, words = HUGGING_FACE[name]
+    rows = batch or usual
 
     def synthetic(step: int) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(step)
-        ids = torch.randint(0, 30522, (batch, context), generator=generator)
+        ids = torch.randint(0, words, (rows, context), generator=generator)
         mask = torch.ones_like(ids)
         mask[:, -context // 8 :] = 0
         return ids, mask
 
     return Task(
-        name="bert", model=lambda: BertForMaskedLM(BertConfig()), batch=lambda step, split: synthetic(step),
+        name=name, model=make, batch=lambda step, split: synthetic(step), synthetic=synthetic,
         loss=lambda model, both: model(input_ids=both[0], attention_mask=both[1], labels=both[0]).loss,
-        synthetic=synthetic, items_per_batch=batch * context, unit="token",
+        items_per_batch=rows * context, unit="token",
     )  # fmt: skip
 
 
@@ -75,7 +103,7 @@ class Case:
 
     def task(self) -> Task:
         options = {"batch": self.batch} if self.batch else {}
-        return bert(**options) if self.spec == "bert" else tasks.find(self.spec, **options)
+        return hugging_face(self.spec, **options) if self.spec in HUGGING_FACE else tasks.find(self.spec, **options)
 
 
 CASES = [
@@ -107,6 +135,14 @@ CASES = [
     Case("bert", "bf16"),
     Case("bert", "fp8", compile=False),
     Case("bert", "bf16[checkpoint=full]", compile=False),
+    Case("bert", "fp32"),
+    Case("bert", "fp16"),
+    Case("hf-gpt2", "bf16", compile=False),
+    Case("hf-gpt2", "bf16"),
+    Case("hf-gpt2", "fp32"),
+    Case("hf-llama", "bf16", compile=False),
+    Case("hf-llama", "bf16"),
+    Case("hf-llama", "fp8", compile=False),
 ]
 
 

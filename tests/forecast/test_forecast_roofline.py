@@ -153,6 +153,18 @@ def test_a_measurement_above_its_roof_is_an_error() -> None:
         check_roofs({"copy": 4e12, "fp8": 2.1e15}, H200)
 
 
+def test_rows_off_the_multiple_cost_six_times_as_much_uncompiled_and_a_copy_compiled() -> None:
+    def head(words: int, compile: bool) -> float:
+        task = Task(
+            model=lambda: nn.Linear(1024, words, bias=False), name="head", items_per_batch=8192,
+            batch=lambda step, split: torch.zeros(8192, 1024), loss=lambda model, x: model(x).float().square().mean(),
+        )  # fmt: skip
+        return predict(traced(task, "bf16", compile=compile), Ceilings(H200)).by_kind["product"]
+
+    assert 5 < head(8191, False) / head(8192, False) < 7
+    assert 1.02 < head(8191, True) / head(8192, True) < 3
+
+
 def cpu() -> Device:
     return Device(kind="cpu", name="some CPU", torch_device="cpu", capability=None, memory_bytes=None, native=("fp32",),
                   gpu=None, features=())  # fmt: skip

@@ -75,3 +75,14 @@ def correct_bytes(op: Op) -> None:
             kept.append(piece)
         seen.add((piece.block, piece.bytes))
     op.reads = kept
+
+
+def padded_bytes(op: Op) -> int:
+    """Copies that torch.compile makes of a 16-bit product's operands where their rows do not begin on 16 bytes."""
+    total = 0
+    for piece in op.reads:
+        multiple = 16 // piece.dtype.itemsize
+        if piece.dtype.itemsize == 2 and len(piece.shape) > 1 and any(size % multiple for size in piece.shape[-2:]):
+            rows, columns = (-(-size // multiple) * multiple for size in piece.shape[-2:])
+            total += prod(piece.shape[:-2]) * rows * columns * piece.dtype.itemsize
+    return total

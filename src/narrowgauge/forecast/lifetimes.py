@@ -4,12 +4,15 @@ As it ran, with one correction: where gradients of a tensor meet, autograd adds 
 not while somebody watches, as the recorder does.
 
 torch.compile fuses what lies between products (products, convolutions, attention: what it does not write itself) into
-few kernels, and plans which tensors to keep. Of its plan three habits are followed:
+few kernels, and plans which tensors to keep. Of its plan these habits are followed:
 
+    merged       the same operation on the same tensors is done once: the casts of one input to query, key and value
     dropped      what one fused kernel writes and only the same kernel reads is never in memory
     made again   what backward's fused kernels need is not kept where it follows from something smaller that is there:
                  a log-softmax from its logits. What backward's *products* read is kept, as in eager mode
     reused       a fused kernel writes over an input that nobody needs any more: logits become their gradient
+    zeros        what a model returns beside its loss gets a gradient of zeros, which stays until backward is over
+    padded       a 16-bit product's operands are copied where rows do not begin on 16 bytes (in ``Op.workspace``)
 
 It follows no scheduler, so figures of compiled models are estimates: see docs/forecast.md for how good they were.
 """
@@ -17,8 +20,10 @@ It follows no scheduler, so figures of compiled models are estimates: see docs/f
 from __future__ import annotations
 
 import bisect
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from narrowgauge.forecast.trace import Op, Trace
 
@@ -85,8 +90,9 @@ def _plan(found: Lifetimes) -> None:
     for index, op in enumerate(ops):
         for piece in op.reads:
             readers.setdefault(piece.block, []).append(index)
+    _merge(found, readers)
     walls = [index for index, op in enumerate(ops) if not _is_fused(op) and op.kind != "view"]
-    ends = [block for block, end in found.died.items() if end >= 0 and block in readers]
+    ends = [b for b, end in found.died.items() if end >= 0 and b in readers and b not in found.dropped]
     fused = [block for block in ends if _is_fused(ops[found.born[block]])]
     for block in fused:
         _make_again(found, block, readers[block])
@@ -102,6 +108,40 @@ def _plan(found: Lifetimes) -> None:
             for piece in op.writes:
                 if found.born.get(piece.block) == index and piece.block not in found.dropped:
                     _reuse(found, index, piece.block, _sources(found, index), around)
+    _add_zeros(found)
+
+
+def _merge(found: Lifetimes, readers: dict[int, list[int]]) -> None:
+    ops = found.trace.ops
+    writes = Counter(piece.block for op in ops for piece in op.writes)
+    known: dict[Any, int] = {}
+    same: dict[int, int] = {}
+    for index, op in enumerate(ops):
+        if not _is_fused(op) or op.phase != "forward" or len(op.writes) != 1 or op.call is None or _is_random(op):
+            continue
+        block = op.writes[0].block
+        if found.born.get(block) != index or writes[block] > 1 or found.trace.blocks[block].role != "activations":
+            continue
+        first = known.setdefault((op.step, op.call, *(same.get(p.block, p.block) for p in op.reads)), block)
+        if first != block and found.died[first] >= 0 and found.died[block] >= 0:
+            same[block] = first
+            found.dropped.add(block)
+            readers[first] = sorted(readers.get(first, []) + readers.pop(block, []))
+            found.died[first] = max(found.died[first], found.died[block])
+
+
+def _add_zeros(found: Lifetimes) -> None:
+    """For autograd hands compiled code a gradient of every output."""
+    ops = found.trace.ops
+    for place, block in found.trace.returned:
+        start = next((i for i in range(place, len(ops)) if ops[i].phase == "backward"), len(ops))
+        end = next((i for i in range(start, len(ops)) if ops[i].phase != "backward"), len(ops))
+        if start < end:
+            found.born[block], found.died[block] = start, end - 1
+
+
+def _is_random(op: Op) -> bool:
+    return any(word in op.name for word in ("dropout", "rand", "bernoulli"))
 
 
 def _walls_between(walls: list[int], start: int, end: int) -> int:
@@ -130,8 +170,12 @@ def _make_again(found: Lifetimes, block: int, readers: list[int]) -> None:
     ops, blocks = found.trace.ops, found.trace.blocks
     start = found.born[block]
     later = [index for index in readers if ops[index].phase == "backward"]
-    random = "dropout" in ops[start].name or "rand" in ops[start].name or "bernoulli" in ops[start].name
-    if random or ops[start].phase != "forward" or not later or not all(_is_fused(ops[index]) for index in later):
+    if (
+        _is_random(ops[start])
+        or ops[start].phase != "forward"
+        or not later
+        or not all(_is_fused(ops[index]) for index in later)
+    ):
         return
     large = [source for source in _origins(found, start) if blocks[source].bytes * 64 > blocks[block].bytes]
     if len(large) != 1 or blocks[large[0]].bytes > blocks[block].bytes or blocks[large[0]].role != "activations":

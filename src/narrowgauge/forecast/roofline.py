@@ -14,9 +14,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from narrowgauge.forecast.ceilings import HOST_S, LAUNCH_S, Ceilings
+from narrowgauge.forecast.flops import padded_bytes
 from narrowgauge.forecast.lifetimes import Lifetimes, follow
 from narrowgauge.forecast.steps import STEPS, Traced
-from narrowgauge.forecast.trace import Op
+from narrowgauge.forecast.trace import Op, Spec
+from narrowgauge.lint.padding import UNALIGNED
 
 TILE = 128
 """Rows and columns of a product's tile, about."""
@@ -143,13 +145,16 @@ def _cost(op: Op, ceilings: Ceilings, lifetimes: Lifetimes, tf32: bool) -> Cost 
     compute_s = 0.0
     format = "tf32" if tf32 and op.format == "fp32" else op.format
     if op.kind in ("product", "convolution"):
-        compute_s = op.flops / (ceilings.product(format) * _filled(op, ceilings.gpu.sms))
+        rate = ceilings.product(format) * _filled(op, ceilings.gpu.sms)
+        compute_s = op.flops / (rate if op.compiled or _is_aligned(op) else rate * UNALIGNED)
     elif op.kind == "attention" and op.reads:
         backend = next((name for name in ("cudnn", "flash") if name in op.name), "efficient")
         compute_s = op.flops / ceilings.attention(backend, format, op.reads[0].shape[-1])
     launched = not op.compiled or any(piece.block not in lifetimes.dropped for piece in op.writes)
     seconds = max(compute_s, memory_s, LAUNCH_S if launched else 0.0)
     bound = "compute" if seconds == compute_s else "memory" if seconds == memory_s else "launch"
+    if op.compiled and op.kind == "product":
+        seconds += 2 * padded_bytes(op) / ceilings.memory("copy")
     return Cost(op=op, bytes=moved, seconds=seconds, bound=bound, launched=launched)
 
 
@@ -163,6 +168,14 @@ def _filled(op: Op, processors: int) -> float:
     summed = op.flops / (2 * math.prod(result)) if math.prod(result) else 0.0
     pieces = range(1, 2 + min(15, int(summed // SPLIT)))
     return max(tiles * count / processors / math.ceil(tiles * count / processors) for count in pieces)
+
+
+def _is_aligned(op: Op) -> bool:
+    """Whether the rows of a product in 16 bits begin on 16 bytes, as its fast kernels want."""
+    if op.kind != "product" or op.call is None or not op.writes or op.writes[-1].dtype.itemsize != 2:
+        return True
+    operands = [arg for arg in op.call.args if isinstance(arg, Spec) and len(arg.shape) > 1]
+    return not any(row % 8 for row in (op.writes[-1].shape[-1], *(max(one.stride[-2:]) for one in operands)))
 
 
 def host_seconds(costs: Iterable[tuple[Cost, float]]) -> float:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from narrowgauge.forecast import flops
 
@@ -123,6 +124,8 @@ class Trace:
     blocks: list[Block] = field(default_factory=list)
     events: list[tuple[int, int]] = field(default_factory=list)
     """(operation, block + 1) for an allocation, (operation, -(block + 1)) for the end of one, in order."""
+    returned: list[tuple[int, int]] = field(default_factory=list)
+    """(operation, block): where a compiled model returned something beside its loss, and a gradient of it."""
 
     def of_step(self, step: int) -> list[Op]:
         """The operations of a step that cost time."""
@@ -166,11 +169,23 @@ class Recorder(TorchDispatchMode):
         def run(*args: Any, **kwargs: Any) -> Any:
             before, self.compiling = self.compiling, True
             try:
-                return function(*args, **kwargs)
+                result = function(*args, **kwargs)
             finally:
                 self.compiling = before
+            if not before:
+                self._return(result)
+            return result
 
         return run
+
+    def _return(self, result: Any) -> None:
+        given = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if any(tensor.numel() == 1 for tensor in given):
+            for tensor in given:
+                known = self._live.get(tensor.untyped_storage()._cdata)
+                if tensor.numel() > 1 and known is not None:
+                    self.trace.returned.append((len(self.trace.ops) - 1, len(self.trace.blocks)))
+                    self.trace.blocks.append(Block(tensor.numel() * tensor.element_size(), len(self.trace.ops)))
 
     def mark(self, tensor: Tensor | None, role: str, owner: Owner | None = None, is_copy: bool = False) -> None:
         """Say what a tensor's memory is for, and to which parameter it belongs."""
@@ -196,7 +211,7 @@ class Recorder(TorchDispatchMode):
 
     def close(self) -> Trace:
         """The trace as it is now: what ends later is no part of it."""
-        done, self.trace = self.trace, Trace(self.trace.ops, self.trace.blocks, [])
+        done, self.trace = self.trace, Trace(self.trace.ops, self.trace.blocks, [], self.trace.returned)
         return done
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -235,6 +250,8 @@ class Recorder(TorchDispatchMode):
             op.call = Call(func, _specs(args), tuple((key, _specs(value)) for key, value in kwargs.items()))
             flops.correct_bytes(op)
             op.workspace = self._workspace(name, op.reads, op.writes)
+            if compiled and op.kind == "product":
+                op.workspace += flops.padded_bytes(op)
         self.trace.ops.append(op)
         return result
 
