@@ -82,6 +82,12 @@ def test_every_chart_has_its_data(page: Page, full_page: Path) -> None:
     assert page.run("return document.querySelectorAll('#chart-roofline [data-layer]').length") == 3
 
 
+def test_layers_measured_by_themselves_stand_beside_their_prediction(page: Page, tmp_path: Path) -> None:
+    page.open(write([Path("bench/results/h200-roofline-gpt2-124m.json")], tmp_path / "report.html"))
+    page.run("document.querySelector('#chart-roofline .dot').dispatchEvent(new PointerEvent('pointerenter'))")
+    assert "ms predicted" in page.text("#chart-roofline") and "measured by itself" in page.text("#chart-roofline")
+
+
 def test_no_request_leaves_the_page(page: Page, full_page: Path) -> None:
     page.open(full_page)
     page.click("#tab-gpu-3")

@@ -226,7 +226,7 @@ def _forecasts(recipes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _layers_of(layer: Mapping[str, Any], recipe: str) -> list[dict[str, Any]]:
     """A layer, once for each recipe that its time is known for."""
-    numbers = {key: number_of(layer.get(key)) for key in ("flops", "bytes", "intensity", "saved_ms")}
+    numbers = {key: number_of(layer.get(key)) for key in ("flops", "bytes", "intensity", "saved_ms", "measured_ms")}
     if numbers["intensity"] is None and numbers["flops"] and numbers["bytes"]:
         numbers["intensity"] = short(numbers["flops"] / numbers["bytes"])
     name = _text(layer.get("name") or layer.get("module") or layer.get("path"))

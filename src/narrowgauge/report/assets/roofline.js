@@ -19,7 +19,7 @@ function placed(layer, gpu, format) {
   return { ...layer, rate, bound, name: about ? `${layer.name} (${about})` : layer.name };
 }
 
-// layers: {name, intensity, flops, bytes, ms, format, bound, kind, phase}
+// layers: {name, intensity, flops, bytes, ms, measured_ms, format, bound, kind, phase}
 function rooflineChart(id, gpu, layers, format) {
   const label = `Roofline of ${gpu.name} with ${layers.length} layers`;
   const plot = el("div", {
@@ -125,6 +125,8 @@ function rooflineChart(id, gpu, layers, format) {
       ` ${number(point.intensity, 3)} FLOP/byte, ${large(point.flops, "FLOP")}: at most `,
       el("b", {}, large(point.rate, "FLOP/s")),
       `, bound by ${point.bound}`,
+      point.ms ? `; ${number(point.ms, 3)} ms predicted` : "",
+      point.measured_ms ? `, ${number(point.measured_ms, 3)} measured by itself` : "",
     );
     if (changed) plot.refresh();
   }
@@ -151,6 +153,9 @@ function rooflineChart(id, gpu, layers, format) {
           ),
       )
     : null;
+  const timed = all.some((point) => point.measured_ms);
+  const columns = ["layer", "FLOP", "bytes", "FLOP/byte", "bound by", "FLOP/s at most"];
+  if (timed) columns.push("ms", "measured by itself");
   const rows = all.map((point) => [
     point.name,
     large(point.flops),
@@ -158,6 +163,7 @@ function rooflineChart(id, gpu, layers, format) {
     number(point.intensity, 3),
     point.bound,
     large(point.rate),
+    ...(timed ? [number(point.ms, 3), number(point.measured_ms, 3)] : []),
   ]);
   const peaks = formats.map((name) => [
     name,
@@ -171,7 +177,7 @@ function rooflineChart(id, gpu, layers, format) {
     key,
     readout,
     points.length
-      ? asTable(label, () => ({ columns: ["layer", "FLOP", "bytes", "FLOP/byte", "bound by", "FLOP/s at most"], rows }))
+      ? asTable(label, () => ({ columns, rows }))
       : asTable(label, () => ({ columns: ["format", "peak", "ridge, FLOP/byte"], rows: peaks })),
   );
 }
