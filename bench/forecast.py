@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hf_tasks
 import torch
 
 from narrowgauge import hardware, tasks
@@ -33,52 +34,7 @@ from narrowgauge.task import Task
 MEMORY_TOLERANCE, TIME_TOLERANCE = 0.05, 0.15
 
 
-def bert() -> Any:
-    from transformers import BertConfig, BertForMaskedLM
-
-    return BertForMaskedLM(BertConfig())
-
-
-def gpt2() -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(GPT2Config(use_cache=False))
-
-
-def llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16}
-    return LlamaForCausalLM(LlamaConfig(use_cache=False, **sizes))
-
-
-HUGGING_FACE = {
-    "bert": (bert, 32, 512, 30522),
-    "hf-gpt2": (gpt2, 16, 1024, 50257),
-    "hf-llama": (llama, 16, 1024, 32000),
-}
-"""Makers, batches, contexts and vocabularies."""
-
-
-def hugging_face(name: str, batch: int | None = None) -> Task:
-    """A model of Hugging Face's on language modelling, dropout, padding and all, by its own loss."""
-    here = Path(__file__).parent  # transformers asks for a package named kernels, and would get bench/kernels.py
-    sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != here.resolve()]
-    make, usual, context, words = HUGGING_FACE[name]
-    rows = batch or usual
-
-    def synthetic(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        generator = torch.Generator().manual_seed(step)
-        ids = torch.randint(0, words, (rows, context), generator=generator)
-        mask = torch.ones_like(ids)
-        mask[:, -context // 8 :] = 0
-        return ids, mask
-
-    return Task(
-        name=name, model=make, batch=lambda step, split: synthetic(step), synthetic=synthetic,
-        loss=lambda model, both: model(input_ids=both[0], attention_mask=both[1], labels=both[0]).loss,
-        items_per_batch=rows * context, unit="token",
-    )  # fmt: skip
+HUGGING_FACE = {"bert": hf_tasks.bert, "hf-gpt2": hf_tasks.gpt2, "hf-llama": hf_tasks.llama}
 
 
 @dataclass(frozen=True)
@@ -103,7 +59,8 @@ class Case:
 
     def task(self) -> Task:
         options = {"batch": self.batch} if self.batch else {}
-        return hugging_face(self.spec, **options) if self.spec in HUGGING_FACE else tasks.find(self.spec, **options)
+        own = HUGGING_FACE.get(self.spec)
+        return own(**options) if own is not None else tasks.find(self.spec, **options)
 
 
 CASES = [

@@ -193,3 +193,22 @@ def test_what_a_layer_gives_may_be_changed_in_place(rows):
         grads.append([parameter.grad for parameter in one.parameters()])
     for mine, theirs in zip(*grads, strict=True):
         assert torch.equal(mine, theirs) and mine.any()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")
+def test_torch_compile_sees_converted_layers_as_one_graph():
+    """Traced bare: the modes of the CPU's emulation, which are not there on a GPU, keep torch.compile away."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 32, bias=False))
+    engine = Engine(model, torch.optim.AdamW(model.parameters()), "fp8[products=all]")
+    x = torch.randn(32, 64)
+    with engine.forward():
+        loss = model(x).square().mean()
+    engine.backward(loss)
+    engine.step()
+    torch._dynamo.reset()
+    wanted = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    found = torch.autograd.grad(compiled(x).square().mean(), list(model.parameters()))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)

@@ -124,7 +124,7 @@ def _notes(traced: Traced, shards: int, parameters: int) -> list[str]:
     if traced.compiled and _matters(traced):
         notes.append(
             "compiled: torch.compile plans memory itself, so this is an estimate; it was within 1% of five measured "
-            "GPTs, but 11% too low for a BERT: 5% is not promised"
+            "GPTs, but 11% below a BERT until that was looked at: 5% is not promised"
         )
     if shards > 1:
         notes.append(

@@ -87,7 +87,7 @@ class _Linear(torch.autograd.Function):
             dweight = backward_weight(operand, source, plan.choice, plan.weight.gradient_dtype)
             dweight = dweight.t() if plan.turned else dweight
         if needs_bias:
-            dbias = grad.float().sum(0).to(ctx.kinds[1])
+            dbias = grad.sum(0, dtype=torch.float32).to(ctx.kinds[1])
         return dx, dweight, dbias, None, None
 
 

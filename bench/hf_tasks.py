@@ -1,0 +1,66 @@
+"""Models of Hugging Face's as tasks, with random weights and tokens, padding, dropout and their own loss.
+
+usage: narrowgauge bench bench/hf_tasks.py:llama_1b --recipes bf16,fp8 --peers torch,torchao
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from narrowgauge.task import Task
+
+
+def bert(batch: int = 32) -> Task:
+    """BERT base."""
+    return _task("bert", lambda t: t.BertForMaskedLM(t.BertConfig()), batch, 512, 30522)
+
+
+def gpt2(batch: int = 16) -> Task:
+    """GPT-2 124M, with its 50,257 words."""
+    return _task("hf-gpt2", lambda t: t.GPT2LMHeadModel(t.GPT2Config(use_cache=False)), batch, 1024, 50257)
+
+
+def llama(batch: int = 16) -> Task:
+    """A Llama of 12 layers, 1,024 wide."""
+    return _task("hf-llama", lambda t: t.LlamaForCausalLM(_llama(t, 1024, 2816, 12, 16)), batch, 1024, 32000)
+
+
+def llama_1b(batch: int = 8) -> Task:
+    """A Llama of 16 layers, 2,048 wide."""
+    return _task("hf-llama-1b", lambda t: t.LlamaForCausalLM(_llama(t, 2048, 5632, 16, 16)), batch, 2048, 32000)
+
+
+def _llama(transformers: Any, width: int, hidden: int, layers: int, heads: int) -> Any:
+    return transformers.LlamaConfig(
+        hidden_size=width, intermediate_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
+        use_cache=False,
+    )  # fmt: skip
+
+
+def _task(name: str, make: Callable[[Any], Any], batch: int, context: int, words: int) -> Task:
+    here = Path(
+        __file__
+    ).parent.resolve()  # transformers asks for a package named kernels, and would get bench/kernels.py
+    sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != here]
+
+    def model() -> Any:
+        import transformers
+
+        return make(transformers)
+
+    def synthetic(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.randint(0, words, (batch, context), generator=torch.Generator().manual_seed(step))
+        mask = torch.ones_like(ids)
+        mask[:, -context // 8 :] = 0
+        return ids, mask
+
+    return Task(
+        name=name, model=model, batch=lambda step, split: synthetic(step), synthetic=synthetic,
+        loss=lambda model, both: model(input_ids=both[0], attention_mask=both[1], labels=both[0]).loss,
+        items_per_batch=batch * context, unit="token",
+    )  # fmt: skip
