@@ -7,7 +7,8 @@ from torch import nn
 
 from narrowgauge import Engine
 from narrowgauge.nn.convert import convert
-from narrowgauge.nn.gemm import GemmChoice
+from narrowgauge.nn.gemm import Caster, GemmChoice
+from narrowgauge.nn.linear import LinearPlan
 
 
 def mlp(inputs=32, hidden=48, outputs=16, bias=True):
@@ -212,3 +213,69 @@ def test_torch_compile_sees_converted_layers_as_one_graph():
     found = torch.autograd.grad(compiled(x).square().mean(), list(model.parameters()))
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(32, 48, bias=False) for _ in range(3))
+
+    def forward(self, x, memory=None, shift=False):
+        q = self.q_proj(x)
+        if shift:
+            x.data.mul_(2)  # past autograd, though not past the tensor's version
+            x.detach().add_(0)
+        other = x if memory is None else memory
+        return q * self.k_proj(other) * self.v_proj(other)
+
+
+def counted(monkeypatch):
+    casts = []
+    plain = Caster.cast
+    monkeypatch.setattr(Caster, "cast", lambda self, x, site, t: casts.append(site) or plain(self, x, site, t))
+    return casts
+
+
+def test_one_input_of_several_layers_is_cast_once(monkeypatch):
+    torch.manual_seed(0)
+    model = Attention()
+    report, casts = convert(model, "fp8[products=all]"), counted(monkeypatch)
+    assert [name for name in report.scales.sites if name.endswith(".input")] == ["q_proj.input"]
+    x = torch.randn(16, 32)
+    out = model(x)
+    assert len(casts) == 1
+    alone = nn.ModuleList(model.children())  # the same weights and sites, but each with an input of its own
+    wanted = alone[0](x.clone()) * alone[1](x.clone()) * alone[2](x.clone())
+    assert len(casts) == 4 and torch.equal(out, wanted)
+    model(x, memory=torch.randn(16, 32))
+    assert len(casts) == 6, "query reads another input than key and value"
+    model(x)
+    (slot,) = {linear_plan(layer).slot for layer in model.children()}
+    assert slot.x is None, "nothing is held behind the last reader"
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")
+def test_a_graph_casts_one_input_of_several_layers_once():
+    torch.manual_seed(0)
+    model, x, graphs = Attention(), torch.randn(16, 32), []
+    report = convert(model, "fp8[products=all]")
+    model(x).sum().backward()
+    report.scales.update()
+    wanted = model(x)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph.forward, fullgraph=True)
+    assert torch.equal(compiled(x), wanted) and torch.equal(compiled(x), wanted)
+    casts = [node for node in graphs[0].graph.nodes if "narrowgauge.cast" in str(node.target)]
+    assert len(graphs) == 1 and len(casts) == 1, "weights are cast in the bodies of the layers"
+
+
+def test_an_input_changed_in_place_between_its_readers_is_cast_again(monkeypatch):
+    model = Attention()
+    convert(model, "fp8[products=all]")
+    casts, x = counted(monkeypatch), torch.randn(16, 32)
+    model(x, shift=True)
+    assert len(casts) == 2
+
+
+def linear_plan(layer):
+    return next(cell.cell_contents for cell in layer.forward.__closure__ if isinstance(cell.cell_contents, LinearPlan))

@@ -31,6 +31,12 @@ from narrowgauge.nn.overrides import override
 from narrowgauge.recipe import Recipe, parse
 from narrowgauge.scaling.tensor import Site, TensorScales
 
+TOGETHER = (
+    {"q_proj", "k_proj", "v_proj"}, {"query", "key", "value"}, {"q_lin", "k_lin", "v_lin"}, {"to_q", "to_k", "to_v"},
+    {"wq", "wk", "wv"}, {"q", "k", "v"}, {"gate_proj", "up_proj"}, {"w1", "w3"}, {"wi_0", "wi_1"},
+)  # fmt: skip
+"""Names of layers, beside each other in a model, that read one input, as attention and gated perceptrons are written.
+Where they are given different ones all the same, each is cast, by a scale for the largest."""
 ROWS = 16384
 """How many tokens a step is taken to have where nobody says: the choice changes little with it."""
 
@@ -89,7 +95,8 @@ def convert(
     if recipe.compute not in ("fp8", "bf16"):
         return Conversion()
     plans = list(_survey(model, recipe, device, rows))
-    sites = {name: dtype for layer in plans if "fp8" in layer.choice for name, dtype in _sites(layer)}
+    leaders = _leaders(plans)
+    sites = {name: dtype for layer in plans if "fp8" in layer.choice for name, dtype in _sites(layer, leaders)}
     scales = None
     if sites:
         scales = TensorScales(
@@ -103,12 +110,15 @@ def convert(
     result = Conversion(plans, scales)
     by_path = {layer.path: layer for layer in plans}
     block_plans: dict[nn.Module, blocks.BlockPlan] = {}
+    slot = linear.Slot()
     for path, module in model.named_modules():
         if is_block(module) and by_path[f"{path}.qkv"].part_of == "block":
             block_plans[module] = _swap_block(module, path, by_path, scales, recipe, compile)
             result.blocks.append(path)
         elif path in by_path and by_path[path].part_of == "linear":
-            _swap_linear(module, by_path[path], scales, recipe)
+            leader = leaders.get(path, path)
+            readers = max(1, sum(one == leader for one in leaders.values()))
+            _swap_linear(module, by_path[path], scales, recipe, f"{leader}.input", slot, readers)
     if "lm_head" in by_path and by_path["lm_head"].part_of == "head":
         end = by_path["lm_head"]
         site = scales.sites.get("lm_head.weight") if scales is not None else None
@@ -120,10 +130,23 @@ def convert(
     return result
 
 
-def _sites(layer: Layer) -> Iterator[tuple[str, torch.dtype]]:
+def _leaders(layers: list[Layer]) -> dict[str, str]:
+    """Of layers that are given the same input by their names: the first of them, whose site and cast serve all."""
+    found: dict[str, str] = {}
+    first: dict[tuple[str, int, int], str] = {}
+    for layer in layers:
+        parent, _, name = layer.path.rpartition(".")
+        group = next((index for index, names in enumerate(TOGETHER) if name in names), None)
+        if group is not None and layer.part_of == "linear" and "fp8" in (layer.choice.output, layer.choice.grad_weight):
+            found[layer.path] = first.setdefault((parent, group, layer.shape[1]), layer.path)
+    return found
+
+
+def _sites(layer: Layer, leaders: dict[str, str]) -> Iterator[tuple[str, torch.dtype]]:
     """The tensors of a layer that are cast by delayed scales: the head looks at its input itself."""
     if layer.part_of in ("block", "linear"):
-        yield f"{layer.path}.input", E4M3
+        if leaders.get(layer.path, layer.path) == layer.path:
+            yield f"{layer.path}.input", E4M3
         yield f"{layer.path}.grad_output", E5M2
     yield f"{layer.path}.weight", E4M3
 
@@ -202,17 +225,28 @@ def _names(pattern: str, path: str, model: nn.Module) -> bool:
     )
 
 
-def _swap_linear(module: nn.Module, layer: Layer, scales: TensorScales | None, recipe: Recipe) -> None:
+def _swap_linear(
+    module: nn.Module,
+    layer: Layer,
+    scales: TensorScales | None,
+    recipe: Recipe,
+    source: str,
+    slot: linear.Slot,
+    readers: int,
+) -> None:
+    """``source``: the site of the input, which ``readers`` layers have in common, and its cast by ``slot``."""
     assert scales is not None
     site = scales.sites.get(f"{layer.path}.weight")
     turned = linear.is_turned(module)
     plan = linear.LinearPlan(
         CachedWeight(Place(module), turned=turned, site=site, scales=scales, lean=is_lean(recipe)),
         layer.choice,
-        scales.sites[f"{layer.path}.input"],
+        scales.sites[source],
         scales.sites[f"{layer.path}.grad_output"],
         scales,
         turned,
+        slot,
+        readers,
     )
     linear.replace_forward(module, plan)
 

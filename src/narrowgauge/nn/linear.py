@@ -36,35 +36,100 @@ class LinearPlan:
     scales: TensorScales
     turned: bool = False
     """The layer keeps its weight as [inputs, outputs] (GPT-2's Conv1D in transformers)."""
+    slot: Slot | None = None
+    """Where the layer looks first for what others have made of the same input, and leaves it for them."""
+    readers: int = 1
+    """How many layers have the input's site, this one included."""
+
+    @property
+    def reads(self) -> tuple[str, str]:
+        """The formats of the products that read the input: the first, and the weight's gradient."""
+        return self.choice.output, self.choice.grad_weight
+
+
+class Slot:
+    """The input that one of several layers (query, key and value, say) was given last, and its cast, for the others.
+
+    One for a whole model: they are called one after the other, and nothing is held beyond the last of them (where one
+    reads something else, as in cross-attention, one input and its cast are held until the next group begins).
+    """
+
+    def __init__(self) -> None:
+        self.x: Tensor | None = None
+        self.site: Site | None = None
+        self.seen = (0, False)
+        self.operand = Operand()
+        self.left = 0
+
+    def find(self, plan: LinearPlan, x: Tensor, needed: bool) -> Operand | None:
+        """What was made of this very input, where it is all that the layer's products read."""
+        if self.x is not x or self.site is not plan.input or self.seen != (_version(x), needed):
+            return None
+        operand = self.operand
+        transposed = needed and plan.choice.grad_weight == "fp8"
+        whole = not ("fp8" in plan.reads and operand.lp is None) and not (transposed and operand.lp_t is None)
+        if not whole or ("bf16" in plan.reads and operand.hp is None):
+            return None
+        self.left -= 1
+        if not self.left:
+            self.x, self.site, self.operand = None, None, Operand()
+        return operand
+
+    def put(self, plan: LinearPlan, x: Tensor, needed: bool, operand: Operand) -> None:
+        if plan.readers > 1:
+            self.x, self.site, self.operand = x, plan.input, operand
+            self.seen, self.left = (_version(x), needed), plan.readers - 1
+
+
+def _version(x: Tensor) -> int:
+    """Of a tensor's data; a graph that is traced is taken not to change inputs in place between their readers."""
+    return 0 if torch.compiler.is_compiling() else x._version
 
 
 def run_linear(plan: LinearPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x @ weight.T + bias for x of any leading shape, in BF16."""
     with torch.autocast(x.device.type, enabled=False):
         needed = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-        output: Tensor = _Linear.apply(x, weight, bias, plan, needed)  # type: ignore[no-untyped-call]
+        operand = plan.slot.find(plan, x, needed) if plan.slot is not None else None
+        if operand is None:
+            operand = _cast(plan, x, needed)
+            if plan.slot is not None:
+                plan.slot.put(plan, x, needed, operand)
+        output: Tensor = _Linear.apply(x, weight, bias, plan, needed, *operand)  # type: ignore[no-untyped-call]
     count = x.numel() // x.shape[-1]
     return (output if len(output) == count else output[:count]).view(*x.shape[:-1], -1)
+
+
+def _cast(plan: LinearPlan, x: Tensor, needed: bool) -> Operand:
+    """The input as the products read it."""
+    rows = _pad_rows(x.detach().reshape(-1, x.shape[-1]))
+    operand = Operand()
+    if "fp8" in plan.reads:
+        operand = Caster(plan.scales, needed).cast(rows, plan.input, needed and plan.choice.grad_weight == "fp8")
+    return operand._replace(hp=rows.to(BF16)) if "bf16" in plan.reads else operand
 
 
 class _Linear(torch.autograd.Function):
     """Gives padded rows: a view that left a Function could not be changed in place, as ``ReLU(inplace=True)`` does."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, needed: bool) -> Tensor:
-        caster = Caster(plan.scales, needed)
-        rows = _pad_rows(x.reshape(-1, x.shape[-1]))
-        operand = Operand()
-        if "fp8" in (plan.choice.output, plan.choice.grad_weight):
-            operand = caster.cast(rows, plan.input, needed and plan.choice.grad_weight == "fp8")
-        if "bf16" in (plan.choice.output, plan.choice.grad_weight):
-            operand = operand._replace(hp=rows.to(BF16))
-        output = forward_output(operand, plan.weight, plan.choice, needed)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        plan: LinearPlan,
+        needed: bool,
+        hp: Tensor | None,
+        lp: Tensor | None,
+        lp_t: Tensor | None,
+        inv_scale: Tensor | None,
+    ) -> Tensor:
+        output = forward_output(Operand(hp, lp, lp_t, inv_scale), plan.weight, plan.choice, needed)
         if bias is not None:
             output = output + bias.to(BF16)
         if needed:  # what only the first product read is let go
-            hp = operand.hp if plan.choice.grad_weight == "bf16" else None
-            ctx.save_for_backward(hp, operand.lp_t, operand.inv_scale)
+            ctx.save_for_backward(hp if plan.choice.grad_weight == "bf16" else None, lp_t, inv_scale)
             ctx.plan, ctx.shape, ctx.kinds = plan, x.shape, (x.dtype, None if bias is None else bias.dtype)
         return output
 
@@ -88,7 +153,7 @@ class _Linear(torch.autograd.Function):
             dweight = dweight.t() if plan.turned else dweight
         if needs_bias:
             dbias = grad.sum(0, dtype=torch.float32).to(ctx.kinds[1])
-        return dx, dweight, dbias, None, None
+        return dx, dweight, dbias, *[None] * 6
 
 
 def _pad_rows(rows: Tensor) -> Tensor:
