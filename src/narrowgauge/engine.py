@@ -202,7 +202,10 @@ class Engine:
         if torch.is_grad_enabled():
             self.accord.announce(self._microbatches + 1 >= self.accumulate)
         with self._explained(), self._watched("forward"), self.surroundings.forward():
-            yield
+            try:
+                yield
+            finally:
+                self.conversion.slot.clear()
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -223,8 +223,8 @@ class Attention(nn.Module):
     def forward(self, x, memory=None, shift=False):
         q = self.q_proj(x)
         if shift:
-            x.data.mul_(2)  # past autograd, though not past the tensor's version
-            x.detach().add_(0)
+            with torch.no_grad():
+                x.mul_(2)
         other = x if memory is None else memory
         return q * self.k_proj(other) * self.v_proj(other)
 
@@ -275,6 +275,31 @@ def test_an_input_changed_in_place_between_its_readers_is_cast_again(monkeypatch
     casts, x = counted(monkeypatch), torch.randn(16, 32)
     model(x, shift=True)
     assert len(casts) == 2
+
+
+def test_a_cast_does_not_outlive_its_scale():
+    """Key and value read one memory in every step, and leave its cast behind: query, which reads no such thing, cannot
+    take it away."""
+    torch.manual_seed(0)
+    model, memory, x = Attention(), torch.randn(16, 32), torch.randn(16, 32)
+    report = convert(model, "fp8[products=all]")
+    for factor in (1, 8, 8):
+        model.k_proj(memory), model.v_proj(memory)
+        assert report.slot.x is memory
+        model(factor * x).sum().backward()
+        model.k_proj(memory), model.v_proj(memory)
+        report.scales.update()
+        found = model.k_proj(memory)
+        assert torch.equal(found, model.k_proj(memory.clone()))
+
+
+def test_the_engine_leaves_nothing_held():
+    model, memory = Attention(), torch.randn(16, 32)
+    engine = Engine(model, torch.optim.AdamW(model.parameters()), "fp8[products=all]")
+    with engine.forward():
+        model(torch.randn(16, 32), memory)
+        assert engine.conversion.slot.x is memory
+    assert engine.conversion.slot.x is None
 
 
 def linear_plan(layer):

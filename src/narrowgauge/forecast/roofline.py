@@ -172,9 +172,11 @@ def _filled(op: Op, processors: int) -> float:
 
 def _is_aligned(op: Op) -> bool:
     """Whether the rows of a product in 16 bits begin on 16 bytes, as its fast kernels want."""
-    if op.kind != "product" or op.call is None or not op.writes or op.writes[-1].dtype.itemsize != 2:
+    if op.kind != "product" or op.call is None or not op.writes:
         return True
     operands = [arg for arg in op.call.args if isinstance(arg, Spec) and len(arg.shape) > 1]
+    if any(one.dtype.itemsize != 2 for one in operands):
+        return True
     return not any(row % 8 for row in (op.writes[-1].shape[-1], *(max(one.stride[-2:]) for one in operands)))
 
 

@@ -62,6 +62,8 @@ class Conversion:
     layers: list[Layer] = field(default_factory=list)
     scales: TensorScales | None = None
     blocks: list[str] = field(default_factory=list)
+    slot: linear.Slot = field(default_factory=linear.Slot)
+    """What layers that read one input hand to each other within a forward."""
 
     def summary(self) -> str:
         """One line: how many products run in FP8, and how many layers were left as they were."""
@@ -110,7 +112,6 @@ def convert(
     result = Conversion(plans, scales)
     by_path = {layer.path: layer for layer in plans}
     block_plans: dict[nn.Module, blocks.BlockPlan] = {}
-    slot = linear.Slot()
     for path, module in model.named_modules():
         if is_block(module) and by_path[f"{path}.qkv"].part_of == "block":
             block_plans[module] = _swap_block(module, path, by_path, scales, recipe, compile)
@@ -118,7 +119,7 @@ def convert(
         elif path in by_path and by_path[path].part_of == "linear":
             leader = leaders.get(path, path)
             readers = max(1, sum(one == leader for one in leaders.values()))
-            _swap_linear(module, by_path[path], scales, recipe, f"{leader}.input", slot, readers)
+            _swap_linear(module, by_path[path], scales, recipe, f"{leader}.input", result.slot, readers)
     if "lm_head" in by_path and by_path["lm_head"].part_of == "head":
         end = by_path["lm_head"]
         site = scales.sites.get("lm_head.weight") if scales is not None else None

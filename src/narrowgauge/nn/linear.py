@@ -50,20 +50,24 @@ class LinearPlan:
 class Slot:
     """The input that one of several layers (query, key and value, say) was given last, and its cast, for the others.
 
-    One for a whole model: they are called one after the other, and nothing is held beyond the last of them (where one
-    reads something else, as in cross-attention, one input and its cast are held until the next group begins).
+    One for a whole model: they are called one after the other, and nothing is held beyond the last of them. Where one
+    reads something else, as in cross-attention, an input and its cast are held until the next group begins, or until
+    the engine's forward is over: a cast must not outlive the scale it was made by.
     """
 
     def __init__(self) -> None:
+        self.left = 0
+        self.seen: tuple[Any, bool] = (None, False)
+        self.clear()
+
+    def clear(self) -> None:
         self.x: Tensor | None = None
         self.site: Site | None = None
-        self.seen = (0, False)
         self.operand = Operand()
-        self.left = 0
 
     def find(self, plan: LinearPlan, x: Tensor, needed: bool) -> Operand | None:
         """What was made of this very input, where it is all that the layer's products read."""
-        if self.x is not x or self.site is not plan.input or self.seen != (_version(x), needed):
+        if self.x is not x or self.site is not plan.input or self.seen != (_state(plan, x), needed):
             return None
         operand = self.operand
         transposed = needed and plan.choice.grad_weight == "fp8"
@@ -72,18 +76,18 @@ class Slot:
             return None
         self.left -= 1
         if not self.left:
-            self.x, self.site, self.operand = None, None, Operand()
+            self.clear()
         return operand
 
     def put(self, plan: LinearPlan, x: Tensor, needed: bool, operand: Operand) -> None:
         if plan.readers > 1:
             self.x, self.site, self.operand = x, plan.input, operand
-            self.seen, self.left = (_version(x), needed), plan.readers - 1
+            self.seen, self.left = (_state(plan, x), needed), plan.readers - 1
 
 
-def _version(x: Tensor) -> int:
-    """Of a tensor's data; a graph that is traced is taken not to change inputs in place between their readers."""
-    return 0 if torch.compiler.is_compiling() else x._version
+def _state(plan: LinearPlan, x: Tensor) -> Any:
+    """Of the input's data and of the scales; a graph that is traced is taken to change neither between the readers."""
+    return None if torch.compiler.is_compiling() else (x._version, plan.scales.moves)
 
 
 def run_linear(plan: LinearPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
