@@ -1,6 +1,6 @@
 """Models of Hugging Face's as tasks, with random weights and tokens, padding, dropout and their own loss.
 
-usage: narrowgauge bench bench/hf_tasks.py:llama_1b --recipes bf16,fp8 --peers torch,torchao
+usage: narrowgauge bench bench/hf_tasks.py:llama_500m --recipes bf16,fp8 --peers torch,torchao
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def llama(batch: int = 16) -> Task:
     return _task("hf-llama", lambda t: t.LlamaForCausalLM(_llama(t, 1024, 2816, 12, 16)), batch, 1024, 32000)
 
 
-def llama_1b(batch: int = 8) -> Task:
-    """A Llama of 16 layers, 2,048 wide."""
-    return _task("hf-llama-1b", lambda t: t.LlamaForCausalLM(_llama(t, 2048, 5632, 16, 16)), batch, 2048, 32000)
+def llama_500m(batch: int = 8) -> Task:
+    """A Llama of 8 layers, 2,048 wide, without padding."""
+    return _task("hf-llama-500m", lambda t: t.LlamaForCausalLM(_llama(t, 2048, 5632, 8, 16)), batch, 2048, 32000, False)
 
 
 def _llama(transformers: Any, width: int, hidden: int, layers: int, heads: int) -> Any:
@@ -42,10 +42,8 @@ def _llama(transformers: Any, width: int, hidden: int, layers: int, heads: int) 
     )  # fmt: skip
 
 
-def _task(name: str, make: Callable[[Any], Any], batch: int, context: int, words: int) -> Task:
-    here = Path(
-        __file__
-    ).parent.resolve()  # transformers asks for a package named kernels, and would get bench/kernels.py
+def _task(name: str, make: Callable[[Any], Any], batch: int, context: int, words: int, padded: bool = True) -> Task:
+    here = Path(__file__).parent.resolve()  # transformers asks for a package named kernels: not for bench/kernels.py
     sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != here]
 
     def model() -> Any:
@@ -59,8 +57,12 @@ def _task(name: str, make: Callable[[Any], Any], batch: int, context: int, words
         mask[:, -context // 8 :] = 0
         return ids, mask
 
+    def loss(model: Any, both: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        ids, mask = both
+        found: torch.Tensor = model(input_ids=ids, attention_mask=mask if padded else None, labels=ids).loss
+        return found
+
     return Task(
         name=name, model=model, batch=lambda step, split: synthetic(step), synthetic=synthetic,
-        loss=lambda model, both: model(input_ids=both[0], attention_mask=both[1], labels=both[0]).loss,
-        items_per_batch=batch * context, unit="token",
+        loss=loss, items_per_batch=batch * context, unit="token",
     )  # fmt: skip

@@ -9,6 +9,7 @@ from narrowgauge import Engine
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
 ]
 transformers = pytest.importorskip("transformers")
 

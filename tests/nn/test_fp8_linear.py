@@ -269,6 +269,32 @@ def test_a_graph_casts_one_input_of_several_layers_once():
     assert len(graphs) == 1 and len(casts) == 1, "weights are cast in the bodies of the layers"
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")
+@pytest.mark.parametrize(("recipe", "per_layer"), [("fp8[products=all]", 3), ("fp8-lean[products=all]", 4)])
+def test_a_graph_casts_a_weight_once_for_forward_and_backward_unless_it_is_to_be_lean(recipe, per_layer):
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    torch.manual_seed(0)
+    model, x, casts = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)), torch.randn(16, 32), []
+    report = convert(model, recipe)
+    model(x).float().square().sum().backward()
+    report.scales.update()
+    x.requires_grad_()
+    wanted = torch.autograd.grad(model(x).float().square().sum(), [x, *model.parameters()])
+
+    def count(graph, _):
+        casts.extend(node for node in graph.graph.nodes if "narrowgauge.cast" in str((node.target, *node.args[:1])))
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=aot_autograd(fw_compiler=count, bw_compiler=count), fullgraph=True)
+    found = torch.autograd.grad(compiled(x).float().square().sum(), [x, *model.parameters()])
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+    assert len(casts) == 2 * per_layer
+
+
 def test_an_input_changed_in_place_between_its_readers_is_cast_again(monkeypatch):
     model = Attention()
     convert(model, "fp8[products=all]")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -281,7 +281,15 @@ def address(tensor: Tensor) -> int:
     return 0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()
 
 
-def forward_output(x: Operand, weight: CachedWeight, choice: GemmChoice, record: bool = True) -> Tensor:
+class Weight(Protocol):
+    """What products ask of a weight."""
+
+    def fp8(self, record: bool = True) -> Operand: ...
+
+    def bf16(self) -> Tensor: ...
+
+
+def forward_output(x: Operand, weight: Weight, choice: GemmChoice, record: bool = True) -> Tensor:
     """input @ weight.T in BF16."""
     if choice.output == "fp8":
         w = weight.fp8(record)
@@ -291,7 +299,7 @@ def forward_output(x: Operand, weight: CachedWeight, choice: GemmChoice, record:
     return product_bf16(x.hp, weight.bf16().t())
 
 
-def backward_input(grad: Operand, weight: CachedWeight, choice: GemmChoice) -> Tensor:
+def backward_input(grad: Operand, weight: Weight, choice: GemmChoice) -> Tensor:
     """grad_output @ weight in BF16."""
     if choice.grad_input == "fp8":
         w = weight.fp8(record=False).transposed()  # forward has recorded it

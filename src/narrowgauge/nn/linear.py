@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -113,6 +113,29 @@ def _cast(plan: LinearPlan, x: Tensor, needed: bool) -> Operand:
     return operand._replace(hp=rows.to(BF16)) if "bf16" in plan.reads else operand
 
 
+class _Copies(NamedTuple):
+    """A weight's copies. A compiled graph casts whenever it runs: one FP8 copy in both layouts does for both phases.
+
+    Eager, the cache has them for both; and lean recipes rather cast again than hold one until backward.
+    """
+
+    weight: CachedWeight
+    made: Operand = Operand()
+
+    @classmethod
+    def of(cls, plan: LinearPlan, needed: bool) -> _Copies:
+        once = needed and plan.choice[:2] == ("fp8", "fp8") and not plan.weight.lean
+        if not (once and torch.compiler.is_compiling()):
+            return cls(plan.weight)
+        return cls(plan.weight, plan.weight.fp8(needed))
+
+    def fp8(self, record: bool = True) -> Operand:
+        return self.weight.fp8(record) if self.made.inv_scale is None else self.made
+
+    def bf16(self) -> Tensor:
+        return self.weight.bf16()
+
+
 class _Linear(torch.autograd.Function):
     """Gives padded rows: a view that left a Function could not be changed in place, as ``ReLU(inplace=True)`` does."""
 
@@ -129,18 +152,20 @@ class _Linear(torch.autograd.Function):
         lp_t: Tensor | None,
         inv_scale: Tensor | None,
     ) -> Tensor:
-        output = forward_output(Operand(hp, lp, lp_t, inv_scale), plan.weight, plan.choice, needed)
+        copies = _Copies.of(plan, needed)
+        output = forward_output(Operand(hp, lp, lp_t, inv_scale), copies, plan.choice, needed)
         if bias is not None:
             output = output + bias.to(BF16)
         if needed:  # what only the first product read is let go
-            ctx.save_for_backward(hp if plan.choice.grad_weight == "bf16" else None, lp_t, inv_scale)
+            hp = hp if plan.choice.grad_weight == "bf16" else None
+            ctx.save_for_backward(hp, lp_t, inv_scale, copies.made.lp_t, copies.made.inv_scale)
             ctx.plan, ctx.shape, ctx.kinds = plan, x.shape, (x.dtype, None if bias is None else bias.dtype)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         plan: LinearPlan = ctx.plan
-        hp, lp_t, inv_scale = ctx.saved_tensors
+        hp, lp_t, inv_scale, w_lp_t, w_inv_scale = ctx.saved_tensors
         operand = Operand()
         if "fp8" in (plan.choice.grad_input, plan.choice.grad_weight):
             operand = Caster(plan.scales, True).cast(grad, plan.grad, plan.choice.grad_weight == "fp8")
@@ -150,7 +175,8 @@ class _Linear(torch.autograd.Function):
         dx = dweight = dbias = None
         if needs_x:
             count = ctx.shape.numel() // ctx.shape[-1]
-            dx = backward_input(operand, plan.weight, plan.choice)[:count].view(ctx.shape).to(ctx.kinds[0])
+            copies = _Copies(plan.weight, Operand(None, None, w_lp_t, w_inv_scale))
+            dx = backward_input(operand, copies, plan.choice)[:count].view(ctx.shape).to(ctx.kinds[0])
         if needs_weight:
             source = Operand(hp, None, lp_t, inv_scale)
             dweight = backward_weight(operand, source, plan.choice, plan.weight.gradient_dtype)
