@@ -2,6 +2,8 @@
 
 import copy
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -189,6 +191,39 @@ def test_attention_runs_the_backend_that_was_asked_for(attention, kernel, compil
     assert kernel in names, names
     other = {"sdpa": "flash_fwd", "flash_fwd": "sdpa"}[kernel]
     assert other not in names
+
+
+FIRST = """
+import torch, torch.nn.functional as F
+from narrowgauge import Engine
+from narrowgauge.models.gpt import GPT, GPTConfig
+if {engine}:
+    with torch.device("cuda"):
+        model = GPT(GPTConfig(layers=1, width=128, heads=2, vocab=256, context=64))
+    engine = Engine(model, torch.optim.AdamW(model.parameters(), fused=True), "bf16", fused={fused}, compile={compile})
+    ids = torch.zeros(2, 64, dtype=torch.long, device="cuda")
+    with engine.forward():
+        loss = engine.model(ids, ids)
+    engine.backward(loss)
+    engine.step()
+x = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16, device="cuda")
+F.scaled_dot_product_attention(x, x, x, is_causal=True)
+print(torch._C._get_sdp_priority_order())
+"""
+
+
+@pytest.mark.parametrize(("fused", "compile"), [(True, False), (False, False), (False, True)])
+def test_an_engine_leaves_the_process_its_order_of_attention_backends(fused, compile):
+    """In processes of their own: torch decides its order at the first attention, and puts cuDNN first on Hopper."""
+
+    def order(engine):
+        source = FIRST.format(engine=engine, fused=fused, compile=compile)
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", source], capture_output=True, text=True, check=True
+        )
+        return done.stdout
+
+    assert order(True) == order(False) != ""
 
 
 def test_attention_that_cannot_run_is_refused_in_one_line():

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from narrowgauge.errors import UsageError
 from narrowgauge.nn.emulate import EmulatedProducts
@@ -38,6 +40,10 @@ class Surroundings:
     device: torch.device
     emulated: bool
     """The device has no native products in the compute format: widen, multiply, round."""
+
+    def __post_init__(self) -> None:
+        if self.device.type == "cuda":
+            _settle_attention_order(self.device)
 
     @property
     def device_type(self) -> str:
@@ -92,6 +98,22 @@ class Surroundings:
         if choice == "auto":
             return sdpa_kernel([BACKENDS[name] for name in FUSED], set_priority=True)
         return sdpa_kernel([BACKENDS[choice]])
+
+
+_settled = False
+
+
+def _settle_attention_order(device: torch.device) -> None:
+    """Let torch decide its own order of attention backends before a context of ours notes it, to put it back.
+
+    torch puts cuDNN first on Hopper when a process first asks for attention, not before. A context that notes the order
+    earlier would leave cuDNN last for all that comes after it: another loop in the process, a peer in a benchmark.
+    """
+    global _settled
+    if not _settled and not _get_current_dispatch_mode_stack() and not _get_current_function_mode_stack():
+        _settled = True
+        x = torch.zeros(1, 1, 16, 64, dtype=torch.bfloat16, device=device)
+        torch._fused_sdp_choice(x, x, x)
 
 
 @contextlib.contextmanager
