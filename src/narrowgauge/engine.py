@@ -36,6 +36,7 @@ from narrowgauge.nn.overrides import remove_overrides
 from narrowgauge.nn.precision import Surroundings, explain_attention
 from narrowgauge.nn.recompute import checkpoint_blocks
 from narrowgauge.optim import AdamW, full_precision, load_full_precision, plain_state, take_over
+from narrowgauge.optim.beneath import own_kernel
 from narrowgauge.optim.copies import detach
 from narrowgauge.optim.norms import gradient_norms
 from narrowgauge.optim.release import Release, check_released, hold
@@ -311,7 +312,8 @@ class Engine:
             if fused and (isinstance(optimizer, AdamW) or not self.accord.sharded):
                 optimizer.grad_scale, optimizer.found_inf = factor, found.float()  # type: ignore[attr-defined]
                 try:
-                    optimizer.step()
+                    with own_kernel():
+                        optimizer.step()
                 finally:
                     del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
                 continue

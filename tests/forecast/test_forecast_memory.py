@@ -148,7 +148,7 @@ def test_recomputation_of_blocks_keeps_exactly_the_residual_stream() -> None:
                           compile=False), "forward")["activations"]
         for layers in (2, 3)
     ]  # fmt: skip
-    assert 0 <= more[1] - more[0] - 4 * rows * width < 1024, "and a few counters"
+    assert 0 <= more[1] - more[0] - 4 * rows * width < 2048, "and a few counters and tables"
 
 
 def test_accumulation_holds_gradients_through_the_next_forward() -> None:

@@ -225,7 +225,7 @@ def _nearest(x):  # type: ignore[no-untyped-def]
 
 @jit
 def _put_copy(weight, copy_ptr, offsets, mask, where_ptr, scale_ptr, amax_ptr, counts_ptr):  # type: ignore[no-untyped-def]
-    """Store BF16 weights in E4M3 by their tensor's scale, and note the largest, and how many saturate and vanish."""
+    """Store weights in E4M3 by their tensor's scale, and note the largest, and how many saturate and vanish."""
     where = tl.load(where_ptr)
     w, scale = weight.to(tl.float32), tl.load(scale_ptr + where)
     scaled = w * scale
@@ -313,6 +313,7 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
             tl.store(second_ptr + offsets, v.to(second_ptr.dtype.element_ty), mask=mask)
 
         if MASTER == "itself":
+            high = w
             tl.store(weight_ptr + offsets, w, mask=mask)
         elif MASTER == "none":
             seed = tl.load(seeds_ptr + tensor).to(tl.uint32, bitcast=True)

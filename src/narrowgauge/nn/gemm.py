@@ -133,19 +133,20 @@ class CachedWeight:
         """Several weights (a gate and its twin) are taken as one, stacked along the outputs.
 
         ``turned``: the weight is kept as [inputs, outputs]. ``lean``: keep FP8 in one layout, and make the other anew
-        for each product that reads it, a pass over bytes that is small beside the product; an optimizer of ours
-        writes it together with the weight.
+        for each product that reads it, a pass over bytes that is small beside the product. The kernel of an AdamW
+        writes the first layout together with the weight.
         """
         self._weights, self.turned, self.site, self.scales = weights, turned, site, scales
         now = self.weights
         self.fleeting = any(is_sharded(weight) for weight in now)
         self.lean = lean or self.fleeting
-        self.shared = lean and not (turned or self.fleeting) and scales is not None and scales.mode == "delayed"
+        self.shared = not (turned or self.fleeting) and scales is not None and scales.mode == "delayed"
         self._gradient_dtype = gradient_dtype(now[0])  # now, as torch.compile cannot ask for it
         if not self.fleeting:
             _put_together(now)
         self._made: dict[str, tuple[_State, bool, Operand]] = {}
         self._held: dict[str, Operand] | None = None
+        self._copies: list[Fp8Copy] = []
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -212,9 +213,10 @@ class CachedWeight:
             tuple((weight._version, id(weight), address(weight)) for weight in self.weights),
         )
         made = self._made.get(kind)
-        if kind == "fp8" and made is not None and self._written(made[0], now):
+        if kind == "fp8" and made is not None and made[0] != now and self._written(made[0], now):
             assert self.site is not None
-            made = self._made[kind] = (now, True, made[2]._replace(inv_scale=self.site.inv_scale))
+            written = made[2]._replace(inv_scale=self.site.inv_scale, lp_t=None)
+            made = self._made[kind] = (now, True, written if self.lean else written.transposed())
         if made is None or made[0] != now or (record and not made[1]):
             touched = made is not None and made[0].touched(now)
             made = (now, record, make(self._stacked(), touched, record))
@@ -223,16 +225,23 @@ class CachedWeight:
         return made[2]
 
     def _share(self, kind: str, operand: Operand) -> None:
-        """Let the optimizer write the copy that was made, for the steps to come: a lean one, with delayed scales."""
+        """Let the optimizer write the copy that was made, for the steps to come, where scales are delayed."""
         lp, site, scales = operand.lp, self.site, self.scales
         if kind == "fp8" and self.shared and lp is not None and site is not None and scales is not None:
-            for weight, part in zip(self.weights, lp.split([len(w) for w in self.weights]), strict=True):
-                attach(weight, Fp8Copy(part, site, scales))
+            parts = lp.split([len(weight) for weight in self.weights])
+            self._copies = [Fp8Copy(part, site, scales) for part in parts]
+            for weight, copy in zip(self.weights, self._copies, strict=True):
+                attach(weight, copy)
 
     def _written(self, then: _State, now: _State) -> bool:
-        """Whether the optimizer has written the copy since, by the scale as it is now, and nobody else the weight."""
-        copies = [copy_of(weight) for weight in self.weights] if self.shared else []
-        return then.weights == now.weights and bool(copies) and all(c and c.moves == now.moves for c in copies)
+        """Whether the optimizer has written the copy since, by the scale as it is now, and nobody else the weight.
+
+        Of a weight that two layers have, it writes the copy of the one that was cast last.
+        """
+        if not self._copies or then.weights != now.weights:
+            return False
+        pairs = zip(self.weights, self._copies, strict=True)
+        return all(copy_of(weight) is copy and copy.moves == now.moves for weight, copy in pairs)
 
     def _stacked(self) -> Tensor:
         plain = [weight.detach().t().contiguous() if self.turned else weight.detach() for weight in self.weights]

@@ -44,16 +44,18 @@ def step_together(
     if lists.master == "none":
         own = torch.tensor([state["seed"] for state in states]).to(steps.device, non_blocking=True)
         seeds = (steps.long() * 0x9E3779B1 + own).to(torch.int32)
+    rates = rates_of(steps, group["lr"], group["weight_decay"], beta1, beta2)
     numbers = Numbers(
-        beta1, beta2, group["eps"], group["maximize"], _rates(steps, group, beta1, beta2), ticks, seeds, factor, found,
-        None if copies is None else _numbers_of(copies),
+        beta1, beta2, group["eps"], group["maximize"], rates, ticks, seeds, factor, found,
+        None if copies is None else numbers_of(copies),
     )  # fmt: skip
     adamw(lists, numbers)
     for copy in copies or ():
         copy.moves = copy.scales.moves
 
 
-def _numbers_of(copies: list[Fp8Copy]) -> Copies:
+def numbers_of(copies: list[Fp8Copy]) -> Copies:
+    """What the kernel needs to know of FP8 copies."""
     scales = copies[0].scales
     places = [copy.site.scale.storage_offset() for copy in copies]
     where = torch.tensor(places, dtype=torch.int32)
@@ -62,11 +64,11 @@ def _numbers_of(copies: list[Fp8Copy]) -> Copies:
     return Copies(where, scales.scale, scales.amax, scales.counts)
 
 
-def _rates(steps: Tensor, group: dict[str, Any], beta1: float, beta2: float) -> Tensor:
+def rates_of(steps: Tensor, lr: float | Tensor, weight_decay: float, beta1: float, beta2: float) -> Tensor:
     """What depends on the step and the learning rate, [n, 3], reckoned in FP64 on the device."""
     t = steps.double()
-    lr = group["lr"].to(steps.device, torch.float64) if isinstance(group["lr"], Tensor) else group["lr"]
-    keep = torch.ones_like(t) - lr * group["weight_decay"]
+    lr = lr.to(steps.device, torch.float64) if isinstance(lr, Tensor) else lr
+    keep = torch.ones_like(t) - lr * weight_decay
     return torch.stack([keep, lr / (1 - beta1**t), (1 - beta2**t).rsqrt()], 1).float()
 
 
