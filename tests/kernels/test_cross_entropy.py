@@ -108,6 +108,40 @@ def test_gradient_in_bf16(shape, padding, in_place):
     assert not d[targets == ce.IGNORE].any()
 
 
+@pytest.mark.parametrize("shape", [*SHAPES, (3, 20000)])
+@pytest.mark.parametrize("padding", [0, 16])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_loss_and_gradient_in_one(shape, padding, in_place, monkeypatch):
+    logits, targets = make(*shape, padding=padding)
+    factor, before = torch.tensor(1 / 7, device=DEVICE), logits.clone()
+    leaf = logits.double().requires_grad_()
+    exact = F.cross_entropy(leaf, targets, reduction="none")
+    (exact.sum() * factor).backward()
+    loss, d = ce.loss_gradient(logits, targets, factor, out=logits if in_place else None)
+    assert (d is logits) is in_place and d.dtype is torch.bfloat16 and loss.dtype is torch.float32
+    torch.testing.assert_close(loss.double(), exact.detach(), rtol=2e-6, atol=4e-6)
+    torch.testing.assert_close(d.double(), leaf.grad, rtol=BF16_STEP, atol=1e-7)
+    assert not d[targets == ce.IGNORE].any()
+    monkeypatch.setattr(ce, "use_triton", lambda tensor: False)
+    by_torch, d_by_torch = ce.loss_gradient(before, targets, factor)
+    torch.testing.assert_close(loss, by_torch, rtol=1e-6, atol=4e-6)
+    torch.testing.assert_close(d, d_by_torch, rtol=2 * BF16_STEP, atol=1e-7)
+
+
+def test_loss_and_gradient_of_extreme_logits():
+    logits, targets = make(6, 5000)
+    targets[:] = 4999
+    logits[0] *= 1000
+    logits[1, :4500] = -torch.inf
+    logits[2, 7] = torch.nan
+    targets[3], targets[4] = 5000, ce.IGNORE
+    logits[4, 3] = torch.nan
+    loss, d = ce.loss_gradient(logits, targets, torch.ones((), device=DEVICE))
+    assert torch.isnan(loss).tolist() == [False, False, True, True, False, False]
+    assert torch.isfinite(d[[0, 1, 5]]).all() and torch.isnan(d[2]).all()
+    assert not d[4].any(), "an ignored row, whatever it holds"
+
+
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("transposed", [False, True])
@@ -201,6 +235,7 @@ def test_no_rows():
     d, d_t = ce.dlogits_lp(logits, targets, lse)
     assert lse.shape == loss.shape == (0,) and d.shape == (0, 32) and d_t.shape == (32, 0)
     assert ce.dlogits(logits, targets, lse, torch.ones((), device=DEVICE)).shape == (0, 32)
+    assert ce.loss_gradient(logits, targets, torch.ones((), device=DEVICE))[0].shape == (0,)
 
 
 def test_operators_are_registered_as_torch_wants_them():
@@ -211,6 +246,7 @@ def test_operators_are_registered_as_torch_wants_them():
     torch.library.opcheck(torch.ops.narrowgauge.softmax_statistics, (logits, targets, -100), test_utils=checks)
     out = torch.empty_like(logits)
     torch.library.opcheck(torch.ops.narrowgauge.dlogits, (logits, targets, lse, factor, out, -100), test_utils=checks)
+    torch.library.opcheck(torch.ops.narrowgauge.loss_gradient, (logits, targets, factor, out, -100), test_utils=checks)
     for more in ((counts, True, 0), (None, False, 48)):
         args = (logits, targets, lse, E5M2, -100, *more)
         torch.library.opcheck(torch.ops.narrowgauge.dlogits_lp, args, test_utils=checks)
@@ -223,5 +259,7 @@ def test_fake_tensors_pass_through():
         lse, loss = ce.softmax_statistics(logits, targets)
         d, d_t = ce.dlogits_lp(logits, targets, lse)
         assert ce.dlogits(logits, targets, lse, loss.sum(), out=logits) is logits
+        again, over = ce.loss_gradient(logits, targets, loss.sum(), out=logits)
+        assert over is logits and again.shape == (32,) and again.dtype is torch.float32
         ce.rescale_(logits, loss.sum())
     assert lse.shape == loss.shape == (32,) and d.shape == (32, 64) and d_t.shape == (64, 32) and d_t.dtype is E4M3

@@ -15,10 +15,9 @@ if HAVE_TRITON:
 
 
 @jit
-def statistics_kernel(logits_ptr, targets_ptr, lse_ptr, loss_ptr, width, stride, ignore_index, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _log_sum(logits_ptr, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The base-2 logarithm of the sum of a row's exponentials."""
     LOG2E: tl.constexpr = 1.4426950408889634  # exp2 of a fused multiply-add: 2 instructions, where exp takes 6
-    row = tl.program_id(0).to(tl.int64)
-    logits_ptr += row * stride
     columns = tl.arange(0, BLOCK)
     # The lowest number rather than -inf: a block of logits that are all -inf would give -inf - -inf.
     top = tl.full([], -3.4028234663852886e38, tl.float32)
@@ -32,11 +31,48 @@ def statistics_kernel(logits_ptr, targets_ptr, lse_ptr, loss_ptr, width, stride,
         higher = tl.maximum(top, tl.max(x, 0) * LOG2E)
         total = total * tl.exp2(top - higher) + tl.exp2(x * LOG2E - higher)
         top = higher
-    lse = (top + tl.log2(tl.sum(total, 0))) / LOG2E
-    target = tl.load(targets_ptr + row)
+    return top + tl.log2(tl.sum(total, 0))
+
+
+@jit
+def _loss(logits_ptr, target, lse, width, ignore_index):  # type: ignore[no-untyped-def]
     picked = tl.load(logits_ptr + target, mask=(target >= 0) & (target < width), other=float("nan")).to(tl.float32)
+    return tl.where(target != ignore_index, lse - picked, 0.0)
+
+
+@jit
+def statistics_kernel(logits_ptr, targets_ptr, lse_ptr, loss_ptr, width, stride, ignore_index, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    LOG2E: tl.constexpr = 1.4426950408889634
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride
+    lse = _log_sum(logits_ptr, width, BLOCK) / LOG2E
+    target = tl.load(targets_ptr + row)
     tl.store(lse_ptr + row, lse)
-    tl.store(loss_ptr + row, tl.where(target != ignore_index, lse - picked, 0.0))
+    tl.store(loss_ptr + row, _loss(logits_ptr, target, lse, width, ignore_index))
+
+
+@jit
+def loss_gradient_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr, targets_ptr, loss_ptr, factor_ptr, out_ptr, width, stride, out_stride, ignore_index,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Loss and gradient of a row, which is read twice, but the second time from the cache."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride
+    out_ptr += row * out_stride
+    power = _log_sum(logits_ptr, width, BLOCK)
+    target = tl.load(targets_ptr + row).to(tl.int32)
+    tl.store(loss_ptr + row, _loss(logits_ptr, target, power / LOG2E, width, ignore_index))
+    tl.debug_barrier()  # the gradient may be written over the logits, of which the loss has read one
+    factor, counts = tl.load(factor_ptr), target != ignore_index
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        x = tl.load(logits_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
+        d = tl.exp2(x * LOG2E - power)
+        d = tl.where(columns == target, d - 1.0, d)
+        d = tl.where(counts, d * factor, 0.0)
+        tl.store(out_ptr + columns, d.to(out_ptr.dtype.element_ty), mask=columns < width)
 
 
 @jit

@@ -25,7 +25,15 @@ from torch import Tensor
 
 from narrowgauge.errors import UsageError
 from narrowgauge.kernels import FP8_MAX, cast, fitting_scale
-from narrowgauge.kernels.cross_entropy import IGNORE, UNIT_SCALE, dlogits, dlogits_lp, rescale_, softmax_statistics
+from narrowgauge.kernels.cross_entropy import (
+    IGNORE,
+    UNIT_SCALE,
+    dlogits,
+    dlogits_lp,
+    loss_gradient,
+    rescale_,
+    softmax_statistics,
+)
 from narrowgauge.nn.gemm import (
     ALL_BF16,
     BF16,
@@ -156,10 +164,14 @@ class _Task:
         """Losses of a chunk's rows, and the gradient of its logits as the products want it; the logits end here."""
         logits = forward_output(x, self.weight, self.precision, need_x or need_weight)
         tap("activation", HEAD, logits)
-        lse, loss = softmax_statistics(logits, targets, self.ignore_index)
         formats = {self.precision.grad_input} if need_x else set()
         formats |= {self.precision.grad_weight} if need_weight else set()
         d = Operand()
+        if formats == {"bf16"}:
+            loss, hp = loss_gradient(logits, targets, factor, self.ignore_index, out=logits)
+            tap("gradient", HEAD, Operand(hp))
+            return loss, Operand(hp)
+        lse, loss = softmax_statistics(logits, targets, self.ignore_index)
         if "fp8" in formats:
             transposed = need_weight and self.precision.grad_weight == "fp8"
             lp, lp_t = dlogits_lp(logits, targets, lse, E4M3, self.ignore_index, None, transposed, start)
