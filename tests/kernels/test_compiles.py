@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from narrowgauge.kernels import activation_kernels as activation, cast, cross_entropy_kernels, norm_kernels
-from narrowgauge.kernels import adamw, stats
+from narrowgauge.kernels import adamw, embedding, stats
 
 I32, NOT_ALIGNED = "i32", ("length", "n16", "time", "ignore_index", "rows", "every")
 POINTERS = {
@@ -104,6 +104,10 @@ elif kind == "adamw":
                          WHOLE=whole, UNITS=(8,) * 8 if whole else (1,) * 8, BLOCK=1024, GROUP=128)
     compiled(adamw._squares_kernel, 4, (), {**tables, "partial_ptr": "*fp32"}, WHOLE=True, UNIT=8, BLOCK=4096)
     compiled(adamw._norms_kernel, 4, (), {"partial_ptr": "*fp32", "first_ptr": "*i32", "norms_ptr": "*fp32"}, BLOCK=256)
+elif kind == "embedding":
+    for dtype in ("*fp32", "*bf16"):
+        types = {"grad_ptr": dtype, "ids_ptr": "*i64", "out_ptr": "*fp32"}
+        ptx = compiled(embedding.add_rows_kernel, 4, (), types, BLOCK=1024)
 elif kind == "stats":
     types = {"inverse_ptr": "*fp32", "counts_ptr": "*i64", "sizes_ptr": "*fp32", "size": "i64", "every": "i32"}
     for x in ("*fp32", "*bf16", "*fp16", "*fp8e4nv", "*fp8e5"):
@@ -120,7 +124,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("kind", ["cast", "activation", "norm", "cross_entropy", "adamw", "stats"])
+@pytest.mark.parametrize("kind", ["cast", "activation", "norm", "cross_entropy", "adamw", "embedding", "stats"])
 def test_kernels_compile_for_hopper(kind):
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run(

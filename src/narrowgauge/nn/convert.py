@@ -8,6 +8,7 @@ the checkpoints of an unconverted one. What is found, in this order:
     head      a model that ends in ``finish(x, targets)`` with norm and lm_head: head and loss in one (head.py)
     trunk     a model whose ``trunk(x, targets, ...)`` runs such blocks and then ``finish``: a chain of them (blocks.py)
     linears   every other nn.Linear (or transformers' Conv1D): swapped one by one (linear.py); FP8 only
+    embeddings  nn.Embedding: how its gradient is added up (embedding.py)
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from narrowgauge.hardware import Device, detect
 from narrowgauge.kernels.norm import MAX_COLUMNS
-from narrowgauge.nn import blocks, head, linear
+from narrowgauge.nn import blocks, embedding, head, linear
 from narrowgauge.nn.choose import Decision, decide
 from narrowgauge.nn.gemm import ALL_BF16, ALL_FP8, E4M3, E5M2, CachedWeight, GemmChoice, Place
 from narrowgauge.nn.norm import run_norm
@@ -120,6 +121,8 @@ def convert(
             leader = leaders.get(path, path)
             readers = max(1, sum(one == leader for one in leaders.values()))
             _swap_linear(module, by_path[path], scales, recipe, f"{leader}.input", result.slot, readers)
+        elif embedding.fits(module):
+            embedding.replace_forward(module)
     if "lm_head" in by_path and by_path["lm_head"].part_of == "head":
         end = by_path["lm_head"]
         site = scales.sites.get("lm_head.weight") if scales is not None else None
