@@ -142,6 +142,30 @@ def test_fp8_copies_of_fp32_weights_are_written_along_in_one_layout_and_turned_i
     assert cached.fp8() is again
 
 
+@pytest.mark.usefixtures("hardware_rounding")
+def test_bf16_copies_of_fp32_weights_are_written_along(launched):
+    weights = [nn.Parameter(torch.randn(64, 32, device=DEVICE)), nn.Parameter(torch.randn(48, 32, device=DEVICE))]
+    alone = nn.Parameter(torch.randn(16, device=DEVICE))
+    cached = CachedWeight(*weights)
+    optimizer = torch.optim.AdamW([weights[0], alone, weights[1]], lr=0.05, fused=True)
+    first = cached.bf16()
+    for found in (0.0, 1.0):
+        train([*weights, alone], optimizer, True, steps=1, factor=1.0, found=found)
+        assert cached.bf16() is first, "the same memory, written by the update"
+        assert torch.equal(first, torch.cat([weight.detach() for weight in weights]).to(torch.bfloat16))
+    assert len(launched) == 4, "those with copies and those without"
+    train([*weights, alone], optimizer, False, steps=1)
+    again = cached.bf16()
+    assert again is not first, "torch's own kernel writes no copy"
+    assert torch.equal(again, torch.cat([weight.detach() for weight in weights]).to(torch.bfloat16))
+    train([*weights, alone], optimizer, True, steps=1)
+    train([alone], torch.optim.SGD([alone], lr=0.1), False, steps=1)  # any step makes it doubtful
+    assert cached.bf16() is not again
+    with torch.no_grad():
+        weights[0].mul_(2)
+    assert torch.equal(cached.bf16(), torch.cat([weight.detach() for weight in weights]).to(torch.bfloat16))
+
+
 def test_a_weight_of_two_layers_has_the_copy_of_one_of_them_written():
     weight, scales = nn.Parameter(torch.randn(32, 32, device=DEVICE)), TensorScales({"a": E4M3, "b": E4M3}, DEVICE)
     one, other = (CachedWeight(weight, site=scales.sites[name], scales=scales) for name in "ab")

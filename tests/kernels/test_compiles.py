@@ -97,10 +97,12 @@ elif kind == "adamw":
         for bits in (True, False):
             for whole in (True, False):
                 types = {**rates, **tables, "weight_ptr": weight, "low_ptr": low}
+                types |= {"copy_ptr": "*fp8e4nv" if whole else "*bf16"}
                 types |= {"first_ptr": "*i8" if bits else "*fp32", "second_ptr": "*u8" if bits else "*bf16"}
                 none = () if whole else ("factor_ptr", "found_ptr")
                 none += () if whole else ("where_ptr", "scale_ptr", "amax_ptr", "counts_ptr")
                 compiled(adamw._adamw_kernel, 4, none, types, MAXIMIZE=whole, MASTER=master, EIGHT_BIT=bits,
+                         BF16_COPY=not whole and master == "itself",
                          WHOLE=whole, UNITS=(8,) * 8 if whole else (1,) * 8, BLOCK=1024, GROUP=128)
     compiled(adamw._squares_kernel, 4, (), {**tables, "partial_ptr": "*fp32"}, WHOLE=True, UNIT=8, BLOCK=4096)
     compiled(adamw._norms_kernel, 4, (), {"partial_ptr": "*fp32", "first_ptr": "*i32", "norms_ptr": "*fp32"}, BLOCK=256)

@@ -124,16 +124,19 @@ class Rank:
         if self.shards == 1:
             return
         ops = self.traced.trace.ops
-        readers: dict[int, int] = {}
+        readers: dict[int, list[int]] = {}
         for index, op in enumerate(ops):
             for piece in op.reads:
-                readers[piece.block] = index
+                readers.setdefault(piece.block, []).append(index)
         for number, block in enumerate(self.traced.trace.blocks):
             if not block.is_copy or block.owner is None or block.owner.part != "outside":
                 continue
-            last = readers.get(number, block.born)
-            if number in lifetimes.died and ops[last].step == ops[block.born].step:
-                lifetimes.died[number] = max(last, block.born)
+            uses = readers.get(number, [block.born])
+            last = [index for index in uses if ops[index].step == ops[uses[-1]].step]
+            if number in lifetimes.died:
+                lifetimes.died[number] = max(last[-1], block.born)
+                if ops[last[0]].step != ops[block.born].step:  # kept from step to step, and written by the optimizer
+                    lifetimes.born[number] = last[0]
 
 
 def shard_rows(rows: int, shards: int) -> int:

@@ -30,7 +30,7 @@ from narrowgauge.nn import blocks, head, linear
 from narrowgauge.nn.convert import Layer
 from narrowgauge.nn.gemm import CachedWeight
 from narrowgauge.nn.recompute import find_blocks
-from narrowgauge.optim import together
+from narrowgauge.optim import beneath, together
 from narrowgauge.ranks.spread import copies
 from narrowgauge.recipe import Recipe
 from narrowgauge.task import Task
@@ -311,6 +311,7 @@ def _attributed(engine: Engine, recorder: Recorder, owners: dict[int, Owner]) ->
     plain_norms = kernel.gradient_norms
     changes: list[tuple[Any, str, Any]] = [
         (together, "adamw", adamw),
+        (beneath, "adamw", adamw),
         (kernel, "gradient_norms", gradient_norms),
         (head, "rescale_", rescale_),
         (head._Task, "run", ending(head._Task.run)),

@@ -7,7 +7,8 @@ Bytes a parameter in the leanest form (BF16 weight and gradient, 16-bit remainde
 14 and an eighth for the update. ``optim.reference`` has the same in plain torch; the kernel takes roots and divides by
 the hardware's approximations (1 to 2 units in the last place), as exact ones would cost more than the memory.
 
-Where a weight has an FP8 copy, the update writes that too, with its amax and what saturated or was flushed.
+Where a weight has an FP8 copy, the update writes that too, with its amax and what saturated or was flushed; or a BF16
+copy of an FP32 weight.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Lists:
     """The tensors of a launch, one of each for every parameter, all of a list in one format.
 
     ``low`` are remainders (int16) or FP32 copies beside BF16 weights, and empty where there are none; scales are empty
-    unless the moments are of 8 bits.
+    unless the moments are of 8 bits. ``copy``: in FP8, with their numbers in ``Copies``, or in BF16.
     """
 
     weight: list[Tensor]
@@ -129,7 +130,8 @@ def adamw(lists: Lists, numbers: Numbers) -> None:
         numbers.steps, numbers.ticks, numbers.seeds, numbers.factor, numbers.found,
         *((None,) * 4 if copies is None else (copies.where, copies.scale, copies.amax, copies.counts)),
         1.0 - numbers.beta1, numbers.beta2, 1.0 - numbers.beta2, numbers.eps,
-        MAXIMIZE=numbers.maximize, MASTER=lists.master, EIGHT_BIT=bool(lists.first_scale), WHOLE=whole,
+        MAXIMIZE=numbers.maximize, MASTER=lists.master, EIGHT_BIT=bool(lists.first_scale),
+        BF16_COPY=bool(lists.copy) and copies is None, WHOLE=whole,
         UNITS=tuple(_unit(column[0], whole) for column in columns), BLOCK=BLOCK, GROUP=GROUP, num_warps=WARPS,
     )  # fmt: skip
 
@@ -246,7 +248,7 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
     weight_ptr, grad_ptr, first_ptr, second_ptr, low_ptr, first_scale_ptr, second_scale_ptr,
     copy_ptr, places_ptr, owner_ptr, place_ptr, sizes_ptr, steps_ptr, ticks_ptr, seeds_ptr, factor_ptr, found_ptr,
     where_ptr, scale_ptr, amax_ptr, counts_ptr, rate1, beta2, rate2, eps,
-    MAXIMIZE: tl.constexpr, MASTER: tl.constexpr, EIGHT_BIT: tl.constexpr,
+    MAXIMIZE: tl.constexpr, MASTER: tl.constexpr, EIGHT_BIT: tl.constexpr, BF16_COPY: tl.constexpr,
     WHOLE: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     go = True
@@ -331,6 +333,8 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
                 tl.store(low_ptr + offsets, low, mask=mask)
             else:
                 tl.store(low_ptr + offsets, w, mask=mask)
+        if BF16_COPY:
+            tl.store(copy_ptr + tl.load(row + 7) * UNITS[7] + offsets, w.to(tl.bfloat16), mask=mask)
         if where_ptr is not None:
             _put_copy(
                 high, copy_ptr + tl.load(row + 7) * UNITS[7], offsets, mask, where_ptr + tensor,

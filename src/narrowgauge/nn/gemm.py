@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from narrowgauge.kernels import FP8_MAX, cast, fitting_scale
+from narrowgauge.optim import steps
 from narrowgauge.optim.adamw import gradient_dtype
-from narrowgauge.optim.copies import Fp8Copy, attach, copy_of
+from narrowgauge.optim.copies import Bf16Copy, Fp8Copy, attach, bf16_copy_of, copy_of
 from narrowgauge.optim.sharded import is_sharded
 from narrowgauge.scaling.tensor import Site, TensorScales
 
@@ -76,32 +76,6 @@ def product_bf16(a: Tensor, b_t: Tensor, out_dtype: torch.dtype = BF16) -> Tenso
     return (a.float() @ b_t.float()).to(out_dtype)
 
 
-_steps_taken = 0
-_step_shows = False
-_version_before: tuple[Tensor, int] | None = None
-
-
-def _note_before(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    global _version_before
-    weight = next((p for group in optimizer.param_groups for p in group["params"] if p.grad is not None), None)
-    _version_before = None if weight is None else (weight, weight._version)
-
-
-def _note_step(*_: object) -> None:
-    global _steps_taken, _step_shows, _version_before
-    _steps_taken += 1
-    if _version_before is not None:
-        weight, version = _version_before
-        _step_shows, _version_before = weight._version != version, None
-
-
-# A tensor's version tells of every change in place but those of fused optimizers (torch 2.13: fused AdamW leaves it at
-# 0), so any optimizer's step, wherever it is taken, makes cached copies old. Whether versions show steps is noted, to
-# tell a step from a change by other hands.
-register_optimizer_step_pre_hook(_note_before)
-register_optimizer_step_post_hook(_note_step)
-
-
 class Place(NamedTuple):
     """Where a weight is in the model: FSDP puts the gathered one there while its module runs, and the shard after."""
 
@@ -140,13 +114,12 @@ class CachedWeight:
         now = self.weights
         self.fleeting = any(is_sharded(weight) for weight in now)
         self.lean = lean or self.fleeting
-        self.shared = not (turned or self.fleeting) and scales is not None and scales.mode == "delayed"
         self._gradient_dtype = gradient_dtype(now[0])  # now, as torch.compile cannot ask for it
         if not self.fleeting:
             _put_together(now)
         self._made: dict[str, tuple[_State, bool, Operand]] = {}
         self._held: dict[str, Operand] | None = None
-        self._copies: list[Fp8Copy] = []
+        self._copies: dict[str, list[Fp8Copy | Bf16Copy]] = {}
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -208,15 +181,13 @@ class CachedWeight:
             held = {} if self._held is None else self._held
             return held.get(kind) or held.setdefault(kind, make(self._stacked(), False, record))
         now = _State(
-            _steps_taken,
+            steps.taken(),
             (0, 0) if self.scales is None else self.scales.moves,
             tuple((weight._version, id(weight), address(weight)) for weight in self.weights),
         )
         made = self._made.get(kind)
-        if kind == "fp8" and made is not None and made[0] != now and self._written(made[0], now):
-            assert self.site is not None
-            written = made[2]._replace(inv_scale=self.site.inv_scale, lp_t=None)
-            made = self._made[kind] = (now, True, written if self.lean else written.transposed())
+        if made is not None and made[0] != now and self._written(kind, made[0], now):
+            made = self._made[kind] = (now, kind == "fp8", self._renewed(kind, made[2]))
         if made is None or made[0] != now or (record and not made[1]):
             touched = made is not None and made[0].touched(now)
             made = (now, record, make(self._stacked(), touched, record))
@@ -225,23 +196,37 @@ class CachedWeight:
         return made[2]
 
     def _share(self, kind: str, operand: Operand) -> None:
-        """Let the optimizer write the copy that was made, for the steps to come, where scales are delayed."""
-        lp, site, scales = operand.lp, self.site, self.scales
-        if kind == "fp8" and self.shared and lp is not None and site is not None and scales is not None:
-            parts = lp.split([len(weight) for weight in self.weights])
-            self._copies = [Fp8Copy(part, site, scales) for part in parts]
-            for weight, copy in zip(self.weights, self._copies, strict=True):
-                attach(weight, copy)
+        """Let the optimizer write the copy that was made, for the steps to come; in FP8 where scales are delayed."""
+        lp, hp, site, scales = operand.lp, operand.hp, self.site, self.scales
+        sizes, copies = [len(weight) for weight in self.weights], list[Fp8Copy | Bf16Copy]()
+        if self.turned or self.fleeting:
+            return
+        if kind == "fp8" and lp is not None and site is not None and scales is not None and scales.mode == "delayed":
+            copies = [Fp8Copy(part, site, scales) for part in lp.split(sizes)]
+        elif hp is not None and self.weights[0].dtype is torch.float32:
+            copies = [Bf16Copy(part) for part in hp.split(sizes)]
+        self._copies[kind] = copies
+        for weight, copy in zip(self.weights, copies, strict=False):
+            attach(weight, copy)
 
-    def _written(self, then: _State, now: _State) -> bool:
+    def _written(self, kind: str, then: _State, now: _State) -> bool:
         """Whether the optimizer has written the copy since, by the scale as it is now, and nobody else the weight.
 
         Of a weight that two layers have, it writes the copy of the one that was cast last.
         """
-        if not self._copies or then.weights != now.weights:
+        copies = self._copies.get(kind, [])
+        if not copies or then.weights != now.weights:
             return False
-        pairs = zip(self.weights, self._copies, strict=True)
-        return all(copy_of(weight) is copy and copy.moves == now.moves for weight, copy in pairs)
+        found = copy_of if kind == "fp8" else bf16_copy_of
+        return all(found(weight) is copy and copy.fresh for weight, copy in zip(self.weights, copies, strict=True))
+
+    def _renewed(self, kind: str, operand: Operand) -> Operand:
+        """The operand whose memory the optimizer has written anew."""
+        if kind == "bf16":
+            return operand
+        assert self.site is not None
+        written = operand._replace(inv_scale=self.site.inv_scale, lp_t=None)
+        return written if self.lean else written.transposed()
 
     def _stacked(self) -> Tensor:
         plain = [weight.detach().t().contiguous() if self.turned else weight.detach() for weight in self.weights]
@@ -281,7 +266,7 @@ class _State(NamedTuple):
 
     def touched(self, now: _State) -> bool:
         """Whether other hands than an optimizer's have changed the weight, but not with a checkpoint of the scales."""
-        stepped = self.step != now.step and _step_shows
+        stepped = self.step != now.step and steps.show_in_versions()
         return self.weights != now.weights and not stepped and self.moves[1] == now.moves[1]
 
 

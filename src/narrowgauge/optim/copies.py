@@ -1,8 +1,9 @@
-"""FP8 copies of weights that the optimizer's update writes: it has the new weight at hand, so no pass reads it again.
+"""Copies of weights that the optimizer's update writes: it has the new weight at hand, so no pass reads it again.
 
-A copy is cast by the scale that the next step's products will divide by, so the scales must have moved before the
-update; ``moves`` notes which they were, and whoever reads the copy compares. An update that is skipped on the device
-writes the copy all the same, from the weight as it stands, because the scale has moved under it.
+In FP8 a copy is cast by the scale that the next step's products will divide by, so the scales must have moved before
+the update; ``moves`` notes which they were, and whoever reads the copy compares. An update that is skipped on the
+device writes the copy all the same, from the weight as it stands, because the scale has moved under it. In BF16 there
+is no scale: the copy notes after which of all steps it is right.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from narrowgauge.optim import steps
 from narrowgauge.scaling.tensor import Site, TensorScales
 
 
@@ -24,18 +26,56 @@ class Fp8Copy:
     moves: tuple[int, int] | None = None
     """Of the scales, when an update last wrote the copy; None: none has since it was made."""
 
+    @property
+    def fresh(self) -> bool:
+        """Whether an update wrote it by the scale as it is now."""
+        return self.moves == self.scales.moves
 
-def attach(parameter: Tensor, copy: Fp8Copy) -> None:
+    def note(self) -> None:
+        """The step that is being taken has written it."""
+        self.moves = self.scales.moves
+
+
+@dataclass
+class Bf16Copy:
+    """An FP32 parameter in BF16."""
+
+    hp: Tensor
+    step: int = -1
+    """The step that wrote it last, counted over all optimizers."""
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the last step of all wrote it."""
+        return self.step == steps.taken()
+
+    def note(self) -> None:
+        """The step that is being taken has written it."""
+        self.step = steps.taken() + 1
+
+
+def attach(parameter: Tensor, copy: Fp8Copy | Bf16Copy) -> None:
     """Let updates of the parameter write the copy."""
-    parameter.fp8_copy = copy  # type: ignore[attr-defined]
+    setattr(parameter, _name(copy), copy)
 
 
 def detach(parameter: Tensor) -> None:
-    """Let updates write no copy any more: the model has passed into other hands."""
-    parameter.__dict__.pop("fp8_copy", None)
+    """Let updates write no copies any more: the model has passed into other hands."""
+    for name in ("fp8_copy", "bf16_copy"):
+        parameter.__dict__.pop(name, None)
 
 
 def copy_of(parameter: Tensor) -> Fp8Copy | None:
-    """The copy that updates are to write: where the scales are there beforehand."""
+    """The FP8 copy that updates are to write: where the scales are there beforehand."""
     copy: Fp8Copy | None = getattr(parameter, "fp8_copy", None)
     return copy if copy is not None and copy.scales.delayed else None
+
+
+def bf16_copy_of(parameter: Tensor) -> Bf16Copy | None:
+    """The BF16 copy that updates are to write."""
+    copy: Bf16Copy | None = getattr(parameter, "bf16_copy", None)
+    return copy
+
+
+def _name(copy: Fp8Copy | Bf16Copy) -> str:
+    return "fp8_copy" if isinstance(copy, Fp8Copy) else "bf16_copy"

@@ -51,7 +51,7 @@ def step_together(
     )  # fmt: skip
     adamw(lists, numbers)
     for copy in copies or ():
-        copy.moves = copy.scales.moves
+        copy.note()
 
 
 def numbers_of(copies: list[Fp8Copy]) -> Copies:
