@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from narrowgauge.kernels import activation, cast, cross_entropy, norm
+from narrowgauge.kernels import activation, cast, cross_entropy, embedding, norm
 from narrowgauge.nn.gemm import BF16, E4M3, E5M2, product_bf16, product_fp8
 
 D, N = (int(argument) for argument in (*sys.argv[1:], "768", "65536")[:2]) if len(sys.argv) > 2 else (768, 65536)
@@ -90,7 +90,14 @@ report("softmax_statistics", n * V * 2, lambda: cross_entropy.softmax_statistics
 lse, _ = cross_entropy.softmax_statistics(logits, targets, -100)
 report("dlogits fp8 both", n * V * 4, lambda: cross_entropy.dlogits_lp(logits, targets, lse))
 report("dlogits bf16", n * V * 4, lambda: cross_entropy.dlogits(logits, targets, lse, one))
+over: dict[str, Any] = {"out": torch.empty_like(logits)}
+report("loss and dlogits bf16 in one", n * V * 4, lambda: cross_entropy.loss_gradient(logits, targets, one, **over))
 logits = lse = targets = one
+over.clear()
+ids = (torch.rand(N, device=cuda) ** 4 * V).long()  # some words often, most seldom
+words = functools.partial(embedding.embedding_gradient, x32, ids, V)
+report("embedding_gradient", N * D * 4 + V * D * 4, words)
+report("the same by torch", N * D * 4 + V * D * 4, lambda: torch.embedding_dense_backward(x32, ids, V, -1, False))
 
 print(f"{'product':28s} {'bf16':>9s} {'fp8 fast':>9s} {'fp8':>9s}  ms;  gain with fast, without", flush=True)
 for name, m, width, k, out in (

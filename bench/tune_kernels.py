@@ -1,7 +1,7 @@
 """Milliseconds of each kernel over the ways its work can be cut, on the GPU at hand; the best of each first.
 
 usage: python bench/tune_kernels.py [KIND ...]      (cast, packed, gelu, gelu_backward, swiglu_backward, transpose,
-                                                     lp, statistics, norm, norm_backward; all by default)
+                                                     lp, statistics, loss, norm, norm_backward; all by default)
 
 Every cut is compiled beforehand by one process per kind, all at once, and then measured by this one alone.
 """
@@ -41,6 +41,10 @@ LP = [
     for b in (1, 8)
 ]
 STATISTICS = [{"BLOCK": b, "num_warps": w} for b, w in ((2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16))]
+LOSS = [
+    {"BLOCK": b, "num_warps": w}
+    for b, w in ((8192, 16), (16384, 32), (8192, 8), (16384, 16), (4096, 8), (4096, 16), (2048, 4))
+]
 CUTS = {
     "norm": {
         768: [(1, 2, 16), (1, 1, 20), (1, 1, 28), (2, 4, 8), (1, 4, 12), (1, 2, 24)],
@@ -102,11 +106,15 @@ def cases(kind: str) -> Iterator[Case]:
         yield from with_tile(
             activation.GATED_TILE, FLAT, lambda: activation.swiglu_backward(da, u, forward_scale=one, **options_e5m2)
         )
-    elif kind in ("lp", "statistics"):
+    elif kind in ("lp", "statistics", "loss"):
         logits, targets = randn(N // 4, V), torch.randint(0, V, (N // 4,), device="cuda")
         lse, _ = cross_entropy.softmax_statistics(logits, targets, -100)
         if kind == "lp":
             yield from with_tile(cross_entropy.LP_TILE, LP, lambda: cross_entropy.dlogits_lp(logits, targets, lse))
+        elif kind == "loss":
+            factor = torch.ones((), device="cuda")
+            work = partial(cross_entropy.loss_gradient, logits, targets, factor, out=torch.empty_like(logits))
+            yield from with_tile(cross_entropy.LOSS_GRADIENT_TILE, LOSS, work)
         else:
             yield from with_tile(
                 cross_entropy.STATISTICS_TILE,
@@ -144,6 +152,7 @@ KINDS = (
     "transpose",
     "lp",
     "statistics",
+    "loss",
     "norm",
     "norm_backward",
 )
