@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from narrowgauge import Task, UsageError, bench, hardware
 from narrowgauge.cli import main
+from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.recipe import parse
 
 TASK_FILE = """
@@ -49,7 +50,7 @@ def measure(recipes=("fp32",), peers=(), task=None, **settings):
         [parse(text) for text in recipes],
         peers,
         hardware.detect("cpu"),
-        bench.Settings(warmup=1, steps=2, rounds=3, **settings),
+        bench.Settings(**{"warmup": 1, "steps": 2, "rounds": 3, **settings}),
         heard.append,
     )
     return rows, heard
@@ -90,6 +91,21 @@ def test_a_peer_that_would_take_forever_is_left_out_and_said_so():
     rows, heard = measure(slow, ["torch"]) if slow else ([], [])
     assert [row.name for row in rows] == slow
     assert len([line for line in heard if "hundreds of times" in line]) == len(slow)
+
+
+def test_a_contestant_that_changes_attention_for_those_after_it_is_found_out():
+    def loss(model, b):
+        torch.backends.cuda.enable_mem_efficient_sdp(not torch.backends.cuda.mem_efficient_sdp_enabled())
+        return F.cross_entropy(model(b[0]), b[1])
+
+    before = bench.contest.attention_of_process()
+    try:
+        with pytest.raises(NarrowgaugeError, match=r"fp32 found the attention backends .* and left .* those after it"):
+            measure(task=tiny_task(loss=loss), warmup=2)
+    finally:
+        torch.backends.cuda.enable_mem_efficient_sdp(before[2])
+    measure(["fp32", "bf16"], ["torch"])
+    assert bench.contest.attention_of_process() == before
 
 
 def test_what_cannot_be_measured_is_refused():

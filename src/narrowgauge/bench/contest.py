@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from narrowgauge.engine import Engine
 from narrowgauge.errors import NarrowgaugeError, UsageError
 from narrowgauge.hardware import Device
+from narrowgauge.nn.precision import settle_attention_order
 from narrowgauge.peers import Peer, Step, contestants
 from narrowgauge.recipe import Recipe, refusal
 from narrowgauge.task import Task
@@ -184,6 +185,12 @@ def race(
     return field
 
 
+def attention_of_process() -> tuple[Any, ...]:
+    """Which attention backends torch takes for whoever sets none, and in which order."""
+    allowed = [getattr(torch._C, f"_get_{name}_sdp_enabled")() for name in ("flash", "mem_efficient", "math", "cudnn")]
+    return tuple(torch._C._get_sdp_priority_order()), *allowed
+
+
 def looks(rounds: int) -> tuple[int, ...]:
     """The numbers of rounds after which one looks whether they are enough."""
     return tuple(rounds * 2**power for power in range(MOST.bit_length()))
@@ -201,6 +208,9 @@ def build(
     torch.manual_seed(settings.seed)
     with torch.device(device.torch_device):
         model = task.model()
+    if device.kind == "cuda":
+        settle_attention_order(torch.device(device.torch_device))
+    found = attention_of_process()
     optimizer = torch.optim.AdamW(
         model.parameters(), task.learning_rate, betas=(0.9, 0.95), weight_decay=task.weight_decay, fused=True
     )
@@ -214,6 +224,11 @@ def build(
     for index in range(settings.warmup):
         step(batches[index % BATCHES])
     peak = torch.cuda.max_memory_allocated() - before if device.kind == "cuda" else None
+    if attention_of_process() != found:
+        raise NarrowgaugeError(
+            f"{name} found the attention backends {found} and left {attention_of_process()} to those after it: their "
+            "times would say nothing about them"
+        )
     return Contestant(name, recipe, recipe.compute if peer is None else peer.compute, step, peak)
 
 

@@ -43,7 +43,7 @@ class Surroundings:
 
     def __post_init__(self) -> None:
         if self.device.type == "cuda":
-            _settle_attention_order(self.device)
+            settle_attention_order(self.device)
 
     @property
     def device_type(self) -> str:
@@ -103,7 +103,7 @@ class Surroundings:
 _settled = False
 
 
-def _settle_attention_order(device: torch.device) -> None:
+def settle_attention_order(device: torch.device) -> None:
     """Let torch decide its own order of attention backends before a context of ours notes it, to put it back.
 
     torch puts cuDNN first on Hopper when a process first asks for attention, not before. A context that notes the order
