@@ -194,13 +194,15 @@ def test_attention_runs_the_backend_that_was_asked_for(attention, kernel, compil
 
 
 FIRST = """
-import torch, torch.nn.functional as F
+import contextlib, torch, torch.nn.functional as F
 from narrowgauge import Engine
 from narrowgauge.models.gpt import GPT, GPTConfig
 if {engine}:
     with torch.device("cuda"):
         model = GPT(GPTConfig(layers=1, width=128, heads=2, vocab=256, context=64))
-    engine = Engine(model, torch.optim.AdamW(model.parameters(), fused=True), "bf16", fused={fused}, compile={compile})
+    with {inside}:
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        engine = Engine(model, optimizer, "bf16", fused={fused}, compile={compile})
     ids = torch.zeros(2, 64, dtype=torch.long, device="cuda")
     with engine.forward():
         loss = engine.model(ids, ids)
@@ -212,12 +214,13 @@ print(torch._C._get_sdp_priority_order())
 """
 
 
+@pytest.mark.parametrize("inside", ["contextlib.nullcontext()", "torch.device('cuda')"])
 @pytest.mark.parametrize(("fused", "compile"), [(True, False), (False, False), (False, True)])
-def test_an_engine_leaves_the_process_its_order_of_attention_backends(fused, compile):
+def test_an_engine_leaves_the_process_its_order_of_attention_backends(fused, compile, inside):
     """In processes of their own: torch decides its order at the first attention, and puts cuDNN first on Hopper."""
 
     def order(engine):
-        source = FIRST.format(engine=engine, fused=fused, compile=compile)
+        source = FIRST.format(engine=engine, fused=fused, compile=compile, inside=inside)
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", source], capture_output=True, text=True, check=True
         )

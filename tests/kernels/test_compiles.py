@@ -109,7 +109,7 @@ elif kind == "adamw":
 elif kind == "embedding":
     for dtype in ("*fp32", "*bf16"):
         types = {"grad_ptr": dtype, "ids_ptr": "*i64", "out_ptr": "*fp32"}
-        ptx = compiled(embedding.add_rows_kernel, 4, (), types, BLOCK=1024)
+        compiled(embedding.add_rows_kernel, 4, (), types, BLOCK=1024)
 elif kind == "stats":
     types = {"inverse_ptr": "*fp32", "counts_ptr": "*i64", "sizes_ptr": "*fp32", "size": "i64", "every": "i32"}
     for x in ("*fp32", "*bf16", "*fp16", "*fp8e4nv", "*fp8e5"):

@@ -26,17 +26,14 @@ def replace_forward(module: nn.Module) -> None:
 
     def forward(input: Tensor) -> Tensor:
         weight = layer.weight
-        needed = torch.is_grad_enabled() and weight.requires_grad and type(weight) is nn.Parameter
-        if not (needed and weight.is_cuda) or torch.compiler.is_compiling() or _must_repeat():
+        plain = type(weight) is nn.Parameter and weight.is_cuda and weight.dtype is torch.float32
+        needed = torch.is_grad_enabled() and weight.requires_grad
+        if not (plain and needed) or torch.compiler.is_compiling() or torch.are_deterministic_algorithms_enabled():
             return F.embedding(input, weight)
         output: Tensor = _Lookup.apply(weight, input)  # type: ignore[no-untyped-call]
         return output
 
     override(module, forward)
-
-
-def _must_repeat() -> bool:
-    return torch.are_deterministic_algorithms_enabled()
 
 
 class _Lookup(torch.autograd.Function):

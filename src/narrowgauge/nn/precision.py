@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from narrowgauge.errors import UsageError
@@ -110,7 +111,8 @@ def settle_attention_order(device: torch.device) -> None:
     earlier would leave cuDNN last for all that comes after it: another loop in the process, a peer in a benchmark.
     """
     global _settled
-    if not _settled and not _get_current_dispatch_mode_stack() and not _get_current_function_mode_stack():
+    modes = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
+    if not _settled and not modes and not _get_current_dispatch_mode_stack():  # a forecast's GPU is not there
         _settled = True
         x = torch.zeros(1, 1, 16, 64, dtype=torch.bfloat16, device=device)
         torch._fused_sdp_choice(x, x, x)

@@ -2,8 +2,8 @@
 
 In FP8 a copy is cast by the scale that the next step's products will divide by, so the scales must have moved before
 the update; ``moves`` notes which they were, and whoever reads the copy compares. An update that is skipped on the
-device writes the copy all the same, from the weight as it stands, because the scale has moved under it. In BF16 there
-is no scale: the copy notes after which of all steps it is right.
+device writes the copy all the same, from the weight as it stands, because the scale has moved under it. A step over
+the weight that did not write the copy, by other hands than ours, makes it old, whatever the weight's version says.
 """
 
 from __future__ import annotations
@@ -11,9 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from narrowgauge.optim import steps
 from narrowgauge.scaling.tensor import Site, TensorScales
+
+NAMES = ("fp8_copy", "bf16_copy")
+"""What a parameter calls its copies."""
 
 
 @dataclass
@@ -25,15 +30,17 @@ class Fp8Copy:
     scales: TensorScales
     moves: tuple[int, int] | None = None
     """Of the scales, when an update last wrote the copy; None: none has since it was made."""
+    step: int | None = None
+    """The step over the weight that wrote it; None where the last one did not."""
 
     @property
     def fresh(self) -> bool:
-        """Whether an update wrote it by the scale as it is now."""
-        return self.moves == self.scales.moves
+        """Whether the weight's last step wrote it, by the scale as it is now."""
+        return self.step is not None and self.moves == self.scales.moves
 
     def note(self) -> None:
         """The step that is being taken has written it."""
-        self.moves = self.scales.moves
+        self.moves, self.step = self.scales.moves, steps.taken() + 1
 
 
 @dataclass
@@ -41,13 +48,13 @@ class Bf16Copy:
     """An FP32 parameter in BF16."""
 
     hp: Tensor
-    step: int = -1
-    """The step that wrote it last, counted over all optimizers."""
+    step: int | None = None
+    """As an FP8 copy's."""
 
     @property
     def fresh(self) -> bool:
-        """Whether the last step of all wrote it."""
-        return self.step == steps.taken()
+        """Whether the weight's last step wrote it."""
+        return self.step is not None
 
     def note(self) -> None:
         """The step that is being taken has written it."""
@@ -61,7 +68,7 @@ def attach(parameter: Tensor, copy: Fp8Copy | Bf16Copy) -> None:
 
 def detach(parameter: Tensor) -> None:
     """Let updates write no copies any more: the model has passed into other hands."""
-    for name in ("fp8_copy", "bf16_copy"):
+    for name in NAMES:
         parameter.__dict__.pop(name, None)
 
 
@@ -79,3 +86,16 @@ def bf16_copy_of(parameter: Tensor) -> Bf16Copy | None:
 
 def _name(copy: Fp8Copy | Bf16Copy) -> str:
     return "fp8_copy" if isinstance(copy, Fp8Copy) else "bf16_copy"
+
+
+def _make_others_old(optimizer: Optimizer, *_: object) -> None:
+    """After a step: the copies of its weights that it did not write are old."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for name in NAMES:
+                copy: Fp8Copy | Bf16Copy | None = getattr(parameter, name, None)
+                if copy is not None and copy.step != steps.taken():
+                    copy.step = None
+
+
+register_optimizer_step_post_hook(_make_others_old)  # behind that of ``steps``, which counts the step
