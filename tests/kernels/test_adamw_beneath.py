@@ -15,6 +15,9 @@ from narrowgauge.scaling.tensor import TensorScales
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = ((64, 32), (48,), (3, 5, 7))
+# torch's kernel for GPUs takes 1 - beta2 in FP32, which is 1.3e-5 off for 0.999; ours, and torch's for CPUs, do not.
+STATE = {"rtol": 2e-5 if DEVICE == "cuda" else 2e-6, "atol": 1e-7}
+WEIGHTS = {"rtol": 2e-6, "atol": 1e-5 if DEVICE == "cuda" else 2e-7}
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +42,7 @@ def train(weights, optimizer, ours, steps=4, factor=None, found=None):
     for index in range(steps):
         generator = torch.Generator().manual_seed(index)
         for weight in weights:
-            weight.grad = torch.randn(weight.shape, generator=generator).to(DEVICE)
+            weight.grad = torch.empty_like(weight).copy_(torch.randn(weight.shape, generator=generator))
         optimizer.grad_scale = None if factor is None else torch.tensor(factor, device=DEVICE)
         optimizer.found_inf = None if found is None else torch.tensor(found, device=DEVICE)
         if ours:
@@ -57,10 +60,10 @@ def test_it_steps_as_torch_does(factor, found, maximize, launched):
     train(theirs, torchs, False, factor=factor, found=found)
     assert len(launched) == 4
     for one, other in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-7)
+        torch.testing.assert_close(one, other, **WEIGHTS)
         assert ours.state[one].keys() == torchs.state[other].keys()
         for name, value in torchs.state[other].items():
-            torch.testing.assert_close(ours.state[one][name], value, rtol=2e-6, atol=1e-7)
+            torch.testing.assert_close(ours.state[one][name], value, **STATE)
             assert ours.state[one][name].dtype is value.dtype and ours.state[one][name].device == value.device
 
 
@@ -75,7 +78,7 @@ def test_the_two_may_take_turns_and_schedulers_and_groups_are_heard():
         for schedule in schedules:
             schedule.step()
     for one, other in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-7)
+        torch.testing.assert_close(one, other, **WEIGHTS)
 
 
 def test_a_skip_changes_nothing_and_is_no_step(launched):

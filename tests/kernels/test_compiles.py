@@ -117,7 +117,7 @@ elif kind == "stats":
             compiled(stats._stats_kernel, 4, none, {**types, "x_ptr": x}, BLOCK=4096)
 else:
     compiled(cross_entropy_kernels.statistics_kernel, BLOCK=2048)
-    compiled(cross_entropy_kernels.loss_gradient_kernel, 16, BLOCK=8192)
+    compiled(cross_entropy_kernels.loss_gradient_kernel, 32, BLOCK=8192)
     compiled(cross_entropy_kernels.dlogits_kernel, 8, BLOCK_N=16, BLOCK_V=512)
     for out, limits in FP8.items():
         for none in ((), ("counts_ptr", "words_ptr")):

@@ -128,17 +128,24 @@ def test_loss_and_gradient_in_one(shape, padding, in_place, monkeypatch):
     torch.testing.assert_close(d, d_by_torch, rtol=2 * BF16_STEP, atol=1e-7)
 
 
-def test_loss_and_gradient_of_extreme_logits():
-    logits, targets = make(6, 5000)
-    targets[:] = 4999
+@pytest.mark.parametrize("width", [5000, 20000])
+def test_loss_and_gradient_of_extreme_logits(width):
+    logits, targets = make(6, width)
+    targets[:] = width - 1
     logits[0] *= 1000
-    logits[1, :4500] = -torch.inf
+    logits[1, : width - 500] = -torch.inf  # a first block without a maximum
     logits[2, 7] = torch.nan
-    targets[3], targets[4] = 5000, ce.IGNORE
+    targets[3], targets[4] = width, ce.IGNORE
     logits[4, 3] = torch.nan
+    logits[5, width - 9] = 500.0  # far above the first block's
+    leaf = logits[[0, 1, 5]].double().requires_grad_()
+    exact = F.cross_entropy(leaf, targets[[0, 1, 5]], reduction="none")
+    exact.sum().backward()
     loss, d = ce.loss_gradient(logits, targets, torch.ones((), device=DEVICE))
     assert torch.isnan(loss).tolist() == [False, False, True, True, False, False]
-    assert torch.isfinite(d[[0, 1, 5]]).all() and torch.isnan(d[2]).all()
+    torch.testing.assert_close(loss[[0, 1, 5]].double(), exact.detach(), rtol=1e-5, atol=4e-6)
+    torch.testing.assert_close(d[[0, 1, 5]].double(), leaf.grad, rtol=2 * BF16_STEP, atol=1e-6)
+    assert torch.isnan(d[2]).all()
     assert not d[4].any(), "an ignored row, whatever it holds"
 
 

@@ -50,8 +50,9 @@ UNIT_SCALE: dict[torch.dtype, float] = {torch.float8_e4m3fn: 256.0, torch.float8
 
 # 63 registers: eight programs to an SM, each with 4 KB on its way, where Little's law asks for about 25 KB per SM.
 STATISTICS_TILE: dict[str, int] = {"BLOCK": 2048, "num_warps": 4}
-# Two programs to an SM, so that their 264 rows of 50,304 logits, 27 MB, are in the cache when they are read again.
-LOSS_GRADIENT_TILE: dict[str, int] = {"BLOCK": 8192, "num_warps": 16}
+# Two programs to an SM, so that their 264 rows of 50,304 logits, 27 MB, are in the cache when they are read again; more
+# registers than 32 a thread would leave one, which has nothing to do while it waits.
+LOSS_GRADIENT_TILE: dict[str, int] = {"BLOCK": 8192, "num_warps": 32}
 GRADIENT_TILE: dict[str, int] = {"BLOCK_N": 16, "BLOCK_V": 512, "num_warps": 8}
 # BAND tiles below each other run together, so that their columns lie side by side in [V, N]; it turned out to gain
 # nothing with this tile (bench/tune_kernels.py on an H200: 0.876 ms with 1, 0.880 with 8).

@@ -35,9 +35,9 @@ def _log_sum(logits_ptr, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped
 
 
 @jit
-def _loss(logits_ptr, target, lse, width, ignore_index):  # type: ignore[no-untyped-def]
-    picked = tl.load(logits_ptr + target, mask=(target >= 0) & (target < width), other=float("nan")).to(tl.float32)
-    return tl.where(target != ignore_index, lse - picked, 0.0)
+def _picked(logits_ptr, target, width):  # type: ignore[no-untyped-def]
+    """The target's logit; NaN where there is no such word."""
+    return tl.load(logits_ptr + target, mask=(target >= 0) & (target < width), other=float("nan")).to(tl.float32)
 
 
 @jit
@@ -48,7 +48,37 @@ def statistics_kernel(logits_ptr, targets_ptr, lse_ptr, loss_ptr, width, stride,
     lse = _log_sum(logits_ptr, width, BLOCK) / LOG2E
     target = tl.load(targets_ptr + row)
     tl.store(lse_ptr + row, lse)
-    tl.store(loss_ptr + row, _loss(logits_ptr, target, lse, width, ignore_index))
+    picked = _picked(logits_ptr, target, width)
+    tl.store(loss_ptr + row, tl.where(target != ignore_index, lse - picked, 0.0))
+
+
+@jit
+def _log_sum_quick(logits_ptr, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``_log_sum`` with the first block's maximum for all of the row, so that no block waits for another's.
+
+    Only a logit 88 above that maximum leaves FP32; then, and where the first block has none, the row's is found first.
+    """
+    LOG2E: tl.constexpr = 1.4426950408889634
+    columns = tl.arange(0, BLOCK)
+    x = tl.load(logits_ptr + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
+    top = tl.max(x, 0) * LOG2E
+    total = tl.exp2(x * LOG2E - top)
+    for start in range(BLOCK, width, BLOCK):
+        x = tl.load(logits_ptr + start + columns, mask=start + columns < width, other=float("-inf")).to(tl.float32)
+        total += tl.exp2(x * LOG2E - top)
+    every = tl.sum(total, 0)
+    if (every < float("inf")) == 0:  # NaN too
+        total = tl.full([BLOCK], -3.4028234663852886e38, tl.float32)
+        for start in range(0, width, BLOCK):
+            x = tl.load(logits_ptr + start + columns, mask=start + columns < width, other=float("-inf")).to(tl.float32)
+            total = tl.maximum(total, x)
+        top = tl.max(total, 0) * LOG2E
+        total = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, width, BLOCK):
+            x = tl.load(logits_ptr + start + columns, mask=start + columns < width, other=float("-inf")).to(tl.float32)
+            total += tl.exp2(x * LOG2E - top)
+        every = tl.sum(total, 0)
+    return top + tl.log2(every)
 
 
 @jit
@@ -56,23 +86,25 @@ def loss_gradient_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, targets_ptr, loss_ptr, factor_ptr, out_ptr, width, stride, out_stride, ignore_index,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Loss and gradient of a row, which is read twice, but the second time from the cache."""
+    """Loss and gradient of a row, which is read twice, but the second time from the cache: the last block first."""
     LOG2E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     out_ptr += row * out_stride
-    power = _log_sum(logits_ptr, width, BLOCK)
-    target = tl.load(targets_ptr + row).to(tl.int32)
-    tl.store(loss_ptr + row, _loss(logits_ptr, target, power / LOG2E, width, ignore_index))
-    tl.debug_barrier()  # the gradient may be written over the logits, of which the loss has read one
+    target = tl.load(targets_ptr + row).to(tl.int32)  # first, as two loads that wait for each other take a while
+    picked = _picked(logits_ptr, target, width)
+    power = _log_sum_quick(logits_ptr, width, BLOCK)
+    tl.store(loss_ptr + row, tl.where(target != ignore_index, power / LOG2E - picked, 0.0))
+    tl.debug_barrier()  # the gradient may be written over the logits, which all must have read
     factor, counts = tl.load(factor_ptr), target != ignore_index
-    for start in range(0, width, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
+    blocks = tl.cdiv(width, BLOCK)
+    for index in range(blocks):
+        columns = (blocks - 1 - index) * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
         d = tl.exp2(x * LOG2E - power)
         d = tl.where(columns == target, d - 1.0, d)
-        d = tl.where(counts, d * factor, 0.0)
-        tl.store(out_ptr + columns, d.to(out_ptr.dtype.element_ty), mask=columns < width)
+        d = tl.where(counts, d * factor, 0.0).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + columns, d, mask=columns < width)
 
 
 @jit

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from narrowgauge.kernels import FP8_MAX, cast, fitting_scale
+from narrowgauge.kernels import FP8_MAX, cast, cublas, fitting_scale
 from narrowgauge.optim import steps
 from narrowgauge.optim.adamw import gradient_dtype
 from narrowgauge.optim.copies import Bf16Copy, Fp8Copy, attach, bf16_copy_of, copy_of
@@ -65,15 +65,26 @@ def product_fp8(
 ) -> Tensor:
     """a @ b.T of FP8 operands, divided by their scales. ``fast``: the tensor cores' own accumulation, of fewer bits."""
     if a.is_cuda:
-        return torch._scaled_mm(a, b.t(), scale_a=inv_a, scale_b=inv_b, out_dtype=out_dtype, use_fast_accum=fast)
+        scaled: dict[str, Any] = {
+            "scale_a": inv_a, "scale_b": inv_b, "out_dtype": out_dtype, "use_fast_accum": fast,
+        }  # fmt: skip
+        made = cublas.product(
+            a, b.t(), out_dtype, lambda out: torch._scaled_mm(a, b.t(), **scaled, out=out), (inv_a, inv_b), fast
+        )
+        return torch._scaled_mm(a, b.t(), **scaled) if made is None else made
     return ((a.float() @ b.float().t()) * (inv_a * inv_b)).to(out_dtype)
 
 
 def product_bf16(a: Tensor, b_t: Tensor, out_dtype: torch.dtype = BF16) -> Tensor:
     """a @ b_t of BF16 operands in any layout, accumulated in FP32."""
     if a.is_cuda:
-        return torch.mm(a, b_t) if out_dtype is BF16 else torch.mm(a, b_t, out_dtype=out_dtype)
+        made = cublas.product(a, b_t, out_dtype, lambda out: _mm(a, b_t, out_dtype, out))
+        return _mm(a, b_t, out_dtype) if made is None else made
     return (a.float() @ b_t.float()).to(out_dtype)
+
+
+def _mm(a: Tensor, b_t: Tensor, out_dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    return torch.mm(a, b_t, out=out) if out_dtype is BF16 else torch.mm(a, b_t, out_dtype=out_dtype, out=out)
 
 
 class Place(NamedTuple):

@@ -1,0 +1,130 @@
+"""Products by the fastest algorithm: torch's numbers in every layout and format; torch's own where that is right."""
+
+import threading
+
+import pytest
+import torch
+
+from narrowgauge.kernels import cublas
+from narrowgauge.nn.gemm import E4M3, E5M2, product_bf16, product_fp8
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch):
+    monkeypatch.setattr(cublas, "_chosen", {})
+    monkeypatch.setattr(cublas, "MARGIN", float("inf"))  # the fastest of all, so that torch's is not in the way
+
+
+@pytest.fixture
+def own(monkeypatch):
+    """Have cuBLASLt's proposals alone, and count the searches."""
+    found, plain = [], cublas.fastest
+    monkeypatch.setattr(cublas, "fastest", lambda runs, clock: found.append(len(runs)) or plain(runs[1:], clock))
+    return found
+
+
+def operands(m, n, k, turned_a=False, turned_b=False):
+    torch.manual_seed(0)
+    a = torch.randn(*((k, m) if turned_a else (m, k)), device="cuda", dtype=BF16)
+    b = torch.randn(*((n, k) if turned_b else (k, n)), device="cuda", dtype=BF16)
+    return a.t() if turned_a else a, b.t() if turned_b else b
+
+
+def exact(a, b):
+    return a.double() @ b.double()
+
+
+@pytest.mark.parametrize("out", [BF16, torch.float32])
+@pytest.mark.parametrize("turned_a", [False, True])
+@pytest.mark.parametrize("turned_b", [False, True])
+@pytest.mark.parametrize("sizes", [(8192, 2304, 768), (768, 3072, 16384)])
+def test_bf16_in_any_layout(sizes, turned_a, turned_b, out, own):
+    a, b = operands(*sizes, turned_a, turned_b)
+    made = product_bf16(a, b, out)
+    assert own and made.dtype is out and "own" in cublas.choices().values()
+    by_torch = torch.mm(a, b) if out is BF16 else torch.mm(a, b, out_dtype=out)
+    right = exact(a, b)
+    assert (made - right).abs().max() <= 1.05 * (by_torch - right).abs().max() + 1e-4 * right.abs().max()
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("out", [BF16, torch.float32])
+@pytest.mark.parametrize("first", [E4M3, E5M2])
+def test_fp8_with_scales(first, out, fast, own):
+    a, b_t = operands(8192, 2304, 768, turned_b=True)
+    b = b_t.t()
+    inv_a, inv_b = torch.tensor(0.5, device="cuda"), torch.tensor(3.0, device="cuda")
+    made = product_fp8(a.to(first), b.to(E4M3), inv_a, inv_b, out, fast)
+    assert own and made.dtype is out and "own" in cublas.choices().values()
+    by_torch = torch._scaled_mm(
+        a.to(first), b.to(E4M3).t(), scale_a=inv_a, scale_b=inv_b, out_dtype=out, use_fast_accum=fast
+    )
+    right = exact(a.to(first).float(), b.to(E4M3).float().t()) * 1.5
+    assert (made - right).abs().max() <= 1.2 * (by_torch - right).abs().max() + 1e-4 * right.abs().max()
+
+
+def test_a_shape_is_searched_for_once_and_not_within_a_capture(own):
+    a, b = operands(8192, 2304, 768)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.mm(a, b)  # cuBLAS gets ready
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+        product_bf16(a, b)
+    assert not own
+    first = product_bf16(a, b)
+    assert len(own) == 1 and torch.equal(first, product_bf16(a, b)) and len(own) == 1
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = product_bf16(a, b)
+    graph.replay()
+    assert len(own) == 1 and torch.equal(first, captured)
+
+
+def test_threads_have_descriptions_of_their_own(own):
+    a, b = operands(8192, 2304, 768, turned_b=True)
+    one = torch.ones((), device="cuda")
+    results = {}
+
+    def work(scale):
+        inverse = one * scale
+        results[scale] = [product_fp8(a.to(E4M3), b.t().to(E4M3), inverse, one) for _ in range(20)]
+        torch.cuda.synchronize()
+
+    work(1.0)
+    right = results[1.0][0].float()
+    threads = [threading.Thread(target=work, args=(scale,)) for scale in (2.0, 4.0, 8.0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for scale, made in results.items():
+        assert all(torch.equal(one.float(), right * scale) for one in made)
+
+
+@pytest.mark.filterwarnings("ignore:.*eterministic")
+def test_torch_multiplies_what_is_small_unaligned_watched_or_to_be_repeatable(own, monkeypatch):
+    small, wide = operands(64, 64, 64), operands(8192, 2304, 776)
+    product_bf16(*small)
+    product_bf16(wide[0][:, 8:], wide[1][8:])  # 16 bytes off
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        product_bf16(*operands(8192, 2304, 768))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    watched = operands(8192, 2304, 768)[0].requires_grad_()
+    assert product_bf16(watched, operands(8192, 2304, 768)[1]).requires_grad
+    monkeypatch.setattr(cublas, "MOST_SHAPES", 0)
+    product_bf16(*operands(8192, 2304, 768))
+    assert not own and not cublas.choices()
+
+
+def test_what_was_chosen_is_not_slower_than_torch(monkeypatch):
+    monkeypatch.setattr(cublas, "MARGIN", 0.985)
+    a, b = operands(65536, 3072, 768, turned_b=True)
+    product_bf16(a, b)
+    ours = min(cublas._milliseconds(lambda: product_bf16(a, b), 10) for _ in range(5))
+    torchs = min(cublas._milliseconds(lambda: torch.mm(a, b), 10) for _ in range(5))
+    assert ours < 1.05 * torchs, (ours, torchs)
