@@ -43,7 +43,7 @@ def exact(a, b):
 def test_bf16_in_any_layout(sizes, turned_a, turned_b, out, own):
     a, b = operands(*sizes, turned_a, turned_b)
     made = product_bf16(a, b, out)
-    assert own and made.dtype is out and "own" in cublas.choices().values()
+    assert own and made.dtype is out and all(cublas._chosen.values())
     by_torch = torch.mm(a, b) if out is BF16 else torch.mm(a, b, out_dtype=out)
     right = exact(a, b)
     assert (made - right).abs().max() <= 1.05 * (by_torch - right).abs().max() + 1e-4 * right.abs().max()
@@ -57,7 +57,7 @@ def test_fp8_with_scales(first, out, fast, own):
     b = b_t.t()
     inv_a, inv_b = torch.tensor(0.5, device="cuda"), torch.tensor(3.0, device="cuda")
     made = product_fp8(a.to(first), b.to(E4M3), inv_a, inv_b, out, fast)
-    assert own and made.dtype is out and "own" in cublas.choices().values()
+    assert own and made.dtype is out and all(cublas._chosen.values())
     by_torch = torch._scaled_mm(
         a.to(first), b.to(E4M3).t(), scale_a=inv_a, scale_b=inv_b, out_dtype=out, use_fast_accum=fast
     )
@@ -118,7 +118,14 @@ def test_torch_multiplies_what_is_small_unaligned_watched_or_to_be_repeatable(ow
     assert product_bf16(watched, operands(8192, 2304, 768)[1]).requires_grad
     monkeypatch.setattr(cublas, "MOST_SHAPES", 0)
     product_bf16(*operands(8192, 2304, 768))
-    assert not own and not cublas.choices()
+    assert not own and not cublas._chosen
+
+
+def test_operands_that_do_not_fit_are_refused_by_torch():
+    a, b = operands(8192, 2304, 768)
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        product_bf16(a, b[:512])
+    assert not cublas._chosen
 
 
 def test_what_was_chosen_is_not_slower_than_torch(monkeypatch):

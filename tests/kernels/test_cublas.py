@@ -46,3 +46,13 @@ def test_a_slow_first_run_does_not_decide():
 def test_without_a_gpu_torch_multiplies():
     a = torch.ones(4, 4, dtype=torch.bfloat16)
     assert cublas.product(a, a, torch.bfloat16, lambda out: pytest.fail("not asked for")) is None
+
+
+def test_a_graph_is_not_broken_by_the_question():
+    def multiply(a, b):
+        made = cublas.product(a, b, torch.bfloat16, lambda out: torch.mm(a, b, out=out))
+        return torch.mm(a, b) if made is None else made
+
+    a = torch.ones(32, 32, dtype=torch.bfloat16)
+    compiled = torch.compile(multiply, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(a, a), torch.full((32, 32), 32.0, dtype=torch.bfloat16))

@@ -1,7 +1,7 @@
 """Products by cuBLASLt, called directly: of the algorithms it proposes for a shape, the one that measures fastest.
 
-torch takes cuBLAS's first proposal, which a model of the hardware puts first and not a clock. On an H200 another one is
-4 to 15% faster for most shapes of a transformer (docs/results.md), so the first product of a shape tries all of them on
+torch takes cuBLAS's first proposal, which a model of the hardware puts first and not a clock. On an H200 another one
+was up to 16% faster for GPT-2 124M's products (docs/results.md), so the first product of a shape tries all of them on
 its own operands, torch's among them, and keeps the fastest for the process; that takes some tens of milliseconds.
 
 ``product`` answers None where torch is to compute: on another device than a GPU, for small products, under a dispatch
@@ -103,16 +103,9 @@ def _may_search() -> bool:
     return len(_chosen) < MOST_SHAPES and not torch.cuda.is_current_stream_capturing()
 
 
-def choices() -> dict[str, str]:
-    """What was chosen so far, in words."""
-    return {
-        f"{'x'.join(map(str, shape.sizes))} {shape.types[0]}".replace("torch.", ""): "torch's" if one is None else "own"
-        for shape, one in _chosen.items()
-    }
-
-
 _UNKNOWN: Any = object()
 _chosen: dict[_Shape, _Proposal | None] = {}
+"""None: torch's own algorithm."""
 _mine = threading.local()
 
 
