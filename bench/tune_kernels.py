@@ -22,24 +22,18 @@ N, D, V = 65536, 768, 50304
 Case = tuple[str, Callable[[], Any]]
 
 
-def tiles(*cuts: tuple[int, ...]) -> list[dict[str, int]]:
-    return [
-        {"BLOCK_N": n, "BLOCK_D": d, "num_warps": w, **({"maxnreg": rest[0]} if rest else {})}
-        for n, d, w, *rest in cuts
-    ]
+def tiles(*cuts: tuple[int, int, int]) -> list[dict[str, int]]:
+    return [{"BLOCK_N": n, "BLOCK_D": d, "num_warps": w} for n, d, w in cuts]
 
 
 FLAT = tiles(
     (128, 64, 8), (128, 64, 4), (128, 64, 16), (64, 64, 4), (64, 64, 8), (64, 128, 8), (128, 128, 8), (128, 128, 16),
-    (128, 32, 4), (64, 32, 4), (64, 64, 16), (128, 32, 8), (64, 256, 16),
-    (128, 64, 8, 80), (64, 128, 8, 80),
+    (128, 32, 4), (64, 32, 4), (64, 64, 16), (128, 32, 8), (64, 256, 16), (128, 32, 2), (64, 64, 2), (128, 128, 4),
 )  # fmt: skip
-TURN = tiles((128, 128, 4), (128, 128, 8), (128, 64, 4), (64, 128, 4), (128, 256, 8), (256, 128, 8))
-LP = [
-    {"BLOCK_N": n, "BLOCK_V": v, "num_warps": w, "BAND": b}
-    for n, v, w in ((128, 128, 8), (128, 64, 4), (128, 64, 8), (128, 128, 16), (64, 128, 8))
-    for b in (1, 8)
-]
+TURN = tiles(
+    (128, 128, 4), (128, 128, 8), (128, 64, 4), (64, 128, 4), (128, 256, 8), (256, 128, 8), (64, 64, 2), (256, 64, 4)
+)
+LP = tiles((128, 128, 8), (128, 64, 4), (128, 64, 8), (128, 128, 16), (64, 128, 8), (64, 64, 4), (128, 32, 4))
 STATISTICS = [{"BLOCK": b, "num_warps": w} for b, w in ((2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16))]
 LOSS = [
     {"BLOCK": b, "num_warps": w}
@@ -66,7 +60,7 @@ def randn(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 def options(dtype: torch.dtype) -> dict[str, Any]:
     counts = torch.zeros(2, dtype=torch.int64, device="cuda")
     return {
-        "scale": torch.ones((), device="cuda"),
+        "scale": torch.full((), 1024.0 if dtype is E5M2 else 1.0, device="cuda"),  # so that E5M2 flushes nothing
         "dtype": dtype,
         "amax": torch.zeros((), device="cuda"),
         "counts": counts,
@@ -98,7 +92,7 @@ def cases(kind: str) -> Iterator[Case]:
         u, da = randn(N, 4 * D), randn(N, 4 * D)
         one = torch.ones((), device="cuda")
         yield from with_tile(
-            activation.BACKWARD_TILE, FLAT, lambda: activation.gelu_backward(da, u, forward_scale=one, **options_e5m2)
+            activation.PAIR_TILE, FLAT, lambda: activation.gelu_backward(da, u, forward_scale=one, **options_e5m2)
         )
     elif kind == "swiglu_backward":
         u, da = randn(N, 4 * D), randn(N, 2 * D)

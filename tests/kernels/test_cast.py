@@ -11,7 +11,7 @@ from oracle import KERNEL, assert_same, assert_transposed, draw, hardware_roundi
 from torch._subclasses import FakeTensorMode
 
 from narrowgauge.errors import UsageError
-from narrowgauge.kernels import FP8_MAX, fitting_scale, use_triton
+from narrowgauge.kernels import FP8_MAX, fitting_scale, tile, use_triton
 from narrowgauge.kernels.cast import (
     cast,
     cast_transpose,
@@ -85,6 +85,21 @@ def test_cast_and_transpose_follow_the_reference(dtype, shape):
     assert torch.equal(counts, counts_reference)
     assert_same(cast(x, scale, dtype, amax, counts), reference)
     assert counts.tolist() == [2 * n for n in counts_reference.tolist()]
+
+
+@KERNEL
+@pytest.mark.parametrize("rows", [256, 384, 512, 528, 640])
+def test_rows_beyond_the_grids_second_direction(rows, monkeypatch):
+    monkeypatch.setattr(tile, "MOST_DOWN", 2)
+    assert tile.tiles(rows, 64, {"BLOCK_N": 128, "BLOCK_D": 64}) == (1, 2, -(-rows // 256))
+    x, scale = draw(rows, 64), torch.tensor(3.0)
+    (amax, counts), (amax_reference, counts_reference) = statistics(), statistics()
+    reference, _ = cast_transpose_reference(x, scale, E5M2, amax_reference, counts_reference)
+    x_lp, x_lp_t = cast_transpose(x, scale, E5M2, amax, counts)
+    assert_same(x_lp, reference)
+    assert_transposed(x_lp_t, x_lp)
+    assert torch.equal(amax, amax_reference) and torch.equal(counts, counts_reference)
+    assert torch.equal(max_abs(x), max_abs_reference(x))
 
 
 @KERNEL

@@ -47,7 +47,8 @@ def compiled(kernel, warps=4, none=(), types=None, **constants):
 
 
 kind = sys.argv[1]
-tile = dict(BLOCK_N=64, BLOCK_D=64)
+tile = dict(BLOCK_N=64, BLOCK_D=64, WHOLE=True)
+edge = {**tile, "WHOLE": False}
 if kind == "cast":
     for out, limits in FP8.items():
         for none in ((), ("counts_ptr",), ("counts_ptr", "amax_ptr"), ("out_t_ptr",)):
@@ -55,23 +56,28 @@ if kind == "cast":
             compiled(cast._cast_kernel, none=none, types={"out_ptr": out}, HEAD=None, **limits, **tile)
     compiled(cast._cast_kernel, none=("counts_ptr", "amax_ptr"), types={"out_ptr": out, "x_ptr": "*fp32"}, HEAD=None,
              **limits, **tile)
-    compiled(cast._cast_kernel, none=("inv_scale_ptr",), types={"out_ptr": out}, HEAD=64, **limits, **tile)
+    for size in (tile, edge):
+        made = compiled(cast._cast_kernel, none=("inv_scale_ptr",), types={"out_ptr": out}, HEAD=64, **limits, **size)
+        assert "ld.global.v4" in made and "ld.global.b16" not in made  # 16 bytes at a time
+        compiled(cast._cast_kernel, none=("inv_scale_ptr",), types={"out_ptr": out}, HEAD=48, **limits, **size)
+        compiled(cast._transpose_kernel, types={"x_ptr": "*u8"}, **size)
     none = ("inv_scale_ptr", "scale_ptr", "amax_ptr", "counts_ptr", "out_t_ptr")
     compiled(cast._cast_kernel, none=none, HEAD=64, LIMIT=None, TINY=None, **tile)
-    compiled(cast._transpose_kernel, types={"x_ptr": "*u8"}, **tile)
-    compiled(cast._max_abs_kernel, **tile)
+    compiled(cast._max_abs_kernel, BLOCK_N=64, BLOCK_D=64)
 elif kind == "activation":
     for op in ("gelu", "gelu_backward", "gelu_tanh", "gelu_tanh_backward", "swiglu"):
         again = ("again_t_ptr", "again_scale_ptr")
         alone = ("b_ptr", *again) if op in ("gelu", "gelu_tanh") else again if op == "swiglu" else ()
         for none in ((), ("counts_ptr",)):
-            types, limits = {"out_ptr": "*fp8e5"}, FP8["*fp8e5"]
-            compiled(activation.pointwise_kernel, 8, (*none, *alone), types, OP=op, **limits, **tile)
+            out = "*fp8e5" if op.endswith("backward") else "*fp8e4nv"
+            for size in (tile, edge):
+                compiled(activation.pointwise_kernel, 8, (*none, *alone), {"out_ptr": out}, OP=op, **FP8[out], **size)
         none = {*alone, *again, "scale_ptr", "amax_ptr", "counts_ptr", "out_t_ptr"}
         compiled(activation.pointwise_kernel, 8, none, OP=op, LIMIT=None, TINY=None, **tile)
     types = {"dg_ptr": "*fp8e5", "du_ptr": "*fp8e5"}
     for none in ((), ("counts_ptr",)):
-        compiled(activation.swiglu_backward_kernel, 8, none, types, **FP8["*fp8e5"], **tile)
+        for size in (tile, edge):
+            compiled(activation.swiglu_backward_kernel, 8, none, types, **FP8["*fp8e5"], **size)
     none = (*again, "scale_ptr", "amax_ptr", "counts_ptr", "dg_t_ptr", "du_t_ptr")
     compiled(activation.swiglu_backward_kernel, 8, none, LIMIT=None, TINY=None, **tile)
 elif kind == "norm":
@@ -122,7 +128,7 @@ else:
     for out, limits in FP8.items():
         for none in ((), ("counts_ptr", "words_ptr")):
             compiled(cross_entropy_kernels.dlogits_lp_kernel, 8, none, {"out_ptr": out}, SCALE=256.0, SHIFT=8.0,
-                     BLOCK_N=64, BLOCK_V=128, BAND=8, COUNT=not none, **limits)
+                     COUNT=not none, **limits, **(edge if none else tile))
 """
 
 

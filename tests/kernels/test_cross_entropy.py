@@ -180,10 +180,10 @@ def test_what_is_too_small_for_the_format_is_right_on_average(dtype):
     assert not ce.dithered(torch.zeros(64, 64, device=DEVICE), dtype).to(dtype).float().any()
 
 
-@pytest.mark.parametrize("rows", [16, 130, 144])
-def test_every_tile_of_every_band_is_written(rows, monkeypatch):
-    monkeypatch.setattr(ce, "LP_TILE", {"BLOCK_N": 16, "BLOCK_V": 32, "BAND": 4, "num_warps": 4})
-    logits, targets = make(rows, 80)
+@pytest.mark.parametrize(("rows", "width"), [(16, 80), (130, 80), (144, 80), (130, 96), (32, 64), (144, 96)])
+def test_every_tile_is_written_whole_ones_and_those_at_the_edges(rows, width, monkeypatch):
+    monkeypatch.setattr(ce, "LP_TILE", {"BLOCK_N": 16, "BLOCK_D": 32, "num_warps": 4})
+    logits, targets = make(rows, width)
     lse = ce.softmax_statistics(logits, targets)[0]
     d, d_t = ce.dlogits_lp(logits, targets, lse)
     exact = ce.gradient_reference(logits, targets, lse) * ce.UNIT_SCALE[E4M3]

@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from narrowgauge import Engine
+from narrowgauge.nn import gemm
 from narrowgauge.nn.convert import convert
-from narrowgauge.nn.gemm import Caster, GemmChoice
+from narrowgauge.nn.gemm import FAST_DEPTH, Caster, GemmChoice
 from narrowgauge.nn.linear import LinearPlan
 
 
@@ -105,6 +106,21 @@ def test_products_can_be_mixed(choice, monkeypatch):
     exact(x.double()).square().sum().backward()
     for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
         assert sqnr(ours.grad, theirs.grad) > 15
+
+
+@pytest.mark.parametrize(("outputs", "quick"), [(64, True), (FAST_DEPTH, True), (FAST_DEPTH + 16, False)])
+def test_only_short_sums_of_gradients_are_left_to_the_tensor_cores(outputs, quick, monkeypatch):
+    seen, product = [], gemm.product_fp8
+
+    def watched(*operands, fast=True):
+        seen.append(fast)
+        return product(*operands, fast=fast)
+
+    monkeypatch.setattr(gemm, "product_fp8", watched)
+    model = nn.Sequential(nn.Linear(32, outputs, bias=False))
+    convert(model, "fp8[products=all]")
+    model(torch.randn(16, 32, requires_grad=True)).sum().backward()
+    assert seen == [True, quick, False]  # output, grad_input, grad_weight
 
 
 def test_a_sudden_jump_saturates_is_counted_and_followed():

@@ -31,13 +31,13 @@ from torch import Tensor
 from narrowgauge.errors import UsageError
 from narrowgauge.kernels import FP8_MAX, direct, register, use_triton
 from narrowgauge.kernels.activation_kernels import pointwise_kernel, swiglu_backward_kernel
-from narrowgauge.kernels.cast import empty_words, programs, transpose_reference, transposed_copy
-from narrowgauge.kernels.tile import FLUSHED, quantize_reference
+from narrowgauge.kernels.cast import empty_words, transpose_reference, transposed_copy
+from narrowgauge.kernels.tile import FLUSHED, quantize_reference, tiles, whole
 
 # As measured on an H200 (bench/tune_kernels.py): these kernels compute as much as they move.
-TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 64, "num_warps": 4}
-BACKWARD_TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 32, "num_warps": 4}
-GATED_TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 64, "num_warps": 8}
+TILE: dict[str, int] = {"BLOCK_N": 128, "BLOCK_D": 64, "num_warps": 4}
+PAIR_TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 64, "num_warps": 4}
+GATED_TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 32, "num_warps": 4}
 AGAIN = torch.float8_e4m3fn
 """The format of forward's output where backward makes it once more."""
 SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
@@ -219,11 +219,11 @@ def _pointwise(
         return _layouts(out, words, transposed, again)
     a = _rows(a)
     b = None if b is None else _rows(b)
-    tile = TILE if b is None or op == "swiglu" else BACKWARD_TILE
-    pointwise_kernel[programs(length, width, tile)](
+    tile = TILE if b is None else PAIR_TILE
+    pointwise_kernel[tiles(length, width, tile)](
         a, b, out, words, scale, amax, counts, again, forward_scale,
         length, width, a.stride(0), 0 if b is None else b.stride(0), width, length // 16,
-        OP=op, LIMIT=FP8_MAX.get(dtype), TINY=FLUSHED.get(dtype), **tile,
+        OP=op, LIMIT=FP8_MAX.get(dtype), TINY=FLUSHED.get(dtype), WHOLE=whole(length, width, tile), **tile,
     )  # fmt: skip
     if forward_scale is not None and again is None:
         again = _forward_again(op.replace("_backward", ""), a, None, forward_scale)
@@ -254,10 +254,10 @@ def _swiglu_backward(
     gate, up = _rows(gate_up).split(width, dim=1)
     dg, du = out.split(width, dim=1)
     dg_t, du_t = (None, None) if words is None else words.split(width)
-    swiglu_backward_kernel[programs(length, width, GATED_TILE)](
+    swiglu_backward_kernel[tiles(length, width, GATED_TILE)](
         da, gate, up, dg, du, dg_t, du_t, scale, amax, counts, again, forward_scale,
         length, width, da.stride(0), gate.stride(0), 2 * width, length // 16,
-        LIMIT=FP8_MAX.get(dtype), TINY=FLUSHED.get(dtype), **GATED_TILE,
+        LIMIT=FP8_MAX.get(dtype), TINY=FLUSHED.get(dtype), WHOLE=whole(length, width, GATED_TILE), **GATED_TILE,
     )  # fmt: skip
     if forward_scale is not None and again is None:
         again = _forward_again("swiglu", gate, up, forward_scale)

@@ -30,8 +30,13 @@ from narrowgauge.kernels.tile import (
     pack_bytes,
     quantize_reference,
     record_amax,
+    settle,
     store_words,
     tile_origin,
+    tiles,
+    unseen,
+    whole,
+    widen,
 )
 
 if HAVE_TRITON:
@@ -125,18 +130,28 @@ def cast_weight_reference(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, T
 
 @jit
 def _load(  # type: ignore[no-untyped-def]
-    ptr, n, d0, length, width, batch_stride, head_stride, stride, time, HEAD: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    ptr, n, d0, length, width, batch_stride, head_stride, stride, time,
+    HEAD: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """``load_rows`` from [N, D], or from [B, H, T, HEAD] with row b * T + t and column h * HEAD + e."""
-    rows = (n + 4 * tl.arange(0, BLOCK_N // 4))[:, None]
-    columns = (d0 + tl.arange(0, BLOCK_D))[None, :]
     if HEAD is None:
-        source = ptr + rows.to(tl.int64) * stride + columns
+        x = load_rows(ptr, n, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
     else:
-        source = ptr + (rows // time).to(tl.int64) * batch_stride + (rows % time).to(tl.int64) * stride
-        source += (columns // HEAD).to(tl.int64) * head_stride + columns % HEAD
-    return tl.load(source, mask=(rows < length) & (columns < width), other=0.0)
+        rows = 4 * tl.arange(0, BLOCK_N // 4)[:, None]
+        columns = (d0 + tl.arange(0, BLOCK_D))[None, :]
+        if WHOLE and HEAD % BLOCK_D == 0:  # all columns of a tile are in one head
+            head = d0 // HEAD
+            # Not d0 % HEAD: of that the compiler does not know that it allows 16-byte loads.
+            along = head.to(tl.int64) * head_stride + (d0 - head * HEAD) + tl.arange(0, BLOCK_D)[None, :]
+        else:
+            along = (columns // HEAD).to(tl.int64) * head_stride + columns % HEAD
+        if WHOLE:  # and all rows in one batch
+            source = ptr + ((n // time).to(tl.int64) * batch_stride + (n % time).to(tl.int64) * stride) + rows * stride
+            x = tl.load(source + along)
+        else:
+            source = ptr + ((n + rows) // time).to(tl.int64) * batch_stride + ((n + rows) % time).to(tl.int64) * stride
+            x = tl.load(source + along, mask=(rows < length - n) & (columns < width), other=0.0)
+    return x
 
 
 @jit
@@ -152,55 +167,58 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     x_ptr, out_ptr, out_t_ptr, scale_ptr, inv_scale_ptr, amax_ptr, counts_ptr, length, width,
     batch_stride, head_stride, stride, time, out_stride, n16,
     HEAD: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    n0, d0 = tile_origin(width, BLOCK_N, BLOCK_D)
-    x0 = _load(x_ptr, n0, d0, length, width, batch_stride, head_stride, stride, time, HEAD, BLOCK_N, BLOCK_D)
-    x1 = _load(x_ptr, n0 + 1, d0, length, width, batch_stride, head_stride, stride, time, HEAD, BLOCK_N, BLOCK_D)
-    x2 = _load(x_ptr, n0 + 2, d0, length, width, batch_stride, head_stride, stride, time, HEAD, BLOCK_N, BLOCK_D)
-    x3 = _load(x_ptr, n0 + 3, d0, length, width, batch_stride, head_stride, stride, time, HEAD, BLOCK_N, BLOCK_D)
+    n0, d0 = tile_origin(BLOCK_N, BLOCK_D)
+    x0 = _load(x_ptr, n0, d0, length, width, batch_stride, head_stride, stride, time, HEAD, WHOLE, BLOCK_N, BLOCK_D)
+    x1 = _load(x_ptr, n0 + 1, d0, length, width, batch_stride, head_stride, stride, time, HEAD, WHOLE, BLOCK_N, BLOCK_D)
+    x2 = _load(x_ptr, n0 + 2, d0, length, width, batch_stride, head_stride, stride, time, HEAD, WHOLE, BLOCK_N, BLOCK_D)
+    x3 = _load(x_ptr, n0 + 3, d0, length, width, batch_stride, head_stride, stride, time, HEAD, WHOLE, BLOCK_N, BLOCK_D)
     scale = 1.0 if scale_ptr is None else tl.load(scale_ptr)
     if inv_scale_ptr is not None:  # current scaling: scale_ptr holds the amax
         scale = _scale_of(scale, LIMIT)
-        if tl.program_id(0) == 0:
+        if n0 + d0 == 0:
             tl.store(inv_scale_ptr, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
-    again = emit(
-        x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32), out_ptr, out_t_ptr, scale,
-        amax_ptr, counts_ptr, n0, d0, length, width, out_stride, n16, LIMIT, BLOCK_N, BLOCK_D,
+    highest, lowest, nonzero = unseen(BLOCK_N, BLOCK_D)
+    highest, lowest, nonzero = emit(
+        widen(x0), widen(x1), widen(x2), widen(x3), highest, lowest, nonzero, out_ptr, out_t_ptr, scale, amax_ptr,
+        counts_ptr, n0, d0, length, width, out_stride, n16, LIMIT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
+    again = settle(highest, lowest, nonzero, BLOCK_N * BLOCK_D, scale, amax_ptr, counts_ptr, LIMIT)
     if counts_ptr is not None:  # noqa: SIM102 (decided when the kernel is compiled)
         if again:
             both = 0
             for i in range(4):
                 x = _load(
-                    x_ptr, n0 + i, d0, length, width, batch_stride, head_stride, stride, time, HEAD, BLOCK_N, BLOCK_D
-                )
-                both += misfits(x.to(tl.float32) * scale, LIMIT, TINY)
+                    x_ptr, n0 + i, d0, length, width, batch_stride, head_stride, stride, time,
+                    HEAD, WHOLE, BLOCK_N, BLOCK_D,
+                )  # fmt: skip
+                both += misfits(widen(x) * scale, LIMIT, TINY)
             add_misfits(counts_ptr, both)
 
 
 @jit_for_any("length", "n16")
-def _transpose_kernel(x_ptr, out_t_ptr, length, width, n16, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
-    n0, d0 = tile_origin(width, BLOCK_N, BLOCK_D)
-    x0 = load_rows(x_ptr, n0, d0, length, width, width, BLOCK_N, BLOCK_D)
-    x1 = load_rows(x_ptr, n0 + 1, d0, length, width, width, BLOCK_N, BLOCK_D)
-    x2 = load_rows(x_ptr, n0 + 2, d0, length, width, width, BLOCK_N, BLOCK_D)
-    x3 = load_rows(x_ptr, n0 + 3, d0, length, width, width, BLOCK_N, BLOCK_D)
-    store_words(pack_bytes(x0, x1, x2, x3), out_t_ptr, n0, d0, n16, width, BLOCK_N, BLOCK_D)
+def _transpose_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, out_t_ptr, length, width, n16,
+    WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    n0, d0 = tile_origin(BLOCK_N, BLOCK_D)
+    x0 = load_rows(x_ptr, n0, d0, length, width, width, WHOLE, BLOCK_N, BLOCK_D)
+    x1 = load_rows(x_ptr, n0 + 1, d0, length, width, width, WHOLE, BLOCK_N, BLOCK_D)
+    x2 = load_rows(x_ptr, n0 + 2, d0, length, width, width, WHOLE, BLOCK_N, BLOCK_D)
+    x3 = load_rows(x_ptr, n0 + 3, d0, length, width, width, WHOLE, BLOCK_N, BLOCK_D)
+    store_words(pack_bytes(x0, x1, x2, x3), out_t_ptr, n0, d0, n16, width, WHOLE, BLOCK_N, BLOCK_D)
 
 
 @jit_for_any("length")
-def _max_abs_kernel(x_ptr, amax_ptr, length, width, stride, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
-    n0, d0 = tile_origin(width, BLOCK_N, BLOCK_D)
+def _max_abs_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, amax_ptr, length, width, stride, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    n0, d0 = tile_origin(BLOCK_N, BLOCK_D)
     rows = (n0 + tl.arange(0, BLOCK_N))[:, None]
     columns = (d0 + tl.arange(0, BLOCK_D))[None, :]
     x = tl.load(x_ptr + rows.to(tl.int64) * stride + columns, mask=(rows < length) & (columns < width), other=0.0)
     record_amax(amax_ptr, abs_bits(x.to(tl.float32)))
-
-
-def programs(length: int, width: int, tile: dict[str, int]) -> tuple[int]:
-    """The grid of a kernel that takes one tile a program."""
-    return (-(-length // tile["BLOCK_N"]) * -(-width // tile["BLOCK_D"]),)
 
 
 def empty_words(x_lp: Tensor) -> Tensor | None:
@@ -230,11 +248,13 @@ def _launch(
     if x.stride(-1) != 1:  # an expanded gradient, say
         x = x.contiguous()
     heads = x.dim() == 4
-    _cast_kernel[programs(length, width, TILE)](
+    time = x.shape[2] if heads else 1
+    fits = whole(length, width, TILE) and (not heads or time % TILE["BLOCK_N"] == 0)
+    _cast_kernel[tiles(length, width, TILE)](
         x, out, out_t, scale, inv_scale, amax, counts, length, width,
-        x.stride(0), x.stride(1) if heads else 0, x.stride(2 if heads else 0), x.shape[2] if heads else 1,
+        x.stride(0), x.stride(1) if heads else 0, x.stride(2 if heads else 0), time,
         out.stride(0), length // 16, HEAD=x.shape[3] if heads else None,
-        LIMIT=FP8_MAX.get(out.dtype), TINY=FLUSHED.get(out.dtype), **TILE,
+        LIMIT=FP8_MAX.get(out.dtype), TINY=FLUSHED.get(out.dtype), WHOLE=fits, **TILE,
     )  # fmt: skip
 
 
@@ -303,8 +323,8 @@ def _transpose(x_lp: Tensor) -> Tensor:
     words = empty_words(x_lp) if use_triton(x_lp) else None
     if words is not None:
         source = x_lp.contiguous().view(torch.uint8)
-        _transpose_kernel[programs(length, width, TRANSPOSE_TILE)](
-            source, words, length, width, length // 16, **TRANSPOSE_TILE
+        _transpose_kernel[tiles(length, width, TRANSPOSE_TILE)](
+            source, words, length, width, length // 16, WHOLE=whole(length, width, TRANSPOSE_TILE), **TRANSPOSE_TILE
         )
     return transposed_copy(x_lp, words)
 
@@ -315,7 +335,7 @@ def _max_abs(x: Tensor) -> Tensor:
     rows = x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous().view(-1, x.shape[-1] if x.dim() else 1)
     amax = torch.zeros((), device=x.device)
     length, width = rows.shape
-    _max_abs_kernel[programs(length, width, MAX_TILE)](rows, amax, length, width, rows.stride(0), **MAX_TILE)
+    _max_abs_kernel[tiles(length, width, MAX_TILE)](rows, amax, length, width, rows.stride(0), **MAX_TILE)
     return amax
 
 

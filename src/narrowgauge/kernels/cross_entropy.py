@@ -42,7 +42,7 @@ from narrowgauge.kernels.cross_entropy_kernels import (
     rescale_kernel,
     statistics_kernel,
 )
-from narrowgauge.kernels.tile import FLUSHED
+from narrowgauge.kernels.tile import FLUSHED, tiles, whole
 
 IGNORE = -100
 UNIT_SCALE: dict[torch.dtype, float] = {torch.float8_e4m3fn: 256.0, torch.float8_e5m2: 32768.0}
@@ -54,9 +54,8 @@ STATISTICS_TILE: dict[str, int] = {"BLOCK": 2048, "num_warps": 4}
 # registers than 32 a thread would leave one, which has nothing to do while it waits.
 LOSS_GRADIENT_TILE: dict[str, int] = {"BLOCK": 8192, "num_warps": 32}
 GRADIENT_TILE: dict[str, int] = {"BLOCK_N": 16, "BLOCK_V": 512, "num_warps": 8}
-# BAND tiles below each other run together, so that their columns lie side by side in [V, N]; it turned out to gain
-# nothing with this tile (bench/tune_kernels.py on an H200: 0.876 ms with 1, 0.880 with 8).
-LP_TILE: dict[str, int] = {"BLOCK_N": 128, "BLOCK_V": 64, "BAND": 1, "num_warps": 4}
+# Bands of tiles that run together, so that their columns lie side by side in [V, N], gained nothing (0.880 ms, 0.876).
+LP_TILE: dict[str, int] = {"BLOCK_N": 128, "BLOCK_D": 64, "num_warps": 8}
 RESCALE_TILE: dict[str, int] = {"BLOCK": 4096, "num_warps": 8}
 
 
@@ -234,13 +233,12 @@ def _dlogits_lp(
     d = torch.empty(length, width, dtype=dtype, device=logits.device)
     in_words = transposed and length % 16 == 0
     d_t = d.new_empty((width, length) if in_words else 0)
-    grid = (-(-length // LP_TILE["BLOCK_N"]) * -(-width // LP_TILE["BLOCK_V"]),)
     if length:
-        dlogits_lp_kernel[grid](
+        dlogits_lp_kernel[tiles(length, width, LP_TILE)](
             logits, targets, lse, d, d_t.view(torch.int32) if in_words else None, counts, length, width,
             logits.stride(0), length // 16, ignore_index, first_row,
             SCALE=UNIT_SCALE[dtype], SHIFT=math.log2(UNIT_SCALE[dtype]), LIMIT=FP8_MAX[dtype], TINY=FLUSHED[dtype],
-            COUNT=counts is not None, **LP_TILE,
+            COUNT=counts is not None, WHOLE=whole(length, width, LP_TILE), **LP_TILE,
         )  # fmt: skip
     # Rows that are no multiple of 16 have no whole words in [V, N]; no FP8 product would take them either.
     return d, transpose_reference(d) if transposed and not in_words else d_t

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from narrowgauge.kernels import HAVE_TRITON, jit
-from narrowgauge.kernels.tile import load_rows, pack_fp8, store_words, to_fp8
+from narrowgauge.kernels import HAVE_TRITON, jit, jit_for_any
+from narrowgauge.kernels.tile import load_rows, pack_fp8, store_words, tile_origin, to_fp8, under_way, widen
 
 LATTICE = 3242174889, 2447445414
 """2^32 over the plastic number, and over its square: multiples of them fill [0, 2^32) evenly, also as sums."""
@@ -113,7 +113,7 @@ def _gradient(x, targets_ptr, lse_ptr, row, columns, length, ignore_index, scale
     LOG2E: tl.constexpr = 1.4426950408889634
     target = tl.load(targets_ptr + row, mask=row < length, other=ignore_index).to(tl.int32)
     offset = SHIFT - tl.load(lse_ptr + row, mask=row < length, other=0.0) * LOG2E
-    d = tl.exp2(x.to(tl.float32) * LOG2E + offset[:, None])
+    d = tl.exp2(widen(x) * LOG2E + offset[:, None])
     d = tl.where(columns[None, :] == target[:, None], d - scale, d)
     return tl.where((target != ignore_index)[:, None], d, 0.0)
 
@@ -135,10 +135,13 @@ def dlogits_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def _put(  # type: ignore[no-untyped-def]
-    x, flushed, targets_ptr, lse_ptr, out_ptr, row, first_row, columns, length, width, ignore_index,
+    x, flushed, targets_ptr, lse_ptr, out_ptr, n, d0, first_row, length, width, ignore_index,
     SCALE: tl.constexpr, SHIFT: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr, COUNT: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Store d * SCALE of a tile of rows in FP8, dithered by TINY to either side. COUNT: what becomes zero."""
+    """Store d * SCALE of every fourth row from n on in FP8, dithered by TINY to either side. COUNT: what becomes 0."""
+    below, along = 4 * tl.arange(0, BLOCK_N // 4), tl.arange(0, BLOCK_D)
+    row, columns = n + below, d0 + along
     exact = _gradient(x, targets_ptr, lse_ptr, row, columns, length, ignore_index, SCALE, SHIFT)
     high = (((row + first_row).to(tl.uint32) * ROWS_APART) >> 9).to(tl.int32)
     wide = ((columns.to(tl.uint32) * COLUMNS_APART) >> 9).to(tl.int32)
@@ -147,50 +150,48 @@ def _put(  # type: ignore[no-untyped-def]
     d = exact + (even - 1.5) * (2.0 * TINY)
     mask = (row < length)[:, None] & (columns < width)[None, :]
     if COUNT:
-        flushed += tl.where(mask & (exact != 0.0) & (tl.abs(d) <= TINY), 1, 0)
-    tl.store(out_ptr + row.to(tl.int64)[:, None] * width + columns[None, :], to_fp8(d, LIMIT), mask=mask)
+        zero = (exact != 0.0) & (tl.abs(d) <= TINY)
+        flushed += tl.where(zero if WHOLE else zero & mask, 1, 0)
+    target = out_ptr + (n.to(tl.int64) * width + d0) + (below[:, None] * width + along[None, :])
+    if WHOLE:
+        tl.store(target, to_fp8(d, LIMIT))
+    else:
+        tl.store(target, to_fp8(d, LIMIT), mask=mask)
     return d, flushed
 
 
-@jit
+@jit_for_any("length", "n16", "first_row")
 def dlogits_lp_kernel(  # type: ignore[no-untyped-def]
-    logits_ptr, targets_ptr, lse_ptr, out_ptr, words_ptr, counts_ptr, length, width, stride, n16, ignore_index,
-    first_row, SCALE: tl.constexpr, SHIFT: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr, COUNT: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BAND: tl.constexpr,
+    logits_ptr, targets_ptr, lse_ptr, out_ptr, words_ptr, counts_ptr, length, width, stride, n16,
+    ignore_index, first_row, SCALE: tl.constexpr, SHIFT: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr,
+    COUNT: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    across = tl.cdiv(width, BLOCK_V)
-    band = tl.program_id(0) // (BAND * across)
-    place = tl.program_id(0) % (BAND * across)
-    high = tl.minimum(tl.cdiv(length, BLOCK_N) - band * BAND, BAND)  # the last band may be lower
-    n0 = (band * BAND + place % high) * BLOCK_N
-    d0 = (place // high) * BLOCK_V
-
+    n0, d0 = tile_origin(BLOCK_N, BLOCK_D)
     # Every fourth row makes a tile, so that the four bytes of a transposed word are in one thread: see ``tile``.
-    x0 = load_rows(logits_ptr, n0, d0, length, width, stride, BLOCK_N, BLOCK_V)
-    x1 = load_rows(logits_ptr, n0 + 1, d0, length, width, stride, BLOCK_N, BLOCK_V)
-    x2 = load_rows(logits_ptr, n0 + 2, d0, length, width, stride, BLOCK_N, BLOCK_V)
-    x3 = load_rows(logits_ptr, n0 + 3, d0, length, width, stride, BLOCK_N, BLOCK_V)
-    row = n0 + 4 * tl.arange(0, BLOCK_N // 4)
-    c = d0 + tl.arange(0, BLOCK_V)
-    f = tl.zeros([BLOCK_N // 4, BLOCK_V], tl.int32)
+    x0 = load_rows(logits_ptr, n0, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
+    x1 = load_rows(logits_ptr, n0 + 1, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
+    x2 = load_rows(logits_ptr, n0 + 2, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
+    x3 = load_rows(logits_ptr, n0 + 3, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
+    under_way()
+    f = tl.zeros([BLOCK_N // 4, BLOCK_D], tl.int32)
     y0, f = _put(
-        x0, f, targets_ptr, lse_ptr, out_ptr, row, first_row, c, length, width, ignore_index,
-        SCALE, SHIFT, LIMIT, TINY, COUNT,
+        x0, f, targets_ptr, lse_ptr, out_ptr, n0, d0, first_row, length, width, ignore_index,
+        SCALE, SHIFT, LIMIT, TINY, COUNT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     y1, f = _put(
-        x1, f, targets_ptr, lse_ptr, out_ptr, row + 1, first_row, c, length, width, ignore_index,
-        SCALE, SHIFT, LIMIT, TINY, COUNT,
+        x1, f, targets_ptr, lse_ptr, out_ptr, n0 + 1, d0, first_row, length, width, ignore_index,
+        SCALE, SHIFT, LIMIT, TINY, COUNT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     y2, f = _put(
-        x2, f, targets_ptr, lse_ptr, out_ptr, row + 2, first_row, c, length, width, ignore_index,
-        SCALE, SHIFT, LIMIT, TINY, COUNT,
+        x2, f, targets_ptr, lse_ptr, out_ptr, n0 + 2, d0, first_row, length, width, ignore_index,
+        SCALE, SHIFT, LIMIT, TINY, COUNT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     y3, f = _put(
-        x3, f, targets_ptr, lse_ptr, out_ptr, row + 3, first_row, c, length, width, ignore_index,
-        SCALE, SHIFT, LIMIT, TINY, COUNT,
+        x3, f, targets_ptr, lse_ptr, out_ptr, n0 + 3, d0, first_row, length, width, ignore_index,
+        SCALE, SHIFT, LIMIT, TINY, COUNT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     if words_ptr is not None:
-        store_words(pack_fp8(y0, y1, y2, y3, LIMIT), words_ptr, n0, d0, n16, width, BLOCK_N, BLOCK_V)
+        store_words(pack_fp8(y0, y1, y2, y3, LIMIT), words_ptr, n0, d0, n16, width, WHOLE, BLOCK_N, BLOCK_D)
     if counts_ptr is not None:
         tl.atomic_add(counts_ptr + 1, tl.sum(f).to(counts_ptr.dtype.element_ty), sem="relaxed")
 

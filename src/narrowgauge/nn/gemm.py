@@ -60,6 +60,12 @@ class Operand(NamedTuple):
         return self._replace(lp_t=cast.transpose(self.lp))
 
 
+FAST_DEPTH = 8192
+"""Up to so many terms, gradients of inputs are summed by the tensor cores' own accumulation, as the output is at any
+length: products take up to a quarter less time on an H200, and at 3,072 terms 0.001 dB are lost. Gradients of weights
+have as many terms as there are tokens, where it is 0.05 dB: never."""
+
+
 def product_fp8(
     a: Tensor, b: Tensor, inv_a: Tensor, inv_b: Tensor, out_dtype: torch.dtype = BF16, fast: bool = True
 ) -> Tensor:
@@ -309,7 +315,7 @@ def backward_input(grad: Operand, weight: Weight, choice: GemmChoice) -> Tensor:
     if choice.grad_input == "fp8":
         w = weight.fp8(record=False).transposed()  # forward has recorded it
         assert grad.lp is not None and grad.inv_scale is not None and w.lp_t is not None and w.inv_scale is not None
-        return product_fp8(grad.lp, w.lp_t, grad.inv_scale, w.inv_scale, fast=False)
+        return product_fp8(grad.lp, w.lp_t, grad.inv_scale, w.inv_scale, fast=grad.lp.shape[1] <= FAST_DEPTH)
     assert grad.hp is not None
     return product_bf16(grad.hp, weight.bf16())
 
