@@ -1,4 +1,4 @@
-"""Where a step goes: kernels of one training step of the engine or of the plain torch loop, grouped.
+"""Where a step goes: kernels of one training step of the engine or of the plain torch loop, and the waits between them.
 
 usage: python bench/where_a_step_goes.py engine|torch [TASK] [RECIPE]
 """
@@ -24,6 +24,14 @@ with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) a
         contestant.step(batches[index])
     torch.cuda.synchronize()
 kernels = collections.Counter({event.key: event.device_time_total / 3e3 for event in profile.key_averages()})
-print(f"kernels in all {sum(kernels.values()):.2f} ms")
+on_device = [event for event in profile.events() or () if event.device_type is torch.autograd.DeviceType.CUDA]
+spans = sorted((event.time_range.start, event.time_range.end) for event in on_device)
+waited, busy_until = 0.0, spans[0][0]
+for begin, end in spans:
+    waited += max(0.0, begin - busy_until)
+    busy_until = max(busy_until, end)
+print(
+    f"kernels in all {sum(kernels.values()):.2f} ms, {len(spans) // 3} of them, {waited / 3e3:.2f} ms of waits between"
+)
 for name, milliseconds in kernels.most_common(28):
     print(f"{milliseconds:9.3f} ms  {name[:150]}", flush=True)
