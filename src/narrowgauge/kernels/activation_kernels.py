@@ -11,6 +11,7 @@ from narrowgauge.kernels import HAVE_TRITON, jit, jit_for_any
 from narrowgauge.kernels.tile import (
     add_misfits,
     emit,
+    load_four,
     load_rows,
     misfits,
     pack_fp8,
@@ -70,16 +71,10 @@ def pointwise_kernel(  # type: ignore[no-untyped-def]
     LIMIT: tl.constexpr, TINY: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     n0, d0 = tile_origin(BLOCK_N, BLOCK_D)
-    a0 = load_rows(a_ptr, n0, d0, length, width, a_stride, WHOLE, BLOCK_N, BLOCK_D)
-    a1 = load_rows(a_ptr, n0 + 1, d0, length, width, a_stride, WHOLE, BLOCK_N, BLOCK_D)
-    a2 = load_rows(a_ptr, n0 + 2, d0, length, width, a_stride, WHOLE, BLOCK_N, BLOCK_D)
-    a3 = load_rows(a_ptr, n0 + 3, d0, length, width, a_stride, WHOLE, BLOCK_N, BLOCK_D)
+    a0, a1, a2, a3 = load_four(a_ptr, n0, d0, length, width, a_stride, WHOLE, BLOCK_N, BLOCK_D)
     b0, b1, b2, b3 = a0, a1, a2, a3
     if b_ptr is not None:
-        b0 = load_rows(b_ptr, n0, d0, length, width, b_stride, WHOLE, BLOCK_N, BLOCK_D)
-        b1 = load_rows(b_ptr, n0 + 1, d0, length, width, b_stride, WHOLE, BLOCK_N, BLOCK_D)
-        b2 = load_rows(b_ptr, n0 + 2, d0, length, width, b_stride, WHOLE, BLOCK_N, BLOCK_D)
-        b3 = load_rows(b_ptr, n0 + 3, d0, length, width, b_stride, WHOLE, BLOCK_N, BLOCK_D)
+        b0, b1, b2, b3 = load_four(b_ptr, n0, d0, length, width, b_stride, WHOLE, BLOCK_N, BLOCK_D)
     if again_t_ptr is not None:
         under_way()
     scale = 1.0 if scale_ptr is None else tl.load(scale_ptr)
@@ -125,18 +120,9 @@ def swiglu_backward_kernel(  # type: ignore[no-untyped-def]
     LIMIT: tl.constexpr, TINY: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     n0, d0 = tile_origin(BLOCK_N, BLOCK_D)
-    gate0 = load_rows(gate_ptr, n0, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
-    gate1 = load_rows(gate_ptr, n0 + 1, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
-    gate2 = load_rows(gate_ptr, n0 + 2, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
-    gate3 = load_rows(gate_ptr, n0 + 3, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
-    up0 = load_rows(up_ptr, n0, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
-    up1 = load_rows(up_ptr, n0 + 1, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
-    up2 = load_rows(up_ptr, n0 + 2, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
-    up3 = load_rows(up_ptr, n0 + 3, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
-    da0 = load_rows(da_ptr, n0, d0, length, width, da_stride, WHOLE, BLOCK_N, BLOCK_D)
-    da1 = load_rows(da_ptr, n0 + 1, d0, length, width, da_stride, WHOLE, BLOCK_N, BLOCK_D)
-    da2 = load_rows(da_ptr, n0 + 2, d0, length, width, da_stride, WHOLE, BLOCK_N, BLOCK_D)
-    da3 = load_rows(da_ptr, n0 + 3, d0, length, width, da_stride, WHOLE, BLOCK_N, BLOCK_D)
+    gate0, gate1, gate2, gate3 = load_four(gate_ptr, n0, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
+    up0, up1, up2, up3 = load_four(up_ptr, n0, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
+    da0, da1, da2, da3 = load_four(da_ptr, n0, d0, length, width, da_stride, WHOLE, BLOCK_N, BLOCK_D)
     under_way()
     scale = 1.0 if scale_ptr is None else tl.load(scale_ptr)
     if again_t_ptr is not None:

@@ -25,6 +25,7 @@ from narrowgauge.kernels.tile import (
     abs_bits,
     add_misfits,
     emit,
+    load_four,
     load_rows,
     misfits,
     pack_bytes,
@@ -203,10 +204,7 @@ def _transpose_kernel(  # type: ignore[no-untyped-def]
     WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     n0, d0 = tile_origin(BLOCK_N, BLOCK_D)
-    x0 = load_rows(x_ptr, n0, d0, length, width, width, WHOLE, BLOCK_N, BLOCK_D)
-    x1 = load_rows(x_ptr, n0 + 1, d0, length, width, width, WHOLE, BLOCK_N, BLOCK_D)
-    x2 = load_rows(x_ptr, n0 + 2, d0, length, width, width, WHOLE, BLOCK_N, BLOCK_D)
-    x3 = load_rows(x_ptr, n0 + 3, d0, length, width, width, WHOLE, BLOCK_N, BLOCK_D)
+    x0, x1, x2, x3 = load_four(x_ptr, n0, d0, length, width, width, WHOLE, BLOCK_N, BLOCK_D)
     store_words(pack_bytes(x0, x1, x2, x3), out_t_ptr, n0, d0, n16, width, WHOLE, BLOCK_N, BLOCK_D)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from narrowgauge.kernels import HAVE_TRITON, jit, jit_for_any
-from narrowgauge.kernels.tile import load_rows, pack_fp8, store_words, tile_origin, to_fp8, under_way, widen
+from narrowgauge.kernels.tile import load_four, pack_fp8, store_words, tile_origin, to_fp8, under_way, widen
 
 LATTICE = 3242174889, 2447445414
 """2^32 over the plastic number, and over its square: multiples of them fill [0, 2^32) evenly, also as sums."""
@@ -168,10 +168,7 @@ def dlogits_lp_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     n0, d0 = tile_origin(BLOCK_N, BLOCK_D)
     # Every fourth row makes a tile, so that the four bytes of a transposed word are in one thread: see ``tile``.
-    x0 = load_rows(logits_ptr, n0, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
-    x1 = load_rows(logits_ptr, n0 + 1, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
-    x2 = load_rows(logits_ptr, n0 + 2, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
-    x3 = load_rows(logits_ptr, n0 + 3, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
+    x0, x1, x2, x3 = load_four(logits_ptr, n0, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
     under_way()
     f = tl.zeros([BLOCK_N // 4, BLOCK_D], tl.int32)
     y0, f = _put(

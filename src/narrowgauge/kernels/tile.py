@@ -10,7 +10,7 @@ Triton ships for Hopper, miscompile that (triton #11111, torchao #4652). Seen he
 this file, which shifted converted bytes into words: the row-major copy was right, and the transposed one was strewn
 with 0x60 and 0xFC.
 
-Kernels are launched over ``tiles``; they call ``tile_origin``, ``load_rows`` for all they need, compute, ``emit``, and
+Kernels are launched over ``tiles``; they call ``tile_origin``, ``load_four`` for all they need, compute, ``emit``, and
 in the end ``settle``. In plain torch the same is ``quantize_reference``.
 """
 
@@ -328,6 +328,18 @@ def load_rows(  # type: ignore[no-untyped-def]
     else:
         x = tl.load(source, mask=(rows < length - n) & (columns < width - d0), other=0.0)
     return x
+
+
+@jit
+def load_four(  # type: ignore[no-untyped-def]
+    ptr, n0, d0, length, width, stride, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """The rows of a tile as ``emit`` takes them: 4i, 4i + 1, 4i + 2 and 4i + 3."""
+    x0 = load_rows(ptr, n0, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
+    x1 = load_rows(ptr, n0 + 1, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
+    x2 = load_rows(ptr, n0 + 2, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
+    x3 = load_rows(ptr, n0 + 3, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
+    return x0, x1, x2, x3
 
 
 @jit
