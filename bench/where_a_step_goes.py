@@ -24,7 +24,7 @@ with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) a
         contestant.step(batches[index])
     torch.cuda.synchronize()
 kernels = collections.Counter({event.key: event.device_time_total / 3e3 for event in profile.key_averages()})
-on_device = [event for event in profile.events() or () if event.device_type is torch.autograd.DeviceType.CUDA]
+on_device = [event for event in profile.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]
 spans = sorted((event.time_range.start, event.time_range.end) for event in on_device)
 waited, busy_until = 0.0, spans[0][0]
 for begin, end in spans:

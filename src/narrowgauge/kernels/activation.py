@@ -34,11 +34,10 @@ from narrowgauge.kernels.activation_kernels import pointwise_kernel, swiglu_back
 from narrowgauge.kernels.cast import empty_words, transpose_reference, transposed_copy
 from narrowgauge.kernels.tile import FLUSHED, quantize_reference, tiles, whole
 
-# As measured on an H200 (bench/tune_kernels.py): these kernels compute as much as they move. The last two were measured
-# at a scale of 1, where many tiles are counted twice, and may not be the best in training (docs/results.md).
+# As measured on an H200 (bench/tune_kernels.py): these kernels compute as much as they move.
 TILE: dict[str, int] = {"BLOCK_N": 128, "BLOCK_D": 64, "num_warps": 4}
 PAIR_TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 64, "num_warps": 4}
-GATED_TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 32, "num_warps": 4}
+GATED_TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 64, "num_warps": 8}
 AGAIN = torch.float8_e4m3fn
 """The format of forward's output where backward makes it once more."""
 SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
