@@ -1,6 +1,6 @@
 """FP8 and narrowgauge's fused BF16 beside plain compiled BF16 and torchao, in one process, taking turns.
 
-usage: python bench/fp8_steps.py TASK [ROUNDS] [STEPS] [torchao | tensorwise] [ours | fp8-only] [profile]
+usage: python bench/fp8_steps.py TASK [ROUNDS] [STEPS] [torchao | tensorwise | rowwise] [ours | fp8-only] [profile]
 (JSON to $OUT/fp8-TASK.json where OUT is set)
 
 ours: without plain compiled BF16, whose compilation takes a minute on deep models. fp8-only: without our own BF16, as
@@ -35,8 +35,8 @@ def fused(recipe: str, task: Any, model: Any, optimizer: Any, clip_norm: float, 
 peers = {} if "fp8-only" in sys.argv else {"fused bf16": Peer("bf16", functools.partial(fused, "bf16"))}
 if "ours" not in sys.argv:
     peers |= contestants("torch", fp8)
-for name, peer in contestants("torchao", fp8).items() if {"torchao", "tensorwise"} & set(sys.argv) else ():
-    if "torchao" in sys.argv or "tensorwise" in name:
+for name, peer in contestants("torchao", fp8).items() if {"torchao", "tensorwise", "rowwise"} & set(sys.argv) else ():
+    if "torchao" in sys.argv or name.rpartition("-")[2] in sys.argv:
         peers[name] = peer
 batches = bench.make_batches(task, device)
 torch._functorch.config.enable_autograd_cache = False
