@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from narrowgauge.kernels import activation, cast, cross_entropy, embedding, norm
-from narrowgauge.nn.choose import _timed as timed
+from narrowgauge.nn.choose import timed
 from narrowgauge.nn.gemm import BF16, E4M3, E5M2, product_bf16, product_fp8
 
 D, N = (int(argument) for argument in (*sys.argv[1:], "768", "65536")[:2]) if len(sys.argv) > 2 else (768, 65536)

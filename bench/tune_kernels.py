@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from narrowgauge.kernels import activation, cast, cross_entropy, norm
-from narrowgauge.nn.choose import _timed
+from narrowgauge.nn.choose import timed
 from narrowgauge.nn.gemm import BF16, E4M3, E5M2
 
 N, D, V = 65536, 768, 50304
@@ -161,7 +161,7 @@ for kind in kinds:
     found = []
     for name, work in cases(kind):
         try:
-            found.append((_timed(work), name))
+            found.append((timed(work), name))
         except Exception as error:
             print(f"{kind} {name}: {type(error).__name__} {str(error)[:120]}", flush=True)
     print(kind, "; ".join(f"{name} {ms:.4f}" for ms, name in sorted(found)), flush=True)

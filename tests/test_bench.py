@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from narrowgauge import Task, UsageError, bench, hardware
 from narrowgauge.cli import main
 from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.peers import contestants
 from narrowgauge.recipe import parse
 
 TASK_FILE = """
@@ -113,6 +114,15 @@ def test_what_cannot_be_measured_is_refused():
         measure(peers=["apex"])
     with pytest.raises(UsageError, match="tensor cores"):
         measure(["tf32"])
+
+
+def test_torchao_stands_against_fp8_with_both_its_kinds(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert list(contestants("torchao", parse("fp8"))) == ["torchao-tensorwise", "torchao-rowwise"]
+    assert contestants("torchao", parse("bf16")) == {}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="torchao: it is not installed"):
+        contestants("torchao", parse("fp8"))
 
 
 def test_the_verb_prints_json_saves_it_and_refuses_bad_input(tmp_path: Path, capsys):

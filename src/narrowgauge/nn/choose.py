@@ -124,19 +124,19 @@ def _measure(rows: int, inputs: int, outputs: int) -> Costs:
     w8, w8_t, inv = cast.cast_weight(w, E4M3)
     return Costs(
         bf16=(
-            _timed(lambda: product_bf16(x, w.t())),
-            _timed(lambda: product_bf16(g, w)),
-            _timed(lambda: product_bf16(g.t(), x, torch.float32)),
+            timed(lambda: product_bf16(x, w.t())),
+            timed(lambda: product_bf16(g, w)),
+            timed(lambda: product_bf16(g.t(), x, torch.float32)),
         ),
         fp8=(
-            _timed(lambda: product_fp8(x8, w8, one, inv)),
-            _timed(lambda: product_fp8(g8, w8_t, one, inv, fast=outputs <= FAST_DEPTH)),
-            _timed(lambda: product_fp8(g8_t, x8_t, one, one, torch.float32, fast=False)),
+            timed(lambda: product_fp8(x8, w8, one, inv)),
+            timed(lambda: product_fp8(g8, w8_t, one, inv, fast=outputs <= FAST_DEPTH)),
+            timed(lambda: product_fp8(g8_t, x8_t, one, one, torch.float32, fast=False)),
         ),
-        cast_input=_timed(lambda: cast.cast(x, one, E4M3)),
-        cast_grad=_timed(lambda: cast.cast(g, one, E5M2)),
-        turn_input=_timed(lambda: cast.transpose(x8)),
-        turn_grad=_timed(lambda: cast.transpose(g8)),
+        cast_input=timed(lambda: cast.cast(x, one, E4M3)),
+        cast_grad=timed(lambda: cast.cast(g, one, E5M2)),
+        turn_input=timed(lambda: cast.transpose(x8)),
+        turn_grad=timed(lambda: cast.transpose(g8)),
     )
 
 
@@ -146,7 +146,7 @@ def _stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()
 
 
-def _timed(work: Callable[[], Any], repeat: int = 10) -> float:
+def timed(work: Callable[[], Any], repeat: int = 10) -> float:
     """Milliseconds of the device alone: as a CUDA graph, since launching takes longer than a small product runs."""
     stream = _stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -63,7 +63,7 @@ class Operand(NamedTuple):
 FAST_DEPTH = 8192
 """Up to so many terms, gradients of inputs are summed by the tensor cores' own accumulation, as the output is at any
 length: products take up to a quarter less time on an H200, and at 3,072 terms 0.001 dB are lost. Gradients of weights
-have as many terms as there are tokens, where it is 0.05 dB: never."""
+have as many terms as there are tokens, where it is 0.01 to 0.06 dB for 1% of a step: never."""
 
 
 def product_fp8(
