@@ -18,12 +18,13 @@ FLOORS = [  # from the top to the ground; a room may import from its own folder 
     {"forecast"},
     {"gauges", "tasks", "bench", "lint"},
     {"engine", "models", "peers"},
+    {"updates"},
     {"ranks"},
     {"nn", "trainable"},
     {"recipe"},
     {"optim"},
     {"scaling", "hardware"},
-    {"kernels", "formats", "task", "data", "lagged", "random_state"},
+    {"kernels", "formats", "task", "data", "lagged", "random_state", "step_report"},
     {"errors"},
 ]
 FLOOR_OF = {room: index for index, floor in enumerate(FLOORS) for room in floor}

@@ -15,7 +15,7 @@ _WHERE = {
     "Engine": "narrowgauge.engine",
     "LossScaler": "narrowgauge.scaling.loss",
     "NarrowgaugeError": "narrowgauge.errors",
-    "StepReport": "narrowgauge.engine",
+    "StepReport": "narrowgauge.step_report",
     "Task": "narrowgauge.task",
     "TrainingStalled": "narrowgauge.errors",
     "UsageError": "narrowgauge.errors",

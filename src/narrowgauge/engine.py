@@ -4,14 +4,15 @@
     backward(l):  (l * scale / accumulate).backward()
     step():       in the middle of an accumulation: nothing
                   norms  <- the norm of each gradient                         one pass over the gradients
-                  found  <- any norm is inf or NaN                            also guards recipes that scale nothing
+                  found  <- any norm is inf or NaN, or any amax of a cast     also guards recipes that scale nothing
                   factor <- scale * max(1, |g| / clip_norm)                   clipping always sees unscaled gradients
                   optimizers step with gradients / factor unless found        weights and states untouched by a skip
-                  scale and skip counters move; gradients are dropped
+                  scales and skip counters move; gradients are dropped
 
 With fused optimizers nothing in a step waits for the device: they take ``factor`` and ``found`` as tensors and decide
 there. Other optimizers cost one wait a step, as they do under torch.amp.GradScaler. The norm is the check: a gradient
-whose norm exceeds FP32 counts as an overflow.
+whose norm exceeds FP32 counts as an overflow. A cast to FP8 saturates, so the norm cannot see what was inf before it:
+there the amax is the check (scaling/tensor.py).
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,62 +29,24 @@ from torch.optim import Optimizer
 from narrowgauge import hardware
 from narrowgauge.errors import UsageError
 from narrowgauge.kernels import HAVE_TRITON
+from narrowgauge.nn.changes import apply_change, plain_products, remove_changes
 from narrowgauge.nn.compiled import compile_forward
 from narrowgauge.nn.convert import Conversion, convert
-from narrowgauge.nn.keepers import keep_modules
-from narrowgauge.nn.overrides import remove_overrides
-from narrowgauge.nn.precision import Surroundings, explain_attention
+from narrowgauge.nn.keepers import computed_parameters, keep_modules, keep_recurrent
+from narrowgauge.nn.precision import OwnSurroundings, Surroundings, explain
 from narrowgauge.nn.recompute import checkpoint_blocks
-from narrowgauge.optim import AdamW, full_precision, load_full_precision, plain_state, take_over
-from narrowgauge.optim.beneath import own_kernel
-from narrowgauge.optim.copies import detach
-from narrowgauge.optim.norms import gradient_norms
+from narrowgauge.optim import AdamW, full_precision, load_full_precision, plain_state, take_over, widen
 from narrowgauge.optim.release import Release, check_released, hold
-from narrowgauge.optim.sharded import is_sharded, local
+from narrowgauge.optim.sharded import is_sharded
 from narrowgauge.optim.takeover import can_take_over, without_masters
 from narrowgauge.ranks.accord import Accord
 from narrowgauge.ranks.spread import inside
 from narrowgauge.recipe import Recipe, parse
 from narrowgauge.scaling.guard import SkipGuard
 from narrowgauge.scaling.loss import LossScaler
-from narrowgauge.trainable import check_runs, checked, trainable
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What a step did. Reading a field waits for the device; holding the report does not."""
-
-    index: int
-    """Which update this was (or will be, in the middle of an accumulation), counted from 1."""
-    complete: bool
-    """False in the middle of an accumulation, when nothing was stepped yet."""
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    """The raw scalars on the device: applied, grad_norm, loss_scale."""
-
-    @property
-    def applied(self) -> bool:
-        """Whether the weights were updated: False for a skipped update and in the middle of an accumulation."""
-        return self.complete and bool(self.tensors["applied"].item())
-
-    @property
-    def grad_norm(self) -> float | None:
-        """The norm of all gradients, unscaled and before clipping."""
-        return float(self.tensors["grad_norm"].item()) if self.complete else None
-
-    @property
-    def loss_scale(self) -> float:
-        """The factor the loss was scaled by in this step (1 where the recipe scales nothing)."""
-        return float(self.tensors["loss_scale"].item())
-
-
-class Watcher(Protocol):
-    """Who is told what an engine does; without waiting for the device, and without changing anything."""
-
-    def around(self, phase: str) -> contextlib.AbstractContextManager[None]:
-        """Entered before a microbatch's ``forward`` and ``backward`` and before an ``update``, left after it."""
-
-    def after(self, report: StepReport) -> None:
-        """An update is done, or was skipped."""
+from narrowgauge.step_report import StepReport, Watcher
+from narrowgauge.trainable import check_runs, checked, trainable, trained_now
+from narrowgauge.updates import Turns, check_gradients, check_steps_once, parameters_of, step_optimizers
 
 
 class Engine:
@@ -110,9 +72,10 @@ class Engine:
         max_consecutive_skips: int = 50,
     ) -> None:
         self.model = model
-        self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self.inner = inside(model)
-        self.named = trainable(self.inner, self.optimizers)
+        self.named = trainable(self.inner, given)
+        check_steps_once(given)
         self.device = next(iter(self.named.values())).device
         self.hardware = hardware.detect(str(self.device))
         self.recipe = parse(recipe, self.hardware)
@@ -124,23 +87,29 @@ class Engine:
             check_released(clip_norm, self.accumulate)
         emulated = self.device.type == "cpu" and self.recipe.compute not in ("fp32", *self.hardware.native)
         self.surroundings = Surroundings(self.recipe, self.device, emulated)
-        remove_overrides(self.inner)  # of an engine that had the model before
+        remove_changes(model)  # of an engine that had the model before
         self.kept = keep_modules(self.inner, self.recipe.keep)
+        if emulated:
+            self.kept += keep_recurrent(self.inner)
         self.lean = self.released or (self.recipe.master, self.recipe.moments) != ("fp32", "fp32")
         self.accord = Accord(model, self.named, lean=self.recipe.master != "fp32")
-        self.optimizers = [self._narrow(optimizer) for optimizer in self.optimizers]
-        self.release = self._make_release()
+        self.optimizers = [self._narrow(optimizer) for optimizer in given]
+        self._own = {id(one): own for one, own in zip(given, self.optimizers, strict=True)}
         self.conversion = self._convert(fused, bool(compile))
+        self.release = self._make_release()
         self.checkpointed = self.conversion.blocks if self.recipe.checkpoint != "none" else []
         if not self.conversion.blocks:
             recomputation = self.surroundings.recomputation()
             mode, lean = self.recipe.checkpoint, self.recipe.master != "fp32"
             self.checkpointed = checkpoint_blocks(self.inner, mode, blocks, recomputation, optional=lean)
+        if self.recipe.master != "fp32":
+            apply_change(self.inner, OwnSurroundings(self.surroundings))
         self.scaler = self._make_scaler(max_consecutive_skips)
         self.guard = self.scaler.guard if self.scaler else SkipGuard(max_consecutive_skips)
-        self.guard.names = list(self.named)
         self.watchers: list[Watcher] = []
         self._microbatches = 0
+        self._turns = Turns()
+        self._syncs = True
         self._one = torch.ones((), device=self.device)
         # With blocks swapped, little is left to compile; and FSDP's hooks are no work for a compiler.
         self.compiled = bool(compile) and not self.conversion.blocks and not self.accord.sharded
@@ -152,6 +121,14 @@ class Engine:
                 )
             compile_forward(model, self.surroundings, compile if isinstance(compile, str) else None)
 
+    def __repr__(self) -> str:
+        size = sum(parameter.numel() for parameter in self.named.values())
+        names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
+        return (
+            f"Engine({type(self.inner).__name__}, {names}, recipe={str(self.recipe)!r}, device={str(self.device)!r}, "
+            f"trained_parameters={size:,}, updates={self.updates}, skipped={self.skipped})"
+        )
+
     def _narrow(self, optimizer: Optimizer) -> Optimizer:
         """The user's AdamW with narrow states; weights become BF16, but for vectors (norms, biases) and keepers.
 
@@ -161,18 +138,21 @@ class Engine:
         if not self.lean and not (self.accord.sharded and can_take_over(optimizer)):
             return optimizer
         kept = {p for path in self.kept for p in self.inner.get_submodule(path).parameters()}
-        matrices = [p for p in self.named.values() if is_sharded(p) or (p.dim() > 1 and p not in kept)]
+        kept |= set(computed_parameters(self.inner))
+        matrices = [
+            p for p in self.named.values() if is_sharded(p) or (p.dim() > 1 and p not in kept and not p.is_complex())
+        ]
         narrowed = matrices if self.recipe.master != "fp32" else []
         wide = "fp32" if self.recipe.gradients == "fp32" else "bf16"
         return take_over(optimizer, self.recipe.master, self.recipe.moments, narrowed, wide)
 
     def _make_release(self) -> Release | None:
         for parameter in self.inner.parameters():
-            hold(parameter)  # an engine that had the model before may have released its gradients,
-            detach(parameter)  # or had FP8 copies written of it
+            hold(parameter)  # an engine that had the model before may have released its gradients
         if not self.released:
             return None
-        return Release(optimizer for optimizer in self.optimizers if isinstance(optimizer, AdamW))
+        own = (optimizer for optimizer in self.optimizers if isinstance(optimizer, AdamW))
+        return Release(own, self.conversion.scales)
 
     def _convert(self, fused: bool | None, compile: bool) -> Conversion:
         if fused is None:
@@ -198,15 +178,34 @@ class Engine:
         return self.guard.updates
 
     @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
-        """The surroundings of the forward pass and the loss."""
+    def forward(self, double_backward: bool = False) -> Iterator[None]:
+        """The surroundings of the forward pass and the loss.
+
+        ``double_backward``: for what is differentiated twice (a gradient penalty): layers that FP8 or recomputation
+        has changed compute in the 16 bits of autocast, as they were written.
+        """
         if torch.is_grad_enabled():
-            self.accord.announce(self._microbatches + 1 >= self.accumulate)
+            self.accord.announce(self._syncs and self._microbatches + 1 >= self.accumulate)
+            if self.release is not None:
+                self.release.attach()
         with self._explained(), self._watched("forward"), self.surroundings.forward():
             try:
-                yield
+                with plain_products() if double_backward else contextlib.nullcontext():
+                    yield
             finally:
                 self.conversion.slot.clear()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Microbatches whose gradients stay on their rank, to be summed with those of the first one outside.
+
+        ``accumulate`` does this by itself; this is for loops that count for themselves.
+        """
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -220,11 +219,22 @@ class Engine:
             for module, mode in training.items():
                 module.training = mode
 
-    def backward(self, loss: Tensor) -> None:
-        """Backward of one microbatch's loss, which is divided by ``accumulate`` and scaled as the recipe says."""
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        inputs: Sequence[Tensor] | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+    ) -> None:
+        """Backward of one microbatch's loss, which is divided by ``accumulate`` and scaled as the recipe says.
+
+        The options are those of ``Tensor.backward``; ``inputs`` are the parameters to have gradients, where not all.
+        """
         loss = self.scaled(loss)
+        some = None if inputs is None else list(inputs)
         with self._explained(), self._watched("backward"), self.surroundings.backward():
-            loss.backward()
+            loss.backward(retain_graph=retain_graph, create_graph=create_graph, inputs=some)
         self._microbatches += 1
 
     def scaled(self, loss: Tensor) -> Tensor:
@@ -241,18 +251,29 @@ class Engine:
             loss = loss / self.accumulate
         return loss if self.scaler is None else loss.float() * self.scaler.tensor(self.device)
 
-    def step(self, closure: None = None) -> StepReport:
-        """Update the weights once ``accumulate`` microbatches are in; before that, report an incomplete step."""
-        if closure is not None:
-            raise UsageError(
-                "engine.step takes no closure: call engine.forward and engine.backward yourself, then step"
-            )
+    def step(self, *optimizers: Optimizer) -> StepReport:
+        """Update the weights once ``accumulate`` microbatches are in; before that, report an incomplete step.
+
+        Of several optimizers those are stepped that have gradients; or the ones named, and the gradients of the others
+        are dropped: in a GAN, the generator's loss leaves gradients in the discriminator too.
+        """
+        named = [self._find(optimizer) for optimizer in optimizers]
         if self._microbatches == 0:
             raise UsageError("engine.step before engine.backward: there is no gradient to step with")
         if self._microbatches < self.accumulate:
             scale = self._one if self.scaler is None else self.scaler.tensor(self.device).clone()
             return StepReport(self.updates + 1, False, {"loss_scale": scale})
-        return self._update()
+        return self._update(named)
+
+    def _find(self, optimizer: Any) -> Optimizer:
+        if callable(optimizer) and not isinstance(optimizer, Optimizer):
+            raise UsageError(
+                "engine.step takes no closure: call engine.forward and engine.backward yourself, then step"
+            )
+        own: Optimizer = self._own.get(id(optimizer), optimizer)
+        if not any(own is one for one in self.optimizers):
+            raise UsageError("engine.step: the optimizer is not one of this engine's")
+        return own
 
     def flush(self) -> StepReport | None:
         """Update with the microbatches that are in, at the end of an epoch; None where there are none.
@@ -266,31 +287,40 @@ class Engine:
             )
         return self._update() if self._microbatches else None
 
+    def _update(self, named: Sequence[Optimizer] = ()) -> StepReport:
+        try:
+            return self._take_update(named)
+        finally:  # also where training has stalled: whoever catches that may go on
+            for parameter in self.inner.parameters():
+                parameter.grad = None
+            self._microbatches = 0
+
     @torch.no_grad()
-    def _update(self) -> StepReport:
+    def _take_update(self, named: Sequence[Optimizer]) -> StepReport:
+        self.named = trained_now(self.inner)
         released = self.release.take() if self.release is not None else {}
         if not released and all(parameter.grad is None for parameter in self.named.values()):
             raise UsageError("engine.step: backward left no gradient on any trainable parameter of the model")
-        self.accord.settle_gradients()
-        norms = self.accord.combine(gradient_norms(self.named.values(), released, self.device), self.named)
-        total = torch.linalg.vector_norm(norms)
-        found = ~torch.isfinite(total)
+        stepped = self._turns.choose(self.optimizers, named, bool(released))
+        parameters = self.named
+        if named:
+            own = {id(parameter) for parameter in parameters_of(named)}
+            parameters = {name: parameter for name, parameter in self.named.items() if id(parameter) in own}
+        scales = self.conversion.scales
+        check = check_gradients(self.accord, parameters, released, scales, self.device)
+        found, self.guard.names = check.found, check.names
         scale = self._one if self.scaler is None else self.scaler.tensor(self.device).clone()
-        share = self._microbatches / self.accumulate
-        grad_norm = total / (scale * share) if self.scaler or share != 1 else total
+        share = min(1.0, self._microbatches / self.accumulate)
+        grad_norm = check.norm / (scale * share) if self.scaler or share != 1 else check.norm
         factor = self._factor(grad_norm, scale, share, found)
-        if self.conversion.scales is not None:
-            self.accord.agree(self.conversion.scales)
-            self.conversion.scales.update()  # before the update, which casts new weights by the new scales
+        if scales is not None:
+            scales.update(found)
         with self._watched("update"):
-            self._apply(factor, found)
+            step_optimizers(stepped, factor, found, self.accord.sharded)
         if self.scaler is not None:
-            self.scaler.settle(found.float(), ~torch.isfinite(norms))
+            self.scaler.settle(found.float(), check.bad)
         else:
-            self.guard.record(found, None, ~torch.isfinite(norms))
-        for parameter in self.named.values():
-            parameter.grad = None
-        self._microbatches = 0
+            self.guard.record(found, None, check.bad)
         report = StepReport(self.updates, True, {"applied": ~found, "grad_norm": grad_norm, "loss_scale": scale})
         for watcher in self.watchers:
             watcher.after(report)
@@ -304,31 +334,6 @@ class Engine:
         if self.clip_norm is not None:
             factor = factor * ((grad_norm + 1e-6) / self.clip_norm).clamp(min=1.0)
         return torch.where(found, self._one, factor)
-
-    def _apply(self, factor: Tensor | None, found: Tensor) -> None:
-        skip: bool | None = None
-        for optimizer in self.optimizers:
-            fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-            if fused and (isinstance(optimizer, AdamW) or not self.accord.sharded):
-                optimizer.grad_scale, optimizer.found_inf = factor, found.float()  # type: ignore[attr-defined]
-                try:
-                    with own_kernel():
-                        optimizer.step()
-                finally:
-                    del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-                continue
-            skip = bool(found.item()) if skip is None else skip
-            if skip:
-                # A scheduler would otherwise warn that it was stepped before its optimizer.
-                optimizer._opt_called = True  # type: ignore[attr-defined]
-                continue
-            if factor is not None:
-                own = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-                grads = [local(p.grad) for p in own]
-                for dense in (g for g in grads if g.is_sparse):
-                    dense._values().div_(factor)
-                torch._foreach_mul_([g for g in grads if not g.is_sparse], factor.reciprocal())
-            optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a run needs to go on: model, optimizers, loss scale, counters. Only between complete updates."""
@@ -376,7 +381,19 @@ class Engine:
         try:
             yield
         except RuntimeError as error:
-            explained = explain_attention(error, self.recipe)
+            explained = explain(error, self.recipe, self.inner)
             if explained is None:
                 raise
             raise explained from error
+
+    def detach(self) -> nn.Module:
+        """Give the model back as it was made: FP32 parameters with every bit, modules of their own classes.
+
+        The engine is over after this.
+        """
+        remove_changes(self.model)
+        for parameter in self.inner.parameters():
+            hold(parameter)
+            widen(parameter)
+        self.watchers.clear()
+        return self.model

@@ -36,6 +36,11 @@ def trainable(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn
     return named
 
 
+def trained_now(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that train, or have a gradient although they were frozen since: asked for at every update."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad or p.grad is not None}
+
+
 def check_runs(recipe: Recipe, device: hardware.Device, named: dict[str, nn.Parameter]) -> None:
     reason = refusal(recipe, device)
     if reason is not None:

@@ -11,8 +11,6 @@ from narrowgauge.kernels.cast import (
     cast_transpose_packed,
     cast_transpose_packed_reference,
     cast_transpose_reference,
-    cast_weight,
-    cast_weight_reference,
     max_abs,
     max_abs_reference,
     pack,
@@ -96,17 +94,6 @@ def test_packed_heads(dtype, shape):
         assert torch.equal(counts, counts_reference)
 
 
-@FORMATS
-@pytest.mark.parametrize("factor", [1.0, 1e-6, 0.0, float("inf"), float("nan")])
-def test_weights(dtype, factor):
-    for shape in ((2304, 768), (50304, 768), (100, 36)):
-        weight = torch.randn(shape, device="cuda") * factor
-        w_lp, w_lp_t, inv_scale = cast_weight(weight, dtype)
-        reference, _, inv_scale_reference = cast_weight_reference(weight, dtype)
-        assert_both_layouts(w_lp, w_lp_t, reference)
-        assert torch.equal(inv_scale, inv_scale_reference)
-
-
 def test_nan_and_inf_reach_the_amax():
     x = torch.ones(4096, 4096, device="cuda", dtype=torch.bfloat16)
     for value in (float("inf"), float("nan")):
@@ -134,12 +121,11 @@ def test_more_elements_than_int32_counts():
 
 def test_calls_wait_for_nothing_and_can_be_captured():
     x, scale = draw(1024, 768), torch.ones((), device="cuda")
-    (amax, counts), weight = statistics(), draw(768, 256, dtype=torch.float32)
+    amax, counts = statistics()
     parts = [draw(2, 4, 512, 64) for _ in range(3)]
 
     def calls():
         cast_transpose_packed(parts, scale, torch.float8_e5m2, amax, counts)
-        cast_weight(weight, torch.float8_e4m3fn)
         return cast_transpose(x, scale, torch.float8_e4m3fn, amax, counts)
 
     calls()

@@ -18,8 +18,6 @@ from narrowgauge.kernels.cast import (
     cast_transpose_packed,
     cast_transpose_packed_reference,
     cast_transpose_reference,
-    cast_weight,
-    cast_weight_reference,
     max_abs,
     max_abs_reference,
     pack,
@@ -189,25 +187,11 @@ def test_what_rounding_brings_to_the_largest_number_is_not_counted_as_saturated(
     assert stored.float().abs().eq(FP8_MAX[dtype]).all()
 
 
-@KERNEL
-@FORMATS
-@pytest.mark.parametrize("factor", [1.0, 1e-6, 1e6, 0.0, 1e-42, math.inf, math.nan])
-def test_weights_are_scaled_by_their_own_amax(dtype, factor):
-    weight = torch.randn(48, 24, generator=torch.Generator().manual_seed(1)).clamp(-3, 3) * factor
-    w_lp, w_lp_t, inv_scale = cast_weight(weight, dtype)
-    reference, _, inv_scale_reference = cast_weight_reference(weight, dtype)
-    assert_same(w_lp, reference)
-    assert_transposed(w_lp_t, w_lp)
-    torch.testing.assert_close(inv_scale, inv_scale_reference, rtol=2e-7, atol=0)  # a reciprocal may be off by a bit
-    assert inv_scale.shape == ()
-
-
 def test_empty_tensors():
     for dtype in FP8_MAX:
         x_lp, x_lp_t = cast_transpose(torch.empty(0, 16), torch.ones(()), dtype, *statistics())
         assert (x_lp.shape, x_lp_t.shape) == ((0, 16), (16, 0))
         assert transpose(x_lp).shape == (16, 0)
-        assert cast_weight(torch.empty(0, 16), dtype)[2].item() == 1.0
 
 
 def test_mistakes_are_said():
@@ -224,7 +208,6 @@ def everything(x, parts, scale, amax, counts):
         *cast_transpose_packed(parts, scale, E4M3, amax, None),
         transpose(cast(x, scale, E4M3)),
         max_abs(x),
-        *cast_weight(x, E4M3),
     )
 
 

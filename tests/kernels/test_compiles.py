@@ -18,9 +18,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from narrowgauge.kernels import activation_kernels as activation, cast, cross_entropy_kernels, norm_kernels
-from narrowgauge.kernels import adamw, embedding, stats
+from narrowgauge.kernels import adamw, embedding, stats, weight
 
-I32, NOT_ALIGNED = "i32", ("length", "n16", "time", "ignore_index", "rows", "every")
+I32 = "i32"
+NOT_ALIGNED = ("length", "n16", "time", "ignore_index", "rows", "every", "across", "count", "shrink", "smallest")
 POINTERS = {
     "scale_ptr": "*fp32", "inv_scale_ptr": "*fp32", "amax_ptr": "*fp32", "counts_ptr": "*i64", "targets_ptr": "*i64",
     "lse_ptr": "*fp32", "loss_ptr": "*fp32", "factor_ptr": "*fp32", "words_ptr": "*i32", "out_t_ptr": "*i32",
@@ -52,18 +53,22 @@ edge = {**tile, "WHOLE": False}
 if kind == "cast":
     for out, limits in FP8.items():
         for none in ((), ("counts_ptr",), ("counts_ptr", "amax_ptr"), ("out_t_ptr",)):
-            none = (*none, "inv_scale_ptr")
             compiled(cast._cast_kernel, none=none, types={"out_ptr": out}, HEAD=None, **limits, **tile)
     compiled(cast._cast_kernel, none=("counts_ptr", "amax_ptr"), types={"out_ptr": out, "x_ptr": "*fp32"}, HEAD=None,
              **limits, **tile)
     for size in (tile, edge):
-        made = compiled(cast._cast_kernel, none=("inv_scale_ptr",), types={"out_ptr": out}, HEAD=64, **limits, **size)
+        made = compiled(cast._cast_kernel, types={"out_ptr": out}, HEAD=64, **limits, **size)
         assert "ld.global.v4" in made and "ld.global.b16" not in made  # 16 bytes at a time
-        compiled(cast._cast_kernel, none=("inv_scale_ptr",), types={"out_ptr": out}, HEAD=48, **limits, **size)
+        compiled(cast._cast_kernel, types={"out_ptr": out}, HEAD=48, **limits, **size)
         compiled(cast._transpose_kernel, types={"x_ptr": "*u8"}, **size)
-    none = ("inv_scale_ptr", "scale_ptr", "amax_ptr", "counts_ptr", "out_t_ptr")
+    none = ("scale_ptr", "amax_ptr", "counts_ptr", "out_t_ptr")
     compiled(cast._cast_kernel, none=none, HEAD=64, LIMIT=None, TINY=None, **tile)
     compiled(cast._max_abs_kernel, BLOCK_N=64, BLOCK_D=64)
+    plain = {"shrink": "fp32", "smallest": "fp32", "out_ptr": "*fp8e4nv", "pending_ptr": "*i64"}
+    for none in ((), ("counts_ptr", "pending_ptr"), ("scale_ptr", "counts_ptr", "pending_ptr"), ("out_t_ptr",)):
+        for size in (tile, edge):
+            for kind in ("*fp32", "*bf16"):
+                compiled(weight._fit_kernel, none=none, types={**plain, "x_ptr": kind}, LIMIT=448.0, MOST=464.0, **size)
 elif kind == "activation":
     for op in ("gelu", "gelu_backward", "gelu_tanh", "gelu_tanh_backward", "swiglu"):
         again = ("again_t_ptr", "again_scale_ptr")

@@ -7,9 +7,10 @@ from torch import nn
 
 from narrowgauge import Engine
 from narrowgauge.nn import gemm
+from narrowgauge.nn.changes import find_change
 from narrowgauge.nn.convert import convert
 from narrowgauge.nn.gemm import FAST_DEPTH, Caster, GemmChoice
-from narrowgauge.nn.linear import LinearPlan
+from narrowgauge.nn.linear import ConvertedLinear
 
 
 def mlp(inputs=32, hidden=48, outputs=16, bias=True):
@@ -345,4 +346,4 @@ def test_the_engine_leaves_nothing_held():
 
 
 def linear_plan(layer):
-    return next(cell.cell_contents for cell in layer.forward.__closure__ if isinstance(cell.cell_contents, LinearPlan))
+    return find_change(layer, ConvertedLinear).plan

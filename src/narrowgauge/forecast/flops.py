@@ -21,7 +21,18 @@ KINDS: dict[str, str] = {
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "_scaled_mm"), "product"),
     **dict.fromkeys(("convolution", "convolution_backward"), "convolution"),
     **dict.fromkeys(("softmax_statistics", "dlogits", "dlogits_lp", "rescale"), "loss"),
-    **dict.fromkeys(("cast", "cast_transpose", "cast_transpose_packed", "cast_weight", "transpose", "max_abs"), "cast"),
+    **dict.fromkeys(
+        (
+            "cast",
+            "cast_transpose",
+            "cast_transpose_packed",
+            "cast_weight",
+            "cast_weight_delayed",
+            "transpose",
+            "max_abs",
+        ),
+        "cast",
+    ),
     **dict.fromkeys(("pack", "_to_copy", "copy_", "clone", "cat", "stack"), "copy"),
     **dict.fromkeys(
         ("activation", "swiglu_backward", "gelu", "silu", "relu", "gelu_backward", "silu_backward"), "activation"

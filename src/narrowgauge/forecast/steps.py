@@ -28,8 +28,8 @@ from narrowgauge.hardware import Gpu
 from narrowgauge.kernels import adamw as kernel
 from narrowgauge.nn import blocks, head, linear
 from narrowgauge.nn.convert import Layer
-from narrowgauge.nn.gemm import CachedWeight
 from narrowgauge.nn.recompute import find_blocks
+from narrowgauge.nn.weights import Weight
 from narrowgauge.optim import beneath, together
 from narrowgauge.ranks.spread import copies
 from narrowgauge.recipe import Recipe
@@ -259,9 +259,9 @@ def _attributed(engine: Engine, recorder: Recorder, owners: dict[int, Owner]) ->
 
     def product(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            cached = args[1]
-            if isinstance(cached, CachedWeight):
-                last[0] = names.get(id(cached.weights[0]), last[0])
+            use = args[1]
+            if isinstance(use, Weight):
+                last[0] = next((names[id(weight)] for weight in use.weights if id(weight) in names), last[0])
             with recorder.inside(last[0]):
                 return function(*args, **kwargs)
 
@@ -285,7 +285,7 @@ def _attributed(engine: Engine, recorder: Recorder, owners: dict[int, Owner]) ->
         def run(*args: Any, **kwargs: Any) -> Any:
             made = function(*args, **kwargs)
             weights = args[0].weights
-            owner = owners.get(id(weights[0]))
+            owner = next((owners[id(weight)] for weight in weights if id(weight) in owners), None)
             owner = owner and owner._replace(stacked=len(weights) > 1)
             for tensor in (made,) if isinstance(made, Tensor) else (made.hp, made.lp, made.lp_t):
                 if tensor is not None and not isinstance(tensor, nn.Parameter):
@@ -317,7 +317,7 @@ def _attributed(engine: Engine, recorder: Recorder, owners: dict[int, Owner]) ->
         (head._Task, "run", ending(head._Task.run)),
         *((blocks, name, block(getattr(blocks, name))) for name in ("_forward", "_backward")),
         *((user, name, product(getattr(user, name))) for user in (blocks, head, linear) for name in _PRODUCTS),
-        *((CachedWeight, name, copied(getattr(CachedWeight, name))) for name in ("fp8", "bf16")),
+        *((Weight, name, copied(getattr(Weight, name))) for name in ("fp8", "fp8_transposed", "bf16")),
     ]
     with contextlib.ExitStack() as stack:
         for owner, name, value in changes:

@@ -30,10 +30,11 @@ import torch
 from torch import Tensor
 
 from narrowgauge import __version__, random_state
-from narrowgauge.engine import Engine, StepReport
+from narrowgauge.engine import Engine
 from narrowgauge.errors import UsageError
 from narrowgauge.gauges import captured
 from narrowgauge.lagged import Readback
+from narrowgauge.step_report import StepReport
 
 SMALL = 1 << 16
 """Most elements of a buffer that is copied at every step."""

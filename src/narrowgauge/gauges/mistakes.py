@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from narrowgauge.engine import Engine, StepReport
+from narrowgauge.engine import Engine
 from narrowgauge.nn import convert
 from narrowgauge.nn.convert import Conversion
 from narrowgauge.optim.adamw import AdamW
+from narrowgauge.step_report import StepReport
 
 
 class HalfNorm(nn.Module):
@@ -107,24 +109,24 @@ class ClipsScaled(Engine):
         factor = scale * ((grad_norm * scale + 1e-6) / clip).clamp(min=1.0)
         return torch.where(found, self._one, factor)
 
-    def _update(self) -> StepReport:
+    def _update(self, named: Sequence[Optimizer] = ()) -> StepReport:
         """What such a loop sees is the norm after both, the same small number each time."""
-        report = super()._update()
+        report = super()._update(named)
         return StepReport(report.index, True, {**report.tensors, "grad_norm": self._clipped})
 
 
 class FreezesScales(Engine):
     """Moves FP8 scales for a few updates, and then no more."""
 
-    def _update(self) -> StepReport:
+    def _update(self, named: Sequence[Optimizer] = ()) -> StepReport:
         scales = self.conversion.scales
         if scales is not None and self.updates >= 8:
             frozen = scales.scale.clone(), scales.inv_scale.clone()
-            report = super()._update()
+            report = super()._update(named)
             scales.scale.copy_(frozen[0])
             scales.inv_scale.copy_(frozen[1])
             return report
-        return super()._update()
+        return super()._update(named)
 
 
 class E4m3Gradients(Engine):

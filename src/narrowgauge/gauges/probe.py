@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.engine import Engine, StepReport
+from narrowgauge.engine import Engine
 from narrowgauge.errors import UsageError
 from narrowgauge.gauges.readings import Reading, read_counts
 from narrowgauge.kernels.stats import Table, gather
@@ -27,6 +27,7 @@ from narrowgauge.nn import taps
 from narrowgauge.nn.compiled import uncompiled
 from narrowgauge.optim.adamw import Sample, sample_full
 from narrowgauge.optim.sharded import local
+from narrowgauge.step_report import StepReport
 
 EVERY = 100
 """Updates between two readings by default."""

@@ -11,7 +11,6 @@ optimizer steps, what a checkpoint holds. ``Bridge`` answers in its place with a
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch.optim import Optimizer
 from narrowgauge.errors import UsageError
 from narrowgauge.integrations.gauges import Gauges
 from narrowgauge.integrations.hosted import Hosted, check_options, need
-from narrowgauge.nn.overrides import override
+from narrowgauge.nn.changes import Change, apply_change
 from narrowgauge.ranks.spread import inside
 from narrowgauge.recipe import Recipe
 
@@ -117,10 +116,10 @@ class Bridge:
     def unscale_(self, optimizer: Optimizer) -> None:
         self.engine.unscale()
 
-    def step(self, optimizer: Optimizer, closure: None = None) -> None:
+    def step(self, optimizer: Optimizer, *closure: Any) -> None:
         if optimizer not in self.engine.optimizers:
             raise UsageError("an optimizer that was not prepared with the model cannot be stepped under a recipe")
-        self.engine.step(closure)
+        self.engine.step(*closure)
 
     def update(self) -> None:
         """The engine's step has moved the scale."""
@@ -151,18 +150,27 @@ class _Loss:
 
 def _surround(bridge: Bridge, engine: Hosted) -> None:
     """Run the model's forward in the recipe's surroundings, and hand out FP32: losses are often computed outside."""
-    widen = need("accelerate.utils", "accelerate").convert_to_fp32
-    plain = engine.inner.forward
+    apply_change(engine.inner, _Surrounded(bridge, engine))
 
-    @functools.wraps(plain)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if bridge.gauges is not None:
-            bridge.gauges.saw({**{str(i): value for i, value in enumerate(args)}, **kwargs})
-        with engine.forward():
-            output = plain(*args, **kwargs)
+
+class _Surrounded(Change):
+    """See ``_surround``. A copy of the model, which no engine trains, keeps the surroundings alone."""
+
+    def __init__(self, bridge: Bridge | None, engine: Hosted | None) -> None:
+        self.bridge, self.engine = bridge, engine
+        self.surroundings = engine.surroundings if engine is not None else None
+
+    def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        widen = need("accelerate.utils", "accelerate").convert_to_fp32
+        if self.bridge is not None and self.bridge.gauges is not None:
+            self.bridge.gauges.saw({**{str(i): value for i, value in enumerate(args)}, **kwargs})
+        assert self.surroundings is not None
+        with self.engine.forward() if self.engine is not None else self.surroundings.forward():
+            output = inner(*args, **kwargs)
         return widen(output)
 
-    override(engine.inner, forward)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "bridge": None, "engine": None}
 
 
 def _pair(objects: tuple[Any, ...]) -> tuple[nn.Module, Optimizer]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from narrowgauge.engine import StepReport
 from narrowgauge.gauges.capture import Recorder
 from narrowgauge.gauges.examiner import Examiner
 from narrowgauge.gauges.findings import Finding
@@ -18,6 +17,7 @@ from narrowgauge.gauges.probe import EVERY
 from narrowgauge.gauges.step_rules import Step
 from narrowgauge.integrations.hosted import Hosted
 from narrowgauge.lagged import Readback
+from narrowgauge.step_report import StepReport
 
 
 class Gauges:

@@ -21,11 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from narrowgauge.engine import Engine, StepReport
+from narrowgauge.engine import Engine
 from narrowgauge.errors import UsageError
+from narrowgauge.nn.changes import plain_products
 from narrowgauge.optim.norms import gradient_norms
 from narrowgauge.optim.sharded import local
 from narrowgauge.recipe import Recipe, parse
+from narrowgauge.step_report import StepReport
 
 OPTIONS = ("clip_norm", "compile", "blocks", "fused", "max_consecutive_skips")
 
@@ -70,12 +72,15 @@ class Hosted(Engine):
         self.guard.record = self._record_blamed  # type: ignore[method-assign]
 
     @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
+    def forward(self, double_backward: bool = False) -> Iterator[None]:
         """The surroundings of the forward pass and the loss."""
-        with self._explained(), self._watched("forward"), self.surroundings.forward():
+        plain = plain_products() if double_backward else contextlib.nullcontext()
+        with self._explained(), self._watched("forward"), self.surroundings.forward(), plain:
             yield
 
-    def backward(self, loss: Tensor, run: Callable[[Tensor], Any] = Tensor.backward) -> None:
+    def backward(  # type: ignore[override]
+        self, loss: Tensor, run: Callable[[Tensor], Any] = Tensor.backward
+    ) -> None:
         """Backward of a loss that the host has divided by its microbatches; ``run`` is the host's way to do it."""
         scaled = self.scaled(loss)
         self._scale_again()  # a host that clips within an accumulation
@@ -94,7 +99,7 @@ class Hosted(Engine):
         if self.scaler is not None:
             self._multiply(self.scaler.tensor(self.device).double().reciprocal().float())
 
-    def step(self, closure: None = None) -> StepReport:
+    def step(self, *optimizers: Optimizer) -> StepReport:
         """Update the weights with the gradients that are in."""
         finite = self._finite
         self._scale_again()
@@ -102,7 +107,7 @@ class Hosted(Engine):
         try:
             if finite is not None:
                 self._spoil(finite)
-            self.report = super().step(closure)
+            self.report = super().step(*optimizers)
         finally:
             self._finite = None
         self.loss = None

@@ -26,7 +26,7 @@ from torch.optim import SGD, Optimizer
 from narrowgauge import hardware
 from narrowgauge.errors import UsageError
 from narrowgauge.integrations.hosted import Hosted, check_options, need
-from narrowgauge.nn.overrides import remove_overrides
+from narrowgauge.nn.changes import remove_changes
 from narrowgauge.nn.precision import Surroundings
 from narrowgauge.optim import full_precision
 from narrowgauge.recipe import Recipe, parse
@@ -191,7 +191,7 @@ class _Plugin:
     def teardown(self) -> None:
         """The model is its owner's again, as Lightning takes it back to the CPU."""
         if self._engine is not None and self._in_trainer:
-            remove_overrides(self._engine.inner)
+            remove_changes(self._engine.inner)
 
     def _take(self, engine: Hosted, seen: bool = True) -> None:
         self._engine, self._module, self._optimizer_seen = engine, engine.inner, seen

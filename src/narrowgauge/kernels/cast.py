@@ -7,8 +7,7 @@
     counts  += [#(|y| > max), #(x != 0 and x_lp == 0)]        saturated, flushed to zero
 
 Bytes moved per element of a BF16 x: ``cast`` 3, ``cast_transpose`` and its packed form 4, ``pack`` 4, ``transpose`` 2,
-``max_abs`` 2; ``cast_weight`` of FP32 weights 10, as they are read twice. How the transposed copy is written: see
-``tile``.
+``max_abs`` 2. How the transposed copy is written: see ``tile``. Weights have a file of their own.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import UsageError
-from narrowgauge.kernels import FP8_MAX, HAVE_TRITON, direct, fitting_scale, jit, jit_for_any, register, use_triton
+from narrowgauge.kernels import FP8_MAX, HAVE_TRITON, direct, jit, jit_for_any, register, use_triton
 from narrowgauge.kernels.tile import (
     FLUSHED,
     abs_bits,
@@ -93,11 +92,6 @@ def max_abs(x: Tensor) -> Tensor:
     return (_max_abs if direct(x) else _max_abs_op)(x)
 
 
-def cast_weight(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """``weight`` [O, I] in FP8 by its current amax: as [O, I], as [I, O], and the inverse of its scale."""
-    return (_cast_weight if direct(weight) else _cast_weight_op)(weight, dtype)
-
-
 def cast_transpose_reference(
     x: Tensor, scale: Tensor, dtype: torch.dtype, amax: Tensor | None = None, counts: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -122,11 +116,6 @@ def transpose_reference(x_lp: Tensor) -> Tensor:
 
 def max_abs_reference(x: Tensor) -> Tensor:
     return x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
-
-
-def cast_weight_reference(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    scale = fitting_scale(max_abs_reference(weight), FP8_MAX[dtype])
-    return *cast_transpose_reference(weight, scale, dtype), scale.reciprocal()
 
 
 @jit
@@ -155,17 +144,9 @@ def _load(  # type: ignore[no-untyped-def]
     return x
 
 
-@jit
-def _scale_of(amax, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``fitting_scale`` in a kernel: divided with correct rounding, as torch does."""
-    good = (amax > 0.0) & (amax.to(tl.int32, bitcast=True) < 0x7F800000)
-    scale = tl.div_rn(tl.full((), LIMIT, tl.float32), tl.where(good, amax, 1.0))
-    return tl.where(good, tl.minimum(tl.maximum(scale, 2.0**-100), 2.0**100), 1.0)
-
-
 @jit_for_any("length", "time", "n16")
 def _cast_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, out_ptr, out_t_ptr, scale_ptr, inv_scale_ptr, amax_ptr, counts_ptr, length, width,
+    x_ptr, out_ptr, out_t_ptr, scale_ptr, amax_ptr, counts_ptr, length, width,
     batch_stride, head_stride, stride, time, out_stride, n16,
     HEAD: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -176,10 +157,6 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     x2 = _load(x_ptr, n0 + 2, d0, length, width, batch_stride, head_stride, stride, time, HEAD, WHOLE, BLOCK_N, BLOCK_D)
     x3 = _load(x_ptr, n0 + 3, d0, length, width, batch_stride, head_stride, stride, time, HEAD, WHOLE, BLOCK_N, BLOCK_D)
     scale = 1.0 if scale_ptr is None else tl.load(scale_ptr)
-    if inv_scale_ptr is not None:  # current scaling: scale_ptr holds the amax
-        scale = _scale_of(scale, LIMIT)
-        if n0 + d0 == 0:
-            tl.store(inv_scale_ptr, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
     highest, lowest, nonzero = unseen(BLOCK_N, BLOCK_D)
     highest, lowest, nonzero = emit(
         widen(x0), widen(x1), widen(x2), widen(x3), highest, lowest, nonzero, out_ptr, out_t_ptr, scale, amax_ptr,
@@ -231,14 +208,13 @@ def transposed_copy(x_lp: Tensor, words: Tensor | None) -> Tensor:
     return transpose_reference(x_lp) if words is None else words.view(x_lp.dtype)
 
 
-def _launch(
+def launch(
     x: Tensor,
     out: Tensor,
     out_t: Tensor | None,
     scale: Tensor | None,
     amax: Tensor | None = None,
     counts: Tensor | None = None,
-    inv_scale: Tensor | None = None,
 ) -> None:
     length, width = out.shape
     if not length or not width:
@@ -249,7 +225,7 @@ def _launch(
     time = x.shape[2] if heads else 1
     fits = whole(length, width, TILE) and (not heads or time % TILE["BLOCK_N"] == 0)
     _cast_kernel[tiles(length, width, TILE)](
-        x, out, out_t, scale, inv_scale, amax, counts, length, width,
+        x, out, out_t, scale, amax, counts, length, width,
         x.stride(0), x.stride(1) if heads else 0, x.stride(2 if heads else 0), time,
         out.stride(0), length // 16, HEAD=x.shape[3] if heads else None,
         LIMIT=FP8_MAX.get(out.dtype), TINY=FLUSHED.get(out.dtype), WHOLE=fits, **TILE,
@@ -269,7 +245,7 @@ def _cast(x: Tensor, scale: Tensor, dtype: torch.dtype, amax: Tensor | None, cou
     if not use_triton(x):
         return quantize_reference(x, scale, dtype, amax, counts)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    _launch(x, out, None, scale, amax, counts)
+    launch(x, out, None, scale, amax, counts)
     return out
 
 
@@ -281,7 +257,7 @@ def _cast_transpose(
         return cast_transpose_reference(x, scale, dtype, amax, counts)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     words = empty_words(out)
-    _launch(x, out, words, scale, amax, counts)
+    launch(x, out, words, scale, amax, counts)
     return out, transposed_copy(out, words)
 
 
@@ -298,7 +274,7 @@ def _packed(
     words = empty_words(out)
     word_rows = [None] * len(parts) if words is None else words.split(widths)
     for part, columns, rows in zip(parts, out.split(widths, 1), word_rows, strict=True):
-        _launch(part, columns, rows, scale, amax, counts)
+        launch(part, columns, rows, scale, amax, counts)
     return out, transposed_copy(out, words)
 
 
@@ -311,7 +287,7 @@ def _pack(parts: list[Tensor]) -> Tensor:
     widths = [part.shape[1] * part.shape[3] for part in parts]
     out = torch.empty((batch * time, sum(widths)), dtype=torch.bfloat16, device=parts[0].device)
     for part, columns in zip(parts, out.split(widths, 1), strict=True):
-        _launch(part, columns, None, None)
+        launch(part, columns, None, None)
     return out
 
 
@@ -327,25 +303,19 @@ def _transpose(x_lp: Tensor) -> Tensor:
     return transposed_copy(x_lp, words)
 
 
+def max_abs_of(x: Tensor, amax: Tensor) -> None:
+    """Raise ``amax`` to the largest magnitude in ``x``, by the kernel."""
+    rows = x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous().view(-1, x.shape[-1] if x.dim() else 1)
+    length, width = rows.shape
+    _max_abs_kernel[tiles(length, width, MAX_TILE)](rows, amax, length, width, rows.stride(0), **MAX_TILE)
+
+
 def _max_abs(x: Tensor) -> Tensor:
     if not use_triton(x) or not x.numel():
         return max_abs_reference(x)
-    rows = x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous().view(-1, x.shape[-1] if x.dim() else 1)
     amax = torch.zeros((), device=x.device)
-    length, width = rows.shape
-    _max_abs_kernel[tiles(length, width, MAX_TILE)](rows, amax, length, width, rows.stride(0), **MAX_TILE)
+    max_abs_of(x, amax)
     return amax
-
-
-def _cast_weight(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    _check(weight, 2, dtype)
-    if not use_triton(weight) or not weight.numel():
-        return cast_weight_reference(weight, dtype)
-    out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    words = empty_words(out)
-    inv_scale = torch.empty((), device=weight.device)
-    _launch(weight, out, words, _max_abs(weight), inv_scale=inv_scale)
-    return out, transposed_copy(out, words), inv_scale
 
 
 _STATISTICS = ("amax", "counts")
@@ -380,11 +350,3 @@ _pack_op = register(
 )
 _transpose_op = register("transpose", _transpose, lambda x_lp: x_lp.new_empty((x_lp.shape[1], x_lp.shape[0])))
 _max_abs_op = register("max_abs", _max_abs, lambda x: x.new_empty((), dtype=torch.float32))
-_cast_weight_op = register(
-    "cast_weight",
-    _cast_weight,
-    lambda weight, dtype: (
-        *_fake_layouts(weight, weight.shape[0], weight.shape[1], dtype),
-        weight.new_empty((), dtype=torch.float32),
-    ),
-)

@@ -17,15 +17,25 @@ of products and attention are kept, and what norms and activations write is made
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from narrowgauge.errors import UsageError
 from narrowgauge.kernels import norm
-from narrowgauge.nn.gemm import Caster, Operand, address, backward_input, backward_weight, forward_output
+from narrowgauge.nn.gemm import (
+    DOUBLE_BACKWARD,
+    Caster,
+    Operand,
+    address,
+    backward_input,
+    backward_weight,
+    forward_output,
+    graph_is_kept,
+)
 from narrowgauge.nn.operands import (
     Projection,
     Stats,
@@ -40,6 +50,7 @@ from narrowgauge.nn.operands import (
     normed,
 )
 from narrowgauge.nn.taps import is_heard, tap
+from narrowgauge.nn.weights import Weight
 from narrowgauge.scaling.tensor import TensorScales
 
 
@@ -53,8 +64,6 @@ class BlockPlan:
     activation: str
     """gelu (exact), gelu-tanh or swiglu."""
     heads: int
-    attend: Callable[..., Tensor]
-    """The model's own attention from packed qkv [B, T, O] to [B, T, D]."""
     packed: bool
     """Whether qkv is (3, heads, size) and attention is plain and causal, so that it can be split without a copy."""
     qkv: Projection
@@ -106,25 +115,35 @@ class _Kept:
     a: Operand
 
 
-def run_block(plan: BlockPlan, x: Tensor, weights: tuple[Tensor, ...], extra: tuple[Tensor, ...]) -> Tensor:
+Attend = Callable[..., Tensor]
+"""A model's own attention from packed qkv [B, T, O] to [B, T, D]."""
+
+
+def run_block(
+    plan: BlockPlan, x: Tensor, weights: tuple[Tensor, ...], attend: Attend, extra: tuple[Tensor, ...]
+) -> Tensor:
     """The block on the residual stream x [B, T, D]; ``weights`` are norm1, qkv, out, norm2, up (one or two), down."""
     with torch.autocast(x.device.type, enabled=False):  # every format is decided here
         needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *weights))
-        output: Tensor = _Block.apply(x, None, plan, needed, None, None, extra, *weights)  # type: ignore[no-untyped-call]
+        output: Tensor = _Block.apply(x, None, plan, needed, None, None, attend, extra, *weights)  # type: ignore[no-untyped-call]
     return output
 
 
 def run_chain(
-    plans: list[BlockPlan], x: Tensor, weights: list[tuple[Tensor, ...]], extra: tuple[Tensor, ...]
+    plans: list[BlockPlan],
+    x: Tensor,
+    weights: list[tuple[Tensor, ...]],
+    attends: list[Attend],
+    extra: tuple[Tensor, ...],
 ) -> tuple[Tensor, Tensor, Link]:
     """Blocks one after the other: the last one's residual stream and branch, still apart, and the link to it."""
     branch: Tensor | None = None
     link: Link | None = None
     with torch.autocast(x.device.type, enabled=False):
-        for plan, own in zip(plans, weights, strict=True):
+        for plan, own, attend in zip(plans, weights, attends, strict=True):
             needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *own))
             following = Link(plan.down)
-            x, branch = _Block.apply(x, branch, plan, needed, link, following, extra, *own)  # type: ignore[no-untyped-call]
+            x, branch = _Block.apply(x, branch, plan, needed, link, following, attend, extra, *own)  # type: ignore[no-untyped-call]
             link = following
     assert branch is not None and link is not None
     return x, branch, link
@@ -137,6 +156,27 @@ def run_last_norm(x: Tensor, branch: Tensor, link: Link, weight: Tensor, eps: fl
     return output
 
 
+class Uses(NamedTuple):
+    """The weights of a block's projections, as one forward and its backward read them."""
+
+    qkv: Weight
+    out: Weight
+    up: Weight
+    down: Weight
+
+
+def _uses(plan: BlockPlan, weights: tuple[Tensor, ...], needed: bool, again: bool = False) -> Uses:
+    """From the order of ``run_block``; without ``needed`` no site sees them."""
+    _, qkv, out, _, *ups, down = weights
+    options = {"record": needed, "seen": again, "backward": needed and (again or plan.checkpoint != "full")}
+    return Uses(
+        plan.qkv.weight.use(qkv, **options),
+        plan.out.weight.use(out, **options),
+        plan.up.weight.use(*ups, **options),
+        plan.down.weight.use(down, **options),
+    )
+
+
 class _Block(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -147,39 +187,45 @@ class _Block(torch.autograd.Function):
         needed: bool,
         before: Link | None,
         after: Link | None,
+        attend: Attend,
         extra: tuple[Tensor, ...],
         *weights: Tensor,
     ) -> Any:
         """Residual stream and branch where a block comes after this one, else their sum."""
-        caster = plan.caster(needed)
-        x0, x1, out, kept = _forward(plan, x, branch, weights, extra, caster, needed)
+        caster, uses = plan.caster(needed), _uses(plan, weights, needed)
+        x0, x1, out, kept = _forward(plan, x, branch, weights, uses, attend, extra, caster, needed)
         ctx.set_materialize_grads(False)
-        ctx.plan, ctx.extra, ctx.caster, ctx.before, ctx.after = plan, extra, caster, before, after
+        ctx.plan, ctx.attend, ctx.extra, ctx.caster, ctx.before, ctx.after = plan, attend, extra, caster, before, after
         ctx.save_for_backward(x0, *weights)
         if needed and plan.checkpoint != "full":
-            ctx.kept = _lighten(plan, kept)
+            ctx.kept, ctx.copies = _lighten(plan, kept), [use.for_backward() for use in uses]
         x1, out = x1.view_as(x), out.view_as(x)
         return x1 + out if after is None else (x1, out)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, of_branch: Tensor | None = None) -> Any:
         """Stream and branch have one gradient, that of their sum; the block after this one gives it to the first."""
+        if torch.is_grad_enabled():
+            raise UsageError(DOUBLE_BACKWARD)
         plan: BlockPlan = ctx.plan
         x0, *weights = ctx.saved_tensors
         quiet = plan.caster(False)
+        uses = _uses(plan, tuple(weights), True, again=True)
         if plan.checkpoint == "full":
-            *_, kept = _forward(plan, x0, None, tuple(weights), ctx.extra, quiet, True, again=True)
+            *_, kept = _forward(plan, x0, None, tuple(weights), uses, ctx.attend, ctx.extra, quiet, True, again=True)
         else:
             kept = _restore(plan, x0, weights, ctx.kept, quiet)
-            ctx.kept = None
+            uses = Uses(*(use.in_backward(copies) for use, copies in zip(uses, ctx.copies, strict=True)))
+            if not graph_is_kept():
+                ctx.kept = ctx.copies = None
         rows = grad.reshape(-1, grad.shape[-1])
         handed = ctx.after.take(grad) if ctx.after is not None else None
         g = handed or gradient(plan.down, rows, ctx.caster)
-        dx, operand, grads = _backward(plan, x0, weights, kept, rows, g, ctx.caster, ctx.before)
+        dx, operand, grads = _backward(plan, x0, weights, uses, kept, rows, g, ctx.caster, ctx.before)
         dx = dx.view_as(x0)
         if ctx.before is not None:
             ctx.before.put(dx, operand)
-        return dx, None, None, None, None, None, None, *grads
+        return dx, *[None] * 7, *grads
 
 
 class _LastNorm(torch.autograd.Function):
@@ -209,6 +255,8 @@ def _forward(
     x: Tensor,
     branch: Tensor | None,
     weights: tuple[Tensor, ...],
+    uses: Uses,
+    attend: Attend,
     extra: tuple[Tensor, ...],
     caster: Caster | None,
     needed: bool,
@@ -221,18 +269,18 @@ def _forward(
     batch, length, width = x.shape
     rows, flat = x.reshape(-1, width), None if branch is None else branch.reshape(-1, width)
     h1, stats1, x0 = normed(plan.kind, plan.eps[0], rows, flat, weights[0], plan.qkv, caster)
-    qkv = forward_output(h1, plan.qkv.weight, plan.qkv.choice, needed)
-    leaves, mixed = _attend(plan, qkv.view(batch, length, -1), extra, needed)
+    qkv = forward_output(h1, uses.qkv, plan.qkv.choice)
+    leaves, mixed = _attend(plan, qkv.view(batch, length, -1), attend, extra, needed)
     o = _attention_operand(plan, mixed.detach(), caster, needed)
-    out = forward_output(o, plan.out.weight, plan.out.choice, needed)
+    out = forward_output(o, uses.out, plan.out.choice)
     h2, stats2, x1 = normed(plan.kind, plan.eps[1], x0, out, weights[3], plan.up, caster)
-    u = forward_output(h2, plan.up.weight, plan.up.choice, needed)
+    u = forward_output(h2, uses.up, plan.up.choice)
     a = Operand()
     if not again or not made_in_backward(plan.down, caster):
         a = activated(plan.activation, u, plan.down, caster, needed)
-    y = x1 if again else forward_output(a, plan.down.weight, plan.down.choice, needed)
+    y = x1 if again else forward_output(a, uses.down, plan.down.choice)
     if is_heard() and needed and not again:
-        names = ("gate", "up") if len(plan.up.weight.weights) == 2 else ("up",)
+        names = ("gate", "up") if len(uses.up.weights) == 2 else ("up",)
         halves = zip(names, u.chunk(len(names), -1), strict=True)
         inner: list[tuple[str, Tensor | Operand]] = [("norm1", h1), ("qkv", qkv), ("attention", mixed), ("out", out)]
         for name, shown in (*inner, ("norm2", h2), *halves, ("act", a), ("down", y)):
@@ -244,6 +292,7 @@ def _backward(
     plan: BlockPlan,
     x0: Tensor,
     weights: list[Tensor],
+    uses: Uses,
     kept: _Kept,
     g_rows: Tensor,
     g: Operand,
@@ -251,32 +300,34 @@ def _backward(
     before: Link | None,
 ) -> tuple[Tensor, Operand, list[Tensor]]:
     """The gradients of x + b and of the weights, from that of the output: ``g_rows``, and ``g`` for the products."""
-    da = backward_input(g, plan.down.weight, plan.down.choice)
+    da = backward_input(g, uses.down, plan.down.choice)
     du, a = activation_backward(plan.activation, da, kept.u, kept.a, plan.down, plan.up, caster)
-    d_down = backward_weight(g, a, plan.down.choice, plan.down.gradient_dtype)
-    dh2 = backward_input(du, plan.up.weight, plan.up.choice)
-    d_up = backward_weight(du, kept.h2, plan.up.choice, plan.up.gradient_dtype)
+    d_down = backward_weight(g, a, plan.down.choice, uses.down.gradient_dtype)
+    dh2 = backward_input(du, uses.up, plan.up.choice)
+    d_up = backward_weight(du, kept.h2, plan.up.choice, uses.up.gradient_dtype)
     dx1, g1, d_norm2 = norm_backward(plan.kind, dh2, kept.x1, weights[3], kept.stats2, g_rows, plan.out, caster)
-    do = backward_input(g1, plan.out.weight, plan.out.choice)
-    d_out = backward_weight(g1, kept.o, plan.out.choice, plan.out.gradient_dtype)
+    do = backward_input(g1, uses.out, plan.out.choice)
+    d_out = backward_weight(g1, kept.o, plan.out.choice, uses.out.gradient_dtype)
     dqkv = _attend_backward(plan, kept, do.view(*x0.shape[:2], -1), caster)
-    dh1 = backward_input(dqkv, plan.qkv.weight, plan.qkv.choice)
-    d_qkv = backward_weight(dqkv, kept.h1, plan.qkv.choice, plan.qkv.gradient_dtype)
+    dh1 = backward_input(dqkv, uses.qkv, plan.qkv.choice)
+    d_qkv = backward_weight(dqkv, kept.h1, plan.qkv.choice, uses.qkv.gradient_dtype)
     reader = before.reader if before is not None else None
     rows = x0.reshape(-1, x0.shape[-1])
     dx, operand, d_norm1 = norm_backward(plan.kind, dh1, rows, weights[0], kept.stats1, dx1, reader, caster)
     for name, shown in (("down", g), ("up", du), ("out", g1), ("qkv", dqkv)):
         tap("gradient", f"{plan.path}.{name}", shown)
-    ups = d_up.split([weight.shape[0] for weight in plan.up.weight.weights])
+    ups = d_up.split([weight.shape[0] for weight in uses.up.weights])
     return dx, operand, [d_norm1, d_qkv, d_out, d_norm2, *ups, d_down]
 
 
-def _attend(plan: BlockPlan, qkv: Tensor, extra: tuple[Tensor, ...], needed: bool) -> tuple[tuple[Tensor, ...], Tensor]:
+def _attend(
+    plan: BlockPlan, qkv: Tensor, attend: Attend, extra: tuple[Tensor, ...], needed: bool
+) -> tuple[tuple[Tensor, ...], Tensor]:
     """Attention with a graph of its own, from leaves that are views of qkv: only its backward is asked of autograd."""
     with torch.set_grad_enabled(needed):
         if not plan.packed:
             leaf = qkv.detach().requires_grad_(needed)
-            return (leaf,), plan.attend(leaf, *extra)
+            return (leaf,), attend(leaf, *extra)
         batch, length, triple = qkv.shape
         views = qkv.view(batch, length, 3, plan.heads, triple // 3 // plan.heads).permute(2, 0, 3, 1, 4)
         leaves = tuple(view.detach().requires_grad_(needed) for view in views)
@@ -285,12 +336,13 @@ def _attend(plan: BlockPlan, qkv: Tensor, extra: tuple[Tensor, ...], needed: boo
 
 
 def _attend_backward(plan: BlockPlan, kept: _Kept, do: Tensor, caster: Caster | None) -> Operand:
+    again = graph_is_kept()
     if not plan.packed:
-        (dqkv,) = torch.autograd.grad(kept.mixed, kept.leaves, do)
+        (dqkv,) = torch.autograd.grad(kept.mixed, kept.leaves, do, retain_graph=again)
         return gradient(plan.qkv, dqkv.reshape(-1, dqkv.shape[-1]), caster)
     batch, length, width = do.shape
     do = do.view(batch, length, plan.heads, width // plan.heads).transpose(1, 2)
-    return heads_as_gradient(torch.autograd.grad(kept.mixed, kept.leaves, do), plan.qkv, caster)
+    return heads_as_gradient(torch.autograd.grad(kept.mixed, kept.leaves, do, retain_graph=again), plan.qkv, caster)
 
 
 def _attention_operand(plan: BlockPlan, mixed: Tensor, caster: Caster | None, needed: bool) -> Operand:
@@ -311,6 +363,7 @@ def _lighten(plan: BlockPlan, kept: _Kept) -> _Kept:
 
 def _restore(plan: BlockPlan, x0: Tensor, weights: list[Tensor], kept: _Kept, quiet: Caster | None) -> _Kept:
     if plan.checkpoint == "selective":
+        kept = replace(kept)
         rows = x0.reshape(-1, x0.shape[-1])
         kept.h1, _, _ = normed(plan.kind, plan.eps[0], rows, None, weights[0], plan.qkv, quiet)
         kept.h2, _, _ = normed(plan.kind, plan.eps[1], kept.x1, None, weights[3], plan.up, quiet)

@@ -20,7 +20,7 @@ import torch
 
 from narrowgauge.data import cache
 from narrowgauge.hardware import Device, Gpu
-from narrowgauge.kernels import cast
+from narrowgauge.kernels import cast, weight
 from narrowgauge.nn.gemm import ALL_FP8, BF16, E4M3, E5M2, FAST_DEPTH, GemmChoice, product_bf16, product_fp8
 
 PRODUCTS = ("output", "grad_input", "grad_weight")
@@ -121,7 +121,8 @@ def _measure(rows: int, inputs: int, outputs: int) -> Costs:
     one = torch.ones((), device="cuda")
     x8, x8_t = cast.cast_transpose(x, one, E4M3)
     g8, g8_t = cast.cast_transpose(g, one, E5M2)
-    w8, w8_t, inv = cast.cast_weight(w, E4M3)
+    w8, w8_t, inv = weight.cast_weight([w], E4M3)
+    assert w8_t is not None
     return Costs(
         bf16=(
             timed(lambda: product_bf16(x, w.t())),

@@ -12,42 +12,60 @@ Three habits of torch.compile make this more than ``model.compile()``:
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from narrowgauge.nn.overrides import override
+from narrowgauge.nn.changes import Change, apply_change, find_change
 from narrowgauge.nn.precision import Surroundings
 
 
+class CompiledForward(Change):
+    """A model that runs as a compiled graph. A copy of the model runs uncompiled, in the same surroundings."""
+
+    def __init__(self, surroundings: Surroundings, mode: str | None = None) -> None:
+        self.surroundings, self.mode = surroundings, mode
+        self.paused = False
+        self._graph: Callable[..., Any] | None = None
+
+    def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if self.paused:
+            with self.surroundings.attention(), self.surroundings.autocast():
+                return inner(*args, **kwargs)
+        if self._graph is None:
+            self._graph = self._compiled(inner)
+        return self._graph(*args, **kwargs)
+
+    def _compiled(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        surroundings = self.surroundings
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with surroundings.attention(), surroundings.autocast():
+                return inner(*args, **kwargs)
+
+        forward.__code__ = forward.__code__.replace()  # an equal code object, but this engine's own
+        return torch.compile(forward, mode=self.mode)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_graph": None, "paused": True}
+
+
 def compile_forward(model: nn.Module, surroundings: Surroundings, mode: str | None = None) -> None:
-    """Replace the model's forward by a compiled one; its state dictionary does not change."""
-    plain = model.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with surroundings.attention(), surroundings.autocast():
-            return plain(*args, **kwargs)
-
-    forward.__code__ = forward.__code__.replace()  # an equal code object, but this engine's own
-    compiled = torch.compile(forward, mode=mode)
-    functools.update_wrapper(compiled, plain)
-    override(model, compiled)
-    compiled.uncompiled = forward  # type: ignore[attr-defined]
+    """Let the model run as a compiled graph; its state dictionary does not change."""
+    apply_change(model, CompiledForward(surroundings, mode))
 
 
 @contextlib.contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
     """Let a model that was compiled run as it was written, for a while: its hooks are then called."""
-    compiled = model.__dict__.get("forward")
-    plain = getattr(compiled, "uncompiled", None)
-    if plain is None:
+    change = find_change(model, CompiledForward)
+    if change is None:
         yield
         return
-    model.__dict__["forward"] = plain
+    before, change.paused = change.paused, True
     try:
         yield
     finally:
-        model.__dict__["forward"] = compiled
+        change.paused = before

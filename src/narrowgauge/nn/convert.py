@@ -16,19 +16,20 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from narrowgauge.hardware import Device, detect
 from narrowgauge.kernels.norm import MAX_COLUMNS
-from narrowgauge.nn import blocks, embedding, head, linear
+from narrowgauge.nn import blocks, embedding, linear
+from narrowgauge.nn.changes import apply_change, find_change
 from narrowgauge.nn.choose import Decision, decide
-from narrowgauge.nn.gemm import ALL_BF16, ALL_FP8, E4M3, E5M2, CachedWeight, GemmChoice, Place
-from narrowgauge.nn.norm import run_norm
+from narrowgauge.nn.fused import FusedBlock, FusedHead, FusedTrunk
+from narrowgauge.nn.gemm import ALL_BF16, ALL_FP8, E4M3, E5M2, GemmChoice
 from narrowgauge.nn.operands import Projection
-from narrowgauge.nn.overrides import override
+from narrowgauge.nn.weights import WeightPlan
 from narrowgauge.recipe import Recipe, parse
 from narrowgauge.scaling.tensor import Site, TensorScales
 
@@ -112,25 +113,24 @@ def convert(
         )
     result = Conversion(plans, scales)
     by_path = {layer.path: layer for layer in plans}
-    block_plans: dict[nn.Module, blocks.BlockPlan] = {}
     for path, module in model.named_modules():
         if is_block(module) and by_path[f"{path}.qkv"].part_of == "block":
-            block_plans[module] = _swap_block(module, path, by_path, scales, recipe, compile)
+            _convert_block(module, path, by_path, scales, recipe, compile)
             result.blocks.append(path)
         elif path in by_path and by_path[path].part_of == "linear":
             leader = leaders.get(path, path)
             readers = max(1, sum(one == leader for one in leaders.values()))
-            _swap_linear(module, by_path[path], scales, recipe, f"{leader}.input", result.slot, readers)
+            _convert_linear(module, by_path[path], scales, recipe, f"{leader}.input", result.slot, readers)
         elif embedding.fits(module):
-            embedding.replace_forward(module)
+            embedding.convert_embedding(module)
     if "lm_head" in by_path and by_path["lm_head"].part_of == "head":
-        end = by_path["lm_head"]
+        end, whole = by_path["lm_head"], cast(Any, model)
         site = scales.sites.get("lm_head.weight") if scales is not None else None
-        whole: Any = model
-        weight = CachedWeight(Place(whole.lm_head), site=site, scales=scales, lean=is_lean(recipe))
-        _swap_head(model, end, weight)
-        if hasattr(model, "trunk") and all(block in block_plans for block in getattr(model, "blocks", [None])):
-            _swap_trunk(model, end, weight, block_plans)
+        weight = WeightPlan.of(whole.lm_head.weight, site=site, scales=scales, lean=is_lean(recipe))
+        kind = _norm_kind(whole.norm) or "layer"
+        apply_change(model, FusedHead(weight, end.choice, kind))
+        if hasattr(model, "trunk") and all(find_change(block, FusedBlock) for block in getattr(model, "blocks", ())):
+            apply_change(model, FusedTrunk(weight, end.choice))
     return result
 
 
@@ -229,8 +229,8 @@ def _names(pattern: str, path: str, model: nn.Module) -> bool:
     )
 
 
-def _swap_linear(
-    module: nn.Module,
+def _convert_linear(
+    module: Any,
     layer: Layer,
     scales: TensorScales | None,
     recipe: Recipe,
@@ -240,29 +240,21 @@ def _swap_linear(
 ) -> None:
     """``source``: the site of the input, which ``readers`` layers have in common, and its cast by ``slot``."""
     assert scales is not None
-    site = scales.sites.get(f"{layer.path}.weight")
-    turned = linear.is_turned(module)
-    plan = linear.LinearPlan(
-        CachedWeight(Place(module), turned=turned, site=site, scales=scales, lean=is_lean(recipe)),
-        layer.choice,
-        scales.sites[source],
-        scales.sites[f"{layer.path}.grad_output"],
-        scales,
-        turned,
-        slot,
-        readers,
-    )
-    linear.replace_forward(module, plan)
+    site, turned = scales.sites.get(f"{layer.path}.weight"), linear.is_turned(module)
+    weight = WeightPlan.of(module.weight, site=site, scales=scales, turned=turned, lean=is_lean(recipe))
+    grad = scales.sites[f"{layer.path}.grad_output"]
+    plan = linear.LinearPlan(weight, layer.choice, scales.sites[source], grad, scales, slot, readers)
+    linear.convert_linear(module, plan)
 
 
-def _swap_block(
+def _convert_block(
     module: nn.Module,
     path: str,
     layers: dict[str, Layer],
     scales: TensorScales | None,
     recipe: Recipe,
     compile: bool,
-) -> blocks.BlockPlan:
+) -> None:
     block: Any = module
 
     def site(layer: Layer, end: str) -> Site | None:
@@ -271,9 +263,9 @@ def _swap_block(
     def projection(*names: str) -> Projection:
         # A gate and its twin are one product: the first one's sites and choice serve both.
         layer = layers[f"{path}.{names[0]}"]
-        places = (Place(getattr(module, name)) for name in names)
-        weights = CachedWeight(*places, site=site(layer, "weight"), scales=scales, lean=is_lean(recipe))
-        return Projection(weights, layer.choice, site(layer, "input"), site(layer, "grad_output"))
+        parameters = (getattr(module, name).weight for name in names)
+        weight = WeightPlan.of(*parameters, site=site(layer, "weight"), scales=scales, lean=is_lean(recipe))
+        return Projection(weight, layer.choice, site(layer, "input"), site(layer, "grad_output"))
 
     gated = hasattr(module, "gate")
     plan = blocks.BlockPlan(
@@ -281,7 +273,6 @@ def _swap_block(
         eps=(block.norm1.eps, block.norm2.eps),
         activation="swiglu" if gated else "gelu",
         heads=block.heads,
-        attend=torch.compile(block.attend) if compile and gated else block.attend,
         packed=not gated,
         qkv=projection("qkv"),
         out=projection("out"),
@@ -291,50 +282,4 @@ def _swap_block(
         checkpoint=recipe.checkpoint,
         path=path,
     )
-
-    def forward(x: Tensor, *extra: Tensor) -> Tensor:
-        return blocks.run_block(plan, x, blocks.weights_of(module), extra)
-
-    override(module, torch.compiler.disable(forward))
-    return plan
-
-
-def _swap_head(model: nn.Module, layer: Layer, weight: CachedWeight) -> None:
-    """norm, head and loss by narrowgauge's functions where there are targets; without them the model ends as it did."""
-    whole: Any = model
-    plain, last = whole.finish, whole.norm
-
-    def finish(x: Tensor, targets: Tensor | None) -> Tensor:
-        if targets is None:
-            logits: Tensor = plain(x, targets)
-            return logits
-        rows = run_norm(x, last.weight, last.eps, _norm_kind(last) or "layer")
-        loss: Tensor = head.head_loss(rows, weight, targets.flatten(), precision=layer.choice)
-        return loss
-
-    override(model, torch.compiler.disable(finish), "finish")
-
-
-def _swap_trunk(model: nn.Module, layer: Layer, weight: CachedWeight, plans: dict[nn.Module, blocks.BlockPlan]) -> None:
-    """All blocks, last norm, head and loss as one chain: what one block's kernel can write for the next, it writes."""
-    whole: Any = model
-    plain, last = whole.trunk, whole.norm
-    chain = list(whole.blocks)
-
-    def trunk(x: Tensor, targets: Tensor | None, *extra: Tensor) -> Tensor:
-        if targets is None or any(_is_watched(module) for module in (*chain, last, whole.lm_head)):
-            output: Tensor = plain(x, targets, *extra)
-            return output
-        own = [blocks.weights_of(block) for block in chain]
-        stream, branch, link = blocks.run_chain([plans[block] for block in chain], x, own, extra)
-        rows = blocks.run_last_norm(stream, branch, link, last.weight, last.eps, plans[chain[-1]])
-        loss: Tensor = head.head_loss(rows, weight, targets.flatten(), precision=layer.choice)
-        return loss
-
-    override(model, torch.compiler.disable(trunk), "trunk")
-
-
-def _is_watched(module: nn.Module) -> bool:
-    """Whether hooks wait for a module to be called, so that it must be, and hand on what it computes."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, name, None) for name in hooks)
+    apply_change(module, FusedBlock(plan, compile and gated))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,31 +10,34 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowgauge.kernels.embedding import embedding_gradient
-from narrowgauge.nn.overrides import override
+from narrowgauge.nn.changes import Change, apply_change, original_class
 
 
 def fits(module: nn.Module) -> bool:
     """Whether a module is a plain embedding, of FP32, without torch's special ways with gradients."""
-    if type(module) is not nn.Embedding:
+    if original_class(module) is not nn.Embedding:
         return False
+    assert isinstance(module, nn.Embedding)
     special = module.padding_idx is not None or module.max_norm is not None
     return not (special or module.scale_grad_by_freq or module.sparse) and module.weight.dtype is torch.float32
 
 
-def replace_forward(module: nn.Module) -> None:
-    """Let the embedding's gradient be computed by ``embedding_gradient``, where that is on a GPU."""
-    layer: Any = module
+class ConvertedEmbedding(Change):
+    """An embedding whose gradient ``embedding_gradient`` computes, where that is on a GPU."""
 
-    def forward(input: Tensor) -> Tensor:
-        weight = layer.weight
+    differentiable_twice = False
+
+    def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        weight = module.weight
         plain = type(weight) is nn.Parameter and weight.is_cuda and weight.dtype is torch.float32
         needed = torch.is_grad_enabled() and weight.requires_grad
         if not (plain and needed) or torch.compiler.is_compiling() or torch.are_deterministic_algorithms_enabled():
-            return F.embedding(input, weight)
-        output: Tensor = _Lookup.apply(weight, input)  # type: ignore[no-untyped-call]
-        return output
+            return inner(*args, **kwargs)
+        return _Lookup.apply(weight, *args, *kwargs.values())  # type: ignore[no-untyped-call]
 
-    override(module, forward)
+
+def convert_embedding(module: nn.Module) -> None:
+    apply_change(module, ConvertedEmbedding())
 
 
 class _Lookup(torch.autograd.Function):

@@ -10,27 +10,32 @@ and b row-major, and FP8 operands come with a transposed copy where a product ne
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from narrowgauge.kernels import FP8_MAX, cast, cublas, fitting_scale
-from narrowgauge.optim import steps
-from narrowgauge.optim.adamw import gradient_dtype
-from narrowgauge.optim.copies import Bf16Copy, Fp8Copy, attach, bf16_copy_of, copy_of
-from narrowgauge.optim.sharded import is_sharded
 from narrowgauge.scaling.tensor import Site, TensorScales
 
 BF16 = torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
 """FP8 products need the summed dimension and the width of the result to be multiples of this."""
+
+
+DOUBLE_BACKWARD = (
+    "FP8 products are differentiable once, and create_graph=True asks for gradients of their gradients; compute what "
+    "is differentiated twice under engine.forward(double_backward=True), where layers compute in 16 bits instead"
+)
+
+
+def graph_is_kept() -> bool:
+    """In a backward: whether it may run once more (``retain_graph=True``), so that nothing may be let go or changed."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 class GemmChoice(NamedTuple):
@@ -93,200 +98,6 @@ def _mm(a: Tensor, b_t: Tensor, out_dtype: torch.dtype, out: Tensor | None = Non
     return torch.mm(a, b_t, out=out) if out_dtype is BF16 else torch.mm(a, b_t, out_dtype=out_dtype, out=out)
 
 
-class Place(NamedTuple):
-    """Where a weight is in the model: FSDP puts the gathered one there while its module runs, and the shard after."""
-
-    module: nn.Module
-    name: str = "weight"
-
-    def find(self) -> nn.Parameter:
-        weight: nn.Parameter = getattr(self.module, self.name)
-        return weight
-
-
-class CachedWeight:
-    """The copies of a weight that products read, made anew once the optimizer has changed it.
-
-    Microbatches and recomputation share them. With a site, FP8 copies take a delayed scale: an optimizer moves the
-    largest weight by less than the 3.5% that E4M3 has beyond its largest number, so that one pass over the weight does
-    for cast and amax. A weight that something else has changed is looked at first. Of a sharded weight nothing is
-    kept: it is whole only while its module runs, forward or backward, and is cast then.
-    """
-
-    def __init__(
-        self,
-        *weights: nn.Parameter | Place,
-        turned: bool = False,
-        site: Site | None = None,
-        scales: TensorScales | None = None,
-        lean: bool = False,
-    ) -> None:
-        """Several weights (a gate and its twin) are taken as one, stacked along the outputs.
-
-        ``turned``: the weight is kept as [inputs, outputs]. ``lean``: keep FP8 in one layout, and make the other anew
-        for each product that reads it, a pass over bytes that is small beside the product. The kernel of an AdamW
-        writes the first layout together with the weight.
-        """
-        self._weights, self.turned, self.site, self.scales = weights, turned, site, scales
-        now = self.weights
-        self.fleeting = any(is_sharded(weight) for weight in now)
-        self.lean = lean or self.fleeting
-        self._gradient_dtype = gradient_dtype(now[0])  # now, as torch.compile cannot ask for it
-        if not self.fleeting:
-            _put_together(now)
-        self._made: dict[str, tuple[_State, bool, Operand]] = {}
-        self._held: dict[str, Operand] | None = None
-        self._copies: dict[str, list[Fp8Copy | Bf16Copy]] = {}
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """While open, copies of a sharded weight are kept too, for several products in a row."""
-        self._held = {}
-        try:
-            yield
-        finally:
-            self._held = None
-
-    @property
-    def weights(self) -> tuple[nn.Parameter, ...]:
-        """The weights as they are now."""
-        return tuple(weight.find() if isinstance(weight, Place) else weight for weight in self._weights)
-
-    @property
-    def weight(self) -> nn.Parameter:
-        """The weight itself, where there is one."""
-        (weight,) = self.weights
-        return weight
-
-    @property
-    def gradient_dtype(self) -> torch.dtype:
-        """The format of the gradient: of a sharded weight that in which it was gathered."""
-        return self.weights[0].dtype if self.fleeting else self._gradient_dtype
-
-    def fp8(self, record: bool = True) -> Operand:
-        """E4M3 in both layouts (lean: in one). ``record``: let the site see the weight, which evaluation does not."""
-        return self._get("fp8", self._cast, record)
-
-    def bf16(self) -> Tensor:
-        hp = self._get("bf16", lambda w, *_: Operand(w.to(BF16)), False).hp
-        assert hp is not None
-        return hp
-
-    def _cast(self, weight: Tensor, touched: bool, record: bool) -> Operand:
-        site, scales = self.site, self.scales
-        seen: tuple[Tensor | None, Tensor | None] = None, None
-        if site is None or scales is None or scales.mode != "delayed":
-            if not self.lean:
-                return Operand(None, *cast.cast_weight(weight, E4M3))
-            scale = fitting_scale(cast.max_abs(weight), FP8_MAX[E4M3])
-        elif scales.delayed and not touched:
-            scale, seen = site.scale, (site.amax, site.counts) if record else seen
-        else:
-            amax = cast.max_abs(weight)
-            if record:
-                torch.maximum(site.amax, amax, out=site.amax)
-            scale = fitting_scale(amax, FP8_MAX[E4M3], scales.margin)
-        inverse = site.inv_scale if site is not None and scale is site.scale else scale.reciprocal()
-        if self.lean:
-            return Operand(None, cast.cast(weight, scale, E4M3, *seen), None, inverse)
-        return Operand(None, *cast.cast_transpose(weight, scale, E4M3, *seen), inverse)
-
-    def _get(self, kind: str, make: Callable[[Tensor, bool, bool], Operand], record: bool) -> Operand:
-        if torch.compiler.is_compiling():  # a graph casts each time it runs: it cannot ask whether it must
-            return make(self._stacked(), False, record)
-        if self.fleeting:
-            held = {} if self._held is None else self._held
-            return held.get(kind) or held.setdefault(kind, make(self._stacked(), False, record))
-        now = _State(
-            steps.taken(),
-            (0, 0) if self.scales is None else self.scales.moves,
-            tuple((weight._version, id(weight), address(weight)) for weight in self.weights),
-        )
-        made = self._made.get(kind)
-        if made is not None and made[0] != now and self._written(kind, made[0], now):
-            made = self._made[kind] = (now, kind == "fp8", self._renewed(kind, made[2]))
-        if made is None or made[0] != now or (record and not made[1]):
-            touched = made is not None and made[0].touched(now)
-            made = (now, record, make(self._stacked(), touched, record))
-            self._made[kind] = made
-            self._share(kind, made[2])
-        return made[2]
-
-    def _share(self, kind: str, operand: Operand) -> None:
-        """Let the optimizer write the copy that was made, for the steps to come; in FP8 where scales are delayed."""
-        lp, hp, site, scales = operand.lp, operand.hp, self.site, self.scales
-        sizes, copies = [len(weight) for weight in self.weights], list[Fp8Copy | Bf16Copy]()
-        if self.turned or self.fleeting:
-            return
-        if kind == "fp8" and lp is not None and site is not None and scales is not None and scales.mode == "delayed":
-            copies = [Fp8Copy(part, site, scales) for part in lp.split(sizes)]
-        elif hp is not None and self.weights[0].dtype is torch.float32:
-            copies = [Bf16Copy(part) for part in hp.split(sizes)]
-        self._copies[kind] = copies
-        for weight, copy in zip(self.weights, copies, strict=False):
-            attach(weight, copy)
-
-    def _written(self, kind: str, then: _State, now: _State) -> bool:
-        """Whether the optimizer has written the copy since, by the scale as it is now, and nobody else the weight.
-
-        Of a weight that two layers have, it writes the copy of the one that was cast last.
-        """
-        copies = self._copies.get(kind, [])
-        if not copies or then.weights != now.weights:
-            return False
-        found = copy_of if kind == "fp8" else bf16_copy_of
-        return all(found(weight) is copy and copy.fresh for weight, copy in zip(self.weights, copies, strict=True))
-
-    def _renewed(self, kind: str, operand: Operand) -> Operand:
-        """The operand whose memory the optimizer has written anew."""
-        if kind == "bf16":
-            return operand
-        assert self.site is not None
-        written = operand._replace(inv_scale=self.site.inv_scale, lp_t=None)
-        return written if self.lean else written.transposed()
-
-    def _stacked(self) -> Tensor:
-        plain = [weight.detach().t().contiguous() if self.turned else weight.detach() for weight in self.weights]
-        if len(plain) == 1:
-            return plain[0]
-        joint = _joint(plain)
-        return torch.cat(plain) if joint is None else joint
-
-
-def _put_together(weights: tuple[nn.Parameter, ...]) -> None:
-    """Move BF16 parameters that are used as one into one piece of memory, so that no stacked copy need be kept."""
-    if len(weights) > 1 and all(weight.dtype is BF16 for weight in weights) and _joint(list(weights)) is None:
-        joint = torch.cat([weight.detach() for weight in weights])
-        for weight, part in zip(weights, joint.split([len(weight) for weight in weights]), strict=True):
-            weight.data = part
-
-
-def _joint(parts: list[Tensor]) -> Tensor | None:
-    """Tensors that lie one behind the other in memory as one tensor; None where they do not."""
-    first = parts[0].detach()
-    end = first.storage_offset()
-    for part in parts:
-        same = part.untyped_storage()._cdata == first.untyped_storage()._cdata and part.dtype is first.dtype
-        if not same or not part.is_contiguous() or part.storage_offset() != end:
-            return None
-        end += part.numel()
-    return first.as_strided((sum(len(part) for part in parts), *first.shape[1:]), first.stride())
-
-
-class _State(NamedTuple):
-    """When a weight was cast: a copy is old as soon as any of this has changed."""
-
-    step: int
-    moves: tuple[int, int]
-    """Of the scales, by updates and by checkpoints."""
-    weights: tuple[Any, ...]
-
-    def touched(self, now: _State) -> bool:
-        """Whether other hands than an optimizer's have changed the weight, but not with a checkpoint of the scales."""
-        stepped = self.step != now.step and steps.show_in_versions()
-        return self.weights != now.weights and not stepped and self.moves[1] == now.moves[1]
-
-
 def address(tensor: Tensor) -> int:
     """Where a tensor begins in memory; 0 for one that has none."""
     return 0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()
@@ -295,15 +106,17 @@ def address(tensor: Tensor) -> int:
 class Weight(Protocol):
     """What products ask of a weight."""
 
-    def fp8(self, record: bool = True) -> Operand: ...
+    def fp8(self) -> Operand: ...
+
+    def fp8_transposed(self) -> Operand: ...
 
     def bf16(self) -> Tensor: ...
 
 
-def forward_output(x: Operand, weight: Weight, choice: GemmChoice, record: bool = True) -> Tensor:
+def forward_output(x: Operand, weight: Weight, choice: GemmChoice) -> Tensor:
     """input @ weight.T in BF16."""
     if choice.output == "fp8":
-        w = weight.fp8(record)
+        w = weight.fp8()
         assert x.lp is not None and x.inv_scale is not None and w.lp is not None and w.inv_scale is not None
         return product_fp8(x.lp, w.lp, x.inv_scale, w.inv_scale)
     assert x.hp is not None
@@ -313,7 +126,7 @@ def forward_output(x: Operand, weight: Weight, choice: GemmChoice, record: bool 
 def backward_input(grad: Operand, weight: Weight, choice: GemmChoice) -> Tensor:
     """grad_output @ weight in BF16."""
     if choice.grad_input == "fp8":
-        w = weight.fp8(record=False).transposed()  # forward has recorded it
+        w = weight.fp8_transposed()
         assert grad.lp is not None and grad.inv_scale is not None and w.lp_t is not None and w.inv_scale is not None
         return product_fp8(grad.lp, w.lp_t, grad.inv_scale, w.inv_scale, fast=grad.lp.shape[1] <= FAST_DEPTH)
     assert grad.hp is not None

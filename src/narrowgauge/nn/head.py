@@ -37,16 +37,18 @@ from narrowgauge.kernels.cross_entropy import (
 from narrowgauge.nn.gemm import (
     ALL_BF16,
     BF16,
+    DOUBLE_BACKWARD,
     E4M3,
     MULTIPLE,
-    CachedWeight,
     GemmChoice,
     Operand,
     backward_input,
     backward_weight,
     forward_output,
+    graph_is_kept,
 )
 from narrowgauge.nn.taps import tap
+from narrowgauge.nn.weights import Weight, WeightPlan
 from narrowgauge.optim.adamw import gradient_dtype
 
 HEAD = "lm_head"
@@ -60,9 +62,10 @@ CHUNK_MULTIPLE = 128
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def head_loss(
     x: Tensor,
-    weight: Tensor | CachedWeight,
+    weight: Tensor,
     targets: Tensor,
     *,
+    plan: WeightPlan | None = None,
     precision: GemmChoice = ALL_BF16,
     operand: Operand | None = None,
     ignore_index: int = IGNORE,
@@ -70,18 +73,18 @@ def head_loss(
 ) -> Tensor:
     """Mean cross-entropy of ``x @ weight.T`` over the rows whose target is not ``ignore_index``, in FP32.
 
-    ``x`` [N, D] is the normed hidden state, to which the gradient flows; ``weight`` [V, D] the FP32 parameter, or the
-    cached copies of it; ``targets`` [N]. ``operand`` is x in FP8 where its producer wrote that (x is then read by BF16
-    products alone, so it may be a stand-in without memory of its own); else x is cast here by current scaling.
-    ``precision`` says which of the products run in FP8. torch.compile leaves this function as it is.
+    ``x`` [N, D] is the normed hidden state, to which the gradient flows; ``weight`` [V, D] the parameter, cast by
+    ``plan``, or by its own amax where there is none; ``targets`` [N]. ``operand`` is x in FP8 where its producer wrote
+    that (x is then read by BF16 products alone, so it may be a stand-in without memory of its own); else x is cast here
+    by current scaling. ``precision`` says which of the products run in FP8. torch.compile leaves this function alone.
     """
-    cached = weight if isinstance(weight, CachedWeight) else CachedWeight(weight)  # type: ignore[arg-type]
-    task = _Task.make(x, cached, targets, precision, ignore_index, chunk_rows)
+    plan = plan or WeightPlan(gradient_dtype=gradient_dtype(weight))
+    task = _Task.make(x, weight, plan, targets, precision, ignore_index, chunk_rows)
     with torch.autocast(x.device.type, enabled=False):
-        if torch.is_grad_enabled() and (x.requires_grad or cached.weights[0].requires_grad):
-            loss: Tensor = _HeadLoss.apply(x, cached.weights[0], task, operand)  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+            loss: Tensor = _HeadLoss.apply(x, weight, task, operand)  # type: ignore[no-untyped-call]
             return loss
-        return task.run(x.detach(), operand, False, False)[0]
+        return task.run(x.detach(), weight, operand, False, False)[0]
 
 
 def default_chunk_rows(rows: int, vocab: int) -> int:
@@ -95,7 +98,7 @@ def default_chunk_rows(rows: int, vocab: int) -> int:
 class _Task:
     """One call of the head: everything but the tensors that gradients flow to."""
 
-    weight: CachedWeight
+    weight: WeightPlan
     targets: Tensor
     precision: GemmChoice
     ignore_index: int
@@ -104,13 +107,14 @@ class _Task:
     @staticmethod
     def make(
         x: Tensor,
-        weight: CachedWeight,
+        weight: Tensor,
+        plan: WeightPlan,
         targets: Tensor,
         precision: GemmChoice,
         ignore_index: int,
         chunk_rows: int | None,
     ) -> _Task:
-        shape = weight.weights[0].shape
+        shape = weight.shape
         if x.dim() != 2 or len(shape) != 2 or x.shape[1] != shape[1] or targets.shape != x.shape[:1]:
             raise UsageError(
                 "head_loss: expected x [N, D], weight [V, D] and targets [N], got "
@@ -125,15 +129,15 @@ class _Task:
         if chunk_rows is not None and (chunk_rows < 1 or (lp and chunk_rows % MULTIPLE)):
             raise UsageError(f"head_loss: chunk_rows={chunk_rows} must be a positive multiple of {MULTIPLE}")
         rows = chunk_rows or default_chunk_rows(len(x), shape[0])
-        return _Task(weight, targets.contiguous(), precision, ignore_index, rows)
+        return _Task(plan, targets.contiguous(), precision, ignore_index, rows)
 
     @torch.no_grad()
     def run(
-        self, x: Tensor, operand: Operand | None, need_x: bool, need_weight: bool
+        self, x: Tensor, weight: Tensor, operand: Operand | None, need_x: bool, need_weight: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The loss and, where needed, the gradients of x (BF16) and of the weight (FP32)."""
         rows, targets = len(x), self.targets
-        source = self._source(x, operand or Operand(), need_weight)
+        source = self._source(x, operand or Operand(), need_x or need_weight, need_weight)
         if self.precision.grad_weight == "fp8" and need_weight and rows % MULTIPLE:
             # That product sums over rows. The rows added are ignored, so they count nowhere.
             source, targets = _padded(source, targets, -rows % MULTIPLE, self.ignore_index)
@@ -143,26 +147,33 @@ class _Task:
         total = torch.zeros((), device=x.device)
         grad_x = torch.empty(rows, x.shape[1], dtype=BF16, device=x.device) if need_x else None
         grad_weight: Tensor | None = None
-        with self.weight.held():
-            for start in range(0, len(targets), self.chunk_rows):
-                part = slice(start, start + self.chunk_rows)
-                piece = _rows(source, part)
-                loss, d = self._chunk(piece, start, targets[part], factor, need_x, need_weight)
-                total += loss.sum()
-                if grad_x is not None:
-                    into = grad_x[part]
-                    into.copy_(backward_input(d, self.weight, self.precision)[: len(into)])
-                if need_weight:
-                    share = backward_weight(d, piece, self.precision)
-                    grad_weight = share if grad_weight is None else grad_weight.add_(share)
-                del d  # before the next chunk's logits are made
+        use = self.weight.use(weight, record=need_x or need_weight, backward=need_x)
+        for start in range(0, len(targets), self.chunk_rows):
+            part = slice(start, start + self.chunk_rows)
+            piece = _rows(source, part)
+            loss, d = self._chunk(piece, use, start, targets[part], factor, need_x, need_weight)
+            total += loss.sum()
+            if grad_x is not None:
+                into = grad_x[part]
+                into.copy_(backward_input(d, use, self.precision)[: len(into)])
+            if need_weight:
+                share = backward_weight(d, piece, self.precision)
+                grad_weight = share if grad_weight is None else grad_weight.add_(share)
+            del d  # before the next chunk's logits are made
         return total / counted, grad_x, grad_weight
 
     def _chunk(
-        self, x: Operand, start: int, targets: Tensor, factor: Tensor, need_x: bool, need_weight: bool
+        self,
+        x: Operand,
+        use: Weight,
+        start: int,
+        targets: Tensor,
+        factor: Tensor,
+        need_x: bool,
+        need_weight: bool,
     ) -> tuple[Tensor, Operand]:
         """Losses of a chunk's rows, and the gradient of its logits as the products want it; the logits end here."""
-        logits = forward_output(x, self.weight, self.precision, need_x or need_weight)
+        logits = forward_output(x, use, self.precision)
         tap("activation", HEAD, logits)
         formats = {self.precision.grad_input} if need_x else set()
         formats |= {self.precision.grad_weight} if need_weight else set()
@@ -181,12 +192,15 @@ class _Task:
         tap("gradient", HEAD, d)
         return loss, d
 
-    def _source(self, x: Tensor, given: Operand, need_weight: bool) -> Operand:
+    def _source(self, x: Tensor, given: Operand, training: bool, need_weight: bool) -> Operand:
         """x in the formats that its two products read: what was given, and what is missing made from x."""
         formats = {self.precision.output} | ({self.precision.grad_weight} if need_weight else set())
         transposed = need_weight and self.precision.grad_weight == "fp8"
         if "fp8" in formats and given.lp is None:
-            scale = fitting_scale(cast.max_abs(x), FP8_MAX[E4M3])
+            amax = cast.max_abs(x)
+            if self.weight.scales is not None and training:
+                self.weight.scales.notice(amax)
+            scale = fitting_scale(amax, FP8_MAX[E4M3])
             lp, lp_t = cast.cast_transpose(x, scale, E4M3) if transposed else (cast.cast(x, scale, E4M3), None)
             given = Operand(given.hp, lp, lp_t, scale.reciprocal())
         if transposed:
@@ -198,18 +212,24 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, task: _Task, operand: Operand | None) -> Tensor:
         need_x, need_weight, *_ = ctx.needs_input_grad
-        loss, *ctx.grads = task.run(x, operand, need_x, need_weight)
+        loss, *ctx.grads = task.run(x, weight, operand, need_x, need_weight)
         ctx.dtypes = x.dtype, gradient_dtype(weight)
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise UsageError(DOUBLE_BACKWARD)
         if ctx.grads is None:  # they were scaled in place, and belong to others now
             raise UsageError(
-                "head_loss: backward ran twice through one loss; its gradients were made in forward and are given out "
-                "once, so add the losses first, or compute the loss again"
+                "head_loss: backward ran twice through one loss; its gradients were made in forward, and were let go: "
+                "give the first one retain_graph=True"
             )
-        made, ctx.grads = ctx.grads, None
+        made = ctx.grads
+        if graph_is_kept():
+            made = [None if gradient is None else gradient.clone() for gradient in made]
+        else:
+            ctx.grads = None
         grad_x, grad_weight = (
             None if gradient is None else rescale_(gradient, grad).to(dtype)
             for gradient, dtype in zip(made, ctx.dtypes, strict=True)

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from narrowgauge.errors import UsageError
-from narrowgauge.nn.overrides import override
+from narrowgauge.nn.changes import Change, apply_change
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -69,11 +70,18 @@ def keep_fp32(function: Function) -> Function:
     return kept  # type: ignore[return-value]
 
 
+class KeptInFp32(Change):
+    """A module that computes in FP32 wherever it is called."""
+
+    def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        return keep_fp32(inner)(*args, **kwargs)
+
+
 def keep_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """Keep the modules that a pattern names (by path or by class) in FP32; returns their paths."""
     kept = named_by(model, patterns)
     for module in kept.values():
-        override(module, keep_fp32(module.forward))
+        apply_change(module, KeptInFp32())
     return sorted(kept)
 
 
@@ -99,3 +107,23 @@ def _class_of(module: nn.Module) -> str:
     """The name of a module's class; FSDP2 derives one of its own from it."""
     name = type(module).__name__
     return name.removeprefix("FSDP") if hasattr(module, "set_requires_gradient_sync") else name
+
+
+def keep_recurrent(model: nn.Module) -> list[str]:
+    """Keep nn.RNN, nn.LSTM and nn.GRU in FP32 on a CPU without 16-bit products: torch has no others there."""
+    kept = {path: module for path, module in model.named_modules() if isinstance(module, nn.RNNBase)}
+    for module in kept.values():
+        apply_change(module, KeptInFp32())
+    return sorted(kept)
+
+
+def computed_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters that modules read by other ways than autocast's products, so that they stay in FP32 in any recipe.
+
+    What weights are computed from (parametrizations, the older weight_norm and spectral_norm), a bilinear form, and
+    the weights of recurrent layers, which cuDNN wants in one piece of memory.
+    """
+    for module in model.modules():
+        older = "weight" not in module._parameters and isinstance(getattr(module, "weight", None), Tensor)
+        if older or is_parametrized(module) or isinstance(module, nn.Bilinear | nn.RNNBase):
+            yield from module.parameters()

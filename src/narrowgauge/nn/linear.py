@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -9,10 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from narrowgauge.errors import UsageError
+from narrowgauge.nn.changes import Change, apply_change, original_class
 from narrowgauge.nn.gemm import (
     BF16,
+    DOUBLE_BACKWARD,
     MULTIPLE,
-    CachedWeight,
     Caster,
     GemmChoice,
     Operand,
@@ -20,7 +23,7 @@ from narrowgauge.nn.gemm import (
     backward_weight,
     forward_output,
 )
-from narrowgauge.nn.overrides import override
+from narrowgauge.nn.weights import WeightPlan
 from narrowgauge.scaling.tensor import Site, TensorScales
 
 
@@ -28,14 +31,11 @@ from narrowgauge.scaling.tensor import Site, TensorScales
 class LinearPlan:
     """How one linear layer is computed."""
 
-    weight: CachedWeight
-    """Of shape [outputs, inputs], whatever the layer's own layout."""
+    weight: WeightPlan
     choice: GemmChoice
     input: Site
     grad: Site
     scales: TensorScales
-    turned: bool = False
-    """The layer keeps its weight as [inputs, outputs] (GPT-2's Conv1D in transformers)."""
     slot: Slot | None = None
     """Where the layer looks first for what others have made of the same input, and leaves it for them."""
     readers: int = 1
@@ -47,17 +47,45 @@ class LinearPlan:
         return self.choice.output, self.choice.grad_weight
 
 
+class Needs(NamedTuple):
+    """Which gradients backward will be asked for; none in evaluation."""
+
+    input: bool
+    weight: bool
+    bias: bool
+
+    @property
+    def of_input(self) -> tuple[bool, bool]:
+        """What decides how an input is cast: whether its site sees it, and whether the weight's gradient reads it."""
+        return any(self), self.weight
+
+
+@dataclass
+class ConvertedLinear(Change):
+    """A linear layer that computes by a plan."""
+
+    plan: LinearPlan
+    differentiable_twice = False
+
+    def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tensor:
+        x = args[0] if args else next(iter(kwargs.values()))
+        return run_linear(self.plan, x, module.weight, module.bias)
+
+
 class Slot:
     """The input that one of several layers (query, key and value, say) was given last, and its cast, for the others.
 
     One for a whole model: they are called one after the other, and nothing is held beyond the last of them. Where one
     reads something else, as in cross-attention, an input and its cast are held until the next group begins, or until
-    the engine's forward is over: a cast must not outlive the scale it was made by.
+    the engine's forward is over: a cast must not outlive the scale it was made by. A copy of a model has its own.
     """
+
+    def __reduce__(self) -> Any:
+        return Slot, ()
 
     def __init__(self) -> None:
         self.left = 0
-        self.seen: tuple[Any, bool] = (None, False)
+        self.seen: tuple[Any, Any] = (None, None)
         self.clear()
 
     def clear(self) -> None:
@@ -65,12 +93,12 @@ class Slot:
         self.site: Site | None = None
         self.operand = Operand()
 
-    def find(self, plan: LinearPlan, x: Tensor, needed: bool) -> Operand | None:
+    def find(self, plan: LinearPlan, x: Tensor, needs: Needs) -> Operand | None:
         """What was made of this very input, where it is all that the layer's products read."""
-        if self.x is not x or self.site is not plan.input or self.seen != (_state(plan, x), needed):
+        if self.x is not x or self.site is not plan.input or self.seen != (_state(plan, x), needs.of_input):
             return None
         operand = self.operand
-        transposed = needed and plan.choice.grad_weight == "fp8"
+        transposed = needs.weight and plan.choice.grad_weight == "fp8"
         whole = not ("fp8" in plan.reads and operand.lp is None) and not (transposed and operand.lp_t is None)
         if not whole or ("bf16" in plan.reads and operand.hp is None):
             return None
@@ -79,10 +107,10 @@ class Slot:
             self.clear()
         return operand
 
-    def put(self, plan: LinearPlan, x: Tensor, needed: bool, operand: Operand) -> None:
+    def put(self, plan: LinearPlan, x: Tensor, needs: Needs, operand: Operand) -> None:
         if plan.readers > 1:
             self.x, self.site, self.operand = x, plan.input, operand
-            self.seen, self.left = (_state(plan, x), needed), plan.readers - 1
+            self.seen, self.left = (_state(plan, x), needs.of_input), plan.readers - 1
 
 
 def _state(plan: LinearPlan, x: Tensor) -> Any:
@@ -93,47 +121,35 @@ def _state(plan: LinearPlan, x: Tensor) -> Any:
 def run_linear(plan: LinearPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x @ weight.T + bias for x of any leading shape, in BF16."""
     with torch.autocast(x.device.type, enabled=False):
-        needed = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-        operand = plan.slot.find(plan, x, needed) if plan.slot is not None else None
+        if not x.numel():  # an expert without tokens
+            return _empty_linear(plan, x, weight, bias)
+        recorded = torch.is_grad_enabled()
+        needs = Needs(*(recorded and t is not None and t.requires_grad for t in (x, weight, bias)))
+        operand = plan.slot.find(plan, x, needs) if plan.slot is not None else None
         if operand is None:
-            operand = _cast(plan, x, needed)
+            operand = _cast(plan, x, needs)
             if plan.slot is not None:
-                plan.slot.put(plan, x, needed, operand)
-        output: Tensor = _Linear.apply(x, weight, bias, plan, needed, *operand)  # type: ignore[no-untyped-call]
+                plan.slot.put(plan, x, needs, operand)
+        output: Tensor = _Linear.apply(x, weight, bias, plan, needs, *operand)  # type: ignore[no-untyped-call]
     count = x.numel() // x.shape[-1]
     return (output if len(output) == count else output[:count]).view(*x.shape[:-1], -1)
 
 
-def _cast(plan: LinearPlan, x: Tensor, needed: bool) -> Operand:
+def _empty_linear(plan: LinearPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Nothing to multiply: the shapes and the zero gradients that the layer would give."""
+    weight = (weight.t() if plan.weight.turned else weight).to(BF16)
+    return F.linear(x.to(BF16), weight, None if bias is None else bias.to(BF16))
+
+
+def _cast(plan: LinearPlan, x: Tensor, needs: Needs) -> Operand:
     """The input as the products read it."""
     rows = _pad_rows(x.detach().reshape(-1, x.shape[-1]))
     operand = Operand()
     if "fp8" in plan.reads:
-        operand = Caster(plan.scales, needed).cast(rows, plan.input, needed and plan.choice.grad_weight == "fp8")
+        operand = Caster(plan.scales, any(needs)).cast(
+            rows, plan.input, needs.weight and plan.choice.grad_weight == "fp8"
+        )
     return operand._replace(hp=rows.to(BF16)) if "bf16" in plan.reads else operand
-
-
-class _Copies(NamedTuple):
-    """A weight's copies. A compiled graph casts whenever it runs: one FP8 copy in both layouts does for both phases.
-
-    Eager, the cache has them for both; and lean recipes rather cast again than hold one until backward.
-    """
-
-    weight: CachedWeight
-    made: Operand = Operand()
-
-    @classmethod
-    def of(cls, plan: LinearPlan, needed: bool) -> _Copies:
-        once = needed and plan.choice[:2] == ("fp8", "fp8") and not plan.weight.lean
-        if not (once and torch.compiler.is_compiling()):
-            return cls(plan.weight)
-        return cls(plan.weight, plan.weight.fp8(needed))
-
-    def fp8(self, record: bool = True) -> Operand:
-        return self.weight.fp8(record) if self.made.inv_scale is None else self.made
-
-    def bf16(self) -> Tensor:
-        return self.weight.bf16()
 
 
 class _Linear(torch.autograd.Function):
@@ -146,41 +162,52 @@ class _Linear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         plan: LinearPlan,
-        needed: bool,
+        needs: Needs,
         hp: Tensor | None,
         lp: Tensor | None,
         lp_t: Tensor | None,
         inv_scale: Tensor | None,
     ) -> Tensor:
-        copies = _Copies.of(plan, needed)
-        output = forward_output(Operand(hp, lp, lp_t, inv_scale), copies, plan.choice, needed)
+        use = plan.weight.use(weight, record=any(needs), backward=needs.input)
+        output = forward_output(Operand(hp, lp, lp_t, inv_scale), use, plan.choice)
         if bias is not None:
             output = output + bias.to(BF16)
-        if needed:  # what only the first product read is let go
-            hp = hp if plan.choice.grad_weight == "bf16" else None
-            ctx.save_for_backward(hp, lp_t, inv_scale, copies.made.lp_t, copies.made.inv_scale)
+        if any(needs):
+            source: tuple[Tensor | None, ...] = (hp if needs.weight else None, None, None)
+            if needs.weight and plan.choice.grad_weight == "fp8":  # what only the first product read is let go
+                source = (None, lp_t, inv_scale)
+            made = use.for_backward()
+            lacking = made[0 if plan.choice.grad_input == "fp8" else 2] is None
+            ctx.save_for_backward(*source, weight if needs.input and lacking else None, *made)
             ctx.plan, ctx.shape, ctx.kinds = plan, x.shape, (x.dtype, None if bias is None else bias.dtype)
+            ctx.gradient_dtype = use.gradient_dtype
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise UsageError(DOUBLE_BACKWARD)
         plan: LinearPlan = ctx.plan
-        hp, lp_t, inv_scale, w_lp_t, w_inv_scale = ctx.saved_tensors
-        operand = Operand()
-        if "fp8" in (plan.choice.grad_input, plan.choice.grad_weight):
-            operand = Caster(plan.scales, True).cast(grad, plan.grad, plan.choice.grad_weight == "fp8")
-        if "bf16" in (plan.choice.grad_input, plan.choice.grad_weight):
-            operand = operand._replace(hp=grad.to(BF16))
+        hp, lp_t, inv_scale, weight, *kept = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        formats = {plan.choice.grad_input} if needs_x else set()
+        formats |= {plan.choice.grad_weight} if needs_weight else set()
+        operand = Operand()
+        if "fp8" in formats:
+            transposed = needs_weight and plan.choice.grad_weight == "fp8"
+            operand = Caster(plan.scales, True).cast(grad, plan.grad, transposed)
+        if "bf16" in formats:
+            operand = operand._replace(hp=grad.to(BF16))
         dx = dweight = dbias = None
         if needs_x:
             count = ctx.shape.numel() // ctx.shape[-1]
-            copies = _Copies(plan.weight, Operand(None, None, w_lp_t, w_inv_scale))
-            dx = backward_input(operand, copies, plan.choice)[:count].view(ctx.shape).to(ctx.kinds[0])
+            seen = plan.choice.output == "fp8"
+            use = plan.weight.use(*([] if weight is None else [weight]), seen=seen).in_backward(tuple(kept))
+            dx = backward_input(operand, use, plan.choice)[:count].view(ctx.shape).to(ctx.kinds[0])
         if needs_weight:
             source = Operand(hp, None, lp_t, inv_scale)
-            dweight = backward_weight(operand, source, plan.choice, plan.weight.gradient_dtype)
-            dweight = dweight.t() if plan.turned else dweight
+            dweight = backward_weight(operand, source, plan.choice, ctx.gradient_dtype)
+            dweight = dweight.t() if plan.weight.turned else dweight
         if needs_bias:
             dbias = grad.sum(0, dtype=torch.float32).to(ctx.kinds[1])
         return dx, dweight, dbias, *[None] * 6
@@ -203,11 +230,12 @@ def fits(module: nn.Module) -> str | None:
 
 def is_linear(module: nn.Module) -> bool:
     """nn.Linear itself, or transformers' Conv1D, which is one with its weight turned; not what derives from them."""
-    return type(module) is nn.Linear or is_turned(module)
+    has_weight = isinstance(module._parameters.get("weight"), nn.Parameter)  # and does not compute it from others
+    return has_weight and (original_class(module) is nn.Linear or is_turned(module))
 
 
 def is_turned(module: nn.Module) -> bool:
-    return type(module).__name__ == "Conv1D" and isinstance(getattr(module, "weight", None), nn.Parameter)
+    return type(module).__name__ == "Conv1D" and isinstance(module._parameters.get("weight"), nn.Parameter)
 
 
 def shape_of(module: nn.Module) -> tuple[int, int]:
@@ -217,12 +245,6 @@ def shape_of(module: nn.Module) -> tuple[int, int]:
     return (second, first) if is_turned(module) else (first, second)
 
 
-def replace_forward(module: nn.Module, plan: LinearPlan) -> None:
+def convert_linear(module: nn.Module, plan: LinearPlan) -> None:
     """Let the module compute by a plan; parameters, hooks and state dictionary stay."""
-    layer: Any = module
-
-    def forward(x: Tensor) -> Tensor:
-        output: Tensor = run_linear(plan, x, layer.weight, layer.bias)
-        return output
-
-    override(module, forward)
+    apply_change(module, ConvertedLinear(plan))

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from narrowgauge.kernels import activation, cast, norm
-from narrowgauge.nn.gemm import BF16, CachedWeight, Caster, GemmChoice, Operand
+from narrowgauge.nn.gemm import BF16, Caster, GemmChoice, Operand
+from narrowgauge.nn.weights import WeightPlan
 from narrowgauge.scaling.tensor import Site
 
 Stats = tuple[Tensor | None, Tensor]
@@ -22,16 +23,12 @@ Stats = tuple[Tensor | None, Tensor]
 
 @dataclass(frozen=True)
 class Projection:
-    """A linear layer of a block: its weights, the formats of its products, and the sites of what they read."""
+    """A linear layer of a block: how its weights are read, the formats of its products, the sites of what they read."""
 
-    weight: CachedWeight
+    weight: WeightPlan
     choice: GemmChoice
     input: Site | None
     grad: Site | None
-
-    @property
-    def gradient_dtype(self) -> torch.dtype:
-        return self.weight.gradient_dtype
 
     @property
     def input_formats(self) -> set[str]:

@@ -6,17 +6,20 @@ Everything torch keeps as a global is set on the way in and put back on the way 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from narrowgauge.errors import UsageError
+from narrowgauge.nn.changes import Change
 from narrowgauge.nn.emulate import EmulatedProducts
 from narrowgauge.nn.keepers import Fp32Functions
 from narrowgauge.recipe import Recipe
@@ -130,13 +133,56 @@ def _fp32_products(mode: str) -> Iterator[None]:
         matmul.fp32_precision, conv.fp32_precision = before
 
 
-def explain_attention(error: RuntimeError, recipe: Recipe) -> UsageError | None:
-    """The clear form of torch's error for an attention no allowed backend can run, or None for any other error."""
-    if "No available kernel" not in str(error):
+@dataclass
+class OwnSurroundings(Change):
+    """A model with BF16 weights that is called outside of ``engine.forward()``: it opens the surroundings itself.
+
+    So does a copy of it, an average of weights, say. Without them torch refuses BF16 weights and FP32 inputs.
+    """
+
+    surroundings: Surroundings
+
+    def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_autocast_enabled(self.surroundings.device_type):
+            return inner(*args, **kwargs)
+        with self.surroundings.forward():
+            return inner(*args, **kwargs)
+
+
+MIXED = re.compile(
+    r"same dtype|expected scalar type|expected .*dtype|not implemented for '(BFloat16|Half)'|[Uu]nsupported dtype"
+)
+"""What torch says where formats meet that it cannot compute with."""
+
+
+def explain(error: RuntimeError, recipe: Recipe, model: nn.Module) -> UsageError | None:
+    """The clear form of an error of torch's that has to do with precision, or None for any other."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    if "No available kernel" in first:
+        allowed = " or ".join(FUSED) if recipe.attention == "auto" else recipe.attention
+        return UsageError(
+            f"recipe {recipe}: attention cannot run by {allowed} for the shapes, types or mask it was given; change "
+            "those (a mask must not be expanded along its last dimension, as that of a compiled Hugging Face encoder "
+            "without attention_mask is), or allow any backend with attention=any"
+        )
+    path = innermost(error, model)
+    if recipe.compute in ("fp32", "tf32") or path is None or not MIXED.search(first):
         return None
-    allowed = " or ".join(FUSED) if recipe.attention == "auto" else recipe.attention
+    module = type(model.get_submodule(path)).__name__
     return UsageError(
-        f"recipe {recipe}: attention cannot run by {allowed} for the shapes, types or mask it was given; mend those (a "
-        "mask must not be expanded along its last dimension, as that of a compiled Hugging Face encoder without "
-        "attention_mask is), or allow any backend with attention=any"
+        f"recipe {recipe}: {path or 'the model'} ({module}) cannot compute in the formats that it was given: {first} "
+        + (f"Keep it in FP32 with keep={path} in the recipe" if path else "Keep the part in FP32 with keep=... in it")
+        + ", or put @narrowgauge.keep_fp32 on the function"
     )
+
+
+def innermost(error: BaseException, model: nn.Module) -> str | None:
+    """The path of the module of the model in whose forward an error was raised."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    found, frame = None, error.__traceback__
+    while frame is not None:
+        owner = frame.tb_frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and id(owner) in paths:
+            found = paths[id(owner)]
+        frame = frame.tb_next
+    return found

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from narrowgauge.errors import UsageError
-from narrowgauge.nn.overrides import override
+from narrowgauge.nn.changes import Change, apply_change, original_class
 
 aten = torch.ops.aten
 KEPT_OPS = frozenset(
@@ -40,7 +41,7 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The repeated blocks of a model: members of ModuleLists that hold several modules of one class."""
     blocks: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(m) for m in module}) == 1:
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and len({original_class(m) for m in module}) == 1:
             inside = any(path.startswith(f"{outer}.") for outer in blocks)
             if not inside:
                 blocks |= {f"{path}.{index}" if path else str(index): block for index, block in enumerate(module)}
@@ -73,40 +74,52 @@ def checkpoint_blocks(
             f"{type(model).__name__}; name them with Engine(..., blocks=[...])"
         )
     for block in found.values():
-        override(block, _recomputed(block.forward, mode, surroundings))
+        apply_change(block, Recomputed(mode, surroundings))
     return list(found)
 
 
-def _recomputed(
-    forward: Callable[..., Any], mode: str, surroundings: Callable[[], Context] | None
-) -> Callable[..., Any]:
-    contexts: dict[str, Any] = {}
-    if surroundings is not None:
-        contexts["context_fn"] = functools.partial(_both_times, mode, surroundings)
-    elif mode == "selective":
-        contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+@dataclass
+class Recomputed(Change):
+    """A block that forgets its activations and computes them again in backward."""
 
-    @functools.wraps(forward)
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
+    mode: str
+    surroundings: Callable[[], Context] | None
+    differentiable_twice = False
+
+    def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
-
-    return recomputed
+            return inner(*args, **kwargs)
+        contexts: dict[str, Any] = {}
+        if self.surroundings is not None:
+            contexts["context_fn"] = functools.partial(_both_times, self.mode, self.surroundings)
+        elif self.mode == "selective":
+            contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+        return checkpoint(inner, *args, use_reentrant=False, **contexts, **kwargs)
 
 
 def _both_times(mode: str, surroundings: Callable[[], Context]) -> tuple[Context, Context]:
     """The contexts of the first computation and of the second, which autograd runs outside of any mode."""
     if mode == "selective":
         saving, reusing = create_selective_checkpoint_contexts(_policy)
-        return saving, _nested(surroundings, reusing)
-    return contextlib.nullcontext(), surroundings()
+        return saving, _Nested(surroundings, reusing)
+    return contextlib.nullcontext(), _Nested(surroundings, contextlib.nullcontext())
 
 
-@contextlib.contextmanager
-def _nested(outer: Callable[[], Context], inner: Context) -> Iterator[None]:
-    with outer(), inner:
-        yield
+class _Nested(contextlib.AbstractContextManager[None]):
+    """Two contexts, one in the other, entered as often as autograd computes again: with ``retain_graph`` twice."""
+
+    def __init__(self, outer: Callable[[], Context], inner: Context) -> None:
+        self._outer, self._inner = outer, inner
+        self._open: list[Context] = []
+
+    def __enter__(self) -> None:
+        self._open.append(self._outer())
+        self._open[-1].__enter__()
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
+        self._open.pop().__exit__(*error)
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -241,6 +241,14 @@ def narrow(parameter: nn.Parameter) -> nn.Parameter:
     return parameter
 
 
+def widen(parameter: nn.Parameter) -> None:
+    """Turn a BF16 parameter that ``narrow`` has made into the FP32 one that it stands for."""
+    if has_master(parameter):
+        sharded.replace(parameter, local(full(parameter)))
+        _keep(parameter, None)
+        widen_gradient(parameter, "bf16")
+
+
 def widen_gradient(parameter: nn.Parameter, gradients: str) -> None:
     """Let autograd keep a BF16 parameter's gradient in FP32, or in BF16 again."""
     wide = parameter.dtype is torch.bfloat16 and gradients == "fp32"

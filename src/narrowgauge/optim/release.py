@@ -17,6 +17,7 @@ from narrowgauge.errors import UsageError
 from narrowgauge.kernels.adamw import norms_of
 from narrowgauge.optim.adamw import AdamW
 from narrowgauge.optim.sharded import check_gradients
+from narrowgauge.scaling.tensor import TensorScales
 
 _HANDLE = "release_handle"
 
@@ -24,18 +25,25 @@ _HANDLE = "release_handle"
 class Release:
     """Hooks on the parameters of some optimizers, and the norms of the gradients that they have seen."""
 
-    def __init__(self, optimizers: Iterable[AdamW]) -> None:
+    def __init__(self, optimizers: Iterable[AdamW], scales: TensorScales | None = None) -> None:
+        """``scales``: of FP8 casts, which saturate: what they were given is asked for as well."""
         self._owner: dict[nn.Parameter, tuple[AdamW, dict[str, Any]]] = {}
+        self._optimizers, self._scales = list(optimizers), scales
         self._norms: dict[nn.Parameter, Tensor] = {}
         self._found: dict[torch.device, Tensor] = {}
-        for optimizer in optimizers:
+        self.attach()
+
+    def attach(self) -> None:
+        """Put hooks on parameters that have none yet: those of a frozen part come when it is trained."""
+        for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    check_gradients(parameter, "released")
-                    hold(parameter)
-                    self._owner[parameter] = optimizer, group
-                    handle = parameter.register_post_accumulate_grad_hook(self._step)
-                    setattr(parameter, _HANDLE, handle)
+                    if parameter.requires_grad and parameter not in self._owner:
+                        check_gradients(parameter, "released")
+                        hold(parameter)
+                        self._owner[parameter] = optimizer, group
+                        handle = parameter.register_post_accumulate_grad_hook(self._step)
+                        setattr(parameter, _HANDLE, handle)
 
     @torch.no_grad()
     def _step(self, parameter: Tensor) -> None:
@@ -50,6 +58,8 @@ class Release:
             raise UsageError("gradients=released: a gradient is sparse; use dense embeddings, or gradients=fp32")
         (norm,) = norms_of([parameter.grad])
         bad = (~torch.isfinite(norm)).float()
+        if self._scales is not None:
+            bad = torch.maximum(bad, self._scales.misfits().any().float().to(bad.device))
         before = self._found.get(parameter.device)
         found = bad if before is None else torch.maximum(before, bad)
         self._found[parameter.device], self._norms[parameter] = found, norm.float()

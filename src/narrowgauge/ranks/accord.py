@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.errors import UsageError
 from narrowgauge.optim.sharded import is_sharded
-from narrowgauge.ranks.spread import are_summed_each
+from narrowgauge.ranks.spread import are_summed_each, refuse_fsdp1
 from narrowgauge.scaling.tensor import TensorScales
 
 
@@ -28,6 +28,7 @@ class Accord:
     """The ranks that a model is spread over, as its engine sees them."""
 
     def __init__(self, model: nn.Module, named: Mapping[str, nn.Parameter], lean: bool) -> None:
+        refuse_fsdp1(model)
         self.model = model
         self.copied = isinstance(model, DistributedDataParallel)
         sharded = [parameter for parameter in named.values() if is_sharded(parameter)]
@@ -46,24 +47,27 @@ class Accord:
                 "narrowgauge.ranks.replicate(model, recipe)"
             )
         self.size = dist.get_world_size(self.group) if self.group is not None else 1
-        self._apart = [p for p in named.values() if not is_sharded(p)] if sharded else []
         fsdp = (m for m in model.modules() if hasattr(m, "set_requires_gradient_sync")) if sharded else ()
         self._outermost: Any = next(iter(fsdp), None)
         self.sums_each = bool(sharded) and _are_too_large(sharded)
-        self._weights: Tensor | None = None
+        self._shares: tuple[list[int], Tensor] | None = None
+        self._announced = True
 
     def announce(self, last: bool) -> None:
         """Before a microbatch: whether gradients are to be summed over ranks in its backward."""
         if self.copied:
-            self.model.require_backward_grad_sync = last  # type: ignore[assignment]
+            model: Any = self.model
+            if self._announced and not model.require_backward_grad_sync:
+                return  # the user's own ``with model.no_sync()``
+            model.require_backward_grad_sync = self._announced = last
         elif self._outermost is not None:
             self._outermost.set_requires_gradient_sync(last or self.sums_each)  # and it tells those inside it
 
     @torch.no_grad()
-    def settle_gradients(self) -> None:
+    def settle_gradients(self, named: Mapping[str, nn.Parameter]) -> None:
         """Average the gradients that neither FSDP nor DDP has."""
         alike: dict[torch.dtype, list[Tensor]] = {}
-        for parameter in self._apart:
+        for parameter in (p for p in named.values() if self.sharded and not is_sharded(p)):
             if parameter.grad is None:  # a rank may have had no use for it
                 parameter.grad = torch.zeros_like(parameter)
             alike.setdefault(parameter.grad.dtype, []).append(parameter.grad)
@@ -78,10 +82,11 @@ class Accord:
         """The norms of whole gradients from those of this rank's parts; DDP's are whole already."""
         if not self.sharded:
             return norms
-        if self._weights is None:
+        own = [id(parameter) for parameter in named.values()]
+        if self._shares is None or self._shares[0] != own:
             shares = [1 / self._holders(parameter) for parameter in named.values()]
-            self._weights = torch.tensor(shares, dtype=torch.float64, device=norms.device)
-        squares = norms.double().square() * self._weights
+            self._shares = own, torch.tensor(shares, dtype=torch.float64, device=norms.device)
+        squares = norms.double().square() * self._shares[1]
         dist.all_reduce(squares, group=self.group)
         return squares.sqrt().float()
 
@@ -100,9 +105,11 @@ class Accord:
         """Let every rank move its FP8 scales by what the ranks have seen together."""
         if self.group is None:
             return
-        seen = torch.where(torch.isnan(scales.amax), torch.inf, scales.amax)
+        seen = torch.cat([scales.amax, scales.seen_beside.reshape(1)])
+        seen = torch.where(torch.isnan(seen), torch.inf, seen)
         dist.all_reduce(seen, dist.ReduceOp.MAX, group=self.group)
-        scales.amax.copy_(seen)
+        scales.amax.copy_(seen[:-1])
+        scales.seen_beside.copy_(seen[-1])
 
     @torch.no_grad()
     def average(self, number: Tensor) -> Tensor:

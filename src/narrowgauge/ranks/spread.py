@@ -118,3 +118,14 @@ def inside(model: nn.Module) -> nn.Module:
     """The model itself, where DDP is around it."""
     inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
     return inner
+
+
+def refuse_fsdp1(model: nn.Module) -> None:
+    """A model in FSDP1's wrapper hides its shards: ranks would clip and skip by what each of them sees."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise UsageError(
+            "Engine: the model is wrapped in FullyShardedDataParallel (FSDP1), whose shards an engine cannot see; "
+            "shard it by narrowgauge.ranks.shard(model, recipe) or torch's fully_shard (FSDP2) instead"
+        )

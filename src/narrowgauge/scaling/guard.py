@@ -122,12 +122,15 @@ class SkipGuard:
         self._known = {"streak": values["streak"], "skipped": values["skipped"]}
 
     def _raise_stalled(self) -> None:
-        bad = self.first_bad()
+        bad, streak = self.first_bad(), int(self._known["streak"])
+        # Whoever catches the error and goes on is counted from here: what is on its way from the device is of before.
+        self.settle()
+        self._known["streak"], self._streak, self._skipped = 0.0, None, None
         named = (
             ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "") if bad else "unknown parameters"
         )
         raise TrainingStalled(
-            f"training stalled: {int(self._known['streak'])} updates in a row were skipped, the last one at update "
+            f"training stalled: {streak} updates in a row were skipped, the last one at update "
             f"{self.updates}, because gradients were not finite; first in {named}. Weights and optimizer are as before "
             "the first of them. Look for inf or NaN in the data or the loss, lower the learning rate, or keep the "
             "named modules in FP32"

@@ -22,7 +22,8 @@ from narrowgauge import hardware, random_state
 from narrowgauge.engine import Engine
 from narrowgauge.nn import linear
 from narrowgauge.nn.convert import Conversion, Layer, convert, is_lean
-from narrowgauge.nn.gemm import E4M3, E5M2, CachedWeight
+from narrowgauge.nn.gemm import E4M3, E5M2
+from narrowgauge.nn.weights import WeightPlan
 from narrowgauge.recipe import Recipe
 from narrowgauge.scaling.tensor import TensorScales
 from narrowgauge.task import Task
@@ -103,9 +104,9 @@ def _swap_linears(engine: Engine, layers: list[Layer]) -> Conversion:
         scales = TensorScales(sites, engine.device, mode=scaling_of(layer, recipe), **options)
         source, weight, grad = scales.sites.values()
         module: Any = engine.model.get_submodule(layer.path)
-        turned = linear.is_turned(module)
-        cached = CachedWeight(module.weight, turned=turned, site=weight, scales=scales, lean=is_lean(recipe))
-        linear.replace_forward(module, linear.LinearPlan(cached, layer.choice, source, grad, scales, turned))
+        turned, lean = linear.is_turned(module), is_lean(recipe)
+        plan = WeightPlan.of(module.weight, site=weight, scales=scales, turned=turned, lean=lean)
+        linear.convert_linear(module, linear.LinearPlan(plan, layer.choice, source, grad, scales))
     return Conversion(chosen)
 
 

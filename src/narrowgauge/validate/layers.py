@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from narrowgauge import random_state
 from narrowgauge.engine import Engine
 from narrowgauge.errors import UsageError
-from narrowgauge.nn.overrides import remove_overrides
+from narrowgauge.nn.changes import remove_changes
 from narrowgauge.recipe import Recipe
 from narrowgauge.runs.feed import make_batch, to_device
 from narrowgauge.task import Task
@@ -221,7 +221,7 @@ class _Comparison:
         self.tell(f"{len(self.modules)} modules alone")
         rows = [self._row(path, module) for path, module in self.modules.items()]
         by_path = dict(zip(self.modules, rows, strict=True))
-        remove_overrides(self.exact.model)
+        remove_changes(self.exact.model)
         found = [(path, by_path[path], self._explain(path, by_path[path])) for path in self._ranked(by_path)[:WORST]]
         losses, total, scale = (self.loss, self.candidate_loss), self.total.decibels, loss_scale(self.engine)
         del self.engine, self.seen  # one model less in memory
