@@ -36,9 +36,8 @@ from narrowgauge.nn.overrides import remove_overrides
 from narrowgauge.nn.precision import Surroundings, explain_attention
 from narrowgauge.nn.recompute import checkpoint_blocks
 from narrowgauge.optim import AdamW, full_precision, load_full_precision, plain_state, take_over
-from narrowgauge.optim.beneath import own_kernel
-from narrowgauge.optim.copies import detach
-from narrowgauge.optim.norms import gradient_norms
+from narrowgauge.optim.fused_adamw_patch import own_kernel
+from narrowgauge.optim.norms import gradient_norms, total_norm
 from narrowgauge.optim.release import Release, check_released, hold
 from narrowgauge.optim.sharded import is_sharded, local
 from narrowgauge.optim.takeover import can_take_over, without_masters
@@ -168,8 +167,7 @@ class Engine:
 
     def _make_release(self) -> Release | None:
         for parameter in self.inner.parameters():
-            hold(parameter)  # an engine that had the model before may have released its gradients,
-            detach(parameter)  # or had FP8 copies written of it
+            hold(parameter)  # an engine that had the model before may have released its gradients
         if not self.released:
             return None
         return Release(optimizer for optimizer in self.optimizers if isinstance(optimizer, AdamW))
@@ -273,7 +271,7 @@ class Engine:
             raise UsageError("engine.step: backward left no gradient on any trainable parameter of the model")
         self.accord.settle_gradients()
         norms = self.accord.combine(gradient_norms(self.named.values(), released, self.device), self.named)
-        total = torch.linalg.vector_norm(norms)
+        total = total_norm(norms)
         found = ~torch.isfinite(total)
         scale = self._one if self.scaler is None else self.scaler.tensor(self.device).clone()
         share = self._microbatches / self.accumulate

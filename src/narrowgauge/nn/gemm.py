@@ -21,9 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from narrowgauge.kernels import FP8_MAX, cast, cublas, fitting_scale
-from narrowgauge.optim import steps
 from narrowgauge.optim.adamw import gradient_dtype
-from narrowgauge.optim.copies import Bf16Copy, Fp8Copy, attach, bf16_copy_of, copy_of
 from narrowgauge.optim.sharded import is_sharded
 from narrowgauge.scaling.tensor import Site, TensorScales
 
@@ -105,12 +103,10 @@ class Place(NamedTuple):
 
 
 class CachedWeight:
-    """The copies of a weight that products read, made anew once the optimizer has changed it.
+    """A weight in the formats that products read, cast anew for each of them: nothing is kept that could be stale.
 
-    Microbatches and recomputation share them. With a site, FP8 copies take a delayed scale: an optimizer moves the
-    largest weight by less than the 3.5% that E4M3 has beyond its largest number, so that one pass over the weight does
-    for cast and amax. A weight that something else has changed is looked at first. Of a sharded weight nothing is
-    kept: it is whole only while its module runs, forward or backward, and is cast then.
+    With a site, FP8 takes a delayed scale: an optimizer moves the largest weight by less than the 3.5% that E4M3 has
+    beyond its largest number, so that one pass over the weight does for cast and amax.
     """
 
     def __init__(
@@ -124,8 +120,7 @@ class CachedWeight:
         """Several weights (a gate and its twin) are taken as one, stacked along the outputs.
 
         ``turned``: the weight is kept as [inputs, outputs]. ``lean``: keep FP8 in one layout, and make the other anew
-        for each product that reads it, a pass over bytes that is small beside the product. The kernel of an AdamW
-        writes the first layout together with the weight.
+        for each product that reads it, a pass over bytes that is small beside the product.
         """
         self._weights, self.turned, self.site, self.scales = weights, turned, site, scales
         now = self.weights
@@ -134,9 +129,7 @@ class CachedWeight:
         self._gradient_dtype = gradient_dtype(now[0])  # now, as torch.compile cannot ask for it
         if not self.fleeting:
             _put_together(now)
-        self._made: dict[str, tuple[_State, bool, Operand]] = {}
         self._held: dict[str, Operand] | None = None
-        self._copies: dict[str, list[Fp8Copy | Bf16Copy]] = {}
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -197,53 +190,7 @@ class CachedWeight:
         if self.fleeting:
             held = {} if self._held is None else self._held
             return held.get(kind) or held.setdefault(kind, make(self._stacked(), False, record))
-        now = _State(
-            steps.taken(),
-            (0, 0) if self.scales is None else self.scales.moves,
-            tuple((weight._version, id(weight), address(weight)) for weight in self.weights),
-        )
-        made = self._made.get(kind)
-        if made is not None and made[0] != now and self._written(kind, made[0], now):
-            made = self._made[kind] = (now, kind == "fp8", self._renewed(kind, made[2]))
-        if made is None or made[0] != now or (record and not made[1]):
-            touched = made is not None and made[0].touched(now)
-            made = (now, record, make(self._stacked(), touched, record))
-            self._made[kind] = made
-            self._share(kind, made[2])
-        return made[2]
-
-    def _share(self, kind: str, operand: Operand) -> None:
-        """Let the optimizer write the copy that was made, for the steps to come; in FP8 where scales are delayed."""
-        lp, hp, site, scales = operand.lp, operand.hp, self.site, self.scales
-        sizes, copies = [len(weight) for weight in self.weights], list[Fp8Copy | Bf16Copy]()
-        if self.turned or self.fleeting:
-            return
-        if kind == "fp8" and lp is not None and site is not None and scales is not None and scales.mode == "delayed":
-            copies = [Fp8Copy(part, site, scales) for part in lp.split(sizes)]
-        elif hp is not None and self.weights[0].dtype is torch.float32:
-            copies = [Bf16Copy(part) for part in hp.split(sizes)]
-        self._copies[kind] = copies
-        for weight, copy in zip(self.weights, copies, strict=False):
-            attach(weight, copy)
-
-    def _written(self, kind: str, then: _State, now: _State) -> bool:
-        """Whether the optimizer has written the copy since, by the scale as it is now, and nobody else the weight.
-
-        Of a weight that two layers have, it writes the copy of the one that was cast last.
-        """
-        copies = self._copies.get(kind, [])
-        if not copies or then.weights != now.weights:
-            return False
-        found = copy_of if kind == "fp8" else bf16_copy_of
-        return all(found(weight) is copy and copy.fresh for weight, copy in zip(self.weights, copies, strict=True))
-
-    def _renewed(self, kind: str, operand: Operand) -> Operand:
-        """The operand whose memory the optimizer has written anew."""
-        if kind == "bf16":
-            return operand
-        assert self.site is not None
-        written = operand._replace(inv_scale=self.site.inv_scale, lp_t=None)
-        return written if self.lean else written.transposed()
+        return make(self._stacked(), False, record)
 
     def _stacked(self) -> Tensor:
         plain = [weight.detach().t().contiguous() if self.turned else weight.detach() for weight in self.weights]
@@ -271,20 +218,6 @@ def _joint(parts: list[Tensor]) -> Tensor | None:
             return None
         end += part.numel()
     return first.as_strided((sum(len(part) for part in parts), *first.shape[1:]), first.stride())
-
-
-class _State(NamedTuple):
-    """When a weight was cast: a copy is old as soon as any of this has changed."""
-
-    step: int
-    moves: tuple[int, int]
-    """Of the scales, by updates and by checkpoints."""
-    weights: tuple[Any, ...]
-
-    def touched(self, now: _State) -> bool:
-        """Whether other hands than an optimizer's have changed the weight, but not with a checkpoint of the scales."""
-        stepped = self.step != now.step and steps.show_in_versions()
-        return self.weights != now.weights and not stepped and self.moves[1] == now.moves[1]
 
 
 def address(tensor: Tensor) -> int:
