@@ -94,7 +94,6 @@ class Engine:
         self.lean = self.released or (self.recipe.master, self.recipe.moments) != ("fp32", "fp32")
         self.accord = Accord(model, self.named, lean=self.recipe.master != "fp32")
         self.optimizers = [self._narrow(optimizer) for optimizer in given]
-        self._own = {id(one): own for one, own in zip(given, self.optimizers, strict=True)}
         self.conversion = self._convert(fused, bool(compile))
         self.release = self._make_release()
         self.checkpointed = self.conversion.blocks if self.recipe.checkpoint != "none" else []
@@ -265,15 +264,14 @@ class Engine:
             return StepReport(self.updates + 1, False, {"loss_scale": scale})
         return self._update(named)
 
-    def _find(self, optimizer: Any) -> Optimizer:
+    def _find(self, optimizer: Any) -> Any:
         if callable(optimizer) and not isinstance(optimizer, Optimizer):
             raise UsageError(
                 "engine.step takes no closure: call engine.forward and engine.backward yourself, then step"
             )
-        own: Optimizer = self._own.get(id(optimizer), optimizer)
-        if not any(own is one for one in self.optimizers):
+        if not any(optimizer is one for one in self.optimizers):
             raise UsageError("engine.step: the optimizer is not one of this engine's")
-        return own
+        return optimizer
 
     def flush(self) -> StepReport | None:
         """Update with the microbatches that are in, at the end of an epoch; None where there are none.

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from narrowgauge import hardware
 from narrowgauge.errors import UsageError
-from narrowgauge.optim.adamw import has_master
+from narrowgauge.optim.masters import has_master
 from narrowgauge.recipe import Recipe, refusal
 
 

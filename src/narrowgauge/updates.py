@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +12,8 @@ from torch.optim import Optimizer
 
 from narrowgauge.errors import UsageError
 from narrowgauge.optim import AdamW
-from narrowgauge.optim.beneath import own_kernel
-from narrowgauge.optim.norms import gradient_norms
+from narrowgauge.optim.fused_adamw_patch import own_kernel
+from narrowgauge.optim.norms import gradient_norms, total_norm
 from narrowgauge.optim.sharded import local
 from narrowgauge.ranks.accord import Accord
 from narrowgauge.scaling.tensor import TensorScales
@@ -44,7 +43,7 @@ def check_gradients(
     """Norms of all gradients over all ranks, and whether they and what was cast to FP8 are finite."""
     accord.settle_gradients(named)
     norms = accord.combine(gradient_norms(named.values(), released, device), named)
-    total = torch.linalg.vector_norm(norms)
+    total = total_norm(norms)
     bad, names = ~torch.isfinite(norms), list(named)
     if scales is not None:
         accord.agree(scales)
@@ -66,8 +65,7 @@ def with_gradients(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         if any(parameter.grad is not None for parameter in parameters_of([optimizer])):
             chosen.append(optimizer)
         else:  # its scheduler would warn that it was never stepped
-            users: Any = getattr(optimizer, "stands_for", None) or optimizer
-            users._opt_called = True
+            optimizer._opt_called = True  # type: ignore[attr-defined]
     return chosen
 
 

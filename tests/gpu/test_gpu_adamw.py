@@ -66,11 +66,7 @@ def test_every_pattern_joins_and_splits_in_the_kernel():
     """A step of size 0 over all high halves with the low halves around a tie."""
     high = torch.arange(1 << 16, dtype=torch.int32, device="cuda")
     values = torch.stack([(high << 16) | low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]).view(torch.float32)
-    parameter = torch.nn.Parameter(torch.zeros_like(values))
-    narrow(parameter)
-    weight, remainder = split(values)
-    parameter.data.copy_(weight)
-    parameter.other_half.copy_(remainder)
+    parameter = narrow(torch.nn.Parameter(values.clone()))
     optimizer = AdamW([parameter], lr=0.0, weight_decay=0.0, master="split")
     parameter.grad = torch.zeros_like(parameter)
     optimizer.step()

@@ -7,7 +7,7 @@ from narrowgauge import kernels
 from narrowgauge.kernels.adamw import gradient_norms
 from narrowgauge.optim import AdamW, narrow
 from narrowgauge.optim.adamw import full
-from narrowgauge.optim.split import join, split
+from narrowgauge.optim.split import join
 
 SHAPES = [(64, 32), (48, 16), (2048,), (16,)]
 ODD = [(37, 19), (300,), (), (5, 3)]
@@ -75,11 +75,7 @@ def test_the_kernels_halves_are_the_references(monkeypatch):
     patterns = [0, 1, 0x7FFF, 0x8000, 0x8001, 0x3F808000, 0x7F7FFFFF, 0x7F800000, 0x7FC00000, 0x7FFE8000, 0x7FFFFFFF]
     bits = torch.tensor([*patterns, *(p - (1 << 31) for p in patterns)], dtype=torch.int32)
     values = bits.view(torch.float32).repeat(8)[:160]
-    parameter = torch.nn.Parameter(torch.zeros(160))
-    narrow(parameter)
-    weight, remainder = split(values)
-    parameter.data.copy_(weight)
-    parameter.other_half.copy_(remainder)
+    parameter = narrow(torch.nn.Parameter(values.clone()))
     monkeypatch.setattr(kernels, "interpreting", True)
     optimizer = AdamW([parameter], lr=0.0, weight_decay=0.0, master="split")
     parameter.grad = torch.zeros(160, dtype=torch.bfloat16)

@@ -99,8 +99,7 @@ elif kind == "norm":
 elif kind == "adamw":
     rates = {name: "fp32" for name in ("rate1", "beta2", "rate2", "eps")}
     tables = {"places_ptr": "*i64", "owner_ptr": "*i32", "place_ptr": "*i32", "sizes_ptr": "*i64", "seeds_ptr": "*i32"}
-    tables |= {"ticks_ptr": "*i32", "where_ptr": "*i32", "scale_ptr": "*fp32", "amax_ptr": "*fp32",
-               "counts_ptr": "*i64", "copy_ptr": "*fp8e4nv"}
+    tables |= {"ticks_ptr": "*i32", "check_ptr": "*i32", "foreign_ptr": "*i64"}
     tables |= {"steps_ptr": "*fp32", "found_ptr": "*fp32", "first_scale_ptr": "*fp32", "second_scale_ptr": "*fp32"}
     scales = ("first_scale_ptr", "second_scale_ptr")
     for master, weight, low in (("split", "*bf16", "*i16"), ("copy", "*bf16", "*fp32"), ("none", "*bf16", "*bf16"),
@@ -108,15 +107,13 @@ elif kind == "adamw":
         for bits in (True, False):
             for whole in (True, False):
                 types = {**rates, **tables, "weight_ptr": weight, "low_ptr": low}
-                types |= {"copy_ptr": "*fp8e4nv" if whole else "*bf16"}
                 types |= {"first_ptr": "*i8" if bits else "*fp32", "second_ptr": "*u8" if bits else "*bf16"}
                 none = () if whole else ("factor_ptr", "found_ptr")
-                none += () if whole else ("where_ptr", "scale_ptr", "amax_ptr", "counts_ptr")
+                none += ("foreign_ptr",) if master in ("itself", "none") else ()
                 compiled(adamw._adamw_kernel, 4, none, types, MAXIMIZE=whole, MASTER=master, EIGHT_BIT=bits,
-                         BF16_COPY=not whole and master == "itself",
                          WHOLE=whole, UNITS=(8,) * 8 if whole else (1,) * 8, BLOCK=1024, GROUP=128)
-    compiled(adamw._squares_kernel, 4, (), {**tables, "partial_ptr": "*fp32"}, WHOLE=True, UNIT=8, BLOCK=4096)
-    compiled(adamw._norms_kernel, 4, (), {"partial_ptr": "*fp32", "first_ptr": "*i32", "norms_ptr": "*fp32"}, BLOCK=256)
+    compiled(adamw._squares_kernel, 4, (), {**tables, "partial_ptr": "*fp64"}, WHOLE=True, UNIT=8, BLOCK=4096)
+    compiled(adamw._norms_kernel, 4, (), {"partial_ptr": "*fp64", "first_ptr": "*i32", "norms_ptr": "*fp32"}, BLOCK=256)
 elif kind == "embedding":
     for dtype in ("*fp32", "*bf16"):
         types = {"grad_ptr": dtype, "ids_ptr": "*i64", "out_ptr": "*fp32"}

@@ -24,7 +24,8 @@ from narrowgauge.errors import UsageError
 from narrowgauge.optim import AdamW, full_precision, load_full_precision, narrow, plain_state, take_over
 from narrowgauge.optim.adamw import full
 from narrowgauge.optim.release import Release
-from narrowgauge.optim.sharded import ELEMENTWISE, local
+from narrowgauge.optim.saved_states import ELEMENTWISE
+from narrowgauge.optim.sharded import local
 
 MOMENTS = "fp32", "bf16", "8bit"
 FORMS = [*itertools.product(("split", "fp32", "none"), MOMENTS), *(("itself", moments) for moments in MOMENTS)]
@@ -105,7 +106,7 @@ def check_alike(model, optimizer, reference, other):
         assert same(whole(p.detach()), q.detach())
         assert same(whole(full(p)), full(q))
         for name in other.state[q]:
-            assert name == "seed" or same(whole(optimizer.state[p][name]), other.state[q][name]), name
+            assert name in ("seed", "check") or same(whole(optimizer.state[p][name]), other.state[q][name]), name
 
 
 def step_all_forms(mesh, forms, by_kernel):
@@ -117,6 +118,7 @@ def step_all_forms(mesh, forms, by_kernel):
         mine = [torch.nn.Parameter(local(p).clone()) for p in shards.parameters()]  # a rank's shards as wholes
         for p, q in zip(mine, shards.parameters(), strict=True):
             p.other_half = None if master == "itself" else local(q.other_half).clone()
+            p.check_words = None if master == "itself" else q.check_words.clone()
         own = AdamW(mine, lr=1e-2, master="fp32" if master == "itself" else master, moments=moments)
         for step in range(5):
             run(model, optimizer, [step])

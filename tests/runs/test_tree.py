@@ -32,7 +32,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     return raw.view(dtype).reshape(shape)
 
 
-plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.binary(max_size=8)
 keys = st.text(max_size=4) | st.integers(-3, 99) | st.booleans() | st.tuples(st.integers(0, 9), st.text(max_size=2))
 nests = st.recursive(
     plain | tensors(),

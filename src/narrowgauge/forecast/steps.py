@@ -30,13 +30,15 @@ from narrowgauge.nn import blocks, head, linear
 from narrowgauge.nn.convert import Layer
 from narrowgauge.nn.recompute import find_blocks
 from narrowgauge.nn.weights import Weight
-from narrowgauge.optim import beneath, together
+from narrowgauge.optim import fused_adamw_patch, together
 from narrowgauge.ranks.spread import copies
 from narrowgauge.recipe import Recipe
 from narrowgauge.task import Task
 
 CLIP_NORM = 1.0
 STEPS = 2
+MASTERS = ("master", "remainder", "check")
+"""What of an optimizer's state belongs to masters."""
 _PRODUCTS = ("forward_output", "backward_input", "backward_weight")
 
 
@@ -224,7 +226,8 @@ def _mark_weights(engine: Engine, recorder: Recorder, owners: dict[int, Owner]) 
         is_master = narrow and parameter.dtype is torch.float32 and parameter.dim() > 1
         owner = owners.get(id(parameter))
         recorder.mark(parameter, "master" if is_master else "weights", owner)
-        recorder.mark(getattr(parameter, "other_half", None), "master", owner)
+        for name in ("other_half", "check_words"):
+            recorder.mark(getattr(parameter, name, None), "master", owner)
     for buffer in engine.model.buffers():
         recorder.mark(buffer, "weights")
 
@@ -234,7 +237,7 @@ def _mark_states(engine: Engine, recorder: Recorder, owners: dict[int, Owner]) -
         for parameter, state in optimizer.state.items():
             for name, value in state.items():
                 if isinstance(value, Tensor):
-                    kind = "master" if name in ("master", "remainder") else "workspace" if name == "step" else "moments"
+                    kind = "master" if name in MASTERS else "workspace" if name == "step" else "moments"
                     recorder.mark(value, kind, owners.get(id(parameter)) if kind != "workspace" else None)
 
 
@@ -295,8 +298,9 @@ def _attributed(engine: Engine, recorder: Recorder, owners: dict[int, Owner]) ->
         return run
 
     def adamw(lists: kernel.Lists, numbers: kernel.Numbers) -> None:
-        states = [*lists.weight, *lists.first, *lists.second, *lists.low, *lists.first_scale, *lists.second_scale]
-        recorder.launch("narrowgauge.adamw", [*states, *lists.grad], [*states, *lists.copy])
+        states = [*lists.weight, *lists.first, *lists.second, *lists.low, *lists.check]
+        states += [*lists.first_scale, *lists.second_scale]
+        recorder.launch("narrowgauge.adamw", [*states, *lists.grad], states)
         kernel.adamw(lists, numbers)
 
     def gradient_norms(grads: list[Tensor]) -> Tensor:
@@ -311,7 +315,7 @@ def _attributed(engine: Engine, recorder: Recorder, owners: dict[int, Owner]) ->
     plain_norms = kernel.gradient_norms
     changes: list[tuple[Any, str, Any]] = [
         (together, "adamw", adamw),
-        (beneath, "adamw", adamw),
+        (fused_adamw_patch, "adamw", adamw),
         (kernel, "gradient_norms", gradient_norms),
         (head, "rescale_", rescale_),
         (head._Task, "run", ending(head._Task.run)),

@@ -25,7 +25,7 @@ from narrowgauge.kernels.stats import Table, gather
 from narrowgauge.lagged import Parcels
 from narrowgauge.nn import taps
 from narrowgauge.nn.compiled import uncompiled
-from narrowgauge.optim.adamw import Sample, sample_full
+from narrowgauge.optim.masters import Sample, sample_full
 from narrowgauge.optim.sharded import local
 from narrowgauge.step_report import StepReport
 

@@ -4,11 +4,12 @@
     update:   reads gradient, weight, remainder and moments; unscales, clips, steps; writes all but the gradient
 
 Bytes a parameter in the leanest form (BF16 weight and gradient, 16-bit remainder, two 8-bit moments): 2 for the norm,
-14 and an eighth for the update. ``optim.reference`` has the same in plain torch; the kernel takes roots and divides by
+14.19 for the update. ``optim.reference`` has the same in plain torch; the kernel takes roots and divides by
 the hardware's approximations (1 to 2 units in the last place), as exact ones would cost more than the memory.
 
-Where a weight has an FP8 copy, the update writes that too, with its amax and what saturated or was flushed; or a BF16
-copy of an FP32 weight.
+A BF16 weight that somebody else has written since the last update is its own master: the remainders of its group of 128
+count as 0 (``optim.check_words`` has the check words and why), or the FP32 copy of the one value is dropped. The check
+costs six integer operations a weight and a sixteenth of a byte.
 """
 
 from __future__ import annotations
@@ -21,14 +22,11 @@ from torch import Tensor
 
 from narrowgauge.kernels import HAVE_TRITON, jit, use_triton
 from narrowgauge.kernels.many import is_whole, pieces, places
-from narrowgauge.kernels.tile import FLUSHED, SATURATED
 
 if HAVE_TRITON:
     import triton.language as tl
 
-    from narrowgauge.kernels.tile import INTERPRETED, to_fp8
-
-    SATURATED_E4M3, FLUSHED_E4M3 = (tl.constexpr(limit[torch.float8_e4m3fn]) for limit in (SATURATED, FLUSHED))
+    from narrowgauge.kernels.tile import INTERPRETED
 
 BLOCK = 2048
 GROUP = 128
@@ -40,8 +38,8 @@ NORM_BLOCK = 16384
 class Lists:
     """The tensors of a launch, one of each for every parameter, all of a list in one format.
 
-    ``low`` are remainders (int16) or FP32 copies beside BF16 weights, and empty where there are none; scales are empty
-    unless the moments are of 8 bits. ``copy``: in FP8, with their numbers in ``Copies``, or in BF16.
+    ``low`` are remainders (int16) or FP32 copies beside BF16 weights, and empty where there are none; ``check`` are the
+    check words beside remainders; scales are empty unless the moments are of 8 bits.
     """
 
     weight: list[Tensor]
@@ -49,14 +47,14 @@ class Lists:
     first: list[Tensor]
     second: list[Tensor]
     low: list[Tensor] = field(default_factory=list)
+    check: list[Tensor] = field(default_factory=list)
     first_scale: list[Tensor] = field(default_factory=list)
     second_scale: list[Tensor] = field(default_factory=list)
-    copy: list[Tensor] = field(default_factory=list)
 
     @property
     def columns(self) -> list[list[Tensor]]:
         scales = self.first_scale, self.second_scale
-        every = (self.weight, self.grad, self.first, self.second, self.low, *scales, self.copy)
+        every = (self.weight, self.grad, self.first, self.second, self.low, self.check, *scales)
         return [column or self.weight for column in every]
 
     @property
@@ -84,33 +82,35 @@ class Numbers:
     """[n] in int32, for stochastic rounding."""
     factor: Tensor | None = None
     found: Tensor | None = None
-    copies: Copies | None = None
-
-
-@dataclass(frozen=True)
-class Copies:
-    """The numbers of FP8 copies: flat tensors, and where in them each parameter's are."""
-
-    where: Tensor
-    """[n] in int32: of the scale and amax in values, and, divided by 2, of the two counts."""
-    scale: Tensor
-    amax: Tensor
-    counts: Tensor
+    foreign: Tensor | None = None
+    """One number in int64: is raised by the groups of weights that somebody else had written."""
 
 
 def norms_of(tensors: list[Tensor]) -> Sequence[Tensor]:
-    """The norm of each tensor (all of one format, on one device): in one pass over them on a GPU, else torch's."""
+    """The norm of each tensor (all of one format, on one device) in FP32: by one pass over them on a GPU, else torch's.
+
+    Squares of FP32 numbers leave FP32 beyond 1.8e19 and below 1e-23, so they are not summed there.
+    """
     narrow = tensors[0].dtype in (torch.float32, torch.bfloat16, torch.float16)
-    if narrow and use_triton(tensors[0]) and all(tensor.is_contiguous() and tensor.numel() for tensor in tensors):
-        return gradient_norms(tensors).unbind()
-    return torch._foreach_norm(tensors, 2.0)
+    if narrow and use_triton(tensors[0]) and all(tensor.numel() for tensor in tensors):
+        return gradient_norms([flat(tensor) for tensor in tensors]).unbind()
+    return [norm.float() for norm in torch._foreach_norm(tensors, 2.0, dtype=torch.float64)]
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """A tensor's values in some order, one behind the other: in place where they lie so, whatever their strides are."""
+    if tensor.is_contiguous():
+        return tensor
+    if torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        return tensor.as_strided((tensor.numel(),), (1,))
+    return tensor.contiguous()
 
 
 def gradient_norms(grads: list[Tensor]) -> Tensor:
-    """The norm of each gradient (all of one format, on one device), in FP32."""
+    """The norm of each gradient (all of one format, on one device), in FP32: exact wherever FP32 holds the result."""
     device, whole = grads[0].device, is_whole([grads])
     work = pieces(tuple(g.numel() for g in grads), NORM_BLOCK, device)
-    partial = torch.empty(work.count, device=device)
+    partial = torch.empty(work.count, device=device, dtype=torch.float64)
     norms = torch.empty(len(grads), device=device)
     _squares_kernel[(work.count,)](
         grads[0], places([grads], whole), work.owner, work.place, work.sizes, partial, WHOLE=whole,
@@ -122,17 +122,16 @@ def gradient_norms(grads: list[Tensor]) -> Tensor:
 
 def adamw(lists: Lists, numbers: Numbers) -> None:
     """Step every parameter of the lists."""
-    columns, copies = lists.columns, numbers.copies
+    columns = lists.columns
     whole = is_whole(columns)
     work = pieces(tuple(w.numel() for w in lists.weight), BLOCK, lists.weight[0].device)
     _adamw_kernel[(work.count,)](
         *(column[0] for column in columns), places(columns, whole), work.owner, work.place, work.sizes,
-        numbers.steps, numbers.ticks, numbers.seeds, numbers.factor, numbers.found,
-        *((None,) * 4 if copies is None else (copies.where, copies.scale, copies.amax, copies.counts)),
+        numbers.steps, numbers.ticks, numbers.seeds, numbers.factor, numbers.found, numbers.foreign,
         1.0 - numbers.beta1, numbers.beta2, 1.0 - numbers.beta2, numbers.eps,
         MAXIMIZE=numbers.maximize, MASTER=lists.master, EIGHT_BIT=bool(lists.first_scale),
-        BF16_COPY=bool(lists.copy) and copies is None, WHOLE=whole,
-        UNITS=tuple(_unit(column[0], whole) for column in columns), BLOCK=BLOCK, GROUP=GROUP, num_warps=WARPS,
+        WHOLE=whole, UNITS=tuple(_unit(column[0], whole) for column in columns), BLOCK=BLOCK,
+        GROUP=GROUP, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -154,39 +153,64 @@ def _squares_kernel(  # type: ignore[no-untyped-def]
     grad_ptr, places_ptr, owner_ptr, place_ptr, sizes_ptr, partial_ptr,
     WHOLE: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """A block's sum of squares in FP64: of values brought near 1 by a power of two, summed in FP32.
+
+    The block is in registers, so that its largest value costs no second pass; FP64 for every value would be bound by
+    its conversions. A subnormal block is brought near 2**-23 at least, whose squares FP32 holds.
+    """
     program = tl.program_id(0)
     tensor = tl.load(owner_ptr + program)
     size = _size(sizes_ptr, tensor, WHOLE)
     grad_ptr += tl.load(places_ptr + tensor) * UNIT
     offsets = tl.load(place_ptr + program).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(grad_ptr + offsets, mask=offsets < size, other=0.0).to(tl.float32)
-    tl.store(partial_ptr + program, tl.sum(g * g))
+    exponent = tl.max(tl.abs(g)).to(tl.int32, bitcast=True) >> 23
+    scale = (tl.minimum(tl.maximum(254 - exponent, 1), 253) << 23).to(tl.float32, bitcast=True)
+    g = g * scale
+    inverse = 1.0 / scale.to(tl.float64)
+    tl.store(partial_ptr + program, tl.sum(g * g).to(tl.float64) * inverse * inverse)
 
 
 @jit
 def _norms_kernel(partial_ptr, first_ptr, norms_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     tensor = tl.program_id(0)
     end = tl.load(first_ptr + tensor + 1)
-    total = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([BLOCK], tl.float64)
     for start in range(tl.load(first_ptr + tensor), end, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
         total += tl.load(partial_ptr + offsets, mask=offsets < end, other=0.0)
-    tl.store(norms_ptr + tensor, tl.sqrt_rn(tl.sum(total)))
+    tl.store(norms_ptr + tensor, tl.sqrt(tl.sum(total)).to(tl.float32))
+
+
+@jit
+def _words(high, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``optim.check_words.words_of`` the BF16 bits of groups, as int32."""
+    state = high.to(tl.uint32, bitcast=True) * 0x9E3779B1 + tl.arange(0, GROUP).to(tl.uint32)[None, :] * 0x85EBCA77
+    return tl.sum((state * (state >> 15)).to(tl.int32, bitcast=True), 1).to(tl.int32)
 
 
 @jit
 def _joined(high, low):  # type: ignore[no-untyped-def]
-    """``optim.split.join`` of what is computed with: NaN codes become some NaN, not always the one that was split."""
-    bits = (high.to(tl.int16, bitcast=True).to(tl.int32) << 16) + low.to(tl.int32)
-    return bits.to(tl.float32, bitcast=True)
+    """``optim.split.join`` of BF16 bits: zeros stay zeros whatever the remainder says."""
+    top = high << 16
+    bits = top + low
+    return tl.where((bits ^ top) < 0, top, bits).to(tl.float32, bitcast=True)
 
 
 @jit
 def _halves(master):  # type: ignore[no-untyped-def]
-    """``optim.split.split``, as bits of 16, of what was computed: the only NaN that hardware makes is 0x7FFFFFFF."""
-    bits = master.to(tl.int32, bitcast=True)
-    high = (tl.minimum(bits, 0x7FFF7FFF) + 0x8000) >> 16
-    return high.to(tl.int16), (bits - (high << 16)).to(tl.int16)
+    """``optim.split.split``, as BF16 bits in int32: the only NaN that hardware makes is 0x7FFFFFFF."""
+    bits = tl.minimum(master.to(tl.int32, bitcast=True), 0x7FFF7FFF)
+    high = (bits + 0x8000) >> 16
+    return high, (bits - (high << 16)).to(tl.int16)
+
+
+@jit
+def _note(foreign_ptr, groups):  # type: ignore[no-untyped-def]
+    """Count the groups that somebody else has written."""
+    count = tl.sum(groups.to(tl.int32))
+    if count > 0:
+        tl.atomic_add(foreign_ptr, count.to(tl.int64), sem="relaxed")
 
 
 @jit
@@ -226,30 +250,12 @@ def _nearest(x):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _put_copy(weight, copy_ptr, offsets, mask, where_ptr, scale_ptr, amax_ptr, counts_ptr):  # type: ignore[no-untyped-def]
-    """Store weights in E4M3 by their tensor's scale, and note the largest, and how many saturate and vanish."""
-    where = tl.load(where_ptr)
-    w, scale = weight.to(tl.float32), tl.load(scale_ptr + where)
-    scaled = w * scale
-    size = tl.abs(scaled)
-    tl.store(copy_ptr + offsets, to_fp8(scaled, 448.0), mask=mask)
-    amax = tl.max(tl.abs(w))  # beyond a tensor's end are zeros, which count for nothing
-    tl.atomic_max(amax_ptr + where, amax, sem="relaxed")
-    flushed = tl.sum(((size <= FLUSHED_E4M3) & (size > 0.0)).to(tl.int32))
-    counts_ptr += where // 2
-    if amax * scale > SATURATED_E4M3:
-        tl.atomic_add(counts_ptr, tl.sum((size > SATURATED_E4M3).to(tl.int32)).to(tl.int64), sem="relaxed")
-    if flushed > 0:
-        tl.atomic_add(counts_ptr + 1, flushed.to(tl.int64), sem="relaxed")
-
-
-@jit
 def _adamw_kernel(  # type: ignore[no-untyped-def]
-    weight_ptr, grad_ptr, first_ptr, second_ptr, low_ptr, first_scale_ptr, second_scale_ptr,
-    copy_ptr, places_ptr, owner_ptr, place_ptr, sizes_ptr, steps_ptr, ticks_ptr, seeds_ptr, factor_ptr, found_ptr,
-    where_ptr, scale_ptr, amax_ptr, counts_ptr, rate1, beta2, rate2, eps,
-    MAXIMIZE: tl.constexpr, MASTER: tl.constexpr, EIGHT_BIT: tl.constexpr, BF16_COPY: tl.constexpr,
-    WHOLE: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    weight_ptr, grad_ptr, first_ptr, second_ptr, low_ptr, check_ptr, first_scale_ptr, second_scale_ptr,
+    places_ptr, owner_ptr, place_ptr, sizes_ptr, steps_ptr, ticks_ptr, seeds_ptr, factor_ptr, found_ptr,
+    foreign_ptr, rate1, beta2, rate2, eps,
+    MAXIMIZE: tl.constexpr, MASTER: tl.constexpr, EIGHT_BIT: tl.constexpr, WHOLE: tl.constexpr,
+    UNITS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     go = True
     if found_ptr is not None:
@@ -258,12 +264,13 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
     tensor = tl.load(owner_ptr + program)
     size = _size(sizes_ptr, tensor, WHOLE)
     row = places_ptr + tensor * 8
-    weight_ptr += tl.load(row) * UNITS[0]
     start = tl.load(place_ptr + program).to(tl.int64) * BLOCK
     group = tl.arange(0, BLOCK // GROUP)
     offsets = start + group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     mask = offsets < size
+    there = start + group * GROUP < size
     if go:
+        weight_ptr += tl.load(row) * UNITS[0]
         grad_ptr += tl.load(row + 1) * UNITS[1]
         first_ptr += tl.load(row + 2) * UNITS[2]
         second_ptr += tl.load(row + 3) * UNITS[3]
@@ -271,17 +278,25 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
         g = tl.load(grad_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         high = tl.load(weight_ptr + offsets, mask=mask, other=0.0)
         if MASTER == "split":
-            w = _joined(high, tl.load(low_ptr + offsets, mask=mask, other=0))
+            high_bits = high.to(tl.int16, bitcast=True).to(tl.int32)
+            check_ptr += tl.load(row + 5) * UNITS[5] + start // GROUP
+            own = tl.load(check_ptr + group, mask=there, other=0) == _words(high_bits, GROUP)
+            low = tl.load(low_ptr + offsets, mask=mask, other=0).to(tl.int32)
+            w = _joined(high_bits, tl.where(own[:, None], low, 0))
+            _note(foreign_ptr, there & ~own)
         elif MASTER == "copy":
             w = tl.load(low_ptr + offsets, mask=mask, other=0.0)
+            apart = w.to(tl.int32, bitcast=True) - (high.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+            own = (apart >= -0x8000) & (apart <= 0x8000)
+            w = tl.where(own, w, high.to(tl.float32))
+            _note(foreign_ptr, tl.min(own.to(tl.int32), 1) == 0)
         else:
             w = high.to(tl.float32)
         m = tl.load(first_ptr + offsets, mask=mask, other=0).to(tl.float32)
         v = tl.load(second_ptr + offsets, mask=mask, other=0).to(tl.float32)
         if EIGHT_BIT:
-            there = start + group * GROUP < size
-            first_scale_ptr += tl.load(row + 5) * UNITS[5] + start // GROUP
-            second_scale_ptr += tl.load(row + 6) * UNITS[6] + start // GROUP
+            first_scale_ptr += tl.load(row + 6) * UNITS[6] + start // GROUP
+            second_scale_ptr += tl.load(row + 7) * UNITS[7] + start // GROUP
             m = _quotient(m, 254.0 - tl.abs(m)) * tl.load(first_scale_ptr + group, mask=there, other=0.0)[:, None]
             v = _quotient(v, 510.0 - v)
             v = v * v * tl.load(second_scale_ptr + group, mask=there, other=0.0)[:, None]
@@ -315,7 +330,6 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
             tl.store(second_ptr + offsets, v.to(second_ptr.dtype.element_ty), mask=mask)
 
         if MASTER == "itself":
-            high = w
             tl.store(weight_ptr + offsets, w, mask=mask)
         elif MASTER == "none":
             seed = tl.load(seeds_ptr + tensor).to(tl.uint32, bitcast=True)
@@ -323,26 +337,13 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
             bits = w.to(tl.int32, bitcast=True)
             finite = (bits & 0x7F800000) != 0x7F800000
             bits = tl.where(finite, bits + noise.to(tl.int32, bitcast=True), bits) >> 16
-            high = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
-            tl.store(weight_ptr + offsets, high, mask=mask)
+            tl.store(weight_ptr + offsets, bits.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=mask)
         else:
             high_bits, low = _halves(w)
-            high = high_bits.to(tl.bfloat16, bitcast=True)
-            tl.store(weight_ptr + offsets, high, mask=mask)
+            tl.store(weight_ptr + offsets, high_bits.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=mask)
             if MASTER == "split":
                 tl.store(low_ptr + offsets, low, mask=mask)
+                # Beyond a tensor's end words are of zeros; 0 / (0 + eps) there is NaN where eps is 0.
+                tl.store(check_ptr + group, _words(tl.where(mask, high_bits, 0), GROUP), mask=there)
             else:
                 tl.store(low_ptr + offsets, w, mask=mask)
-        if BF16_COPY:
-            tl.store(copy_ptr + tl.load(row + 7) * UNITS[7] + offsets, w.to(tl.bfloat16), mask=mask)
-        if where_ptr is not None:
-            _put_copy(
-                high, copy_ptr + tl.load(row + 7) * UNITS[7], offsets, mask, where_ptr + tensor,
-                scale_ptr, amax_ptr, counts_ptr,
-            )  # fmt: skip
-    elif where_ptr is not None:  # nothing is stepped, but the scale has moved
-        unchanged = tl.load(weight_ptr + offsets, mask=mask, other=0.0)
-        _put_copy(
-            unchanged, copy_ptr + tl.load(row + 7) * UNITS[7], offsets, mask, where_ptr + tensor,
-            scale_ptr, amax_ptr, counts_ptr,
-        )  # fmt: skip

@@ -19,7 +19,7 @@ from narrowgauge.lint.padding import UNALIGNED, multiple_for, padded, saved
 from narrowgauge.lint.rules import RULES
 from narrowgauge.nn.linear import is_linear, shape_of
 from narrowgauge.optim import AdamW
-from narrowgauge.optim.adamw import has_master
+from narrowgauge.optim.masters import has_master
 from narrowgauge.recipe import Recipe
 
 HALVES = {torch.float16: "FP16", torch.bfloat16: "BF16"}

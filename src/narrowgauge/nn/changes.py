@@ -13,11 +13,14 @@ A second engine over the same model starts from the model as the user made it (`
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from torch import nn
+
+from narrowgauge.optim.masters import carry_masters
 
 METHODS = ("forward", "trunk", "finish")
 """What can be changed; the last two are those of the built-in models."""
@@ -44,6 +47,12 @@ AnyChange = TypeVar("AnyChange", bound=Change)
 
 class Changed:
     """Mixed into the class of every module that has changes."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        own: Any = getattr(super(), "__deepcopy__", None)
+        made = own(memo) if own is not None else copy._reconstruct(self, memo, *self.__reduce_ex__(4))  # type: ignore[attr-defined]
+        carry_masters(self, made)  # type: ignore[arg-type]
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles name the original class: the one made here has no place in any file."""

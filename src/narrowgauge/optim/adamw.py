@@ -8,13 +8,15 @@
 
 Everything else is torch.optim.AdamW's: groups, schedulers, learning rates as tensors, maximize; ``grad_scale`` and
 ``found_inf`` as fused torch optimizers take them, so that unscaling, clipping and skipping cost no pass of their own.
-Parameters may be DTensors (sharded.py).
+Parameters may be DTensors (sharded.py), and complex: their real and imaginary parts are then stepped in FP32, as torch
+does. They may have any strides; states are in row-major order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +26,11 @@ from narrowgauge.errors import UsageError
 from narrowgauge.kernels import use_triton
 from narrowgauge.optim import moments as eight_bit
 from narrowgauge.optim import sharded
-from narrowgauge.optim.copies import copy_of
+from narrowgauge.optim.check_words import master_of, words_of
+from narrowgauge.optim.masters import filled, full, halves, halves_of, keep
 from narrowgauge.optim.reference import Rates, update
-from narrowgauge.optim.sharded import is_sharded, like, local
-from narrowgauge.optim.split import join, split
+from narrowgauge.optim.saved_states import from_saved, portable
+from narrowgauge.optim.sharded import like, local
 from narrowgauge.optim.together import step_together
 
 MASTERS = ("fp32", "split", "none")
@@ -35,6 +38,8 @@ MOMENTS = ("fp32", "bf16", "8bit")
 GRADIENTS = ("bf16", "fp32")
 FORMATS = {"master": MASTERS, "moments": MOMENTS, "gradients": GRADIENTS}
 _STEP = torch.float32
+_COMPLETES = {"split": "remainder", "fp32": "master", "none": "seed"}
+"""What a BF16 parameter's state has for each kind of master."""
 
 
 class AdamW(Optimizer):
@@ -71,18 +76,19 @@ class AdamW(Optimizer):
         }
         super().__init__(params, defaults)
         self.grad_scale = self.found_inf = None
-        self.stands_for: Optimizer | None = None
-        """The user's optimizer whose groups these are; its schedulers ask whether it has stepped."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         try:
-            _check(self.param_groups[-1])
+            check_group(self.param_groups[-1])
             for parameter in self.param_groups[-1]["params"]:
                 widen_gradient(parameter, self.param_groups[-1]["gradients"])
         except UsageError:
             self.param_groups.pop()
             raise
+        release: Any = self.__dict__.get("release")
+        if release is not None:
+            release.add(self, self.param_groups[-1])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -99,41 +105,63 @@ class AdamW(Optimizer):
                     continue
                 if grad.is_sparse:
                     raise UsageError("AdamW: a gradient is sparse; train sparse embeddings with torch.optim.SparseAdam")
-                copied = copy_of(parameter) is not None
-                alike.setdefault((parameter.device, parameter.dtype, grad.dtype, copied), []).append(parameter)
+                alike.setdefault((parameter.device, parameter.dtype, grad.dtype), []).append(parameter)
             for parameters in alike.values():
                 self.step_some(parameters, group, factor, found)
-        if self.stands_for is not None:
-            self.stands_for._opt_called = True  # type: ignore[attr-defined]
+        self._opt_called = True
         return loss
+
+    # Schedulers wrap an optimizer's step to learn whether it was called before theirs; this one says so itself.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def step_some(
         self, parameters: list[nn.Parameter], group: dict[str, Any], factor: Tensor | None, found: Tensor | None
     ) -> None:
         """Step parameters that have a group, a device and formats in common."""
-        weights, grads, shards, copies = [], [], [], []
+        targets, weights, grads, shards = [], [], [], []
         for parameter in parameters:
             state = self.prepare(parameter, group)
             weight, grad, shard = sharded.own(parameter, state)
             if weight.numel():
-                weights.append(weight)
+                weight, grad, shard = _in_real_numbers(weight.detach(), grad, shard)
+                targets.append(weight)
+                weights.append(weight.contiguous())
                 grads.append(grad)
                 shards.append((state, shard))
-                copies.append(None if is_sharded(parameter) else copy_of(parameter))
             else:  # a rank may have nothing of a parameter
                 state["step"] += 1.0 if found is None else 1.0 - found
         states = [shard for _, shard in shards]
         if not weights:
             return
-        if use_triton(weights[0]) and all(weight.is_contiguous() for weight in weights):
-            written = [copy for copy in copies if copy is not None]
-            same = len(written) == len(copies) and all(copy.scales is written[0].scales for copy in written)
-            step_together(weights, grads, states, group, factor, found, written if same else None)
+        foreign = self._foreign_on(weights[0].device)
+        if use_triton(weights[0]):
+            step_together(weights, grads, states, group, factor, found, foreign)
         elif found is None or not bool(found.item()):
             for weight, grad, state in zip(weights, grads, states, strict=True):
-                update(weight, grad, state, _rates(group), factor)
+                foreign += update(weight, grad, state, _rates(group), factor)
+        for target, weight in zip(targets, weights, strict=True):
+            if weight is not target:  # other strides than row-major
+                target.copy_(weight)
         for state, shard in shards:
             state["step"] = shard["step"]
+
+    @property
+    def foreign_writes(self) -> Tensor:
+        """How many groups of 128 weights updates have found written by somebody else: on the device, nobody waits.
+
+        A number that rises with every update says that weights are rewritten every step (a mask, a clamp): split
+        masters then keep no more than BF16 for them, and master="fp32" loses only the values that were changed.
+        """
+        counts = list(self.__dict__.get("_foreign", {}).values())
+        if not counts:
+            return torch.zeros((), dtype=torch.int64)
+        return torch.stack([count.to(counts[0].device, non_blocking=True) for count in counts]).sum()
+
+    def _foreign_on(self, device: torch.device) -> Tensor:
+        counts: dict[torch.device, Tensor] = self.__dict__.setdefault("_foreign", {})
+        if device not in counts:
+            counts[device] = torch.zeros((), dtype=torch.int64, device=device)
+        return counts[device]
 
     @torch.no_grad()
     def make_states(self) -> None:
@@ -144,49 +172,74 @@ class AdamW(Optimizer):
                     self.prepare(parameter, group)
 
     def prepare(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
-        """The parameter's state, made where there is none yet."""
+        """The parameter's state, made where there is none yet, and completed where the parameter is not as it was."""
         state: dict[str, Any] = self.state[parameter]
         if state:
+            if not _is_complete(parameter, group, state):
+                self._complete(parameter, group, state)
             return state
         state["step"] = torch.zeros((), dtype=_STEP, device=parameter.device)
-        if group["moments"] == "8bit":
+        if parameter.is_complex():
+            state["exp_avg"] = filled(parameter, 0, parameter.dtype)
+            state["exp_avg_sq"] = filled(parameter, 0, parameter.dtype)
+        elif group["moments"] == "8bit":
             groups = eight_bit.groups_of(local(parameter).numel())
-            state["exp_avg"] = _filled(parameter, 0, torch.int8)
-            state["exp_avg_sq"] = _filled(parameter, 1, torch.uint8)
+            state["exp_avg"] = filled(parameter, 0, torch.int8)
+            state["exp_avg_sq"] = filled(parameter, 1, torch.uint8)
             state["exp_avg_scale"] = torch.zeros(groups, device=parameter.device)
             state["exp_avg_sq_scale"] = torch.zeros(groups, device=parameter.device)
         else:
             dtype = torch.float32 if group["moments"] == "fp32" else torch.bfloat16
-            state["exp_avg"] = _filled(parameter, 0, dtype)
-            state["exp_avg_sq"] = _filled(parameter, 0, dtype)
+            state["exp_avg"] = filled(parameter, 0, dtype)
+            state["exp_avg_sq"] = filled(parameter, 0, dtype)
         self._complete(parameter, group, state)
         return state
 
     def _complete(self, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> None:
-        """What completes a BF16 parameter, where it is not in the state: from the parameter itself."""
+        """Let the state have what completes a BF16 parameter: from what it has, else from the parameter itself."""
+        remainder, words, master = (state.pop(name, None) for name in ("remainder", "check", "master"))
         if parameter.dtype is not torch.bfloat16:
+            if hasattr(parameter, "other_half"):
+                keep(parameter, None)  # it was BF16 once
             return
+        weight = local(parameter).detach()
+        if remainder is not None and words is None:
+            words = words_of(weight)
         if group["master"] == "split":
-            state["remainder"] = state.get("remainder", remainder_of(parameter))
-            state.pop("master", None)
-            _keep(parameter, state["remainder"])
+            if remainder is None:
+                remainder, words = halves(parameter) if master is None else halves_of(master)
+            state["remainder"], state["check"] = remainder, words
+            keep(parameter, remainder, words)
         elif group["master"] == "fp32":
-            state["master"] = state.get("master", full(parameter))
-            state.pop("remainder", None)
-            _keep(parameter, state["master"])
+            if master is None and remainder is not None:
+                master = like(master_of(weight, local(remainder), words), parameter)
+            state["master"] = full(parameter) if master is None else master
+            keep(parameter, state["master"])
         else:
             state.setdefault("seed", len(self.state))
-            _keep(parameter, None)
+            keep(parameter, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, but 8-bit moments of sharded parameters are in FP32: their codes are a rank's own."""
-        return sharded.portable(super().state_dict())
+        """As torch's, in a form that can be loaded elsewhere (saved_states.py)."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        return portable(super().state_dict(), parameters)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a state over in the formats it was saved in; torch would cast every tensor to its parameter's."""
-        groups = self.param_groups  # another optimizer may share them, so they stay the objects they are
+        before, after = self._optimizer_load_state_dict_pre_hooks, self._optimizer_load_state_dict_post_hooks
+        state_dict = state_dict.copy()
+        for hook in before.values():
+            state_dict = hook(self, state_dict) or state_dict
+        groups = self.param_groups  # schedulers hold them, so they stay the objects they are
         formats = [{name: group[name] for name in FORMATS} for group in groups]
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        try:  # hooks are to see the whole state, and torch gets the groups alone
+            self._optimizer_load_state_dict_pre_hooks, self._optimizer_load_state_dict_post_hooks = (
+                OrderedDict(),
+                OrderedDict(),
+            )
+            super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        finally:
+            self._optimizer_load_state_dict_pre_hooks, self._optimizer_load_state_dict_post_hooks = before, after
         for group, loaded, own_formats in zip(groups, self.param_groups, formats, strict=True):
             group.update({"maximize": False} | loaded | own_formats)
         self.param_groups = groups
@@ -194,18 +247,34 @@ class AdamW(Optimizer):
         parameters = [(p, group) for group in self.param_groups for p in group["params"]]
         for index, (parameter, group) in zip(ids, parameters, strict=True):
             saved = state_dict["state"].get(index)
-            if saved is None:
-                continue
-            own = sharded.placed(saved, parameter)
-            own["step"] = torch.as_tensor(own["step"], dtype=_STEP, device=parameter.device)
-            sharded.reformat(own, group["moments"])
-            self.state[parameter] = own
-            if "remainder" in own or "master" in own:
-                _keep(parameter, own.get("remainder", own.get("master")))
-            self._complete(parameter, group, own)
+            if saved:
+                own = from_saved(saved, parameter, group["moments"])
+                own["step"] = torch.as_tensor(own["step"], dtype=_STEP, device=parameter.device)
+                self.state[parameter] = own
+                self._complete(parameter, group, own)
+        for post_hook in after.values():
+            post_hook(self)
 
 
-def _check(group: dict[str, Any]) -> None:
+def _in_real_numbers(weight: Tensor, grad: Tensor, state: dict[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """A complex weight, its gradient and its moments as views of their real and imaginary parts; others as they are."""
+    if not weight.is_complex():
+        return weight, grad, state
+    state = {**state, **{name: torch.view_as_real(state[name]) for name in ("exp_avg", "exp_avg_sq")}}
+    return torch.view_as_real(weight), torch.view_as_real(grad.to(weight.dtype).resolve_conj()), state
+
+
+def _is_complete(parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> bool:
+    """Whether a state has what completes its parameter as it is now: others may change its format, or swap it."""
+    if parameter.dtype is not torch.bfloat16:
+        return "remainder" not in state and "master" not in state
+    name = _COMPLETES[group["master"]]
+    other = None if name == "seed" else state.get(name)
+    return name in state and getattr(parameter, "other_half", None) is other
+
+
+def check_group(group: dict[str, Any]) -> None:
+    """Refuse numbers and parameters that cannot be stepped."""
     beta1, beta2 = group["betas"]
     for name, value, good in (
         ("lr", group["lr"], float(group["lr"]) >= 0),
@@ -219,34 +288,15 @@ def _check(group: dict[str, Any]) -> None:
         if group[name] not in allowed:
             raise UsageError(f"AdamW: {name}={group[name]!r} is unknown; expected one of {', '.join(allowed)}")
     for parameter in group["params"]:
-        if parameter.dtype not in (torch.float32, torch.bfloat16):
-            raise UsageError(f"AdamW: a parameter is of {parameter.dtype}; it steps FP32 and BF16 parameters")
+        if parameter.dtype not in (torch.float32, torch.bfloat16, torch.complex64):
+            raise UsageError(
+                f"AdamW: a parameter is of {parameter.dtype}; it steps FP32, BF16 and complex64 parameters"
+            )
 
 
 def _rates(group: dict[str, Any]) -> Rates:
     beta1, beta2 = group["betas"]
     return Rates(float(group["lr"]), float(beta1), float(beta2), group["eps"], group["weight_decay"], group["maximize"])
-
-
-def narrow(parameter: nn.Parameter) -> nn.Parameter:
-    """Turn an FP32 parameter into a BF16 one with its remainder, in place: no bit of the weight is lost.
-
-    FSDP2 makes parameters of its own, without remainders, so narrow those: after ``fully_shard``, before the first
-    forward.
-    """
-    if parameter.dtype is torch.float32:
-        weight, remainder = split(local(parameter).detach())
-        sharded.replace(parameter, weight)
-        _keep(parameter, like(remainder, parameter))
-    return parameter
-
-
-def widen(parameter: nn.Parameter) -> None:
-    """Turn a BF16 parameter that ``narrow`` has made into the FP32 one that it stands for."""
-    if has_master(parameter):
-        sharded.replace(parameter, local(full(parameter)))
-        _keep(parameter, None)
-        widen_gradient(parameter, "bf16")
 
 
 def widen_gradient(parameter: nn.Parameter, gradients: str) -> None:
@@ -261,112 +311,3 @@ def widen_gradient(parameter: nn.Parameter, gradients: str) -> None:
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
     """The format in which autograd keeps a parameter's gradient."""
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
-
-
-def _filled(parameter: Tensor, value: int, dtype: torch.dtype) -> Tensor:
-    """A tensor of one value with the parameter's shape, sharded as it is."""
-    contiguous = torch.contiguous_format
-    return torch.full_like(parameter, value, dtype=dtype, memory_format=contiguous, requires_grad=False)
-
-
-def _keep(parameter: nn.Parameter, other: Tensor | None) -> None:
-    """Keep at a BF16 parameter what makes it FP32: a remainder (int16) or a copy (FP32).
-
-    At the parameter itself, so that whoever holds the model can join the two.
-    """
-    parameter.other_half = other  # type: ignore[attr-defined]
-
-
-def _kept(parameter: Tensor) -> Tensor | None:
-    other: Tensor | None = getattr(parameter, "other_half", None)
-    return other
-
-
-def remainder_of(parameter: nn.Parameter) -> Tensor:
-    """The remainder of a BF16 parameter; one that never had any gets zeros."""
-    remainder = _kept(parameter)
-    if remainder is None or remainder.dtype is not torch.int16:
-        remainder = _filled(parameter, 0, torch.int16)
-        _keep(parameter, remainder)
-    return remainder
-
-
-def has_master(parameter: Tensor) -> bool:
-    """Whether a BF16 parameter has something that completes it to FP32."""
-    return _kept(parameter) is not None
-
-
-def full(parameter: Tensor, device: torch.device | str | None = None) -> Tensor:
-    """A parameter in FP32, with the bits that its remainder or its copy holds; ``device``: put together there."""
-    other, weight = _kept(parameter), parameter.detach().to(device)
-    if other is None:
-        return weight.float()
-    other = other.to(device)
-    return like(join(local(weight), local(other)), weight) if other.dtype is torch.int16 else other.clone()
-
-
-class Sample(NamedTuple):
-    """Some values of a few parameters, equally many of each: a row for each name."""
-
-    names: list[str]
-    values: Tensor
-
-
-@torch.no_grad()
-def sample_full(parameters: Mapping[str, Tensor], most: int) -> list[Sample]:
-    """Up to ``most`` values of each parameter in FP32, evenly spread over it: the same ones each time."""
-    alike: dict[tuple[Any, ...], dict[str, tuple[Tensor, Tensor | None]]] = {}
-    for name, parameter in parameters.items():
-        weight, other = local(parameter).detach().reshape(-1), _kept(parameter)
-        some = slice(None, None, max(1, -(-weight.numel() // most)))
-        weight, rest = weight[some], None if other is None else local(other).reshape(-1)[some]
-        if weight.numel():
-            kind = (weight.numel(), weight.dtype, weight.device, None if rest is None else rest.dtype)
-            alike.setdefault(kind, {})[name] = weight, rest
-    return [Sample(list(group), _stacked_full(list(group.values()))) for group in alike.values()]
-
-
-def _stacked_full(pairs: list[tuple[Tensor, Tensor | None]]) -> Tensor:
-    rests = [rest for _, rest in pairs if rest is not None]
-    if rests and rests[0].dtype is torch.float32:
-        return torch.stack(rests)
-    weights = torch.stack([weight for weight, _ in pairs])
-    return join(weights, torch.stack(rests)) if rests else weights.float()
-
-
-def full_precision(model: nn.Module, device: torch.device | str | None = None) -> dict[str, Tensor]:
-    """The model's state dictionary with every BF16 weight as the FP32 number it stands for: what plain torch loads.
-
-    ``device``: where those are put together, as on a GPU that the model fills they may not fit.
-    """
-    state, parameters = _named(model)
-    return {
-        name: full(parameters[name], device) if name in parameters and has_master(parameters[name]) else value
-        for name, value in state.items()
-    }
-
-
-def load_full_precision(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Load an FP32 state dictionary into a model whose weights are split, losing nothing.
-
-    Where weights are sharded, the state's may be sharded in the same way or whole, on every rank.
-    """
-    _, parameters = _named(model)
-    state = {
-        name: sharded.place(value, parameters[name]) if name in parameters else value for name, value in state.items()
-    }
-    model.load_state_dict(state)
-    for name, value in state.items():
-        kept = _kept(parameters[name]) if name in parameters else None
-        if kept is not None:
-            master = local(value).detach().to(kept.device, torch.float32)
-            weight, remainder = split(master)
-            with torch.no_grad():
-                local(parameters[name]).copy_(weight)
-                local(kept).copy_(remainder if kept.dtype is torch.int16 else master)
-
-
-def _named(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, nn.Parameter]]:
-    """A model's state and parameters; the state first, as FSDP2 then puts its shards back where it had left wholes."""
-    state = model.state_dict()
-    return state, dict(model.named_parameters(remove_duplicate=False))

@@ -18,10 +18,9 @@ def gradient_norms(
 
     ``released``: the norms of gradients that were stepped and freed during backward.
     """
-    if released:
-        zero = torch.zeros((), device=device)
-        return torch.stack([released.get(parameter, zero).to(device) for parameter in parameters])
-    norms: list[Tensor] = [torch.zeros((), device=device)] * len(parameters)
+    zero = torch.zeros((), device=device)
+    norms = [released.get(parameter, zero).to(device) for parameter in parameters] if released else []
+    norms = norms or [zero] * len(parameters)
     alike: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
     for index, parameter in enumerate(parameters):
         if parameter.grad is not None:
@@ -34,6 +33,16 @@ def gradient_norms(
     return torch.stack(norms)
 
 
+def total_norm(norms: Tensor) -> Tensor:
+    """The norm of all gradients from those of each, in FP32: their squares would leave FP32 at 1.8e19 and 1e-23."""
+    return torch.linalg.vector_norm(norms, dtype=torch.float64).float()
+
+
+def real_values(grad: Tensor) -> Tensor:
+    """A gradient's numbers; of a complex one its real and imaginary parts, which have the same norm."""
+    return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
+
+
 def _values(parameter: nn.Parameter) -> Tensor:
     """The numbers of a parameter's gradient that are here."""
     grad = parameter.grad
@@ -43,5 +52,5 @@ def _values(parameter: nn.Parameter) -> Tensor:
         grad = parameter.grad = grad.redistribute(parameter.device_mesh, parameter.placements)
     if grad.is_sparse:
         grad = parameter.grad = grad.coalesce()
-        return grad._values()
-    return local(grad)
+        return real_values(grad._values())
+    return real_values(local(grad))

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from narrowgauge.optim import moments
-from narrowgauge.optim.split import join, split
+from narrowgauge.optim.check_words import GROUP, own_groups, words_of
+from narrowgauge.optim.split import belongs, join, split
 
 
 @dataclass(frozen=True)
@@ -32,15 +33,19 @@ class Rates:
     maximize: bool
 
 
-def update(weight: Tensor, grad: Tensor, state: dict[str, Any], rates: Rates, factor: Tensor | None = None) -> None:
-    """Step ``weight`` and ``state`` in place. ``factor``: what the gradient is divided by first."""
+def update(weight: Tensor, grad: Tensor, state: dict[str, Any], rates: Rates, factor: Tensor | None = None) -> int:
+    """Step ``weight`` and ``state`` in place. ``factor``: what the gradient is divided by first.
+
+    Returns how many groups of the weight somebody else had written since the last update.
+    """
     state["step"] += 1
     step = state["step"].item()
     grad = grad.float()
     if factor is not None:
         grad = grad / factor
     grad = (-grad if rates.maximize else grad).reshape(-1)
-    master, m, v = _master(weight, state), *_moments(state)
+    master, foreign = _master(weight, state)
+    m, v = _moments(state)
     if rates.weight_decay:
         master.mul_(1 - rates.lr * rates.weight_decay)
     m.lerp_(grad, 1 - rates.beta1)
@@ -50,16 +55,26 @@ def update(weight: Tensor, grad: Tensor, state: dict[str, Any], rates: Rates, fa
     master.addcdiv_(m, denominator, value=-size)
     _keep_moments(state, m, v, int(step))
     _keep_master(weight, master, state, int(step))
+    return foreign
 
 
-def _master(weight: Tensor, state: dict[str, Any]) -> Tensor:
-    """The FP32 weight, flat: itself where it can be stepped in place, or a copy."""
-    if "master" in state:
-        return state["master"].view(-1)  # type: ignore[no-any-return]
-    if "remainder" in state:
-        return join(weight.detach(), state["remainder"]).view(-1)
+def _master(weight: Tensor, state: dict[str, Any]) -> tuple[Tensor, int]:
+    """The FP32 weight, flat (itself where it can be stepped in place), and how many groups others have written."""
     flat = weight.detach().view(-1)
-    return flat if flat.dtype is torch.float32 else flat.float()
+    if "master" in state:
+        master: Tensor = state["master"].view(-1)
+        own = belongs(flat, master)
+        if own.all():
+            return master, 0
+        master.copy_(torch.where(own, master, flat.float()))
+        return master, len((~own).nonzero().div(GROUP, rounding_mode="floor").unique())
+    if "remainder" in state:
+        remainder, own = state["remainder"].view(-1), own_groups(flat, state["check"])
+        foreign = int((~own).sum())
+        if foreign:
+            remainder = torch.where(own.repeat_interleave(GROUP)[: len(flat)], remainder, 0)
+        return join(flat, remainder), foreign
+    return (flat if flat.dtype is torch.float32 else flat.float()), 0
 
 
 def _keep_master(weight: Tensor, master: Tensor, state: dict[str, Any], step: int) -> None:
@@ -68,6 +83,7 @@ def _keep_master(weight: Tensor, master: Tensor, state: dict[str, Any], step: in
         high, low = split(master)
         flat.copy_(high)
         state["remainder"].view(-1).copy_(low)
+        state["check"].copy_(words_of(high))
     elif "master" in state:
         flat.copy_(split(master)[0])
     elif flat.dtype is torch.bfloat16:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from narrowgauge.errors import UsageError
 from narrowgauge.kernels.adamw import norms_of
 from narrowgauge.optim.adamw import AdamW
+from narrowgauge.optim.norms import real_values
 from narrowgauge.optim.sharded import check_gradients
 from narrowgauge.scaling.tensor import TensorScales
 
@@ -27,23 +28,35 @@ class Release:
 
     def __init__(self, optimizers: Iterable[AdamW], scales: TensorScales | None = None) -> None:
         """``scales``: of FP8 casts, which saturate: what they were given is asked for as well."""
-        self._owner: dict[nn.Parameter, tuple[AdamW, dict[str, Any]]] = {}
         self._optimizers, self._scales = list(optimizers), scales
+        self._owner: dict[nn.Parameter, tuple[AdamW, dict[str, Any]]] = {}
         self._norms: dict[nn.Parameter, Tensor] = {}
         self._found: dict[torch.device, Tensor] = {}
+        self._handles: dict[nn.Parameter, Any] = {}
         self.attach()
+        for optimizer in self._optimizers:
+            optimizer.release = self  # type: ignore[attr-defined]
 
     def attach(self) -> None:
         """Put hooks on parameters that have none yet: those of a frozen part come when it is trained."""
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.requires_grad and parameter not in self._owner:
-                        check_gradients(parameter, "released")
-                        hold(parameter)
-                        self._owner[parameter] = optimizer, group
-                        handle = parameter.register_post_accumulate_grad_hook(self._step)
-                        setattr(parameter, _HANDLE, handle)
+                self._add(optimizer, group)
+
+    def add(self, optimizer: AdamW, group: dict[str, Any]) -> None:
+        """Release the gradients of a group that was added, unless another engine keeps this one's gradients."""
+        if any(parameter.__dict__.get(_HANDLE) is handle for parameter, handle in self._handles.items()):
+            self._add(optimizer, group)
+
+    def _add(self, optimizer: AdamW, group: dict[str, Any]) -> None:
+        for parameter in group["params"]:
+            if not parameter.requires_grad or parameter in self._owner:
+                continue
+            check_gradients(parameter, "released")
+            hold(parameter)
+            self._owner[parameter] = optimizer, group
+            self._handles[parameter] = handle = parameter.register_post_accumulate_grad_hook(self._step)
+            setattr(parameter, _HANDLE, handle)
 
     @torch.no_grad()
     def _step(self, parameter: Tensor) -> None:
@@ -56,7 +69,7 @@ class Release:
         optimizer, group = self._owner[parameter]
         if parameter.grad.is_sparse:
             raise UsageError("gradients=released: a gradient is sparse; use dense embeddings, or gradients=fp32")
-        (norm,) = norms_of([parameter.grad])
+        (norm,) = norms_of([real_values(parameter.grad)])
         bad = (~torch.isfinite(norm)).float()
         if self._scales is not None:
             bad = torch.maximum(bad, self._scales.misfits().any().float().to(bad.device))

@@ -4,11 +4,11 @@ AdamW is elementwise, so every rank steps its shard as if that were a tensor of 
 that have an element for each of the parameter's are DTensors with its mesh and placements, so that
 torch.distributed.checkpoint saves and reshards them.
 
-8-bit moments are the exception. Their groups of 128 run along a rank's shard, so codes and scales mean something only
-beside the shard they were made for (and steps differ slightly from those of the whole parameter). An optimizer's
-``state_dict`` has them decoded, as FP32 DTensors, and loading encodes them anew: what stays on its shard gets the same
-codes, but for the rare group whose largest second moment had been rounded down. The noise that rounds weights without
-masters runs along the shard too.
+8-bit moments and check words are the exception. Their groups of 128 run along a rank's shard, so codes, scales and
+words mean something only beside the shard they were made for (and steps differ slightly from those of the whole
+parameter). An optimizer's ``state_dict`` has moments decoded and masters joined, as FP32 DTensors, and loading encodes
+and splits them anew: what stays on its shard gets the same codes, but for the rare group whose largest second moment
+had been rounded down. The noise that rounds weights without masters runs along the shard too.
 
 FSDP2 makes parameters of its own and reads them again at the first forward, where it settles their formats: ``narrow``
 them between the two. It wants one format for all trainable parameters of a ``fully_shard`` call: narrow all or none.
@@ -28,8 +28,6 @@ from narrowgauge.optim import moments
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-ELEMENTWISE = ("exp_avg", "exp_avg_sq", "remainder", "master")
-"""What a state has an element of for each of the parameter's."""
 NOT_SHARDED = {
     "fp32": "FSDP2 hands gradients over in the parameter's format; take gradients=bf16, and FP32 for the sum over "
     "ranks by MixedPrecisionPolicy(reduce_dtype=torch.float32)",
@@ -121,36 +119,6 @@ def reformat(state: dict[str, Any], form: str) -> None:
     moments.reformat(state, form)
     for name, value in whole.items():
         state[name] = value if state[name].dtype is value.dtype else like(state[name], value)
-
-
-def portable(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state with everything of sharded parameters in a form that can be sharded otherwise, or gathered.
-
-    Remainders are in 32 bits, as neither gloo nor NCCL sends integers of 16.
-    """
-    states = {}
-    for index, saved in state_dict["state"].items():
-        if is_sharded(saved.get("exp_avg")):
-            saved = dict(saved)
-            if "exp_avg_scale" in saved:
-                reformat(saved, "fp32")
-            if "remainder" in saved:
-                saved["remainder"] = saved["remainder"].int()
-        states[index] = saved
-    return {**state_dict, "state": states}
-
-
-def placed(saved: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
-    """A copy of a saved state as its parameter is: on its device, sharded as it is or whole as it is."""
-    state = {name: value for name, value in saved.items() if not isinstance(value, dict)}  # {}: not there
-    if is_sharded(parameter) and "exp_avg_scale" in state:  # an unsharded state, whose groups are cut differently
-        moments.reformat(state, "fp32")
-    for name, value in state.items():
-        if isinstance(value, Tensor):
-            value = place(value, parameter) if name in ELEMENTWISE else value
-            dtype = torch.int16 if name == "remainder" else value.dtype
-            state[name] = value.to(parameter.device, dtype, copy=True)
-    return state
 
 
 def place(value: Tensor, parameter: Tensor) -> Tensor:

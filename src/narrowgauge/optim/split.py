@@ -6,10 +6,13 @@
 remainders, which is what 16 bits hold. (Rounding halves to even would need 65,537.) So the model computes with the
 nearest BF16 weight, the optimizer with the exact FP32 one, and no third copy is kept.
 
-Two patterns need care, both NaN. Rounding 0x7FFF8000 and above carries into the sign: the NaN that CUDA produces,
-0x7FFFFFFF, would turn into -0.0 for the model. These keep 0x7FFF for high, which has codes to spare only if the NaNs
-that rounding sends there from below, 0x7FFE8000 to 0x7FFEFFFF, go elsewhere: to zero with a negative remainder, codes
-that nothing else has. Hardware makes none of those. With that, every one of the 2**32 patterns survives.
+Every number and both infinities come back bit for bit, and NaN stays NaN. Rounding a NaN of 0x7FFF8000 or above would
+carry into the sign (0x7FFFFFFF, which CUDA produces, would turn into -0.0 for the model), so these count as 0x7FFF7FFF.
+
+``join`` takes any pair, also a weight with a remainder that belongs to another one (check_words.py): the result is
+then within half a BF16 step of the weight, so that it is finite where the weight is. Zero is the one weight for which
+the sum above is no such number: below 0x00000000 and 0x80000000 lie NaNs of the other sign. ``split`` makes no such
+pair; ``join`` reads it as the zero.
 """
 
 from __future__ import annotations
@@ -19,45 +22,45 @@ from torch import Tensor
 
 CARRIES = 0x7FFF8000
 """NaNs from here on would carry into the sign."""
-DISPLACED = 0x7FFE8000
-"""NaNs from here to 0x7FFF0000 make room for them."""
-_SIZE, _LOW = 0x7FFFFFFF, 0xFFFF
+_SIZE = 0x7FFFFFFF
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
     """The BF16 weight and the int16 remainder of an FP32 tensor."""
     bits = master.contiguous().view(torch.int32)
-    size = bits & _SIZE
+    carries = (bits & _SIZE) >= CARRIES
+    if _may_have(carries):
+        bits = torch.where(carries, (bits & ~_SIZE) | (CARRIES - 1), bits)
     high = (bits + 0x8000) >> 16
-    low = bits - (high << 16)
-    special = size >= DISPLACED
-    if _may_have(special):
-        sign = bits & ~_SIZE
-        carries = size >= CARRIES
-        displaced = special & (size < 0x7FFF0000)
-        high = torch.where(carries, (sign | 0x7FFF0000) >> 16, torch.where(displaced, sign >> 16, high))
-        low = torch.where(carries | displaced, _signed(bits & _LOW), low)
-    return high.to(torch.int16).view(torch.bfloat16), low.to(torch.int16)
+    return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
 
 
 def join(weight: Tensor, remainder: Tensor) -> Tensor:
     """The FP32 tensor that ``split`` was given."""
-    high, low = weight.contiguous().view(torch.int16).to(torch.int32), remainder.to(torch.int32)
-    bits = (high << 16) + low
-    size = high & 0x7FFF
-    special = (low < 0) & ((size == 0) | (size == 0x7FFF))
-    if _may_have(special):
-        sign = (high << 16) & ~_SIZE
-        top = 0x7FFF0000 - ((size == 0).to(torch.int32) << 16)
-        bits = torch.where(special, sign | top | (low & _LOW), bits)
+    top = _top(weight)
+    bits = top + remainder
+    crossed = (bits ^ top) < 0
+    if _may_have(crossed):
+        bits = torch.where(crossed, top, bits)
     return bits.view(torch.float32)
+
+
+def remainder_of(weight: Tensor, master: Tensor) -> Tensor:
+    """What completes a BF16 weight to an FP32 number that is within half a step of it, ties rounded either way."""
+    apart = master.contiguous().view(torch.int32).long() - _top(weight)
+    return apart.clamp(-0x8000, 0x7FFF).to(torch.int16)
+
+
+def belongs(weight: Tensor, master: Tensor) -> Tensor:
+    """Where a BF16 weight is its FP32 master rounded, ties either way: where nobody has written it by itself."""
+    apart = master.contiguous().view(torch.int32).long() - _top(weight)
+    return (apart >= -0x8000) & (apart <= 0x8000)
+
+
+def _top(weight: Tensor) -> Tensor:
+    return weight.contiguous().view(torch.int16).to(torch.int32) << 16
 
 
 def _may_have(special: Tensor) -> bool:
     """Whether the rare patterns need their own pass; on a GPU always, since to look would be to wait for it."""
     return special.device.type != "cpu" or bool(special.any())
-
-
-def _signed(low: Tensor) -> Tensor:
-    """A 16-bit pattern as the number int16 has for it."""
-    return torch.where(low >= 0x8000, low - 0x10000, low)

@@ -1,30 +1,39 @@
-"""Puts narrowgauge's AdamW in the place of a user's, with the user's groups and rates, and brings states across.
+"""Makes narrowgauge's AdamW out of a user's, in place, with the user's groups, rates and state.
 
-The new optimizer shares the old one's parameter groups: a scheduler that was made for the old one moves the new one.
+The optimizer stays the object that the user, schedulers and hooks hold; its class becomes one that steps, saves, loads
+and adds groups as narrowgauge's AdamW does and is still an instance of the class it was.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Adam, Optimizer
 
 from narrowgauge.errors import UsageError
 from narrowgauge.optim import moments as eight_bit
-from narrowgauge.optim.adamw import FORMATS, AdamW, narrow, widen_gradient
+from narrowgauge.optim.adamw import FORMATS, AdamW, check_group, widen_gradient
+from narrowgauge.optim.masters import narrow
+from narrowgauge.optim.saved_states import known_names
 from narrowgauge.optim.sharded import check_gradients
+
+REPLACED = ("step", "state_dict", "load_state_dict", "add_param_group")
+"""What narrowgauge's AdamW does in its own way."""
 
 
 def take_over(
     optimizer: Optimizer, master: str, moments: str, narrowed: Iterable[nn.Parameter], gradients: str = "bf16"
 ) -> AdamW:
-    """An AdamW with these formats for the optimizer's parameters, of which ``narrowed`` become BF16."""
+    """The optimizer as an AdamW with these formats for its parameters, of which ``narrowed`` become BF16."""
     formats = {"master": master, "moments": moments, "gradients": gradients}
     if not isinstance(optimizer, AdamW):
         _check(optimizer)
+    for group in optimizer.param_groups:
+        check_group({"maximize": False} | group | formats)
     own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     for parameter in narrowed:
         if parameter in own:
@@ -32,48 +41,88 @@ def take_over(
                 raise UsageError("lean recipe: a parameter has a gradient already; make the engine before backward")
             check_gradients(parameter, gradients)
             widen_gradient(narrow(parameter), gradients)
-    if isinstance(optimizer, AdamW):
-        new = optimizer
-    else:
-        new = AdamW([torch.nn.Parameter(torch.zeros(()))])
-        new.param_groups = optimizer.param_groups
-        new.stands_for = optimizer
+    state = Optimizer.state_dict(optimizer) if not isinstance(optimizer, AdamW) else optimizer.state_dict()
+    new = optimizer if isinstance(optimizer, AdamW) else _become(optimizer)
+    new.defaults |= {"maximize": False} | new.defaults | formats
     for group in new.param_groups:
-        group.update(formats)
-        group.setdefault("maximize", False)
-    if optimizer.state:
-        state = optimizer.state_dict()
-        optimizer.state.clear()
+        group.update({"maximize": False} | group | formats)
+    new.__dict__.pop("release", None)  # of an engine that had it before
+    if state["state"]:
         new.load_state_dict(state)
-        for group in new.param_groups:  # what the state's groups said is what they said before
-            group.update(formats)
     return new
 
 
 def can_take_over(optimizer: Optimizer) -> bool:
     """Whether an optimizer is an AdamW, by whatever name, that ours can stand for."""
-    if isinstance(optimizer, AdamW):
-        return True
+    return isinstance(optimizer, AdamW) or (_is_adamw(optimizer) and not _own_methods(optimizer))
+
+
+def _is_adamw(optimizer: Optimizer) -> bool:
     decoupled = isinstance(optimizer, Adam) and all(
         group.get("decoupled_weight_decay", False) or not group["weight_decay"] for group in optimizer.param_groups
     )
     return decoupled and not any(group.get("amsgrad") for group in optimizer.param_groups)
 
 
+def _own_methods(optimizer: Optimizer) -> list[str]:
+    """Which methods that ours would replace are not torch's: a subclass's, or put at the object itself."""
+    kind, at_object = type(optimizer), dict(vars(optimizer))
+    if hasattr(at_object.get("step"), "_wrapped_by_lr_sched"):
+        del at_object["step"]  # a scheduler has put itself around it
+    # torch wraps a class's step where it is first used, and the wrapper names what it wraps.
+    return [
+        name
+        for name in REPLACED
+        if name in at_object or inspect.unwrap(getattr(kind, name)) is not inspect.unwrap(getattr(Adam, name))
+    ]
+
+
 def _check(optimizer: Optimizer) -> None:
-    if not can_take_over(optimizer):
+    name, own = type(optimizer).__name__, _own_methods(optimizer)
+    if not _is_adamw(optimizer):
         raise UsageError(
-            f"a lean recipe steps AdamW with narrow states, not {type(optimizer).__name__} (nor amsgrad, nor Adam's "
+            f"a lean recipe steps AdamW with narrow states, not {name} (nor amsgrad, nor Adam's "
             "coupled weight decay); take torch.optim.AdamW, or a recipe with master=fp32 and moments=fp32"
         )
+    if own:
+        raise UsageError(
+            f"a lean recipe steps AdamW with narrow states and would never call the {own[0]}() that {name} has of its "
+            "own; take torch.optim.AdamW with register_step_pre_hook for what it adds, or a recipe with master=fp32 "
+            "and moments=fp32"
+        )
+
+
+def _become(optimizer: Optimizer) -> AdamW:
+    vars(optimizer).pop("step", None)  # a scheduler's, around the step that is replaced; ours tells schedulers itself
+    optimizer.state.clear()
+    optimizer.__class__ = _class_over(type(optimizer))
+    assert isinstance(optimizer, AdamW)
+    optimizer._patch_step_function()  # hooks around the step, which torch sets up where an optimizer is made
+    return optimizer
+
+
+@lru_cache(maxsize=64)
+def _class_over(kind: type[Optimizer]) -> type[AdamW]:
+    """narrowgauge's AdamW that is also an instance of the user's class, and is pickled by that class."""
+
+    def reduce(self: AdamW, protocol: Any) -> Any:
+        return _make_empty, (kind,), self.__getstate__()
+
+    return type(kind.__name__, (AdamW, kind), {"__reduce_ex__": reduce, "__module__": kind.__module__})
+
+
+def _make_empty(kind: type[Optimizer]) -> AdamW:
+    made = _class_over(kind)
+    return made.__new__(made)
 
 
 def plain_state(state_dict: dict[str, Any]) -> dict[str, Any]:
     """A state of narrowgauge's AdamW as torch.optim.AdamW keeps it: FP32 moments, no masters."""
     states: dict[Any, Any] = {}
-    for index, saved in state_dict["state"].items():
+    for index, named in state_dict["state"].items():
+        saved = known_names(named)
         if "exp_avg" not in saved or not ({"exp_avg_scale", "remainder", "master"} & set(saved)):
-            states[index] = saved
+            states[index] = named
             continue
         first, second = saved["exp_avg"], saved["exp_avg_sq"]
         if "exp_avg_scale" in saved:
@@ -87,7 +136,7 @@ def plain_state(state_dict: dict[str, Any]) -> dict[str, Any]:
 def without_masters(state_dict: dict[str, Any]) -> dict[str, Any]:
     """A state without remainders and copies, for checkpoints whose model is in FP32 already."""
     states = {
-        index: {name: value for name, value in saved.items() if name not in ("remainder", "master")}
+        index: {name: value for name, value in saved.items() if name not in ("remainder", "check", "master")}
         for index, saved in state_dict["state"].items()
     }
     return {**state_dict, "state": states}

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.kernels.adamw import Copies, Lists, Numbers, adamw
-from narrowgauge.optim.copies import Fp8Copy
+from narrowgauge.kernels.adamw import Lists, Numbers, adamw
 from narrowgauge.optim.moments import PLASTIC
 
 
@@ -19,11 +18,11 @@ def step_together(
     group: dict[str, Any],
     factor: Tensor | None,
     found: Tensor | None,
-    copies: list[Fp8Copy] | None = None,
+    foreign: Tensor,
 ) -> None:
     """Step parameters that have a group, a device and formats in common; not at all where ``found`` is not 0.
 
-    ``copies`` are their FP8 copies, of one book of scales, to be written as well.
+    ``foreign`` is raised by the groups of weights that somebody else had written.
     """
     steps = _steps(states)
     steps.add_(1.0 if found is None else 1.0 - found)
@@ -35,9 +34,9 @@ def step_together(
         first=[state["exp_avg"] for state in states],
         second=[state["exp_avg_sq"] for state in states],
         low=[state[low] for state in states if low in state],
+        check=[state["check"] for state in states if "check" in state],
         first_scale=[state["exp_avg_scale"] for state in states if "exp_avg_scale" in state],
         second_scale=[state["exp_avg_sq_scale"] for state in states if "exp_avg_sq_scale" in state],
-        copy=[copy.lp for copy in copies or ()],
     )
     ticks = (steps.long() * PLASTIC[1]).to(torch.int32) if lists.first_scale else None
     seeds = None
@@ -45,23 +44,7 @@ def step_together(
         own = torch.tensor([state["seed"] for state in states]).to(steps.device, non_blocking=True)
         seeds = (steps.long() * 0x9E3779B1 + own).to(torch.int32)
     rates = rates_of(steps, group["lr"], group["weight_decay"], beta1, beta2)
-    numbers = Numbers(
-        beta1, beta2, group["eps"], group["maximize"], rates, ticks, seeds, factor, found,
-        None if copies is None else numbers_of(copies),
-    )  # fmt: skip
-    adamw(lists, numbers)
-    for copy in copies or ():
-        copy.note()
-
-
-def numbers_of(copies: list[Fp8Copy]) -> Copies:
-    """What the kernel needs to know of FP8 copies."""
-    scales = copies[0].scales
-    places = [copy.site.scale.storage_offset() for copy in copies]
-    where = torch.tensor(places, dtype=torch.int32)
-    if scales.scale.is_cuda:
-        where = where.pin_memory().to(scales.scale.device, non_blocking=True)
-    return Copies(where, scales.scale, scales.amax, scales.counts)
+    adamw(lists, Numbers(beta1, beta2, group["eps"], group["maximize"], rates, ticks, seeds, factor, found, foreign))
 
 
 def rates_of(steps: Tensor, lr: float | Tensor, weight_decay: float, beta1: float, beta2: float) -> Tensor:

@@ -3,6 +3,7 @@
 Each value that JSON has no exact word for becomes an object with one key that names its kind:
 
     {"tensor": name}   {"tuple": [...]}   {"dict": {...}}   {"items": [[key, value], ...]}   {"float": "inf"}
+    {"bytes": "00ff"}
 
 A dict whose keys are not all text (an optimizer's state counts parameters) is written as items. Tensors that are the
 same memory (tied weights) are stored once; every place names the one that is stored, and gets the same tensor back.
@@ -41,6 +42,8 @@ class Taker:
             return int(value)
         if isinstance(value, float):
             return float(value) if math.isfinite(value) else {"float": repr(float(value))}
+        if isinstance(value, bytes):
+            return {"bytes": value.hex()}
         if isinstance(value, Mapping):
             parts = [(key, self.take(item, _join(path, key))) for key, item in value.items()]
             if all(isinstance(key, str) for key in value):
@@ -90,6 +93,8 @@ def rebuild(data: Any, tensors: Mapping[str, Tensor]) -> Any:
         return {rebuild(key, tensors): rebuild(item, tensors) for key, item in content}
     if kind == "tuple":
         return tuple(rebuild(item, tensors) for item in content)
+    if kind == "bytes":
+        return bytes.fromhex(content)
     if kind == "float":
         return float(content)
     raise ValueError(f"unknown kind {kind!r} in a saved state")

@@ -1,17 +1,14 @@
-"""narrowgauge's kernel beneath torch's fused AdamW: torch's numbers, state and hooks, and FP8 copies written along."""
+"""narrowgauge's kernel beneath torch's fused AdamW: torch's numbers, state and hooks."""
 
 import pytest
 import torch
-from oracle import hardware_rounding, losses  # noqa: F401
+from oracle import losses
 from torch import nn
 
 from narrowgauge import Engine, kernels
 from narrowgauge.kernels import adamw as kernel
-from narrowgauge.kernels import cast
 from narrowgauge.models.gpt import GPT, GPTConfig
-from narrowgauge.nn.gemm import E4M3, CachedWeight
-from narrowgauge.optim.beneath import own_kernel
-from narrowgauge.scaling.tensor import TensorScales
+from narrowgauge.optim.fused_adamw_patch import own_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = ((64, 32), (48,), (3, 5, 7))
@@ -28,7 +25,7 @@ def by_kernel(monkeypatch):
 @pytest.fixture
 def launched(monkeypatch):
     calls, plain = [], kernel.adamw
-    monkeypatch.setattr("narrowgauge.optim.beneath.adamw", lambda *args: calls.append(args) or plain(*args))
+    monkeypatch.setattr("narrowgauge.optim.fused_adamw_patch.adamw", lambda *args: calls.append(args) or plain(*args))
     return calls
 
 
@@ -120,79 +117,6 @@ def test_hooks_run_and_torch_is_put_back_after_an_error():
     with pytest.raises(RuntimeError, match="halt"), own_kernel():
         raise RuntimeError("halt")
     assert torch._fused_adamw_ is plain
-
-
-@pytest.mark.usefixtures("hardware_rounding")
-@pytest.mark.parametrize("found", [0.0, 1.0])
-def test_fp8_copies_of_fp32_weights_are_written_along_in_one_layout_and_turned_into_the_other(found, monkeypatch):
-    weights = [nn.Parameter(torch.randn(64, 32, device=DEVICE)), nn.Parameter(torch.randn(48, 32, device=DEVICE))]
-    alone = nn.Parameter(torch.randn(16, device=DEVICE))
-    scales = TensorScales({"weight": E4M3}, DEVICE)
-    cached = CachedWeight(*weights, site=scales.sites["weight"], scales=scales)
-    optimizer = torch.optim.AdamW([weights[0], alone, weights[1]], lr=0.05, fused=True)
-    first = cached.fp8()
-    scales.update()
-    train([*weights, alone], optimizer, True, steps=1, factor=1.0, found=found)
-    joined = torch.cat([weight.detach() for weight in weights])
-    assert scales.sites["weight"].amax.item() == joined.abs().max().item()
-    for name in ("cast", "cast_transpose", "cast_weight"):
-        monkeypatch.setattr(cast, name, None)  # whoever casts now fails
-    again = cached.fp8()
-    assert again.lp is first.lp and torch.equal(again.inv_scale, scales.sites["weight"].inv_scale)
-    assert torch.equal(again.lp_t.view(torch.uint8), again.lp.view(torch.uint8).t())
-    exact = (joined * scales.sites["weight"].scale).clamp(-448, 448).to(E4M3)
-    assert torch.equal(again.lp.view(torch.uint8), exact.view(torch.uint8))
-    assert cached.fp8() is again
-
-
-def test_a_step_by_other_hands_after_ours_makes_an_fp8_copy_old():
-    weight, scales = nn.Parameter(torch.randn(32, 32, device=DEVICE)), TensorScales({"weight": E4M3}, DEVICE)
-    cached = CachedWeight(weight, site=scales.sites["weight"], scales=scales)
-    optimizer = torch.optim.AdamW([weight], lr=0.05, fused=True)
-    first = cached.fp8()
-    scales.update()
-    train([weight], optimizer, True, steps=1)
-    train([weight], optimizer, False, steps=1)  # raises no version
-    assert cached.fp8().lp is not first.lp
-
-
-@pytest.mark.usefixtures("hardware_rounding")
-def test_bf16_copies_of_fp32_weights_are_written_along(launched):
-    weights = [nn.Parameter(torch.randn(64, 32, device=DEVICE)), nn.Parameter(torch.randn(48, 32, device=DEVICE))]
-    alone = nn.Parameter(torch.randn(16, device=DEVICE))
-    cached = CachedWeight(*weights)
-    optimizer = torch.optim.AdamW([weights[0], alone, weights[1]], lr=0.05, fused=True)
-    first = cached.bf16()
-    for found in (0.0, 1.0):
-        train([*weights, alone], optimizer, True, steps=1, factor=1.0, found=found)
-        assert cached.bf16() is first, "the same memory, written by the update"
-        assert torch.equal(first, torch.cat([weight.detach() for weight in weights]).to(torch.bfloat16))
-    assert len(launched) == 4, "those with copies and those without"
-    train([*weights, alone], optimizer, False, steps=1)
-    again = cached.bf16()
-    assert again is not first, "torch's own kernel writes no copy"
-    assert torch.equal(again, torch.cat([weight.detach() for weight in weights]).to(torch.bfloat16))
-    train([*weights, alone], optimizer, True, steps=1)
-    train([alone], torch.optim.SGD([alone], lr=0.1), False, steps=1)
-    assert cached.bf16() is again, "another weight's step is no matter"
-    train([*weights, alone], optimizer, True, steps=1)
-    train(weights[:1], torch.optim.AdamW(weights[:1], lr=0.05, fused=True), False, steps=1)
-    assert cached.bf16() is not again, "a step by other hands, which versions do not show"
-    assert torch.equal(cached.bf16(), torch.cat([weight.detach() for weight in weights]).to(torch.bfloat16))
-    with torch.no_grad():
-        weights[0].mul_(2)
-    assert torch.equal(cached.bf16(), torch.cat([weight.detach() for weight in weights]).to(torch.bfloat16))
-
-
-def test_a_weight_of_two_layers_has_the_copy_of_one_of_them_written():
-    weight, scales = nn.Parameter(torch.randn(32, 32, device=DEVICE)), TensorScales({"a": E4M3, "b": E4M3}, DEVICE)
-    one, other = (CachedWeight(weight, site=scales.sites[name], scales=scales) for name in "ab")
-    optimizer = torch.optim.AdamW([weight], lr=0.05, fused=True)
-    kept = one.fp8(), other.fp8()
-    scales.update()
-    train([weight], optimizer, True, steps=1)
-    assert other.fp8().lp is kept[1].lp and one.fp8().lp is not kept[0].lp
-    torch.testing.assert_close(one.fp8().lp.float(), other.fp8().lp.float(), rtol=0.6, atol=0.1)
 
 
 @pytest.mark.skipif(

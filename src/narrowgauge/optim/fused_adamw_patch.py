@@ -1,7 +1,7 @@
 """narrowgauge's kernel beneath torch's fused AdamW: the user's optimizer, its state and its hooks stay what they are.
 
 torch's kernel divides gradients by ``grad_scale`` and writes them back, 4 of 32 bytes a parameter; ours leaves them
-alone, is faster byte for byte (docs/results.md), and writes FP8 or BF16 copies of weights along with them.
+alone, and is faster byte for byte (docs/results.md).
 What ours has no form for (amsgrad, other formats, DTensors, several devices' lists) runs as torch wrote it.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,8 +16,7 @@ from torch import Tensor
 
 from narrowgauge.kernels import use_triton
 from narrowgauge.kernels.adamw import Lists, Numbers, adamw
-from narrowgauge.optim.copies import Bf16Copy, Fp8Copy, bf16_copy_of, copy_of
-from narrowgauge.optim.together import numbers_of, rates_of
+from narrowgauge.optim.together import rates_of
 
 
 @contextlib.contextmanager
@@ -64,22 +62,9 @@ def _step(
             weight_decay=weight_decay, maximize=maximize, amsgrad=amsgrad, grad_scale=grad_scale, found_inf=found_inf,
         )  # fmt: skip
         return
-    alike: dict[Any, list[tuple[Tensor, ...]]] = {}
-    for row in zip(params, grads, first, second, steps, strict=True):
-        lp = copy_of(row[0])
-        kind: Any = id(lp.scales) if lp is not None else bf16_copy_of(row[0]) is not None
-        alike.setdefault(kind, []).append(row)
-    for rows in alike.values():
-        rates = rates_of(torch.stack([row[4] for row in rows]), lr, weight_decay, beta1, beta2)
-        numbers = Numbers(beta1, beta2, eps, maximize, rates, None, None, grad_scale, found_inf)
-        lists = Lists(*([row[column].detach() for row in rows] for column in range(4)))
-        in_fp8 = [copy for row in rows if (copy := copy_of(row[0])) is not None]
-        in_bf16 = [wide for row in rows if not in_fp8 and (wide := bf16_copy_of(row[0])) is not None]
-        lists.copy = [copy.lp for copy in in_fp8] or [copy.hp for copy in in_bf16]
-        adamw(lists, replace(numbers, copies=numbers_of(in_fp8)) if in_fp8 else numbers)
-        written: tuple[Fp8Copy | Bf16Copy, ...] = (*in_fp8, *in_bf16)
-        for one in written:
-            one.note()
+    rates = rates_of(torch.stack(steps), lr, weight_decay, beta1, beta2)
+    lists = Lists(*([tensor.detach() for tensor in column] for column in (params, grads, first, second)))
+    adamw(lists, Numbers(beta1, beta2, eps, maximize, rates, None, None, grad_scale, found_inf))
 
 
 def _fits(*tensors: Tensor) -> bool:

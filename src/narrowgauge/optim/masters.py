@@ -1,0 +1,187 @@
+"""The FP32 masters of BF16 parameters, as whoever holds the model can have them: joined, exported, sampled, loaded.
+
+At the parameter itself is kept what completes it: ``other_half``, a remainder of 16 bits or an FP32 copy, and beside
+remainders ``check_words``, which tell whether somebody else has written the parameter since. It is then its own master.
+Reading changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.optim import sharded
+from narrowgauge.optim.check_words import master_of, sample_trusted, words_of
+from narrowgauge.optim.sharded import like, local
+from narrowgauge.optim.split import remainder_of, split
+
+
+class OtherHalf(NamedTuple):
+    """What completes a BF16 parameter to FP32."""
+
+    values: Tensor
+    """Remainders (int16) or FP32 copies, sharded as the parameter is."""
+    words: Tensor | None
+    """The check words of remainders; None: they are not checked."""
+
+
+def keep(parameter: nn.Parameter, values: Tensor | None, words: Tensor | None = None) -> None:
+    """Keep at a parameter what completes it."""
+    parameter.other_half = values  # type: ignore[attr-defined]
+    parameter.check_words = words  # type: ignore[attr-defined]
+
+
+def kept(parameter: Tensor) -> OtherHalf | None:
+    """What completes a parameter; None where nothing does, also where it has got another format or shape since."""
+    values: Tensor | None = getattr(parameter, "other_half", None)
+    if values is None or parameter.dtype is not torch.bfloat16 or values.shape != parameter.shape:
+        return None
+    return OtherHalf(values, getattr(parameter, "check_words", None))
+
+
+def has_master(parameter: Tensor) -> bool:
+    """Whether a BF16 parameter has something that completes it to FP32."""
+    return kept(parameter) is not None
+
+
+def narrow(parameter: nn.Parameter) -> nn.Parameter:
+    """Turn an FP32 parameter into a BF16 one with its remainder, in place: no bit of the weight is lost.
+
+    FSDP2 makes parameters of its own, without remainders, so narrow those: after ``fully_shard``, before the first
+    forward.
+    """
+    if parameter.dtype is torch.float32:
+        values = local(parameter).detach()
+        weight, remainder = split(values)
+        sharded.replace(parameter, torch.empty_like(values, dtype=torch.bfloat16).copy_(weight))  # strides stay
+        keep(parameter, like(remainder, parameter), words_of(weight))
+    return parameter
+
+
+def widen(parameter: nn.Parameter) -> None:
+    """Turn a BF16 parameter that ``narrow`` has made into the FP32 one that it stands for, in place."""
+    if has_master(parameter):
+        values = local(full(parameter))
+        keep(parameter, None)
+        sharded.replace(parameter, torch.empty_like(local(parameter), dtype=torch.float32).copy_(values))
+        if getattr(parameter, "grad_dtype", None) is not None:
+            parameter.grad_dtype = torch.float32
+
+
+def carry_masters(source: nn.Module, copy: nn.Module) -> None:
+    """Give the parameters of a copied module what completes those of its source: torch copies no attributes."""
+    for parameter, other in zip(source.parameters(), copy.parameters(), strict=True):
+        found = kept(parameter)
+        if found is not None and kept(other) is None:
+            keep(other, found.values.clone(), None if found.words is None else found.words.clone())
+
+
+def halves(parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
+    """The remainder and the check words of a BF16 parameter; one that never had any gets zeros."""
+    found, weight = kept(parameter), local(parameter).detach()
+    if found is None:
+        return filled(parameter, 0, torch.int16), words_of(weight)
+    values = found.values.to(parameter.device)
+    if values.dtype is torch.int16:
+        return values, words_of(weight) if found.words is None else found.words.to(parameter.device)
+    return like(remainder_of(weight, master_of(weight, local(values), None)), parameter), words_of(weight)
+
+
+def halves_of(master: Tensor) -> tuple[Tensor, Tensor]:
+    """The remainder and the check words of weights that are a saved FP32 copy rounded, whatever the model has now."""
+    weight, remainder = split(local(master))
+    return like(remainder, master), words_of(weight)
+
+
+def filled(parameter: Tensor, value: int, dtype: torch.dtype) -> Tensor:
+    """A tensor of one value with the parameter's shape, sharded as it is, in row-major order."""
+    contiguous = torch.contiguous_format
+    return torch.full_like(parameter, value, dtype=dtype, memory_format=contiguous, requires_grad=False)
+
+
+def full(parameter: Tensor, device: torch.device | str | None = None) -> Tensor:
+    """A parameter in FP32, with the bits that its remainder or its copy holds; ``device``: put together there."""
+    found, weight = kept(parameter), parameter.detach().to(device)
+    if found is None:
+        return weight.float() if weight.is_floating_point() else weight
+    values, words = found.values.to(weight.device), None if found.words is None else found.words.to(weight.device)
+    return like(master_of(local(weight), local(values), words), weight)
+
+
+class Sample(NamedTuple):
+    """Some values of a few parameters, equally many of each: a row for each name."""
+
+    names: list[str]
+    values: Tensor
+
+
+@torch.no_grad()
+def sample_full(parameters: Mapping[str, Tensor], most: int) -> list[Sample]:
+    """Up to ``most`` values of each parameter in FP32, evenly spread over it: the same ones each time.
+
+    Of a complex parameter the real and imaginary parts.
+    """
+    alike: dict[tuple[Any, ...], dict[str, tuple[Tensor, Tensor | None]]] = {}
+    for name, parameter in parameters.items():
+        whole, found = local(parameter).detach(), kept(parameter)
+        whole = torch.view_as_real(whole.resolve_conj()) if whole.is_complex() else whole
+        every = max(1, -(-whole.numel() // most))
+        weight, rest = whole.reshape(-1)[::every], None
+        if found is not None:
+            rest = local(found.values)
+            narrow = rest.dtype is torch.int16
+            rest = sample_trusted(whole, rest, found.words, every) if narrow else rest.reshape(-1)[::every]
+        if weight.numel():
+            kind = (weight.numel(), weight.dtype, weight.device, None if rest is None else rest.dtype)
+            alike.setdefault(kind, {})[name] = weight, rest
+    return [Sample(list(group), _stacked_full(list(group.values()))) for group in alike.values()]
+
+
+def _stacked_full(pairs: list[tuple[Tensor, Tensor | None]]) -> Tensor:
+    weights = torch.stack([weight for weight, _ in pairs])
+    rests = [rest for _, rest in pairs if rest is not None]
+    return master_of(weights, torch.stack(rests), None) if rests else weights.float()
+
+
+def full_precision(model: nn.Module, device: torch.device | str | None = None) -> dict[str, Tensor]:
+    """The model's state dictionary with every BF16 weight as the FP32 number it stands for: what plain torch loads.
+
+    ``device``: where those are put together, as on a GPU that the model fills they may not fit.
+    """
+    state, parameters = _named(model)
+    return {
+        name: full(parameters[name], device) if name in parameters and has_master(parameters[name]) else value
+        for name, value in state.items()
+    }
+
+
+def load_full_precision(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Load an FP32 state dictionary into a model whose weights are split, losing nothing.
+
+    Where weights are sharded, the state's may be sharded in the same way or whole, on every rank.
+    """
+    _, parameters = _named(model)
+    state = {
+        name: sharded.place(value, parameters[name]) if name in parameters else value for name, value in state.items()
+    }
+    model.load_state_dict(state)
+    for name, value in state.items():
+        found = kept(parameters[name]) if name in parameters else None
+        if found is not None:
+            values = local(found.values)
+            master = local(value).detach().to(values.device, torch.float32)
+            weight, remainder = split(master)
+            with torch.no_grad():
+                local(parameters[name]).copy_(weight)
+                values.copy_(remainder if values.dtype is torch.int16 else master)
+                if found.words is not None:
+                    found.words.copy_(words_of(weight))
+
+
+def _named(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, nn.Parameter]]:
+    """A model's state and parameters; the state first, as FSDP2 then puts its shards back where it had left wholes."""
+    state = model.state_dict()
+    return state, dict(model.named_parameters(remove_duplicate=False))
