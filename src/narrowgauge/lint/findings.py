@@ -14,6 +14,17 @@ ORDER = {SERIOUS: 0, WARNING: 1, NOTE: 2}
 
 
 @dataclass(frozen=True)
+class Rule:
+    """A pitfall by name."""
+
+    name: str
+    severity: str
+    about: str
+    why: str
+    fix: str
+
+
+@dataclass(frozen=True)
 class Span:
     """A stretch of a file, lines and columns from 1, as editors and SARIF count them."""
 

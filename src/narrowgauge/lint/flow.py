@@ -19,6 +19,7 @@ from narrowgauge.lint.values import (
     Class,
     Condition,
     Const,
+    EngineContext,
     Function,
     Instance,
     Module,
@@ -26,6 +27,7 @@ from narrowgauge.lint.values import (
     Ref,
     Scaler,
     Seq,
+    Site,
     Tensor,
     Value,
     dotted,
@@ -122,22 +124,27 @@ class Follower(Frames):
         return merge([*states, *left])
 
     def _with(self, node: ast.With | ast.AsyncWith, states: list[State]) -> list[State]:
-        groups: dict[tuple[tuple[Autocast, ...], tuple[Autocast, ...]], list[State]] = {}
+        groups: dict[tuple[object, ...], list[State]] = {}
+        before: dict[tuple[object, ...], tuple[tuple[Autocast, ...], tuple[Site, ...]]] = {}
+        quiet = any(self._switches_off(item.context_expr, states[0]) for item in node.items)
         for state in states:
-            outer = state.autocast
+            outer = (state.autocast, state.contexts)
             for item in node.items:
                 value = self.evaluator.value(item.context_expr, state)
+                self.evaluator.engines.enter(value, item.context_expr, state)
+                quiet = quiet or (isinstance(value, EngineContext) and value.evaluates)
                 if isinstance(value, Autocast):
                     state.autocast = (*state.autocast, value)
                 if item.optional_vars is not None:
                     self.assign(item.optional_vars, None, state)
-            groups.setdefault((outer, state.autocast), []).append(state)
-        quiet = any(self._switches_off(item.context_expr, states[0]) for item in node.items)
+            key = (outer, state.autocast, state.contexts)
+            before[key] = outer
+            groups.setdefault(key, []).append(state)
         self.without_grad += quiet
         ends: list[State] = []
-        for (outer, _), group in groups.items():
+        for inner, group in groups.items():
             for end in self.block(node.body, group):
-                end.autocast = outer
+                end.autocast, end.contexts = before[inner]
                 ends.append(end)
         self.without_grad -= quiet
         return ends
@@ -289,6 +296,8 @@ class Follower(Frames):
             hidden = OPAQUE if value is None and self.frames[-1] else None
             state.bind(f"{self.frames[-1]}|{target.id}", value or hidden)
             self.evaluator.casts.named(target, value, state)
+            if not isinstance(value, Module | Optimizer):
+                state.bind(heap(f"{self.frames[-1]}|{target.id}", "!engine"), None)  # another thing of the name
             self.evaluator.tensors.named(target, value)
         elif isinstance(target, ast.Attribute):
             if target.attr == "grad":

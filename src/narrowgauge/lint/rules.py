@@ -2,21 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from narrowgauge.lint.findings import NOTE, SERIOUS, WARNING
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A pitfall by name."""
-
-    name: str
-    severity: str
-    about: str
-    why: str
-    fix: str
-
+from narrowgauge.lint.engine_rules import ENGINE_RULES
+from narrowgauge.lint.findings import NOTE, SERIOUS, WARNING, Rule
 
 _ALL = [
     Rule(
@@ -274,6 +261,7 @@ _ALL = [
         "FP16 overflows earlier",
         "loss = loss / accumulation_steps before backward",
     ),
+    *ENGINE_RULES,
     Rule(
         "syntax",
         WARNING,
