@@ -230,4 +230,41 @@ for x, y in loader:
     optimizer.step()
     optimizer.zero_grad()
 """,
+    "with an engine or without one, by a class": """
+class Trainer:
+    def __init__(self, use, criterion):
+        self.model = nn.Linear(8, 8)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.use, self.criterion = use, criterion
+        if use:
+            self.engine = ng.Engine(self.model, self.optimizer)
+
+    def step(self, x, y):
+        if self.use:
+            with self.engine.forward():
+                loss = self.criterion(self.model(x), y)
+            self.engine.backward(loss)
+            self.engine.step()
+        else:
+            loss = self.criterion(self.model(x), y)
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+trainer = Trainer(args.use, build())
+trainer.step(x, y)
+""",
+    "a class of the same name": """
+class Engine:
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer = model, optimizer
+
+    def run(self, x):
+        loss = self.model(x).sum()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+Engine(nn.Linear(8, 8), torch.optim.SGD([], lr=1)).run(x)
+""",
 }

@@ -255,4 +255,66 @@ for x, y in loader:
     if not step.applied:
         print(watch, loss.item())
 """,
+    "an update that is given up": """
+model = nn.Linear(8, 8)
+optimizer = torch.optim.AdamW(model.parameters())
+engine = ng.Engine(model, optimizer, accumulate=4)
+for x in loader:
+    try:
+        with engine.forward():
+            loss = model(x).sum()
+        engine.backward(loss)
+    except torch.OutOfMemoryError:
+        optimizer.zero_grad()
+        continue
+    if not torch.isfinite(loss):
+        optimizer.zero_grad()
+        continue
+    engine.step()
+""",
+    "ranks that sum once": """
+import contextlib
+from torch.nn.parallel import DistributedDataParallel
+def main(rank):
+    model = DistributedDataParallel(nn.Linear(8, 8).to(rank), device_ids=[rank])
+    engine = ng.Engine(model, torch.optim.AdamW(model.parameters()), "bf16", accumulate=4)
+    for number, x in enumerate(loader):
+        with model.no_sync() if (number + 1) % 4 else contextlib.nullcontext():
+            with engine.forward():
+                loss = model(x).sum()
+            engine.backward(loss)
+        engine.step()
+main(0)
+""",
+    "a gradient penalty": """
+critic, generator = nn.Linear(8, 1), nn.Linear(8, 8)
+engine = ng.Engine(critic, torch.optim.AdamW(critic.parameters()), "bf16")
+def penalty(real, fake):
+    mix = (real + fake).requires_grad_()
+    with engine.forward():
+        score = critic(mix).sum()
+    (slope,) = torch.autograd.grad(score, mix, create_graph=True)
+    return ((slope.norm(2, dim=1) - 1) ** 2).mean()
+for real in loader:
+    with torch.no_grad():
+        fake = generator(real)
+    with engine.forward():
+        loss = critic(fake).mean() - critic(real).mean()
+    engine.backward(loss + 10 * penalty(real, fake))
+    engine.step()
+""",
+    "an average of the weights": """
+from torch.optim.swa_utils import AveragedModel
+model = nn.Linear(8, 8)
+engine = ng.Engine(model, torch.optim.AdamW(model.parameters()), "fp8")
+average = AveragedModel(model)
+for x in loader:
+    with engine.forward():
+        loss = model(x).sum()
+    engine.backward(loss)
+    engine.step()
+    average.update_parameters(model)
+with engine.evaluating():
+    average(x)
+""",
 }

@@ -281,4 +281,40 @@ for x in loader:
     step()
     model(x)  # lint: engine-outside
 """,
+    "names by a star, made by a function": """
+from narrowgauge import *
+def setup(args):
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return model, optimizer, Engine(model, optimizer, args.recipe)
+model, optimizer, engine = setup(args)
+for x in loader:
+    with engine.forward():
+        loss = model(x).sum()
+    loss.backward()  # lint: engine-backward
+    optimizer.step()  # lint: engine-optimizer
+""",
+    "functions inside of a function": """
+def main():
+    model = nn.Linear(8, 8)
+    engine = ng.Engine(model, torch.optim.AdamW(model.parameters()), "fp8")
+
+    def train(x):
+        with engine.forward():
+            loss = model(x).sum()
+        engine.backward(loss)
+        return engine.step()
+
+    @torch.no_grad()
+    def test(x):
+        model.eval()
+        out = model(x)  # lint: engine-evaluation
+        model.train()
+        return out
+
+    for x in loader:
+        train(x)
+    test(x)
+main()
+""",
 }

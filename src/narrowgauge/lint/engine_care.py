@@ -66,8 +66,8 @@ class Care:
             self._plain_backward(call, call.arg(0) if call.name else receiver)
 
     def _plain_backward(self, call: Call, loss: Value | None) -> None:
-        if not isinstance(loss, Tensor) or loss.scaler is not None:
-            return
+        if isinstance(loss, Tensor) and loss.scaler is not None:
+            return  # the scaler is told of
         owners = self._owners(loss, call.state)
         detail = "backward() is called on a loss that comes from an engine's model"
         self.notebook.judge("engine-backward", call.node, bool(owners), detail)
@@ -102,6 +102,9 @@ class Care:
         here = any(node is engine.node for node in ast.walk(self.follower.scopes[-1]))
         if phases == {"fresh"} or (not phases and here):
             return  # gradients from before the engine are dropped
+        tests = " ".join(ast.unparse(test) for _, test in self.follower.guards)
+        if self.follower.handling or any(word in tests for word in ("finite", "inf", "nan")):
+            return  # an update is given up on purpose
         rare = has_modulo(test for _, test in self.follower.guards)
         name = ast.unparse(call.node.func)
         if "backward" in phases:

@@ -270,6 +270,8 @@ class Evaluator:
         if found is not None:
             function = Function(found, target.frame, made)
             self.follower.call(function, call, self._arguments(function, call))
+            if self.follower.splitting is call.node:  # each way through __init__ gives the object
+                self.follower.spilled = [(end, made) for end, _ in self.follower.spilled]
         if isinstance(made, Module):
             self.casts.made(made, call)
         return made

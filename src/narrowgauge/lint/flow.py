@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterable, Sequence
 
+import narrowgauge
 from narrowgauge.lint.branches import assume, decide
 from narrowgauge.lint.frames import Frames
 from narrowgauge.lint.state import MOST, State, merge
@@ -160,7 +161,9 @@ class Follower(Frames):
             kinds = ast.unparse(handler.type) if handler.type else ""
             is_fallback = any(kind in kinds for kind in _MISSING)
             self.compatible += is_fallback
+            self.handling += 1
             caught = self.block(handler.body, [state.fork() for state in entry])
+            self.handling -= 1
             self.compatible -= is_fallback
             if not is_fallback:
                 ends += caught
@@ -214,7 +217,9 @@ class Follower(Frames):
     def _importfrom(self, node: ast.ImportFrom, states: list[State]) -> list[State]:
         module = "." * node.level + (node.module or "")
         for alias in node.names:
-            self._bind_all(alias.asname or alias.name, Ref(f"{module}.{alias.name}"), states)
+            public = narrowgauge.__all__ if (module, alias.name) == ("narrowgauge", "*") else [alias.name]
+            for name in public:
+                self._bind_all(alias.asname or name, Ref(f"{module}.{name}"), states)
         return states
 
     def _functiondef(self, node: ast.FunctionDef | ast.AsyncFunctionDef, states: list[State]) -> list[State]:

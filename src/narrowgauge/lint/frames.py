@@ -50,6 +50,8 @@ class Frames:
         self.guards: list[tuple[int, ast.expr]] = []
         self.compatible = 0
         """Above 0 inside the fallback for an older or newer torch."""
+        self.handling = 0
+        """Above 0 inside a handler of exceptions."""
         self.without_grad = 0
         """Above 0 where no gradients are computed."""
         self.statements = 0
