@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from narrowgauge.lint.engine_care import Care
 from narrowgauge.lint.making import MINE_NOT, Handled
+from narrowgauge.lint.names import words
 from narrowgauge.lint.state import State
 from narrowgauge.lint.values import (
     Autocast,
@@ -35,7 +36,8 @@ from narrowgauge.lint.values import (
 if TYPE_CHECKING:
     from narrowgauge.lint.evaluate import Call, Evaluator
 
-_METHODS = {"forward", "evaluating", "backward", "scaled", "step", "flush", "state_dict", "load_state_dict"}
+_METHODS = set(words("forward evaluating backward scaled step flush state_dict load_state_dict save load no_sync"))
+"""Methods after which an engine still has what it had; any other may let it go, as detach() would."""
 _CRITERIA = ("loss", "criterion")
 
 
@@ -151,9 +153,9 @@ class Engines:
             self._backward(call, engine)
         elif name == "step":
             self._step(call, engine)
-        elif name == "state_dict":
+        elif name in ("state_dict", "save"):
             self.follower.event("engine-state", call.node)
-        if name in ("step", "flush", "load_state_dict") and engine.site in state.engines:
+        if name in ("step", "flush", "load_state_dict", "load") and engine.site in state.engines:
             state.engines[engine.site] = frozenset({"stepped"})
         return Tensor() if name == "scaled" else None
 

@@ -64,16 +64,16 @@ ENGINE_RULES = [
         "engine-outside",
         WARNING,
         "an engine's model is called outside of engine.forward() and engine.evaluating()",
-        "the recipe's formats hold inside of them alone: the products run in FP32, and under a lean recipe FP32 inputs "
-        "meet BF16 weights, which fails",
+        "without the engine's context there is no autocast: products that should be 16-bit run in FP32, and under a "
+        "lean recipe FP32 inputs meet BF16 weights, which fails",
         "compute the model's output and the loss inside `with engine.forward():`",
     ),
     Rule(
         "engine-evaluation",
         WARNING,
         "an engine's model is evaluated outside of engine.evaluating()",
-        "the model is not evaluated in the formats it is trained in: products run in FP32, and under a lean recipe "
-        "FP32 inputs meet BF16 weights, which fails",
+        "the model is not evaluated in the formats it is trained in: products that should be 16-bit run in FP32, and "
+        "under a lean recipe FP32 inputs meet BF16 weights, which fails",
         "with engine.evaluating(): it switches gradients off and the model to evaluation mode, and puts both back",
     ),
     Rule(

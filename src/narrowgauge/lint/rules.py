@@ -1,4 +1,4 @@
-"""The rules: what each is about, how bad it is, why, and the mend. Findings may say more, but start from here."""
+"""The rules: what each is about, how bad it is, why, and the fix. Findings may say more, but start from here."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ _ALL = [
         WARNING,
         "a file that is not Python",
         "nothing can be said about it",
-        "mend the syntax",
+        "fix the syntax",
     ),
 ]  # fmt: skip
 RULES = {rule.name: rule for rule in _ALL}
