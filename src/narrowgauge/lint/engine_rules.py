@@ -89,7 +89,8 @@ ENGINE_RULES = [
         "one engine has the optimizers of two networks that are trained in turns",
         "engine.step() steps every optimizer whose parameters got gradients, and the generator's loss gives the "
         "discriminator gradients as well: each network is trained on the other's loss",
-        "make an engine for each network and its optimizer",
+        "make an engine for each network and its optimizer; after the generator's turn call discriminator.zero_grad(), "
+        "which drops the gradients that its loss left there",
     ),
     Rule(
         "engine-lean-save",
