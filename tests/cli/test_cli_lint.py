@@ -78,11 +78,11 @@ def test_json_has_what_the_design_promises(capsys: pytest.CaptureFixture[str]) -
     assert data["checked"] == {str(path): "script"}
 
 
-def test_people_read_place_reason_and_mend(capsys: pytest.CaptureFixture[str]) -> None:
+def test_people_read_place_reason_and_fix(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["lint", str(SCRIPTS / "planted" / "scaler_with_bf16.py")]) == 1
     text = capsys.readouterr().out
     assert "scaler_with_bf16.py:15  warning  scaler-with-bf16" in text
-    assert "why   BF16 has FP32's range" in text and "mend  leave the scaler out" in text
+    assert "why   BF16 has FP32's range" in text and "fix   leave the scaler out" in text
     assert text.splitlines()[-1].startswith("1 warning: ")
 
 

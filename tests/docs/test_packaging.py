@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
@@ -77,6 +78,21 @@ def test_the_wheel_runs_where_it_is_put(built, tmp_path):
         )
         assert done.stdout.startswith(wanted), done.stdout + done.stderr
     assert (tmp_path / "there" / "bin" / "narrowgauge").is_file()
+
+
+def test_a_type_checker_takes_its_types_from_the_installed_wheel(built, tmp_path):
+    """Without py.typed an installed package is Any to type checkers. torch is left out: it takes mypy half a minute."""
+    pytest.importorskip("mypy")
+    (wheel,) = built.glob("*.whl")
+    venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    (site,) = (tmp_path / "venv" / "lib").glob("python3.*/site-packages")
+    zipfile.ZipFile(wheel).extractall(site)
+    (tmp_path / "user.py").write_text("import narrowgauge as ng\nreveal_type(ng.Recipe().moments)\nng.recipe(8)\n")
+    command = [sys.executable, "-m", "mypy", "--python-executable", str(python), "--config-file="]
+    done = subprocess.run([*command, "user.py"], cwd=tmp_path, env={"PATH": ""}, capture_output=True, text=True)
+    assert 'Revealed type is "str"' in done.stdout and "[arg-type]" in done.stdout, done.stdout + done.stderr
+    assert "Found 1 error in 1 file" in done.stdout, done.stdout
 
 
 def test_the_changelog_is_about_this_version():

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from lint_engine_beside import BESIDE_ENGINE
+from lint_engine_right import ENGINE_RIGHT
+from lint_engine_wrong import ENGINE_HEAD, ENGINE_WRONG
 from lint_right import RIGHT
 from lint_wrong import HEAD, WRONG
 
@@ -69,6 +72,76 @@ def test_pitfalls_in_other_words(name: str) -> None:
 @pytest.mark.parametrize("name", RIGHT)
 def test_near_misses_are_left_alone(name: str) -> None:
     assert found(HEAD + RIGHT[name]) == set()
+
+
+@pytest.mark.parametrize("name", ENGINE_WRONG)
+def test_misuse_of_an_engine_is_found(name: str) -> None:
+    text = ENGINE_HEAD + ENGINE_WRONG[name]
+    assert found(text) == expected(text)
+
+
+@pytest.mark.parametrize("name", [*ENGINE_RIGHT, *BESIDE_ENGINE])
+def test_right_use_of_an_engine_is_left_alone(name: str) -> None:
+    assert found(ENGINE_HEAD + {**ENGINE_RIGHT, **BESIDE_ENGINE}[name]) == set()
+
+
+def test_engine_findings_say_how_bad_it_is() -> None:
+    """What an evaluation outside of engine.evaluating() does depends on the recipe."""
+
+    def severity(rule: str, recipe: str, line: str, accumulate: int = 1) -> str | None:
+        text = (
+            f"{ENGINE_HEAD}model = nn.Linear(8, 8)\noptimizer = torch.optim.AdamW(model.parameters())\n"
+            f"engine = ng.Engine(model, optimizer, {recipe!r}, accumulate={accumulate})\n"
+            "for x in loader:\n    with engine.forward():\n        loss = model(x).sum()\n    engine.backward(loss)\n"
+            f"    engine.step()\n    {line}\n"
+        )
+        return {finding.rule: finding.severity for finding in script.check_text(text)}.get(rule)
+
+    look = "with torch.no_grad(): model(x)"
+    assert severity("engine-evaluation", "fp32", look) is None
+    assert severity("engine-evaluation", "bf16", look) == NOTE
+    assert severity("engine-evaluation", "fp8", look) == WARNING
+    assert severity("engine-evaluation", "auto", look) == WARNING
+    for lean in ("bf16-lean", "fp8-lean[moments=bf16]", "bf16[master=split]"):
+        assert severity("engine-evaluation", lean, look) == SERIOUS
+        assert severity("engine-outside", lean, "model(x)") == SERIOUS
+        assert severity("engine-lean-save", lean, "torch.save(model.state_dict(), 'last.pt')") == WARNING
+    assert severity("engine-lean-save", "bf16-lean[master=fp32]", "torch.save(model.state_dict(), 'last.pt')") is None
+    assert severity("engine-outside", "bf16", "model(x)") == WARNING
+    clip = "nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+    assert severity("engine-clip", "bf16", clip) == WARNING
+    assert severity("engine-clip", "fp16", clip) == SERIOUS
+    assert severity("engine-zero-grad", "bf16", "optimizer.zero_grad()") == NOTE
+    assert severity("engine-zero-grad", "bf16", "optimizer.zero_grad()", accumulate=4) == SERIOUS
+
+
+ENGINE_SPOILT = {
+    "engine-backward": (r"(\w+\.)*(\w*engine)\.backward\((\w+)\)", r"\3.backward()"),
+    "engine-outside": (r"with (\w+\.)*\w*engine\.forward\(\):", r"if True:"),
+    "engine-no-backward": (r"(\w+\.)*\w*engine\.backward\(\w+\)", r"pass"),
+    "engine-autocast": (r"with ((\w+\.)*\w*engine)", r"with torch.autocast('cuda'), \1"),
+}
+
+
+@pytest.mark.parametrize("rule", ENGINE_SPOILT)
+@pytest.mark.parametrize("name", ["clean/narrowgauge_style", "clean/narrowgauge_gan", "plain_loop"])
+def test_a_good_script_with_an_engine_that_is_spoilt_is_found_out(name: str, rule: str) -> None:
+    path = next(path for path in (*CLEAN, *EXAMPLES) if str(path).endswith(f"{name}.py"))
+    pattern, wrong = ENGINE_SPOILT[rule]
+    spoilt = re.sub(pattern, wrong, path.read_text())
+    assert spoilt != path.read_text()
+    assert rule in {found_rule for _, found_rule in found(spoilt)}
+
+
+PAGES = [*sorted((HERE.parent.parent / "docs").glob("*.md")), HERE.parent.parent / "README.md"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_documentation_uses_engines_as_it_says(page: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    for text in (*blocks, "\n".join(blocks)):
+        rules = {rule for _, rule in found(f"import torch\nimport narrowgauge as ng\n{text}")}
+        assert not {rule for rule in rules if rule.startswith("engine-")}
 
 
 SPOILT = {

@@ -1,4 +1,4 @@
-"""``narrowgauge lint``: the pitfalls of mixed precision in scripts, models and recipes, with their places and mends."""
+"""``narrowgauge lint``: the pitfalls of mixed precision in scripts, models and recipes, with their places and fixes."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _show(found: list[Finding], checked: dict[str, str], out: TextIO) -> None:
         say(f"{finding.where}  {finding.severity}  {finding.rule}", out)
         say(f"    {finding.detail}", out)
         say(f"    why   {finding.why}", out)
-        say(f"    mend  {finding.fix}", out)
+        say(f"    fix   {finding.fix}", out)
     counts = Counter(finding.severity for finding in found)
     parts = [f"{counts[kind]} {kind}" for kind in ("serious", "warning", "note") if counts[kind]]
     names = ", ".join(f"{target} ({what})" for target, what in list(checked.items())[:4])

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
+__all__ = ["capture", "captured"]
 
-def __getattr__(name: str) -> Any:
-    """``ng.gauges.capture.Recorder`` without an import of its own; nothing heavy is imported before it is asked for."""
-    if name in ("capture", "captured"):
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if TYPE_CHECKING:
+    from narrowgauge.gauges import capture, captured
+else:
+
+    def __getattr__(name: str) -> object:
+        """``ng.gauges.capture.Recorder`` without an import of its own; nothing heavy is imported before it is asked."""
+        import importlib
+
+        if name in __all__:
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

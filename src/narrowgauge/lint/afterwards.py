@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from narrowgauge.lint import engine_ends
 from narrowgauge.lint.custom_ops import unseen_functions
 from narrowgauge.lint.findings import NOTE
 from narrowgauge.lint.flow import Follower
@@ -31,6 +32,7 @@ def conclude(follower: Follower) -> None:
     _attention(follower, book, names)
     _truthy(follower.tree, book)
     follower.evaluator.casts.conclude()
+    engine_ends.conclude(follower)
     unseen_functions(follower)
     for event in book.of("true-precision"):
         if {"fit", "backward", "setup"} & names:

@@ -7,7 +7,7 @@ import functools
 from typing import TYPE_CHECKING
 
 from narrowgauge.lint.state import State
-from narrowgauge.lint.values import Autocast, Const, Instance, Module, Optimizer, Scaler
+from narrowgauge.lint.values import Autocast, Const, Engine, Instance, Module, Optimizer, Scaler
 
 if TYPE_CHECKING:
     from narrowgauge.lint.evaluate import Evaluator
@@ -30,7 +30,7 @@ def decide(evaluator: Evaluator, test: ast.expr, state: State) -> bool | None:
         value = evaluator.value(test, state)
         if value == Const(None):
             known = False
-        elif isinstance(value, Scaler | Optimizer | Module | Instance | Autocast):
+        elif isinstance(value, Scaler | Optimizer | Module | Instance | Autocast | Engine):
             known = None if isinstance(value, Scaler) and not (value.sure and isinstance(value.site, tuple)) else True
             known = None if isinstance(value, Module | Optimizer) and isinstance(value.site, str) else known
     return known if known is None else known != flipped

@@ -16,6 +16,7 @@ from narrowgauge.lint.values import (
     Optimizer,
     Params,
     Ref,
+    Site,
     Tensor,
     Value,
     dotted,
@@ -53,13 +54,15 @@ class Casts:
             return True, None
         if name in _WRAPPERS:
             given = call.arg(0)
+            if isinstance(given, Module) and name == "torch.compile":
+                call.state.bind(heap(given.site, "!compiled"), Const(call.node.lineno))
             return (True, given) if isinstance(given, Module) else MINE_NOT
         if call.method == "from_pretrained" and name.startswith("transformers."):
             return True, self._pretrained(call)
         if name.startswith("torch.nn.") and name.split(".")[-1][:1].isupper() and not name.endswith("Parameter"):
             return True, self._layer(call)
         if name.startswith("torchvision.models.") or name == "timm.create_model":
-            return True, self.made(Module(_site(call), name if "timm" not in name else "transformers."), call)
+            return True, self.made(Module(self._site(call), name if "timm" not in name else "transformers."), call)
         if isinstance(call.receiver, Module):
             return self._method(call, call.receiver)
         return self._tensor(call)
@@ -67,7 +70,12 @@ class Casts:
     def made(self, module: Module, call: Call) -> Module:
         """A fresh module: in the default format."""
         call.state.bind(heap(module.site, "!cast"), call.state.env.get("!default"))
+        call.state.bind(heap(module.site, "!engine"), None)  # of one that was made here before
+        call.state.bind(heap(module.site, "!compiled"), None)
         return module
+
+    def _site(self, call: Call) -> Site:
+        return self.follower.site(call.node)
 
     def _layer(self, call: Call) -> Value | None:
         kind = call.name.split(".")[-1]
@@ -75,10 +83,10 @@ class Casts:
             size = call.arg(place, keyword)
             if isinstance(size, Const) and isinstance(size.value, int):
                 self.follower.event(f"dimension-{place}", call.node, value=size, text=f"{kind}'s {keyword}")
-        return self.made(Module(_site(call), call.name, parts=tuple(call.args)), call)
+        return self.made(Module(self._site(call), call.name, parts=tuple(call.args)), call)
 
     def _pretrained(self, call: Call) -> Module:
-        module = self.made(Module(_site(call), "transformers."), call)
+        module = self.made(Module(self._site(call), "transformers."), call)
         for keyword in ("torch_dtype", "dtype"):
             given = call.arg(-1, keyword)
             if isinstance(given, Ref) and DTYPES.get(given.name) in ("fp16", "bf16"):
@@ -237,7 +245,3 @@ def cast_of(call: Call) -> str | None:
             if isinstance(value, Ref) and value.name in DTYPES:
                 return DTYPES[value.name]
     return None
-
-
-def _site(call: Call) -> tuple[int, int]:
-    return (call.node.lineno, call.node.col_offset)

@@ -40,8 +40,10 @@ class Ducks:
         for scaler in self.scalers:
             for method in ("unscale_", "step"):
                 self.optimizers |= self._given.get(f"{scaler}.{method}", set())
-        self.optimizers -= self.scalers
-        self.known = self.scalers | self.optimizers | {name for name in self.methods if self.is_module(name)}
+        models, optimizers = _given_to_engines(tree)
+        self._models = models
+        self.optimizers = (self.optimizers | optimizers) - self.scalers - models
+        self.known = self.scalers | self.optimizers | models | {name for name in self.methods if self.is_module(name)}
 
     def guess(self, node: ast.expr, value: Value | None, frame: str) -> Value | None:
         """What a name probably is, where nothing else says."""
@@ -60,4 +62,29 @@ class Ducks:
 
     def is_module(self, name: str) -> bool:
         called = self.methods.get(name, set())
-        return bool(called & {"parameters", "named_parameters"}) and name not in self.optimizers
+        return (
+            name in self._models or bool(called & {"parameters", "named_parameters"})
+        ) and name not in self.optimizers
+
+
+def _given_to_engines(tree: ast.Module) -> tuple[set[str], set[str]]:
+    """Names that narrowgauge's Engine gets as model and as optimizers."""
+    models: set[str] = set()
+    optimizers: set[str] = set()
+    if not any(_imports_narrowgauge(node) for node in ast.walk(tree)):
+        return models, optimizers
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and (dotted(node.func) or "").split(".")[-1] == "Engine":
+            given = dict(zip(("model", "optimizer"), node.args, strict=False))
+            given |= {one.arg: one.value for one in node.keywords if one.arg}
+            for name, arg in given.items():
+                parts = arg.elts if isinstance(arg, ast.List | ast.Tuple) else [arg]
+                names = {text for part in parts if (text := dotted(part))}
+                (models if name == "model" else optimizers if name == "optimizer" else set()).update(names)
+    return models, optimizers
+
+
+def _imports_narrowgauge(node: ast.AST) -> bool:
+    if isinstance(node, ast.Import):
+        return any(alias.name.split(".")[0] == "narrowgauge" for alias in node.names)
+    return isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "narrowgauge"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from narrowgauge.lint.casts import Casts
 from narrowgauge.lint.ducks import Ducks
+from narrowgauge.lint.engine_calls import Engines
 from narrowgauge.lint.making import Making
 from narrowgauge.lint.names import HARMLESS
 from narrowgauge.lint.protocol import Protocol
@@ -18,6 +19,8 @@ from narrowgauge.lint.values import (
     Class,
     Condition,
     Const,
+    Engine,
+    EngineMethod,
     Function,
     Instance,
     Module,
@@ -26,6 +29,7 @@ from narrowgauge.lint.values import (
     Ref,
     Scaler,
     Seq,
+    StateDict,
     Tensor,
     Value,
     dotted,
@@ -88,7 +92,8 @@ class Evaluator:
         self.ducks = Ducks(follower.tree)
         self.making, self.protocol = Making(self), Protocol(self)
         self.casts, self.tensors = Casts(self), Tensors(self)
-        self._rules = (self.making, self.protocol, self.casts, self.tensors)
+        self.engines = Engines(self)
+        self._rules = (self.engines, self.making, self.protocol, self.casts, self.tensors)
 
     def value(self, node: ast.expr, state: State) -> Value | None:
         """What an expression stands for."""
@@ -141,6 +146,8 @@ class Evaluator:
                 self.follower.event("apply", node, value=owner, text="off" if off else "")
             found = self._find_method(owner.node, node.attr)
             return Function(found, owner.frame) if found is not None else None
+        if isinstance(owner, Engine):
+            return self.engines.attribute(owner, node.attr)
         if isinstance(owner, Tensor):
             return self.tensors.attribute(owner, node.attr)
         if node.attr == "mT" and owner is None:
@@ -194,12 +201,14 @@ class Evaluator:
             return self.follower.call(target, call, self._arguments(target, call))
         if isinstance(target, Class):
             return self._make(target, call)
-        made = Tensor(under=state.casting, output=True)
+        made = Tensor(under=state.casting, output=True, makers=self.engines.makers(call))
         if isinstance(target, Module):
             return made
         if call.name.startswith("builtins."):
             if call.name == "builtins.exec":
                 state.env = {key: value for key, value in state.env.items() if not isinstance(value, Const)}
+            elif call.name == "builtins.sum" and made.makers:
+                return made
             elif call.name in ("builtins.list", "builtins.filter", "builtins.tuple"):
                 return next((value for value in call.args if isinstance(value, Params)), None)
             elif call.name == "builtins.float" and isinstance(call.arg(0), Tensor):
@@ -207,7 +216,7 @@ class Evaluator:
             return None
         if not call.name.startswith("torch."):
             self._escape(call)
-        return made if state.casting is not None and not call.name.startswith("torch.") else None
+        return made if made.makers or (state.casting is not None and not call.name.startswith("torch.")) else None
 
     def _escape(self, call: Call) -> None:
         """What is handed to something unknown may be changed there."""
@@ -218,6 +227,10 @@ class Evaluator:
         for value in given:
             if isinstance(value, Scaler):
                 self.notebook.escaped.add(value.site)
+            if isinstance(value, Engine) and not call.name.startswith("narrowgauge."):
+                self.engines.escape(value, call)
+            if isinstance(value, EngineMethod):
+                self.engines.escape(value.engine, call, value.name)
             if isinstance(value, Scaler | Optimizer):
                 state.move("lost")
                 state.stages = {}
@@ -251,12 +264,14 @@ class Evaluator:
     def _make(self, target: Class, call: Call) -> Value | None:
         """An object of one of the script's classes: ``__init__`` is followed."""
         node = target.node
-        site = (call.node.lineno, call.node.col_offset)
+        site = self.follower.site(call.node)
         made = Module(site, node.name, node) if is_module(target) else Instance(site, node)
         found = self._find_method(node, "__init__")
         if found is not None:
             function = Function(found, target.frame, made)
             self.follower.call(function, call, self._arguments(function, call))
+            if self.follower.splitting is call.node:  # each way through __init__ gives the object
+                self.follower.spilled = [(end, made) for end, _ in self.follower.spilled]
         if isinstance(made, Module):
             self.casts.made(made, call)
         return made
@@ -276,7 +291,12 @@ class Evaluator:
 
     def _ifexp(self, node: ast.IfExp, state: State) -> Value | None:
         self.value(node.test, state)
-        return join(self.value(node.body, state), self.value(node.orelse, state))
+        return join(self._chosen(node.body, state), self._chosen(node.orelse, state))
+
+    def _chosen(self, node: ast.expr, state: State) -> Value | None:
+        value = self.value(node, state)
+        self.engines.may_be_made(value, node, state)
+        return value
 
     def _tuple(self, node: ast.Tuple | ast.List, state: State) -> Value | None:
         items = tuple(self.value(element, state) for element in node.elts)
@@ -287,12 +307,14 @@ class Evaluator:
     _list = _tuple
 
     def _dict(self, node: ast.Dict, state: State) -> Value | None:
-        known = None
+        known: Value | None = None
+        saved: list[Value | None] = []
         for key, value in zip(node.keys, node.values, strict=True):
             found = self.value(value, state)
+            saved += [found] if isinstance(found, StateDict) else []
             if isinstance(key, ast.Constant) and key.value == "params" and isinstance(found, Params):
                 known = found
-        return known
+        return known or (Seq(tuple(saved)) if saved else None)
 
     def _subscript(self, node: ast.Subscript, state: State) -> Value | None:
         owner, index = self.value(node.value, state), self.value(node.slice, state)
@@ -308,7 +330,7 @@ class Evaluator:
     def _compare(self, node: ast.Compare | ast.BoolOp, state: State) -> Value | None:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.expr):
-                self.value(child, state)
+                self._chosen(child, state)
         return Condition(node)
 
     _boolop = _compare
@@ -328,6 +350,8 @@ class Evaluator:
         self.value(node.elt, inner)
         own = {name.id for generator in node.generators for name in _names(generator.target)}
         unchanged = isinstance(node.elt, ast.Name) and node.elt.id in own
+        if isinstance(first, Tensor) and first.makers:
+            return first
         return first if isinstance(first, Params) and unchanged else None
 
     _listcomp = _setcomp = _generatorexp = _comprehension

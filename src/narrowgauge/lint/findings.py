@@ -1,4 +1,4 @@
-"""What the linter says: a finding has a rule, a place, the evidence, why it matters and how to mend it.
+"""What the linter says: a finding has a rule, a place, the evidence, why it matters and how to fix it.
 
 A place is a line of a script (``train.py:31``) or a module of a model (``blocks.0.up``). Only warnings and serious
 findings are failures; a note is worth knowing and nothing to stop for.
@@ -11,6 +11,17 @@ from typing import Any
 
 SERIOUS, WARNING, NOTE = "serious", "warning", "note"
 ORDER = {SERIOUS: 0, WARNING: 1, NOTE: 2}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A pitfall by name."""
+
+    name: str
+    severity: str
+    about: str
+    why: str
+    fix: str
 
 
 @dataclass(frozen=True)

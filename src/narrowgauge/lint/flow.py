@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterable, Sequence
 
+import narrowgauge
 from narrowgauge.lint.branches import assume, decide
 from narrowgauge.lint.frames import Frames
 from narrowgauge.lint.state import MOST, State, merge
@@ -19,6 +20,7 @@ from narrowgauge.lint.values import (
     Class,
     Condition,
     Const,
+    EngineContext,
     Function,
     Instance,
     Module,
@@ -26,6 +28,7 @@ from narrowgauge.lint.values import (
     Ref,
     Scaler,
     Seq,
+    Site,
     Tensor,
     Value,
     dotted,
@@ -122,22 +125,27 @@ class Follower(Frames):
         return merge([*states, *left])
 
     def _with(self, node: ast.With | ast.AsyncWith, states: list[State]) -> list[State]:
-        groups: dict[tuple[tuple[Autocast, ...], tuple[Autocast, ...]], list[State]] = {}
+        groups: dict[tuple[object, ...], list[State]] = {}
+        before: dict[tuple[object, ...], tuple[tuple[Autocast, ...], tuple[Site, ...]]] = {}
+        quiet = any(self._switches_off(item.context_expr, states[0]) for item in node.items)
         for state in states:
-            outer = state.autocast
+            outer = (state.autocast, state.contexts)
             for item in node.items:
                 value = self.evaluator.value(item.context_expr, state)
+                self.evaluator.engines.enter(value, item.context_expr, state)
+                quiet = quiet or (isinstance(value, EngineContext) and value.evaluates)
                 if isinstance(value, Autocast):
                     state.autocast = (*state.autocast, value)
                 if item.optional_vars is not None:
                     self.assign(item.optional_vars, None, state)
-            groups.setdefault((outer, state.autocast), []).append(state)
-        quiet = any(self._switches_off(item.context_expr, states[0]) for item in node.items)
+            key = (outer, state.autocast, state.contexts)
+            before[key] = outer
+            groups.setdefault(key, []).append(state)
         self.without_grad += quiet
         ends: list[State] = []
-        for (outer, _), group in groups.items():
+        for inner, group in groups.items():
             for end in self.block(node.body, group):
-                end.autocast = outer
+                end.autocast, end.contexts = before[inner]
                 ends.append(end)
         self.without_grad -= quiet
         return ends
@@ -153,7 +161,9 @@ class Follower(Frames):
             kinds = ast.unparse(handler.type) if handler.type else ""
             is_fallback = any(kind in kinds for kind in _MISSING)
             self.compatible += is_fallback
+            self.handling += 1
             caught = self.block(handler.body, [state.fork() for state in entry])
+            self.handling -= 1
             self.compatible -= is_fallback
             if not is_fallback:
                 ends += caught
@@ -207,7 +217,9 @@ class Follower(Frames):
     def _importfrom(self, node: ast.ImportFrom, states: list[State]) -> list[State]:
         module = "." * node.level + (node.module or "")
         for alias in node.names:
-            self._bind_all(alias.asname or alias.name, Ref(f"{module}.{alias.name}"), states)
+            public = narrowgauge.__all__ if (module, alias.name) == ("narrowgauge", "*") else [alias.name]
+            for name in public:
+                self._bind_all(alias.asname or name, Ref(f"{module}.{name}"), states)
         return states
 
     def _functiondef(self, node: ast.FunctionDef | ast.AsyncFunctionDef, states: list[State]) -> list[State]:
@@ -289,6 +301,8 @@ class Follower(Frames):
             hidden = OPAQUE if value is None and self.frames[-1] else None
             state.bind(f"{self.frames[-1]}|{target.id}", value or hidden)
             self.evaluator.casts.named(target, value, state)
+            if not isinstance(value, Module | Optimizer):
+                state.bind(heap(f"{self.frames[-1]}|{target.id}", "!engine"), None)  # another thing of the name
             self.evaluator.tensors.named(target, value)
         elif isinstance(target, ast.Attribute):
             if target.attr == "grad":

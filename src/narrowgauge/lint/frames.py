@@ -17,7 +17,9 @@ from narrowgauge.lint.values import (
     Instance,
     Module,
     Ref,
+    Site,
     Value,
+    heap,
     is_module,
     is_static,
 )
@@ -36,6 +38,8 @@ class Frames:
         self.tree, self.notebook = tree, notebook
         self.evaluator = Evaluator(self)
         self.frames: list[str] = [""]
+        self.scopes: list[ast.AST] = [tree]
+        """The script, and the functions of the frames."""
         self.parents: dict[str, str] = {}
         self.defined: dict[str, list[Function | Class]] = {}
         self.classes: dict[ast.ClassDef, Class] = {}
@@ -46,10 +50,14 @@ class Frames:
         self.guards: list[tuple[int, ast.expr]] = []
         self.compatible = 0
         """Above 0 inside the fallback for an older or newer torch."""
+        self.handling = 0
+        """Above 0 inside a handler of exceptions."""
         self.without_grad = 0
         """Above 0 where no gradients are computed."""
         self.statements = 0
         self.splitting: ast.expr | None = None
+        self.callers: list[tuple[int, int]] = []
+        """Where the calls were made that led here, the innermost first."""
         self.spilled: list[tuple[State, Value | None]] = []
         """Further ways out of the call that is ``splitting``, with what they return."""
 
@@ -62,6 +70,10 @@ class Frames:
         loop = self.loops[-1]
         guards = tuple(test for where, test in self.guards if where == loop)
         self.notebook.note(Event(kind, node, loop, guards, **about))  # type: ignore[arg-type]
+
+    def site(self, node: ast.expr) -> Site:
+        """Where something is made: the place, and the calls that led there."""
+        return (node.lineno, node.col_offset, *(number for place in self.callers for number in place))
 
     def lookup(self, name: str, state: State) -> Value | None:
         """What a name stands for here: in this frame, in those around it, in the module."""
@@ -94,7 +106,10 @@ class Frames:
         inner = state.fork()
         for name, value in arguments.items():
             inner.bind(f"{frame}|{name}", OPAQUE if value is None else value)
+            inner.bind(heap(f"{frame}|{name}", "!engine"), None)  # of the call before
+        self.callers.insert(0, (call.node.lineno, call.node.col_offset))
         ends = [end for end in self._body(function, frame, inner) if end.flow != "raise"]
+        self.callers.pop(0)
         if not ends:
             state.flow = "raise"
             return None
@@ -104,7 +119,7 @@ class Frames:
         results = {id(end): end.result for end in ends}
         for end in ends:
             own = {key.partition("|")[2] for key in end.env if key.startswith(f"{frame}|")} - same
-            end.flow, end.result, end.autocast = "", None, state.autocast
+            end.flow, end.result, end.autocast, end.contexts = "", None, state.autocast, state.contexts
             end.env = {key: value for key, value in end.env.items() if not key.startswith(f"{frame}|")}
             end.assumed = {test: way for test, way in end.assumed.items() if own.isdisjoint(_WORD.findall(test))}
         if apart:
@@ -115,6 +130,7 @@ class Frames:
             result = values[0] if all(value == values[0] for value in values) else None
             after = merge(ends, 1)[0]
         state.env, state.grads, state.stages, state.assumed = after.env, after.grads, after.stages, after.assumed
+        state.engines = after.engines
         return result
 
     def evaluate(self, node: ast.expr, state: State) -> list[tuple[State, Value | None]]:
@@ -128,6 +144,7 @@ class Frames:
 
     def _body(self, function: Function, frame: str, state: State) -> list[State]:
         self.frames.append(frame)
+        self.scopes.append(function.node)
         self.parents[frame] = function.frame
         before = state.autocast
         if function.autocast is not None:
@@ -140,6 +157,7 @@ class Frames:
             end.autocast = before
         self.finish(frame, ends)
         self.frames.pop()
+        self.scopes.pop()
         return ends
 
     def _switches_off(self, node: ast.expr, state: State) -> bool:
@@ -154,6 +172,7 @@ class Frames:
             state.flow, state.result = "", None
         base = merge(ends, 1)[0]
         base.grads, base.stages, base.assumed, base.autocast = State().grads, {}, {}, ()
+        base.contexts, base.engines = (), {}  # who calls it may have opened an engine's forward
         loops, guards, self.loops, self.guards = self.loops, self.guards, [0], []
         for value in self.defined.pop(frame, []):
             if value.node in self.reached:

@@ -42,7 +42,8 @@ class Losses:
         if name in BCE and casting is not None and casting.device == "cuda":
             self.notebook.judge("bce-autocast", call.node, True, f"{short} is called under CUDA's autocast")
         under = casting or next((value.under for value in given if value.under is not None), None)
-        return Tensor(under=under, loss="summed" if summed else short)
+        makers = tuple(dict.fromkeys(site for value in given for site in value.makers))
+        return Tensor(under=under, loss="summed" if summed else short, makers=makers)
 
     def narrowed(self, call: Call, tensor: Tensor, dtype: str) -> None:
         """A tensor is cast: a loss should not be."""

@@ -64,9 +64,6 @@ class Making:
             return True, LossFunction(name, call.arg(-1, "reduction") == Const("sum"))
         if name == "contextlib.nullcontext":
             return True, Ref("contextlib.nullcontext()")
-        if name.startswith("narrowgauge.") and name.endswith(".Engine"):
-            self._engine(call)
-            return True, None
         return self._framework(call)
 
     def check_deprecated(self, name: str, node: ast.AST) -> None:
@@ -142,7 +139,10 @@ class Making:
         kind = call.name.split(".")[-1]
         given = call.arg(0, "params")
         models = given.models if isinstance(given, Params) else ()
-        made = Optimizer((call.node.lineno, call.node.col_offset), kind, models)
+        made = Optimizer(self.evaluator.follower.site(call.node), kind, models)
+        # The optimizer made here before may have had an engine; a model that gets a new one may have left its own.
+        for site in (made.site, *models):
+            call.state.bind(heap(site, "!engine"), None)
         eps, known = OPTIMIZER_EPS[kind], call.arg(-1, "eps")
         if eps is not None and call.written(-1, "eps") is not None:
             eps = float(known.value) if isinstance(known, Const) and isinstance(known.value, int | float) else None
@@ -151,14 +151,6 @@ class Making:
         self.optimizers[made.site] = (call.node, kind, eps)
         self.evaluator.casts.trained(made, call.state, "make")
         return made
-
-    def _engine(self, call: Call) -> None:
-        """narrowgauge's engine: it does the protocol itself; its recipe says which formats there are."""
-        recipe = call.arg(2, "recipe")
-        if isinstance(recipe, Const) and isinstance(recipe.value, str):
-            name = recipe.value.split("[")[0].removesuffix("-lean")
-            if name in ("fp16", "bf16", "fp8"):
-                self.notebook.formats.add(name)
 
     def _framework(self, call: Call) -> Handled:
         """Trainers of Lightning and transformers: only whether 16 bits alone are asked for."""

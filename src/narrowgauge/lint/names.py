@@ -91,4 +91,4 @@ HARMLESS = frozenset(
 
 def is_optimizer(name: str) -> bool:
     parts = name.split(".")
-    return name.startswith("torch.optim.") and parts[-1] in OPTIMIZER_EPS
+    return name.startswith(("torch.optim.", "narrowgauge.optim.")) and parts[-1] in OPTIMIZER_EPS

@@ -48,7 +48,9 @@ class Notebook:
     autocasts: set[Autocast] = field(default_factory=set)
     scalers: dict[Site, ast.AST] = field(default_factory=dict)
     escaped: set[Site] = field(default_factory=set)
-    """Scalers that were handed to something that cannot be followed."""
+    """Scalers and engines that were handed to something that cannot be followed."""
+    contexts: dict[ast.AST, tuple[Site, bool]] = field(default_factory=dict)
+    """Where forward() or evaluating() of an engine is made, of which, and whether a ``with`` opens it."""
     formats: set[str] = field(default_factory=set)
     """Low-precision formats that the script certainly computes in."""
     _seen: set[tuple[str, ast.AST, int]] = field(default_factory=set)

@@ -182,7 +182,8 @@ class Protocol:
     def _optimizer(self, call: Call, optimizer: Optimizer) -> Value | None:
         state = call.state
         if call.method == "step":
-            self._check_passed(call, state)
+            if self.evaluator.engines.care.of(optimizer, state) is None:
+                self._check_passed(call, state)
             self._check_wiped(call, optimizer.site, state)
             self.evaluator.casts.stepping(optimizer, state, None)
             self.follower.event("step", call.node, optimizer=optimizer.site)

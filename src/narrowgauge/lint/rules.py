@@ -1,22 +1,9 @@
-"""The rules: what each is about, how bad it is, why, and the mend. Findings may say more, but start from here."""
+"""The rules: what each is about, how bad it is, why, and the fix. Findings may say more, but start from here."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from narrowgauge.lint.findings import NOTE, SERIOUS, WARNING
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A pitfall by name."""
-
-    name: str
-    severity: str
-    about: str
-    why: str
-    fix: str
-
+from narrowgauge.lint.engine_rules import ENGINE_RULES
+from narrowgauge.lint.findings import NOTE, SERIOUS, WARNING, Rule
 
 _ALL = [
     Rule(
@@ -274,12 +261,13 @@ _ALL = [
         "FP16 overflows earlier",
         "loss = loss / accumulation_steps before backward",
     ),
+    *ENGINE_RULES,
     Rule(
         "syntax",
         WARNING,
         "a file that is not Python",
         "nothing can be said about it",
-        "mend the syntax",
+        "fix the syntax",
     ),
 ]  # fmt: skip
 RULES = {rule.name: rule for rule in _ALL}

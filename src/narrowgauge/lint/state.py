@@ -38,6 +38,10 @@ class State:
     assumed: dict[str, bool] = field(default_factory=dict)
     """Tests that were taken one way or the other, by their text."""
     autocast: tuple[Autocast, ...] = ()
+    contexts: tuple[Site, ...] = ()
+    """Engines whose forward() or evaluating() is open."""
+    engines: dict[Site, frozenset[str]] = field(default_factory=dict)
+    """Of each engine that was made on this way: fresh, backward (a microbatch is in) or stepped."""
     flow: str = ""
     """return, break, continue or raise, where the way leaves the block."""
     result: Value | None = None
@@ -49,6 +53,8 @@ class State:
             dict(self.stages),
             dict(self.assumed),
             self.autocast,
+            self.contexts,
+            dict(self.engines),
             self.flow,
             self.result,
         )
@@ -79,6 +85,8 @@ class State:
             and self.grads == other.grads
             and self.result == other.result
             and self.autocast == other.autocast
+            and self.contexts == other.contexts
+            and self.engines == other.engines
             and self.stages == other.stages
             and self.env == other.env
         )
@@ -100,7 +108,7 @@ def merge(states: Iterable[State], most: int = MOST) -> list[State]:
         return kept
     by_flow: dict[object, list[State]] = {}
     for state in kept:
-        by_flow.setdefault((state.flow, state.autocast), []).append(state)
+        by_flow.setdefault((state.flow, state.autocast, state.contexts), []).append(state)
     return [_union(group) for group in by_flow.values()]
 
 
@@ -113,6 +121,8 @@ def _union(states: list[State]) -> State:
         for pair in {*whole.stages, *state.stages}:
             ready = frozenset({"ready"})
             whole.stages[pair] = whole.stages.get(pair, ready) | state.stages.get(pair, ready)
+        both = whole.engines.keys() & state.engines.keys()
+        whole.engines = {site: whole.engines[site] | state.engines[site] for site in both}
         whole.assumed = {test: way for test, way in whole.assumed.items() if state.assumed.get(test) == way}
         whole.result = whole.result if whole.result == state.result else None
     return whole

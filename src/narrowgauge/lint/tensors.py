@@ -133,13 +133,16 @@ class Tensors:
             return True, self._divide(call.node, tensor, rest[0][1])
         if op == "where" and len(rest) == 2:
             return True, next((v for _, v in rest if isinstance(v, Tensor) and v.role == "scores"), None)
+        if op == "detach" and isinstance(given, Tensor):
+            self._consumed.add(node)
+            return True, replace(given, makers=())
         if op in ("dropout", "dropout_") or op in _KEEP:
             self._consumed.add(node)
             return (True, tensor) if isinstance(given, Tensor) else MINE_NOT
         if op == "item":
             self.item(call)
             return True, None
-        if isinstance(given, Tensor) and (tensor.under is not None or tensor.loss):
+        if isinstance(given, Tensor) and (tensor.under is not None or tensor.loss or tensor.makers):
             return True, plain
         return MINE_NOT
 
@@ -192,7 +195,7 @@ class Tensors:
             return replace(left, role="softmax", key="")
         if left.role == "scores":
             return left
-        return replace(left, role="", divided=True) if left.loss or left.under else None
+        return replace(left, role="", divided=True) if left.loss or left.under or left.makers else None
 
     def binary(self, node: ast.BinOp, left: Value | None, right: Value | None, state: State) -> Value | None:
         """What an operator gives."""
@@ -213,6 +216,8 @@ class Tensors:
                 return first
         if isinstance(node.op, ast.Add | ast.Sub | ast.Mult):
             return _combine(node, first, second)
+        if isinstance(node.op, ast.Pow) and first is not None and first.makers:
+            return replace(first, role="", key="")
         return None
 
     def _check_eps(self, node: ast.BinOp, tensor: Tensor | None, eps: Value | None) -> None:
@@ -257,11 +262,13 @@ def _combine(node: ast.BinOp, first: Tensor | None, second: Tensor | None) -> Va
     if main.role == "scores":
         other = node.right if main is first else node.left
         return None if is_product and "mask" in ast.unparse(other) else main
-    if main.loss or main.under is not None:
+    makers = tuple(dict.fromkeys(site for one in (first, second) if one for site in one.makers))
+    if main.loss or main.under is not None or makers:
         both = first is not None and second is not None
         under = main.under if not both or (first and second and first.under == second.under) else None
         divided = main.divided or bool(first and first.divided) or bool(second and second.divided) or is_product
-        return replace(main, role="", key="", under=under, divided=divided, multiplied=main.multiplied or is_product)
+        multiplied = main.multiplied or is_product
+        return replace(main, role="", key="", under=under, divided=divided, multiplied=multiplied, makers=makers)
     return None
 
 

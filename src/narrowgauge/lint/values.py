@@ -1,8 +1,8 @@
 """What can be known of a value by reading the script: enough to follow scalers, optimizers, models and losses by name.
 
 None stands for everything else. Values are frozen and compare by what they are, so that two ways through a script that
-end with the same values can be told to be one. A site is where a thing was made (line, column), or its name where the
-script got it from elsewhere.
+end with the same values can be told to be one. A site is where a thing was made (line, column, then the same of each
+call that led there: two models of one factory are two), or its name where the script got it from elsewhere.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 
-Site = tuple[int, int] | str
+Site = tuple[int, ...] | str
 
 
 @dataclass(frozen=True)
@@ -182,6 +182,59 @@ class Tensor(Value):
     multiplied: bool = False
     output: bool = False
     """Whether a model gave it."""
+    makers: tuple[Site, ...] = ()
+    """Models in an engine's care that it was computed by, with gradients."""
+
+
+@dataclass(frozen=True)
+class Engine(Value):
+    """narrowgauge's Engine, and what is in its care."""
+
+    site: Site
+    node: ast.Call
+    model: Module | None
+    optimizers: tuple[Optimizer, ...]
+    recipe: str | None
+    """The text of its recipe; None where the script does not say."""
+    accumulate: str = "1"
+    """The expression for the microbatches of an update."""
+
+    @property
+    def is_lean(self) -> bool:
+        """Whether the weights are certainly BF16, with the rest of each FP32 number beside them."""
+        text = self.recipe or ""
+        return "master=split" in text or ("-lean" in text and "master=fp32" not in text)
+
+    @property
+    def compute(self) -> str:
+        """The format of its products; empty where the script does not say."""
+        return (self.recipe or "").partition("[")[0].removesuffix("-lean")
+
+
+@dataclass(frozen=True)
+class EngineMethod(Value):
+    """A method of an engine, called or not."""
+
+    engine: Engine
+    name: str
+
+
+@dataclass(frozen=True)
+class EngineContext(Value):
+    """``engine.forward()`` or ``engine.evaluating()``."""
+
+    engine: Site
+    node: ast.Call
+    evaluates: bool
+
+
+@dataclass(frozen=True)
+class StateDict(Value):
+    """``state_dict()`` of a model or optimizer that is in an engine's care."""
+
+    engine: Engine
+    node: ast.Call
+    what: str
 
 
 def join(first: Value | None, second: Value | None) -> Value | None:
@@ -192,7 +245,7 @@ def join(first: Value | None, second: Value | None) -> Value | None:
         if other == Const(None) or other == Ref("contextlib.nullcontext()"):
             if isinstance(one, Scaler):
                 return Scaler(one.site, one.enabled, sure=False)
-            if isinstance(one, Autocast):
+            if isinstance(one, Autocast | EngineContext):
                 return one
     return None
 
