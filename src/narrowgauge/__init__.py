@@ -50,7 +50,7 @@ _MODULES = ("forecast", "formats", "gauges", "hardware", "optim", "validate")
 
 if TYPE_CHECKING:  # the same names for type checkers, which do not look into __getattr__; tests hold the lists together
     from narrowgauge import formats, gauges, hardware, optim
-    from narrowgauge.engine import Engine, StepReport
+    from narrowgauge.engine import Engine
     from narrowgauge.errors import NarrowgaugeError, TrainingStalled, UsageError
     from narrowgauge.forecast.study import forecast  # the package of this name is called in the function's place,
     from narrowgauge.gauges.probe import watch
@@ -58,6 +58,7 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not look into __
     from narrowgauge.nn.convert import convert
     from narrowgauge.nn.keepers import keep_fp32
     from narrowgauge.scaling.loss import LossScaler
+    from narrowgauge.step_report import StepReport
     from narrowgauge.task import Task
     from narrowgauge.validate.run import validate  # and so is this one
 else:

@@ -75,8 +75,8 @@ class BlockPlan:
     path: str = ""
     """Where in the model the block is, for who looks at what it computes."""
 
-    def caster(self, record: bool) -> Caster | None:
-        return Caster(self.scales, record) if self.scales is not None else None
+    def caster(self, record: bool, evaluating: bool = False) -> Caster | None:
+        return Caster(self.scales, record, evaluating) if self.scales is not None else None
 
 
 class Link:
@@ -192,7 +192,7 @@ class _Block(torch.autograd.Function):
         *weights: Tensor,
     ) -> Any:
         """Residual stream and branch where a block comes after this one, else their sum."""
-        caster, uses = plan.caster(needed), _uses(plan, weights, needed)
+        caster, uses = plan.caster(needed, not needed), _uses(plan, weights, needed)
         x0, x1, out, kept = _forward(plan, x, branch, weights, uses, attend, extra, caster, needed)
         ctx.set_materialize_grads(False)
         ctx.plan, ctx.attend, ctx.extra, ctx.caster, ctx.before, ctx.after = plan, attend, extra, caster, before, after

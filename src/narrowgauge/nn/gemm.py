@@ -157,10 +157,13 @@ class Caster:
     scales: TensorScales
     record: bool
     """Whether amax and counts are taken: in training, once a microbatch; not in evaluation or recomputation."""
+    evaluating: bool = False
+    """Whether each tensor is looked at first, by whatever scaling training goes: an evaluation must not saturate where
+    weights of another time or model were loaded, and nobody would hear of it."""
 
     @property
     def delayed(self) -> bool:
-        return self.scales.delayed
+        return self.scales.delayed and (not self.evaluating or self.scales.mode == "none")
 
     def amax(self, site: Site) -> Tensor | None:
         return site.amax if self.record else None

@@ -146,9 +146,8 @@ def _cast(plan: LinearPlan, x: Tensor, needs: Needs) -> Operand:
     rows = _pad_rows(x.detach().reshape(-1, x.shape[-1]))
     operand = Operand()
     if "fp8" in plan.reads:
-        operand = Caster(plan.scales, any(needs)).cast(
-            rows, plan.input, needs.weight and plan.choice.grad_weight == "fp8"
-        )
+        transposed, training = needs.weight and plan.choice.grad_weight == "fp8", any(needs)
+        operand = Caster(plan.scales, training, not training).cast(rows, plan.input, transposed)
     return operand._replace(hp=rows.to(BF16)) if "bf16" in plan.reads else operand
 
 

@@ -1,0 +1,221 @@
+"""No inf and no NaN reaches a weight: wherever it comes from, in every recipe, through every kind of layer."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from narrowgauge import Engine
+from narrowgauge.models.gpt import GPT, GPTConfig
+from narrowgauge.models.llama import Llama, LlamaConfig
+
+RECIPES = ["fp32", "bf16", "fp16", "fp8", "fp8[scaling=current]", "fp8[products=all]", "bf16-lean", "fp8-lean"]
+BAD = [math.inf, -math.inf, math.nan]
+WIDTH, VOCAB = 32, 128
+
+
+class Spoil(nn.Module):
+    """Puts a value into one element of what passes through it, or of the gradient that comes back."""
+
+    def __init__(self):
+        super().__init__()
+        self.value, self.where = None, ""
+
+    def forward(self, x):
+        if self.value is None:
+            return x
+        return _Spoil.apply(x, self.value, self.where)
+
+
+class _Spoil(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, value, where):
+        ctx.value, ctx.where = value, where
+        return one_element(x, value) if where == "activation" else x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return one_element(grad, ctx.value) if ctx.where == "gradient" else grad, None, None
+
+
+def one_element(x, value):
+    x = x.clone()
+    x.view(-1)[x.numel() // 2] = value
+    return x
+
+
+def linears():
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Spoil(), nn.Linear(WIDTH, WIDTH, bias=False), nn.GELU())
+
+
+def hidden_linears():
+    """The spoiled tensor is read by nothing but a converted layer, whose cast saturates it."""
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Spoil(), nn.Linear(WIDTH, WIDTH))
+
+
+class InGpt(nn.Module):
+    """A fused model behind a layer that can spoil what it is given, and in front of one for its loss."""
+
+    def __init__(self, kind):
+        super().__init__()
+        if kind == "gpt":
+            self.body = GPT(GPTConfig(layers=2, width=WIDTH, heads=2, context=16, vocab=VOCAB))
+        else:
+            self.body = Llama(
+                LlamaConfig(layers=2, width=WIDTH, heads=2, kv_heads=1, hidden=64, context=16, vocab=VOCAB)
+            )
+        self.spoil = Spoil()
+        self.body.tok = nn.Sequential(self.body.tok, self.spoil)
+
+    def forward(self, ids):
+        return self.body(ids, ids)
+
+
+def run(engine, factor=1.0, seed=0):
+    torch.manual_seed(seed)
+    model = engine.model
+    with engine.forward():
+        if isinstance(model, InGpt):
+            loss = model(torch.randint(0, VOCAB, (2, 16)))
+        else:
+            loss = model(torch.randn(16, WIDTH)).float().square().mean()
+        loss = loss * factor
+    engine.backward(loss)
+
+
+def make(build, recipe, **options):
+    torch.manual_seed(0)
+    model = build()
+    return Engine(model, torch.optim.AdamW(model.parameters(), lr=1e-2), recipe, **options)
+
+
+def spoiler(model):
+    return next(module for module in model.modules() if isinstance(module, Spoil))
+
+
+def everything(engine):
+    weights = {name: value.clone() for name, value in engine.state_dict()["model"].items()}
+    return weights, copy.deepcopy(engine.state_dict()["optimizers"])
+
+
+def assert_untouched(before, engine):
+    weights, states = everything(engine)
+    for name, value in weights.items():
+        assert torch.equal(value, before[0][name]), name
+    for old, new in zip(before[1], states, strict=True):
+        for index, state in old["state"].items():
+            for key, value in state.items():
+                same = torch.equal(value, new["state"][index][key]) if torch.is_tensor(value) else True
+                assert same, (index, key)
+
+
+MODELS = {"linears": linears, "hidden": hidden_linears, "gpt": lambda: InGpt("gpt"), "llama": lambda: InGpt("llama")}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("where", ["loss", "activation", "gradient"])
+def test_a_bad_value_skips_the_update_and_the_next_good_one_is_applied(model, recipe, where):
+    if where != "loss" and "checkpoint" in recipe:
+        pytest.skip("recomputed")
+    engine = make(MODELS[model], recipe)
+    for step in range(2):
+        run(engine, seed=step)
+        assert engine.step().applied
+    for count, value in enumerate(BAD, 1):
+        before, scales = everything(engine), scales_of(engine)
+        spoil = spoiler(engine.model)
+        if where != "loss":
+            spoil.value, spoil.where = value, where
+        run(engine, value if where == "loss" else 1.0)
+        spoil.value = None
+        report = engine.step()
+        assert not report.applied and not math.isfinite(report.grad_norm)
+        assert engine.skipped == count
+        assert_untouched(before, engine)
+        assert all(torch.equal(one, other) for one, other in zip(scales, scales_of(engine), strict=True))
+    run(engine, seed=9)
+    assert engine.step().applied
+    assert all(value.isfinite().all() for value in engine.state_dict()["model"].values())
+
+
+def scales_of(engine):
+    scales = engine.conversion.scales
+    return [] if scales is None else [scales.scale.clone(), scales.history.clone(), scales.inv_scale.clone()]
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp8-lean"])
+@pytest.mark.parametrize("bad", [0, 1, 2])
+@pytest.mark.parametrize("where", ["activation", "gradient"])
+def test_one_microbatch_of_several_is_enough(recipe, bad, where):
+    engine = make(hidden_linears, recipe, accumulate=3)
+    spoil = spoiler(engine.model)
+    for update in range(3):
+        for index in range(3):
+            spoil.value, spoil.where = (math.inf if update == 1 and index == bad else None), where
+            run(engine, seed=3 * update + index)
+            report = engine.step()
+        assert report.applied == (update != 1)
+
+
+@pytest.mark.parametrize("value", BAD)
+def test_released_gradients_are_not_stepped_behind_a_bad_cast(value):
+    engine = make(hidden_linears, "fp8-lean[gradients=released]")
+    run(engine)
+    assert engine.step().applied
+    before = everything(engine)
+    spoil = spoiler(engine.model)
+    spoil.value, spoil.where = value, "activation"  # seen in forward, so before any parameter is stepped
+    run(engine)
+    spoil.value = None
+    assert not engine.step().applied
+    assert_untouched(before, engine)
+
+
+def test_the_cast_that_was_given_a_bad_value_is_named():
+    from narrowgauge import TrainingStalled
+
+    engine = make(hidden_linears, "fp8", max_consecutive_skips=2)
+    run(engine)
+    engine.step()
+    spoil = spoiler(engine.model)
+    spoil.value, spoil.where = math.inf, "activation"
+    with pytest.raises(TrainingStalled, match=r"2\.input \(cast to FP8\)"):
+        for _ in range(3):
+            run(engine)
+            engine.step()
+    spoil.value = None
+    run(engine)
+    assert engine.step().applied, "the error can be caught, and training goes on"
+    assert engine.state_dict()
+
+
+def test_a_first_update_that_is_skipped_leaves_scales_that_serve():
+    """There is no history yet: without a scale of their own, gradients of 1e-6 would all be flushed."""
+    engine = make(hidden_linears, "fp8")
+    run(engine, math.nan)
+    assert not engine.step().applied
+    for seed in range(3):
+        run(engine, 1e-6, seed)
+        assert engine.step().applied
+    flushed = engine.conversion.scales.counts[:, 1].sum()
+    assert flushed < 0.2 * 3 * 16 * WIDTH * len(engine.conversion.scales.sites)
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp8", "bf16-lean"])
+@pytest.mark.parametrize("size", [1e25, 1e-25])
+def test_norms_reach_as_far_as_fp32(recipe, size):
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, WIDTH, bias=False)
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.0) if "lean" not in recipe else
+                    torch.optim.AdamW(model.parameters(), lr=0.0), recipe)  # fmt: skip
+    x = torch.randn(16, WIDTH)
+    for _ in range(2):
+        with engine.forward():
+            loss = model(x).float().sum() * size
+        engine.backward(loss)
+        report = engine.step()
+    plain = copy.deepcopy(x).sum(0).expand(WIDTH, WIDTH).norm().item() * size
+    assert report.applied and report.grad_norm == pytest.approx(plain, rel=0.05)
