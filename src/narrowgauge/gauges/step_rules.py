@@ -5,12 +5,14 @@ Thresholds are wide: training is noisy, above all at its start, and a false alar
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from narrowgauge.gauges.findings import SERIOUS, WARNING, Finding
 
@@ -42,6 +44,15 @@ class StepRules:
         self._first: list[float] = []
         self._lowest = math.inf
         self._bad: int | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is remembered of the steps so far, as plain values."""
+        steps = [list(dataclasses.astuple(step)) for step in self.steps]
+        return {"steps": steps, "first": list(self._first), "lowest": self._lowest, "bad": self._bad}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps = deque((Step(*values) for values in state["steps"]), maxlen=WINDOW)
+        self._first, self._lowest, self._bad = list(state["first"]), state["lowest"], state["bad"]
 
     def see(self, step: Step) -> list[Finding]:
         """What the step shows."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from narrowgauge.formats import find_format
 from narrowgauge.gauges.findings import SERIOUS, WARNING, Finding
@@ -177,6 +178,14 @@ class SiteRules:
         self._seen: deque[Pulse] = deque(maxlen=window + 1)
         self.sizes: dict[str, int] = defaultdict(int)
         """Values of a tensor in an update, by site, as far as they are known."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is remembered of the updates so far, as plain values."""
+        return {"seen": [dict(vars(pulse)) for pulse in self._seen], "sizes": dict(self.sizes)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._seen = deque((Pulse(**pulse) for pulse in state["seen"]), maxlen=self.window + 1)
+        self.sizes = defaultdict(int, state["sizes"])
 
     def see(self, pulse: Pulse) -> list[Finding]:
         self._seen.append(pulse)

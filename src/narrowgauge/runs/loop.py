@@ -105,9 +105,12 @@ def _finished(folder: Path, settings: Settings) -> Result | None:
     last = None
     for event in record.read(folder):
         last = event
-    if last is None or last["kind"] != "end" or last["interrupted"] or last["step"] < settings.steps:
+    if last is None or last["kind"] != "end" or last.get("interrupted") or last["step"] < settings.steps:
         return None
-    return Result.reread(last)
+    try:
+        return Result.reread(last)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise UsageError(f"the last event of {folder / record.EVENTS} is no summary ({error}); remove it") from None
 
 
 @contextlib.contextmanager

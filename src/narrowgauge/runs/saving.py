@@ -12,6 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from narrowgauge.errors import UsageError
 from narrowgauge.ranks.world import World, lost
 from narrowgauge.runs import checkpoint, disk, ranked
@@ -79,8 +81,11 @@ class RankedSaver(Saver):
             if pending is not None:
                 pending.result()
         except BaseException as error:
-            if type(error).__name__ == "CheckpointException":  # torch's, and no Exception: nothing else would catch it
-                raise lost(error) from error
+            reason = ranked.cause(error)
+            if isinstance(reason, OSError | SafetensorError):
+                raise disk.refuse(self.run, reason) from error
+            if reason is not error:
+                raise lost(reason) from error
             raise
 
     def done(self, wait: bool = False) -> list[tuple[int, Path]]:
