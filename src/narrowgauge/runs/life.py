@@ -30,7 +30,7 @@ from narrowgauge.lagged import Readback
 from narrowgauge.ranks.draw import make_model
 from narrowgauge.ranks.world import ALONE, World
 from narrowgauge.runs import checkpoint, record, resuming, trackers
-from narrowgauge.runs.feed import BadData, Feed, make_batch, to_device
+from narrowgauge.runs.feed import BadData, Feed, make_alone, to_device
 from narrowgauge.runs.interruption import Interruption
 from narrowgauge.runs.pace import Pace
 from narrowgauge.runs.result import Result, failed_sample, judge, refused_data, stalled
@@ -148,16 +148,17 @@ class Life:
             stack.callback(self.observer.end)
             self.observer.begin(result.step, settings.steps)
             pin = self.engine.device.type == "cuda"
-            feed = stack.enter_context(Feed(self.task, result.step, settings.steps, self.share, pin))
+            feed = stack.enter_context(
+                Feed(self.task, result.step, settings.steps, self.share, pin, settings.seed, self.observer.tell)
+            )
             try:
                 while result.step < settings.steps and (batches := self._next(feed, stop)) is not None:
                     self._step(batches)
                     self._do_what_is_due()
                 self._settle_numbers()
                 if result.step < settings.steps:
-                    self.observer.tell(
-                        f"{stop.name or 'another rank was told to stop'}: saving; once more ends at once"
-                    )
+                    told = stop.name or "another rank was told to stop"
+                    self.observer.tell(f"{told}: saving; press Ctrl-C again to quit immediately")
                     result.interrupted = True
                 self._finish()
             except TrainingStalled as error:
@@ -291,7 +292,8 @@ class Life:
         own = Share(world.rank, world.size if count % world.size == 0 else 1, count)  # else all evaluate all
         with random_state.put_back(), self.engine.evaluating():
             for number in own.numbers(0) if own.size > 1 else range(count):
-                batch = make_batch(self.task, number, "eval", f"the evaluation after step {self.result.step}")
+                where = f"the evaluation after step {self.result.step}"
+                batch = make_alone(self.task, number, "eval", where, self.settings.seed)
                 batch = to_device(batch, self.engine.device)
                 values = {"loss": self.task.loss(self.engine.model, batch)}
                 if self.task.metrics is not None:

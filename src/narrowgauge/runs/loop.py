@@ -12,11 +12,11 @@ from typing import Any
 import numpy
 import torch
 
-from narrowgauge import __version__, random_state
+from narrowgauge import __version__
 from narrowgauge.errors import UsageError
 from narrowgauge.ranks.world import ALONE, World
 from narrowgauge.runs import checkpoint, lock, record
-from narrowgauge.runs.feed import make_batch
+from narrowgauge.runs.feed import make_alone
 from narrowgauge.runs.life import Life, Observer
 from narrowgauge.runs.result import Result
 from narrowgauge.runs.settings import Settings
@@ -63,8 +63,8 @@ def train(
                 )
             run.recorder.request(capture)
         if not resume:
-            with world.together(), random_state.put_back():  # bad data is refused now, and tasks learn their facts
-                run.share.cut(make_batch(task, 0, "train", "step 1"))
+            with world.together():  # bad data is refused now, and tasks learn their facts
+                run.share.cut(make_alone(task, 0, "train", "step 1", settings.seed))
         if not resume and world.first:
             asked = {"settings": dataclasses.asdict(settings), "facts": dict(task.facts), "versions": versions()}
             record.write_configuration(folder, {**(configuration or {}), **asked})
