@@ -157,8 +157,8 @@ class Life:
                     self._do_what_is_due()
                 self._settle_numbers()
                 if result.step < settings.steps:
-                    told = stop.name or "another rank was told to stop"
-                    self.observer.tell(f"{told}: saving; press Ctrl-C again to quit immediately")
+                    signalled = stop.name or "another rank was told to stop"
+                    self.observer.tell(f"{signalled}: saving; press Ctrl-C again to quit immediately")
                     result.interrupted = True
                 self._finish()
             except TrainingStalled as error:

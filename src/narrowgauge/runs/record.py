@@ -43,7 +43,7 @@ class Record:
     def __init__(self, folder: Path) -> None:
         self.path = folder / EVENTS
         with disk.writing(self.path):
-            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
 
     def append(self, kind: str, step: int, **fields: Any) -> None:
         """Add one event."""
