@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import resource
 import shutil
 
 import pytest
@@ -88,3 +89,19 @@ def test_a_pickle_beside_them_is_never_opened(saved, tmp_path):
     assert cli("export", str(run))[0] == 0
     assert cli("train", "--resume", str(run))[0] == 0
     assert not marker.exists()
+
+
+def limited(*arguments):
+    """As on a full disk: the second rank may write no file of more than 20 kB."""
+    if os.environ["RANK"] == "1":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    return cli(*arguments)
+
+
+def test_a_disk_that_is_full_for_one_rank_is_a_line_of_all(saved, tmp_path):
+    run = shutil.copytree(saved, tmp_path / "run")
+    answers = spread(2, limited, tmp_path / "two", "train", "--resume", str(run))
+    assert all(code == 2 and "Traceback" not in said for code, _, said in answers), answers
+    assert all("File too large; raise the file size limit" in said for _, _, said in answers), answers
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000002"]
+    assert checkpoint.damage(checkpoint.path_of(run, 2)) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ def write_weights(weights: Mapping[str, Any], file: Path) -> dict[str, Tensor]:
         disk.sync(temporary)
         temporary.replace(file)
     except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a read-only disk refuses that, too
+            temporary.unlink(missing_ok=True)
         raise disk.refuse(file, error) from error
     return taker.tensors

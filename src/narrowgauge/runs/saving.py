@@ -70,9 +70,12 @@ class RankedSaver(Saver):
             written.result()
             (folder / ranked.STATE).write_text(checkpoint.dump(content))
             checkpoint.commit(self.run, step, self.keep)
-        except OSError as error:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise disk.refuse(checkpoint.path_of(self.run, step), error) from error
+        except BaseException as error:  # torch's own is no Exception
+            shutil.rmtree(folder, ignore_errors=True)  # half a checkpoint would only keep the disk full
+            reason = ranked.cause(error)
+            if isinstance(reason, OSError | SafetensorError):
+                raise disk.refuse(checkpoint.path_of(self.run, step), reason) from error
+            raise
         self._done.append((step, checkpoint.path_of(self.run, step)))
 
     def _settle(self) -> None:
