@@ -24,7 +24,7 @@ FLOORS = [  # from the top to the ground; a room may import from its own folder 
     {"recipe"},
     {"optim"},
     {"scaling", "hardware"},
-    {"kernels", "formats", "task", "data", "lagged", "random_state", "step_report"},
+    {"kernels", "formats", "task", "data", "lagged", "random_state", "step_report", "tree"},
     {"errors"},
 ]
 FLOOR_OF = {room: index for index, floor in enumerate(FLOORS) for room in floor}

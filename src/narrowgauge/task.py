@@ -54,6 +54,10 @@ class Task:
     """Further scalars of an evaluation batch, such as an accuracy."""
     sample: Callable[[nn.Module], str] | None = None
     """Shows what the trained model does, as text."""
+    reads_ahead: bool = False
+    """Whether ``batch`` may be called by a thread while the step before is computed: only where it draws from no global
+    generator of torch, NumPy or Python and seeds none, as they are the step's as well. Generators of its own are fine.
+    """
     synthetic: Callable[[int], Batch] | None = None
     """A batch of the right shape made of random numbers, for benchmarks that must not wait for data."""
     facts: Mapping[str, Any] = field(default_factory=dict)

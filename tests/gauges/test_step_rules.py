@@ -1,5 +1,6 @@
 """Rules over steps: each fires on its own fault, at the right moment, and none on healthy noise."""
 
+import json
 import math
 import random
 
@@ -79,6 +80,46 @@ def test_a_finding_comes_once_and_when_it_happens():
 def test_a_bad_batch_is_named_by_its_step():
     (found,) = run(changed(healthy(), loss=(123, 123, math.inf), applied=(123, 123, False)))
     assert (found.rule, found.where) == ("bad-batch", "step 123")
+
+
+def test_a_finding_says_skipped_only_where_updates_were():
+    """A loss can be NaN and all its gradients finite: then the update is applied, and the weights change."""
+    for last in (123, 124, 140):
+        for applied in (True, False, lambda s: s.number % 2 == 0):
+            steps = list(changed(healthy(), loss=(123, last, math.nan), applied=(123, last, applied)))
+            bad = [step for step in steps if 123 <= step.number <= last]
+            skipped, count = sum(not step.applied for step in bad), len(bad)
+            found = run(steps)
+            assert {"bad-batch"} <= rules_of(found)
+            for finding in found:
+                if finding.rule not in ("bad-batch", "loss-not-finite"):
+                    continue
+                text = f"{finding.detail} {finding.consequence}"
+                seen = min(count, 3) if finding.rule == "loss-not-finite" else count
+                if not any(step.applied for step in bad[:seen]):
+                    assert "skipped" in text and "applied" not in text
+                else:
+                    assert "applied" in text and "skipped" not in text and "same weights" not in text
+                if finding.rule == "bad-batch" and 0 < skipped < count:
+                    assert f"{count - skipped} of {count} updates were applied" in text
+
+
+def test_memory_is_plain_and_comes_back():
+    """A run is judged the same whether its rules were saved and loaded after any step or not."""
+    scales = (50, 80, lambda s: 2.0**s.number)
+    steps = list(changed(healthy(), loss=(60, 64, math.nan), applied=(61, 90, False), loss_scale=scales))
+    whole = run(steps, scaled=True)
+    for cut in (0, 3, 20, 61, 63, 65, 250):
+        rules, log = StepRules(True), Log()
+        for number, step in enumerate(steps):
+            if number == cut:
+                fresh, fresh_log = StepRules(True), Log()
+                fresh.load_state_dict(json.loads(json.dumps(rules.state_dict())))
+                fresh_log.load_state_dict(json.loads(json.dumps(log.state_dict())))
+                rules, log = fresh, fresh_log
+            log.add(rules.see(step))
+        assert log.findings == whole
+    assert len(whole) > 2
 
 
 def test_the_start_of_fp16_is_no_finding():

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import threading
+import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import tiny_task
 import torch
+from test_loop import StopAt
 
+from narrowgauge import random_state
 from narrowgauge.errors import UsageError
-from narrowgauge.runs.feed import BadData, Feed, check_finite, to_device
+from narrowgauge.runs import checkpoint
+from narrowgauge.runs.feed import BadData, Feed, check_finite, make_alone, to_device
+from narrowgauge.runs.loop import train
+from narrowgauge.runs.settings import settle
 from narrowgauge.runs.share import Share
+from narrowgauge.task import Task
 
 
 def test_steps_and_microbatches_in_order_from_a_thread() -> None:
@@ -21,7 +32,8 @@ def test_steps_and_microbatches_in_order_from_a_thread() -> None:
         seen.append(threading.current_thread().name)
         return step
 
-    with Feed(tiny_task.tiny(batch=batch), first=2, last=5, share=Share(accumulate=2)) as feed:
+    task = tiny_task.tiny(batch=batch, reads_ahead=True)
+    with Feed(task, first=2, last=5, share=Share(accumulate=2)) as feed:
         assert [feed.take() for _ in range(3)] == [[4, 5], [6, 7], [8, 9]]
     assert seen[:2] == ["MainThread"] * 2 and all(name.startswith("narrowgauge-feed") for name in seen[2:])
     assert len(seen) == 6  # nothing beyond the last step is asked for
@@ -41,6 +53,141 @@ def test_a_task_that_seeds_the_global_generator_does_not_disturb_dropout() -> No
     for step, made in enumerate(batches):
         torch.manual_seed(step)
         assert torch.equal(made, torch.randn(2))
+
+
+def by_torch() -> float:
+    return float(torch.rand(()))
+
+
+def by_numpy() -> float:
+    return float(np.random.rand())
+
+
+def by_python() -> float:
+    return random.random()
+
+
+DRAWS = (by_torch, by_numpy, by_python)
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("begins", [0, 1, 5])
+@pytest.mark.parametrize("seeds", [False, True])
+def test_what_a_batch_draws_from_global_generators_depends_on_its_number_alone(
+    draw: Any, begins: int, seeds: bool
+) -> None:
+    def batch(step: int, split: str) -> float:
+        if step < begins:
+            return -1.0
+        if seeds:
+            random_state.seed(step // 2)
+        return float(draw())
+
+    def numbers(first: int, last: int, training: Any) -> list[float]:
+        """The batches, and what the training draws beside them."""
+        random_state.seed(11)
+        made = []
+        with Feed(tiny_task.tiny(batch=batch), first, last, seed=3) as feed:
+            for _ in range(first, last):
+                made.append(feed.take()[0])
+                training()
+        return made
+
+    whole = numbers(0, 10, lambda: None)
+    assert numbers(0, 10, by_torch) == whole and numbers(0, 10, lambda: random_state.seed(5)) == whole
+    assert numbers(6, 10, by_numpy) == whole[6:]  # as a resumed run
+    drawn = whole[begins:]
+    assert len(set(drawn)) == (len({step // 2 for step in range(begins, 10)}) if seeds else len(drawn))
+
+    random_state.seed(11)
+    alone = [other() for other in DRAWS for _ in range(10)]
+    drawn_beside: list[list[float]] = []
+    for other in DRAWS:
+        beside: list[float] = []
+        numbers(0, 10, lambda other=other, beside=beside: beside.append(other()))  # type: ignore[misc]
+        drawn_beside.append(beside)
+    assert [value for beside in drawn_beside for value in beside] == alone
+
+
+def test_another_seed_and_split_draw_other_numbers() -> None:
+    task = tiny_task.tiny(batch=lambda step, split: by_torch() + by_numpy() + by_python())
+    made = {make_alone(task, 4, split, "here", seed) for split in ("train", "eval") for seed in (0, 1, 2**63 - 1)}
+    assert len(made) == 6 and make_alone(task, 4, "train", "here", 1) in made
+
+
+def test_a_task_that_breaks_its_promise_is_told_of_and_made_between_steps() -> None:
+    told: list[str] = []
+
+    def batch(step: int, split: str) -> tuple[str, float]:
+        return threading.current_thread().name, by_numpy()
+
+    task = tiny_task.tiny(batch=batch, reads_ahead=True)
+    with Feed(task, 0, 4, tell=told.append) as feed:
+        made = [feed.take()[0] for _ in range(4)]
+    assert {name for name, _ in made} == {"MainThread"} and len({number for _, number in made}) == 4
+    assert len(told) == 1 and "global generator" in told[0]
+
+
+def test_quitting_at_once_does_not_wait_for_a_batch() -> None:
+    held, entered = threading.Event(), threading.Event()
+
+    def batch(step: int, split: str) -> int:
+        if step:
+            entered.set()
+            held.wait(60)
+        return step
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), Feed(tiny_task.tiny(batch=batch, reads_ahead=True), 0, 9) as feed:
+        feed.take()
+        entered.wait(60)
+        raise KeyboardInterrupt
+    assert time.monotonic() - began < 30
+    held.set()
+
+
+def augmented(begins: int, draw: Any) -> Any:
+    """A batch of tiny_task with noise from a global generator, from some step on."""
+
+    def batch(step: int, split: str) -> Any:
+        x, y = tiny_task.draw(step, split)
+        return (x + 0.1 * draw(), y) if step >= begins else (x, y)
+
+    return batch
+
+
+def test_a_loader_as_a_source_gives_equal_runs(tmp_path: Path) -> None:
+    """DataLoader draws the seed of its order, and of its workers, from torch's global generator."""
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+
+    def make() -> Task:
+        data = torch.utils.data.TensorDataset(x, (x[:, :4] - x[:, 4:]).argmax(1))
+        loader = torch.utils.data.DataLoader(data, batch_size=16, shuffle=True)
+        endless = (tuple(batch) for _ in itertools.count() for batch in loader)
+        return tiny_task.tiny(batch=lambda step, split: next(endless), steps=12)
+
+    runs = []
+    for name in ("one", "two"):
+        random_state.seed(len(name) + len(runs))
+        settings = settle(make(), recipe="fp32", device="cpu", compile=False, eval_every=0, watch_every=0, log="none")
+        train(make(), settings, tmp_path / name)
+        runs.append((checkpoint.path_of(tmp_path / name, 12) / "weights.safetensors").read_bytes())
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_noise_that_begins_late_gives_equal_runs_also_resumed(tmp_path: Path, draw: Any) -> None:
+    """The model has dropout, so that a generator that a batch has moved would show."""
+    weights = []
+    for name in ("one", "two", "resumed"):
+        task = tiny_task.tiny(batch=augmented(7, draw), steps=30, sample=None)
+        settings = settle(task, recipe="fp32", device="cpu", compile=False, eval_every=10, watch_every=0, log="none")
+        train(task, settings, tmp_path / name, observer=StopAt(17) if name == "resumed" else None)
+        if name == "resumed":
+            random_state.seed(99)
+            train(task, settings, tmp_path / name, resume=True)
+        weights.append((checkpoint.path_of(tmp_path / name, 30) / "weights.safetensors").read_bytes())
+    assert weights[0] == weights[1] == weights[2]
 
 
 class Pair(NamedTuple):

@@ -70,13 +70,16 @@ def assert_same_run(one: Path, other: Path, step: int) -> None:
     assert first.keys() == second.keys() and len(first) > 12
     for name, tensor in first.items():
         assert torch.equal(tensor, second[name]), name
+    memories = [checkpoint.load(checkpoint.path_of(run, step)).state["examiner"] for run in (one, other)]
+    assert repr(memories[0]) == repr(memories[1])  # in which NaN equals NaN
     assert story(one) == story(other)
 
 
 def story(folder: Path) -> list[tuple[str, ...]]:
     """What happened, without the times; as text, in which NaN equals NaN."""
     fields = ("kind", "step", "loss", "lr", "grad_norm", "loss_scale", "applied", "accuracy", "text")
-    kinds = ("step", "eval", "sample")
+    fields += ("rule", "where", "severity", "detail", "readings", "format", "survives", "breaks")
+    kinds = ("step", "eval", "sample", "finding", "look", "foretelling")
     return [tuple(repr(e.get(name)) for name in fields) for e in record.read(folder) if e["kind"] in kinds]
 
 
@@ -210,7 +213,7 @@ def test_nan_in_the_data(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"the data of step 8 is not finite: train batch 7\[0\]"):
         train(task, settings, tmp_path / "run")
     assert checkpoint.steps_of(tmp_path / "run") == [5, 7]  # the good steps are saved
-    finding = list(record.read(tmp_path / "run"))[-2]
+    finding = list(record.read(tmp_path / "run"))[-1]
     assert finding["kind"] == "finding" and finding["rule"] == "bad-data"
     mended = tiny_task.tiny()
     train(mended, settings, tmp_path / "run", resume=True)

@@ -7,16 +7,21 @@ must be cheap: torch and everything heavy is imported inside ``run``.
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import json
 import keyword
-import os
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TextIO
 
+from narrowgauge.cli import output
 from narrowgauge.errors import NarrowgaugeError
+
+CRASHED = 3
+"""Exit code where code raised that nobody expected to: a task's own, most of the time. Its traceback is shown."""
 
 VERBS = (
     "formats", "doctor", "train", "validate", "replay", "break", "bench", "memory", "roofline", "report", "lint",
@@ -67,10 +72,17 @@ def prose(args: argparse.Namespace) -> TextIO:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
+    with output.lasting() as out:
+        return _run(args, out)
+
+
+def _run(args: argparse.Namespace, out: output.Lasting) -> int:
     try:
         outcome: Outcome = args.run(args)
         if args.json and outcome.data is not None:
             print(json.dumps(outcome.data, allow_nan=False), flush=True)
+            if out.failure is not None and out.failure.errno != errno.EPIPE:
+                return outcome.exit_code or 2  # whoever reads the file finds no object in it
         return outcome.exit_code
     except NarrowgaugeError as error:
         if not error.said:
@@ -79,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("narrowgauge: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except (Exception, SystemExit) as error:  # a task that calls sys.exit() has not finished either
+        traceback.print_exc()
+        reason = str(error).strip().partition("\n")[0]
+        print(f"narrowgauge: {args.verb} ended by {type(error).__name__}: {reason}", file=sys.stderr)
+        return CRASHED

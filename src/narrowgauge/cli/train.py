@@ -105,16 +105,21 @@ def _run(args: argparse.Namespace, world: World) -> Outcome:
         folder, spec, options, settings = _take_up(args)
         task, why = tasks.find(spec, **options), None
     _introduce(task, settings, folder, why, out)
-    result = train(
-        task,
-        settings,
-        folder,
-        resume=args.resume is not None,
-        configuration={"task": spec, "options": options, "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")},
-        observer=make_progress(task.unit) if world.first else None,
-        capture=args.capture,
-        world=world,
-    )
+    try:
+        result = train(
+            task,
+            settings,
+            folder,
+            resume=args.resume is not None,
+            configuration={"task": spec, "options": options, "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")},
+            observer=make_progress(task.unit) if world.first else None,
+            capture=args.capture,
+            world=world,
+        )
+    except (Exception, SystemExit) as error:
+        if record.holds_run(folder):  # shown below a traceback; a line of ours stands for itself
+            error.add_note(f"what was saved is intact: narrowgauge train --resume {shlex.quote(str(folder))}")
+        raise
     if not world.first:
         return Outcome(None)
     facts = record.read_configuration(folder).get("facts", {})

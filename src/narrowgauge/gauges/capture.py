@@ -102,6 +102,14 @@ class Recorder:
         self._in_trouble = False
         self._large: dict[str, tuple[int, Tensor]] = {}
 
+    def state_dict(self) -> dict[str, Any]:
+        """What decides whether a step is captured, beside its own numbers."""
+        return {"streak": self._streak, "in_trouble": self._in_trouble}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._streak = state.get("streak", 0)
+        self._in_trouble = state.get("in_trouble", False)
+
     def request(self, step: int | None = None) -> None:
         """Capture a step that is to come: the given one (counted from 1), or the next."""
         following = self.engine.updates + 1

@@ -1,10 +1,10 @@
 """A captured step on the disk: everything needed to run it again, and no code.
 
 step-00000007/
-    capture.json    what was captured and why: step, recipe, accumulation, loss scale, versions, how to make the task,
-                    size and SHA-256 of the other file
-    state.pt        weights, buffers, FP8 scales, and for each microbatch its batch and the random states before its
-                    forward; written by torch.save, and read with weights_only=True, which runs nothing it finds
+    capture.json         what was captured and why: step, recipe, accumulation, loss scale, versions, how to make the
+                         task, size and SHA-256 of the other file
+    state.safetensors    weights, buffers, FP8 scales, and for each microbatch its batch and the random states before
+                         its forward: raw numbers, and in the header the JSON that says where each belongs (tree.py)
 
 A capture is written to a hidden folder and renamed: it is whole or not there.
 """
@@ -15,7 +15,6 @@ import hashlib
 import json
 import math
 import os
-import pickle
 import shutil
 from collections import namedtuple
 from collections.abc import Mapping
@@ -24,12 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from narrowgauge.errors import UsageError
+from narrowgauge.tree import Taker, own, rebuild, write_tensors
 
-FORMAT = 1
-FACTS, STATE = "capture.json", "state.pt"
+FORMAT = 2
+FACTS, STATE = "capture.json", "state.safetensors"
 _NAMED = "__namedtuple__"
 
 
@@ -63,7 +64,9 @@ def write(path: Path, facts: Mapping[str, Any], state: Mapping[str, Any]) -> Non
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        torch.save(dict(state), temporary / STATE)
+        taker = Taker()
+        tree = json.dumps(taker.take(dict(state)), allow_nan=False)
+        write_tensors(taker.tensors, temporary / STATE, {"tree": tree})
         described = {"bytes": (temporary / STATE).stat().st_size, "sha256": _digest(temporary / STATE)}
         text = json.dumps({"format": FORMAT, **_plain(facts), STATE: described}, indent=1, allow_nan=False)
         (temporary / FACTS).write_text(text)
@@ -86,12 +89,14 @@ def read(path: Path) -> Capture:
         raise UsageError(f"{path} is no capture: {FACTS} cannot be read ({error.strerror})") from None
     except ValueError:
         raise UsageError(f"capture {path} is damaged: {FACTS} is not JSON; capture the step again") from None
+    if isinstance(facts, dict) and facts.get("format") in (1, "1"):
+        raise UsageError(f"capture {path} is in the old form, a pickle, which is not read any more; capture it again")
     if not isinstance(facts, dict) or not isinstance(facts.get(STATE), dict):
         raise UsageError(f"{path / FACTS} is not what narrowgauge writes; capture the step again")
     if facts.get("format") != FORMAT:
         raise UsageError(
-            f"capture {path} has format {facts.get('format')}, this version reads {FORMAT}; replay it with narrowgauge "
-            f"{facts.get('versions', {}).get('narrowgauge', 'of another version')}"
+            f"capture {path} has format {facts.get('format')}, this version reads {FORMAT}; replay it with the "
+            "narrowgauge that wrote it, or capture the step again"
         )
     try:
         size = (path / STATE).stat().st_size
@@ -99,11 +104,17 @@ def read(path: Path) -> Capture:
             raise UsageError(f"capture {path} is damaged: {STATE} has {size} bytes, not {facts[STATE].get('bytes')}")
         if _digest(path / STATE) != facts[STATE].get("sha256"):
             raise UsageError(f"capture {path} is damaged: {STATE} does not match its SHA-256")
-        state = torch.load(path / STATE, map_location="cpu", weights_only=True)
+        with safe_open(path / STATE, "pt") as file:
+            tensors = own({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+            state = rebuild(json.loads((file.metadata() or {})["tree"]), tensors)
+        if not isinstance(state, dict):
+            raise ValueError("it holds no state")
     except OSError as error:
         raise UsageError(f"capture {path} is damaged: {STATE} cannot be read ({error.strerror})") from None
-    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        reason = str(error).strip().splitlines()[0][:200]
+    except UsageError:
+        raise
+    except (SafetensorError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
         raise UsageError(f"capture {path} is damaged: {STATE} does not load ({reason})") from None
     return Capture(path, facts, state)
 
@@ -137,10 +148,12 @@ def _plain(value: Any) -> Any:
 
 
 def pack(batch: Any) -> Any:
-    """A batch as torch.save writes it without code: its tensors on the CPU, its containers plain."""
+    """A batch as it is written without code: its tensors on the CPU, its containers plain."""
     if isinstance(batch, Tensor):
         held = batch.detach().cpu()
-        # torch.save writes a view's whole storage: a slice of a large dataset must not take that along.
+        if held.layout != torch.strided:
+            return held
+        # A slice of a large dataset must not keep all of it in memory until it is written.
         return held.clone() if held.untyped_storage().nbytes() > held.numel() * held.element_size() else held
     if batch is None or isinstance(batch, bool | int | float | str):
         return batch

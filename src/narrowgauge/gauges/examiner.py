@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from narrowgauge.engine import Engine
 from narrowgauge.gauges.findings import Finding, Log
 from narrowgauge.gauges.foretell import Foretold, foretell
 from narrowgauge.gauges.probe import EVERY, Look, Pulse, Watch
+from narrowgauge.gauges.readings import Reading
 from narrowgauge.gauges.step_rules import Step, StepRules
 from narrowgauge.gauges.tensor_rules import SiteRules, see_look
 
@@ -32,6 +35,23 @@ class Examiner:
     @property
     def findings(self) -> list[Finding]:
         return self.log.findings
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the rules remember, as plain values: without it a resumed run would be judged as one that begins."""
+        return {"steps": self.steps.state_dict(), "sites": self.sites.state_dict(), "found": self.log.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any], looks: Iterable[Mapping[str, Any]] = ()) -> None:
+        """Go on from a state; an empty one leaves all as it is. ``looks``: the readings so far, as the record has them.
+
+        Readings are in the record anyway, and too many for every checkpoint.
+        """
+        for event in looks:
+            readings = [Reading.from_event(reading) for reading in event["readings"]]
+            self.looks.append(Look(event["step"], readings, bool(event["applied"])))
+        if state:
+            self.steps.load_state_dict(state["steps"])
+            self.sites.load_state_dict(state["sites"])
+            self.log.load_state_dict(state["found"])
 
     def see(self, step: Step) -> list[Finding]:
         """A step's numbers have arrived."""

@@ -7,8 +7,9 @@ once for each place. Serious means that the run cannot be trusted; a healthy run
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 SERIOUS, WARNING = "serious", "warning"
 
@@ -35,6 +36,14 @@ class Log:
 
     findings: list[Finding] = field(default_factory=list)
     _known: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """The findings, as plain values."""
+        return [asdict(finding) for finding in self.findings]
+
+    def load_state_dict(self, state: Iterable[Mapping[str, Any]]) -> None:
+        self.findings = [Finding(**finding) for finding in state]
+        self._known = {(finding.rule, finding.where): finding.severity for finding in self.findings}
 
     def add(self, found: Iterable[Finding]) -> list[Finding]:
         """Those of the findings that are new."""

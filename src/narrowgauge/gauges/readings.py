@@ -105,8 +105,8 @@ class Reading:
             mean_square=float(event["ms"]),
             exponents={first + index: count for index, count in enumerate(counts) if count},
             scale=float(event.get("scale", 1.0)),
-            lost=event.get("lost"),
-            ratio=event.get("ratio"),
+            lost=_float(event.get("lost")),
+            ratio=_float(event.get("ratio")),
         )
 
 
@@ -120,6 +120,10 @@ def read_counts(counts: list[int], total: int, amax: float) -> dict[str, Any]:
     exponents = {_FIRST + index: round(count * stretch) for index, count in enumerate(bins[1:]) if count}
     zeros = min(round(bins[0] * stretch), total - beyond - (amax > 0))
     return {"count": total, "zeros": zeros, "inf": beyond - nan, "nan": nan, "exponents": exponents}
+
+
+def _float(value: Any) -> float | None:
+    return None if value is None else float(value)  # NaN and infinity are text in a record
 
 
 def _dense(exponents: Mapping[int, int]) -> list[int]:

@@ -5,12 +5,14 @@ Thresholds are wide: training is noisy, above all at its start, and a false alar
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from narrowgauge.gauges.findings import SERIOUS, WARNING, Finding
 
@@ -42,6 +44,22 @@ class StepRules:
         self._first: list[float] = []
         self._lowest = math.inf
         self._bad: int | None = None
+        """The first of the steps whose loss is not finite, while it is not."""
+        self._bad_applied = 0
+        """How many of them were applied: a loss may be NaN where no gradient is."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is remembered of the steps so far, as plain values."""
+        steps = [list(dataclasses.astuple(step)) for step in self.steps]
+        return {"steps": steps, "first": list(self._first), "lowest": self._lowest} | {
+            "bad": self._bad,
+            "bad_applied": self._bad_applied,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps = deque((Step(*values) for values in state["steps"]), maxlen=WINDOW)
+        self._first, self._lowest = list(state["first"]), state["lowest"]
+        self._bad, self._bad_applied = state["bad"], state["bad_applied"]
 
     def see(self, step: Step) -> list[Finding]:
         """What the step shows."""
@@ -52,20 +70,21 @@ class StepRules:
     def _loss(self, step: Step) -> Iterator[Finding]:
         if not math.isfinite(step.loss):
             self._bad = step.number if self._bad is None else self._bad
+            self._bad_applied += step.applied
             if step.number - self._bad >= 2:
                 yield Finding(
                     rule="loss-not-finite",
                     severity=SERIOUS,
                     where="loss",
                     detail=f"the loss is {step.loss} since step {self._bad}",
-                    consequence="nothing is learnt: updates are skipped as long as gradients are not finite",
+                    consequence=_consequence(step.number - self._bad + 1, self._bad_applied),
                     fix="`narrowgauge replay` names the op that made the first inf or NaN; a lower learning rate or a "
                     "recipe with a wider range may help",
                 )
             return
         if self._bad is not None:
-            yield bad_batch(self._bad, step.number - self._bad)
-            self._bad = None
+            yield bad_batch(self._bad, step.number - self._bad, self._bad_applied)
+            self._bad, self._bad_applied = None, 0
         if len(self._first) < 5:
             self._first.append(step.loss)
         recent = [s.loss for s in list(self.steps)[-RECENT:] if math.isfinite(s.loss)]
@@ -177,13 +196,26 @@ class StepRules:
             )
 
 
-def bad_batch(step: int, steps: int) -> Finding:
-    """The loss was not finite for a moment, and is again."""
+def bad_batch(step: int, steps: int, applied: int = 0) -> Finding:
+    """The loss was not finite for a moment, and is again; ``applied`` of the updates were not skipped."""
+    moment = f"the loss was not finite for {steps} step(s), then finite again"
+    if not applied:
+        detail = f"{moment} with the same weights"
+        consequence = (
+            f"the {'update was' if steps == 1 else 'updates were'} skipped, so the weights are sound; the data are not"
+        )
+        fix = "look at that batch (`narrowgauge replay` shows it); mend or leave out its samples"
+    else:
+        detail, consequence = moment, _consequence(steps, applied)
+        fix = "look at how the loss is computed for that batch: a part of it without a gradient is inf or NaN"
     return Finding(
-        rule="bad-batch",
-        severity=SERIOUS,
-        where=f"step {step}",
-        detail=f"the loss was not finite for {steps} step(s), then finite again with the same weights",
-        consequence="the update was skipped, so the weights are sound; the data are not",
-        fix="look at that batch (`narrowgauge replay` shows it); mend or leave out its samples",
+        rule="bad-batch", severity=SERIOUS, where=f"step {step}", detail=detail, consequence=consequence, fix=fix
     )
+
+
+def _consequence(steps: int, applied: int) -> str:
+    """What became of the updates of steps whose loss was not finite."""
+    if not applied:
+        return "nothing is learnt: updates are skipped as long as gradients are not finite"
+    some = "the update was applied" if steps == 1 else f"{applied} of {steps} updates were applied"
+    return f"{some}, as all gradients were finite: the weights have changed, by a loss that cannot be read"

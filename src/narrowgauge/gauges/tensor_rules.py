@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from narrowgauge.formats import find_format
 from narrowgauge.gauges.findings import SERIOUS, WARNING, Finding
@@ -26,7 +27,7 @@ def see_look(look: Look, dithered: bool = False, microbatches: int = 1) -> list[
     right on average.
     """
     activations = [reading for reading in look.readings if reading.kind == "activation"]
-    found = [*_not_finite(activations), *_dead(look.readings), *_logits(activations)]
+    found = [*_not_finite(activations, look.applied), *_dead(look.readings), *_logits(activations)]
     for reading in look.readings:
         found += _underflow(reading)
         found += _near_limit(reading)
@@ -38,7 +39,7 @@ def see_look(look: Look, dithered: bool = False, microbatches: int = 1) -> list[
     return found
 
 
-def _not_finite(activations: Sequence[Reading]) -> Iterator[Finding]:
+def _not_finite(activations: Sequence[Reading], applied: bool) -> Iterator[Finding]:
     """The first in the order of computation: those after it only pass it on."""
     first = next((reading for reading in activations if reading.inf or reading.nan), None)
     if first is None:
@@ -50,7 +51,9 @@ def _not_finite(activations: Sequence[Reading]) -> Iterator[Finding]:
         where=first.module,
         detail=f"{first.inf} inf and {first.nan} NaN of {first.count} values in {first.dtype}, the largest finite one "
         f"{first.amax:.4g}",
-        consequence="the loss and every gradient become inf or NaN; no loss scale can help, as this is forward",
+        consequence="it reached no gradient of this update, which was applied; where it does, the update is skipped"
+        if applied
+        else "the loss and every gradient become inf or NaN; no loss scale can help, as this is forward",
         fix="keep the module in FP32 (keep=...), or train in bf16, which has FP32's range" if over else
         "`narrowgauge replay` names the op that made it",
     )  # fmt: skip
@@ -177,6 +180,14 @@ class SiteRules:
         self._seen: deque[Pulse] = deque(maxlen=window + 1)
         self.sizes: dict[str, int] = defaultdict(int)
         """Values of a tensor in an update, by site, as far as they are known."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is remembered of the updates so far, as plain values."""
+        return {"seen": [dict(vars(pulse)) for pulse in self._seen], "sizes": dict(self.sizes)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._seen = deque((Pulse(**pulse) for pulse in state["seen"]), maxlen=self.window + 1)
+        self.sizes = defaultdict(int, state["sizes"])
 
     def see(self, pulse: Pulse) -> list[Finding]:
         self._seen.append(pulse)

@@ -9,8 +9,8 @@ checkpoints/step-00000100/
 save:           write a hidden folder, fsync each file and the folder, rename it, fsync the parent, prune old ones
 newest_whole:   from the newest on, the first whose manifest verifies; a damaged one costs a line
 
-Several ranks write one together, in the files of torch.distributed.checkpoint instead of the first two (ranked.py);
-either kind is read by any number of ranks, and by one process.
+Several ranks write one together, as shards instead of the first two (ranked.py); either kind is read by any number of
+ranks, and by one process. Which kind it is, the manifest says; what it does not name is never opened.
 """
 
 from __future__ import annotations
@@ -21,21 +21,24 @@ import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from narrowgauge.engine import Engine
 from narrowgauge.errors import UsageError
 from narrowgauge.runs import disk, ranked
-from narrowgauge.runs.tree import Taker, own, rebuild
+from narrowgauge.tree import Taker, own, rebuild, write_tensors
 
 FORMAT = 1
 FILES = ("weights.safetensors", "state.safetensors", "state.json")
+PICKLED = ".metadata"
+"""The table of contents of torch's own storage, which earlier versions wrote for several ranks."""
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -66,12 +69,9 @@ def save(run: Path, step: int, weights: Mapping[str, Any], state: Any, keep: int
         model, rest = Taker(), Taker()
         text = dump({"weights": model.take(weights), "state": rest.take(state)})
         # "format": "pt" is what transformers and others look for in a file that torch wrote.
-        save_file(model.tensors, folder / FILES[0], {"format": "pt", **model.aliases})
-        save_file(rest.tensors, folder / FILES[1])
+        write_tensors(model.tensors, folder / FILES[0], {"format": "pt", **model.aliases})
+        write_tensors(rest.tensors, folder / FILES[1])
         (folder / FILES[2]).write_text(text)
-        mode = (folder / FILES[2]).stat().st_mode
-        for name in FILES[:2]:
-            (folder / name).chmod(mode)  # safetensors writes for the owner alone, whatever the umask says
     return path_of(run, step)
 
 
@@ -136,27 +136,54 @@ def _digest(path: Path) -> str:
 def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint folder, or None where it is whole."""
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
+        manifest = _manifest(path)
         files = manifest["files"]
         if manifest["format"] != FORMAT:
             return f"its format is {manifest['format']}, this version reads {FORMAT}"
         if path.name != path_of(path, manifest["step"]).name:
             return f"manifest.json is of step {manifest['step']}"
-        for name in files if ranked.SHARDS in files else FILES:
-            size = (path / name).stat().st_size
-            if size != files[name]["bytes"]:
-                return f"{name} has {size} bytes instead of {files[name]['bytes']}"
+        for name in files if ranked.TABLE in files else FILES:
+            if Path(name).name != name:
+                return f"manifest.json names {name}, which is not in the folder"
+            status = (path / name).stat()
+            if not stat.S_ISREG(status.st_mode):
+                return f"{name} is not a file"
+            if status.st_size != files[name]["bytes"]:
+                return f"{name} has {status.st_size} bytes instead of {files[name]['bytes']}"
             if _digest(path / name) != files[name]["sha256"]:
                 return f"{name} does not match its SHA-256"
     except OSError as error:
         return f"{Path(error.filename or path).name}: {os.strerror(error.errno or 0)}"
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return "manifest.json is not readable"
     return None
 
 
+def _manifest(path: Path) -> dict[str, Any]:
+    file = path / "manifest.json"
+    if file.exists() and not file.is_file():  # a device or a pipe could be read without end
+        raise ValueError("manifest.json is not a file")
+    manifest: dict[str, Any] = json.loads(file.read_text())
+    return manifest
+
+
+def refuse_pickle(path: Path) -> None:
+    """Refuse what several ranks wrote with an earlier version: its table of contents is a pickle."""
+    try:
+        old = PICKLED in _manifest(path)["files"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return  # damaged, which is said elsewhere
+    if old:
+        raise UsageError(
+            f"checkpoint {path} is in the old form of several ranks, whose {PICKLED} is a pickle and could run code; "
+            "if you trust who wrote it, finish the run with the version in its run.json, or convert the tensors: "
+            f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} weights.pt"
+        )
+
+
 def load(path: Path) -> Checkpoint:
     """Read one checkpoint, refusing a damaged one."""
+    refuse_pickle(path)
     wrong = damage(path)
     if wrong:
         raise UsageError(f"checkpoint {path} is damaged: {wrong}; take an earlier one")
@@ -165,18 +192,29 @@ def load(path: Path) -> Checkpoint:
 
 def step_of(path: Path) -> int:
     """The step that a checkpoint folder is of."""
-    step: int = json.loads((path / "manifest.json").read_text())["step"]
-    return step
+    return int(_manifest(path)["step"])
+
+
+def is_ranked(path: Path) -> bool:
+    """Whether several ranks wrote it; by its manifest, as anybody may put a file beside it."""
+    return ranked.TABLE in _manifest(path)["files"]
 
 
 def read(path: Path, engine: Engine | None = None) -> Checkpoint:
     """Read one that is whole; what ranks have written is spread as the parameters of ``engine`` are."""
-    if ranked.is_ranked(path):
-        return Checkpoint(step_of(path), path, *ranked.read(path, engine))
-    text = json.loads((path / FILES[2]).read_text())
-    weights = rebuild(text["weights"], own(load_file(path / FILES[0])))
-    state = rebuild(text["state"], own(load_file(path / FILES[1])))
-    return Checkpoint(step_of(path), path, weights, state)
+    refuse_pickle(path)
+    try:
+        if is_ranked(path):
+            return Checkpoint(step_of(path), path, *ranked.read(path, engine))
+        text = json.loads((path / FILES[2]).read_text())
+        weights = rebuild(text["weights"], own(load_file(path / FILES[0])))
+        state = rebuild(text["state"], own(load_file(path / FILES[1])))
+        return Checkpoint(step_of(path), path, weights, state)
+    except UsageError:
+        raise
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
+        raise UsageError(f"checkpoint {path} is not what narrowgauge writes ({reason}); take an earlier one") from error
 
 
 def newest_whole(run: Path, tell: Callable[[str], None] = lambda line: None) -> Checkpoint | None:
@@ -190,6 +228,7 @@ def newest_path(run: Path, tell: Callable[[str], None] = lambda line: None) -> P
     steps = steps_of(run)
     for step in reversed(steps):
         path = path_of(run, step)
+        refuse_pickle(path)
         wrong = damage(path)
         if wrong is None:
             return path

@@ -16,6 +16,7 @@ _ADVICE = {
     errno.EFBIG: "raise the file size limit (ulimit -f), then go on with --resume",
     errno.EACCES: "choose a folder you may write to with --out",
     errno.EROFS: "choose a folder you may write to with --out",
+    errno.ELOOP: "it is a link, which is not followed: remove it",
 }
 
 
@@ -55,7 +56,9 @@ def replace(path: Path, data: bytes) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     with writing(path):
         try:
-            temporary.write_bytes(data)
+            temporary.unlink(missing_ok=True)  # left by a crash, or a link that would be written through
+            with temporary.open("xb") as file:
+                file.write(data)
             sync(temporary)
             temporary.replace(path)
             sync(path.parent)

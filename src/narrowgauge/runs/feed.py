@@ -1,13 +1,23 @@
-"""Makes batches: the next one is made, checked and pinned by a thread while the current one is trained on.
+"""Makes the batches of a run's steps, so that what they draw never meets what a step draws.
 
-A batch is a pure function of its number, so a thread changes nothing about what is trained. Some tasks make it pure by
-seeding torch's global generator, which would disturb the dropout of the step that runs meanwhile: a feed looks whether
-the first batch touched a global generator, and if so makes all of them in the foreground and puts the generators back.
+torch, NumPy and Python have one global generator each, for a batch and for the dropout of the step beside it alike. Who
+seeds them in a batch seeds the dropout; who does so in a thread seeds it at a moment that nobody can tell, and equal
+runs differ. So it is decided by what the task says of itself:
+
+    reads_ahead=False   batches are made between two steps. The generators are seeded by the run's seed, the split and
+                        the batch's number, and put back afterwards: a batch that draws from them, seeded or not, at any
+                        step, is the same for its number in every run. A GPU computes meanwhile: nothing waits for it.
+    reads_ahead=True    the task promises to leave global generators alone (all built-in tasks do): the next batch is
+                        made by a thread during the step. The first is looked at: where it touched one, batches are made
+                        as above, and a line says so.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
 
@@ -30,11 +40,21 @@ class Feed:
     A step's batches come together and checked, so that bad data stops a run between two steps and never inside one.
     """
 
-    def __init__(self, task: Task, first: int, last: int, share: Share | None = None, pin: bool = False) -> None:
-        self._task, self._share, self._pin = task, share or Share(), pin
+    def __init__(
+        self,
+        task: Task,
+        first: int,
+        last: int,
+        share: Share | None = None,
+        pin: bool = False,
+        seed: int = 0,
+        tell: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self._task, self._share, self._pin, self._seed, self._tell = task, share or Share(), pin, seed, tell
         self._step, self._last = first, last
-        self._thread: ThreadPoolExecutor | None = None
+        self._ahead: _Ahead | None = None
         self._next: Future[list[Any]] | None = None
+        self._looked = False
 
     def __enter__(self) -> Feed:
         return self
@@ -42,33 +62,72 @@ class Feed:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._thread is not None:
-            self._thread.shutdown(wait=True, cancel_futures=True)
+        if self._ahead is not None:
+            # Who quits at once does not wait for a batch: the thread ends with the process.
+            self._ahead.close(wait=kind is None or issubclass(kind, Exception))
 
     def take(self) -> list[Any]:
         """The microbatches of the next step."""
-        batches = self._make_guarded(self._step) if self._next is None else self._next.result()
+        if self._next is not None:
+            batches = self._next.result()
+        elif self._task.reads_ahead and not self._looked:
+            batches = self._look(self._step)
+        else:
+            batches = self._make(self._step, alone=True)
         self._step += 1
         self._next = None
-        if self._thread is not None and self._step < self._last:
-            self._next = self._thread.submit(self._make, self._step)
+        if self._ahead is not None and self._step < self._last:
+            self._next = self._ahead.submit(self._make, self._step)
         return batches
 
-    def _make_guarded(self, step: int) -> list[Any]:
+    def _look(self, step: int) -> list[Any]:
+        """The first batches, and whether the task keeps its promise."""
+        self._looked = True
         before = random_state.capture()
         batches = self._make(step)
         if random_state.same(before, random_state.capture()):
-            self._thread = self._thread or ThreadPoolExecutor(max_workers=1, thread_name_prefix="narrowgauge-feed")
-        else:
-            random_state.restore(before)
-        return batches
+            self._ahead = _Ahead()
+            return batches
+        random_state.restore(before)
+        self._tell("the task reads ahead, but draws from a global generator: its batches are made between steps")
+        return self._make(step, alone=True)
 
-    def _make(self, step: int) -> list[Any]:
+    def _make(self, step: int, alone: bool = False) -> list[Any]:
         batches = []
         for number in self._share.numbers(step):
-            batch = self._share.cut(make_batch(self._task, number, "train", f"step {step + 1}"))
+            where = f"step {step + 1}"
+            made = make_alone(self._task, number, "train", where, self._seed) if alone else None
+            batch = self._share.cut(made if alone else make_batch(self._task, number, "train", where))
             batches.append(transform(batch, _pin) if self._pin else batch)
         return batches
+
+
+class _Ahead:
+    """One thread that does one thing after the other; the interpreter does not wait for it when it ends."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="narrowgauge-feed", daemon=True)
+        self._thread.start()
+
+    def submit(self, do: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._queue.put((future, lambda: do(*arguments)))
+        return future
+
+    def _work(self) -> None:
+        while (job := self._queue.get()) is not None:
+            future, do = job
+            try:
+                future.set_result(do())
+            except BaseException as error:
+                future.set_exception(error)
+            del job, future, do  # a batch must not be held until the next one is there
+
+    def close(self, wait: bool) -> None:
+        self._queue.put(None)
+        if wait:
+            self._thread.join()
 
 
 def _pin(tensor: Tensor) -> Tensor:
@@ -83,6 +142,12 @@ def make_batch(task: Task, number: int, split: str, where: str) -> Any:
         raise BadData(f"the data of {where}: {error}") from error
     check_finite(batch, where, f"{split} batch {number}")
     return batch
+
+
+def make_alone(task: Task, number: int, split: str, where: str, seed: int = 0) -> Any:
+    """The same between two steps: what it draws from global generators depends on seed, split and number alone."""
+    with random_state.apart(seed, split, number):
+        return make_batch(task, number, split, where)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -29,8 +29,8 @@ from narrowgauge.gauges.step_rules import Step
 from narrowgauge.lagged import Readback
 from narrowgauge.ranks.draw import make_model
 from narrowgauge.ranks.world import ALONE, World
-from narrowgauge.runs import checkpoint, ranked, record, trackers
-from narrowgauge.runs.feed import BadData, Feed, make_batch, to_device
+from narrowgauge.runs import checkpoint, record, resuming, trackers
+from narrowgauge.runs.feed import BadData, Feed, make_alone, to_device
 from narrowgauge.runs.interruption import Interruption
 from narrowgauge.runs.pace import Pace
 from narrowgauge.runs.result import Result, failed_sample, judge, refused_data, stalled
@@ -113,23 +113,24 @@ class Life:
         """Take up a checkpoint; without one, begin again."""
         self.resumed = True
         step = checkpoint.step_of(path) if path is not None else 0
-        if self.world.first:
-            record.cut_after(self.folder, step)
+        state = resuming.load(path, self.engine, self.world) if path is not None else {"result": {}}
+        found = state["result"].pop("findings", None) if path is not None else []
+        if self.world.first:  # only now: a checkpoint that does not fit costs no event
+            record.cut_after(self.folder, step, None if found is None else len(found))
         if path is None:
             self.observer.tell("no checkpoint was written yet: beginning again")
             return
-        saved = checkpoint.read(path, self.engine)
-        self.engine.load_state_dict({**saved.state["engine"], "model": saved.weights})
-        generators = saved.state.get("random") if self.world.alone else None
-        if ranked.is_ranked(path):
-            generators = ranked.read_random(path, self.world.rank, self.world.size)
-        if generators is not None:  # of another number of ranks: what is drawn from here on is drawn afresh
-            random_state.restore(generators)
-        for name, value in saved.state["result"].items():
+        for name, value in state["result"].items():
             setattr(self.result, name, value)
+        self.result.findings = [Finding(**finding) for finding in found or ()]
         self.result.step = self.saved_step = step
-        self.evaluated_step = saved.state["evaluated_step"]
+        self.evaluated_step = state["evaluated_step"]
         self.result.checkpoint = str(path)
+        if self.recorder is not None:
+            self.recorder.load_state_dict(state.get("recorder") or {})
+        if self.examiner is not None:
+            looks = (event for event in record.read(self.folder) if event["kind"] == "look")
+            self.examiner.load_state_dict(state.get("examiner") or {}, looks)
 
     def train(self) -> Result:
         result, settings = self.result, self.settings
@@ -147,16 +148,17 @@ class Life:
             stack.callback(self.observer.end)
             self.observer.begin(result.step, settings.steps)
             pin = self.engine.device.type == "cuda"
-            feed = stack.enter_context(Feed(self.task, result.step, settings.steps, self.share, pin))
+            feed = stack.enter_context(
+                Feed(self.task, result.step, settings.steps, self.share, pin, settings.seed, self.observer.tell)
+            )
             try:
                 while result.step < settings.steps and (batches := self._next(feed, stop)) is not None:
                     self._step(batches)
                     self._do_what_is_due()
                 self._settle_numbers()
                 if result.step < settings.steps:
-                    self.observer.tell(
-                        f"{stop.name or 'another rank was told to stop'}: saving; once more ends at once"
-                    )
+                    signalled = stop.name or "another rank was told to stop"
+                    self.observer.tell(f"{signalled}: saving; press Ctrl-C again to quit immediately")
                     result.interrupted = True
                 self._finish()
             except TrainingStalled as error:
@@ -165,10 +167,11 @@ class Life:
                 self._finding(stalled(result.step, error))
             except BadData as error:
                 # The weights are good, so they are saved before the run ends with the line about its data.
+                # The finding is in no checkpoint: a run that is resumed with good data has none.
                 self._settle_numbers()
-                self._finding(refused_data(result.step, error))
                 self._checkpoint()
                 self._saved(wait=True)
+                self._finding(refused_data(result.step, error))
                 raise
             for told in self.examiner.foretell() if self.examiner is not None else ():
                 result.foretold.append(told.as_event())
@@ -289,7 +292,8 @@ class Life:
         own = Share(world.rank, world.size if count % world.size == 0 else 1, count)  # else all evaluate all
         with random_state.put_back(), self.engine.evaluating():
             for number in own.numbers(0) if own.size > 1 else range(count):
-                batch = make_batch(self.task, number, "eval", f"the evaluation after step {self.result.step}")
+                where = f"the evaluation after step {self.result.step}"
+                batch = make_alone(self.task, number, "eval", where, self.settings.seed)
                 batch = to_device(batch, self.engine.device)
                 values = {"loss": self.task.loss(self.engine.model, batch)}
                 if self.task.metrics is not None:
@@ -314,11 +318,14 @@ class Life:
         self.record.sync()  # the events up to a checkpoint must not be younger on the disk than the checkpoint itself
         engine = self.engine.state_dict()
         weights = engine.pop("model")
-        kept = ("loss_first", "loss_last", "loss_eval", "metrics", "skipped", "seconds")
+        kept = ("loss_first", "loss_last", "loss_eval", "metrics", "skipped", "seconds", "captures")
+        findings = [dataclasses.asdict(finding) for finding in result.findings]
         state = {
             "engine": engine,
-            "result": {name: getattr(result, name) for name in kept},
+            "result": {name: getattr(result, name) for name in kept} | {"findings": findings},
             "evaluated_step": self.evaluated_step,
+            "examiner": self.examiner.state_dict() if self.examiner is not None else None,
+            "recorder": self.recorder.state_dict() if self.recorder is not None else None,
         }
         self.saver.save(result.step, weights, state, random_state.capture())
         self.saved_step = result.step

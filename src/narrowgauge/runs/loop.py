@@ -12,11 +12,11 @@ from typing import Any
 import numpy
 import torch
 
-from narrowgauge import __version__, random_state
+from narrowgauge import __version__
 from narrowgauge.errors import UsageError
 from narrowgauge.ranks.world import ALONE, World
 from narrowgauge.runs import checkpoint, lock, record
-from narrowgauge.runs.feed import make_batch
+from narrowgauge.runs.feed import make_alone
 from narrowgauge.runs.life import Life, Observer
 from narrowgauge.runs.result import Result
 from narrowgauge.runs.settings import Settings
@@ -63,8 +63,8 @@ def train(
                 )
             run.recorder.request(capture)
         if not resume:
-            with world.together(), random_state.put_back():  # bad data is refused now, and tasks learn their facts
-                run.share.cut(make_batch(task, 0, "train", "step 1"))
+            with world.together():  # bad data is refused now, and tasks learn their facts
+                run.share.cut(make_alone(task, 0, "train", "step 1", settings.seed))
         if not resume and world.first:
             asked = {"settings": dataclasses.asdict(settings), "facts": dict(task.facts), "versions": versions()}
             record.write_configuration(folder, {**(configuration or {}), **asked})
@@ -105,9 +105,12 @@ def _finished(folder: Path, settings: Settings) -> Result | None:
     last = None
     for event in record.read(folder):
         last = event
-    if last is None or last["kind"] != "end" or last["interrupted"] or last["step"] < settings.steps:
+    if last is None or last["kind"] != "end" or last.get("interrupted") or last["step"] < settings.steps:
         return None
-    return Result.reread(last)
+    try:
+        return Result.reread(last)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise UsageError(f"the last event of {folder / record.EVENTS} is no summary ({error}); remove it") from None
 
 
 @contextlib.contextmanager

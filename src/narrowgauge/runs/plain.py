@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from narrowgauge.runs import disk
-from narrowgauge.runs.tree import Taker
+from narrowgauge.tree import Taker, write_tensors
 
 
 def write_weights(weights: Mapping[str, Any], file: Path) -> dict[str, Tensor]:
@@ -21,10 +21,11 @@ def write_weights(weights: Mapping[str, Any], file: Path) -> dict[str, Tensor]:
     temporary = file.with_name(f".{file.name}.tmp")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        save_file(taker.tensors, temporary, {"format": "pt", **taker.aliases})
+        write_tensors(taker.tensors, temporary, {"format": "pt", **taker.aliases})
         disk.sync(temporary)
         temporary.replace(file)
     except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a read-only disk refuses that, too
+            temporary.unlink(missing_ok=True)
         raise disk.refuse(file, error) from error
     return taker.tensors

@@ -31,6 +31,8 @@ from narrowgauge.runs.lines import decode, encode, plain
 EVENTS = "events.jsonl"
 CONFIGURATION = "run.json"
 _NUMERIC = ("step", "eval")
+_AT_END = ("end", "sample", "foretelling")
+"""Written after the last checkpoint of a run, and written again when it ends again."""
 _CHUNK = 1 << 20
 """Bytes of lines that are read and parsed in one call of the JSON parser."""
 
@@ -41,7 +43,7 @@ class Record:
     def __init__(self, folder: Path) -> None:
         self.path = folder / EVENTS
         with disk.writing(self.path):
-            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
 
     def append(self, kind: str, step: int, **fields: Any) -> None:
         """Add one event."""
@@ -112,6 +114,10 @@ def _parse(lines: list[bytes], first: int, path: Path) -> list[dict[str, Any]]:
                 decode(line)
             except ValueError:
                 raise UsageError(f"{path} is damaged in line {number}: not JSON; remove that line") from None
+        raise UsageError(f"{path} is damaged: not one event a line; restore it")
+    for number, event in enumerate(events, first):
+        if type(event) is not dict or type(event.get("step")) is not int or type(event.get("kind")) is not str:
+            raise UsageError(f"{path} is damaged in line {number}: no event of a run (kind, step); remove that line")
     return events
 
 
@@ -124,14 +130,20 @@ def read(folder: Path) -> Iterator[dict[str, Any]]:
             yield event
 
 
-def cut_after(folder: Path, step: int) -> None:
-    """Forget, atomically, what happened after ``step``, and that the run ended: it goes on from there."""
-    kept = [
-        line
-        for lines, events in _chunks(folder)
-        for line, event in zip(lines, events, strict=True)
-        if event["step"] <= step and event["kind"] != "end"
-    ]
+def cut_after(folder: Path, step: int, findings: int | None = None) -> None:
+    """Forget, atomically, what happened after ``step``, and that the run ended: it goes on from there.
+
+    ``findings``: how many of them the checkpoint of that step knows; those after it came of how the run ended, such as
+    bad data, and come again where the reason for them is still there.
+    """
+    kept, found = [], 0
+    for lines, events in _chunks(folder):
+        for line, event in zip(lines, events, strict=True):
+            kind = event["kind"]
+            found += kind == "finding"
+            late = kind == "finding" and findings is not None and found > findings
+            if event["step"] <= step and kind not in _AT_END and not late:
+                kept.append(line)
     disk.replace(folder / EVENTS, b"".join(kept))
 
 

@@ -12,6 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from narrowgauge.errors import UsageError
 from narrowgauge.ranks.world import World, lost
 from narrowgauge.runs import checkpoint, disk, ranked
@@ -68,9 +70,12 @@ class RankedSaver(Saver):
             written.result()
             (folder / ranked.STATE).write_text(checkpoint.dump(content))
             checkpoint.commit(self.run, step, self.keep)
-        except OSError as error:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise disk.refuse(checkpoint.path_of(self.run, step), error) from error
+        except BaseException as error:  # torch's own is no Exception
+            shutil.rmtree(folder, ignore_errors=True)  # half a checkpoint would only keep the disk full
+            reason = ranked.cause(error)
+            if isinstance(reason, OSError | SafetensorError):
+                raise disk.refuse(checkpoint.path_of(self.run, step), reason) from error
+            raise
         self._done.append((step, checkpoint.path_of(self.run, step)))
 
     def _settle(self) -> None:
@@ -79,8 +84,11 @@ class RankedSaver(Saver):
             if pending is not None:
                 pending.result()
         except BaseException as error:
-            if type(error).__name__ == "CheckpointException":  # torch's, and no Exception: nothing else would catch it
-                raise lost(error) from error
+            reason = ranked.cause(error)
+            if isinstance(reason, OSError | SafetensorError):
+                raise disk.refuse(self.run, reason) from error
+            if reason is not error:
+                raise lost(reason) from error
             raise
 
     def done(self, wait: bool = False) -> list[tuple[int, Path]]:

@@ -64,6 +64,7 @@ def make(batch: int = 64, seed: int = 0) -> Task:
         return images, torch.randint(0, CLASSES, (batch,), generator=generator)
 
     return Task(
+        reads_ahead=True,
         name="digits",
         model=DigitNet,
         batch=draw,

@@ -186,6 +186,7 @@ def make(
         return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
     return Task(
+        reads_ahead=True,
         name=spec,
         model=lambda: GPT(config) if isinstance(config, GPTConfig) else Llama(config),
         batch=draw,

@@ -4,6 +4,8 @@ Each value that JSON has no exact word for becomes an object with one key that n
 
     {"tensor": name}   {"tuple": [...]}   {"dict": {...}}   {"items": [[key, value], ...]}   {"float": "inf"}
     {"bytes": "00ff"}
+    {"complex": name}  complex128, of which safetensors knows nothing, as pairs of real numbers
+    {"sparse": [indices, values, shape]}
 
 A dict whose keys are not all text (an optimizer's state counts parameters) is written as items. Tensors that are the
 same memory (tied weights) are stored once; every place names the one that is stored, and gets the same tensor back.
@@ -11,11 +13,15 @@ same memory (tied weights) are stored once; every place names the one that is st
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 RESERVED = "__metadata__"
@@ -25,7 +31,9 @@ RESERVED = "__metadata__"
 class Taker:
     """Takes nests apart, gathering their tensors on the CPU under unique names."""
 
-    def __init__(self) -> None:
+    def __init__(self, aliased: bool = True) -> None:
+        """``aliased``: tensors that are the same memory are stored once; else each under its own path."""
+        self._aliased = aliased
         self.tensors: dict[str, Tensor] = {}
         self.aliases: dict[str, str] = {}
         """Path of each further place of a tensor, and the name it is stored under."""
@@ -37,7 +45,7 @@ class Taker:
         if value is None or isinstance(value, bool | str):
             return value
         if isinstance(value, Tensor):
-            return {"tensor": self._store(value.detach(), path)}
+            return self._take_tensor(value.detach(), path)
         if isinstance(value, int):
             return int(value)
         if isinstance(value, float):
@@ -55,9 +63,20 @@ class Taker:
             return {"tuple": [self.take(item, _join(path, index)) for index, item in enumerate(value)]}
         raise TypeError(f"{path or 'the state'} is a {type(value).__name__}, which cannot be saved without pickle")
 
+    def _take_tensor(self, tensor: Tensor, path: str) -> Any:
+        if tensor.layout == torch.sparse_coo:
+            held = tensor.coalesce()
+            parts = (held.indices(), held.values(), list(held.shape))
+            return {"sparse": [self.take(part, _join(path, index)) for index, part in enumerate(parts)]}
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            raise TypeError(f"{path or 'the state'} is a tensor of layout {tensor.layout}, which cannot be saved")
+        if tensor.dtype == torch.complex128:
+            return {"complex": self._store(torch.view_as_real(tensor.resolve_conj()), path)}
+        return {"tensor": self._store(tensor, path)}
+
     def _store(self, tensor: Tensor, path: str) -> str:
         identity = None
-        if tensor.numel() > 0:
+        if tensor.numel() > 0 and self._aliased:
             layout = (tensor.dtype, tuple(tensor.shape), tensor.stride())
             identity = (tensor.device, tensor.data_ptr(), *layout)
             if identity in self._names:
@@ -87,6 +106,11 @@ def rebuild(data: Any, tensors: Mapping[str, Tensor]) -> Any:
     ((kind, content),) = data.items()
     if kind == "tensor":
         return tensors[content]
+    if kind == "complex":
+        return torch.view_as_complex(tensors[content])
+    if kind == "sparse":
+        indices, values, shape = (rebuild(part, tensors) for part in content)
+        return torch.sparse_coo_tensor(indices, values, shape, check_invariants=True).coalesce()
     if kind == "dict":
         return {key: rebuild(item, tensors) for key, item in content.items()}
     if kind == "items":
@@ -107,3 +131,14 @@ def _join(path: str, key: Any) -> str:
 def own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies in torch's own aligned memory: what safetensors returns may be a map of the file, at any offset."""
     return {name: torch.clone(tensor) for name, tensor in tensors.items()}
+
+
+def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file that may be read by whom the umask says; never through a link that lies there."""
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    mode = os.fstat(descriptor).st_mode
+    os.close(descriptor)
+    save_file(dict(tensors), path, dict(metadata) if metadata is not None else None)
+    path.chmod(mode & 0o777)  # safetensors itself writes for the owner alone

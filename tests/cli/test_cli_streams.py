@@ -1,0 +1,232 @@
+"""Readers that go away, full disks, closed terminals, signals, tasks that raise: work is kept, exit codes are true."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from narrowgauge.cli import main
+from narrowgauge.cli.output import Lasting, lasting
+from narrowgauge.runs import checkpoint, record
+
+TASKS = Path(__file__).parent.parent / "runs" / "tiny_task.py"
+CHATTY = """
+import sys
+import tiny_task
+
+def make():
+    def loss(model, batch):
+        print("a line of the task's own", flush=True)
+        sys.stdout.buffer.write(b"and some bytes\\n")
+        sys.stderr.write("and another\\n")
+        return tiny_task.loss(model, batch)
+    return tiny_task.tiny(loss=loss)
+"""
+PATIENCE_S = 120
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TASKS.parent), os.environ["PYTHONPATH"]]))
+    (tmp_path / "chatty.py").write_text(CHATTY)
+
+
+def command(task: str, *more: str, steps: int = 40) -> list[str]:
+    program = [sys.executable, "-m", "narrowgauge", "train", task, "--device", "cpu", "--recipe", "fp32"]
+    return [*program, "--steps", str(steps), "--log", "none", "--out", "run", "--eval-every", "10", *more]
+
+
+def assert_finished(steps: int = 40) -> None:
+    assert checkpoint.steps_of(Path("run"))[-1] == steps
+    events = list(record.read(Path("run")))
+    assert [e["step"] for e in events if e["kind"] == "step"] == list(range(1, steps + 1))
+    assert events[-1]["kind"] == "end"
+
+
+@pytest.mark.parametrize(
+    ("task", "stderr"),
+    [(f"{TASKS}:command_line", subprocess.DEVNULL), ("chatty.py:make", subprocess.STDOUT)],
+    ids=["quiet", "chatty"],
+)
+def test_a_reader_that_goes_away_does_not_end_training(task: str, stderr: int) -> None:
+    with subprocess.Popen(command(task), stdout=subprocess.PIPE, stderr=stderr) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(PATIENCE_S) == 0
+    assert_finished()
+
+
+def test_the_exit_code_tells_of_a_finding_that_nobody_read() -> None:
+    with subprocess.Popen(
+        command(f"{TASKS}:diverging", "--json", steps=400), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        process.stderr.close()
+        assert process.wait(PATIENCE_S) == 1
+
+
+@pytest.mark.parametrize(
+    ("full", "more", "code"), [("stdout", [], 0), ("stdout", ["--json"], 2), ("stderr", ["--json"], 0), ("both", [], 0)]
+)
+def test_a_full_disk_under_the_output_does_not_end_training(full: str, more: list[str], code: int) -> None:
+    with open("/dev/full", "w") as disk:  # noqa: PTH123
+        out = disk if full in ("stdout", "both") else subprocess.PIPE
+        err = disk if full in ("stderr", "both") else subprocess.PIPE
+        done = subprocess.run(
+            command("chatty.py:make", *more), stdout=out, stderr=err, text=True, timeout=PATIENCE_S, check=False
+        )
+    assert done.returncode == code, done.stderr
+    assert_finished()
+    if full == "stdout":
+        assert "standard output cannot be written (No space left on device)" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("closed", [(1,), (0, 1, 2)], ids=str)
+def test_streams_that_were_closed_from_the_start_do_not_get_into_the_record(closed: tuple[int, ...]) -> None:
+    redirections = " ".join(f"{number}>&-" for number in closed)
+    text = " ".join(command("chatty.py:make"))
+    done = subprocess.run(["sh", "-c", f"exec {text} {redirections}"], timeout=PATIENCE_S, check=False)
+    assert done.returncode == 0
+    assert_finished()
+
+
+def start(steps: int = 1_000_000, **options: Any) -> subprocess.Popen[bytes]:
+    """A run that has begun to train."""
+    argv = command(f"{TASKS}:command_line", "--checkpoint-every", "0", steps=steps)
+    process = subprocess.Popen(argv, **{"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **options})
+    wait_until(lambda: process.poll() is not None or last_step() > 2)
+    assert process.poll() is None
+    return process
+
+
+def last_step() -> int:
+    with contextlib.suppress(OSError):
+        return (Path("run") / "events.jsonl").read_bytes().count(b'"kind":"step"')
+    return 0
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    limit = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_that_was_ignored_stays_ignored(number: int) -> None:
+    with start(preexec_fn=lambda: signal.signal(number, signal.SIG_IGN)) as process:
+        for _ in range(3):
+            before = last_step()
+            process.send_signal(number)
+            wait_until(lambda before=before: process.poll() is not None or last_step() > before + 20)  # type: ignore[misc]
+            assert process.poll() is None
+        process.kill()
+
+
+def test_a_terminal_that_is_closed_saves_the_run() -> None:
+    """As when ssh is cut: SIGHUP comes, and every write to the terminal fails."""
+    keyboard, screen = pty.openpty()
+
+    def take_terminal() -> None:
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    with start(stdin=screen, stdout=screen, stderr=screen, preexec_fn=take_terminal) as process:
+        os.close(screen)
+        os.close(keyboard)
+        assert process.wait(PATIENCE_S) == 0
+    events = list(record.read(Path("run")))
+    assert events[-1]["kind"] == "end" and events[-1]["interrupted"]
+    assert checkpoint.steps_of(Path("run")) == [events[-1]["step"]]
+
+
+def raising(text: str) -> str:
+    Path("bad.py").write_text(f"import sys, os\nimport torch\nimport tiny_task\n{text}\n")
+    return "bad.py:make"
+
+
+FAILURES = {
+    "task": "def make(): raise ValueError('no such thing')",
+    "model": "def broken(): raise RuntimeError('no such thing')\ndef make(): return tiny_task.tiny(model=broken)",
+    "loss": "def broken(m, b): raise KeyError('no such thing')\ndef make(): return tiny_task.tiny(loss=broken)",
+    "batch": "def broken(s, p): return {}['no such thing']\ndef make(): return tiny_task.tiny(batch=broken)",
+    "ahead": "def broken(s, p):\n    if s == 25: raise OSError('no such thing')\n    return tiny_task.draw(s, p)\n"
+    "def make(): return tiny_task.tiny(batch=broken, reads_ahead=True)",
+    "metrics": "def broken(m, b): assert False, 'no such thing'\ndef make(): return tiny_task.tiny(metrics=broken)",
+    "exit": "def broken(m, b): sys.exit(0)\ndef make(): return tiny_task.tiny(loss=broken)",
+    "pipe": "def broken(m, b): raise BrokenPipeError('no such thing')\ndef make(): return tiny_task.tiny(loss=broken)",
+    "late": "def broken(m, b):\n    global n; n += 1\n    if n > 40: raise MemoryError('no such thing')\n"
+    "    return tiny_task.loss(m, b)\nn = 0\ndef make(): return tiny_task.tiny(loss=broken)",
+}
+
+
+@pytest.mark.parametrize("where", FAILURES)
+def test_a_task_that_raises_is_exit_3_with_its_traceback(
+    where: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(TASKS.parent)
+    monkeypatch.delitem(sys.modules, "narrowgauge_task_bad", raising=False)
+    task = raising(FAILURES[where])
+    options = ["--device", "cpu", "--recipe", "fp32", "--steps", "40", "--checkpoint-every", "10", "--eval-every", "10"]
+    code = main(["train", task, *options, "--log", "none", "--out", "run", "--json"])
+    said = capsys.readouterr()
+    assert code == 3 and said.out == ""
+    assert "Traceback" in said.err and "bad.py" in said.err and said.err.splitlines()[-1].startswith("narrowgauge: ")
+    if where in ("late", "ahead"):
+        assert checkpoint.steps_of(Path("run")) == [10, 20] and "narrowgauge train --resume run" in said.err
+        assert checkpoint.damage(checkpoint.path_of(Path("run"), 20)) is None
+
+
+def test_a_stream_that_fails_is_silent_from_then_on() -> None:
+    class Failing(io.StringIO):
+        def flush(self) -> None:
+            raise BrokenPipeError(32, "Broken pipe")
+
+    stream = Lasting(Failing(), "standard output")
+    assert stream.write("one") == 3
+    stream.flush()
+    assert stream.write("two") == 3 and stream.failure is not None
+    assert stream.getvalue() == "one"
+
+
+def test_what_a_stream_cannot_spell_is_escaped() -> None:
+    raw = io.BytesIO()
+    with contextlib.redirect_stdout(io.TextIOWrapper(raw, encoding="ascii")), lasting():
+        print("loss \u2192 0, \udcff")
+    assert raw.getvalue() == b"loss \\u2192 0, \\udcff\n"
+
+
+def test_streams_are_given_back() -> None:
+    before = sys.stdout, sys.stderr
+    with pytest.raises(ZeroDivisionError), lasting():
+        assert sys.stdout is not before[0]
+        raise ZeroDivisionError
+    assert (sys.stdout, sys.stderr) == before
+
+
+def test_json_of_a_run_that_was_hung_up_is_whole() -> None:
+    with start(stdout=subprocess.PIPE) as process:
+        for _ in range(3):  # a shell and the kernel may both send it
+            process.send_signal(signal.SIGHUP)
+        out, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0 and b"interrupted after" in out
+    assert json.loads((Path("run") / "run.json").read_text())

@@ -1,0 +1,199 @@
+"""A resumed run has the findings, and so the exit code, of the one that nobody disturbed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_task
+import torch
+from test_loop import StopAt, assert_same_run, make_settings
+from torch import Tensor, nn
+
+from narrowgauge.errors import UsageError
+from narrowgauge.runs import checkpoint, record
+from narrowgauge.runs.loop import train
+from narrowgauge.runs.result import Result
+from narrowgauge.task import Task
+
+STEPS = 160
+
+
+def numbered(step: int, split: str) -> tuple[Tensor, Tensor, Tensor]:
+    return *tiny_task.draw(step, split), torch.tensor(float(step))
+
+
+def falls_then_rises(model: nn.Module, step: float) -> float:
+    """Never above half of where it began, so that only a run that forgot its beginning takes it for divergence."""
+    return (
+        2.0 if step < 30 else max(0.3, 2.0 - (step - 30) * 0.05) if step < 80 else 0.3 + 0.6 * min(1, (step - 80) / 50)
+    )
+
+
+def diverges(model: nn.Module, step: float) -> float:
+    return 2.0 - 0.02 * step if step < 50 else 1.0 + 0.1 * (step - 50)
+
+
+def is_nan_once(model: nn.Module, step: float) -> float:
+    return float("nan") if step == 25 and model.training else 2.0 - 0.005 * step
+
+
+def is_nan_for_long(model: nn.Module, step: float) -> float:
+    return float("nan") if 58 <= step < 63 and model.training else 2.0 - 0.005 * step
+
+
+def spikes(model: nn.Module, step: float) -> float:
+    return 2.0 - 0.005 * step + (5.0 if step in (45, 90) and model.training else 0.0)
+
+
+def skips(model: nn.Module, step: float) -> float:
+    """Gradients of inf at every fourth step: too many updates are skipped."""
+    return float("inf") if step % 4 == 0 and model.training else 1.0
+
+
+CURVES = (falls_then_rises, diverges, is_nan_once, is_nan_for_long, spikes)
+
+
+def task_of(curve: Callable[[nn.Module, float], float]) -> Task:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        real = tiny_task.loss(model, batch)
+        if curve is skips:
+            return real * curve(model, float(batch[2]))
+        return real - real.detach() + curve(model, float(batch[2]))
+
+    return tiny_task.tiny(batch=numbered, loss=loss, metrics=None, steps=STEPS)
+
+
+def findings(result: Result) -> list[tuple[str, str, str, str]]:
+    return [(f.rule, f.severity, f.where, f.detail) for f in result.findings]
+
+
+CASES = [("fp32", curve) for curve in (*CURVES, skips)]
+CASES += [("fp16", is_nan_for_long), ("fp16", skips), ("fp8", skips), ("bf16-lean", falls_then_rises)]
+
+
+@pytest.mark.parametrize(("recipe", "curve"), CASES, ids=lambda value: getattr(value, "__name__", value))
+def test_findings_do_not_depend_on_interruptions(tmp_path: Path, recipe: str, curve: Any) -> None:
+    task = task_of(curve)
+    settings = make_settings(task, recipe, checkpoint_every=50, eval_every=0, watch_every=20)
+    whole = train(task, settings, tmp_path / "whole")
+    for run, stops in (("once", [61]), ("often", [26, 59, 120])):
+        result = train(task, settings, tmp_path / run, observer=StopAt(stops[0]))
+        for stop in [*stops[1:], STEPS + 1]:
+            assert result.interrupted
+            result = train(task, settings, tmp_path / run, resume=True, observer=StopAt(stop))
+        assert findings(result) == findings(whole) and result.serious == whole.serious
+        assert result.foretold == whole.foretold and len(result.captures) == len(whole.captures)
+        assert_same_run(tmp_path / "whole", tmp_path / run, STEPS)
+    if curve is falls_then_rises:
+        assert not whole.serious
+    elif curve is not spikes:
+        assert whole.serious
+
+
+def test_a_kill_between_checkpoints_forgets_findings_that_come_again(tmp_path: Path) -> None:
+    task = task_of(is_nan_for_long)
+    settings = make_settings(task, checkpoint_every=50, eval_every=0, keep=9)
+    whole = train(task, settings, tmp_path / "whole")
+    run = shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    for step in (100, 150, STEPS):
+        shutil.rmtree(checkpoint.path_of(run, step))
+    events = (run / record.EVENTS).read_text().splitlines(keepends=True)
+    (run / record.EVENTS).write_text("".join(events[:-1]))  # the end
+    result = train(task, settings, run, resume=True)
+    assert findings(result) == findings(whole)
+    assert_same_run(tmp_path / "whole", run, STEPS)
+
+
+def test_a_checkpoint_without_memory_still_loads(tmp_path: Path) -> None:
+    """As earlier versions wrote them."""
+    task = task_of(falls_then_rises)
+    settings = make_settings(task, eval_every=0, checkpoint_every=0)
+    train(task, settings, tmp_path / "run", observer=StopAt(20))
+    path = checkpoint.path_of(tmp_path / "run", 20)
+    old = checkpoint.load(path)
+    state = {name: value for name, value in old.state.items() if name not in ("examiner", "recorder")}
+    state["result"] = {n: v for n, v in state["result"].items() if n not in ("findings", "captures")}
+    checkpoint.save(tmp_path / "run", 20, old.weights, state)
+    result = train(task, settings, tmp_path / "run", resume=True)
+    assert result.step == STEPS and not result.interrupted
+
+
+def reshaped() -> Task:
+    return tiny_task.tiny(width=16)
+
+
+def renamed() -> Task:
+    def model() -> nn.Module:
+        made = tiny_task.Classifier(32)
+        made.other, made.outer = made.outer, nn.Identity()  # type: ignore[assignment]
+        return made
+
+    return tiny_task.tiny(model=model)
+
+
+def reordered() -> Task:
+    """The same names and shapes, but the optimizer would give two weights each other's moments."""
+
+    class Reordered(tiny_task.Classifier):
+        def __init__(self) -> None:
+            super().__init__(32)
+            self._modules["inner"] = self._modules.pop("inner")
+
+    return tiny_task.tiny(model=Reordered)
+
+
+def with_sgd() -> Task:
+    return tiny_task.tiny(optimizer=lambda model, rate: torch.optim.SGD([model.inner.weight], lr=rate))
+
+
+@pytest.mark.parametrize("changed", [reshaped, renamed, reordered, with_sgd])
+def test_a_task_that_has_changed_is_one_line_and_costs_nothing(tmp_path: Path, changed: Callable[[], Task]) -> None:
+    task = tiny_task.tiny()
+    settings = make_settings(task, steps=30, checkpoint_every=10)
+    train(task, settings, tmp_path / "run", observer=StopAt(15))
+    before = (tmp_path / "run" / record.EVENTS).read_bytes()
+    with pytest.raises(UsageError, match=r"does not fit the task, which has changed since") as caught:
+        train(changed(), settings, tmp_path / "run", resume=True)
+    assert "\n" not in str(caught.value)
+    assert (tmp_path / "run" / record.EVENTS).read_bytes() == before
+    assert train(task, settings, tmp_path / "run", resume=True).step == 30
+
+
+NO_EVENTS = (
+    "null",
+    "[]",
+    "7",
+    '"text"',
+    '{"kind":"note"}',
+    '{"step":3}',
+    '{"kind":"x","step":"3"}',
+    '{"kind":3,"step":3}',
+)
+
+
+@pytest.mark.parametrize("line", NO_EVENTS)
+def test_an_event_that_is_none_is_one_line(tmp_path: Path, line: str) -> None:
+    task = tiny_task.tiny()
+    settings = make_settings(task, steps=30, checkpoint_every=10)
+    train(task, settings, tmp_path / "run", observer=StopAt(15))
+    path = tmp_path / "run" / record.EVENTS
+    count = len(path.read_text().splitlines())
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(UsageError, match=rf"damaged in line {count + 1}: no event of a run"):
+        train(task, settings, tmp_path / "run", resume=True)
+
+
+@pytest.mark.parametrize("end", [{}, {"interrupted": False, "findings": 3}, {"metrics": [], "loss_last": "low"}])
+def test_a_summary_that_is_none_is_one_line(tmp_path: Path, end: dict[str, Any]) -> None:
+    task = tiny_task.tiny()
+    settings = make_settings(task, steps=4)
+    train(task, settings, tmp_path / "run")
+    path = tmp_path / "run" / record.EVENTS
+    path.write_text(path.read_text() + json.dumps({"kind": "end", "step": 4, **end}) + "\n")
+    with pytest.raises(UsageError, match="is no summary"):
+        train(task, settings, tmp_path / "run", resume=True)
