@@ -9,11 +9,13 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from narrowgauge import files
 from narrowgauge.errors import UsageError
 
 if TYPE_CHECKING:
@@ -67,20 +69,22 @@ def load(spec: str, options: Mapping[str, Any]) -> Task:
     """
     path_text, _, name = spec.rpartition(":")
     path = Path(path_text)
-    if not path.is_file():
-        raise UsageError(f"task {spec!r}: there is no file {path_text!r}")
+    if why := files.why_unreadable(path):
+        raise UsageError(f"task {spec!r}: there is no file {path_text!r} that can be read ({why})")
     module_spec = importlib.util.spec_from_file_location(f"narrowgauge_task_{path.stem}", path)
     if module_spec is None or module_spec.loader is None:
         raise UsageError(f"task {spec!r}: {path_text!r} is not a Python file")
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module
-    sys.path.insert(0, str(path.resolve().parent))
+    folder = str(files.whole(path).parent)
+    sys.path.insert(0, folder)
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
-        raise UsageError(f"task {spec!r}: {path_text} does not import: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        what = "it ends the program" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
+        raise UsageError(f"task {spec!r}: {path_text} does not import: {what}{_place(error, path)}") from error
     finally:
-        sys.path.remove(str(path.resolve().parent))
+        sys.path.remove(folder)
     function = getattr(module, name, None)
     if not callable(function):
         public = sorted(n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__)
@@ -91,6 +95,13 @@ def load(spec: str, options: Mapping[str, Any]) -> Task:
     if not isinstance(task, Task):
         raise UsageError(f"task {spec!r}: {name}() returned a {type(task).__name__}, not a narrowgauge.Task")
     return task
+
+
+def _place(error: BaseException, path: Path) -> str:
+    """The line of the file that an error came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    line = next((frame.lineno for frame in reversed(frames) if Path(frame.filename) == path), None)
+    return "" if line is None else f" (line {line})"
 
 
 def accepted(function: Callable[..., Any], options: Mapping[str, Any], spec: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from narrowgauge import files
 from narrowgauge.bench.contest import Row, Settings
 from narrowgauge.errors import UsageError
 from narrowgauge.hardware import Device
@@ -67,11 +68,7 @@ def describe(
 
 
 def save(path: Path, data: Mapping[str, Any]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
-    except OSError as error:
-        raise UsageError(f"cannot save {path}: {error.strerror}") from None
+    files.save_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n", "--save")
 
 
 def twin_of(recipe: str, rows: Sequence[Row]) -> Row | None:
@@ -90,9 +87,9 @@ class Base:
     @classmethod
     def read(cls, path: Path) -> Base:
         try:
-            data = json.loads(path.read_text())
-        except OSError as error:
-            raise UsageError(f"cannot read the base {path}: {error.strerror}") from None
+            data = files.parse_json(files.read(path))
+        except UsageError as error:
+            raise UsageError(f"the base: {error}") from None
         except ValueError:
             raise UsageError(f"the base {path} is not JSON: save it again with bench --save") from None
         if not isinstance(data, dict) or data.get("format") != FORMAT:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import json
 import keyword
 import os
@@ -16,12 +17,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TextIO
 
-from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.cli import failure
+from narrowgauge.cli.numbers import long
+from narrowgauge.errors import UsageError, one_line
 
 VERBS = (
     "formats", "doctor", "train", "validate", "replay", "break", "bench", "memory", "roofline", "report", "lint",
     "export",
 )  # fmt: skip
+
+MAY_BE_EMPTY = ("peers", "profile", "recipes", "candidates")
+"""Options that mean something, or have a line of their own, where they are empty."""
 
 
 @dataclass
@@ -37,7 +43,7 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one line and exit code 2."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"narrowgauge: {message} (see {self.prog} --help)\n")
+        self.exit(2, f"narrowgauge: {one_line(message, 600)} (see {self.prog} --help)\n")
 
 
 def make_parser() -> Parser:
@@ -52,7 +58,7 @@ def make_parser() -> Parser:
         module = importlib.import_module(f"narrowgauge.cli.{name}{'_' * keyword.iskeyword(name)}")
         verb = verbs.add_parser(name, help=module.ABOUT, description=module.ABOUT)
         verb.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else there")
-        verb.add_argument("--seed", type=int, default=0, help="seed of everything random (default 0)")
+        verb.add_argument("--seed", type=long, default=0, help="seed of everything random (default 0)")
         verb.add_argument("--device", help="cpu, cuda or cuda:N (default: the GPU if there is one)")
         verb.add_argument("--out", metavar="DIR", help="folder to write to")
         module.add_arguments(verb)
@@ -65,20 +71,37 @@ def prose(args: argparse.Namespace) -> TextIO:
     return sys.stderr if args.json else sys.stdout
 
 
+def _refuse_empty_names(args: argparse.Namespace) -> None:
+    """An empty name (an unset variable of a shell) is not the same as none: the default would surprise."""
+    for name, value in vars(args).items():
+        if name not in MAY_BE_EMPTY and (value == "" or (isinstance(value, list) and "" in value)):
+            raise UsageError(f"{name.replace('_', '-')}: the name that was given is empty; give one, or leave it out")
+
+
+def _show_anything() -> None:
+    """Let a terminal of any encoding take any text: what it cannot show is escaped, and ends no verb."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
+    _show_anything()
+    argv = sys.argv[1:] if argv is None else argv
+    if any("\0" in text for text in argv):
+        make_parser().error("an argument holds a zero byte, which no name of a file has")
     args = make_parser().parse_args(argv)
     try:
+        _refuse_empty_names(args)
         outcome: Outcome = args.run(args)
         if args.json and outcome.data is not None:
             print(json.dumps(outcome.data, allow_nan=False), flush=True)
         return outcome.exit_code
-    except NarrowgaugeError as error:
-        if not error.said:
-            print(f"narrowgauge: {' '.join(str(error).split())}", file=sys.stderr)
-        return error.exit_code
     except KeyboardInterrupt:
         print("narrowgauge: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except Exception as error:
+        return failure.tell(error)

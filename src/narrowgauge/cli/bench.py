@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from narrowgauge import files
 from narrowgauge.cli import Outcome, prose
+from narrowgauge.cli.numbers import number, whole
 from narrowgauge.cli.terminal import say, show_table
 from narrowgauge.errors import UsageError
 
@@ -28,12 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("task", nargs="?", metavar="TASK", help="built-in name or file.py:function")
     add("--recipes", help="comma-separated (default: fp32 and what auto takes)")
     add("--peers", help="comma-separated: torch (the same step by hand), torchao (its FP8)")
-    add("--batch", type=int, help="items a batch")
-    add("--context", type=int, help="tokens a sequence, for language tasks")
-    add("--steps", type=int, help="steps in a round (default 5)")
+    add("--batch", type=whole, help="items a batch")
+    add("--context", type=whole, help="tokens a sequence, for language tasks")
+    add("--steps", type=whole, help="steps in a round (default 5)")
     add(
         "--rounds",
-        type=int,
+        type=whole,
         help="rounds; contestants take turns (default 5; with a base 12 and up to 8 times that)",
     )
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile (default: on a GPU)")
@@ -43,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="measure again what this base has; exit 1 where a recipe became slower or larger",
     )
-    add("--tolerance", type=float, help="relative slowdown or growth that is still no failure (default 0.03)")
+    add("--tolerance", type=number, help="relative slowdown or growth that is still no failure (default 0.03)")
     add("--profile", nargs="?", const="", metavar="PATH", help="trace each recipe to a file or folder; where time goes")
 
 
@@ -54,6 +56,8 @@ def run(args: argparse.Namespace) -> Outcome:
     from narrowgauge import bench, hardware, tasks
     from narrowgauge.bench import base, gate, trace
 
+    if args.save:
+        files.refuse_unwritable(Path(args.save), "--save")
     tolerance = gate.TOLERANCE if args.tolerance is None else args.tolerance
     if not 0 < tolerance < 1:
         raise UsageError(f"--tolerance {tolerance}: expected a share between 0 and 1, such as 0.03")
@@ -88,7 +92,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    say(line, sys.stderr)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from narrowgauge import files
 from narrowgauge.cli import Outcome, prose
 from narrowgauge.cli.terminal import say
 from narrowgauge.errors import UsageError
@@ -38,6 +39,8 @@ def run(args: argparse.Namespace) -> Outcome:
         return _list_rules(out)
     from narrowgauge.lint.findings import NOTE, in_order
 
+    if args.sarif is not None:
+        files.refuse_unwritable(Path(args.sarif), "--sarif")
     checked: dict[str, str] = {}
     recipe = _given_recipe(args)
     found: list[Finding] = []
@@ -81,9 +84,9 @@ def _check(target: str, args: argparse.Namespace, recipe: Recipe | None) -> tupl
 
     path = Path(target)
     formats = [recipe.compute] if recipe is not None else []
-    if path.is_dir():
+    if files.is_folder(path):
         return script.check_folder(path, formats), "folder"
-    if path.is_file():
+    if files.is_file(path):
         return script.check(path, formats), "script"
     is_task = ".py:" in target
     if not is_task and (target.endswith(".py") or "/" in target):
@@ -155,11 +158,7 @@ def _show(found: list[Finding], checked: dict[str, str], out: TextIO) -> None:
 def _write_sarif(found: list[Finding], path: Path) -> None:
     from narrowgauge.lint import sarif
 
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(sarif.report(found, Path.cwd()), indent=2), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--sarif {path}: cannot be written: {error}") from error
+    files.save_text(path, json.dumps(sarif.report(found, Path.cwd()), indent=2), "--sarif")
 
 
 def _list_rules(out: TextIO) -> Outcome:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from narrowgauge.cli import Outcome, prose
 from narrowgauge.cli.terminal import has_rich, say, show_table
-from narrowgauge.errors import UsageError
+from narrowgauge.errors import UsageError, printable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -93,7 +93,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
         from rich.console import Console
 
         with Console(file=err, markup=False).status("replaying") as status:
-            yield lambda line: status.update(f"replaying: {line}")
+            yield lambda line: status.update(printable(f"replaying: {line}"))
         return
     last = time.monotonic()
 

@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from narrowgauge import files
 from narrowgauge.runs import disk
 from narrowgauge.runs.tree import Taker
 
@@ -18,13 +19,8 @@ def write_weights(weights: Mapping[str, Any], file: Path) -> dict[str, Tensor]:
     """Write a state dictionary under its own names, atomically; what is stored twice by sharing is stored once."""
     taker = Taker()
     taker.take(weights)
-    temporary = file.with_name(f".{file.name}.tmp")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        save_file(taker.tensors, temporary, {"format": "pt", **taker.aliases})
-        disk.sync(temporary)
-        temporary.replace(file)
+        files.replace(file, lambda new: save_file(taker.tensors, new, {"format": "pt", **taker.aliases}))
     except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
         raise disk.refuse(file, error) from error
     return taker.tensors
