@@ -60,7 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokenizer", metavar="PATH", help="a tokenizer.json or its folder, instead of bytes or our own encoding")
     add("--field", metavar="NAME", help="where a document's text is (default: text, else content)")
     add("--max-tokens", type=long, metavar="N", help="stop reading documents there (default for hf:NAME: 200 million)")
-    add("--log", metavar="NAMES", help="tensorboard,wandb,mlflow or none: where numbers go, too (default tensorboard)")
+    where = "tensorboard,wandb,mlflow or none: where numbers go, too (default tensorboard); --tracker under torchrun"
+    add("--log", "--tracker", metavar="NAMES", help=where)
     add("--vocab", type=whole, help="256: bytes; more: a byte-pair encoding of that size (default: the task's)")
     add("--packages", action="store_const", const=True, help="train on the source of installed packages, too")
     add("--resume", metavar="RUN", help="go on with a run: its folder, or its name under --out (or runs/)")
