@@ -24,7 +24,7 @@ FLOORS = [  # from the top to the ground; a room may import from its own folder 
     {"optim"},
     {"scaling", "hardware"},
     {"task"},
-    {"kernels", "formats", "data", "lagged", "random_state"},
+    {"kernels", "formats", "data", "lagged", "random_state", "task_options"},
     {"files"},
     {"errors"},
 ]

@@ -13,9 +13,9 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from narrowgauge import files
+from narrowgauge import files, task_options
 from narrowgauge.errors import UsageError
 
 if TYPE_CHECKING:
@@ -67,6 +67,35 @@ def load(spec: str, options: Mapping[str, Any]) -> Task:
 
     A ``seed`` is only offered: a user's task need not have one, its weights are seeded all the same.
     """
+    function = _AHEAD.pop(_key(spec), None) or function_of(spec)
+    if "seed" not in inspect.signature(function).parameters:
+        options = {name: value for name, value in options.items() if name != "seed"}
+    given, known = accepted(function, options, spec), task_options.parameters(function)
+    task = function(**{name: known[name].convert(value) if name in known else value for name, value in given.items()})
+    if not isinstance(task, Task):
+        raise UsageError(
+            f"task {spec!r}: {spec.rpartition(':')[2]}() returned a {type(task).__name__}, not a narrowgauge.Task"
+        )
+    return task
+
+
+_AHEAD: dict[tuple[Path, str], Callable[..., Any]] = {}
+"""Functions that were looked at before they are called: a file of the user's is run once for both."""
+
+
+def look_ahead(spec: str) -> dict[str, task_options.Parameter]:
+    """The parameters of a user's function, which the next ``load`` of the same name calls."""
+    function = _AHEAD[_key(spec)] = function_of(spec)
+    return task_options.parameters(function)
+
+
+def _key(spec: str) -> tuple[Path, str]:
+    path, _, name = spec.rpartition(":")
+    return files.whole(Path(path)), name
+
+
+def function_of(spec: str) -> Callable[..., Any]:
+    """The function that ``path/to/file.py:function`` names; runs the file."""
     path_text, _, name = spec.rpartition(":")
     path = Path(path_text)
     if why := files.why_unreadable(path):
@@ -89,12 +118,7 @@ def load(spec: str, options: Mapping[str, Any]) -> Task:
     if not callable(function):
         public = sorted(n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__)
         raise UsageError(f"task {spec!r}: {path_text} has no function {name!r}; it has {', '.join(public) or 'none'}")
-    if "seed" not in inspect.signature(function).parameters:
-        options = {name: value for name, value in options.items() if name != "seed"}
-    task = function(**accepted(function, options, spec))
-    if not isinstance(task, Task):
-        raise UsageError(f"task {spec!r}: {name}() returned a {type(task).__name__}, not a narrowgauge.Task")
-    return task
+    return cast(Callable[..., Any], function)
 
 
 def _place(error: BaseException, path: Path) -> str:
@@ -113,4 +137,9 @@ def accepted(function: Callable[..., Any], options: Mapping[str, Any], spec: str
     unknown = sorted(set(given) - set(parameters))
     if unknown:
         raise UsageError(f"task {spec!r} takes no --{unknown[0]}; it takes {', '.join(parameters) or 'no options'}")
+    plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = [name for name, p in parameters.items() if p.kind in plain and p.default is p.empty]
+    missing = [f"--{name.replace('_', '-')}" for name in needed if name not in given]
+    if missing:
+        raise UsageError(f"task {spec!r} needs {', '.join(missing)}: its function has no default for it")
     return given

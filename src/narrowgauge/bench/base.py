@@ -34,10 +34,19 @@ SAME = {
     "compile": "",
     "steps": "",
     "peers": "",
+    "options": "",
 }
 """What must be as it was in the base, with what helps where it is not."""
 
-KINDS = {"task": str, "peers": list, "batch": int | None, "context": int | None, "compile": bool, "steps": int}
+KINDS = {
+    "task": str,
+    "peers": list,
+    "batch": int | None,
+    "context": int | None,
+    "compile": bool,
+    "steps": int,
+    "options": dict,
+}
 """What is taken from a base where the command line does not say it."""
 
 
@@ -49,6 +58,7 @@ def describe(
     peers: Sequence[str],
     batch: int | None = None,
     context: int | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What was measured, for the JSON of a benchmark."""
     return {
@@ -62,6 +72,7 @@ def describe(
         "context": context,
         "steps": settings.steps,
         "peers": list(peers),
+        "options": dict(options or {}),
         "unit": task.unit,
         "items_per_step": task.items_per_batch,
     }
@@ -95,6 +106,7 @@ class Base:
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise UsageError(f"{path} is not a base of this version: save it again with bench --save")
         try:
+            data.setdefault("options", {})  # which bases of earlier versions have not
             rows = tuple(_row(row) for row in data.pop("rows"))
             facts = {key: data[key] for key in (*SAME, "torch")}
             wrong = [key for key, kind in KINDS.items() if not isinstance(facts[key], kind)]

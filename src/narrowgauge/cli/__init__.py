@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TextIO
 
-from narrowgauge.cli import failure
+from narrowgauge.cli import failure, own_options
 from narrowgauge.cli.numbers import long
 from narrowgauge.errors import UsageError, one_line
 
@@ -46,7 +46,8 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"narrowgauge: {one_line(message, 600)} (see {self.prog} --help)\n")
 
 
-def make_parser() -> Parser:
+def make_parser(own: tuple[str, str] | None = None) -> Parser:
+    """The parser of all verbs; ``own``: a verb, and the user's task whose options it takes, too."""
     from narrowgauge import __version__
 
     parser = Parser(
@@ -62,6 +63,8 @@ def make_parser() -> Parser:
         verb.add_argument("--device", help="cpu, cuda or cuda:N (default: the GPU if there is one)")
         verb.add_argument("--out", metavar="DIR", help="folder to write to")
         module.add_arguments(verb)
+        if own is not None and name == own[0]:
+            own_options.add(verb, own[1])
         verb.set_defaults(run=module.run)
     return parser
 
@@ -90,8 +93,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if any("\0" in text for text in argv):
         make_parser().error("an argument holds a zero byte, which no name of a file has")
-    args = make_parser().parse_args(argv)
     try:
+        spec = own_options.spec_in(argv)
+        args = make_parser(None if spec is None else (argv[0], spec)).parse_args(argv)
+        args.own = own_options.take(args)
         _refuse_empty_names(args)
         outcome: Outcome = args.run(args)
         if args.json and outcome.data is not None:

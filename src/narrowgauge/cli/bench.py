@@ -66,8 +66,8 @@ def run(args: argparse.Namespace) -> Outcome:
     plan = _plan(args, device, before)
     targets = {} if args.profile is None else trace.paths(args.profile, args.out, plan.recipes)
     judge = gate.Gate(before, [str(recipe) for recipe in plan.recipes], tolerance, tell) if before else None
-    task = tasks.find(plan.spec, batch=plan.batch, context=plan.context)
-    facts = base.describe(plan.spec, task, device, plan.settings, plan.peers, plan.batch, plan.context)
+    task = tasks.find(plan.spec, batch=plan.batch, context=plan.context, **plan.own)
+    facts = base.describe(plan.spec, task, device, plan.settings, plan.peers, plan.batch, plan.context, plan.own)
     if before:
         before.refuse_other(facts)
         if before.facts["torch"] != facts["torch"]:
@@ -104,6 +104,8 @@ class _Plan:
     peers: list[str]
     batch: int | None
     context: int | None
+    own: dict[str, Any]
+    """Options of the task's own."""
     settings: Settings
     for_a_base: bool
 
@@ -133,11 +135,13 @@ def _plan(args: argparse.Namespace, device: Device, before: Base | None) -> _Pla
         peers=peers,
         batch=args.batch if args.batch is not None else then.get("batch"),
         context=args.context if args.context is not None else then.get("context"),
+        own=args.own or dict(then.get("options", {})),
         settings=settings,
         for_a_base=for_a_base,
     )
     if before:
         wanted = {"task": plan.spec, "device": device.name, "batch": plan.batch, "context": plan.context}
+        wanted["options"] = plan.own
         before.refuse_other({**wanted, "compile": compile_, "steps": settings.steps, "peers": peers})
     return plan
 

@@ -92,7 +92,7 @@ def _check(target: str, args: argparse.Namespace, recipe: Recipe | None) -> tupl
     if not is_task and (target.endswith(".py") or "/" in target):
         raise UsageError(f"lint: there is no file or folder {target!r}")
     recipe = recipe or _machine_recipe(args)
-    found = _check_task(target, args.seed, recipe)
+    found = _check_task(target, {**args.own, **({} if is_task else {"seed": args.seed})}, recipe)
     if is_task:
         file, _, function = target.rpartition(":")
         span = Span(file, script.line_of(Path(file), function))
@@ -110,12 +110,12 @@ def _machine_recipe(args: argparse.Namespace) -> Recipe:
     return NAMED["bf16"] if recipe.compute == "fp32" else recipe
 
 
-def _check_task(spec: str, seed: int, recipe: Recipe) -> list[Finding]:
+def _check_task(spec: str, options: dict[str, Any], recipe: Recipe) -> list[Finding]:
     from narrowgauge import tasks
     from narrowgauge.lint import model as rules
     from narrowgauge.runs.schedule import make_adamw
 
-    task = tasks.find(spec, **({} if ".py:" in spec else {"seed": seed}))
+    task = tasks.find(spec, **options)
     model = _build(task, spec)
     try:
         if task.optimizer is not None:

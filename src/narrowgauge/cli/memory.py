@@ -147,7 +147,7 @@ def find(args: argparse.Namespace) -> tuple[Task, Gpu, Device]:
     name = args.gpu.split(",")[0] if args.gpu else device.gpu.name if device.gpu else DEFAULT_GPU
     gpu = hardware.find_gpu(name)
     spec = args.task or tasks.default("cuda")
-    return tasks.find(spec, batch=args.batch, context=args.context), gpu, device
+    return tasks.find(spec, batch=args.batch, context=args.context, **args.own), gpu, device
 
 
 def runnable(text: str, gpu: Gpu, default: str) -> list[str]:

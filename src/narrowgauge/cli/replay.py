@@ -66,7 +66,7 @@ def _task(args: argparse.Namespace, held: Capture) -> Task:
 
     run_facts = held.facts.get("run") or {}
     if args.task is not None:
-        return tasks.find(args.task, **run_facts.get("options", {}))
+        return tasks.find(args.task, **{**run_facts.get("options", {}), **args.own})
     if not run_facts.get("task"):
         raise UsageError(
             f"capture {held.path} does not say what was trained; give it with --task file.py:function, or call "

@@ -148,9 +148,9 @@ def _begin(args: argparse.Namespace, world: World) -> tuple[Path, str, dict[str,
     why = choose(device)[1] if args.recipe in (None, "auto") else None
     spec = _whole_path(args.task or tasks.default(device.kind))
     options = {name: getattr(args, name) for name in FOR_TASK if getattr(args, name) is not None}
-    options = _whole_options(options)
-    if ".py:" not in spec:
-        options["seed"] = args.seed  # a user's task need not have one; its weights are seeded all the same
+    options = _whole_options(options) | args.own
+    if ".py:" not in spec or args.seed:  # a user's task that has a seed has a default for it, too
+        options["seed"] = args.seed
     if args.out is not None:
         folder = Path(args.out)
     elif not world.alone:
@@ -207,7 +207,8 @@ def _take_up(args: argparse.Namespace) -> tuple[Path, str, dict[str, Any], Setti
         raise UsageError(f"{folder / record.CONFIGURATION} is not what narrowgauge train writes; restore it") from None
     recorded = {name: saved.get(field) for name, field in FOR_SETTINGS.items()} | {"recipe": saved.get("recipe")}
     recorded |= {name: options.get(name) for name in FOR_TASK} | {"task": spec}
-    given = {name: getattr(args, name) for name in recorded if name not in ("keep", "parallel", "log")}
+    given = {name: getattr(args, name) for name in recorded if name not in ("keep", "parallel", "log")} | args.own
+    recorded |= {name: options.get(name) for name in args.own}
     given["task"] = _whole_path(args.task) if args.task else None
     given = _whole_options(given)
     if args.seed != 0:

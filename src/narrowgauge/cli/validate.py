@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> Outcome:
     if not candidates:
         raise UsageError("--candidates: give at least one recipe, such as bf16,fp8")
     say(f"{spec}: {', '.join(candidates)} against {reference}, margin {args.margin:.2%}", out)
-    options = {name: getattr(args, name) for name in ("batch", "context") if getattr(args, name) is not None}
+    options = {name: getattr(args, name) for name in ("batch", "context") if getattr(args, name) is not None} | args.own
     with tempfile.TemporaryDirectory() as passing:  # what was trained with older code proves nothing of today's
         validation = validate(
             spec,
@@ -111,6 +111,7 @@ def _take_over(args: argparse.Namespace, base: dict[str, Any]) -> None:
     for name in ("batch", "context", "lr"):
         if getattr(args, name) is None:
             setattr(args, name, base["options"].get(name))
+    args.own = {name: base["options"][name] for name in base["options"] if not hasattr(args, name)} | args.own
     if args.seeds == "auto":
         args.seeds = min(one["seeds"] for one in base["candidates"].values())
 
