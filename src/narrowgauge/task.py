@@ -1,7 +1,8 @@
 """Task: what is trained. It makes a model, makes batches, and computes the loss of one on the other.
 
 A batch is a pure function of its number (``batch(step, split)``), never the next item of an iterator. That is what
-makes exact resumption and paired runs possible: step 731 sees the same data whatever happened before it.
+makes exact resumption and paired runs possible: step 731 sees the same data whatever happened before it. A DataLoader
+given as ``data`` is made such a function.
 """
 
 from __future__ import annotations
@@ -26,16 +27,25 @@ Batch = Any
 """A tensor, or any nest of tuples, lists and dictionaries of tensors, on the CPU."""
 
 
+def _not_given(step: int, split: str) -> Batch:
+    raise UsageError("the task has neither batch nor data; give one of them")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is trained. Only ``model``, ``batch`` and ``loss`` are needed."""
+    """What is trained. Only ``model``, ``loss``, and ``batch`` or ``data`` are needed."""
 
     model: Callable[[], nn.Module]
     """Makes the model, in FP32 on the current default device, drawing its weights from torch's global generator."""
-    batch: Callable[[int, str], Batch]
-    """Makes batch number ``step`` of ``split`` ("train" or "eval"): the same arguments give the same batch."""
     loss: Callable[[nn.Module, Batch], Tensor]
     """Runs the model on a batch (already on its device) and returns a scalar loss."""
+    batch: Callable[[int, str], Batch] = _not_given
+    """Makes batch number ``step`` of ``split`` ("train" or "eval"): the same arguments give the same batch."""
+    data: Any = None
+    """Instead of ``batch``: a torch DataLoader (or what can be iterated over again), a mapping of "train" and "eval" to
+    loaders, or a function that makes the loader of a split. ``data.loader`` turns it into numbered batches."""
+    data_seed: int = 0
+    """Of the order, and of everything random, in which ``data`` is read."""
     name: str = "task"
     items_per_batch: int = 1
     """How many items (tokens, images) one batch holds: what throughput counts."""
@@ -60,6 +70,24 @@ class Task:
     """A batch of the right shape made of random numbers, for benchmarks that must not wait for data."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What to remember in the run's record: sizes, data, and baselines such as ``unigram_entropy`` (nats)."""
+
+    def __post_init__(self) -> None:
+        if self.data is None:
+            if self.batch is _not_given:
+                raise UsageError(f"task {self.name} has neither batch nor data; give one of them")
+            return
+        from narrowgauge.data.loader import Batches
+
+        batches = Batches(self.data, self.data_seed)
+        if self.batch is not _not_given and not isinstance(self.batch, Batches):
+            raise UsageError(f"task {self.name} has both batch and data; give one of them")
+        known = {"batch": batches}
+        if (size := batches.known_size("eval")) is not None:
+            known["eval_batches"] = min(self.eval_batches, max(size, 1))  # more would be the same ones again
+        if self.items_per_batch == 1 and (items := batches.items_per_batch()) is not None:
+            known["items_per_batch"] = items
+        for name, value in known.items():
+            object.__setattr__(self, name, value)
 
 
 def load(spec: str, options: Mapping[str, Any]) -> Task:
