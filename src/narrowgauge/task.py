@@ -81,7 +81,7 @@ class Task:
         batches = Batches(self.data, self.data_seed)
         if self.batch is not _not_given and not isinstance(self.batch, Batches):
             raise UsageError(f"task {self.name} has both batch and data; give one of them")
-        known = {"batch": batches}
+        known: dict[str, Any] = {"batch": batches}
         if (size := batches.known_size("eval")) is not None:
             known["eval_batches"] = min(self.eval_batches, max(size, 1))  # more would be the same ones again
         if self.items_per_batch == 1 and (items := batches.items_per_batch()) is not None:

@@ -125,7 +125,7 @@ def _describe(name: str, hint: Any, default: Any) -> Parameter:
             items = {type(item) for item in known} if isinstance(known, list | tuple) else set()
             hint = inner[0] if inner else items.pop() if len(items) == 1 else str
             break
-    rest = {"many": many, "default": known, "required": required}
+    rest: dict[str, Any] = {"many": many, "default": known, "required": required}
     choices = [
         choice for one in _alternatives(hint) if typing.get_origin(one) is Literal for choice in typing.get_args(one)
     ]

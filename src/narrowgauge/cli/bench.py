@@ -140,7 +140,12 @@ def _plan(args: argparse.Namespace, device: Device, before: Base | None) -> _Pla
         for_a_base=for_a_base,
     )
     if before:
-        wanted = {"task": plan.spec, "device": device.name, "batch": plan.batch, "context": plan.context}
+        wanted: dict[str, Any] = {
+            "task": plan.spec,
+            "device": device.name,
+            "batch": plan.batch,
+            "context": plan.context,
+        }
         wanted["options"] = plan.own
         before.refuse_other({**wanted, "compile": compile_, "steps": settings.steps, "peers": peers})
     return plan

@@ -28,7 +28,7 @@ _LIBRARIES = frozenset({"site-packages", "dist-packages"})
 _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "unable to allocate")
 
 
-def tell(error: Exception) -> int:
+def tell(error: BaseException) -> int:
     """Say on stderr what went wrong; gives the exit code."""
     if isinstance(error, NarrowgaugeError):
         if not error.said:

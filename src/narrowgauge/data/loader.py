@@ -158,7 +158,7 @@ class _Reader:
         assert self._iterator is not None
         try:
             with _seeded(self._seed, self._epoch, self._place):
-                batch = self._pass() if only_pass else next(self._iterator)
+                batch = self._pass(self._iterator) if only_pass else next(self._iterator)
         except StopIteration:
             if not self._place:
                 raise UsageError(f"the loader for {self._split} gives no batches; give it data") from None
@@ -173,14 +173,13 @@ class _Reader:
         self._place += 1
         return batch
 
-    def _pass(self) -> None:
+    def _pass(self, iterator: Iterator[Any]) -> Any:
         """Pass over a batch: without loading it, where the next ones do not depend on that."""
-        loader, iterator = self._loader, self._iterator
+        loader = self._loader
         draw: Callable[[], Any] | None = getattr(iterator, "_next_index", None)
         if isinstance(loader, DataLoader) and loader.num_workers == 0 and self._length and draw is not None:
-            draw()
-        else:
-            next(iterator)  # type: ignore[arg-type]
+            return draw()
+        return next(iterator)
 
 
 def _samplers(loader: Any) -> list[Any]:

@@ -118,7 +118,7 @@ def _open(path: Path) -> Iterator[TextIO]:
     packed = path.name.lower().endswith(".gz")
     try:
         with gzip.open(path) if packed else path.open("rb") as file:
-            yield io.TextIOWrapper(file, encoding="utf-8-sig", newline="")  # type: ignore[arg-type]
+            yield io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8 ({one_line(error)}); write it again as UTF-8") from None
     except (OSError, EOFError, zlib.error) as error:
