@@ -13,9 +13,11 @@ import torch
 from torch import nn
 from narrowgauge import Task
 
-KINDS = dict(value=ValueError, key=KeyError, os=FileNotFoundError, type=TypeError, deep=RecursionError)
+KINDS = dict(value=ValueError, key=KeyError, os=FileNotFoundError, type=TypeError, deep=RecursionError, exit=SystemExit)
 
 def fail(kind):
+    if kind == "exit":
+        raise SystemExit("of my own making")
     raise KINDS[kind](2, "of my own making", "my-file")
 
 class Broken(nn.Module):
@@ -41,7 +43,7 @@ def build(place, kind):
         steps=2,
     )
 """
-PLACES = {"function": "os", "model": "value", "batch": "key", "loss": "type", "forward": "deep", "optimizer": "os"}
+PLACES = {"function": "os", "model": "value", "batch": "key", "loss": "exit", "forward": "deep", "optimizer": "os"}
 VERBS = {
     "train": ["--steps", "2", "--log", "none"],
     "bench": ["--steps", "1", "--rounds", "1", "--recipes", "fp32"],

@@ -90,14 +90,25 @@ def _show_anything() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     _show_anything()
-    argv = sys.argv[1:] if argv is None else argv
-    if any("\0" in text for text in argv):
-        make_parser().error("an argument holds a zero byte, which no name of a file has")
     try:
-        spec = own_options.spec_in(argv)
-        args = make_parser(None if spec is None else (argv[0], spec)).parse_args(argv)
-        args.own = own_options.take(args)
-        _refuse_empty_names(args)
+        args = _parse(sys.argv[1:] if argv is None else argv)
+    except Exception as error:
+        return failure.tell(error)
+    return _run(args)
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    if any("\0" in text for text in argv):
+        raise UsageError("an argument holds a zero byte, which no name of a file has")
+    spec = own_options.spec_in(argv)
+    args = make_parser(None if spec is None else (argv[0], spec)).parse_args(argv)
+    args.own = own_options.take(args)
+    _refuse_empty_names(args)
+    return args
+
+
+def _run(args: argparse.Namespace) -> int:
+    try:
         outcome: Outcome = args.run(args)
         if args.json and outcome.data is not None:
             print(json.dumps(outcome.data, allow_nan=False), flush=True)
@@ -108,5 +119,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a task that calls sys.exit() has not finished either
         return failure.tell(error)
