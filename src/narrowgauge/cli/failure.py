@@ -24,6 +24,7 @@ from narrowgauge.errors import NarrowgaugeError, one_line, printable
 
 RAISED = 3
 """Exit code where the user's code, or ours, raised what nobody expected."""
+_SMALLER = "give a smaller --batch or --context (narrowgauge memory says what fits)"
 _LIBRARIES = frozenset({"site-packages", "dist-packages"})
 _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "unable to allocate")
 
@@ -34,13 +35,10 @@ def tell(error: BaseException) -> int:
         if not error.said:
             _line(one_line(error, 2000))
         return error.exit_code
-    if _is_out_of_memory(error):
-        _line(
-            f"memory ran out: {one_line(error, 300)}; give a smaller --batch or --context "
-            "(narrowgauge memory says what fits)"
-        )
-        return 2
     theirs = first_frame_of_user(error.__traceback__)
+    if theirs is None and _is_out_of_memory(error):
+        _line(f"memory ran out: {one_line(error, 300)}; {_SMALLER}")
+        return 2
     if theirs is None and isinstance(error, RecursionError):
         _line("what was given is nested too deeply to be read; give another file")
         return 2
@@ -52,7 +50,8 @@ def tell(error: BaseException) -> int:
     if theirs is None:
         _line(f"{type(error).__name__} was not expected; unless your task made it, report it with the lines above")
     else:
-        _line(f"your code raised {type(error).__name__}: {one_line(error, 300)} (the lines above say where)")
+        advice = f"; {_SMALLER}" if _is_out_of_memory(error) else ""
+        _line(f"your code raised {type(error).__name__}: {one_line(error, 300)} (the lines above say where){advice}")
     return RAISED
 
 
