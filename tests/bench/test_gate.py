@@ -211,7 +211,7 @@ def test_only_like_is_compared_with_like(command, capsys, tmp_path):
     (tmp_path / "other.json").write_text("{")
     assert "is not JSON" in refused(command, capsys, "--against", "other.json")
     assert "No such file" in refused(command, capsys, "--against", "nowhere.json")
-    assert "cannot save base.json/x" in refused(command, capsys, *SAVE[:-1], "base.json/x")
+    assert "cannot write base.json/x" in refused(command, capsys, *SAVE[:-1], "base.json/x")
 
 
 def test_growth_in_memory_fails_and_a_cpu_has_none(command, tmp_path):

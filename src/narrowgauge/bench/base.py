@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from narrowgauge import files
 from narrowgauge.bench.contest import Row, Settings
 from narrowgauge.errors import UsageError
 from narrowgauge.hardware import Device
@@ -33,10 +34,19 @@ SAME = {
     "compile": "",
     "steps": "",
     "peers": "",
+    "options": "",
 }
 """What must be as it was in the base, with what helps where it is not."""
 
-KINDS = {"task": str, "peers": list, "batch": int | None, "context": int | None, "compile": bool, "steps": int}
+KINDS = {
+    "task": str,
+    "peers": list,
+    "batch": int | None,
+    "context": int | None,
+    "compile": bool,
+    "steps": int,
+    "options": dict,
+}
 """What is taken from a base where the command line does not say it."""
 
 
@@ -48,6 +58,7 @@ def describe(
     peers: Sequence[str],
     batch: int | None = None,
     context: int | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What was measured, for the JSON of a benchmark."""
     return {
@@ -61,17 +72,14 @@ def describe(
         "context": context,
         "steps": settings.steps,
         "peers": list(peers),
+        "options": dict(options or {}),
         "unit": task.unit,
         "items_per_step": task.items_per_batch,
     }
 
 
 def save(path: Path, data: Mapping[str, Any]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
-    except OSError as error:
-        raise UsageError(f"cannot save {path}: {error.strerror}") from None
+    files.save_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n", "--save")
 
 
 def twin_of(recipe: str, rows: Sequence[Row]) -> Row | None:
@@ -90,14 +98,15 @@ class Base:
     @classmethod
     def read(cls, path: Path) -> Base:
         try:
-            data = json.loads(path.read_text())
-        except OSError as error:
-            raise UsageError(f"cannot read the base {path}: {error.strerror}") from None
+            data = files.parse_json(files.read(path))
+        except UsageError as error:
+            raise UsageError(f"the base: {error}") from None
         except ValueError:
             raise UsageError(f"the base {path} is not JSON: save it again with bench --save") from None
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise UsageError(f"{path} is not a base of this version: save it again with bench --save")
         try:
+            data.setdefault("options", {})  # which bases of earlier versions have not
             rows = tuple(_row(row) for row in data.pop("rows"))
             facts = {key: data[key] for key in (*SAME, "torch")}
             wrong = [key for key, kind in KINDS.items() if not isinstance(facts[key], kind)]

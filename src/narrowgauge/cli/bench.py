@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from narrowgauge import files
 from narrowgauge.cli import Outcome, prose
+from narrowgauge.cli.numbers import number, whole
 from narrowgauge.cli.terminal import say, show_table
 from narrowgauge.errors import UsageError
 
@@ -28,12 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("task", nargs="?", metavar="TASK", help="built-in name or file.py:function")
     add("--recipes", help="comma-separated (default: fp32 and what auto takes)")
     add("--peers", help="comma-separated: torch (the same step by hand), torchao (its FP8)")
-    add("--batch", type=int, help="items a batch")
-    add("--context", type=int, help="tokens a sequence, for language tasks")
-    add("--steps", type=int, help="steps in a round (default 5)")
+    add("--batch", type=whole, help="items a batch")
+    add("--context", type=whole, help="tokens a sequence, for language tasks")
+    add("--steps", type=whole, help="steps in a round (default 5)")
     add(
         "--rounds",
-        type=int,
+        type=whole,
         help="rounds; contestants take turns (default 5; with a base 12 and up to 8 times that)",
     )
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile (default: on a GPU)")
@@ -43,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="measure again what this base has; exit 1 where a recipe became slower or larger",
     )
-    add("--tolerance", type=float, help="relative slowdown or growth that is still no failure (default 0.03)")
+    add("--tolerance", type=number, help="relative slowdown or growth that is still no failure (default 0.03)")
     add("--profile", nargs="?", const="", metavar="PATH", help="trace each recipe to a file or folder; where time goes")
 
 
@@ -54,6 +56,8 @@ def run(args: argparse.Namespace) -> Outcome:
     from narrowgauge import bench, hardware, tasks
     from narrowgauge.bench import base, gate, trace
 
+    if args.save:
+        files.refuse_unwritable(Path(args.save), "--save")
     tolerance = gate.TOLERANCE if args.tolerance is None else args.tolerance
     if not 0 < tolerance < 1:
         raise UsageError(f"--tolerance {tolerance}: expected a share between 0 and 1, such as 0.03")
@@ -62,8 +66,8 @@ def run(args: argparse.Namespace) -> Outcome:
     plan = _plan(args, device, before)
     targets = {} if args.profile is None else trace.paths(args.profile, args.out, plan.recipes)
     judge = gate.Gate(before, [str(recipe) for recipe in plan.recipes], tolerance, tell) if before else None
-    task = tasks.find(plan.spec, batch=plan.batch, context=plan.context)
-    facts = base.describe(plan.spec, task, device, plan.settings, plan.peers, plan.batch, plan.context)
+    task = tasks.find(plan.spec, batch=plan.batch, context=plan.context, **plan.own)
+    facts = base.describe(plan.spec, task, device, plan.settings, plan.peers, plan.batch, plan.context, plan.own)
     if before:
         before.refuse_other(facts)
         if before.facts["torch"] != facts["torch"]:
@@ -88,7 +92,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    say(line, sys.stderr)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,6 +104,8 @@ class _Plan:
     peers: list[str]
     batch: int | None
     context: int | None
+    own: dict[str, Any]
+    """Options of the task's own."""
     settings: Settings
     for_a_base: bool
 
@@ -129,11 +135,18 @@ def _plan(args: argparse.Namespace, device: Device, before: Base | None) -> _Pla
         peers=peers,
         batch=args.batch if args.batch is not None else then.get("batch"),
         context=args.context if args.context is not None else then.get("context"),
+        own=args.own or dict(then.get("options", {})),
         settings=settings,
         for_a_base=for_a_base,
     )
     if before:
-        wanted = {"task": plan.spec, "device": device.name, "batch": plan.batch, "context": plan.context}
+        wanted: dict[str, Any] = {
+            "task": plan.spec,
+            "device": device.name,
+            "batch": plan.batch,
+            "context": plan.context,
+        }
+        wanted["options"] = plan.own
         before.refuse_other({**wanted, "compile": compile_, "steps": settings.steps, "peers": peers})
     return plan
 

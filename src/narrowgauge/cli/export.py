@@ -6,7 +6,9 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+from narrowgauge import files
 from narrowgauge.cli import Outcome, prose
+from narrowgauge.cli.numbers import whole
 from narrowgauge.cli.terminal import say
 from narrowgauge.errors import UsageError
 
@@ -16,7 +18,7 @@ ABOUT = "write a run's weights as one plain safetensors file, also those that se
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("run_folder", metavar="RUN", help="the folder of a run, or of one of its checkpoints")
-    add("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest that is whole)")
+    add("--step", type=whole, metavar="N", help="the checkpoint of this step (default: the newest that is whole)")
     add("--file", metavar="FILE", help="where to write (default: RUN/weights-STEP.safetensors, or under --out)")
 
 
@@ -25,10 +27,14 @@ def run(args: argparse.Namespace) -> Outcome:
     from narrowgauge.runs.plain import write_weights
 
     folder, out = Path(args.run_folder), prose(args)
+    if args.file:
+        files.refuse_unwritable(Path(args.file), "--file")
+        files.refuse_target(Path(args.file))
     path = _checkpoint(folder, args.step, lambda line: say(line, out))
     saved = checkpoint.load(path)
     home = Path(args.out) if args.out else folder
     file = Path(args.file) if args.file else home / f"weights-{saved.step:08d}.safetensors"
+    files.refuse_target(file)
     tensors = write_weights(saved.weights, file)
     say(f"{len(tensors)} tensors of step {saved.step} in {file}", out)
     return Outcome({"path": str(file), "step": saved.step, "checkpoint": str(path), "tensors": len(tensors)})
@@ -37,9 +43,13 @@ def run(args: argparse.Namespace) -> Outcome:
 def _checkpoint(folder: Path, step: int | None, tell: Callable[[str], None]) -> Path:
     from narrowgauge.runs import checkpoint
 
-    if (folder / "manifest.json").is_file() and step is None:
+    if files.is_file(folder / "manifest.json") and step is None:
         return folder
     steps = checkpoint.steps_of(folder)
+    for one in steps:
+        manifest = checkpoint.path_of(folder, one) / "manifest.json"
+        if files.exists(manifest) and (why := files.why_unreadable(manifest)):
+            raise UsageError(f"export {folder}: {manifest}: {why}; remove it")
     if not steps:
         raise UsageError(f"export {folder}: no checkpoint there; give the folder of a run, or of a checkpoint")
     if step is not None and step not in steps:

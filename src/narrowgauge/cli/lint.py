@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from narrowgauge import files
 from narrowgauge.cli import Outcome, prose
 from narrowgauge.cli.terminal import say
 from narrowgauge.errors import UsageError
@@ -38,6 +39,8 @@ def run(args: argparse.Namespace) -> Outcome:
         return _list_rules(out)
     from narrowgauge.lint.findings import NOTE, in_order
 
+    if args.sarif is not None:
+        files.refuse_unwritable(Path(args.sarif), "--sarif")
     checked: dict[str, str] = {}
     recipe = _given_recipe(args)
     found: list[Finding] = []
@@ -81,15 +84,15 @@ def _check(target: str, args: argparse.Namespace, recipe: Recipe | None) -> tupl
 
     path = Path(target)
     formats = [recipe.compute] if recipe is not None else []
-    if path.is_dir():
+    if files.is_folder(path):
         return script.check_folder(path, formats), "folder"
-    if path.is_file():
+    if files.is_file(path):
         return script.check(path, formats), "script"
     is_task = ".py:" in target
     if not is_task and (target.endswith(".py") or "/" in target):
         raise UsageError(f"lint: there is no file or folder {target!r}")
     recipe = recipe or _machine_recipe(args)
-    found = _check_task(target, args.seed, recipe)
+    found = _check_task(target, {**args.own, **({} if is_task else {"seed": args.seed})}, recipe)
     if is_task:
         file, _, function = target.rpartition(":")
         span = Span(file, script.line_of(Path(file), function))
@@ -107,12 +110,12 @@ def _machine_recipe(args: argparse.Namespace) -> Recipe:
     return NAMED["bf16"] if recipe.compute == "fp32" else recipe
 
 
-def _check_task(spec: str, seed: int, recipe: Recipe) -> list[Finding]:
+def _check_task(spec: str, options: dict[str, Any], recipe: Recipe) -> list[Finding]:
     from narrowgauge import tasks
     from narrowgauge.lint import model as rules
     from narrowgauge.runs.schedule import make_adamw
 
-    task = tasks.find(spec, **({} if ".py:" in spec else {"seed": seed}))
+    task = tasks.find(spec, **options)
     model = _build(task, spec)
     try:
         if task.optimizer is not None:
@@ -155,11 +158,7 @@ def _show(found: list[Finding], checked: dict[str, str], out: TextIO) -> None:
 def _write_sarif(found: list[Finding], path: Path) -> None:
     from narrowgauge.lint import sarif
 
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(sarif.report(found, Path.cwd()), indent=2), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--sarif {path}: cannot be written: {error}") from error
+    files.save_text(path, json.dumps(sarif.report(found, Path.cwd()), indent=2), "--sarif")
 
 
 def _list_rules(out: TextIO) -> Outcome:

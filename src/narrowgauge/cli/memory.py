@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any, TextIO
 
 from narrowgauge.cli import Outcome, prose
+from narrowgauge.cli.numbers import whole
 from narrowgauge.cli.terminal import say, show_table
 from narrowgauge.errors import UsageError
 
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpu", help="say what fits into this GPU: h200, a100, ... (default: the one at hand, else an H200 unasked)")
     add_size_arguments(parser)
     add_scale_arguments(parser)
-    add("--shards", type=int, default=1, metavar="N", help="FSDP over N GPUs, wherever they are: what each holds")
+    add("--shards", type=whole, default=1, metavar="N", help="FSDP over N GPUs, wherever they are: what each holds")
     add("--no-search", action="store_true", help="do not look for the largest batch, nor for what to switch on")
     add("--no-measure", action="store_true", help="with a GPU at hand, do not measure beside the prediction")
 
@@ -46,9 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_size_arguments(parser: argparse.ArgumentParser) -> None:
     """Options that ``memory`` and ``roofline`` have in common."""
     add = parser.add_argument
-    add("--batch", type=int, help="items a batch")
-    add("--context", type=int, help="tokens a sequence, for language tasks")
-    add("--accumulate", type=int, default=1, metavar="N", help="microbatches an update")
+    add("--batch", type=whole, help="items a batch")
+    add("--context", type=whole, help="tokens a sequence, for language tasks")
+    add("--accumulate", type=whole, default=1, metavar="N", help="microbatches an update")
     add(
         "--compile", action=argparse.BooleanOptionalAction, default=True, help="as torch.compile would run it (default)"
     )
@@ -57,8 +58,8 @@ def add_size_arguments(parser: argparse.ArgumentParser) -> None:
 def add_scale_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of both verbs for several GPUs."""
     add = parser.add_argument
-    add("--gpus", type=int, metavar="N", help="of N GPUs, each with its own --batch: what one of them holds and does")
-    add("--nodes", type=int, metavar="M", help="on how many nodes they are (default: as few as hold them)")
+    add("--gpus", type=whole, metavar="N", help="of N GPUs, each with its own --batch: what one of them holds and does")
+    add("--nodes", type=whole, metavar="M", help="on how many nodes they are (default: as few as hold them)")
     add(
         "--parallel",
         choices=("auto", "ddp", "fsdp"),
@@ -146,7 +147,7 @@ def find(args: argparse.Namespace) -> tuple[Task, Gpu, Device]:
     name = args.gpu.split(",")[0] if args.gpu else device.gpu.name if device.gpu else DEFAULT_GPU
     gpu = hardware.find_gpu(name)
     spec = args.task or tasks.default("cuda")
-    return tasks.find(spec, batch=args.batch, context=args.context), gpu, device
+    return tasks.find(spec, batch=args.batch, context=args.context, **args.own), gpu, device
 
 
 def runnable(text: str, gpu: Gpu, default: str) -> list[str]:
@@ -164,7 +165,7 @@ def runnable(text: str, gpu: Gpu, default: str) -> list[str]:
 
 
 def tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    say(line, sys.stderr)
 
 
 def _measure(args: argparse.Namespace, plan: Plan, recipe: Recipe, device: Device) -> int | None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from narrowgauge.cli.terminal import has_rich
+from narrowgauge.errors import printable
 from narrowgauge.runs.life import Observer
 
 EVERY_S = 10.0
@@ -39,7 +40,7 @@ class Lines(Observer):
         self._rate: float | None = None
 
     def tell(self, line: str) -> None:
-        print(line, file=self._out, flush=True)
+        print(printable(line), file=self._out, flush=True)
 
     def begin(self, step: int, steps: int) -> None:
         self._steps = steps
@@ -81,7 +82,7 @@ class Bar(Lines):
         self._task = self._progress.add_task("")
 
     def tell(self, line: str) -> None:
-        self._progress.console.print(line)
+        self._progress.console.print(printable(line))
 
     def begin(self, step: int, steps: int) -> None:
         super().begin(step, steps)

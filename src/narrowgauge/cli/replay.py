@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from narrowgauge.cli import Outcome, prose
 from narrowgauge.cli.terminal import has_rich, say, show_table
-from narrowgauge.errors import UsageError
+from narrowgauge.errors import UsageError, printable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -66,7 +66,7 @@ def _task(args: argparse.Namespace, held: Capture) -> Task:
 
     run_facts = held.facts.get("run") or {}
     if args.task is not None:
-        return tasks.find(args.task, **run_facts.get("options", {}))
+        return tasks.find(args.task, **{**run_facts.get("options", {}), **args.own})
     if not run_facts.get("task"):
         raise UsageError(
             f"capture {held.path} does not say what was trained; give it with --task file.py:function, or call "
@@ -93,7 +93,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
         from rich.console import Console
 
         with Console(file=err, markup=False).status("replaying") as status:
-            yield lambda line: status.update(f"replaying: {line}")
+            yield lambda line: status.update(printable(f"replaying: {line}"))
         return
     last = time.monotonic()
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from narrowgauge import files
 from narrowgauge.cli import Outcome, prose
+from narrowgauge.cli.numbers import whole
 from narrowgauge.cli.terminal import say
 
 ABOUT = "write one self-contained HTML page of runs, validations, benchmarks and forecasts; --serve shows a live run"
@@ -22,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--serve",
         nargs="?",
-        type=int,
+        type=whole,
         const=-1,
         metavar="PORT",
         help="show it live on 127.0.0.1 until Ctrl-C",
@@ -42,7 +44,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
 def _place(paths: list[Path]) -> Path:
     """Where the page goes unless --out says: into the one run there is, else to where the reader stands."""
-    runs = [path for path in paths if path.is_dir()]
+    runs = [path for path in paths if files.is_folder(path)]
     return runs[0] if len(runs) == 1 else Path("report.html")
 
 

@@ -17,6 +17,7 @@ from narrowgauge.cli.memory import (
     runnable,
     tell,
 )
+from narrowgauge.cli.numbers import number, whole
 from narrowgauge.cli.terminal import say, show_table
 from narrowgauge.errors import UsageError
 
@@ -42,9 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--recipes", default=RECIPES, help=f"comma-separated (default {RECIPES})")
     add_size_arguments(parser)
     add_scale_arguments(parser)
-    add("--price", type=float, metavar="P", help="what an hour of the GPU costs, in any currency")
-    add("--tokens", type=float, metavar="N", help="how many tokens (or images) to train on: 3e9 (default 1e9)")
-    add("--layers", type=int, default=24, metavar="N", help="how many layers to list, slowest first (default 24)")
+    add("--price", type=number, metavar="P", help="what an hour of the GPU costs, in any currency")
+    add("--tokens", type=number, metavar="N", help="how many tokens (or images) to train on: 3e9 (default 1e9)")
+    add("--layers", type=whole, default=24, metavar="N", help="how many layers to list, slowest first (default 24)")
     add("--quick", action="store_true", help="leave out what fusions and fused attention save, which takes more traces")
     add("--no-measure", action="store_true", help="with a GPU at hand, do not measure beside the prediction")
 

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, TextIO
 
+from narrowgauge.errors import printable
+
 
 def has_rich() -> bool:
     return importlib.util.find_spec("rich") is not None
@@ -14,13 +16,14 @@ def has_rich() -> bool:
 
 def say(text: str = "", stream: TextIO | None = None) -> None:
     """Print a line for people, on the stream that ``cli.prose`` chose."""
-    print(text, file=stream or sys.stdout, flush=True)
+    print(printable(text), file=stream or sys.stdout, flush=True)
 
 
 def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], stream: TextIO | None = None) -> None:
     """Draw a table; the first column is left-aligned, the others right-aligned."""
     out = stream or sys.stdout
-    cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    title, columns = printable(title), [printable(column) for column in columns]
+    cells = [["" if cell is None else printable(str(cell)) for cell in row] for row in rows]
     if has_rich():
         from rich.console import Console
         from rich.table import Table

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import io
 import itertools
 import re
 import shlex
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from narrowgauge import files
 from narrowgauge.cli import Outcome, prose
+from narrowgauge.cli.numbers import long, number, whole
 from narrowgauge.cli.terminal import say
 from narrowgauge.errors import UsageError
 
@@ -48,27 +52,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("task", nargs="?", metavar="TASK", help="a built-in task, gpt:LAYERSxWIDTH, or file.py:function")
     add("--recipe", help="which formats play which role: fp32, tf32, fp16, bf16, auto, ... (default auto)")
-    add("--steps", type=int, help="updates (default: the task's)")
-    add("--batch", type=int, help="items in a batch")
-    add("--context", type=int, help="tokens in a sequence")
-    add("--lr", type=float, help="peak learning rate (default: the task's)")
+    add("--steps", type=whole, help="updates (default: the task's)")
+    add("--batch", type=whole, help="items in a batch")
+    add("--context", type=whole, help="tokens in a sequence")
+    add("--lr", type=number, help="peak learning rate (default: the task's)")
     add("--data", metavar="PATH", help="text, .jsonl, .parquet, .bin, a folder of them, or hf:NAME[:CONFIG][@SPLIT]")
     add("--tokenizer", metavar="PATH", help="a tokenizer.json or its folder, instead of bytes or our own encoding")
     add("--field", metavar="NAME", help="where a document's text is (default: text, else content)")
-    add("--max-tokens", type=int, metavar="N", help="stop reading documents there (default for hf:NAME: 200 million)")
-    add("--log", metavar="NAMES", help="tensorboard,wandb,mlflow or none: where numbers go, too (default tensorboard)")
-    add("--vocab", type=int, help="256: bytes; more: a byte-pair encoding of that size (default: the task's)")
+    add("--max-tokens", type=long, metavar="N", help="stop reading documents there (default for hf:NAME: 200 million)")
+    where = "tensorboard,wandb,mlflow or none: where numbers go, too (default tensorboard); --tracker under torchrun"
+    add("--log", "--tracker", metavar="NAMES", help=where)
+    add("--vocab", type=whole, help="256: bytes; more: a byte-pair encoding of that size (default: the task's)")
     add("--packages", action="store_const", const=True, help="train on the source of installed packages, too")
     add("--resume", metavar="RUN", help="go on with a run: its folder, or its name under --out (or runs/)")
-    add("--accumulate", type=int, metavar="N", help="batches that make one update (default 1)")
-    add("--clip", type=float, metavar="NORM", help="bring the gradients' norm down to this; 0: never (default 1.0)")
-    add("--warmup", type=int, metavar="N", help="updates until the peak learning rate (default: a tenth, at most 100)")
-    add("--eval-every", type=int, metavar="N", help="updates between evaluations; 0: at the end (default: a quarter)")
-    add("--checkpoint-every", type=int, metavar="N", help="updates between checkpoints; 0: at the end (as above)")
-    add("--keep", type=int, metavar="N", help="checkpoints to keep (default 3)")
-    add("--capture", type=int, metavar="STEP", help="keep a step for narrowgauge replay, whatever comes of it")
+    add("--accumulate", type=whole, metavar="N", help="batches that make one update (default 1)")
+    add("--clip", type=number, metavar="NORM", help="bring the gradients' norm down to this; 0: never (default 1.0)")
     add(
-        "--watch", type=int, metavar="N", help="updates between readings of tensors; 0: none (default 100 or a quarter)"
+        "--warmup",
+        type=whole,
+        metavar="N",
+        help="updates until the peak learning rate (default: a tenth, at most 100)",
+    )
+    add("--eval-every", type=whole, metavar="N", help="updates between evaluations; 0: at the end (default: a quarter)")
+    add("--checkpoint-every", type=whole, metavar="N", help="updates between checkpoints; 0: at the end (as above)")
+    add("--keep", type=whole, metavar="N", help="checkpoints to keep (default 3)")
+    add("--capture", type=whole, metavar="STEP", help="keep a step for narrowgauge replay, whatever comes of it")
+    add(
+        "--watch",
+        type=whole,
+        metavar="N",
+        help="updates between readings of tensors; 0: none (default 100 or a quarter)",
     )
     add("--foretell", action="store_true", help="show how FP16 and FP8 would do, from this run in FP32 or BF16")
     add(
@@ -106,16 +119,17 @@ def _run(args: argparse.Namespace, world: World) -> Outcome:
         task, why = tasks.find(spec, **options), None
     _introduce(task, settings, folder, why, out)
     try:
-        result = train(
-            task,
-            settings,
-            folder,
-            resume=args.resume is not None,
-            configuration={"task": spec, "options": options, "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")},
-            observer=make_progress(task.unit) if world.first else None,
-            capture=args.capture,
-            world=world,
-        )
+        with _no_empty_folders(folder):
+            result = train(
+                task,
+                settings,
+                folder,
+                resume=args.resume is not None,
+                configuration={"task": spec, "options": options, "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")},
+                observer=make_progress(task.unit) if world.first else None,
+                capture=args.capture,
+                world=world,
+            )
     except (Exception, SystemExit) as error:
         if record.holds_run(folder):  # shown below a traceback; a line of ours stands for itself
             error.add_note(f"what was saved is intact: narrowgauge train --resume {shlex.quote(str(folder))}")
@@ -139,9 +153,9 @@ def _begin(args: argparse.Namespace, world: World) -> tuple[Path, str, dict[str,
     why = choose(device)[1] if args.recipe in (None, "auto") else None
     spec = _whole_path(args.task or tasks.default(device.kind))
     options = {name: getattr(args, name) for name in FOR_TASK if getattr(args, name) is not None}
-    options = _whole_options(options)
-    if ".py:" not in spec:
-        options["seed"] = args.seed  # a user's task need not have one; its weights are seeded all the same
+    options = _whole_options(options) | args.own
+    if ".py:" not in spec or args.seed:  # a user's task that has a seed has a default for it, too
+        options["seed"] = args.seed
     if args.out is not None:
         folder = Path(args.out)
     elif not world.alone:
@@ -149,6 +163,8 @@ def _begin(args: argparse.Namespace, world: World) -> tuple[Path, str, dict[str,
     else:
         name = re.sub(r"[^\w.]+", "-", f"{spec.rpartition('.py:')[2]}-{recipe}").strip("-")
         folder = _unused(RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    if folder.is_symlink() and not folder.exists():
+        raise UsageError(f"--out {folder} is a symbolic link that leads nowhere; give a folder")
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--out {folder} is a file; give a folder")
     if world.first and record.holds_run(folder):
@@ -157,6 +173,19 @@ def _begin(args: argparse.Namespace, world: World) -> tuple[Path, str, dict[str,
     given = {field: getattr(args, name) for name, field in FOR_SETTINGS.items()}
     settings = settle(task, recipe=str(recipe), device=device.torch_device, seed=args.seed, **given)
     return folder, spec, options, settings, task, why
+
+
+@contextlib.contextmanager
+def _no_empty_folders(folder: Path) -> Iterator[None]:
+    """Where a run is refused, remove the folders around it that were made for it."""
+    made = [one for one in folder.absolute().parents if not one.exists()]
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for one in made:  # innermost first; one that holds something ends it
+                one.rmdir()
+        raise
 
 
 def _unused(folder: Path) -> Path:
@@ -183,7 +212,8 @@ def _take_up(args: argparse.Namespace) -> tuple[Path, str, dict[str, Any], Setti
         raise UsageError(f"{folder / record.CONFIGURATION} is not what narrowgauge train writes; restore it") from None
     recorded = {name: saved.get(field) for name, field in FOR_SETTINGS.items()} | {"recipe": saved.get("recipe")}
     recorded |= {name: options.get(name) for name in FOR_TASK} | {"task": spec}
-    given = {name: getattr(args, name) for name in recorded if name not in ("keep", "parallel", "log")}
+    given = {name: getattr(args, name) for name in recorded if name not in ("keep", "parallel", "log")} | args.own
+    recorded |= {name: options.get(name) for name in args.own}
     given["task"] = _whole_path(args.task) if args.task else None
     given = _whole_options(given)
     if args.seed != 0:
@@ -210,14 +240,14 @@ def _whole_options(options: dict[str, Any]) -> dict[str, Any]:
     if whole.get("data") is not None:
         whole["data"] = whole_name(whole["data"])
     if whole.get("tokenizer") is not None:
-        whole["tokenizer"] = str(Path(whole["tokenizer"]).expanduser().resolve())
+        whole["tokenizer"] = str(files.whole(files.named(whole["tokenizer"])))
     return whole
 
 
 def _whole_path(spec: str) -> str:
     """The task's name; a user's file with its whole path, so that the run can be taken up from anywhere."""
     path, colon, function = spec.rpartition(":")
-    return f"{Path(path).resolve()}{colon}{function}" if path.endswith(".py") else spec
+    return f"{files.whole(Path(path))}{colon}{function}" if path.endswith(".py") else spec
 
 
 def _introduce(task: Task, settings: Settings, folder: Path, why: str | None, out: TextIO) -> None:

@@ -7,7 +7,9 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from narrowgauge import files
 from narrowgauge.cli import Outcome, prose
+from narrowgauge.cli.numbers import number, whole
 from narrowgauge.cli.terminal import say, show_table
 from narrowgauge.errors import UsageError
 
@@ -25,19 +27,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("task", nargs="?", metavar="TASK", help="a built-in task or file.py:function (default: one for this machine)")
     add("--candidates", help="recipes, or RECIPE@TASK, separated by commas (default bf16)")
     add("--reference", help="what they are held against (default fp32)")
-    add("--seeds", default="auto", help="pairs of runs, or auto: as many as it takes, within the budget (default auto)")
-    add("--margin", type=float, default=0.005, help="relative gap of the loss that is still as good (default 0.005)")
-    add("--budget", type=float, default=10.0, metavar="MINUTES", help="time that auto may spend (default 10)")
+    add(
+        "--seeds",
+        type=_seeds,
+        default="auto",
+        help="pairs of runs, or auto: as many as it takes, within the budget (default auto)",
+    )
+    add("--margin", type=number, default=0.005, help="relative gap of the loss that is still as good (default 0.005)")
+    add("--budget", type=number, default=10.0, metavar="MINUTES", help="time that auto may spend (default 10)")
     layers = "compare one step module by module first (default: yes)"
     add("--layers", action=argparse.BooleanOptionalAction, default=True, help=layers)
-    add("--steps", type=int, metavar="N", help="updates of a run (default: the task's, if the budget has room)")
-    add("--batch", type=int, metavar="N", help="items a batch")
-    add("--context", type=int, metavar="N", help="tokens a sequence, for language tasks")
-    add("--lr", type=float, metavar="RATE", help="peak learning rate (default: the task's)")
+    add("--steps", type=whole, metavar="N", help="updates of a run (default: the task's, if the budget has room)")
+    add("--batch", type=whole, metavar="N", help="items a batch")
+    add("--context", type=whole, metavar="N", help="tokens a sequence, for language tasks")
+    add("--lr", type=number, metavar="RATE", help="peak learning rate (default: the task's)")
     add("--save", metavar="FILE", help="write the result as JSON, for --against")
     add("--against", metavar="FILE", help="hold the candidates of a saved validation to what they were; trains afresh")
     add("--curves", nargs=2, metavar=("REFERENCE", "CANDIDATE"), help="compare finished runs by their logs instead")
     add("--tag", help="with --curves: which number of the logs is the loss")
+
+
+def _seeds(text: str) -> int | str:
+    """A number; else what it says, which is auto or refused with what was expected."""
+    return whole(text) if text.lstrip("-").isdecimal() else text
 
 
 def run(args: argparse.Namespace) -> Outcome:
@@ -51,6 +63,8 @@ def run(args: argparse.Namespace) -> Outcome:
     from narrowgauge.validate.run import validate
 
     out = prose(args)
+    if args.save:
+        files.refuse_unwritable(Path(args.save), "--save")
     base = gate.read(Path(args.against)) if args.against else None
     if base is not None:
         _take_over(args, base)
@@ -59,13 +73,13 @@ def run(args: argparse.Namespace) -> Outcome:
     if not candidates:
         raise UsageError("--candidates: give at least one recipe, such as bf16,fp8")
     say(f"{spec}: {', '.join(candidates)} against {reference}, margin {args.margin:.2%}", out)
-    options = {name: getattr(args, name) for name in ("batch", "context") if getattr(args, name) is not None}
+    options = {name: getattr(args, name) for name in ("batch", "context") if getattr(args, name) is not None} | args.own
     with tempfile.TemporaryDirectory() as passing:  # what was trained with older code proves nothing of today's
         validation = validate(
             spec,
             candidates,
             reference,
-            seeds=int(args.seeds) if args.seeds.isdigit() else args.seeds,
+            seeds=args.seeds,
             margin=args.margin,
             steps=args.steps,
             learning_rate=args.lr,
@@ -97,8 +111,9 @@ def _take_over(args: argparse.Namespace, base: dict[str, Any]) -> None:
     for name in ("batch", "context", "lr"):
         if getattr(args, name) is None:
             setattr(args, name, base["options"].get(name))
+    args.own = {name: base["options"][name] for name in base["options"] if not hasattr(args, name)} | args.own
     if args.seeds == "auto":
-        args.seeds = str(min(one["seeds"] for one in base["candidates"].values()))
+        args.seeds = min(one["seeds"] for one in base["candidates"].values())
 
 
 def _compare_logs(args: argparse.Namespace) -> Outcome:

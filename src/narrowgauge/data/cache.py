@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from narrowgauge.errors import UsageError
+from narrowgauge.errors import UsageError, printable
 
 Array = NDArray[Any]
 
@@ -117,7 +117,7 @@ def map_array(path: Path, dtype: DTypeLike) -> Array:
 
 def say(line: str) -> None:
     """Tell whoever waits what is being made."""
-    print(f"narrowgauge: {line}", file=sys.stderr, flush=True)
+    print(f"narrowgauge: {printable(line)}", file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
     .jsonl  .jsonl.gz   an object a line, the text in one of its fields
     .parquet            a row a document, the text in one of its columns
+    .json  .csv  .tsv   arrays and tables (tables.py)
 
 The field is ``text``, else ``content``, else the user names it. A text that is empty or null is passed over; anything
 else that is not as it should be ends the reading with the file, the line and what was found there.
@@ -14,25 +15,28 @@ import importlib
 import json
 import re
 import zlib
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from narrowgauge.data import cache, foreign
-from narrowgauge.errors import UsageError
+from narrowgauge import files
+from narrowgauge.data import cache, foreign, tables
+from narrowgauge.data.fields import as_text, choose_field
+from narrowgauge.errors import UsageError, one_line
 
 Texts = Generator[str, None, None]
-FIELDS = ("text", "content")
-"""Where a text is looked for, in this order."""
-ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
+ENDINGS = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz", ".parquet")
+"""Files that hold documents wherever they lie; JSON files and tables do where nothing else lies beside them."""
 EVAL_WORDS = frozenset({"val", "valid", "validation", "eval", "test"})
 """A file, folder or split with one of these words in its name is for evaluation."""
 LINE_BYTES = 1 << 28
 """A line longer than this is no line of JSON but a file without lines."""
 ROWS = 256
 """Rows of a table that are turned into texts at once: some MB of them."""
+
+_WHAT_LINES_ARE = "the file is truncated or damaged, or it is not an array and not an object a line"
 
 orjson: Any
 try:
@@ -65,27 +69,33 @@ class Documents:
 
 def is_file(path: Path) -> bool:
     """Whether a file is of documents, by its name."""
-    return path.name.lower().endswith(ENDINGS)
+    return path.name.lower().endswith(ENDINGS) or tables.is_table(path)
 
 
 def files_in(folder: Path) -> list[Path]:
-    """The files of documents below a folder, hidden ones left out."""
-    found = (path for path in folder.rglob("*") if is_file(path) and path.is_file())
-    return sorted(path for path in found if not any(p.startswith(".") for p in path.relative_to(folder).parts))
+    """The files of documents below a folder, hidden ones left out.
+
+    A folder of source code has JSON files and tables, too: they count as documents where there is nothing else.
+    """
+    found = (path for path in folder.rglob("*") if path.is_file())
+    seen = sorted(path for path in found if not any(p.startswith(".") for p in path.relative_to(folder).parts))
+    if seen and all(is_file(path) for path in seen):
+        return seen
+    return [path for path in seen if path.name.lower().endswith(ENDINGS)]
 
 
 def open_files(path: Path, field: str | None) -> Documents:
     """The documents of one file, or of all such files below a folder."""
-    files = files_in(path) if path.is_dir() else [path]
-    for file in files:
+    found = files_in(path) if path.is_dir() else [path]
+    for file in found:
         _refuse_impostor(file)
-    key = cache.fingerprint([file.resolve() for file in files], "documents", field)
+    key = cache.fingerprint([files.whole(file) for file in found], "documents", field)
 
     def parts() -> list[Part]:
-        others = sum(other.is_file() for other in path.rglob("*")) - len(files) if path.is_dir() else 0
+        others = sum(other.is_file() for other in path.rglob("*")) - len(found) if path.is_dir() else 0
         if others:
-            cache.say(f"{path}: {len(files)} files of documents are read, {others} others left out")
-        return [Part(str(file), _reader(file, field), is_for_evaluation(_within(file, path))) for file in files]
+            cache.say(f"{path}: {len(found)} files of documents are read, {others} others left out")
+        return [Part(str(file), _reader(file, field), is_for_evaluation(_within(file, path))) for file in found]
 
     return Documents(str(path), key, parts)
 
@@ -93,28 +103,6 @@ def open_files(path: Path, field: str | None) -> Documents:
 def is_for_evaluation(name: str) -> bool:
     """Whether what has this name is meant to be evaluated on."""
     return not EVAL_WORDS.isdisjoint(re.split(r"[^a-z]+", name.lower()))
-
-
-def choose_field(names: Iterable[str], wanted: str | None, where: str) -> str:
-    """The field that holds the text, of those there are."""
-    known = [str(name) for name in names]
-    for field in (wanted,) if wanted is not None else FIELDS:
-        if field in known:
-            return field
-    asked = repr(wanted) if wanted is not None else " or ".join(map(repr, FIELDS))
-    listed = f"its fields are {', '.join(known[:20])}" if known else "it has no fields"
-    raise UsageError(f"{where} has no field {asked}; {listed}: name the one with the text by --field")
-
-
-def as_text(value: object, field: str, where: str) -> str:
-    """The text of a field; null is an empty one."""
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        raise UsageError(
-            f"{where}: field {field!r} holds {type(value).__name__}, not text; name another one by --field"
-        )
-    return value
 
 
 def read_jsonl(path: Path, wanted: str | None) -> Texts:
@@ -151,14 +139,15 @@ def read_parquet(path: Path, wanted: str | None) -> Texts:
         raise UsageError(f"{path} is damaged or no Parquet file ({one_line(error)}); write it again") from error
 
 
-def one_line(error: BaseException) -> str:
-    """What an error of another library says, in one line that is not too long."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 200 else f"{text[:199]}…"
-
-
 def _reader(file: Path, field: str | None) -> Callable[[], Texts]:
-    read = read_parquet if file.name.lower().endswith(".parquet") else read_jsonl
+    name = file.name.lower()
+    read: Callable[[Path, str | None], Texts] = read_jsonl
+    if name.endswith(".parquet"):
+        read = read_parquet
+    elif tables.is_csv(file):
+        read = tables.read_csv
+    elif tables.is_table(file) and tables.begins_an_array(file):
+        read = tables.read_array
     return lambda: read(file, field)
 
 
@@ -169,18 +158,18 @@ def _within(file: Path, root: Path) -> str:
 
 def _refuse_impostor(file: Path) -> None:
     """Refuse a file that is empty, unreadable, or of another kind than its name says."""
-    try:
-        with file.open("rb") as stream:
-            start = stream.read(16)
-    except OSError as error:
-        raise UsageError(f"cannot read {file} ({error.strerror}); make it readable or leave it out") from error
+    if why := files.why_unreadable(file):
+        raise UsageError(f"cannot read {file} ({why}); make it readable or leave it out")
+    with file.open("rb") as stream:
+        start = stream.read(16)
     if not start:
         raise UsageError(f"{file} is empty; write it again or leave it out")
     name, what = file.name.lower(), foreign.recognise(start)
     expected = {".parquet": "a Parquet file", ".gz": "a gzip archive"}.get(Path(name).suffix)
     if what != expected:
         found = f"{what}," if what else "damaged or"
-        raise UsageError(f"{file} is {found} not {expected or 'JSON lines'}; write it again or give it its right name")
+        wanted = expected or ("a table" if tables.is_csv(file) else "JSON" if tables.is_table(file) else "JSON lines")
+        raise UsageError(f"{file} is {found} not {wanted}; write it again or give it its right name")
 
 
 def _lines(path: Path) -> Generator[bytes, None, None]:
@@ -207,7 +196,7 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise UsageError(f"{where} is not JSON ({one_line(error)}); the file is truncated or damaged") from None
+            raise UsageError(f"{where} is not JSON ({one_line(error)}); {_WHAT_LINES_ARE}") from None
     if not isinstance(record, dict):
         raise UsageError(f"{where} is {type(record).__name__}, not an object with a field for the text")
     return record

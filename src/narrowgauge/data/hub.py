@@ -21,18 +21,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from narrowgauge import files
 from narrowgauge.data import cache
-from narrowgauge.data.documents import (
-    ROWS,
-    Documents,
-    Part,
-    Texts,
-    as_text,
-    choose_field,
-    is_for_evaluation,
-    one_line,
-)
-from narrowgauge.errors import UsageError
+from narrowgauge.data.documents import ROWS, Documents, Part, Texts, is_for_evaluation
+from narrowgauge.data.fields import as_text, choose_field
+from narrowgauge.errors import UsageError, one_line
 
 PREFIX = "hf:"
 MAX_TOKENS = 200_000_000
@@ -51,8 +44,8 @@ class Name:
     @property
     def folder(self) -> Path | None:
         """The folder, where the name is that of one."""
-        path = Path(self.dataset).expanduser()
-        return path if path.is_dir() else None
+        path = files.named(self.dataset)
+        return path if files.is_folder(path) else None
 
 
 def parse(spec: str) -> Name:
@@ -149,8 +142,8 @@ def _library(what: str) -> Any:
 
 
 def _folder_key(folder: Path, field: str | None, *more: object) -> str:
-    files = sorted(file.resolve() for file in folder.rglob("*") if file.is_file())
-    return cache.fingerprint(files, "dataset", field, *more)
+    found = sorted(files.whole(file) for file in folder.rglob("*") if file.is_file())
+    return cache.fingerprint(found, "dataset", field, *more)
 
 
 def _hub_is_there() -> bool:

@@ -5,7 +5,8 @@
 A document is on one side as a whole, and every copy of it is on the same side. Which side depends on nothing but its
 own text, so more documents can be added, or their order changed, without one moving. Where a small set leaves too
 little to evaluate on, a larger share is held back: one in 20, 10, 2. Each of these sets holds those before it, so that
-what is evaluated on after more documents were added was not trained on before either.
+what is evaluated on after more documents were added was not trained on before either. Where documents are so few that
+one side would be left without a window (a single long one), the end of them all is held back instead.
 
 One pass, a few MB in memory whatever the size; the files appear in the cache together or not at all.
 """
@@ -84,31 +85,53 @@ class _Progress:
 
 def pack(documents: Documents, encoder: Encoder, context: int, max_tokens: int | None = None) -> Packed:
     """The tokens of documents, from the cache where they are there; at most about ``max_tokens`` to train on."""
-    for every in HELD_BACK:
+    every: int | None
+    for every in (*HELD_BACK, None):
         recipe = repr((FORMAT, documents.key, encoder.key, every, max_tokens))
         key = hashlib.blake2b(recipe.encode(), digest_size=12).hexdigest()
         make = functools.partial(_write, documents=documents, encoder=encoder, every=every, max_tokens=max_tokens)
         folder = cache.keep_folder(f"packed-{key}", make)
         facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-        if facts["split"] == "by name" or facts["eval_tokens"] > context:
+        if facts["split"] == "by name" or min(facts["train_tokens"], facts["eval_tokens"]) > context:
             break
     else:
-        raise UsageError(
-            f"{documents.name}: evaluation takes whole documents, and half of the {facts['documents']} here are "
-            f"{facts['eval_tokens']} tokens, too few for a context of {context}; give more documents, a shorter "
-            "--context, or a file with val in its name"
-        )
+        return _cut(folder, encoder, context, key, facts, documents.name)
+    return Packed(*_map(folder, encoder), key, facts)
+
+
+def _map(folder: Path, encoder: Encoder) -> tuple[Array, Array]:
     train, evaluation = (cache.map_array(folder / name, dtype_for(encoder.vocab)) for name in FILES)
-    return Packed(train, evaluation, key, facts)
+    return train, evaluation
 
 
-def is_held_back(text: str, every: int) -> bool:
-    """Whether a document is for evaluation."""
+def _cut(folder: Path, encoder: Encoder, context: int, key: str, facts: dict[str, Any], name: str) -> Packed:
+    """Of so few documents that none can be held back whole, the end of them all is for evaluation."""
+    whole, _ = _map(folder, encoder)
+    if len(whole) < 2 * (context + 1):
+        raise UsageError(
+            f"{name}: the {facts['documents']} documents here are {len(whole)} tokens, too few to hold whole documents "
+            f"back, or their end, for a context of {context}; give more of them, a shorter --context, or a file with "
+            "val in its name"
+        )
+    held = max(len(whole) // HELD_BACK[0], context + 1)
+    known = {
+        **facts,
+        "train_tokens": len(whole) - held,
+        "eval_tokens": held,
+        "split": "the last tokens of all documents, which are too few to hold one back whole",
+    }
+    return Packed(whole[:-held], whole[-held:], f"{key}-{held}", known)
+
+
+def is_held_back(text: str, every: int | None) -> bool:
+    """Whether a document is for evaluation; None: none is."""
+    if every is None:
+        return False
     digest = hashlib.blake2b(text.encode(errors="replace"), digest_size=8).digest()
     return int.from_bytes(digest, "little") % every == 0
 
 
-def _write(folder: Path, documents: Documents, encoder: Encoder, every: int, max_tokens: int | None) -> None:
+def _write(folder: Path, documents: Documents, encoder: Encoder, every: int | None, max_tokens: int | None) -> None:
     parts = list(documents.open())
     by_name = len({part.for_evaluation for part in parts}) == 2
     progress = _Progress()
@@ -141,7 +164,7 @@ def _pack_part(
     encoder: Encoder,
     files: Sequence[BinaryIO],
     progress: _Progress,
-    every: int,
+    every: int | None,
     side: int | None,
     limit: int | None,
     where: str,
@@ -165,7 +188,7 @@ def _pack_part(
 
 
 def _groups(
-    texts: Iterator[str], progress: _Progress, every: int, side: int | None
+    texts: Iterator[str], progress: _Progress, every: int | None, side: int | None
 ) -> Iterator[list[tuple[str, int, bool]]]:
     """Pieces to encode together, each with its side and whether it ends a document."""
     group: list[tuple[str, int, bool]] = []

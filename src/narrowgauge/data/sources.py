@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from narrowgauge import files
 from narrowgauge.data import bpe, corpus, documents, hub, pack, tokenizer, tokens
 from narrowgauge.data.cache import Array
 from narrowgauge.data.corpus import Text
@@ -42,10 +43,10 @@ class Source:
 def whole_name(data: str) -> str:
     """The data's name with its whole path, so that a run can be taken up from anywhere."""
     if not data.startswith(hub.PREFIX):
-        return str(Path(data).expanduser().resolve())
+        return str(files.whole(files.named(data)))
     folder = hub.parse(data).folder
     rest = data.removeprefix(hub.PREFIX)
-    return data if folder is None else hub.PREFIX + str(folder.resolve()) + rest[len(hub.parse(data).dataset) :]
+    return data if folder is None else hub.PREFIX + str(files.whole(folder)) + rest[len(hub.parse(data).dataset) :]
 
 
 def kind_of(data: str | None) -> Kind:
@@ -55,7 +56,7 @@ def kind_of(data: str | None) -> Kind:
     if data.startswith(hub.PREFIX):
         hub.parse(data)
         return "documents"
-    path = Path(data).expanduser()
+    path = files.named(data)
     if path.is_dir() and hub.is_saved(path):
         return "documents"
     if tokens.holds_tokens(path):
@@ -77,13 +78,15 @@ def open_source(
     kind = kind_of(data)
     if kind != "documents" and (field is not None or max_tokens is not None):
         option = "--field" if field is not None else "--max-tokens"
-        raise UsageError(f"{option} is for documents (.jsonl, .parquet, hf:NAME), but {data or 'the corpus'} is {kind}")
+        raise UsageError(
+            f"{option} is for documents (.jsonl, .json, .csv, .parquet, hf:NAME), but {data or 'the corpus'} is {kind}"
+        )
     if kind == "tokens":
-        source = _open_tokens(Path(data or "").expanduser(), vocab, context, coder)
+        source = _open_tokens(files.named(data or ""), vocab, context, coder)
     elif kind == "documents":
         source = _open_documents(data or "", vocab, context, coder, field, max_tokens)
     else:
-        text = corpus.load(packages) if data is None else tokens.open_text(Path(data).expanduser(), context)
+        text = corpus.load(packages) if data is None else tokens.open_text(files.named(data), context)
         source = _open_text(text, vocab, coder, data or "the corpus")
     for split in tokens.SPLITS:
         source.data.windows(split, context)  # refuses data that is too short before a model is trained on half of it
@@ -108,7 +111,7 @@ def _open_text(text: Text, vocab: int, coder: Tokenizer | None, name: str) -> So
 def _open_documents(
     name: str, vocab: int, context: int, coder: Tokenizer | None, field: str | None, max_tokens: int | None
 ) -> Source:
-    path = Path(name).expanduser()
+    path = files.named(name)
     if name.startswith(hub.PREFIX):
         found = hub.open_named(name, field)
         if max_tokens is None and hub.parse(name).folder is None:

@@ -7,7 +7,6 @@ and padding are turned off, and nothing is put before or after a text but the to
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +14,17 @@ from typing import Any
 
 import numpy as np
 
+from narrowgauge import files
 from narrowgauge.data import bpe
 from narrowgauge.data.cache import Array
 from narrowgauge.data.corpus import Text
-from narrowgauge.data.documents import one_line
-from narrowgauge.errors import UsageError
+from narrowgauge.errors import UsageError, one_line
 
 FILE, CONFIGURATION = "tokenizer.json", "tokenizer_config.json"
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|end|>")
 """What the token that ends a text is called, where no configuration beside the file says it."""
+LARGEST = 512 << 20
+"""Bytes of a tokenizer: the largest known have some 30 million."""
 BREAK = "\n\n"
 """What stands between two documents where no token can: an empty line."""
 
@@ -85,11 +86,12 @@ def open_tokenizer(path: Path) -> Tokenizer:
         import tokenizers
     except ImportError:
         raise UsageError("--tokenizer needs the package tokenizers; install it (pip install tokenizers)") from None
-    file = path / FILE if path.is_dir() else path
+    within = files.is_folder(path)
+    file = path / FILE if within else path
     try:
-        content = file.read_bytes()
-    except OSError as error:
-        what = f"folder {path} holds no {FILE}" if path.is_dir() else f"cannot read {file} ({error.strerror})"
+        content = files.read(file, LARGEST)
+    except UsageError as error:
+        what = f"folder {path} holds no {FILE} that can be read" if within else str(error)
         raise UsageError(
             f"--tokenizer: {what}; give a {FILE}, or a folder that transformers' save_pretrained made"
         ) from None
@@ -121,9 +123,9 @@ def dtype_for(vocab: int) -> type[np.unsignedinteger[Any]]:
 def _end(inner: Any, configuration: Path) -> int | None:
     names: tuple[Any, ...] = ENDS
     try:
-        said = json.loads(configuration.read_text(encoding="utf-8")).get("eos_token")
+        said = files.parse_json(files.read(configuration)).get("eos_token")
         names = (said.get("content") if isinstance(said, dict) else said, *ENDS)
-    except (OSError, ValueError, AttributeError):
+    except (ValueError, AttributeError):
         pass  # without it, or where it is damaged, the usual names are tried
     found = (inner.token_to_id(name) for name in names if isinstance(name, str))
     return next((int(token) for token in found if token is not None), None)

@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from narrowgauge.data import cache, corpus, foreign
+from narrowgauge import files
+from narrowgauge.data import cache, corpus, foreign, tables
 from narrowgauge.data.cache import Array
 from narrowgauge.data.corpus import Text
 from narrowgauge.data.documents import EVAL_WORDS, is_for_evaluation
@@ -82,9 +83,9 @@ class TokenData:
 
 def holds_tokens(path: Path) -> bool:
     """Whether a path is a ``.bin`` file or a folder with some; everything else is text."""
-    if not path.exists():
+    if not files.exists(path):
         raise UsageError(
-            f"there is no file or folder {str(path)!r}; --data takes a text, .jsonl, .parquet, "
+            f"there is no file or folder {str(path)!r}; --data takes a text, .jsonl, .json, .csv, .parquet, "
             "a .bin of tokens, a folder of them, or hf:NAME"
         )
     return bool(_bins(path)) if path.is_dir() else _is_bin(path)
@@ -96,10 +97,10 @@ def open_tokens(path: Path, vocab: int, context: int) -> TokenData:
     In a folder, files with val, eval or test in their names, or in a folder called so, are for evaluation; where there
     are none, and in a single file, the last twentieth is.
     """
-    files = _bins(path) if path.is_dir() else [path]
+    shards = _bins(path) if path.is_dir() else [path]
     train: list[Array] = []
     evaluation: list[Array] = []
-    for file in files:
+    for file in shards:
         array = read_bin(file)
         _check_file(file, array, vocab)
         words = file.relative_to(path).with_suffix("").as_posix() if path.is_dir() else file.stem
@@ -111,43 +112,43 @@ def open_tokens(path: Path, vocab: int, context: int) -> TokenData:
 
 def open_text(path: Path, context: int) -> Text:
     """The bytes of a text file, or of every text in a folder; the last twentieth is for evaluation."""
-    files = [path]
+    texts = [path]
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if _is_text(file, path))
-        if not files:
+        texts = sorted(file for file in path.rglob("*") if _is_text(file, path))
+        if not texts:
             raise UsageError(
                 f"{path} holds no text and no .bin file; --data takes a text, a .bin of tokens or a folder"
             )
+        if count := sum(tables.is_table(file) for file in texts):
+            cache.say(f"{path}: {count} JSON files and tables among the texts are read as plain text")
     else:
         _refuse_binary(path)
-    if not sum(file.stat().st_size for file in files):
+    if not sum(file.stat().st_size for file in texts):
         raise UsageError(f"{path} is empty; give a text of at least {2 * (context + 1)} bytes")
-    whole = np.memmap(path, np.uint8, mode="r") if path.is_file() else corpus.join(files)
+    whole = np.memmap(path, np.uint8, mode="r") if path.is_file() else corpus.join(texts)
     train, evaluation = split_tail([whole], context)
-    key = cache.fingerprint([file.resolve() for file in files], "text", len(train[0]))
+    key = cache.fingerprint([files.whole(file) for file in texts], "text", len(train[0]))
     return Text(train[0], evaluation[0], key)
 
 
 def _refuse_binary(path: Path) -> None:
-    try:
-        with path.open("rb") as file:
-            start = file.read(foreign.LOOK_BYTES)
-    except OSError as error:
-        raise UsageError(f"cannot read {path} ({error.strerror}); give a text that can be read") from error
+    if why := files.why_unreadable(path):
+        raise UsageError(f"cannot read {path} ({why}); give a text that can be read")
+    with path.open("rb") as file:
+        start = file.read(foreign.LOOK_BYTES)
     if why := foreign.why_no_text(start):
         raise UsageError(
-            f"{path} {why}, where text was expected; give UTF-8 text, .jsonl, .parquet or a .bin of tokens"
+            f"{path} {why}, where text was expected; give UTF-8 text, .jsonl, .json, .csv, .parquet or a .bin of tokens"
         )
 
 
 def read_bin(path: Path) -> Array:
     """The tokens of one ``.bin`` file, memory-mapped; refused where the file is not what it should be."""
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            start = file.read(4 * HEADER_INTS)
-    except OSError as error:
-        raise UsageError(f"cannot read {path} ({error.strerror}); give a .bin of tokens that can be read") from error
+    if why := files.why_unreadable(path):
+        raise UsageError(f"cannot read {path} ({why}); give a .bin of tokens that can be read")
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(4 * HEADER_INTS)
     if not size:
         raise UsageError(f"{path} is empty; give a .bin of tokens, or write this one again")
     if what := foreign.recognise(start):
@@ -220,7 +221,7 @@ def _check_file(path: Path, tokens: Array, vocab: int) -> None:
         return
     blocks = range(0, len(tokens), BLOCK_TOKENS)
     largest = cache.keep_text(
-        f"largest-{cache.fingerprint([path.resolve()])}.txt",
+        f"largest-{cache.fingerprint([files.whole(path)])}.txt",
         lambda: str(max(int(tokens[start : start + BLOCK_TOKENS].max()) for start in blocks)),
     )
     if not largest.isdecimal() or int(largest) >= vocab:

@@ -140,6 +140,9 @@ def trace_steps(
     except NarrowgaugeError:
         raise
     except Exception as error:
+        if not _needs_data(error):  # the task's own mistake, which is shown as it is
+            error.add_note(f"(task {task.name} under {recipe}, traced without data)")
+            raise
         lines = str(error).strip().splitlines() or [""]
         raise UsageError(
             f"task {task.name} under {recipe} cannot be forecast without its data: {type(error).__name__}: "
@@ -188,6 +191,22 @@ def _step(task: Task, engine: Engine, batch: Any, recorder: Recorder) -> None:
         engine.backward(loss)
         recorder.phase = "step"
         engine.step()
+
+
+def _needs_data(error: Exception) -> bool:
+    """Whether torch could not go on because tensors on paper have shapes and no numbers."""
+    about_paper = (
+        "tensor subclasses",
+        "data pointer",
+        "FakeTensor",
+        "meta tensor",
+        "fake tensor",
+        "register_meta",
+        "Meta",
+    )
+    return type(error).__module__.startswith(("torch._subclasses", "torch.fx")) or any(
+        words in str(error) for words in about_paper
+    )
 
 
 def _owners(model: nn.Module, recipe: Recipe) -> dict[int, Owner]:

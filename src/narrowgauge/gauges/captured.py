@@ -26,6 +26,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from narrowgauge import files
 from narrowgauge.errors import UsageError
 from narrowgauge.tree import Taker, own, rebuild, write_tensors
 
@@ -84,9 +85,9 @@ def read(path: Path) -> Capture:
     """Read a capture, or the first one of a run or a folder of captures; what is wrong with it is said in one line."""
     path = _locate(path)
     try:
-        facts = json.loads((path / FACTS).read_text())
-    except OSError as error:
-        raise UsageError(f"{path} is no capture: {FACTS} cannot be read ({error.strerror})") from None
+        facts = files.parse_json(files.read(path / FACTS))
+    except UsageError as error:
+        raise UsageError(f"{path} is no capture: {error}") from None
     except ValueError:
         raise UsageError(f"capture {path} is damaged: {FACTS} is not JSON; capture the step again") from None
     if isinstance(facts, dict) and facts.get("format") in (1, "1"):
@@ -120,13 +121,13 @@ def read(path: Path) -> Capture:
 
 
 def _locate(path: Path) -> Path:
-    if (path / FACTS).exists():
+    if files.exists(path / FACTS):
         return path
     for folder in (path / "captures", path):
         found = captures_in(folder)
         if found:
             return found[0]
-    if not path.exists():
+    if not files.exists(path):
         raise UsageError(f"there is no capture {path}; train writes them to RUN/captures")
     raise UsageError(f"{path} holds no capture; give a folder with {FACTS} in it, or a run that has captures")
 

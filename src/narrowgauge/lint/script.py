@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
+from narrowgauge import files
 from narrowgauge.errors import UsageError
 from narrowgauge.lint.afterwards import conclude, imported
 from narrowgauge.lint.findings import Finding, Span, in_order
@@ -25,15 +26,17 @@ _RELEVANT = {"torch", "torchvision", "lightning", "pytorch_lightning", "transfor
 """Libraries without which no rule applies."""
 DEEP = 10_000
 """Nesting of Python calls: an expression of a thousand terms is a thousand deep."""
+LARGEST = 16 << 20
+"""Bytes of a script: more was not written by a person."""
 _SKIPPED = {".git", ".venv", "venv", "node_modules", "__pycache__", ".tox", "build", "dist"}
 
 
 def check(path: Path, formats: Iterable[str] = ()) -> list[Finding]:
     """The findings of one file. ``formats``: what it will be trained in, beside what it says itself."""
+    text = files.read(path, LARGEST)
     try:
-        text = path.read_bytes()
         return check_text(text.decode(_encoding(text)), str(path), formats)
-    except (OSError, UnicodeDecodeError, LookupError) as error:
+    except (UnicodeDecodeError, LookupError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from error
 
 
@@ -112,8 +115,8 @@ def check_text(text: str, path: str = "<script>", formats: Iterable[str] = ()) -
 def line_of(path: Path, function: str) -> int:
     """Where a function of a file begins; 1 where it cannot be found."""
     try:
-        tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError):
+        tree = ast.parse(files.read(path, LARGEST))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return 1
     return next((node.lineno for node in tree.body if getattr(node, "name", None) == function), 1)
 

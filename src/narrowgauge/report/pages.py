@@ -6,10 +6,8 @@ that no name of a user's can end the element. The page's own rules (Content-Secu
 
 from __future__ import annotations
 
-import contextlib
 import html
 import json
-import os
 import re
 import time
 from collections import Counter
@@ -20,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from narrowgauge.errors import UsageError
+from narrowgauge import files
+from narrowgauge.errors import UsageError, printable
 from narrowgauge.report import facts, layers, sources, thin, words
 from narrowgauge.report.sources import Sources
 from narrowgauge.report.story import Story
@@ -46,24 +45,17 @@ def write(paths: Sequence[Path], out: Path) -> Path:
     where the file cannot be written.
     """
     target = where(out)
-    if any(target.exists() and path.exists() and target.samefile(path) for path in paths):
+    if any(files.exists(target) and files.exists(path) and target.samefile(path) for path in paths):
         raise UsageError(f"--out {target} is one of the inputs: give another name")
+    files.refuse_unwritable(target, "--out")
     page = render(collect(sources.open_all(paths)))
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(page.encode("utf-8", "replace"))  # a name may hold half of a surrogate pair
-        temporary.replace(target)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise UsageError(f"cannot write {target}: {error.strerror}; choose another place with --out") from None
+    files.save_text(target, page, "--out")
     return target
 
 
 def where(out: Path) -> Path:
     """The file that ``out`` means."""
-    if out.is_dir() or (not out.exists() and out.suffix.lower() not in (".html", ".htm")):
+    if files.is_folder(out) or (not files.exists(out) and out.suffix.lower() not in (".html", ".htm")):
         return out / NAME
     if out.suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"--out {out} is a file that is no .html: give another, or a folder")
@@ -185,7 +177,8 @@ def as_json(data: dict[str, Any]) -> str:
 
 def _lines(data: dict[str, Any]) -> list[str]:
     """The findings, for who has no JavaScript."""
-    return [f"{one['severity']}: {one['source']}: {one['detail']} {one['fix']}" for one in data["told"]["findings"]]
+    found = data["told"]["findings"]
+    return [printable(f"{one['severity']}: {one['source']}: {one['detail']} {one['fix']}") for one in found]
 
 
 def _asset(name: str) -> str:

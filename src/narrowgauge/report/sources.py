@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from narrowgauge import files
 from narrowgauge.errors import UsageError
 from narrowgauge.report.story import Story
 from narrowgauge.report.thin import short
@@ -17,8 +17,6 @@ from narrowgauge.runs import record
 COMPONENTS = ("weights", "master", "gradients", "moments", "activations", "workspace")
 FORECAST = ("step_ms", "measured_ms", "tokens_per_s", "mfu", "bound", "hours", "cost")
 """Of a recipe on a GPU."""
-_LARGEST = 64 << 20
-"""Bytes of a JSON file: more is none of ours."""
 
 
 @dataclass
@@ -39,7 +37,7 @@ def open_all(paths: Sequence[Path]) -> Sources:
         raise UsageError("report: give at least one run folder, or JSON of validate, bench, memory or roofline")
     sources = Sources()
     for path in dict.fromkeys(paths):
-        if path.is_dir():
+        if files.is_folder(path):
             if not record.holds_run(path):
                 raise UsageError(f"{path} holds no run: there is no {record.CONFIGURATION} in it; give a run folder")
             story = Story(path)
@@ -53,14 +51,12 @@ def open_all(paths: Sequence[Path]) -> Sources:
 
 def read_saved(path: Path) -> tuple[str, dict[str, Any]]:
     """What kind of result a JSON file holds, and the part of it that the page shows."""
+    if not files.exists(path):
+        raise UsageError(f"{path} is not there: give a run folder, or JSON that validate or bench saved")
     try:
-        if path.stat().st_size > _LARGEST:
-            raise UsageError(f"{path} is too large to be JSON of narrowgauge: give a run folder, or what a verb saved")
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(f"{path} is not there: give a run folder, or JSON that validate or bench saved") from None
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+        data = files.parse_json(files.read(path))
+    except UsageError as error:
+        raise UsageError(f"{error}; give a run folder, or JSON that validate or bench saved") from None
     except ValueError:
         raise UsageError(f"{path} is neither a run folder nor JSON: give what a verb printed with --json") from None
     if isinstance(data, list):  # as bench/ keeps rows that were measured on their own

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from narrowgauge.errors import printable
 from narrowgauge.report import thin
 from narrowgauge.report.tail import Tail
 from narrowgauge.report.tensors import Tensors
@@ -114,7 +115,7 @@ class Story:
                 self._finding({"step": event["step"], **finding})
 
     def _sample(self, event: dict[str, Any]) -> None:
-        self.sample = str(event["text"])
+        self.sample = printable(str(event["text"]))
 
     def _mark(self, event: dict[str, Any]) -> None:
         self.marks.append({"kind": event["kind"], "step": int(event["step"]), "path": str(event.get("path") or "")})

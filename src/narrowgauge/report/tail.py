@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from narrowgauge import files
 from narrowgauge.runs.record import EVENTS
 
 _BLOCK = 1 << 23
@@ -45,6 +46,8 @@ class Tail:
 
     def read(self) -> Iterator[dict[str, Any]]:
         """The events that are new; a last line without its end is left for the next time."""
+        if files.why_unreadable(self.folder / EVENTS) is not None:
+            return
         try:
             file = (self.folder / EVENTS).open("rb")
         except OSError:
@@ -59,7 +62,7 @@ class Tail:
     def _parse(self, lines: list[bytes]) -> Iterator[dict[str, Any]]:
         try:
             found = json.loads(b"[" + b",".join(lines) + b"]")
-        except ValueError:
+        except (ValueError, RecursionError):
             found = [self._one(line) for line in lines]
         for event in found:
             if not isinstance(event, dict):
@@ -70,6 +73,6 @@ class Tail:
     def _one(self, line: bytes) -> Any:
         try:
             return json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             self.damaged += 1
             return None

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from narrowgauge import files
 from narrowgauge.errors import UsageError
 from narrowgauge.runs import disk
 from narrowgauge.runs.lines import decode, encode, plain
@@ -156,11 +157,13 @@ def read_configuration(folder: Path) -> dict[str, Any]:
     """What the run was asked to do."""
     path = folder / CONFIGURATION
     try:
-        configuration = json.loads(path.read_text())
-    except OSError:
-        raise UsageError(
-            f"{folder} holds no run: there is no {path.name} in it; start one with --out {folder}"
-        ) from None
+        configuration = files.parse_json(files.read(path))
+    except UsageError as error:
+        if not path.exists():
+            raise UsageError(
+                f"{folder} holds no run: there is no {path.name} in it; start one with --out {folder}"
+            ) from None
+        raise UsageError(f"{folder} holds no run that can be read: {error}") from None
     except ValueError:
         raise UsageError(f"{path} is not JSON: it was changed by something else; restore it, or train anew") from None
     if not isinstance(configuration, dict):
@@ -169,4 +172,4 @@ def read_configuration(folder: Path) -> dict[str, Any]:
 
 
 def holds_run(folder: Path) -> bool:
-    return (folder / CONFIGURATION).exists()
+    return files.exists(folder / CONFIGURATION)

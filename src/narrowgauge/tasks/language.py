@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from narrowgauge import files
 from narrowgauge.data import corpus, sources
 from narrowgauge.data.sources import BYTES, Source
 from narrowgauge.data.tokenizer import Tokenizer, open_tokenizer
@@ -137,7 +137,7 @@ def make(
     size = size_of(spec)
     batch = size.batch if batch is None else batch
     context = size.context if context is None else context
-    coder = None if tokenizer is None else open_tokenizer(Path(tokenizer).expanduser())
+    coder = None if tokenizer is None else open_tokenizer(files.named(tokenizer))
     vocab = _vocabulary(size.vocab, vocab, coder)
     for name, value in (("batch", batch), ("context", context), ("vocab", vocab), ("max-tokens", max_tokens)):
         if value is not None and value < 1:

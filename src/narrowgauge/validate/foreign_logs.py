@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from narrowgauge import files
 from narrowgauge.errors import UsageError
 from narrowgauge.runs import record
 
@@ -86,8 +87,10 @@ def read(path: Path, tag: str | None = None) -> Curves:
 
 def read_all(path: Path, tag: str | None = None) -> list[Curves]:
     """Every run of a file or folder."""
-    if not path.exists():
+    if not files.exists(path):
         raise UsageError(f"{path} does not exist: expected a log (.jsonl, .json, .csv, TensorBoard's) or a folder")
+    if not path.is_dir() and (why := files.why_unreadable(path)):
+        raise UsageError(f"{path} cannot be read: {why}")
     if path.name == record.EVENTS and record.holds_run(path.parent):
         path = path.parent
     runs = []

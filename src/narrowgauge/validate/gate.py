@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from narrowgauge import files
 from narrowgauge.errors import UsageError
 from narrowgauge.validate.verdict import WORSE, judge
 
@@ -25,19 +26,15 @@ NEEDED = ("task", "reference", "steps", "losses", "candidates", "margin", "optio
 
 
 def save(path: Path, described: Mapping[str, Any]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(described, indent=1, allow_nan=False) + "\n")
-    except OSError as error:
-        raise UsageError(f"--save {path}: {error.strerror}") from None
+    files.save_text(path, json.dumps(described, indent=1, allow_nan=False) + "\n", "--save")
 
 
 def read(path: Path) -> dict[str, Any]:
     """A saved validation."""
     try:
-        base = json.loads(path.read_text())
-    except OSError as error:
-        raise UsageError(f"--against {path}: {error.strerror}") from None
+        base = files.parse_json(files.read(path))
+    except UsageError as error:
+        raise UsageError(f"--against: {error}") from None
     except ValueError:
         raise UsageError(f"--against {path}: it is not JSON; save one with validate --save") from None
     if not isinstance(base, dict) or any(name not in base for name in NEEDED):

@@ -1,0 +1,90 @@
+"""The user's code raises: its own traceback is shown, the exit code is 3, and it is never taken for bad usage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from narrowgauge.cli import main
+
+TASK = """
+import torch
+from torch import nn
+from narrowgauge import Task
+
+KINDS = dict(value=ValueError, key=KeyError, os=FileNotFoundError, type=TypeError, deep=RecursionError, exit=SystemExit)
+
+def fail(kind):
+    if kind == "exit":
+        raise SystemExit("of my own making")
+    raise KINDS[kind](2, "of my own making", "my-file")
+
+class Broken(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.kind = kind
+
+    def forward(self, x):
+        fail(self.kind)
+
+def build(place, kind):
+    if place == "function":
+        fail(kind)
+    return Task(
+        model=(lambda: fail(kind)) if place == "model" else (lambda: Broken(kind)) if place == "forward"
+        else lambda: nn.Linear(4, 4),
+        batch=(lambda step, split: fail(kind)) if place == "batch" else lambda step, split: torch.ones(2, 4),
+        loss=(lambda model, batch: fail(kind)) if place == "loss"
+        else (lambda model, batch: model(batch[:, :3]).mean()) if place == "shapes"
+        else lambda model, batch: model(batch).square().mean(),
+        optimizer=(lambda model, rate: fail(kind)) if place == "optimizer" else None,
+        steps=2,
+    )
+"""
+PLACES = {"function": "os", "model": "value", "batch": "key", "loss": "exit", "forward": "deep", "optimizer": "os"}
+VERBS = {
+    "train": ["--steps", "2", "--log", "none"],
+    "bench": ["--steps", "1", "--rounds", "1", "--recipes", "fp32"],
+    "memory": ["--recipes", "bf16", "--no-search"],
+    "roofline": ["--recipes", "bf16", "--quick"],
+    "validate": ["--steps", "2", "--seeds", "2"],
+}
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = [f"def {place}():\n    return build({place!r}, {kind!r})\n" for place, kind in PLACES.items()]
+    lines.append("def shapes():\n    return build('shapes', '')\n")
+    Path("mine.py").write_text(TASK + "\n".join(lines))
+
+
+@pytest.mark.parametrize(
+    ("verb", "place"),
+    [  # a benchmark has an optimizer of its own
+        (verb, place) for verb in VERBS for place in (*PLACES, "shapes") if (verb, place) != ("bench", "optimizer")
+    ],
+)
+def test_the_traceback_is_the_users(verb: str, place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([verb, f"mine.py:{place}", "--device", "cpu", *VERBS[verb]]) == 3
+    err = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in err
+    assert "mine.py" in err and ("of my own making" in err or place == "shapes")
+    assert err.strip().splitlines()[-1].startswith("narrowgauge: your code raised ")
+
+
+def test_lint_reads_what_it_can_and_says_the_rest_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lint", "mine.py:function"]) == 3
+    assert "of my own making" in capsys.readouterr().err
+    assert main(["lint", "mine.py:model"]) == 2
+    assert "its model cannot be made: ValueError" in capsys.readouterr().err
+
+
+def test_our_own_errors_stay_one_line_within_the_users_code(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("refuses.py").write_text("import narrowgauge as ng\ndef make():\n    ng.recipe('no such')\n")
+    for verb, options in VERBS.items():
+        assert main([verb, "refuses.py:make", "--device", "cpu", *options]) == 2
+        err = capsys.readouterr().err
+        assert "Traceback" not in err and "no such" in err

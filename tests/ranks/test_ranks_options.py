@@ -1,0 +1,39 @@
+"""Every option of ``train`` gets through torchrun's own parser, which looks behind the module's name, too."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import parse_args
+
+from narrowgauge.cli import Parser, train
+
+
+def options() -> list[str]:
+    parser = Parser(prog="narrowgauge train")
+    for name in ("--json", "--seed", "--device", "--out"):
+        parser.add_argument(name)
+    train.add_arguments(parser)
+    hidden = (argparse.SUPPRESS,)
+    return sorted(name for action in parser._actions if action.help not in hidden for name in action.option_strings)
+
+
+@pytest.mark.parametrize("option", [name for name in options() if name not in ("--log", "-h", "--help")])
+def test_torchrun_leaves_the_option_to_us(option: str) -> None:
+    found = parse_args(["--nproc-per-node", "2", "-m", "narrowgauge", "train", "gpt-tiny", option, "value"])
+    assert found.module and found.training_script == "narrowgauge"
+    assert found.training_script_args == ["train", "gpt-tiny", option, "value"]
+
+
+def test_the_other_name_of_log_means_the_same(tmp_path: Path) -> None:
+    """Through torchrun itself: what is refused is the tracker that does not exist, by us."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "-m", "narrowgauge"]
+    command += ["train", "gpt:1x64", "--device", "cpu", "--tracker", "no-such-tracker", "--out", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode != 0
+    assert "no-such-tracker" in done.stderr and "ambiguous" not in done.stderr
+    assert not (tmp_path / "run").exists()
