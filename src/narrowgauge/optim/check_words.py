@@ -61,8 +61,13 @@ def trusted(weight: Tensor, remainder: Tensor, words: Tensor | None) -> Tensor:
     """The remainders that belong to a weight; 0 where somebody else has written the weight. None: all belong to it."""
     if words is None:
         return remainder
-    own = own_groups(weight, words).repeat_interleave(GROUP)[: weight.numel()].view(weight.shape)
+    own = spread(own_groups(weight, words), weight.numel()).view(weight.shape)
     return torch.where(own, remainder, 0)
+
+
+def spread(of_groups: Tensor, numel: int) -> Tensor:
+    """For each value what there is one of for each group."""
+    return of_groups[:, None].expand(-1, GROUP).reshape(-1)[:numel]
 
 
 def sample_trusted(weight: Tensor, remainder: Tensor, words: Tensor | None, every: int) -> Tensor:
