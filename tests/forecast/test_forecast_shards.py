@@ -23,7 +23,7 @@ from narrowgauge.ranks import shard
 from narrowgauge.recipe import parse
 
 H200 = hardware.find_gpu("h200")
-NO_MOMENTS = "step", "master", "remainder"
+NO_MOMENTS = "step", "master", "remainder", "check"
 """States of an optimizer that are none: the count, and the other halves of split weights, which parameters have too."""
 SPEC, SIZES = "gpt:2x64", {"batch": 2, "context": 32}
 
@@ -133,7 +133,8 @@ def look(ranks: int, recipe: str) -> dict[str, int]:
     engine.step()
     parameters = moments = 0
     for parameter in engine.model.parameters():
-        parameters += sum(local_bytes(one) for one in (parameter, getattr(parameter, "other_half", None)))
+        others = (getattr(parameter, name, None) for name in ("other_half", "check_words"))
+        parameters += sum(local_bytes(one) for one in (parameter, *others))
     for optimizer in engine.optimizers:
         for state in optimizer.state.values():
             moments += sum(local_bytes(value) for name, value in state.items() if name not in NO_MOMENTS)

@@ -111,7 +111,7 @@ elif kind == "adamw":
                 none = () if whole else ("factor_ptr", "found_ptr")
                 none += ("foreign_ptr",) if master in ("itself", "none") else ()
                 compiled(adamw._adamw_kernel, 4, none, types, MAXIMIZE=whole, MASTER=master, EIGHT_BIT=bits,
-                         WHOLE=whole, UNITS=(8,) * 8 if whole else (1,) * 8, BLOCK=1024, GROUP=128)
+                         EPS_IS_0=not whole, WHOLE=whole, UNITS=(8,) * 8 if whole else (1,) * 8, BLOCK=1024, GROUP=128)
     compiled(adamw._squares_kernel, 4, (), {**tables, "partial_ptr": "*fp64"}, WHOLE=True, UNIT=8, BLOCK=4096)
     compiled(adamw._norms_kernel, 4, (), {"partial_ptr": "*fp64", "first_ptr": "*i32", "norms_ptr": "*fp32"}, BLOCK=256)
 elif kind == "embedding":

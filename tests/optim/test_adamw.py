@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from narrowgauge import kernels
 from narrowgauge.errors import UsageError
 from narrowgauge.optim import AdamW, full_precision, load_full_precision, narrow
 from narrowgauge.optim.adamw import full
@@ -205,6 +206,100 @@ def test_full_precision_leaves_and_comes_back():
     other = {name: torch.randn_like(value) for name, value in wanted.items()}
     load_full_precision(model, other)
     assert all(torch.equal(value, other[name]) for name, value in full_precision(model).items())
+
+
+def strided():
+    """Weights of other strides than row-major ones: channels_last, transposed, with gaps, and a complex one."""
+    torch.manual_seed(0)
+    return [
+        torch.nn.Parameter(torch.randn(6, 4, 3, 5).to(memory_format=torch.channels_last)),
+        torch.nn.Parameter(torch.randn(40, 30).t()),
+        torch.nn.Parameter(torch.randn(40, 30)[:, ::2]),
+        torch.nn.Parameter(torch.randn(17, 9, dtype=torch.cfloat)),
+        torch.nn.Parameter(torch.randn(9, 17, dtype=torch.cfloat).t()),
+    ]
+
+
+def give_strided(parameters, step, turned):
+    """Gradients row-major, or with strides of their own, or conjugated."""
+    generator = torch.Generator().manual_seed(step)
+    for p in parameters:
+        grad = torch.randn(p.shape, generator=generator, dtype=torch.cfloat if p.is_complex() else torch.float32)
+        grad = (
+            (grad.conj() if p.is_complex() else grad.transpose(0, 1).contiguous().transpose(0, 1)) if turned else grad
+        )
+        p.grad = grad.to(p.dtype)
+
+
+def resolve(parameters):
+    """torch's AdamW does not take conjugated gradients."""
+    for p in parameters:
+        p.grad = p.grad.resolve_conj()
+
+
+@pytest.mark.parametrize("by_kernel", [False, True] if kernels.HAVE_TRITON else [False])
+@pytest.mark.parametrize("turned", [False, True])
+def test_strides_and_complex_numbers_step_as_torchs(turned, by_kernel, monkeypatch):
+    monkeypatch.setattr(kernels, "interpreting", by_kernel)
+    ours, theirs = strided(), strided()
+    strides = [p.stride() for p in ours]
+    mine, other = AdamW(ours, lr=1e-2), torch.optim.AdamW(theirs, lr=1e-2, foreach=False, fused=False)
+    for step in range(4):
+        give_strided(ours, step, turned)
+        give_strided(theirs, step, turned)
+        resolve(theirs)
+        mine.step()
+        other.step()
+    assert [p.stride() for p in ours] == strides
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(mine.state[p]["exp_avg_sq"], other.state[q]["exp_avg_sq"], rtol=1e-5, atol=1e-7)
+    state, fresh = copy.deepcopy(other.state_dict()), strided()  # torch's states have the weights' strides
+    for p, q in zip(fresh, theirs, strict=True):
+        p.data.copy_(q.data)
+    taken = AdamW(fresh, lr=1e-2)
+    taken.load_state_dict(state)
+    give_strided(fresh, 9, turned)
+    give_strided(theirs, 9, turned)
+    resolve(theirs)
+    taken.step()
+    other.step()
+    for p, q in zip(fresh, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("by_kernel", [False, True] if kernels.HAVE_TRITON else [False])
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
+@pytest.mark.parametrize("master", ["itself", "split", "fp32", "none"])
+def test_strides_change_no_bit_in_any_format(master, moments, by_kernel, monkeypatch):
+    """Against the same numbers in row-major order; a state goes from one to the other."""
+    monkeypatch.setattr(kernels, "interpreting", by_kernel)
+    sides = []
+    for plain in (False, True):
+        parameters = [torch.nn.Parameter(p.detach().contiguous() if plain else p.detach()) for p in strided()]
+        if master != "itself":
+            for p in parameters:
+                narrow(p)
+        options = {"master": "fp32" if master == "itself" else master, "moments": moments}
+        sides.append((parameters, AdamW(parameters, lr=1e-2, **options)))
+    (turned, one), (plain, other) = sides
+    for step in range(4):
+        if step == 2:
+            states = copy.deepcopy(one.state_dict()), copy.deepcopy(other.state_dict())
+            one.load_state_dict(states[1])
+            other.load_state_dict(states[0])
+        give_strided(turned, step, True)
+        give_strided(plain, step, False)
+        for p in turned:
+            if p.is_complex():
+                p.grad = p.grad.conj()
+        one.step()
+        other.step()
+    for p, q in zip(turned, plain, strict=True):
+        assert p.is_complex() or q.is_contiguous()
+        assert torch.equal(p, q) and torch.equal(full(p), full(q))
+        assert p.dtype is torch.cfloat or one.state[p]["exp_avg"].is_contiguous()
+    assert one.foreign_writes == 0 and turned[0].is_contiguous(memory_format=torch.channels_last)
 
 
 def test_mistakes_are_said():

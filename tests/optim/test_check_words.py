@@ -39,6 +39,7 @@ CHANGES = {
     "the last one zeroed": lambda bits: torch.cat([bits[:, :-1], torch.zeros_like(bits[:, -1:])], 1),
     "half of them negated": lambda bits: torch.cat([bits[:, :64] ^ -0x8000, bits[:, 64:]], 1),
     "up and down": lambda bits: bits + torch.tensor([1, -1] * 64, dtype=torch.int16),
+    "neighbours swapped": lambda bits: bits.view(-1, 64, 2).flip(2).view(-1, 128),
     "the next group's": lambda bits: bits.roll(1, 0),
 }
 

@@ -8,8 +8,8 @@ Bytes a parameter in the leanest form (BF16 weight and gradient, 16-bit remainde
 the hardware's approximations (1 to 2 units in the last place), as exact ones would cost more than the memory.
 
 A BF16 weight that somebody else has written since the last update is its own master: the remainders of its group of 128
-count as 0 (``optim.check_words`` has the check words and why), or the FP32 copy of the one value is dropped. The check
-costs six integer operations a weight and a sixteenth of a byte.
+count as 0 (``optim.check_words`` has the check words and why), or the FP32 copy of the one value is dropped. Compiled
+for Hopper the check adds 14 instructions a weight to 67, and a sixteenth of a byte.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def adamw(lists: Lists, numbers: Numbers) -> None:
         numbers.steps, numbers.ticks, numbers.seeds, numbers.factor, numbers.found, numbers.foreign,
         1.0 - numbers.beta1, numbers.beta2, 1.0 - numbers.beta2, numbers.eps,
         MAXIMIZE=numbers.maximize, MASTER=lists.master, EIGHT_BIT=bool(lists.first_scale),
-        WHOLE=whole, UNITS=tuple(_unit(column[0], whole) for column in columns), BLOCK=BLOCK,
+        EPS_IS_0=numbers.eps == 0, WHOLE=whole, UNITS=tuple(_unit(column[0], whole) for column in columns), BLOCK=BLOCK,
         GROUP=GROUP, num_warps=WARPS,
     )  # fmt: skip
 
@@ -185,7 +185,9 @@ def _norms_kernel(partial_ptr, first_ptr, norms_ptr, BLOCK: tl.constexpr):  # ty
 @jit
 def _words(high, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
     """``optim.check_words.words_of`` the BF16 bits of groups, as int32."""
-    state = high.to(tl.uint32, bitcast=True) * 0x9E3779B1 + tl.arange(0, GROUP).to(tl.uint32)[None, :] * 0x85EBCA77
+    bits = high.to(tl.uint32, bitcast=True)
+    even, odd = tl.split(tl.reshape(bits, [bits.shape[0], GROUP // 2, 2]))
+    state = even * 0x9E3779B1 + odd * 0xD6BEFA39 + tl.arange(0, GROUP // 2).to(tl.uint32)[None, :] * 0x85EBCA77
     return tl.sum((state * (state >> 15)).to(tl.int32, bitcast=True), 1).to(tl.int32)
 
 
@@ -194,7 +196,7 @@ def _joined(high, low):  # type: ignore[no-untyped-def]
     """``optim.split.join`` of BF16 bits: zeros stay zeros whatever the remainder says."""
     top = high << 16
     bits = top + low
-    return tl.where((bits ^ top) < 0, top, bits).to(tl.float32, bitcast=True)
+    return tl.where(((bits ^ top) & -0x80000000) != 0, top, bits).to(tl.float32, bitcast=True)
 
 
 @jit
@@ -203,14 +205,6 @@ def _halves(master):  # type: ignore[no-untyped-def]
     bits = tl.minimum(master.to(tl.int32, bitcast=True), 0x7FFF7FFF)
     high = (bits + 0x8000) >> 16
     return high, (bits - (high << 16)).to(tl.int16)
-
-
-@jit
-def _note(foreign_ptr, groups):  # type: ignore[no-untyped-def]
-    """Count the groups that somebody else has written."""
-    count = tl.sum(groups.to(tl.int32))
-    if count > 0:
-        tl.atomic_add(foreign_ptr, count.to(tl.int64), sem="relaxed")
 
 
 @jit
@@ -254,7 +248,7 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
     weight_ptr, grad_ptr, first_ptr, second_ptr, low_ptr, check_ptr, first_scale_ptr, second_scale_ptr,
     places_ptr, owner_ptr, place_ptr, sizes_ptr, steps_ptr, ticks_ptr, seeds_ptr, factor_ptr, found_ptr,
     foreign_ptr, rate1, beta2, rate2, eps,
-    MAXIMIZE: tl.constexpr, MASTER: tl.constexpr, EIGHT_BIT: tl.constexpr, WHOLE: tl.constexpr,
+    MAXIMIZE: tl.constexpr, MASTER: tl.constexpr, EIGHT_BIT: tl.constexpr, EPS_IS_0: tl.constexpr, WHOLE: tl.constexpr,
     UNITS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     go = True
@@ -275,25 +269,17 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
         first_ptr += tl.load(row + 2) * UNITS[2]
         second_ptr += tl.load(row + 3) * UNITS[3]
         low_ptr += tl.load(row + 4) * UNITS[4]
+        # Everything is loaded before anything is computed: what waits for memory then waits once.
         g = tl.load(grad_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         high = tl.load(weight_ptr + offsets, mask=mask, other=0.0)
-        if MASTER == "split":
-            high_bits = high.to(tl.int16, bitcast=True).to(tl.int32)
-            check_ptr += tl.load(row + 5) * UNITS[5] + start // GROUP
-            own = tl.load(check_ptr + group, mask=there, other=0) == _words(high_bits, GROUP)
-            low = tl.load(low_ptr + offsets, mask=mask, other=0).to(tl.int32)
-            w = _joined(high_bits, tl.where(own[:, None], low, 0))
-            _note(foreign_ptr, there & ~own)
-        elif MASTER == "copy":
-            w = tl.load(low_ptr + offsets, mask=mask, other=0.0)
-            apart = w.to(tl.int32, bitcast=True) - (high.to(tl.int16, bitcast=True).to(tl.int32) << 16)
-            own = (apart >= -0x8000) & (apart <= 0x8000)
-            w = tl.where(own, w, high.to(tl.float32))
-            _note(foreign_ptr, tl.min(own.to(tl.int32), 1) == 0)
-        else:
-            w = high.to(tl.float32)
         m = tl.load(first_ptr + offsets, mask=mask, other=0).to(tl.float32)
         v = tl.load(second_ptr + offsets, mask=mask, other=0).to(tl.float32)
+        if MASTER == "split":
+            low = tl.load(low_ptr + offsets, mask=mask, other=0).to(tl.int32)
+            check_ptr += tl.load(row + 5) * UNITS[5] + start // GROUP
+            word = tl.load(check_ptr + group, mask=there, other=0)
+        elif MASTER == "copy":
+            w = tl.load(low_ptr + offsets, mask=mask, other=0.0)
         if EIGHT_BIT:
             first_scale_ptr += tl.load(row + 6) * UNITS[6] + start // GROUP
             second_scale_ptr += tl.load(row + 7) * UNITS[7] + start // GROUP
@@ -301,6 +287,17 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
             v = _quotient(v, 510.0 - v)
             v = v * v * tl.load(second_scale_ptr + group, mask=there, other=0.0)[:, None]
 
+        if MASTER == "split":
+            bits = high.to(tl.int16, bitcast=True).to(tl.int32)
+            foreign = word != _words(bits, GROUP)
+            w = _joined(bits, tl.where(foreign[:, None], 0, low))
+        elif MASTER == "copy":
+            apart = w.to(tl.int32, bitcast=True) - (high.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+            own = (apart >= -0x8000) & (apart <= 0x8000)
+            w = tl.where(own, w, high.to(tl.float32))
+            foreign = tl.min(own.to(tl.int32), 1) == 0
+        else:
+            w = high.to(tl.float32)
         if factor_ptr is not None:
             g = g * (1.0 / tl.load(factor_ptr))
         if MAXIMIZE:
@@ -339,11 +336,14 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
             bits = tl.where(finite, bits + noise.to(tl.int32, bitcast=True), bits) >> 16
             tl.store(weight_ptr + offsets, bits.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=mask)
         else:
-            high_bits, low = _halves(w)
-            tl.store(weight_ptr + offsets, high_bits.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=mask)
+            bits, low = _halves(w)
+            tl.store(weight_ptr + offsets, bits.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=mask)
             if MASTER == "split":
                 tl.store(low_ptr + offsets, low, mask=mask)
-                # Beyond a tensor's end words are of zeros; 0 / (0 + eps) there is NaN where eps is 0.
-                tl.store(check_ptr + group, _words(tl.where(mask, high_bits, 0), GROUP), mask=there)
+                if EPS_IS_0:  # beyond a tensor's end the update was 0 / 0; words are of zeros there
+                    bits = tl.where(mask, bits, 0)
+                tl.store(check_ptr + group, _words(bits, GROUP), mask=there)
             else:
                 tl.store(low_ptr + offsets, w, mask=mask)
+            one = tl.full([BLOCK // GROUP], 1, tl.int64)
+            tl.atomic_add(foreign_ptr + group * 0, one, mask=there & foreign, sem="relaxed")

@@ -5,13 +5,15 @@ Half of a split master is the model's weight, and anybody may write it: pruning,
 weights, a word of 32 bits made from the weights as the optimizer wrote them. Where it differs from what is there now,
 the group's remainders belong to other weights and count as 0: the master is what was written.
 
-    word = sum over the group of  t * (t >> 15),   t = bits * A + place * B         all modulo 2**32, unsigned
+    word = sum over the 64 pairs of the group of  t * (t >> 15)              all modulo 2**32, unsigned
+    t    = even * A + odd * B + place of the pair * C                       even, odd: the bits of two neighbours
 
 The update has the weights in registers, so that a word costs a few integer operations and no pass. The place makes a
 swap visible; the product makes the sum more than linear, so that changes of many weights at once (a sign, an ulp) do
-not cancel. One changed sign is always seen: with t = 2**15 u + l the word changes by 2**15 (2uA + A**2) + lA modulo
-2**32 (less 2**17 l where u wraps), which is a multiple of 2**15 only for l = 0, and then an odd one. Any other change
-is missed once in some 2**32 groups, and then costs half a BF16 step.
+not cancel. One changed sign is always seen: with t = 2**15 u + l it changes t by 2**15 A and the word by
+2**15 (2uA + A**2) + lA modulo 2**32 (less 2**17 l where u wraps), which is a multiple of 2**15 only for l = 0, and then
+an odd one; B is odd, too. A and B are such that no two neighbours give the same t after changes of less than 65,120
+each. Any other change is missed once in some 2**32 groups, and then costs half a BF16 step.
 
 Reading honours the words and changes nothing. Weights that are taken out, replaced for an evaluation and put back have
 their words again, and no bit is lost.
@@ -26,7 +28,7 @@ from torch.nn.functional import pad
 from narrowgauge.optim.split import belongs, join
 
 GROUP = 128
-A, B = 0x9E3779B1 - 2**32, 0x85EBCA77 - 2**32
+A, B, C = 0x9E3779B1 - 2**32, 0xD6BEFA39 - 2**32, 0x85EBCA77 - 2**32
 """Odd, as int32."""
 _AT_ONCE = 1 << 17
 """Groups whose words are made at once, so that a large embedding needs no large temporaries."""
@@ -41,10 +43,11 @@ def words_of(weight: Tensor) -> Tensor:
 
 def _words(rows: Tensor) -> Tensor:
     """The words of groups, [groups, 128] in int16."""
-    places = torch.arange(GROUP, dtype=torch.int32, device=rows.device) * B
+    places = torch.arange(GROUP // 2, dtype=torch.int32, device=rows.device) * C
     words = []
     for some in rows.split(_AT_ONCE):
-        state = some.to(torch.int32).mul_(A).add_(places)
+        even, odd = some.view(-1, GROUP // 2, 2).to(torch.int32).unbind(2)
+        state = even.mul(A).add_(odd * B).add_(places)
         words.append(((state >> 15) & 0x1FFFF).mul_(state).sum(1).to(torch.int32))
     return torch.cat(words)
 
@@ -58,8 +61,13 @@ def trusted(weight: Tensor, remainder: Tensor, words: Tensor | None) -> Tensor:
     """The remainders that belong to a weight; 0 where somebody else has written the weight. None: all belong to it."""
     if words is None:
         return remainder
-    own = own_groups(weight, words).repeat_interleave(GROUP)[: weight.numel()].view(weight.shape)
+    own = spread(own_groups(weight, words), weight.numel()).view(weight.shape)
     return torch.where(own, remainder, 0)
+
+
+def spread(of_groups: Tensor, numel: int) -> Tensor:
+    """For each value what there is one of for each group."""
+    return of_groups[:, None].expand(-1, GROUP).reshape(-1)[:numel]
 
 
 def sample_trusted(weight: Tensor, remainder: Tensor, words: Tensor | None, every: int) -> Tensor:

@@ -35,7 +35,8 @@ def gradient_norms(
 
 def total_norm(norms: Tensor) -> Tensor:
     """The norm of all gradients from those of each, in FP32: their squares would leave FP32 at 1.8e19 and 1e-23."""
-    return torch.linalg.vector_norm(norms, dtype=torch.float64).float()
+    total: Tensor = torch.linalg.vector_norm(norms, dtype=torch.float64)
+    return total.float()
 
 
 def real_values(grad: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.optim import moments
-from narrowgauge.optim.check_words import GROUP, own_groups, words_of
+from narrowgauge.optim.check_words import GROUP, own_groups, spread, words_of
 from narrowgauge.optim.split import belongs, join, split
 
 
@@ -72,7 +72,7 @@ def _master(weight: Tensor, state: dict[str, Any]) -> tuple[Tensor, int]:
         remainder, own = state["remainder"].view(-1), own_groups(flat, state["check"])
         foreign = int((~own).sum())
         if foreign:
-            remainder = torch.where(own.repeat_interleave(GROUP)[: len(flat)], remainder, 0)
+            remainder = torch.where(spread(own, len(flat)), remainder, 0)
         return join(flat, remainder), foreign
     return (flat if flat.dtype is torch.float32 else flat.float()), 0
 

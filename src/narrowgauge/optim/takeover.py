@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -23,6 +22,7 @@ from narrowgauge.optim.sharded import check_gradients
 
 REPLACED = ("step", "state_dict", "load_state_dict", "add_param_group")
 """What narrowgauge's AdamW does in its own way."""
+_classes: dict[type[Optimizer], type[AdamW]] = {}
 
 
 def take_over(
@@ -101,14 +101,16 @@ def _become(optimizer: Optimizer) -> AdamW:
     return optimizer
 
 
-@lru_cache(maxsize=64)
 def _class_over(kind: type[Optimizer]) -> type[AdamW]:
     """narrowgauge's AdamW that is also an instance of the user's class, and is pickled by that class."""
 
     def reduce(self: AdamW, protocol: Any) -> Any:
         return _make_empty, (kind,), self.__getstate__()
 
-    return type(kind.__name__, (AdamW, kind), {"__reduce_ex__": reduce, "__module__": kind.__module__})
+    if kind not in _classes:
+        content = {"__reduce_ex__": reduce, "__module__": kind.__module__}
+        _classes[kind] = type(kind.__name__, (AdamW, kind), content)
+    return _classes[kind]
 
 
 def _make_empty(kind: type[Optimizer]) -> AdamW:
