@@ -287,11 +287,14 @@ class Engine:
 
     def _update(self, named: Sequence[Optimizer] = ()) -> StepReport:
         try:
-            return self._take_update(named)
+            report = self._take_update(named)
         finally:  # also where training has stalled: whoever catches that may go on
             for parameter in self.inner.parameters():
                 parameter.grad = None
             self._microbatches = 0
+        for watcher in self.watchers:
+            watcher.after(report)
+        return report
 
     @torch.no_grad()
     def _take_update(self, named: Sequence[Optimizer]) -> StepReport:
@@ -319,10 +322,7 @@ class Engine:
             self.scaler.settle(found.float(), check.bad)
         else:
             self.guard.record(found, None, check.bad)
-        report = StepReport(self.updates, True, {"applied": ~found, "grad_norm": grad_norm, "loss_scale": scale})
-        for watcher in self.watchers:
-            watcher.after(report)
-        return report
+        return StepReport(self.updates, True, {"applied": ~found, "grad_norm": grad_norm, "loss_scale": scale})
 
     def _factor(self, grad_norm: Tensor, scale: Tensor, share: float, found: Tensor) -> Tensor | None:
         """What gradients are divided by: loss scale, missing microbatches and clipping in one; None where it is 1."""

@@ -23,13 +23,12 @@ KINDS: dict[str, str] = {
     **dict.fromkeys(("softmax_statistics", "dlogits", "dlogits_lp", "rescale"), "loss"),
     **dict.fromkeys(
         (
-            "cast",
-            "cast_transpose",
-            "cast_transpose_packed",
-            "cast_weight",
-            "cast_weight_delayed",
-            "transpose",
-            "max_abs",
+            *(
+                f"{name}{end}"
+                for name in ("cast", "cast_transpose", "cast_transpose_packed")
+                for end in ("", "_unrecorded")
+            ),
+            *("cast_weight", "cast_weight_delayed", "cast_weight_again", "transpose", "max_abs"),
         ),
         "cast",
     ),

@@ -119,7 +119,7 @@ class Bridge:
     def step(self, optimizer: Optimizer, *closure: Any) -> None:
         if optimizer not in self.engine.optimizers:
             raise UsageError("an optimizer that was not prepared with the model cannot be stepped under a recipe")
-        self.engine.step(*closure)
+        self.engine.step(*(one for one in closure if one is not None))
 
     def update(self) -> None:
         """The engine's step has moved the scale."""

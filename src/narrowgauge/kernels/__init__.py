@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -62,6 +62,20 @@ def direct(*tensors: Tensor) -> bool:
         and torch._C._len_torch_dispatch_stack() == 0
         and all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
     )
+
+
+class Recording(Generic[F]):
+    """Two custom ops of one function: one that raises the statistics it is given, and one where there are none.
+
+    inductor (torch 2.11 and 2.13) fails on an op whose arguments to change are all None.
+    """
+
+    def __init__(self, name: str, function: F, fake: F, mutates: tuple[str, ...]) -> None:
+        self._recording = register(name, function, fake, mutates)
+        self._pure = register(f"{name}_unrecorded", function, fake)
+
+    def of(self, *statistics: Tensor | None) -> F:
+        return self._pure if all(tensor is None for tensor in statistics) else self._recording
 
 
 def register(name: str, function: F, fake: F, mutates: tuple[str, ...] = ()) -> F:

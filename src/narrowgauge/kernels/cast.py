@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import UsageError
-from narrowgauge.kernels import FP8_MAX, HAVE_TRITON, direct, jit, jit_for_any, register, use_triton
+from narrowgauge.kernels import FP8_MAX, HAVE_TRITON, Recording, direct, jit, jit_for_any, register, use_triton
 from narrowgauge.kernels.tile import (
     FLUSHED,
     abs_bits,
@@ -52,14 +52,14 @@ def cast(
     x: Tensor, scale: Tensor, dtype: torch.dtype, amax: Tensor | None = None, counts: Tensor | None = None
 ) -> Tensor:
     """``x`` [N, D] in FP8."""
-    return (_cast if direct(x) else _cast_op)(x, scale, dtype, amax, counts)
+    return (_cast if direct(x) else _cast_op.of(amax, counts))(x, scale, dtype, amax, counts)
 
 
 def cast_transpose(
     x: Tensor, scale: Tensor, dtype: torch.dtype, amax: Tensor | None = None, counts: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """``x`` [N, D] in FP8, as [N, D] and as [D, N]."""
-    return (_cast_transpose if direct(x) else _cast_transpose_op)(x, scale, dtype, amax, counts)
+    return (_cast_transpose if direct(x) else _cast_transpose_op.of(amax, counts))(x, scale, dtype, amax, counts)
 
 
 def cast_transpose_packed(
@@ -74,7 +74,7 @@ def cast_transpose_packed(
     Three parts are attention's dq, dk and dv in the layout of a packed qkv projection's output; one is its output.
     The parts may differ in H, as under grouped queries.
     """
-    return (_packed if direct(*parts) else _packed_op)(list(parts), scale, dtype, amax, counts)
+    return (_packed if direct(*parts) else _packed_op.of(amax, counts))(list(parts), scale, dtype, amax, counts)
 
 
 def pack(parts: Sequence[Tensor]) -> Tensor:
@@ -319,20 +319,22 @@ def _max_abs(x: Tensor) -> Tensor:
 
 
 _STATISTICS = ("amax", "counts")
-_cast_op = register("cast", _cast, lambda x, scale, dtype, amax, counts: x.new_empty(x.shape, dtype=dtype), _STATISTICS)
+_cast_op = Recording(
+    "cast", _cast, lambda x, scale, dtype, amax, counts: x.new_empty(x.shape, dtype=dtype), _STATISTICS
+)
 
 
 def _fake_layouts(like: Tensor, length: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return like.new_empty((length, width), dtype=dtype), like.new_empty((width, length), dtype=dtype)
 
 
-_cast_transpose_op = register(
+_cast_transpose_op = Recording(
     "cast_transpose",
     _cast_transpose,
     lambda x, scale, dtype, amax, counts: _fake_layouts(x, x.shape[0], x.shape[1], dtype),
     _STATISTICS,
 )
-_packed_op = register(
+_packed_op = Recording(
     "cast_transpose_packed",
     _packed,
     lambda parts, scale, dtype, amax, counts: _fake_layouts(

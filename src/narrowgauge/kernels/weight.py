@@ -39,9 +39,11 @@ def cast_weight(
 
     ``amax`` is raised to what was seen.
     """
-    lp, lp_t, inv_scale = (_current if direct(*weights) else _current_op)(
-        list(weights), dtype, transposed, margin, amax
+    lp, lp_t, inv_scale, seen = (_current if direct(*weights) else _current_op)(
+        list(weights), dtype, transposed, margin
     )
+    if amax is not None:  # not by the op: inductor (torch 2.11) fails on one that would change a tensor that is None
+        amax.copy_(torch.maximum(amax, seen))
     return lp, lp_t if transposed else None, inv_scale
 
 
@@ -93,14 +95,12 @@ def _misfits(scale: Tensor, amax: Tensor, dtype: torch.dtype, margin: int) -> Te
 
 
 def cast_weight_reference(
-    weights: list[Tensor], dtype: torch.dtype, transposed: bool = True, margin: int = 0, amax: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+    weights: list[Tensor], dtype: torch.dtype, transposed: bool = True, margin: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     seen = torch.stack([max_abs_reference(weight) for weight in weights]).amax()
-    if amax is not None:
-        amax.copy_(torch.maximum(amax, seen))
     scale = fitting_scale(seen, FP8_MAX[dtype], margin)
     lp = quantize_reference(torch.cat(weights), scale, dtype)
-    return lp, _turned(lp, transposed), scale.reciprocal()
+    return lp, _turned(lp, transposed), scale.reciprocal(), seen
 
 
 def cast_weight_delayed_reference(
@@ -205,19 +205,17 @@ def _finish(out: Tensor, words: Tensor | None, transposed: bool) -> Tensor:
 
 
 def _current(
-    weights: list[Tensor], dtype: torch.dtype, transposed: bool, margin: int, amax: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    weights: list[Tensor], dtype: torch.dtype, transposed: bool, margin: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not use_triton(weights[0]) or not all(weight.numel() for weight in weights):
-        return cast_weight_reference(weights, dtype, transposed, margin, amax)
+        return cast_weight_reference(weights, dtype, transposed, margin)
     out, words, parts = _layouts(weights, dtype, transposed)
     seen, inv_scale = torch.zeros((), device=out.device), torch.empty((), device=out.device)
     for weight in weights:
         max_abs_of(weight, seen)
-    if amax is not None:
-        torch.maximum(amax, seen, out=amax)
     for weight, part in zip(weights, parts, strict=True):
         _launch_fit(weight, part, words, None, seen, inv_scale, margin)
-    return out, _finish(out, words, transposed), inv_scale
+    return out, _finish(out, words, transposed), inv_scale, seen
 
 
 def _delayed(
@@ -267,7 +265,12 @@ def _fake(weights: list[Tensor], dtype: torch.dtype, transposed: bool) -> tuple[
 
 
 _current_op = register(
-    "cast_weight", _current, lambda weights, dtype, transposed, *_: _fake(weights, dtype, transposed), ("amax",)
+    "cast_weight",
+    _current,
+    lambda weights, dtype, transposed, margin: (
+        *_fake(weights, dtype, transposed),
+        weights[0].new_empty((), dtype=torch.float32),
+    ),
 )
 _delayed_op = register(
     "cast_weight_delayed",
