@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from narrowgauge.nn.changes import Change, apply_change, find_change
+from narrowgauge.nn.grouped import CompiledLoops
 from narrowgauge.nn.precision import Surroundings
 
 
@@ -42,7 +43,7 @@ class CompiledForward(Change):
         surroundings = self.surroundings
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with surroundings.attention(), surroundings.autocast():
+            with surroundings.attention(), surroundings.autocast(), CompiledLoops():
                 return inner(*args, **kwargs)
 
         forward.__code__ = forward.__code__.replace()  # an equal code object, but this engine's own
