@@ -237,6 +237,39 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.parametrize("part", ["blocks.0", "blocks.0.norm1", "norm", "lm_head", "tok"])
+def test_whatever_is_replaced_on_a_module_of_a_fused_model_is_still_called(part):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(layers=2, width=32, heads=2, vocab=64, context=16))
+    module = model.get_submodule(part)
+    calls, own = [], module.forward
+
+    def replaced(*args, **kwargs):
+        calls.append(part)
+        return own(*args, **kwargs)
+
+    module.forward = replaced
+    engine = Engine(model, torch.optim.AdamW(model.parameters()), "fp8")
+    ids = torch.randint(64, (2, 16))
+    with engine.forward():
+        loss = model(ids, ids)
+    engine.backward(loss)
+    assert engine.step().applied
+    assert calls
+
+
+@pytest.mark.parametrize("method", ["finish", "trunk"])
+def test_a_replaced_end_or_trunk_of_a_fused_model_is_still_called(method):
+    model = GPT(GPTConfig(layers=2, width=32, heads=2, vocab=64, context=16))
+    calls, own = [], getattr(model, method)
+    setattr(model, method, lambda *args, **kwargs: (calls.append(1), own(*args, **kwargs))[1])
+    engine = Engine(model, torch.optim.AdamW(model.parameters()), "fp8")
+    ids = torch.randint(64, (2, 16))
+    with engine.forward():
+        model(ids, ids)
+    assert calls
+
+
 class Spy(TorchDispatchMode):
     """Sees which matrices products read, by their shapes; entered outside of emulation, where operands are widened."""
 
@@ -339,7 +372,7 @@ def test_the_line_gives_shares_of_parameters_and_of_flops():
         "FP8 in 3 of 3 products of 1 layers: 80% of the multiplied parameters, 100% of their FLOPs; "
         "the rest: 1 convolution in BF16 (20%); FLOPs are not known for 1 convolution"
     )
-    assert convert(nn.Embedding(4, 4), "fp16").summary() == "FP16: no parameter is multiplied"
+    assert convert(nn.Embedding(4, 4), "fp16").summary() == "FP16 in none: no parameter is multiplied"
 
 
 def test_lists_of_experts_count_those_that_a_token_meets():

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from narrowgauge.nn.changes import find_change, original_class
@@ -92,7 +92,7 @@ def account(model: nn.Module, recipe: Recipe, surveyed: Mapping[str, Use] | None
 
 
 def _is_matrix(parameter: Tensor) -> bool:
-    return isinstance(parameter, UninitializedTensorMixin) or parameter.dim() > 1
+    return is_lazy(parameter) or parameter.dim() > 1
 
 
 def _shared(first: Matrix, second: Matrix) -> Matrix:
@@ -112,7 +112,7 @@ def _describe(
     surveyed: Mapping[str, Use],
 ) -> Matrix:
     full = f"{path}.{name}" if path else name
-    if isinstance(parameter, UninitializedTensorMixin):
+    if is_lazy(parameter):
         return Matrix(full, (), "uninitialized", (), "has no shape before the first forward", 0)
     shape, size = tuple(parameter.shape), parameter.numel()
     unused = _not_multiplied(module, name)

@@ -42,17 +42,15 @@ def _upper(matrix: Matrix) -> str:
     return matrix.formats[0].upper()
 
 
-def summarize(matrices: Sequence[Matrix], compute: str, products: str | None = None) -> str:
-    """One line: the share of multiplied parameters in the recipe's format, and what the rest is and runs in.
+def summarize(matrices: Sequence[Matrix], compute: str, fused: str = "") -> str:
+    """The share of multiplied parameters in the recipe's format, then what the rest is and runs in.
 
-    ``products``: what of FP8's products there is to say before.
+    ``fused``: what else there is to say of the first part.
     """
     multiplied = [matrix for matrix in matrices if matrix.formats]
-    name = compute.upper()
-    head = f"{name} in {products}" if products else ""
     if not multiplied:
-        return head or f"{name}: no parameter is multiplied"
-    total = sum(matrix.size for matrix in multiplied)
+        return "none: no parameter is multiplied"
+    total = sum(matrix.size for matrix in multiplied) or 1
     share = sum(_part(matrix, compute) for matrix in multiplied if not matrix.assumed) / total
     amount = f"{_percent(share)} of the multiplied parameters{_flops(multiplied, compute, share)}"
     groups: dict[tuple[str, str, bool], list[Matrix]] = {}
@@ -65,7 +63,7 @@ def summarize(matrices: Sequence[Matrix], compute: str, products: str | None = N
     if len(parts) > SHOWN:
         told.append(f"others ({_percent(sum(size for size, _ in parts[SHOWN:]))})")
     rest = f"; the rest: {', '.join(told)}" if told else ""
-    return (f"{head}: {amount}" if head else f"{name} in {amount}") + rest + _unknown(multiplied)
+    return amount + fused + rest + _unknown(multiplied)
 
 
 def _part(matrix: Matrix, format: str) -> float:

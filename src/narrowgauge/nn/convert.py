@@ -25,7 +25,7 @@ from narrowgauge.kernels.norm import MAX_COLUMNS
 from narrowgauge.nn import blocks, embedding, linear
 from narrowgauge.nn.account import Matrix, Use, account, kept_by
 from narrowgauge.nn.account_text import summarize, tabulate
-from narrowgauge.nn.changes import apply_change, find_change
+from narrowgauge.nn.changes import apply_change, find_change, is_replaced
 from narrowgauge.nn.choose import Decision, decide
 from narrowgauge.nn.fused import FusedBlock, FusedHead, FusedTrunk
 from narrowgauge.nn.gemm import ALL_BF16, ALL_FP8, E4M3, E5M2, GemmChoice
@@ -67,7 +67,6 @@ class Conversion:
     blocks: list[str] = field(default_factory=list)
     slot: linear.Slot = field(default_factory=linear.Slot)
     """What layers that read one input hand to each other within a forward."""
-
     compute: str = "fp32"
     """What the recipe computes in."""
     matrices: list[Matrix] = field(default_factory=list)
@@ -76,11 +75,12 @@ class Conversion:
     def summary(self) -> str:
         """One line: how much of the model is multiplied in the recipe's format, and in which the rest is."""
         fused = f", {len(self.blocks)} blocks fused" if self.blocks else ""
-        products = None
+        head = f"{self.compute.upper()} in "
         if self.compute == "fp8":
             count = sum(layer.choice.count("fp8") for layer in self.layers)
-            products = f"{count} of {3 * len(self.layers)} products of {len(self.layers)} layers{fused}"
-        return summarize(self.matrices, self.compute, products)
+            head += f"{count} of {3 * len(self.layers)} products of {len(self.layers)} layers{fused}: "
+            fused = ""
+        return head + summarize(self.matrices, self.compute, fused)
 
     def __str__(self) -> str:
         return tabulate(self.matrices)
@@ -133,7 +133,8 @@ def convert(
         weight = WeightPlan.of(whole.lm_head.weight, site=site, scales=scales, lean=is_lean(recipe))
         kind = _norm_kind(whole.norm) or "layer"
         apply_change(model, FusedHead(weight, end.choice, kind))
-        if hasattr(model, "trunk") and all(find_change(block, FusedBlock) for block in getattr(model, "blocks", ())):
+        chained = hasattr(model, "trunk") and not is_replaced(model, "trunk")
+        if chained and all(find_change(block, FusedBlock) for block in getattr(model, "blocks", ())):
             apply_change(model, FusedTrunk(weight, end.choice))
     return result
 
@@ -174,6 +175,8 @@ def is_block(module: nn.Module) -> bool:
         return False
     linears = [getattr(module, name) for name in block_linears(module)]
     norms = [module.norm1, module.norm2]
+    if any(is_replaced(part, "forward") for part in (module, *norms)):
+        return False
     return all(type(m) is nn.Linear and linear.is_linear(m) and m.bias is None for m in linears) and all(
         getattr(m, "bias", None) is None and _norm_fits(m) for m in norms
     )
@@ -201,6 +204,7 @@ def _survey(model: nn.Module, recipe: Recipe, device: Device, rows: int) -> Iter
         for name in block_linears(module)
     }
     has_head = all(hasattr(model, name) for name in ("finish", "norm", "lm_head")) and _norm_fits(model.norm)
+    has_head = has_head and not is_replaced(model, "finish") and not is_replaced(model.norm, "forward")
     modules = dict(model.named_modules())
     for path, module in modules.items():
         if not linear.is_linear(module):

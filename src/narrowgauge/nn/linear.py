@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from narrowgauge.errors import UsageError
-from narrowgauge.nn.changes import OWN, Change, apply_change, original_class
+from narrowgauge.nn.changes import Change, apply_change, is_replaced, original_class
 from narrowgauge.nn.gemm import (
     BF16,
     DOUBLE_BACKWARD,
@@ -242,7 +242,7 @@ def is_linear(module: nn.Module) -> bool:
 def why_left(module: nn.Module) -> str | None:
     """Why a linear layer, one by its class, cannot be computed in its own place; None where it can."""
     cls, weight = original_class(module), module._parameters.get("weight")
-    if weight is None or isinstance(weight, UninitializedTensorMixin):
+    if weight is None or is_lazy(weight):
         return "its weight is computed from others, or not there yet"
     if has_own_forward(module):
         return f"{cls.__name__} has a forward of its own; not converted"
@@ -257,8 +257,9 @@ def why_left(module: nn.Module) -> str | None:
 
 def has_own_forward(module: nn.Module) -> bool:
     """Whether a linear layer's class, or somebody on the module itself, has replaced its forward."""
-    replaced = "forward" in module.__dict__ or "forward" in module.__dict__.get(OWN, {})
-    return replaced or (isinstance(module, nn.Linear) and original_class(module).forward is not nn.Linear.forward)
+    if is_replaced(module, "forward"):
+        return True
+    return isinstance(module, nn.Linear) and original_class(module).forward is not nn.Linear.forward
 
 
 def is_turned(module: nn.Module) -> bool:
