@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowgauge import Engine
 from narrowgauge.errors import UsageError
-from narrowgauge.nn.grouped import CompiledLoops, grouped_in_autocast
+from narrowgauge.nn.grouped import grouped_in_autocast, own_graphs
 from narrowgauge.nn.precision import explain
 from narrowgauge.recipe import parse
 
@@ -176,7 +176,7 @@ def test_compiled_code_computes_in_bf16_too():
     exact = model(x)
 
     def run(x):
-        with torch.autocast("cpu", dtype=torch.bfloat16), CompiledLoops():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
             return model(x)
 
     with grouped_in_autocast():
@@ -193,21 +193,26 @@ def test_the_loop_that_transformers_compiles_becomes_a_grouped_product():
     moe = pytest.importorskip("transformers.integrations.moe")
     x, weight = tokens().requires_grad_(), Experts().up
     offs = torch.tensor([10, 10, 30, 40], dtype=torch.int32)
-    graphs = []
-
-    def keep(graph, inputs):
-        graphs.append(graph)
-        return graph
 
     def run(x, weight):
-        with torch.autocast("cpu", dtype=torch.bfloat16), CompiledLoops():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
             return moe._grouped_mm(x, weight, offs)
 
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
     with grouped_in_autocast():
-        made = torch.compile(run, backend=keep, fullgraph=True)(x, weight)
-    names = [str(node.target) for graph in graphs for node in graph.graph.nodes]
-    assert any("_grouped_mm" in name for name in names) and not any("fallback" in name for name in names)
-    assert made.dtype is torch.bfloat16
+        made = compiled(x, weight)
+        made.float().square().sum().backward()  # which the loop's own backward cannot do in one graph
+    assert made.dtype is torch.bfloat16 and weight.grad.dtype is torch.float32
+    torch.testing.assert_close(made.float(), torch._grouped_mm(x, weight, offs=offs), rtol=0.05, atol=0.05)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.ops.transformers.grouped_mm_fallback(x, weight, offs).dtype is torch.float32  # outside: as ever
+
+
+def test_an_engines_graphs_are_kept_apart_on_disk():
+    before = torch.compiler.config.cache_key_tag
+    with own_graphs():
+        assert torch.compiler.config.cache_key_tag not in ("", before)
+    assert torch.compiler.config.cache_key_tag == before
 
 
 def test_what_torch_cannot_compile_is_said_in_a_line():

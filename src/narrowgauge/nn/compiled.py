@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from narrowgauge.nn.changes import Change, apply_change, find_change
-from narrowgauge.nn.grouped import CompiledLoops
+from narrowgauge.nn.grouped import own_graphs
 from narrowgauge.nn.precision import Surroundings
 
 
@@ -37,13 +37,14 @@ class CompiledForward(Change):
                 return inner(*args, **kwargs)
         if self._graph is None:
             self._graph = self._compiled(inner)
-        return self._graph(*args, **kwargs)
+        with own_graphs():
+            return self._graph(*args, **kwargs)
 
     def _compiled(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         surroundings = self.surroundings
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with surroundings.attention(), surroundings.autocast(), CompiledLoops():
+            with surroundings.attention(), surroundings.autocast():
                 return inner(*args, **kwargs)
 
         forward.__code__ = forward.__code__.replace()  # an equal code object, but this engine's own

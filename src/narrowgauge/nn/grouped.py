@@ -7,8 +7,9 @@ what it was given, so that code outside of engines computes as before. Other ope
 reached, and torch.compile traces through it. Backward needs no rule: it multiplies what forward has kept, in 16 bits.
 
 Inside torch.compile transformers calls a loop of its own where weights are in FP32, since torch compiles grouped
-products in BF16 alone. There a function mode puts the real product in its place: a rule for the loop that only a kernel
-knows would be missing in the keys of the graphs that torch.compile keeps on disk.
+products in BF16 alone. The rule puts the real product in its place. torch.compile keeps graphs on disk under keys that
+know nothing of such rules, so an engine's have a tag of their own (``own_graphs``). A function mode, which graphs would
+show, is no way: torch 2.13 confuses its calls where a graph breaks (``tensor.device`` gave a shape).
 
 To cast a module's parameters before it runs (``functional_call``) would be simpler, but wrong in one case: where tokens
 gather their experts' matrices (``weight[index]``, transformers' batched_mm), the gradients of many tokens would be
@@ -22,12 +23,11 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 aten = torch.ops.aten
 KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
@@ -35,8 +35,6 @@ CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 """As for autocast's own products: FP64 stays."""
 ALIGNMENT_BYTES = 16
 """Of rows: what grouped kernels ask for. FP32 rows of 4 numbers have it, 16-bit rows need 8."""
-LOOP = "transformers.grouped_mm_fallback"
-"""The loop over experts of transformers.integrations.moe, an operator of its own."""
 
 _libraries: dict[str, torch.library.Library] = {}
 _lock = threading.Lock()
@@ -60,14 +58,10 @@ def grouped_in_autocast() -> Iterator[None]:
             _open -= 1
 
 
-class CompiledLoops(TorchFunctionMode):
-    """Puts grouped products in the place of transformers' loop, for code that torch.compile traces."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if str(func) != LOOP or not torch.is_autocast_enabled(args[0].device.type):
-            return func(*args, **kwargs)
-        return _looped_product(torch.get_autocast_dtype(args[0].device.type), *args, **kwargs)
+def own_graphs() -> contextlib.AbstractContextManager[Any]:
+    """While open, graphs are compiled apart from those of code that has no rule for grouped products."""
+    patch: Any = torch.compiler.config.patch
+    return cast("contextlib.AbstractContextManager[Any]", patch(cache_key_tag="narrowgauge: grouped products"))
 
 
 def grouped_product(
