@@ -369,7 +369,7 @@ def test_the_line_gives_shares_of_parameters_and_of_flops():
     )
     images = nn.Sequential(nn.Conv2d(4, 4, 2, bias=False), nn.Linear(16, 16, bias=False))
     assert convert(images, "fp8").summary() == (
-        "FP8 in 3 of 3 products of 1 layers: 80% of the multiplied parameters, 100% of their FLOPs; "
+        "FP8 in 3 of 3 products of 1 layers: 80% of the multiplied parameters, 100% of their known FLOPs; "
         "the rest: 1 convolution in BF16 (20%); FLOPs are not known for 1 convolution"
     )
     assert convert(nn.Embedding(4, 4), "fp16").summary() == "FP16 in none: no parameter is multiplied"

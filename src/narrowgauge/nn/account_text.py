@@ -85,7 +85,8 @@ def _flops(multiplied: list[Matrix], compute: str, share: float) -> str:
     total = sum(matrix.size * active for matrix, active in known)
     done = sum(_part(matrix, compute) * active for matrix, active in known if not matrix.assumed)
     text = _percent(done / total) if total else _percent(share)
-    return f", {text} of their FLOPs" if text != _percent(share) else ""
+    word = "FLOPs" if len(known) == len(multiplied) else "known FLOPs"
+    return f", {text} of their {word}" if text != _percent(share) else ""
 
 
 def _unknown(multiplied: list[Matrix]) -> str:

@@ -23,7 +23,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -60,8 +60,9 @@ def grouped_in_autocast() -> Iterator[None]:
 
 def own_graphs() -> contextlib.AbstractContextManager[Any]:
     """While open, graphs are compiled apart from those of code that has no rule for grouped products."""
-    patch: Any = torch.compiler.config.patch
-    return cast("contextlib.AbstractContextManager[Any]", patch(cache_key_tag="narrowgauge: grouped products"))
+    config: Any = torch.compiler.config
+    patched: contextlib.AbstractContextManager[Any] = config.patch(cache_key_tag="narrowgauge: grouped products")
+    return patched
 
 
 def grouped_product(
