@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from narrowgauge import hardware
 from narrowgauge.errors import UsageError
 from narrowgauge.kernels import HAVE_TRITON
+from narrowgauge.nn.account import account
 from narrowgauge.nn.changes import apply_change, plain_products, remove_changes
 from narrowgauge.nn.compiled import compile_forward
 from narrowgauge.nn.convert import Conversion, convert
@@ -157,7 +158,9 @@ class Engine:
         if fused is None:
             on_gpu = self.device.type == "cuda" and HAVE_TRITON
             fused = self.recipe.compute == "fp8" or (self.recipe.compute == "bf16" and on_gpu)
-        return convert(self.inner, self.recipe, self.hardware, compile=compile) if fused else Conversion()
+        if fused:
+            return convert(self.inner, self.recipe, self.hardware, compile=compile)
+        return Conversion(compute=self.recipe.compute, matrices=account(self.inner, self.recipe))
 
     def _make_scaler(self, max_consecutive_skips: int) -> LossScaler | None:
         scale = self.recipe.loss_scale

@@ -4,7 +4,7 @@ Meta tensors have no autocast and no fused kernels of their own, so the choices 
 one function call at a time:
 
     autocast     matrix products in the narrow format, the list of ``nn.keepers`` in FP32; narrowed parameters are kept
-                 until the outermost autocast is left, as torch keeps them
+                 until the outermost autocast is left, as torch keeps them; grouped products as ``nn.grouped`` has them
     attention    cuDNN, FlashAttention, memory-efficient or plain, by what is allowed, the format, mask and head size
     dropout      one kernel that keeps a mask of bytes
     softmax      of 16-bit numbers in FP32 without an FP32 copy
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from narrowgauge.nn.grouped import grouped_product
 from narrowgauge.nn.keepers import FP32_FUNCTIONS
 
 aten = torch.ops.aten
@@ -54,6 +55,8 @@ class Rules:
         if func is _ORIGINAL["dropout"]:
             return self.dropout(*args, **kwargs)
         if torch.is_autocast_enabled("cuda"):
+            if func is torch._grouped_mm:
+                return grouped_product(torch.get_autocast_dtype("cuda"), *args, **kwargs)
             if func in NARROW_FUNCTIONS:
                 args, kwargs = self._each(args, self._narrow), self._each(kwargs, self._narrow)
             elif func in FP32_FUNCTIONS:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from narrowgauge.forecast.trace import Op
 
 KINDS: dict[str, str] = {
-    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "_scaled_mm"), "product"),
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm"), "product"),
     **dict.fromkeys(("convolution", "convolution_backward"), "convolution"),
     **dict.fromkeys(("softmax_statistics", "dlogits", "dlogits_lp", "rescale"), "loss"),
     **dict.fromkeys(
@@ -54,11 +54,19 @@ def count(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: Ma
         return _attention(given["query"], given["key"], given["value"], "backward" in func._schema.name) / (
             2 if given.get("is_causal", False) else 1
         )
+    if func._schema.name == "aten::_grouped_mm":
+        return _grouped(given["self"], given["mat2"])
     formula = flop_registry.get(func._overloadpacket)
     if formula is not None:
         return float(formula(*args, **kwargs, out_val=result))
     outputs = result if isinstance(result, tuple | list) else (result,)
     return float(sum(tensor.numel() for tensor in outputs if isinstance(tensor, Tensor)))
+
+
+def _grouped(a: Tensor, b: Tensor) -> float:
+    """Every token meets one expert: the number of experts counts only where each has an operand of its own."""
+    groups = len(a) if a.dim() == b.dim() == 3 else 1
+    return 2.0 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, backward: bool) -> float:

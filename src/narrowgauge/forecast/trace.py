@@ -307,6 +307,10 @@ class Recorder(TorchDispatchMode):
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation without data; of those that some versions of torch cannot, give what they would."""
+    if func is torch.ops.aten._grouped_mm.default and args[0].is_meta and args[0].dtype is not torch.bfloat16:
+        # Its kernels take FP32 and FP16 as well, its shape rule does not.
+        shapes = [x.new_empty_strided(x.shape, x.stride(), dtype=torch.bfloat16) for x in args[:2]]
+        return func(*shapes, *args[2:], **kwargs).to(args[0].dtype)
     try:
         return func(*args, **kwargs)
     except NotImplementedError:

@@ -89,6 +89,11 @@ def find_change(module: nn.Module, kind: type[AnyChange]) -> AnyChange | None:
     return next((change for change in module.__dict__.get(CHANGES, ()) if isinstance(change, kind)), None)
 
 
+def is_replaced(module: Any, *methods: str) -> bool:
+    """Whether somebody has set one of these methods on the module itself: what stands for its class would drop it."""
+    return any(name in module.__dict__ or name in module.__dict__.get(OWN, {}) for name in methods)
+
+
 def original_class(module: Any) -> type[Any]:
     """The class that a module had before it was changed; that of any other module as it is."""
     return getattr(type(module), "narrowgauge_original", type(module))

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from narrowgauge.nn.changes import Change, apply_change, find_change
+from narrowgauge.nn.grouped import own_graphs
 from narrowgauge.nn.precision import Surroundings
 
 
@@ -36,7 +37,8 @@ class CompiledForward(Change):
                 return inner(*args, **kwargs)
         if self._graph is None:
             self._graph = self._compiled(inner)
-        return self._graph(*args, **kwargs)
+        with own_graphs():
+            return self._graph(*args, **kwargs)
 
     def _compiled(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         surroundings = self.surroundings

@@ -13,7 +13,6 @@ the checkpoints of an unconverted one. What is found, in this order:
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -24,7 +23,9 @@ from torch import nn
 from narrowgauge.hardware import Device, detect
 from narrowgauge.kernels.norm import MAX_COLUMNS
 from narrowgauge.nn import blocks, embedding, linear
-from narrowgauge.nn.changes import apply_change, find_change
+from narrowgauge.nn.account import Matrix, Use, account, kept_by
+from narrowgauge.nn.account_text import summarize, tabulate
+from narrowgauge.nn.changes import apply_change, find_change, is_replaced
 from narrowgauge.nn.choose import Decision, decide
 from narrowgauge.nn.fused import FusedBlock, FusedHead, FusedTrunk
 from narrowgauge.nn.gemm import ALL_BF16, ALL_FP8, E4M3, E5M2, GemmChoice
@@ -66,21 +67,23 @@ class Conversion:
     blocks: list[str] = field(default_factory=list)
     slot: linear.Slot = field(default_factory=linear.Slot)
     """What layers that read one input hand to each other within a forward."""
+    compute: str = "fp32"
+    """What the recipe computes in."""
+    matrices: list[Matrix] = field(default_factory=list)
+    """Every parameter of two or more dimensions, and in which format it is multiplied (account.py)."""
 
     def summary(self) -> str:
-        """One line: how many products run in FP8, and how many layers were left as they were."""
-        products = sum(layer.choice.count("fp8") for layer in self.layers)
-        kept = [layer.path for layer in self.layers if layer.part_of == "kept"]
+        """One line: how much of the model is multiplied in the recipe's format, and in which the rest is."""
         fused = f", {len(self.blocks)} blocks fused" if self.blocks else ""
-        rest = f"; left as they were: {', '.join(kept[:3])}{' and more' if len(kept) > 3 else ''}" if kept else ""
-        return f"FP8 in {products} of {3 * len(self.layers)} products of {len(self.layers)} layers{fused}{rest}"
+        head = f"{self.compute.upper()} in "
+        if self.compute == "fp8":
+            count = sum(layer.choice.count("fp8") for layer in self.layers)
+            head += f"{count} of {3 * len(self.layers)} products of {len(self.layers)} layers{fused}: "
+            fused = ""
+        return head + summarize(self.matrices, self.compute, fused)
 
     def __str__(self) -> str:
-        width = max((len(layer.path) for layer in self.layers), default=0)
-        return "\n".join(
-            f"{layer.path:<{width}}  {layer.part_of:<6}  {'/'.join(layer.choice)}  {layer.reason}"
-            for layer in self.layers
-        )
+        return tabulate(self.matrices)
 
 
 def convert(
@@ -97,7 +100,7 @@ def convert(
     device = device or detect(str(next(model.parameters()).device))
     recipe = parse(recipe, device)
     if recipe.compute not in ("fp8", "bf16"):
-        return Conversion()
+        return Conversion(compute=recipe.compute, matrices=account(model, recipe))
     plans = list(_survey(model, recipe, device, rows))
     leaders = _leaders(plans)
     sites = {name: dtype for layer in plans if "fp8" in layer.choice for name, dtype in _sites(layer, leaders)}
@@ -111,7 +114,8 @@ def convert(
             margin=recipe.margin,
             amax=recipe.amax,
         )
-    result = Conversion(plans, scales)
+    surveyed = {layer.path: Use(_kind(layer), tuple(layer.choice), layer.reason) for layer in plans}
+    result = Conversion(plans, scales, compute=recipe.compute, matrices=account(model, recipe, surveyed))
     by_path = {layer.path: layer for layer in plans}
     for path, module in model.named_modules():
         if is_block(module) and by_path[f"{path}.qkv"].part_of == "block":
@@ -129,9 +133,14 @@ def convert(
         weight = WeightPlan.of(whole.lm_head.weight, site=site, scales=scales, lean=is_lean(recipe))
         kind = _norm_kind(whole.norm) or "layer"
         apply_change(model, FusedHead(weight, end.choice, kind))
-        if hasattr(model, "trunk") and all(find_change(block, FusedBlock) for block in getattr(model, "blocks", ())):
+        chained = hasattr(model, "trunk") and not is_replaced(model, "trunk")
+        if chained and all(find_change(block, FusedBlock) for block in getattr(model, "blocks", ())):
             apply_change(model, FusedTrunk(weight, end.choice))
     return result
+
+
+def _kind(layer: Layer) -> str:
+    return "linear" if layer.part_of == "kept" else layer.part_of
 
 
 def _leaders(layers: list[Layer]) -> dict[str, str]:
@@ -166,7 +175,9 @@ def is_block(module: nn.Module) -> bool:
         return False
     linears = [getattr(module, name) for name in block_linears(module)]
     norms = [module.norm1, module.norm2]
-    return all(type(m) is nn.Linear and m.bias is None for m in linears) and all(
+    if any(is_replaced(part, "forward") for part in (module, *norms)):
+        return False
+    return all(type(m) is nn.Linear and linear.is_linear(m) and m.bias is None for m in linears) and all(
         getattr(m, "bias", None) is None and _norm_fits(m) for m in norms
     )
 
@@ -193,15 +204,17 @@ def _survey(model: nn.Module, recipe: Recipe, device: Device, rows: int) -> Iter
         for name in block_linears(module)
     }
     has_head = all(hasattr(model, name) for name in ("finish", "norm", "lm_head")) and _norm_fits(model.norm)
-    for path, module in model.named_modules():
+    has_head = has_head and not is_replaced(model, "finish") and not is_replaced(model.norm, "forward")
+    modules = dict(model.named_modules())
+    for path, module in modules.items():
         if not linear.is_linear(module):
             continue
         shape = linear.shape_of(module)
         part = "block" if path in in_block else "head" if has_head and path == "lm_head" else "linear"
-        kept = [pattern for pattern in recipe.keep if _names(pattern, path, model)]
+        kept = kept_by(modules, path, recipe)
         misfit = linear.fits(module) if recipe.compute == "fp8" else None
         if kept:
-            yield Layer(path, shape, "kept", ALL_BF16, f"kept in FP32 by keep={kept[0]}")
+            yield Layer(path, shape, "kept", ALL_BF16, kept)
         elif recipe.compute == "bf16" or misfit:
             part = "kept" if part == "linear" else part
             yield Layer(path, shape, part, ALL_BF16, misfit or "BF16, by the recipe")
@@ -215,17 +228,9 @@ def _survey(model: nn.Module, recipe: Recipe, device: Device, rows: int) -> Iter
 
 def _has_keepers(path: str, block: nn.Module, recipe: Recipe, model: nn.Module) -> bool:
     """Whether a part of the block is kept in FP32, so that the block cannot be computed as one."""
-    parts = [f"{path}.{name}" for name, _ in block.named_modules() if name]
-    return any(_names(pattern, part, model) for pattern in recipe.keep for part in parts)
-
-
-def _names(pattern: str, path: str, model: nn.Module) -> bool:
-    """Whether a keeper's pattern names the module or one that it is part of."""
-    parts = path.split(".")
-    owners = [".".join(parts[: index + 1]) for index in range(len(parts))]
+    modules = dict(model.named_modules())
     return any(
-        fnmatch.fnmatchcase(owner, pattern) or fnmatch.fnmatchcase(type(model.get_submodule(owner)).__name__, pattern)
-        for owner in owners
+        kept_by(modules, f"{path}.{name}" if path else name, recipe) for name, _ in block.named_modules() if name
     )
 
 

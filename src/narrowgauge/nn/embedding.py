@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowgauge.kernels.embedding import embedding_gradient
-from narrowgauge.nn.changes import Change, apply_change, original_class
+from narrowgauge.nn.changes import Change, apply_change, is_replaced, original_class
 
 
 def fits(module: nn.Module) -> bool:
     """Whether a module is a plain embedding, of FP32, without torch's special ways with gradients."""
-    if original_class(module) is not nn.Embedding:
+    if original_class(module) is not nn.Embedding or is_replaced(module, "forward"):
         return False
     assert isinstance(module, nn.Embedding)
     special = module.padding_idx is not None or module.max_norm is not None

@@ -27,6 +27,7 @@ PRODUCTS = frozenset(
         aten.addmv.default,
         aten.dot.default,
         aten.linear.default,
+        aten._grouped_mm.default,
         aten.convolution.default,
         aten.convolution_backward.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,

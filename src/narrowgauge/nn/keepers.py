@@ -28,7 +28,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 HALVES = (torch.float16, torch.bfloat16)
 _NAMES = {
     torch: "acos asin cosh sinh tan exp expm1 log log10 log1p log2 pow reciprocal rsqrt erfinv prod sum cumprod cumsum "
-    "softmax log_softmax layer_norm group_norm rms_norm norm renorm dist cdist cosine_similarity",
+    "softmax log_softmax layer_norm group_norm rms_norm norm renorm dist cdist cosine_similarity bilinear",
     F: "softmax log_softmax softmin softplus layer_norm group_norm rms_norm normalize cross_entropy nll_loss mse_loss "
     "l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy_with_logits cosine_embedding_loss "
     "hinge_embedding_loss margin_ranking_loss multilabel_margin_loss multi_margin_loss poisson_nll_loss "

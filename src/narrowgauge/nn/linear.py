@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import is_lazy
 
 from narrowgauge.errors import UsageError
-from narrowgauge.nn.changes import Change, apply_change, original_class
+from narrowgauge.nn.changes import Change, apply_change, is_replaced, original_class
 from narrowgauge.nn.gemm import (
     BF16,
     DOUBLE_BACKWARD,
@@ -24,6 +26,7 @@ from narrowgauge.nn.gemm import (
     forward_output,
 )
 from narrowgauge.nn.weights import WeightPlan
+from narrowgauge.optim.sharded import is_sharded
 from narrowgauge.scaling.tensor import Site, TensorScales
 
 
@@ -228,9 +231,34 @@ def fits(module: nn.Module) -> str | None:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """nn.Linear itself, or transformers' Conv1D, which is one with its weight turned; not what derives from them."""
-    has_weight = isinstance(module._parameters.get("weight"), nn.Parameter)  # and does not compute it from others
-    return has_weight and (original_class(module) is nn.Linear or is_turned(module))
+    """Whether a module computes as nn.Linear does, also as a subclass that changes nothing about it.
+
+    Or as transformers' Conv1D, which is one with its weight turned.
+    """
+    return (isinstance(module, nn.Linear) or is_turned(module)) and why_left(module) is None
+
+
+def why_left(module: nn.Module) -> str | None:
+    """Why a linear layer, one by its class, cannot be computed in its own place; None where it can."""
+    cls, weight = original_class(module), module._parameters.get("weight")
+    if weight is None or is_lazy(weight):
+        return "its weight is computed from others, or not there yet"
+    if has_own_forward(module):
+        return f"{cls.__name__} has a forward of its own; not converted"
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return "nn.MultiheadAttention multiplies its weight itself"
+    if hasattr(module, "set_requires_gradient_sync"):
+        return "it is sharded as a unit of its own"
+    if type(weight) is not nn.Parameter and not is_sharded(weight):
+        return f"its weight is a {type(weight).__name__}"
+    return None if weight.is_floating_point() else f"its weight is of {str(weight.dtype).removeprefix('torch.')}"
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether a linear layer's class, or somebody on the module itself, has replaced its forward."""
+    if is_replaced(module, "forward"):
+        return True
+    return isinstance(module, nn.Linear) and original_class(module).forward is not nn.Linear.forward
 
 
 def is_turned(module: nn.Module) -> bool:

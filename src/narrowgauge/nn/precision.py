@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from narrowgauge.errors import UsageError
 from narrowgauge.nn.changes import Change
 from narrowgauge.nn.emulate import EmulatedProducts
+from narrowgauge.nn.grouped import grouped_in_autocast
 from narrowgauge.nn.keepers import Fp32Functions
 from narrowgauge.recipe import Recipe
 
@@ -79,6 +80,8 @@ class Surroundings:
                 stack.enter_context(_fp32_products("tf32" if self.recipe.compute == "tf32" else "ieee"))
             stack.enter_context(self.attention())
             stack.enter_context(self._cpu_modes())
+            if self.dtype is not None:
+                stack.enter_context(grouped_in_autocast())  # also for blocks that backward computes again
             yield
 
     def recomputation(self) -> Callable[[], contextlib.AbstractContextManager[None]] | None:
@@ -164,6 +167,16 @@ def explain(error: RuntimeError, recipe: Recipe, model: nn.Module) -> UsageError
             f"recipe {recipe}: attention cannot run by {allowed} for the shapes, types or mask it was given; change "
             "those (a mask must not be expanded along its last dimension, as that of a compiled Hugging Face encoder "
             "without attention_mask is), or allow any backend with attention=any"
+        )
+    if "selective activation checkpoint has been mutated" in first:
+        return UsageError(
+            f"recipe {recipe}: checkpoint=selective keeps the results of products, and the model changes one of them "
+            "in place (add_ on a product, say); take checkpoint=full"
+        )
+    if "_grouped_mm" in str(error) and "Expected inputs of BF16 type" in str(error):
+        return UsageError(
+            f"recipe {recipe}: torch.compile knows grouped products (of experts) in BF16 alone; leave compile off, or "
+            "take a recipe that computes in BF16"
         )
     path = innermost(error, model)
     if recipe.compute in ("fp32", "tf32") or path is None or not MIXED.search(first):

@@ -28,6 +28,7 @@ KEPT_OPS = frozenset(
         aten.addmm.default,
         aten.bmm.default,
         aten.baddbmm.default,
+        aten._grouped_mm.default,
         aten.convolution.default,
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default,

@@ -86,7 +86,7 @@ class Life:
             accumulate=self.share.microbatches,
             compile=settings.compile,
         )
-        if self.engine.conversion.layers:
+        if self.engine.recipe.compute not in ("fp32", "tf32"):
             observer.tell(self.engine.conversion.summary())
         self.readback = Readback()
         self.recorder: Recorder | None = None
