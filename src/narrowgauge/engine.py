@@ -47,7 +47,7 @@ from narrowgauge.scaling.guard import SkipGuard
 from narrowgauge.scaling.loss import LossScaler
 from narrowgauge.step_report import StepReport, Watcher
 from narrowgauge.trainable import check_runs, checked, trainable, trained_now
-from narrowgauge.updates import Turns, check_gradients, check_steps_once, parameters_of, step_optimizers
+from narrowgauge.updates import Stepper, check_gradients, check_steps_once, parameters_of
 
 
 class Engine:
@@ -108,7 +108,7 @@ class Engine:
         self.guard = self.scaler.guard if self.scaler else SkipGuard(max_consecutive_skips)
         self.watchers: list[Watcher] = []
         self._microbatches = 0
-        self._turns = Turns()
+        self._stepper = Stepper()
         self._syncs = True
         self._one = torch.ones((), device=self.device)
         # With blocks swapped, little is left to compile; and FSDP's hooks are no work for a compiler.
@@ -305,7 +305,7 @@ class Engine:
         released = self.release.take() if self.release is not None else {}
         if not released and all(parameter.grad is None for parameter in self.named.values()):
             raise UsageError("engine.step: backward left no gradient on any trainable parameter of the model")
-        stepped = self._turns.choose(self.optimizers, named, bool(released))
+        stepped = self._stepper.choose(self.optimizers, named, bool(released))
         parameters = self.named
         if named:
             own = {id(parameter) for parameter in parameters_of(named)}
@@ -320,7 +320,7 @@ class Engine:
         if scales is not None:
             scales.update(found)
         with self._watched("update"):
-            step_optimizers(stepped, factor, found, self.accord.sharded)
+            self._stepper.step(stepped, factor, found, self.accord.sharded)
         if self.scaler is not None:
             self.scaler.settle(found.float(), check.bad)
         else:

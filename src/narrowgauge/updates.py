@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from narrowgauge.errors import UsageError
+from narrowgauge.lagged import Readback
 from narrowgauge.optim import AdamW
 from narrowgauge.optim.fused_adamw_patch import own_kernel
 from narrowgauge.optim.norms import gradient_norms, total_norm
@@ -75,11 +76,23 @@ ALTERNATING = (
 )
 
 
-class Turns:
-    """Which of an engine's optimizers an update steps; says so where they seem to be trained in turn, unnamed."""
+REWRITTEN = (
+    "split masters: other code has rewritten weights before each of the last {count} updates (a mask, a clamp), and "
+    "each time the lower 16 bits of the weights around them were dropped, so that small updates are lost; take "
+    "master=fp32"
+)
+REWRITES = 20
+"""Updates in a row that find rewritten weights before the engine says so: a schedule of pruning has fewer."""
+
+
+class Stepper:
+    """Steps an engine's optimizers, and remembers what is worth a warning."""
 
     def __init__(self) -> None:
         self._alternating = False
+        self._rewrites = 0.0
+        self._streak = 0
+        self._readback = Readback()
 
     def choose(self, optimizers: list[Optimizer], named: Sequence[Optimizer], released: bool) -> list[Optimizer]:
         """Those named, or those that have gradients; all where gradients were ``released``."""
@@ -93,32 +106,45 @@ class Turns:
             warnings.warn(ALTERNATING, stacklevel=6)
         return chosen
 
+    def step(self, optimizers: Sequence[Optimizer], factor: Tensor | None, found: Tensor, sharded: bool) -> None:
+        """Step each with gradients / factor, unless ``found``.
 
-def step_optimizers(optimizers: Sequence[Optimizer], factor: Tensor | None, found: Tensor, sharded: bool) -> None:
-    """Step each with gradients / factor, unless ``found``.
+        Fused optimizers take both as tensors and decide on the device. Others cost one wait, and are not called at all
+        where the update is skipped.
+        """
+        skip: bool | None = None
+        for optimizer in optimizers:
+            fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+            if fused and (isinstance(optimizer, AdamW) or not sharded):
+                optimizer.grad_scale, optimizer.found_inf = factor, found.float()  # type: ignore[attr-defined]
+                try:
+                    with own_kernel():
+                        optimizer.step()
+                finally:
+                    del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+                continue
+            skip = bool(found.item()) if skip is None else skip
+            if skip:
+                # A scheduler would otherwise warn that it was stepped before its optimizer.
+                optimizer._opt_called = True  # type: ignore[attr-defined]
+                continue
+            if factor is not None:
+                _divide([p.grad for p in parameters_of([optimizer]) if p.grad is not None], factor)
+            optimizer.step()
+        self._count_rewrites(optimizers)
 
-    Fused optimizers take both as tensors and decide on the device. Others cost one wait, and are not called at all
-    where the update is skipped.
-    """
-    skip: bool | None = None
-    for optimizer in optimizers:
-        fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-        if fused and (isinstance(optimizer, AdamW) or not sharded):
-            optimizer.grad_scale, optimizer.found_inf = factor, found.float()  # type: ignore[attr-defined]
-            try:
-                with own_kernel():
-                    optimizer.step()
-            finally:
-                del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-            continue
-        skip = bool(found.item()) if skip is None else skip
-        if skip:
-            # A scheduler would otherwise warn that it was stepped before its optimizer.
-            optimizer._opt_called = True  # type: ignore[attr-defined]
-            continue
-        if factor is not None:
-            _divide([p.grad for p in parameters_of([optimizer]) if p.grad is not None], factor)
-        optimizer.step()
+    def _count_rewrites(self, optimizers: Sequence[Optimizer]) -> None:
+        """Say so once where weights with split masters are rewritten before every update; nothing waits for it."""
+        own = [one for one in optimizers if isinstance(one, AdamW) and one.has_split_masters]
+        if not own or self._streak >= REWRITES:
+            return
+        self._readback.push(None, {"count": torch.stack([one.foreign_writes.double() for one in own]).sum()})
+        for _, values in self._readback.ready():
+            self._streak = self._streak + 1 if values["count"] > self._rewrites else 0
+            self._rewrites = values["count"]
+            if self._streak == REWRITES:
+                warnings.warn(REWRITTEN.format(count=REWRITES), stacklevel=6)
+                return
 
 
 def _divide(grads: list[Tensor], factor: Tensor) -> None:

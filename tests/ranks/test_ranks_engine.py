@@ -203,3 +203,78 @@ def _late():
 def test_what_cannot_be_right_is_refused(tmp_path):
     flushed, released, late = spread(2, refusals, tmp_path)[0]
     assert "whole updates" in flushed and "in BF16" in released and "replicate(model, recipe)" in late
+
+
+def bad_cast(way):
+    """One rank's activations have an inf that a cast to FP8 saturates."""
+    said = []
+    with joined("cpu") as world:
+        engine = engine_of("fp8[products=all]", way)
+        for number in range(4):
+            inputs, targets = batch_of(number)
+            handle = None
+            if number == 2 and world.rank == 1:
+
+                def spoil(module, arguments):
+                    x = arguments[0].clone()
+                    x[0, 0, 0] = torch.inf
+                    return (x, *arguments[1:])
+
+                handle = engine.inner.blocks[1].register_forward_pre_hook(spoil)
+            with engine.forward():
+                loss = engine.model(inputs, targets)
+            if handle is not None:
+                handle.remove()
+            engine.backward(loss)
+            report = engine.step()
+            said.append((report.applied, engine.conversion.scales.scale.tolist()))
+        return said
+
+
+@pytest.mark.parametrize("way", ["fsdp", "ddp"])
+def test_a_bad_value_in_a_cast_of_one_rank_is_skipped_by_all(tmp_path, way):
+    answers = spread(2, bad_cast, tmp_path, way)
+    assert answers[0] == answers[1]
+    assert [applied for applied, _ in answers[0]] == [True, True, False, True]
+    assert answers[0][2][1] == answers[0][1][1], "no scale moves with a skipped update"
+
+
+def wrapped_in_fsdp1():
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    with joined("cpu"):
+        model = GPT(GPTConfig(layers=1, width=32, heads=2, context=16, vocab=100))
+        wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+        try:
+            Engine(wrapped, torch.optim.AdamW(wrapped.parameters()), "fp32", clip_norm=1.0)
+        except UsageError as error:
+            return str(error)
+    return "accepted"
+
+
+@pytest.mark.filterwarnings("ignore:.*FSDP.*")
+def test_fsdp1_is_refused(tmp_path):
+    assert all("FSDP1" in answer and "fully_shard" in answer for answer in spread(2, wrapped_in_fsdp1, tmp_path))
+
+
+def own_no_sync(way):
+    """Gradients of microbatches under no_sync stay on their rank, by the engine's context or by DDP's own."""
+    with joined("cpu") as world:
+        engine = engine_of("fp32", "ddp")
+        for number in range(3):
+            inputs, targets = batch_of(10 * world.rank + number)
+            quiet = engine.no_sync() if way == "engine" else engine.model.no_sync()
+            with quiet if number < 2 else contextlib.nullcontext(), engine.forward():
+                loss = engine.model(inputs, targets)
+                engine.backward(loss)
+            if number == 1:
+                apart = engine.inner.lm_head.weight.grad.clone()
+        together = engine.inner.lm_head.weight.grad.clone()
+        assert engine.step().applied
+        return apart.sum().item(), together.sum().item(), engine.inner.lm_head.weight.sum().item()
+
+
+@pytest.mark.parametrize("way", ["engine", "own"])
+def test_no_sync_keeps_gradients_on_their_rank(tmp_path, way):
+    one, other = spread(2, own_no_sync, tmp_path, way)
+    assert one[0] != other[0] and one[1:] == other[1:]

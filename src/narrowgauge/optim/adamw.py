@@ -157,6 +157,10 @@ class AdamW(Optimizer):
             return torch.zeros((), dtype=torch.int64)
         return torch.stack([count.to(counts[0].device, non_blocking=True) for count in counts]).sum()
 
+    @property
+    def has_split_masters(self) -> bool:
+        return any(group["master"] == "split" for group in self.param_groups)
+
     def _foreign_on(self, device: torch.device) -> Tensor:
         counts: dict[torch.device, Tensor] = self.__dict__.setdefault("_foreign", {})
         if device not in counts:
