@@ -129,9 +129,11 @@ def test_fp8_blocks_from_finite_weights(tmp_path: Path) -> None:
 
 
 def test_gradients_whose_norm_alone_overflows(tmp_path: Path) -> None:
+    """The largest FP32 numbers as gradients: each is finite, and their norm is not."""
     model = nn.Sequential(nn.Linear(WIDTH, 1, bias=False))
-    path = step_until_captured(model, lambda m, b: m(b).mean() * 1e30, [draw(0)], tmp_path)
-    found = replay(path, lambda: nn.Sequential(nn.Linear(WIDTH, 1, bias=False)), lambda m, b: m(b).mean() * 1e30)
+    batch = torch.ones(4, WIDTH)
+    path = step_until_captured(model, lambda m, b: m(b).mean() * 3.4e38, [batch], tmp_path)
+    found = replay(path, lambda: nn.Sequential(nn.Linear(WIDTH, 1, bias=False)), lambda m, b: m(b).mean() * 3.4e38)
     assert (found.module, found.op, found.phase, found.kind) == ("0", "gradient norm", "backward", "inf")
     assert "every gradient is finite, but their norm leaves FP32: 0.weight" in found.message
 

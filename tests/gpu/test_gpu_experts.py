@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowgauge import Engine
 
+pytestmark = pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # inductor, of FP32 products
 NARROW = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,

@@ -209,12 +209,12 @@ def test_what_is_not_python_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"broken\.py:2 is not Python"):
         script.check(path)
     path.write_bytes(b"\x80\x81 = 1\n")
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(UsageError, match=r"cannot (read|be read)"):
         script.check(path)
     path.write_bytes(b"x = 1\x00\n")
     with pytest.raises(UsageError, match="is not Python"):
         script.check(path)
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(UsageError, match=r"cannot (read|be read)"):
         script.check(tmp_path / "absent.py")
 
 

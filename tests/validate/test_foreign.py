@@ -228,7 +228,7 @@ def test_a_run_of_our_own_that_stalled(tmp_path):
     run = read(tmp_path)
     assert run.diverged and run.skipped == 1
     (tmp_path / record.EVENTS).write_text('{"loss": "nan"}\n[1]\n')
-    with pytest.raises(UsageError, match="was not written by narrowgauge"):
+    with pytest.raises(UsageError, match="is damaged in line 1"):
         read(tmp_path)
 
 
