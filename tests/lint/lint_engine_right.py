@@ -1,6 +1,23 @@
 """Scripts that use narrowgauge's Engine as it is meant, in different habits: lint is silent."""
 
 ENGINE_RIGHT = {
+    "a GAN and one engine, each optimizer named": """
+generator, discriminator = nn.Linear(16, 16), nn.Linear(16, 1)
+both = nn.ModuleList([generator, discriminator])
+g_optimizer = torch.optim.Adam(generator.parameters(), lr=1e-4)
+d_optimizer = torch.optim.Adam(discriminator.parameters(), lr=1e-4)
+engine = ng.Engine(both, [g_optimizer, d_optimizer], recipe="bf16")
+for real in loader:
+    with engine.forward():
+        fake = generator(torch.randn(len(real), 16))
+        d_loss = F.softplus(discriminator(fake.detach())).mean() + F.softplus(-discriminator(real)).mean()
+    engine.backward(d_loss)
+    engine.step(d_optimizer)
+    with engine.forward():
+        g_loss = F.softplus(-discriminator(generator(torch.randn(len(real), 16)))).mean()
+    engine.backward(g_loss)
+    engine.step(g_optimizer)
+""",
     "functions": """
 def train_epoch(engine, loader, schedule):
     for x, y in loader:

@@ -152,20 +152,16 @@ class Care:
         if not known:
             return
         if self.follower.without_grad:
-            severity = SERIOUS if engine.is_lean else NOTE if engine.compute in ("bf16", "fp16", "tf32") else WARNING
+            severity = NOTE if engine.compute in ("bf16", "fp16", "tf32") else WARNING
             detail = f"{ast.unparse(call.node.func)}() is called without gradients, outside of engine.evaluating()"
             self.notebook.judge("engine-evaluation", call.node, True, detail, severity=severity)
         else:
-            severity = SERIOUS if engine.is_lean else WARNING
             detail = f"{ast.unparse(call.node.func)}() is called outside of engine.forward() and engine.evaluating()"
-            self.notebook.judge("engine-outside", call.node, True, detail, severity=severity)
+            self.notebook.judge("engine-outside", call.node, True, detail)
 
     def _save(self, call: Call) -> None:
         given = call.arg(0, "obj")
         for one in given.items if isinstance(given, Seq) else (given,):
             if isinstance(one, StateDict):
-                what = (
-                    "the model's weights are BF16 alone" if one.what == "model" else "the optimizer's state is not all"
-                )
-                detail = f"{what} under recipe {one.engine.recipe}"
-                self.notebook.judge("engine-lean-save", one.node, one.engine.is_lean, detail)
+                detail = f"the model's weights are BF16 alone under recipe {one.engine.recipe}"
+                self.notebook.judge("engine-lean-save", one.node, one.engine.is_lean and one.what == "model", detail)

@@ -54,7 +54,7 @@ def _steps_without_backward(book: Notebook) -> None:
 
 
 def _two_networks(follower: Follower, book: Notebook, engine: Engine) -> None:
-    """One engine, an optimizer for each of two networks, and a backward and a step for each in one loop."""
+    """One engine, an optimizer for each of two networks, and a backward and an unnamed step for each in one loop."""
     if len(engine.optimizers) < 2:
         return
     trained = {_whose(follower, optimizer.site) for optimizer in engine.optimizers}
@@ -65,6 +65,7 @@ def _two_networks(follower: Follower, book: Notebook, engine: Engine) -> None:
             {event.node for event in book.of(kind) if event.loop == loop and event.optimizer == engine.site}
             for kind in ("engine-step", "engine-backward")
         )
+        steps = {node for node in steps if not getattr(node, "args", ())}  # engine.step(optimizer) steps that one alone
         if len(steps) > 1 and len(backwards) > 1:
             lines = " and ".join(str(line) for line in sorted(getattr(node, "lineno", 0) for node in steps))
             names = " and ".join(sorted(str(name) for name in trained))

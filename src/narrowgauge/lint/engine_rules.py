@@ -64,16 +64,16 @@ ENGINE_RULES = [
         "engine-outside",
         WARNING,
         "an engine's model is called outside of engine.forward() and engine.evaluating()",
-        "without the engine's context there is no autocast: products that should be 16-bit run in FP32, and under a "
-        "lean recipe FP32 inputs meet BF16 weights, which fails",
+        "without the engine's context there is no autocast: products that should be 16-bit run in FP32 (a lean model "
+        "opens its own), and what is computed from the output is not in the recipe's formats",
         "compute the model's output and the loss inside `with engine.forward():`",
     ),
     Rule(
         "engine-evaluation",
         WARNING,
         "an engine's model is evaluated outside of engine.evaluating()",
-        "the model is not evaluated in the formats it is trained in: products that should be 16-bit run in FP32, and "
-        "under a lean recipe FP32 inputs meet BF16 weights, which fails",
+        "the model is not evaluated in the formats it is trained in: products that should be 16-bit run in FP32 (a "
+        "lean model opens its own autocast), and the model may be left in training mode",
         "with engine.evaluating(): it switches gradients off and the model to evaluation mode, and puts both back",
     ),
     Rule(
@@ -89,13 +89,13 @@ ENGINE_RULES = [
         "one engine has the optimizers of two networks that are trained in turns",
         "engine.step() steps every optimizer whose parameters got gradients, and the generator's loss gives the "
         "discriminator gradients as well: each network is trained on the other's loss",
-        "make an engine for each network and its optimizer; after the generator's turn call discriminator.zero_grad(), "
-        "which drops the gradients that its loss left there",
+        "name the optimizer whose turn it is: engine.step(discriminator_optimizer), engine.step(generator_optimizer); "
+        "the gradients of the other are dropped",
     ),
     Rule(
         "engine-lean-save",
         WARNING,
-        "a checkpoint holds a lean model's state_dict() or its optimizer's, and not the engine's",
+        "a checkpoint holds a lean model's state_dict(), and not the engine's",
         "the weights of a lean recipe are BF16, and the rest of each FP32 number is kept beside them: a run that is "
         "resumed from the BF16 weights has lost 16 bits of each",
         "save engine.state_dict(), which has FP32 weights and all optimizer states; engine.load_state_dict() reads it",
