@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from narrowgauge.cli import main
+from narrowgauge import cli
+from narrowgauge.cli import main, own_options
 
 DEEP = "[" * 100_000 + "]" * 100_000
 TASK = """
@@ -225,3 +226,9 @@ def test_what_may_not_be_read_or_written(capsys: pytest.CaptureFixture[str]) -> 
     is_refused(capsys, ["train", "task.py:make"])
     is_refused(capsys, ["lint", "task.py"])
     is_refused(capsys, ["train", "gpt:1x64", "--out", "folder/run"])
+
+
+@pytest.mark.parametrize("verb", sorted(own_options.VERBS - {"replay"}))
+def test_a_verb_alone_takes_the_default_task(verb: str) -> None:
+    """As `make run` calls train."""
+    assert callable(cli._parse([verb]).run)

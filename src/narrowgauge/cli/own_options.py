@@ -35,7 +35,7 @@ def spec_in(argv: Sequence[str]) -> str | None:
     for text in argv[1:]:
         if _SPEC.fullmatch(text) and not re.match(r"hf:", text):
             return text
-    for text, after in zip(argv[1:], [*argv[2:], ""], strict=True):
+    for text, after in zip(argv[1:], [*argv[2:], ""], strict=False):  # a verb alone has nothing behind it
         option, _, value = text.partition("=")
         if option in RECORDED:
             return _recorded(Path(value or after, RECORDED[option]))
