@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from narrowgauge.kernels import activation, cast, cross_entropy, embedding, norm
+from narrowgauge.kernels.weight import cast_weight, cast_weight_delayed
 from narrowgauge.nn.choose import timed
 from narrowgauge.nn.gemm import BF16, E4M3, E5M2, product_bf16, product_fp8
 
@@ -60,7 +61,10 @@ x8 = cast.cast(x, one, E4M3)
 report("transpose fp8", N * D * 2, lambda: cast.transpose(x8))
 report("max_abs", N * D * 2, lambda: cast.max_abs(x))
 w = randn(4 * D, D, dtype=torch.float32)
-report("cast_weight 4DxD", 4 * D * D * 10, lambda: cast.cast_weight(w, E4M3))
+report("cast_weight 4DxD", 4 * D * D * 10, lambda: cast_weight([w], E4M3))
+w_site = (torch.zeros((), device="cuda"), *torch.zeros(2, 2, dtype=torch.int64, device="cuda").unbind())
+w_scale = 448 / w.abs().max()
+report("cast_weight_delayed 4DxD", 4 * D * D * 6, lambda: cast_weight_delayed([w], w_scale, *w_site, E4M3))
 report("gelu bf16", N * D * 16, lambda: activation.gelu(u, transposed=False))
 report("gelu fp8", N * D * 12, lambda: activation.gelu(u, transposed=False, **fp8))
 report("gelu fp8 both", N * D * 16, lambda: activation.gelu(u, **fp8))
