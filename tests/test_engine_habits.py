@@ -75,7 +75,7 @@ def test_state_goes_through_torch_save_and_torch_load_of_plain_types(recipe):
 @pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp8", "bf16-lean"])
 def test_several_backwards_of_one_update_add_up_as_in_torch(recipe):
     engine = make(recipe, clip_norm=1e9)
-    plain, norms = copy.deepcopy(engine.model), []
+    norms = []
     for times in (1, 3):
         for _ in range(times):
             torch.manual_seed(0)
@@ -90,7 +90,7 @@ def test_several_backwards_of_one_update_add_up_as_in_torch(recipe):
         else:
             norms.append(engine.step().grad_norm)
     alone = torch.stack([gradient.float().norm() for gradient in first]).norm().item()
-    assert norms[0] == pytest.approx(3 * alone, rel=0.02) and plain is not None
+    assert norms[0] == pytest.approx(3 * alone, rel=0.02)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
