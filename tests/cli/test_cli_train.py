@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from narrowgauge.cli import main
-from narrowgauge.runs import checkpoint, record
+from narrowgauge.runs import record
+from narrowgauge.runs.checkpoints import checkpoint
 
 TASKS = Path(__file__).parent.parent / "runs" / "tiny_task.py"
 TASK = f"{TASKS}:command_line"
