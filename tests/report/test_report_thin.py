@@ -110,7 +110,7 @@ def test_a_story_survives_any_line(tmp_path: Path) -> None:
         {"kind": "look", "step": 6, "readings": None},
         {"kind": "look"},
         {"kind": "finding", "step": None},
-        {"kind": "foretelling", "format": "fp16", "breaks": [None, {"module": "a"}]},
+        {"kind": "prediction", "format": "fp16", "breaks": [None, {"module": "a"}]},
         {"kind": "eval", "step": 6, "loss": "nonsense"},
         {"kind": "end", "step": 6, "findings": [3]},
         {"kind": ["odd"]},

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from narrowgauge.errors import UsageError
-from narrowgauge.gauges.findings import Finding
+from narrowgauge.findings import Finding
 from narrowgauge.gauges.watch.probe import EVERY
 from narrowgauge.integrations.accelerate import Bridge, adopt
 from narrowgauge.integrations.gauges import Gauges

@@ -25,7 +25,7 @@ from narrowgauge.gauges.watch.readings import KINDS
 _FIRST, _LAST = -160, 140
 """Exponents of the histogram that formats are laid over; float32 holds -149 to 127."""
 _LARGEST_SCALE = 2.0**24
-"""The largest loss scale that is proposed, as in ``gauges.foretell``."""
+"""The largest loss scale that is proposed, as in ``gauges.rules.predict_formats``."""
 
 Floats = NDArray[np.float64]
 

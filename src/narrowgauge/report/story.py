@@ -48,7 +48,7 @@ class Story:
         self.evals: dict[str, list[tuple[float, float]]] = {}
         self.marks: list[dict[str, Any]] = []
         self.findings: list[dict[str, Any]] = []
-        self.foretold: list[dict[str, Any]] = []
+        self.predictions: list[dict[str, Any]] = []
         self.end: dict[str, Any] | None = None
         self.sample: str | None = None
         self.seconds: float | None = None
@@ -67,7 +67,8 @@ class Story:
             "eval": self._eval,
             "look": self._look,
             "finding": self._finding,
-            "foretelling": self.foretold.append,
+            "prediction": self.predictions.append,
+            "foretelling": self.predictions.append,  # in older records
             "end": self._end,
             "sample": self._sample,
             "checkpoint": self._mark,
@@ -105,8 +106,10 @@ class Story:
         self.misread += self.tensors.add(int(event["step"]), event["readings"])
 
     def _finding(self, event: dict[str, Any]) -> None:
-        names = ("rule", "severity", "where", "detail", "fix", "consequence")
-        self.findings.append({"step": int(event["step"]), **{name: str(event.get(name) or "") for name in names}})
+        names = ("rule", "severity", "where", "detail", "fix")
+        found = {name: str(event.get(name) or "") for name in names}
+        found["consequence"] = str(event.get("why") or event.get("consequence") or "")  # the latter in older records
+        self.findings.append({"step": int(event["step"]), **found})
 
     def _end(self, event: dict[str, Any]) -> None:
         self.end = event
@@ -203,7 +206,7 @@ class Story:
             "broken": {name: where for name, where in broken.items() if where},
             "marks": self.marks[-_MARKS:],
             "findings": self.findings[:_FINDINGS],
-            "foretold": [_foretold(told) for told in self.foretold[-2:]],
+            "predictions": [_describe_prediction(one) for one in self.predictions[-2:]],
             "sample": self.sample,
             "damaged": self.damaged,
             **self.tensors.describe(cells, looks),
@@ -227,7 +230,7 @@ class Story:
         }
 
 
-def _foretold(told: dict[str, Any]) -> dict[str, Any]:
+def _describe_prediction(told: dict[str, Any]) -> dict[str, Any]:
     breaks = [one for one in told.get("breaks") or () if isinstance(one, dict)]
     return {
         "format": str(told.get("format")),

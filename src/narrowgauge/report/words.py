@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from narrowgauge.gauges.findings import SERIOUS, WARNING
+from narrowgauge.findings import SERIOUS, WARNING
 from narrowgauge.report.sources import Sources
 from narrowgauge.report.story import Story
 

@@ -14,11 +14,11 @@ function alsoAt(places) {
 }
 
 // How FP16 and FP8 would do, by the runs that tell it: the same of several runs is told once.
-function foretoldOf(runs) {
+function predictionsOf(runs) {
   const told = new Map();
   for (const run of runs) {
-    for (const one of run.foretold) {
-      const text = foretoldWords(one);
+    for (const one of run.predictions) {
+      const text = describePrediction(one);
       const known = told.get(text) || { one, names: [] };
       known.names.push(run.name);
       told.set(text, known);
@@ -28,7 +28,7 @@ function foretoldOf(runs) {
     el(
       "li",
       { class: "finding" },
-      el("span", { class: "badge", "data-severity": one.survives ? "good" : "warning" }, "foretold"),
+      el("span", { class: "badge", "data-severity": one.survives ? "good" : "warning" }, "predicted"),
       el(
         "div",
         {},
@@ -40,7 +40,7 @@ function foretoldOf(runs) {
   );
 }
 
-function foretoldWords(one) {
+function describePrediction(one) {
   const scale =
     one.loss_scale && one.survives ? ` with a loss scale up to ${power(Math.round(Math.log2(one.loss_scale)))}` : "";
   const breaks = one.breaks
@@ -78,13 +78,13 @@ function foundSection(data) {
       ),
     ),
   );
-  const foretold = foretoldOf(data.runs);
+  const predictions = predictionsOf(data.runs);
   const more = told.more ? el("p", { class: "note" }, `and ${count(told.more)} more`) : null;
   return el(
     "section",
     { class: "panel found", id: "found", "data-state": told.state, "aria-label": "Findings" },
     el("h1", {}, told.headline),
-    items.length + foretold.length ? el("ul", { class: "findings" }, items, foretold) : null,
+    items.length + predictions.length ? el("ul", { class: "findings" }, items, predictions) : null,
     more,
   );
 }
