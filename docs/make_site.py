@@ -20,7 +20,7 @@ from markdown.extensions import Extension
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
-OUTSIDE = {"index.md": "README.md", "changelog.md": "CHANGELOG.md"}
+OUTSIDE = {"index.md": "README.md", "changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
 LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 ITEM = re.compile(r"\s*([-*+]|\d+[.)])\s")
 
