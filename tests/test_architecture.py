@@ -24,7 +24,17 @@ FLOORS = [  # from the top to the ground; a room may import from its own folder 
     {"optim"},
     {"scaling", "hardware"},
     {"task"},
-    {"kernels", "formats", "data", "device_readback", "random_state", "step_report", "task_options", "serialization"},
+    {
+        "kernels",
+        "formats",
+        "data",
+        "device_readback",
+        "random_state",
+        "step_report",
+        "task_options",
+        "serialization",
+        "findings",
+    },
     {"files"},
     {"errors"},
 ]
