@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from narrowgauge import Engine, Task, hardware, tasks
-from narrowgauge.runs import checkpoint
-from narrowgauge.runs.feed import make_batch, to_device
-from narrowgauge.runs.loop import train
+from narrowgauge.runs.batches import make_batch, to_device
+from narrowgauge.runs.checkpoints import checkpoint
 from narrowgauge.runs.settings import Settings, settle
+from narrowgauge.runs.train import train
 
 
 def run(spec: str, steps: int, sizes: dict[str, int], recipe: str, seed: int, device: str) -> dict[str, float | str]:

@@ -23,11 +23,11 @@ import hf_tasks
 import torch
 
 from narrowgauge import hardware, tasks
-from narrowgauge.forecast.ceilings import Ceilings
-from narrowgauge.forecast.measure import measure_run
-from narrowgauge.forecast.memory import predict_memory
-from narrowgauge.forecast.roofline import predict
-from narrowgauge.forecast.steps import trace_steps
+from narrowgauge.forecast.memory.estimate import predict_memory
+from narrowgauge.forecast.time.ceilings import Ceilings
+from narrowgauge.forecast.time.measure import measure_run
+from narrowgauge.forecast.time.roofline import predict
+from narrowgauge.forecast.trace.trace_step import trace_steps
 from narrowgauge.recipe import parse
 from narrowgauge.task import Task
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from narrowgauge import Engine, bench, hardware, tasks
-from narrowgauge.peers import Peer, contestants
+from narrowgauge.bench.baselines import Peer, contestants
 from narrowgauge.recipe import parse
 
 spec = sys.argv[1] if len(sys.argv) > 1 else "gpt2-124m"

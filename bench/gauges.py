@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from narrowgauge import Engine, bench, hardware, tasks
+from narrowgauge.device_readback import Readback
 from narrowgauge.gauges.examiner import Examiner
-from narrowgauge.gauges.probe import EVERY
-from narrowgauge.gauges.step_rules import Step
-from narrowgauge.lagged import Readback
+from narrowgauge.gauges.rules.step_rules import Step
+from narrowgauge.gauges.watch.probe import EVERY
 
 spec, recipe = (*sys.argv[1:3], "gpt2-124m", "fp8")[:2] if len(sys.argv) > 2 else ("gpt2-124m", "fp8")
 rounds = int(sys.argv[3]) if len(sys.argv) > 3 else 6

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 from narrowgauge import tasks
-from narrowgauge.runs.loop import train
 from narrowgauge.runs.settings import settle
+from narrowgauge.runs.train import train
 
 HERE = Path(__file__).parent
 TASKS = {

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from narrowgauge.kernels import activation, cast, cross_entropy, embedding, norm
-from narrowgauge.kernels.weight import cast_weight, cast_weight_delayed
-from narrowgauge.nn.choose import timed
-from narrowgauge.nn.gemm import BF16, E4M3, E5M2, product_bf16, product_fp8
+from narrowgauge.kernels.cast_weights import cast_weight, cast_weight_delayed
+from narrowgauge.nn.products.choose_formats import timed
+from narrowgauge.nn.products.gemm import BF16, E4M3, E5M2, product_bf16, product_fp8
 
 D, N = (int(argument) for argument in (*sys.argv[1:], "768", "65536")[:2]) if len(sys.argv) > 2 else (768, 65536)
 cuda = torch.device("cuda")

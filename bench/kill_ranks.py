@@ -20,7 +20,8 @@ from pathlib import Path
 
 import torch
 
-from narrowgauge.runs import checkpoint, record
+from narrowgauge.runs import record
+from narrowgauge.runs.checkpoints import checkpoint
 
 TASK = ["gpt:2x64", "--context", "32", "--batch", "8", "--checkpoint-every", "7", "--eval-every", "40", "--watch", "0"]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from narrowgauge import Engine, tasks
-from narrowgauge.runs.feed import make_batch, to_device
+from narrowgauge.runs.batches import make_batch, to_device
 from narrowgauge.runs.schedule import Schedule, make_adamw
 
 spec, recipe, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from narrowgauge import tasks
 from narrowgauge.kernels import cublas
-from narrowgauge.nn.gemm import BF16, E4M3, E5M2, FAST_DEPTH, product_bf16, product_fp8
-from narrowgauge.nn.head import default_chunk_rows
+from narrowgauge.nn.fused.head import default_chunk_rows
+from narrowgauge.nn.products.gemm import BF16, E4M3, E5M2, FAST_DEPTH, product_bf16, product_fp8
 
 ROUNDS = 5
 rows: list[dict[str, Any]] = []

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from narrowgauge.kernels import activation, cast, cross_entropy, norm
-from narrowgauge.nn.choose import timed
-from narrowgauge.nn.gemm import BF16, E4M3, E5M2
+from narrowgauge.nn.products.choose_formats import timed
+from narrowgauge.nn.products.gemm import BF16, E4M3, E5M2
 
 N, D, V = 65536, 768, 50304
 Case = tuple[str, Callable[[], Any]]

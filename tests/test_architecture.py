@@ -17,15 +17,24 @@ FLOORS = [  # from the top to the ground; a room may import from its own folder 
     {"runs", "integrations"},
     {"forecast"},
     {"gauges", "tasks", "bench", "lint"},
-    {"engine", "models", "peers"},
-    {"updates"},
+    {"engine", "models"},
     {"ranks"},
-    {"nn", "trainable"},
+    {"nn"},
     {"recipe"},
     {"optim"},
     {"scaling", "hardware"},
     {"task"},
-    {"kernels", "formats", "data", "lagged", "random_state", "step_report", "task_options", "tree"},
+    {
+        "kernels",
+        "formats",
+        "data",
+        "device_readback",
+        "random_state",
+        "step_report",
+        "task_options",
+        "serialization",
+        "findings",
+    },
     {"files"},
     {"errors"},
 ]
@@ -65,6 +74,35 @@ def test_imports_run_one_way(path):
             continue
         assert imported in FLOOR_OF, f"{imported} has no place in the house"
         assert FLOOR_OF[imported] > FLOOR_OF[room], f"{room} must not import {imported}"
+
+
+def module_name(path):
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_modules(path, known):
+    """The modules of ours that a file imports, wherever in the file it does."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom) and node.module in known:
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in known else node.module
+
+
+@pytest.mark.xfail(strict=True, reason="circles in forecast, lint, trackers and checkpoints are being removed")
+def test_no_import_circles():
+    """Also not by imports inside functions; the package itself, whose names are lazy, is left out."""
+    paths = {module_name(path): path for path in FILES if path != SOURCE / "__init__.py"}
+    graph = {name: set(imported_modules(path, paths)) - {name} for name, path in paths.items()}
+    outside = True
+    while outside:  # what imports nothing that is left, or is imported by nothing that is left, is in no circle
+        used = set().union(*graph.values())
+        outside = {name for name, imported in graph.items() if not imported or name not in used}
+        graph = {name: imported - outside for name, imported in graph.items() if name not in outside}
+    assert not graph, f"these modules import each other: {sorted(graph)}"
 
 
 def test_every_room_has_its_place():

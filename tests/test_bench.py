@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from narrowgauge import Task, UsageError, bench, hardware
+from narrowgauge.bench.baselines import contestants
 from narrowgauge.cli import main
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.peers import contestants
 from narrowgauge.recipe import parse
 
 TASK_FILE = """

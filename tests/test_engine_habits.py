@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from narrowgauge import Engine, UsageError
-from narrowgauge.updates import REWRITES
+from narrowgauge.engine.updates import REWRITES
 
 RECIPES = ["fp32", "bf16", "fp16", "fp8", "bf16-lean", "fp8-lean"]
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from narrowgauge.lagged import Readback
+from narrowgauge.device_readback import Readback
 
 
 def test_pushes_come_back_in_order_with_tags_and_exact_values():

@@ -42,9 +42,9 @@ _WHERE = {
     "TrainingStalled": "narrowgauge.errors",
     "UsageError": "narrowgauge.errors",
     "convert": "narrowgauge.nn.convert",
-    "keep_fp32": "narrowgauge.nn.keepers",
-    "replay": "narrowgauge.gauges.replay",
-    "watch": "narrowgauge.gauges.probe",
+    "keep_fp32": "narrowgauge.nn.keep_fp32",
+    "replay": "narrowgauge.gauges.replay.replay",
+    "watch": "narrowgauge.gauges.watch.probe",
 }
 _MODULES = ("forecast", "formats", "gauges", "hardware", "optim", "validate")
 
@@ -52,11 +52,11 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not look into __
     from narrowgauge import formats, gauges, hardware, optim
     from narrowgauge.engine import Engine
     from narrowgauge.errors import NarrowgaugeError, TrainingStalled, UsageError
-    from narrowgauge.forecast.study import forecast  # the package of this name is called in the function's place,
-    from narrowgauge.gauges.probe import watch
-    from narrowgauge.gauges.replay import replay
+    from narrowgauge.forecast.run import forecast  # the package of this name is called in the function's place,
+    from narrowgauge.gauges.replay.replay import replay
+    from narrowgauge.gauges.watch.probe import watch
     from narrowgauge.nn.convert import convert
-    from narrowgauge.nn.keepers import keep_fp32
+    from narrowgauge.nn.keep_fp32 import keep_fp32
     from narrowgauge.scaling.loss import LossScaler
     from narrowgauge.step_report import StepReport
     from narrowgauge.task import Task

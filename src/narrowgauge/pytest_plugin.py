@@ -21,7 +21,7 @@ from narrowgauge.errors import UsageError
 
 if TYPE_CHECKING:
     from narrowgauge.task import Task
-    from narrowgauge.validate.verdict import Verdict
+    from narrowgauge.validate.statistics.verdict import Verdict
 
 _NOTES = pytest.StashKey[list[str]]()
 _sessions: list[pytest.Config] = []
@@ -55,7 +55,7 @@ def assert_equivalent(
     else:
         if isinstance(candidate, str):
             raise UsageError("assert_equivalent: losses are compared with losses; give those of the candidate too")
-        from narrowgauge.validate.verdict import judge
+        from narrowgauge.validate.statistics.verdict import judge
 
         verdict = judge([float(loss) for loss in task], [float(loss) for loss in candidate], margin)
         name = f"{verdict.seeds} pairs of runs"

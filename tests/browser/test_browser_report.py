@@ -17,7 +17,7 @@ import pytest
 import saved_results
 
 from narrowgauge.formats import FORMATS, decode, store
-from narrowgauge.gauges.readings import Reading
+from narrowgauge.gauges.watch.readings import Reading
 from narrowgauge.report import live, write
 from narrowgauge.runs import record
 

@@ -9,8 +9,8 @@ import pytest
 
 from narrowgauge import cli, hardware
 from narrowgauge.cli.memory import LESSON, bar, gigabytes
-from narrowgauge.forecast import measure
-from narrowgauge.forecast.memory import Memory, Moment
+from narrowgauge.forecast.memory.estimate import Memory, Moment
+from narrowgauge.forecast.time import measure
 
 SMALL = ["memory", "gpt:2x128", "--batch", "4", "--context", "64"]
 PARTS = ("weights", "master", "gradients", "moments", "activations", "workspace")

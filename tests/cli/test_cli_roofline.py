@@ -8,8 +8,8 @@ import pytest
 
 from narrowgauge import cli, hardware
 from narrowgauge.cli.roofline import collapse
-from narrowgauge.forecast import measure
-from narrowgauge.forecast.roofline import Layer
+from narrowgauge.forecast.time import measure
+from narrowgauge.forecast.time.roofline import Layer
 
 SMALL = ["roofline", "gpt:2x128", "--batch", "4", "--context", "64", "--device", "cpu"]
 

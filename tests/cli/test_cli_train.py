@@ -14,7 +14,8 @@ import pytest
 
 import child_processes
 from narrowgauge.cli import main
-from narrowgauge.runs import checkpoint, record
+from narrowgauge.runs import record
+from narrowgauge.runs.checkpoints import checkpoint
 
 TASKS = Path(__file__).parent.parent / "runs" / "tiny_task.py"
 TASK = f"{TASKS}:command_line"

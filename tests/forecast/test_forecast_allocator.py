@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
-from narrowgauge.forecast.allocator import CachingAllocator
+from narrowgauge.forecast.memory.allocator import CachingAllocator
 
 MIB = 1 << 20
 

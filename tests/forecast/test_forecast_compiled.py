@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge import hardware
-from narrowgauge.forecast.lifetimes import follow
-from narrowgauge.forecast.memory import predict_memory
-from narrowgauge.forecast.steps import Traced, trace_steps
+from narrowgauge.forecast.memory.estimate import predict_memory
+from narrowgauge.forecast.memory.lifetimes import follow
+from narrowgauge.forecast.trace.trace_step import Traced, trace_steps
 from narrowgauge.recipe import parse
 from narrowgauge.task import Task
 

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowgauge import hardware
-from narrowgauge.forecast.memory import predict_memory
-from narrowgauge.forecast.steps import STEPS, trace_steps
+from narrowgauge.forecast.memory.estimate import predict_memory
+from narrowgauge.forecast.trace.trace_step import STEPS, trace_steps
 from narrowgauge.recipe import parse
 from narrowgauge.task import Task
 

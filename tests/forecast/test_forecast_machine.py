@@ -6,16 +6,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from narrowgauge import engine, hardware, kernels
-from narrowgauge.forecast.cuda_rules import Rules
-from narrowgauge.forecast.machine import pretend
+from narrowgauge import hardware, kernels
+from narrowgauge.engine import engine
+from narrowgauge.forecast.trace.cuda_rules import Rules
+from narrowgauge.forecast.trace.fake_gpu import pretend
 from narrowgauge.kernels import adamw
-from narrowgauge.nn import choose
-from narrowgauge.nn.precision import BACKENDS
+from narrowgauge.nn.products import choose_formats
+from narrowgauge.nn.step_context import BACKENDS
 
 H200 = hardware.find_gpu("h200")
 GLOBALS = [
-    (hardware, "detect"), (kernels, "HAVE_TRITON"), (engine, "HAVE_TRITON"), (choose, "measured"), (torch, "compile"),
+    (hardware, "detect"), (kernels, "HAVE_TRITON"), (engine, "HAVE_TRITON"), (choose_formats, "measured"),
+    (torch, "compile"),
     (torch, "clear_autocast_cache"), (F, "dropout"), (F, "scaled_dot_product_attention"), (torch.cuda, "is_available"),
     (torch.cuda, "Event"), (torch.cuda, "_initialized"), (adamw, "pieces"), (adamw, "_adamw_kernel"),
 ]  # fmt: skip
@@ -47,7 +49,7 @@ def test_the_machine_is_the_one_of_the_table() -> None:
         found = hardware.detect()
         assert (found.kind, found.gpu, found.capability) == ("cuda", hardware.find_gpu("A100-SXM4-80GB"), (8, 0))
         assert torch.cuda.is_available() and torch.cuda.get_device_properties(0).multi_processor_count == 108
-        assert choose.measured(1, 1, 1, found) is None
+        assert choose_formats.measured(1, 1, 1, found) is None
 
 
 def test_everything_is_put_back_even_after_an_error() -> None:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from narrowgauge import hardware, tasks
 from narrowgauge.errors import UsageError
-from narrowgauge.forecast.lifetimes import follow
-from narrowgauge.forecast.memory import Memory, fits, leaner, predict_memory, usable_bytes
-from narrowgauge.forecast.steps import STEPS, Traced, trace_steps
-from narrowgauge.forecast.study import Plan, advise, largest_batch
+from narrowgauge.forecast.memory.estimate import Memory, fits, leaner, predict_memory, usable_bytes
+from narrowgauge.forecast.memory.lifetimes import follow
+from narrowgauge.forecast.run import Plan, advise, largest_batch
+from narrowgauge.forecast.trace.trace_step import STEPS, Traced, trace_steps
 from narrowgauge.recipe import Recipe, parse
 from narrowgauge.task import Task
 

@@ -10,12 +10,19 @@ from torch import Tensor, nn
 
 from narrowgauge import hardware, tasks
 from narrowgauge.errors import NarrowgaugeError, UsageError
-from narrowgauge.forecast.ceilings import COPY, PRODUCT, SQUARE, Ceilings, check_below_roof
 from narrowgauge.forecast.compare import attention_cost, fusion_savings
-from narrowgauge.forecast.measure import _indices_below, _made, check_roofs, measure_calls, measure_roofs, measure_run
-from narrowgauge.forecast.roofline import Cost, costs_of, predict
-from narrowgauge.forecast.steps import Traced, trace_steps
-from narrowgauge.forecast.study import Plan
+from narrowgauge.forecast.run import Plan
+from narrowgauge.forecast.time.ceilings import COPY, PRODUCT, SQUARE, Ceilings, check_below_roof
+from narrowgauge.forecast.time.measure import (
+    _indices_below,
+    _made,
+    check_roofs,
+    measure_calls,
+    measure_roofs,
+    measure_run,
+)
+from narrowgauge.forecast.time.roofline import Cost, costs_of, predict
+from narrowgauge.forecast.trace.trace_step import Traced, trace_steps
 from narrowgauge.hardware import Device
 from narrowgauge.recipe import parse
 from narrowgauge.task import Task

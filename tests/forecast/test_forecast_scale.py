@@ -11,16 +11,16 @@ import pytest
 
 from narrowgauge import cli, hardware, tasks
 from narrowgauge.errors import UsageError
-from narrowgauge.forecast import overlap, scale
-from narrowgauge.forecast.ceilings import Ceilings
-from narrowgauge.forecast.few import FEW, Sample, take
-from narrowgauge.forecast.links import Cluster, cluster_of
-from narrowgauge.forecast.overlap import Work, run_copies, run_shards
-from narrowgauge.forecast.roofline import predict
-from narrowgauge.forecast.steps import trace_steps
-from narrowgauge.forecast.study import Plan
+from narrowgauge.forecast.cluster import overlap, scale
+from narrowgauge.forecast.cluster.collectives import Cluster, cluster_of
+from narrowgauge.forecast.cluster.overlap import Work, run_copies, run_shards
+from narrowgauge.forecast.run import Plan
+from narrowgauge.forecast.time.ceilings import Ceilings
+from narrowgauge.forecast.time.roofline import predict
+from narrowgauge.forecast.trace.extrapolate import FEW, Sample, take
+from narrowgauge.forecast.trace.trace_step import trace_steps
 from narrowgauge.models.llama import Llama, LlamaConfig
-from narrowgauge.ranks.spread import SHARDED_FROM
+from narrowgauge.ranks.distribute import SHARDED_FROM
 from narrowgauge.recipe import parse
 from narrowgauge.task import Task
 

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from narrowgauge import hardware, tasks
 from narrowgauge.engine import Engine
-from narrowgauge.forecast.memory import predict_memory
-from narrowgauge.forecast.shards import Rank, shard_rows
-from narrowgauge.forecast.steps import Traced, make_optimizer, trace_steps
+from narrowgauge.forecast.cluster.shards import Rank, shard_rows
+from narrowgauge.forecast.memory.estimate import predict_memory
+from narrowgauge.forecast.trace.trace_step import Traced, make_optimizer, trace_steps
 from narrowgauge.models.llama import Llama, LlamaConfig
 from narrowgauge.ranks import shard
 from narrowgauge.recipe import parse

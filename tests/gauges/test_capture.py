@@ -16,8 +16,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from narrowgauge import Engine, UsageError
-from narrowgauge.gauges import capture, captured
+from narrowgauge.gauges import capture
 from narrowgauge.gauges.capture import Recorder
+from narrowgauge.gauges.replay import capture_files
 
 Pair = namedtuple("Pair", ["x", "factor"])
 
@@ -88,9 +89,9 @@ def test_the_bad_step_is_captured_as_it_began(tmp_path: Path) -> None:
     path = loop.step(torch.nan)
     assert path == tmp_path / "step-00000002" and sorted(f.name for f in path.iterdir()) == [
         "capture.json",
-        captured.STATE,
+        capture_files.STATE,
     ]
-    held = captured.read(path)
+    held = capture_files.read(path)
     assert same(held.state["model"], before), "weights and buffers of before the step, batch statistics included"
     assert torch.isfinite(held.state["model"]["norm.running_mean"]).all()
     assert held.state["model"]["inner.weight"] is not None and held.step == 2
@@ -99,7 +100,7 @@ def test_the_bad_step_is_captured_as_it_began(tmp_path: Path) -> None:
     assert facts["exact"] is True and facts["weights_of_step"] == 2 and facts["applied"] is False
     first, second = held.state["microbatches"]
     assert torch.equal(first["random"]["torch"], random) and not torch.equal(second["random"]["torch"], random)
-    batch = captured.unpack(second["batch"])
+    batch = capture_files.unpack(second["batch"])
     assert type(batch).__name__ == "Pair" and batch.x.shape == (4, 8) and batch.factor.isnan()
     assert loop.lines == [f"step 2 is captured, as the loss is nan: narrowgauge replay {path}"]
 
@@ -107,15 +108,15 @@ def test_the_bad_step_is_captured_as_it_began(tmp_path: Path) -> None:
 def test_a_capture_holds_no_code(tmp_path: Path) -> None:
     path = Loop(tmp_path).step(torch.nan)
     assert path is not None
-    with safe_open(path / captured.STATE, "pt") as file:
+    with safe_open(path / capture_files.STATE, "pt") as file:
         assert set(json.loads(file.metadata()["tree"])["dict"]) == {"model", "buffers", "tensor_scales", "microbatches"}
-    assert json.loads((path / "capture.json").read_text())["format"] == captured.FORMAT
+    assert json.loads((path / "capture.json").read_text())["format"] == capture_files.FORMAT
 
 
 def test_shared_weights_are_written_once(tmp_path: Path) -> None:
     path = Loop(tmp_path).step(torch.nan)
     assert path is not None
-    model = captured.read(path).state["model"]
+    model = capture_files.read(path).state["model"]
     assert model["inner.weight"].data_ptr() == model["outer.weight"].data_ptr()
 
 
@@ -123,7 +124,7 @@ def test_one_capture_an_episode_and_so_many_in_all(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
     for factor in (1.0, torch.nan, torch.nan, 1.0, torch.inf, 1.0, torch.nan):
         loop.step(factor)
-    assert [path.name for path in captured.captures_in(tmp_path)] == ["step-00000002", "step-00000005"]
+    assert [path.name for path in capture_files.captures_in(tmp_path)] == ["step-00000002", "step-00000005"]
     assert Loop(tmp_path).step(torch.nan) is None, "captures of the folder count, whoever made them"
 
 
@@ -138,7 +139,7 @@ def test_a_full_disk_costs_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise OSError(errno.ENOSPC, "No space left on device")
 
     loop = Loop(tmp_path)
-    monkeypatch.setattr(captured, "write_tensors", full)
+    monkeypatch.setattr(capture_files, "write_tensors", full)
     assert loop.step(torch.nan) is None and loop.step() is None
     assert loop.lines == ["step 1 is not captured: [Errno 28] No space left on device"]
     assert list(tmp_path.iterdir()) == []
@@ -157,7 +158,7 @@ def test_an_overflow_under_a_dynamic_loss_scale_is_routine(tmp_path: Path) -> No
     assert [loop.step(overflowing) for _ in range(2)] == [None, None] and loop.engine.skipped == 2
     assert loop.step(overflowing) is not None, "but not again and again"
     assert "3 updates in a row were skipped" in loop.lines[0]
-    assert captured.read(tmp_path).facts["loss_scale"] == 2.0**14, "the one the step was made with"
+    assert capture_files.read(tmp_path).facts["loss_scale"] == 2.0**14, "the one the step was made with"
 
 
 def test_under_a_fixed_loss_scale_it_is_not(tmp_path: Path) -> None:
@@ -174,7 +175,7 @@ def test_a_step_can_be_asked_for(tmp_path: Path, ahead: int | None) -> None:
     before = copied(loop.model)
     path = loop.step()
     assert path is not None and not same(copied(loop.model), before)
-    held = captured.read(path)
+    held = capture_files.read(path)
     assert held.step == (ahead or 2) and same(held.state["model"], before)
     assert held.facts["exact"] and held.facts["why"] == "it was asked for" and held.facts["applied"]
 
@@ -206,7 +207,7 @@ def test_late_news_says_whose_weights_they_are(tmp_path: Path, monkeypatch: pyte
     loop.step()
     path = loop.recorder.settle()
     assert path == tmp_path / "step-00000002"
-    held = captured.read(path)
+    held = capture_files.read(path)
     assert held.facts["weights_of_step"] == 3 and held.facts["exact"] is False, "one good update came in between"
     parameters = dict(loop.model.named_parameters())
     assert torch.equal(held.state["model"]["inner.weight"], parameters["inner.weight"])
@@ -219,7 +220,7 @@ def test_late_news_of_skipped_steps_is_exact(tmp_path: Path, monkeypatch: pytest
     for factor in (1.0, torch.nan, torch.nan):
         loop.step(factor)
     path = loop.recorder.settle()
-    assert path is not None and captured.read(path).facts["exact"] is True
+    assert path is not None and capture_files.read(path).facts["exact"] is True
 
 
 def test_news_that_comes_too_late_costs_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +248,7 @@ def test_a_batch_that_was_written_over_is_told_of(tmp_path: Path, monkeypatch: p
     loop.recorder._seen[0].microbatches[0].batch.x.zero_()
     path = loop.recorder.settle()
     assert path is not None
-    facts = captured.read(path).facts
+    facts = capture_files.read(path).facts
     assert facts["batches_unchanged"] is False and facts["exact"] is False
 
 
@@ -265,15 +266,15 @@ def test_fp8_scales_are_those_of_the_step(tmp_path: Path) -> None:
             loss = model(batch).float().square().mean()
         engine.backward(loss)
         recorder.after(engine.step(), loss)
-    scales = captured.read(tmp_path).state["tensor_scales"]
+    scales = capture_files.read(tmp_path).state["tensor_scales"]
     assert torch.equal(scales["scale"], before) and scales["sites"] == list(engine.conversion.scales.sites)
 
 
 def test_a_slice_does_not_take_its_dataset_along() -> None:
     data = torch.zeros(1_000_000)
-    packed = captured.pack({"x": data[:10], "names": ["a", None, 1.5]})
+    packed = capture_files.pack({"x": data[:10], "names": ["a", None, 1.5]})
     assert packed["x"].untyped_storage().nbytes() == 40 and packed["names"] == ["a", None, 1.5]
-    assert [place for place, _ in captured.tensors_in(packed)] == ["['x']"]
+    assert [place for place, _ in capture_files.tensors_in(packed)] == ["['x']"]
 
 
 def test_bad_settings_are_refused(tmp_path: Path) -> None:
@@ -282,7 +283,7 @@ def test_bad_settings_are_refused(tmp_path: Path) -> None:
 
 
 def damage(path: Path, how: str) -> Path:
-    facts, state = path / "capture.json", path / captured.STATE
+    facts, state = path / "capture.json", path / capture_files.STATE
     if how == "missing":
         return path / "nowhere"
     if how == "empty folder":
@@ -325,7 +326,7 @@ def test_what_is_wrong_with_a_capture_is_one_line(tmp_path: Path, how: str, mess
     path = Loop(tmp_path).step(torch.nan)
     assert path is not None
     with pytest.raises(UsageError, match=message) as caught:
-        captured.read(damage(path, how))
+        capture_files.read(damage(path, how))
     assert "\n" not in str(caught.value)
 
 
@@ -335,8 +336,8 @@ def test_a_batch_of_unusual_tensors_is_captured_exactly(tmp_path: Path) -> None:
     )
     wave = torch.randn(3, dtype=torch.complex128)
     batch = {"graph": sparse, "wave": wave.conj(), 7: (torch.tensor(True), float("inf"))}
-    captured.write(tmp_path / "one", {"step": 1}, {"microbatches": [captured.pack(batch)]})
-    (back,) = captured.read(tmp_path / "one").state["microbatches"]
+    capture_files.write(tmp_path / "one", {"step": 1}, {"microbatches": [capture_files.pack(batch)]})
+    (back,) = capture_files.read(tmp_path / "one").state["microbatches"]
     assert torch.equal(back["graph"].to_dense(), sparse.to_dense()) and back["graph"].layout == torch.sparse_coo
     assert torch.equal(back["wave"], wave.conj().resolve_conj()) and back[7] == (torch.tensor(True), float("inf"))
 

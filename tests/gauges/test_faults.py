@@ -2,7 +2,7 @@
 
 import pytest
 
-from narrowgauge.gauges.faults import FAULTS, caught, run
+from narrowgauge.gauges.faults.faults import FAULTS, caught, run
 
 
 def test_there_are_enough():

@@ -9,8 +9,8 @@ from torch import nn
 
 from narrowgauge import Engine
 from narrowgauge.errors import TrainingStalled
-from narrowgauge.gauges.foretell import foretell
-from narrowgauge.gauges.probe import Watch
+from narrowgauge.gauges.rules.predict_formats import foretell
+from narrowgauge.gauges.watch.probe import Watch
 from narrowgauge.models.gpt import GPT, GPTConfig
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from narrowgauge import tasks
-from narrowgauge.runs.loop import train
 from narrowgauge.runs.settings import settle
+from narrowgauge.runs.train import train
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 RECIPES = ["fp32", "fp16", "bf16", "fp8", "bf16-lean", "fp8-lean", "bf16[master=none,moments=bf16]"]

@@ -6,7 +6,7 @@ import torch
 import narrowgauge as ng
 from narrowgauge import Engine
 from narrowgauge.errors import UsageError
-from narrowgauge.gauges.probe import Watch
+from narrowgauge.gauges.watch.probe import Watch
 from narrowgauge.models.gpt import GPT, GPTConfig
 from narrowgauge.models.llama import Llama, LlamaConfig
 

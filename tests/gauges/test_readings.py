@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from narrowgauge.formats import find_format
-from narrowgauge.gauges.readings import Reading, read_counts
-from narrowgauge.kernels.stats import Table, gather
+from narrowgauge.gauges.watch.readings import Reading, read_counts
+from narrowgauge.kernels.tensor_stats import Table, gather
 
 
 def reading(x, **fields):

@@ -20,9 +20,9 @@ import narrowgauge
 from narrowgauge import Engine, UsageError
 from narrowgauge.cli import main
 from narrowgauge.gauges.capture import Recorder
-from narrowgauge.gauges.replay import Replay, replay
+from narrowgauge.gauges.replay.replay import Replay, replay
 from narrowgauge.models.gpt import GPT, GPTConfig
-from narrowgauge.runs.feed import to_device
+from narrowgauge.runs.batches import to_device
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GPT_CONFIG = GPTConfig(layers=2, width=32, heads=2, context=16, vocab=256)
@@ -184,7 +184,7 @@ def test_sparse_gradients(tmp_path: Path) -> None:
 
 
 def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("narrowgauge.gauges.dataflow.PROGRESS_S", 0.0)
+    monkeypatch.setattr("narrowgauge.gauges.replay.nonfinite_flow.PROGRESS_S", 0.0)
     path = step_until_captured(Net(act(lambda x: (x - x).sqrt())()), mean_square, [draw(0)], tmp_path)
     lines: list[str] = []
     replay(path, Net(act(lambda x: (x - x).sqrt())()), mean_square, progress=lines.append)

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from narrowgauge.gauges.findings import SERIOUS, Log
-from narrowgauge.gauges.step_rules import Step, StepRules
+from narrowgauge.gauges.rules.step_rules import Step, StepRules
 
 
 def run(steps, scaled=False):

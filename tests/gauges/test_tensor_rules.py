@@ -8,9 +8,9 @@ from torch import nn
 from narrowgauge import Engine
 from narrowgauge.gauges.examiner import Examiner
 from narrowgauge.gauges.findings import SERIOUS, WARNING, Log
-from narrowgauge.gauges.probe import Look, Pulse
-from narrowgauge.gauges.readings import Reading
-from narrowgauge.gauges.tensor_rules import SiteRules, see_look
+from narrowgauge.gauges.rules.tensor_rules import SiteRules, see_look
+from narrowgauge.gauges.watch.probe import Look, Pulse
+from narrowgauge.gauges.watch.readings import Reading
 
 
 class Times(nn.Module):

@@ -11,7 +11,7 @@ from narrowgauge.kernels.activation import (
     swiglu_backward,
     swiglu_backward_reference,
 )
-from narrowgauge.kernels.tile import quantize_reference
+from narrowgauge.kernels.fp8_tile import quantize_reference
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SHAPES = [(4096, 3072), (1024, 11008), (130, 72), (5, 3), (16, 1), (144, 208)]

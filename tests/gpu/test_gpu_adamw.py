@@ -9,7 +9,7 @@ from narrowgauge.optim.check_words import words_of
 from narrowgauge.optim.masters import full, sample_full
 from narrowgauge.optim.norms import gradient_norms as all_norms
 from narrowgauge.optim.norms import total_norm
-from narrowgauge.optim.split import join, split
+from narrowgauge.optim.split_fp32 import join, split
 
 pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 SHAPES = [(768, 2304), (50304, 16), (768,), (1000, 48), (37, 19), (), (130,)]

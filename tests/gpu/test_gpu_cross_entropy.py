@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from narrowgauge.kernels import cross_entropy as ce
-from narrowgauge.nn.gemm import ALL_BF16, ALL_FP8, BF16, GemmChoice
-from narrowgauge.nn.head import head_loss
+from narrowgauge.nn.fused.head import head_loss
+from narrowgauge.nn.products.gemm import ALL_BF16, ALL_FP8, BF16, GemmChoice
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 pytestmark = [

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from narrowgauge.kernels import cublas
-from narrowgauge.nn.gemm import E4M3, E5M2, product_bf16, product_fp8
+from narrowgauge.nn.products.gemm import E4M3, E5M2, product_bf16, product_fp8
 
 BF16 = torch.bfloat16
 

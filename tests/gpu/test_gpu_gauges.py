@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from narrowgauge import Engine
-from narrowgauge.gauges.probe import Watch
-from narrowgauge.kernels.stats import Table, gather, gather_reference
+from narrowgauge.gauges.watch.probe import Watch
+from narrowgauge.kernels.tensor_stats import Table, gather, gather_reference
 from narrowgauge.models.gpt import GPT, GPTConfig
 
 pytestmark = [

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from narrowgauge.kernels.fp8_tile import quantize_reference
 from narrowgauge.kernels.norm import norm, norm_backward, norm_backward_reference, norm_reference
-from narrowgauge.kernels.tile import quantize_reference
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Synchronization debug mode"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from narrowgauge.kernels import FP8_MAX
-from narrowgauge.kernels.weight import (
+from narrowgauge.kernels.cast_weights import (
     cast_weight,
     cast_weight_again,
     cast_weight_delayed,

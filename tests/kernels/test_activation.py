@@ -18,7 +18,7 @@ from narrowgauge.kernels.activation import (
     swiglu_backward,
     swiglu_backward_reference,
 )
-from narrowgauge.kernels.tile import quantize_reference
+from narrowgauge.kernels.fp8_tile import quantize_reference
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 VARIANTS = pytest.mark.parametrize("approximate", ["none", "tanh"])

@@ -7,7 +7,7 @@ from narrowgauge import kernels
 from narrowgauge.kernels.adamw import gradient_norms
 from narrowgauge.optim import AdamW, narrow
 from narrowgauge.optim.adamw import full
-from narrowgauge.optim.split import join
+from narrowgauge.optim.split_fp32 import join
 
 SHAPES = [(64, 32), (48, 16), (2048,), (16,)]
 ODD = [(37, 19), (300,), (), (5, 3)]

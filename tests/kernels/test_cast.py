@@ -11,7 +11,7 @@ from oracle import KERNEL, assert_same, assert_transposed, draw, hardware_roundi
 from torch._subclasses import FakeTensorMode
 
 from narrowgauge.errors import UsageError
-from narrowgauge.kernels import FP8_MAX, fitting_scale, tile, use_triton
+from narrowgauge.kernels import FP8_MAX, fitting_scale, fp8_tile, use_triton
 from narrowgauge.kernels.cast import (
     cast,
     cast_transpose,
@@ -25,7 +25,7 @@ from narrowgauge.kernels.cast import (
     transpose,
     transpose_reference,
 )
-from narrowgauge.kernels.tile import FLUSHED, SATURATED, quantize_reference
+from narrowgauge.kernels.fp8_tile import FLUSHED, SATURATED, quantize_reference
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
@@ -88,8 +88,8 @@ def test_cast_and_transpose_follow_the_reference(dtype, shape):
 @KERNEL
 @pytest.mark.parametrize("rows", [256, 384, 512, 528, 640])
 def test_rows_beyond_the_grids_second_direction(rows, monkeypatch):
-    monkeypatch.setattr(tile, "MOST_DOWN", 2)
-    assert tile.tiles(rows, 64, {"BLOCK_N": 128, "BLOCK_D": 64}) == (1, 2, -(-rows // 256))
+    monkeypatch.setattr(fp8_tile, "MOST_DOWN", 2)
+    assert fp8_tile.tiles(rows, 64, {"BLOCK_N": 128, "BLOCK_D": 64}) == (1, 2, -(-rows // 256))
     x, scale = draw(rows, 64), torch.tensor(3.0)
     (amax, counts), (amax_reference, counts_reference) = statistics(), statistics()
     reference, _ = cast_transpose_reference(x, scale, E5M2, amax_reference, counts_reference)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from narrowgauge.kernels.embedding import embedding_gradient, embedding_gradient_reference
-from narrowgauge.nn import embedding
+from narrowgauge.nn.fused import embedding
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from narrowgauge import kernels
-from narrowgauge.kernels import stats
-from narrowgauge.kernels.stats import BINS, BLOCK, Table, gather
+from narrowgauge.kernels import tensor_stats
+from narrowgauge.kernels.tensor_stats import BINS, BLOCK, Table, gather
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPECIAL = [0.0, -0.0, 1.0, -1.5, 2.0**-126, 2.0**-140, 1e18, math.inf, -math.inf, math.nan, 65504.0, 2.0**-24]
@@ -23,7 +23,7 @@ def read(x, inverse=None):
 @pytest.fixture(params=["kernel", "reference"])
 def either(request, monkeypatch):
     if DEVICE == "cuda" and request.param == "reference":
-        monkeypatch.setattr("narrowgauge.kernels.stats.use_triton", lambda _: False)
+        monkeypatch.setattr("narrowgauge.kernels.tensor_stats.use_triton", lambda _: False)
     monkeypatch.setattr(kernels, "interpreting", request.param == "kernel")
 
 
@@ -74,7 +74,7 @@ def test_views_and_several_tensors_in_a_row():
 
 @pytest.mark.usefixtures("either")
 def test_large_tensors_are_counted_by_blocks_but_for_what_must_not_be_missed(monkeypatch):
-    monkeypatch.setattr(stats, "WHOLE", 2 * BLOCK)
+    monkeypatch.setattr(tensor_stats, "WHOLE", 2 * BLOCK)
     x = torch.randn(11 * BLOCK - 100, generator=torch.Generator().manual_seed(0))
     x[BLOCK + 7], x[BLOCK + 8], x[2 * BLOCK + 5] = math.inf, math.nan, 999.0
     counts, sizes = read(x)

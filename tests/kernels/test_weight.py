@@ -8,7 +8,7 @@ from oracle import KERNEL, assert_same, assert_transposed, hardware_rounding  # 
 from torch._subclasses import FakeTensorMode
 
 from narrowgauge.kernels import FP8_MAX
-from narrowgauge.kernels.weight import (
+from narrowgauge.kernels.cast_weights import (
     cast_weight,
     cast_weight_again,
     cast_weight_delayed,

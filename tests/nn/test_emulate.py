@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from narrowgauge.nn.emulate import EmulatedProducts
+from narrowgauge.nn.cpu_emulation import EmulatedProducts
 
 HALVES = [torch.bfloat16, torch.float16]
 

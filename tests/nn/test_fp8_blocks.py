@@ -8,9 +8,9 @@ import torch
 from narrowgauge import Engine
 from narrowgauge.models.gpt import GPT, GPTConfig
 from narrowgauge.models.llama import Llama, LlamaConfig
-from narrowgauge.nn import blocks
 from narrowgauge.nn.convert import convert
-from narrowgauge.nn.gemm import Operand
+from narrowgauge.nn.fused import blocks
+from narrowgauge.nn.products.gemm import Operand
 
 
 def gpt():

@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from narrowgauge import Engine
-from narrowgauge.nn import gemm
 from narrowgauge.nn.changes import find_change
 from narrowgauge.nn.convert import convert
-from narrowgauge.nn.gemm import FAST_DEPTH, Caster, GemmChoice
-from narrowgauge.nn.linear import ConvertedLinear
+from narrowgauge.nn.products import gemm
+from narrowgauge.nn.products.gemm import FAST_DEPTH, Caster, GemmChoice
+from narrowgauge.nn.products.linear import ConvertedLinear
 
 
 def mlp(inputs=32, hidden=48, outputs=16, bias=True):
@@ -100,7 +100,7 @@ def test_layers_that_do_not_fit_or_are_kept_stay_as_they_were_with_the_reason():
 )
 def test_products_can_be_mixed(choice, monkeypatch):
     from narrowgauge.nn import convert as conversion
-    from narrowgauge.nn.choose import Decision
+    from narrowgauge.nn.products.choose_formats import Decision
 
     monkeypatch.setattr(conversion, "decide", lambda *_: Decision(choice, "told so", {}))
     model, exact = mlp(), mlp().double()

@@ -8,8 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowgauge import Engine
 from narrowgauge.errors import UsageError
-from narrowgauge.nn.grouped import grouped_in_autocast, own_graphs
-from narrowgauge.nn.precision import explain
+from narrowgauge.nn.grouped_mm import grouped_in_autocast, own_graphs
+from narrowgauge.nn.step_context import explain
 from narrowgauge.recipe import parse
 
 # Outside of an engine nothing emulates BF16 on a CPU that has none.

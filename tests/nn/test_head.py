@@ -10,10 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from narrowgauge.errors import UsageError
 from narrowgauge.kernels import FP8_MAX, cast, fitting_scale
-from narrowgauge.kernels import weight as weight_kernel
-from narrowgauge.nn import head
-from narrowgauge.nn.gemm import ALL_BF16, ALL_FP8, BF16, E4M3, GemmChoice, Operand
-from narrowgauge.nn.head import default_chunk_rows, head_loss
+from narrowgauge.kernels import cast_weights as weight_kernel
+from narrowgauge.nn.fused import head
+from narrowgauge.nn.fused.head import default_chunk_rows, head_loss
+from narrowgauge.nn.products.gemm import ALL_BF16, ALL_FP8, BF16, E4M3, GemmChoice, Operand
 
 CHOICES = [GemmChoice(*formats) for formats in itertools.product(("bf16", "fp8"), repeat=3)]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

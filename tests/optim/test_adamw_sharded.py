@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from narrowgauge import kernels
 from narrowgauge.errors import UsageError
-from narrowgauge.optim import AdamW, full_precision, load_full_precision, narrow, plain_state, take_over
+from narrowgauge.optim import AdamW, convert_optimizer, full_precision, load_full_precision, narrow, plain_state
 from narrowgauge.optim.adamw import full
-from narrowgauge.optim.release import Release
+from narrowgauge.optim.gradient_release import Release
 from narrowgauge.optim.saved_states import ELEMENTWISE
 from narrowgauge.optim.sharded import local
 
@@ -317,7 +317,7 @@ def make_mistakes(mesh):
         Release([AdamW(model.parameters(), master="split")])
     model = build_sharded(mesh)
     with pytest.raises(UsageError, match="gradients=fp32 is not for sharded"):
-        take_over(torch.optim.AdamW(model.parameters()), "split", "8bit", model.parameters(), "fp32")
+        convert_optimizer(torch.optim.AdamW(model.parameters()), "split", "8bit", model.parameters(), "fp32")
     assert model[0].weight.dtype is torch.float32
     model(torch.ones(2, 40)).sum().backward()
     with pytest.raises(UsageError, match="has a gradient already"):
@@ -346,7 +346,7 @@ def take_over_and_resume(mesh):
     run(model, theirs, range(2))
     run(reference, other, range(2))
     theirs.zero_grad()
-    optimizer = take_over(theirs, "split", "fp32", model.parameters())
+    optimizer = convert_optimizer(theirs, "split", "fp32", model.parameters())
     for step in range(2, 5):
         run(model, optimizer, [step])
         for p, q in zip(model.parameters(), reference.parameters(), strict=True):

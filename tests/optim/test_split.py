@@ -3,7 +3,7 @@
 import numpy
 import torch
 
-from narrowgauge.optim.split import CARRIES, belongs, join, remainder_of, split
+from narrowgauge.optim.split_fp32 import CARRIES, belongs, join, remainder_of, split
 
 EDGES = (
     0x00000000, 0x00000001, 0x00007FFF, 0x00008000, 0x00008001, 0x0000FFFF, 0x00010000, 0x007FFFFF, 0x00800000,

@@ -9,7 +9,7 @@ from torch import nn
 
 from narrowgauge import Engine
 from narrowgauge.errors import UsageError
-from narrowgauge.optim import AdamW, full_precision, take_over
+from narrowgauge.optim import AdamW, convert_optimizer, full_precision
 from narrowgauge.optim.masters import full
 
 RECIPES = ["bf16-lean", "fp8-lean", "bf16[moments=8bit]", "bf16[moments=bf16]", "bf16[master=split]",
@@ -166,7 +166,7 @@ def test_complex_parameters_of_other_formats_are_refused_before_anything_is_chan
     model = nn.Linear(4, 4)
     model.other = nn.Parameter(torch.zeros(4, dtype=torch.complex128))
     with pytest.raises(UsageError, match="complex128"):
-        take_over(torch.optim.AdamW(model.parameters()), "split", "8bit", [model.weight])
+        convert_optimizer(torch.optim.AdamW(model.parameters()), "split", "8bit", [model.weight])
     assert model.weight.dtype is torch.float32
 
 
@@ -196,7 +196,7 @@ def test_a_state_that_torch_had_made_goes_on():
     plain, other = make(lr=1e-2, foreach=False)
     for step in range(4):
         if step == 2:
-            optimizer = take_over(optimizer, "fp32", "fp32", [])
+            optimizer = convert_optimizer(optimizer, "fp32", "fp32", [])
         for p, q in zip(lean.parameters(), plain.parameters(), strict=True):
             p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
             q.grad = p.grad.clone()

@@ -15,7 +15,7 @@ import torch
 
 def spread(ranks: int, job: Callable[..., Any], folder: Path, *arguments: Any) -> list[Any]:
     """Run a job in as many processes; what each returns, as JSON takes it, in the order of ranks."""
-    preload = [__name__, "narrowgauge.runs.loop", "narrowgauge.cli.train", "torch.distributed.fsdp"]
+    preload = [__name__, "narrowgauge.runs.train", "narrowgauge.cli.train", "torch.distributed.fsdp"]
     torch.multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

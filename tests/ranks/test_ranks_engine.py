@@ -11,10 +11,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 from narrowgauge import Engine
 from narrowgauge.errors import UsageError
 from narrowgauge.models.gpt import GPT, GPTConfig
-from narrowgauge.ranks import accord, replicate, shard
+from narrowgauge.ranks import replicate, shard, update_sync
 from narrowgauge.ranks.world import ALONE, joined
+from narrowgauge.runs.rank_batches import Share
 from narrowgauge.runs.schedule import make_adamw
-from narrowgauge.runs.share import Share
 
 RECIPES = ("fp32", "bf16", "fp16", "fp8", "bf16-lean", "fp8-lean", "bf16[keep=LayerNorm+lm_head]")
 
@@ -57,7 +57,7 @@ def curve(recipe, way, world=ALONE, accumulate=1, optimizer=None):
                 loss = engine.model(*share.cut(batch_of(number)))
             engine.backward(loss)
             report = engine.step()
-            total += engine.accord.average(loss.detach()).item() / share.microbatches
+            total += engine.update_sync.average(loss.detach()).item() / share.microbatches
         numbers.append((total, report.grad_norm))
     return numbers, engine
 
@@ -95,7 +95,7 @@ def accumulated():
     with joined("cpu") as world:
         dealt = curve("fp32", "fsdp", world, 4)[0]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(accord, "_are_too_large", lambda sharded: True)
+            patch.setattr(update_sync, "_are_too_large", lambda sharded: True)
             assert curve("fp32", "fsdp", world, 4)[0] == [pytest.approx(numbers) for numbers in dealt]
         cut = curve("fp32", "fsdp", world, 3)[0]
         other = curve("bf16", "fsdp", world, 1, sgd)[0]

@@ -13,7 +13,8 @@ import pytest
 from processes import spread
 
 from narrowgauge.cli import main
-from narrowgauge.runs import checkpoint, record
+from narrowgauge.runs import record
+from narrowgauge.runs.checkpoints import checkpoint
 
 TASK = ["gpt:2x64", "--context", "16", "--batch", "8", "--device", "cpu", "--log", "none", "--watch", "0"]
 

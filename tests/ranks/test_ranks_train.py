@@ -17,11 +17,12 @@ from safetensors.torch import load_file
 from narrowgauge.cli import main
 from narrowgauge.optim import full_precision
 from narrowgauge.optim.sharded import is_sharded
-from narrowgauge.ranks import draw
+from narrowgauge.ranks import init_model
 from narrowgauge.ranks.world import joined
-from narrowgauge.runs import checkpoint, record
-from narrowgauge.runs.life import Life, Observer
+from narrowgauge.runs import record
+from narrowgauge.runs.checkpoints import checkpoint
 from narrowgauge.runs.settings import reread
+from narrowgauge.runs.trainer import Observer, Trainer
 from narrowgauge.tasks import find
 
 TASK = ["gpt:2x64", "--context", "16", "--batch", "8", "--device", "cpu"]
@@ -45,7 +46,7 @@ def masters(folder, step):
     with joined("cpu") as world:
         settings = reread(record.read_configuration(folder)["settings"], parallel="fsdp")
         options = record.read_configuration(folder)["options"]
-        life = Life(find("gpt:2x64", **options), settings, folder, Observer(), world)
+        life = Trainer(find("gpt:2x64", **options), settings, folder, Observer(), world)
         path = checkpoint.path_of(folder, step)
         saved = checkpoint.read(path, life.engine)
         life.engine.load_state_dict({**saved.state["engine"], "model": saved.weights})
@@ -93,7 +94,7 @@ def test_from_four_ranks_to_two_and_to_one(tmp_path, recipe):
 def in_turns(folder):
     """As on a GPU that could not hold the model: drawn by one rank after the other."""
     os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
-    draw.is_too_large = lambda parameters, device: True
+    init_model.is_too_large = lambda parameters, device: True
     return cli("train", *TASK, "--steps", "4", "--recipe", "bf16", "--parallel", "fsdp", "--out", str(folder))
 
 

@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.gauges.readings import Reading
+from narrowgauge.gauges.watch.readings import Reading
 from narrowgauge.runs import record
 
 EVIL = "<script>alert(1)</script>"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from narrowgauge.formats import FORMATS
-from narrowgauge.gauges.readings import Reading
+from narrowgauge.gauges.watch.readings import Reading
 from narrowgauge.report.shares import Row, all_shares
 from narrowgauge.report.story import Story
 from narrowgauge.report.tensors import COLUMNS, LOWEST, MISSING, Tensors, decode, encode

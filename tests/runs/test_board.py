@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from narrowgauge.runs.board import Board
+from narrowgauge.runs.trackers.tensorboard import Board
 
 ignored = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # TensorBoard's reader, not narrowgauge, uses them
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from narrowgauge.errors import UsageError
-from narrowgauge.runs import checkpoint
+from narrowgauge.runs.checkpoints import checkpoint
 
 WEIGHTS = {"layer.weight": torch.randn(4, 3), "layer.bias": torch.randn(4).bfloat16()}
 STATE = {"optimizers": [{"state": {0: {"step": torch.tensor(7.0), "exp_avg": torch.randn(4, 3)}}}], "scale": 65536.0}

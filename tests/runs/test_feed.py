@@ -17,11 +17,11 @@ from test_loop import StopAt
 
 from narrowgauge import random_state
 from narrowgauge.errors import UsageError
-from narrowgauge.runs import checkpoint
-from narrowgauge.runs.feed import BadData, Feed, check_finite, make_alone, to_device
-from narrowgauge.runs.loop import train
+from narrowgauge.runs.batches import BadData, Feed, check_finite, make_alone, to_device
+from narrowgauge.runs.checkpoints import checkpoint
+from narrowgauge.runs.rank_batches import Share
 from narrowgauge.runs.settings import settle
-from narrowgauge.runs.share import Share
+from narrowgauge.runs.train import train
 from narrowgauge.task import Task
 
 

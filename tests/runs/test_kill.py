@@ -19,12 +19,13 @@ import pytest
 from killable import live
 from test_loop import assert_same_run
 
-from narrowgauge.runs import checkpoint, record
+from narrowgauge.runs import record
+from narrowgauge.runs.checkpoints import checkpoint
 
 KILLS = 30
 STEPS = 400
 PATIENCE_S = 60
-PRELOAD = ["killable", "torch", "torch._dynamo", "narrowgauge.runs.board", "narrowgauge.runs.loop"]
+PRELOAD = ["killable", "torch", "torch._dynamo", "narrowgauge.runs.trackers.tensorboard", "narrowgauge.runs.train"]
 TASK = f"{Path(__file__).parent / 'tiny_task.py'}:command_line"
 
 

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import UsageError
-from narrowgauge.runs import checkpoint, record
-from narrowgauge.runs.life import Observer
-from narrowgauge.runs.loop import train
+from narrowgauge.runs import record
+from narrowgauge.runs.checkpoints import checkpoint
 from narrowgauge.runs.result import Result
 from narrowgauge.runs.settings import Settings, settle
+from narrowgauge.runs.train import train
+from narrowgauge.runs.trainer import Observer
 from narrowgauge.task import Task
 
 

@@ -20,7 +20,7 @@ import torch
 
 import narrowgauge
 from narrowgauge.cli import main
-from narrowgauge.runs import checkpoint
+from narrowgauge.runs.checkpoints import checkpoint
 
 TASK = f"{Path(__file__).parent / 'tiny_task.py'}:command_line"
 SOURCE = Path(narrowgauge.__file__).parent

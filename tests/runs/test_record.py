@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from narrowgauge.errors import UsageError
-from narrowgauge.runs import lines, record
+from narrowgauge.runs import json_lines as lines
+from narrowgauge.runs import record
 
 
 def fill(folder: Path, steps: int) -> None:

@@ -15,9 +15,10 @@ from test_loop import StopAt, assert_same_run, make_settings
 from torch import Tensor, nn
 
 from narrowgauge.errors import UsageError
-from narrowgauge.runs import checkpoint, record
-from narrowgauge.runs.loop import train
+from narrowgauge.runs import record
+from narrowgauge.runs.checkpoints import checkpoint
 from narrowgauge.runs.result import Result
+from narrowgauge.runs.train import train
 from narrowgauge.task import Task
 
 STEPS = 160

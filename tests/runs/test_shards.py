@@ -11,8 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from narrowgauge.errors import UsageError
-from narrowgauge.runs import ranked
-from narrowgauge.runs.shards import TABLE, ShardReader, ShardWriter
+from narrowgauge.runs.checkpoints import sharded
+from narrowgauge.runs.checkpoints.shard_storage import TABLE, ShardReader, ShardWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 DTYPES = [
@@ -32,7 +32,7 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
     try:
         dcp.load(tensors, storage_reader=ShardReader(folder), no_dist=True)
     except BaseException as error:
-        raise ranked.cause(error) from error
+        raise sharded.cause(error) from error
     return tensors
 
 

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from narrowgauge.errors import UsageError
-from narrowgauge.runs import record, trackers
+from narrowgauge.runs import record
+from narrowgauge.runs.trackers import base
 
 Story = dict[tuple[str, int], float]
 CONFIGURATION = {"task": "tiny", "settings": {"steps": 9, "learning_rate": 0.1, "odd (name)": None}, "options": {}}
@@ -41,11 +42,11 @@ def numbers(step: int, life: int = 0) -> dict[str, float]:
 
 def live(
     names: str, folder: Path, steps: range, life: int = 0, close: bool = True, told: list[str] | None = None
-) -> trackers.Trackers:
-    """What Life does with the record and the trackers, over some steps."""
+) -> base.Trackers:
+    """What Trainer does with the record and the trackers, over some steps."""
     lines: list[str] = [] if told is None else told
     record.cut_after(folder, steps.start - 1) if (folder / record.EVENTS).exists() else folder.mkdir(exist_ok=True)
-    tracking = trackers.begin(trackers.parse(names), folder, CONFIGURATION, steps.start, lines.append)
+    tracking = base.begin(base.parse(names), folder, CONFIGURATION, steps.start, lines.append)
     with record.Record(folder) as events:
         for step in steps:
             values = numbers(step, life)
@@ -63,7 +64,7 @@ def live(
 
 def recorded(folder: Path) -> Story:
     story: Story = {}
-    for group, step, values in trackers.history(folder, 10**9):
+    for group, step, values in base.history(folder, 10**9):
         story |= {(f"{group}/{name}", step): value for name, value in values.items()}
     return story
 
@@ -122,12 +123,12 @@ def read_mlflow(folder: Path) -> tuple[Story, Any]:
 
 
 def test_names_are_parsed() -> None:
-    assert trackers.parse("tensorboard") == ("tensorboard",)
-    assert trackers.parse(" WandB, mlflow ,wandb") == ("wandb", "mlflow")
-    assert trackers.parse("none") == ()
+    assert base.parse("tensorboard") == ("tensorboard",)
+    assert base.parse(" WandB, mlflow ,wandb") == ("wandb", "mlflow")
+    assert base.parse("none") == ()
     for wrong in ("", "wand", "none,wandb"):
         with pytest.raises(UsageError, match="tensorboard, wandb, mlflow"):
-            trackers.parse(wrong)
+            base.parse(wrong)
 
 
 def test_wandb_holds_the_numbers_of_the_record(tmp_path: Path) -> None:
@@ -316,9 +317,9 @@ class Stuck:
 
 
 def test_training_never_waits_for_a_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackers, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(base, "PATIENCE_S", 0.1)
     stuck, told = Stuck(), list[str]()
-    posted = trackers.Posted("Stuck", lambda note: stuck, told.append)
+    posted = base.Posted("Stuck", lambda note: stuck, told.append)
     began = time.perf_counter()
     for step in range(10_000):
         posted.add("train", step, {"loss": 1.0})
@@ -330,9 +331,9 @@ def test_training_never_waits_for_a_tracker(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_numbers_that_nobody_takes_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackers, "MOST_WAITING", 100)
+    monkeypatch.setattr(base, "MOST_WAITING", 100)
     stuck, told = Stuck(), list[str]()
-    posted = trackers.Posted("Stuck", lambda note: stuck, told.append)
+    posted = base.Posted("Stuck", lambda note: stuck, told.append)
     for step in range(1000):
         posted.add("train", step, {"loss": 1.0})
     posted.close()
@@ -343,10 +344,10 @@ def test_numbers_that_nobody_takes_do_not_fill_the_memory(monkeypatch: pytest.Mo
 def test_lines_are_told_by_the_thread_that_trains() -> None:
     tellers: list[int] = []
 
-    def fail(note: trackers.Tell) -> trackers.Sender:
+    def fail(note: base.Tell) -> base.Sender:
         note("first a note")
         raise SystemExit("then\nthe end")
 
-    posted = trackers.Posted("It", fail, lambda line: tellers.append(threading.get_ident()))
+    posted = base.Posted("It", fail, lambda line: tellers.append(threading.get_ident()))
     posted.close()
     assert tellers == [threading.get_ident()] * 2

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from narrowgauge.errors import UsageError
 from narrowgauge.runs import record
-from narrowgauge.runs.board import Board
-from narrowgauge.runs.life import Observer
-from narrowgauge.runs.loop import train
 from narrowgauge.runs.settings import settle
+from narrowgauge.runs.trackers.tensorboard import Board
+from narrowgauge.runs.train import train
+from narrowgauge.runs.trainer import Observer
 from narrowgauge.task import Task
-from narrowgauge.validate.foreign import Curves, Series, compare, pair, read, read_all
-from narrowgauge.validate.verdict import BETTER, EQUIVALENT, INCONCLUSIVE, WORSE
+from narrowgauge.validate.curves.external_runs import Curves, Series, compare, pair, read, read_all
+from narrowgauge.validate.statistics.verdict import BETTER, EQUIVALENT, INCONCLUSIVE, WORSE
 
 
 def write_lines(path, rows):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from narrowgauge.validate.inquiry import FIRST, LEVELS, Inquiry
-from narrowgauge.validate.verdict import ALPHA
+from narrowgauge.validate.statistics.sample_size import FIRST, LEVELS, Inquiry
+from narrowgauge.validate.statistics.verdict import ALPHA
 
 BENCH = Path(__file__).resolve().parents[2] / "bench" / "sequential.py"
 

@@ -13,8 +13,8 @@ from narrowgauge.errors import UsageError
 from narrowgauge.formats import round_to
 from narrowgauge.recipe import parse
 from narrowgauge.task import Task
-from narrowgauge.validate.layers import compare
-from narrowgauge.validate.sqnr import Tally, capped, rounded, spoken
+from narrowgauge.validate.layers.compare import compare
+from narrowgauge.validate.layers.sqnr import Tally, capped, rounded, spoken
 
 FP32 = parse("fp32")
 

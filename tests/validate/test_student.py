@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from narrowgauge.validate.student import normal_cdf, spread, t_cdf, t_quantile
+from narrowgauge.validate.statistics.t_distribution import normal_cdf, spread, t_cdf, t_quantile
 
 stats = pytest.importorskip("scipy.stats")
 

@@ -12,7 +12,7 @@ import pytest
 import child_processes
 import narrowgauge as ng
 from narrowgauge.runs import record
-from narrowgauge.validate import curves, pilot
+from narrowgauge.validate.curves import paired_runs, run_length
 
 PLANTED = Path(__file__).with_name("planted.py")
 
@@ -77,14 +77,14 @@ def test_a_task_in_hand_or_a_function_of_the_seed(tmp_path):
 def test_the_length_is_chosen_once(tmp_path, monkeypatch):
     said = []
     found = validate(tmp_path, "healthy", "bf16", seeds=1, budget_s=1e-3, tell=said.append)
-    assert found.question.settings["steps"] == pilot.LENGTHS[0] and "an update takes" in said[0]
-    monkeypatch.setattr(pilot, "train", None)  # not timed again
+    assert found.question.settings["steps"] == run_length.LENGTHS[0] and "an update takes" in said[0]
+    monkeypatch.setattr(run_length, "train", None)  # not timed again
     again = validate(tmp_path, "healthy", "bf16", seeds=1, budget_s=1e-3)
-    assert again.question.settings["steps"] == pilot.LENGTHS[0] and not again.runs["bf16", 0].fresh
+    assert again.question.settings["steps"] == run_length.LENGTHS[0] and not again.runs["bf16", 0].fresh
 
 
 def test_what_a_run_costs_beside_its_updates_is_counted(tmp_path):
-    assert pilot.Pilot(update_s=0.25, beside_s=5.0, evaluations=8).updates_in(0.85 * 100) == 320 - 8
+    assert run_length.Pilot(update_s=0.25, beside_s=5.0, evaluations=8).updates_in(0.85 * 100) == 320 - 8
     said = []
     found = validate(tmp_path, "healthy", "bf16", seeds=1, budget_s=600, tell=said.append)
     assert found.question.settings["steps"] == 100
@@ -103,7 +103,7 @@ def test_what_a_run_costs_beside_its_updates_is_counted(tmp_path):
     ("steps", "update_s", "every"), [(100, None, 25), (100, 1.0, 0), (1000, 1.0, 120), (9, 500, 1)]
 )
 def test_runs_that_take_long_write_checkpoints(steps, update_s, every):
-    assert curves._checkpoint_every(steps, update_s) == every
+    assert paired_runs._checkpoint_every(steps, update_s) == every
 
 
 def test_interrupted_it_resumes(tmp_path):

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from narrowgauge.errors import UsageError
-from narrowgauge.validate.verdict import (
+from narrowgauge.validate.statistics.verdict import (
     BETTER,
     EQUIVALENT,
     INCONCLUSIVE,

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from narrowgauge.bench.baselines import Peer, Step, contestants
 from narrowgauge.engine import Engine
 from narrowgauge.errors import NarrowgaugeError, UsageError
 from narrowgauge.hardware import Device
-from narrowgauge.nn.precision import settle_attention_order
-from narrowgauge.peers import Peer, Step, contestants
+from narrowgauge.nn.step_context import settle_attention_order
 from narrowgauge.recipe import Recipe, refusal
 from narrowgauge.task import Task
 

@@ -14,7 +14,7 @@ from narrowgauge.cli.terminal import say, show_table
 from narrowgauge.errors import UsageError
 
 if TYPE_CHECKING:
-    from narrowgauge.gauges import faults
+    from narrowgauge.gauges.faults import faults
 
 ABOUT = "make a classic mistake of low-precision training, and see what it does and which finding catches it"
 _BARS = "▁▂▃▄▅▆▇█"
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    from narrowgauge.gauges.faults import FAULTS
+    from narrowgauge.gauges.faults.faults import FAULTS
 
     out = prose(args)
     if args.fault is None:
@@ -50,8 +50,8 @@ def run(args: argparse.Namespace) -> Outcome:
 
 def _run(fault: faults.Fault, out: TextIO) -> dict[str, Any]:
     """Both runs; ``caught`` is whether the mistake was named and its twin was not accused."""
-    from narrowgauge.gauges import faults
-    from narrowgauge.runs.lines import plain
+    from narrowgauge.gauges.faults import faults
+    from narrowgauge.runs.json_lines import plain
 
     say(f"\n{fault.name}: {fault.about}", out)
     begin = time.perf_counter()

@@ -173,14 +173,14 @@ def _product(device: Device, format: str, rates: dict[str, float], seed: int) ->
     """Multiply two matrices, compare with float64, and time it. FP32 goes first: the others are set beside it."""
     import torch
 
-    from narrowgauge.nn.precision import Surroundings
+    from narrowgauge.nn.step_context import StepContext
     from narrowgauge.recipe import NAMED
 
     # Without native support torch is up to 250 times slower than in FP32 (BF16, Neoverse-N1): keep it small there.
     size = 4096 if device.kind == "cuda" else 256 if format in device.native else 64
     generator = torch.Generator(device.torch_device).manual_seed(seed)
     a, b = (torch.randn(size, size, generator=generator, device=device.torch_device) for _ in range(2))
-    with Surroundings(NAMED[format], torch.device(device.torch_device), emulated=False).backward():
+    with StepContext(NAMED[format], torch.device(device.torch_device), emulated=False).backward():
         a_lp, b_lp, multiply = _operands(a, b, format)
         result = multiply()
         reference = a_lp[:64].double() @ b_lp.double()
@@ -238,7 +238,7 @@ def _attention(device: Device) -> str:
     from torch.nn.attention import sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
-    from narrowgauge.nn.precision import BACKENDS, FUSED
+    from narrowgauge.nn.step_context import BACKENDS, FUSED
 
     dtype = torch.bfloat16 if "bf16" in device.native else torch.float16
     ran, refused = [], []

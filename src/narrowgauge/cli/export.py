@@ -23,8 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    from narrowgauge.runs import checkpoint
-    from narrowgauge.runs.plain import write_weights
+    from narrowgauge.runs.checkpoints import checkpoint
+    from narrowgauge.runs.checkpoints.weights_file import write_weights
 
     folder, out = Path(args.run_folder), prose(args)
     if args.file:
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def _checkpoint(folder: Path, step: int | None, tell: Callable[[str], None]) -> Path:
-    from narrowgauge.runs import checkpoint
+    from narrowgauge.runs.checkpoints import checkpoint
 
     if files.is_file(folder / "manifest.json") and step is None:
         return folder

@@ -12,9 +12,9 @@ from narrowgauge.cli.terminal import say, show_table
 from narrowgauge.errors import UsageError
 
 if TYPE_CHECKING:
-    from narrowgauge.forecast.links import Cluster
-    from narrowgauge.forecast.memory import Memory
-    from narrowgauge.forecast.study import Outlook, Plan
+    from narrowgauge.forecast.cluster.collectives import Cluster
+    from narrowgauge.forecast.memory.estimate import Memory
+    from narrowgauge.forecast.run import Outlook, Plan
     from narrowgauge.hardware import Device, Gpu
     from narrowgauge.recipe import Recipe
     from narrowgauge.task import Task
@@ -70,7 +70,7 @@ def add_scale_arguments(parser: argparse.ArgumentParser) -> None:
 
 def cluster_for(args: argparse.Namespace, gpu: Gpu) -> Cluster | None:
     """The GPUs that were asked for; None where one is meant."""
-    from narrowgauge.forecast.links import cluster_of
+    from narrowgauge.forecast.cluster.collectives import cluster_of
 
     if args.gpus is None:
         if args.nodes is not None:
@@ -84,15 +84,15 @@ def cluster_for(args: argparse.Namespace, gpu: Gpu) -> Cluster | None:
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    from narrowgauge.forecast import study
-    from narrowgauge.forecast.machine import device_of
+    from narrowgauge.forecast.run import Plan, look
+    from narrowgauge.forecast.trace.fake_gpu import device_of
     from narrowgauge.recipe import parse
 
     if args.gpu and "," in args.gpu:
         raise UsageError(f"--gpu {args.gpu}: memory asks about one GPU at a time; roofline takes several")
     task, gpu, device = find(args)
     cluster = cluster_for(args, gpu)
-    plan = study.Plan(
+    plan = Plan(
         task=task, gpu=gpu, accumulate=args.accumulate, compile=args.compile, shards=args.shards, cluster=cluster,
         parallel=args.parallel,
     )  # fmt: skip
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> Outcome:
                 raise
             tell(f"{recipe}: left out: {error}")  # of the default ones, not every one suits every optimizer
             continue
-        outlook = study.look(plan, recipe, traced, search, tell)
+        outlook = look(plan, recipe, traced, search, tell)
         parameters = traced.parameters
         measured = _measure(args, plan, recipe, device)
         rows[str(recipe)] = _describe(outlook, measured, gpu if args.gpu else None)
@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> Outcome:
 def find(args: argparse.Namespace) -> tuple[Task, Gpu, Device]:
     """The task, the GPU it is forecast for, and the device at hand."""
     from narrowgauge import hardware, tasks
-    from narrowgauge.forecast.study import DEFAULT_GPU
+    from narrowgauge.forecast.run import DEFAULT_GPU
 
     device = hardware.detect(args.device)
     name = args.gpu.split(",")[0] if args.gpu else device.gpu.name if device.gpu else DEFAULT_GPU
@@ -152,7 +152,7 @@ def find(args: argparse.Namespace) -> tuple[Task, Gpu, Device]:
 
 def runnable(text: str, gpu: Gpu, default: str) -> list[str]:
     """The recipes that were asked for; of the default ones, those that the GPU can run."""
-    from narrowgauge.forecast.machine import device_of
+    from narrowgauge.forecast.trace.fake_gpu import device_of
     from narrowgauge.recipe import parse, refusal, split
 
     texts = split(text)
@@ -174,7 +174,7 @@ def _measure(args: argparse.Namespace, plan: Plan, recipe: Recipe, device: Devic
         return None
     import torch
 
-    from narrowgauge.forecast.measure import measure_run
+    from narrowgauge.forecast.time.measure import measure_run
 
     tell(f"{recipe}: measuring")
     try:

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from narrowgauge.cli.terminal import has_rich
 from narrowgauge.errors import printable
-from narrowgauge.runs.life import Observer
+from narrowgauge.runs.trainer import Observer
 
 EVERY_S = 10.0
 """Seconds between two plain lines."""

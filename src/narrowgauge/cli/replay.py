@@ -17,8 +17,8 @@ from narrowgauge.errors import UsageError, printable
 if TYPE_CHECKING:
     from torch import nn
 
-    from narrowgauge.gauges.captured import Capture
-    from narrowgauge.gauges.replay import Replay
+    from narrowgauge.gauges.replay.capture_files import Capture
+    from narrowgauge.gauges.replay.replay import Replay
     from narrowgauge.task import Task
 
 ABOUT = "run a captured step again, op by op, and name the op that made the first inf or NaN"
@@ -33,10 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    from narrowgauge.gauges import captured
-    from narrowgauge.gauges.replay import replay
+    from narrowgauge.gauges.replay import capture_files
+    from narrowgauge.gauges.replay.replay import replay
 
-    held = captured.read(Path(args.capture))
+    held = capture_files.read(Path(args.capture))
     device, task = _device(args, held), _task(args, held)
     out = prose(args)
     facts = held.facts

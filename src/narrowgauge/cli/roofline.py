@@ -22,13 +22,13 @@ from narrowgauge.cli.terminal import say, show_table
 from narrowgauge.errors import UsageError
 
 if TYPE_CHECKING:
-    from narrowgauge.forecast.ceilings import Ceilings
+    from narrowgauge.forecast.cluster.scale import Scaled
     from narrowgauge.forecast.compare import AttentionCost, Saving
-    from narrowgauge.forecast.few import Sample
-    from narrowgauge.forecast.roofline import Cost, Layer, Roofline
-    from narrowgauge.forecast.scale import Scaled
-    from narrowgauge.forecast.steps import Traced
-    from narrowgauge.forecast.study import Plan
+    from narrowgauge.forecast.run import Plan
+    from narrowgauge.forecast.time.ceilings import Ceilings
+    from narrowgauge.forecast.time.roofline import Cost, Layer, Roofline
+    from narrowgauge.forecast.trace.extrapolate import Sample
+    from narrowgauge.forecast.trace.trace_step import Traced
     from narrowgauge.hardware import Device, Gpu
     from narrowgauge.task import Task
 
@@ -72,14 +72,14 @@ def run(args: argparse.Namespace) -> Outcome:
 
 def _forecast(args: argparse.Namespace, task: Task, gpu: Gpu, device: Device, out: TextIO) -> dict[str, Any]:
     """Everything about one GPU."""
-    from narrowgauge.forecast import study
-    from narrowgauge.forecast.ceilings import Ceilings
-    from narrowgauge.forecast.machine import device_of
-    from narrowgauge.forecast.roofline import add_up, costs_of, predict
+    from narrowgauge.forecast.run import Plan
+    from narrowgauge.forecast.time.ceilings import Ceilings
+    from narrowgauge.forecast.time.roofline import add_up, costs_of, predict
+    from narrowgauge.forecast.trace.fake_gpu import device_of
     from narrowgauge.recipe import parse
 
     cluster = cluster_for(args, gpu)
-    plan = study.Plan(
+    plan = Plan(
         task=task, gpu=gpu, accumulate=args.accumulate, compile=args.compile, cluster=cluster, parallel=args.parallel
     )
     at_hand = device.kind == "cuda" and device.gpu is gpu and not args.no_measure and cluster is None
@@ -131,8 +131,8 @@ def _forecast(args: argparse.Namespace, task: Task, gpu: Gpu, device: Device, ou
 
 def describe_scale(plan: Plan, sample: Sample, ceilings: Ceilings, args: argparse.Namespace) -> dict[str, Any]:
     """An update on the plan's GPUs, on fewer of them, and with the other way of sharing."""
-    from narrowgauge.forecast.memory import fits
-    from narrowgauge.forecast.scale import predict_scaled, sizes_up_to
+    from narrowgauge.forecast.cluster.scale import predict_scaled, sizes_up_to
+    from narrowgauge.forecast.memory.estimate import fits
 
     assert plan.cluster is not None
     full = predict_scaled(sample, ceilings, plan.cluster, plan.parallel)
@@ -235,7 +235,7 @@ def collapse(layers: list[Layer]) -> list[Layer]:
 
 
 def _measure_roofs(device: Device) -> dict[str, float]:
-    from narrowgauge.forecast.measure import measure_roofs
+    from narrowgauge.forecast.time.measure import measure_roofs
 
     tell("measuring the roofs: a copy, and a product in each format")
     return measure_roofs(device)
@@ -243,7 +243,7 @@ def _measure_roofs(device: Device) -> dict[str, float]:
 
 def _measure(args: argparse.Namespace, plan: Plan, traced: Traced, costs: list[Cost], device: Device) -> dict[str, Any]:
     """The real step, and each operation by itself."""
-    from narrowgauge.forecast.measure import measure_calls, measure_run
+    from narrowgauge.forecast.time.measure import measure_calls, measure_run
 
     tell(f"{traced.recipe}: measuring")
     whole = measure_run(plan.task, traced.recipe, device, compile=args.compile, accumulate=traced.accumulate)

@@ -106,7 +106,7 @@ def _run(args: argparse.Namespace, world: World) -> Outcome:
     from narrowgauge.cli.progress import make_progress
     from narrowgauge.ranks.world import restarts
     from narrowgauge.runs import record
-    from narrowgauge.runs.loop import train
+    from narrowgauge.runs.train import train
 
     out = prose(args) if world.first else io.StringIO()
     if restarts() and args.resume is None and args.out is not None and world.told(record.holds_run(Path(args.out))):
@@ -257,7 +257,7 @@ def _introduce(task: Task, settings: Settings, folder: Path, why: str | None, ou
 
 
 def _describe(result: Result, facts: dict[str, Any]) -> dict[str, Any]:
-    from narrowgauge.runs.lines import plain
+    from narrowgauge.runs.json_lines import plain
 
     data = dataclasses.asdict(result)
     data["steps"], data["steps_planned"] = data.pop("step"), data["steps"]

@@ -117,11 +117,11 @@ def _take_over(args: argparse.Namespace, base: dict[str, Any]) -> None:
 
 
 def _compare_logs(args: argparse.Namespace) -> Outcome:
-    from narrowgauge.validate import foreign
+    from narrowgauge.validate.curves import external_runs
 
     out = prose(args)
-    reference, candidate = (foreign.read_all(Path(path), args.tag) for path in args.curves)
-    found = foreign.compare(reference, candidate, args.margin)
+    reference, candidate = (external_runs.read_all(Path(path), args.tag) for path in args.curves)
+    found = external_runs.compare(reference, candidate, args.margin)
     show_table(f"{args.curves[1]} against {args.curves[0]}: {found.what}", *found.table(), out)
     for note in found.notes:
         say(note, out)

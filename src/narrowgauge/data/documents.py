@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from narrowgauge import files
-from narrowgauge.data import cache, foreign, tables
+from narrowgauge.data import cache, file_type, tables
 from narrowgauge.data.fields import as_text, choose_field
 from narrowgauge.errors import UsageError, one_line
 
@@ -164,7 +164,7 @@ def _refuse_impostor(file: Path) -> None:
         start = stream.read(16)
     if not start:
         raise UsageError(f"{file} is empty; write it again or leave it out")
-    name, what = file.name.lower(), foreign.recognise(start)
+    name, what = file.name.lower(), file_type.recognise(start)
     expected = {".parquet": "a Parquet file", ".gz": "a gzip archive"}.get(Path(name).suffix)
     if what != expected:
         found = f"{what}," if what else "damaged or"

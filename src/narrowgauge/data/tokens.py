@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from narrowgauge import files
-from narrowgauge.data import cache, corpus, foreign, tables
+from narrowgauge.data import cache, corpus, file_type, tables
 from narrowgauge.data.cache import Array
 from narrowgauge.data.corpus import Text
 from narrowgauge.data.documents import EVAL_WORDS, is_for_evaluation
@@ -135,8 +135,8 @@ def _refuse_binary(path: Path) -> None:
     if why := files.why_unreadable(path):
         raise UsageError(f"cannot read {path} ({why}); give a text that can be read")
     with path.open("rb") as file:
-        start = file.read(foreign.LOOK_BYTES)
-    if why := foreign.why_no_text(start):
+        start = file.read(file_type.LOOK_BYTES)
+    if why := file_type.why_no_text(start):
         raise UsageError(
             f"{path} {why}, where text was expected; give UTF-8 text, .jsonl, .json, .csv, .parquet or a .bin of tokens"
         )
@@ -151,7 +151,7 @@ def read_bin(path: Path) -> Array:
         start = file.read(4 * HEADER_INTS)
     if not size:
         raise UsageError(f"{path} is empty; give a .bin of tokens, or write this one again")
-    if what := foreign.recognise(start):
+    if what := file_type.recognise(start):
         raise UsageError(f"{path} is {what}, not a .bin of tokens; write the tokens as uint16 or give the text")
     first = int.from_bytes(start[:4], "little")
     if int.from_bytes(start[:4], "big") in LLMC:
@@ -247,6 +247,6 @@ def _is_text(file: Path, root: Path) -> bool:
         return False
     try:
         with file.open("rb") as stream:
-            return foreign.why_no_text(stream.read(foreign.LOOK_BYTES)) is None
+            return file_type.why_no_text(stream.read(file_type.LOOK_BYTES)) is None
     except OSError as error:
         raise UsageError(f"cannot read {file} ({error.strerror}); make it readable or leave it out") from error

@@ -11,12 +11,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from narrowgauge.forecast.study import Forecast
+    from narrowgauge.forecast.run import Forecast
 
 
 class _Callable(ModuleType):
     def __call__(self, *args: Any, **kwargs: Any) -> Forecast:
-        from narrowgauge.forecast.study import forecast
+        from narrowgauge.forecast.run import forecast
 
         return forecast(*args, **kwargs)
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from narrowgauge.forecast.ceilings import Ceilings
-from narrowgauge.forecast.memory import predict_memory
-from narrowgauge.forecast.roofline import Roofline, predict
-from narrowgauge.forecast.steps import Traced
-from narrowgauge.forecast.study import Plan
+from narrowgauge.forecast.memory.estimate import predict_memory
+from narrowgauge.forecast.run import Plan
+from narrowgauge.forecast.time.ceilings import Ceilings
+from narrowgauge.forecast.time.roofline import Roofline, predict
+from narrowgauge.forecast.trace.trace_step import Traced
 from narrowgauge.recipe import Recipe
 
 GROUPS = {

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-__all__ = ["capture", "captured"]
+__all__ = ["capture"]
 
 if TYPE_CHECKING:
-    from narrowgauge.gauges import capture, captured
+    from narrowgauge.gauges import capture
 else:
 
     def __getattr__(name: str) -> object:

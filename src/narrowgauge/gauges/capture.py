@@ -30,10 +30,10 @@ import torch
 from torch import Tensor
 
 from narrowgauge import __version__, random_state
+from narrowgauge.device_readback import Readback
 from narrowgauge.engine import Engine
 from narrowgauge.errors import UsageError
-from narrowgauge.gauges import captured
-from narrowgauge.lagged import Readback
+from narrowgauge.gauges.replay import capture_files
 from narrowgauge.step_report import StepReport
 
 SMALL = 1 << 16
@@ -65,7 +65,7 @@ class _Seen:
     microbatches: list[_Microbatch] = field(default_factory=list)
 
     def nbytes(self) -> int:
-        return sum(t.nbytes for m in self.microbatches for _, t in captured.tensors_in(m.batch))
+        return sum(t.nbytes for m in self.microbatches for _, t in capture_files.tensors_in(m.batch))
 
 
 class Recorder:
@@ -122,7 +122,7 @@ class Recorder:
         step = self.engine.updates + 1
         if not self._seen or self._seen[-1].step != step:
             self._begin(step)
-        versions = [_version(tensor) for _, tensor in captured.tensors_in(batch)]
+        versions = [_version(tensor) for _, tensor in capture_files.tensors_in(batch)]
         self._seen[-1].microbatches.append(_Microbatch(batch, random_state.capture(), versions))
 
     def after(self, report: StepReport | None, loss: Tensor | None = None) -> Path | None:
@@ -221,9 +221,9 @@ class Recorder:
         return {name: copy(value) for name, value in state.items()}
 
     def _capture(self, step: int, reason: str, loss: float, applied: bool) -> Path | None:
-        path = captured.path_of(self.folder, step)
+        path = capture_files.path_of(self.folder, step)
         try:
-            full = len(captured.captures_in(self.folder)) >= self.max_captures
+            full = len(capture_files.captures_in(self.folder)) >= self.max_captures
             if full or path.exists():
                 if reason == ASKED:
                     self._tell(f"step {step} is not captured: {self.folder} has as many captures as it may hold")
@@ -232,7 +232,7 @@ class Recorder:
             if seen is None or not seen.microbatches:
                 self._tell(f"step {step} is not captured ({reason}): the news of it came after {self.window} others")
                 return None
-            captured.write(path, *self._describe(seen, reason, loss, applied))
+            capture_files.write(path, *self._describe(seen, reason, loss, applied))
         except Exception as error:  # a full disk, say: the training matters more
             self._fail(step, error)
             return None
@@ -246,14 +246,15 @@ class Recorder:
         model = {name: seen.buffers[name].cpu() if name in seen.buffers else value for name, value in weights.items()}
         buffers = {name: value.cpu() for name, value in seen.buffers.items() if name not in model}
         same = all(
-            m.versions == [_version(tensor) for _, tensor in captured.tensors_in(m.batch)] for m in seen.microbatches
+            m.versions == [_version(tensor) for _, tensor in capture_files.tensors_in(m.batch)]
+            for m in seen.microbatches
         )
         scales = seen.scales and {k: v.cpu() if isinstance(v, Tensor) else v for k, v in seen.scales.items()}
         state = {
             "model": model,
             "buffers": buffers,
             "tensor_scales": scales,
-            "microbatches": [{"batch": captured.pack(m.batch), "random": m.random} for m in seen.microbatches],
+            "microbatches": [{"batch": capture_files.pack(m.batch), "random": m.random} for m in seen.microbatches],
         }
         facts = {
             "step": seen.step,

@@ -8,11 +8,11 @@ from typing import Any
 
 from narrowgauge.engine import Engine
 from narrowgauge.gauges.findings import Finding, Log
-from narrowgauge.gauges.foretell import Foretold, foretell
-from narrowgauge.gauges.probe import EVERY, Look, Pulse, Watch
-from narrowgauge.gauges.readings import Reading
-from narrowgauge.gauges.step_rules import Step, StepRules
-from narrowgauge.gauges.tensor_rules import SiteRules, see_look
+from narrowgauge.gauges.rules.predict_formats import Foretold, foretell
+from narrowgauge.gauges.rules.step_rules import Step, StepRules
+from narrowgauge.gauges.rules.tensor_rules import SiteRules, see_look
+from narrowgauge.gauges.watch.probe import EVERY, Look, Pulse, Watch
+from narrowgauge.gauges.watch.readings import Reading
 
 _LOOKS = 32
 _KIND_OF_SITE = {"input": "activation", "grad_output": "gradient", "weight": "weight"}

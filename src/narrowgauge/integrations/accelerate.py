@@ -21,7 +21,7 @@ from narrowgauge.errors import UsageError
 from narrowgauge.integrations.gauges import Gauges
 from narrowgauge.integrations.hosted import Hosted, check_options, need
 from narrowgauge.nn.changes import Change, apply_change
-from narrowgauge.ranks.spread import inside
+from narrowgauge.ranks.distribute import inside
 from narrowgauge.recipe import Recipe
 
 SPREADS = ("NO", "MULTI_CPU", "MULTI_GPU")
@@ -158,14 +158,14 @@ class _Surrounded(Change):
 
     def __init__(self, bridge: Bridge | None, engine: Hosted | None) -> None:
         self.bridge, self.engine = bridge, engine
-        self.surroundings = engine.surroundings if engine is not None else None
+        self.step_context = engine.step_context if engine is not None else None
 
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         widen = need("accelerate.utils", "accelerate").convert_to_fp32
         if self.bridge is not None and self.bridge.gauges is not None:
             self.bridge.gauges.saw({**{str(i): value for i, value in enumerate(args)}, **kwargs})
-        assert self.surroundings is not None
-        with self.engine.forward() if self.engine is not None else self.surroundings.forward():
+        assert self.step_context is not None
+        with self.engine.forward() if self.engine is not None else self.step_context.forward():
             output = inner(*args, **kwargs)
         return widen(output)
 

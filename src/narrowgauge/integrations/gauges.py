@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
+from narrowgauge.device_readback import Readback
 from narrowgauge.gauges.capture import Recorder
 from narrowgauge.gauges.examiner import Examiner
 from narrowgauge.gauges.findings import Finding
-from narrowgauge.gauges.probe import EVERY
-from narrowgauge.gauges.step_rules import Step
+from narrowgauge.gauges.rules.step_rules import Step
+from narrowgauge.gauges.watch.probe import EVERY
 from narrowgauge.integrations.hosted import Hosted
-from narrowgauge.lagged import Readback
 from narrowgauge.step_report import StepReport
 
 

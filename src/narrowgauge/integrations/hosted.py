@@ -75,7 +75,7 @@ class Hosted(Engine):
     def forward(self, double_backward: bool = False) -> Iterator[None]:
         """The surroundings of the forward pass and the loss."""
         plain = plain_products() if double_backward else contextlib.nullcontext()
-        with self._explained(), self._watched("forward"), self.surroundings.forward(), plain:
+        with self._explained(), self._watched("forward"), self.step_context.forward(), plain:
             yield
 
     def backward(  # type: ignore[override]
@@ -84,7 +84,7 @@ class Hosted(Engine):
         """Backward of a loss that the host has divided by its microbatches; ``run`` is the host's way to do it."""
         scaled = self.scaled(loss)
         self._scale_again()  # a host that clips within an accumulation
-        with self._explained(), self._watched("backward"), self.surroundings.backward():
+        with self._explained(), self._watched("backward"), self.step_context.backward():
             run(scaled)
         shown = loss.detach().float().reshape(())
         self.loss = shown if self.loss is None else self.loss + shown

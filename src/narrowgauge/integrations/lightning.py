@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from narrowgauge import hardware
+from narrowgauge.engine.checks import trainable
 from narrowgauge.errors import UsageError
 from narrowgauge.integrations.hosted import Hosted, check_options, need
 from narrowgauge.nn.changes import remove_changes
-from narrowgauge.nn.precision import Surroundings
+from narrowgauge.nn.step_context import StepContext
 from narrowgauge.optim import full_precision
 from narrowgauge.recipe import Recipe, parse
-from narrowgauge.trainable import trainable
 
 FAMILIES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning", "lightning_fabric": ""}
 """The packages Lightning comes in, and where each has the Trainer: their classes are not each other's."""
@@ -228,7 +228,7 @@ class _Plugin:
         device = hardware.detect(str(place))
         recipe = parse(self.recipe, device)
         emulated = place.type == "cpu" and recipe.compute not in ("fp32", *device.native)
-        return Surroundings(recipe, place, emulated).forward()
+        return StepContext(recipe, place, emulated).forward()
 
 
 def _refuse_lean(recipe: str | Recipe, module: nn.Module) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from narrowgauge.errors import UsageError
 from narrowgauge.gauges.findings import Finding
-from narrowgauge.gauges.probe import EVERY
+from narrowgauge.gauges.watch.probe import EVERY
 from narrowgauge.integrations.accelerate import Bridge, adopt
 from narrowgauge.integrations.gauges import Gauges
 from narrowgauge.integrations.hosted import Hosted, need

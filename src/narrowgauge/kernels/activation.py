@@ -32,7 +32,7 @@ from narrowgauge.errors import UsageError
 from narrowgauge.kernels import FP8_MAX, direct, register, use_triton
 from narrowgauge.kernels.activation_kernels import pointwise_kernel, swiglu_backward_kernel
 from narrowgauge.kernels.cast import empty_words, transpose_reference, transposed_copy
-from narrowgauge.kernels.tile import FLUSHED, quantize_reference, tiles, whole
+from narrowgauge.kernels.fp8_tile import FLUSHED, quantize_reference, tiles, whole
 
 # As measured on an H200 (bench/tune_kernels.py): these kernels compute as much as they move.
 TILE: dict[str, int] = {"BLOCK_N": 128, "BLOCK_D": 64, "num_warps": 4}

@@ -8,7 +8,7 @@ all it takes, so it need not be kept from one to the other.
 from __future__ import annotations
 
 from narrowgauge.kernels import HAVE_TRITON, jit, jit_for_any
-from narrowgauge.kernels.tile import (
+from narrowgauge.kernels.fp8_tile import (
     add_misfits,
     emit,
     load_four,

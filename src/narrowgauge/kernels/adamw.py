@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from narrowgauge.kernels import HAVE_TRITON, jit, use_triton
-from narrowgauge.kernels.many import is_whole, pieces, places
+from narrowgauge.kernels.multi_tensor import is_whole, pieces, places
 
 if HAVE_TRITON:
     import triton.language as tl
 
-    from narrowgauge.kernels.tile import INTERPRETED
+    from narrowgauge.kernels.fp8_tile import INTERPRETED
 
 BLOCK = 2048
 GROUP = 128

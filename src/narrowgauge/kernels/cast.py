@@ -19,7 +19,7 @@ from torch import Tensor
 
 from narrowgauge.errors import UsageError
 from narrowgauge.kernels import FP8_MAX, HAVE_TRITON, Recording, direct, jit, jit_for_any, register, use_triton
-from narrowgauge.kernels.tile import (
+from narrowgauge.kernels.fp8_tile import (
     FLUSHED,
     abs_bits,
     add_misfits,

@@ -42,7 +42,7 @@ from narrowgauge.kernels.cross_entropy_kernels import (
     rescale_kernel,
     statistics_kernel,
 )
-from narrowgauge.kernels.tile import FLUSHED, tiles, whole
+from narrowgauge.kernels.fp8_tile import FLUSHED, tiles, whole
 
 IGNORE = -100
 UNIT_SCALE: dict[torch.dtype, float] = {torch.float8_e4m3fn: 256.0, torch.float8_e5m2: 32768.0}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from narrowgauge.kernels import HAVE_TRITON, jit, jit_for_any
-from narrowgauge.kernels.tile import load_four, pack_fp8, store_words, tile_origin, to_fp8, under_way, widen
+from narrowgauge.kernels.fp8_tile import load_four, pack_fp8, store_words, tile_origin, to_fp8, under_way, widen
 
 LATTICE = 3242174889, 2447445414
 """2^32 over the plastic number, and over its square: multiples of them fill [0, 2^32) evenly, also as sums."""

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from narrowgauge.errors import UsageError
 from narrowgauge.kernels import FP8_MAX, direct, register, use_triton
+from narrowgauge.kernels.fp8_tile import FLUSHED, quantize_reference
 from narrowgauge.kernels.norm_kernels import backward_kernel, forward_kernel, sum_kernel
-from narrowgauge.kernels.tile import FLUSHED, quantize_reference
 
 MAX_COLUMNS = 8192
 """Wider rows do not fit into the registers of one program."""

@@ -8,7 +8,7 @@ pointer that is None leaves out, when the kernel is compiled, all that belongs t
 from __future__ import annotations
 
 from narrowgauge.kernels import HAVE_TRITON, jit
-from narrowgauge.kernels.tile import abs_bits, record_amax, saturates, to_fp8
+from narrowgauge.kernels.fp8_tile import abs_bits, record_amax, saturates, to_fp8
 
 if HAVE_TRITON:
     import triton.language as tl

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.optim import Adam, Optimizer
 
-from narrowgauge.lint.findings import NOTE, WARNING, Finding
+from narrowgauge.findings import NOTE, WARNING, Finding
 from narrowgauge.lint.making import SMALLEST_FP16
 from narrowgauge.lint.padding import UNALIGNED, multiple_for, padded, saved
 from narrowgauge.lint.rules import RULES
-from narrowgauge.nn.linear import is_linear, shape_of
+from narrowgauge.nn.products.linear import is_linear, shape_of
 from narrowgauge.optim import AdamW
 from narrowgauge.optim.masters import has_master
 from narrowgauge.recipe import Recipe

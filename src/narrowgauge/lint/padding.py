@@ -4,7 +4,7 @@ A tensor core's operands are read 16 bytes at a time where rows begin on 16 byte
 multiple of 8 in 16 bits. Where it is not, cuBLAS takes kernels that read 2, 4 or 8 bytes at a time: on an H200 six to
 seven times slower (docs/results.md), which ``UNALIGNED`` is from; findings say so, as other GPUs differ. FP8 products
 refuse such shapes, so a layer stays in BF16; what that costs follows from the shares of the peaks that are reached
-(nn/choose.py).
+(nn/products/choose_formats.py).
 """
 
 from __future__ import annotations

@@ -22,15 +22,16 @@ from torch import nn
 
 from narrowgauge.hardware import Device, detect
 from narrowgauge.kernels.norm import MAX_COLUMNS
-from narrowgauge.nn import blocks, embedding, linear
-from narrowgauge.nn.account import Matrix, Use, account, kept_by
-from narrowgauge.nn.account_text import summarize, tabulate
 from narrowgauge.nn.changes import apply_change, find_change, is_replaced
-from narrowgauge.nn.choose import Decision, decide
-from narrowgauge.nn.fused import FusedBlock, FusedHead, FusedTrunk
-from narrowgauge.nn.gemm import ALL_BF16, ALL_FP8, E4M3, E5M2, GemmChoice
-from narrowgauge.nn.operands import Projection
-from narrowgauge.nn.weights import WeightPlan
+from narrowgauge.nn.fused import blocks, embedding
+from narrowgauge.nn.fused.casts import Projection
+from narrowgauge.nn.fused.modules import FusedBlock, FusedHead, FusedTrunk
+from narrowgauge.nn.matrix_inventory import Matrix, Use, account, kept_by
+from narrowgauge.nn.matrix_inventory_text import summarize, tabulate
+from narrowgauge.nn.products import linear
+from narrowgauge.nn.products.choose_formats import Decision, decide
+from narrowgauge.nn.products.gemm import ALL_BF16, ALL_FP8, E4M3, E5M2, GemmChoice
+from narrowgauge.nn.products.weight_casts import WeightPlan
 from narrowgauge.recipe import Recipe, parse
 from narrowgauge.scaling.tensor import Site, TensorScales
 

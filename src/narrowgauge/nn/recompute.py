@@ -56,13 +56,13 @@ def checkpoint_blocks(
     model: nn.Module,
     mode: str,
     blocks: Sequence[str] | None = None,
-    surroundings: Callable[[], Context] | None = None,
+    context: Callable[[], Context] | None = None,
     optional: bool = False,
 ) -> list[str]:
     """Make blocks recompute their activations; returns their paths. ``blocks`` names those not to be found.
 
     ``optional``: a model without blocks is left as it is, where recomputation is only one part of being lean.
-    ``surroundings`` makes what recomputation must run in beside autocast, which is restored for it; None: nothing.
+    ``context`` makes what recomputation must run in beside autocast, which is restored for it; None: nothing.
     """
     if mode == "none":
         return []
@@ -75,7 +75,7 @@ def checkpoint_blocks(
             f"{type(model).__name__}; name them with Engine(..., blocks=[...])"
         )
     for block in found.values():
-        apply_change(block, Recomputed(mode, surroundings))
+        apply_change(block, Recomputed(mode, context))
     return list(found)
 
 
@@ -84,26 +84,26 @@ class Recomputed(Change):
     """A block that forgets its activations and computes them again in backward."""
 
     mode: str
-    surroundings: Callable[[], Context] | None
+    context: Callable[[], Context] | None
     differentiable_twice = False
 
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
         contexts: dict[str, Any] = {}
-        if self.surroundings is not None:
-            contexts["context_fn"] = functools.partial(_both_times, self.mode, self.surroundings)
+        if self.context is not None:
+            contexts["context_fn"] = functools.partial(_both_times, self.mode, self.context)
         elif self.mode == "selective":
             contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
         return checkpoint(inner, *args, use_reentrant=False, **contexts, **kwargs)
 
 
-def _both_times(mode: str, surroundings: Callable[[], Context]) -> tuple[Context, Context]:
+def _both_times(mode: str, context: Callable[[], Context]) -> tuple[Context, Context]:
     """The contexts of the first computation and of the second, which autograd runs outside of any mode."""
     if mode == "selective":
         saving, reusing = create_selective_checkpoint_contexts(_policy)
-        return saving, _Nested(surroundings, reusing)
-    return contextlib.nullcontext(), _Nested(surroundings, contextlib.nullcontext())
+        return saving, _Nested(context, reusing)
+    return contextlib.nullcontext(), _Nested(context, contextlib.nullcontext())
 
 
 class _Nested(contextlib.AbstractContextManager[None]):

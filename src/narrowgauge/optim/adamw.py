@@ -26,12 +26,12 @@ from narrowgauge.errors import UsageError
 from narrowgauge.kernels import use_triton
 from narrowgauge.optim import moments as eight_bit
 from narrowgauge.optim import sharded
+from narrowgauge.optim.adamw_reference import Rates, update
 from narrowgauge.optim.check_words import master_of, words_of
 from narrowgauge.optim.masters import filled, full, halves, halves_of, keep
-from narrowgauge.optim.reference import Rates, update
+from narrowgauge.optim.multi_tensor_step import step_together
 from narrowgauge.optim.saved_states import from_saved, portable
 from narrowgauge.optim.sharded import like, local
-from narrowgauge.optim.together import step_together
 
 MASTERS = ("fp32", "split", "none")
 MOMENTS = ("fp32", "bf16", "8bit")

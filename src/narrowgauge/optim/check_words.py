@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from narrowgauge.optim.split import belongs, join
+from narrowgauge.optim.split_fp32 import belongs, join
 
 GROUP = 128
 A, B, C = 0x9E3779B1 - 2**32, 0xD6BEFA39 - 2**32, 0x85EBCA77 - 2**32

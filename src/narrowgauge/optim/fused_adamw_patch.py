@@ -16,7 +16,7 @@ from torch import Tensor
 
 from narrowgauge.kernels import use_triton
 from narrowgauge.kernels.adamw import Lists, Numbers, adamw
-from narrowgauge.optim.together import rates_of
+from narrowgauge.optim.multi_tensor_step import rates_of
 
 
 @contextlib.contextmanager

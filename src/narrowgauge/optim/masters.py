@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from narrowgauge.optim import sharded
 from narrowgauge.optim.check_words import master_of, sample_trusted, words_of
 from narrowgauge.optim.sharded import like, local
-from narrowgauge.optim.split import remainder_of, split
+from narrowgauge.optim.split_fp32 import remainder_of, split
 
 
 class OtherHalf(NamedTuple):

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from narrowgauge.formats import FORMATS, Format
-from narrowgauge.gauges.foretell import HEADROOM
-from narrowgauge.gauges.readings import KINDS
+from narrowgauge.gauges.rules.predict_formats import HEADROOM
+from narrowgauge.gauges.watch.readings import KINDS
 
 _FIRST, _LAST = -160, 140
 """Exponents of the histogram that formats are laid over; float32 holds -149 to 127."""

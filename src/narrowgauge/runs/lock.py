@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from narrowgauge.errors import UsageError
-from narrowgauge.runs.disk import refuse
+from narrowgauge.runs.atomic_files import refuse
 
 
 @contextlib.contextmanager

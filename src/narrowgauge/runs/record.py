@@ -26,8 +26,8 @@ from typing import Any
 
 from narrowgauge import files
 from narrowgauge.errors import UsageError
-from narrowgauge.runs import disk
-from narrowgauge.runs.lines import decode, encode, plain
+from narrowgauge.runs import atomic_files
+from narrowgauge.runs.json_lines import decode, encode, plain
 
 EVENTS = "events.jsonl"
 CONFIGURATION = "run.json"
@@ -43,7 +43,7 @@ class Record:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / EVENTS
-        with disk.writing(self.path):
+        with atomic_files.writing(self.path):
             self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
 
     def append(self, kind: str, step: int, **fields: Any) -> None:
@@ -54,11 +54,11 @@ class Record:
             while written < len(line):
                 written += os.write(self._descriptor, line[written:])
         except OSError as error:
-            raise disk.refuse(self.path, error) from error
+            raise atomic_files.refuse(self.path, error) from error
 
     def sync(self) -> None:
         """Wait until the events are on the disk."""
-        with disk.writing(self.path):
+        with atomic_files.writing(self.path):
             os.fsync(self._descriptor)
 
     def close(self) -> None:
@@ -145,12 +145,14 @@ def cut_after(folder: Path, step: int, findings: int | None = None) -> None:
             late = kind == "finding" and findings is not None and found > findings
             if event["step"] <= step and kind not in _AT_END and not late:
                 kept.append(line)
-    disk.replace(folder / EVENTS, b"".join(kept))
+    atomic_files.replace(folder / EVENTS, b"".join(kept))
 
 
 def write_configuration(folder: Path, configuration: Mapping[str, Any]) -> None:
     """Save what the run was asked to do."""
-    disk.replace(folder / CONFIGURATION, json.dumps(plain(configuration), indent=2, allow_nan=False).encode() + b"\n")
+    atomic_files.replace(
+        folder / CONFIGURATION, json.dumps(plain(configuration), indent=2, allow_nan=False).encode() + b"\n"
+    )
 
 
 def read_configuration(folder: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge.errors import UsageError
-from narrowgauge.runs import trackers
+from narrowgauge.runs.trackers import base
 from narrowgauge.task import Task
 
 
@@ -45,7 +45,7 @@ class Settings:
     """Updates between two readings of tensors; 0: none are read, and no rules applied."""
     parallel: str = "auto"
     """How several ranks share the model: fsdp (shards), ddp (copies) or auto (by its size)."""
-    log: str = trackers.DEFAULT
+    log: str = base.DEFAULT
     """Where the numbers go beside the record: tensorboard, wandb, mlflow, with commas between them, or none."""
 
     def __post_init__(self) -> None:
@@ -65,7 +65,7 @@ class Settings:
                 raise UsageError(f"--{name.replace('_', '-')} {value}: expected a whole number of at least {least}")
         if self.parallel not in ("auto", "ddp", "fsdp"):
             raise UsageError(f"--parallel {self.parallel}: expected auto, ddp or fsdp")
-        trackers.parse(self.log)
+        base.parse(self.log)
         if self.seed >= 2**63:
             raise UsageError(f"--seed {self.seed}: expected a number below 2**63")
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.device_readback import Readback
 from narrowgauge.errors import TrainingStalled, UsageError
-from narrowgauge.lagged import Readback
 
 HISTORY = 4096
 """How many changes of scale and skips are remembered; the run's record keeps all of them."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from narrowgauge import files
 from narrowgauge.errors import UsageError
-from narrowgauge.validate.verdict import WORSE, judge
+from narrowgauge.validate.statistics.verdict import WORSE, judge
 
 DECIBELS = 1.0
 """How far the SQNR of a step may fall."""

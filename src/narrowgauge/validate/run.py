@@ -22,15 +22,15 @@ from narrowgauge import hardware
 from narrowgauge.data import cache
 from narrowgauge.errors import UsageError
 from narrowgauge.recipe import parse, refusal
-from narrowgauge.runs.life import Observer
-from narrowgauge.runs.lines import plain
+from narrowgauge.runs.json_lines import plain
+from narrowgauge.runs.trainer import Observer
 from narrowgauge.task import Task
-from narrowgauge.validate import curves
-from narrowgauge.validate.curves import Question, Run, make_task
-from narrowgauge.validate.inquiry import Inquiry
-from narrowgauge.validate.layers import Layers, compare
-from narrowgauge.validate.pilot import choose_steps, rate_for
-from narrowgauge.validate.verdict import Verdict
+from narrowgauge.validate.curves import paired_runs
+from narrowgauge.validate.curves.paired_runs import Question, Run, make_task
+from narrowgauge.validate.curves.run_length import choose_steps, rate_for
+from narrowgauge.validate.layers.compare import Layers, compare
+from narrowgauge.validate.statistics.sample_size import Inquiry
+from narrowgauge.validate.statistics.verdict import Verdict
 
 BUDGET_S = 600.0
 Tell = Callable[[str], None]
@@ -186,7 +186,7 @@ class Validation(Mapping[str, Verdict]):
         wanted = [(name, seed) for seed in range(count) for name in names if (name, seed) not in self.runs]
         for index, (name, seed) in enumerate(wanted):
             observer = _Lines(f"  {name} seed {seed}", self._tell)
-            self.runs[name, seed] = one = curves.run(self._asked(name), self.recipes[name], seed, observer)
+            self.runs[name, seed] = one = paired_runs.run(self._asked(name), self.recipes[name], seed, observer)
             left = sum(self._seconds(other) for other, _ in wanted[index + 1 :])
             how = f"{one.seconds:.0f} s, about {left:.0f} s left" if one.fresh else "known"
             result = f"loss {one.loss:.5g}" if math.isfinite(one.loss) else "diverged"
@@ -235,7 +235,7 @@ class Validation(Mapping[str, Verdict]):
                 "diverged_reference": verdict.diverged[0],
                 "seeds_needed": self.inquiries[name].needed,
                 "minutes_needed": self.minutes_needed(name),
-                **curves.compare(references[:count], own),
+                **paired_runs.compare(references[:count], own),
                 "losses": self._losses(name, count),
                 "layers": self.layers[name].describe() if name in self.layers else None,
             }
@@ -246,7 +246,7 @@ class Validation(Mapping[str, Verdict]):
             "margin": self.margin,
             "steps": self.question.settings["steps"],
             "losses": losses,
-            "noise_band": curves.band(losses),
+            "noise_band": paired_runs.band(losses),
             "seconds": time.monotonic() - self._start,
             "candidates": described,
         }

@@ -1,0 +1,1 @@
+"""Predicts memory: lifetimes of allocations, and the peak of the caching allocator."""

@@ -1,0 +1,1 @@
+"""Predicts time: the roofline of every traced operation."""

@@ -1,0 +1,211 @@
+"""Predicts a step's time from its operations: each takes what its FLOPs or its bytes take, whichever is longer.
+
+    time = max(FLOPs / rate of its format, bytes / rate of memory, launch)
+
+with the rates of ``ceilings``. A product also fills the processors unevenly: of its tiles the last wave is seldom full,
+and small products never fill one. What bounds an operation is which of the three is largest; what bounds a step is what
+most of its time is bound by, or the host, where starting the kernels takes longer than running them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from narrowgauge.forecast.memory.lifetimes import Lifetimes, follow
+from narrowgauge.forecast.time.ceilings import HOST_S, LAUNCH_S, Ceilings
+from narrowgauge.forecast.trace.flops import padded_bytes
+from narrowgauge.forecast.trace.recorder import Op, Spec
+from narrowgauge.forecast.trace.trace_step import STEPS, Traced
+from narrowgauge.lint.padding import UNALIGNED
+
+TILE = 128
+"""Rows and columns of a product's tile, about."""
+SPLIT = 2048
+"""Where a product has few tiles it is split along the summed dimension, into pieces no shorter than this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """One operation's prediction."""
+
+    op: Op
+    bytes: int
+    """Those that are in memory at all: what fused kernels pass on is not."""
+    seconds: float
+    bound: str
+    """compute, memory or launch."""
+    launched: bool = True
+    """Whether it is a kernel of its own: what writes nothing to memory is part of another."""
+
+    @property
+    def intensity(self) -> float:
+        return self.op.flops / self.bytes if self.bytes else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """Operations of one module and kind in one phase, of all microbatches, together."""
+
+    path: str
+    kind: str
+    phase: str
+    format: str
+    count: int
+    flops: float
+    bytes: int
+    ms: float
+    bound: str
+
+    @property
+    def intensity(self) -> float:
+        return self.flops / self.bytes if self.bytes else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roofline:
+    """A recipe's predicted step."""
+
+    recipe: str
+    step_ms: float
+    items_per_s: float
+    mfu: float | None
+    """Model FLOPs against the peak of the compute format, as ``bench`` counts it."""
+    bound: str
+    device_ms: float
+    host_ms: float
+    flops: float
+    bytes: int
+    by_kind: dict[str, float] = field(default_factory=dict)
+    """Milliseconds of each kind of work."""
+    by_bound: dict[str, float] = field(default_factory=dict)
+    layers: list[Layer] = field(default_factory=list)
+
+    def cost(self, items: float, price_per_hour: float) -> float:
+        """What training on so many items costs, at a price for an hour of the GPU."""
+        return items / self.items_per_s / 3600 * price_per_hour
+
+
+def predict(traced: Traced, ceilings: Ceilings) -> Roofline:
+    """A step of the trace's recipe, predicted."""
+    return add_up(traced, [(cost, 1.0) for cost in costs_of(traced, ceilings)])
+
+
+def add_up(traced: Traced, costs: list[tuple[Cost, float]]) -> Roofline:
+    """A step from its operations and how often each is there."""
+    device_s, host_s = sum(cost.seconds * times for cost, times in costs), host_seconds(costs)
+    seconds = max(device_s, host_s)
+    by_bound: dict[str, float] = {}
+    by_kind: dict[str, float] = {}
+    for cost, times in costs:
+        by_bound[cost.bound] = by_bound.get(cost.bound, 0.0) + cost.seconds * times * 1e3
+        by_kind[cost.op.kind] = by_kind.get(cost.op.kind, 0.0) + cost.seconds * times * 1e3
+    bound = "launches" if host_s > device_s else max(by_bound, key=lambda name: by_bound[name])
+    items_per_s = traced.items / seconds
+    return Roofline(
+        recipe=str(traced.recipe),
+        step_ms=seconds * 1e3,
+        items_per_s=items_per_s,
+        mfu=mfu_of(traced, items_per_s),
+        bound=bound,
+        device_ms=device_s * 1e3,
+        host_ms=host_s * 1e3,
+        flops=sum(cost.op.flops * times for cost, times in costs),
+        bytes=round(sum(cost.bytes * times for cost, times in costs)),
+        by_kind=_largest_first(by_kind),
+        by_bound=_largest_first(by_bound),
+        layers=_layers(costs),
+    )
+
+
+def mfu_of(traced: Traced, items_per_s: float) -> float | None:
+    """Model FLOPs of so many items a second against the peak of the recipe's format; None where either is unknown."""
+    if traced.task.flops_per_item is None or traced.recipe.compute not in traced.gpu.peaks:
+        return None
+    return traced.task.flops_per_item * items_per_s / traced.gpu.peak(traced.recipe.compute)
+
+
+def costs_of(traced: Traced, ceilings: Ceilings) -> list[Cost]:
+    """Every operation of the last traced step that runs a kernel."""
+    lifetimes = follow(traced.trace)
+    tf32 = traced.recipe.compute == "tf32"
+    ops = [op for op in traced.trace.of_step(STEPS - 1) if op.kind != "view"]
+    return [cost for op in ops if (cost := _cost(op, ceilings, lifetimes, tf32)) is not None]
+
+
+def _cost(op: Op, ceilings: Ceilings, lifetimes: Lifetimes, tf32: bool) -> Cost | None:
+    moved = sum(piece.bytes for piece in (*op.reads, *op.writes) if piece.block not in lifetimes.dropped)
+    if op.phase == "backward":
+        sources = (lifetimes.again.get(piece.block) for piece in op.reads)
+        moved += sum(lifetimes.trace.blocks[source].bytes for source in sources if source is not None)
+    if op.compiled and not moved:
+        return None  # part of a neighbour's kernel
+    memory_s = moved / ceilings.memory(op.kind)
+    compute_s = 0.0
+    format = "tf32" if tf32 and op.format == "fp32" else op.format
+    if op.kind in ("product", "convolution"):
+        rate = ceilings.product(format) * _filled(op, ceilings.gpu.sms)
+        compute_s = op.flops / (rate if op.compiled or _is_aligned(op) else rate * UNALIGNED)
+    elif op.kind == "attention" and op.reads:
+        backend = next((name for name in ("cudnn", "flash") if name in op.name), "efficient")
+        compute_s = op.flops / ceilings.attention(backend, format, op.reads[0].shape[-1])
+    launched = not op.compiled or any(piece.block not in lifetimes.dropped for piece in op.writes)
+    seconds = max(compute_s, memory_s, LAUNCH_S if launched else 0.0)
+    bound = "compute" if seconds == compute_s else "memory" if seconds == memory_s else "launch"
+    if op.compiled and op.kind == "product":
+        seconds += 2 * padded_bytes(op) / ceilings.memory("copy")
+    return Cost(op=op, bytes=moved, seconds=seconds, bound=bound, launched=launched)
+
+
+def _filled(op: Op, processors: int) -> float:
+    """How much of the processors a product's tiles keep busy: 1 for many whole waves."""
+    result = op.writes[-1].shape if op.writes else ()
+    if len(result) < 2:
+        return 1.0
+    rows, columns = result[-2:]
+    tiles = math.prod(result[:-2]) * -(-rows // TILE) * -(-columns // TILE)
+    summed = op.flops / (2 * math.prod(result)) if math.prod(result) else 0.0
+    pieces = range(1, 2 + min(15, int(summed // SPLIT)))
+    return max(tiles * count / processors / math.ceil(tiles * count / processors) for count in pieces)
+
+
+def _is_aligned(op: Op) -> bool:
+    """Whether the rows of a product in 16 bits begin on 16 bytes, as its fast kernels want."""
+    if op.kind != "product" or op.call is None or not op.writes:
+        return True
+    operands = [arg for arg in op.call.args if isinstance(arg, Spec) and len(arg.shape) > 1]
+    if any(one.dtype.itemsize != 2 for one in operands):
+        return True
+    return not any(row % 8 for row in (op.writes[-1].shape[-1], *(max(one.stride[-2:]) for one in operands)))
+
+
+def host_seconds(costs: Iterable[tuple[Cost, float]]) -> float:
+    """What the host takes to start everything."""
+    return sum(HOST_S * times for cost, times in costs if cost.launched)
+
+
+def _largest_first(amounts: dict[str, float]) -> dict[str, float]:
+    return dict(sorted(amounts.items(), key=lambda item: -item[1]))
+
+
+def _layers(costs: list[tuple[Cost, float]]) -> list[Layer]:
+    groups: dict[tuple[str, str, str, str], list[tuple[Cost, float]]] = {}
+    for cost, times in costs:
+        op = cost.op
+        format = op.format if op.kind in ("product", "convolution", "attention") else ""
+        groups.setdefault((op.where, op.kind, op.phase, format), []).append((cost, times))
+    layers = []
+    for (path, kind, phase, format), members in groups.items():
+        bounds: dict[str, float] = {}
+        for cost, times in members:
+            bounds[cost.bound] = bounds.get(cost.bound, 0.0) + cost.seconds * times
+        layers.append(
+            Layer(
+                path=path, kind=kind, phase=phase, format=format, count=round(sum(times for _, times in members)),
+                flops=sum(cost.op.flops * times for cost, times in members),
+                bytes=round(sum(cost.bytes * times for cost, times in members)),
+                ms=sum(cost.seconds * times for cost, times in members) * 1e3, bound=next(iter(_largest_first(bounds))),
+            )
+        )  # fmt: skip
+    return layers

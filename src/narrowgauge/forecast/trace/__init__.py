@@ -1,0 +1,1 @@
+"""Traces a training step on a GPU that is not present: every operation and every allocation."""

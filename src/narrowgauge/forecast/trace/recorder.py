@@ -1,0 +1,339 @@
+"""Records a training step on tensors without data: every operation in order, and when each piece of memory comes and
+goes.
+
+What lives is followed by storages, not by tensors: views share one, and it is gone when the last of them is. A storage
+that is seen for the first time in an operation's results was allocated by it; a weak reference tells of its end.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from narrowgauge.forecast.trace import flops
+
+ROLES = ("weights", "master", "gradients", "moments", "activations", "workspace")
+"""What memory is for. ``weights`` is what products read, ``master`` what exists only to be updated exactly."""
+_NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"}
+_ONLY_WRITTEN = {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "zeros_like", "full_like", "dlogits"}
+
+
+class Owner(NamedTuple):
+    """The parameter that a weight, a gradient or a state belongs to, as a model spread over ranks sees it."""
+
+    part: str
+    """block: of a module that is gathered by itself; outside: gathered for the whole step; copied: on every rank."""
+    rows: int
+    """Along which it is cut into shards."""
+    numel: int
+    stacked: bool = False
+    """For a copy: whether it is of several weights, one below the other."""
+
+
+@dataclass(slots=True)
+class Block:
+    """A piece of memory."""
+
+    bytes: int
+    born: int
+    """The operation that allocated it."""
+    role: str = "activations"
+    owner: Owner | None = None
+    is_copy: bool = False
+    """A weight in another format, made from it in a step."""
+
+
+@dataclass(slots=True)
+class Piece:
+    """A tensor that an operation read or wrote."""
+
+    block: int
+    bytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Spec(NamedTuple):
+    """What is known of a tensor without its data: enough to make one like it."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Call(NamedTuple):
+    """An operation's call, with specs in the place of tensors: equal calls cost the same."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+
+
+@dataclass(slots=True)
+class Op:
+    """One operation."""
+
+    name: str
+    kind: str
+    phase: str
+    """build, forward, backward or step."""
+    step: int
+    where: str
+    """The module it belongs to, as a path."""
+    compiled: bool
+    reads: list[Piece]
+    writes: list[Piece]
+    flops: float
+    workspace: int = 0
+    """Bytes it takes beside its results, for as long as it runs."""
+    causal: bool = False
+    accumulates: bool = False
+    """Autograd's own sum of two gradients, which takes place in the first."""
+    call: Call | None = None
+    """To do it again with other data; None for what does not pass through torch."""
+
+    @property
+    def bytes(self) -> int:
+        """What must pass between memory and processor: each operand once."""
+        return sum(piece.bytes for piece in self.reads) + sum(piece.bytes for piece in self.writes)
+
+    @property
+    def format(self) -> str:
+        """The format it multiplies in."""
+        widths = [piece.dtype for piece in self.reads if piece.dtype.is_floating_point and len(piece.shape) > 1]
+        return FORMAT_OF.get(widths[0], "fp32") if widths else "fp32"
+
+
+FORMAT_OF = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass
+class Trace:
+    """Operations and allocations of a build and some steps."""
+
+    ops: list[Op] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    events: list[tuple[int, int]] = field(default_factory=list)
+    """(operation, block + 1) for an allocation, (operation, -(block + 1)) for the end of one, in order."""
+    returned: list[tuple[int, int]] = field(default_factory=list)
+    """(operation, block): where a compiled model returned something beside its loss, and a gradient of it."""
+
+    def of_step(self, step: int) -> list[Op]:
+        """The operations of a step that cost time."""
+        return [op for op in self.ops if op.step == step and op.phase != "build"]
+
+
+class Recorder(TorchDispatchMode):
+    """Writes a trace of what runs inside it."""
+
+    def __init__(self, workspace: Callable[[str, list[Piece], list[Piece]], int] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.trace = Trace()
+        self.phase, self.step = "build", -1
+        self.compiling = False
+        self._workspace = workspace or (lambda name, reads, writes: 0)
+        self._paths: list[str] = [""]
+        self._live: dict[int, tuple[int, Any]] = {}
+        self._origin: list[tuple[int, str, bool]] = []
+        self._node = -1
+        self._makers: dict[int, int] = {}
+
+    @contextlib.contextmanager
+    def inside(self, path: str | None) -> Iterator[None]:
+        """Operations belong to the module at this path; None: to the one they belonged to."""
+        self._paths.append(self._paths[-1] if path is None else path)
+        try:
+            yield
+        finally:
+            self._paths.pop()
+
+    def enter(self, path: str) -> None:
+        self._paths.append(path)
+
+    def leave(self) -> None:
+        if len(self._paths) > 1:
+            self._paths.pop()
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Stands for torch.compile: runs as it is, and notes that it would be compiled."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before, self.compiling = self.compiling, True
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                self.compiling = before
+            if not before:
+                self._return(result)
+            return result
+
+        return run
+
+    def _return(self, result: Any) -> None:
+        given = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if any(tensor.numel() == 1 for tensor in given):
+            for tensor in given:
+                known = self._live.get(tensor.untyped_storage()._cdata)
+                if tensor.numel() > 1 and known is not None:
+                    self.trace.returned.append((len(self.trace.ops) - 1, len(self.trace.blocks)))
+                    self.trace.blocks.append(Block(tensor.numel() * tensor.element_size(), len(self.trace.ops)))
+
+    def mark(self, tensor: Tensor | None, role: str, owner: Owner | None = None, is_copy: bool = False) -> None:
+        """Say what a tensor's memory is for, and to which parameter it belongs."""
+        if tensor is not None:
+            known = self._live.get(tensor.untyped_storage()._cdata)
+            if known is not None:
+                block = self.trace.blocks[known[0]]
+                block.role, block.owner, block.is_copy = role, owner or block.owner, is_copy
+
+    def mark_copy(self, tensor: Tensor, owner: Owner | None = None) -> None:
+        """A copy of a weight, which products read; a weight that is its own copy stays what it is."""
+        known = self._live.get(tensor.untyped_storage()._cdata)
+        if known is not None and self.trace.blocks[known[0]].role == "activations":
+            self.mark(tensor, "weights", owner, is_copy=True)
+
+    def launch(
+        self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], kind: str = "optimizer", where: str = ""
+    ) -> None:
+        """Note a kernel that is launched without passing through torch."""
+        where = where or self._paths[-1]
+        read, written = ([self._piece(tensor) for tensor in tensors] for tensors in (reads, writes))
+        self.trace.ops.append(Op(name, kind, self.phase, self.step, where, False, read, written, flops=0.0))
+
+    def close(self) -> Trace:
+        """The trace as it is now: what ends later is no part of it."""
+        done, self.trace = self.trace, Trace(self.trace.ops, self.trace.blocks, [], self.trace.returned)
+        return done
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():  # in here a meta tensor is one
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        where, compiled = self._belongs()
+        result = _call(func, args, kwargs)
+        tensors, made = _tensors(args) + _tensors(tuple(kwargs.values())), _tensors(result)
+        if not any(tensor.device.type == "meta" for tensor in (*tensors, *made)):
+            return result  # on the host
+        name = func._schema.name.split("::")[1]
+        given = {**{a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}, **kwargs}
+        changed = _tensors([given[a.name] for a in func._schema.arguments if a.name in given and _is_written(a)])
+        fresh = [tensor for tensor in made if self._is_new(tensor)]
+        for tensor in fresh:
+            self._allocate(tensor, len(self.trace.ops))
+        reads = [t for t in tensors if not (name in _ONLY_WRITTEN and any(t is other for other in changed))]
+        op = Op(
+            name if func.namespace == "aten" else f"{func.namespace}.{name}",
+            flops.kind_of(name),
+            self.phase,
+            self.step,
+            where,
+            compiled,
+            [self._piece(tensor) for tensor in reads],
+            [self._piece(tensor) for tensor in (*changed, *fresh)],
+            flops.count(func, args, kwargs, given, result),
+            causal=bool(given.get("is_causal", False)),
+            accumulates=name == "add" and self._meets(tensors),
+        )
+        if name in _NO_KERNEL or not op.writes:
+            op.kind, op.reads, op.writes = "view", [], []  # nothing runs
+        else:
+            op.call = Call(func, _specs(args), tuple((key, _specs(value)) for key, value in kwargs.items()))
+            flops.correct_bytes(op)
+            op.workspace = self._workspace(name, op.reads, op.writes)
+            if compiled and op.kind == "product":
+                op.workspace += flops.padded_bytes(op)
+        self.trace.ops.append(op)
+        return result
+
+    def _belongs(self) -> tuple[str, bool]:
+        """Which module an operation belongs to, and whether it would be compiled: in backward, what forward noted."""
+        path, compiled = self._paths[-1], self.compiling
+        node = torch._C._current_autograd_node() if self.phase == "backward" else None
+        self._node = -1 if node is None else node._sequence_nr()
+        if node is not None:
+            place = bisect.bisect_right(self._origin, self._node, key=lambda entry: entry[0]) - 1
+            if place >= 0:
+                path, compiled = path or self._origin[place][1], compiled or self._origin[place][2]
+        newest = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+        if not self._origin or self._origin[-1][0] < newest:
+            self._origin.append((newest, path, compiled))
+        return path, compiled
+
+    def _meets(self, tensors: list[Tensor]) -> bool:
+        """Whether autograd adds a gradient to one that another node has brought: in C++, past every function mode."""
+        if self.phase != "backward" or not torch._C._len_torch_function_stack() or len(tensors) != 2:
+            return False
+        known = self._live.get(tensors[0].untyped_storage()._cdata)
+        maker = self._makers.get(known[0], self._node) if known is not None else self._node
+        return maker != self._node and tensors[0].shape == tensors[1].shape
+
+    def _is_new(self, tensor: Tensor) -> bool:
+        strided = tensor.device.type == "meta" and tensor.layout is torch.strided
+        return strided and tensor.untyped_storage()._cdata not in self._live
+
+    def _allocate(self, tensor: Tensor, op: int) -> None:
+        storage = tensor.untyped_storage()
+        address, number = storage._cdata, len(self.trace.blocks)
+        if address in self._live or not storage.nbytes():
+            return
+
+        def gone(_: Any) -> None:
+            self._live.pop(address, None)
+            self.trace.events.append((len(self.trace.ops) - 1, -(number + 1)))
+
+        self.trace.blocks.append(Block(storage.nbytes(), op, "workspace" if self.phase == "build" else "activations"))
+        self.trace.events.append((op, number + 1))
+        self._live[address] = number, weakref.ref(storage, gone)
+        if self.phase == "backward":
+            self._makers[number] = self._node
+
+    def _piece(self, tensor: Tensor) -> Piece:
+        known = self._live.get(tensor.untyped_storage()._cdata) if tensor.device.type == "meta" else None
+        count = 1
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            count *= size if stride else 1  # what is expanded is read once
+        return Piece(known[0] if known else -1, count * tensor.element_size(), tuple(tensor.shape), tensor.dtype)
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation without data; of those that some versions of torch cannot, give what they would."""
+    if func is torch.ops.aten._grouped_mm.default and args[0].is_meta and args[0].dtype is not torch.bfloat16:
+        # Its kernels take FP32 and FP16 as well, its shape rule does not.
+        shapes = [x.new_empty_strided(x.shape, x.stride(), dtype=torch.bfloat16) for x in args[:2]]
+        return func(*shapes, *args[2:], **kwargs).to(args[0].dtype)
+    try:
+        return func(*args, **kwargs)
+    except NotImplementedError:
+        if func is torch.ops.aten.mm.dtype:
+            return args[0].new_empty((args[0].shape[0], args[1].shape[1]), dtype=args[2])
+        if func is torch.ops.aten._amp_update_scale_.default:
+            return args[0]
+        raise
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and bool(argument.alias_info.is_write)
+
+
+def _specs(nest: Any) -> Any:
+    if isinstance(nest, Tensor):
+        return Spec(tuple(nest.shape), nest.stride(), nest.dtype)
+    return tuple(_specs(item) for item in nest) if isinstance(nest, list | tuple) else nest
+
+
+def _tensors(nest: Any) -> list[Tensor]:
+    if isinstance(nest, Tensor):
+        return [nest]
+    if isinstance(nest, list | tuple):
+        return [tensor for item in nest for tensor in _tensors(item)]
+    return []

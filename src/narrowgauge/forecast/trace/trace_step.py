@@ -1,0 +1,353 @@
+"""Runs an engine's real training steps on a GPU that is only pretended, and hands over the trace of them.
+
+Two steps: the first one makes what stays (moments, FP8 scales and copies), the second is as every later one. The
+engine, its kernels' Python, autograd, hooks and recomputation are the ones that train; what is pretended is in
+``machine``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from narrowgauge.engine import Engine
+from narrowgauge.errors import NarrowgaugeError, UsageError
+from narrowgauge.forecast.trace import fake_gpu
+from narrowgauge.forecast.trace.recorder import Owner, Recorder, Trace
+from narrowgauge.forecast.trace.workspaces import Workspaces
+from narrowgauge.hardware import Gpu
+from narrowgauge.kernels import adamw as kernel
+from narrowgauge.nn.convert import Layer
+from narrowgauge.nn.fused import blocks, head
+from narrowgauge.nn.products import linear
+from narrowgauge.nn.products.weight_casts import Weight
+from narrowgauge.nn.recompute import find_blocks
+from narrowgauge.optim import fused_adamw_patch, multi_tensor_step
+from narrowgauge.ranks.distribute import copies
+from narrowgauge.recipe import Recipe
+from narrowgauge.task import Task
+
+CLIP_NORM = 1.0
+STEPS = 2
+MASTERS = ("master", "remainder", "check")
+"""What of an optimizer's state belongs to masters."""
+_PRODUCTS = ("forward_output", "backward_input", "backward_weight")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """How a model's parameters part where it is spread over ranks (``ranks.spread``), in numbers of them."""
+
+    block: int
+    """Matrices of the largest block."""
+    in_blocks: int
+    """Matrices of all blocks."""
+    outside: int
+    """Matrices outside of blocks."""
+    copied: int
+    """Vectors and keepers."""
+    narrow: bool
+    """Whether what is outside has BF16 parameters, as under a lean recipe."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """The trace of a build and two steps, and what was found on the way."""
+
+    task: Task
+    recipe: Recipe
+    gpu: Gpu
+    trace: Trace
+    batch: int
+    """Items along the first dimension of a batch's tensors."""
+    items: int
+    """What one update trains on: tokens or images, all microbatches together."""
+    accumulate: int
+    parameters: int
+    compiled: bool
+    """Whether torch.compile would have planned some of it."""
+    layers: list[Layer] = field(default_factory=list)
+    block_parameters: int = 0
+    """Of the largest block: what a sharded run gathers at once."""
+    other_parameters: int = 0
+    """Of what is in no block: embeddings, the head."""
+    asked: int = 0
+    """Values that the program asked of the GPU, and got 0."""
+    block_paths: list[str] = field(default_factory=list)
+    """The modules that a sharded run gathers one at a time, in their order."""
+    spread: Spread | None = None
+
+
+def trace_steps(
+    task: Task,
+    recipe: Recipe,
+    gpu: Gpu,
+    *,
+    batch: int | None = None,
+    accumulate: int = 1,
+    compile: bool = True,
+    clip_norm: float | None = CLIP_NORM,
+    fused: bool | None = None,
+) -> Traced:
+    """Trace a task under a recipe as it would run on a GPU; ``batch`` replaces the task's own size.
+
+    The rest is as ``Engine`` takes it, but that a recipe which releases gradients is not asked to clip them.
+    """
+    given = task.synthetic(0) if task.synthetic is not None else task.batch(0, "train")
+    sizes = [tensor.shape[0] for tensor in tree_leaves(given) if isinstance(tensor, Tensor) and tensor.dim()]
+    if not sizes:
+        raise UsageError(f"task {task.name}: a batch has no tensors, so there is nothing to forecast")
+    size = batch or sizes[0]
+    recorder = Recorder(Workspaces(gpu))
+    if recipe.gradients == "released":
+        clip_norm = None
+    try:
+        with fake_gpu.pretend(gpu, recorder.compiled) as pretence, recorder:
+            with torch.device("cuda"):
+                model = task.model()
+            owners = _owners(model, recipe)
+            pretence.rules.on_narrowed = lambda parameter, copy: recorder.mark(
+                copy, "weights", owners.get(id(parameter)), is_copy=True
+            )
+            optimizer = make_optimizer(task, model)
+            handles = [_notice(p, recorder, owners[id(p)]) for p in model.parameters() if p.requires_grad]
+            engine = Engine(
+                model, optimizer, recipe, clip_norm=clip_norm, accumulate=accumulate, compile=compile, fused=fused
+            )
+            _mark_weights(engine, recorder, owners)
+            device_batch = tree_map_only(Tensor, lambda t: _resized(t, sizes[0], size).to("cuda"), given)
+            for tensor in tree_leaves(device_batch):
+                if isinstance(tensor, Tensor):
+                    recorder.mark(tensor, "activations")
+            with _attributed(engine, recorder, owners):
+                for step in range(STEPS):
+                    recorder.step = step
+                    _step(task, engine, device_batch, recorder)
+                    _mark_states(engine, recorder, owners)
+            trace = recorder.close()
+            layers, sizes_of = list(engine.conversion.layers), _block_sizes(engine)
+            paths, parts = list(find_blocks(engine.inner)), _spread(engine, owners)
+            for handle in handles:
+                handle.remove()
+    except NarrowgaugeError:
+        raise
+    except Exception as error:
+        if not _needs_data(error):  # the task's own mistake, which is shown as it is
+            error.add_note(f"(task {task.name} under {recipe}, traced without data)")
+            raise
+        lines = str(error).strip().splitlines() or [""]
+        raise UsageError(
+            f"task {task.name} under {recipe} cannot be forecast without its data: {type(error).__name__}: "
+            f"{lines[0][:200]}"
+        ) from error
+    return Traced(
+        task=task,
+        recipe=recipe,
+        gpu=gpu,
+        trace=trace,
+        batch=size,
+        items=round(task.items_per_batch * size / sizes[0]) * accumulate,
+        accumulate=accumulate,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        compiled=any(op.compiled for op in trace.ops),
+        layers=layers,
+        block_parameters=sizes_of[0],
+        other_parameters=sizes_of[1],
+        asked=pretence.asked,
+        block_paths=paths,
+        spread=parts,
+    )
+
+
+def make_optimizer(task: Task, model: nn.Module) -> Optimizer:
+    """The task's own optimizer, or AdamW as ``bench`` makes it."""
+    if task.optimizer is not None:
+        return task.optimizer(model, task.learning_rate)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, task.learning_rate, betas=(0.9, 0.95), weight_decay=task.weight_decay, fused=True)
+
+
+def _resized(tensor: Tensor, before: int, size: int) -> Tensor:
+    """A host tensor with another number of items; only its shape will matter."""
+    if not tensor.dim() or tensor.shape[0] != before or size == before:
+        return tensor
+    return torch.empty((size, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+
+
+def _step(task: Task, engine: Engine, batch: Any, recorder: Recorder) -> None:
+    for _ in range(engine.accumulate):
+        recorder.phase = "forward"
+        with engine.forward():
+            loss = task.loss(engine.model, batch)
+        recorder.phase = "backward"
+        engine.backward(loss)
+        recorder.phase = "step"
+        engine.step()
+
+
+def _needs_data(error: Exception) -> bool:
+    """Whether torch could not go on because tensors on paper have shapes and no numbers."""
+    about_paper = (
+        "tensor subclasses",
+        "data pointer",
+        "FakeTensor",
+        "meta tensor",
+        "fake tensor",
+        "register_meta",
+        "Meta",
+    )
+    return type(error).__module__.startswith(("torch._subclasses", "torch.fx")) or any(
+        words in str(error) for words in about_paper
+    )
+
+
+def _owners(model: nn.Module, recipe: Recipe) -> dict[int, Owner]:
+    """Of every parameter, by its id, where it would be on a rank of several."""
+    copied = copies(model, recipe)
+    inside = {id(p) for block in find_blocks(model).values() for p in block.parameters()}
+    found = {}
+    for p in model.parameters():
+        part = "copied" if p in copied else "block" if id(p) in inside else "outside"
+        found[id(p)] = Owner(part, p.shape[0] if p.dim() else 1, p.numel())
+    return found
+
+
+def _spread(engine: Engine, owners: dict[int, Owner]) -> Spread:
+    def count(module: nn.Module, part: str) -> int:
+        return sum(p.numel() for p in module.parameters() if owners[id(p)].part == part)
+
+    blocks_of = [count(block, "block") for block in find_blocks(engine.inner).values()]
+    return Spread(
+        block=max(blocks_of, default=0),
+        in_blocks=sum(blocks_of),
+        outside=count(engine.inner, "outside"),
+        copied=count(engine.inner, "copied"),
+        narrow=engine.recipe.master != "fp32",
+    )
+
+
+def _notice(parameter: nn.Parameter, recorder: Recorder, owner: Owner) -> Any:
+    """Learn where gradients are as soon as they are there, before a release frees them."""
+    return parameter.register_post_accumulate_grad_hook(lambda p: recorder.mark(p.grad, "gradients", owner))
+
+
+def _mark_weights(engine: Engine, recorder: Recorder, owners: dict[int, Owner]) -> None:
+    narrow = engine.recipe.compute not in ("fp32", "tf32")
+    for parameter in engine.model.parameters():
+        is_master = narrow and parameter.dtype is torch.float32 and parameter.dim() > 1
+        owner = owners.get(id(parameter))
+        recorder.mark(parameter, "master" if is_master else "weights", owner)
+        for name in ("other_half", "check_words"):
+            recorder.mark(getattr(parameter, name, None), "master", owner)
+    for buffer in engine.model.buffers():
+        recorder.mark(buffer, "weights")
+
+
+def _mark_states(engine: Engine, recorder: Recorder, owners: dict[int, Owner]) -> None:
+    for optimizer in engine.optimizers:
+        for parameter, state in optimizer.state.items():
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    kind = "master" if name in MASTERS else "workspace" if name == "step" else "moments"
+                    recorder.mark(value, kind, owners.get(id(parameter)) if kind != "workspace" else None)
+
+
+def _block_sizes(engine: Engine) -> tuple[int, int]:
+    """Parameters of the largest block, and of everything outside of blocks."""
+    blocks_of = find_blocks(engine.model)
+    sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks_of.values()]
+    every = sum(parameter.numel() for parameter in engine.model.parameters())
+    return (max(sizes), every - sum(sizes)) if sizes else (every, 0)
+
+
+@contextlib.contextmanager
+def _attributed(engine: Engine, recorder: Recorder, owners: dict[int, Owner]) -> Iterator[None]:
+    """Tell the recorder which module runs, what the fused blocks compute, and what is launched past torch."""
+    paths = {id(module): path for path, module in engine.model.named_modules()}
+    names = {
+        id(parameter): path
+        for path, module in sorted(engine.model.named_modules(), key=lambda item: isinstance(item[1], nn.Linear))
+        for parameter in module.parameters(recurse=False)
+    }
+    last = [""]
+
+    def product(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            use = args[1]
+            if isinstance(use, Weight):
+                last[0] = next((names[id(weight)] for weight in use.weights if id(weight) in names), last[0])
+            with recorder.inside(last[0]):
+                return function(*args, **kwargs)
+
+        return run
+
+    def block(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(plan: Any, *args: Any, **kwargs: Any) -> Any:
+            with recorder.inside(plan.path):
+                return function(plan, *args, **kwargs)
+
+        return run
+
+    def ending(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with recorder.inside(head.HEAD):
+                return function(*args, **kwargs)
+
+        return run
+
+    def copied(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            made = function(*args, **kwargs)
+            weights = args[0].weights
+            owner = next((owners[id(weight)] for weight in weights if id(weight) in owners), None)
+            owner = owner and owner._replace(stacked=len(weights) > 1)
+            for tensor in (made,) if isinstance(made, Tensor) else (made.hp, made.lp, made.lp_t):
+                if tensor is not None and not isinstance(tensor, nn.Parameter):
+                    recorder.mark_copy(tensor, owner)
+            return made
+
+        return run
+
+    def adamw(lists: kernel.Lists, numbers: kernel.Numbers) -> None:
+        states = [*lists.weight, *lists.first, *lists.second, *lists.low, *lists.check]
+        states += [*lists.first_scale, *lists.second_scale]
+        recorder.launch("narrowgauge.adamw", [*states, *lists.grad], states)
+        kernel.adamw(lists, numbers)
+
+    def gradient_norms(grads: list[Tensor]) -> Tensor:
+        recorder.launch("narrowgauge.gradient_norms", grads, [])
+        return plain_norms(grads)
+
+    def rescale_(tensor: Tensor, factor: Tensor) -> Tensor:
+        touched = [tensor] if engine.scaler is not None or engine.accumulate > 1 else []
+        recorder.launch("narrowgauge.rescale", touched, touched, "loss", "lm_head")
+        return tensor
+
+    plain_norms = kernel.gradient_norms
+    changes: list[tuple[Any, str, Any]] = [
+        (multi_tensor_step, "adamw", adamw),
+        (fused_adamw_patch, "adamw", adamw),
+        (kernel, "gradient_norms", gradient_norms),
+        (head, "rescale_", rescale_),
+        (head._Task, "run", ending(head._Task.run)),
+        *((blocks, name, block(getattr(blocks, name))) for name in ("_forward", "_backward")),
+        *((user, name, product(getattr(user, name))) for user in (blocks, head, linear) for name in _PRODUCTS),
+        *((Weight, name, copied(getattr(Weight, name))) for name in ("fp8", "fp8_transposed", "bf16")),
+    ]
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in changes:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        enter = hooks.register_module_forward_pre_hook(lambda module, _: recorder.enter(paths.get(id(module), "")))
+        stack.callback(enter.remove)
+        leave = hooks.register_module_forward_hook(lambda *_: recorder.leave(), always_call=True)
+        stack.callback(leave.remove)
+        yield

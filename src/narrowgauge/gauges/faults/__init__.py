@@ -1,0 +1,1 @@
+"""Faults: classic low-precision mistakes that `narrowgauge break` makes on purpose."""

@@ -1,0 +1,1 @@
+"""Rules: turn step numbers and tensor readings into findings."""

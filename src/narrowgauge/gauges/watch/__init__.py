@@ -1,0 +1,1 @@
+"""Watch: reads statistics of weights, activations, gradients and updates while a model trains."""

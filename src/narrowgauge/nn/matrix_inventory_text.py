@@ -1,0 +1,107 @@
+"""The account of a model's matrices in words: a table of all of them, and one line with the shares of each format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from narrowgauge.nn.matrix_inventory import Matrix
+
+NOUNS = {
+    "linear": "linear layer",
+    "block": "linear layer",
+    "head": "head",
+    "experts": "expert tensor",
+    "attention": "attention projection",
+    "recurrent": "recurrent weight",
+    "convolution": "convolution",
+    "bilinear": "bilinear form",
+    "computed": "parametrized weight",
+    "raw": "raw parameter",
+}
+SHOWN = 4
+"""How many groups of what runs in other formats the line names."""
+
+
+def tabulate(matrices: Sequence[Matrix]) -> str:
+    """A line for each matrix: path, shape, kind, the formats of its three products, and why."""
+    rows = [
+        (m.path, "x".join(map(str, m.shape)) or "?", m.kind, "/".join(m.formats) or "not multiplied", _reason(m))
+        for m in matrices
+    ]
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
+    return "\n".join(
+        "  ".join([*(f"{cell:<{width}}" for cell, width in zip(row[:4], widths, strict=True)), row[4]]) for row in rows
+    )
+
+
+def _reason(matrix: Matrix) -> str:
+    return f"{matrix.reason}; {_upper(matrix)} where autocast knows the product" if matrix.assumed else matrix.reason
+
+
+def _upper(matrix: Matrix) -> str:
+    return matrix.formats[0].upper()
+
+
+def summarize(matrices: Sequence[Matrix], compute: str, fused: str = "") -> str:
+    """The share of multiplied parameters in the recipe's format, then what the rest is and runs in.
+
+    ``fused``: what else there is to say of the first part.
+    """
+    multiplied = [matrix for matrix in matrices if matrix.formats]
+    if not multiplied:
+        return "none: no parameter is multiplied"
+    total = sum(matrix.size for matrix in multiplied) or 1
+    share = sum(_part(matrix, compute) for matrix in multiplied if not matrix.assumed) / total
+    amount = f"{_percent(share)} of the multiplied parameters{_flops(multiplied, compute, share)}"
+    groups: dict[tuple[str, str, bool], list[Matrix]] = {}
+    for matrix in multiplied:
+        for format in dict.fromkeys(matrix.formats):
+            if format != compute or matrix.assumed:
+                groups.setdefault((NOUNS[matrix.kind], format, matrix.assumed), []).append(matrix)
+    parts = sorted((_group(*key, members, total) for key, members in groups.items()), reverse=True)
+    told = [text for _, text in parts[:SHOWN]]
+    if len(parts) > SHOWN:
+        told.append(f"others ({_percent(sum(size for size, _ in parts[SHOWN:]))})")
+    rest = f"; the rest: {', '.join(told)}" if told else ""
+    return amount + fused + rest + _unknown(multiplied)
+
+
+def _part(matrix: Matrix, format: str) -> float:
+    """How much of a matrix runs in a format: each of its three products counts for a third."""
+    return matrix.size * matrix.formats.count(format) / len(matrix.formats)
+
+
+def _group(noun: str, format: str, assumed: bool, members: list[Matrix], total: int) -> tuple[float, str]:
+    size = sum(_part(matrix, format) for matrix in members) / total
+    names = f": {', '.join(m.path for m in members[:3])}{' and more' if len(members) > 3 else ''}"
+    where = f"left to autocast, {format.upper()} where it knows them" if assumed else f"in {format.upper()}"
+    number = f"{len(members)} {noun}{'s' if len(members) > 1 else ''}"
+    return size, f"{number} {where} ({_percent(size)}{names if noun == NOUNS['linear'] else ''})"
+
+
+def _flops(multiplied: list[Matrix], compute: str, share: float) -> str:
+    """The share of the operations of a token, as far as they are known, where it is another: of experts few are met."""
+    known = [(matrix, matrix.active) for matrix in multiplied if matrix.active is not None]
+    total = sum(matrix.size * active for matrix, active in known)
+    done = sum(_part(matrix, compute) * active for matrix, active in known if not matrix.assumed)
+    text = _percent(done / total) if total else _percent(share)
+    word = "FLOPs" if len(known) == len(multiplied) else "known FLOPs"
+    return f", {text} of their {word}" if text != _percent(share) else ""
+
+
+def _unknown(multiplied: list[Matrix]) -> str:
+    """Whose operations are not known before the input is."""
+    counts: dict[str, int] = {}
+    for matrix in multiplied:
+        if matrix.active is None:
+            counts[NOUNS[matrix.kind]] = counts.get(NOUNS[matrix.kind], 0) + 1
+    if not counts or len(multiplied) == sum(counts.values()):
+        return ""
+    named = " and ".join(f"{count} {noun}{'s' if count > 1 else ''}" for noun, count in counts.items())
+    return f"; FLOPs are not known for {named}"
+
+
+def _percent(share: float) -> str:
+    if 0 < share < 0.005:
+        return "<1%"
+    return ">99%" if 0.995 <= share < 1 else f"{share:.0%}"

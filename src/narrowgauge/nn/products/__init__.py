@@ -1,0 +1,1 @@
+"""The three matrix products of a linear layer: their formats, their operands, and the layer itself."""

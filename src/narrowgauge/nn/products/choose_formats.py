@@ -1,0 +1,168 @@
+"""Which of a layer's three products pay in FP8: measured on the GPU at hand, or predicted from the table of GPUs.
+
+FP8 halves a product's time at best, and costs casts: the input and the gradient of the output must be there in FP8, in
+two layouts where the product sums over tokens. Products share operands, so the three are chosen together: of all eight
+combinations the one that takes the least time, casts included. Measurements are kept per GPU, versions and shape, so
+that a model is measured once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from narrowgauge.data import cache
+from narrowgauge.hardware import Device, Gpu
+from narrowgauge.kernels import cast, cast_weights
+from narrowgauge.nn.products.gemm import ALL_FP8, BF16, E4M3, E5M2, FAST_DEPTH, GemmChoice, product_bf16, product_fp8
+
+PRODUCTS = ("output", "grad_input", "grad_weight")
+REACHED = {"bf16": 0.65, "fp8": 0.60, "copy": 0.80}
+"""Shares of the datasheet's peaks that training shapes reach, about (an H200, bench/kernels.py)."""
+VERSION = 4
+"""Of the measurement: raised when kernels or the way of measuring change, so that old figures are not believed."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Milliseconds of a layer's products in both formats, and of the passes that make FP8 operands."""
+
+    bf16: tuple[float, ...]
+    fp8: tuple[float, ...]
+    cast_input: float
+    cast_grad: float
+    turn_input: float
+    turn_grad: float
+
+    def of(self, choice: GemmChoice, fused: bool) -> float:
+        """The whole layer. ``fused``: producers write one format of an operand, whichever, free of charge."""
+        total = self.products(choice)
+        for kinds, price in (
+            ({choice.output, choice.grad_weight}, self.cast_input),
+            ({choice.grad_input, choice.grad_weight}, self.cast_grad),
+        ):
+            total += price if (len(kinds) == 2 if fused else "fp8" in kinds) else 0.0
+        return total + (self.turn_input + self.turn_grad if choice.grad_weight == "fp8" else 0.0)
+
+    def products(self, choice: GemmChoice) -> float:
+        """The products alone."""
+        return sum((self.fp8 if kind == "fp8" else self.bf16)[i] for i, kind in enumerate(choice))
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The formats of a layer's products, and why."""
+
+    choice: GemmChoice
+    reason: str
+    costs: Costs | None = None
+    bf16_ms: float = 0.0
+    """The layer's three products in BF16."""
+    chosen_ms: float = 0.0
+    """As chosen, casts included."""
+
+
+def decide(rows: int, inputs: int, outputs: int, device: Device, fused: bool) -> Decision:
+    """Choose for a layer of a shape. ``fused``: its operands are written in FP8 by their producers."""
+    if device.kind == "cpu":
+        return Decision(ALL_FP8, "emulated on a CPU: slow, with the numbers of the hardware")
+    costs, how = measured(rows, inputs, outputs, device), "measured"
+    if costs is None:
+        if device.gpu is None:
+            return Decision(ALL_FP8, f"{device.name} is not in the table of GPUs; FP8 without a forecast")
+        costs, how = predicted(rows, inputs, outputs, device.gpu), "predicted"
+    choices = [GemmChoice(*kinds) for kinds in itertools.product(("fp8", "bf16"), repeat=3)]
+    choice = min(choices, key=lambda choice: costs.of(choice, fused))
+    before, after = sum(costs.bf16), costs.of(choice, fused)
+    casts = after - costs.products(choice)
+    reason = f"{how}: {before:.3f} ms in BF16, {after:.3f} ms as chosen, of which casts {casts:.3f}"
+    return Decision(choice, reason, costs, before, after)
+
+
+def predicted(rows: int, inputs: int, outputs: int, gpu: Gpu) -> Costs:
+    """From peaks and bandwidth. Every product of a layer has the same number of operations."""
+    flops = 2.0 * rows * inputs * outputs
+    bf16_ms = flops / (gpu.peak("bf16") * REACHED["bf16"]) * 1e3
+    fp8_ms = flops / (gpu.peak("fp8") * REACHED["fp8"]) * 1e3
+    byte_ms = 1e3 / (gpu.bandwidth * REACHED["copy"])
+    x, g = rows * inputs * byte_ms, rows * outputs * byte_ms
+    return Costs((bf16_ms,) * 3, (fp8_ms,) * 3, 3 * x, 3 * g, x, g)  # read 2 bytes, write 1; the second layout 1 more
+
+
+def measured(rows: int, inputs: int, outputs: int, device: Device) -> Costs | None:
+    """On the GPU at hand, or from an earlier measurement on one like it; None where there is none."""
+    if device.kind != "cuda" or not torch.cuda.is_available():
+        return None
+    key = f"{rows}x{inputs}x{outputs}"
+    path = cache.folder() / f"products-{VERSION}-{device.name.replace(' ', '-')}-{torch.__version__}.json"
+    known: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        known = json.loads(path.read_text())
+    if key not in known:
+        known[key] = asdict(_measure(rows, inputs, outputs))
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(known))
+    return Costs(**known[key])
+
+
+def _measure(rows: int, inputs: int, outputs: int) -> Costs:
+    """Random numbers, because products of zeros run faster than real ones do."""
+    x = torch.randn(rows, inputs, device="cuda", dtype=BF16)
+    g = torch.randn(rows, outputs, device="cuda", dtype=BF16)
+    w = torch.randn(outputs, inputs, device="cuda", dtype=BF16)
+    one = torch.ones((), device="cuda")
+    x8, x8_t = cast.cast_transpose(x, one, E4M3)
+    g8, g8_t = cast.cast_transpose(g, one, E5M2)
+    w8, w8_t, inv = cast_weights.cast_weight([w], E4M3)
+    assert w8_t is not None
+    return Costs(
+        bf16=(
+            timed(lambda: product_bf16(x, w.t())),
+            timed(lambda: product_bf16(g, w)),
+            timed(lambda: product_bf16(g.t(), x, torch.float32)),
+        ),
+        fp8=(
+            timed(lambda: product_fp8(x8, w8, one, inv)),
+            timed(lambda: product_fp8(g8, w8_t, one, inv, fast=outputs <= FAST_DEPTH)),
+            timed(lambda: product_fp8(g8_t, x8_t, one, one, torch.float32, fast=False)),
+        ),
+        cast_input=timed(lambda: cast.cast(x, one, E4M3)),
+        cast_grad=timed(lambda: cast.cast(g, one, E5M2)),
+        turn_input=timed(lambda: cast.transpose(x8)),
+        turn_grad=timed(lambda: cast.transpose(g8)),
+    )
+
+
+@functools.cache
+def _stream() -> torch.cuda.Stream:
+    """One for all measurements: cuBLAS keeps a workspace for every stream it has seen."""
+    return torch.cuda.Stream()
+
+
+def timed(work: Callable[[], Any], repeat: int = 10) -> float:
+    """Milliseconds of the device alone: as a CUDA graph, since launching takes longer than a small product runs."""
+    stream = _stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(repeat):
+            work()
+    graph.replay()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / repeat

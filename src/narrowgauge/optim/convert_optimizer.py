@@ -1,0 +1,144 @@
+"""Makes narrowgauge's AdamW out of a user's, in place, with the user's groups, rates and state.
+
+The optimizer stays the object that the user, schedulers and hooks hold; its class becomes one that steps, saves, loads
+and adds groups as narrowgauge's AdamW does and is still an instance of the class it was.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim import Adam, Optimizer
+
+from narrowgauge.errors import UsageError
+from narrowgauge.optim import moments as eight_bit
+from narrowgauge.optim.adamw import FORMATS, AdamW, check_group, widen_gradient
+from narrowgauge.optim.masters import narrow
+from narrowgauge.optim.saved_states import known_names
+from narrowgauge.optim.sharded import check_gradients
+
+REPLACED = ("step", "state_dict", "load_state_dict", "add_param_group")
+"""What narrowgauge's AdamW does in its own way."""
+_classes: dict[type[Optimizer], type[AdamW]] = {}
+
+
+def convert_optimizer(
+    optimizer: Optimizer, master: str, moments: str, narrowed: Iterable[nn.Parameter], gradients: str = "bf16"
+) -> AdamW:
+    """The optimizer as an AdamW with these formats for its parameters, of which ``narrowed`` become BF16."""
+    formats = {"master": master, "moments": moments, "gradients": gradients}
+    if not isinstance(optimizer, AdamW):
+        _check(optimizer)
+    for group in optimizer.param_groups:
+        check_group({"maximize": False} | group | formats)
+    own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for parameter in narrowed:
+        if parameter in own:
+            if parameter.grad is not None:
+                raise UsageError("lean recipe: a parameter has a gradient already; make the engine before backward")
+            check_gradients(parameter, gradients)
+            widen_gradient(narrow(parameter), gradients)
+    state = Optimizer.state_dict(optimizer) if not isinstance(optimizer, AdamW) else optimizer.state_dict()
+    new = optimizer if isinstance(optimizer, AdamW) else _become(optimizer)
+    new.defaults |= {"maximize": False} | new.defaults | formats
+    for group in new.param_groups:
+        group.update({"maximize": False} | group | formats)
+    new.__dict__.pop("release", None)  # of an engine that had it before
+    if state["state"]:
+        new.load_state_dict(state)
+    return new
+
+
+def can_convert(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is an AdamW, by whatever name, that ours can stand for."""
+    return isinstance(optimizer, AdamW) or (_is_adamw(optimizer) and not _own_methods(optimizer))
+
+
+def _is_adamw(optimizer: Optimizer) -> bool:
+    decoupled = isinstance(optimizer, Adam) and all(
+        group.get("decoupled_weight_decay", False) or not group["weight_decay"] for group in optimizer.param_groups
+    )
+    return decoupled and not any(group.get("amsgrad") for group in optimizer.param_groups)
+
+
+def _own_methods(optimizer: Optimizer) -> list[str]:
+    """Which methods that ours would replace are not torch's: a subclass's, or put at the object itself."""
+    kind, at_object = type(optimizer), dict(vars(optimizer))
+    if hasattr(at_object.get("step"), "_wrapped_by_lr_sched"):
+        del at_object["step"]  # a scheduler has put itself around it
+    # torch wraps a class's step where it is first used, and the wrapper names what it wraps.
+    return [
+        name
+        for name in REPLACED
+        if name in at_object or inspect.unwrap(getattr(kind, name)) is not inspect.unwrap(getattr(Adam, name))
+    ]
+
+
+def _check(optimizer: Optimizer) -> None:
+    name, own = type(optimizer).__name__, _own_methods(optimizer)
+    if not _is_adamw(optimizer):
+        raise UsageError(
+            f"a lean recipe steps AdamW with narrow states, not {name} (nor amsgrad, nor Adam's "
+            "coupled weight decay); take torch.optim.AdamW, or a recipe with master=fp32 and moments=fp32"
+        )
+    if own:
+        raise UsageError(
+            f"a lean recipe steps AdamW with narrow states and would never call the {own[0]}() that {name} has of its "
+            "own; take torch.optim.AdamW with register_step_pre_hook for what it adds, or a recipe with master=fp32 "
+            "and moments=fp32"
+        )
+
+
+def _become(optimizer: Optimizer) -> AdamW:
+    vars(optimizer).pop("step", None)  # a scheduler's, around the step that is replaced; ours tells schedulers itself
+    optimizer.state.clear()
+    optimizer.__class__ = _class_over(type(optimizer))
+    assert isinstance(optimizer, AdamW)
+    optimizer._patch_step_function()  # hooks around the step, which torch sets up where an optimizer is made
+    return optimizer
+
+
+def _class_over(kind: type[Optimizer]) -> type[AdamW]:
+    """narrowgauge's AdamW that is also an instance of the user's class, and is pickled by that class."""
+
+    def reduce(self: AdamW, protocol: Any) -> Any:
+        return _make_empty, (kind,), self.__getstate__()
+
+    if kind not in _classes:
+        content = {"__reduce_ex__": reduce, "__module__": kind.__module__}
+        _classes[kind] = type(kind.__name__, (AdamW, kind), content)
+    return _classes[kind]
+
+
+def _make_empty(kind: type[Optimizer]) -> AdamW:
+    made = _class_over(kind)
+    return made.__new__(made)
+
+
+def plain_state(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state of narrowgauge's AdamW as torch.optim.AdamW keeps it: FP32 moments, no masters."""
+    states: dict[Any, Any] = {}
+    for index, named in state_dict["state"].items():
+        saved = known_names(named)
+        if "exp_avg" not in saved or not ({"exp_avg_scale", "remainder", "master"} & set(saved)):
+            states[index] = named
+            continue
+        first, second = saved["exp_avg"], saved["exp_avg_sq"]
+        if "exp_avg_scale" in saved:
+            first = eight_bit.decode_first(first.reshape(-1), saved["exp_avg_scale"]).view(first.shape)
+            second = eight_bit.decode_second(second.reshape(-1), saved["exp_avg_sq_scale"]).view(second.shape)
+        states[index] = {"step": saved["step"], "exp_avg": first.float(), "exp_avg_sq": second.float()}
+    groups = [{k: v for k, v in group.items() if k not in FORMATS} for group in state_dict["param_groups"]]
+    return {"state": states, "param_groups": groups}
+
+
+def without_masters(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state without remainders and copies, for checkpoints whose model is in FP32 already."""
+    states = {
+        index: {name: value for name, value in saved.items() if name not in ("remainder", "check", "master")}
+        for index, saved in state_dict["state"].items()
+    }
+    return {**state_dict, "state": states}

@@ -1,0 +1,195 @@
+"""A storage for torch.distributed.checkpoint: the shards of several ranks in safetensors, their table in JSON.
+
+    shard-0.safetensors    what the first rank wrote, each chunk under its number; shard-1 the second, ...
+    shards.json            for each tensor its dtype, its shape, and its chunks: offset, size, file, number in the file
+
+torch's own storage keeps its table as a pickle (.metadata), which runs whatever it was told to when it is read. Nothing
+here can: a file is JSON or raw numbers, and is refused in one line where it is not what it should be.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from narrowgauge.errors import UsageError
+from narrowgauge.runs import atomic_files
+from narrowgauge.runs.checkpoints.sharded import TABLE
+from narrowgauge.serialization import Taker, write_tensors
+
+FORMAT = 1
+_FILE = re.compile(r"shard-\d+\.safetensors")
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+class ShardWriter(StorageWriter):
+    """Writes the chunks of each rank into a file of its own; the first rank writes the table when all have written."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return [dataclasses.replace(plan, storage_data=f"shard-{rank}.safetensors") for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        name: str = plan.storage_data
+        taker = Taker(aliased=False)  # each chunk by its number, also where two are the same memory
+        results = []
+        for number, item in enumerate(plan.items):
+            if item.type == WriteItemType.BYTE_IO:
+                raise TypeError(f"{item.index.fqn} is not a tensor, and cannot be saved without pickle")
+            value = planner.resolve_data(item)
+            assert isinstance(value, Tensor)
+            taker.take(value.detach(), str(number))
+            size_bytes = value.numel() * value.element_size()
+            results.append(WriteResult(item.index, size_bytes, {"file": name, "number": number}))
+        write_tensors(taker.tensors, self.folder / name)
+        atomic_files.sync(self.folder / name)
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(results)
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        # A rank without a part of a tensor writes an empty chunk, whose offset may be another's: the other counts.
+        all_results = sorted((result for part in results for result in part), key=lambda r: r.size_in_bytes)
+        places = {result.index: result.storage_data for result in all_results}
+        tensors = {}
+        for name, kind in metadata.state_dict_metadata.items():
+            assert isinstance(kind, TensorStorageMetadata)
+            chunks = [
+                {"offset": list(c.offsets), "size": list(c.sizes), **places[MetadataIndex(name, c.offsets)]}
+                for c in kind.chunks
+                if math.prod(c.sizes) or not math.prod(kind.size)
+            ]
+            dtype = str(kind.properties.dtype).removeprefix("torch.")
+            tensors[name] = {"dtype": dtype, "shape": list(kind.size), "chunks": chunks}
+        (self.folder / TABLE).write_text(json.dumps({"format": FORMAT, "tensors": tensors}))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False
+
+
+class ShardReader(StorageReader):
+    """Reads what a rank needs of the chunks, whichever ranks wrote them."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self._metadata: Metadata | None = None
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._metadata is None:
+            path = self.folder / TABLE
+            try:
+                self._metadata = _parse(json.loads(path.read_text()))
+            except OSError as error:
+                raise UsageError(f"checkpoint {self.folder}: {TABLE} cannot be read ({error.strerror})") from None
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                raise UsageError(f"{path} is not a table of shards ({error!r}); take an earlier checkpoint") from None
+        return self._metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._metadata = metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        places = self.read_metadata().storage_data
+        by_file: dict[str, list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            by_file[places[item.storage_index]["file"]].append(item)
+        for name, items in by_file.items():
+            try:
+                with safe_open(self.folder / name, "pt") as file:
+                    for item in items:
+                        value = _slice(file, str(places[item.storage_index]["number"]), item)
+                        target = planner.resolve_tensor(item).detach()
+                        if target.dtype == torch.complex128 and value.shape[-1:] == (2,):
+                            value = torch.view_as_complex(value)
+                        if value.shape != target.shape or value.dtype != target.dtype:
+                            raise UsageError(
+                                f"{self.folder / name} is not what {TABLE} says: {item.storage_index.fqn} is "
+                                f"{value.dtype} {tuple(value.shape)} there; take an earlier checkpoint"
+                            )
+                        target.copy_(value)
+                        planner.commit_tensor(item, target)
+            except (OSError, SafetensorError) as error:
+                raise UsageError(f"{self.folder / name} cannot be read ({error}); take an earlier checkpoint") from None
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False
+
+
+def _slice(file: Any, number: str, item: ReadItem) -> Tensor:
+    if not item.lengths:
+        whole: Tensor = file.get_tensor(number)
+        return whole
+    ranges = zip(item.storage_offsets, item.lengths, strict=True)
+    part: Tensor = file.get_slice(number)[tuple(slice(first, first + length) for first, length in ranges)]
+    return part
+
+
+def _parse(table: Any) -> Metadata:
+    """The table as torch.distributed.checkpoint holds it; ValueError where it does not add up."""
+    if table["format"] != FORMAT:
+        raise ValueError(f"its format is {table['format']}, this version reads {FORMAT}")
+    kinds: dict[str, Any] = {}
+    places = {}
+    for name, tensor in table["tensors"].items():
+        shape = torch.Size(tensor["shape"])
+        chunks = []
+        for chunk in tensor["chunks"]:
+            offset, size = torch.Size(chunk["offset"]), torch.Size(chunk["size"])
+            fits = len(offset) == len(size) == len(shape) and all(
+                first >= 0 and length >= 0 and first + length <= most
+                for first, length, most in zip(offset, size, shape, strict=True)
+            )
+            if not fits or not _FILE.fullmatch(chunk["file"]) or not isinstance(chunk["number"], int):
+                raise ValueError(f"a chunk of {name} lies outside of it, or in no shard")
+            chunks.append(ChunkStorageMetadata(offset, size))
+            places[MetadataIndex(name, offset)] = {"file": chunk["file"], "number": chunk["number"]}
+        if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
+            raise ValueError(f"the chunks of {name} are not all of it")
+        kinds[name] = TensorStorageMetadata(TensorProperties(_DTYPES[tensor["dtype"]]), shape, chunks)
+    return Metadata(kinds, storage_data=places)

@@ -1,0 +1,25 @@
+"""Weights as a plain safetensors file: what opens anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import Tensor
+
+from narrowgauge import files
+from narrowgauge.runs import atomic_files
+from narrowgauge.serialization import Taker, write_tensors
+
+
+def write_weights(weights: Mapping[str, Any], file: Path) -> dict[str, Tensor]:
+    """Write a state dictionary under its own names, atomically; what is stored twice by sharing is stored once."""
+    taker = Taker()
+    taker.take(weights)
+    try:
+        files.replace(file, lambda new: write_tensors(taker.tensors, new, {"format": "pt", **taker.aliases}))
+    except (OSError, SafetensorError) as error:
+        raise atomic_files.refuse(file, error) from error
+    return taker.tensors

@@ -1,0 +1,1 @@
+"""Trackers: TensorBoard, Weights & Biases and MLflow, written beside the record of a run."""

@@ -1,0 +1,1 @@
+"""Compares finished training runs: our own paired runs, or logs of other tools."""

@@ -1,0 +1,1 @@
+"""Statistics of a validation: equivalence tests, sample sizes and the t distribution."""
