@@ -194,7 +194,7 @@ WORKER = """
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts processes that pack the same file once ``gate`` exists; each that encodes leaves its number in ``seen``."""
+    """Starts processes that pack the same file once ``gate`` exists; each that encodes leaves its id in ``seen``."""
     path, seen, gate = tmp_path / "x.jsonl", tmp_path / "seen", tmp_path / "gate"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in MANY))
     seen.mkdir()
