@@ -103,38 +103,38 @@ class Fp16Moments(torch.optim.AdamW):
 class ClipsScaled(Engine):
     """Clips the norm of scaled gradients, then unscales them."""
 
-    def _factor(self, grad_norm: Tensor, scale: Tensor, share: float, found: Tensor) -> Tensor | None:
+    def _compute_factor(self, grad_norm: Tensor, scale: Tensor, share: float, found: Tensor) -> Tensor | None:
         clip = 1.0 if self.clip_norm is None else self.clip_norm
         self._clipped = torch.clamp(grad_norm * scale, max=clip) / scale
         factor = scale * ((grad_norm * scale + 1e-6) / clip).clamp(min=1.0)
         return torch.where(found, self._one, factor)
 
-    def _update(self, named: Sequence[Optimizer] = ()) -> StepReport:
+    def _update(self, chosen: Sequence[Optimizer] = ()) -> StepReport:
         """What such a loop sees is the norm after both, the same small number each time."""
-        report = super()._update(named)
+        report = super()._update(chosen)
         return StepReport(report.index, True, {**report.tensors, "grad_norm": self._clipped})
 
 
 class FreezesScales(Engine):
     """Moves FP8 scales for a few updates, and then no more."""
 
-    def _update(self, named: Sequence[Optimizer] = ()) -> StepReport:
+    def _update(self, chosen: Sequence[Optimizer] = ()) -> StepReport:
         scales = self.conversion.scales
         if scales is not None and self.updates >= 8:
             frozen = scales.scale.clone(), scales.inv_scale.clone()
-            report = super()._update(named)
+            report = super()._update(chosen)
             scales.scale.copy_(frozen[0])
             scales.inv_scale.copy_(frozen[1])
             return report
-        return super()._update(named)
+        return super()._update(chosen)
 
 
 class E4m3Gradients(Engine):
     """Casts gradients to E4M3, whose range is a sixteen-thousandth of E5M2's."""
 
-    def _convert(self, fused: bool | None, compile: bool) -> Conversion:
+    def _convert_model(self, fused: bool | None, compile: bool) -> Conversion:
         usual, convert.E5M2 = convert.E5M2, convert.E4M3  # type: ignore[attr-defined]
         try:
-            return super()._convert(fused, compile)
+            return super()._convert_model(fused, compile)
         finally:
             convert.E5M2 = usual  # type: ignore[attr-defined]
