@@ -1,4 +1,4 @@
-"""JSON as the other verbs print it, small: for tests of what a report makes of them."""
+"""Small examples of the JSON output of other verbs, for tests of the report."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def roofline() -> dict[str, Any]:
 
 
 def lint() -> dict[str, Any]:
-    return {"findings": [{"rule": "odd-width", "where": "head", "detail": "50257 is no multiple of 8", "fix": "pad it",
-                          "severity": "warning"}]}  # fmt: skip
+    return {"findings": [{"rule": "odd-width", "where": "head", "detail": "50257 is not a multiple of 8",
+                          "fix": "pad it", "severity": "warning"}]}  # fmt: skip
 
 
 def save(folder: Path, **data: Any) -> list[Path]:

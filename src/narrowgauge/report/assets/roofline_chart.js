@@ -1,15 +1,15 @@
-// The roofline of a GPU with a model's layers on it, and its memories from the registers outwards.
+// The roofline of a GPU with a model's layers, and its memory hierarchy from the registers to HBM.
 
 const ROOFS = ["fp32", "tf32", "fp16", "bf16", "fp8"];
 
-// The format a recipe or a layer computes in, if this GPU has it; else the fastest it has.
+// The format a recipe or a layer computes in, if this GPU supports it, or else its fastest format.
 function formatOn(gpu, text) {
   const named = ROOFS.find((name) => text.toLowerCase().startsWith(name));
   return named && gpu.peaks[named] ? named : ROOFS.filter((name) => gpu.peaks[name]).pop();
 }
 
-// Where a layer stands: at the rate its predicted time gives, or at the roof where no time is known.
-function placed(layer, gpu, format) {
+// The position of a layer: at the rate of its predicted time, or at the roof if no time is known.
+function placeLayer(layer, gpu, format) {
   const peak = gpu.peaks[layer.format ? formatOn(gpu, layer.format) : format];
   const roof = Math.min(peak, layer.intensity * gpu.bandwidth);
   const rate = layer.ms && layer.flops ? Math.min(layer.flops / (layer.ms / 1e3), roof) : roof;
@@ -32,10 +32,10 @@ function rooflineChart(id, gpu, layers, format) {
   });
   const readout = el("p", { class: "readout", "aria-live": "polite" });
   const formats = ROOFS.filter((name) => gpu.peaks[name]);
-  // Work without arithmetic to speak of would stretch the axes over ten decades: it is in the table alone.
-  const all = layers.filter((layer) => layer.intensity > 0).map((layer) => placed(layer, gpu, format));
+  // Operations with hardly any arithmetic would stretch the axes over ten decades: they are only in the table.
+  const all = layers.filter((layer) => layer.intensity > 0).map((layer) => placeLayer(layer, gpu, format));
   const points = all.filter((layer) => layer.intensity >= 0.02 && layer.rate >= gpu.bandwidth * 0.002);
-  const hint = points.length ? "Hover a layer, or move through them with the arrow keys." : "";
+  const hint = points.length ? "Hover over a layer, or use the arrow keys." : "";
   let current = null;
 
   drawWithin(plot, (width) => {
@@ -107,16 +107,16 @@ function rooflineChart(id, gpu, layers, format) {
         cy: y(point.rate),
         r: 4 + 6 * Math.sqrt((point.flops || 0) / heaviest),
         "data-layer": point.name,
-        fill: boundTint(point.bound),
+        fill: boundColor(point.bound),
         opacity: current === null || current === index ? 0.85 : 0.35,
       });
-      dot.addEventListener("pointerenter", () => tell(index));
+      dot.addEventListener("pointerenter", () => showLayer(index));
       drawing.append(dot);
     });
     plot.replaceChildren(drawing);
   });
 
-  function tell(index) {
+  function showLayer(index) {
     const changed = index !== current;
     current = index;
     const point = points[index];
@@ -126,7 +126,7 @@ function rooflineChart(id, gpu, layers, format) {
       el("b", {}, large(point.rate, "FLOP/s")),
       `, bound by ${point.bound}`,
       point.ms ? `; ${number(point.ms, 3)} ms predicted` : "",
-      point.measured_ms ? `, ${number(point.measured_ms, 3)} measured by itself` : "",
+      point.measured_ms ? `, ${number(point.measured_ms, 3)} ms measured in isolation` : "",
     );
     if (changed) plot.refresh();
   }
@@ -134,7 +134,7 @@ function rooflineChart(id, gpu, layers, format) {
     const move = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
     if (!move || !points.length) return;
     event.preventDefault();
-    tell(((current === null ? (move > 0 ? -1 : 0) : current) + move + points.length) % points.length);
+    showLayer(((current === null ? (move > 0 ? -1 : 0) : current) + move + points.length) % points.length);
   });
   readout.textContent = hint;
   const key = points.length
@@ -147,15 +147,15 @@ function rooflineChart(id, gpu, layers, format) {
             el(
               "li",
               { class: "still" },
-              el("span", { class: "swatch", style: { background: boundTint(bound) } }),
+              el("span", { class: "swatch", style: { background: boundColor(bound) } }),
               `bound by ${bound}`,
             ),
           ),
       )
     : null;
   const timed = all.some((point) => point.measured_ms);
-  const columns = ["layer", "FLOP", "bytes", "FLOP/byte", "bound by", "FLOP/s at most"];
-  if (timed) columns.push("ms", "measured by itself");
+  const columns = ["layer", "FLOP", "bytes", "FLOP/byte", "bound by", "max FLOP/s"];
+  if (timed) columns.push("ms", "ms in isolation");
   const rows = all.map((point) => [
     point.name,
     large(point.flops),
@@ -182,18 +182,18 @@ function rooflineChart(id, gpu, layers, format) {
   );
 }
 
-function boundTint(bound) {
-  return { memory: "var(--over)", arithmetic: "var(--held)" }[bound] || "var(--faint)";
+function boundColor(bound) {
+  return { memory: "var(--over)", arithmetic: "var(--normal)" }[bound] || "var(--faint)";
 }
 
-// The memories of a GPU: the further out, the larger and the slower. A link stands between the two it joins.
+// The memory hierarchy of a GPU, from small and fast to large and slow. A link is drawn between the levels it connects.
 function hierarchy(gpu) {
   const levels = [
     [
       "Registers",
       gpu.register_bytes,
       `256 KiB in each of ${gpu.sms} SMs`,
-      "128 bytes a clock in each SM (32 banks of 4)",
+      "128 bytes per clock in each SM (32 banks of 4)",
     ],
     ["Shared memory", gpu.shared_bytes, `${bytes(gpu.shared_bytes / gpu.sms)} in each SM`, "bandwidth not published"],
     ["L2 cache", gpu.l2_bytes, "one for all SMs", large(gpu.bandwidth, "B/s")],
@@ -201,7 +201,7 @@ function hierarchy(gpu) {
       "Memory",
       gpu.memory_bytes,
       `read once in ${number((gpu.memory_bytes / gpu.bandwidth) * 1e3, 3)} ms`,
-      gpu.nvlink ? `${large(gpu.nvlink, "B/s")} NVLink, both directions together` : "no NVLink: PCIe",
+      gpu.nvlink ? `${large(gpu.nvlink, "B/s")} NVLink, both directions combined` : "no NVLink: PCIe",
     ],
   ];
   const [least, most] = [Math.log2(2 ** 20), Math.log2(gpu.memory_bytes)];
@@ -222,7 +222,7 @@ function hierarchy(gpu) {
     "div",
     { class: "level" },
     el("b", {}, "Other GPUs"),
-    el("span", {}, "each with memory of its own"),
+    el("span", {}, "each with its own memory"),
   );
   return el("div", { class: "levels", id: "chart-hierarchy", "data-chart": "hierarchy" }, nodes, others);
 }

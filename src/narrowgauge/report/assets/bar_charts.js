@@ -1,6 +1,6 @@
-// Bars of benchmarks, and the gaps of validations with their intervals.
+// Bar charts of benchmarks, and the gaps of validations with their intervals.
 
-const BAR = 30;
+const BAR_HEIGHT = 30;
 
 // rows: {name, value, low, high, text}
 function barChart(id, label, rows, options = {}) {
@@ -9,24 +9,24 @@ function barChart(id, label, rows, options = {}) {
     const left = Math.min(170, width * 0.36);
     const most = Math.max(...rows.map((row) => row.high || row.value || 0), 1e-300);
     const x = linearScale(0, most * 1.02, left, width - 96);
-    const height = rows.length * BAR + 8;
+    const height = rows.length * BAR_HEIGHT + 8;
     const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, "aria-hidden": "true" });
     rows.forEach((row, index) => {
-      const y = index * BAR + 4;
+      const y = index * BAR_HEIGHT + 4;
       drawing.append(
         svg("text", { class: "strong", x: left - 8, y: y + 16, "text-anchor": "end" }, shorten(row.name, left)),
         svg("rect", {
           x: left,
           y,
           width: Math.max(x(row.value || 0) - left, 1),
-          height: BAR - 9,
+          height: BAR_HEIGHT - 9,
           rx: 2,
           fill: row.color || color(0),
           opacity: 0.85,
         }),
       );
       if (row.low && row.high) {
-        const middle = y + (BAR - 9) / 2;
+        const middle = y + (BAR_HEIGHT - 9) / 2;
         drawing.append(
           svg("line", {
             class: "whisker",
@@ -50,7 +50,7 @@ function shorten(text, room) {
   return text.length > most ? `${text.slice(0, most - 1)}…` : text;
 }
 
-// rows: {name, gap, low, high, verdict}; margin: the gap that is still as good; band: the reference's own scatter
+// rows: {name, gap, low, high, verdict}; margin: the largest equivalent gap; band: the reference's deviation over seeds
 function gapChart(id, label, rows, margin, band) {
   const plot = el("div", { class: "plot", role: "img", "aria-label": label, "data-chart": id });
   drawWithin(plot, (width) => {
@@ -74,7 +74,7 @@ function gapChart(id, label, rows, margin, band) {
       svg(
         "text",
         { x: x(0), y: box.top - 5, "text-anchor": "middle" },
-        `as good: within ${signed(margin).replace("+", "±")}`,
+        `equivalent: within ${signed(margin).replace("+", "±")}`,
       ),
     );
     const axis = svg(
@@ -115,8 +115,8 @@ function gapChart(id, label, rows, margin, band) {
       : el(
           "p",
           { class: "note" },
-          `Noise: the reference's own runs scatter by ${percent(band)} from seed to seed; ` +
-            "pairs with the same seed cancel most of it.",
+          `Noise: the reference has a standard deviation of ${percent(band)} over seeds. ` +
+            "Pairs with the same seed cancel most of it.",
         );
   return el("figure", { class: "chart", id: `chart-${id}` }, plot, own);
 }

@@ -1,6 +1,6 @@
-// Curves over steps: a trend line in a band of what the steps around it were, with hover, zoom and keys.
+// Curves over steps: a smoothed line in a band of its extremes, with hover, zoom and keyboard control.
 //
-// series: {name, x, y, lo, hi, per, color, dashed, points (drawn as dots), stepped, group (band over seeds), broken}
+// series: {name, x, y, lo, hi, per, color, dashed, points (drawn as dots), stepped, group (band over seeds), nonfinite}
 
 function lineChart(id, options) {
   const series = options.series.filter((one) => one.x.length);
@@ -100,7 +100,7 @@ function lineChart(id, options) {
     }),
   );
 
-  listenTo(plot, () => shown, { state, domain, point, zoomTo });
+  addListeners(plot, () => shown, { state, domain, point, zoomTo });
   point(null);
   return el(
     "figure",
@@ -109,7 +109,7 @@ function lineChart(id, options) {
     el("div", { class: "controls" }, legend, reset),
     readout,
     options.hint ? el("p", { class: "note" }, options.hint) : null,
-    asTable(options.label, () => tableOf(series, options)),
+    asTable(options.label, () => makeTable(series, options)),
   );
 }
 
@@ -123,8 +123,8 @@ function nearestIndex(xs, value) {
   return low > 0 && value - xs[low - 1] < xs[low] - value ? low - 1 : low;
 }
 
-// Pointer and keys: hover reads, dragging zooms, arrows move the cursor, + and - zoom, 0 and Escape show all.
-function listenTo(plot, shownNow, chart) {
+// Pointer and keys: hovering shows values, dragging zooms, arrows move the cursor, + and - zoom, 0 and Escape reset.
+function addListeners(plot, shownNow, chart) {
   let from = null;
   const place = (event) => {
     const shown = shownNow();
@@ -183,7 +183,7 @@ function listenTo(plot, shownNow, chart) {
   });
 }
 
-function tableOf(series, options) {
+function makeTable(series, options) {
   const columns = [options.xName || "step"];
   const rows = new Map();
   series.forEach((one, index) => {

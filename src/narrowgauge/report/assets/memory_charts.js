@@ -1,19 +1,19 @@
-// Memory by component: bars by recipe, and over the moments of a step.
+// Memory by component: bars for each recipe, and an area chart over a step.
 
 const COMPONENTS = ["weights", "master", "moments", "gradients", "activations", "workspace", "total"];
-const tintOf = (part) => color(COMPONENTS.indexOf(part) % 8);
+const componentColor = (part) => color(COMPONENTS.indexOf(part) % 8);
 
 function memoryLegend(parts) {
   return el(
     "ul",
     { class: "legend" },
     parts.map((part) =>
-      el("li", { class: "still" }, el("span", { class: "swatch", style: { background: tintOf(part) } }), part),
+      el("li", { class: "still" }, el("span", { class: "swatch", style: { background: componentColor(part) } }), part),
     ),
   );
 }
 
-function partsOf(list) {
+function usedComponents(list) {
   return COMPONENTS.filter((part) => list.some((parts) => parts[part]));
 }
 
@@ -21,15 +21,15 @@ function partsOf(list) {
 function memoryBars(id, label, recipes) {
   const names = Object.keys(recipes);
   const plot = el("div", { class: "plot", role: "img", "aria-label": label, "data-chart": id });
-  const parts = partsOf(names.map((name) => recipes[name].parts));
+  const parts = usedComponents(names.map((name) => recipes[name].parts));
   drawWithin(plot, (width) => {
     const left = Math.min(130, width * 0.3);
     const most = Math.max(...names.map((name) => Math.max(recipes[name].total, recipes[name].measured || 0)));
     const x = linearScale(0, most, left, width - 78);
-    const height = names.length * BAR + 8;
+    const height = names.length * BAR_HEIGHT + 8;
     const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, "aria-hidden": "true" });
     names.forEach((name, index) => {
-      const y = index * BAR + 4;
+      const y = index * BAR_HEIGHT + 4;
       let sum = 0;
       drawing.append(
         svg("text", { class: "strong", x: left - 8, y: y + 16, "text-anchor": "end" }, shorten(name, left)),
@@ -44,8 +44,8 @@ function memoryBars(id, label, recipes) {
                 x: x(sum),
                 width: Math.max(x(sum + size) - x(sum), 0.5),
                 y,
-                height: BAR - 9,
-                fill: tintOf(part),
+                height: BAR_HEIGHT - 9,
+                fill: componentColor(part),
                 "data-part": part,
               },
               svg("title", {}, `${part} ${bytes(size)}`),
@@ -58,7 +58,7 @@ function memoryBars(id, label, recipes) {
         drawing.append(
           svg(
             "line",
-            { class: "measured", x1: x(measured), x2: x(measured), y1: y - 2, y2: y + BAR - 7 },
+            { class: "measured", x1: x(measured), x2: x(measured), y1: y - 2, y2: y + BAR_HEIGHT - 7 },
             svg("title", {}, `measured ${bytes(measured)}`),
           ),
         );
@@ -81,10 +81,10 @@ function memoryBars(id, label, recipes) {
   );
 }
 
-// moments: [{label, parts, at}]; at: how far into the step, where that is known
+// moments: [{label, parts, at}]; at: the position within the step, from 0 to 1, if known
 function memoryOverStep(id, label, moments) {
   const plot = el("div", { class: "plot", role: "img", "aria-label": label, "data-chart": id });
-  const parts = partsOf(moments.map((moment) => moment.parts));
+  const parts = usedComponents(moments.map((moment) => moment.parts));
   const sums = moments.map((moment) => parts.reduce((sum, part) => sum + (moment.parts[part] || 0), 0));
   drawWithin(plot, (width) => {
     const box = { left: 66, right: width - 10, top: 22, bottom: 224 };
@@ -111,7 +111,7 @@ function memoryOverStep(id, label, moments) {
       drawing.append(
         svg(
           "path",
-          { d: `M${top}L${bottom}Z`, fill: tintOf(part), opacity: 0.85, "data-part": part },
+          { d: `M${top}L${bottom}Z`, fill: componentColor(part), opacity: 0.85, "data-part": part },
           svg("title", {}, part),
         ),
       );
@@ -144,20 +144,20 @@ function memoryOverStep(id, label, moments) {
   );
 }
 
-// Where no timeline is given: what stays between steps, and the parts at the peak, which is all that is known.
-function momentsOf(recipe) {
-  const stays = {};
-  for (const part of ["weights", "master", "moments"]) if (recipe.parts[part]) stays[part] = recipe.parts[part];
-  const sum = Object.values(stays).reduce((a, b) => a + b, 0);
-  if (recipe.between > sum) stays.workspace = recipe.between - sum;
+// Without a timeline: the memory between steps and the components at the peak.
+function estimateMoments(recipe) {
+  const persistent = {};
+  for (const part of ["weights", "master", "moments"]) if (recipe.parts[part]) persistent[part] = recipe.parts[part];
+  const sum = Object.values(persistent).reduce((a, b) => a + b, 0);
+  if (recipe.between > sum) persistent.workspace = recipe.between - sum;
   return [
-    { label: "between steps", parts: stays, at: 0 },
+    { label: "between steps", parts: persistent, at: 0 },
     {
       label: "",
       note: `at the peak${recipe.peak_in ? `: ${recipe.peak_in}` : ""}`,
       parts: recipe.parts,
       at: recipe.peak_at ?? 0.5,
     },
-    { label: "between steps", parts: stays, at: 1 },
+    { label: "between steps", parts: persistent, at: 1 },
   ];
 }

@@ -1,4 +1,4 @@
-"""What the page knows beside the runs: the number formats and the GPUs of the datasheets, as data for its script."""
+"""Reference data of the page: the number formats and the GPUs with their datasheet numbers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from narrowgauge.formats import FORMATS
 from narrowgauge.hardware import gpus
 
 REGISTER_BYTES = 65536 * 4
-"""Registers of an SM: 64 K of 32 bits on every compute capability from 7.0 to 10.0 (CUDA programming guide)."""
+"""Register file of an SM: 64 K registers of 32 bits on compute capabilities 7.0 to 10.0 (CUDA programming guide)."""
 
 
-def formats() -> dict[str, dict[str, Any]]:
-    """Each format's layout, and its window in powers of two: below ``flush`` zero, above ``most`` too large."""
+def describe_formats() -> dict[str, dict[str, Any]]:
+    """Each format's layout and its range in powers of two: zero below ``flush``, overflow above ``most``."""
     return {
         name: {
             "title": f.title,
@@ -33,8 +33,8 @@ def formats() -> dict[str, dict[str, Any]]:
     }
 
 
-def machines() -> list[dict[str, Any]]:
-    """Each GPU's roofs and its memories, from the registers outwards."""
+def describe_gpus() -> list[dict[str, Any]]:
+    """Each GPU's peaks and its memory hierarchy, from the registers to HBM."""
     return [
         {
             "name": gpu.name,

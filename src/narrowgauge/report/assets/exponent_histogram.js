@@ -1,28 +1,27 @@
-// The exponents of a tensor, with every format's window above them and a slider for the scale.
+// A histogram of a tensor's exponents with the range of every format above it, and a slider for the scale.
 //
-// Bars stand where the values are after scaling; windows stay. What lies left of a window is flushed to zero, what lies
-// right of it is too large.
+// The scale moves the bars; the ranges stay. Values left of a range are flushed to zero, values right of it overflow.
 
-const WINDOW = 19;
+const RANGE_HEIGHT = 19;
 
-// look: [first exponent, counts, amax, scale it was read at, values, zeros, inf, nan, format]; shift: log2 of the scale
-// that multiplies the values as they are without the scale they were read at.
-function histogramChart(id, formats, look, label) {
+// sample: [first exponent, counts, amax, scale it was read at, values, zeros, inf, nan, format]; shift: log2 of the scale
+// that is applied to the values, after the scale they were read at has been removed.
+function histogramChart(id, formats, sample, label) {
   const names = Object.keys(formats);
   const plot = el("div", { class: "plot", role: "img", "aria-label": label, "data-chart": id });
   const outcome = el("div", { class: "scroll" });
-  const chart = { look, shift: 0, format: names.includes("fp16") ? "fp16" : names[0] };
+  const chart = { sample, shift: 0, format: names.includes("fp16") ? "fp16" : names[0] };
 
-  function read(f) {
-    const [first, counts, amax, scale] = chart.look;
+  function computeLosses(f) {
+    const [first, counts, amax, scale] = chart.sample;
     return shares(first, counts, amax, f, chart.shift - Math.log2(scale));
   }
 
   function draw(width) {
-    const [first, counts, , scale] = chart.look;
+    const [first, counts, , scale] = chart.sample;
     const own = first - Math.log2(scale);
     const height = 330;
-    const box = { left: 44, right: width - 8, top: 30 + names.length * WINDOW, bottom: height - 36 };
+    const box = { left: 44, right: width - 8, top: 30 + names.length * RANGE_HEIGHT, bottom: height - 36 };
     const low = Math.min(-46, own - 2);
     const high = Math.max(20, own + counts.length + 2);
     const x = linearScale(low, high, box.left, box.right);
@@ -34,16 +33,16 @@ function histogramChart(id, formats, look, label) {
       ...axes(box, x, y, {
         xText: (v) => power(Math.round(v)),
         yText: (v) => percent(v),
-        xLabel: "size of the values, scaled",
+        xLabel: "magnitude after scaling",
         yLabel: "share",
       }),
     );
     const f = formats[chart.format];
-    const inside = clipped({ left: box.left, right: box.right, top: 0, bottom: box.bottom });
+    const inside = makeClipGroup({ left: box.left, right: box.right, top: 0, bottom: box.bottom });
     counts.forEach((n, i) => {
       if (!n) return;
       const from = own + i + chart.shift;
-      for (const [a, b, kind] of cut(from, f)) {
+      for (const [a, b, kind] of splitBin(from, f)) {
         inside.append(
           svg("rect", {
             x: x(a) + 0.5,
@@ -62,19 +61,19 @@ function histogramChart(id, formats, look, label) {
         inside.append(svg("line", { class: "limit", x1: x(limit), x2: x(limit), y1: 24, y2: box.bottom }));
     }
     names.forEach((name, index) =>
-      inside.append(...windowOf(formats[name], name === chart.format, x, 26 + index * WINDOW, low, high)),
+      inside.append(...drawRange(formats[name], name === chart.format, x, 26 + index * RANGE_HEIGHT, low, high)),
     );
     drawing.append(inside);
     plot.replaceChildren(drawing);
-    tell();
+    updateTable();
   }
 
-  function tell() {
-    const head = ["format", "flushed to zero", "subnormal", "too large"].map((title) =>
+  function updateTable() {
+    const head = ["format", "flushed to zero", "subnormal", "overflow"].map((title) =>
       el("th", { scope: "col" }, title),
     );
     const rows = names.map((name) => {
-      const lost = read(formats[name]);
+      const lost = computeLosses(formats[name]);
       return el(
         "tr",
         { "data-format": name },
@@ -95,9 +94,9 @@ function histogramChart(id, formats, look, label) {
       { class: "legend" },
       [
         ["under", "flushed to zero"],
-        ["faded", "subnormal: precision fades"],
-        ["held", "held"],
-        ["over", "too large"],
+        ["subnormal", "subnormal: reduced precision"],
+        ["normal", "in range"],
+        ["over", "overflow"],
       ].map(([kind, text]) =>
         el("li", { class: "still" }, el("span", { class: "swatch", style: { background: `var(--${kind})` } }), text),
       ),
@@ -106,23 +105,23 @@ function histogramChart(id, formats, look, label) {
   chart.outcome = outcome;
   chart.redraw = () => {
     plot.refresh();
-    if (!plot.drawnWidth) tell();
+    if (!plot.drawnWidth) updateTable();
   };
-  tell();
+  updateTable();
   return chart;
 }
 
-// A bin from 2**from to 2**(from + 1), cut where a format's limits fall into it.
-function cut(from, f) {
+// Splits the bin from 2**from to 2**(from + 1) at the format's limits.
+function splitBin(from, f) {
   const edges = [from, ...[f.flush, f.normal, f.most].filter((limit) => limit > from && limit < from + 1), from + 1];
   return edges.slice(1).map((to, i) => {
     const middle = (edges[i] + to) / 2;
-    const kind = middle < f.flush ? "under" : middle < f.normal ? "faded" : middle < f.most ? "held" : "over";
+    const kind = middle < f.flush ? "under" : middle < f.normal ? "subnormal" : middle < f.most ? "normal" : "over";
     return [edges[i], to, kind];
   });
 }
 
-function windowOf(f, current, x, top, low, high) {
+function drawRange(f, current, x, top, low, high) {
   const inView = (value) => x(clamp(value, low, high));
   const bar = (from, to, kind) =>
     svg("rect", {
@@ -130,7 +129,7 @@ function windowOf(f, current, x, top, low, high) {
       x: inView(from),
       width: Math.max(inView(to) - inView(from), 0),
       y: top,
-      height: WINDOW - 6,
+      height: RANGE_HEIGHT - 6,
       rx: 2,
     });
   const text = svg(

@@ -1,4 +1,4 @@
-"""Writes runs as ``train`` would, through the record's own writer: long ones, with spikes, skips, NaN and odd names."""
+"""Writes synthetic runs with the record's own writer: long runs with spikes, skips, NaN and hostile names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from narrowgauge.gauges.watch.readings import Reading
 from narrowgauge.runs import record
 
 EVIL = "<script>alert(1)</script>"
-"""A module's name that must stay a name."""
+"""A module name that must not be executed."""
 
 
 def modules(count: int) -> tuple[str, ...]:
@@ -22,7 +22,7 @@ def modules(count: int) -> tuple[str, ...]:
 
 @functools.cache
 def readings(names: tuple[str, ...], scale: float) -> list[dict[str, Any]]:
-    """One look: activations around 1, gradients small and smaller with depth."""
+    """One sample: activations around 1, and gradients that become smaller with depth."""
     found = []
     for depth, name in enumerate(names):
         draw = random.Random(depth)

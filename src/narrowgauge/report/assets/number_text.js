@@ -1,4 +1,4 @@
-// Numbers as people read them.
+// Formats numbers as text.
 
 const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 
@@ -19,7 +19,7 @@ function number(value, digits = 4) {
   return String(Number(value.toPrecision(digits)));
 }
 
-// Thousands and more as 12k, 3.4M, 1.2G.
+// Large numbers with a unit prefix: 12k, 3.4M, 1.2G.
 function large(value, unit = "") {
   if (value === null || value === undefined) return "";
   const steps = [

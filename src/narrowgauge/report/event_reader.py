@@ -1,9 +1,9 @@
-"""Reads a run's events as they are written: each call gives what is new since the last.
+"""Reads a run's events while they are written: each call yields the events since the last call.
 
-A report must come out of a run that crashed, is being written, or was damaged: a line that is not JSON is counted and
-passed over, where ``runs.record.read`` would refuse the record. A record that was cut (``train --resume``) is another
-file, and is read again from its start. NaN and infinity stay the texts that the record has ("nan", "inf", "-inf"), of
-which ``float`` makes numbers.
+A report must work for a run that crashed, is being written, or has a damaged record. A line that is not JSON is counted
+and skipped, where ``runs.record.read`` raises an error. A record that was truncated (``train --resume``) is a new file,
+and is read again from its start. NaN and infinity stay strings as in the record ("nan", "inf", "-inf"); ``float``
+converts them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from narrowgauge import files
 from narrowgauge.runs.record import EVENTS
 
 _BLOCK = 1 << 23
-"""Bytes read at once, so that a record of any length takes little memory."""
+"""Bytes read at a time, so that long records need little memory."""
 
 
 @dataclass
-class Tail:
-    """The events of one run folder, from where the last look ended."""
+class EventReader:
+    """Yields the events of one run folder, starting where the last read ended."""
 
     folder: Path
     damaged: int = 0
@@ -33,7 +33,7 @@ class Tail:
     _rest: bytes = field(default=b"", repr=False)
 
     def was_replaced(self) -> bool:
-        """Whether the record is another than the one read so far; the next ``read`` then starts at its beginning."""
+        """Whether the record has been replaced since the last read. The next ``read`` then starts at its beginning."""
         try:
             status = (self.folder / EVENTS).stat()
         except OSError:
@@ -45,7 +45,7 @@ class Tail:
         return replaced
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """The events that are new; a last line without its end is left for the next time."""
+        """Yields the new events. An incomplete last line is left for the next call."""
         if files.why_unreadable(self.folder / EVENTS) is not None:
             return
         try:
@@ -63,14 +63,14 @@ class Tail:
         try:
             found = json.loads(b"[" + b",".join(lines) + b"]")
         except (ValueError, RecursionError):
-            found = [self._one(line) for line in lines]
+            found = [self._parse_line(line) for line in lines]
         for event in found:
             if not isinstance(event, dict):
                 self.damaged += event is not None
             else:
                 yield event
 
-    def _one(self, line: bytes) -> Any:
+    def _parse_line(self, line: bytes) -> Any:
         try:
             return json.loads(line)
         except (ValueError, RecursionError):

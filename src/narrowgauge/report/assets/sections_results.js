@@ -1,4 +1,4 @@
-// Sections about saved results: validations, benchmarks, memory, the roofline; and the format explorer.
+// Sections about saved results: validations, benchmarks, memory and the roofline; and the format explorer.
 
 function validationSection(data) {
   if (!data.validations.length) return null;
@@ -10,18 +10,18 @@ function validationSection(data) {
       high: c.interval ? c.interval[1] : null,
       verdict: c.verdict,
     }));
-    const title = `${one.task.split("/").pop() || one.name}, ${count(one.steps)} steps, against ${one.reference}`;
+    const title = `${one.task.split("/").pop() || one.name}, ${count(one.steps)} steps, reference ${one.reference}`;
     const verdicts = rows.map((row) => `${row.name} ${row.verdict}`).join(", ");
-    const label = `Gap of the final loss to ${one.reference}: ${verdicts}`;
+    const label = `Gap of the final loss relative to ${one.reference}: ${verdicts}`;
     const columns = [
       { key: "name", title: "candidate" },
       { key: "verdict", title: "verdict" },
       { key: "gap", title: "gap", text: (v) => signed(v) },
       { key: "interval", title: "interval" },
       { key: "seeds", title: "pairs" },
-      { key: "detectable", title: "smallest gap it could see", text: (v) => percent(v) },
-      { key: "curve_gap_largest", title: "largest gap on the way", text: (v) => signed(v) },
-      { key: "grad_norm_ratio", title: "gradient norms", text: (v) => number(v, 4) },
+      { key: "detectable", title: "smallest detectable gap", text: (v) => percent(v) },
+      { key: "curve_gap_largest", title: "largest gap during training", text: (v) => signed(v) },
+      { key: "grad_norm_ratio", title: "gradient norm ratio", text: (v) => number(v, 4) },
       { key: "skipped", title: "skipped" },
       { key: "diverged", title: "diverged" },
     ];
@@ -43,13 +43,13 @@ function validationSection(data) {
   return panel(
     "validation",
     "Validation",
-    "The gap of the final loss between runs with the same seeds, data and weights: a verdict needs the whole interval " +
-      "within the margin, or beyond it.",
+    "The gap of the final loss between runs with the same seeds, data and initial weights. A verdict needs the whole " +
+      "interval inside the margin, or the whole interval outside it.",
     parts,
   );
 }
 
-// Every seed's final loss, the reference beside each candidate.
+// The final loss of every seed, for the reference and each candidate.
 function seedChart(one, index) {
   if (!one.losses || one.losses.length < 2) return null;
   const all = [
@@ -87,8 +87,8 @@ function benchSection(data) {
       high: row.step_ms_low && row.step_ms ? (row.tokens_per_s * row.step_ms) / row.step_ms_low : null,
     }));
     const columns = [
-      { key: "name", title: "contestant" },
-      { key: "tokens_per_s", title: `${one.unit}s a second`, text: count },
+      { key: "name", title: "name" },
+      { key: "tokens_per_s", title: `${one.unit}s per second`, text: count },
       { key: "step_ms", title: "step, ms", text: (v) => number(v) },
       { key: "peak_bytes", title: "peak memory", text: bytes },
       { key: "mfu", title: "MFU", text: (v) => percent(v) },
@@ -99,16 +99,16 @@ function benchSection(data) {
       "div",
       { class: "run" },
       el("h3", {}, title),
-      barChart(`bench${index || ""}`, `Speed of ${rows.length} contestants`, rows),
+      barChart(`bench${index || ""}`, `Throughput of ${rows.length} recipes and baselines`, rows),
       dataTable(`bench ${index + 1}`, columns, one.rows),
       one.note ? el("p", { class: "note" }, one.note) : null,
     );
   });
-  return panel("bench", "Benchmarks", "Items a second; the line shows the slowest and fastest round.", parts);
+  return panel("bench", "Benchmarks", "Items per second. The whisker spans the slowest and the fastest round.", parts);
 }
 
-// The driver, the context and error correction take a few per cent of a GPU's memory.
-const SPARE = 1.05;
+// The driver, the CUDA context and error correction take a few percent of a GPU's memory.
+const MEMORY_HEADROOM = 1.05;
 
 function memorySection(data) {
   if (!data.memories.length) return null;
@@ -130,14 +130,13 @@ function memorySection(data) {
           : names.length === 1
             ? one.timeline
             : [];
-        const moments = given.length ? given : momentsOf(one.recipes[name]);
+        const moments = given.length ? given : estimateMoments(one.recipes[name]);
         const note = given.length
           ? null
           : el(
               "p",
               { class: "note" },
-              "What stays between steps, and the parts at the peak; the way there is drawn straight, as no timeline is " +
-                "given.",
+              "Memory between steps and at the peak, joined by straight lines because the file has no timeline.",
             );
         return [memoryOverStep(`memory-step${index || ""}`, `Memory of ${name} over a step`, moments), note].filter(
           Boolean,
@@ -148,14 +147,14 @@ function memorySection(data) {
       .map((name) => {
         const gpu = data.gpus
           .filter(
-            (each) => name.startsWith(formatOn(each, name)) && each.memory_bytes >= one.recipes[name].total * SPARE,
+            (each) => name.startsWith(formatOn(each, name)) && each.memory_bytes >= one.recipes[name].total * MEMORY_HEADROOM,
           )
           .sort((a, b) => a.memory_bytes - b.memory_bytes)[0];
-        return `${name}: ${gpu ? gpu.name : "none of the GPUs here"}`;
+        return `${name}: ${gpu ? gpu.name : "none of the listed GPUs"}`;
       })
       .join("; ");
     const lines = Object.values(measured).some((each) => each.measured)
-      ? " The line across a bar is what was measured."
+      ? " The line across a bar marks the measured peak."
       : "";
     return el(
       "div",
@@ -170,11 +169,11 @@ function memorySection(data) {
       el(
         "p",
         { class: "note" },
-        `The smallest GPU that holds it and computes in its format, by the datasheets: ${fits}.${lines}`,
+        `The smallest GPU with enough memory and native support for the format, by datasheet: ${fits}.${lines}`,
       ),
     );
   });
-  return panel("memory", "Memory", "What the parts of a training step take, by recipe, and over the step.", parts);
+  return panel("memory", "Memory", "Memory of a training step by component and recipe, and over the step.", parts);
 }
 
 function rooflineSection(data) {
@@ -205,7 +204,7 @@ function rooflineSection(data) {
       const draw = () => {
         const wanted = choice("roof-recipe");
         const layers = source ? source.layers.filter((layer) => !recipes.length || layer.recipe === wanted) : [];
-        // Times of another GPU say nothing here: its layers are drawn at the roof.
+        // Times predicted for another GPU do not apply: its layers are drawn at the roof.
         const known = own ? layers : layers.map((layer) => ({ ...layer, ms: null }));
         host.replaceChildren(rooflineChart("roofline", gpu, known, formatOn(gpu, wanted)));
         forgetDetached();
@@ -218,8 +217,8 @@ function rooflineSection(data) {
       );
       draw();
       const words = source
-        ? `Layers of ${source.task || source.name}${own ? "" : `, as counted for ${source.gpu}`}.`
-        : "No layers here: add the JSON of narrowgauge roofline.";
+        ? `Layers of ${source.task || source.name}${own ? "" : `, counted for ${source.gpu}`}.`
+        : "No layers: add the JSON output of narrowgauge roofline.";
       return [
         el(
           "div",
@@ -228,7 +227,7 @@ function rooflineSection(data) {
             "div",
             {},
             el("h3", {}, "Roofline"),
-            el("div", { class: "controls" }, field("Layers in", box)),
+            el("div", { class: "controls" }, field("Recipe", box)),
             host,
             el("p", { class: "note" }, words),
             recipeTable(saved, find, gpu),
@@ -247,13 +246,13 @@ function rooflineSection(data) {
   return panel(
     "roofline",
     "Roofline and memory hierarchy",
-    "Left of a ridge (the circles, in FLOP per byte) a layer waits for memory, right of it for arithmetic. Bars of the " +
-      "hierarchy are logarithmic.",
+    "Left of a ridge point (circles, in FLOP per byte) a layer is memory-bound, right of it compute-bound. The bars of " +
+      "the hierarchy are logarithmic.",
     body,
   );
 }
 
-// What is predicted of each recipe's step on a GPU.
+// The predicted step of each recipe on a GPU.
 function recipeTable(saved, find, gpu) {
   const found = saved.flatMap((one) => Object.entries(one.recipes)).find(([name]) => find(name) === gpu);
   if (!found || !Object.keys(found[1]).length) return null;
@@ -263,7 +262,7 @@ function recipeTable(saved, find, gpu) {
     { key: "recipe", title: "recipe" },
     { key: "step_ms", title: "step, ms", text },
     { key: "measured_ms", title: "measured, ms", text },
-    { key: "tokens_per_s", title: "a second", text },
+    { key: "tokens_per_s", title: "per second", text },
     { key: "mfu", title: "MFU", text: (v) => percent(v) },
     { key: "bound", title: "bound by" },
     { key: "hours", title: "hours", text },
@@ -276,18 +275,18 @@ function explorerSection(data) {
   return panel(
     "formats",
     "Format explorer",
-    "Type a number and see what each format makes of it, to the bit: sign, exponent, mantissa.",
+    "Enter a number to see how each format stores it: sign, exponent and mantissa bits.",
     explorer(data.formats),
   );
 }
 
-// What could be here and is not: one line each, with the command.
-function absentSection(data) {
+// Results that this report does not include, with the commands that produce them.
+function missingSection(data) {
   const hints = [
     [!data.runs.length, "runs", "narrowgauge train TASK"],
     [data.runs.length && !data.runs.some((run) => run.heat), "tensors", "narrowgauge train TASK --watch 100"],
-    [!data.validations.length, "a verdict, and dB by layer", "narrowgauge validate TASK --save validation.json"],
-    [!data.benches.length, "measured speed", "narrowgauge bench TASK --save bench.json"],
+    [!data.validations.length, "verdicts and SQNR by layer", "narrowgauge validate TASK --save validation.json"],
+    [!data.benches.length, "measured throughput", "narrowgauge bench TASK --save bench.json"],
     [!data.memories.length, "memory by component", "narrowgauge memory TASK --json > memory.json"],
     [!data.rooflines.length, "layers on the roofline", "narrowgauge roofline TASK --json > roofline.json"],
   ].filter(([absent]) => absent);
@@ -295,7 +294,7 @@ function absentSection(data) {
   return panel(
     "absent",
     "Not in this report",
-    "Give these files to narrowgauge report as well, and they are.",
+    "Create these files and pass them to narrowgauge report to include them.",
     el(
       "ul",
       { class: "hints" },

@@ -1,15 +1,15 @@
-// Draws curves: axes, bands, lines, marks; thinned once more to the pixels there are.
+// Draws curves with axes, bands and marks, downsampled to the available pixels.
 
-const TALL = 300;
+const CHART_HEIGHT = 300;
 
 function drawCurves(plot, width, series, options, state, whole_) {
-  const height = options.height || TALL;
+  const height = options.height || CHART_HEIGHT;
   const box = { left: 58, right: width - 10, top: 22, bottom: height - 38 };
   const [x0, x1] = state.view || whole_;
   const x = linearScale(x0, x1 === x0 ? x0 + 1 : x1, box.left, box.right);
   const visible = series.filter((one) => !state.hidden.has(one.name));
   const binned = visible.map((one) =>
-    one.points || one.stepped ? within(one, x0, x1) : binByPixel(one, x0, x1, box.right - box.left),
+    one.points || one.stepped ? clipSeries(one, x0, x1) : binByPixel(one, x0, x1, box.right - box.left),
   );
   const bands = (options.bands || []).filter((band) => !options.log || band.low > 0);
   const values = binned
@@ -40,7 +40,7 @@ function drawCurves(plot, width, series, options, state, whole_) {
       yLabel: options.yLabel,
     }),
   );
-  const inside = clipped({ left: box.left, right: box.right + 5, top: box.top - 4, bottom: box.bottom + 4 });
+  const inside = makeClipGroup({ left: box.left, right: box.right + 5, top: box.top - 4, bottom: box.bottom + 4 });
   for (const band of bands) {
     inside.append(
       svg("rect", {
@@ -64,34 +64,34 @@ function drawCurves(plot, width, series, options, state, whole_) {
       );
   }
   binned.forEach((one, index) => {
-    // Points that would lie on each other stand side by side.
+    // Points that would overlap are drawn side by side.
     const aside = options.dodge ? (index - (visible.length - 1) / 2) * 10 : 0;
-    inside.append(...curveOf(visible[index], one, (value) => x(value) + aside, y, options));
+    inside.append(...drawSeries(visible[index], one, (value) => x(value) + aside, y, options));
   });
-  const beat = options.rug ? rugOf(visible, x, x0, x1, box) : [];
+  const skips = options.rug ? drawSkips(visible, x, x0, x1, box) : [];
   const cursor = svg(
     "g",
     { class: "cursor", visibility: "hidden" },
     svg("line", { x1: 0, x2: 0, y1: box.top, y2: box.bottom }),
   );
   const select = svg("rect", { class: "select", y: box.top, height: box.bottom - box.top, visibility: "hidden" });
-  drawing.append(inside, ...beat, select, cursor);
+  drawing.append(inside, ...skips, select, cursor);
   plot.replaceChildren(drawing);
   return { box, x, cursor, select };
 }
 
-function curveOf(one, drawn, x, y, options) {
+function drawSeries(one, drawn, x, y, options) {
   const parts = [];
   const ok = (value) => value !== null && Number.isFinite(value) && (!options.log || value > 0);
   if (drawn.lo && drawn.x.length > 1) {
-    for (const run of runsOf(drawn, (i) => ok(drawn.lo[i]) && ok(drawn.hi[i]))) {
+    for (const run of findSegments(drawn, (i) => ok(drawn.lo[i]) && ok(drawn.hi[i]))) {
       const top = run.map((i) => `${x(drawn.x[i]).toFixed(1)},${y(drawn.hi[i]).toFixed(1)}`);
       const bottom = run.map((i) => `${x(drawn.x[i]).toFixed(1)},${y(drawn.lo[i]).toFixed(1)}`).reverse();
       parts.push(svg("path", { class: "area", d: `M${top.join("L")}L${bottom.join("L")}Z`, fill: one.color }));
     }
   }
   if (!one.points) {
-    for (const run of runsOf(drawn, (i) => ok(drawn.y[i]))) {
+    for (const run of findSegments(drawn, (i) => ok(drawn.y[i]))) {
       const link = one.stepped
         ? (p, i, n) => (n ? `H${x(drawn.x[i]).toFixed(1)}V${p[1]}` : p.join(","))
         : (p) => p.join(",");
@@ -107,11 +107,11 @@ function curveOf(one, drawn, x, y, options) {
         parts.push(svg("circle", { class: "dot", cx: x(drawn.x[i]), cy: y(drawn.y[i]), r: 3.6, fill: one.color }));
     }
   }
-  for (const [step, n] of one.broken || []) {
+  for (const [step, n] of one.nonfinite || []) {
     parts.push(
       svg(
         "path",
-        { class: "broken", d: `M${x(step) - 4},20h8l-4,7z` },
+        { class: "nonfinite", d: `M${x(step) - 4},20h8l-4,7z` },
         svg("title", {}, `${one.name}: not finite at step ${step}${n > 1 ? ` (${n} steps)` : ""}`),
       ),
     );
@@ -119,8 +119,8 @@ function curveOf(one, drawn, x, y, options) {
   return parts;
 }
 
-// Skipped updates, as ticks under the curve.
-function rugOf(visible, x, x0, x1, box) {
+// Skipped updates, as ticks below the curve.
+function drawSkips(visible, x, x0, x1, box) {
   const ticks = [];
   for (const one of visible) {
     for (const [step, n] of one.skips || []) {
@@ -146,16 +146,16 @@ function powerTicks(low, high, wanted) {
   return ticks;
 }
 
-function within(one, x0, x1) {
+function clipSeries(one, x0, x1) {
   const inside = one.x.map((_, i) => i).filter((i) => one.x[i] >= x0 && one.x[i] <= x1);
   const pick = (list) => list && inside.map((i) => list[i]);
   return { x: pick(one.x), y: pick(one.y), lo: pick(one.lo), hi: pick(one.hi) };
 }
 
-// As many points as there are pixels to draw them, then a trend: the mean of a neighbourhood of a sixtieth of the view,
-// in a band from its lowest to its highest value.
+// Reduces a curve to the available pixels and smooths it: the moving average over a sixtieth of the view, in a band
+// from the minimum to the maximum.
 function binByPixel(one, x0, x1, pixels) {
-  const all = within(one, x0, x1);
+  const all = clipSeries(one, x0, x1);
   const most = Math.max(2, Math.floor(pixels / 1.5));
   if (all.x.length < 120) return all;
   const bins = Math.min(most, all.x.length);
@@ -188,7 +188,7 @@ function binByPixel(one, x0, x1, pixels) {
   return out;
 }
 
-function runsOf(drawn, ok) {
+function findSegments(drawn, ok) {
   const runs = [];
   let run = [];
   for (let i = 0; i < drawn.x.length; i += 1) {

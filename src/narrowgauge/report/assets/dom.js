@@ -1,6 +1,6 @@
 "use strict";
-// The ground: elements, what the reader has chosen, light and dark, and drawing again when the width changes.
-// Text from users only ever goes through textContent or canvas: nothing here parses HTML.
+// DOM helpers: elements, the reader's selections, the light and dark theme, and redrawing when the width changes.
+// User-defined text only goes through textContent or a canvas. Nothing here parses HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -20,7 +20,7 @@ function fill(node, attributes, children) {
 const el = (tag, attributes, ...children) => fill(document.createElement(tag), attributes, children);
 const svg = (tag, attributes, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
 
-// What the reader has chosen, by name: kept in the page alone, so that a live page looks the same after each update.
+// The reader's selections by name, kept in memory, so that a live page looks the same after each update.
 const chosen = new Map();
 const choice = (name, fallback) => (chosen.has(name) ? chosen.get(name) : fallback);
 const choose = (name, value) => chosen.set(name, value);
@@ -29,7 +29,7 @@ const color = (index) => `var(--s${index % 8})`;
 const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-// Calls draw(width) now and whenever the width of the host changes.
+// Redraws a chart when the width of its host element changes.
 const redraws = new Set();
 const watcher = new ResizeObserver((entries) => {
   for (const entry of entries) {
@@ -51,7 +51,7 @@ function drawWithin(host, draw) {
   };
 }
 
-// Charts that were replaced are let go; in the next frame, as new ones are drawn before they are put in their place.
+// Releases charts that were replaced. In the next frame, because new charts are drawn before they are attached.
 function forgetDetached() {
   requestAnimationFrame(() => {
     for (const host of redraws) {

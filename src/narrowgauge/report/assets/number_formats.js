@@ -1,15 +1,15 @@
-// Number formats: what each makes of a number, to the last bit. The same arithmetic as formats.py, in doubles.
+// Number formats: stores a number bit-exactly in each format. The same arithmetic as formats.py, in doubles.
 
 const scratch = new DataView(new ArrayBuffer(8));
 
-// floor(log2 |x|) of a finite number that is not zero; exact, subnormal doubles included.
+// floor(log2 |x|) of a finite nonzero number; exact, including subnormal doubles.
 function exponentOf(x) {
   scratch.setFloat64(0, x);
   const field = (scratch.getUint16(0) >> 4) & 0x7ff;
   return field ? field - 1023 : exponentOf(x * 2 ** 60) - 60;
 }
 
-// x * 2**n in steps that stay within doubles: exact wherever the result is a normal number.
+// x * 2**n in steps that do not overflow a double; exact if the result is a normal number.
 function timesPower(x, n) {
   while (n > 1000) {
     x *= 2 ** 1000;
@@ -22,7 +22,7 @@ function timesPower(x, n) {
   return x * 2 ** n;
 }
 
-function toEven(x) {
+function roundHalfEven(x) {
   const low = Math.floor(x);
   const rest = x - low;
   if (rest < 0.5) return low;
@@ -30,18 +30,18 @@ function toEven(x) {
   return low % 2 === 0 ? low : low + 1;
 }
 
-// The nearest number of a format, ties to even; too large becomes inf, or NaN where the format has no inf.
+// The nearest number of a format, ties to even. Overflow gives inf, or NaN if the format has no inf.
 function roundTo(x, f) {
   if (Number.isNaN(x)) return NaN;
   if (x === 0) return x;
   const limit = f.has_inf ? Math.sign(x) * Infinity : NaN;
   if (!Number.isFinite(x)) return limit;
   const quantum = Math.max(exponentOf(x), 1 - f.bias) - f.mantissa_bits;
-  const rounded = Math.sign(x) * timesPower(toEven(timesPower(Math.abs(x), -quantum)), quantum);
+  const rounded = Math.sign(x) * timesPower(roundHalfEven(timesPower(Math.abs(x), -quantum)), quantum);
   return Math.abs(rounded) > f.max ? limit : rounded;
 }
 
-// The bits of a number that the format holds, sign first.
+// The bits of a number that the format represents exactly, sign first.
 function bitsOf(x, f) {
   const negative = x < 0 || Object.is(x, -0);
   const top = 2 ** f.exponent_bits - 1;
@@ -67,7 +67,7 @@ function bitsOf(x, f) {
   );
 }
 
-// What a format makes of a number: the number held, its bits, the relative error, and the state as formats.py calls it.
+// Stores a number in a format: the stored value, its bits, the relative error, and the state as named by formats.py.
 function store(x, f) {
   const held = roundTo(x, f);
   let state = "rounded";
@@ -88,7 +88,7 @@ function store(x, f) {
   return { value: held, bits: sign ? sign + bits.slice(1) : bits, error, state };
 }
 
-// The number a text means: decimal, hexadecimal (0x1p-24), inf or nan; null where it means none.
+// Parses decimal and hexadecimal (0x1p-24) numbers, inf and nan; null for anything else.
 function parseNumber(text) {
   const clean = text
     .trim()
@@ -99,20 +99,20 @@ function parseNumber(text) {
   const hex = /^([+-]?)0x([0-9a-f]*)\.?([0-9a-f]*)(?:p([+-]?\d+))?$/.exec(clean);
   if (hex && (hex[2] || hex[3])) {
     const digits = parseInt(hex[2] + hex[3], 16);
-    const size = digits === 0 ? 0 : nearest(timesPower(digits, Number(hex[4] || 0) - 4 * hex[3].length), true);
+    const size = digits === 0 ? 0 : clampToDoubles(timesPower(digits, Number(hex[4] || 0) - 4 * hex[3].length), true);
     return hex[1] === "-" ? -size : size;
   }
   if (!/^[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$/.test(clean)) return null;
-  return nearest(Number(clean), /[1-9]/.test(clean.split("e")[0]));
+  return clampToDoubles(Number(clean), /[1-9]/.test(clean.split("e")[0]));
 }
 
-// What doubles cannot reach becomes their nearest finite number that is not zero: 1e400 is still a number.
-function nearest(x, notZero) {
+// Numbers outside the range of doubles become the nearest finite nonzero double: 1e400 is still a number.
+function clampToDoubles(x, notZero) {
   if (!Number.isFinite(x)) return Math.sign(x) * Number.MAX_VALUE;
   return x === 0 && notZero ? (Object.is(x, -0) ? -1 : 1) * Number.MIN_VALUE : x;
 }
 
-// Which shares of a histogram over powers of two a format loses at a scale: Reading.shares of gauges/readings.py.
+// The shares of a histogram over powers of two that a format loses at a scale: Reading.shares of gauges.
 function shares(first, counts, amax, f, shift) {
   const below = (limit) => {
     let sum = 0;

@@ -1,8 +1,8 @@
-// A heat map over modules and steps, on a canvas that is only as tall as what is seen of it: a model may have hundreds
-// of rows. A cell is a byte: 0 none, 1 to 254 a share from 0.001% to all on a logarithmic scale, 255 not read.
+// A heat map over modules and steps, on a canvas that is only as tall as its visible part, because a model may have
+// hundreds of rows. A cell is a byte: 0 for zero, 1 to 254 for 0.001% to 100% on a logarithmic scale, 255 for missing.
 
-const ROW = 17;
-const LABELS = 0.34;
+const ROW_HEIGHT = 17;
+const LABEL_SHARE = 0.34;
 const MISSING = 255;
 
 function unpack(text, length) {
@@ -15,7 +15,7 @@ function unpack(text, length) {
 
 const shareOf = (code) => (code === 0 ? 0 : code === MISSING ? NaN : 10 ** (((code - 1) / 253) * 5 - 5));
 
-// data: {modules, cells (bytes, a row for each module), steps: [[first, last]...], order, tint, label, name, hint,
+// data: {modules, cells (bytes, one row per module), steps: [[first, last]...], order, tint, label, name, hint,
 // pick(module, steps)}
 function heatMap(id, data) {
   const columns = data.steps.length;
@@ -35,14 +35,14 @@ function heatMap(id, data) {
   let at = null;
 
   drawWithin(frame, (width) => {
-    const tall = order.length * ROW + axis;
+    const tall = order.length * ROW_HEIGHT + axis;
     const seen = Math.min(tall, 540);
     const dots = Math.min(devicePixelRatio || 1, 2);
     room.style.height = `${tall}px`;
     canvas.width = Math.round(width * dots);
     canvas.height = Math.round(seen * dots);
     canvas.style.height = `${seen}px`;
-    place = { width, seen, dots, left: Math.round(Math.min(220, width * LABELS)), colors: ramp(data.tint) };
+    place = { width, seen, dots, left: Math.round(Math.min(220, width * LABEL_SHARE)), colors: makeColors(data.tint) };
     paint();
   });
 
@@ -56,24 +56,24 @@ function heatMap(id, data) {
     draw.textBaseline = "middle";
     const wide = (width - left) / columns;
     const top = frame.scrollTop;
-    const first = Math.max(0, Math.floor(top / ROW));
-    const last = Math.min(order.length, Math.ceil((top + seen - axis) / ROW));
+    const first = Math.max(0, Math.floor(top / ROW_HEIGHT));
+    const last = Math.min(order.length, Math.ceil((top + seen - axis) / ROW_HEIGHT));
     for (let row = first; row < last; row += 1) {
-      const y = row * ROW - top;
+      const y = row * ROW_HEIGHT - top;
       const base = order[row] * columns;
       for (let column = 0; column < columns; column += 1) {
         const code = data.cells[base + column];
         draw.fillStyle = code === MISSING ? colors.missing : colors.steps[code];
         const from = Math.floor(left + column * wide);
-        draw.fillRect(from, y, Math.ceil(left + (column + 1) * wide) - from, ROW - 1);
+        draw.fillRect(from, y, Math.ceil(left + (column + 1) * wide) - from, ROW_HEIGHT - 1);
       }
       draw.fillStyle = at && at.row === row ? css("--ink") : css("--soft");
-      draw.fillText(fitting(draw, data.modules[order[row]], left - 14), 6, y + ROW / 2);
+      draw.fillText(fitText(draw, data.modules[order[row]], left - 14), 6, y + ROW_HEIGHT / 2);
     }
     if (at) {
       draw.strokeStyle = css("--ink");
       draw.lineWidth = 1.5;
-      draw.strokeRect(left + at.column * wide, at.row * ROW - top, Math.max(wide, 2), ROW - 1);
+      draw.strokeRect(left + at.column * wide, at.row * ROW_HEIGHT - top, Math.max(wide, 2), ROW_HEIGHT - 1);
     }
     paintSteps(draw, left, wide);
   }
@@ -99,17 +99,17 @@ function heatMap(id, data) {
       const module = data.modules[order[at.row]];
       const code = data.cells[order[at.row] * columns + at.column];
       const [first, last] = data.steps[at.column];
-      const when = first === last ? `step ${count(first)}` : `steps ${count(first)} to ${count(last)}, the worst`;
+      const when = first === last ? `step ${count(first)}` : `worst of steps ${count(first)} to ${count(last)}`;
       readout.replaceChildren(
         el("b", {}, module),
         ` ${when}: `,
-        el("b", {}, code === MISSING ? "not read" : percent(shareOf(code))),
+        el("b", {}, code === MISSING ? "not sampled" : percent(shareOf(code))),
         ` ${data.name}`,
       );
       if (scroll) {
-        const y = at.row * ROW;
+        const y = at.row * ROW_HEIGHT;
         if (y < frame.scrollTop) frame.scrollTop = y;
-        if (y + ROW > frame.scrollTop + place.seen - axis) frame.scrollTop = y + ROW - place.seen + axis;
+        if (y + ROW_HEIGHT > frame.scrollTop + place.seen - axis) frame.scrollTop = y + ROW_HEIGHT - place.seen + axis;
       }
     } else {
       readout.textContent = data.hint;
@@ -121,7 +121,7 @@ function heatMap(id, data) {
     const box = canvas.getBoundingClientRect();
     const x = event.clientX - box.left - place.left;
     return [
-      Math.floor((event.clientY - box.top + frame.scrollTop) / ROW),
+      Math.floor((event.clientY - box.top + frame.scrollTop) / ROW_HEIGHT),
       Math.floor((x / (place.width - place.left)) * columns),
     ];
   };
@@ -135,7 +135,7 @@ function heatMap(id, data) {
   });
   canvas.addEventListener("keydown", (event) => {
     const now = at || { row: 0, column: columns };
-    const page = Math.max(1, Math.floor((place.seen - axis) / ROW) - 1);
+    const page = Math.max(1, Math.floor((place.seen - axis) / ROW_HEIGHT) - 1);
     const moves = {
       ArrowUp: [-1, 0],
       ArrowDown: [1, 0],
@@ -162,16 +162,16 @@ function heatMap(id, data) {
   );
 }
 
-function fitting(draw, text, width) {
+function fitText(draw, text, width) {
   if (draw.measureText(text).width <= width) return text;
   let short = text;
   while (short.length > 3 && draw.measureText(`…${short}`).width > width) short = short.slice(1);
   return `…${short}`;
 }
 
-// From the panel's own colour to the tint, and on to the ink: lighter or darker without turning back, so that it reads
-// without colours, too.
-function ramp(tint) {
+// A gradient from the panel color to the tint and on to the ink. Its lightness is monotonic, so that it also works in
+// grayscale.
+function makeColors(tint) {
   const [from, middle, to] = [css("--sunk"), css(tint), css("--ink")].map(rgb);
   const steps = [];
   for (let code = 0; code < MISSING; code += 1) {
@@ -198,11 +198,11 @@ function heatKey(tint) {
     "0.001%",
     bar,
     "100%",
-    el("span", {}, "of a tensor's values, logarithmic; plain is none, blank was not read"),
+    el("span", {}, "of a tensor's values, logarithmic; lightest: zero, blank: not sampled"),
   );
   drawWithin(box, () => {
     const draw = bar.getContext("2d");
-    ramp(tint)
+    makeColors(tint)
       .steps.slice(1)
       .forEach((shade, i) => {
         draw.fillStyle = shade;

@@ -1,4 +1,4 @@
-// Axes: from numbers to pixels and back, and where to put ticks.
+// Axes: scales between numbers and pixels, and ticks.
 
 function linearScale(low, high, from, to) {
   const span = high - low || 1;
@@ -30,7 +30,7 @@ function linearTicks(low, high, wanted) {
   return ticks;
 }
 
-// Ticks of bytes fall on powers of two.
+// Ticks for bytes at powers of two.
 function byteTicks(high, wanted) {
   const rough = high / Math.max(wanted, 1);
   const step = 2 ** Math.ceil(Math.log2(rough));
@@ -54,9 +54,9 @@ function logTicks(low, high, wanted) {
   return ticks.length > 1 ? ticks : linearTicks(low, high, wanted).filter((value) => value > 0);
 }
 
-// A group that shows nothing outside of a box.
+// An SVG group that is clipped to a box.
 let clips = 0;
-function clipped(box) {
+function makeClipGroup(box) {
   clips += 1;
   const id = `clip-${clips}`;
   const shape = svg("rect", {
@@ -68,7 +68,7 @@ function clipped(box) {
   return svg("g", { "clip-path": `url(#${id})` }, svg("clipPath", { id }, shape));
 }
 
-// An axis along the bottom or the left of a plot, with its grid.
+// The axes at the bottom and left of a plot, with their grid.
 function axes(box, x, y, options) {
   const group = svg("g");
   const grid = svg("g", { class: "grid" });
