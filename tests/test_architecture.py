@@ -25,7 +25,7 @@ FLOORS = [  # from the top to the ground; a room may import from its own folder 
     {"scaling", "hardware"},
     {"task"},
     {"kernels", "formats", "data", "device_readback", "random_state", "step_report", "task_options", "serialization"},
-    {"files"},
+    {"files", "events"},
     {"errors"},
 ]
 FLOOR_OF = {room: index for index, floor in enumerate(FLOORS) for room in floor}

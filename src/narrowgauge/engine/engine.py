@@ -30,7 +30,7 @@ from narrowgauge import hardware
 from narrowgauge.engine.checks import check_runs, checked, trainable, trained_now
 from narrowgauge.engine.updates import Stepper, check_gradients, check_steps_once, parameters_of
 from narrowgauge.errors import UsageError
-from narrowgauge.kernels import HAVE_TRITON
+from narrowgauge.kernels import have_triton
 from narrowgauge.nn.changes import apply_change, plain_products, remove_changes
 from narrowgauge.nn.compile_forward import compile_forward
 from narrowgauge.nn.convert import Conversion, convert
@@ -156,7 +156,7 @@ class Engine:
 
     def _convert(self, fused: bool | None, compile: bool) -> Conversion:
         if fused is None:
-            on_gpu = self.device.type == "cuda" and HAVE_TRITON
+            on_gpu = self.device.type == "cuda" and have_triton()
             fused = self.recipe.compute == "fp8" or (self.recipe.compute == "bf16" and on_gpu)
         if fused:
             return convert(self.inner, self.recipe, self.hardware, compile=compile)

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowgauge import events
 from narrowgauge.device_readback import Parcels
 from narrowgauge.engine import Engine
 from narrowgauge.errors import UsageError
 from narrowgauge.gauges.watch.readings import Reading, read_counts
 from narrowgauge.kernels.tensor_stats import Table, gather
-from narrowgauge.nn import events
 from narrowgauge.nn.compile_forward import uncompiled
 from narrowgauge.optim.masters import Sample, sample_full
 from narrowgauge.optim.sharded import local
@@ -92,7 +92,7 @@ class Watch:
             yield
         elif phase == "backward":
             page = self._page if self._first_microbatch else None
-            with events.listening(page.add) if page is not None else contextlib.nullcontext():
+            with events.listening(page) if page is not None else contextlib.nullcontext():
                 yield
             self._first_microbatch = False
         else:
@@ -134,7 +134,7 @@ class Watch:
         A compiled model would not notice the hooks, so it runs as it was written, once in ``every`` updates.
         """
         with contextlib.ExitStack() as stack:
-            stack.enter_context(events.listening(page.add))
+            stack.enter_context(events.listening(page))
             stack.enter_context(uncompiled(self.engine.model))
             for path, module in self._modules:
                 handle = module.register_forward_hook(page.hook(path))
@@ -156,7 +156,7 @@ class _Row:
     count: int = 0
 
 
-class _Page:
+class _Page(events.Listener):
     """The readings of one update, on the device."""
 
     def __init__(self, engine: Engine) -> None:
@@ -179,6 +179,9 @@ class _Page:
         if row.index >= _ROWS * len(self.tables):
             self.tables.append(Table.make(_ROWS, self.engine.device))
         gather(self.tables[row.index // _ROWS], row.index % _ROWS, tensor.to(self.engine.device), inverse_scale)
+
+    def report_tensor(self, kind: str, path: str, tensor: Tensor, inv_scale: Tensor | None) -> None:
+        self.add(kind, path, tensor, inv_scale)
 
     def hook(self, path: str) -> Any:
         def seen(_: nn.Module, __: Any, output: Any) -> None:
