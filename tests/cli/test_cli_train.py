@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import child_processes
 from narrowgauge.cli import main
 from narrowgauge.runs import record
 from narrowgauge.runs.checkpoints import checkpoint
@@ -124,10 +125,9 @@ def test_sigterm_saves_a_checkpoint(tmp_path: Path) -> None:
     program = [sys.executable, "-m", "narrowgauge", "train", "--device", "cpu", "--json"]
     settings = ["--recipe", "fp32", "--steps", steps, "--out", "run", "--eval-every", "0", "--checkpoint-every", "0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
+    with child_processes.start(
         [*program, TASK, *settings], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
-        assert process.stderr is not None and process.stdout is not None
         while not (line := process.stderr.readline()).startswith("step 1/"):
             assert line, "it exited before training"
         second = subprocess.run(

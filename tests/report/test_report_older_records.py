@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
-import long_run
+import example_run
 
-from narrowgauge.report.story import Story
+from narrowgauge.report.run_data import RunData
 from narrowgauge.runs import record
 from narrowgauge.runs.result import Result
 
@@ -15,13 +15,13 @@ FINDING = {"rule": "underflow", "severity": "serious", "where": "a", "detail": "
 
 
 def describe(folder: Path, *events: dict[str, object]) -> dict[str, object]:
-    long_run.write_run(folder, 5, end=False)
+    example_run.write_run(folder, 5, end=False)
     with (folder / record.EVENTS).open("a") as file:
         file.writelines(json.dumps({"step": 5, **event}) + "\n" for event in events)
-    story = Story(folder)
-    story.update()
-    assert story.damaged == 0
-    return story.describe(100, 10**5, 100)
+    data = RunData(folder)
+    data.update()
+    assert data.damaged == 0
+    return data.describe(100, 10**5, 100)
 
 
 def test_an_old_record_describes_the_same_run(tmp_path: Path) -> None:

@@ -103,38 +103,38 @@ class FP16Moments(torch.optim.AdamW):
 class ClipBeforeUnscale(Engine):
     """Clips scaled gradients, then unscales them."""
 
-    def _factor(self, grad_norm: Tensor, scale: Tensor, share: float, found: Tensor) -> Tensor | None:
+    def _compute_factor(self, grad_norm: Tensor, scale: Tensor, share: float, found: Tensor) -> Tensor | None:
         clip = 1.0 if self.clip_norm is None else self.clip_norm
         self._clipped = torch.clamp(grad_norm * scale, max=clip) / scale
         factor = scale * ((grad_norm * scale + 1e-6) / clip).clamp(min=1.0)
         return torch.where(found, self._one, factor)
 
-    def _update(self, named: Sequence[Optimizer] = ()) -> StepReport:
+    def _update(self, chosen: Sequence[Optimizer] = ()) -> StepReport:
         """Report the norm after clipping and unscaling, as such a loop would: the same small number every time."""
-        report = super()._update(named)
+        report = super()._update(chosen)
         return StepReport(report.index, True, {**report.tensors, "grad_norm": self._clipped})
 
 
 class FrozenScales(Engine):
     """Freezes the FP8 scales after eight updates."""
 
-    def _update(self, named: Sequence[Optimizer] = ()) -> StepReport:
+    def _update(self, chosen: Sequence[Optimizer] = ()) -> StepReport:
         scales = self.conversion.scales
         if scales is not None and self.updates >= 8:
             frozen = scales.scale.clone(), scales.inv_scale.clone()
-            report = super()._update(named)
+            report = super()._update(chosen)
             scales.scale.copy_(frozen[0])
             scales.inv_scale.copy_(frozen[1])
             return report
-        return super()._update(named)
+        return super()._update(chosen)
 
 
 class E4M3Gradients(Engine):
     """Casts gradients to E4M3, whose dynamic range is 1/16,384 of that of E5M2."""
 
-    def _convert(self, fused: bool | None, compile: bool) -> Conversion:
+    def _convert_model(self, fused: bool | None, compile: bool) -> Conversion:
         usual, convert.E5M2 = convert.E5M2, convert.E4M3  # type: ignore[attr-defined]
         try:
-            return super()._convert(fused, compile)
+            return super()._convert_model(fused, compile)
         finally:
             convert.E5M2 = usual  # type: ignore[attr-defined]
