@@ -70,7 +70,7 @@ def train(recipe, spy=None, sizes=None, **options):
             loss = model(x).float().square().mean()
         engine.backward(loss)
         if step == 0:
-            scale = 1.0 if engine.scaler is None else float(engine.scaler.tensor("cuda"))
+            scale = 1.0 if engine.scaler is None else float(engine.scaler.get_scale_tensor("cuda"))
             found = {name: p.grad.double() / scale for name, p in model.named_parameters() if p.grad is not None}
         assert engine.step().applied
     return found

@@ -85,7 +85,7 @@ def gradients(model, recipe, x, spy=None):
     with spy or Spy(), engine.forward():
         loss = model(x).float().square().mean()
     engine.backward(loss)
-    scale = 1.0 if engine.scaler is None else float(engine.scaler.tensor("cpu"))
+    scale = 1.0 if engine.scaler is None else float(engine.scaler.get_scale_tensor("cpu"))
     found = {name: p.grad.double() / scale for name, p in model.named_parameters() if p.grad is not None}
     assert engine.step().applied
     return loss.item(), found

@@ -182,7 +182,7 @@ class Engine(EngineBase):
         loss = loss.reshape(())
         if self.accumulate > 1:
             loss = loss / self.accumulate
-        return loss if self.scaler is None else loss.float() * self.scaler.tensor(self.device)
+        return loss if self.scaler is None else loss.float() * self.scaler.get_scale_tensor(self.device)
 
     def step(self, *optimizers: Optimizer) -> StepReport:
         """Update the weights if ``accumulate`` microbatches are in; drop the gradients.
@@ -261,13 +261,13 @@ class Engine(EngineBase):
         with self._notify_watchers("update"):
             self._stepper.step(stepped, factor, found, self.update_sync.sharded)
         if self.scaler is not None:
-            self.scaler.settle(found.float(), check.bad)
+            self.scaler.record_update(found.float(), check.bad)
         else:
             self.guard.record(found, None, check.bad)
         return StepReport(self.updates, True, {"applied": ~found, "grad_norm": grad_norm, "loss_scale": scale})
 
     def _current_scale(self) -> Tensor:
-        return self._one if self.scaler is None else self.scaler.tensor(self.device).clone()
+        return self._one if self.scaler is None else self.scaler.get_scale_tensor(self.device).clone()
 
     def _measure_gradients(
         self, parameters: Mapping[str, nn.Parameter], released: Mapping[nn.Parameter, Tensor]

@@ -49,7 +49,7 @@ def check_norms(
     bad, names = ~torch.isfinite(norms), list(named)
     if scales is not None:
         update_sync.agree(scales)
-        bad, names = torch.cat([bad, scales.misfits()]), [*names, *scales.names]
+        bad, names = torch.cat([bad, scales.find_nonfinite()]), [*names, *scales.names]
     found = ~torch.isfinite(total) | bad.any()
     # A cast to FP8 saturates: what was inf before it is finite in the norm.
     return GradientCheck(torch.where(found & torch.isfinite(total), torch.inf, total), found, bad, names)

@@ -1,4 +1,4 @@
-"""Gauges: what is read off the tensors while training, and what is made of it when a number goes wrong."""
+"""Gauges: read tensors while training, report problems, and capture and replay steps with inf or NaN."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        """``ng.gauges.capture.Recorder`` without an import of its own; nothing heavy is imported before it is asked."""
+        """Import a module on first use, so that ``ng.gauges.capture.Recorder`` works without an import of its own."""
         import importlib
 
         if name in __all__:

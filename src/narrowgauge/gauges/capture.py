@@ -224,13 +224,13 @@ class Recorder:
 
     def _begin(self, step: int) -> None:
         engine = self.engine
-        scale = engine.scaler.tensor(engine.device).clone() if engine.scaler is not None else None
+        scale = engine.scaler.get_scale_tensor(engine.device).clone() if engine.scaler is not None else None
         scales = engine.conversion.scales.state_dict() if engine.conversion.scales is not None else None
         self._starts.append(_StepStart(step, scale, scales, self._copy_buffers()))
         if step in self._requested:
             try:
                 self._starts[-1].weights = self._copy_weights()
-            except Exception as error:  # for example out of memory: training must go on
+            except Exception as error:  # for example out of memory: training must continue
                 self._fail(step, error)
                 self._requested.discard(step)
         held = sum(start.nbytes() for start in self._starts)
@@ -285,7 +285,7 @@ class Recorder:
                 )
                 return None
             capture_files.write(path, *self._describe(start, reason, loss, applied))
-        except Exception as error:  # for example a full disk: training must go on
+        except Exception as error:  # for example a full disk: training must continue
             self._fail(step, error)
             return None
         self._tell(f"captured step {step} because {reason}; to replay it: narrowgauge replay {path}")

@@ -109,12 +109,12 @@ class Hosted(Engine):
         finite = torch.isfinite(gradient_norms(self.named.values(), {}, self.device))
         self._unscaled = _UnscaledGradients(list(self.named), finite)
         if self.scaler is not None:
-            self._multiply_gradients(self.scaler.tensor(self.device).double().reciprocal().float())
+            self._multiply_gradients(self.scaler.get_scale_tensor(self.device).double().reciprocal().float())
 
     @torch.no_grad()
     def _rescale_gradients(self) -> None:
         if self._unscaled is not None and self.scaler is not None:
-            self._multiply_gradients(self.scaler.tensor(self.device))
+            self._multiply_gradients(self.scaler.get_scale_tensor(self.device))
         self._unscaled = None
 
     def _multiply_gradients(self, factor: Tensor) -> None:

@@ -72,7 +72,7 @@ class Release:
         (norm,) = norms_of([real_values(parameter.grad)])
         bad = (~torch.isfinite(norm)).float()
         if self._scales is not None:
-            bad = torch.maximum(bad, self._scales.misfits().any().float().to(bad.device))
+            bad = torch.maximum(bad, self._scales.find_nonfinite().any().float().to(bad.device))
         before = self._found.get(parameter.device)
         found = bad if before is None else torch.maximum(before, bad)
         self._found[parameter.device], self._norms[parameter] = found, norm.float()

@@ -107,11 +107,11 @@ class UpdateSync:
         """Let every rank move its FP8 scales by what the ranks have seen together."""
         if self.group is None:
             return
-        seen = torch.cat([scales.amax, scales.seen_beside.reshape(1)])
+        seen = torch.cat([scales.amax, scales.siteless_amax.reshape(1)])
         seen = torch.where(torch.isnan(seen), torch.inf, seen)
         dist.all_reduce(seen, dist.ReduceOp.MAX, group=self.group)
         scales.amax.copy_(seen[:-1])
-        scales.seen_beside.copy_(seen[-1])
+        scales.siteless_amax.copy_(seen[-1])
 
     @torch.no_grad()
     def average(self, number: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ class LossScaler(GradScaler):
         self.guard.settle()
         return self.guard.history
 
-    def tensor(self, device: torch.device) -> Tensor:
+    def get_scale_tensor(self, device: torch.device) -> Tensor:
         """Return the scale as a tensor on its device without synchronizing; it is created on first use."""
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(device)
@@ -159,9 +159,9 @@ class LossScaler(GradScaler):
             self.guard.names = list(self._watched)
             bad = torch.stack([flag.to(scale.device, non_blocking=True) for flag in self._watched.values()])
             self._watched = {}
-        self.settle(torch.stack(found).sum(), bad)
+        self.record_update(torch.stack(found).sum(), bad)
 
-    def settle(self, found_inf: Tensor, bad: Tensor | None = None) -> None:
+    def record_update(self, found_inf: Tensor, bad: Tensor | None = None) -> None:
         """Adjust the scale after one update and count it, on the device.
 
         Args:

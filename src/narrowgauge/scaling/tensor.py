@@ -12,7 +12,7 @@ cast then does not need to read the tensor first, and can be fused into the kern
               else:                     history and scale are unchanged
               amax <- 0
     check:    a cast saturates, so an inf becomes an ordinary large number. The amax still shows it: an update is
-              skipped if any amax is inf or NaN (``misfits``)
+              skipped if any amax is inf or NaN (``find_nonfinite``)
 
 The largest value of the history maps to the format's largest number. Scales rounded down to powers of two were tried:
 they have headroom and an exact inverse, but cost 0.05 to 0.2 dB (bench/sqnr.py), because values then fall elsewhere
@@ -71,13 +71,13 @@ class TensorScales:
         wrong = [str(dtype) for dtype in sites.values() if dtype not in FP8_MAX]
         if wrong:
             raise UsageError(f"FP8 scales are for float8_e4m3fn and float8_e5m2, not for {wrong[0]}")
-        self.mode, self.margin, self.take = mode, margin, amax
+        self.mode, self.margin, self.reduce = mode, margin, amax
         count = len(sites)
         self.scale, self.inv_scale, self.amax = (_make_spaced(count, device, fill) for fill in (1.0, 1.0, 0.0))
         self.history = torch.zeros(history, count, device=device)
         self.counts, pending = torch.zeros(2, count, 2, dtype=torch.int64, device=device).unbind()
         self.largest = torch.tensor([FP8_MAX[dtype] for dtype in sites.values()], device=device)
-        self.seen_beside = torch.zeros((), device=device)
+        self.siteless_amax = torch.zeros((), device=device)
         """The largest amax, or NaN, of tensors that are cast without a site (the input of the head)."""
         self.updates = 0
         self.moves = 0
@@ -92,18 +92,18 @@ class TensorScales:
             for i, (name, dtype) in enumerate(sites.items())
         }
 
-    def notice(self, amax: Tensor) -> None:
-        """Note the amax of a tensor without a site, for ``misfits``."""
-        torch.maximum(self.seen_beside, amax, out=self.seen_beside)
+    def note_amax(self, amax: Tensor) -> None:
+        """Note the amax of a tensor without a site, for ``find_nonfinite``."""
+        torch.maximum(self.siteless_amax, amax, out=self.siteless_amax)
 
-    def misfits(self) -> Tensor:
+    def find_nonfinite(self) -> Tensor:
         """Return one boolean per site, and a last one for all other tensors: whether inf or NaN was cast since the last
         update."""
-        return ~torch.isfinite(torch.cat([self.amax, self.seen_beside.reshape(1)]))
+        return ~torch.isfinite(torch.cat([self.amax, self.siteless_amax.reshape(1)]))
 
     @property
     def names(self) -> list[str]:
-        """Names for the entries of ``misfits``."""
+        """Names for the entries of ``find_nonfinite``."""
         return [*(f"{name} (cast to FP8)" for name in self.sites), "another tensor (cast to FP8)"]
 
     @torch.no_grad()
@@ -123,13 +123,13 @@ class TensorScales:
             pushed = torch.roll(self.history, 1, 0)
             pushed[0] = self.amax
             self.history.copy_(torch.where(accepted, pushed, self.history))
-            reference = self.history.amax(0) if self.take == "max" else self.history[0]
+            reference = self.history.amax(0) if self.reduce == "max" else self.history[0]
             known = reference > 0
             scale = fitting_scale(torch.where(known, reference, self.amax), self.largest, self.margin)
             self.scale.copy_(torch.where(accepted | (good & ~known), scale, self.scale))
             torch.reciprocal(self.scale, out=self.inv_scale)
         self.amax.zero_()
-        self.seen_beside.zero_()
+        self.siteless_amax.zero_()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copied or unpickled model. No engine updates its scales, so its casts read each tensor first."""

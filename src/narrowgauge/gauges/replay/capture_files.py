@@ -34,7 +34,7 @@ FORMAT = 2
 FACTS, STATE = "capture.json", "state.safetensors"
 _NAMED = "__namedtuple__"
 REQUESTED = ("it was requested", "it was asked for")
-"""Reasons of captures that a user asked for; the second is in older captures."""
+"""Reasons of requested captures; the second is in older captures."""
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,7 @@ class NonfiniteFlow(TorchDispatchMode):
         )
 
     def _make_unseen(self, tensor: Tensor, kind: str) -> Origin:
-        """Make an origin for a tensor that no op was seen to produce: data, weights, or memory written elsewhere."""
+        """Make an origin for a tensor that no observed op produced: data, weights, or memory written elsewhere."""
         source = self._sources.get(_storage_key(tensor))
         described = describe("value", tensor)
         self._origin_count += 1

@@ -199,7 +199,7 @@ class _Task:
         if "fp8" in formats and given.lp is None:
             amax = cast.max_abs(x)
             if self.weight.scales is not None and training:
-                self.weight.scales.notice(amax)
+                self.weight.scales.note_amax(amax)
             scale = fitting_scale(amax, FP8_MAX[E4M3])
             lp, lp_t = cast.cast_transpose(x, scale, E4M3) if transposed else (cast.cast(x, scale, E4M3), None)
             given = Operand(given.hp, lp, lp_t, scale.reciprocal())

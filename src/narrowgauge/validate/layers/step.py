@@ -92,7 +92,7 @@ def as_computed(recipe: Recipe) -> Recipe:
 
 
 def loss_scale(engine: Engine) -> float:
-    return 1.0 if engine.scaler is None else float(engine.scaler.tensor(engine.device))
+    return 1.0 if engine.scaler is None else float(engine.scaler.get_scale_tensor(engine.device))
 
 
 def _swap_linears(engine: Engine, layers: list[Layer]) -> Conversion:
