@@ -1,4 +1,4 @@
-"""The live page: what is new comes, nothing else; only this machine is answered; signals stop it with exit code 0."""
+"""The live page: updates are sent once, only to this machine; signals stop the server with exit code 0."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import long_run
+import example_run
 import pytest
 
 import child_processes
@@ -22,7 +22,7 @@ from narrowgauge.runs import record
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[live.Server]:
-    made = live.serve([long_run.write_run(tmp_path / "run", 40, tensors=2, every=10, end=False)], 0)
+    made = live.serve([example_run.write_run(tmp_path / "run", 40, tensors=2, every=10, end=False)], 0)
     thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield made
@@ -42,7 +42,7 @@ def ask(server: live.Server | int, path: str, **headers: str) -> tuple[int, str]
         connection.close()
 
 
-def test_news_come_once(server: live.Server, tmp_path: Path) -> None:
+def test_updates_are_sent_once(server: live.Server, tmp_path: Path) -> None:
     status, page = ask(server, "/")
     assert status == 200 and 'data-live="true"' in page and "connect-src 'self'" in page
     assert json.loads(ask(server, "/data.json?have=1")[1]) == {"version": 1}
@@ -55,13 +55,13 @@ def test_news_come_once(server: live.Server, tmp_path: Path) -> None:
     assert "data" in json.loads(ask(server, "/data.json?have=nonsense")[1])
 
 
-def test_only_this_machine_is_answered(server: live.Server) -> None:
+def test_only_this_machine_gets_answers(server: live.Server) -> None:
     assert ask(server, "/data.json", Host="evil.example:80")[0] == 403
     assert ask(server, "/../../etc/passwd")[0] == 404
     assert server.server_address[0] == "127.0.0.1"
 
 
-def test_a_port_that_is_taken_is_refused(server: live.Server, tmp_path: Path) -> None:
+def test_taken_port_is_refused(server: live.Server, tmp_path: Path) -> None:
     port = int(server.server_address[1])
     with pytest.raises(UsageError, match="cannot listen"):
         live.serve([tmp_path / "run"], port)
@@ -87,10 +87,10 @@ sys.exit(main())
         ("SIGINT SIGHUP SIGTERM", [signal.SIGINT, signal.SIGHUP], signal.SIGTERM),  # as nohup, and more
     ],
 )
-def test_signals_stop_it(
+def test_signals_stop_the_server(
     tmp_path: Path, ignored: str, survived: list[signal.Signals], stopped_by: signal.Signals
 ) -> None:
-    run = long_run.write_run(tmp_path / "run", 5)
+    run = example_run.write_run(tmp_path / "run", 5)
     command = [sys.executable, "-c", IGNORING, ignored, "report", str(run), "--serve", "0"]
     with child_processes.start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         line = process.stdout.readline()
