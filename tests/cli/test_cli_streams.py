@@ -133,14 +133,22 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_a_signal_that_was_ignored_stays_ignored(number: int) -> None:
-    with start(preexec_fn=lambda: signal.signal(number, signal.SIG_IGN)) as process:
-        for _ in range(3):
+def test_sigint_and_sighup_that_were_ignored_stay_ignored_and_sigterm_saves() -> None:
+    def ignore() -> None:
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
+    with start(preexec_fn=ignore) as process:
+        for number in (signal.SIGINT, signal.SIGHUP) * 2:
             before = last_step()
             process.send_signal(number)
             wait_until(lambda before=before: process.poll() is not None or last_step() > before + 20)  # type: ignore[misc]
             assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == 0
+    events = list(record.read(Path("run")))
+    assert events[-1]["kind"] == "end" and events[-1]["interrupted"]
+    assert checkpoint.steps_of(Path("run")) == [events[-1]["step"]]
 
 
 def test_a_terminal_that_is_closed_saves_the_run() -> None:
