@@ -1,8 +1,8 @@
-"""Follows a script statement by statement, along every way through its branches, without running anything.
+"""Follows a script statement by statement, along every path through its branches, without running it.
 
-Both sides of an ``if`` are followed, and a test that was taken one way is taken the same way again as long as its names
-are not given other values. Loops are gone through twice. Functions of the script are followed where they are called,
-and what is never called is followed from its beginning with nothing known of its arguments.
+Both sides of an ``if`` are followed. A path that took a condition as true takes it as true again until the names in it
+change. Loop bodies are followed twice. Functions of the script are followed at each call; functions that are never
+called are followed once, with unknown arguments.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import ast
 from collections.abc import Callable, Iterable, Sequence
 
 import narrowgauge
-from narrowgauge.lint.branches import assume, decide
-from narrowgauge.lint.frames import Frames
-from narrowgauge.lint.state import MOST, State, merge
-from narrowgauge.lint.values import (
+from narrowgauge.lint.interpreter.branches import assume, decide
+from narrowgauge.lint.interpreter.frames import Frames
+from narrowgauge.lint.interpreter.state import MOST, State, merge
+from narrowgauge.lint.interpreter.syntax import dotted
+from narrowgauge.lint.interpreter.values import (
     OPAQUE,
     Autocast,
     Class,
@@ -31,23 +32,24 @@ from narrowgauge.lint.values import (
     Site,
     Tensor,
     Value,
-    dotted,
     heap,
 )
 
 _BRANCHING = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.TryStar, ast.Match)
-"""Statements with blocks inside, after which ways may have become one again."""
+"""Statements with blocks, after which equal paths are merged."""
 _MISSING = ("ImportError", "ModuleNotFoundError", "AttributeError")
 
 
-class Follower(Frames):
-    """Goes through one script."""
+class Interpreter(Frames):
+    """Follows one script."""
 
     def follow(self) -> None:
-        """The whole script."""
+        """Follow the whole script, reporting to ``observers``."""
         self.finish("", self.block(self.tree.body, [State()]))
+        self.notify(lambda observer: observer.on_end())
 
     def block(self, body: Sequence[ast.stmt], states: list[State]) -> list[State]:
+        """Follow statements one after the other and return the states at the end of every path."""
         done: list[State] = []
         for statement in body:
             done += [state for state in states if state.flow]
@@ -61,6 +63,7 @@ class Follower(Frames):
         return done + states
 
     def statement(self, node: ast.stmt, states: list[State]) -> list[State]:
+        """Follow one statement on every path."""
         handler: Callable[[ast.stmt, list[State]], list[State]] | None = getattr(
             self, f"_{type(node).__name__.lower()}", None
         )
@@ -69,7 +72,7 @@ class Follower(Frames):
         for state in states:
             for child in ast.iter_child_nodes(node):
                 if isinstance(child, ast.expr):
-                    self.evaluator.value(child, state)
+                    self.value(child, state)
         return states
 
     # Statements
@@ -77,15 +80,15 @@ class Follower(Frames):
     def _if(self, node: ast.If, states: list[State]) -> list[State]:
         yes, no = [], []
         for state in states:
-            self.evaluator.value(node.test, state)
-            way = decide(self.evaluator, node.test, state)
+            self.value(node.test, state)
+            way = decide(self, node.test, state)
             if way is not False:
                 yes.append(state.fork())
-                assume(self.evaluator, node.test, yes[-1], True)
+                assume(self, node.test, yes[-1], True)
             if way is not True:
                 no.append(state.fork())
-                assume(self.evaluator, node.test, no[-1], False)
-        named = self.evaluator.value(node.test, states[0]) if isinstance(node.test, ast.Name) else None
+                assume(self, node.test, no[-1], False)
+        named = self.value(node.test, states[0]) if isinstance(node.test, ast.Name) else None
         self.guards.append((self.loops[-1], named.test if isinstance(named, Condition) else node.test))
         ends = (self.block(node.body, yes) if yes else []) + (self.block(node.orelse, no) if no else [])
         self.guards.pop()
@@ -93,7 +96,7 @@ class Follower(Frames):
 
     def _for(self, node: ast.For | ast.AsyncFor, states: list[State]) -> list[State]:
         for state in states:
-            self.evaluator.value(node.iter, state)
+            self.value(node.iter, state)
         return self._loop(node, states, node.target)
 
     _asyncfor = _for
@@ -106,10 +109,10 @@ class Follower(Frames):
     ) -> list[State]:
         self.loops.append(id(node))
         left: list[State] = []
-        for _ in range(1 if self.tired else 2):
+        for _ in range(1 if self.is_over_budget else 2):
             for state in states:
                 if isinstance(node, ast.While):
-                    self.evaluator.value(node.test, state)
+                    self.value(node.test, state)
                 if target is not None:
                     self.assign(target, None, state)
             states = self.block(node.body, states)
@@ -127,12 +130,13 @@ class Follower(Frames):
     def _with(self, node: ast.With | ast.AsyncWith, states: list[State]) -> list[State]:
         groups: dict[tuple[object, ...], list[State]] = {}
         before: dict[tuple[object, ...], tuple[tuple[Autocast, ...], tuple[Site, ...]]] = {}
-        quiet = any(self._switches_off(item.context_expr, states[0]) for item in node.items)
+        quiet = any(self._disables_grad(item.context_expr, states[0]) for item in node.items)
         for state in states:
             outer = (state.autocast, state.contexts)
             for item in node.items:
-                value = self.evaluator.value(item.context_expr, state)
-                self.evaluator.engines.enter(value, item.context_expr, state)
+                value = self.value(item.context_expr, state)
+                self._report_with(item.context_expr, value, state)
+                self.evaluator.engines.enter(value, state)
                 quiet = quiet or (isinstance(value, EngineContext) and value.evaluates)
                 if isinstance(value, Autocast):
                     state.autocast = (*state.autocast, value)
@@ -151,6 +155,9 @@ class Follower(Frames):
         return ends
 
     _asyncwith = _with
+
+    def _report_with(self, node: ast.expr, value: Value | None, state: State) -> None:
+        self.notify(lambda observer: observer.on_with(node, value, state))
 
     def _try(self, node: ast.Try, states: list[State]) -> list[State]:
         entry = [state.fork() for state in states]
@@ -171,7 +178,7 @@ class Follower(Frames):
             flows = [(state.flow, state.result) for state in ends]
             for state in ends:
                 state.flow = ""
-            # The last block is followed for each way on its own, so that each goes on as it had left.
+            # The last block is followed for each path separately, so that each leaves as it did before.
             finals: list[State] = []
             for state, (flow, result) in zip(ends, flows, strict=True):
                 for end in self.block(node.finalbody, [state]):
@@ -190,7 +197,7 @@ class Follower(Frames):
 
     def _return(self, node: ast.Return, states: list[State]) -> list[State]:
         for state in states:
-            state.result = self.evaluator.value(node.value, state) if node.value else Const(None)
+            state.result = self.value(node.value, state) if node.value else Const(None)
             state.flow = state.flow or "return"
         return states
 
@@ -235,7 +242,7 @@ class Follower(Frames):
     def _classdef(self, node: ast.ClassDef, states: list[State]) -> list[State]:
         bases: list[str] = []
         for base in node.bases:
-            value = self.evaluator.value(base, states[0])
+            value = self.value(base, states[0])
             if isinstance(value, Ref):
                 bases.append(value.name)
             elif isinstance(value, Class):
@@ -249,7 +256,7 @@ class Follower(Frames):
                     if isinstance(value, Autocast):
                         self.decorated[child] = value
             elif isinstance(child, ast.Assign | ast.AnnAssign) and child.value is not None:
-                self.evaluator.value(child.value, states[0])
+                self.value(child.value, states[0])
         self._define(made)
         self._bind_all(node.name, made, states)
         return states
@@ -267,28 +274,31 @@ class Follower(Frames):
         for state in states:
             for after, value in self.evaluate(node.value, state):
                 for target in node.targets:
-                    self.evaluator.casts.tie(target, node.value, node, after)
+                    self._report_assignment(node, target)
                     self.assign(target, value, after)
                 ends.append(after)
         return self._merged(ends)
 
+    def _report_assignment(self, node: ast.Assign, target: ast.expr) -> None:
+        self.notify(lambda observer: observer.on_assignment(node, target))
+
     def _merged(self, states: list[State]) -> list[State]:
-        return merge(states, 1 if self.tired else MOST)
+        return merge(states, 1 if self.is_over_budget else MOST)
 
     def _annassign(self, node: ast.AnnAssign, states: list[State]) -> list[State]:
         for state in states:
             if node.value is not None:
-                self.assign(node.target, self.evaluator.value(node.value, state), state)
+                self.assign(node.target, self.value(node.value, state), state)
         return states
 
     def _augassign(self, node: ast.AugAssign, states: list[State]) -> list[State]:
         for state in states:
             load = ast.copy_location(ast.BinOp(node.target, node.op, node.value), node)
-            self.assign(node.target, self.evaluator.value(load, state), state)
+            self.assign(node.target, self.value(load, state), state)
         return states
 
     def assign(self, target: ast.expr, value: Value | None, state: State) -> None:
-        """Give a name, an attribute or several of them a value."""
+        """Assign a value to a name, an attribute or a tuple of them."""
         if isinstance(target, ast.Tuple | ast.List):
             items = value.items if isinstance(value, Seq) and len(value.items) == len(target.elts) else None
             for index, element in enumerate(target.elts):
@@ -300,21 +310,21 @@ class Follower(Frames):
             state.forget_tests_of(target.id)
             hidden = OPAQUE if value is None and self.frames[-1] else None
             state.bind(f"{self.frames[-1]}|{target.id}", value or hidden)
-            self.evaluator.casts.named(target, value, state)
+            self.evaluator.modules.name_bound(target, value, state)
             if not isinstance(value, Module | Optimizer):
-                state.bind(heap(f"{self.frames[-1]}|{target.id}", "!engine"), None)  # another thing of the name
-            self.evaluator.tensors.named(target, value)
+                state.bind(heap(f"{self.frames[-1]}|{target.id}", "!engine"), None)  # another object of the same name
+            self.notify(lambda observer: observer.on_name_bound(target, value))
         elif isinstance(target, ast.Attribute):
             if target.attr == "grad":
                 state.move("lost")
             state.forget_tests_of(target.attr)
             state.bind(self.attribute_key(target, state), value)
         elif isinstance(target, ast.Subscript):
-            self.evaluator.value(target, state)
+            self.value(target, state)
 
     def attribute_key(self, node: ast.Attribute, state: State) -> str:
-        """Where the value of an attribute is kept: with the object where it is known, else by its text."""
-        owner = self.evaluator.value(node.value, state)
+        """Return the key of an attribute: the object's if it is known, else one made of the text."""
+        owner = self.value(node.value, state)
         if isinstance(owner, Module | Instance | Scaler | Optimizer):
             return heap(owner.site, node.attr)
         return f"{self.frames[-1]}|{dotted(node) or ast.unparse(node)}"

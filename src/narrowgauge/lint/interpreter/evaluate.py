@@ -1,20 +1,20 @@
-"""What the expressions of a script stand for; rules look on at every call and every operation."""
+"""Values of expressions: names, attributes, calls and operations."""
 
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from narrowgauge.lint.casts import Casts
-from narrowgauge.lint.ducks import Ducks
-from narrowgauge.lint.engine_calls import Engines
-from narrowgauge.lint.making import Making
-from narrowgauge.lint.names import HARMLESS
-from narrowgauge.lint.protocol import Protocol
-from narrowgauge.lint.state import State
-from narrowgauge.lint.tensors import Tensors
-from narrowgauge.lint.values import (
+from narrowgauge.lint.interpreter.call import Call
+from narrowgauge.lint.interpreter.constructors import Constructors
+from narrowgauge.lint.interpreter.context import Context
+from narrowgauge.lint.interpreter.engines import Engines
+from narrowgauge.lint.interpreter.gradients import Gradients
+from narrowgauge.lint.interpreter.modules import Modules
+from narrowgauge.lint.interpreter.names import HARMLESS
+from narrowgauge.lint.interpreter.state import State
+from narrowgauge.lint.interpreter.syntax import dotted, is_static
+from narrowgauge.lint.interpreter.tensors import Tensors
+from narrowgauge.lint.interpreter.values import (
     OPAQUE,
     Class,
     Condition,
@@ -32,71 +32,25 @@ from narrowgauge.lint.values import (
     StateDict,
     Tensor,
     Value,
-    dotted,
     heap,
     is_module,
-    is_static,
     join,
 )
-
-if TYPE_CHECKING:
-    from narrowgauge.lint.frames import Frames
 
 _BUILTINS = HARMLESS | {"float", "exec"}
 
 
-@dataclass
-class Call:
-    """A call, with what is known of its parts."""
-
-    node: ast.Call
-    state: State
-    name: str = ""
-    """Full name of what is called, where it was imported."""
-    method: str = ""
-    receiver: Value | None = None
-    target: Value | None = None
-    args: list[Value | None] = field(default_factory=list)
-    keywords: dict[str, Value | None] = field(default_factory=dict)
-
-    def arg(self, position: int, keyword: str = "") -> Value | None:
-        """What is known of an argument, given by place or by name."""
-        if keyword in self.keywords:
-            return self.keywords[keyword]
-        return self.args[position] if 0 <= position < len(self.args) else None
-
-    def written(self, position: int, keyword: str = "") -> ast.expr | None:
-        """An argument as it is written; None where it is not given."""
-        for given in self.node.keywords:
-            if given.arg == keyword:
-                return given.value
-        if 0 <= position < len(self.node.args) and not any(isinstance(arg, ast.Starred) for arg in self.node.args):
-            return self.node.args[position]
-        return None
-
-    @property
-    def receiver_node(self) -> ast.expr | None:
-        return self.node.func.value if isinstance(self.node.func, ast.Attribute) else None
-
-    @property
-    def values(self) -> list[Value | None]:
-        return [*self.args, *self.keywords.values()]
-
-
 class Evaluator:
-    """Finds values; tells rules."""
+    """Evaluates expressions."""
 
-    def __init__(self, follower: Frames) -> None:
-        self.follower = follower
-        self.notebook = follower.notebook
-        self.ducks = Ducks(follower.tree)
-        self.making, self.protocol = Making(self), Protocol(self)
-        self.casts, self.tensors = Casts(self), Tensors(self)
-        self.engines = Engines(self)
-        self._rules = (self.engines, self.making, self.protocol, self.casts, self.tensors)
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.engines, self.modules, self.tensors = Engines(context), Modules(context), Tensors(context)
+        self._handlers = (self.engines, Constructors(context), Gradients(context), self.modules, self.tensors)
+        """Asked in this order; the first that knows a call handles it."""
 
     def value(self, node: ast.expr, state: State) -> Value | None:
-        """What an expression stands for."""
+        """Return the value of an expression; None if nothing is known."""
         handler = getattr(self, f"_{type(node).__name__.lower()}", None)
         if handler is not None:
             known: Value | None = handler(node, state)
@@ -107,9 +61,9 @@ class Evaluator:
         return None
 
     def decorator(self, node: ast.expr, state: State) -> Value | None:
+        """Return the value of a decorator."""
         value = self.value(node, state)
-        if isinstance(value, Ref):
-            self.making.check_deprecated(value.name, node)
+        self.context.notify(lambda observer: observer.on_decorator(node, value))
         return value
 
     # Names
@@ -118,11 +72,11 @@ class Evaluator:
         return Const(node.value)
 
     def _name(self, node: ast.Name, state: State) -> Value | None:
-        value = self.follower.lookup(node.id, state)
+        value = self.context.lookup(node.id, state)
         if value is None and node.id in _BUILTINS:
             return Ref(f"builtins.{node.id}")
-        value = self.ducks.guess(node, value, self.follower.frames[-1])
-        self.tensors.read(node, value)
+        value = self.context.inferred.guess(node, value, self.context.frames[-1])
+        self.context.notify(lambda observer: observer.on_name_read(node, value))
         return value
 
     def _attribute(self, node: ast.Attribute, state: State) -> Value | None:
@@ -130,8 +84,8 @@ class Evaluator:
 
     def _attribute_of(self, owner: Value | None, node: ast.Attribute, state: State) -> Value | None:
         if isinstance(owner, Ref):
-            known = self.follower.lookup(dotted(node) or "", state)
-            return self.ducks.guess(node, known or Ref(f"{owner.name}.{node.attr}"), self.follower.frames[-1])
+            known = self.context.lookup(dotted(node) or "", state)
+            return self.context.inferred.guess(node, known or Ref(f"{owner.name}.{node.attr}"), self.context.frames[-1])
         if isinstance(owner, Module | Instance):
             value = state.env.get(heap(owner.site, node.attr))
             if value is not None:
@@ -139,11 +93,11 @@ class Evaluator:
             found = self._find_method(owner.definition, node.attr) if owner.definition else None
             if found is not None:
                 return self.method(owner, found)
-            return self.ducks.guess(node, None, self.follower.frames[-1])
+            return self.context.inferred.guess(node, None, self.context.frames[-1])
         if isinstance(owner, Class):
             if node.attr == "apply":
                 off = bool(state.autocast) and state.casting is None
-                self.follower.event("apply", node, value=owner, text="off" if off else "")
+                self.context.event("apply", node, value=owner, text="off" if off else "")
             found = self._find_method(owner.node, node.attr)
             return Function(found, owner.frame) if found is not None else None
         if isinstance(owner, Engine):
@@ -152,21 +106,21 @@ class Evaluator:
             return self.tensors.attribute(owner, node.attr)
         if node.attr == "mT" and owner is None:
             return Tensor(role="transposed")
-        known = self.follower.lookup(dotted(node) or "", state)
-        return self.ducks.guess(node, known, self.follower.frames[-1])
+        known = self.context.lookup(dotted(node) or "", state)
+        return self.context.inferred.guess(node, known, self.context.frames[-1])
 
     def method(self, owner: Value, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Function:
-        """A method of an object, with the autocast of its decorators."""
+        """Return a bound method, with the autocast of its decorators."""
         definition = getattr(owner, "definition", None)
-        frame = self.follower.classes[definition].frame if definition in self.follower.classes else ""
-        return Function(node, frame, owner, self.follower.decorated.get(node))
+        frame = self.context.classes[definition].frame if definition in self.context.classes else ""
+        return Function(node, frame, owner, self.context.decorated.get(node))
 
     def _find_method(self, definition: ast.ClassDef, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
         for child in definition.body:
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and child.name == name:
                 return child
-        own = self.follower.classes.get(definition)
-        for other in self.follower.classes.values() if own else ():
+        own = self.context.classes.get(definition)
+        for other in self.context.classes.values() if own else ():
             if own and other.node.name in own.bases and other.node is not definition:
                 found = self._find_method(other.node, name)
                 if found is not None:
@@ -188,19 +142,25 @@ class Evaluator:
         call.keywords = {given.arg or "**": self.value(given.value, state) for given in node.keywords}
         if isinstance(call.target, Ref):
             call.name = call.target.name
-        for rule in self._rules:
-            handled, value = rule.call(call)
+        self.context.notify(lambda observer: observer.on_call(call))
+        value = self._result(call)
+        self.context.notify(lambda observer: observer.on_result(call, value))
+        return value
+
+    def _result(self, call: Call) -> Value | None:
+        for handler in self._handlers:
+            handled, value = handler.call(call)
             if handled:
                 return value
-        return self._elsewhere(call)
+        return self._unhandled(call)
 
-    def _elsewhere(self, call: Call) -> Value | None:
-        """A call that no rule knows: of the script's own functions and classes, of a model, or of anything else."""
+    def _unhandled(self, call: Call) -> Value | None:
+        """Evaluate a call of the script's own functions and classes, of a model, or of an unknown function."""
         target, state = call.target, call.state
         if isinstance(target, Function):
-            return self.follower.call(target, call, self._arguments(target, call))
+            return self.context.call(target, call, self._arguments(target, call))
         if isinstance(target, Class):
-            return self._make(target, call)
+            return self._create(target, call)
         made = Tensor(under=state.casting, output=True, makers=self.engines.makers(call))
         if isinstance(target, Module):
             return made
@@ -212,21 +172,21 @@ class Evaluator:
             elif call.name in ("builtins.list", "builtins.filter", "builtins.tuple"):
                 return next((value for value in call.args if isinstance(value, Params)), None)
             elif call.name == "builtins.float" and isinstance(call.arg(0), Tensor):
-                self.tensors.item(call)
+                self.tensors.read_number(call)
             return None
         if not call.name.startswith("torch."):
             self._escape(call)
         return made if made.makers or (state.casting is not None and not call.name.startswith("torch.")) else None
 
     def _escape(self, call: Call) -> None:
-        """What is handed to something unknown may be changed there."""
+        """Forget what is known about arguments of an unknown function, which may change them."""
         state = call.state
         given = [value for arg in call.values for value in (arg.items if isinstance(arg, Seq) else (arg,))]
-        if call.target is None and isinstance(call.receiver, Instance | Module):  # a method of a base from elsewhere
+        if call.target is None and isinstance(call.receiver, Instance | Module):  # a method of an unknown base class
             given += [value for key, value in state.env.items() if key.startswith(heap(call.receiver.site, ""))]
         for value in given:
             if isinstance(value, Scaler):
-                self.notebook.escaped.add(value.site)
+                self.context.observations.escaped.add(value.site)
             if isinstance(value, Engine) and not call.name.startswith("narrowgauge."):
                 self.engines.escape(value, call)
             if isinstance(value, EngineMethod):
@@ -238,7 +198,7 @@ class Evaluator:
                 state.env.pop(heap(value.site, "!cast"), None)
 
     def _arguments(self, function: Function, call: Call) -> dict[str, Value | None]:
-        """The parameters of a function, and what the call gives them."""
+        """Return the values of a function's parameters in a call."""
         spec = function.node.args
         names = [arg.arg for arg in (*spec.posonlyargs, *spec.args)]
         defaults = dict(zip(reversed(names), reversed(spec.defaults), strict=False))
@@ -261,19 +221,19 @@ class Evaluator:
                 given[extra.arg] = None
         return given
 
-    def _make(self, target: Class, call: Call) -> Value | None:
-        """An object of one of the script's classes: ``__init__`` is followed."""
+    def _create(self, target: Class, call: Call) -> Value | None:
+        """Return a new object of a class of the script, after following ``__init__``."""
         node = target.node
-        site = self.follower.site(call.node)
+        site = self.context.site(call.node)
         made = Module(site, node.name, node) if is_module(target) else Instance(site, node)
         found = self._find_method(node, "__init__")
         if found is not None:
             function = Function(found, target.frame, made)
-            self.follower.call(function, call, self._arguments(function, call))
-            if self.follower.splitting is call.node:  # each way through __init__ gives the object
-                self.follower.spilled = [(end, made) for end, _ in self.follower.spilled]
+            self.context.call(function, call, self._arguments(function, call))
+            if self.context.splitting is call.node:  # every path through __init__ returns the object
+                self.context.spilled = [(end, made) for end, _ in self.context.spilled]
         if isinstance(made, Module):
-            self.casts.made(made, call)
+            self.modules.create(made, call)
         return made
 
     # Operations
@@ -295,7 +255,7 @@ class Evaluator:
 
     def _chosen(self, node: ast.expr, state: State) -> Value | None:
         value = self.value(node, state)
-        self.engines.may_be_made(value, node, state)
+        self.engines.maybe_created(value, node, state)
         return value
 
     def _tuple(self, node: ast.Tuple | ast.List, state: State) -> Value | None:
@@ -324,7 +284,7 @@ class Evaluator:
 
     def _namedexpr(self, node: ast.NamedExpr, state: State) -> Value | None:
         value = self.value(node.value, state)
-        self.follower.assign(node.target, value, state)
+        self.context.assign(node.target, value, state)
         return value
 
     def _compare(self, node: ast.Compare | ast.BoolOp, state: State) -> Value | None:
@@ -344,7 +304,7 @@ class Evaluator:
         for generator in node.generators:
             source = self.value(generator.iter, inner)
             first = first or source
-            self.follower.assign(generator.target, None, inner)
+            self.context.assign(generator.target, None, inner)
             for test in generator.ifs:
                 self.value(test, inner)
         self.value(node.elt, inner)

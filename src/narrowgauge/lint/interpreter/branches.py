@@ -1,24 +1,21 @@
-"""Which way a test goes, where that is known: from values, or because it was taken before on the same way."""
+"""Conditions whose result is known: from values, or because the same path took them before."""
 
 from __future__ import annotations
 
 import ast
 import functools
-from typing import TYPE_CHECKING
 
-from narrowgauge.lint.state import State
-from narrowgauge.lint.values import Autocast, Const, Engine, Instance, Module, Optimizer, Scaler
-
-if TYPE_CHECKING:
-    from narrowgauge.lint.evaluate import Evaluator
+from narrowgauge.lint.interpreter.context import Context
+from narrowgauge.lint.interpreter.state import State
+from narrowgauge.lint.interpreter.values import Autocast, Const, Engine, Instance, Module, Optimizer, Scaler
 
 
-def decide(evaluator: Evaluator, test: ast.expr, state: State) -> bool | None:
-    """True or False where a test can only go one way, else None."""
+def decide(context: Context, test: ast.expr, state: State) -> bool | None:
+    """Return the result of a condition if it is known, else None."""
     test, flipped = _plain(test)
     known: bool | None = state.assumed.get(_text(test))
     if known is None and isinstance(test, ast.BoolOp):
-        parts = [decide(evaluator, part, state) for part in test.values]
+        parts = [decide(context, part, state) for part in test.values]
         decisive = isinstance(test.op, ast.Or)
         if decisive in parts:
             known = decisive
@@ -27,7 +24,7 @@ def decide(evaluator: Evaluator, test: ast.expr, state: State) -> bool | None:
     elif known is None and _text(test) == "__name__ == '__main__'":
         known = True
     elif known is None and isinstance(test, ast.Name | ast.Attribute):
-        value = evaluator.value(test, state)
+        value = context.value(test, state)
         if value == Const(None):
             known = False
         elif isinstance(value, Scaler | Optimizer | Module | Instance | Autocast | Engine):
@@ -36,15 +33,15 @@ def decide(evaluator: Evaluator, test: ast.expr, state: State) -> bool | None:
     return known if known is None else known != flipped
 
 
-def assume(evaluator: Evaluator, test: ast.expr, state: State, way: bool) -> None:
-    """From here on the test went this way. Where there is no scaler, nothing was scaled."""
+def assume(context: Context, test: ast.expr, state: State, way: bool) -> None:
+    """Record that this path took a condition as true or false. If there is no scaler, nothing was scaled."""
     test, flipped = _plain(test)
     way = way != flipped
     state.assumed[_text(test)] = way
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) == way:
         for part in test.values:
-            assume(evaluator, part, state, way)
-    if not way and isinstance(test, ast.Name | ast.Attribute) and isinstance(evaluator.value(test, state), Scaler):
+            assume(context, part, state, way)
+    if not way and isinstance(test, ast.Name | ast.Attribute) and isinstance(context.value(test, state), Scaler):
         unscaled = frozenset(phase for phase in state.grads if phase[0] not in ("scaled", "unscaled"))
         state.grads = unscaled or state.grads
 
@@ -55,7 +52,7 @@ def _text(node: ast.expr) -> str:
 
 
 def _plain(test: ast.expr) -> tuple[ast.expr, bool]:
-    """A test without ``not`` and ``is None``, and whether that turned it round."""
+    """Return a condition without ``not`` and ``is None``, and whether that negated it."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         inner, flipped = _plain(test.operand)
         return inner, not flipped

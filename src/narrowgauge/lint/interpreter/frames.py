@@ -1,112 +1,67 @@
-"""Frames: which function of a script is being followed, what its names stand for, and what it was called with."""
+"""Follows calls of the script's functions, and the functions and methods that nothing in the script calls."""
 
 from __future__ import annotations
 
 import ast
 import re
+from abc import abstractmethod
 from collections.abc import Sequence
 
-from narrowgauge.lint.evaluate import Call, Evaluator
-from narrowgauge.lint.notebook import Event, Notebook
-from narrowgauge.lint.state import State, merge
-from narrowgauge.lint.values import (
-    OPAQUE,
-    Autocast,
-    Class,
-    Function,
-    Instance,
-    Module,
-    Ref,
-    Site,
-    Value,
-    heap,
-    is_module,
-    is_static,
-)
+from narrowgauge.lint.interpreter.call import Call
+from narrowgauge.lint.interpreter.context import Context
+from narrowgauge.lint.interpreter.evaluate import Evaluator
+from narrowgauge.lint.interpreter.observations import Observations
+from narrowgauge.lint.interpreter.state import State, merge
+from narrowgauge.lint.interpreter.syntax import is_static
+from narrowgauge.lint.interpreter.values import OPAQUE, Class, Function, Instance, Module, Ref, Value, heap, is_module
 
 _WORD = re.compile(r"[A-Za-z_]\w*")
 DEEPEST = 6
-"""Calls within calls that are followed."""
+"""Depth to which calls within calls are followed."""
 ENOUGH = 4_000
-"""Statements after which calls are no longer followed and ways are no longer told apart."""
+"""Statements after which calls are no longer followed and paths are merged."""
 
 
-class Frames:
-    """The part of a follower that enters functions."""
+class Frames(Context):
+    """The part of the interpreter that enters functions."""
 
-    def __init__(self, tree: ast.Module, notebook: Notebook) -> None:
-        self.tree, self.notebook = tree, notebook
+    def __init__(self, tree: ast.Module, observations: Observations) -> None:
+        super().__init__(tree, observations)
         self.evaluator = Evaluator(self)
-        self.frames: list[str] = [""]
-        self.scopes: list[ast.AST] = [tree]
-        """The script, and the functions of the frames."""
-        self.parents: dict[str, str] = {}
         self.defined: dict[str, list[Function | Class]] = {}
-        self.classes: dict[ast.ClassDef, Class] = {}
-        self.decorated: dict[ast.AST, Autocast] = {}
-        """Methods that are decorated with autocast."""
+        """Functions and classes that are defined in each frame."""
         self.reached: set[ast.AST] = set()
-        self.loops: list[int] = [0]
-        self.guards: list[tuple[int, ast.expr]] = []
-        self.compatible = 0
-        """Above 0 inside the fallback for an older or newer torch."""
-        self.handling = 0
-        """Above 0 inside a handler of exceptions."""
-        self.without_grad = 0
-        """Above 0 where no gradients are computed."""
+        """Functions, methods and classes that were followed."""
         self.statements = 0
-        self.splitting: ast.expr | None = None
-        self.callers: list[tuple[int, int]] = []
-        """Where the calls were made that led here, the innermost first."""
-        self.spilled: list[tuple[State, Value | None]] = []
-        """Further ways out of the call that is ``splitting``, with what they return."""
 
     @property
-    def tired(self) -> bool:
+    def is_over_budget(self) -> bool:
+        """Whether so many statements were followed that the rest gets less attention."""
         return self.statements > ENOUGH
 
-    def event(self, kind: str, node: ast.AST, **about: object) -> None:
-        """Note that something happens here."""
-        loop = self.loops[-1]
-        guards = tuple(test for where, test in self.guards if where == loop)
-        self.notebook.note(Event(kind, node, loop, guards, **about))  # type: ignore[arg-type]
-
-    def site(self, node: ast.expr) -> Site:
-        """Where something is made: the place, and the calls that led there."""
-        return (node.lineno, node.col_offset, *(number for place in self.callers for number in place))
-
-    def lookup(self, name: str, state: State) -> Value | None:
-        """What a name stands for here: in this frame, in those around it, in the module."""
-        frame = self.frames[-1]
-        while True:
-            value = state.env.get(f"{frame}|{name}")
-            if value is not None or not frame:
-                return None if value == OPAQUE else value
-            frame = self.parents.get(frame, "")
-
+    @abstractmethod
     def block(self, body: Sequence[ast.stmt], states: list[State]) -> list[State]:
-        """Follow statements one after the other."""
-        raise NotImplementedError
+        """Follow statements one after the other and return the states at the end of every path."""
 
-    def assign(self, target: ast.expr, value: Value | None, state: State) -> None:
-        """Give a name, an attribute or several of them a value."""
-        raise NotImplementedError
+    def value(self, node: ast.expr, state: State) -> Value | None:
+        """Return the value of an expression."""
+        return self.evaluator.value(node, state)
 
     def call(self, function: Function, call: Call, arguments: dict[str, Value | None]) -> Value | None:
-        """Follow a call of one of the script's functions; the call's state is then the one after it.
+        """Follow a call of one of the script's functions and return its value; the call's state becomes that after it.
 
-        Where the call is a whole statement, or all that is assigned, the ways through it stay apart (``spilled``).
+        If the call is a whole statement, or all that is assigned, the paths through it stay separate (``spilled``).
         """
         node, state = function.node, call.state
         frame = f"{node.name}:{node.lineno}"
         apart = self.splitting is call.node
-        if frame in self.frames or len(self.frames) > DEEPEST or self.tired:
+        if frame in self.frames or len(self.frames) > DEEPEST or self.is_over_budget:
             return None
         self.reached.add(node)
         inner = state.fork()
         for name, value in arguments.items():
             inner.bind(f"{frame}|{name}", OPAQUE if value is None else value)
-            inner.bind(heap(f"{frame}|{name}", "!engine"), None)  # of the call before
+            inner.bind(heap(f"{frame}|{name}", "!engine"), None)  # left over from an earlier call
         self.callers.insert(0, (call.node.lineno, call.node.col_offset))
         ends = [end for end in self._body(function, frame, inner) if end.flow != "raise"]
         self.callers.pop(0)
@@ -134,10 +89,10 @@ class Frames:
         return result
 
     def evaluate(self, node: ast.expr, state: State) -> list[tuple[State, Value | None]]:
-        """A whole expression: its value, on each of the ways through a function that it calls."""
+        """Return the value of a whole expression, on each path through a function that it calls."""
         before = self.splitting, self.spilled
         self.splitting, self.spilled = node, []
-        value = self.evaluator.value(node, state)
+        value = self.value(node, state)
         found = [(state, value), *self.spilled]
         self.splitting, self.spilled = before
         return found
@@ -149,7 +104,7 @@ class Frames:
         before = state.autocast
         if function.autocast is not None:
             state.autocast = (*before, function.autocast)
-        quiet = any(self._switches_off(decorator, state) for decorator in function.node.decorator_list)
+        quiet = any(self._disables_grad(decorator, state) for decorator in function.node.decorator_list)
         self.without_grad += quiet
         ends = self.block(function.node.body, [state])
         self.without_grad -= quiet
@@ -160,19 +115,19 @@ class Frames:
         self.scopes.pop()
         return ends
 
-    def _switches_off(self, node: ast.expr, state: State) -> bool:
-        """Whether a context or decorator is one under which nothing is learnt."""
+    def _disables_grad(self, node: ast.expr, state: State) -> bool:
+        """Return whether a context manager or decorator disables gradients."""
         value = self.evaluator.value(node.func if isinstance(node, ast.Call) else node, state)
         return isinstance(value, Ref) and value.name in ("torch.no_grad", "torch.inference_mode")
 
     def finish(self, frame: str, states: list[State]) -> None:
-        """Follow what was defined in a frame and never called, from where the frame ends."""
+        """Follow the functions that were defined in a frame and never called, from the end of the frame."""
         ends = [state.fork() for state in states if state.flow != "raise"] or [State()]
         for state in ends:
             state.flow, state.result = "", None
         base = merge(ends, 1)[0]
         base.grads, base.stages, base.assumed, base.autocast = State().grads, {}, {}, ()
-        base.contexts, base.engines = (), {}  # who calls it may have opened an engine's forward
+        base.contexts, base.engines = (), {}  # the unknown caller may have opened an engine's forward
         loops, guards, self.loops, self.guards = self.loops, self.guards, [0], []
         for value in self.defined.pop(frame, []):
             if value.node in self.reached:
@@ -185,7 +140,7 @@ class Frames:
         self.loops, self.guards = loops, guards
 
     def _methods(self, value: Class, base: State) -> None:
-        """All methods of a class, on an object fresh from ``__init__``."""
+        """Follow all methods of a class, on an object as ``__init__`` leaves it."""
         site = (value.node.lineno, value.node.col_offset)
         own = Module(site, value.node.name, value.node) if is_module(value) else Instance(site, value.node)
         methods = [child for child in value.node.body if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)]

@@ -1,19 +1,20 @@
-"""What the script got from elsewhere, known by how it is used: who is asked to unscale gradients is a scaler."""
+"""Types of names that other code creates, inferred from use: an object with an ``unscale_`` method is a scaler."""
 
 from __future__ import annotations
 
 import ast
 
-from narrowgauge.lint.values import Module, Optimizer, Ref, Scaler, Value, dotted
+from narrowgauge.lint.interpreter.syntax import dotted
+from narrowgauge.lint.interpreter.values import Module, Optimizer, Ref, Scaler, Value
 
 
-class Ducks:
-    """Names by the methods that are called on them, in the whole script."""
+class InferredTypes:
+    """Types of names, from the methods that the whole script calls on them."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.methods: dict[str, set[str]] = {}
         self._given: dict[str, set[str]] = {}
-        """Names that are given to a method, by the method's owner and name."""
+        """Names that are passed to a method as its first argument, by the method's owner and name."""
         scaled: set[str] = set()
         for node in ast.walk(tree):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
@@ -46,7 +47,7 @@ class Ducks:
         self.known = self.scalers | self.optimizers | models | {name for name in self.methods if self.is_module(name)}
 
     def guess(self, node: ast.expr, value: Value | None, frame: str) -> Value | None:
-        """What a name probably is, where nothing else says."""
+        """Return the probable type of a name whose value is unknown; else the value."""
         if value is not None and not (isinstance(value, Ref) and not value.name.startswith(("torch.", "builtins."))):
             return value
         name = node.id if isinstance(node, ast.Name) else dotted(node)
@@ -61,6 +62,7 @@ class Ducks:
         return value
 
     def is_module(self, name: str) -> bool:
+        """Return whether a name is probably a model."""
         called = self.methods.get(name, set())
         return (
             name in self._models or bool(called & {"parameters", "named_parameters"})
@@ -68,7 +70,7 @@ class Ducks:
 
 
 def _given_to_engines(tree: ast.Module) -> tuple[set[str], set[str]]:
-    """Names that narrowgauge's Engine gets as model and as optimizers."""
+    """Return the names that are passed to narrowgauge's Engine as model and as optimizers."""
     models: set[str] = set()
     optimizers: set[str] = set()
     if not any(_imports_narrowgauge(node) for node in ast.walk(tree)):

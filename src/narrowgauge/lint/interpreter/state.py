@@ -1,14 +1,14 @@
-"""One way through a script: what its names stand for, and how far the gradients are on their way to the optimizer.
+"""The state of one path through a script: the values of names, and the phase of the gradients.
 
-    phase of the gradients      reached by
-    start                       the beginning: nothing is known of what happened before
-    plain, scaled               backward, of a loss as it is or of one that a scaler multiplied
+    phase of the gradients      entered by
+    start                       the beginning of the path: nothing is known yet
+    plain, scaled               backward, of an unscaled loss or of one that a scaler multiplied
     unscaled                    scaler.unscale_()
     used                        a step
-    wiped                       cleared after backward, before a step
-    lost                        something that cannot be followed
+    wiped                       zero_grad() after backward, before a step
+    lost                        code that cannot be followed
 
-Ways that end alike are merged. Where there are too many, they become one that may be in any of their phases.
+Paths with equal states are merged. If there are too many, they become one path that may be in any of their phases.
 """
 
 from __future__ import annotations
@@ -17,36 +17,38 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from narrowgauge.lint.values import Autocast, Site, Value
+from narrowgauge.lint.interpreter.values import Autocast, Site, Value
 
 Phase = tuple[str, Site | None]
-"""A phase's name, and for ``wiped`` whose gradients."""
+"""Name of a phase; for ``wiped`` also the optimizer whose gradients were cleared."""
 START: frozenset[Phase] = frozenset({("start", None)})
 MOST = 12
-"""Ways that are followed beside each other."""
+"""Paths that are followed separately."""
 
 
 @dataclass
 class State:
-    """What holds at one point of one way."""
+    """What is known at one point of one path."""
 
     env: dict[str, Value] = field(default_factory=dict)
     """Values by ``frame|name``, attributes of objects by ``#site.name``."""
     grads: frozenset[Phase] = START
     stages: dict[tuple[Site, Site], frozenset[str]] = field(default_factory=dict)
-    """Of a scaler and an optimizer since the scaler's last update: ready, unscaled or stepped."""
+    """For a scaler and an optimizer, since the scaler's last update: ready, unscaled or stepped."""
     assumed: dict[str, bool] = field(default_factory=dict)
-    """Tests that were taken one way or the other, by their text."""
+    """Conditions that this path took as true or false, by their text."""
     autocast: tuple[Autocast, ...] = ()
     contexts: tuple[Site, ...] = ()
     """Engines whose forward() or evaluating() is open."""
     engines: dict[Site, frozenset[str]] = field(default_factory=dict)
-    """Of each engine that was made on this way: fresh, backward (a microbatch is in) or stepped."""
+    """For each engine created on this path: fresh, backward (a microbatch was accumulated) or stepped."""
     flow: str = ""
-    """return, break, continue or raise, where the way leaves the block."""
+    """return, break, continue or raise if the path leaves the block; else empty."""
     result: Value | None = None
+    """The value that ``return`` returned."""
 
     def fork(self) -> State:
+        """Return a copy that can change independently."""
         return State(
             dict(self.env),
             self.grads,
@@ -61,25 +63,27 @@ class State:
 
     @property
     def casting(self) -> Autocast | None:
-        """The autocast that holds here; None where there is none, or it is switched off."""
+        """The active autocast; None if there is none or it is switched off."""
         return self.autocast[-1] if self.autocast and self.autocast[-1].active else None
 
     def bind(self, key: str, value: Value | None) -> None:
+        """Store a value; None forgets it."""
         if value is None:
             self.env.pop(key, None)
         else:
             self.env[key] = value
 
     def forget_tests_of(self, name: str) -> None:
-        """What was assumed about a name no longer holds: it has been given another value."""
+        """Drop assumptions about conditions that contain a name, because its value changed."""
         word = re.compile(rf"\b{re.escape(name)}\b")
         self.assumed = {test: way for test, way in self.assumed.items() if not word.search(test)}
 
     def move(self, phase: str, of: Site | None = None) -> None:
+        """Set the phase of the gradients."""
         self.grads = frozenset({(phase, of)})
 
     def is_like(self, other: State) -> bool:
-        """Whether all but the assumptions is the same."""
+        """Return whether everything but the assumptions is equal."""
         return (
             self.flow == other.flow
             and self.grads == other.grads
@@ -93,7 +97,7 @@ class State:
 
 
 def merge(states: Iterable[State], most: int = MOST) -> list[State]:
-    """The same ways, those that came to the same end as one, and at most ``most`` of each flow."""
+    """Return the states with equal ones merged; if over ``most`` remain, merge all that leave the block equally."""
     states = list(states)
     if len(states) < 2:
         return states
@@ -113,7 +117,7 @@ def merge(states: Iterable[State], most: int = MOST) -> list[State]:
 
 
 def _union(states: list[State]) -> State:
-    """One way that may be any of these: values they agree on, and every phase one of them is in."""
+    """Return one state that covers all: the values they agree on, and every phase that one of them is in."""
     whole = states[0].fork()
     for state in states[1:]:
         whole.env = {key: value for key, value in whole.env.items() if state.env.get(key) == value}

@@ -1,8 +1,8 @@
-"""What can be known of a value by reading the script: enough to follow scalers, optimizers, models and losses by name.
+"""The values that the interpreter knows: enough to follow scalers, optimizers, models and losses by name.
 
-None stands for everything else. Values are frozen and compare by what they are, so that two ways through a script that
-end with the same values can be told to be one. A site is where a thing was made (line, column, then the same of each
-call that led there: two models of one factory are two), or its name where the script got it from elsewhere.
+None stands for every other value. Values are frozen and compare by content, so that two paths through a script that end
+with the same values can be merged. A site identifies an object: where it was created (line, column, then line and
+column of each call that led there, so that two models from one factory differ), or its name if other code created it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ Site = tuple[int, ...] | str
 
 @dataclass(frozen=True)
 class Value:
-    """Something that is known."""
+    """A known value."""
 
 
 OPAQUE = Value()
-"""A local name of which nothing is known: it hides one of the same name further out."""
+"""The value of a local name of which nothing is known; it hides an outer name."""
 
 
 @dataclass(frozen=True)
 class Ref(Value):
-    """Something imported, by its full name."""
+    """An imported object, by its full name."""
 
     name: str
 
@@ -38,14 +38,14 @@ class Const(Value):
 
 @dataclass(frozen=True)
 class Condition(Value):
-    """What a comparison said."""
+    """The result of a comparison."""
 
     test: ast.expr
 
 
 @dataclass(frozen=True)
 class Seq(Value):
-    """A tuple or list written out."""
+    """A tuple or list display."""
 
     items: tuple[Value | None, ...]
 
@@ -56,9 +56,9 @@ class Scaler(Value):
 
     site: Site
     enabled: str = ""
-    """Empty: always. Else the text of the expression that decides."""
+    """Empty: always. Otherwise the text of the expression for ``enabled``."""
     sure: bool = True
-    """Whether it may be None instead."""
+    """False if the name may be None instead."""
 
 
 @dataclass(frozen=True)
@@ -66,18 +66,19 @@ class Autocast(Value):
     """A context manager or decorator of autocast."""
 
     dtype: str | None
-    """fp16, bf16, or None where the script does not say."""
+    """fp16, bf16, or None if the script does not determine it."""
     device: str | None
     enabled: str = ""
 
     @property
     def active(self) -> bool:
+        """Whether it is not switched off."""
         return self.enabled != "False"
 
 
 @dataclass(frozen=True)
 class Optimizer(Value):
-    """An optimizer of torch, and the modules whose parameters it has."""
+    """An optimizer of torch, and the modules whose parameters it updates."""
 
     site: Site
     name: str = ""
@@ -90,15 +91,15 @@ class Module(Value):
 
     site: Site
     name: str
-    """Full name of the class, or the name of one of the script's own."""
+    """Full name of the class, or the name of a class of the script."""
     definition: ast.ClassDef | None = None
     parts: tuple[Value | None, ...] = ()
-    """Layers given to it, as to nn.Sequential."""
+    """Positional arguments, such as the layers of nn.Sequential."""
 
 
 @dataclass(frozen=True)
 class Instance(Value):
-    """An object of one of the script's other classes."""
+    """An object of a class of the script that is not a module."""
 
     site: Site
     definition: ast.ClassDef
@@ -113,7 +114,7 @@ class Params(Value):
 
 @dataclass(frozen=True)
 class LossFunction(Value):
-    """What computes a loss."""
+    """A loss function or a loss module."""
 
     name: str
     """Full name of the function or class."""
@@ -127,9 +128,9 @@ class Function(Value):
     node: ast.FunctionDef | ast.AsyncFunctionDef
     frame: str
     owner: Value | None = None
-    """The object it is a method of."""
+    """The object, for a bound method."""
     autocast: Autocast | None = None
-    """From a decorator."""
+    """The autocast that decorates it."""
 
 
 @dataclass(frozen=True)
@@ -139,17 +140,17 @@ class Class(Value):
     node: ast.ClassDef
     frame: str
     bases: tuple[str, ...]
-    """Full names of the bases, those of the script's own bases included."""
+    """Full names of the bases, including the bases of bases in the script."""
 
 
 @dataclass(frozen=True)
 class ScaleNumber(Value):
-    """A number made from the loss scale."""
+    """A number computed from the loss scale."""
 
 
 @dataclass(frozen=True)
 class Cast(Value):
-    """That a module was cast, and where."""
+    """A cast of a module, and its place."""
 
     dtype: str
     node: ast.AST
@@ -157,7 +158,7 @@ class Cast(Value):
 
 @dataclass(frozen=True)
 class Arguments(Value):
-    """transformers.TrainingArguments that ask for mixed precision."""
+    """transformers.TrainingArguments with mixed precision switched on."""
 
     mixed: str
 
@@ -167,47 +168,48 @@ class Tensor(Value):
     """A tensor."""
 
     dtype: str | None = None
-    """Set where the script casts it: fp16, bf16 or fp32."""
+    """fp16, bf16 or fp32 if the script casts it."""
     under: Autocast | None = None
     """The autocast it was computed under."""
     role: str = ""
-    """What it is part of: exp, exp-sum, shifted, max, transposed, scores, probs, softmax, sigmoid."""
+    """Its part in a known computation: exp, exp-shifted, exp-sum, shifted, max, transposed, scores, probs, softmax,
+    sigmoid."""
     key: str = ""
-    """Of an exp: the text of its argument, to recognise the sum of the same."""
+    """For exp: the text of its argument, to recognise the sum of the same exp."""
     loss: str = ""
-    """Of a loss: the name of the function; ``summed`` where it is not a mean."""
+    """For a loss: the name of the function; ``summed`` if it is not a mean."""
     scaler: Site | None = None
     """The scaler that multiplied it."""
     divided: bool = False
     multiplied: bool = False
     output: bool = False
-    """Whether a model gave it."""
+    """Whether it is the output of a model."""
     makers: tuple[Site, ...] = ()
-    """Models in an engine's care that it was computed by, with gradients."""
+    """Models of engines that it was computed by, with gradients."""
 
 
 @dataclass(frozen=True)
 class Engine(Value):
-    """narrowgauge's Engine, and what is in its care."""
+    """narrowgauge's Engine, with its model and optimizers."""
 
     site: Site
     node: ast.Call
     model: Module | None
     optimizers: tuple[Optimizer, ...]
     recipe: str | None
-    """The text of its recipe; None where the script does not say."""
+    """The text of its recipe; None if the script does not determine it."""
     accumulate: str = "1"
-    """The expression for the microbatches of an update."""
+    """The expression for the number of microbatches per update; ``?`` if unknown."""
 
     @property
     def is_lean(self) -> bool:
-        """Whether the weights are certainly BF16, with the rest of each FP32 number beside them."""
+        """Whether the weights are certainly BF16, with the low bits of each FP32 number stored separately."""
         text = self.recipe or ""
         return "master=split" in text or ("-lean" in text and "master=fp32" not in text)
 
     @property
     def compute(self) -> str:
-        """The format of its products; empty where the script does not say."""
+        """The format of its matrix products; empty if the script does not determine it."""
         return (self.recipe or "").partition("[")[0].removesuffix("-lean")
 
 
@@ -230,7 +232,7 @@ class EngineContext(Value):
 
 @dataclass(frozen=True)
 class StateDict(Value):
-    """``state_dict()`` of a model or optimizer that is in an engine's care."""
+    """``state_dict()`` of a model or optimizer of an engine."""
 
     engine: Engine
     node: ast.Call
@@ -238,7 +240,7 @@ class StateDict(Value):
 
 
 def join(first: Value | None, second: Value | None) -> Value | None:
-    """What is known where either may be meant. A thing or None is the thing, though not for sure."""
+    """Return what is known if the value is one of two. A scaler or None stays a scaler that may be None."""
     if first == second:
         return first
     for one, other in ((first, second), (second, first)):
@@ -250,26 +252,11 @@ def join(first: Value | None, second: Value | None) -> Value | None:
     return None
 
 
-def dotted(node: ast.expr) -> str | None:
-    """``a.b.c`` as text; None for anything else."""
-    parts: list[str] = []
-    while isinstance(node, ast.Attribute):
-        parts.append(node.attr)
-        node = node.value
-    if not isinstance(node, ast.Name):
-        return None
-    return ".".join([node.id, *reversed(parts)])
-
-
 def heap(site: Site, name: str) -> str:
-    """Where a state keeps an object's attribute."""
+    """Return the key of an object's attribute in ``State.env``."""
     return f"#{site}.{name}"
 
 
 def is_module(value: Class) -> bool:
-    """Whether a class is a neural network."""
+    """Return whether a class is a subclass of nn.Module."""
     return any(base.startswith("torch.nn.") or base.endswith("LightningModule") for base in value.bases)
-
-
-def is_static(method: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return any(isinstance(node, ast.Name) and node.id == "staticmethod" for node in method.decorator_list)
