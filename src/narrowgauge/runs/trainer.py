@@ -291,7 +291,7 @@ class Trainer:
         sums: dict[str, Tensor] = {}
         count, world = self.settings.eval_batches, self.world
         own = Share(world.rank, world.size if count % world.size == 0 else 1, count)  # else all evaluate all
-        with random_state.put_back(), self.engine.evaluating():
+        with random_state.preserve(), self.engine.evaluating():
             for number in own.numbers(0) if own.size > 1 else range(count):
                 where = f"the evaluation after step {self.result.step}"
                 batch = make_alone(self.task, number, "eval", where, self.settings.seed)
