@@ -53,7 +53,7 @@ def events(folder: Path) -> int:
 
 
 def saved(folder: Path) -> int:
-    return max(checkpoint.steps_of(folder), default=0)
+    return max(checkpoint.list_steps(folder), default=0)
 
 
 def main(kills: int, ranks: int, recipe: str, parallel: str) -> dict[str, object]:
@@ -87,7 +87,7 @@ def main(kills: int, ranks: int, recipe: str, parallel: str) -> dict[str, object
         _, err = process.communicate(timeout=600)
         same = False
         if process.returncode == 0:
-            ends = [checkpoint.load(checkpoint.path_of(folder, steps)).weights for folder in (calm, torn)]
+            ends = [checkpoint.load(checkpoint.make_path(folder, steps)).weights for folder in (calm, torn)]
             same = all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
     tracebacks = sum("Traceback" in line and "rank" in line for line in err.splitlines())
     return {

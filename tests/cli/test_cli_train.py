@@ -62,7 +62,9 @@ def test_prose_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_folder_with_a_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     main(["train", TASK, *SMALL, "--out", "run"])
-    assert "run already holds a run; go on with --resume run" in refused(capsys, "train", TASK, *SMALL, "--out", "run")
+    assert "run already holds a run; continue it with --resume run" in refused(
+        capsys, "train", TASK, *SMALL, "--out", "run"
+    )
 
 
 def test_finished_run_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,5 +140,5 @@ def test_sigterm_saves_and_resume_finishes(tmp_path: Path) -> None:
     data = json.loads(out)
     assert process.returncode == 0 and data["interrupted"] is True and 1 <= data["steps"] < int(steps)
     assert "narrowgauge train --resume run" in err
-    assert checkpoint.steps_of(tmp_path / "run") == [data["steps"]]
+    assert checkpoint.list_steps(tmp_path / "run") == [data["steps"]]
     assert list(record.read(tmp_path / "run"))[-1]["interrupted"] is True

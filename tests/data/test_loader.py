@@ -201,7 +201,7 @@ def test_a_run_is_resumed_to_the_bit(workers: str, tmp_path: Path, monkeypatch: 
     shutil.copytree("whole", "cut")
     for step in (8, 12, 13):  # as if it had been killed at step 7, in the middle of the second epoch
         shutil.rmtree(f"cut/checkpoints/step-{step:08d}", ignore_errors=True)
-    record.cut_after(Path("cut"), 7)
+    record.truncate_after(Path("cut"), 7)
     assert [path.name for path in Path("cut/checkpoints").iterdir()] == ["step-00000004"]
     assert main(["train", "--resume", "cut"]) in (0, 1)
     last = "checkpoints/step-00000013/weights.safetensors"

@@ -12,8 +12,8 @@ from narrowgauge import Engine
 from narrowgauge.errors import UsageError
 from narrowgauge.models.gpt import GPT, GPTConfig
 from narrowgauge.ranks import replicate, shard, update_sync
-from narrowgauge.ranks.world import ALONE, joined
-from narrowgauge.runs.rank_batches import Share
+from narrowgauge.ranks.world import SINGLE_PROCESS, join_world
+from narrowgauge.runs.rank_batches import RankBatches
 from narrowgauge.runs.schedule import make_adamw
 
 RECIPES = ("fp32", "bf16", "fp16", "fp8", "bf16-lean", "fp8-lean", "bf16[keep=LayerNorm+lm_head]")
@@ -46,8 +46,8 @@ def batch_of(number):
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def curve(recipe, way, world=ALONE, accumulate=1, optimizer=None):
-    share = Share(world.rank, world.size, accumulate)
+def curve(recipe, way, world=SINGLE_PROCESS, accumulate=1, optimizer=None):
+    share = RankBatches(world.rank, world.size, accumulate)
     engine = engine_of(recipe, way, share.microbatches, optimizer)
     numbers = []
     for step in range(STEPS):
@@ -63,7 +63,7 @@ def curve(recipe, way, world=ALONE, accumulate=1, optimizer=None):
 
 
 def curves_of_ranks(cases):
-    with joined("cpu") as world:
+    with join_world("cpu") as world:
         return {"|".join(case): curve(*case, world)[0] for case in cases}
 
 
@@ -92,7 +92,7 @@ def sgd(model):
 
 
 def accumulated():
-    with joined("cpu") as world:
+    with join_world("cpu") as world:
         dealt = curve("fp32", "fsdp", world, 4)[0]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(update_sync, "_are_too_large", lambda sharded: True)
@@ -119,9 +119,10 @@ def _sent(way):
 
 def test_microbatches_are_dealt_or_cut_and_their_gradients_sent_once(tmp_path):
     dealt, cut, other, sent = spread(2, accumulated, tmp_path)[0]
-    assert [loss for loss, _ in dealt] == pytest.approx([loss for loss, _ in curve("fp32", "none", ALONE, 4)[0]])
-    assert [loss for loss, _ in cut] == pytest.approx([loss for loss, _ in curve("fp32", "none", ALONE, 3)[0]])
-    by_sgd = curve("bf16", "none", ALONE, 1, sgd)[0]
+    for losses, accumulate in ((dealt, 4), (cut, 3)):
+        alone = curve("fp32", "none", SINGLE_PROCESS, accumulate)[0]
+        assert [loss for loss, _ in losses] == pytest.approx([loss for loss, _ in alone])
+    by_sgd = curve("bf16", "none", SINGLE_PROCESS, 1, sgd)[0]
     assert [loss for loss, _ in other] == pytest.approx([loss for loss, _ in by_sgd], rel=1e-3)
     assert sent[0][0] == 0 and sent[0][1] > 0  # FSDP; DDP's reducer sends below what the counter sees
     assert sent[1][0] == 0
@@ -129,7 +130,7 @@ def test_microbatches_are_dealt_or_cut_and_their_gradients_sent_once(tmp_path):
 
 def overflow(way):
     """The third step's loss overflows on the last rank alone."""
-    with joined("cpu") as world:
+    with join_world("cpu") as world:
         engine = engine_of("fp16", way)
         said = []
         for number in range(5):
@@ -154,7 +155,7 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(tmp_path, way):
 
 
 def scales_of_ranks():
-    with joined("cpu") as world:
+    with join_world("cpu") as world:
         engine = engine_of("fp8", "fsdp")
         for number in range(3):
             inputs, targets = batch_of(10 * world.rank + number)  # each rank sees other numbers
@@ -172,7 +173,7 @@ def test_fp8_scales_agree(tmp_path):
 
 def refusals():
     said = []
-    with joined("cpu"):
+    with join_world("cpu"):
         for attempt in (_flushed, _released, _late):
             with contextlib.suppress(UsageError):
                 try:
@@ -208,7 +209,7 @@ def test_what_cannot_be_right_is_refused(tmp_path):
 def bad_cast(way):
     """One rank's activations have an inf that a cast to FP8 saturates."""
     said = []
-    with joined("cpu") as world:
+    with join_world("cpu") as world:
         engine = engine_of("fp8[products=all]", way)
         for number in range(4):
             inputs, targets = batch_of(number)
@@ -242,7 +243,7 @@ def test_a_bad_value_in_a_cast_of_one_rank_is_skipped_by_all(tmp_path, way):
 def wrapped_in_fsdp1():
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    with joined("cpu"):
+    with join_world("cpu"):
         model = GPT(GPTConfig(layers=1, width=32, heads=2, context=16, vocab=100))
         wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
         try:
@@ -259,7 +260,7 @@ def test_fsdp1_is_refused(tmp_path):
 
 def own_no_sync(way):
     """Gradients of microbatches under no_sync stay on their rank, by the engine's context or by DDP's own."""
-    with joined("cpu") as world:
+    with join_world("cpu") as world:
         engine = engine_of("fp32", "ddp")
         for number in range(3):
             inputs, targets = batch_of(10 * world.rank + number)

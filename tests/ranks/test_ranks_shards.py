@@ -41,13 +41,13 @@ def saved(tmp_path_factory):
     asked = ["train", *TASK, "--recipe", "bf16-lean", "--steps", "4", "--checkpoint-every", "2", "--parallel", "fsdp"]
     answers = spread(2, cli, home / "two", *asked, "--out", str(home / "run"))
     assert [code for code, _, _ in answers] == [0, 0], answers
-    shutil.rmtree(checkpoint.path_of(home / "run", 4))
-    record.cut_after(home / "run", 2)
+    shutil.rmtree(checkpoint.make_path(home / "run", 4))
+    record.truncate_after(home / "run", 2)
     return home / "run"
 
 
 def test_nothing_in_the_folder_is_a_pickle(saved):
-    files = list(checkpoint.path_of(saved, 2).iterdir())
+    files = list(checkpoint.make_path(saved, 2).iterdir())
     assert {file.name for file in files} == {
         "shards.json", "shard-0.safetensors", "shard-1.safetensors", "state.json", "manifest.json",
         "random-0.safetensors", "random-1.safetensors",
@@ -63,9 +63,9 @@ def test_nothing_in_the_folder_is_a_pickle(saved):
 
 def test_a_pickle_in_place_of_any_file_is_refused(saved, tmp_path):
     marker = tmp_path / "the pickle was loaded"
-    for name in sorted(file.name for file in checkpoint.path_of(saved, 2).iterdir()):
+    for name in sorted(file.name for file in checkpoint.make_path(saved, 2).iterdir()):
         run = shutil.copytree(saved, tmp_path / "run")
-        folder = checkpoint.path_of(run, 2)
+        folder = checkpoint.make_path(run, 2)
         (folder / name).write_bytes(pickle.dumps(Evil(marker)))
         if name != "manifest.json":
             manifest = json.loads((folder / "manifest.json").read_text())
@@ -86,7 +86,7 @@ def test_a_pickle_in_place_of_any_file_is_refused(saved, tmp_path):
 def test_a_pickle_beside_them_is_never_opened(saved, tmp_path):
     marker = tmp_path / "the pickle was loaded"
     run = shutil.copytree(saved, tmp_path / "run")
-    (checkpoint.path_of(run, 2) / ".metadata").write_bytes(pickle.dumps(Evil(marker)))
+    (checkpoint.make_path(run, 2) / ".metadata").write_bytes(pickle.dumps(Evil(marker)))
     assert cli("export", str(run))[0] == 0
     assert cli("train", "--resume", str(run))[0] == 0
     assert not marker.exists()
@@ -105,4 +105,4 @@ def test_a_disk_that_is_full_for_one_rank_is_a_line_of_all(saved, tmp_path):
     assert all(code == 2 and "Traceback" not in said for code, _, said in answers), answers
     assert all("File too large; raise the file size limit" in said for _, _, said in answers), answers
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000002"]
-    assert checkpoint.damage(checkpoint.path_of(run, 2)) is None
+    assert checkpoint.find_damage(checkpoint.make_path(run, 2)) is None

@@ -18,10 +18,10 @@ from narrowgauge.cli import main
 from narrowgauge.optim import full_precision
 from narrowgauge.optim.sharded import is_sharded
 from narrowgauge.ranks import init_model
-from narrowgauge.ranks.world import joined
+from narrowgauge.ranks.world import join_world
 from narrowgauge.runs import record
 from narrowgauge.runs.checkpoints import checkpoint
-from narrowgauge.runs.settings import reread
+from narrowgauge.runs.settings import restore_settings
 from narrowgauge.runs.trainer import Observer, Trainer
 from narrowgauge.tasks import find
 
@@ -43,16 +43,16 @@ def losses(folder, kind="step"):
 
 def masters(folder, step):
     """The weights of a checkpoint as a run on these ranks takes them up, put together again."""
-    with joined("cpu") as world:
-        settings = reread(record.read_configuration(folder)["settings"], parallel="fsdp")
+    with join_world("cpu") as world:
+        settings = restore_settings(record.read_configuration(folder)["settings"], parallel="fsdp")
         options = record.read_configuration(folder)["options"]
         life = Trainer(find("gpt:2x64", **options), settings, folder, Observer(), world)
-        path = checkpoint.path_of(folder, step)
+        path = checkpoint.make_path(folder, step)
         saved = checkpoint.read(path, life.engine)
         life.engine.load_state_dict({**saved.state["engine"], "model": saved.weights})
         whole = full_precision(life.engine.inner)
         whole = {name: value.full_tensor() if is_sharded(value) else value for name, value in whole.items()}
-        if world.first:
+        if world.is_first:
             torch.save(whole, folder / f"masters-{world.size}.pt")
     return True
 
@@ -69,7 +69,7 @@ def test_from_four_ranks_to_two_and_to_one(tmp_path, recipe):
     assert losses(run) == pytest.approx(losses(alone), **close)
     assert losses(run, "eval") == pytest.approx(losses(alone, "eval"), **close)
 
-    saved = checkpoint.load(checkpoint.path_of(run, 6))  # in one process, whole
+    saved = checkpoint.load(checkpoint.make_path(run, 6))  # in one process, whole
     for ranks in (2, 1):
         spread(ranks, masters, tmp_path / f"masters-{ranks}", run, 6)
         taken_up = torch.load(run / f"masters-{ranks}.pt")
@@ -79,15 +79,15 @@ def test_from_four_ranks_to_two_and_to_one(tmp_path, recipe):
     for ranks in (2, 1):  # an interrupted run, gone on with by fewer
         torn = tmp_path / f"torn-{ranks}"
         subprocess.run(["cp", "-r", str(run), str(torn)], check=True)
-        subprocess.run(["rm", "-r", str(checkpoint.path_of(torn, 12))], check=True)
-        record.cut_after(torn, 6)
+        subprocess.run(["rm", "-r", str(checkpoint.make_path(torn, 12))], check=True)
+        record.truncate_after(torn, 6)
         answers = spread(ranks, cli, tmp_path / f"on-{ranks}", "train", "--resume", str(torn))
         assert [code for code, _, _ in answers] == [0] * ranks, answers
         assert losses(torn) == pytest.approx(losses(run), rel=1e-5 if recipe == "fp32" else 2e-3)
 
     code, out, _ = cli("export", str(run), "--json")
     plain = load_file(json.loads(out)["path"])
-    end = checkpoint.load(checkpoint.path_of(run, 12)).weights
+    end = checkpoint.load(checkpoint.make_path(run, 12)).weights
     assert code == 0 and all(torch.equal(plain[name], end[name]) for name in plain) and set(plain) <= set(end)
 
 
@@ -133,4 +133,4 @@ def test_one_rank_told_to_stop_stops_all_and_saves(tmp_path):
     assert spread(2, signalled, tmp_path / "two", run) == [0, 0]
     end = list(record.read(run))[-1]
     assert end["kind"] == "end" and end["interrupted"] and 0 < end["step"] < 5000
-    assert checkpoint.steps_of(run) == [end["step"]]
+    assert checkpoint.list_steps(run) == [end["step"]]

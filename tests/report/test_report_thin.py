@@ -96,7 +96,7 @@ def test_a_story_grows_and_starts_anew_after_a_resume(tmp_path: Path) -> None:
     with record.Record(folder) as book:
         book.append("step", 31, loss=2.0, lr=1.0, grad_norm=1.0, loss_scale=1.0, applied=False, tokens_per_s=None)
     assert story.update() and story.step == 31 and not story.applied[-1]
-    record.cut_after(folder, 10)
+    record.truncate_after(folder, 10)
     assert story.update() and story.step == 10 and len(story.steps) == 10
 
 

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> Outcome:
 def _run(fault: faults.Fault, out: TextIO) -> dict[str, Any]:
     """Both runs; ``caught`` is whether the mistake was named and its twin was not accused."""
     from narrowgauge.gauges.faults import faults
-    from narrowgauge.runs.json_lines import plain
+    from narrowgauge.runs.json_lines import replace_nonfinite
 
     say(f"\n{fault.name}: {fault.about}", out)
     begin = time.perf_counter()
@@ -80,7 +80,7 @@ def _run(fault: faults.Fault, out: TextIO) -> dict[str, Any]:
         "twin": {"findings": [dataclasses.asdict(finding) for finding in right.findings], "losses": right.losses},
         "seconds": round(time.perf_counter() - begin, 2),
     }
-    described: dict[str, Any] = plain(data)
+    described: dict[str, Any] = replace_nonfinite(data)
     return described
 
 

@@ -45,9 +45,9 @@ def _checkpoint(folder: Path, step: int | None, tell: Callable[[str], None]) -> 
 
     if files.is_file(folder / "manifest.json") and step is None:
         return folder
-    steps = checkpoint.steps_of(folder)
+    steps = checkpoint.list_steps(folder)
     for one in steps:
-        manifest = checkpoint.path_of(folder, one) / "manifest.json"
+        manifest = checkpoint.make_path(folder, one) / "manifest.json"
         if files.exists(manifest) and (why := files.why_unreadable(manifest)):
             raise UsageError(f"export {folder}: {manifest}: {why}; remove it")
     if not steps:
@@ -55,7 +55,7 @@ def _checkpoint(folder: Path, step: int | None, tell: Callable[[str], None]) -> 
     if step is not None and step not in steps:
         raise UsageError(f"--step {step}: {folder} has checkpoints of steps {', '.join(map(str, steps))}")
     if step is not None:
-        return checkpoint.path_of(folder, step)
-    newest = checkpoint.newest_path(folder, tell)
+        return checkpoint.make_path(folder, step)
+    newest = checkpoint.find_newest(folder, tell)
     assert newest is not None
     return newest

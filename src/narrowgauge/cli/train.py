@@ -94,25 +94,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Outcome:
     from narrowgauge.hardware import detect
-    from narrowgauge.ranks.world import joined, local_device
+    from narrowgauge.ranks.world import choose_device, join_world
 
-    args.device = local_device(args.device)
-    with joined(detect(args.device).torch_device) as world:
+    args.device = choose_device(args.device)
+    with join_world(detect(args.device).torch_device) as world:
         return _run(args, world)
 
 
 def _run(args: argparse.Namespace, world: World) -> Outcome:
     from narrowgauge import tasks
     from narrowgauge.cli.progress import make_progress
-    from narrowgauge.ranks.world import restarts
+    from narrowgauge.ranks.world import read_restart_count
     from narrowgauge.runs import record
     from narrowgauge.runs.train import train
 
-    out = prose(args) if world.first else io.StringIO()
-    if restarts() and args.resume is None and args.out is not None and world.told(record.holds_run(Path(args.out))):
+    out = prose(args) if world.is_first else io.StringIO()
+    is_restart = read_restart_count() and args.resume is None and args.out is not None
+    if is_restart and world.broadcast(record.holds_run(Path(args.out))):
         args.resume = args.out  # torchrun has started the ranks again, after one was lost
     if args.resume is None:
-        with world.together():
+        with world.fail_together():
             folder, spec, options, settings, task, why = _begin(args, world)
     else:
         folder, spec, options, settings = _take_up(args)
@@ -126,7 +127,7 @@ def _run(args: argparse.Namespace, world: World) -> Outcome:
                 folder,
                 resume=args.resume is not None,
                 configuration={"task": spec, "options": options, "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")},
-                observer=make_progress(task.unit) if world.first else None,
+                observer=make_progress(task.unit) if world.is_first else None,
                 capture=args.capture,
                 world=world,
             )
@@ -134,7 +135,7 @@ def _run(args: argparse.Namespace, world: World) -> Outcome:
         if record.holds_run(folder):  # shown below a traceback; a line of ours stands for itself
             error.add_note(f"what was saved is intact: narrowgauge train --resume {shlex.quote(str(folder))}")
         raise
-    if not world.first:
+    if not world.is_first:
         return Outcome(None)
     facts = record.read_configuration(folder).get("facts", {})
     _summarise(result, facts, folder, out, args.foretell)
@@ -146,7 +147,7 @@ def _begin(args: argparse.Namespace, world: World) -> tuple[Path, str, dict[str,
     from narrowgauge import hardware, tasks
     from narrowgauge.recipe import choose, parse
     from narrowgauge.runs import record
-    from narrowgauge.runs.settings import settle
+    from narrowgauge.runs.settings import make_settings
 
     device = hardware.detect(args.device)
     recipe = parse(args.recipe or "auto", device)
@@ -158,7 +159,7 @@ def _begin(args: argparse.Namespace, world: World) -> tuple[Path, str, dict[str,
         options["seed"] = args.seed
     if args.out is not None:
         folder = Path(args.out)
-    elif not world.alone:
+    elif not world.is_single:
         raise UsageError("several ranks need one folder, and find it again when started anew: name it with --out RUN")
     else:
         name = re.sub(r"[^\w.]+", "-", f"{spec.rpartition('.py:')[2]}-{recipe}").strip("-")
@@ -167,11 +168,11 @@ def _begin(args: argparse.Namespace, world: World) -> tuple[Path, str, dict[str,
         raise UsageError(f"--out {folder} is a symbolic link that leads nowhere; give a folder")
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--out {folder} is a file; give a folder")
-    if world.first and record.holds_run(folder):
+    if world.is_first and record.holds_run(folder):
         raise UsageError(f"{folder} already holds a run; go on with --resume {folder}, or take another --out")
     task = tasks.find(spec, **options)
     given = {field: getattr(args, name) for name, field in FOR_SETTINGS.items()}
-    settings = settle(task, recipe=str(recipe), device=device.torch_device, seed=args.seed, **given)
+    settings = make_settings(task, recipe=str(recipe), device=device.torch_device, seed=args.seed, **given)
     return folder, spec, options, settings, task, why
 
 
@@ -198,7 +199,7 @@ def _take_up(args: argparse.Namespace) -> tuple[Path, str, dict[str, Any], Setti
     """What a recorded run was to do. It keeps what it began with but --device, --parallel and --keep."""
     from narrowgauge import hardware
     from narrowgauge.runs import record
-    from narrowgauge.runs.settings import reread
+    from narrowgauge.runs.settings import restore_settings
 
     folder = Path(args.resume)
     if not record.holds_run(folder):
@@ -229,7 +230,7 @@ def _take_up(args: argparse.Namespace) -> tuple[Path, str, dict[str, Any], Setti
         name: getattr(args, name) for name in ("keep", "parallel", "log") if getattr(args, name) is not None
     }
     changes["device"] = hardware.detect(args.device or saved.get("device")).torch_device
-    return folder, spec, options, reread(saved, **changes)
+    return folder, spec, options, restore_settings(saved, **changes)
 
 
 def _whole_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -257,13 +258,13 @@ def _introduce(task: Task, settings: Settings, folder: Path, why: str | None, ou
 
 
 def _describe(result: Result, facts: dict[str, Any]) -> dict[str, Any]:
-    from narrowgauge.runs.json_lines import plain
+    from narrowgauge.runs.json_lines import replace_nonfinite
 
     data = dataclasses.asdict(result)
     data["steps"], data["steps_planned"] = data.pop("step"), data["steps"]
     if "unigram_entropy" in facts:
         data["unigram_entropy"] = facts["unigram_entropy"]
-    described: dict[str, Any] = plain(data)
+    described: dict[str, Any] = replace_nonfinite(data)
     return described
 
 

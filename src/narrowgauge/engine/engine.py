@@ -42,7 +42,7 @@ from narrowgauge.optim import AdamW, convert_optimizer, full_precision, load_ful
 from narrowgauge.optim.convert_optimizer import can_convert, without_masters
 from narrowgauge.optim.gradient_release import Release, check_released, hold
 from narrowgauge.optim.sharded import is_sharded
-from narrowgauge.ranks.distribute import inside
+from narrowgauge.ranks.distribute import unwrap_ddp
 from narrowgauge.ranks.update_sync import UpdateSync
 from narrowgauge.recipe import Recipe, parse
 from narrowgauge.scaling.guard import SkipGuard
@@ -74,7 +74,7 @@ class Engine:
     ) -> None:
         self.model = model
         given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        self.inner = inside(model)
+        self.inner = unwrap_ddp(model)
         self.named = trainable(self.inner, given)
         check_steps_once(given)
         self.device = next(iter(self.named.values())).device
@@ -187,7 +187,7 @@ class Engine:
         has changed compute in the 16 bits of autocast, as they were written.
         """
         if torch.is_grad_enabled():
-            self.update_sync.announce(self._syncs and self._microbatches + 1 >= self.accumulate)
+            self.update_sync.set_gradient_sync(self._syncs and self._microbatches + 1 >= self.accumulate)
             if self.release is not None:
                 self.release.attach()
         with self._explained(), self._watched("forward"), self.step_context.forward():
@@ -281,7 +281,8 @@ class Engine:
 
         Their mean is stepped: each was divided by ``accumulate``, and the norm and the update make up for it.
         """
-        if 0 < self._microbatches < self.accumulate and self.update_sync.size > 1 and not self.update_sync.sums_each:
+        waits = self.update_sync.size > 1 and not self.update_sync.reduces_every_microbatch
+        if 0 < self._microbatches < self.accumulate and waits:
             raise UsageError(
                 f"engine.flush: {self._microbatches} of {self.accumulate} microbatches are in, and their gradients "
                 "have not been summed over the ranks, which the last one's backward does; take epochs of whole updates"

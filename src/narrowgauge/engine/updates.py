@@ -42,12 +42,12 @@ def check_gradients(
     device: torch.device,
 ) -> GradientCheck:
     """Norms of all gradients over all ranks, and whether they and what was cast to FP8 are finite."""
-    update_sync.settle_gradients(named)
-    norms = update_sync.combine(gradient_norms(named.values(), released, device), named)
+    update_sync.average_copied_gradients(named)
+    norms = update_sync.combine_norms(gradient_norms(named.values(), released, device), named)
     total = total_norm(norms)
     bad, names = ~torch.isfinite(norms), list(named)
     if scales is not None:
-        update_sync.agree(scales)
+        update_sync.sync_amax(scales)
         bad, names = torch.cat([bad, scales.misfits()]), [*names, *scales.names]
     found = ~torch.isfinite(total) | bad.any()
     # What a cast has saturated looked finite to the norm.

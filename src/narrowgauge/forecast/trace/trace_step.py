@@ -32,7 +32,7 @@ from narrowgauge.nn.products import linear
 from narrowgauge.nn.products.weight_casts import Weight
 from narrowgauge.nn.recompute import find_blocks
 from narrowgauge.optim import fused_adamw_patch, multi_tensor_step
-from narrowgauge.ranks.distribute import copies
+from narrowgauge.ranks.distribute import find_copied
 from narrowgauge.recipe import Recipe
 from narrowgauge.task import Task
 
@@ -212,7 +212,7 @@ def _needs_data(error: Exception) -> bool:
 
 def _owners(model: nn.Module, recipe: Recipe) -> dict[int, Owner]:
     """Of every parameter, by its id, where it would be on a rank of several."""
-    copied = copies(model, recipe)
+    copied = find_copied(model, recipe)
     inside = {id(p) for block in find_blocks(model).values() for p in block.parameters()}
     found = {}
     for p in model.parameters():

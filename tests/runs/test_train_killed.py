@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from killable import live
-from test_loop import assert_same_run
+from test_train import assert_same_run
 
 from narrowgauge.runs import record
 from narrowgauge.runs.checkpoints import checkpoint
@@ -61,7 +61,7 @@ def is_writing(folder: Path) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fp16", "fp8"])  # the state of the loss scaler and of FP8's scales must survive
-def test_thirty_kills_change_nothing(tmp_path: Path, recipe: str) -> None:
+def test_thirty_kills_do_not_change_the_weights(tmp_path: Path, recipe: str) -> None:
     chance = random.Random(20)
     options = ["--recipe", recipe, "--device", "cpu", "--steps", str(STEPS), "--checkpoint-every", "7", "--json"]
     begin = ["train", TASK, *options, "--eval-every", "50"]
@@ -96,6 +96,6 @@ def test_thirty_kills_change_nothing(tmp_path: Path, recipe: str) -> None:
     last.join(PATIENCE_S)
     assert last.exitcode == 0, log.read_text()
     assert_same_run(tmp_path / "whole", folder, STEPS)
-    weights = [checkpoint.path_of(run, STEPS) / "weights.safetensors" for run in (tmp_path / "whole", folder)]
+    weights = [checkpoint.make_path(run, STEPS) / "weights.safetensors" for run in (tmp_path / "whole", folder)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     assert not list((folder / "checkpoints").glob(".*"))
