@@ -29,12 +29,12 @@ def test_tokens_decode_to_the_text_and_are_fewer_than_its_bytes():
 
 def test_chunks_end_at_lines_and_lose_nothing(monkeypatch):
     monkeypatch.setattr(bpe, "CHUNK_BYTES", 70)
-    chunks = list(bpe._chunks(np.frombuffer(WORDS * 5, np.uint8)))
+    chunks = list(bpe._split_chunks(np.frombuffer(WORDS * 5, np.uint8)))
     assert "".join(chunks).encode() == WORDS * 5
     assert len(chunks) > 3
     assert all(chunk.endswith("\n") for chunk in chunks)
     unbroken = np.frombuffer(b"x" * 200, np.uint8)
-    assert list(bpe._chunks(unbroken)) == ["x" * 70, "x" * 70, "x" * 60]
+    assert list(bpe._split_chunks(unbroken)) == ["x" * 70, "x" * 70, "x" * 60]
 
 
 def test_it_is_trained_once_and_says_so(capsys, monkeypatch):

@@ -21,18 +21,18 @@ def blocks(calls):
 def test_the_folder_is_where_the_environment_says(monkeypatch, tmp_path):
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path / "own"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache.folder() == tmp_path / "own"
+    assert cache.get_folder() == tmp_path / "own"
     monkeypatch.delenv("NARROWGAUGE_CACHE")
-    assert cache.folder() == tmp_path / "xdg" / "narrowgauge"
+    assert cache.get_folder() == tmp_path / "xdg" / "narrowgauge"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache.folder() == tmp_path / ".cache" / "narrowgauge"
+    assert cache.get_folder() == tmp_path / ".cache" / "narrowgauge"
 
 
 def test_an_array_is_made_once_and_then_mapped(cache_folder):
     calls = []
-    first = cache.keep_array("a.bin", np.uint16, lambda: blocks(calls))
-    again = cache.keep_array("a.bin", np.uint16, lambda: blocks(calls))
+    first = cache.load_or_make_array("a.bin", np.uint16, lambda: blocks(calls))
+    again = cache.load_or_make_array("a.bin", np.uint16, lambda: blocks(calls))
     assert first.tolist() == again.tolist() == [1, 2, 300]
     assert first.dtype == np.uint16
     assert isinstance(again, np.memmap)
@@ -47,14 +47,14 @@ def test_a_text_is_made_once(cache_folder):
         calls.append(1)
         return "häh\n"
 
-    assert cache.keep_text("t.json", make) == cache.keep_text("t.json", make) == "häh\n"
+    assert cache.load_or_make_text("t.json", make) == cache.load_or_make_text("t.json", make) == "häh\n"
     assert len(calls) == 1
 
 
 def test_a_cut_file_is_made_again(cache_folder):
     cache_folder.mkdir()
     (cache_folder / "a.bin").write_bytes(b"\1\2\3")
-    assert cache.keep_array("a.bin", np.uint16, lambda: blocks([])).tolist() == [1, 2, 300]
+    assert cache.load_or_make_array("a.bin", np.uint16, lambda: blocks([])).tolist() == [1, 2, 300]
 
 
 def test_a_failure_half_way_leaves_nothing_behind(cache_folder):
@@ -63,18 +63,18 @@ def test_a_failure_half_way_leaves_nothing_behind(cache_folder):
         raise RuntimeError("half way")
 
     with pytest.raises(RuntimeError, match="half way"):
-        cache.keep_array("a.bin", np.uint16, fail)
+        cache.load_or_make_array("a.bin", np.uint16, fail)
     assert list(cache_folder.iterdir()) == []
 
 
 def test_a_cache_that_cannot_be_written_costs_a_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path / "file" / "cache"))
-    assert cache.keep_array("a.bin", np.uint16, lambda: blocks([])).tolist() == [1, 2, 300]
-    assert cache.keep_text("t.json", lambda: "text") == "text"
+    assert cache.load_or_make_array("a.bin", np.uint16, lambda: blocks([])).tolist() == [1, 2, 300]
+    assert cache.load_or_make_text("t.json", lambda: "text") == "text"
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2
-    assert all("going on without it" in line for line in lines)
+    assert all("continuing without it" in line for line in lines)
 
 
 def test_a_fingerprint_follows_path_size_time_and_more(tmp_path):
@@ -103,7 +103,7 @@ def write_two(calls, folder):
 def test_a_folder_is_filled_once_and_appears_whole(cache_folder):
     calls = []
     for _ in range(2):
-        kept = cache.keep_folder("both", lambda folder: write_two(calls, folder))
+        kept = cache.load_or_make_folder("both", lambda folder: write_two(calls, folder))
         assert sorted(file.name for file in kept.iterdir()) == ["a.bin", "b.json"]
     assert len(calls) == 1
     assert [place.name for place in cache_folder.iterdir()] == ["both"]
@@ -115,16 +115,16 @@ def test_a_folder_that_fails_half_way_is_not_there(cache_folder):
         raise RuntimeError("half way")
 
     with pytest.raises(RuntimeError, match="half way"):
-        cache.keep_folder("both", fail)
+        cache.load_or_make_folder("both", fail)
     assert list(cache_folder.iterdir()) == []
 
 
 def test_where_no_folder_can_be_kept_a_temporary_one_does(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path / "file" / "cache"))
-    kept = cache.keep_folder("both", lambda folder: write_two([], folder))
+    kept = cache.load_or_make_folder("both", lambda folder: write_two([], folder))
     assert (kept / "a.bin").read_bytes() == b"ab"
-    assert "going on without it" in capsys.readouterr().err
+    assert "continuing without it" in capsys.readouterr().err
 
 
 def test_a_full_disk_everywhere_is_one_line(monkeypatch):
@@ -132,7 +132,7 @@ def test_a_full_disk_everywhere_is_one_line(monkeypatch):
         raise OSError(28, "No space left on device")
 
     with pytest.raises(UsageError, match="No space left on device"):
-        cache.keep_folder("both", full)
+        cache.load_or_make_folder("both", full)
 
 
 def test_without_locks_the_first_to_finish_has_made_it(cache_folder, monkeypatch):
@@ -147,7 +147,7 @@ def test_without_locks_the_first_to_finish_has_made_it(cache_folder, monkeypatch
         (other / "a.bin").write_bytes(b"first")
         write_two([], folder)
 
-    assert (cache.keep_folder("both", late) / "a.bin").read_bytes() == b"first"
+    assert (cache.load_or_make_folder("both", late) / "a.bin").read_bytes() == b"first"
     assert sorted(place.name for place in cache_folder.iterdir() if place.suffix != ".lock") == ["both"]
 
 
@@ -155,7 +155,7 @@ def test_what_a_killed_process_left_is_swept_and_nothing_else(cache_folder):
     cache_folder.mkdir()
     for name in ("a.bin.x1.part", "a.bin.x2.part", "b.bin.y.part"):
         (cache_folder / name).write_bytes(b"half")
-    cache.keep_array("a.bin", np.uint16, lambda: blocks([]))
+    cache.load_or_make_array("a.bin", np.uint16, lambda: blocks([]))
     assert sorted(file.name for file in cache_folder.iterdir()) == ["a.bin", "b.bin.y.part"]
 
 
@@ -165,7 +165,7 @@ def test_a_lock_on_a_file_that_was_removed_is_a_lock_on_nothing(cache_folder):
 
     def enter():
         for _ in range(30):
-            with cache.alone(cache_folder / "a"):
+            with cache.lock_entry(cache_folder / "a"):
                 inside.append(1)
                 most.append(len(inside))
                 inside.pop()

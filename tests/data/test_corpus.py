@@ -64,10 +64,10 @@ def test_a_machine_without_sources_is_told_what_to_do(tmp_path, monkeypatch):
 
 
 def test_the_real_library_is_a_corpus():
-    files = corpus.source_files(Path(sysconfig.get_path("stdlib")))
+    files = corpus.list_source_files(Path(sysconfig.get_path("stdlib")))
     assert len(files) > 300
     assert files == sorted(files)
-    share = sum(corpus.is_held_back(Path(file.name)) for file in files) / len(files)
+    share = sum(corpus.is_held_out(Path(file.name)) for file in files) / len(files)
     assert 0.02 < share < 0.1
 
 

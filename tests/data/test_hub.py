@@ -79,7 +79,7 @@ def test_a_stream_is_packed_up_to_the_bound_and_found_again_without_it():
             yield {"id": number, "text": f"document {number} says {number * number}"}
 
     stream = datasets.IterableDataset.from_generator(rows)
-    found = Documents("hf:stream", "stream", lambda: hub.parts_of(stream, None, "hf:stream"))
+    found = Documents("hf:stream", "stream", lambda: hub.list_parts(stream, None, "hf:stream"))
     packed = pack.pack(found, Bytes(), context=16, max_tokens=20_000)
     assert 20_000 <= len(packed.train) < 20_100
     assert len(taken) < 10_000
@@ -97,9 +97,9 @@ def test_streams_by_split_and_of_other_fields():
             for name in ("train", "validation")
         }
     )
-    found = Documents("s", "s", lambda: hub.parts_of(streams, "body", "s"))
+    found = Documents("s", "s", lambda: hub.list_parts(streams, "body", "s"))
     assert texts(found) == [("of train", False), ("of validation", True)]
-    assert "its fields are body" in refusal(Documents("s", "s", lambda: hub.parts_of(streams, None, "s")))
+    assert "its fields are body" in refusal(Documents("s", "s", lambda: hub.list_parts(streams, None, "s")))
 
 
 def test_a_stream_that_breaks_is_one_line():
@@ -108,7 +108,7 @@ def test_a_stream_that_breaks_is_one_line():
         raise ConnectionError("the cable\nwas cut")
 
     stream = datasets.IterableDataset.from_generator(rows)
-    message = refusal(Documents("s", "s", lambda: hub.parts_of(stream, None, "hf:some/thing")))
+    message = refusal(Documents("s", "s", lambda: hub.list_parts(stream, None, "hf:some/thing")))
     assert "hf:some/thing" in message and "the cable was cut" in message
 
 

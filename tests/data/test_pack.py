@@ -45,8 +45,8 @@ MANY = [f"document {number} says {number * number}" for number in range(400)]
 def test_every_document_is_whole_and_on_one_side():
     packed = pack.pack(of(MANY[:300], MANY[300:]), Bytes(), context=16)
     train, held = split(packed.train), split(packed.eval)
-    assert train == [text for text in MANY if not pack.is_held_back(text, 20)]
-    assert held == [text for text in MANY if pack.is_held_back(text, 20)]
+    assert train == [text for text in MANY if not pack.is_held_out(text, 20)]
+    assert held == [text for text in MANY if pack.is_held_out(text, 20)]
     assert 5 < len(held) < 40
     assert packed.facts["documents"] == 400 and packed.facts["eval_documents"] == len(held)
     assert packed.facts["train_tokens"] == len(packed.train) and packed.train.dtype == np.uint8
@@ -69,12 +69,12 @@ def test_copies_of_a_document_are_never_on_both_sides():
 @given(st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=20), st.integers(0, 19))
 def test_shares_nest_so_that_growing_never_evaluates_on_what_was_trained_on(texts, grown):
     for text in texts[: grown + 1]:
-        sides = [pack.is_held_back(text, every) for every in pack.HELD_BACK]
+        sides = [pack.is_held_out(text, every) for every in pack.HELD_OUT]
         assert sides == sorted(sides)  # once held back, held back from every larger share
 
 
 def test_a_small_set_gives_a_larger_share_to_evaluation_and_says_so():
-    few = [text for text in MANY if not pack.is_held_back(text, 20)][:12]
+    few = [text for text in MANY if not pack.is_held_out(text, 20)][:12]
     packed = pack.pack(of(few), Bytes(), context=16)
     assert sorted(split(packed.train) + split(packed.eval)) == sorted(few)
     assert len(packed.eval) > 16 and "one document in" in packed.facts["split"]
@@ -139,7 +139,7 @@ def test_pieces_lose_nothing_and_end_at_lines(text):
     limit = pack.PIECE_CHARS
     try:
         pack.PIECE_CHARS = 16
-        pieces = list(pack._pieces(text))
+        pieces = list(pack._split_pieces(text))
     finally:
         pack.PIECE_CHARS = limit
     assert "".join(pieces) == text
@@ -162,7 +162,7 @@ def test_an_unwritable_cache_costs_a_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path / "file" / "below"))
     packed = pack.pack(of(MANY), Bytes(), context=16)
     assert len(split(packed.train)) > 300
-    assert "going on without it" in capsys.readouterr().err
+    assert "continuing without it" in capsys.readouterr().err
 
 
 def test_long_work_says_how_far_it_is(monkeypatch, capsys):
@@ -233,7 +233,7 @@ def test_a_killed_process_leaves_nothing_that_counts(start, cache_folder):
     first.wait()
     assert any(place.suffix == ".part" for place in cache_folder.iterdir())
     answer, error = begin(0).communicate(timeout=60)
-    train = "".join(text + "\n\n" for text in MANY if not pack.is_held_back(text, 20))
+    train = "".join(text + "\n\n" for text in MANY if not pack.is_held_out(text, 20))
     assert answer.strip() == hashlib.sha256(train.encode()).hexdigest(), error
     assert [place.name[:7] for place in cache_folder.iterdir()] == ["packed-"]
 

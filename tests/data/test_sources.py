@@ -95,9 +95,9 @@ def test_batches_are_pure_functions_of_their_number(lines):
 def test_names_are_made_whole(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
-    assert sources.whole_name("x.jsonl") == str(tmp_path / "x.jsonl")
-    assert sources.whole_name("hf:a/b:c@train") == "hf:a/b:c@train"
-    assert sources.whole_name("hf:./folder@train") == f"hf:{tmp_path}/folder@train"
+    assert sources.resolve_name("x.jsonl") == str(tmp_path / "x.jsonl")
+    assert sources.resolve_name("hf:a/b:c@train") == "hf:a/b:c@train"
+    assert sources.resolve_name("hf:./folder@train") == f"hf:{tmp_path}/folder@train"
 
 
 def word_tokenizer(folder):

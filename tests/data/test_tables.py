@@ -83,7 +83,7 @@ def test_a_long_cell_is_read_whole(tmp_path):
         ("x.json", '["a", ["b"]]', "item 2 is list, not an object"),
         ("x.json", '["a", "b"', "item 3 is not JSON (it ends within the array); the file is truncated"),
         ("x.json", '["a", "b', "item 2 is not JSON"),
-        ("x.json", '["a"] trailing', "goes on after its array"),
+        ("x.json", '["a"] trailing', "has more text after its array"),
         ("x.json", "[" * 100_000, "is nested too deeply"),
         ("x.json", '[{"body": "a"}]', "item 1 has no field 'text' or 'content'; its fields are body"),
         ("x.csv", "id,label\n1,2\n", "its fields are id, label"),

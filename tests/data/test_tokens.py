@@ -101,7 +101,7 @@ def test_too_few_tokens_for_a_window_are_refused(tmp_path):
         data = tokens.open_tokens(write_nano(tmp_path / "x.bin", range(count)), 100, 8)
         assert "--context" in refusal(data.windows, "train", 8)
     data = tokens.open_tokens(write_nano(tmp_path / "x.bin", range(18)), 100, 8)
-    assert data.windows("train", 8) == data.windows("eval", 8) == [1]
+    assert data.count_windows("train", 8) == data.count_windows("eval", 8) == [1]
 
 
 def test_a_single_file_gives_its_last_twentieth_to_evaluation(tmp_path):
@@ -162,7 +162,7 @@ def test_the_tokens_of_a_long_file_are_checked_once(tmp_path, monkeypatch, cache
 )
 def test_a_binary_file_is_no_text(tmp_path, content, words):
     (tmp_path / "x.txt").write_bytes(content)
-    assert words in refusal(tokens.open_text, tmp_path / "x.txt", 8)
+    assert words in refusal(text.open_text, tmp_path / "x.txt", 8)
 
 
 def test_a_folder_without_an_evaluation_file_gives_its_tail(tmp_path):
@@ -186,7 +186,7 @@ def test_text_files_and_folders_are_bytes(tmp_path):
     file = tmp_path / "a.txt"
     file.write_bytes(b"x" * 950 + b"y" * 50)
     assert not tokens.holds_tokens(file)
-    text = tokens.open_text(file, 8)
+    text = text.open_text(file, 8)
     assert isinstance(text.train, np.memmap)
     assert (text.train.tobytes(), text.eval.tobytes()) == (b"x" * 950, b"y" * 50)
     folder = tmp_path / "folder"
@@ -195,16 +195,16 @@ def test_text_files_and_folders_are_bytes(tmp_path):
     (folder / "deep" / "a.py").write_bytes(b"a" * 60)
     (folder / ".hidden").write_bytes(b"h" * 60)
     (folder / "picture").write_bytes(b"\x89PNG\0\0" * 20)
-    text = tokens.open_text(folder, 8)
+    text = text.open_text(folder, 8)
     assert text.train.tobytes() + text.eval.tobytes() == b"b" * 60 + b"a" * 60
 
 
 def test_missing_and_empty_paths_are_refused(tmp_path):
     assert "there is no file or folder" in refusal(tokens.holds_tokens, tmp_path / "no.bin")
     (tmp_path / "empty.txt").touch()
-    assert "empty" in refusal(tokens.open_text, tmp_path / "empty.txt", 8)
+    assert "empty" in refusal(text.open_text, tmp_path / "empty.txt", 8)
     (tmp_path / "folder").mkdir()
-    assert "holds no text" in refusal(tokens.open_text, tmp_path / "folder", 8)
+    assert "holds no text" in refusal(text.open_text, tmp_path / "folder", 8)
 
 
 @pytest.fixture

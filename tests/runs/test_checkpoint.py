@@ -106,7 +106,7 @@ def test_a_damaged_checkpoint_is_replaced(tmp_path: Path) -> None:
 def test_no_checkpoint_differs_from_no_intact_checkpoint(tmp_path: Path) -> None:
     assert checkpoint.load_newest(tmp_path) is None
     (save(tmp_path, 10) / "manifest.json").unlink()
-    with pytest.raises(UsageError, match=r"no whole checkpoint left \(1 damaged\)"):
+    with pytest.raises(UsageError, match=r"no intact checkpoint left \(1 damaged\)"):
         checkpoint.load_newest(tmp_path)
 
 

@@ -30,7 +30,7 @@ def small(folder, **options):
 def test_a_task_on_documents_draws_samples_and_knows_its_data(places):
     task = small(places, field="body")
     inputs, _ = task.batch(3, "train")
-    train = "".join(text + "\n\n" for text in MANY if not pack.is_held_back(text, 20))
+    train = "".join(text + "\n\n" for text in MANY if not pack.is_held_out(text, 20))
     assert all(bytes(row.tolist()).decode() in train for row in inputs)
     assert torch.equal(inputs, small(places, field="body").batch(3, "train")[0])
     assert task.facts["documents"] == 300

@@ -235,20 +235,20 @@ def _take_up(args: argparse.Namespace) -> tuple[Path, str, dict[str, Any], Setti
 
 def _whole_options(options: dict[str, Any]) -> dict[str, Any]:
     """The options with the whole paths of data and tokenizer, as the task's file has its own."""
-    from narrowgauge.data.sources import whole_name
+    from narrowgauge.data.sources import resolve_name
 
     whole = dict(options)
     if whole.get("data") is not None:
-        whole["data"] = whole_name(whole["data"])
+        whole["data"] = resolve_name(whole["data"])
     if whole.get("tokenizer") is not None:
-        whole["tokenizer"] = str(files.whole(files.named(whole["tokenizer"])))
+        whole["tokenizer"] = str(files.resolve_path(files.expand_path(whole["tokenizer"])))
     return whole
 
 
 def _whole_path(spec: str) -> str:
     """The task's name; a user's file with its whole path, so that the run can be taken up from anywhere."""
     path, colon, function = spec.rpartition(":")
-    return f"{files.whole(Path(path))}{colon}{function}" if path.endswith(".py") else spec
+    return f"{files.resolve_path(Path(path))}{colon}{function}" if path.endswith(".py") else spec
 
 
 def _introduce(task: Task, settings: Settings, folder: Path, why: str | None, out: TextIO) -> None:

@@ -46,7 +46,7 @@ class Tail:
 
     def read(self) -> Iterator[dict[str, Any]]:
         """The events that are new; a last line without its end is left for the next time."""
-        if files.why_unreadable(self.folder / EVENTS) is not None:
+        if files.explain_unreadable(self.folder / EVENTS) is not None:
             return
         try:
             file = (self.folder / EVENTS).open("rb")

@@ -66,7 +66,7 @@ def validate(
     if len(recipes) < len(candidates) + 1:
         raise UsageError(f"validate: {', '.join((reference, *candidates))}: each may be named once")
     with tempfile.TemporaryDirectory() as passing:
-        store = Path(out) if out else Path(passing) if not isinstance(task, str) else cache.folder() / "validate"
+        store = Path(out) if out else Path(passing) if not isinstance(task, str) else cache.get_folder() / "validate"
         made = {"spec": _absolute(task)} if isinstance(task, str) else {"spec": "", "make": _maker(task)}
         question = Question(device=found, options=dict(options or {}), store=store, **made)
         compared = compare_layers(question, reference, candidates, recipes, say) if layers else {}
