@@ -152,19 +152,6 @@ def test_the_tokens_of_a_long_file_are_checked_once(tmp_path, monkeypatch, cache
     assert "token 99" in refusal(tokens.open_tokens, path, 99, 8)
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"PK\x03\x04 and so on" * 100, "PyTorch checkpoint, where text was expected"),
-        ("UTF-16 text".encode("utf-16") * 100, "zero bytes"),
-        (b"PAR1" + b"x" * 100, "Parquet"),
-    ],
-)
-def test_a_binary_file_is_no_text(tmp_path, content, words):
-    (tmp_path / "x.txt").write_bytes(content)
-    assert words in refusal(text.open_text, tmp_path / "x.txt", 8)
-
-
 def test_a_folder_without_an_evaluation_file_gives_its_tail(tmp_path):
     write_nano(tmp_path / "a.bin", range(100))
     write_nano(tmp_path / "b.bin", range(100, 103))
@@ -180,31 +167,6 @@ def test_a_split_keeps_every_token_in_order(sizes, context):
     train, evaluation = tokens.split_tail(shards, context)
     assert np.concatenate([*train, *evaluation]).tolist() == list(range(ends[-1]))
     assert sum(map(len, evaluation)) == min(ends[-1], max(int(0.05 * ends[-1]), context + 1))
-
-
-def test_text_files_and_folders_are_bytes(tmp_path):
-    file = tmp_path / "a.txt"
-    file.write_bytes(b"x" * 950 + b"y" * 50)
-    assert not tokens.holds_tokens(file)
-    text = text.open_text(file, 8)
-    assert isinstance(text.train, np.memmap)
-    assert (text.train.tobytes(), text.eval.tobytes()) == (b"x" * 950, b"y" * 50)
-    folder = tmp_path / "folder"
-    (folder / "deep").mkdir(parents=True)
-    (folder / "b.md").write_bytes(b"b" * 60)
-    (folder / "deep" / "a.py").write_bytes(b"a" * 60)
-    (folder / ".hidden").write_bytes(b"h" * 60)
-    (folder / "picture").write_bytes(b"\x89PNG\0\0" * 20)
-    text = text.open_text(folder, 8)
-    assert text.train.tobytes() + text.eval.tobytes() == b"b" * 60 + b"a" * 60
-
-
-def test_missing_and_empty_paths_are_refused(tmp_path):
-    assert "there is no file or folder" in refusal(tokens.holds_tokens, tmp_path / "no.bin")
-    (tmp_path / "empty.txt").touch()
-    assert "empty" in refusal(text.open_text, tmp_path / "empty.txt", 8)
-    (tmp_path / "folder").mkdir()
-    assert "holds no text" in refusal(text.open_text, tmp_path / "folder", 8)
 
 
 @pytest.fixture

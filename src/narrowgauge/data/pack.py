@@ -48,12 +48,15 @@ class Encoder(Protocol):
     @property
     def vocab(self) -> int:
         """Number of tokens."""
+
     @property
     def key(self) -> str:
         """A fingerprint of the encoding, for the cache."""
+
     @property
     def separator(self) -> Array:
         """The tokens between two documents."""
+
     def encode_all(self, texts: Sequence[str]) -> list[Array]:
         """Encode texts, each as one array."""
 

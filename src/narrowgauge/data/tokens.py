@@ -145,12 +145,14 @@ def read_bin(path: Path) -> Array:
     if first in LLMC_FAMILY and len(start) >= 4:
         return _read_llmc(path, start, size)
     if size % 2:
-        raise UsageError(f"{path} has {size} bytes, not a whole number of uint16 tokens; it is truncated, or not tokens")
+        raise UsageError(
+            f"{path} has {size} bytes, not a whole number of uint16 tokens; it is truncated, or not tokens"
+        )
     return np.memmap(path, "<u2", mode="r")
 
 
 def check_range(tokens: Array, vocab: int, name: str) -> None:
-    """Refuse tokens outside the vocabulary. On a GPU they would fail an assertion that names no position or value."""
+    """Refuse tokens outside the vocabulary. On a GPU they fail an assertion that names no position or value."""
     if tokens.dtype.kind == "u" and np.iinfo(tokens.dtype).max < vocab:
         return
     for start in range(0, len(tokens), BLOCK_TOKENS):

@@ -9,8 +9,8 @@ included):
     resume      the run was resumed from the checkpoint of this step
     capture     path of a step that can be replayed
     look        a reading of the tensors (``gauges.watch.readings``), applied
-    foretelling a prediction for another format: format, survives, recipe, loss_scale, breaks
-    finding     rule, severity, where, detail, fix
+    prediction  for another format: format, survives, recipe, loss_scale, breaks (``foretelling`` in older records)
+    finding     rule, severity, where, detail, fix, why (``consequence`` in older records)
     sample      text
     end         interrupted, and the summary
 
@@ -35,7 +35,7 @@ from narrowgauge.runs.json_lines import decode, encode, replace_nonfinite
 EVENTS = "events.jsonl"
 CONFIGURATION = "run.json"
 _NUMERIC = ("step", "eval")
-_AT_END = ("end", "sample", "foretelling")
+_AT_END = ("end", "sample", "prediction", "foretelling")
 """Events after the last checkpoint of a run. A resumed run writes them again when it ends."""
 _CHUNK = 1 << 20
 """Bytes of lines that are read and parsed by one call of the JSON parser."""

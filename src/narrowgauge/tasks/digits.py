@@ -1,7 +1,7 @@
 """The task ``digits``: a small convolutional network on scikit-learn's 1,797 images of 8 x 8 pixels.
 
-The images are part of scikit-learn, so nothing is downloaded. A fifth of them is held out for evaluation, the same fifth
-on every machine and for every seed. An evaluation batch is always all of them, so that the accuracy is exact.
+The images are part of scikit-learn, so nothing is downloaded. A fifth of them is held out for evaluation, the same on
+every machine and for every seed. An evaluation batch is always all of that fifth, so that the accuracy is exact.
 """
 
 from __future__ import annotations
