@@ -51,7 +51,7 @@ def test_the_three_bin_formats_are_read(tmp_path):
         (np.array([20240520, 1, 5], ">i4").tobytes() + bytes(2000), "big-endian"),
     ],
 )
-def test_a_file_that_is_something_else_is_refused(tmp_path, content, words):
+def test_a_file_of_another_type_is_refused(tmp_path, content, words):
     path = tmp_path / "x.bin"
     path.write_bytes(content)
     message = refusal(tokens.read_bin, path)
@@ -85,7 +85,7 @@ def test_every_truncation_of_an_llmc_file_is_refused(tmp_path):
         refusal(tokens.read_bin, tmp_path / "y.bin")
 
 
-def test_a_token_beyond_the_vocabulary_is_named_with_its_place(tmp_path, monkeypatch):
+def test_a_token_outside_the_vocabulary_is_named_with_its_position(tmp_path, monkeypatch):
     monkeypatch.setattr(tokens, "BLOCK_TOKENS", 64)  # so that the place lies beyond the first block
     values = np.arange(1000) % 100
     values[777] = 100
@@ -122,7 +122,7 @@ def test_a_folder_is_split_by_the_names_of_its_files(tmp_path):
     assert data.size("train") == 100
 
 
-def test_shards_may_lie_in_a_folder_for_each_split(tmp_path):
+def test_shards_may_be_in_one_folder_per_split(tmp_path):
     for name, value in (("train/000.bin", 1), ("train/001.bin", 2), ("val/000.bin", 3), ("checkpoints/x.bin", 9)):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write_llmc(tmp_path / name, [value] * 50)
@@ -152,7 +152,7 @@ def test_the_tokens_of_a_long_file_are_checked_once(tmp_path, monkeypatch, cache
     assert "token 99" in refusal(tokens.open_tokens, path, 99, 8)
 
 
-def test_a_folder_without_an_evaluation_file_gives_its_tail(tmp_path):
+def test_a_folder_without_an_evaluation_file_holds_out_its_end(tmp_path):
     write_nano(tmp_path / "a.bin", range(100))
     write_nano(tmp_path / "b.bin", range(100, 103))
     data = tokens.open_tokens(tmp_path, 200, 8)
@@ -175,7 +175,7 @@ def counting():
     return TokenData([np.arange(30, dtype=np.uint16), np.arange(100, 140, dtype=np.uint16)], [np.arange(9)], 200)
 
 
-def test_a_window_is_contiguous_and_its_targets_come_one_later(counting):
+def test_a_window_is_contiguous_and_targets_are_shifted_by_one(counting):
     inputs, targets = counting.sample(3, "train", 64, 8, seed=0)
     assert inputs.shape == targets.shape == (64, 8)
     assert inputs.dtype == targets.dtype == torch.int64
@@ -185,7 +185,7 @@ def test_a_window_is_contiguous_and_its_targets_come_one_later(counting):
     assert torch.equal(inputs - inputs[:, :1], torch.arange(8).expand(64, 8))
 
 
-def test_every_window_is_drawn_and_none_spans_two_files(counting):
+def test_every_window_is_sampled_and_none_spans_two_files(counting):
     starts = {int(x) for step in range(60) for x in counting.sample(step, "train", 64, 8, seed=0)[0][:, 0]}
     assert starts == set(range(22)) | set(range(100, 132))
 

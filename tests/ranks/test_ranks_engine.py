@@ -73,7 +73,7 @@ def alone():
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_losses_and_norms_are_those_of_one_process(tmp_path, alone, ranks):
+def test_losses_and_norms_match_one_process(tmp_path, alone, ranks):
     recipes = RECIPES if ranks == 2 else ("fp32", "bf16", "fp8", "bf16-lean", "fp8-lean")
     ways = ("fsdp", "ddp") if ranks == 2 else ("fsdp",)
     cases = [(recipe, way) for recipe in recipes for way in ways]
@@ -117,7 +117,7 @@ def _sent(way):
     return counts
 
 
-def test_microbatches_are_dealt_or_cut_and_their_gradients_sent_once(tmp_path):
+def test_microbatches_are_divided_and_gradients_reduced_once(tmp_path):
     dealt, cut, other, sent = spread(2, accumulated, tmp_path)[0]
     for losses, accumulate in ((dealt, 4), (cut, 3)):
         alone = curve("fp32", "none", SINGLE_PROCESS, accumulate)[0]
@@ -166,7 +166,7 @@ def scales_of_ranks():
         return engine.conversion.scales.scale.tolist()
 
 
-def test_fp8_scales_agree(tmp_path):
+def test_fp8_scales_are_equal_on_all_ranks(tmp_path):
     one, other = spread(2, scales_of_ranks, tmp_path)
     assert one == other and len(set(one)) > 3
 
@@ -201,7 +201,7 @@ def _late():
     Engine(model, torch.optim.AdamW(model.parameters()), "bf16-lean")
 
 
-def test_what_cannot_be_right_is_refused(tmp_path):
+def test_unsupported_setups_are_refused(tmp_path):
     flushed, released, late = spread(2, refusals, tmp_path)[0]
     assert "whole updates" in flushed and "in BF16" in released and "replicate(model, recipe)" in late
 
@@ -233,7 +233,7 @@ def bad_cast(way):
 
 
 @pytest.mark.parametrize("way", ["fsdp", "ddp"])
-def test_a_bad_value_in_a_cast_of_one_rank_is_skipped_by_all(tmp_path, way):
+def test_a_nonfinite_cast_on_one_rank_is_skipped_by_all(tmp_path, way):
     answers = spread(2, bad_cast, tmp_path, way)
     assert answers[0] == answers[1]
     assert [applied for applied, _ in answers[0]] == [True, True, False, True]

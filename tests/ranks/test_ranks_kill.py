@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 
-def test_a_killed_rank_loses_nothing():
+def test_training_recovers_from_a_killed_rank():
     script = Path(__file__).parents[2] / "bench" / "kill_ranks.py"
     done = subprocess.run(
         [sys.executable, str(script), "1", "2", "fp32", "fsdp"],

@@ -46,7 +46,7 @@ def saved(tmp_path_factory):
     return home / "run"
 
 
-def test_nothing_in_the_folder_is_a_pickle(saved):
+def test_no_checkpoint_file_is_a_pickle(saved):
     files = list(checkpoint.make_path(saved, 2).iterdir())
     assert {file.name for file in files} == {
         "shards.json", "shard-0.safetensors", "shard-1.safetensors", "state.json", "manifest.json",
@@ -83,7 +83,7 @@ def test_a_pickle_in_place_of_any_file_is_refused(saved, tmp_path):
     assert not marker.exists()
 
 
-def test_a_pickle_beside_them_is_never_opened(saved, tmp_path):
+def test_a_pickle_next_to_the_files_is_never_opened(saved, tmp_path):
     marker = tmp_path / "the pickle was loaded"
     run = shutil.copytree(saved, tmp_path / "run")
     (checkpoint.make_path(run, 2) / ".metadata").write_bytes(pickle.dumps(Evil(marker)))
@@ -99,7 +99,7 @@ def limited(*arguments):
     return cli(*arguments)
 
 
-def test_a_disk_that_is_full_for_one_rank_is_a_line_of_all(saved, tmp_path):
+def test_a_full_disk_on_one_rank_is_an_error_on_all(saved, tmp_path):
     run = shutil.copytree(saved, tmp_path / "run")
     answers = spread(2, limited, tmp_path / "two", "train", "--resume", str(run))
     assert all(code == 2 and "Traceback" not in said for code, _, said in answers), answers
