@@ -1,4 +1,4 @@
-"""``narrowgauge export``: where it writes, with which permissions, and what it never takes the place of."""
+"""``narrowgauge export``: where it writes, with which permissions, and what it never replaces."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_link_in_the_run_folder_is_not_followed(run: Path, capsys: pytest.Capt
 
 
 def test_a_full_disk_leaves_the_old_file(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A limit on the size of files fails as a full disk does."""
+    """A limit on the file size fails like a full disk."""
     import resource
     import signal
 

@@ -1,4 +1,4 @@
-"""The byte-pair encoding: anything survives it, it is shorter than bytes, and it is made once."""
+"""The byte-pair encoding: any text round-trips, in fewer tokens than bytes, and it is trained once."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The cache: whole files or none, reused when there, and never a reason for a run to fail."""
+"""The cache: complete files or none, made once, and never the reason for a run to fail."""
 
 import errno
 import os
@@ -160,7 +160,7 @@ def test_only_leftovers_of_killed_processes_are_removed(cache_folder):
 
 
 def test_a_lock_on_a_removed_file_does_not_count(cache_folder):
-    """Threads that come and go: at no time are two of them inside."""
+    """Many threads take and free the lock: no two hold it at the same time."""
     inside, most = [], []
 
     def enter():

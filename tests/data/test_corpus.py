@@ -13,7 +13,7 @@ from narrowgauge.errors import UsageError
 
 @pytest.fixture
 def library(tmp_path, monkeypatch):
-    """A small standard library, with things in it that are not to be read."""
+    """A small standard library, with files in it that must not be read."""
     root = tmp_path / "lib"
     for index in range(60):
         (root / f"package{index % 3}").mkdir(parents=True, exist_ok=True)

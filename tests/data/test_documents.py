@@ -1,4 +1,4 @@
-"""Documents out of JSON lines and Parquet: which texts come, and what is said of a file that is not as it should be."""
+"""Documents from JSON lines and Parquet: which texts are read, and the errors for invalid files."""
 
 import gzip
 import json

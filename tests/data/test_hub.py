@@ -1,4 +1,4 @@
-"""Hugging Face's datasets: saved, in a folder, by name, streamed; and one line where they cannot be had."""
+"""Hugging Face's datasets: saved, in a folder, by name, streamed; and one-line errors if they cannot be read."""
 
 import os
 import subprocess

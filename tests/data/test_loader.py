@@ -1,4 +1,4 @@
-"""Numbered batches out of DataLoaders: the same for their number, whatever was asked for before."""
+"""Numbered batches from DataLoaders depend only on their number."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ITEMS = 22
 
 
 class Noisy(Dataset[Tensor]):
-    """An item and what three global generators gave for it: augmentation."""
+    """Each item comes with numbers from three global generators, like augmentation."""
 
     def __len__(self) -> int:
         return ITEMS
@@ -33,7 +33,7 @@ class Noisy(Dataset[Tensor]):
 
 
 class Stream(IterableDataset[Tensor]):
-    """Items of unknown number, shared out among workers."""
+    """An unknown number of items, divided among workers."""
 
     def __iter__(self) -> Iterator[Tensor]:
         worker = torch.utils.data.get_worker_info()
@@ -43,7 +43,7 @@ class Stream(IterableDataset[Tensor]):
 
 
 class Again:
-    """No DataLoader at all."""
+    """An iterable that is not a DataLoader."""
 
     def __iter__(self) -> Iterator[Tensor]:
         yield from (torch.rand(3) for _ in range(5))

@@ -1,4 +1,4 @@
-"""Packing: every document once and whole, on a side that only its text decides, made once, by one, in little memory."""
+"""Packing: every document once, in a split that depends only on its text; done once, in little memory."""
 
 import contextlib
 import hashlib
@@ -24,7 +24,7 @@ from narrowgauge.errors import UsageError
 
 
 def of(*parts, key="k", opened=None):
-    """Documents out of lists; a list that is for evaluation comes as a tuple."""
+    """Make documents from lists. A tuple is a part for evaluation."""
 
     def generate(texts):
         yield from texts

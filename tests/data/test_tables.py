@@ -1,4 +1,4 @@
-"""Texts out of JSON arrays and CSV: which come, whatever the file's size and shape, and what is refused."""
+"""Texts from JSON arrays and CSV: which are read, for any file size, and what is refused."""
 
 import csv
 import gzip
@@ -121,7 +121,7 @@ def test_a_folder_of_tables_is_documents_and_source_code_is_text(tmp_path, capsy
 @pytest.mark.parametrize("text", [f"document number {n} " * 400 for n in range(8)], ids=range(8))
 @pytest.mark.parametrize("name", ["x.jsonl", "x.json"])
 def test_a_single_long_document_is_split(tmp_path, name, text):
-    """By a hash, a single document falls on one side as a whole: sometimes on that of evaluation."""
+    """By its hash a single document would be in one split as a whole, sometimes in evaluation."""
     path = write(tmp_path / name, json.dumps({"text": text}))
     source = sources.open_source(str(path), vocab=256, context=64)
     train, evaluation = source.data.size("train"), source.data.size("eval")

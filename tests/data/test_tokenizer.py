@@ -1,4 +1,4 @@
-"""A tokenizer of the user's: its tokens, the end of documents, and nothing that only inference wants."""
+"""The user's tokenizer: its tokens, the end of documents, and no settings for inference."""
 
 import json
 

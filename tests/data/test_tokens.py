@@ -1,4 +1,4 @@
-"""Token files: what is read, what is refused and in which words, and how windows are drawn."""
+"""Token files: what is read, what is refused with which error, and how windows are sampled."""
 
 import numpy as np
 import pytest
@@ -171,7 +171,7 @@ def test_a_split_keeps_every_token_in_order(sizes, context):
 
 @pytest.fixture
 def counting():
-    """Two training arrays whose tokens are their own places, so that a window shows where it was taken."""
+    """Two training arrays whose tokens are their own positions, so that a window shows where it is from."""
     return TokenData([np.arange(30, dtype=np.uint16), np.arange(100, 140, dtype=np.uint16)], [np.arange(9)], 200)
 
 

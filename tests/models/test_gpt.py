@@ -1,4 +1,4 @@
-"""GPT: counted without being built, causal, trainable, one graph, and FP32 along the residual stream."""
+"""GPT: parameter and FLOP counts, causality, training, one graph, and an FP32 residual stream."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Llama: counted without being built, relative in position, grouped in attention, exact in its norm, one graph."""
+"""Llama: parameter counts, rotary positions, grouped attention, the norm, and one graph."""
 
 import dataclasses
 import math
@@ -89,7 +89,7 @@ def test_rotation_computes_in_fp32_and_keeps_the_dtype():
 
 
 def test_grouped_heads_match_repeated_heads(model):
-    """A model of as many key-value heads, with the grouped ones' weights repeated, computes the same."""
+    """A model with one key-value head per query head, and repeated weights, computes the same."""
     full = Llama(dataclasses.replace(SMALL, kv_heads=4))
     state = model.state_dict()
     for index in range(SMALL.layers):

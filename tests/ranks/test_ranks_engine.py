@@ -1,10 +1,10 @@
-"""An engine over ranks does what it does in one process: losses, norms, skips and FP8 scales."""
+"""An engine on several ranks matches one in a single process: losses, norms, skips and FP8 scales."""
 
 import contextlib
 
 import pytest
 import torch
-from processes import spread
+from processes import run_ranks
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -20,7 +20,7 @@ RECIPES = ("fp32", "bf16", "fp16", "fp8", "bf16-lean", "fp8-lean", "bf16[keep=La
 
 
 def own(model, recipe):
-    """As users wrap their models: everything in shards, everything gathered in the compute format."""
+    """Shard a model as users do: every parameter, gathered in the compute format."""
     gathered = {"fp32": None, "fp16": torch.float16}.get(recipe, torch.bfloat16)
     policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32)
     for block in model.blocks:
@@ -47,17 +47,17 @@ def batch_of(number):
 
 
 def curve(recipe, way, world=SINGLE_PROCESS, accumulate=1, optimizer=None):
-    share = RankBatches(world.rank, world.size, accumulate)
-    engine = engine_of(recipe, way, share.microbatches, optimizer)
+    part = RankBatches(world.rank, world.size, accumulate)
+    engine = engine_of(recipe, way, part.microbatches, optimizer)
     numbers = []
     for step in range(STEPS):
         total = 0.0
-        for number in share.numbers(step):
+        for number in part.batch_numbers(step):
             with engine.forward():
-                loss = engine.model(*share.cut(batch_of(number)))
+                loss = engine.model(*part.select_rows(batch_of(number)))
             engine.backward(loss)
             report = engine.step()
-            total += engine.update_sync.average(loss.detach()).item() / share.microbatches
+            total += engine.update_sync.average(loss.detach()).item() / part.microbatches
         numbers.append((total, report.grad_norm))
     return numbers, engine
 
@@ -78,7 +78,7 @@ def test_losses_and_norms_match_one_process(tmp_path, alone, ranks):
     ways = ("fsdp", "ddp") if ranks == 2 else ("fsdp",)
     cases = [(recipe, way) for recipe in recipes for way in ways]
     cases += [(recipe, "own") for recipe in recipes if ranks == 2 and "keep" not in recipe]
-    found = spread(ranks, curves_of_ranks, tmp_path, cases)
+    found = run_ranks(ranks, curves_of_ranks, tmp_path, cases)
     assert all(answer == found[0] for answer in found)  # all ranks have the same numbers
     for recipe, way in cases:
         exact = recipe == "fp32"
@@ -103,7 +103,7 @@ def accumulated():
 
 
 def _sent(way):
-    """Collectives of the backward of each of two microbatches."""
+    """Count the collectives in the backward of each of two microbatches."""
     engine = engine_of("fp32", way, 2)
     counts = []
     for number in range(2):
@@ -118,7 +118,7 @@ def _sent(way):
 
 
 def test_microbatches_are_divided_and_gradients_reduced_once(tmp_path):
-    dealt, cut, other, sent = spread(2, accumulated, tmp_path)[0]
+    dealt, cut, other, sent = run_ranks(2, accumulated, tmp_path)[0]
     for losses, accumulate in ((dealt, 4), (cut, 3)):
         alone = curve("fp32", "none", SINGLE_PROCESS, accumulate)[0]
         assert [loss for loss, _ in losses] == pytest.approx([loss for loss, _ in alone])
@@ -129,7 +129,7 @@ def test_microbatches_are_divided_and_gradients_reduced_once(tmp_path):
 
 
 def overflow(way):
-    """The third step's loss overflows on the last rank alone."""
+    """Make the loss of the third step overflow, on the last rank only."""
     with join_world("cpu") as world:
         engine = engine_of("fp16", way)
         said = []
@@ -147,7 +147,7 @@ def overflow(way):
 
 @pytest.mark.parametrize("way", ["fsdp", "ddp"])
 def test_an_overflow_on_one_rank_is_skipped_by_all(tmp_path, way):
-    answers = spread(2, overflow, tmp_path, way)
+    answers = run_ranks(2, overflow, tmp_path, way)
     assert answers[0] == answers[1]
     assert [applied for applied, _ in answers[0]] == [True, True, False, True, True]
     scales = [scale for _, scale in answers[0]]
@@ -167,7 +167,7 @@ def scales_of_ranks():
 
 
 def test_fp8_scales_are_equal_on_all_ranks(tmp_path):
-    one, other = spread(2, scales_of_ranks, tmp_path)
+    one, other = run_ranks(2, scales_of_ranks, tmp_path)
     assert one == other and len(set(one)) > 3
 
 
@@ -202,12 +202,12 @@ def _late():
 
 
 def test_unsupported_setups_are_refused(tmp_path):
-    flushed, released, late = spread(2, refusals, tmp_path)[0]
+    flushed, released, late = run_ranks(2, refusals, tmp_path)[0]
     assert "whole updates" in flushed and "in BF16" in released and "replicate(model, recipe)" in late
 
 
 def bad_cast(way):
-    """One rank's activations have an inf that a cast to FP8 saturates."""
+    """Put an inf into the activations of one rank, which a cast to FP8 saturates."""
     said = []
     with join_world("cpu") as world:
         engine = engine_of("fp8[products=all]", way)
@@ -234,7 +234,7 @@ def bad_cast(way):
 
 @pytest.mark.parametrize("way", ["fsdp", "ddp"])
 def test_a_nonfinite_cast_on_one_rank_is_skipped_by_all(tmp_path, way):
-    answers = spread(2, bad_cast, tmp_path, way)
+    answers = run_ranks(2, bad_cast, tmp_path, way)
     assert answers[0] == answers[1]
     assert [applied for applied, _ in answers[0]] == [True, True, False, True]
     assert answers[0][2][1] == answers[0][1][1], "no scale moves with a skipped update"
@@ -255,11 +255,11 @@ def wrapped_in_fsdp1():
 
 @pytest.mark.filterwarnings("ignore:.*FSDP.*")
 def test_fsdp1_is_refused(tmp_path):
-    assert all("FSDP1" in answer and "fully_shard" in answer for answer in spread(2, wrapped_in_fsdp1, tmp_path))
+    assert all("FSDP1" in answer and "fully_shard" in answer for answer in run_ranks(2, wrapped_in_fsdp1, tmp_path))
 
 
 def own_no_sync(way):
-    """Gradients of microbatches under no_sync stay on their rank, by the engine's context or by DDP's own."""
+    """Run microbatches under no_sync, of the engine or of DDP itself: their gradients stay on their rank."""
     with join_world("cpu") as world:
         engine = engine_of("fp32", "ddp")
         for number in range(3):
@@ -277,5 +277,5 @@ def own_no_sync(way):
 
 @pytest.mark.parametrize("way", ["engine", "own"])
 def test_no_sync_keeps_gradients_on_their_rank(tmp_path, way):
-    one, other = spread(2, own_no_sync, tmp_path, way)
+    one, other = run_ranks(2, own_no_sync, tmp_path, way)
     assert one[0] != other[0] and one[1:] == other[1:]

@@ -1,4 +1,4 @@
-"""A rank that is killed: torchrun starts the ranks again, and they end as if nothing had been."""
+"""A rank is killed: torchrun restarts the ranks, and they end with the weights of an undisturbed run."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Every option of ``train`` gets through torchrun's own parser, which looks behind the module's name, too."""
+"""Every option of ``train`` passes through torchrun's own parser, which also reads what follows the module's name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_torchrun_passes_the_option_on(option: str) -> None:
 
 
 def test_tracker_is_another_name_for_log(tmp_path: Path) -> None:
-    """Through torchrun itself: what is refused is the tracker that does not exist, by us."""
+    """Run torchrun itself: narrowgauge refuses the tracker, which does not exist."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "-m", "narrowgauge"]
     command += ["train", "gpt:1x64", "--device", "cpu", "--tracker", "no-such-tracker", "--out", str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)

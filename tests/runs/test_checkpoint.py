@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there; damage is found, lines of, and passed over; a full disk costs no earlier one."""
+"""A checkpoint is complete or absent; damaged ones are reported and skipped; a full disk keeps earlier ones."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_file_permissions_follow_the_umask(tmp_path: Path) -> None:
 
 
 def test_loaded_tensors_own_their_memory(tmp_path: Path) -> None:
-    # A map of the file would be unaligned and would vanish under the run when old checkpoints are pruned.
+    # A memory map of the file would be unaligned, and would vanish when old checkpoints are removed.
     path = save(tmp_path, 1)
     weight = checkpoint.load(path).weights["layer.weight"]
     (path / "weights.safetensors").write_bytes(b"")
@@ -97,7 +97,7 @@ def test_a_damaged_checkpoint_is_replaced(tmp_path: Path) -> None:
     save(tmp_path, 10)
     (save(tmp_path, 20) / "state.json").write_text("{}")
     save(tmp_path, 15)
-    assert checkpoint.list_steps(tmp_path) == [10, 15, 20]  # the damaged one does not push out a good one
+    assert checkpoint.list_steps(tmp_path) == [10, 15, 20]  # the damaged one does not replace a good one
     save(tmp_path, 20)
     found = checkpoint.load_newest(tmp_path)
     assert found is not None and found.step == 20

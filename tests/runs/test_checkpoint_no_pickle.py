@@ -27,7 +27,7 @@ SOURCE = Path(narrowgauge.__file__).parent
 
 
 class Evil:
-    """Makes a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -62,7 +62,7 @@ def put(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[Pa
 
 
 def refused(capfd: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """The one line of a command that must refuse what it was given."""
+    """Return the one-line error of a command that must fail."""
     try:
         code = main([str(argument) for argument in arguments])
     except SystemExit as end:
@@ -85,7 +85,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def describe(folder: Path) -> None:
-    """Bring a manifest to what lies in the folder: who plants a pickle can write a manifest, too."""
+    """Update the manifest to the files in the folder: an attacker who plants a pickle can write a manifest too."""
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())
     for file in folder.iterdir():
@@ -138,7 +138,7 @@ def test_pickle_in_place_of_the_record_is_refused(
 ) -> None:
     run = shutil.copytree(trained, tmp_path / "run")
     put(run / name)
-    if name == "events.jsonl":  # bytes without an end of line are taken for a last line that a crash cut short
+    if name == "events.jsonl":  # bytes without a line end count as an incomplete last line
         (run / name).write_bytes((run / name).read_bytes() + b"\n")
     refused(capfd, "train", "--resume", run)
 
@@ -198,7 +198,7 @@ def test_pickle_as_data_is_refused_or_read_as_text(tmp_path: Path, put: Callable
 def test_pickle_in_the_cache_is_never_loaded(
     tmp_path: Path, put: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cache of tokens is raw numbers, and its facts are JSON: what else lies there is never run."""
+    """A cache of tokens is raw numbers, and its facts are JSON: anything else there is never loaded."""
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": f"text {i} " * 20}) + "\n" for i in range(200)))
     (tmp_path / "y.txt").write_text("some words to be learnt, again and again. " * 400)

@@ -1,4 +1,4 @@
-"""The record is one line an event, survives being cut short, and tells one story after a resumption."""
+"""The record has one line per event, tolerates an incomplete last line, and is truncated before a run resumes."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_many_events_are_written_and_read_fast_in_little_memory(tmp_path: Path) 
         pass
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 50e6  # whatever the length: the file itself has 34 MB here
+    assert peak < 50e6  # for any length: the file itself has 34 MB here
 
 
 @pytest.mark.parametrize("fast", [True, False])

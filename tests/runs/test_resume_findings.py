@@ -1,4 +1,4 @@
-"""A resumed run has the findings, and so the exit code, of the one that nobody disturbed."""
+"""A resumed run has the findings, and so the exit code, of an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def numbered(step: int, split: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def falls_then_rises(model: nn.Module, step: float) -> float:
-    """Never above half of where it began, so that only a run that forgot its beginning takes it for divergence."""
+    """Stay below half of the first loss: only a run that forgot its first loss would call this divergence."""
     return (
         2.0 if step < 30 else max(0.3, 2.0 - (step - 30) * 0.05) if step < 80 else 0.3 + 0.6 * min(1, (step - 80) / 50)
     )
@@ -111,7 +111,7 @@ def test_findings_after_the_checkpoint_are_found_again(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_an_earlier_version_loads(tmp_path: Path) -> None:
-    """As earlier versions wrote them."""
+    """Earlier versions did not save the state of the rules."""
     task = task_of(falls_then_rises)
     settings = cpu_settings(task, eval_every=0, checkpoint_every=0)
     train(task, settings, tmp_path / "run", observer=StopAt(20))
@@ -138,7 +138,7 @@ def renamed() -> Task:
 
 
 def reordered() -> Task:
-    """The same names and shapes, but the optimizer would give two weights each other's moments."""
+    """Keep names and shapes, but change the order: the optimizer would swap the moments of two weights."""
 
     class Reordered(tiny_task.Classifier):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The learning rate rises, falls along a cosine to its floor; vectors are not decayed; tied weights count once."""
+"""The learning rate rises, then falls along a cosine; vectors are not decayed; tied weights count once."""
 
 from __future__ import annotations
 

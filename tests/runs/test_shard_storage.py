@@ -1,4 +1,4 @@
-"""Shards in safetensors, their table in JSON: exact for every dtype and shape; one that does not add up is refused."""
+"""Shards in safetensors with a table in JSON are exact for every dtype and shape; an inconsistent table is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The digits: an exact split, epochs by number, and 97% in FP32 in seconds."""
+"""The task digits: an exact split, batches by number, and 97% accuracy in FP32 in seconds."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Finding a task by name: every name there is, the options each takes, and what is said of any other."""
+"""Finding a task by name: all names, the options each takes, and the errors for unknown ones."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Language tasks: lazy data, batches by number, facts once data is there, samples that leave no trace."""
+"""Language tasks: data is read late, batches depend on their number, facts are complete, samples change nothing."""
 
 import math
 

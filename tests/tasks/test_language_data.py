@@ -1,4 +1,4 @@
-"""Language tasks on documents: with a tokenizer, a field and a bound, and the same batches every time."""
+"""Language tasks on documents: tokenizer, field, max_tokens, and reproducible batches."""
 
 import json
 

@@ -48,6 +48,8 @@ FOR_SETTINGS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from narrowgauge.runs.trackers.registry import DEFAULT, TRACKERS
+
     add = parser.add_argument
     add("task", nargs="?", metavar="TASK", help="a built-in task, gpt:LAYERSxWIDTH, or file.py:function")
     add("--recipe", help="formats to train in: fp32, tf32, fp16, bf16, fp8, auto, ... (default auto)")
@@ -59,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokenizer", metavar="PATH", help="a tokenizer.json or its folder (default: bytes or a byte-pair encoding)")
     add("--field", metavar="NAME", help="name of the text field in documents (default: text, else content)")
     add("--max-tokens", type=long, metavar="N", help="read at most N tokens (default for hf:NAME: 200 million)")
-    trackers = "trackers: tensorboard,wandb,mlflow or none (default tensorboard); --tracker under torchrun"
+    trackers = f"trackers: {','.join(TRACKERS)} or none (default {DEFAULT}); --tracker under torchrun"
     add("--log", "--tracker", metavar="NAMES", help=trackers)
     add("--vocab", type=whole, help="vocabulary size; 256: bytes; more: byte-pair encoding (default: the task's)")
     add("--packages", action="store_const", const=True, help="also train on the source code of installed packages")

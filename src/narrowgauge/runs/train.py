@@ -44,7 +44,7 @@ def train(
         resume: Whether to resume the run in ``folder``. A finished run is not trained further; its result is returned.
         configuration: Further entries for run.json, besides the settings.
         observer: Receives progress and messages.
-        capture: A step to capture for replay in any case. Without it, the first step with a bad number is captured.
+        capture: A step to capture for replay, besides the first step in which a number goes wrong.
         world: The ranks that train together. Rank 0 writes the folder.
 
     Returns:
