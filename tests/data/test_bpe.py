@@ -56,7 +56,7 @@ def test_an_unwritable_cache_gives_the_same_tokens(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("vocab", [255, 65537])
 def test_vocabularies_out_of_range_are_refused(vocab):
-    with pytest.raises(UsageError, match=f"{vocab} tokens"):
+    with pytest.raises(UsageError, match=f"--vocab {vocab}: text takes"):
         bpe.encode(as_text(WORDS), vocab)
 
 

@@ -65,7 +65,7 @@ def test_json_is_the_same_with_and_without_orjson(tmp_path, monkeypatch):
         (b"plain text\n", "line 1 is not JSON"),
         (b'{"text": "\xff\xfe"}\n', "line 1 is not JSON"),
         (b'\n["a", "b"]\n', "line 2 is list, not an object"),
-        (b'{"prompt": "a", "answer": "b"}\n', "its fields are prompt, answer: name the one with the text by --field"),
+        (b'{"prompt": "a", "answer": "b"}\n', "its fields are prompt, answer: name the field with the text by --field"),
         (b"{}\n", "it has no fields"),
         (b'{"text": "a"}\n{"body": "b"}\n', "line 2 has no field 'text'; its fields are body"),
         (b'{"text": ["a"]}\n', "field 'text' holds list, not text"),

@@ -72,7 +72,7 @@ def test_copies_of_a_document_are_in_the_same_split():
 def test_held_out_sets_nest(texts, grown):
     for text in texts[: grown + 1]:
         sides = [pack.is_held_out(text, every) for every in pack.HELD_OUT]
-        assert sides == sorted(sides)  # once held back, held back from every larger share
+        assert sides == sorted(sides)  # once held out, held out of every larger set
 
 
 def test_a_small_set_holds_out_a_larger_part():

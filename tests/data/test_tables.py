@@ -77,7 +77,7 @@ def test_a_long_cell_is_read_whole(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("x.json", '{\n "data": [1]\n}', "not an array and not an object a line"),
+        ("x.json", '{\n "data": [1]\n}', "neither an array nor one object per line"),
         ("x.json", '{"data": [{"text": "a"}]}', "its fields are data"),
         ("x.json", "[1, 2]", "item 1 is int, not an object"),
         ("x.json", '["a", ["b"]]', "item 2 is list, not an object"),

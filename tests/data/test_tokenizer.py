@@ -111,10 +111,10 @@ def test_the_key_depends_on_the_content(tmp_path):
     ("content", "words"),
     [
         (None, "cannot read"),
-        (b"", "is no tokenizer"),
-        (b"\xff\xfe\x00", "is no tokenizer"),
-        (b"{}", "is no tokenizer"),
-        (json.dumps({"model": {"type": "BPE"}}).encode(), "is no tokenizer"),
+        (b"", "is not a tokenizer"),
+        (b"\xff\xfe\x00", "is not a tokenizer"),
+        (b"{}", "is not a tokenizer"),
+        (json.dumps({"model": {"type": "BPE"}}).encode(), "is not a tokenizer"),
     ],
 )
 def test_an_invalid_tokenizer_is_a_one_line_error(tmp_path, content, words):

@@ -185,7 +185,7 @@ def test_an_invalid_event_is_a_one_line_error(tmp_path: Path, line: str) -> None
     path = tmp_path / "run" / record.EVENTS
     count = len(path.read_text().splitlines())
     path.write_text(path.read_text() + line + "\n")
-    with pytest.raises(UsageError, match=rf"damaged in line {count + 1}: no event of a run"):
+    with pytest.raises(UsageError, match=rf"damaged in line {count + 1}: not an event"):
         train(task, settings, tmp_path / "run", resume=True)
 
 
@@ -196,5 +196,5 @@ def test_an_invalid_summary_is_a_one_line_error(tmp_path: Path, end: dict[str, A
     train(task, settings, tmp_path / "run")
     path = tmp_path / "run" / record.EVENTS
     path.write_text(path.read_text() + json.dumps({"kind": "end", "step": 4, **end}) + "\n")
-    with pytest.raises(UsageError, match="is no summary"):
+    with pytest.raises(UsageError, match="is not a summary"):
         train(task, settings, tmp_path / "run", resume=True)

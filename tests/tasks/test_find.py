@@ -60,8 +60,8 @@ def test_heads_follow_the_width(spec, heads):
         ("gpt:-1x64", "LAYERSxWIDTH"),
         ("gpt2-124", "did you mean gpt2-124m?"),
         ("GPT-tiny", "did you mean gpt-tiny?"),
-        ("zzz", "There are gpt-tiny, gpt2-124m"),
-        ("", "There are gpt-tiny"),
+        ("zzz", "The tasks are gpt-tiny, gpt2-124m"),
+        ("", "The tasks are gpt-tiny"),
         ("missing.py:task", "no file"),
     ],
 )
