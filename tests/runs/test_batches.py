@@ -1,4 +1,4 @@
-"""Batches come in order, checked, and without disturbing the random generators of the training they feed."""
+"""Batches come in order and checked, and do not change the random generators of the training."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ import numpy as np
 import pytest
 import tiny_task
 import torch
-from test_loop import StopAt
+from test_train import StopAt, cpu_settings
 
 from narrowgauge import random_state
 from narrowgauge.errors import UsageError
-from narrowgauge.runs.batches import BadData, Feed, check_finite, make_alone, to_device
+from narrowgauge.runs.batches import BadData, BatchReader, check_finite, make_isolated_batch, to_device
 from narrowgauge.runs.checkpoints import checkpoint
-from narrowgauge.runs.rank_batches import Share
-from narrowgauge.runs.settings import settle
+from narrowgauge.runs.rank_batches import RankBatches
 from narrowgauge.runs.train import train
 from narrowgauge.task import Task
 
 
-def test_steps_and_microbatches_in_order_from_a_thread() -> None:
+def test_a_thread_makes_steps_and_microbatches_in_order() -> None:
     seen: list[str] = []
 
     def batch(step: int, split: str) -> int:
@@ -33,10 +32,10 @@ def test_steps_and_microbatches_in_order_from_a_thread() -> None:
         return step
 
     task = tiny_task.tiny(batch=batch, reads_ahead=True)
-    with Feed(task, first=2, last=5, share=Share(accumulate=2)) as feed:
-        assert [feed.take() for _ in range(3)] == [[4, 5], [6, 7], [8, 9]]
-    assert seen[:2] == ["MainThread"] * 2 and all(name.startswith("narrowgauge-feed") for name in seen[2:])
-    assert len(seen) == 6  # nothing beyond the last step is asked for
+    with BatchReader(task, first=2, last=5, rank_batches=RankBatches(accumulate=2)) as reader:
+        assert [reader.read_step() for _ in range(3)] == [[4, 5], [6, 7], [8, 9]]
+    assert seen[:2] == ["MainThread"] * 2 and all(name.startswith("narrowgauge-batches") for name in seen[2:])
+    assert len(seen) == 6  # no batch beyond the last step is made
 
 
 def test_a_task_that_seeds_the_global_generator_does_not_disturb_dropout() -> None:
@@ -47,8 +46,8 @@ def test_a_task_that_seeds_the_global_generator_does_not_disturb_dropout() -> No
     torch.manual_seed(123)
     expected = torch.rand(3)
     torch.manual_seed(123)
-    with Feed(tiny_task.tiny(batch=batch), first=0, last=4) as feed:
-        batches = [feed.take()[0] for _ in range(4)]
+    with BatchReader(tiny_task.tiny(batch=batch), first=0, last=4) as reader:
+        batches = [reader.read_step()[0] for _ in range(4)]
     assert torch.equal(torch.rand(3), expected)
     for step, made in enumerate(batches):
         torch.manual_seed(step)
@@ -73,9 +72,7 @@ DRAWS = (by_torch, by_numpy, by_python)
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("begins", [0, 1, 5])
 @pytest.mark.parametrize("seeds", [False, True])
-def test_what_a_batch_draws_from_global_generators_depends_on_its_number_alone(
-    draw: Any, begins: int, seeds: bool
-) -> None:
+def test_random_numbers_of_a_batch_depend_only_on_its_number(draw: Any, begins: int, seeds: bool) -> None:
     def batch(step: int, split: str) -> float:
         if step < begins:
             return -1.0
@@ -84,12 +81,12 @@ def test_what_a_batch_draws_from_global_generators_depends_on_its_number_alone(
         return float(draw())
 
     def numbers(first: int, last: int, training: Any) -> list[float]:
-        """The batches, and what the training draws beside them."""
+        """Make the batches while the training uses the generators too."""
         random_state.seed(11)
         made = []
-        with Feed(tiny_task.tiny(batch=batch), first, last, seed=3) as feed:
+        with BatchReader(tiny_task.tiny(batch=batch), first, last, seed=3) as reader:
             for _ in range(first, last):
-                made.append(feed.take()[0])
+                made.append(reader.read_step()[0])
                 training()
         return made
 
@@ -101,34 +98,34 @@ def test_what_a_batch_draws_from_global_generators_depends_on_its_number_alone(
 
     random_state.seed(11)
     alone = [other() for other in DRAWS for _ in range(10)]
-    drawn_beside: list[list[float]] = []
+    in_training: list[float] = []
     for other in DRAWS:
-        beside: list[float] = []
-        numbers(0, 10, lambda other=other, beside=beside: beside.append(other()))  # type: ignore[misc]
-        drawn_beside.append(beside)
-    assert [value for beside in drawn_beside for value in beside] == alone
+        numbers(0, 10, lambda other=other: in_training.append(other()))  # type: ignore[misc]
+    assert in_training == alone
 
 
-def test_another_seed_and_split_draw_other_numbers() -> None:
+def test_another_seed_or_split_gives_other_random_numbers() -> None:
     task = tiny_task.tiny(batch=lambda step, split: by_torch() + by_numpy() + by_python())
-    made = {make_alone(task, 4, split, "here", seed) for split in ("train", "eval") for seed in (0, 1, 2**63 - 1)}
-    assert len(made) == 6 and make_alone(task, 4, "train", "here", 1) in made
+    made = {
+        make_isolated_batch(task, 4, split, "here", seed) for split in ("train", "eval") for seed in (0, 1, 2**63 - 1)
+    }
+    assert len(made) == 6 and make_isolated_batch(task, 4, "train", "here", 1) in made
 
 
-def test_a_task_that_breaks_its_promise_is_told_of_and_made_between_steps() -> None:
-    told: list[str] = []
+def test_a_task_that_breaks_its_promise_is_reported_and_run_between_steps() -> None:
+    lines: list[str] = []
 
     def batch(step: int, split: str) -> tuple[str, float]:
         return threading.current_thread().name, by_numpy()
 
     task = tiny_task.tiny(batch=batch, reads_ahead=True)
-    with Feed(task, 0, 4, tell=told.append) as feed:
-        made = [feed.take()[0] for _ in range(4)]
+    with BatchReader(task, 0, 4, notify=lines.append) as reader:
+        made = [reader.read_step()[0] for _ in range(4)]
     assert {name for name, _ in made} == {"MainThread"} and len({number for _, number in made}) == 4
-    assert len(told) == 1 and "global generator" in told[0]
+    assert len(lines) == 1 and "global random generator" in lines[0]
 
 
-def test_quitting_at_once_does_not_wait_for_a_batch() -> None:
+def test_quitting_immediately_does_not_wait_for_a_batch() -> None:
     held, entered = threading.Event(), threading.Event()
 
     def batch(step: int, split: str) -> int:
@@ -138,8 +135,8 @@ def test_quitting_at_once_does_not_wait_for_a_batch() -> None:
         return step
 
     began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), Feed(tiny_task.tiny(batch=batch, reads_ahead=True), 0, 9) as feed:
-        feed.take()
+    with pytest.raises(KeyboardInterrupt), BatchReader(tiny_task.tiny(batch=batch, reads_ahead=True), 0, 9) as reader:
+        reader.read_step()
         entered.wait(60)
         raise KeyboardInterrupt
     assert time.monotonic() - began < 30
@@ -147,7 +144,7 @@ def test_quitting_at_once_does_not_wait_for_a_batch() -> None:
 
 
 def augmented(begins: int, draw: Any) -> Any:
-    """A batch of tiny_task with noise from a global generator, from some step on."""
+    """Batches of tiny_task with noise from a global generator, starting at a step."""
 
     def batch(step: int, split: str) -> Any:
         x, y = tiny_task.draw(step, split)
@@ -156,8 +153,8 @@ def augmented(begins: int, draw: Any) -> Any:
     return batch
 
 
-def test_a_loader_as_a_source_gives_equal_runs(tmp_path: Path) -> None:
-    """DataLoader draws the seed of its order, and of its workers, from torch's global generator."""
+def test_two_runs_with_a_shuffling_loader_are_equal(tmp_path: Path) -> None:
+    """DataLoader takes the seeds of its order and its workers from torch's global generator."""
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
 
     def make() -> Task:
@@ -169,24 +166,23 @@ def test_a_loader_as_a_source_gives_equal_runs(tmp_path: Path) -> None:
     runs = []
     for name in ("one", "two"):
         random_state.seed(len(name) + len(runs))
-        settings = settle(make(), recipe="fp32", device="cpu", compile=False, eval_every=0, watch_every=0, log="none")
-        train(make(), settings, tmp_path / name)
-        runs.append((checkpoint.path_of(tmp_path / name, 12) / "weights.safetensors").read_bytes())
+        train(make(), cpu_settings(make(), eval_every=0, watch_every=0, log="none"), tmp_path / name)
+        runs.append((checkpoint.make_path(tmp_path / name, 12) / "weights.safetensors").read_bytes())
     assert runs[0] == runs[1]
 
 
 @pytest.mark.parametrize("draw", DRAWS)
-def test_noise_that_begins_late_gives_equal_runs_also_resumed(tmp_path: Path, draw: Any) -> None:
-    """The model has dropout, so that a generator that a batch has moved would show."""
+def test_runs_with_random_noise_are_equal_even_if_resumed(tmp_path: Path, draw: Any) -> None:
+    """The model has dropout, so a batch that advanced its generator would change the weights."""
     weights = []
     for name in ("one", "two", "resumed"):
         task = tiny_task.tiny(batch=augmented(7, draw), steps=30, sample=None)
-        settings = settle(task, recipe="fp32", device="cpu", compile=False, eval_every=10, watch_every=0, log="none")
+        settings = cpu_settings(task, eval_every=10, watch_every=0, log="none")
         train(task, settings, tmp_path / name, observer=StopAt(17) if name == "resumed" else None)
         if name == "resumed":
             random_state.seed(99)
             train(task, settings, tmp_path / name, resume=True)
-        weights.append((checkpoint.path_of(tmp_path / name, 30) / "weights.safetensors").read_bytes())
+        weights.append((checkpoint.make_path(tmp_path / name, 30) / "weights.safetensors").read_bytes())
     assert weights[0] == weights[1] == weights[2]
 
 
@@ -204,25 +200,26 @@ class Pair(NamedTuple):
         (lambda t: Pair(1, t.half()), r"train batch 3\[1\]"),
     ],
 )
-def test_bad_data_names_step_and_tensor(value: float, wrap: Any, name: str) -> None:
+def test_bad_data_error_names_step_and_tensor(value: float, wrap: Any, name: str) -> None:
     bad = torch.tensor([[1.0, value]])
     task = tiny_task.tiny(batch=lambda step, split: wrap(bad if step == 3 else torch.ones(1, 2)))
-    with Feed(task, first=0, last=9) as feed:
+    with BatchReader(task, first=0, last=9) as reader:
         for _ in range(3):
-            feed.take()
+            reader.read_step()
         with pytest.raises(BadData, match=rf"step 4 is not finite: {name} \(shape \(1, 2\)\) holds 1 NaN"):
-            feed.take()
+            reader.read_step()
 
 
-def test_a_refusal_by_the_task_says_where() -> None:
+def test_an_error_in_the_task_names_the_step() -> None:
     def batch(step: int, split: str) -> torch.Tensor:
         raise UsageError("token 99 is out of range")
 
-    with Feed(tiny_task.tiny(batch=batch), 0, 1) as feed, pytest.raises(BadData, match="step 1: token 99 is out"):
-        feed.take()
+    task = tiny_task.tiny(batch=batch)
+    with BatchReader(task, 0, 1) as reader, pytest.raises(BadData, match="step 1: token 99 is out"):
+        reader.read_step()
 
 
-def test_nests_keep_their_types() -> None:
+def test_nested_batches_keep_their_types() -> None:
     batch = {"pair": Pair(torch.ones(1), [torch.zeros(1)]), "name": "x"}
     moved = to_device(batch, torch.device("meta"))
     assert isinstance(moved["pair"], Pair) and moved["pair"].x.is_meta and moved["pair"].y[0].is_meta

@@ -20,14 +20,14 @@ import torch
 
 import narrowgauge
 from narrowgauge.cli import main
-from narrowgauge.runs.checkpoints import checkpoint
+from narrowgauge.runs.checkpoints import checkpoint, layout
 
 TASK = f"{Path(__file__).parent / 'tiny_task.py'}:command_line"
 SOURCE = Path(narrowgauge.__file__).parent
 
 
 class Evil:
-    """Makes a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -62,7 +62,7 @@ def put(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[Pa
 
 
 def refused(capfd: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """The one line of a command that must refuse what it was given."""
+    """Return the one-line error of a command that must fail."""
     try:
         code = main([str(argument) for argument in arguments])
     except SystemExit as end:
@@ -78,14 +78,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("pickles") / "run"
     options = ["--recipe", "fp32", "--device", "cpu", "--log", "none", "--watch", "0", "--capture", "1"]
     assert main(["train", TASK, *options, "--steps", "4", "--checkpoint-every", "2", "--out", str(run)]) in (0, 1)
-    shutil.rmtree(checkpoint.path_of(run, 4))
+    shutil.rmtree(checkpoint.make_path(run, 4))
     lines = [line for line in (run / "events.jsonl").read_text().splitlines(True) if '"kind":"end"' not in line]
     (run / "events.jsonl").write_text("".join(lines))
     return run
 
 
 def describe(folder: Path) -> None:
-    """Bring a manifest to what lies in the folder: who plants a pickle can write a manifest, too."""
+    """Update the manifest to the files in the folder: an attacker who plants a pickle can write a manifest too."""
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())
     for file in folder.iterdir():
@@ -95,12 +95,12 @@ def describe(folder: Path) -> None:
     path.write_text(json.dumps(manifest))
 
 
-@pytest.mark.parametrize("name", [*checkpoint.FILES, "manifest.json"])
-def test_in_place_of_a_file_of_a_checkpoint(
+@pytest.mark.parametrize("name", [*layout.FILES, "manifest.json"])
+def test_pickle_in_place_of_a_checkpoint_file_is_refused(
     tmp_path: Path, trained: Path, put: Callable[[Path], None], capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
     run = shutil.copytree(trained, tmp_path / "run")
-    folder = checkpoint.path_of(run, 2)
+    folder = checkpoint.make_path(run, 2)
     put(folder / name)
     if name != "manifest.json":
         describe(folder)
@@ -109,20 +109,20 @@ def test_in_place_of_a_file_of_a_checkpoint(
 
 
 @pytest.mark.parametrize("name", [".metadata", "shards.json", "shard-0.safetensors", "weights.pt", "data.pkl"])
-def test_beside_the_files_of_a_checkpoint_it_is_never_opened(
+def test_pickle_next_to_checkpoint_files_is_never_opened(
     tmp_path: Path, trained: Path, put: Callable[[Path], None], name: str
 ) -> None:
     run = shutil.copytree(trained, tmp_path / "run")
-    put(checkpoint.path_of(run, 2) / name)
+    put(checkpoint.make_path(run, 2) / name)
     assert main(["export", str(run)]) == 0
     assert main(["train", "--resume", str(run)]) in (0, 1)
 
 
-def test_the_old_form_of_several_ranks_is_refused_with_the_way_out(
+def test_the_old_multi_rank_format_is_refused_with_advice(
     tmp_path: Path, trained: Path, put: Callable[[Path], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = shutil.copytree(trained, tmp_path / "run")
-    folder = checkpoint.path_of(run, 2)
+    folder = checkpoint.make_path(run, 2)
     put(folder / ".metadata")
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["files"][".metadata"] = {}
@@ -133,18 +133,18 @@ def test_the_old_form_of_several_ranks_is_refused_with_the_way_out(
 
 
 @pytest.mark.parametrize("name", ["run.json", "events.jsonl"])
-def test_in_place_of_the_record_of_a_run(
+def test_pickle_in_place_of_the_record_is_refused(
     tmp_path: Path, trained: Path, put: Callable[[Path], None], capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
     run = shutil.copytree(trained, tmp_path / "run")
     put(run / name)
-    if name == "events.jsonl":  # bytes without an end of line are taken for a last line that a crash cut short
+    if name == "events.jsonl":  # bytes without a line end count as an incomplete last line
         (run / name).write_bytes((run / name).read_bytes() + b"\n")
     refused(capfd, "train", "--resume", run)
 
 
 @pytest.mark.parametrize("name", ["capture.json", "state.safetensors", "state.pt"])
-def test_in_a_capture(
+def test_pickle_in_a_capture_is_refused(
     tmp_path: Path, trained: Path, put: Callable[[Path], None], capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
     capture = shutil.copytree(trained / "captures" / "step-00000001", tmp_path / "capture")
@@ -175,7 +175,7 @@ def test_in_a_capture(
 @pytest.mark.parametrize(
     "name", ["x.json", "x.jsonl", "x.csv", "events.out.tfevents.1", "x.parquet", "x.bin", "x.jsonl.gz"]
 )
-def test_as_a_file_on_the_command_line(
+def test_pickle_as_a_command_line_file_is_refused(
     tmp_path: Path,
     put: Callable[[Path], None],
     capfd: pytest.CaptureFixture[str],
@@ -189,16 +189,16 @@ def test_as_a_file_on_the_command_line(
 
 
 @pytest.mark.parametrize("name", ["x.parquet", "x.bin", "x.jsonl", "x.jsonl.gz", "x.npy", "x.txt"])
-def test_as_data_it_is_refused_or_read_as_text(tmp_path: Path, put: Callable[[Path], None], name: str) -> None:
+def test_pickle_as_data_is_refused_or_read_as_text(tmp_path: Path, put: Callable[[Path], None], name: str) -> None:
     put(tmp_path / name)
     options = ["--data", str(tmp_path / name), "--steps", "1", "--recipe", "fp32", "--device", "cpu", "--context", "8"]
     assert main(["train", "gpt:1x64", *options, "--log", "none", "--out", str(tmp_path / "run")]) in (0, 1, 2)
 
 
-def test_in_place_of_what_was_cached(
+def test_pickle_in_the_cache_is_never_loaded(
     tmp_path: Path, put: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cache of tokens is raw numbers, and its facts are JSON: what else lies there is never run."""
+    """A cache of tokens is raw numbers, and its facts are JSON: anything else there is never loaded."""
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": f"text {i} " * 20}) + "\n" for i in range(200)))
     (tmp_path / "y.txt").write_text("some words to be learnt, again and again. " * 400)
@@ -223,7 +223,7 @@ FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "job
 FORBIDDEN_CALLS = {"torch.load", "torch.save", "numpy.load", "np.load", "yaml.load", "yaml.unsafe_load", "eval", "exec"}
 
 
-def test_the_source_calls_nothing_that_unpickles() -> None:
+def test_the_source_never_unpickles() -> None:
     found = []
     for path in sorted(SOURCE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

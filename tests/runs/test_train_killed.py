@@ -1,8 +1,8 @@
-"""Kill -9 at any moment, resume, and the weights are those of the run that nobody killed, bit for bit.
+"""A run that is killed (kill -9) and resumed again and again ends with the weights of an undisturbed run, bit for bit.
 
-Each life is a process of its own, forked from a server that has imported torch, so that thirty lives do not cost thirty
-imports. The moments are random: after a random step of the whole run (so that they spread over all of it), plus a few
-random milliseconds; some come right at the start of a life, and some while a checkpoint is being written.
+Each process is forked from a server that has imported torch, so that thirty processes do not cost thirty imports. A
+kill comes a few random milliseconds after a random step of the whole run. Some come right after the start of a process,
+and some while a checkpoint is being written.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from killable import live
-from test_loop import assert_same_run
+from test_train import assert_same_run
 
 from narrowgauge.runs import record
 from narrowgauge.runs.checkpoints import checkpoint
@@ -40,12 +40,12 @@ def start(argv: list[str], log: Path) -> BaseProcess:
 def wait_until(condition: Callable[[], bool], process: BaseProcess) -> None:
     limit = time.monotonic() + PATIENCE_S
     while not condition() and process.is_alive():
-        assert time.monotonic() < limit, "the life neither got there nor ended"
+        assert time.monotonic() < limit, "the process neither got there nor ended"
         time.sleep(0.0005)
 
 
 def last_step(folder: Path) -> int:
-    """The newest step in the record, read from its tail while it is being written."""
+    """Read the newest step from the end of a record that is being written."""
     path = folder / record.EVENTS
     if not path.exists():
         return 0
@@ -61,7 +61,7 @@ def is_writing(folder: Path) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fp16", "fp8"])  # the state of the loss scaler and of FP8's scales must survive
-def test_thirty_kills_change_nothing(tmp_path: Path, recipe: str) -> None:
+def test_thirty_kills_do_not_change_the_weights(tmp_path: Path, recipe: str) -> None:
     chance = random.Random(20)
     options = ["--recipe", recipe, "--device", "cpu", "--steps", str(STEPS), "--checkpoint-every", "7", "--json"]
     begin = ["train", TASK, *options, "--eval-every", "50"]
@@ -73,16 +73,16 @@ def test_thirty_kills_change_nothing(tmp_path: Path, recipe: str) -> None:
 
     folder = tmp_path / "killed"
     targets = sorted(chance.randrange(int(STEPS * 0.75)) for _ in range(KILLS))
-    killed_writing = lives = 0
-    for life, target in enumerate(targets):
+    killed_writing = attempts = 0
+    for attempt, target in enumerate(targets):
         argv = ["train", "--resume", str(folder), "--json"] if record.holds_run(folder) else None
         process = start(argv or [*begin, "--out", str(folder)], log)
-        lives += 1
-        if life % 5 == 4:  # somewhere between the fork and the first steps
+        attempts += 1
+        if attempt % 5 == 4:  # somewhere between the fork and the first steps
             time.sleep(chance.uniform(0, 0.15))
         else:
             wait_until(lambda target=target: last_step(folder) >= target, process)  # type: ignore[misc]
-            if life % 3 == 0:
+            if attempt % 3 == 0:
                 wait_until(lambda: is_writing(folder), process)
             else:
                 time.sleep(chance.uniform(0, 0.02))
@@ -90,12 +90,12 @@ def test_thirty_kills_change_nothing(tmp_path: Path, recipe: str) -> None:
         process.kill()
         process.join(PATIENCE_S)
         killed_writing += is_writing(folder)
-    assert lives == KILLS and killed_writing > 0
+    assert attempts == KILLS and killed_writing > 0
 
     last = start(["train", "--resume", str(folder), "--json"], log)
     last.join(PATIENCE_S)
     assert last.exitcode == 0, log.read_text()
     assert_same_run(tmp_path / "whole", folder, STEPS)
-    weights = [checkpoint.path_of(run, STEPS) / "weights.safetensors" for run in (tmp_path / "whole", folder)]
+    weights = [checkpoint.make_path(run, STEPS) / "weights.safetensors" for run in (tmp_path / "whole", folder)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     assert not list((folder / "checkpoints").glob(".*"))

@@ -1,4 +1,4 @@
-"""Shards in safetensors, their table in JSON: exact for every dtype and shape; one that does not add up is refused."""
+"""Shards in safetensors with a table in JSON are exact for every dtype and shape; an inconsistent table is refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch.distributed.checkpoint as dcp
 
 from narrowgauge.errors import UsageError
 from narrowgauge.runs.checkpoints import sharded
-from narrowgauge.runs.checkpoints.shard_storage import TABLE, ShardReader, ShardWriter
+from narrowgauge.runs.checkpoints.layout import SHARD_TABLE
+from narrowgauge.runs.checkpoints.shard_storage import ShardReader, ShardWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 DTYPES = [
@@ -36,7 +37,7 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path: Path) -> None:
+def test_every_dtype_and_shape_round_trips_exactly(tmp_path: Path) -> None:
     base = torch.arange(24)
     tensors = {}
     for dtype in DTYPES:
@@ -50,13 +51,13 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path: Path) -> None:
     for name, tensor in tensors.items():
         assert back[name].dtype == tensor.dtype and back[name].shape == tensor.shape, name
         assert back[name].reshape(-1).view(torch.uint8).equal(tensor.contiguous().reshape(-1).view(torch.uint8)), name
-    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["shard-0.safetensors", TABLE]
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["shard-0.safetensors", SHARD_TABLE]
 
 
-def test_what_is_no_tensor_is_refused_rather_than_pickled(tmp_path: Path) -> None:
+def test_a_value_that_is_not_a_tensor_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BaseException, match="without pickle"):
         save(tmp_path / "one", {"x": torch.ones(2), "y": object()})
-    assert not (tmp_path / "one" / TABLE).exists()
+    assert not (tmp_path / "one" / SHARD_TABLE).exists()
 
 
 def chunk(**changes: Any) -> dict[str, Any]:
@@ -83,9 +84,9 @@ def chunk(**changes: Any) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_a_table_that_does_not_add_up_is_one_line(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_an_inconsistent_table_is_a_one_line_error(tmp_path: Path, change: dict[str, Any]) -> None:
     save(tmp_path / "one", {"x": torch.randn(2, 3)})
-    path = tmp_path / "one" / TABLE
+    path = tmp_path / "one" / SHARD_TABLE
     table = json.loads(path.read_text())
     assert table["tensors"]["x"] == {"dtype": "float32", "shape": [2, 3], "chunks": [chunk()]}
     table["tensors"]["x"] |= change
@@ -96,7 +97,7 @@ def test_a_table_that_does_not_add_up_is_one_line(tmp_path: Path, change: dict[s
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{", '{"format": 2}', '{"format": 1}', "[" * 100_000])
-def test_what_is_no_table_is_one_line(tmp_path: Path, text: str) -> None:
-    (tmp_path / TABLE).write_text(text)
+def test_an_unreadable_table_is_a_one_line_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / SHARD_TABLE).write_text(text)
     with pytest.raises(UsageError, match="is not a table of shards"):
         ShardReader(tmp_path).read_metadata()
