@@ -31,16 +31,16 @@ from narrowgauge.engine.checks import check_runs, checked, trainable, trained_no
 from narrowgauge.engine.updates import Stepper, check_gradients, check_steps_once, parameters_of
 from narrowgauge.errors import UsageError
 from narrowgauge.kernels import HAVE_TRITON
-from narrowgauge.nn.changes import apply_change, plain_products, remove_changes
 from narrowgauge.nn.compile_forward import compile_forward
 from narrowgauge.nn.convert import Conversion, convert
-from narrowgauge.nn.keep_fp32 import computed_parameters, keep_modules, keep_recurrent
-from narrowgauge.nn.matrix_inventory import account
+from narrowgauge.nn.keep_fp32 import find_computed_parameters, keep_modules, keep_recurrent
+from narrowgauge.nn.matrix_inventory import list_matrices
+from narrowgauge.nn.module_changes import allow_double_backward, apply_change, remove_changes
 from narrowgauge.nn.recompute import checkpoint_blocks
-from narrowgauge.nn.step_context import OwnStepContext, StepContext, explain
+from narrowgauge.nn.step_context import OpensStepContext, StepContext, explain_error
 from narrowgauge.optim import AdamW, convert_optimizer, full_precision, load_full_precision, plain_state, widen
-from narrowgauge.optim.convert_optimizer import can_convert, without_masters
-from narrowgauge.optim.gradient_release import Release, check_released, hold
+from narrowgauge.optim.convert_optimizer import can_convert, drop_masters
+from narrowgauge.optim.gradient_release import GradientRelease, check_released, keep_gradient
 from narrowgauge.optim.sharded import is_sharded
 from narrowgauge.ranks.distribute import inside
 from narrowgauge.ranks.update_sync import UpdateSync
@@ -103,7 +103,7 @@ class Engine:
             mode, lean = self.recipe.checkpoint, self.recipe.master != "fp32"
             self.checkpointed = checkpoint_blocks(self.inner, mode, blocks, recomputation, optional=lean)
         if self.recipe.master != "fp32":
-            apply_change(self.inner, OwnStepContext(self.step_context))
+            apply_change(self.inner, OpensStepContext(self.step_context))
         self.scaler = self._make_scaler(max_consecutive_skips)
         self.guard = self.scaler.guard if self.scaler else SkipGuard(max_consecutive_skips)
         self.watchers: list[Watcher] = []
@@ -138,7 +138,7 @@ class Engine:
         if not self.lean and not (self.update_sync.sharded and can_convert(optimizer)):
             return optimizer
         kept = {p for path in self.kept for p in self.inner.get_submodule(path).parameters()}
-        kept |= set(computed_parameters(self.inner))
+        kept |= set(find_computed_parameters(self.inner))
         matrices = [
             p for p in self.named.values() if is_sharded(p) or (p.dim() > 1 and p not in kept and not p.is_complex())
         ]
@@ -146,13 +146,13 @@ class Engine:
         wide = "fp32" if self.recipe.gradients == "fp32" else "bf16"
         return convert_optimizer(optimizer, self.recipe.master, self.recipe.moments, narrowed, wide)
 
-    def _make_release(self) -> Release | None:
+    def _make_release(self) -> GradientRelease | None:
         for parameter in self.inner.parameters():
-            hold(parameter)  # an engine that had the model before may have released its gradients
+            keep_gradient(parameter)  # an engine that had the model before may have released its gradients
         if not self.released:
             return None
         own = (optimizer for optimizer in self.optimizers if isinstance(optimizer, AdamW))
-        return Release(own, self.conversion.scales)
+        return GradientRelease(own, self.conversion.scales)
 
     def _convert(self, fused: bool | None, compile: bool) -> Conversion:
         if fused is None:
@@ -160,7 +160,7 @@ class Engine:
             fused = self.recipe.compute == "fp8" or (self.recipe.compute == "bf16" and on_gpu)
         if fused:
             return convert(self.inner, self.recipe, self.hardware, compile=compile)
-        return Conversion(compute=self.recipe.compute, matrices=account(self.inner, self.recipe))
+        return Conversion(compute=self.recipe.compute, matrices=list_matrices(self.inner, self.recipe))
 
     def _make_scaler(self, max_consecutive_skips: int) -> LossScaler | None:
         scale = self.recipe.loss_scale
@@ -192,10 +192,10 @@ class Engine:
                 self.release.attach()
         with self._explained(), self._watched("forward"), self.step_context.forward():
             try:
-                with plain_products() if double_backward else contextlib.nullcontext():
+                with allow_double_backward() if double_backward else contextlib.nullcontext():
                     yield
             finally:
-                self.conversion.slot.clear()
+                self.conversion.shared_input.clear()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -347,7 +347,7 @@ class Engine:
         return {
             "recipe": str(self.recipe),
             "model": full_precision(self.inner, place) if self.lean else self.inner.state_dict(),
-            "optimizers": [without_masters(optimizer.state_dict()) for optimizer in self.optimizers],
+            "optimizers": [drop_masters(optimizer.state_dict()) for optimizer in self.optimizers],
             "scaler": self.scaler.state_dict() if self.scaler else None,
             "guard": self.guard.state_dict(),
             "tensor_scales": self.conversion.scales.state_dict() if self.conversion.scales else None,
@@ -382,7 +382,7 @@ class Engine:
         try:
             yield
         except RuntimeError as error:
-            explained = explain(error, self.recipe, self.inner)
+            explained = explain_error(error, self.recipe, self.inner)
             if explained is None:
                 raise
             raise explained from error
@@ -394,7 +394,7 @@ class Engine:
         """
         remove_changes(self.model)
         for parameter in self.inner.parameters():
-            hold(parameter)
+            keep_gradient(parameter)
             widen(parameter)
         self.watchers.clear()
         return self.model

@@ -23,9 +23,9 @@ from torch.optim import Optimizer
 
 from narrowgauge.engine import Engine
 from narrowgauge.errors import UsageError
-from narrowgauge.nn.changes import plain_products
-from narrowgauge.optim.norms import gradient_norms
-from narrowgauge.optim.sharded import local
+from narrowgauge.nn.module_changes import allow_double_backward
+from narrowgauge.optim.norms import compute_grad_norms
+from narrowgauge.optim.sharded import to_local
 from narrowgauge.recipe import Recipe, parse
 from narrowgauge.step_report import StepReport
 
@@ -74,7 +74,7 @@ class Hosted(Engine):
     @contextlib.contextmanager
     def forward(self, double_backward: bool = False) -> Iterator[None]:
         """The surroundings of the forward pass and the loss."""
-        plain = plain_products() if double_backward else contextlib.nullcontext()
+        plain = allow_double_backward() if double_backward else contextlib.nullcontext()
         with self._explained(), self._watched("forward"), self.step_context.forward(), plain:
             yield
 
@@ -95,7 +95,7 @@ class Hosted(Engine):
         """Divide the gradients by the loss scale, in place, until the next step or backward. Twice is once."""
         if self._finite is not None or self._microbatches == 0:
             return
-        self._finite = torch.isfinite(gradient_norms(self.named.values(), {}, self.device))
+        self._finite = torch.isfinite(compute_grad_norms(self.named.values(), {}, self.device))
         if self.scaler is not None:
             self._multiply(self.scaler.tensor(self.device).double().reciprocal().float())
 
@@ -159,4 +159,4 @@ class Hosted(Engine):
 
 def _values(parameter: nn.Parameter) -> Tensor:
     assert parameter.grad is not None
-    return parameter.grad._values() if parameter.grad.is_sparse else local(parameter.grad)
+    return parameter.grad._values() if parameter.grad.is_sparse else to_local(parameter.grad)

@@ -17,7 +17,7 @@ from narrowgauge.lint.findings import NOTE, WARNING, Finding
 from narrowgauge.lint.making import SMALLEST_FP16
 from narrowgauge.lint.padding import UNALIGNED, multiple_for, padded, saved
 from narrowgauge.lint.rules import RULES
-from narrowgauge.nn.products.linear import is_linear, shape_of
+from narrowgauge.nn.products.linear import get_weight_shape, is_linear
 from narrowgauge.optim import AdamW
 from narrowgauge.optim.masters import has_master
 from narrowgauge.recipe import Recipe
@@ -144,7 +144,7 @@ def _products(model: nn.Module) -> Iterator[tuple[str, nn.Module, int, int]]:
     """Layers that multiply matrices: path, module, inputs, outputs."""
     for path, module in model.named_modules():
         if is_linear(module) or isinstance(module, nn.Linear):
-            outputs, inputs = shape_of(module)
+            outputs, inputs = get_weight_shape(module)
             yield path, module, inputs, outputs
         elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and module.groups == 1:
             yield path, module, module.in_channels, module.out_channels

@@ -27,11 +27,11 @@ from narrowgauge.kernels import use_triton
 from narrowgauge.optim import moments as eight_bit
 from narrowgauge.optim import sharded
 from narrowgauge.optim.adamw_reference import Rates, update
-from narrowgauge.optim.check_words import master_of, words_of
-from narrowgauge.optim.masters import filled, full, halves, halves_of, keep
-from narrowgauge.optim.multi_tensor_step import step_together
-from narrowgauge.optim.saved_states import from_saved, portable
-from narrowgauge.optim.sharded import like, local
+from narrowgauge.optim.masters import get_or_make_remainder, join_fp32, new_filled, set_other_half, split_master
+from narrowgauge.optim.multi_tensor_step import step_tensors
+from narrowgauge.optim.sharded import shard_like, to_local
+from narrowgauge.optim.state_dict_format import make_portable, restore_state
+from narrowgauge.optim.weight_checksums import compute_checksums, join_master
 
 MASTERS = ("fp32", "split", "none")
 MOMENTS = ("fp32", "bf16", "8bit")
@@ -82,7 +82,7 @@ class AdamW(Optimizer):
         try:
             check_group(self.param_groups[-1])
             for parameter in self.param_groups[-1]["params"]:
-                widen_gradient(parameter, self.param_groups[-1]["gradients"])
+                set_grad_dtype(parameter, self.param_groups[-1]["gradients"])
         except UsageError:
             self.param_groups.pop()
             raise
@@ -107,23 +107,23 @@ class AdamW(Optimizer):
                     raise UsageError("AdamW: a gradient is sparse; train sparse embeddings with torch.optim.SparseAdam")
                 alike.setdefault((parameter.device, parameter.dtype, grad.dtype), []).append(parameter)
             for parameters in alike.values():
-                self.step_some(parameters, group, factor, found)
+                self.step_parameters(parameters, group, factor, found)
         self._opt_called = True
         return loss
 
     # Schedulers wrap an optimizer's step to learn whether it was called before theirs; this one says so itself.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
-    def step_some(
+    def step_parameters(
         self, parameters: list[nn.Parameter], group: dict[str, Any], factor: Tensor | None, found: Tensor | None
     ) -> None:
         """Step parameters that have a group, a device and formats in common."""
         targets, weights, grads, shards = [], [], [], []
         for parameter in parameters:
             state = self.prepare(parameter, group)
-            weight, grad, shard = sharded.own(parameter, state)
+            weight, grad, shard = sharded.get_shards(parameter, state)
             if weight.numel():
-                weight, grad, shard = _in_real_numbers(weight.detach(), grad, shard)
+                weight, grad, shard = _view_as_real(weight.detach(), grad, shard)
                 targets.append(weight)
                 weights.append(weight.contiguous())
                 grads.append(grad)
@@ -133,12 +133,12 @@ class AdamW(Optimizer):
         states = [shard for _, shard in shards]
         if not weights:
             return
-        foreign = self._foreign_on(weights[0].device)
+        foreign = self._get_foreign_count(weights[0].device)
         if use_triton(weights[0]):
-            step_together(weights, grads, states, group, factor, found, foreign)
+            step_tensors(weights, grads, states, group, factor, found, foreign)
         elif found is None or not bool(found.item()):
             for weight, grad, state in zip(weights, grads, states, strict=True):
-                foreign += update(weight, grad, state, _rates(group), factor)
+                foreign += update(weight, grad, state, _get_rates(group), factor)
         for target, weight in zip(targets, weights, strict=True):
             if weight is not target:  # other strides than row-major
                 target.copy_(weight)
@@ -161,7 +161,7 @@ class AdamW(Optimizer):
     def has_split_masters(self) -> bool:
         return any(group["master"] == "split" for group in self.param_groups)
 
-    def _foreign_on(self, device: torch.device) -> Tensor:
+    def _get_foreign_count(self, device: torch.device) -> Tensor:
         counts: dict[torch.device, Tensor] = self.__dict__.setdefault("_foreign", {})
         if device not in counts:
             counts[device] = torch.zeros((), dtype=torch.int64, device=device)
@@ -180,53 +180,53 @@ class AdamW(Optimizer):
         state: dict[str, Any] = self.state[parameter]
         if state:
             if not _is_complete(parameter, group, state):
-                self._complete(parameter, group, state)
+                self._complete_state(parameter, group, state)
             return state
         state["step"] = torch.zeros((), dtype=_STEP, device=parameter.device)
         if parameter.is_complex():
-            state["exp_avg"] = filled(parameter, 0, parameter.dtype)
-            state["exp_avg_sq"] = filled(parameter, 0, parameter.dtype)
+            state["exp_avg"] = new_filled(parameter, 0, parameter.dtype)
+            state["exp_avg_sq"] = new_filled(parameter, 0, parameter.dtype)
         elif group["moments"] == "8bit":
-            groups = eight_bit.groups_of(local(parameter).numel())
-            state["exp_avg"] = filled(parameter, 0, torch.int8)
-            state["exp_avg_sq"] = filled(parameter, 1, torch.uint8)
+            groups = eight_bit.count_groups(to_local(parameter).numel())
+            state["exp_avg"] = new_filled(parameter, 0, torch.int8)
+            state["exp_avg_sq"] = new_filled(parameter, 1, torch.uint8)
             state["exp_avg_scale"] = torch.zeros(groups, device=parameter.device)
             state["exp_avg_sq_scale"] = torch.zeros(groups, device=parameter.device)
         else:
             dtype = torch.float32 if group["moments"] == "fp32" else torch.bfloat16
-            state["exp_avg"] = filled(parameter, 0, dtype)
-            state["exp_avg_sq"] = filled(parameter, 0, dtype)
-        self._complete(parameter, group, state)
+            state["exp_avg"] = new_filled(parameter, 0, dtype)
+            state["exp_avg_sq"] = new_filled(parameter, 0, dtype)
+        self._complete_state(parameter, group, state)
         return state
 
-    def _complete(self, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> None:
+    def _complete_state(self, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> None:
         """Let the state have what completes a BF16 parameter: from what it has, else from the parameter itself."""
         remainder, words, master = (state.pop(name, None) for name in ("remainder", "check", "master"))
         if parameter.dtype is not torch.bfloat16:
             if hasattr(parameter, "other_half"):
-                keep(parameter, None)  # it was BF16 once
+                set_other_half(parameter, None)  # it was BF16 once
             return
-        weight = local(parameter).detach()
+        weight = to_local(parameter).detach()
         if remainder is not None and words is None:
-            words = words_of(weight)
+            words = compute_checksums(weight)
         if group["master"] == "split":
             if remainder is None:
-                remainder, words = halves(parameter) if master is None else halves_of(master)
+                remainder, words = get_or_make_remainder(parameter) if master is None else split_master(master)
             state["remainder"], state["check"] = remainder, words
-            keep(parameter, remainder, words)
+            set_other_half(parameter, remainder, words)
         elif group["master"] == "fp32":
             if master is None and remainder is not None:
-                master = like(master_of(weight, local(remainder), words), parameter)
-            state["master"] = full(parameter) if master is None else master
-            keep(parameter, state["master"])
+                master = shard_like(join_master(weight, to_local(remainder), words), parameter)
+            state["master"] = join_fp32(parameter) if master is None else master
+            set_other_half(parameter, state["master"])
         else:
             state.setdefault("seed", len(self.state))
-            keep(parameter, None)
+            set_other_half(parameter, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, in a form that can be loaded elsewhere (saved_states.py)."""
+        """As torch's, in a form that can be loaded elsewhere (state_dict_format.py)."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        return portable(super().state_dict(), parameters)
+        return make_portable(super().state_dict(), parameters)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a state over in the formats it was saved in; torch would cast every tensor to its parameter's."""
@@ -252,15 +252,15 @@ class AdamW(Optimizer):
         for index, (parameter, group) in zip(ids, parameters, strict=True):
             saved = state_dict["state"].get(index)
             if saved:
-                own = from_saved(saved, parameter, group["moments"])
+                own = restore_state(saved, parameter, group["moments"])
                 own["step"] = torch.as_tensor(own["step"], dtype=_STEP, device=parameter.device)
                 self.state[parameter] = own
-                self._complete(parameter, group, own)
+                self._complete_state(parameter, group, own)
         for post_hook in after.values():
             post_hook(self)
 
 
-def _in_real_numbers(weight: Tensor, grad: Tensor, state: dict[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+def _view_as_real(weight: Tensor, grad: Tensor, state: dict[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """A complex weight, its gradient and its moments as views of their real and imaginary parts; others as they are."""
     if not weight.is_complex():
         return weight, grad, state
@@ -298,12 +298,12 @@ def check_group(group: dict[str, Any]) -> None:
             )
 
 
-def _rates(group: dict[str, Any]) -> Rates:
+def _get_rates(group: dict[str, Any]) -> Rates:
     beta1, beta2 = group["betas"]
     return Rates(float(group["lr"]), float(beta1), float(beta2), group["eps"], group["weight_decay"], group["maximize"])
 
 
-def widen_gradient(parameter: nn.Parameter, gradients: str) -> None:
+def set_grad_dtype(parameter: nn.Parameter, gradients: str) -> None:
     """Let autograd keep a BF16 parameter's gradient in FP32, or in BF16 again."""
     wide = parameter.dtype is torch.bfloat16 and gradients == "fp32"
     if wide:

@@ -15,10 +15,10 @@ from torch.optim import Adam, Optimizer
 
 from narrowgauge.errors import UsageError
 from narrowgauge.optim import moments as eight_bit
-from narrowgauge.optim.adamw import FORMATS, AdamW, check_group, widen_gradient
+from narrowgauge.optim.adamw import FORMATS, AdamW, check_group, set_grad_dtype
 from narrowgauge.optim.masters import narrow
-from narrowgauge.optim.saved_states import known_names
 from narrowgauge.optim.sharded import check_gradients
+from narrowgauge.optim.state_dict_format import strip_format_suffixes
 
 REPLACED = ("step", "state_dict", "load_state_dict", "add_param_group")
 """What narrowgauge's AdamW does in its own way."""
@@ -40,9 +40,9 @@ def convert_optimizer(
             if parameter.grad is not None:
                 raise UsageError("lean recipe: a parameter has a gradient already; make the engine before backward")
             check_gradients(parameter, gradients)
-            widen_gradient(narrow(parameter), gradients)
+            set_grad_dtype(narrow(parameter), gradients)
     state = Optimizer.state_dict(optimizer) if not isinstance(optimizer, AdamW) else optimizer.state_dict()
-    new = optimizer if isinstance(optimizer, AdamW) else _become(optimizer)
+    new = optimizer if isinstance(optimizer, AdamW) else _change_class(optimizer)
     new.defaults |= {"maximize": False} | new.defaults | formats
     for group in new.param_groups:
         group.update({"maximize": False} | group | formats)
@@ -54,7 +54,7 @@ def convert_optimizer(
 
 def can_convert(optimizer: Optimizer) -> bool:
     """Whether an optimizer is an AdamW, by whatever name, that ours can stand for."""
-    return isinstance(optimizer, AdamW) or (_is_adamw(optimizer) and not _own_methods(optimizer))
+    return isinstance(optimizer, AdamW) or (_is_adamw(optimizer) and not _find_own_methods(optimizer))
 
 
 def _is_adamw(optimizer: Optimizer) -> bool:
@@ -64,7 +64,7 @@ def _is_adamw(optimizer: Optimizer) -> bool:
     return decoupled and not any(group.get("amsgrad") for group in optimizer.param_groups)
 
 
-def _own_methods(optimizer: Optimizer) -> list[str]:
+def _find_own_methods(optimizer: Optimizer) -> list[str]:
     """Which methods that ours would replace are not torch's: a subclass's, or put at the object itself."""
     kind, at_object = type(optimizer), dict(vars(optimizer))
     if hasattr(at_object.get("step"), "_wrapped_by_lr_sched"):
@@ -78,7 +78,7 @@ def _own_methods(optimizer: Optimizer) -> list[str]:
 
 
 def _check(optimizer: Optimizer) -> None:
-    name, own = type(optimizer).__name__, _own_methods(optimizer)
+    name, own = type(optimizer).__name__, _find_own_methods(optimizer)
     if not _is_adamw(optimizer):
         raise UsageError(
             f"a lean recipe steps AdamW with narrow states, not {name} (nor amsgrad, nor Adam's "
@@ -92,16 +92,16 @@ def _check(optimizer: Optimizer) -> None:
         )
 
 
-def _become(optimizer: Optimizer) -> AdamW:
+def _change_class(optimizer: Optimizer) -> AdamW:
     vars(optimizer).pop("step", None)  # a scheduler's, around the step that is replaced; ours tells schedulers itself
     optimizer.state.clear()
-    optimizer.__class__ = _class_over(type(optimizer))
+    optimizer.__class__ = _derive_class(type(optimizer))
     assert isinstance(optimizer, AdamW)
     optimizer._patch_step_function()  # hooks around the step, which torch sets up where an optimizer is made
     return optimizer
 
 
-def _class_over(kind: type[Optimizer]) -> type[AdamW]:
+def _derive_class(kind: type[Optimizer]) -> type[AdamW]:
     """narrowgauge's AdamW that is also an instance of the user's class, and is pickled by that class."""
 
     def reduce(self: AdamW, protocol: Any) -> Any:
@@ -114,7 +114,7 @@ def _class_over(kind: type[Optimizer]) -> type[AdamW]:
 
 
 def _make_empty(kind: type[Optimizer]) -> AdamW:
-    made = _class_over(kind)
+    made = _derive_class(kind)
     return made.__new__(made)
 
 
@@ -122,7 +122,7 @@ def plain_state(state_dict: dict[str, Any]) -> dict[str, Any]:
     """A state of narrowgauge's AdamW as torch.optim.AdamW keeps it: FP32 moments, no masters."""
     states: dict[Any, Any] = {}
     for index, named in state_dict["state"].items():
-        saved = known_names(named)
+        saved = strip_format_suffixes(named)
         if "exp_avg" not in saved or not ({"exp_avg_scale", "remainder", "master"} & set(saved)):
             states[index] = named
             continue
@@ -135,7 +135,7 @@ def plain_state(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {"state": states, "param_groups": groups}
 
 
-def without_masters(state_dict: dict[str, Any]) -> dict[str, Any]:
+def drop_masters(state_dict: dict[str, Any]) -> dict[str, Any]:
     """A state without remainders and copies, for checkpoints whose model is in FP32 already."""
     states = {
         index: {name: value for name, value in saved.items() if name not in ("remainder", "check", "master")}

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from narrowgauge.kernels import use_triton
 from narrowgauge.kernels.adamw import Lists, Numbers, adamw
-from narrowgauge.optim.multi_tensor_step import rates_of
+from narrowgauge.optim.multi_tensor_step import compute_step_rates
 
 
 @contextlib.contextmanager
-def own_kernel() -> Iterator[None]:
+def patch_fused_adamw() -> Iterator[None]:
     """Inside, ``torch._fused_adamw_``, which torch's optimizers look up at each step, is narrowgauge's."""
     plain = torch._fused_adamw_
 
@@ -62,7 +62,7 @@ def _step(
             weight_decay=weight_decay, maximize=maximize, amsgrad=amsgrad, grad_scale=grad_scale, found_inf=found_inf,
         )  # fmt: skip
         return
-    rates = rates_of(torch.stack(steps), lr, weight_decay, beta1, beta2)
+    rates = compute_step_rates(torch.stack(steps), lr, weight_decay, beta1, beta2)
     lists = Lists(*([tensor.detach() for tensor in column] for column in (params, grads, first, second)))
     adamw(lists, Numbers(beta1, beta2, eps, maximize, rates, None, None, grad_scale, found_inf))
 

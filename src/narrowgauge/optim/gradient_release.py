@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import UsageError
-from narrowgauge.kernels.adamw import norms_of
+from narrowgauge.kernels.adamw import compute_norms
 from narrowgauge.optim.adamw import AdamW
-from narrowgauge.optim.norms import real_values
+from narrowgauge.optim.norms import view_real
 from narrowgauge.optim.sharded import check_gradients
 from narrowgauge.scaling.tensor import TensorScales
 
 _HANDLE = "release_handle"
 
 
-class Release:
+class GradientRelease:
     """Hooks on the parameters of some optimizers, and the norms of the gradients that they have seen."""
 
     def __init__(self, optimizers: Iterable[AdamW], scales: TensorScales | None = None) -> None:
@@ -53,7 +53,7 @@ class Release:
             if not parameter.requires_grad or parameter in self._owner:
                 continue
             check_gradients(parameter, "released")
-            hold(parameter)
+            keep_gradient(parameter)
             self._owner[parameter] = optimizer, group
             self._handles[parameter] = handle = parameter.register_post_accumulate_grad_hook(self._step)
             setattr(parameter, _HANDLE, handle)
@@ -69,14 +69,14 @@ class Release:
         optimizer, group = self._owner[parameter]
         if parameter.grad.is_sparse:
             raise UsageError("gradients=released: a gradient is sparse; use dense embeddings, or gradients=fp32")
-        (norm,) = norms_of([real_values(parameter.grad)])
+        (norm,) = compute_norms([view_real(parameter.grad)])
         bad = (~torch.isfinite(norm)).float()
         if self._scales is not None:
             bad = torch.maximum(bad, self._scales.misfits().any().float().to(bad.device))
         before = self._found.get(parameter.device)
         found = bad if before is None else torch.maximum(before, bad)
         self._found[parameter.device], self._norms[parameter] = found, norm.float()
-        optimizer.step_some([parameter], group, None, found)
+        optimizer.step_parameters([parameter], group, None, found)
         parameter.grad = None
 
     def take(self) -> dict[nn.Parameter, Tensor]:
@@ -99,7 +99,7 @@ def check_released(clip_norm: float | None, accumulate: int) -> None:
             )
 
 
-def hold(parameter: Tensor) -> None:
+def keep_gradient(parameter: Tensor) -> None:
     """Let a parameter keep its gradients again."""
     handle = parameter.__dict__.pop(_HANDLE, None)
     if handle is not None:

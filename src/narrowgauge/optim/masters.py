@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.optim import sharded
-from narrowgauge.optim.check_words import master_of, sample_trusted, words_of
-from narrowgauge.optim.sharded import like, local
-from narrowgauge.optim.split_fp32 import remainder_of, split
+from narrowgauge.optim.sharded import shard_like, to_local
+from narrowgauge.optim.split_fp32 import compute_remainder, split
+from narrowgauge.optim.weight_checksums import compute_checksums, join_master, sample_valid_remainders
 
 
 class OtherHalf(NamedTuple):
@@ -28,13 +28,13 @@ class OtherHalf(NamedTuple):
     """The check words of remainders; None: they are not checked."""
 
 
-def keep(parameter: nn.Parameter, values: Tensor | None, words: Tensor | None = None) -> None:
+def set_other_half(parameter: nn.Parameter, values: Tensor | None, words: Tensor | None = None) -> None:
     """Keep at a parameter what completes it."""
     parameter.other_half = values  # type: ignore[attr-defined]
     parameter.check_words = words  # type: ignore[attr-defined]
 
 
-def kept(parameter: Tensor) -> OtherHalf | None:
+def get_other_half(parameter: Tensor) -> OtherHalf | None:
     """What completes a parameter; None where nothing does, also where it has got another format or shape since."""
     values: Tensor | None = getattr(parameter, "other_half", None)
     if values is None or parameter.dtype is not torch.bfloat16 or values.shape != parameter.shape:
@@ -44,7 +44,7 @@ def kept(parameter: Tensor) -> OtherHalf | None:
 
 def has_master(parameter: Tensor) -> bool:
     """Whether a BF16 parameter has something that completes it to FP32."""
-    return kept(parameter) is not None
+    return get_other_half(parameter) is not None
 
 
 def narrow(parameter: nn.Parameter) -> nn.Parameter:
@@ -54,19 +54,19 @@ def narrow(parameter: nn.Parameter) -> nn.Parameter:
     forward.
     """
     if parameter.dtype is torch.float32:
-        values = local(parameter).detach()
+        values = to_local(parameter).detach()
         weight, remainder = split(values)
-        sharded.replace(parameter, torch.empty_like(values, dtype=torch.bfloat16).copy_(weight))  # strides stay
-        keep(parameter, like(remainder, parameter), words_of(weight))
+        sharded.replace_values(parameter, torch.empty_like(values, dtype=torch.bfloat16).copy_(weight))  # strides stay
+        set_other_half(parameter, shard_like(remainder, parameter), compute_checksums(weight))
     return parameter
 
 
 def widen(parameter: nn.Parameter) -> None:
     """Turn a BF16 parameter that ``narrow`` has made into the FP32 one that it stands for, in place."""
     if has_master(parameter):
-        values = local(full(parameter))
-        keep(parameter, None)
-        sharded.replace(parameter, torch.empty_like(local(parameter), dtype=torch.float32).copy_(values))
+        values = to_local(join_fp32(parameter))
+        set_other_half(parameter, None)
+        sharded.replace_values(parameter, torch.empty_like(to_local(parameter), dtype=torch.float32).copy_(values))
         if getattr(parameter, "grad_dtype", None) is not None:
             parameter.grad_dtype = torch.float32
 
@@ -74,41 +74,43 @@ def widen(parameter: nn.Parameter) -> None:
 def carry_masters(source: nn.Module, copy: nn.Module) -> None:
     """Give the parameters of a copied module what completes those of its source: torch copies no attributes."""
     for parameter, other in zip(source.parameters(), copy.parameters(), strict=True):
-        found = kept(parameter)
-        if found is not None and kept(other) is None:
-            keep(other, found.values.clone(), None if found.words is None else found.words.clone())
+        found = get_other_half(parameter)
+        if found is not None and get_other_half(other) is None:
+            set_other_half(other, found.values.clone(), None if found.words is None else found.words.clone())
 
 
-def halves(parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
+def get_or_make_remainder(parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
     """The remainder and the check words of a BF16 parameter; one that never had any gets zeros."""
-    found, weight = kept(parameter), local(parameter).detach()
+    found, weight = get_other_half(parameter), to_local(parameter).detach()
     if found is None:
-        return filled(parameter, 0, torch.int16), words_of(weight)
+        return new_filled(parameter, 0, torch.int16), compute_checksums(weight)
     values = found.values.to(parameter.device)
     if values.dtype is torch.int16:
-        return values, words_of(weight) if found.words is None else found.words.to(parameter.device)
-    return like(remainder_of(weight, master_of(weight, local(values), None)), parameter), words_of(weight)
+        return values, compute_checksums(weight) if found.words is None else found.words.to(parameter.device)
+    return shard_like(
+        compute_remainder(weight, join_master(weight, to_local(values), None)), parameter
+    ), compute_checksums(weight)
 
 
-def halves_of(master: Tensor) -> tuple[Tensor, Tensor]:
+def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
     """The remainder and the check words of weights that are a saved FP32 copy rounded, whatever the model has now."""
-    weight, remainder = split(local(master))
-    return like(remainder, master), words_of(weight)
+    weight, remainder = split(to_local(master))
+    return shard_like(remainder, master), compute_checksums(weight)
 
 
-def filled(parameter: Tensor, value: int, dtype: torch.dtype) -> Tensor:
+def new_filled(parameter: Tensor, value: int, dtype: torch.dtype) -> Tensor:
     """A tensor of one value with the parameter's shape, sharded as it is, in row-major order."""
     contiguous = torch.contiguous_format
     return torch.full_like(parameter, value, dtype=dtype, memory_format=contiguous, requires_grad=False)
 
 
-def full(parameter: Tensor, device: torch.device | str | None = None) -> Tensor:
+def join_fp32(parameter: Tensor, device: torch.device | str | None = None) -> Tensor:
     """A parameter in FP32, with the bits that its remainder or its copy holds; ``device``: put together there."""
-    found, weight = kept(parameter), parameter.detach().to(device)
+    found, weight = get_other_half(parameter), parameter.detach().to(device)
     if found is None:
         return weight.float() if weight.is_floating_point() else weight
     values, words = found.values.to(weight.device), None if found.words is None else found.words.to(weight.device)
-    return like(master_of(local(weight), local(values), words), weight)
+    return shard_like(join_master(to_local(weight), to_local(values), words), weight)
 
 
 class Sample(NamedTuple):
@@ -119,31 +121,31 @@ class Sample(NamedTuple):
 
 
 @torch.no_grad()
-def sample_full(parameters: Mapping[str, Tensor], most: int) -> list[Sample]:
+def sample_masters(parameters: Mapping[str, Tensor], most: int) -> list[Sample]:
     """Up to ``most`` values of each parameter in FP32, evenly spread over it: the same ones each time.
 
     Of a complex parameter the real and imaginary parts.
     """
     alike: dict[tuple[Any, ...], dict[str, tuple[Tensor, Tensor | None]]] = {}
     for name, parameter in parameters.items():
-        whole, found = local(parameter).detach(), kept(parameter)
+        whole, found = to_local(parameter).detach(), get_other_half(parameter)
         whole = torch.view_as_real(whole.resolve_conj()) if whole.is_complex() else whole
         every = max(1, -(-whole.numel() // most))
         weight, rest = whole.reshape(-1)[::every], None
         if found is not None:
-            rest = local(found.values)
+            rest = to_local(found.values)
             narrow = rest.dtype is torch.int16
-            rest = sample_trusted(whole, rest, found.words, every) if narrow else rest.reshape(-1)[::every]
+            rest = sample_valid_remainders(whole, rest, found.words, every) if narrow else rest.reshape(-1)[::every]
         if weight.numel():
             kind = (weight.numel(), weight.dtype, weight.device, None if rest is None else rest.dtype)
             alike.setdefault(kind, {})[name] = weight, rest
-    return [Sample(list(group), _stacked_full(list(group.values()))) for group in alike.values()]
+    return [Sample(list(group), _join_stacked(list(group.values()))) for group in alike.values()]
 
 
-def _stacked_full(pairs: list[tuple[Tensor, Tensor | None]]) -> Tensor:
+def _join_stacked(pairs: list[tuple[Tensor, Tensor | None]]) -> Tensor:
     weights = torch.stack([weight for weight, _ in pairs])
     rests = [rest for _, rest in pairs if rest is not None]
-    return master_of(weights, torch.stack(rests), None) if rests else weights.float()
+    return join_master(weights, torch.stack(rests), None) if rests else weights.float()
 
 
 def full_precision(model: nn.Module, device: torch.device | str | None = None) -> dict[str, Tensor]:
@@ -151,9 +153,9 @@ def full_precision(model: nn.Module, device: torch.device | str | None = None) -
 
     ``device``: where those are put together, as on a GPU that the model fills they may not fit.
     """
-    state, parameters = _named(model)
+    state, parameters = _get_named_tensors(model)
     return {
-        name: full(parameters[name], device) if name in parameters and has_master(parameters[name]) else value
+        name: join_fp32(parameters[name], device) if name in parameters and has_master(parameters[name]) else value
         for name, value in state.items()
     }
 
@@ -163,25 +165,26 @@ def load_full_precision(model: nn.Module, state: dict[str, Tensor]) -> None:
 
     Where weights are sharded, the state's may be sharded in the same way or whole, on every rank.
     """
-    _, parameters = _named(model)
+    _, parameters = _get_named_tensors(model)
     state = {
-        name: sharded.place(value, parameters[name]) if name in parameters else value for name, value in state.items()
+        name: sharded.place_like(value, parameters[name]) if name in parameters else value
+        for name, value in state.items()
     }
     model.load_state_dict(state)
     for name, value in state.items():
-        found = kept(parameters[name]) if name in parameters else None
+        found = get_other_half(parameters[name]) if name in parameters else None
         if found is not None:
-            values = local(found.values)
-            master = local(value).detach().to(values.device, torch.float32)
+            values = to_local(found.values)
+            master = to_local(value).detach().to(values.device, torch.float32)
             weight, remainder = split(master)
             with torch.no_grad():
-                local(parameters[name]).copy_(weight)
+                to_local(parameters[name]).copy_(weight)
                 values.copy_(remainder if values.dtype is torch.int16 else master)
                 if found.words is not None:
-                    found.words.copy_(words_of(weight))
+                    found.words.copy_(compute_checksums(weight))
 
 
-def _named(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, nn.Parameter]]:
+def _get_named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, nn.Parameter]]:
     """A model's state and parameters; the state first, as FSDP2 then puts its shards back where it had left wholes."""
     state = model.state_dict()
     return state, dict(model.named_parameters(remove_duplicate=False))

@@ -21,7 +21,7 @@ PLASTIC = 3242174889, 2447445414
 """2^32 over the plastic number, and over its square."""
 
 
-def groups_of(numel: int) -> int:
+def count_groups(numel: int) -> int:
     """How many scales a tensor has."""
     return -(-numel // GROUP)
 
@@ -64,7 +64,7 @@ def _thresholds(numel: int, step: int, device: torch.device) -> Tensor:
     return (state >> 8).float() * 2.0**-24
 
 
-def reformat(state: dict[str, Any], moments: str) -> None:
+def convert_moments(state: dict[str, Any], moments: str) -> None:
     """Bring saved moments into another format, in place."""
     first, second = state["exp_avg"], state["exp_avg_sq"]
     have = "8bit" if "exp_avg_scale" in state else "fp32" if first.dtype is torch.float32 else "bf16"

@@ -41,7 +41,7 @@ def is_sharded(tensor: object) -> TypeGuard[DTensor]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def local(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """This rank's shard, which shares the tensor's memory; the tensor itself where it is not sharded."""
     if not is_sharded(tensor):
         return tensor
@@ -50,7 +50,7 @@ def local(tensor: Tensor) -> Tensor:
     return shard.wait() if hasattr(shard, "wait") else shard  # a collective may still be bringing it
 
 
-def like(values: Tensor, tensor: Tensor) -> Tensor:
+def shard_like(values: Tensor, tensor: Tensor) -> Tensor:
     """A rank's values as a tensor that is sharded as another one is; the values themselves where that one is not.
 
     Copied into a DTensor of the other's making: ``from_local`` would move values that are offloaded to a CPU.
@@ -58,11 +58,11 @@ def like(values: Tensor, tensor: Tensor) -> Tensor:
     if not is_sharded(tensor):
         return values
     whole = torch.empty_like(tensor, dtype=values.dtype, requires_grad=False)
-    local(whole).copy_(values)
+    to_local(whole).copy_(values)
     return whole
 
 
-def own(parameter: nn.Parameter, state: dict[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+def get_shards(parameter: nn.Parameter, state: dict[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """What a rank steps: its shards of the weight, of the gradient and of the state."""
     grad = parameter.grad
     assert grad is not None
@@ -72,17 +72,17 @@ def own(parameter: nn.Parameter, state: dict[str, Any]) -> tuple[Tensor, Tensor,
         raise UsageError("AdamW: a sharded parameter (DTensor) has a gradient that is not; assign a DTensor")
     if grad.placements != parameter.placements:  # as under tensor parallelism, where it may be a sum not yet taken
         grad = grad.redistribute(parameter.device_mesh, parameter.placements)
-    shards = {name: local(value) if isinstance(value, Tensor) else value for name, value in state.items()}
-    return local(parameter), local(grad), shards
+    shards = {name: to_local(value) if isinstance(value, Tensor) else value for name, value in state.items()}
+    return to_local(parameter), to_local(grad), shards
 
 
-def replace(parameter: nn.Parameter, values: Tensor) -> None:
+def replace_values(parameter: nn.Parameter, values: Tensor) -> None:
     """Give a parameter a rank's new values, of another format, in place: it stays the object that others hold."""
     if not is_sharded(parameter):
         parameter.data = values
         return
     _check_replaceable(parameter)
-    new, attributes = nn.Parameter(like(values, parameter), parameter.requires_grad), dict(vars(parameter))
+    new, attributes = nn.Parameter(shard_like(values, parameter), parameter.requires_grad), dict(vars(parameter))
     try:
         torch.utils.swap_tensors(parameter, new)  # what Module.to does with DTensors
     except RuntimeError as error:
@@ -112,16 +112,16 @@ def check_gradients(parameter: Tensor, gradients: str) -> None:
         raise UsageError(f"gradients={gradients} is not for sharded parameters (DTensor): {NOT_SHARDED[gradients]}")
 
 
-def reformat(state: dict[str, Any], form: str) -> None:
-    """``moments.reformat`` of a state that may be sharded: every rank converts its shard."""
+def convert_moments(state: dict[str, Any], form: str) -> None:
+    """``moments.convert_moments`` of a state that may be sharded: every rank converts its shard."""
     whole = {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
-    state.update({name: local(value) for name, value in whole.items()})
-    moments.reformat(state, form)
+    state.update({name: to_local(value) for name, value in whole.items()})
+    moments.convert_moments(state, form)
     for name, value in whole.items():
-        state[name] = value if state[name].dtype is value.dtype else like(state[name], value)
+        state[name] = value if state[name].dtype is value.dtype else shard_like(state[name], value)
 
 
-def place(value: Tensor, parameter: Tensor) -> Tensor:
+def place_like(value: Tensor, parameter: Tensor) -> Tensor:
     """A tensor of a parameter's shape, sharded as the parameter is; every rank has the tensor, or its shard of it."""
     if not is_sharded(parameter):
         return value.full_tensor() if is_sharded(value) else value

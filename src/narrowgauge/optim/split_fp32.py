@@ -9,7 +9,7 @@ nearest BF16 weight, the optimizer with the exact FP32 one, and no third copy is
 Every number and both infinities come back bit for bit, and NaN stays NaN. Rounding a NaN of 0x7FFF8000 or above would
 carry into the sign (0x7FFFFFFF, which CUDA produces, would turn into -0.0 for the model), so these count as 0x7FFF7FFF.
 
-``join`` takes any pair, also a weight with a remainder that belongs to another one (check_words.py): the result is
+``join`` takes any pair, also a weight with a remainder that belongs to another one (weight_checksums.py): the result is
 then within half a BF16 step of the weight, so that it is finite where the weight is. Zero is the one weight for which
 the sum above is no such number: below 0x00000000 and 0x80000000 lie NaNs of the other sign. ``split`` makes no such
 pair; ``join`` reads it as the zero.
@@ -29,7 +29,7 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
     """The BF16 weight and the int16 remainder of an FP32 tensor."""
     bits = master.contiguous().view(torch.int32)
     carries = (bits & _SIZE) >= CARRIES
-    if _may_have(carries):
+    if _needs_pass(carries):
         bits = torch.where(carries, (bits & ~_SIZE) | (CARRIES - 1), bits)
     high = (bits + 0x8000) >> 16
     return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
@@ -37,30 +37,30 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 
 def join(weight: Tensor, remainder: Tensor) -> Tensor:
     """The FP32 tensor that ``split`` was given."""
-    top = _top(weight)
+    top = _high_bits(weight)
     bits = top + remainder
     crossed = (bits ^ top) < 0
-    if _may_have(crossed):
+    if _needs_pass(crossed):
         bits = torch.where(crossed, top, bits)
     return bits.view(torch.float32)
 
 
-def remainder_of(weight: Tensor, master: Tensor) -> Tensor:
+def compute_remainder(weight: Tensor, master: Tensor) -> Tensor:
     """What completes a BF16 weight to an FP32 number that is within half a step of it, ties rounded either way."""
-    apart = master.contiguous().view(torch.int32).long() - _top(weight)
+    apart = master.contiguous().view(torch.int32).long() - _high_bits(weight)
     return apart.clamp(-0x8000, 0x7FFF).to(torch.int16)
 
 
-def belongs(weight: Tensor, master: Tensor) -> Tensor:
+def is_rounded_from(weight: Tensor, master: Tensor) -> Tensor:
     """Where a BF16 weight is its FP32 master rounded, ties either way: where nobody has written it by itself."""
-    apart = master.contiguous().view(torch.int32).long() - _top(weight)
+    apart = master.contiguous().view(torch.int32).long() - _high_bits(weight)
     return (apart >= -0x8000) & (apart <= 0x8000)
 
 
-def _top(weight: Tensor) -> Tensor:
+def _high_bits(weight: Tensor) -> Tensor:
     return weight.contiguous().view(torch.int16).to(torch.int32) << 16
 
 
-def _may_have(special: Tensor) -> bool:
+def _needs_pass(special: Tensor) -> bool:
     """Whether the rare patterns need their own pass; on a GPU always, since to look would be to wait for it."""
     return special.device.type != "cpu" or bool(special.any())

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 KINDS: dict[str, str] = {
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm"), "product"),
     **dict.fromkeys(("convolution", "convolution_backward"), "convolution"),
-    **dict.fromkeys(("softmax_statistics", "dlogits", "dlogits_lp", "rescale"), "loss"),
+    **dict.fromkeys(("softmax_statistics", "grad_logits", "grad_logits_fp8", "rescale"), "loss"),
     **dict.fromkeys(
         (
             *(
@@ -28,7 +28,7 @@ KINDS: dict[str, str] = {
                 for name in ("cast", "cast_transpose", "cast_transpose_packed")
                 for end in ("", "_unrecorded")
             ),
-            *("cast_weight", "cast_weight_delayed", "cast_weight_again", "transpose", "max_abs"),
+            *("cast_weight", "cast_weight_delayed", "recast_weight", "transpose", "max_abs"),
         ),
         "cast",
     ),

@@ -24,7 +24,17 @@ from narrowgauge.forecast.trace import flops
 ROLES = ("weights", "master", "gradients", "moments", "activations", "workspace")
 """What memory is for. ``weights`` is what products read, ``master`` what exists only to be updated exactly."""
 _NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"}
-_ONLY_WRITTEN = {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "zeros_like", "full_like", "dlogits"}
+_ONLY_WRITTEN = {
+    "copy_",
+    "fill_",
+    "zero_",
+    "normal_",
+    "uniform_",
+    "bernoulli_",
+    "zeros_like",
+    "full_like",
+    "grad_logits",
+}
 
 
 class Owner(NamedTuple):

@@ -22,11 +22,11 @@ from narrowgauge.device_readback import Parcels
 from narrowgauge.engine import Engine
 from narrowgauge.errors import UsageError
 from narrowgauge.gauges.watch.readings import Reading, read_counts
-from narrowgauge.kernels.tensor_stats import Table, gather
+from narrowgauge.kernels.tensor_stats import StatsTable, add_statistics
 from narrowgauge.nn import events
-from narrowgauge.nn.compile_forward import uncompiled
-from narrowgauge.optim.masters import Sample, sample_full
-from narrowgauge.optim.sharded import local
+from narrowgauge.nn.compile_forward import run_uncompiled
+from narrowgauge.optim.masters import Sample, sample_masters
+from narrowgauge.optim.sharded import to_local
 from narrowgauge.step_report import StepReport
 
 EVERY = 100
@@ -135,7 +135,7 @@ class Watch:
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(events.listening(page.add))
-            stack.enter_context(uncompiled(self.engine.model))
+            stack.enter_context(run_uncompiled(self.engine.model))
             for path, module in self._modules:
                 handle = module.register_forward_hook(page.hook(path))
                 stack.callback(handle.remove)
@@ -161,7 +161,7 @@ class _Page:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.tables: list[Table] = []
+        self.tables: list[StatsTable] = []
         self.rows: dict[tuple[str, str], _Row] = {}
         self._before: list[Sample] = []
         self._judged: dict[str, Tensor] = {}
@@ -171,14 +171,14 @@ class _Page:
 
         Of a sharded one this rank's part is read.
         """
-        tensor = local(tensor)
+        tensor = to_local(tensor)
         if not tensor.is_floating_point() or tensor.numel() == 0:
             return
         row = self.rows.setdefault((kind, path), _Row(len(self.rows), NAMES.get(tensor.dtype, "fp32")))
         row.count += tensor.numel()
         if row.index >= _ROWS * len(self.tables):
-            self.tables.append(Table.make(_ROWS, self.engine.device))
-        gather(self.tables[row.index // _ROWS], row.index % _ROWS, tensor.to(self.engine.device), inverse_scale)
+            self.tables.append(StatsTable.make(_ROWS, self.engine.device))
+        add_statistics(self.tables[row.index // _ROWS], row.index % _ROWS, tensor.to(self.engine.device), inverse_scale)
 
     def hook(self, path: str) -> Any:
         def seen(_: nn.Module, __: Any, output: Any) -> None:
@@ -194,10 +194,10 @@ class _Page:
             self.add("weight", name, parameter)
             if parameter.grad is not None and not parameter.grad.is_sparse:
                 self.add("weight_gradient", name, parameter.grad)
-        self._before = sample_full(self.engine.named, SAMPLE)
+        self._before = sample_masters(self.engine.named, SAMPLE)
 
     def after_update(self) -> None:
-        for before, after in zip(self._before, sample_full(self.engine.named, SAMPLE), strict=True):
+        for before, after in zip(self._before, sample_masters(self.engine.named, SAMPLE), strict=True):
             changes = after.values - before.values
             self._judged |= zip(before.names, _judged(before.values, changes), strict=True)
             for name, change in zip(before.names, changes, strict=True):

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.optim import moments, sharded
-from narrowgauge.optim.check_words import master_of
-from narrowgauge.optim.sharded import is_sharded, like, local
+from narrowgauge.optim.sharded import is_sharded, shard_like, to_local
+from narrowgauge.optim.weight_checksums import join_master
 
 EIGHT_BIT = "_8bit"
 FOR_TORCH = b"8-bit moments of narrowgauge; load narrowgauge.optim.plain_state(state_dict) instead"
@@ -34,12 +34,12 @@ ELEMENTWISE = ("exp_avg", "exp_avg_sq", "remainder", "master")
 """What a state has an element of for each of the parameter's."""
 
 
-def portable(state_dict: dict[str, Any], parameters: list[nn.Parameter]) -> dict[str, Any]:
+def make_portable(state_dict: dict[str, Any], parameters: list[nn.Parameter]) -> dict[str, Any]:
     """An optimizer's state, as torch has packed it, in the form in which it is saved."""
     states = {}
     for index, saved in state_dict["state"].items():
         if is_sharded(saved.get("exp_avg")):
-            saved = _whole_numbers(dict(saved), parameters[index])
+            saved = _unshard_values(dict(saved), parameters[index])
         if "exp_avg_scale" in saved:
             saved = {name + EIGHT_BIT if name in RENAMED else name: value for name, value in saved.items()}
             saved["step"] = FOR_TORCH
@@ -47,50 +47,50 @@ def portable(state_dict: dict[str, Any], parameters: list[nn.Parameter]) -> dict
     return {**state_dict, "state": states}
 
 
-def _whole_numbers(saved: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
+def _unshard_values(saved: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
     """The state of a sharded parameter without what means something on its shard alone."""
     if "exp_avg_scale" in saved:
-        sharded.reformat(saved, "fp32")
+        sharded.convert_moments(saved, "fp32")
     remainder, words = saved.pop("remainder", None), saved.pop("check", None)
     if remainder is not None:
-        master = master_of(local(parameter).detach(), local(remainder), words)
-        saved["remainder"] = like(master.view(torch.int32), parameter)
+        master = join_master(to_local(parameter).detach(), to_local(remainder), words)
+        saved["remainder"] = shard_like(master.view(torch.int32), parameter)
     return saved
 
 
-def known_names(saved: dict[str, Any]) -> dict[str, Any]:
+def strip_format_suffixes(saved: dict[str, Any]) -> dict[str, Any]:
     """A saved state by the names that an optimizer has for it. {} stands for what is not there."""
     return {name.removesuffix(EIGHT_BIT): value for name, value in saved.items() if not isinstance(value, dict | bytes)}
 
 
-def from_saved(saved: dict[str, Any], parameter: nn.Parameter, form: str) -> dict[str, Any]:
+def restore_state(saved: dict[str, Any], parameter: nn.Parameter, form: str) -> dict[str, Any]:
     """A copy of a saved state as its parameter is: on its device, sharded as it is, with moments in this format."""
-    state = known_names(saved)
+    state = strip_format_suffixes(saved)
     if is_sharded(parameter):  # an unsharded state, whose groups are cut differently
         state.pop("check", None)
         if "exp_avg_scale" in state:
-            moments.reformat(state, "fp32")
+            moments.convert_moments(state, "fp32")
     for name, value in state.items():
         if isinstance(value, Tensor):
-            value = sharded.place(value, parameter) if name in ELEMENTWISE else value
+            value = sharded.place_like(value, parameter) if name in ELEMENTWISE else value
             value = value.to(parameter.device, copy=True)
-            state[name] = value if local(value).is_contiguous() else value.contiguous()
-    _take_masters(state)
+            state[name] = value if to_local(value).is_contiguous() else value.contiguous()
+    _decode_remainders(state)
     if parameter.is_complex():
         for name in ("exp_avg", "exp_avg_sq"):
             state[name] = state[name].to(parameter.dtype)
     else:
-        sharded.reformat(state, form)
+        sharded.convert_moments(state, form)
     return state
 
 
-def _take_masters(state: dict[str, Any]) -> None:
+def _decode_remainders(state: dict[str, Any]) -> None:
     """What a remainder of 32 bits is: a master, or an older state's 16 bits, as gloo and NCCL send no fewer."""
     remainder = state.get("remainder")
     if remainder is None or remainder.dtype is torch.int16:
         return
-    values = local(state.pop("remainder"))
+    values = to_local(state.pop("remainder"))
     if bool((values != values.to(torch.int16)).any()):
-        state["master"] = like(values.view(torch.float32), remainder)
+        state["master"] = shard_like(values.view(torch.float32), remainder)
     else:
-        state["remainder"] = like(values.to(torch.int16), remainder)
+        state["remainder"] = shard_like(values.to(torch.int16), remainder)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from narrowgauge.optim.split_fp32 import belongs, join
+from narrowgauge.optim.split_fp32 import is_rounded_from, join
 
 GROUP = 128
 A, B, C = 0x9E3779B1 - 2**32, 0xD6BEFA39 - 2**32, 0x85EBCA77 - 2**32
@@ -34,7 +34,7 @@ _AT_ONCE = 1 << 17
 """Groups whose words are made at once, so that a large embedding needs no large temporaries."""
 
 
-def words_of(weight: Tensor) -> Tensor:
+def compute_checksums(weight: Tensor) -> Tensor:
     """The words of a BF16 tensor, int32, one for every 128 values of it in row-major order."""
     bits = weight.detach().contiguous().view(torch.int16).reshape(-1)
     rows = pad(bits, (0, -bits.numel() % GROUP)).view(-1, GROUP)
@@ -52,31 +52,31 @@ def _words(rows: Tensor) -> Tensor:
     return torch.cat(words)
 
 
-def own_groups(weight: Tensor, words: Tensor) -> Tensor:
+def find_own_groups(weight: Tensor, words: Tensor) -> Tensor:
     """Of each group, whether the optimizer wrote it last."""
-    return words_of(weight) == words
+    return compute_checksums(weight) == words
 
 
-def trusted(weight: Tensor, remainder: Tensor, words: Tensor | None) -> Tensor:
+def zero_stale_remainders(weight: Tensor, remainder: Tensor, words: Tensor | None) -> Tensor:
     """The remainders that belong to a weight; 0 where somebody else has written the weight. None: all belong to it."""
     if words is None:
         return remainder
-    own = spread(own_groups(weight, words), weight.numel()).view(weight.shape)
+    own = expand_groups(find_own_groups(weight, words), weight.numel()).view(weight.shape)
     return torch.where(own, remainder, 0)
 
 
-def spread(of_groups: Tensor, numel: int) -> Tensor:
+def expand_groups(of_groups: Tensor, numel: int) -> Tensor:
     """For each value what there is one of for each group."""
     return of_groups[:, None].expand(-1, GROUP).reshape(-1)[:numel]
 
 
-def sample_trusted(weight: Tensor, remainder: Tensor, words: Tensor | None, every: int) -> Tensor:
+def sample_valid_remainders(weight: Tensor, remainder: Tensor, words: Tensor | None, every: int) -> Tensor:
     """Every so many values of ``trusted``, flat, without a pass over all groups where few are looked at."""
     some = remainder.reshape(-1)[::every]
     if words is None:
         return some
     if every <= GROUP:
-        return trusted(weight, remainder, words).reshape(-1)[::every]
+        return zero_stale_remainders(weight, remainder, words).reshape(-1)[::every]
     bits = weight.detach().contiguous().view(torch.int16).reshape(-1)
     groups = torch.arange(0, bits.numel(), every, device=bits.device) // GROUP
     places = groups[:, None] * GROUP + torch.arange(GROUP, device=bits.device)
@@ -84,8 +84,8 @@ def sample_trusted(weight: Tensor, remainder: Tensor, words: Tensor | None, ever
     return torch.where(_words(rows) == words[groups], some, 0)
 
 
-def master_of(weight: Tensor, other: Tensor, words: Tensor | None) -> Tensor:
+def join_master(weight: Tensor, other: Tensor, words: Tensor | None) -> Tensor:
     """The FP32 master of a BF16 weight by its other half: a remainder with its words, or an FP32 copy."""
     if other.dtype is torch.int16:
-        return join(weight, trusted(weight, other, words))
-    return torch.where(belongs(weight, other), other, weight.float())
+        return join(weight, zero_stale_remainders(weight, other, words))
+    return torch.where(is_rounded_from(weight, other), other, weight.float())
