@@ -105,8 +105,8 @@ def convert(
     """Convert a model in place, so that its layers compute in the recipe's formats.
 
     Layers convert only if that is faster (``products=fastest``) and possible: FP8 products need dimensions that are
-    multiples of 16. Parameters, their names and the state dictionary do not change. ``Engine`` calls this function. Call
-    it directly only to inspect a conversion or to write your own training loop.
+    multiples of 16. Parameters, their names and the state dictionary do not change. ``Engine`` calls this
+    function. Call it directly only to inspect a conversion or to write your own training loop.
 
     Args:
         model: The model to convert.

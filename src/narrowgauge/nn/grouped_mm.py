@@ -7,8 +7,8 @@ Otherwise it passes its arguments on, so that code outside of engines computes a
 cost, calls from C++ are covered, and torch.compile traces through it. Backward needs no rule: it multiplies what
 forward saved, in 16 bits.
 
-Under torch.compile, transformers replaces grouped products with a loop if weights are FP32, since torch compiles grouped
-products only in BF16. The rule restores the grouped product. torch.compile caches graphs on disk under keys that do not
+Under torch.compile, transformers replaces grouped products with a loop if weights are FP32, since torch compiles them
+only in BF16. The rule restores the grouped product. torch.compile caches graphs on disk under keys that do not
 include such rules, so an engine's graphs have their own tag (``separate_compile_cache``). A function mode, which graphs
 would include, does not work: torch 2.13 mixes up its calls at graph breaks (``tensor.device`` returned a shape).
 

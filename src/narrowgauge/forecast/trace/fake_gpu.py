@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from narrowgauge import hardware, kernels
-from narrowgauge.engine import engine
 from narrowgauge.forecast.trace import cuda_rules
 from narrowgauge.hardware import Device, Gpu
 from narrowgauge.kernels import adamw, multi_tensor
@@ -177,7 +176,6 @@ def _patches(
     yield hardware, "detect", lambda device_text=None: device
     yield choose_formats, "measured", lambda *args: None  # nothing is timed: the table of GPUs predicts
     yield kernels, "HAVE_TRITON", True
-    yield engine, "HAVE_TRITON", True
     for kernel in ("_squares_kernel", "_norms_kernel", "_adamw_kernel"):
         yield adamw, kernel, _Launch()
     yield (
