@@ -295,9 +295,9 @@ def test_bad_input_is_said():
         norm(x, weight[1:], eps=1e-5)
     with pytest.raises(UsageError, match=r"\(3, 32\)"):
         norm(x, weight, eps=1e-5, branch=x[1:])
-    with pytest.raises(UsageError, match="FP8 goes with a scale"):
+    with pytest.raises(UsageError, match="FP8 output needs a scale"):
         norm(x, weight, eps=1e-5, dtype=E4M3)
-    with pytest.raises(UsageError, match="FP8 goes with a scale"):
+    with pytest.raises(UsageError, match="FP8 output needs a scale"):
         norm(x, weight, eps=1e-5, scale=scale)
     with pytest.raises(UsageError, match="needs the mean"):
         norm_backward(x, x, weight, None, x[:, 0])

@@ -143,13 +143,14 @@ def test_a_step_of_its_own_is_refused_and_nothing_is_changed(recipe):
     for kind, method in ((Centralised, "step"), (Noted, "state_dict")):
         model, optimizer = make(kind)
         with pytest.raises(
-            UsageError, match=rf"never call the {method}\(\) that {kind.__name__}.*register_step_pre_hook"
+            UsageError,
+            match=rf"AdamW's {method}\(\) and would never call the one that {kind.__name__}.*register_step_pre_hook",
         ):
             Engine(model, optimizer, recipe)
         assert type(optimizer) is kind and model[0].weight.dtype is torch.float32
     model, optimizer = make()
     optimizer.step = lambda closure=None: None
-    with pytest.raises(UsageError, match=r"the step\(\) that AdamW has of its own"):
+    with pytest.raises(UsageError, match=r"never call the one that AdamW defines"):
         Engine(model, optimizer, recipe)
     model, optimizer = make(Centralised, lr=1e-2)
     assert train(Engine(model, optimizer, "bf16"), 2)[1] > 0

@@ -306,7 +306,7 @@ _cast_delayed_op = register(
     ("amax", "counts", "pending"),
 )
 _recast_op = register(
-    "recast_weight",
+    "cast_weight_again",
     _recast,
     lambda weights, scale, amax, dtype, transposed, margin: _make_fake(weights, dtype, transposed),
 )

@@ -1,11 +1,11 @@
-"""One AdamW update of one parameter in plain torch: what the kernel does, operation by operation, for CPUs and tests.
+"""One AdamW update of one parameter in plain torch: the same operations as the kernel, for CPUs and tests.
 
     w <- w (1 - lr decay)
     m <- m + (g - m)(1 - beta1)
     v <- v beta2 + g^2 (1 - beta2)
     w <- w - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
-in this order and with these roundings, which are torch.optim.AdamW's: with FP32 masters and moments the bits are too.
+Order and roundings are those of torch.optim.AdamW: with FP32 masters and moments the results have the same bits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from narrowgauge.optim.weight_checksums import GROUP, compute_checksums, expand_
 
 @dataclass(frozen=True)
 class Rates:
-    """The numbers of one update."""
+    """The hyperparameters of one update."""
 
     lr: float
     beta1: float
@@ -34,9 +34,9 @@ class Rates:
 
 
 def update(weight: Tensor, grad: Tensor, state: dict[str, Any], rates: Rates, factor: Tensor | None = None) -> int:
-    """Step ``weight`` and ``state`` in place. ``factor``: what the gradient is divided by first.
+    """Step ``weight`` and ``state`` in place. The gradient is first divided by ``factor``.
 
-    Returns how many groups of the weight somebody else had written since the last update.
+    Returns the number of groups of the weight that something else had written since the last update.
     """
     state["step"] += 1
     step = state["step"].item()
@@ -59,7 +59,7 @@ def update(weight: Tensor, grad: Tensor, state: dict[str, Any], rates: Rates, fa
 
 
 def _load_master(weight: Tensor, state: dict[str, Any]) -> tuple[Tensor, int]:
-    """The FP32 weight, flat (itself where it can be stepped in place), and how many groups others have written."""
+    """Return the flat FP32 weight (the weight itself if it is FP32), and the number of overwritten groups."""
     flat = weight.detach().view(-1)
     if "master" in state:
         master: Tensor = state["master"].view(-1)
@@ -115,7 +115,7 @@ def _store_moments(state: dict[str, Any], m: Tensor, v: Tensor, step: int) -> No
 
 
 def round_stochastically(master: Tensor, step: int, seed: int) -> Tensor:
-    """FP32 to BF16, up or down with the probability that makes the mean right; the same for the same step and seed."""
+    """Round FP32 to BF16, up or down so that the mean is right; deterministic for a step and seed."""
     index = torch.arange(master.numel(), device=master.device)
     noise = mix(index ^ mix(torch.tensor(step * 0x9E3779B1 + seed, device=master.device))) & 0xFFFF
     bits = master.view(torch.int32)
@@ -125,7 +125,7 @@ def round_stochastically(master: Tensor, step: int, seed: int) -> Tensor:
 
 
 def mix(x: Tensor) -> Tensor:
-    """A hash of 32 bits, in int64: two multiplications that leave no bit alone (lowbias32)."""
+    """Hash 32 bits, in int64, with two multiplications that affect every bit (lowbias32)."""
     x = x & 0xFFFFFFFF
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF

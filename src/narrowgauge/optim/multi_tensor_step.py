@@ -1,4 +1,4 @@
-"""One AdamW update of many parameters by the kernel: gathers what it needs without waiting for the device."""
+"""One AdamW update of many parameters by the kernel: collects its arguments without waiting for the device."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def step_tensors(
     found: Tensor | None,
     foreign: Tensor,
 ) -> None:
-    """Step parameters that have a group, a device and formats in common; not at all where ``found`` is not 0.
+    """Step parameters that share a group, a device and formats; skip the step if ``found`` is not 0.
 
-    ``foreign`` is raised by the groups of weights that somebody else had written.
+    ``foreign`` is raised by the number of groups of weights that something else had written.
     """
     steps = _stack_steps(states)
     steps.add_(1.0 if found is None else 1.0 - found)
@@ -48,7 +48,7 @@ def step_tensors(
 
 
 def compute_step_rates(steps: Tensor, lr: float | Tensor, weight_decay: float, beta1: float, beta2: float) -> Tensor:
-    """What depends on the step and the learning rate, [n, 3], reckoned in FP64 on the device."""
+    """Return the factors that depend on the step and the learning rate, [n, 3], computed in FP64 on the device."""
     t = steps.double()
     lr = lr.to(steps.device, torch.float64) if isinstance(lr, Tensor) else lr
     keep = torch.ones_like(t) - lr * weight_decay
@@ -56,7 +56,7 @@ def compute_step_rates(steps: Tensor, lr: float | Tensor, weight_decay: float, b
 
 
 def _stack_steps(states: list[dict[str, Any]]) -> Tensor:
-    """The step counts as one vector that the states' own counts are views of, made so where they are not."""
+    """Return the step counts as one vector, and make the states' counts views of it."""
     first = states[0]["step"]
     flat: Tensor | None = first._base
     together = flat is not None and flat.dim() == 1 and len(flat) == len(states)

@@ -1,17 +1,17 @@
-"""Optimizer states as they are saved, and what is made of them when they are loaded.
+"""The format of AdamW's state dictionary: how states are saved, and how saved states are loaded.
 
-    of                      is saved as
-    8-bit moments           their codes and scales under names that torch does not know: it would take codes for
-                            moments. In the place of the step stands ``FOR_TORCH``: what torch's AdamW says when it
-                            loads the state and wants a number there
-    sharded parameters      FP32 moments, and for remainders all 32 bits of the masters: DTensors that can be sharded
-                            otherwise, or gathered. By the same names, as torch.distributed.checkpoint asks for those
-    split masters           remainders, and the check words of the weights they belong to, so that weights may be loaded
-                            before the state or after it
-    everything else         what torch saves, by the same names
+    state                   saved as
+    8-bit moments           codes and scales under names that torch does not know, as torch would read codes as moments.
+                            The entry ``step`` is ``FOR_TORCH``, which appears in the error of torch's AdamW when it
+                            loads the state and expects a number there
+    sharded parameters      FP32 moments, and all 32 bits of the masters instead of remainders: DTensors that can be
+                            resharded or gathered. Under the same names, as torch.distributed.checkpoint needs
+    split masters           remainders and the checksums of their weights, so that weights may be loaded before or after
+                            the state
+    everything else         as torch saves it, under the same names
 
-Loading takes all of these, states of torch's AdamW, and older ones: 8-bit moments by torch's names, remainders without
-words, which then belong to the weights that the model has.
+Loading accepts all of these, states of torch's AdamW, and older formats: 8-bit moments under torch's names, and
+remainders without checksums, which then apply to the model's current weights.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from narrowgauge.optim.weight_checksums import join_master
 
 EIGHT_BIT = "_8bit"
 FOR_TORCH = b"8-bit moments of narrowgauge; load narrowgauge.optim.plain_state(state_dict) instead"
-"""In bytes, as torch's load_state_dict takes text apart, and ends with: could not convert string to float."""
+"""Bytes, as torch's load_state_dict iterates over a str; its error is: could not convert string to float."""
 RENAMED = ("step", "exp_avg", "exp_avg_sq")
-"""What gets the ending where moments are of 8 bits."""
+"""Entries that get the suffix if moments are 8-bit."""
 ELEMENTWISE = ("exp_avg", "exp_avg_sq", "remainder", "master")
-"""What a state has an element of for each of the parameter's."""
+"""Entries with one element per element of the parameter."""
 
 
 def make_portable(state_dict: dict[str, Any], parameters: list[nn.Parameter]) -> dict[str, Any]:
-    """An optimizer's state, as torch has packed it, in the form in which it is saved."""
+    """Convert an optimizer's state dictionary, as packed by torch, to the saved form."""
     states = {}
     for index, saved in state_dict["state"].items():
         if is_sharded(saved.get("exp_avg")):
@@ -48,7 +48,7 @@ def make_portable(state_dict: dict[str, Any], parameters: list[nn.Parameter]) ->
 
 
 def _unshard_values(saved: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
-    """The state of a sharded parameter without what means something on its shard alone."""
+    """Replace the entries of a sharded parameter's state that are valid only for its shard."""
     if "exp_avg_scale" in saved:
         sharded.convert_moments(saved, "fp32")
     remainder, words = saved.pop("remainder", None), saved.pop("check", None)
@@ -59,14 +59,14 @@ def _unshard_values(saved: dict[str, Any], parameter: nn.Parameter) -> dict[str,
 
 
 def strip_format_suffixes(saved: dict[str, Any]) -> dict[str, Any]:
-    """A saved state by the names that an optimizer has for it. {} stands for what is not there."""
+    """Return a saved state under an optimizer's names. {} stands for a missing entry."""
     return {name.removesuffix(EIGHT_BIT): value for name, value in saved.items() if not isinstance(value, dict | bytes)}
 
 
 def restore_state(saved: dict[str, Any], parameter: nn.Parameter, form: str) -> dict[str, Any]:
-    """A copy of a saved state as its parameter is: on its device, sharded as it is, with moments in this format."""
+    """Return a copy of a saved state on its parameter's device, sharded like it, with moments in this format."""
     state = strip_format_suffixes(saved)
-    if is_sharded(parameter):  # an unsharded state, whose groups are cut differently
+    if is_sharded(parameter):  # an unsharded state has other groups
         state.pop("check", None)
         if "exp_avg_scale" in state:
             moments.convert_moments(state, "fp32")
@@ -85,7 +85,7 @@ def restore_state(saved: dict[str, Any], parameter: nn.Parameter, form: str) -> 
 
 
 def _decode_remainders(state: dict[str, Any]) -> None:
-    """What a remainder of 32 bits is: a master, or an older state's 16 bits, as gloo and NCCL send no fewer."""
+    """Decode a 32-bit remainder: a master, or 16 bits of an older state, as gloo and NCCL send 32 bits at least."""
     remainder = state.get("remainder")
     if remainder is None or remainder.dtype is torch.int16:
         return

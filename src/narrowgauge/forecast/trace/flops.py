@@ -28,7 +28,7 @@ KINDS: dict[str, str] = {
                 for name in ("cast", "cast_transpose", "cast_transpose_packed")
                 for end in ("", "_unrecorded")
             ),
-            *("cast_weight", "cast_weight_delayed", "recast_weight", "transpose", "max_abs"),
+            *("cast_weight", "cast_weight_delayed", "cast_weight_again", "transpose", "max_abs"),
         ),
         "cast",
     ),
