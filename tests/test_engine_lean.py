@@ -11,7 +11,7 @@ from narrowgauge.errors import UsageError
 from narrowgauge.models.gpt import GPT, GPTConfig
 from narrowgauge.models.llama import Llama, LlamaConfig
 from narrowgauge.optim import AdamW
-from narrowgauge.optim.adamw import full
+from narrowgauge.optim.adamw import join_fp32
 
 
 def gpt():
@@ -96,7 +96,7 @@ def test_stopped_and_resumed_is_straight_to_the_bit(recipe):
     second.load_state_dict(saved)
     assert train(second, 4, 8) == losses[4:]
     for p, q in zip(straight.model.parameters(), second.model.parameters(), strict=True):
-        assert torch.equal(full(p), full(q))
+        assert torch.equal(join_fp32(p), join_fp32(q))
 
 
 @pytest.mark.parametrize(("old", "new"), [("bf16-lean", "bf16"), ("bf16", "bf16-lean"), ("fp32", "fp8-lean")])
@@ -106,7 +106,7 @@ def test_a_run_moves_between_recipes(old, new):
     second, _ = make(new)
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     for p, q in zip(first.model.parameters(), second.model.parameters(), strict=True):
-        assert torch.equal(full(p), full(q))
+        assert torch.equal(join_fp32(p), join_fp32(q))
     assert train(second, 6, 12)[-1] == pytest.approx(train(first, 6, 12)[-1], rel=0.05)
 
 
@@ -116,7 +116,7 @@ def test_a_lean_checkpoint_opens_in_plain_torch():
     model = gpt()
     model.load_state_dict(engine.state_dict()["model"])
     assert model.tok.weight.dtype is torch.float32
-    assert torch.equal(model.tok.weight, full(engine.model.tok.weight))
+    assert torch.equal(model.tok.weight, join_fp32(engine.model.tok.weight))
 
 
 def test_keepers_stay_in_fp32():

@@ -7,7 +7,7 @@ from narrowgauge import Engine
 from narrowgauge.errors import UsageError
 from narrowgauge.models.gpt import GPT, GPTConfig
 from narrowgauge.optim import AdamW, narrow
-from narrowgauge.optim.adamw import full
+from narrowgauge.optim.adamw import join_fp32
 
 
 def make(recipe, **options):
@@ -28,7 +28,7 @@ def backward(engine, step=0):
 
 
 def masters(engine):
-    return {name: full(p).clone() for name, p in engine.model.named_parameters()}
+    return {name: join_fp32(p).clone() for name, p in engine.model.named_parameters()}
 
 
 @pytest.mark.parametrize("recipe", ["bf16-lean", "fp8-lean", "bf16", "bf16[master=split,gradients=bf16]"])
@@ -120,8 +120,8 @@ def test_fp32_gradients_by_the_optimizer_alone():
     optimizer = AdamW(linear.parameters(), lr=1e-2, master="split", gradients="fp32")
     linear(torch.randn(3, 8).bfloat16()).float().square().sum().backward()
     assert linear.weight.grad.dtype is torch.float32
-    before = full(linear.weight).clone()
+    before = join_fp32(linear.weight).clone()
     optimizer.step()
-    assert not torch.equal(full(linear.weight), before)
+    assert not torch.equal(join_fp32(linear.weight), before)
     with pytest.raises(UsageError, match="gradients='fp16' is unknown"):
         AdamW(linear.parameters(), gradients="fp16")

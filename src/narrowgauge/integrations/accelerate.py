@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from narrowgauge.errors import UsageError
 from narrowgauge.integrations.gauges import Gauges
 from narrowgauge.integrations.hosted import Hosted, check_options, import_library
-from narrowgauge.nn.changes import Change, apply_change
+from narrowgauge.nn.module_changes import Change, apply_change
 from narrowgauge.ranks.distribute import unwrap_ddp
 from narrowgauge.recipe import Recipe
 

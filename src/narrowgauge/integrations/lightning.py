@@ -27,7 +27,7 @@ from narrowgauge import hardware
 from narrowgauge.engine.setup import is_emulated
 from narrowgauge.errors import UsageError
 from narrowgauge.integrations.hosted import Hosted, check_options, import_library
-from narrowgauge.nn.changes import remove_changes
+from narrowgauge.nn.module_changes import remove_changes
 from narrowgauge.nn.step_context import StepContext
 from narrowgauge.optim import full_precision
 from narrowgauge.recipe import Recipe, parse

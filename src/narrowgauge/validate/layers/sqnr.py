@@ -17,7 +17,7 @@ from torch import Tensor
 from narrowgauge.formats import find_format
 from narrowgauge.gauges.watch.readings import Reading, Shares, read_counts
 from narrowgauge.kernels import FP8_MAX
-from narrowgauge.kernels.tensor_stats import Table, gather
+from narrowgauge.kernels.tensor_stats import StatsTable, add_statistics
 
 CAP = 200.0
 """In JSON, what equal tensors are said to have; with a minus, those that are not finite."""
@@ -111,8 +111,8 @@ def rounded(x: Tensor, format: str | None, scale: float = 1.0, limited: bool = T
 
 def shares_of(x: Tensor, format: str, scale: float) -> Shares:
     """Which parts of a tensor's values a format cannot hold at a scale, by their powers of two."""
-    table = Table.make(1, x.device)
-    gather(table, 0, x.float())
+    table = StatsTable.make(1, x.device)
+    add_statistics(table, 0, x.float())
     amax, squares = table.sizes[0].tolist()
     fields = read_counts(table.counts[0].tolist(), x.numel(), amax)
     reading = Reading(kind="activation", module="", dtype="fp32", amax=amax, mean_square=squares, **fields)
