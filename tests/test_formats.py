@@ -231,9 +231,9 @@ def test_rubbish_is_refused() -> None:
     for name in ("fp8", "int8", "fp4"):
         with pytest.raises(UsageError, match="expected one of fp32"):
             find_format(name)
-    with pytest.raises(UsageError, match="does not hold"):
+    with pytest.raises(UsageError, match="cannot represent"):
         encode(0.1, "fp16")
-    with pytest.raises(UsageError, match="does not hold inf"):
+    with pytest.raises(UsageError, match="cannot represent inf"):
         encode(math.inf, "fp8_e4m3")
     with pytest.raises(UsageError, match="has no code 256"):
         decode(256, "fp8_e4m3")

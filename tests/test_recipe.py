@@ -135,6 +135,6 @@ def test_auto_takes_what_suits_the_machine_and_says_why(machine, name):
 
 def test_recipes_a_device_cannot_run_are_refused():
     turing = device("cuda", ("fp32", "fp16"), (7, 5))
-    assert "take fp16" in refusal(NAMED["bf16"], turing)
+    assert "use fp16" in refusal(NAMED["bf16"], turing)
     assert "8.9" in refusal(NAMED["fp8"], device("cuda", ("bf16",), (8, 0)))
     assert "tensor cores" in refusal(NAMED["tf32"], device())

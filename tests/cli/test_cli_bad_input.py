@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from narrowgauge import cli
-from narrowgauge.cli import main, own_options
+from narrowgauge.cli import main, task_options
 
 DEEP = "[" * 100_000 + "]" * 100_000
 TASK = """
@@ -228,7 +228,7 @@ def test_what_may_not_be_read_or_written(capsys: pytest.CaptureFixture[str]) -> 
     is_refused(capsys, ["train", "gpt:1x64", "--out", "folder/run"])
 
 
-@pytest.mark.parametrize("verb", sorted(own_options.VERBS - {"replay"}))
+@pytest.mark.parametrize("verb", sorted(task_options.VERBS - {"replay"}))
 def test_a_verb_alone_takes_the_default_task(verb: str) -> None:
     """As `make run` calls train."""
     assert callable(cli._parse([verb]).run)

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from narrowgauge.cli import main
-from narrowgauge.cli.output import Lasting, lasting
+from narrowgauge.cli.output import ProtectedStream, protect_streams
 from narrowgauge.runs import record
 from narrowgauge.runs.checkpoints import checkpoint
 
@@ -202,7 +202,7 @@ def test_a_stream_that_fails_is_silent_from_then_on() -> None:
         def flush(self) -> None:
             raise BrokenPipeError(32, "Broken pipe")
 
-    stream = Lasting(Failing(), "standard output")
+    stream = ProtectedStream(Failing(), "standard output")
     assert stream.write("one") == 3
     stream.flush()
     assert stream.write("two") == 3 and stream.failure is not None
@@ -211,14 +211,14 @@ def test_a_stream_that_fails_is_silent_from_then_on() -> None:
 
 def test_what_a_stream_cannot_spell_is_escaped() -> None:
     raw = io.BytesIO()
-    with contextlib.redirect_stdout(io.TextIOWrapper(raw, encoding="ascii")), lasting():
+    with contextlib.redirect_stdout(io.TextIOWrapper(raw, encoding="ascii")), protect_streams():
         print("loss \u2192 0, \udcff")
     assert raw.getvalue() == b"loss \\u2192 0, \\udcff\n"
 
 
 def test_streams_are_given_back() -> None:
     before = sys.stdout, sys.stderr
-    with pytest.raises(ZeroDivisionError), lasting():
+    with pytest.raises(ZeroDivisionError), protect_streams():
         assert sys.stdout is not before[0]
         raise ZeroDivisionError
     assert (sys.stdout, sys.stderr) == before

@@ -171,7 +171,7 @@ def test_fabric_bad_use_costs_one_line():
     other = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
     optimizer.step()
     fabric.backward(F.cross_entropy(model(points), labels))
-    with pytest.raises(ng.UsageError, match="another one was stepped before"):
+    with pytest.raises(ng.UsageError, match="another optimizer was stepped before"):
         other.step()
     with pytest.raises(ng.UsageError, match="there is no engine yet"):
         _ = ng_precision("fp16").engine

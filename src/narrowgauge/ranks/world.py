@@ -38,7 +38,7 @@ class RankLost(UsageError):
 class Elsewhere(UsageError):
     """The first rank has refused something, and said so."""
 
-    said = True
+    already_shown = True
 
 
 @dataclass(frozen=True)
