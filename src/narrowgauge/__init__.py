@@ -56,7 +56,7 @@ _WHERE = {
     "convert": "narrowgauge.nn.convert",
     "keep_fp32": "narrowgauge.nn.keep_fp32",
     "replay": "narrowgauge.gauges.replay.replay",
-    "watch": "narrowgauge.gauges.watch.probe",
+    "watch": "narrowgauge.gauges.watch.watch",
 }
 _MODULES = ("forecast", "formats", "gauges", "hardware", "optim", "validate")
 
@@ -66,7 +66,7 @@ if TYPE_CHECKING:  # type checkers cannot see into __getattr__; a test compares 
     from narrowgauge.errors import NarrowgaugeError, TrainingStalled, UsageError
     from narrowgauge.forecast.run import forecast  # at run time the package of this name is callable
     from narrowgauge.gauges.replay.replay import replay
-    from narrowgauge.gauges.watch.probe import watch
+    from narrowgauge.gauges.watch.watch import watch
     from narrowgauge.nn.convert import convert
     from narrowgauge.nn.keep_fp32 import keep_fp32
     from narrowgauge.scaling.loss import LossScaler

@@ -20,8 +20,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from narrowgauge.errors import UsageError
-from narrowgauge.gauges.findings import Finding
-from narrowgauge.gauges.watch.probe import EVERY
+from narrowgauge.findings import Finding
+from narrowgauge.gauges.watch.watch import EVERY
 from narrowgauge.integrations.accelerate import EngineScaler, adopt
 from narrowgauge.integrations.gauges import Gauges
 from narrowgauge.integrations.hosted import Hosted, import_library
