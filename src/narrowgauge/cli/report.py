@@ -10,7 +10,7 @@ from narrowgauge.cli import Outcome, prose
 from narrowgauge.cli.numbers import whole
 from narrowgauge.cli.terminal import say
 
-ABOUT = "write one self-contained HTML page of runs, validations, benchmarks and forecasts; --serve shows a live run"
+ABOUT = "write one self-contained HTML page of runs, validations, benchmarks and forecasts; --serve follows a run"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole,
         const=-1,
         metavar="PORT",
-        help="show it live on 127.0.0.1 until Ctrl-C",
+        help="serve the page live on 127.0.0.1 until Ctrl-C",
     )
 
 
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def _place(paths: list[Path]) -> Path:
-    """Where the page goes unless --out says: into the one run there is, else to where the reader stands."""
+    """The default output: the folder of the only run, else the working directory."""
     runs = [path for path in paths if files.is_folder(path)]
     return runs[0] if len(runs) == 1 else Path("report.html")
 
