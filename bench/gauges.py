@@ -20,7 +20,7 @@ from narrowgauge import Engine, bench, hardware, tasks
 from narrowgauge.device_readback import Readback
 from narrowgauge.gauges.examiner import Examiner
 from narrowgauge.gauges.rules.step_rules import Step
-from narrowgauge.gauges.watch.probe import EVERY
+from narrowgauge.gauges.watch.watch import EVERY
 
 spec, recipe = (*sys.argv[1:3], "gpt2-124m", "fp8")[:2] if len(sys.argv) > 2 else ("gpt2-124m", "fp8")
 rounds = int(sys.argv[3]) if len(sys.argv) > 3 else 6
@@ -52,7 +52,9 @@ class Runner:
             self.readback.push(self.number, {"loss": loss, **report.tensors})
             for number, values in self.readback.ready():
                 if self.examiner is not None:
-                    self.examiner.see(Step(number, values["loss"], values["grad_norm"], values["loss_scale"], True))
+                    self.examiner.check_step(
+                        Step(number, values["loss"], values["grad_norm"], values["loss_scale"], True)
+                    )
             if self.examiner is not None:
                 self.examiner.collect()
         _wait()

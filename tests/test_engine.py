@@ -413,10 +413,10 @@ class TestWrongUse:
         model = Net().bfloat16()
         self.refused("model.float", Engine, model, torch.optim.SGD(model.parameters(), lr=1.0), "bf16")
 
-    def test_state_in_the_middle_of_an_accumulation(self):
+    def test_state_during_an_accumulation(self):
         engine = make(accumulate=2)
         run_step(engine)
-        self.refused("middle of an accumulation", engine.state_dict)
+        self.refused("during an accumulation", engine.state_dict)
 
     @pytest.mark.parametrize("wrong", [{"clip_norm": 0}, {"clip_norm": -1.0}, {"accumulate": 0}, {"accumulate": 1.5}])
     def test_numbers_out_of_range(self, wrong):

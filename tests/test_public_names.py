@@ -47,7 +47,7 @@ REVEALED = {
     "ng.Recipe(compute='bf16').moments": "str",
     "ng.LossScaler('cpu').get_scale()": "float",
     "ng.convert(model, 'fp8')": "narrowgauge.nn.convert.Conversion",
-    "ng.watch(engine)": "narrowgauge.gauges.watch.probe.Watch",
+    "ng.watch(engine)": "narrowgauge.gauges.watch.watch.Watch",
     "ng.forecast('gpt2-124m')": "narrowgauge.forecast.run.Forecast",
     "ng.validate('gpt-tiny', ['bf16'], seeds=3)": "narrowgauge.validate.run.Validation",
     "ng.replay('run', lambda: model, lambda m, b: m(b).sum())": "narrowgauge.gauges.replay.replay.Replay",

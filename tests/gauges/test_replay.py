@@ -39,11 +39,11 @@ def capture(case: Case, folder: Path) -> Path:
     recorder = Recorder(engine, folder, patience=1, tell=logging.getLogger("test").info)
     written = None
     for batch in to_device(case.batches(), torch.device(DEVICE)):
-        recorder.saw(batch)
+        recorder.record_batch(batch)
         with engine.forward():
             loss = case.loss(engine.model, batch)
         engine.backward(loss)
-        written = recorder.after(engine.step(), loss) or written
+        written = recorder.record_step(engine.step(), loss) or written
     assert written is not None, "nothing was captured"
     return written
 
@@ -74,11 +74,11 @@ def step_until_captured(
     engine = Engine(model, torch.optim.AdamW(model.parameters(), lr=1e-3), recipe, **options)
     recorder = Recorder(engine, folder, tell=lambda line: None)
     for batch in batches:
-        recorder.saw(batch)
+        recorder.record_batch(batch)
         with engine.forward():
             value = loss(engine.model, batch)
         engine.backward(value)
-        path = recorder.after(engine.step(), value)
+        path = recorder.record_step(engine.step(), value)
         if path is not None:
             return path
     raise AssertionError("nothing was captured")
@@ -173,11 +173,11 @@ def test_sparse_gradients(tmp_path: Path) -> None:
     model = make()
     engine = Engine(model, torch.optim.SparseAdam(model.parameters()), "fp32")
     recorder = Recorder(engine, tmp_path, tell=lambda line: None)
-    recorder.saw(torch.arange(5))
+    recorder.record_batch(torch.arange(5))
     with engine.forward():
         loss = model(torch.arange(5)).sum()
     engine.backward(loss)
-    path = recorder.after(engine.step(), loss)
+    path = recorder.record_step(engine.step(), loss)
     assert path is not None
     found = replay(path, make, lambda m, b: m(b).sum())
     assert (found.module, found.op, found.phase, found.kind) == ("1", "SqrtBackward0", "backward", "inf")
@@ -230,11 +230,11 @@ def test_a_healthy_step_replays_finite(tmp_path: Path) -> None:
     engine = Engine(model, torch.optim.AdamW(model.parameters()), "fp32")
     recorder = Recorder(engine, tmp_path, tell=lambda line: None)
     recorder.request()
-    recorder.saw(draw(0))
+    recorder.record_batch(draw(0))
     with engine.forward():
         loss = mean_square(model, draw(0))
     engine.backward(loss)
-    path = recorder.after(engine.step(), loss)
+    path = recorder.record_step(engine.step(), loss)
     assert path is not None
     found = replay(path, Net(nn.Tanh()), mean_square)
     assert not found.found and found.module is None and found.operations > 20
@@ -318,7 +318,7 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert main([*argv, "--capture", "2", "--json"]) in (0, 1)  # what findings make of the bad step is their business
     captured = capsys.readouterr()
     assert json.loads(captured.out)["captures"] == [f"run/captures/step-0000000{n}" for n in (2, 3)]
-    assert "narrowgauge replay run/captures/step-00000003 runs it again" in captured.err
+    assert "to replay it: narrowgauge replay run/captures/step-00000003" in captured.err
     return Path("run")
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from narrowgauge import recipe as parse
+from narrowgauge.findings import NOTE, SERIOUS, WARNING, Finding
 from narrowgauge.lint import model as lint
 from narrowgauge.lint import padding
-from narrowgauge.lint.findings import NOTE, SERIOUS, WARNING, Finding
 from narrowgauge.models.gpt import GPT, GPTConfig
 
 

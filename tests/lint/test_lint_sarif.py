@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from urllib.parse import unquote
 
+from narrowgauge.findings import NOTE, Finding
 from narrowgauge.lint import sarif, script
-from narrowgauge.lint.findings import NOTE, Finding
 from narrowgauge.lint.rules import RULES
 
 PLANTED = Path(__file__).parent / "scripts" / "planted"

@@ -18,8 +18,8 @@ from lint_right import RIGHT
 from lint_wrong import HEAD, WRONG
 
 from narrowgauge.errors import UsageError
+from narrowgauge.findings import NOTE, SERIOUS, WARNING
 from narrowgauge.lint import script
-from narrowgauge.lint.findings import NOTE, SERIOUS, WARNING
 from narrowgauge.lint.rules import RULES
 
 HERE = Path(__file__).parent

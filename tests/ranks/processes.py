@@ -22,7 +22,7 @@ def spread(ranks: int, job: Callable[..., Any], folder: Path, *arguments: Any) -
         port = free.getsockname()[1]
     folder.mkdir(parents=True, exist_ok=True)
     torch.multiprocessing.start_processes(
-        _begin, args=(ranks, port, folder, job, *arguments), nprocs=ranks, start_method="forkserver"
+        _begin, args=(ranks, port, folder, job, *arguments), nprocs=ranks, daemon=True, start_method="forkserver"
     )
     return [json.loads((folder / f"answer-{rank}.json").read_text()) for rank in range(ranks)]
 

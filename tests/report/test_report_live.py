@@ -1,4 +1,4 @@
-"""The live page: updates are sent once, only to this machine; Ctrl-C stops the server with exit code 0."""
+"""The live page: updates are sent once, only to this machine; signals stop the server with exit code 0."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 import example_run
 import pytest
 
+import child_processes
 from narrowgauge.errors import UsageError
 from narrowgauge.report import live
 from narrowgauge.runs import record
@@ -30,8 +31,9 @@ def server(tmp_path: Path) -> Iterator[live.Server]:
     made.server_close()
 
 
-def ask(server: live.Server, path: str, **headers: str) -> tuple[int, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=10)
+def ask(server: live.Server | int, path: str, **headers: str) -> tuple[int, str]:
+    port = server if isinstance(server, int) else int(server.server_address[1])
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     try:
         connection.request("GET", path, headers=headers)
         answer = connection.getresponse()
@@ -67,13 +69,36 @@ def test_taken_port_is_refused(server: live.Server, tmp_path: Path) -> None:
         live.serve([tmp_path / "run"], 70000)
 
 
-def test_ctrl_c_ends_it(tmp_path: Path) -> None:
+IGNORING = """
+import signal, sys
+for name in sys.argv.pop(1).split():
+    signal.signal(getattr(signal, name), signal.SIG_IGN)
+from narrowgauge.cli import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("ignored", "survived", "stopped_by"),
+    [
+        ("", [], signal.SIGINT),
+        ("", [], signal.SIGHUP),
+        ("SIGINT", [signal.SIGINT], signal.SIGHUP),  # as `command &` in a script starts it
+        ("SIGINT SIGHUP SIGTERM", [signal.SIGINT, signal.SIGHUP], signal.SIGTERM),  # as nohup, and more
+    ],
+)
+def test_signals_stop_the_server(
+    tmp_path: Path, ignored: str, survived: list[signal.Signals], stopped_by: signal.Signals
+) -> None:
     run = example_run.write_run(tmp_path / "run", 5)
-    command = [sys.executable, "-m", "narrowgauge", "report", str(run), "--serve", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
+    command = [sys.executable, "-c", IGNORING, ignored, "report", str(run), "--serve", "0"]
+    with child_processes.start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         line = process.stdout.readline()
         assert line.startswith("http://127.0.0.1:") and "Ctrl-C" in line
-        process.send_signal(signal.SIGINT)
+        port = int(line.split("/")[2].split(":")[1])
+        for number in survived:
+            process.send_signal(number)
+            assert ask(port, "/data.json")[0] == 200
+        process.send_signal(stopped_by)
         rest, errors = process.communicate(timeout=20)
     assert process.returncode == 0 and rest == "ended\n" and errors == ""

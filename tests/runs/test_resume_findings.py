@@ -88,7 +88,7 @@ def test_findings_do_not_depend_on_interruptions(tmp_path: Path, recipe: str, cu
             assert result.interrupted
             result = train(task, settings, tmp_path / run, resume=True, observer=StopAt(stop))
         assert findings(result) == findings(whole) and result.serious == whole.serious
-        assert result.foretold == whole.foretold and len(result.captures) == len(whole.captures)
+        assert result.predictions == whole.predictions and len(result.captures) == len(whole.captures)
         assert_same_run(tmp_path / "whole", tmp_path / run, STEPS)
     if curve is falls_then_rises:
         assert not whole.serious

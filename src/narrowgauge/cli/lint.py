@@ -18,7 +18,7 @@ from narrowgauge.errors import UsageError
 if TYPE_CHECKING:
     from torch import nn
 
-    from narrowgauge.lint.findings import Finding
+    from narrowgauge.findings import Finding
     from narrowgauge.recipe import Recipe
     from narrowgauge.task import Task
 
@@ -37,7 +37,8 @@ def run(args: argparse.Namespace) -> Outcome:
     out = prose(args)
     if args.rules:
         return _list_rules(out)
-    from narrowgauge.lint.findings import NOTE, in_order
+    from narrowgauge.findings import NOTE
+    from narrowgauge.lint.rule import in_order
 
     if args.sarif is not None:
         files.refuse_unwritable(Path(args.sarif), "--sarif")
@@ -79,8 +80,8 @@ def _given_recipe(args: argparse.Namespace) -> Recipe | None:
 
 def _check(target: str, args: argparse.Namespace, recipe: Recipe | None) -> tuple[list[Finding], str]:
     """The findings of one target, and what it was taken for."""
+    from narrowgauge.findings import Span
     from narrowgauge.lint import script
-    from narrowgauge.lint.findings import Span
 
     path = Path(target)
     formats = [recipe.compute] if recipe is not None else []

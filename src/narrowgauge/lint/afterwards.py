@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from narrowgauge.findings import NOTE
 from narrowgauge.lint import engine_ends
 from narrowgauge.lint.custom_ops import unseen_functions
-from narrowgauge.lint.findings import NOTE
 from narrowgauge.lint.flow import Follower
 from narrowgauge.lint.names import FRAMEWORKS, FUSED_ATTENTION
 from narrowgauge.lint.notebook import Event, Notebook, has_modulo

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
-from narrowgauge.lint.findings import NOTE, ORDER, SERIOUS, WARNING
+from narrowgauge.findings import NOTE, ORDER, SERIOUS, WARNING
 from narrowgauge.lint.names import CLIPS
 from narrowgauge.lint.notebook import has_modulo
 from narrowgauge.lint.state import State

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from narrowgauge.lint.findings import SERIOUS
+from narrowgauge.findings import SERIOUS
 from narrowgauge.lint.flow import Follower
 from narrowgauge.lint.notebook import Notebook
 from narrowgauge.lint.values import Engine, Site

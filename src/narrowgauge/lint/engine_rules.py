@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from narrowgauge.lint.findings import NOTE, SERIOUS, WARNING, Rule
+from narrowgauge.findings import NOTE, SERIOUS, WARNING
+from narrowgauge.lint.rule import Rule
 
 ENGINE_RULES = [
     Rule(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from narrowgauge.lint.findings import NOTE
+from narrowgauge.findings import NOTE
 from narrowgauge.lint.names import BCE
 from narrowgauge.lint.values import Tensor, Value
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Adam, Optimizer
 
-from narrowgauge.lint.findings import NOTE, WARNING, Finding
+from narrowgauge.findings import NOTE, WARNING, Finding
 from narrowgauge.lint.making import SMALLEST_FP16
 from narrowgauge.lint.padding import UNALIGNED, multiple_for, padded, saved
 from narrowgauge.lint.rules import RULES

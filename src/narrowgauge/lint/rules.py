@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from narrowgauge.findings import NOTE, SERIOUS, WARNING
 from narrowgauge.lint.engine_rules import ENGINE_RULES
-from narrowgauge.lint.findings import NOTE, SERIOUS, WARNING, Rule
+from narrowgauge.lint.rule import Rule
 
 _ALL = [
     Rule(

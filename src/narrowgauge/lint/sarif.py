@@ -12,7 +12,8 @@ from typing import Any
 from urllib.parse import quote
 
 from narrowgauge import __version__
-from narrowgauge.lint.findings import NOTE, SERIOUS, WARNING, Finding, Rule, Span
+from narrowgauge.findings import NOTE, SERIOUS, WARNING, Finding, Span
+from narrowgauge.lint.rule import Rule
 from narrowgauge.lint.rules import RULES
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"

@@ -15,10 +15,11 @@ from pathlib import Path
 
 from narrowgauge import files
 from narrowgauge.errors import UsageError
+from narrowgauge.findings import Finding, Span
 from narrowgauge.lint.afterwards import conclude, imported
-from narrowgauge.lint.findings import Finding, Span, in_order
 from narrowgauge.lint.flow import Follower
 from narrowgauge.lint.notebook import Notebook
+from narrowgauge.lint.rule import in_order
 from narrowgauge.lint.rules import RULES
 
 _IGNORE = re.compile(r"#\s*narrowgauge:\s*ignore(?:\[([\w\s,-]*)\])?")

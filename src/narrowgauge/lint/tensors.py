@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from narrowgauge.lint.findings import NOTE
+from narrowgauge.findings import NOTE
 from narrowgauge.lint.losses import Losses
 from narrowgauge.lint.making import MINE_NOT, SMALLEST_FP16, Handled
 from narrowgauge.lint.names import LOSS_FUNCTIONS, words

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from narrowgauge.gauges.findings import SERIOUS, WARNING
+from narrowgauge.findings import SERIOUS, WARNING
 from narrowgauge.report.inputs import Inputs
 from narrowgauge.report.run_data import RunData
 

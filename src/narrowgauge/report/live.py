@@ -10,7 +10,7 @@ run through the user's browser (DNS rebinding).
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from narrowgauge.report import inputs, pages
 
 HOST = "127.0.0.1"
 PORT = 6016
+POLL_S = 0.1
 
 
 class LiveData:
@@ -55,6 +56,12 @@ class Server(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         return f"http://{HOST}:{self.server_address[1]}/"
+
+    def serve_until(self, stopped: Callable[[], bool]) -> None:
+        """Answer requests until ``stopped()``, which is called at least every ``POLL_S`` seconds."""
+        self.timeout = POLL_S
+        while not stopped():
+            self.handle_request()
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -107,8 +107,10 @@ class RunData:
         self.misread += self.tensors.add(int(event["step"]), event["readings"])
 
     def _add_finding(self, event: dict[str, Any]) -> None:
-        names = ("rule", "severity", "where", "detail", "fix", "consequence")
-        self.findings.append({"step": int(event["step"]), **{name: str(event.get(name) or "") for name in names}})
+        names = ("rule", "severity", "where", "detail", "fix")
+        found = {name: str(event.get(name) or "") for name in names}
+        found["consequence"] = str(event.get("why") or event.get("consequence") or "")  # the latter in older records
+        self.findings.append({"step": int(event["step"]), **found})
 
     def _add_end(self, event: dict[str, Any]) -> None:
         self.end = event

@@ -219,8 +219,14 @@ def _split_by_recipe(layer: Mapping[str, Any], recipe: str) -> list[dict[str, An
 
 
 def _parse_findings(data: dict[str, Any]) -> dict[str, Any]:
-    names = ("rule", "severity", "where", "detail", "fix", "consequence")
-    found = [{name: _text(one.get(name)) for name in names} for one in data["findings"]]
+    names = ("rule", "severity", "where", "detail", "fix")
+    found = [
+        {
+            **{name: _text(one.get(name)) for name in names},
+            "consequence": _text(one.get("why") or one.get("consequence")),
+        }
+        for one in data["findings"]
+    ]
     return {"title": _text(data.get("fault") or data.get("task")), "findings": found}
 
 

@@ -33,6 +33,8 @@ from narrowgauge.serialization import Taker, own, rebuild, write_tensors
 FORMAT = 2
 FACTS, STATE = "capture.json", "state.safetensors"
 _NAMED = "__namedtuple__"
+REQUESTED = ("it was requested", "it was asked for")
+"""Reasons of captures that a user asked for; the second is in older captures."""
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,10 @@ from torch.utils._pytree import tree_leaves
 
 LOSS, MODEL, BATCH, HOOK = "(loss)", "(model)", "(batch)", "(hook)"
 """Where no module has a path: what the loop computes itself, the outermost module, the data, and gradient hooks."""
-_HOUSE = Path(__file__).parent.parent
-_PASSED_OVER = tuple(map(str, (Path(torch.__file__).parent, _HOUSE / "gauges", _HOUSE / "nn", _HOUSE / "engine.py")))
-"""Code that calls ops on behalf of others."""
-_OUTERMOST = str(_HOUSE / "gauges" / "replay.py")
+_PACKAGE = Path(__file__).parents[2]
+_PASSED_OVER = tuple(map(str, (Path(torch.__file__).parent, *(_PACKAGE / name for name in ("gauges", "nn", "engine")))))
+"""Folders whose code calls ops on behalf of other code."""
+_REPLAY = str(Path(__file__).with_name("replay.py"))
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ def source_line() -> str | None:
     """
     for frame in _frames():
         name = frame.f_code.co_filename
-        if name == _OUTERMOST:
+        if name == _REPLAY:
             return None
         if not name.startswith((*_PASSED_OVER, "<")) and Path(name).name not in ("contextlib.py", "threading.py"):
             return f"{name}:{frame.f_lineno}"

@@ -286,7 +286,7 @@ def _finite(held: capture_files.Capture, operations: int) -> Replay:
     message = f"step {held.step} replays finite: no op made an inf or NaN that reached the loss or a gradient"
     if not held.facts.get("exact", True):
         message += "; its weights or batches are not exactly those of the step, as the news of it came late"
-    elif why and why != "it was asked for":
+    elif why and why not in capture_files.REQUESTED:
         message += f", though it was captured because {why}: it may depend on the device or on compiled code"
     return Replay(step=held.step, message=message, exact=bool(held.facts.get("exact", True)), operations=operations)
 

@@ -1,11 +1,11 @@
-"""Reads weights, activations, gradients and updates off an engine while it trains: every N updates, without waiting.
+"""Watch: reads weights, activations, gradients and updates of an engine every N updates, without blocking.
 
-In the first microbatch of an update that is due, forward hooks stand on the modules that compute (and taps in the parts
-that conversion has fused); each tensor is read by one launch into a row of a table (``kernels.stats``). After the
-update the table is sent to the host and arrives a step or two later. In all other updates nothing is hooked, and only
-what costs nothing is taken along: FP8 scales and counts.
+In the first microbatch of an update that is due, forward hooks are registered on the modules that compute, and fused
+parts report their tensors as events (``events``). Each tensor is reduced by one kernel launch into a row of a table
+(``kernels.tensor_stats``). After the update the table is copied to the host, where it arrives a step or two later. In
+all other updates no hook is registered, and only FP8 scales and counts are copied, which exist anyway.
 
-Updates are seen on a sample of each parameter, as keeping all old weights for a comparison would double their memory.
+Updates are measured on a sample of each parameter: keeping all old weights for comparison would double their memory.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.device_readback import Parcels
+from narrowgauge import events
+from narrowgauge.device_readback import TensorReadback
 from narrowgauge.engine import Engine
 from narrowgauge.errors import UsageError
 from narrowgauge.gauges.watch.readings import Reading, read_counts
 from narrowgauge.kernels.tensor_stats import Table, gather
-from narrowgauge.nn import events
 from narrowgauge.nn.compile_forward import uncompiled
 from narrowgauge.optim.masters import Sample, sample_full
 from narrowgauge.optim.sharded import local
 from narrowgauge.step_report import StepReport
 
 EVERY = 100
-"""Updates between two readings by default."""
+"""Default number of updates between two snapshots."""
 SAMPLE = 65536
-"""Values of a parameter on which its updates are judged."""
+"""Values of each parameter on which its updates are measured."""
 _ROWS = 512
 NAMES = {
     torch.float32: "fp32",
@@ -45,17 +45,19 @@ NAMES = {
 
 
 @dataclass
-class Look:
-    """What one update showed, once it has arrived."""
+class Snapshot:
+    """The readings of all tensors in one update."""
 
     update: int
+    """Which update, counted from 1."""
     readings: list[Reading]
     applied: bool
+    """False if the update was skipped."""
 
 
 @dataclass
-class Pulse:
-    """What every update shows: the scale and the counts so far of each FP8 site, by its name."""
+class Fp8Reading:
+    """The scale of each FP8 site, and its counts since the start of the run, after one update. Keys are site names."""
 
     update: int
     scales: dict[str, float] = field(default_factory=dict)
@@ -64,112 +66,156 @@ class Pulse:
 
 
 class Watch:
-    """Watches one engine; ``ng.watch(engine)`` makes one. ``looks`` and ``pulses`` hand over what has arrived."""
+    """Reads the tensors of one engine while it trains. Create it with ``ng.watch(engine)``.
+
+    ``snapshots`` and ``fp8_readings`` return what has arrived on the host since the last call.
+    """
 
     def __init__(self, engine: Engine, every: int = EVERY) -> None:
+        """Register with the engine.
+
+        Args:
+            engine: The engine to watch.
+            every: Updates between two snapshots. The first update is always read.
+
+        Raises:
+            UsageError: ``every`` is not an integer of at least 1.
+        """
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise UsageError(f"watch: every={every!r} must be a whole number of at least 1")
+            raise UsageError(f"watch: every={every!r} must be an integer of at least 1")
         self.engine, self.every = engine, every
-        self._page: _Page | None = None
+        self._table: _UpdateTable | None = None
         self._first_microbatch = True
-        self._looks, self._pulses = Parcels(), Parcels()
+        self._snapshots, self._fp8_readings = TensorReadback(), TensorReadback()
         self._modules = list(_watched_modules(engine))
         engine.watchers.append(self)
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self.engine.watchers.remove(self)
 
     @contextlib.contextmanager
     def around(self, phase: str) -> Iterator[None]:
+        """Entered by the engine around each forward, backward and update."""
         if phase == "forward":
             if torch.is_grad_enabled() and self.engine.model.training:
-                self._page = self._page or self._begin()
-                if self._page is not None and self._first_microbatch:
-                    with self._hooked(self._page):
+                self._table = self._table or self._begin()
+                if self._table is not None and self._first_microbatch:
+                    with self._hooked(self._table):
                         yield
                     return
             yield
         elif phase == "backward":
-            page = self._page if self._first_microbatch else None
-            with events.listening(page.add) if page is not None else contextlib.nullcontext():
+            table = self._table if self._first_microbatch else None
+            with events.listening(table) if table is not None else contextlib.nullcontext():
                 yield
             self._first_microbatch = False
         else:
-            if self._page is not None:
-                self._page.before_update()
+            if self._table is not None:
+                self._table.before_update()
             yield
-            if self._page is not None:
-                self._page.after_update()
+            if self._table is not None:
+                self._table.after_update()
 
     def after(self, report: StepReport) -> None:
+        """Called by the engine after each update: start copying its numbers to the host."""
         scales = self.engine.conversion.scales
         if scales is not None:
-            self._pulses.push((report.index, list(scales.sites)), {"scale": scales.scale, "counts": scales.counts})
-        if self._page is not None:
-            self._page.send(self._looks, report)
-        self._page, self._first_microbatch = None, True
+            tensors = {"scale": scales.scale, "counts": scales.counts}
+            self._fp8_readings.push((report.index, list(scales.sites)), tensors)
+        if self._table is not None:
+            self._table.send(self._snapshots, report)
+        self._table, self._first_microbatch = None, True
 
-    def looks(self, wait: bool = False) -> list[Look]:
-        """The readings that have arrived; ``wait`` for those still on their way."""
-        return [_opened(tag, tensors) for tag, tensors in (self._looks.drain() if wait else self._looks.ready())]
+    def snapshots(self, wait: bool = False) -> list[Snapshot]:
+        """Return the snapshots that have arrived since the last call.
 
-    def pulses(self, wait: bool = False) -> list[Pulse]:
-        """Scales and counts of FP8 sites that have arrived."""
+        Args:
+            wait: Also wait for those still being copied from the device.
+
+        Returns:
+            One snapshot per update that was read, oldest first.
+        """
+        arrived = self._snapshots.drain() if wait else self._snapshots.ready()
+        return [_make_snapshot(tag, tensors) for tag, tensors in arrived]
+
+    looks = snapshots  # the former name, for existing scripts
+
+    def fp8_readings(self, wait: bool = False) -> list[Fp8Reading]:
+        """Return the scales and counts of FP8 sites that have arrived since the last call.
+
+        Args:
+            wait: Also wait for those still being copied from the device.
+
+        Returns:
+            One reading per update, oldest first. Empty if the recipe has no FP8 sites.
+        """
         found = []
-        for (update, names), tensors in self._pulses.drain() if wait else self._pulses.ready():
+        for (update, names), tensors in self._fp8_readings.drain() if wait else self._fp8_readings.ready():
             scales, (saturated, flushed) = tensors["scale"].tolist(), tensors["counts"].t().tolist()
             columns = (dict(zip(names, column, strict=True)) for column in (scales, saturated, flushed))
-            found.append(Pulse(update, *columns))
+            found.append(Fp8Reading(update, *columns))
         return found
 
-    def _begin(self) -> _Page | None:
-        """A page for the coming update, where it is due: the first, and then every so many."""
-        return _Page(self.engine) if self.engine.guard.updates % self.every == 0 else None
+    def _begin(self) -> _UpdateTable | None:
+        """A table for the next update if it is due: the first, and then one in ``every``."""
+        return _UpdateTable(self.engine) if self.engine.guard.updates % self.every == 0 else None
 
     @contextlib.contextmanager
-    def _hooked(self, page: _Page) -> Iterator[None]:
-        """Hooks on modules and taps in fused parts, for one forward.
+    def _hooked(self, table: _UpdateTable) -> Iterator[None]:
+        """Register hooks on modules, and listen to fused parts, for one forward.
 
-        A compiled model would not notice the hooks, so it runs as it was written, once in ``every`` updates.
+        Hooks have no effect inside a compiled model, so it runs eagerly in the updates that are read.
         """
         with contextlib.ExitStack() as stack:
-            stack.enter_context(events.listening(page.add))
+            stack.enter_context(events.listening(table))
             stack.enter_context(uncompiled(self.engine.model))
             for path, module in self._modules:
-                handle = module.register_forward_hook(page.hook(path))
+                handle = module.register_forward_hook(table.make_hook(path))
                 stack.callback(handle.remove)
             yield
 
 
 def watch(engine: Engine, every: int = EVERY) -> Watch:
-    """Watch an engine from now on: every ``every`` updates its tensors, every update what is known anyway."""
+    """Read the tensors of an engine while it trains. Watching changes no result and does not block.
+
+    Args:
+        engine: The engine to watch.
+        every: Updates between two snapshots of weights, activations, gradients and updates. FP8 scales and counts are
+            read in every update.
+
+    Returns:
+        A ``Watch``. Its ``snapshots()`` and ``fp8_readings()`` return what has arrived; ``stop()`` ends it.
+
+    Raises:
+        UsageError: ``every`` is not an integer of at least 1.
+    """
     return Watch(engine, every)
 
 
 @dataclass
 class _Row:
-    """Where in the tables a tensor's statistics are, and of how many values."""
+    """Index of a tensor's statistics in the tables, and the number of its values."""
 
     index: int
     dtype: str
     count: int = 0
 
 
-class _Page:
-    """The readings of one update, on the device."""
+class _UpdateTable(events.Listener):
+    """The statistics of one update's tensors, on the device."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.tables: list[Table] = []
         self.rows: dict[tuple[str, str], _Row] = {}
         self._before: list[Sample] = []
-        self._judged: dict[str, Tensor] = {}
+        self._measured: dict[str, Tensor] = {}
 
     def add(self, kind: str, path: str, tensor: Tensor, inverse_scale: Tensor | None = None) -> None:
-        """Read a tensor. Several under one name (chunks, a module that is called twice) are read as one.
+        """Add a tensor. Several with one name (chunks, a module that is called twice) share a row.
 
-        Of a sharded one this rank's part is read.
+        Of a sharded tensor, this rank's shard is read.
         """
         tensor = local(tensor)
         if not tensor.is_floating_point() or tensor.numel() == 0:
@@ -180,14 +226,17 @@ class _Page:
             self.tables.append(Table.make(_ROWS, self.engine.device))
         gather(self.tables[row.index // _ROWS], row.index % _ROWS, tensor.to(self.engine.device), inverse_scale)
 
-    def hook(self, path: str) -> Any:
-        def seen(_: nn.Module, __: Any, output: Any) -> None:
+    def report_tensor(self, kind: str, path: str, tensor: Tensor, inv_scale: Tensor | None) -> None:
+        self.add(kind, path, tensor, inv_scale)
+
+    def make_hook(self, path: str) -> Any:
+        def read_output(_: nn.Module, __: Any, output: Any) -> None:
             for tensor in _tensors(output):
                 self.add("activation", path, tensor)
                 if tensor.requires_grad:
                     tensor.register_hook(lambda grad: self.add("gradient", path, grad))
 
-        return seen
+        return read_output
 
     def before_update(self) -> None:
         for name, parameter in self.engine.named.items():
@@ -199,21 +248,21 @@ class _Page:
     def after_update(self) -> None:
         for before, after in zip(self._before, sample_full(self.engine.named, SAMPLE), strict=True):
             changes = after.values - before.values
-            self._judged |= zip(before.names, _judged(before.values, changes), strict=True)
+            self._measured |= zip(before.names, _measure_updates(before.values, changes), strict=True)
             for name, change in zip(before.names, changes, strict=True):
                 self.add("update", name, change)
 
-    def send(self, parcels: Parcels, report: StepReport) -> None:
+    def send(self, readback: TensorReadback, report: StepReport) -> None:
         tensors = {f"counts{i}": table.counts for i, table in enumerate(self.tables)}
         tensors |= {f"sizes{i}": table.sizes for i, table in enumerate(self.tables)}
         tensors |= {name: report.tensors[name] for name in ("applied", "loss_scale")}
-        if self._judged:
-            tensors["judged"] = torch.stack(list(self._judged.values()))
-        parcels.push((report.index, self.rows, list(self._judged)), tensors)
+        if self._measured:
+            tensors["measured"] = torch.stack(list(self._measured.values()))
+        readback.push((report.index, self.rows, list(self._measured)), tensors)
 
 
-def _judged(weights: Tensor, changes: Tensor) -> Tensor:
-    """Of each row the share of changes that BF16 weights would not notice, and their size relative to the weights'."""
+def _measure_updates(weights: Tensor, changes: Tensor) -> Tensor:
+    """Per row: the share of changes too small for BF16 weights, and their size relative to the weights."""
     spacing = torch.exp2(torch.floor(torch.log2(weights.abs().clamp(min=2.0**-126))) - 7)
     moved = changes != 0
     lost = (moved & (changes.abs() < spacing / 2)).sum(1) / moved.sum(1).clamp(min=1)
@@ -221,19 +270,19 @@ def _judged(weights: Tensor, changes: Tensor) -> Tensor:
     return torch.stack([lost, ratio], 1)
 
 
-def _opened(tag: tuple[int, dict[tuple[str, str], _Row], list[str]], tensors: dict[str, Tensor]) -> Look:
+def _make_snapshot(tag: tuple[int, dict[tuple[str, str], _Row], list[str]], tensors: dict[str, Tensor]) -> Snapshot:
     update, rows, parameters = tag
     tables = len([name for name in tensors if name.startswith("counts")])
     counts = torch.cat([tensors[f"counts{i}"] for i in range(tables)]).tolist() if tables else []
     sizes = torch.cat([tensors[f"sizes{i}"] for i in range(tables)]).tolist() if tables else []
     scale = float(tensors["loss_scale"])
-    judged = dict(zip(parameters, tensors["judged"].tolist(), strict=True)) if "judged" in tensors else {}
+    measured = dict(zip(parameters, tensors["measured"].tolist(), strict=True)) if "measured" in tensors else {}
     readings = []
     for (kind, path), row in rows.items():
         amax, squares = sizes[row.index]
         fields = read_counts(counts[row.index], row.count, amax)
         finite = max(row.count - fields["inf"] - fields["nan"], 1)
-        lost, ratio = judged[path] if kind == "update" else (None, None)
+        lost, ratio = measured[path] if kind == "update" else (None, None)
         own_scale = scale if kind in ("gradient", "weight_gradient") else 1.0
         common: dict[str, Any] = {
             "kind": kind,
@@ -243,11 +292,11 @@ def _opened(tag: tuple[int, dict[tuple[str, str], _Row], list[str]], tensors: di
             "mean_square": squares / finite,
         }
         readings.append(Reading(**common, scale=own_scale, lost=lost, ratio=ratio, **fields))
-    return Look(update, readings, bool(tensors["applied"]))
+    return Snapshot(update, readings, bool(tensors["applied"]))
 
 
 def _watched_modules(engine: Engine) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that compute and are called: leaves, but for those that fused parts compute in their place."""
+    """Leaf modules, except those that a fused part replaces and that are therefore never called."""
     converted = engine.conversion
     inside = {f"{block}." for block in converted.blocks}
     chained = {"norm", "lm_head"} if any(layer.part_of == "head" for layer in converted.layers) else set()

@@ -314,7 +314,7 @@ def test_masks_in_every_step_are_warned_of_and_one_pruning_is_not():
         warnings.simplefilter("error")
         for seed in range(REWRITES):
             step(engine, seed)
-    with pytest.warns(UserWarning, match="take master=fp32"):
+    with pytest.warns(UserWarning, match="use master=fp32"):
         for seed in range(REWRITES + 2):
             engine.model.out.weight.data.mul_(torch.rand(32, 32) > 0.5)
             step(engine, seed)

@@ -1,4 +1,4 @@
-"""Foretelling held against what happens: twelve models and settings, foretold from FP32, then run in FP16 and FP8."""
+"""Predictions compared with what happens: twelve models and settings, predicted from FP32, then run in FP16 and FP8."""
 
 import math
 
@@ -9,12 +9,12 @@ from torch import nn
 
 from narrowgauge import Engine
 from narrowgauge.errors import TrainingStalled
-from narrowgauge.gauges.rules.predict_formats import foretell
-from narrowgauge.gauges.watch.probe import Watch
+from narrowgauge.gauges.rules.predict_formats import predict_formats
+from narrowgauge.gauges.watch.watch import Watch
 from narrowgauge.models.gpt import GPT, GPTConfig
 
 
-class Times(nn.Module):
+class Multiply(nn.Module):
     def __init__(self, factor, inverse=False):
         super().__init__()
         self.factor, self.inverse = factor, inverse
@@ -24,7 +24,7 @@ class Times(nn.Module):
 
 
 class Outlier(nn.Module):
-    """One channel of a constant, large value beside channels that carry everything."""
+    """One channel has a constant, large value; the others carry the information."""
 
     def __init__(self, size, rest):
         super().__init__()
@@ -38,8 +38,8 @@ def net(*middle):
     return nn.Sequential(nn.Linear(16, 64), *middle, nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 16))
 
 
-def beside(size, rest):
-    """A net whose second layer reads an outlier that it has learnt to pass over."""
+def outlier_net(size, rest):
+    """A net whose second layer has a zero weight for the outlier channel, which gets no gradient."""
     model = net(Outlier(size, rest))
     weight = model[3].weight
     with torch.no_grad():
@@ -66,28 +66,28 @@ def words(model, generator):
     return model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
-CASES = {  # name: model, loss, does FP16 live, does FP8
+CASES = {  # name: model, loss, whether FP16 trains, whether FP8 trains
     "plain": (net, classify, True, True),
     "gpt": (gpt, words, True, True),
     "layernorm": (lambda: net(nn.LayerNorm(64)), classify, True, True),
-    "large activations": (lambda: net(Times(3e5), Times(3e5, inverse=True)), classify, False, True),
-    "huge activations": (lambda: net(Times(1e9), Times(1e9, inverse=True)), classify, False, True),
-    "activations within range": (lambda: net(Times(500.0), Times(500.0, inverse=True)), classify, True, True),
-    "small gradients, which a scale mends": (net, lambda m, g: classify(m, g, 1e-4), True, True),
+    "large activations": (lambda: net(Multiply(3e5), Multiply(3e5, inverse=True)), classify, False, True),
+    "huge activations": (lambda: net(Multiply(1e9), Multiply(1e9, inverse=True)), classify, False, True),
+    "activations within range": (lambda: net(Multiply(500.0), Multiply(500.0, inverse=True)), classify, True, True),
+    "small gradients that a loss scale fixes": (net, lambda m, g: classify(m, g, 1e-4), True, True),
     "batch norm": (lambda: net(nn.BatchNorm1d(64)), classify, True, True),
     "dropout": (lambda: net(nn.Dropout(0.1)), classify, True, True),
-    "an outlier that FP8 can bear": (lambda: beside(30.0, 1.0), classify, True, True),
-    "an outlier beside small values": (lambda: beside(1.5e4, 0.05), classify, True, False),
-    "small activations": (lambda: net(Times(1e-3), Times(1e-3, inverse=True)), classify, True, True),
+    "an outlier that FP8 tolerates": (lambda: outlier_net(30.0, 1.0), classify, True, True),
+    "an outlier among small values": (lambda: outlier_net(1.5e4, 0.05), classify, True, False),
+    "small activations": (lambda: net(Multiply(1e-3), Multiply(1e-3, inverse=True)), classify, True, True),
 }
 
 
 def run(build, loss, recipe, steps, watch=False):
-    """Losses of a few steps, and the looks where it is watched; a run that stalls has NaN for its last loss."""
+    """Return the losses, and the readings if watched. The last loss of a run that stalls is NaN."""
     torch.manual_seed(0)
     model = build()
     engine = Engine(model, torch.optim.AdamW(model.parameters(), lr=1e-2), recipe, max_consecutive_skips=40)
-    eye = Watch(engine, every=5) if watch else None
+    watched = Watch(engine, every=5) if watch else None
     losses = []
     try:
         for step in range(steps):
@@ -98,42 +98,42 @@ def run(build, loss, recipe, steps, watch=False):
             losses.append(value.item())
     except TrainingStalled:
         losses.append(math.nan)
-    return losses, [look.readings for look in eye.looks()] if eye is not None else []
+    return losses, [one.readings for one in watched.snapshots()] if watched is not None else []
 
 
 def learns(losses, reference):
-    """Whether a run got at least half as far down as the reference did."""
+    """Whether the loss fell at least half as far as in the reference run."""
     fall = reference[0] - sum(reference[-5:]) / 5
     own = losses[0] - sum(losses[-5:]) / 5
     return math.isfinite(own) and own > 0.5 * fall
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_was_foretold_happens(name):
-    build, loss, fp16_lives, fp8_lives = CASES[name]
-    reference, looks = run(build, loss, "fp32", 30, watch=True)
-    fp16, fp8 = foretell(looks)
-    assert (fp16.survives, fp8.survives) == (fp16_lives, fp8_lives), (fp16, fp8)
-    for told, recipe in ((fp16, "fp16"), (fp8, "fp8[products=all]")):
+def test_predictions_match_what_happens(name):
+    build, loss, fp16_trains, fp8_trains = CASES[name]
+    reference, readings = run(build, loss, "fp32", 30, watch=True)
+    fp16, fp8 = predict_formats(readings)
+    assert (fp16.survives, fp8.survives) == (fp16_trains, fp8_trains), (fp16, fp8)
+    for prediction, recipe in ((fp16, "fp16"), (fp8, "fp8[products=all]")):
         losses, _ = run(build, loss, recipe, 30)
-        assert learns(losses, reference) == told.survives, (recipe, losses)
+        assert learns(losses, reference) == prediction.survives, (recipe, losses)
 
 
-def test_the_recipe_keeps_just_what_breaks():
+def test_the_recipe_keeps_only_the_modules_that_fail():
     build, loss, *_ = CASES["large activations"]
-    _, looks = run(build, loss, "fp32", 10, watch=True)
-    fp16, _ = foretell(looks)
+    _, readings = run(build, loss, "fp32", 10, watch=True)
+    fp16, _ = predict_formats(readings)
     assert [one.module for one in fp16.breaks if one.why == "overflow"] == ["1"]
     assert fp16.recipe == "fp16[keep=1]" and fp16.loss_scale >= 1024
 
 
-def test_gradients_that_no_scale_can_hold():
-    _, looks = run(net, tiny_loss, "fp32", 6, watch=True)
-    fp16, _ = foretell(looks)
+def test_gradients_too_small_for_any_loss_scale():
+    _, readings = run(net, tiny_loss, "fp32", 6, watch=True)
+    fp16, _ = predict_formats(readings)
     assert not fp16.survives and {one.why for one in fp16.breaks} == {"underflow"}
 
 
-def test_nothing_seen_is_nothing_foretold():
-    fp16, fp8 = foretell([])
+def test_without_readings_everything_survives():
+    fp16, fp8 = predict_formats([])
     assert fp16.survives and fp8.survives and (fp16.recipe, fp8.recipe) == ("fp16", "fp8")
     assert fp16.as_event()["breaks"] == []
