@@ -106,12 +106,12 @@ def round_to_format(x: Tensor, format: str | None, scale: float = 1.0, limited: 
     if limited and format in DTYPES:
         dtype = DTYPES[format]
         most = FP8_MAX.get(dtype, math.inf)
-        held = wide.clamp(-most, most).to(dtype).double()
+        stored = wide.clamp(-most, most).to(dtype).double()
     else:
         mantissa, exponent = torch.frexp(wide)
         places = 2.0 ** (find_format(format).mantissa_bits + 1)
-        held = torch.ldexp(torch.round(mantissa * places) / places, exponent)
-    return (held / scale).to(x.dtype)
+        stored = torch.ldexp(torch.round(mantissa * places) / places, exponent)
+    return (stored / scale).to(x.dtype)
 
 
 def measure_shares(x: Tensor, format: str, scale: float) -> Shares:
