@@ -55,7 +55,7 @@ def command(task: str, *more: str, steps: int = 40) -> list[str]:
 
 
 def assert_finished(steps: int = 40) -> None:
-    assert checkpoint.steps_of(Path("run"))[-1] == steps
+    assert checkpoint.list_steps(Path("run"))[-1] == steps
     events = list(record.read(Path("run")))
     assert [e["step"] for e in events if e["kind"] == "step"] == list(range(1, steps + 1))
     assert events[-1]["kind"] == "end"
@@ -133,14 +133,22 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_a_signal_that_was_ignored_stays_ignored(number: int) -> None:
-    with start(preexec_fn=lambda: signal.signal(number, signal.SIG_IGN)) as process:
-        for _ in range(3):
+def test_sigint_and_sighup_that_were_ignored_stay_ignored_and_sigterm_saves() -> None:
+    def ignore() -> None:
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
+    with start(preexec_fn=ignore) as process:
+        for number in (signal.SIGINT, signal.SIGHUP) * 2:
             before = last_step()
             process.send_signal(number)
             wait_until(lambda before=before: process.poll() is not None or last_step() > before + 20)  # type: ignore[misc]
             assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == 0
+    events = list(record.read(Path("run")))
+    assert events[-1]["kind"] == "end" and events[-1]["interrupted"]
+    assert checkpoint.steps_of(Path("run")) == [events[-1]["step"]]
 
 
 def test_a_terminal_that_is_closed_saves_the_run() -> None:
@@ -157,7 +165,7 @@ def test_a_terminal_that_is_closed_saves_the_run() -> None:
         assert process.wait(PATIENCE_S) == 0
     events = list(record.read(Path("run")))
     assert events[-1]["kind"] == "end" and events[-1]["interrupted"]
-    assert checkpoint.steps_of(Path("run")) == [events[-1]["step"]]
+    assert checkpoint.list_steps(Path("run")) == [events[-1]["step"]]
 
 
 def raising(text: str) -> str:
@@ -193,8 +201,8 @@ def test_a_task_that_raises_is_exit_3_with_its_traceback(
     assert code == 3 and said.out == ""
     assert "Traceback" in said.err and "bad.py" in said.err and said.err.splitlines()[-1].startswith("narrowgauge: ")
     if where in ("late", "ahead"):
-        assert checkpoint.steps_of(Path("run")) == [10, 20] and "narrowgauge train --resume run" in said.err
-        assert checkpoint.damage(checkpoint.path_of(Path("run"), 20)) is None
+        assert checkpoint.list_steps(Path("run")) == [10, 20] and "narrowgauge train --resume run" in said.err
+        assert checkpoint.find_damage(checkpoint.make_path(Path("run"), 20)) is None
 
 
 def test_a_stream_that_fails_is_silent_from_then_on() -> None:

@@ -102,7 +102,7 @@ def read_runs(path: Path, tag: str | None = None) -> list[Curves]:
     """
     if not files.exists(path):
         raise UsageError(f"{path} does not exist: expected a log (.jsonl, .json, .csv, TensorBoard) or a folder")
-    if not path.is_dir() and (why := files.why_unreadable(path)):
+    if not path.is_dir() and (why := files.explain_unreadable(path)):
         raise UsageError(f"{path} cannot be read: {why}")
     if path.name == record.EVENTS and record.holds_run(path.parent):
         path = path.parent

@@ -23,8 +23,8 @@ from typing import Any
 from narrowgauge import tasks
 from narrowgauge.hardware import Device
 from narrowgauge.runs import record
-from narrowgauge.runs.settings import settle
-from narrowgauge.runs.train import train, versions
+from narrowgauge.runs.settings import make_settings
+from narrowgauge.runs.train import read_versions, train
 from narrowgauge.runs.trainer import Observer
 from narrowgauge.task import Task
 
@@ -59,7 +59,7 @@ class Experiment:
         """Everything that the numbers depend on, except the settings of the run."""
         source = self.spec.rpartition(":")[0]
         text = Path(source).read_text() if source.endswith(".py") else ""
-        known = {"task": self.spec, "file": text, "options": dict(self.options), "versions": versions()}
+        known = {"task": self.spec, "file": text, "options": dict(self.options), "versions": read_versions()}
         return known | {"device": self.device.name}
 
 
@@ -100,7 +100,7 @@ def get_run(experiment: Experiment, recipe: str, seed: int, observer: Observer |
     task = dataclasses.replace(make_task(experiment, seed), sample=None)
     steps = int(experiment.settings.get("steps") or task.steps)
     given = {"seed": seed, "eval_every": max(1, -(-steps // EVALUATIONS)), **experiment.settings, **TEMPORARY}
-    settings = settle(task, recipe=recipe, device=experiment.device.torch_device, **given)
+    settings = make_settings(task, recipe=recipe, device=experiment.device.torch_device, **given)
     folder = experiment.store / hash_content({**experiment.describe_content(), "settings": settings.__dict__})
     done = _read_finished(folder)
     if done is not None:

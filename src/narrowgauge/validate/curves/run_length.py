@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.runs.settings import settle
+from narrowgauge.runs.settings import make_settings
 from narrowgauge.runs.train import train
 from narrowgauge.runs.trainer import Observer
 from narrowgauge.task import Task
@@ -120,7 +120,7 @@ def _run_pilot(experiment: Experiment, task: Task, recipe: str, given: Mapping[s
 
 def _time_run(experiment: Experiment, task: Task, recipe: str, given: Mapping[str, Any]) -> Pilot:
     """Times a short run. The rate reported by a run is that of its steady updates, without evaluations."""
-    settings = settle(task, recipe=recipe, device=experiment.device.torch_device, **given, **TEMPORARY)
+    settings = make_settings(task, recipe=recipe, device=experiment.device.torch_device, **given, **TEMPORARY)
     with tempfile.TemporaryDirectory() as folder:
         start = time.monotonic()
         result = train(dataclasses.replace(task, sample=None), settings, Path(folder) / "pilot", observer=Observer())

@@ -185,7 +185,7 @@ def compare_step(
     """
     if reference.loss_scale != "none":
         raise UsageError(f"layers: the reference {reference} uses a loss scale; use fp32, tf32 or bf16")
-    with random_state.put_back(), torch.compiler.set_stance("force_eager"):
+    with random_state.preserve(), torch.compiler.set_stance("force_eager"):
         return _StepComparison(task, candidate, reference, device, seed, tell or (lambda _: None)).result()
 
 
