@@ -1,7 +1,7 @@
-"""A saved benchmark: what ``bench --save`` writes, and what a gate reads again to hold another run against it.
+"""Saved benchmarks: written by ``bench --save``, read by the gate of ``bench --against``.
 
-It keeps the time of every round, so that intervals can be computed again, and everything that a ratio of times depends
-on beside the code: a base of another task, device or batch is refused, not compared.
+A file has the time of every round, so that intervals can be computed again, and everything except the code that affects
+the ratios. A benchmark with another task, device or batch is refused.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from narrowgauge import files
-from narrowgauge.bench.contest import Row, Settings
+from narrowgauge.bench.compare import Row, Settings
 from narrowgauge.errors import UsageError
 from narrowgauge.hardware import Device
 from narrowgauge.task import Task
 
 FORMAT = "narrowgauge bench 1"
-SAME = {
+MUST_MATCH = {
     "task": "",
     "device": "",
     "threads": "; set OMP_NUM_THREADS",
@@ -36,9 +36,9 @@ SAME = {
     "peers": "",
     "options": "",
 }
-"""What must be as it was in the base, with what helps where it is not."""
+"""Facts that must equal those of the saved benchmark, with a hint for the error message."""
 
-KINDS = {
+TYPES = {
     "task": str,
     "peers": list,
     "batch": int | None,
@@ -47,10 +47,10 @@ KINDS = {
     "steps": int,
     "options": dict,
 }
-"""What is taken from a base where the command line does not say it."""
+"""Facts that are taken from a saved benchmark if the command line does not set them, with their types."""
 
 
-def describe(
+def describe_setup(
     spec: str,
     task: Task,
     device: Device,
@@ -60,7 +60,7 @@ def describe(
     context: int | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What was measured, for the JSON of a benchmark."""
+    """The facts about a measurement, for the JSON of a benchmark."""
     return {
         "format": FORMAT,
         "task": spec,
@@ -79,78 +79,86 @@ def describe(
 
 
 def save(path: Path, data: Mapping[str, Any]) -> None:
+    """Writes a benchmark as JSON, for ``--against``."""
     files.save_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n", "--save")
 
 
-def twin_of(recipe: str, rows: Sequence[Row]) -> Row | None:
-    """The row of the plain-torch loop that took turns with a recipe."""
+def find_baseline(recipe: str, rows: Sequence[Row]) -> Row | None:
+    """The row of a recipe's plain-torch baseline."""
     return next((row for row in rows if row.recipe == recipe and row.name.startswith("torch-")), None)
 
 
 @dataclass(frozen=True)
-class Base:
-    """A benchmark that was saved."""
+class SavedBenchmark:
+    """A benchmark read from a file."""
 
     path: Path
     facts: Mapping[str, Any]
     rows: tuple[Row, ...]
 
     @classmethod
-    def read(cls, path: Path) -> Base:
+    def read(cls, path: Path) -> SavedBenchmark:
+        """Reads a saved benchmark.
+
+        Raises:
+            UsageError: If the file cannot be read, is damaged, or was saved by another version.
+        """
         try:
             data = files.parse_json(files.read(path))
         except UsageError as error:
-            raise UsageError(f"the base: {error}") from None
+            raise UsageError(f"saved benchmark: {error}") from None
         except ValueError:
-            raise UsageError(f"the base {path} is not JSON: save it again with bench --save") from None
+            raise UsageError(f"{path} is not JSON: save it again with bench --save") from None
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise UsageError(f"{path} is not a base of this version: save it again with bench --save")
+            raise UsageError(f"{path} is not a benchmark saved by this version: save it again with bench --save")
         try:
-            data.setdefault("options", {})  # which bases of earlier versions have not
-            rows = tuple(_row(row) for row in data.pop("rows"))
-            facts = {key: data[key] for key in (*SAME, "torch")}
-            wrong = [key for key, kind in KINDS.items() if not isinstance(facts[key], kind)]
+            data.setdefault("options", {})  # missing in files of earlier versions
+            rows = tuple(_parse_row(row) for row in data.pop("rows"))
+            facts = {key: data[key] for key in (*MUST_MATCH, "torch")}
+            wrong = [key for key, kind in TYPES.items() if not isinstance(facts[key], kind)]
             if wrong:
                 raise ValueError(f"its {wrong[0]}")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UsageError(f"the base {path} is damaged ({error}): save it again with bench --save") from None
+            raise UsageError(f"{path} is damaged ({error}): save it again with bench --save") from None
         return cls(path, facts, rows)
 
     @property
     def recipes(self) -> list[str]:
+        """The names of the measured recipes."""
         return [row.name for row in self.rows if row.name == row.recipe]
 
     def row(self, recipe: str) -> Row:
+        """The row of a recipe."""
         found = next((row for row in self.rows if row.name == row.recipe == recipe), None)
         if found is None:
-            raise UsageError(f"the base {self.path} has no {recipe}: it has {', '.join(self.recipes)}")
+            raise UsageError(f"{self.path} has no {recipe}: it has {', '.join(self.recipes)}")
         return found
 
     def pair(self, recipe: str) -> tuple[Row, Row]:
-        """The rows of a recipe and of its twin."""
-        row, twin = self.row(recipe), twin_of(recipe, self.rows)
-        if twin is None:
-            others = [name for name in self.recipes if twin_of(name, self.rows)]
+        """The rows of a recipe and of its plain-torch baseline."""
+        row, baseline = self.row(recipe), find_baseline(recipe, self.rows)
+        if baseline is None:
+            others = [name for name in self.recipes if find_baseline(name, self.rows)]
             raise UsageError(
-                f"the base {self.path} has no plain-torch twin of {recipe} to hold it against: "
+                f"{self.path} has no plain-torch baseline of {recipe}: "
                 + (f"leave it out with --recipes {','.join(others)}" if others else "save it with --peers torch")
-                + "; a format that this device only emulates has none"
+                + "; a format that this device only emulates has no baseline"
             )
-        if (len(row.times_ms), len(row.cpu_ms)) != (len(twin.times_ms), len(twin.cpu_ms)):
-            raise UsageError(f"the base {self.path} is damaged (the rounds of {recipe}): save it again")
-        return row, twin
+        if (len(row.times_ms), len(row.cpu_ms)) != (len(baseline.times_ms), len(baseline.cpu_ms)):
+            raise UsageError(f"{self.path} is damaged (the rounds of {recipe}): save it again with bench --save")
+        return row, baseline
 
-    def refuse_other(self, now: Mapping[str, Any]) -> None:
-        """Refuse to compare with a measurement that differs in any of these facts."""
-        for key, help in SAME.items():
+    def check_same_setup(self, now: Mapping[str, Any]) -> None:
+        """Raises UsageError if a new measurement differs from this one in any fact that affects the ratios."""
+        for key, help in MUST_MATCH.items():
             if key in now and now[key] != self.facts[key]:
                 raise UsageError(
-                    f"the base {self.path} was measured with {key} {_text(self.facts[key])}, not "
-                    f"{_text(now[key])}{help}; only like can be compared: measure as it did, or save another base"
+                    f"{self.path} was measured with {key} {_text(self.facts[key])}, not {_text(now[key])}{help}; "
+                    "use the same settings, or save a new benchmark"
                 )
 
 
-def _row(data: dict[str, Any]) -> Row:
+def _parse_row(data: dict[str, Any]) -> Row:
     times = {clock: tuple(float(time) for time in data[clock]) for clock in ("times_ms", "cpu_ms")}
     row = Row(**{**data, **times})
     if not row.times_ms or not all(0 < time < math.inf for time in (*row.times_ms, *row.cpu_ms)):
@@ -158,8 +166,8 @@ def _row(data: dict[str, Any]) -> Row:
     return row
 
 
-def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Rows as a base has them; a loss that is not finite is null."""
+def rows_to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Rows as JSON data; a loss that is not finite becomes null."""
     found = [dataclasses.asdict(row) for row in rows]
     for row in found:
         row["times_ms"], row["cpu_ms"] = list(row["times_ms"]), list(row["cpu_ms"])
@@ -168,14 +176,14 @@ def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return found
 
 
-def joined(path: Path, facts: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
-    """The base to save where rows join those of other recipes in a file; a file of other facts is replaced."""
+def merge_rows(path: Path, facts: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
+    """Merges new rows with those of other recipes in a file; a file with other facts is replaced."""
     kept: list[Row] = []
     with contextlib.suppress(UsageError):
-        old = Base.read(path)
-        old.refuse_other(facts)
+        old = SavedBenchmark.read(path)
+        old.check_same_setup(facts)
         kept = [row for row in old.rows if row.recipe not in {new.recipe for new in rows}]
-    return {**facts, "rows": as_json([*kept, *rows])}
+    return {**facts, "rows": rows_to_json([*kept, *rows])}
 
 
 def _text(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Bench: contestants take turns, start alike, and what is impossible is refused."""
+"""Benchmarks: recipes and baselines take turns and start equally; impossible requests are refused."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from narrowgauge import Task, UsageError, bench, hardware
-from narrowgauge.bench.baselines import contestants
+from narrowgauge.bench.baselines import make_baselines
 from narrowgauge.cli import main
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.recipe import parse
@@ -57,7 +57,7 @@ def measure(recipes=("fp32",), peers=(), task=None, **settings):
     return rows, heard
 
 
-def test_rows_hold_what_the_design_promises():
+def test_rows_have_all_fields():
     rows, heard = measure(["fp32", "bf16", "fp16"])
     assert [row.name for row in rows] == ["fp32", "bf16", "fp16"]
     first = rows[0]
@@ -70,7 +70,7 @@ def test_rows_hold_what_the_design_promises():
     assert any("round 3 of 3" in line for line in heard)
 
 
-def test_engine_and_hand_written_loop_take_the_same_steps():
+def test_engine_and_plain_loop_compute_the_same_steps():
     rows, _ = measure(["fp32"], ["torch"])
     assert [row.name for row in rows] == ["fp32", "torch-fp32"]
     assert rows[0].loss == pytest.approx(rows[1].loss, rel=1e-5)
@@ -79,7 +79,7 @@ def test_engine_and_hand_written_loop_take_the_same_steps():
 
 def test_ratios_are_medians_over_paired_rounds(monkeypatch):
     times = {"fp32": [2.0, 4.0, 8.0], "torch-fp32": [3.0, 4.0, 9.0]}
-    monkeypatch.setattr(bench.contest, "time_round", lambda contestant, *_: times[contestant.name].pop(0))
+    monkeypatch.setattr(bench.compare, "time_round", lambda entry, *_: times[entry.name].pop(0))
     rows, _ = measure(["fp32"], ["torch"])
     assert rows[0].twin_ratio == 9 / 8  # of 3/2, 4/4 and 9/8
     assert (rows[0].step_ms, rows[0].step_ms_low, rows[0].step_ms_high) == (4.0, 2.0, 8.0)
@@ -87,45 +87,45 @@ def test_ratios_are_medians_over_paired_rounds(monkeypatch):
     assert rows[1].tokens_per_s == 16 / 4.0 * 1e3
 
 
-def test_a_peer_that_would_take_forever_is_left_out_and_said_so():
+def test_very_slow_baseline_is_left_out_with_a_message():
     slow = [name for name in ("bf16", "fp16") if name not in hardware.detect("cpu").native]
     rows, heard = measure(slow, ["torch"]) if slow else ([], [])
     assert [row.name for row in rows] == slow
     assert len([line for line in heard if "hundreds of times" in line]) == len(slow)
 
 
-def test_a_contestant_that_changes_attention_for_those_after_it_is_found_out():
+def test_entry_that_changes_attention_backends_is_refused():
     def loss(model, b):
         torch.backends.cuda.enable_mem_efficient_sdp(not torch.backends.cuda.mem_efficient_sdp_enabled())
         return F.cross_entropy(model(b[0]), b[1])
 
-    before = bench.contest.attention_of_process()
+    before = bench.compare.read_attention_backends()
     try:
-        with pytest.raises(NarrowgaugeError, match=r"fp32 found the attention backends .* and left .* those after it"):
+        with pytest.raises(NarrowgaugeError, match=r"fp32 changed the default attention backends from .* to .*"):
             measure(task=tiny_task(loss=loss), warmup=2)
     finally:
         torch.backends.cuda.enable_mem_efficient_sdp(before[2])
     measure(["fp32", "bf16"], ["torch"])
-    assert bench.contest.attention_of_process() == before
+    assert bench.compare.read_attention_backends() == before
 
 
-def test_what_cannot_be_measured_is_refused():
-    with pytest.raises(UsageError, match="unknown peer 'apex'"):
+def test_unknown_baseline_and_unsupported_recipe_are_refused():
+    with pytest.raises(UsageError, match="unknown baseline 'apex'"):
         measure(peers=["apex"])
     with pytest.raises(UsageError, match="tensor cores"):
         measure(["tf32"])
 
 
-def test_torchao_stands_against_fp8_with_both_its_kinds(monkeypatch):
+def test_torchao_has_two_fp8_baselines(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    assert list(contestants("torchao", parse("fp8"))) == ["torchao-tensorwise", "torchao-rowwise"]
-    assert contestants("torchao", parse("bf16")) == {}
+    assert list(make_baselines("torchao", parse("fp8"))) == ["torchao-tensorwise", "torchao-rowwise"]
+    assert make_baselines("torchao", parse("bf16")) == {}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match="torchao: it is not installed"):
-        contestants("torchao", parse("fp8"))
+        make_baselines("torchao", parse("fp8"))
 
 
-def test_the_verb_prints_json_saves_it_and_refuses_bad_input(tmp_path: Path, capsys):
+def test_bench_verb_prints_and_saves_json_and_refuses_bad_input(tmp_path: Path, capsys):
     (tmp_path / "mine.py").write_text(TASK_FILE)
     spec = f"{tmp_path}/mine.py:tiny"
     saved = tmp_path / "out" / "base.json"

@@ -1,4 +1,4 @@
-"""The gate: its interval is Yuen's, noise does not fail it, a slowdown of 5% does, and like is compared with like."""
+"""The performance gate: Yuen's interval, few false alarms, slowdowns of 5% are found, other setups are refused."""
 
 import dataclasses
 import json
@@ -12,8 +12,8 @@ import pytest
 from scipy import stats
 
 from narrowgauge import UsageError
-from narrowgauge.bench import contest, gate
-from narrowgauge.bench.base import Base
+from narrowgauge.bench import compare, gate
+from narrowgauge.bench.saved_benchmark import SavedBenchmark
 from narrowgauge.cli import main, make_parser
 
 TASK_FILE = """
@@ -29,35 +29,35 @@ def tiny(batch=4):
 """
 
 
-def test_quantiles_of_t_are_scipys():
-    for freedom in (1, 2.5, 5, 17.3, 94, 400):
+def test_t_quantiles_match_scipy():
+    for df in (1, 2.5, 5, 17.3, 94, 400):
         for miss in (0.05, 0.0025, 0.0001):
-            assert gate.t_quantile(miss, freedom) == pytest.approx(stats.t.isf(miss, freedom), rel=2e-3)
+            assert gate.t_quantile(miss, df) == pytest.approx(stats.t.isf(miss, df), rel=2e-3)
 
 
-def test_the_interval_is_that_of_yuens_test():
+def test_interval_matches_yuens_test():
     rng = np.random.default_rng(1)
     before, now = rng.standard_t(3, 37), 0.4 + 2 * rng.standard_t(3, 52)
     theirs = stats.ttest_ind(now, before, equal_var=False, trim=gate.CUT)
-    then, today = gate.Middle.of(before), gate.Middle.of(now)
+    then, today = gate.TrimmedMean.of(before), gate.TrimmedMean.of(now)
     assert today.mean == pytest.approx(stats.trim_mean(now, gate.CUT))
-    freedom = round(float(theirs.df), 1)
-    half = stats.t.isf(0.001, freedom) * (today.mean - then.mean) / theirs.statistic
+    df = round(float(theirs.df), 1)
+    half = stats.t.isf(0.001, df) * (today.mean - then.mean) / theirs.statistic
     assert today.half_width(0.001, then) == pytest.approx(half, rel=1e-3)
 
 
 def noise(kind, rng, rounds):
-    """Log ratios of rounds A B, B A, ... on a machine of this kind."""
+    """Log ratios of rounds A B, B A, ... on a machine with this kind of noise."""
     turns = 2 * rounds
     if kind == "quiet":
         logs = rng.normal(0, 0.003, turns)
-    elif kind == "spikes":  # as measured here: a percent, and every tenth turn a fifth longer
+    elif kind == "spikes":  # as measured: 1%, and every tenth turn 20% longer
         logs = rng.normal(0, 0.01, turns) + (rng.random(turns) < 0.1) * rng.lognormal(-1.6, 0.5, turns)
     elif kind == "heavy":
         logs = 0.02 * rng.standard_t(2, turns)
     elif kind == "drift":
         logs = rng.normal(0, 0.015, turns) + np.cumsum(rng.normal(0, 0.02, turns))
-    elif kind == "neighbour":  # who comes and goes, and takes a third of the machine
+    elif kind == "neighbour":  # another process that comes and goes, and takes a third of the machine
         logs = rng.normal(0, 0.015, turns) + 0.5 * (np.cumsum(rng.random(turns) < 0.1) % 2)
     else:
         logs = rng.normal(0, 0.05, turns)
@@ -67,53 +67,55 @@ def noise(kind, rng, rounds):
 
 
 def simulate(before, now, slower, gates=1000):
-    """How often each verdict comes."""
+    """The number of gates with each verdict."""
     rng = np.random.default_rng(7)
     counts = dict.fromkeys((gate.PASS, gate.FASTER, gate.UNDECIDED, gate.SLOWER), 0)
-    ends = contest.looks(gate.ROUNDS)
+    ends = compare.plan_analyses(gate.ROUNDS)
     for _ in range(gates):
         base, run = noise(before, rng, ends[-1]), noise(now, rng, ends[-1]) + math.log1p(slower)
-        known = (n for n in ends if gate.Middle.of(base[:n]).half_width(gate.level(1, 1)) <= gate.TOLERANCE / 3)
+        known = (
+            n for n in ends if gate.TrimmedMean.of(base[:n]).half_width(gate.divide_level(1, 1)) <= gate.TOLERANCE / 3
+        )
         base = list(base[: next(known, ends[-1])])
-        found = (gate.judge(base, list(run[:n]), gate.TOLERANCE, gate.level(1, 1)).verdict for n in ends)
+        found = (gate.judge(base, list(run[:n]), gate.TOLERANCE, gate.divide_level(1, 1)).verdict for n in ends)
         counts[next((one for one in found if one != gate.UNDECIDED), gate.UNDECIDED)] += 1
     return counts
 
 
 @pytest.mark.parametrize("now", ["quiet", "spikes", "heavy", "drift", "neighbour", "rough"])
-def test_noise_fails_a_gate_at_most_once_in_a_hundred(now):
+def test_noise_fails_at_most_one_gate_in_a_hundred(now):
     counts = simulate(now, now, 0.0)
     assert counts[gate.SLOWER] <= 10, counts
     if now != "rough":
         assert counts[gate.PASS] >= 900, counts
 
 
-def test_noise_that_came_after_the_base_fails_no_more_often():
+def test_noise_after_saving_does_not_add_false_alarms():
     for now in ("heavy", "rough"):
         assert simulate("quiet", now, 0.0, 500)[gate.SLOWER] <= 5
 
 
 @pytest.mark.parametrize("now", ["quiet", "spikes", "heavy", "drift", "neighbour"])
-def test_a_slowdown_of_5_percent_is_found(now):
+def test_slowdown_of_5_percent_is_found(now):
     assert simulate(now, now, 0.05, 300)[gate.SLOWER] >= 285
 
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
-    """Runs the verb on clocks that a test sets: (wall, cpu) of the candidate over the twin's, and their noise."""
+    """Runs the verb with simulated clocks: wall and CPU time relative to the baseline, and their noise."""
     (tmp_path / "mine.py").write_text(TASK_FILE)
     monkeypatch.chdir(tmp_path)
     set_to = SimpleNamespace(wall=1.0, cpu=1.0, noise=0.01, now=0.0)
     rng = np.random.default_rng(3)
 
-    def time_round(contestant, *_):
-        mine = contestant.name == str(contestant.recipe)
+    def time_round(entry, *_):
+        mine = entry.name == str(entry.recipe)
         wall, cpu = (10.0 * (ratio if mine else 1.0) for ratio in (set_to.wall, set_to.cpu))
         set_to.now += cpu * 5e-3 * math.exp(rng.normal(0, set_to.noise))
         return wall * math.exp(rng.normal(0, set_to.noise))
 
-    monkeypatch.setattr(contest, "time_round", time_round)
-    monkeypatch.setattr(contest, "time", SimpleNamespace(process_time=lambda: set_to.now))
+    monkeypatch.setattr(compare, "time_round", time_round)
+    monkeypatch.setattr(compare, "time", SimpleNamespace(process_time=lambda: set_to.now))
 
     def run(*words, **clocks):
         for name, value in {"wall": 1.0, "cpu": 1.0, "noise": 0.01, **clocks}.items():
@@ -126,7 +128,7 @@ def command(tmp_path, monkeypatch):
 SAVE = ("mine.py:tiny", "--recipes", "fp32", "--peers", "torch", "--batch", "6", "--save", "base.json")
 
 
-def test_the_verb_saves_a_base_and_holds_runs_against_it(command, capsys):
+def test_bench_verb_saves_and_compares(command, capsys):
     assert command(*SAVE) == 0
     saved = json.loads(capsys.readouterr().out)
     assert len(saved["rows"][0]["times_ms"]) >= gate.ROUNDS
@@ -141,15 +143,15 @@ def test_the_verb_saves_a_base_and_holds_runs_against_it(command, capsys):
     assert len(data["rows"]) == 2
 
 
-def test_a_base_takes_as_many_rounds_as_its_noise_asks_for(command, capsys):
+def test_saving_takes_more_rounds_with_more_noise(command, capsys):
     rounds = []
     for noise in (0.001, 0.01, 0.5):
         assert command(*SAVE, noise=noise) == 0
         rounds.append(len(json.loads(capsys.readouterr().out)["rows"][0]["cpu_ms"]))
-    assert rounds[0] == gate.ROUNDS < rounds[1] < rounds[2] == contest.MOST * gate.ROUNDS
+    assert rounds[0] == gate.ROUNDS < rounds[1] < rounds[2] == compare.MOST * gate.ROUNDS
 
 
-def test_a_slowdown_fails_with_1_and_one_that_only_waits_too(command, capsys):
+def test_slowdown_by_work_or_by_waiting_exits_with_1(command, capsys):
     command(*SAVE)
     capsys.readouterr()
     assert command("--against", "base.json", cpu=1.06, wall=1.06) == 1
@@ -167,14 +169,14 @@ def test_a_slowdown_fails_with_1_and_one_that_only_waits_too(command, capsys):
     assert '"verdict": "faster"' in capsys.readouterr().out
 
 
-def test_what_noise_hides_is_undecided_and_no_failure(command, capsys):
+def test_noisy_result_is_undecided_and_passes(command, capsys):
     command(*SAVE)
     capsys.readouterr()
     assert command("--against", "base.json", "--rounds", "2", noise=0.3) == 0
     printed = capsys.readouterr()
     row = json.loads(printed.out)["gate"]["rows"][0]
     assert (row["verdict"], row["rounds"]) == ("undecided", 16)
-    assert "give more --rounds" in printed.err
+    assert "use more --rounds" in printed.err
 
 
 def refused(run, capsys, *words):
@@ -185,7 +187,7 @@ def refused(run, capsys, *words):
     return lines[0]
 
 
-def test_only_like_is_compared_with_like(command, capsys, tmp_path):
+def test_other_setups_are_refused(command, capsys, tmp_path):
     command(*SAVE)
     base = json.loads((tmp_path / "base.json").read_text())
     against = ("--against", "base.json")
@@ -199,12 +201,12 @@ def test_only_like_is_compared_with_like(command, capsys, tmp_path):
         ({"device": "NVIDIA H200"}, "with device NVIDIA H200, not"),
         ({"threads": 64}, "with threads 64, not"),
         ({"items_per_step": 7}, "with items_per_step 7, not 6"),
-        ({"rows": base["rows"][:1]}, "no plain-torch twin of fp32"),
+        ({"rows": base["rows"][:1]}, "no plain-torch baseline of fp32"),
         ({"rows": [{**base["rows"][0], "times_ms": [1.0, -1.0]}]}, "is damaged"),
         ({"rows": [base["rows"][0], {**base["rows"][1], "times_ms": [1.0]}]}, "is damaged"),
         ({"rows": [{"name": "fp32"}]}, "is damaged"),
         ({"task": 7}, "is damaged (its task)"),
-        ({"format": None}, "is not a base of this version"),
+        ({"format": None}, "is not a benchmark saved by this version"),
     ]:
         (tmp_path / "other.json").write_text(json.dumps({**base, **changes}))
         assert said in refused(command, capsys, "--against", "other.json")
@@ -214,48 +216,48 @@ def test_only_like_is_compared_with_like(command, capsys, tmp_path):
     assert "cannot write base.json/x" in refused(command, capsys, *SAVE[:-1], "base.json/x")
 
 
-def test_growth_in_memory_fails_and_a_cpu_has_none(command, tmp_path):
+def test_memory_growth_fails_and_is_not_measured_on_a_cpu(command, tmp_path):
     command(*SAVE)
-    base = Base.read(tmp_path / "base.json")
+    base = SavedBenchmark.read(tmp_path / "base.json")
     rows = [dataclasses.replace(row, peak_bytes=1000 << 20) for row in base.rows]
     before = dataclasses.replace(base, rows=tuple(rows))
     judge = gate.Gate(before, ["fp32"], 0.03, print)
-    assert judge.rule(rows)["ok"]
+    assert judge.judge_rows(rows)["ok"]
     grown = [dataclasses.replace(rows[0], peak_bytes=1040 << 20), rows[1]]
-    ruled = judge.rule(grown)
+    ruled = judge.judge_rows(grown)
     assert ruled["rows"][0]["verdict"] == "pass"
     assert ruled["rows"][0]["memory_change"] == pytest.approx(0.04)
-    assert ruled["failures"] == ["fp32 needs more memory: 1.016 GiB, 0.977 before, +4.0%, beyond 3.0%"]
-    assert judge.rule([dataclasses.replace(rows[0], peak_bytes=1020 << 20), rows[1]])["ok"]
-    assert gate.Gate(base, ["fp32"], 0.03, print).rule(list(base.rows))["rows"][0]["memory_change"] is None
+    assert ruled["failures"] == ["fp32 needs more memory: 1.016 GiB, 0.977 before, +4.0%, tolerance 3.0%"]
+    assert judge.judge_rows([dataclasses.replace(rows[0], peak_bytes=1020 << 20), rows[1]])["ok"]
+    assert gate.Gate(base, ["fp32"], 0.03, print).judge_rows(list(base.rows))["rows"][0]["memory_change"] is None
 
 
-def test_for_real_a_step_taken_twice_is_found_and_an_unchanged_one_is_not(tmp_path, monkeypatch, capsys):
+def test_real_gate_finds_a_doubled_step_and_passes_an_unchanged_one(tmp_path, monkeypatch, capsys):
     (tmp_path / "mine.py").write_text(TASK_FILE)
     monkeypatch.chdir(tmp_path)
     assert main(["bench", *SAVE, "--device", "cpu"]) == 0
     again = ["bench", "--against", "base.json", "--device", "cpu", "--tolerance", "0.15"]
     assert main(again) == 0
-    plain = contest.engine_step
+    plain = compare.make_engine_step
 
     def twice(task, engine):
         step = plain(task, engine)
         return lambda batch: (step(batch), step(batch))[1]
 
-    monkeypatch.setattr(contest, "engine_step", twice)
+    monkeypatch.setattr(compare, "make_engine_step", twice)
     assert main(again) == 1
     assert "FAILED: fp32 is slower" in capsys.readouterr().out
 
 
-def test_a_recipe_without_a_twin_here_cannot_be_held_against_it():
+def test_recipe_without_a_baseline_is_refused():
     judge = gate.Gate(None, ["bf16"], 0.03, print)
     alone = SimpleNamespace(name="bf16", times_ms=[1.0], cpu_ms=[1.0])
-    with pytest.raises(UsageError, match="no plain-torch twin"):
+    with pytest.raises(UsageError, match="no plain-torch baseline"):
         judge.enough([alone])
-    assert gate.steady(0.03, print)([alone])
+    assert gate.make_save_rule(0.03, print)([alone])
 
 
-def test_the_workflow_in_the_docs_speaks_our_language():
+def test_commands_of_the_github_workflow_parse():
     text = (Path(__file__).parents[2] / "docs" / "github-actions.yml").read_text()
     commands = [shlex.split(line) for line in text.splitlines() if line.strip().startswith("narrowgauge ")]
     given = [make_parser().parse_args(words[1:]) for words in commands]

@@ -1,4 +1,4 @@
-"""Traces: names tell the kind of work and the cores it ran on; a real profile of a tiny model adds up."""
+"""Traces: kernel names give the kind of work and tensor core use; the profile of a tiny model adds up."""
 
 import gzip
 import json
@@ -80,17 +80,17 @@ PLAIN = ("sgemm", "splitK", "ffma")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_name_tells_the_kind_of_work(name):
+def test_name_gives_the_kind_of_work(name):
     assert trace.kind_of(name) == NAMES[name]
 
 
 @pytest.mark.parametrize("name", [name for name, kind in NAMES.items() if kind in ("gemm", "attention")])
-def test_a_name_tells_whether_tensor_cores_were_used(name):
+def test_name_shows_whether_tensor_cores_were_used(name):
     if not name.startswith("aten::"):
         assert trace.on_tensor_cores(name) is not any(word in name for word in PLAIN)
 
 
-def test_a_trace_of_a_gpu_is_summarised_by_its_kernels(tmp_path):
+def test_gpu_trace_is_summarized_by_kernels(tmp_path):
     events = [
         ("kernel", "nvjet_tst_192x192_64x4_1x2_h_bz_coopB_TNN", 3000),
         ("kernel", "ampere_sgemm_128x64_tn", 1000),
@@ -102,14 +102,14 @@ def test_a_trace_of_a_gpu_is_summarised_by_its_kernels(tmp_path):
     path = tmp_path / "trace.json.gz"
     rows = [{"cat": cat, "name": name, "dur": dur} for cat, name, dur in events]
     path.write_bytes(gzip.compress(json.dumps({"traceEvents": [*rows, {"name": "process_name"}]}).encode()))
-    found = trace.summarise(trace.kernels(path), 2, path, on_gpu=True)
+    found = trace.summarize(trace.read_kernels(path), 2, path, on_gpu=True)
     assert found.total_ms == 2.5
     assert {kind: share for kind, share in found.shares.items() if share} == {"gemm": 0.8, "norm": 0.1, "cast": 0.1}
     assert found.tensor_cores == 0.75
-    assert trace.summarise([], 2, path, on_gpu=True).tensor_cores is None
+    assert trace.summarize([], 2, path, on_gpu=True).tensor_cores is None
 
 
-def test_the_verb_profiles_a_tiny_model(tmp_path, capsys, monkeypatch):
+def test_bench_verb_profiles_a_tiny_model(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["bench", "gpt:1x64", "--batch", "2", "--context", "16", "--device", "cpu", "--steps", "1", "--rounds", "1"]
     assert main([*words, "--recipes", "fp32", "--json", "--profile", "traces"]) == 0
@@ -130,10 +130,10 @@ def test_the_verb_profiles_a_tiny_model(tmp_path, capsys, monkeypatch):
     assert "that is a task" in capsys.readouterr().err
 
 
-def test_where_traces_go():
+def test_trace_paths():
     lean = parse("bf16[checkpoint=full,keep=a*]")
-    assert trace.paths("", "out", [parse("fp32")]) == {parse("fp32"): Path("out/trace-fp32.json.gz")}
-    assert trace.paths("", None, [lean]) == {lean: Path("trace-bf16-keep=a-checkpoint=full.json.gz")}
-    assert trace.paths("x.json", "out", [lean]) == {lean: Path("x.json")}
-    with pytest.raises(UsageError, match="name a folder"):
-        trace.paths("x.json", None, [lean, parse("fp32")])
+    assert trace.choose_trace_paths("", "out", [parse("fp32")]) == {parse("fp32"): Path("out/trace-fp32.json.gz")}
+    assert trace.choose_trace_paths("", None, [lean]) == {lean: Path("trace-bf16-keep=a-checkpoint=full.json.gz")}
+    assert trace.choose_trace_paths("x.json", "out", [lean]) == {lean: Path("x.json")}
+    with pytest.raises(UsageError, match="need a folder"):
+        trace.choose_trace_paths("x.json", None, [lean, parse("fp32")])

@@ -1,4 +1,4 @@
-"""A task in small units, as physics has them, and the same with classic mistakes in its code."""
+"""A task with small target values, and variants with common mistakes in the code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _model(mixer: Callable[[], nn.Module] = nn.SiLU, linear: type[nn.Linear] = n
 
 
 def _loss(model: nn.Module, pair: tuple[Tensor, Tensor]) -> Tensor:
-    """Of the prediction in the target's own units."""
+    """The mean squared error in the units of the target."""
     x = pair[0].to(next(model.parameters()).dtype)
     return F.mse_loss(model(x).float() * UNIT, pair[1])
 
@@ -42,12 +42,12 @@ def healthy(seed: int = 0) -> Task:
 
 
 def slow(seed: int = 0) -> Task:
-    """With a small learning rate, at which BF16's spacing would swallow updates."""
+    """A small learning rate, at which updates are lost if weights are BF16."""
     return dataclasses.replace(healthy(seed), name="slow", learning_rate=1e-3)
 
 
 class NoMasters(torch.optim.AdamW):
-    """Weights that are BF16 numbers after every update, rounded to nearest."""
+    """Rounds the weights to the nearest BF16 number after every update."""
 
     @torch.no_grad()
     def step(self, closure: object = None) -> None:  # type: ignore[override]
@@ -64,7 +64,7 @@ def slow_no_masters(seed: int = 0) -> Task:
 
 
 class _E5m2(torch.autograd.Function):
-    """Rounds to E5M2 at the best scale, forward and backward."""
+    """Rounds to scaled E5M2 in the forward and backward pass."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def e5m2(seed: int = 0) -> Task:
 
 
 class Softmax(nn.Module):
-    """Shares of large logits, by the textbook's formula in the format the model computes in."""
+    """A softmax of large logits without subtracting the maximum."""
 
     dtype = torch.float32
 
@@ -113,7 +113,7 @@ def softmax_fp16(seed: int = 0) -> Task:
 
 
 def noisy(seed: int = 0) -> Task:
-    """Losses 1.5% off by chance: drawn by seed and format, so that they are the same on every machine."""
+    """Losses with 1.5% noise that depends only on the seed and the format, so that it is equal on every machine."""
 
     def loss(model: nn.Module, pair: tuple[Tensor, Tensor]) -> Tensor:
         generator = torch.Generator().manual_seed(2 * seed + torch.is_autocast_enabled("cpu"))
