@@ -22,7 +22,7 @@ FLOORS = [  # from the top to the ground; a room may import from its own folder 
     {"nn"},
     {"recipe"},
     {"optim"},
-    {"scaling", "hardware"},
+    {"scaling", "hardware", "peak_fractions", "op_kinds"},
     {"task"},
     {"kernels", "formats", "data", "device_readback", "random_state", "step_report", "task_options", "serialization"},
     {"files", "events"},

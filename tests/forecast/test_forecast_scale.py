@@ -15,7 +15,7 @@ from narrowgauge.forecast.cluster import overlap, scale
 from narrowgauge.forecast.cluster.collectives import Cluster, cluster_of
 from narrowgauge.forecast.cluster.overlap import Work, run_copies, run_shards
 from narrowgauge.forecast.run import Plan
-from narrowgauge.forecast.time.ceilings import Ceilings
+from narrowgauge.forecast.time.reachable_rates import ReachableRates
 from narrowgauge.forecast.time.roofline import predict
 from narrowgauge.forecast.trace.extrapolate import FEW, Sample, take
 from narrowgauge.forecast.trace.trace_step import trace_steps
@@ -25,7 +25,7 @@ from narrowgauge.recipe import parse
 from narrowgauge.task import Task
 
 H200 = hardware.find_gpu("h200")
-CEILINGS = Ceilings(H200)
+RATES = ReachableRates(H200)
 BLOCK = 8192 * (64 + 2 * 8) * 128 + 8192 * 8192 + 3 * 8192 * 28672
 """Matrices of a block of Llama 70B."""
 
@@ -121,7 +121,7 @@ def test_more_bandwidth_is_never_slower() -> None:
     for parallel in ("fsdp", "ddp"):
         times = [
             scale.predict_scaled(
-                found, CEILINGS, Cluster(H200, 16, 2, dataclasses.replace(links, network_share=share)), parallel
+                found, RATES, Cluster(H200, 16, 2, dataclasses.replace(links, network_share=share)), parallel
             ).step_ms
             for share in (0.01, 0.05, 0.2, 0.5, 0.9)
         ]
@@ -130,7 +130,7 @@ def test_more_bandwidth_is_never_slower() -> None:
 
 def test_one_gpu_is_the_plain_forecast_exactly() -> None:
     found = sample()
-    plain, alone = predict(found.traced, CEILINGS), scale.predict_scaled(found, CEILINGS, Cluster(H200))
+    plain, alone = predict(found.traced, RATES), scale.predict_scaled(found, RATES, Cluster(H200))
     assert (alone.step_ms, alone.items_per_s, alone.mfu) == (plain.step_ms, plain.items_per_s, plain.mfu)
     assert alone.efficiency == 1 and not alone.communication and alone.exposed_ms == 0
 
@@ -139,7 +139,7 @@ def test_a_step_of_several_gpus_adds_up() -> None:
     found = sample(tasks.find("gpt:2x1024", batch=8))
     for parallel in ("fsdp", "ddp"):
         for cluster in scale.sizes_up_to(Cluster(H200, 32, 4))[1:]:
-            one = scale.predict_scaled(found, CEILINGS, cluster, parallel)
+            one = scale.predict_scaled(found, RATES, cluster, parallel)
             assert one.step_ms == pytest.approx(one.compute_ms + one.exposed_ms)
             assert one.items_per_s == pytest.approx(cluster.gpus * 8 * 1024 / one.step_ms * 1e3)
             assert all(0 <= message.exposed_ms <= message.ms * (1 + 1e-9) for message in one.communication)
@@ -165,11 +165,11 @@ def test_a_batch_that_hides_communication_does() -> None:
     slow = dataclasses.replace(hardware.interconnect(), network_share=0.02)
     cluster = Cluster(H200, 16, 2, slow)
     task = tasks.find("gpt:2x1024", batch=4)
-    found = scale.predict_scaled(sample(task), CEILINGS, cluster, "fsdp")
+    found = scale.predict_scaled(sample(task), RATES, cluster, "fsdp")
     assert found.bound == "network" and found.load > 1 and found.hidden_from_batch is not None
     assert found.hidden_from_batch == math.ceil(4 * found.load)
     more = scale.predict_scaled(
-        sample(tasks.find("gpt:2x1024", batch=2 * found.hidden_from_batch)), CEILINGS, cluster, "fsdp"
+        sample(tasks.find("gpt:2x1024", batch=2 * found.hidden_from_batch)), RATES, cluster, "fsdp"
     )
     assert more.bound == "computation" and more.efficiency > found.efficiency
 
@@ -185,8 +185,8 @@ def test_a_few_blocks_tell_of_many(recipe: str) -> None:
     few, whole = sample(task, recipe), trace_steps(task, parse(recipe), H200, compile=False)
     assert not few.is_whole and few.blocks == 7 and few.parameters == whole.parameters
     assert [len(one.block_paths) for one in few.traces] == list(FEW)
-    seconds = sum(cost.seconds * times for cost, times in few.costs(CEILINGS))
-    assert seconds * 1e3 == pytest.approx(predict(whole, CEILINGS).device_ms, rel=0.01)
+    seconds = sum(cost.seconds * times for cost, times in few.costs(RATES))
+    assert seconds * 1e3 == pytest.approx(predict(whole, RATES).device_ms, rel=0.01)
     for shards in (1, 4):
         own, other = few.memory(shards), Sample((whole,), 7, whole.parameters).memory(shards)
         assert own.total == pytest.approx(other.total, rel=0.03)  # what is left is the allocator's rounding

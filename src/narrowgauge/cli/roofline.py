@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from narrowgauge.forecast.cluster.scale import Scaled
     from narrowgauge.forecast.compare import AttentionCost, Saving
     from narrowgauge.forecast.run import Plan
-    from narrowgauge.forecast.time.ceilings import Ceilings
+    from narrowgauge.forecast.time.reachable_rates import ReachableRates
     from narrowgauge.forecast.time.roofline import Cost, Layer, Roofline
     from narrowgauge.forecast.trace.extrapolate import Sample
     from narrowgauge.forecast.trace.trace_step import Traced
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> Outcome:
 def _forecast(args: argparse.Namespace, task: Task, gpu: Gpu, device: Device, out: TextIO) -> dict[str, Any]:
     """Everything about one GPU."""
     from narrowgauge.forecast.run import Plan
-    from narrowgauge.forecast.time.ceilings import Ceilings
+    from narrowgauge.forecast.time.reachable_rates import ReachableRates
     from narrowgauge.forecast.time.roofline import add_up, costs_of, predict
     from narrowgauge.forecast.trace.fake_gpu import describe_device
     from narrowgauge.recipe import parse
@@ -84,9 +84,9 @@ def _forecast(args: argparse.Namespace, task: Task, gpu: Gpu, device: Device, ou
     )
     at_hand = device.kind == "cuda" and device.gpu is gpu and not args.no_measure and cluster is None
     roofs = _measure_roofs(device) if at_hand else {}
-    ceilings = Ceilings(gpu, roofs)
+    rates = ReachableRates(gpu, roofs)
     if not args.json:
-        _show_gpu(gpu, ceilings.source, roofs, out)
+        _show_gpu(gpu, rates.source, roofs, out)
     recipes = list(dict.fromkeys(parse(text, describe_device(gpu)) for text in runnable(args.recipes, gpu, RECIPES)))
     rows: dict[str, dict[str, Any]] = {}
     layers: list[dict[str, Any]] = []
@@ -95,12 +95,12 @@ def _forecast(args: argparse.Namespace, task: Task, gpu: Gpu, device: Device, ou
         tell(f"{recipe} on {gpu.name}: tracing two steps on paper")
         sample = plan.sample(recipe) if cluster is not None else None
         last = sample.traced if sample is not None else plan.trace(recipe)
-        costs = costs_of(last, ceilings)
-        roofline = predict(last, ceilings) if sample is None else add_up(last, sample.costs(ceilings))
+        costs = costs_of(last, rates)
+        roofline = predict(last, rates) if sample is None else add_up(last, sample.costs(rates))
         real = _measure(args, plan, last, costs, device) if at_hand else None
         rows[str(recipe)] = _describe(roofline, args, real)
         if sample is not None:
-            rows[str(recipe)]["scale"] = describe_scale(plan, sample, ceilings, args)
+            rows[str(recipe)]["scale"] = describe_scale(plan, sample, rates, args)
         own = [_describe_layer(layer, str(recipe)) for layer in collapse(roofline.layers)]
         _add_measured(own, costs, real)
         layers += own
@@ -119,7 +119,7 @@ def _forecast(args: argparse.Namespace, task: Task, gpu: Gpu, device: Device, ou
         "gpu": gpu.name,
         "ridge": {format: gpu.ridge(format) for format in gpu.peaks},
         "hierarchy": hierarchy(gpu),
-        "source": ceilings.source,
+        "source": rates.source,
         "roofs": roofs or None,
         "unit": task.unit,
         "layers": layers,
@@ -129,19 +129,19 @@ def _forecast(args: argparse.Namespace, task: Task, gpu: Gpu, device: Device, ou
     }
 
 
-def describe_scale(plan: Plan, sample: Sample, ceilings: Ceilings, args: argparse.Namespace) -> dict[str, Any]:
+def describe_scale(plan: Plan, sample: Sample, rates: ReachableRates, args: argparse.Namespace) -> dict[str, Any]:
     """An update on the plan's GPUs, on fewer of them, and with the other way of sharing."""
     from narrowgauge.forecast.cluster.scale import predict_scaled, sizes_up_to
     from narrowgauge.forecast.memory.estimate import fits
 
     assert plan.cluster is not None
-    full = predict_scaled(sample, ceilings, plan.cluster, plan.parallel)
-    other = predict_scaled(sample, ceilings, plan.cluster, "ddp" if full.parallel == "fsdp" else "fsdp")
+    full = predict_scaled(sample, rates, plan.cluster, plan.parallel)
+    other = predict_scaled(sample, rates, plan.cluster, "ddp" if full.parallel == "fsdp" else "fsdp")
     items = args.tokens or 1e9
     hours = items / full.items_per_s / 3600
     table = []
     for cluster in sizes_up_to(plan.cluster):
-        one = predict_scaled(sample, ceilings, cluster, full.parallel)
+        one = predict_scaled(sample, rates, cluster, full.parallel)
         memory = sample.memory(cluster.gpus if full.parallel == "fsdp" else 1)
         table.append({**_describe_scaled(one), "peak": memory.peak, "fits": fits(memory, plan.gpu)})
     alone = sample.memory(1 if full.parallel == "fsdp" else plan.cluster.gpus)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from narrowgauge.forecast.memory.estimate import predict_memory
 from narrowgauge.forecast.run import Plan
-from narrowgauge.forecast.time.ceilings import Ceilings
+from narrowgauge.forecast.time.reachable_rates import ReachableRates
 from narrowgauge.forecast.time.roofline import Roofline, predict
 from narrowgauge.forecast.trace.trace_step import Traced
 from narrowgauge.recipe import Recipe
@@ -52,9 +52,9 @@ def attention_cost(plan: Plan, recipe: Recipe, traced: Traced) -> AttentionCost 
     backend = next((name for name in ("cudnn", "flash", "efficient") if any(name in one for one in names)), None)
     if backend is None:
         return None
-    ceilings = Ceilings(plan.gpu)
+    rates = ReachableRates(plan.gpu)
     plain = plan.trace(replace(recipe, attention="math"))
-    with_it, without = predict(traced, ceilings), predict(plain, ceilings)
+    with_it, without = predict(traced, rates), predict(plain, rates)
     fused_ms = with_it.by_kind["attention"]
     return AttentionCost(
         backend=backend,
@@ -69,20 +69,20 @@ def fusion_savings(plan: Plan, recipe: Recipe, traced: Traced) -> list[Saving]:
     """What each fusion saves in a step; empty where a recipe fuses nothing on this model."""
     if not any(layer.part_of in ("block", "head") for layer in traced.layers):
         return []
-    ceilings = Ceilings(plan.gpu)
+    rates = ReachableRates(plan.gpu)
     wide = recipe if recipe.compute == "bf16" else replace(recipe, compute="bf16", scaling="none", products="fastest")
-    fused = predict(traced if wide == recipe else plan.trace(wide), ceilings)
-    plain = predict(plan.trace(wide, fused=False), ceilings)
+    fused = predict(traced if wide == recipe else plan.trace(wide), rates)
+    plain = predict(plan.trace(wide, fused=False), rates)
     savings = [
         Saving(name=name, without_ms=_sum(plain, kinds), with_ms=_sum(fused, kinds)) for name, kinds in GROUPS.items()
     ]
     if recipe.compute == "fp8" and recipe.scaling == "delayed":
-        apart = predict(plan.trace(replace(recipe, scaling="current")), ceilings)
+        apart = predict(plan.trace(replace(recipe, scaling="current")), rates)
         savings.append(
             Saving(
                 name="FP8 casts inside of producers",
                 without_ms=apart.device_ms,
-                with_ms=predict(traced, ceilings).device_ms,
+                with_ms=predict(traced, rates).device_ms,
             )
         )
     return savings

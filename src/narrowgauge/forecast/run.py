@@ -14,7 +14,7 @@ from narrowgauge.errors import UsageError
 from narrowgauge.forecast.cluster.collectives import Cluster, cluster_of
 from narrowgauge.forecast.cluster.scale import PARALLEL, decide
 from narrowgauge.forecast.memory.estimate import Memory, fits, leaner, predict_memory, usable_bytes
-from narrowgauge.forecast.time.ceilings import Ceilings
+from narrowgauge.forecast.time.reachable_rates import ReachableRates
 from narrowgauge.forecast.time.roofline import Roofline, add_up, predict
 from narrowgauge.forecast.trace.extrapolate import Sample, survey, take
 from narrowgauge.forecast.trace.fake_gpu import describe_device
@@ -168,10 +168,10 @@ def look(
     """One recipe's forecast from its trace."""
     if isinstance(traced, Sample):
         memory = traced.memory(plan.shards_of(traced))
-        roofline = add_up(traced.traced, traced.costs(Ceilings(plan.gpu)))
+        roofline = add_up(traced.traced, traced.costs(ReachableRates(plan.gpu)))
     else:
         memory = predict_memory(traced)
-        roofline = predict(traced, Ceilings(plan.gpu))
+        roofline = predict(traced, ReachableRates(plan.gpu))
     good = fits(memory, plan.gpu)
     largest = largest_batch(plan, recipe, memory, tell) if search else None
     return Outlook(

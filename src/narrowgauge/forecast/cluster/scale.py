@@ -14,7 +14,7 @@ from narrowgauge.forecast.cluster import overlap
 from narrowgauge.forecast.cluster.collectives import Cluster
 from narrowgauge.forecast.cluster.overlap import Timeline, Work
 from narrowgauge.forecast.cluster.shards import FP8, REDUCED_BYTES, Rank, gathered_bytes, outside_bytes
-from narrowgauge.forecast.time.ceilings import LAUNCH_S, Ceilings
+from narrowgauge.forecast.time.reachable_rates import LAUNCH_S, ReachableRates
 from narrowgauge.forecast.time.roofline import Cost, add_up, host_seconds, mfu_of
 from narrowgauge.forecast.trace.extrapolate import Sample
 from narrowgauge.forecast.trace.trace_step import Spread, Traced
@@ -87,9 +87,9 @@ def decide(parallel: str, parameters: int) -> str:
     return "fsdp" if parameters > SHARDED_FROM else "ddp"
 
 
-def predict_scaled(sample: Sample, ceilings: Ceilings, cluster: Cluster, parallel: str = "auto") -> Scaled:
+def predict_scaled(sample: Sample, rates: ReachableRates, cluster: Cluster, parallel: str = "auto") -> Scaled:
     """An update on the cluster's GPUs, each with the sample's batch."""
-    traced, costs = sample.traced, sample.costs(ceilings)
+    traced, costs = sample.traced, sample.costs(rates)
     alone = add_up(traced, costs)
     if cluster.gpus == 1:
         return Scaled(
@@ -98,7 +98,7 @@ def predict_scaled(sample: Sample, ceilings: Ceilings, cluster: Cluster, paralle
             bound="launches" if alone.bound == "launches" else "computation",
         )  # fmt: skip
     parallel = decide(parallel, sample.parameters)
-    work = work_of(sample, costs, ceilings, cluster, parallel)
+    work = work_of(sample, costs, rates, cluster, parallel)
     sizes = messages_of(sample, parallel)
     if parallel == "fsdp":
         clock = overlap.run_shards(work)
@@ -171,7 +171,7 @@ def messages_of(sample: Sample, parallel: str) -> dict[str, float]:
 
 
 def work_of(
-    sample: Sample, costs: list[tuple[Cost, float]], ceilings: Ceilings, cluster: Cluster, parallel: str
+    sample: Sample, costs: list[tuple[Cost, float]], rates: ReachableRates, cluster: Cluster, parallel: str
 ) -> Work:
     """Computation of one GPU and the time of each collective."""
     traced, sizes = sample.traced, messages_of(sample, parallel)
@@ -180,7 +180,7 @@ def work_of(
         costs = [(cost, times * _share(cost, traced, cluster.gpus)) for cost, times in costs]
     spent = _by_place(costs, traced.block_paths)
     blocks, often = sample.blocks, traced.accumulate
-    more = _handling(sample, ceilings) if sharded else {}
+    more = _handling(sample, rates) if sharded else {}
     each = max(1, blocks) * often
     messages = {
         name: cluster.all_reduce_s(size) if name == overlap.AGREE else cluster.gather_s(size)
@@ -214,10 +214,10 @@ def _share(cost: Cost, traced: Traced, gpus: int) -> float:
     return 1.0
 
 
-def _handling(sample: Sample, ceilings: Ceilings) -> dict[str, float]:
+def _handling(sample: Sample, rates: ReachableRates) -> dict[str, float]:
     """Seconds to copy what was gathered into weights, gradients into what is summed, and weights that are used as one
     below each other; in FP8 under a lean recipe also casts, which the optimizer writes on one GPU."""
-    traced, parts, rate = sample.traced, spread_of(sample), ceilings.memory()
+    traced, parts, rate = sample.traced, spread_of(sample), rates.memory()
     width, own, block = gathered_bytes(traced), outside_bytes(traced), parts.block
     rank = Rank(traced, 2)
     stacked = {"forward": 0.0, "backward": 0.0}

@@ -27,7 +27,7 @@ from typing import Any
 
 from narrowgauge.forecast.trace.trace import Op, Trace
 
-NOT_FUSED = ("product", "convolution", "attention", "optimizer")
+NOT_FUSED = ("product", "convolution", "attention")
 
 
 @dataclass

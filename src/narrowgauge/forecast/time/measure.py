@@ -21,7 +21,7 @@ from torch import Tensor
 from narrowgauge.bench.contest import engine_step, free, make_batches
 from narrowgauge.engine import Engine
 from narrowgauge.errors import UsageError
-from narrowgauge.forecast.time.ceilings import check_below_roof
+from narrowgauge.forecast.time.reachable_rates import check_below_peak
 from narrowgauge.forecast.time.roofline import Cost
 from narrowgauge.forecast.trace.trace import Call, Spec
 from narrowgauge.forecast.trace.trace_step import CLIP_NORM, make_optimizer
@@ -67,7 +67,7 @@ def measure_roofs(device: Device, size: int = SQUARE, copied: int = COPIED) -> d
 def check_roofs(roofs: dict[str, float], gpu: Gpu) -> dict[str, float]:
     """The share of the datasheet that each measured roof reaches; above 1 is an error."""
     return {
-        name: check_below_roof(f"roof of {name}", rate, gpu.bandwidth if name == "copy" else gpu.peak(name), gpu)
+        name: check_below_peak(f"roof of {name}", rate, gpu.bandwidth if name == "copy" else gpu.peak(name), gpu)
         for name, rate in roofs.items()
     }
 
@@ -115,9 +115,9 @@ def measure_calls(
 def _check(cost: Cost, seconds: float, gpu: Gpu) -> None:
     what = f"{cost.op.name} of {cost.op.where or 'no module'}"
     if cost.op.kind in ("product", "attention", "convolution") and cost.op.format in gpu.peaks:
-        check_below_roof(f"{what}, FLOPs", cost.op.flops / seconds, gpu.peak(cost.op.format), gpu)
+        check_below_peak(f"{what}, FLOPs", cost.op.flops / seconds, gpu.peak(cost.op.format), gpu)
     if cost.bytes > CACHED * gpu.l2_bytes:
-        check_below_roof(f"{what}, bytes", cost.bytes / seconds, gpu.bandwidth, gpu)
+        check_below_peak(f"{what}, bytes", cost.bytes / seconds, gpu.bandwidth, gpu)
 
 
 def _indices_below(call: Call) -> int:

@@ -2,7 +2,7 @@
 
     time = max(FLOPs / rate of its format, bytes / rate of memory, launch)
 
-with the rates of ``ceilings``. A product also fills the processors unevenly: of its tiles the last wave is seldom full,
+with the rates of ``rates``. A product also fills the processors unevenly: of its tiles the last wave is seldom full,
 and small products never fill one. What bounds an operation is which of the three is largest; what bounds a step is what
 most of its time is bound by, or the host, where starting the kernels takes longer than running them.
 """
@@ -14,11 +14,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from narrowgauge.forecast.memory.lifetimes import Lifetimes, follow
-from narrowgauge.forecast.time.ceilings import HOST_S, LAUNCH_S, Ceilings
+from narrowgauge.forecast.time.reachable_rates import HOST_S, LAUNCH_S, ReachableRates
 from narrowgauge.forecast.trace.flops import padded_bytes
 from narrowgauge.forecast.trace.trace import Op, Spec
 from narrowgauge.forecast.trace.trace_step import STEPS, Traced
-from narrowgauge.lint.padding import UNALIGNED
+from narrowgauge.peak_fractions import get_fraction
 
 TILE = 128
 """Rows and columns of a product's tile, about."""
@@ -87,9 +87,9 @@ class Roofline:
         return items / self.items_per_s / 3600 * price_per_hour
 
 
-def predict(traced: Traced, ceilings: Ceilings) -> Roofline:
+def predict(traced: Traced, rates: ReachableRates) -> Roofline:
     """A step of the trace's recipe, predicted."""
-    return add_up(traced, [(cost, 1.0) for cost in costs_of(traced, ceilings)])
+    return add_up(traced, [(cost, 1.0) for cost in costs_of(traced, rates)])
 
 
 def add_up(traced: Traced, costs: list[tuple[Cost, float]]) -> Roofline:
@@ -126,35 +126,35 @@ def mfu_of(traced: Traced, items_per_s: float) -> float | None:
     return traced.task.flops_per_item * items_per_s / traced.gpu.peak(traced.recipe.compute)
 
 
-def costs_of(traced: Traced, ceilings: Ceilings) -> list[Cost]:
+def costs_of(traced: Traced, rates: ReachableRates) -> list[Cost]:
     """Every operation of the last traced step that runs a kernel."""
     lifetimes = follow(traced.trace)
     tf32 = traced.recipe.compute == "tf32"
     ops = [op for op in traced.trace.of_step(STEPS - 1) if op.kind != "view"]
-    return [cost for op in ops if (cost := _cost(op, ceilings, lifetimes, tf32)) is not None]
+    return [cost for op in ops if (cost := _cost(op, rates, lifetimes, tf32)) is not None]
 
 
-def _cost(op: Op, ceilings: Ceilings, lifetimes: Lifetimes, tf32: bool) -> Cost | None:
+def _cost(op: Op, rates: ReachableRates, lifetimes: Lifetimes, tf32: bool) -> Cost | None:
     moved = sum(piece.bytes for piece in (*op.reads, *op.writes) if piece.block not in lifetimes.dropped)
     if op.phase == "backward":
         sources = (lifetimes.again.get(piece.block) for piece in op.reads)
         moved += sum(lifetimes.trace.blocks[source].bytes for source in sources if source is not None)
     if op.compiled and not moved:
         return None  # part of a neighbour's kernel
-    memory_s = moved / ceilings.memory(op.kind)
+    memory_s = moved / rates.memory(op.kind)
     compute_s = 0.0
     format = "tf32" if tf32 and op.format == "fp32" else op.format
     if op.kind in ("product", "convolution"):
-        rate = ceilings.product(format) * _filled(op, ceilings.gpu.sms)
-        compute_s = op.flops / (rate if op.compiled or _is_aligned(op) else rate * UNALIGNED)
+        rate = rates.product(format) * _filled(op, rates.gpu.sms)
+        compute_s = op.flops / (rate if op.compiled or _is_aligned(op) else rate * get_fraction("unaligned_product"))
     elif op.kind == "attention" and op.reads:
         backend = next((name for name in ("cudnn", "flash") if name in op.name), "efficient")
-        compute_s = op.flops / ceilings.attention(backend, format, op.reads[0].shape[-1])
+        compute_s = op.flops / rates.attention(backend, format, op.reads[0].shape[-1])
     launched = not op.compiled or any(piece.block not in lifetimes.dropped for piece in op.writes)
     seconds = max(compute_s, memory_s, LAUNCH_S if launched else 0.0)
     bound = "compute" if seconds == compute_s else "memory" if seconds == memory_s else "launch"
     if op.compiled and op.kind == "product":
-        seconds += 2 * padded_bytes(op) / ceilings.memory("copy")
+        seconds += 2 * padded_bytes(op) / rates.memory("copy")
     return Cost(op=op, bytes=moved, seconds=seconds, bound=bound, launched=launched)
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from narrowgauge.forecast.memory.estimate import Memory, describe
 from narrowgauge.forecast.memory.layout import Layout, Moment, Top, lay_out
-from narrowgauge.forecast.time.ceilings import Ceilings
+from narrowgauge.forecast.time.reachable_rates import ReachableRates
 from narrowgauge.forecast.time.roofline import Cost, costs_of
 from narrowgauge.forecast.trace.trace_step import STEPS, Traced
 from narrowgauge.kernels.norm import MAX_COLUMNS
@@ -72,14 +72,14 @@ class Sample:
             )
         return notes
 
-    def costs(self, ceilings: Ceilings) -> list[tuple[Cost, float]]:
+    def costs(self, rates: ReachableRates) -> list[tuple[Cost, float]]:
         """Every operation of a step, and how often it is there: the middle block's for all but the first and the last.
 
         What is done to all blocks at once (the optimizer) takes longer by as much as it did from two to three.
         """
         if self.is_whole:
-            return [(cost, 1.0) for cost in costs_of(self.traced, ceilings)]
-        small, large = (costs_of(traced, ceilings) for traced in self.traces)
+            return [(cost, 1.0) for cost in costs_of(self.traced, rates)]
+        small, large = (costs_of(traced, rates) for traced in self.traces)
         paths = self.traced.block_paths
         before = _outside_seconds(small, self.traces[0].block_paths)
         after = _outside_seconds(large, paths)

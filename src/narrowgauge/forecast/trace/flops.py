@@ -16,36 +16,8 @@ from torch.utils.flop_counter import flop_registry
 
 from narrowgauge.forecast.trace.trace import Op
 
-KINDS: dict[str, str] = {
-    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm"), "product"),
-    **dict.fromkeys(("convolution", "convolution_backward"), "convolution"),
-    "gradient_norms": "optimizer",
-    **dict.fromkeys(("softmax_statistics", "dlogits", "dlogits_lp", "rescale"), "loss"),
-    **dict.fromkeys(
-        (
-            *(
-                f"{name}{end}"
-                for name in ("cast", "cast_transpose", "cast_transpose_packed")
-                for end in ("", "_unrecorded")
-            ),
-            *("cast_weight", "cast_weight_delayed", "cast_weight_again", "transpose", "max_abs"),
-        ),
-        "cast",
-    ),
-    **dict.fromkeys(("pack", "_to_copy", "copy_", "clone", "cat", "stack"), "copy"),
-    **dict.fromkeys(
-        ("activation", "swiglu_backward", "gelu", "silu", "relu", "gelu_backward", "silu_backward"), "activation"
-    ),
-}
-_PARTS = {"attention": "attention", "norm": "norm", "softmax": "loss", "nll": "loss", "embedding": "embedding",
-          "adam": "optimizer", "foreach": "optimizer"}  # fmt: skip
 SELECTED = {"embedding": 0, "index_select": 0, "gather": 0, "nll_loss_forward": 0, "nll_loss_backward": 1}
 """Operations that read only some of an operand: which one. The rest they read or write tells how much."""
-
-
-def kind_of(name: str) -> str:
-    """What sort of work an operation is."""
-    return KINDS.get(name) or next((kind for part, kind in _PARTS.items() if part in name), "pointwise")
 
 
 def count(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: Mapping[str, Any], result: Any) -> float:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from narrowgauge.forecast.trace import flops
 from narrowgauge.forecast.trace.trace import Block, Call, Op, Owner, Piece, Spec, Trace
+from narrowgauge.op_kinds import classify
 
 _NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"}
 _ONLY_WRITTEN = {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "zeros_like", "full_like", "dlogits"}
@@ -102,7 +103,7 @@ class Recorder(TorchDispatchMode):
     def launch(self, kernel: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         """Record a kernel that is launched without going through torch's dispatcher."""
         read, written = ([self._piece(tensor) for tensor in tensors] for tensors in (reads, writes))
-        where, kind = self._paths[-1], flops.kind_of(kernel)
+        where, kind = self._paths[-1], classify(f"narrowgauge::{kernel}")
         name = f"narrowgauge.{kernel}"
         self.trace.ops.append(Op(name, kind, self.phase, self.step, where, False, read, written, flops=0.0))
 
@@ -130,7 +131,7 @@ class Recorder(TorchDispatchMode):
         reads = [t for t in tensors if not (name in _ONLY_WRITTEN and any(t is other for other in changed))]
         op = Op(
             name if func.namespace == "aten" else f"{func.namespace}.{name}",
-            flops.kind_of(name),
+            classify(func._schema.name),
             self.phase,
             self.step,
             where,
