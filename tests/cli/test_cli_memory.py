@@ -26,7 +26,7 @@ def test_json_has_what_the_design_promises(capsys: pytest.CaptureFixture[str]) -
         assert set(row["when"]) == {"phase", "module", "op", "share"} and row["largest"]["weights"] > 0
         assert row["fits"] is None and row["largest_batch"] is None and row["measured"] is None
     assert data["gpu"] == "H200" and data["batch"] == 4 and data["lesson"] is None
-    assert "tracing two steps on paper" in found.err
+    assert "tracing two simulated steps" in found.err
 
 
 def test_a_gpu_says_what_fits_and_the_exit_code_tells(capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,7 +84,7 @@ def test_with_the_gpu_at_hand_it_prints_its_own_error(
 ) -> None:
     h200 = hardware.describe_gpu("NVIDIA H200", 0, (9, 0), 2**37)
     monkeypatch.setattr(hardware, "detect", lambda text=None: h200)
-    monkeypatch.setattr(measure, "measure_run", lambda *_, **__: measure.Measured(peak_bytes=10**8, step_ms=1.0))
+    monkeypatch.setattr(measure, "measure_run", lambda *_, **__: measure.MeasuredRun(peak_bytes=10**8, step_ms=1.0))
     assert cli.main([*SMALL, "--recipes", "bf16", "--json"]) == 0
     row = json.loads(capsys.readouterr().out)["recipes"]["bf16"]
     assert row["measured"] == 10**8 and row["error"] == pytest.approx(row["total"] / 1e8 - 1)

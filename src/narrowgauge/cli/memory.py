@@ -14,7 +14,7 @@ from narrowgauge.errors import UsageError
 if TYPE_CHECKING:
     from narrowgauge.forecast.cluster.collectives import Cluster
     from narrowgauge.forecast.memory.estimate import Memory
-    from narrowgauge.forecast.run import Outlook, Plan
+    from narrowgauge.forecast.run import RecipeForecast, Scenario
     from narrowgauge.hardware import Device, Gpu
     from narrowgauge.recipe import Recipe
     from narrowgauge.task import Task
@@ -70,7 +70,7 @@ def add_scale_arguments(parser: argparse.ArgumentParser) -> None:
 
 def cluster_for(args: argparse.Namespace, gpu: Gpu) -> Cluster | None:
     """The GPUs that were asked for; None where one is meant."""
-    from narrowgauge.forecast.cluster.collectives import cluster_of
+    from narrowgauge.forecast.cluster.collectives import make_cluster
 
     if args.gpus is None:
         if args.nodes is not None:
@@ -79,12 +79,12 @@ def cluster_for(args: argparse.Namespace, gpu: Gpu) -> Cluster | None:
     shards = getattr(args, "shards", 1)
     if shards != 1 and (shards != args.gpus or args.parallel == "ddp"):
         raise UsageError(f"--shards {shards} and --gpus {args.gpus}: give --gpus alone, with --parallel fsdp or ddp")
-    cluster = cluster_of(gpu, args.gpus, args.nodes)
+    cluster = make_cluster(gpu, args.gpus, args.nodes)
     return cluster if cluster.gpus > 1 else None
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    from narrowgauge.forecast.run import Plan, look
+    from narrowgauge.forecast.run import Scenario, predict_recipe
     from narrowgauge.forecast.trace.fake_gpu import describe_device
     from narrowgauge.recipe import parse
 
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> Outcome:
         raise UsageError(f"--gpu {args.gpu}: memory asks about one GPU at a time; roofline takes several")
     task, gpu, device = find(args)
     cluster = cluster_for(args, gpu)
-    plan = Plan(
+    scenario = Scenario(
         task=task, gpu=gpu, accumulate=args.accumulate, compile=args.compile, shards=args.shards, cluster=cluster,
         parallel=args.parallel,
     )  # fmt: skip
@@ -104,15 +104,15 @@ def run(args: argparse.Namespace) -> Outcome:
     for recipe in recipes:
         tell(f"{recipe}: tracing two steps on paper")
         try:
-            traced = plan.trace(recipe) if plan.gpus == 1 else plan.sample(recipe)
+            traced = scenario.trace(recipe) if scenario.gpus == 1 else scenario.trace_model(recipe)
         except UsageError as error:
             if args.recipes != RECIPES or not rows:
                 raise
             tell(f"{recipe}: left out: {error}")  # of the default ones, not every one suits every optimizer
             continue
-        outlook = look(plan, recipe, traced, search, tell)
+        outlook = predict_recipe(scenario, recipe, traced, search, tell)
         parameters = traced.parameters
-        measured = _measure(args, plan, recipe, device)
+        measured = _measure(args, scenario, recipe, device)
         rows[str(recipe)] = _describe(outlook, measured, gpu if args.gpu else None)
         if cluster is not None:
             rows[str(recipe)]["scale"] = describe_share(cluster, outlook.memory)
@@ -168,9 +168,9 @@ def tell(line: str) -> None:
     say(line, sys.stderr)
 
 
-def _measure(args: argparse.Namespace, plan: Plan, recipe: Recipe, device: Device) -> int | None:
+def _measure(args: argparse.Namespace, scenario: Scenario, recipe: Recipe, device: Device) -> int | None:
     """The real peak, where the GPU of the forecast is at hand."""
-    if device.kind != "cuda" or device.gpu is not plan.gpu or args.no_measure or plan.gpus > 1:
+    if device.kind != "cuda" or device.gpu is not scenario.gpu or args.no_measure or scenario.gpus > 1:
         return None
     import torch
 
@@ -178,13 +178,13 @@ def _measure(args: argparse.Namespace, plan: Plan, recipe: Recipe, device: Devic
 
     tell(f"{recipe}: measuring")
     try:
-        found = measure_run(plan.task, recipe, device, compile=args.compile, accumulate=args.accumulate, steps=1)
+        found = measure_run(scenario.task, recipe, device, compile=args.compile, accumulate=args.accumulate, steps=1)
     except torch.OutOfMemoryError:
         return None
     return found.peak_bytes
 
 
-def _describe(outlook: Outlook, measured: int | None, gpu: Gpu | None) -> dict[str, Any]:
+def _describe(outlook: RecipeForecast, measured: int | None, gpu: Gpu | None) -> dict[str, Any]:
     memory = outlook.memory
     when = memory.when
     return {
@@ -241,7 +241,7 @@ def bar(memory: Memory, width: int = WIDTH) -> str:
     return drawn
 
 
-def _show(outlook: Outlook, measured: int | None, gpu: Gpu | None, out: TextIO) -> None:
+def _show(outlook: RecipeForecast, measured: int | None, gpu: Gpu | None, out: TextIO) -> None:
     memory = outlook.memory
     about = "about " if not memory.exact else ""
     say(f"{memory.recipe}: {about}{gigabytes(memory.total)} at the peak, in {memory.when}", out)

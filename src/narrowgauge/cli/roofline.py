@@ -22,12 +22,12 @@ from narrowgauge.cli.terminal import say, show_table
 from narrowgauge.errors import UsageError
 
 if TYPE_CHECKING:
-    from narrowgauge.forecast.cluster.scale import Scaled
+    from narrowgauge.forecast.cluster.predict_cluster import ClusterStep
     from narrowgauge.forecast.compare import AttentionCost, Saving
-    from narrowgauge.forecast.run import Plan
+    from narrowgauge.forecast.extrapolate import TracedModel
+    from narrowgauge.forecast.run import Scenario
     from narrowgauge.forecast.time.reachable_rates import ReachableRates
     from narrowgauge.forecast.time.roofline import Cost, Layer, Roofline
-    from narrowgauge.forecast.trace.extrapolate import Sample
     from narrowgauge.forecast.trace.trace_step import Traced
     from narrowgauge.hardware import Device, Gpu
     from narrowgauge.task import Task
@@ -72,14 +72,14 @@ def run(args: argparse.Namespace) -> Outcome:
 
 def _forecast(args: argparse.Namespace, task: Task, gpu: Gpu, device: Device, out: TextIO) -> dict[str, Any]:
     """Everything about one GPU."""
-    from narrowgauge.forecast.run import Plan
+    from narrowgauge.forecast.run import Scenario
     from narrowgauge.forecast.time.reachable_rates import ReachableRates
-    from narrowgauge.forecast.time.roofline import add_up, costs_of, predict
+    from narrowgauge.forecast.time.roofline import estimate_costs, predict_time, sum_costs
     from narrowgauge.forecast.trace.fake_gpu import describe_device
     from narrowgauge.recipe import parse
 
     cluster = cluster_for(args, gpu)
-    plan = Plan(
+    scenario = Scenario(
         task=task, gpu=gpu, accumulate=args.accumulate, compile=args.compile, cluster=cluster, parallel=args.parallel
     )
     at_hand = device.kind == "cuda" and device.gpu is gpu and not args.no_measure and cluster is None
@@ -93,21 +93,21 @@ def _forecast(args: argparse.Namespace, task: Task, gpu: Gpu, device: Device, ou
     last: Traced | None = None
     for recipe in recipes:
         tell(f"{recipe} on {gpu.name}: tracing two steps on paper")
-        sample = plan.sample(recipe) if cluster is not None else None
-        last = sample.traced if sample is not None else plan.trace(recipe)
-        costs = costs_of(last, rates)
-        roofline = predict(last, rates) if sample is None else add_up(last, sample.costs(rates))
-        real = _measure(args, plan, last, costs, device) if at_hand else None
+        traced_model = scenario.trace_model(recipe) if cluster is not None else None
+        last = traced_model.traced if traced_model is not None else scenario.trace(recipe)
+        costs = estimate_costs(last, rates)
+        roofline = predict_time(last, rates) if traced_model is None else sum_costs(last, traced_model.costs(rates))
+        real = _measure(args, scenario, last, costs, device) if at_hand else None
         rows[str(recipe)] = _describe(roofline, args, real)
-        if sample is not None:
-            rows[str(recipe)]["scale"] = describe_scale(plan, sample, rates, args)
+        if traced_model is not None:
+            rows[str(recipe)]["scale"] = describe_scale(scenario, traced_model, rates, args)
         own = [_describe_layer(layer, str(recipe)) for layer in collapse(roofline.layers)]
         _add_measured(own, costs, real)
         layers += own
         if not args.json:
             _show_layers(own, roofline, task, args, out)
     assert last is not None
-    extras = {} if args.quick or cluster is not None else _extras(plan, last)
+    extras = {} if args.quick or cluster is not None else _extras(scenario, last)
     if not args.json:
         _show_recipes(rows, task, gpu, args, out)
         for name, row in rows.items():
@@ -129,37 +129,43 @@ def _forecast(args: argparse.Namespace, task: Task, gpu: Gpu, device: Device, ou
     }
 
 
-def describe_scale(plan: Plan, sample: Sample, rates: ReachableRates, args: argparse.Namespace) -> dict[str, Any]:
-    """An update on the plan's GPUs, on fewer of them, and with the other way of sharing."""
-    from narrowgauge.forecast.cluster.scale import predict_scaled, sizes_up_to
+def describe_scale(
+    scenario: Scenario, traced_model: TracedModel, rates: ReachableRates, args: argparse.Namespace
+) -> dict[str, Any]:
+    """An update on the scenario's GPUs, on fewer of them, and with the other way of sharing."""
+    from narrowgauge.forecast.cluster.predict_cluster import list_cluster_sizes, predict_cluster_step
     from narrowgauge.forecast.memory.estimate import fits
 
-    assert plan.cluster is not None
-    full = predict_scaled(sample, rates, plan.cluster, plan.parallel)
-    other = predict_scaled(sample, rates, plan.cluster, "ddp" if full.parallel == "fsdp" else "fsdp")
+    assert scenario.cluster is not None
+    full = predict_cluster_step(traced_model, rates, scenario.cluster, scenario.parallel)
+    other = predict_cluster_step(traced_model, rates, scenario.cluster, "ddp" if full.parallel == "fsdp" else "fsdp")
     items = args.tokens or 1e9
     hours = items / full.items_per_s / 3600
     table = []
-    for cluster in sizes_up_to(plan.cluster):
-        one = predict_scaled(sample, rates, cluster, full.parallel)
-        memory = sample.memory(cluster.gpus if full.parallel == "fsdp" else 1)
-        table.append({**_describe_scaled(one), "peak": memory.peak, "fits": fits(memory, plan.gpu)})
-    alone = sample.memory(1 if full.parallel == "fsdp" else plan.cluster.gpus)
+    for cluster in list_cluster_sizes(scenario.cluster):
+        one = predict_cluster_step(traced_model, rates, cluster, full.parallel)
+        memory = traced_model.memory(cluster.gpus if full.parallel == "fsdp" else 1)
+        table.append({**_describe_scaled(one), "peak": memory.peak, "fits": fits(memory, scenario.gpu)})
+    alone = traced_model.memory(1 if full.parallel == "fsdp" else scenario.cluster.gpus)
     return {
         **_describe_scaled(full),
-        "per_gpu": {"batch": full.batch, "tokens": sample.traced.items, **{k: table[-1][k] for k in ("peak", "fits")}},
+        "per_gpu": {
+            "batch": full.batch,
+            "tokens": traced_model.traced.items,
+            **{k: table[-1][k] for k in ("peak", "fits")},
+        },
         "communication": [{**vars(message), "hidden_ms": message.hidden_ms} for message in full.communication],
         "tokens": items,
         "hours": hours,
         "days": hours / 24,
         "cost": None if args.price is None else hours * full.gpus * args.price,
-        "alternative": {**_describe_scaled(other), "peak": alone.peak, "fits": fits(alone, plan.gpu)},
+        "alternative": {**_describe_scaled(other), "peak": alone.peak, "fits": fits(alone, scenario.gpu)},
         "sizes": table,
-        "notes": sample.notes,
+        "notes": traced_model.notes,
     }
 
 
-def _describe_scaled(scaled: Scaled) -> dict[str, Any]:
+def _describe_scaled(scaled: ClusterStep) -> dict[str, Any]:
     names = ("gpus", "nodes", "parallel", "step_ms", "compute_ms", "communication_ms", "exposed_ms", "mfu",
              "efficiency", "bound", "hidden_from_batch", "load")  # fmt: skip
     return {**{name: getattr(scaled, name) for name in names}, "tokens_per_s": scaled.items_per_s}
@@ -241,12 +247,14 @@ def _measure_roofs(device: Device) -> dict[str, float]:
     return measure_roofs(device)
 
 
-def _measure(args: argparse.Namespace, plan: Plan, traced: Traced, costs: list[Cost], device: Device) -> dict[str, Any]:
+def _measure(
+    args: argparse.Namespace, scenario: Scenario, traced: Traced, costs: list[Cost], device: Device
+) -> dict[str, Any]:
     """The real step, and each operation by itself."""
     from narrowgauge.forecast.time.measure import measure_calls, measure_run
 
     tell(f"{traced.recipe}: measuring")
-    whole = measure_run(plan.task, traced.recipe, device, compile=args.compile, accumulate=traced.accumulate)
+    whole = measure_run(scenario.task, traced.recipe, device, compile=args.compile, accumulate=traced.accumulate)
     return {"step_ms": whole.step_ms, "peak": whole.peak_bytes, "calls": measure_calls(costs, device, tell)}
 
 
@@ -292,13 +300,13 @@ def _describe_layer(layer: Layer, recipe: str) -> dict[str, Any]:
     return {"recipe": recipe, **vars(layer), "intensity": layer.intensity, "measured_ms": None, "error": None}
 
 
-def _extras(plan: Plan, traced: Traced) -> dict[str, Any]:
-    from narrowgauge.forecast.compare import attention_cost, fusion_savings
+def _extras(scenario: Scenario, traced: Traced) -> dict[str, Any]:
+    from narrowgauge.forecast.compare import compare_attention, compare_fusions
 
     tell(f"{traced.recipe}: without fused attention, and without fusions")
     return {
-        "attention": attention_cost(plan, traced.recipe, traced),
-        "fusions": fusion_savings(plan, traced.recipe, traced),
+        "attention": compare_attention(scenario, traced.recipe, traced),
+        "fusions": compare_fusions(scenario, traced.recipe, traced),
     }
 
 
