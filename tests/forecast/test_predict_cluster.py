@@ -63,10 +63,10 @@ def test_one_gpu_sends_nothing_and_other_links_are_taken_where_nvlink_is_not() -
 @pytest.mark.parametrize(
     ("gpus", "nodes", "message"),
     [
-        (0, 1, "--gpus 0: there must be at least 1"),
-        (8, 0, "--nodes 0: there must be at least 1"),
+        (0, 1, "--gpus 0: must be at least 1"),
+        (8, 0, "--nodes 0: must be at least 1"),
         (8, 3, "--nodes 3 does not divide --gpus 8"),
-        (16, 1, "a node has up to 8 H200, not 16; take --nodes 2 or more"),
+        (16, 1, "a node has up to 8 H200, not 16; use --nodes 2 or more"),
     ],
 )
 def test_clusters_that_cannot_be(gpus: int, nodes: int, message: str) -> None:
@@ -257,7 +257,7 @@ def test_the_command_line_shows_what_one_of_several_holds(capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--gpus", "0"], "--gpus 0: there must be at least 1"),
+        (["--gpus", "0"], "--gpus 0: must be at least 1"),
         (["--gpus", "8", "--nodes", "3"], "--nodes 3 does not divide --gpus 8"),
         (["--nodes", "2"], "--nodes 2 says where GPUs are: give --gpus too"),
         (["--gpus", "8", "--gpu", "h300"], "unknown GPU 'h300'"),
