@@ -1,5 +1,6 @@
 """Packing: every document once and whole, on a side that only its text decides, made once, by one, in little memory."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import child_processes
 from narrowgauge.data import documents, pack
 from narrowgauge.data.documents import Documents, Part
 from narrowgauge.data.tokenizer import Bytes
@@ -181,7 +183,8 @@ WORKER = """
     class Slow(Bytes):
         def encode_all(self, texts):
             Path(sys.argv[2]).joinpath(str(os.getpid())).touch()
-            time.sleep(float(sys.argv[3]))
+            while not Path(sys.argv[3]).exists():
+                time.sleep(0.01)
             return super().encode_all(texts)
     packed = pack.pack(documents.open_files(Path(sys.argv[1]), None), Slow(), 16)
     import hashlib
@@ -191,22 +194,17 @@ WORKER = """
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts processes that pack the same file, slowly; each that encodes leaves its number in a folder."""
-    path, seen = tmp_path / "x.jsonl", tmp_path / "seen"
+    """Starts processes that pack the same file once ``gate`` exists; each that encodes leaves its id in ``seen``."""
+    path, seen, gate = tmp_path / "x.jsonl", tmp_path / "seen", tmp_path / "gate"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in MANY))
     seen.mkdir()
-    begun = []
+    with contextlib.ExitStack() as stack:
 
-    def begin(seconds):
-        command = [sys.executable, "-c", textwrap.dedent(WORKER), str(path), str(seen), str(seconds)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        begun.append(process)
-        return process
+        def begin(errors=subprocess.PIPE):
+            command = [sys.executable, "-c", textwrap.dedent(WORKER), str(path), str(seen), str(gate)]
+            return stack.enter_context(child_processes.start(command, stdout=subprocess.PIPE, stderr=errors, text=True))
 
-    yield begin, seen
-    for process in begun:
-        process.kill()
-        process.communicate()
+        yield begin, seen, gate
 
 
 def wait_for(condition):
@@ -216,23 +214,28 @@ def wait_for(condition):
         time.sleep(0.02)
 
 
-def test_of_two_processes_one_encodes_and_the_other_waits(start):
-    begin, seen = start
-    both = [begin(1.5), begin(1.5)]
-    answers = [process.communicate(timeout=60) for process in both]
-    assert answers[0][0] == answers[1][0] != ""
+def test_of_two_processes_one_encodes_and_the_other_waits(start, tmp_path):
+    begin, seen, gate = start
+    errors = [tmp_path / "errors-0", tmp_path / "errors-1"]
+    with errors[0].open("w") as first, errors[1].open("w") as second:
+        both = [begin(first), begin(second)]
+    wait_for(lambda: sum("waiting for another process" in path.read_text() for path in errors) == 1)
+    gate.touch()
+    answers = [process.communicate(timeout=60)[0] for process in both]
+    assert answers[0] == answers[1] != ""
     assert len(list(seen.iterdir())) == 1
-    assert sum("waiting for another process" in error for _, error in answers) == 1
+    assert sum("waiting for another process" in path.read_text() for path in errors) == 1
 
 
 def test_a_killed_process_leaves_nothing_that_counts(start, cache_folder):
-    begin, seen = start
-    first = begin(600)
+    begin, seen, gate = start
+    first = begin()
     wait_for(lambda: any(seen.iterdir()))
     os.kill(first.pid, signal.SIGKILL)
-    first.wait()
+    first.wait(60)
+    gate.touch()
     assert any(place.suffix == ".part" for place in cache_folder.iterdir())
-    answer, error = begin(0).communicate(timeout=60)
+    answer, error = begin().communicate(timeout=60)
     train = "".join(text + "\n\n" for text in MANY if not pack.is_held_back(text, 20))
     assert answer.strip() == hashlib.sha256(train.encode()).hexdigest(), error
     assert [place.name[:7] for place in cache_folder.iterdir()] == ["packed-"]

@@ -16,10 +16,13 @@ import yaml
 from doc_blocks import ROOT, pages
 from markdown_it import MarkdownIt
 
-PAGES = [*pages(), ROOT / "CHANGELOG.md"]
-GENERATED = {"index.md", "changelog.md"}
+import narrowgauge
+
+PAGES = [*pages(), ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
+API_PAGES = sorted((ROOT / "docs" / "api").glob("*.md"))
+GENERATED = {"index.md", "changelog.md", "contributing.md"}
 """Pages of the site that docs/make_site.py makes of files of the repository's root."""
-NEEDS_MKDOCS = pytest.mark.skipif(find_spec("material") is None, reason="mkdocs-material is not installed")
+NEEDS_MKDOCS = pytest.mark.skipif(find_spec("mkdocstrings") is None, reason="mkdocstrings is not installed")
 
 
 @cache
@@ -46,7 +49,7 @@ def anchors(page: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *API_PAGES], ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     wrong = []
     for token in inline(page):
@@ -71,7 +74,7 @@ def nav_files(part) -> list[str]:
 
 def test_the_navigation_has_every_page_once():
     named = nav_files(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
-    there = {page.name for page in (ROOT / "docs").glob("*.md")} | GENERATED
+    there = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")} | GENERATED
     assert sorted(named) == sorted(there)
 
 
@@ -115,15 +118,21 @@ class Counter(HTMLParser):
             self.inside = False
 
 
-@NEEDS_MKDOCS
-def test_the_site_is_built_and_shows_what_the_pages_say(tmp_path):
-    site = tmp_path / "site"
-    arguments = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site, built as ``make docs`` builds it; a warning is an error."""
+    folder = tmp_path_factory.mktemp("site")
+    arguments = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     built = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
+    return folder
+
+
+@NEEDS_MKDOCS
+def test_the_site_shows_what_the_pages_contain(site):
     assert (site / "search" / "search_index.json").stat().st_size > 100_000
-    names = {ROOT / "README.md": "index", ROOT / "CHANGELOG.md": "changelog"}
+    names = {ROOT / "README.md": "index", ROOT / "CHANGELOG.md": "changelog", ROOT / "CONTRIBUTING.md": "contributing"}
     for page in PAGES:
         shown = Counter((site / f"{names.get(page, page.stem)}.html").read_text())
         outside = [address for address in shown.fetched if re.match(r"(https?:)?//", address)]
@@ -133,3 +142,18 @@ def test_the_site_is_built_and_shows_what_the_pages_say(tmp_path):
             same = (shown.count.get(tag, 0), written.count.get(tag, 0))
             assert same[0] == same[1], f"{page.name}: {same[0]} <{tag}> on the site, {same[1]} in the repository"
     assert not list(site.rglob("*.py"))
+
+
+@NEEDS_MKDOCS
+def test_the_api_reference_has_every_public_name(site):
+    """Names as ``ng.NAME``, and their public methods; mkdocstrings gives each an anchor."""
+    anchors = set()
+    for page in API_PAGES:
+        html = (site / "api" / f"{page.stem}.html").read_text()
+        assert not re.search(r'(src|href)="(https?:)?//[^"]*\.(js|css|woff2?)"', html), page.name
+        anchors |= {anchor.rpartition(".")[2] for anchor in re.findall(r'id="(narrowgauge\.[\w.]+)"', html)}
+    modules = {"formats", "gauges", "hardware", "optim"}
+    wanted = {"parse" if name == "recipe" else name for name in narrowgauge.__all__} - modules
+    wanted |= {name for name in vars(narrowgauge.Engine) if not name.startswith("_")}
+    wanted |= {name for name in vars(narrowgauge.LossScaler) if not name.startswith("_")}
+    assert not wanted - anchors, f"not in the API reference: {sorted(wanted - anchors)}"

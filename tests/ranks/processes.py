@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from narrowgauge.tasks import language
+
 
 def spread(ranks: int, job: Callable[..., Any], folder: Path, *arguments: Any) -> list[Any]:
     """Run a job in as many processes; what each returns, as JSON takes it, in the order of ranks."""
@@ -22,7 +24,7 @@ def spread(ranks: int, job: Callable[..., Any], folder: Path, *arguments: Any) -
         port = free.getsockname()[1]
     folder.mkdir(parents=True, exist_ok=True)
     torch.multiprocessing.start_processes(
-        _begin, args=(ranks, port, folder, job, *arguments), nprocs=ranks, start_method="forkserver"
+        _begin, args=(ranks, port, folder, job, *arguments), nprocs=ranks, daemon=True, start_method="forkserver"
     )
     return [json.loads((folder / f"answer-{rank}.json").read_text()) for rank in range(ranks)]
 
@@ -31,6 +33,7 @@ def _begin(rank: int, ranks: int, port: int, folder: Path, job: Callable[..., An
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message=".*torch.jit.script_method.*")
     torch.set_num_threads(1)
+    language.SAMPLE_TOKENS = 10  # as in tests/conftest.py
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     (folder / f"answer-{rank}.json").write_text(json.dumps(job(*arguments)))

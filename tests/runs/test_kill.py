@@ -88,7 +88,7 @@ def test_thirty_kills_change_nothing(tmp_path: Path, recipe: str) -> None:
                 time.sleep(chance.uniform(0, 0.02))
         assert process.is_alive(), log.read_text()
         process.kill()
-        process.join()
+        process.join(PATIENCE_S)
         killed_writing += is_writing(folder)
     assert lives == KILLS and killed_writing > 0
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import child_processes
 from narrowgauge.errors import UsageError
 from narrowgauge.runs import lock, record
 
@@ -24,15 +25,14 @@ with lock.hold(pathlib.Path(sys.argv[1])):
 
 
 def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path: Path) -> None:
-    holder = subprocess.Popen(
+    with child_processes.start(
         [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    with holder:
-        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    ) as holder:
+        assert holder.stdout.readline() == "held\n"
         with pytest.raises(UsageError, match=f"in use by process {holder.pid}; wait"), lock.hold(tmp_path):
             pass
         holder.kill()
-        holder.wait()
+        holder.wait(60)
         with lock.hold(tmp_path):
             assert (tmp_path / ".lock").read_text() == f"{os.getpid()}\n"
 

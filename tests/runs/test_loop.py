@@ -80,7 +80,7 @@ def story(folder: Path) -> list[tuple[str, ...]]:
     """What happened, without the times; as text, in which NaN equals NaN."""
     fields = ("kind", "step", "loss", "lr", "grad_norm", "loss_scale", "applied", "accuracy", "text")
     fields += ("rule", "where", "severity", "detail", "readings", "format", "survives", "breaks")
-    kinds = ("step", "eval", "sample", "finding", "look", "foretelling")
+    kinds = ("step", "eval", "sample", "finding", "look", "prediction")
     return [tuple(repr(e.get(name)) for name in fields) for e in record.read(folder) if e["kind"] in kinds]
 
 
@@ -95,7 +95,7 @@ def test_trains_and_records(tmp_path: Path) -> None:
     }  # fmt: skip
     assert [e["step"] for e in events if e["kind"] == "eval"] == [10, 20, 30, 40]
     assert [e["step"] for e in events if e["kind"] == "checkpoint"] == [10, 20, 30, 40]
-    assert [e["kind"] for e in events[-4:]] == ["sample", "foretelling", "foretelling", "end"]
+    assert [e["kind"] for e in events[-4:]] == ["sample", "prediction", "prediction", "end"]
     assert [e["step"] for e in events if e["kind"] == "look"] == [1, 11, 21, 31]
     assert checkpoint.steps_of(tmp_path / "run") == [20, 30, 40]
     assert result.loss_last is not None and result.loss_first is not None and result.loss_last < 0.7 * result.loss_first

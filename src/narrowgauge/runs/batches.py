@@ -85,7 +85,7 @@ class Feed:
         self._looked = True
         before = random_state.capture()
         batches = self._make(step)
-        if random_state.same(before, random_state.capture()):
+        if random_state.are_equal(before, random_state.capture()):
             self._ahead = _Ahead()
             return batches
         random_state.restore(before)
@@ -146,7 +146,7 @@ def make_batch(task: Task, number: int, split: str, where: str) -> Any:
 
 def make_alone(task: Task, number: int, split: str, where: str, seed: int = 0) -> Any:
     """The same between two steps: what it draws from global generators depends on seed, split and number alone."""
-    with random_state.apart(seed, split, number):
+    with random_state.seed_temporarily(seed, split, number):
         return make_batch(task, number, split, where)
 
 

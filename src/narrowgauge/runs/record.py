@@ -6,9 +6,9 @@ Each line of ``events.jsonl`` is one JSON object with ``kind`` and ``step`` (how
     eval        loss, and the task's own metrics
     checkpoint  path            resume      from the checkpoint of this step
     capture     path of a step that can be replayed
-    look        readings of tensors (``gauges.readings``), applied
-    foretelling format, survives, recipe, loss_scale, breaks
-    finding     rule, severity, where, detail, fix
+    look        readings of tensors (``gauges.watch.readings``), applied
+    prediction  format, survives, recipe, loss_scale, breaks (``foretelling`` in older records)
+    finding     rule, severity, where, detail, fix, why (``consequence`` in older records)
     sample      text            end         interrupted, and the summary
 
 JSON has no word for NaN and infinity: they are written as "nan", "inf" and "-inf", and read back as floats in the
@@ -32,7 +32,7 @@ from narrowgauge.runs.json_lines import decode, encode, plain
 EVENTS = "events.jsonl"
 CONFIGURATION = "run.json"
 _NUMERIC = ("step", "eval")
-_AT_END = ("end", "sample", "foretelling")
+_AT_END = ("end", "sample", "prediction", "foretelling")
 """Written after the last checkpoint of a run, and written again when it ends again."""
 _CHUNK = 1 << 20
 """Bytes of lines that are read and parsed in one call of the JSON parser."""

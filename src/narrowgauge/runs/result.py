@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from narrowgauge.gauges.findings import SERIOUS, WARNING, Finding
+from narrowgauge.findings import SERIOUS, WARNING, Finding
 
 _MANY_SKIPS = 0.1
 
@@ -40,12 +40,17 @@ class Result:
     captures: list[str] = field(default_factory=list)
     """Steps that were captured for ``narrowgauge replay``."""
     findings: list[Finding] = field(default_factory=list)
-    foretold: list[dict[str, Any]] = field(default_factory=list)
-    """How FP16 and FP8 would do, from a run in a wide format."""
+    predictions: list[dict[str, Any]] = field(default_factory=list)
+    """How FP16 and FP8 would do, predicted from a run in FP32 or BF16."""
 
     @property
     def serious(self) -> bool:
         return any(finding.severity == SERIOUS for finding in self.findings)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the fields as plain values, for the record and for JSON."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**fields, "findings": [finding.describe() for finding in self.findings]}
 
     @classmethod
     def reread(cls, event: Mapping[str, Any]) -> Result:
@@ -55,7 +60,8 @@ class Result:
         for name in ("loss_first", "loss_last", "loss_eval"):
             values[name] = None if values.get(name) is None else float(values[name])
         values["metrics"] = {name: float(value) for name, value in values.get("metrics", {}).items()}
-        values["findings"] = [Finding(**finding) for finding in values.get("findings", ())]
+        values["findings"] = [Finding.from_record(finding) for finding in values.get("findings", ())]
+        values["predictions"] = event.get("predictions", event.get("foretold", []))  # "foretold" in older records
         return cls(**values)
 
 

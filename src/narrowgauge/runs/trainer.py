@@ -11,7 +11,6 @@ does what the uninterrupted one would have done; on a CPU, bit for bit.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,9 @@ from narrowgauge import random_state
 from narrowgauge.device_readback import Readback
 from narrowgauge.engine import Engine
 from narrowgauge.errors import TrainingStalled
+from narrowgauge.findings import Finding
 from narrowgauge.gauges.capture import Recorder
 from narrowgauge.gauges.examiner import Examiner
-from narrowgauge.gauges.findings import Finding
 from narrowgauge.gauges.rules.step_rules import Step
 from narrowgauge.ranks.init_model import make_model
 from narrowgauge.ranks.world import ALONE, World
@@ -124,15 +123,15 @@ class Trainer:
             return
         for name, value in state["result"].items():
             setattr(self.result, name, value)
-        self.result.findings = [Finding(**finding) for finding in found or ()]
+        self.result.findings = [Finding.from_record(finding) for finding in found or ()]
         self.result.step = self.saved_step = step
         self.evaluated_step = state["evaluated_step"]
         self.result.checkpoint = str(path)
         if self.recorder is not None:
             self.recorder.load_state_dict(state.get("recorder") or {})
         if self.examiner is not None:
-            looks = (event for event in record.read(self.folder) if event["kind"] == "look")
-            self.examiner.load_state_dict(state.get("examiner") or {}, looks)
+            snapshots = (event for event in record.read(self.folder) if event["kind"] == "look")
+            self.examiner.load_state_dict(state.get("examiner") or {}, snapshots)
 
     def train(self) -> Result:
         result, settings = self.result, self.settings
@@ -175,15 +174,15 @@ class Trainer:
                 self._saved(wait=True)
                 self._finding(refused_data(result.step, error))
                 raise
-            for told in self.examiner.foretell() if self.examiner is not None else ():
-                result.foretold.append(told.as_event())
-                self.record.append("foretelling", result.step, **told.as_event())
+            for prediction in self.examiner.predict() if self.examiner is not None else ():
+                result.predictions.append(prediction.as_event())
+                self.record.append("prediction", result.step, **prediction.as_event())
             for finding in judge(result) if not result.interrupted else ():
                 self._finding(finding)
             result.seconds, result.tokens_per_s = self.pace.seconds(), self.pace.rate()
-            self.record.append("end", **dataclasses.asdict(result))
+            self.record.append("end", **result.describe())
             self.record.sync()
-            self.board.close(dataclasses.asdict(result))
+            self.board.close(result.describe())
         return result
 
     def _next(self, feed: Feed, stop: Interruption) -> list[Any] | None:
@@ -206,7 +205,7 @@ class Trainer:
         total: Tensor | None = None
         for number, batch in enumerate(batches, 1):
             if self.recorder is not None:
-                self.recorder.saw(batch)
+                self.recorder.record_batch(batch)
             on_device = to_device(batch, engine.device)
             with engine.forward():
                 loss = self.task.loss(engine.model, on_device)
@@ -229,7 +228,7 @@ class Trainer:
             result.loss_last = values["loss"]
             applied = bool(values.pop("applied"))
             result.skipped += not applied
-            captured = self.recorder.heard(step, values["loss"], applied) if self.recorder is not None else None
+            captured = self.recorder.check_step(step, values["loss"], applied) if self.recorder is not None else None
             if captured is not None:
                 result.captures.append(str(captured))
                 self.record.append("capture", step, path=str(captured))
@@ -239,18 +238,18 @@ class Trainer:
             self.observer.saw({"kind": "step", "step": step, **numbers, "applied": applied}, result.skipped)
             if self.examiner is not None:
                 seen = Step(step, numbers["loss"], values["grad_norm"], values["loss_scale"], applied)
-                self._findings(self.examiner.see(seen), step)
+                self._findings(self.examiner.check_step(seen), step)
         self._look(wait=False)
 
     def _look(self, wait: bool) -> None:
         """Take what has been read off the tensors to the record, and what it shows to whoever watches."""
         if self.examiner is None:
             return
-        looks, _, found = self.examiner.collect(wait)
-        for look in looks:
-            readings = [reading.as_event() for reading in look.readings]
-            self.record.append("look", look.update, applied=look.applied, readings=readings)
-        self._findings(found, looks[-1].update if looks else self.result.step)
+        snapshots, _, found = self.examiner.collect(wait)
+        for snapshot in snapshots:
+            readings = [reading.as_event() for reading in snapshot.readings]
+            self.record.append("look", snapshot.update, applied=snapshot.applied, readings=readings)
+        self._findings(found, snapshots[-1].update if snapshots else self.result.step)
 
     def _findings(self, found: list[Finding], step: int) -> None:
         for finding in found:
@@ -292,7 +291,7 @@ class Trainer:
         sums: dict[str, Tensor] = {}
         count, world = self.settings.eval_batches, self.world
         own = Share(world.rank, world.size if count % world.size == 0 else 1, count)  # else all evaluate all
-        with random_state.put_back(), self.engine.evaluating():
+        with random_state.preserve(), self.engine.evaluating():
             for number in own.numbers(0) if own.size > 1 else range(count):
                 where = f"the evaluation after step {self.result.step}"
                 batch = make_alone(self.task, number, "eval", where, self.settings.seed)
@@ -321,7 +320,7 @@ class Trainer:
         engine = self.engine.state_dict()
         weights = engine.pop("model")
         kept = ("loss_first", "loss_last", "loss_eval", "metrics", "skipped", "seconds", "captures")
-        findings = [dataclasses.asdict(finding) for finding in result.findings]
+        findings = [finding.describe() for finding in result.findings]
         state = {
             "engine": engine,
             "result": {name: getattr(result, name) for name in kept} | {"findings": findings},
@@ -355,5 +354,5 @@ class Trainer:
 
     def _finding(self, finding: Finding) -> None:
         self.result.findings.append(finding)
-        self.record.append("finding", self.result.step, **dataclasses.asdict(finding))
-        self.board.finding(self.result.step, dataclasses.asdict(finding))
+        self.record.append("finding", self.result.step, **finding.describe())
+        self.board.finding(self.result.step, finding.describe())

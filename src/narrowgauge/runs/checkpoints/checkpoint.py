@@ -34,7 +34,7 @@ from narrowgauge.engine import Engine
 from narrowgauge.errors import UsageError
 from narrowgauge.runs import atomic_files
 from narrowgauge.runs.checkpoints import sharded
-from narrowgauge.serialization import Taker, own, rebuild, write_tensors
+from narrowgauge.serialization import Flattener, copy_tensors, unflatten, write_tensors
 
 FORMAT = 1
 FILES = ("weights.safetensors", "state.safetensors", "state.json")
@@ -67,8 +67,8 @@ def steps_of(run: Path) -> list[int]:
 def save(run: Path, step: int, weights: Mapping[str, Any], state: Any, keep: int = 3) -> Path:
     """Write the checkpoint of a step, then remove all but the ``keep`` newest up to it. Only for who holds the lock."""
     with writing(run, step, keep) as folder:
-        model, rest = Taker(), Taker()
-        text = dump({"weights": model.take(weights), "state": rest.take(state)})
+        model, rest = Flattener(), Flattener()
+        text = dump({"weights": model.flatten(weights), "state": rest.flatten(state)})
         # "format": "pt" is what transformers and others look for in a file that torch wrote.
         write_tensors(model.tensors, folder / FILES[0], {"format": "pt", **model.aliases})
         write_tensors(rest.tensors, folder / FILES[1])
@@ -208,8 +208,8 @@ def read(path: Path, engine: Engine | None = None) -> Checkpoint:
         if is_ranked(path):
             return Checkpoint(step_of(path), path, *sharded.read(path, engine))
         text = json.loads((path / FILES[2]).read_text())
-        weights = rebuild(text["weights"], own(load_file(path / FILES[0])))
-        state = rebuild(text["state"], own(load_file(path / FILES[1])))
+        weights = unflatten(text["weights"], copy_tensors(load_file(path / FILES[0])))
+        state = unflatten(text["state"], copy_tensors(load_file(path / FILES[1])))
         return Checkpoint(step_of(path), path, weights, state)
     except UsageError:
         raise

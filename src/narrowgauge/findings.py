@@ -1,0 +1,70 @@
+"""A finding of a gauge or of the linter: which rule, where, the evidence, why it matters and how to fix it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+SERIOUS, WARNING, NOTE = "serious", "warning", "note"
+ORDER = {SERIOUS: 0, WARNING: 1, NOTE: 2}
+"""Severities, the worst first."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A range in a file. Lines and columns count from 1, as in editors and SARIF."""
+
+    path: str
+    line: int
+    column: int = 1
+    end_line: int | None = None
+    end_column: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A problem that a rule found in a run, a model or a script."""
+
+    rule: str
+    """Name of the rule."""
+    severity: str
+    """serious: training breaks or its result cannot be trusted. warning: speed or precision is lost. note: for
+    information; never a failure."""
+    where: str
+    """file:line of a script, or the path of a module, parameter or optimizer state."""
+    detail: str
+    """The evidence."""
+    fix: str
+    """How to fix it."""
+    why: str = ""
+    """What happens if it is not fixed."""
+    span: Span | None = None
+    """The range in a file, for findings in files."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return the fields for JSON; a span becomes ``path`` and ``line``."""
+        return {
+            "rule": self.rule,
+            "severity": self.severity,
+            "where": self.where,
+            "detail": self.detail,
+            "why": self.why,
+            "fix": self.fix,
+            **({"path": self.span.path, "line": self.span.line} if self.span else {}),
+        }
+
+    @classmethod
+    def from_record(cls, fields: Mapping[str, Any]) -> Finding:
+        """Rebuild a finding from what ``describe`` returned, for example from a run's record or a checkpoint.
+
+        Records of earlier versions have ``consequence`` instead of ``why``.
+
+        Raises:
+            TypeError: A field is missing or unknown.
+        """
+        known = {name: value for name, value in fields.items() if name not in ("consequence", "path", "line")}
+        return cls(**{"why": fields.get("consequence", ""), **known})
