@@ -49,7 +49,7 @@ def test_shards_and_accumulation_are_told(capsys: pytest.CaptureFixture[str]) ->
     [
         (["--gpu", "h300"], "unknown GPU 'h300': expected one of V100"),
         (["--recipes", "fp9"], "unknown recipe 'fp9'"),
-        (["--recipes", ""], "--recipes names none"),
+        (["--recipes", ""], "--recipes is empty"),
         (["--recipes", "fp8", "--gpu", "a100"], "fp8 needs 8.9 or later"),
         (["--shards", "0"], "shards=0 must be a whole number of at least 1"),
         (["--batch", "0"], "--batch 0 was given"),
@@ -106,7 +106,7 @@ def test_of_the_default_recipes_those_that_do_not_suit_are_left_out(
     assert cli.main(["memory", f"{path}:task", "--json"]) == 0
     found = capsys.readouterr()
     assert list(json.loads(found.out)["recipes"]) == ["fp32", "bf16", "fp8"]
-    assert "bf16-lean: left out: a lean recipe steps AdamW" in found.err
+    assert "bf16-lean: skipped: a lean recipe steps AdamW" in found.err
     assert cli.main(["memory", f"{path}:task", "--recipes", "bf16-lean"]) == 2
 
 

@@ -259,7 +259,7 @@ def test_the_command_line_shows_what_one_of_several_holds(capsys: pytest.Capture
     [
         (["--gpus", "0"], "--gpus 0: must be at least 1"),
         (["--gpus", "8", "--nodes", "3"], "--nodes 3 does not divide --gpus 8"),
-        (["--nodes", "2"], "--nodes 2 says where GPUs are: give --gpus too"),
+        (["--nodes", "2"], "--nodes 2 needs --gpus"),
         (["--gpus", "8", "--gpu", "h300"], "unknown GPU 'h300'"),
         (["--gpus", "9", "--gpu", "h200"], "--nodes 2 does not divide --gpus 9"),
     ],
@@ -275,4 +275,4 @@ def test_bad_input_costs_one_clear_line(
 
 def test_shards_and_gpus_must_agree(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["memory", *SMALL, "--gpus", "8", "--shards", "4"]) == 2
-    assert "--shards 4 and --gpus 8: give --gpus alone" in capsys.readouterr().err
+    assert "--shards 4 and --gpus 8: use --gpus only" in capsys.readouterr().err
