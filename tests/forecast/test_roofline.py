@@ -14,7 +14,7 @@ from narrowgauge.forecast.compare import compare_attention, compare_fusions
 from narrowgauge.forecast.run import Scenario
 from narrowgauge.forecast.time.measure import (
     _indices_below,
-    _made,
+    _make_tensors,
     check_roofs,
     measure_calls,
     measure_roofs,
@@ -216,7 +216,7 @@ def test_indices_reach_the_whole_table_and_stay_within_it() -> None:
     calls = {cost.op.name: cost.op.call for cost in costs(reader, "fp32") if cost.op.call is not None}
     looked_up = calls["embedding"]
     assert _indices_below(looked_up) == _indices_below(calls["embedding_dense_backward"]) == 1000
-    ids = _made(looked_up.args, cpu(), 1000)[1]
+    ids = _make_tensors(looked_up.args, cpu(), 1000)[1]
     assert ids.unique().numel() == 1000 and ids.max() == 999
     assert _indices_below(calls["nll_loss_forward"]) == 3
 
