@@ -24,9 +24,9 @@ import torch
 
 from narrowgauge import hardware, tasks
 from narrowgauge.forecast.memory.estimate import predict_memory
-from narrowgauge.forecast.time.ceilings import Ceilings
 from narrowgauge.forecast.time.measure import measure_run
-from narrowgauge.forecast.time.roofline import predict
+from narrowgauge.forecast.time.reachable_rates import ReachableRates
+from narrowgauge.forecast.time.roofline import predict_time
 from narrowgauge.forecast.trace.trace_step import trace_steps
 from narrowgauge.recipe import parse
 from narrowgauge.task import Task
@@ -105,7 +105,7 @@ CASES = [
 
 def foretell(case: Case, gpu: hardware.Gpu) -> dict[str, Any]:
     traced = trace_steps(case.task(), parse(case.recipe), gpu, compile=case.compile, accumulate=case.accumulate)
-    memory, time = predict_memory(traced), predict(traced, Ceilings(gpu))
+    memory, time = predict_memory(traced), predict_time(traced, ReachableRates(gpu))
     return {
         "case": case.name, "timed": case.timed, "exact": memory.exact, "memory": memory.total,
         "components": memory.components(), "when": str(memory.when), "step_ms": time.step_ms, "bound": time.bound,

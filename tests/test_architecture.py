@@ -22,7 +22,7 @@ FLOORS = [  # from the top to the ground; a room may import from its own folder 
     {"nn"},
     {"recipe"},
     {"optim"},
-    {"scaling", "hardware"},
+    {"scaling", "hardware", "peak_fractions", "op_kinds"},
     {"task"},
     {
         "kernels",

@@ -87,5 +87,5 @@ def test_an_old_python_or_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(doctor.Failure, match=r"3\.11 or later is needed"):
         doctor._python((3, 10))
     monkeypatch.setattr(doctor, "LEAST_DISK_BYTES", 1 << 62)
-    with pytest.raises(doctor.Failure, match=r"free in .*; checkpoints want"):
+    with pytest.raises(doctor.Failure, match=r"free in .*; checkpoints need"):
         doctor._disk(tmp_path)

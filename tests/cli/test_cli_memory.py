@@ -26,7 +26,7 @@ def test_json_has_what_the_design_promises(capsys: pytest.CaptureFixture[str]) -
         assert set(row["when"]) == {"phase", "module", "op", "share"} and row["largest"]["weights"] > 0
         assert row["fits"] is None and row["largest_batch"] is None and row["measured"] is None
     assert data["gpu"] == "H200" and data["batch"] == 4 and data["lesson"] is None
-    assert "tracing two steps on paper" in found.err
+    assert "tracing two simulated steps" in found.err
 
 
 def test_a_gpu_says_what_fits_and_the_exit_code_tells(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,7 +49,7 @@ def test_shards_and_accumulation_are_told(capsys: pytest.CaptureFixture[str]) ->
     [
         (["--gpu", "h300"], "unknown GPU 'h300': expected one of V100"),
         (["--recipes", "fp9"], "unknown recipe 'fp9'"),
-        (["--recipes", ""], "--recipes names none"),
+        (["--recipes", ""], "--recipes is empty"),
         (["--recipes", "fp8", "--gpu", "a100"], "fp8 needs 8.9 or later"),
         (["--shards", "0"], "shards=0 must be a whole number of at least 1"),
         (["--batch", "0"], "--batch 0: expected at least 1"),
@@ -84,7 +84,7 @@ def test_with_the_gpu_at_hand_it_prints_its_own_error(
 ) -> None:
     h200 = hardware.describe_gpu("NVIDIA H200", 0, (9, 0), 2**37)
     monkeypatch.setattr(hardware, "detect", lambda text=None: h200)
-    monkeypatch.setattr(measure, "measure_run", lambda *_, **__: measure.Measured(peak_bytes=10**8, step_ms=1.0))
+    monkeypatch.setattr(measure, "measure_run", lambda *_, **__: measure.MeasuredRun(peak_bytes=10**8, step_ms=1.0))
     assert cli.main([*SMALL, "--recipes", "bf16", "--json"]) == 0
     row = json.loads(capsys.readouterr().out)["recipes"]["bf16"]
     assert row["measured"] == 10**8 and row["error"] == pytest.approx(row["total"] / 1e8 - 1)
@@ -106,7 +106,7 @@ def test_of_the_default_recipes_those_that_do_not_suit_are_left_out(
     assert cli.main(["memory", f"{path}:task", "--json"]) == 0
     found = capsys.readouterr()
     assert list(json.loads(found.out)["recipes"]) == ["fp32", "bf16", "fp8"]
-    assert "bf16-lean: left out: a lean recipe needs AdamW" in found.err
+    assert "bf16-lean: skipped: a lean recipe needs AdamW" in found.err
     assert cli.main(["memory", f"{path}:task", "--recipes", "bf16-lean"]) == 2
 
 

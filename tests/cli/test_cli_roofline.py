@@ -64,7 +64,7 @@ def test_with_the_gpu_at_hand_it_prints_its_own_error(
     monkeypatch.setattr(hardware, "detect", lambda text=None: h200)
     monkeypatch.setattr(measure, "measure_roofs", lambda device: {"copy": 4.19e12, "bf16": 772e12, "fp8": 1398e12})
     monkeypatch.setattr(measure, "measure_calls", lambda costs, *_: {cost.op.call: 2 * cost.seconds for cost in costs})
-    monkeypatch.setattr(measure, "measure_run", lambda *_, **__: measure.Measured(peak_bytes=1, step_ms=4.0))
+    monkeypatch.setattr(measure, "measure_run", lambda *_, **__: measure.MeasuredRun(peak_bytes=1, step_ms=4.0))
     options = ["roofline", "gpt:2x128", "--batch", "4", "--context", "64", "--recipes", "bf16", "--quick"]
     assert cli.main([*options, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)

@@ -17,30 +17,16 @@ from typing import Any
 
 import torch
 
+from narrowgauge import op_kinds
 from narrowgauge.bench.compare import BATCHES, Settings, build_entry, free_memory, make_batches, raise_released
 from narrowgauge.errors import UsageError
 from narrowgauge.hardware import Device
 from narrowgauge.recipe import Recipe
 from narrowgauge.task import Task
 
-KINDS = {
-    "communication": r"nccl|all_?reduce|all_?gather|reduce_?scatter",
-    "attention": r"sdpa|fmha|flash|attention|mha_",
-    "gauges": r"_stats_kernel",
-    "optimizer": r"adam|multi_tensor_apply|foreach|_squares_kernel|_norms_kernel|vector_norm|lpnorm|^optimizer\.|"
-    r"amp_(update|non_finite)|clip_grad",
-    "gemm": r"nvjet|gemm|gemv|xmma|cutlass|splitk|cublas|triton_tem|wgrad|dgrad|convol|conv\d|"
-    r"::(_scaled_|_grouped_|_int_)?(mm|addmm|bmm|baddbmm|matmul|linear|mv|addmv|dot|einsum)\b|mkldnn_linear",
-    "loss": r"softmax|nll_?loss|cross_entropy|logsumexp|mse_loss|statistics_kernel|_logits|rescale_kernel|statistics$",
-    "norm": r"layer_?norm|rms_?norm|batch_?norm|group_?norm|native_norm|gammabeta|rowwisemoments|bn_(fw|bw)|"
-    r"^(forward|backward|sum)_kernel|narrowgauge::norm",
-    "activation": r"gelu|silu|swish|swiglu|glu_|relu|threshold|tanh|sigmoid|^pointwise_kernel|narrowgauge::activation",
-    "cast": r"copy|_cast_kernel|_transpose_kernel|_max_abs_kernel|narrowgauge::(cast|pack|transpose|max_abs)|"
-    r"transpose_kernel|clone|contiguous|catarray|::cat$|memcpy|memset|fill|zero_$|::to$",
-}
-"""Kinds of work, each with the words that tell it in a name; the first that matches counts."""
-NAMES = (*KINDS, "other")
-_RULES = [(kind, re.compile(words, re.I)) for kind, words in KINDS.items()]
+GROUPS = {"product": "gemm", "convolution": "gemm", "copy": "cast", "embedding": "other", op_kinds.OTHER: "other"}
+"""Kinds of work that a profile reports under another name, several of them together."""
+NAMES = (*dict.fromkeys(GROUPS.get(kind, kind) for kind in (*op_kinds.KINDS, op_kinds.OTHER) if kind != "embedding"),)
 _OVERHEAD = re.compile(r"^autograd::|Backward\d*$|AccumulateGrad")
 _TENSOR_CORES = re.compile(
     r"nvjet|wgmma|[hi]mma|xmma|_mma|tensorop|tensor\d+x\d+|[a-z](884|1688|16816)|sdpa|flash|fmha|triton_tem",
@@ -67,7 +53,8 @@ def kind_of(name: str) -> str:
     """What kind of work a kernel or an operator does."""
     if _OVERHEAD.search(name):
         return "other"
-    return next((kind for kind, words in _RULES if words.search(name)), "other")
+    kind = op_kinds.classify(name)
+    return GROUPS.get(kind, kind)
 
 
 def on_tensor_cores(name: str) -> bool:

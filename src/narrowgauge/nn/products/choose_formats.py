@@ -22,10 +22,8 @@ from narrowgauge.data import cache
 from narrowgauge.hardware import Device, Gpu, is_assumed
 from narrowgauge.kernels import cast, cast_weights
 from narrowgauge.nn.products.gemm import ALL_FP8, BF16, E4M3, E5M2, FAST_DEPTH, GemmChoice, product_bf16, product_fp8
+from narrowgauge.peak_fractions import get_fraction
 
-PRODUCTS = ("output", "grad_input", "grad_weight")
-REACHED = {"bf16": 0.65, "fp8": 0.60, "copy": 0.80}
-"""Shares of the datasheet's peaks that training shapes reach, about (an H200, bench/kernels.py)."""
 VERSION = 4
 """Of the measurement: raised when kernels or the way of measuring change, so that old figures are not believed."""
 
@@ -89,9 +87,9 @@ def decide(rows: int, inputs: int, outputs: int, device: Device, fused: bool) ->
 def predicted(rows: int, inputs: int, outputs: int, gpu: Gpu) -> Costs:
     """From peaks and bandwidth. Every product of a layer has the same number of operations."""
     flops = 2.0 * rows * inputs * outputs
-    bf16_ms = flops / (gpu.peak("bf16") * REACHED["bf16"]) * 1e3
-    fp8_ms = flops / (gpu.peak("fp8") * REACHED["fp8"]) * 1e3
-    byte_ms = 1e3 / (gpu.bandwidth * REACHED["copy"])
+    bf16_ms = flops / (gpu.peak("bf16") * get_fraction("product.bf16")) * 1e3
+    fp8_ms = flops / (gpu.peak("fp8") * get_fraction("product.fp8")) * 1e3
+    byte_ms = 1e3 / (gpu.bandwidth * get_fraction("memory.other"))
     x, g = rows * inputs * byte_ms, rows * outputs * byte_ms
     return Costs((bf16_ms,) * 3, (fp8_ms,) * 3, 3 * x, 3 * g, x, g)  # read 2 bytes, write 1; the second layout 1 more
 

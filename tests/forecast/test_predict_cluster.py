@@ -11,13 +11,13 @@ import pytest
 
 from narrowgauge import cli, hardware, tasks
 from narrowgauge.errors import UsageError
-from narrowgauge.forecast.cluster import overlap, scale
-from narrowgauge.forecast.cluster.collectives import Cluster, cluster_of
-from narrowgauge.forecast.cluster.overlap import Work, run_copies, run_shards
-from narrowgauge.forecast.run import Plan
-from narrowgauge.forecast.time.ceilings import Ceilings
-from narrowgauge.forecast.time.roofline import predict
-from narrowgauge.forecast.trace.extrapolate import FEW, Sample, take
+from narrowgauge.forecast.cluster import overlap, predict_cluster
+from narrowgauge.forecast.cluster.collectives import Cluster, make_cluster
+from narrowgauge.forecast.cluster.overlap import Work, simulate_ddp, simulate_fsdp
+from narrowgauge.forecast.extrapolate import TRACED_BLOCKS, TracedModel, trace_model
+from narrowgauge.forecast.run import Scenario
+from narrowgauge.forecast.time.reachable_rates import ReachableRates
+from narrowgauge.forecast.time.roofline import predict_time
 from narrowgauge.forecast.trace.trace_step import trace_steps
 from narrowgauge.models.llama import Llama, LlamaConfig
 from narrowgauge.ranks.distribute import SHARDED_FROM
@@ -25,7 +25,7 @@ from narrowgauge.recipe import parse
 from narrowgauge.task import Task
 
 H200 = hardware.find_gpu("h200")
-CEILINGS = Ceilings(H200)
+RATES = ReachableRates(H200)
 BLOCK = 8192 * (64 + 2 * 8) * 128 + 8192 * 8192 + 3 * 8192 * 28672
 """Matrices of a block of Llama 70B."""
 
@@ -34,8 +34,8 @@ def small(layers: int = 2, **options: int) -> Task:
     return tasks.find(f"gpt:{layers}x128", **{"batch": 8, "context": 128, **options})
 
 
-def sample(task: Task | None = None, recipe: str = "bf16") -> Sample:
-    return take(task or small(), lambda one: trace_steps(one, parse(recipe), H200, compile=False))
+def trace_small(task: Task | None = None, recipe: str = "bf16") -> TracedModel:
+    return trace_model(task or small(), lambda one: trace_steps(one, parse(recipe), H200, compile=False))
 
 
 def test_the_rings_of_docs_scale_by_hand() -> None:
@@ -57,16 +57,16 @@ def test_one_gpu_sends_nothing_and_other_links_are_taken_where_nvlink_is_not() -
     pairs = hardware.find_gpu("H100 PCIe")
     assert Cluster(pairs, 2).via == "nvlink" and Cluster(pairs, 4).via == "pcie"
     assert Cluster(H200, 4, 4).via == "network" and Cluster(H200, 4, 4).bandwidth == pytest.approx(45e9)
-    assert cluster_of(H200, 64).nodes == 8 and cluster_of(H200, 8).nodes == 1
+    assert make_cluster(H200, 64).nodes == 8 and make_cluster(H200, 8).nodes == 1
 
 
 @pytest.mark.parametrize(
     ("gpus", "nodes", "message"),
     [
-        (0, 1, "--gpus 0: there must be at least 1"),
-        (8, 0, "--nodes 0: there must be at least 1"),
+        (0, 1, "--gpus 0: must be at least 1"),
+        (8, 0, "--nodes 0: must be at least 1"),
         (8, 3, "--nodes 3 does not divide --gpus 8"),
-        (16, 1, "a node has up to 8 H200, not 16; take --nodes 2 or more"),
+        (16, 1, "a node has up to 8 H200, not 16; use --nodes 2 or more"),
     ],
 )
 def test_clusters_that_cannot_be(gpus: int, nodes: int, message: str) -> None:
@@ -75,7 +75,7 @@ def test_clusters_that_cannot_be(gpus: int, nodes: int, message: str) -> None:
 
 
 def work(**changes: object) -> Work:
-    """docs/scale.md's own example: three blocks, in seconds."""
+    """docs/predict_cluster.md's own example: three blocks, in seconds."""
     messages = {
         overlap.GATHER: 4.0, overlap.REGATHER: 4.0, overlap.SCATTER: 8.0, overlap.GATHER_OUTSIDE: 2.0,
         overlap.SCATTER_OUTSIDE: 3.0,
@@ -85,7 +85,7 @@ def work(**changes: object) -> Work:
 
 
 def test_the_overlap_of_docs_scale_by_hand() -> None:
-    clock = run_shards(work())
+    clock = simulate_fsdp(work())
     assert work().compute == 103 and clock.now == 122
     exposed = {kind: clock.exposed(kind) for kind in dict.fromkeys(kind for kind, _, _ in clock.sent)}
     assert exposed == {
@@ -98,30 +98,30 @@ def test_the_overlap_of_docs_scale_by_hand() -> None:
 def test_communication_that_takes_longer_sets_the_pace() -> None:
     """From the second block on each takes as long as its gather, or backward its gather and a scatter."""
     messages = {overlap.GATHER: 15.0, overlap.REGATHER: 15.0, overlap.SCATTER: 30.0}
-    times = [run_shards(work(blocks=count, messages=messages)).now for count in range(10, 14)]
+    times = [simulate_fsdp(work(blocks=count, messages=messages)).now for count in range(10, 14)]
     assert {later - sooner for sooner, later in itertools.pairwise(times)} == {15.0 + 45.0}
 
 
 def test_gradients_are_summed_in_the_last_microbatch_alone() -> None:
-    clock = run_shards(work(microbatches=4))
+    clock = simulate_fsdp(work(microbatches=4))
     assert clock.count(overlap.GATHER) == clock.count(overlap.REGATHER) == 12
     assert clock.count(overlap.SCATTER) == 3 and clock.count(overlap.SCATTER_OUTSIDE) == 1
     assert clock.now < 4 * 122 - 3 * 6
 
 
 def test_copies_sum_as_they_go_and_wait_for_the_last() -> None:
-    clock = run_copies(work(messages={overlap.REDUCE: 8.0}), outside=5.0)
+    clock = simulate_ddp(work(messages={overlap.REDUCE: 8.0}), outside=5.0)
     assert clock.now == 103 + 7 + 5, "the last block's, under the embedding's second, and what is outside"
-    assert run_copies(work(messages={})).now == 103
+    assert simulate_ddp(work(messages={})).now == 103
 
 
 def test_more_bandwidth_is_never_slower() -> None:
-    found = sample()
+    found = trace_small()
     links = hardware.interconnect()
     for parallel in ("fsdp", "ddp"):
         times = [
-            scale.predict_scaled(
-                found, CEILINGS, Cluster(H200, 16, 2, dataclasses.replace(links, network_share=share)), parallel
+            predict_cluster.predict_cluster_step(
+                found, RATES, Cluster(H200, 16, 2, dataclasses.replace(links, network_share=share)), parallel
             ).step_ms
             for share in (0.01, 0.05, 0.2, 0.5, 0.9)
         ]
@@ -129,35 +129,35 @@ def test_more_bandwidth_is_never_slower() -> None:
 
 
 def test_one_gpu_is_the_plain_forecast_exactly() -> None:
-    found = sample()
-    plain, alone = predict(found.traced, CEILINGS), scale.predict_scaled(found, CEILINGS, Cluster(H200))
+    found = trace_small()
+    plain, alone = predict_time(found.traced, RATES), predict_cluster.predict_cluster_step(found, RATES, Cluster(H200))
     assert (alone.step_ms, alone.items_per_s, alone.mfu) == (plain.step_ms, plain.items_per_s, plain.mfu)
     assert alone.efficiency == 1 and not alone.communication and alone.exposed_ms == 0
 
 
 def test_a_step_of_several_gpus_adds_up() -> None:
-    found = sample(tasks.find("gpt:2x1024", batch=8))
+    found = trace_small(tasks.find("gpt:2x1024", batch=8))
     for parallel in ("fsdp", "ddp"):
-        for cluster in scale.sizes_up_to(Cluster(H200, 32, 4))[1:]:
-            one = scale.predict_scaled(found, CEILINGS, cluster, parallel)
+        for cluster in predict_cluster.list_cluster_sizes(Cluster(H200, 32, 4))[1:]:
+            one = predict_cluster.predict_cluster_step(found, RATES, cluster, parallel)
             assert one.step_ms == pytest.approx(one.compute_ms + one.exposed_ms)
             assert one.items_per_s == pytest.approx(cluster.gpus * 8 * 1024 / one.step_ms * 1e3)
             assert all(0 <= message.exposed_ms <= message.ms * (1 + 1e-9) for message in one.communication)
-    sizes = [(one.gpus, one.nodes) for one in scale.sizes_up_to(Cluster(H200, 32, 4))]
+    sizes = [(one.gpus, one.nodes) for one in predict_cluster.list_cluster_sizes(Cluster(H200, 32, 4))]
     assert sizes == [(1, 1), (8, 1), (16, 2), (32, 4)]
 
 
 def test_bytes_that_pass_by_hand() -> None:
     """A block of gpt:2x1024 has 12 * 1024^2 weights; outside are the tied embedding and positions."""
-    found = sample(tasks.find("gpt:2x1024", batch=8))
-    sizes = scale.messages_of(found, "fsdp")
+    found = trace_small(tasks.find("gpt:2x1024", batch=8))
+    sizes = predict_cluster.compute_message_bytes(found, "fsdp")
     weights, outside = 12 * 1024**2, (50304 + 1024) * 1024
     assert sizes[overlap.GATHER] == sizes[overlap.REGATHER] == 2 * weights and sizes[overlap.SCATTER] == 4 * weights
     assert sizes[overlap.GATHER_OUTSIDE] == sizes[overlap.SCATTER_OUTSIDE] == 4 * outside
     assert sizes[overlap.AGREE] == 4 * (found.parameters - 2 * weights - outside)
-    lean = scale.messages_of(sample(tasks.find("gpt:2x1024", batch=8), "bf16-lean"), "fsdp")
+    lean = predict_cluster.compute_message_bytes(trace_small(tasks.find("gpt:2x1024", batch=8), "bf16-lean"), "fsdp")
     assert lean[overlap.GATHER_OUTSIDE] == 2 * outside and lean[overlap.SCATTER] == 4 * weights
-    ddp = scale.messages_of(found, "ddp")
+    ddp = predict_cluster.compute_message_bytes(found, "ddp")
     assert 2 * ddp[overlap.REDUCE] + ddp["outside"] == 4 * found.parameters
 
 
@@ -165,30 +165,33 @@ def test_a_batch_that_hides_communication_does() -> None:
     slow = dataclasses.replace(hardware.interconnect(), network_share=0.02)
     cluster = Cluster(H200, 16, 2, slow)
     task = tasks.find("gpt:2x1024", batch=4)
-    found = scale.predict_scaled(sample(task), CEILINGS, cluster, "fsdp")
+    found = predict_cluster.predict_cluster_step(trace_small(task), RATES, cluster, "fsdp")
     assert found.bound == "network" and found.load > 1 and found.hidden_from_batch is not None
     assert found.hidden_from_batch == math.ceil(4 * found.load)
-    more = scale.predict_scaled(
-        sample(tasks.find("gpt:2x1024", batch=2 * found.hidden_from_batch)), CEILINGS, cluster, "fsdp"
+    more = predict_cluster.predict_cluster_step(
+        trace_small(tasks.find("gpt:2x1024", batch=2 * found.hidden_from_batch)), RATES, cluster, "fsdp"
     )
     assert more.bound == "computation" and more.efficiency > found.efficiency
 
 
 def test_small_models_are_copied_and_large_ones_sharded_as_training_does() -> None:
-    assert scale.decide("auto", SHARDED_FROM) == "ddp" and scale.decide("auto", SHARDED_FROM + 1) == "fsdp"
-    assert scale.decide("fsdp", 1) == "fsdp"
+    assert (
+        predict_cluster.choose_parallel("auto", SHARDED_FROM) == "ddp"
+        and predict_cluster.choose_parallel("auto", SHARDED_FROM + 1) == "fsdp"
+    )
+    assert predict_cluster.choose_parallel("fsdp", 1) == "fsdp"
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "bf16-lean"])
 def test_a_few_blocks_tell_of_many(recipe: str) -> None:
     task = small(7, vocab=2048)
-    few, whole = sample(task, recipe), trace_steps(task, parse(recipe), H200, compile=False)
+    few, whole = trace_small(task, recipe), trace_steps(task, parse(recipe), H200, compile=False)
     assert not few.is_whole and few.blocks == 7 and few.parameters == whole.parameters
-    assert [len(one.block_paths) for one in few.traces] == list(FEW)
-    seconds = sum(cost.seconds * times for cost, times in few.costs(CEILINGS))
-    assert seconds * 1e3 == pytest.approx(predict(whole, CEILINGS).device_ms, rel=0.01)
+    assert [len(one.block_paths) for one in few.traces] == list(TRACED_BLOCKS)
+    seconds = sum(cost.seconds * times for cost, times in few.costs(RATES))
+    assert seconds * 1e3 == pytest.approx(predict_time(whole, RATES).device_ms, rel=0.01)
     for shards in (1, 4):
-        own, other = few.memory(shards), Sample((whole,), 7, whole.parameters).memory(shards)
+        own, other = few.memory(shards), TracedModel((whole,), 7, whole.parameters).memory(shards)
         assert own.total == pytest.approx(other.total, rel=0.03)  # what is left is the allocator's rounding
         for part in ("master", "moments", "activations"):
             assert own.largest[part] == pytest.approx(other.largest[part], rel=0.02)
@@ -197,18 +200,18 @@ def test_a_few_blocks_tell_of_many(recipe: str) -> None:
 def test_blocks_wider_than_our_norm_are_traced_without_it() -> None:
     config = LlamaConfig(layers=6, width=16384, heads=128, kv_heads=8, hidden=1024, context=64, vocab=512)
     wide = dataclasses.replace(small(vocab=512, context=64), model=lambda: Llama(config), name="wide")
-    plan = Plan(task=wide, gpu=H200, cluster=cluster_of(H200, 64))
+    plan = Scenario(task=wide, gpu=H200, cluster=make_cluster(H200, 64))
     for recipe in ("bf16", "fp8"):
-        found = plan.sample(parse(recipe))
+        found = plan.trace_model(parse(recipe))
         assert found.too_wide and any("8,192 columns" in note for note in found.notes)
         assert not any(layer.part_of in ("block", "head") for layer in found.traced.layers)
     assert any(layer.part_of == "linear" for layer in found.traced.layers)
 
 
 def test_recipes_that_ranks_cannot_run() -> None:
-    plan = Plan(task=small(), gpu=H200, cluster=Cluster(H200, 8), parallel="fsdp")
+    plan = Scenario(task=small(), gpu=H200, cluster=Cluster(H200, 8), parallel="fsdp")
     with pytest.raises(UsageError, match="gradients=released is not for several GPUs"):
-        plan.sample(parse("bf16-lean[gradients=released]"))
+        plan.trace_model(parse("bf16-lean[gradients=released]"))
     with pytest.raises(UsageError, match="--parallel tensor: expected auto, ddp, fsdp"):
         dataclasses.replace(plan, parallel="tensor")
 
@@ -254,9 +257,9 @@ def test_the_command_line_shows_what_one_of_several_holds(capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--gpus", "0"], "--gpus 0: there must be at least 1"),
+        (["--gpus", "0"], "--gpus 0: must be at least 1"),
         (["--gpus", "8", "--nodes", "3"], "--nodes 3 does not divide --gpus 8"),
-        (["--nodes", "2"], "--nodes 2 says where GPUs are: give --gpus too"),
+        (["--nodes", "2"], "--nodes 2 needs --gpus"),
         (["--gpus", "8", "--gpu", "h300"], "unknown GPU 'h300'"),
         (["--gpus", "9", "--gpu", "h200"], "--nodes 2 does not divide --gpus 9"),
     ],
@@ -272,4 +275,4 @@ def test_bad_input_costs_one_clear_line(
 
 def test_shards_and_gpus_must_agree(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["memory", *SMALL, "--gpus", "8", "--shards", "4"]) == 2
-    assert "--shards 4 and --gpus 8: give --gpus alone" in capsys.readouterr().err
+    assert "--shards 4 and --gpus 8: use --gpus only" in capsys.readouterr().err

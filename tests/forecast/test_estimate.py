@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from narrowgauge import hardware, tasks
 from narrowgauge.errors import UsageError
-from narrowgauge.forecast.memory.estimate import Memory, fits, leaner, predict_memory, usable_bytes
-from narrowgauge.forecast.memory.lifetimes import follow
-from narrowgauge.forecast.run import Plan, advise, largest_batch
+from narrowgauge.forecast.memory.estimate import Memory, fits, get_usable_bytes, list_leaner_recipes, predict_memory
+from narrowgauge.forecast.memory.lifetimes import find_lifetimes
+from narrowgauge.forecast.run import Scenario, advise, find_largest_batch
 from narrowgauge.forecast.trace.trace_step import STEPS, Traced, trace_steps
 from narrowgauge.recipe import Recipe, parse
 from narrowgauge.task import Task
@@ -56,7 +56,7 @@ def memory(task: Task, recipe: str = "fp32", **options: object) -> Memory:
 
 def alive(found: Traced, phase: str) -> dict[str, int]:
     """Bytes by role that are alive after the last operation of a phase of the second step."""
-    trace, lifetimes = found.trace, follow(found.trace)
+    trace, lifetimes = found.trace, find_lifetimes(found.trace)
     last = max(index for index, op in enumerate(trace.ops) if (op.step, op.phase) == (STEPS - 1, phase))
     held: dict[str, int] = {}
     for index, come, go in lifetimes.events():
@@ -130,7 +130,7 @@ def test_gradients_that_meet_are_added_in_place() -> None:
     found = traced(dataclasses.replace(mlp(), model=Fork))
     sums = {index: op for index, op in enumerate(found.trace.ops) if op.accumulates}
     assert {op.writes[-1].shape for op in sums.values()} == {(ROWS, HIDDEN), (OUTPUTS, HIDDEN)}
-    assert {op.writes[-1].block for op in sums.values()} == set(follow(found.trace).reuses)
+    assert {op.writes[-1].block for op in sums.values()} == set(find_lifetimes(found.trace).reuses)
 
 
 def test_recomputation_keeps_less() -> None:
@@ -197,21 +197,21 @@ def test_shards_divide_states_and_add_what_is_gathered() -> None:
 
 def test_what_fits_and_the_largest_batch_that_does() -> None:
     small = hardware.find_gpu("T4")
-    plan = Plan(task=tasks.find("gpt:2x128", batch=256, context=1024, vocab=8192), gpu=small, compile=False)
+    plan = Scenario(task=tasks.find("gpt:2x128", batch=256, context=1024, vocab=8192), gpu=small, compile=False)
     recipe = parse("fp32")
     found = plan.memory(recipe)
     assert not fits(found, small)
-    best = largest_batch(plan, recipe, found)
+    best = find_largest_batch(plan, recipe, found)
     assert 64 < best < 256
-    assert plan.memory(recipe, best).peak <= usable_bytes(small) < plan.memory(recipe, best + 1).peak
+    assert plan.memory(recipe, best).peak <= get_usable_bytes(small) < plan.memory(recipe, best + 1).peak
     assert "bf16" not in advise(plan, parse("fp32[checkpoint=full]")), "a T4 has none"
 
 
 def test_what_to_switch_on_comes_in_order() -> None:
-    names = [str(recipe) for recipe in leaner(parse("fp32"))]
+    names = [str(recipe) for recipe in list_leaner_recipes(parse("fp32"))]
     assert names[:3] == ["bf16", "fp32[checkpoint=selective]", "fp32[checkpoint=full]"]
     assert names[-1] == "bf16[master=split,gradients=released,moments=8bit,checkpoint=full]"
-    assert [str(recipe) for recipe in leaner(parse("fp8-lean"))] == [
+    assert [str(recipe) for recipe in list_leaner_recipes(parse("fp8-lean"))] == [
         "fp8[master=split,gradients=released,moments=8bit,checkpoint=full]"
     ]
 
@@ -221,7 +221,7 @@ def test_a_model_that_needs_its_data_is_refused_in_a_sentence() -> None:
         return model(x[x > 0][None].expand(4, INPUTS)).sum()
 
     task = Task(model=Mlp, batch=lambda step, split: torch.zeros(8, INPUTS), loss=loss, name="picky")
-    with pytest.raises(UsageError, match="task picky under fp32 cannot be forecast without its data"):
+    with pytest.raises(UsageError, match="task picky under fp32 cannot be predicted without data"):
         memory(task)
     empty = Task(model=Mlp, batch=lambda step, split: None, loss=loss, name="empty")
     with pytest.raises(UsageError, match="a batch has no tensors"):

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from narrowgauge import hardware, tasks
 from narrowgauge.engine import Engine
-from narrowgauge.forecast.cluster.shards import Rank, shard_rows
 from narrowgauge.forecast.memory.estimate import predict_memory
+from narrowgauge.forecast.memory.rank_memory import RankMemory, count_shard_rows
 from narrowgauge.forecast.trace.trace_step import Traced, make_optimizer, trace_steps
 from narrowgauge.models.llama import Llama, LlamaConfig
 from narrowgauge.ranks import shard
@@ -35,7 +35,7 @@ def traced(recipe: str = "bf16", spec: str = SPEC, **options: int) -> Traced:
 
 def held(found: Traced, shards: int) -> dict[str, int]:
     """Bytes of parameters and of moments that the rank with the largest shards keeps between steps."""
-    rank = Rank(found, shards)
+    rank = RankMemory(found, shards)
     sums = {"parameters": 0, "moments": 0}
     for block in found.trace.blocks:
         if block.owner is not None and not block.is_copy and block.role in ("weights", "master", "moments"):
@@ -53,11 +53,11 @@ def test_a_rank_by_hand() -> None:
     four = held(found, 4)
     assert four["parameters"] == 4 * ((parts.in_blocks + parts.outside) // 4 + parts.copied)
     assert four["moments"] == 2 * four["parameters"]
-    rules = Rank(found, 4)._gathered
+    rules = RankMemory(found, 4)._gathered
     assert rules["forward"] == {"gathered_blocks": 2 * 2 * parts.block, "gathered_outside": 4 * parts.outside}
     assert rules["backward"]["gradient_buffers"] == (2 + 4) * parts.block
     assert rules["end"] == {"gradient_buffers": 4 * parts.outside}
-    assert shard_rows(7, 2) == 4 and shard_rows(3, 8) == 1
+    assert count_shard_rows(7, 2) == 4 and count_shard_rows(3, 8) == 1
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "bf16", "bf16-lean", "fp8"])
@@ -99,7 +99,7 @@ def begin(rank: int, ranks: int, recipes: list[str], folder: Path) -> None:
     most: dict[str, dict[str, int]] = {}
     try:
         for recipe in recipes:
-            mine = look(ranks, recipe)
+            mine = predict_recipe(ranks, recipe)
             everyone: list[dict[str, int]] = [{}] * ranks
             dist.all_gather_object(everyone, mine)
             most[recipe] = {name: max(one[name] for one in everyone) for name in mine}
@@ -109,7 +109,7 @@ def begin(rank: int, ranks: int, recipes: list[str], folder: Path) -> None:
         dist.destroy_process_group()
 
 
-def look(ranks: int, recipe: str) -> dict[str, int]:
+def predict_recipe(ranks: int, recipe: str) -> dict[str, int]:
     task = tasks.find(SPEC, **SIZES)
     torch.manual_seed(0)
     model = shard(task.model(), recipe, mesh=init_device_mesh("cpu", (ranks,)))

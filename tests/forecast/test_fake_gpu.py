@@ -97,7 +97,7 @@ def test_autocast_is_cudas() -> None:
 def test_autocast_narrows_a_parameter_once_and_forgets_it_at_the_end() -> None:
     made: list[torch.Tensor] = []
     with simulate_gpu(H200) as simulated:
-        simulated.rules.on_narrowed = lambda parameter, copy: made.append(copy)
+        simulated.rules.on_cast = lambda parameter, copy: made.append(copy)
         weight = torch.nn.Parameter(torch.ones(8, 8, device="cuda"))
         for _ in range(2):
             with torch.autocast("cuda", torch.bfloat16):

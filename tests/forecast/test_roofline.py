@@ -10,20 +10,21 @@ from torch import Tensor, nn
 
 from narrowgauge import hardware, tasks
 from narrowgauge.errors import NarrowgaugeError, UsageError
-from narrowgauge.forecast.compare import attention_cost, fusion_savings
-from narrowgauge.forecast.run import Plan
-from narrowgauge.forecast.time.ceilings import COPY, PRODUCT, SQUARE, Ceilings, check_below_roof
+from narrowgauge.forecast.compare import compare_attention, compare_fusions
+from narrowgauge.forecast.run import Scenario
 from narrowgauge.forecast.time.measure import (
     _indices_below,
-    _made,
+    _make_tensors,
     check_roofs,
     measure_calls,
     measure_roofs,
     measure_run,
 )
-from narrowgauge.forecast.time.roofline import Cost, costs_of, predict
+from narrowgauge.forecast.time.reachable_rates import ReachableRates, check_below_peak
+from narrowgauge.forecast.time.roofline import Cost, estimate_costs, predict_time
 from narrowgauge.forecast.trace.trace_step import Traced, trace_steps
 from narrowgauge.hardware import Device
+from narrowgauge.peak_fractions import get_fraction
 from narrowgauge.recipe import parse
 from narrowgauge.task import Task
 
@@ -54,7 +55,7 @@ def traced(task: Task, recipe: str = "bf16", **options: object) -> Traced:
 
 
 def costs(task: Task, recipe: str = "bf16", **options: object) -> list[Cost]:
-    return costs_of(traced(task, recipe, **options), Ceilings(H200))
+    return estimate_costs(traced(task, recipe, **options), ReachableRates(H200))
 
 
 def test_flops_and_bytes_of_a_linear_layer_are_exact() -> None:
@@ -85,7 +86,7 @@ def test_flops_of_attention_are_exact_and_causal_counts_half() -> None:
 def test_what_bounds_an_operation() -> None:
     found = costs(linear())
     product = next(cost for cost in found if cost.op.kind == "product")
-    rate = H200.peak("bf16") * PRODUCT["bf16"]
+    rate = H200.peak("bf16") * get_fraction("product.bf16")
     assert product.bound == "compute" and product.seconds >= product.op.flops / rate
     square = next(cost for cost in found if cost.op.name == "pow")
     assert square.bound == "memory" and square.seconds == pytest.approx(square.bytes / (0.8 * H200.bandwidth))
@@ -98,12 +99,15 @@ def test_a_ridge_is_where_the_two_roofs_meet() -> None:
 
 
 def test_a_step_is_the_sum_and_its_cost_follows() -> None:
-    found = predict(traced(linear()), Ceilings(H200))
+    found = predict_time(traced(linear()), ReachableRates(H200))
     assert found.device_ms == pytest.approx(sum(found.by_kind.values())) == pytest.approx(sum(found.by_bound.values()))
     assert found.step_ms == max(found.device_ms, found.host_ms)
     assert found.items_per_s == pytest.approx(ROWS / found.step_ms * 1e3)
     assert found.mfu == pytest.approx(12.0 * INPUTS * OUTPUTS * found.items_per_s / H200.peak("bf16"))
-    assert found.bound == "compute" and predict(traced(tasks.find("digits")), Ceilings(H200)).bound == "launches"
+    assert (
+        found.bound == "compute"
+        and predict_time(traced(tasks.find("digits")), ReachableRates(H200)).bound == "launches"
+    )
     assert found.cost(3600 * found.items_per_s, 3.5) == pytest.approx(3.5)
 
 
@@ -111,7 +115,7 @@ def test_a_step_is_the_sum_and_its_cost_follows() -> None:
     ("spec", "recipe", "measured_ms"), [("gpt2-124m", "bf16", 111.08), ("gpt2-124m", "fp8", 85.14)]
 )
 def test_steps_are_within_fifteen_percent_of_an_h200s(spec: str, recipe: str, measured_ms: float) -> None:
-    found = predict(traced(tasks.find(spec), recipe, compile=True), Ceilings(H200))
+    found = predict_time(traced(tasks.find(spec), recipe, compile=True), ReachableRates(H200))
     assert found.step_ms == pytest.approx(measured_ms, rel=0.15) and found.bound == "compute"
     assert {"product", "attention", "norm", "activation", "loss", "optimizer"} <= set(found.by_kind)
     assert any(layer.path == "blocks.3.down" and layer.kind == "product" for layer in found.layers)
@@ -121,7 +125,7 @@ def test_steps_are_within_fifteen_percent_of_an_h200s(spec: str, recipe: str, me
 def test_an_update_moves_norms_and_states(recipe: str) -> None:
     """A parameter: 4 for the gradient's norm, 16 read and 12 written for AdamW."""
     task = tasks.find("gpt:2x128", batch=2, context=64, vocab=1024)
-    found = predict(traced(task, recipe), Ceilings(H200))
+    found = predict_time(traced(task, recipe), ReachableRates(H200))
     moved = sum(layer.bytes for layer in found.layers if layer.kind == "optimizer")
     with torch.device("meta"):
         size = sum(p.numel() for p in task.model().parameters())
@@ -129,45 +133,47 @@ def test_an_update_moves_norms_and_states(recipe: str) -> None:
 
 
 def test_fusions_and_fused_attention_save_what_their_bytes_say() -> None:
-    plan = Plan(task=tasks.find("gpt:2x128", batch=8, context=512, vocab=8192), gpu=H200)
+    plan = Scenario(task=tasks.find("gpt:2x128", batch=8, context=512, vocab=8192), gpu=H200)
     recipe = parse("bf16")
     own = plan.trace(recipe)
-    attention = attention_cost(plan, recipe, own)
+    attention = compare_attention(plan, recipe, own)
     assert attention is not None and attention.backend == "cudnn"
     scores = 8 * 2 * 512 * 512
     assert attention.plain_ms > attention.fused_ms and attention.plain_peak - attention.fused_peak > 2 * 2 * scores
-    savings = {saving.name: saving for saving in fusion_savings(plan, recipe, own)}
+    savings = {saving.name: saving for saving in compare_fusions(plan, recipe, own)}
     logits = 8 * 512 * 8192
     assert savings["head and loss"].saved_ms > 8 * logits / H200.bandwidth * 1e3
     digits = tasks.find("digits")
-    assert fusion_savings(Plan(task=digits, gpu=H200), recipe, traced(digits)) == []
-    assert attention_cost(Plan(task=digits, gpu=H200), recipe, traced(digits)) is None
+    assert compare_fusions(Scenario(task=digits, gpu=H200), recipe, traced(digits)) == []
+    assert compare_attention(Scenario(task=digits, gpu=H200), recipe, traced(digits)) is None
 
 
 def test_compiled_code_moves_only_what_is_kept() -> None:
     task = tasks.find("gpt:2x128", batch=8, context=128, vocab=8192)
-    eager, compiled = (predict(traced(task, "fp32", compile=mode), Ceilings(H200)) for mode in (False, True))
+    eager, compiled = (predict_time(traced(task, "fp32", compile=mode), ReachableRates(H200)) for mode in (False, True))
     assert compiled.bytes < 0.9 * eager.bytes and compiled.flops == pytest.approx(eager.flops, rel=0.01)
     assert compiled.host_ms < eager.host_ms
 
 
 def test_other_gpus_take_an_h200s_shares_and_say_so() -> None:
-    a100 = Ceilings(hardware.find_gpu("a100"))
-    assert a100.source == "from an H200's shares of the peak" and Ceilings(H200).source == "measured on an H200"
-    assert a100.product("bf16") == pytest.approx(312e12 * PRODUCT["bf16"])
-    assert a100.product("fp8") == pytest.approx(312e12 * PRODUCT["fp8"]), "it has no FP8: BF16's peak"
+    a100 = ReachableRates(hardware.find_gpu("a100"))
+    assert a100.source == "from an H200's shares of the peak" and ReachableRates(H200).source == "measured on an H200"
+    assert a100.product("bf16") == pytest.approx(312e12 * get_fraction("product.bf16"))
+    assert a100.product("fp8") == pytest.approx(312e12 * get_fraction("product.fp8")), "it has no FP8: BF16's peak"
     assert a100.attention("flash", "bf16", 128) > a100.attention("flash", "bf16", 64) > 0
-    own = Ceilings(H200, {"bf16": 772e12, "copy": H200.bandwidth * COPY})
+    own = ReachableRates(H200, {"bf16": 772e12, "copy": H200.bandwidth * get_fraction("memory.plain_copy")})
     assert own.source == "measured on this GPU"
-    assert own.product("bf16") == pytest.approx(772e12 * PRODUCT["bf16"] / SQUARE["bf16"])
-    assert own.memory() == pytest.approx(Ceilings(H200).memory())
+    assert own.product("bf16") == pytest.approx(
+        772e12 * get_fraction("product.bf16") / get_fraction("square_product.bf16")
+    )
+    assert own.memory() == pytest.approx(ReachableRates(H200).memory())
 
 
 def test_a_measurement_above_its_roof_is_an_error() -> None:
-    assert check_below_roof("copy", 4.19e12, H200.bandwidth, H200) == pytest.approx(0.873, abs=1e-3)
-    with pytest.raises(NarrowgaugeError, match=r"copy: 4.9e\+12 per second was measured on H200, above the 4.8e\+12"):
-        check_below_roof("copy", 4.9e12, H200.bandwidth, H200)
-    with pytest.raises(NarrowgaugeError, match="roof of fp8"):
+    assert check_below_peak("copy", 4.19e12, H200.bandwidth, H200) == pytest.approx(0.873, abs=1e-3)
+    with pytest.raises(NarrowgaugeError, match=r"4.9e\+12 per second on H200, above the datasheet's 4.8e\+12"):
+        check_below_peak("copy", 4.9e12, H200.bandwidth, H200)
+    with pytest.raises(NarrowgaugeError, match="rate of fp8"):
         check_roofs({"copy": 4e12, "fp8": 2.1e15}, H200)
 
 
@@ -177,7 +183,7 @@ def test_rows_off_the_multiple_cost_six_times_as_much_uncompiled_and_a_copy_comp
             model=lambda: nn.Linear(1024, words, bias=False), name="head", items_per_batch=8192,
             batch=lambda step, split: torch.zeros(8192, 1024), loss=lambda model, x: model(x).float().square().mean(),
         )  # fmt: skip
-        return predict(traced(task, "bf16", compile=compile), Ceilings(H200)).by_kind["product"]
+        return predict_time(traced(task, "bf16", compile=compile), ReachableRates(H200)).by_kind["product"]
 
     assert 5 < head(8191, False) / head(8192, False) < 7
     assert 1.02 < head(8191, True) / head(8192, True) < 3
@@ -210,7 +216,7 @@ def test_indices_reach_the_whole_table_and_stay_within_it() -> None:
     calls = {cost.op.name: cost.op.call for cost in costs(reader, "fp32") if cost.op.call is not None}
     looked_up = calls["embedding"]
     assert _indices_below(looked_up) == _indices_below(calls["embedding_dense_backward"]) == 1000
-    ids = _made(looked_up.args, cpu(), 1000)[1]
+    ids = _make_tensors(looked_up.args, cpu(), 1000)[1]
     assert ids.unique().numel() == 1000 and ids.max() == 999
     assert _indices_below(calls["nll_loss_forward"]) == 3
 

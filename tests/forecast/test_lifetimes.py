@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from narrowgauge import hardware
 from narrowgauge.forecast.memory.estimate import predict_memory
-from narrowgauge.forecast.memory.lifetimes import follow
+from narrowgauge.forecast.memory.lifetimes import find_lifetimes
 from narrowgauge.forecast.trace.trace_step import Traced, trace_steps
 from narrowgauge.recipe import parse
 from narrowgauge.task import Task
@@ -57,7 +57,7 @@ def test_operands_off_the_multiple_are_copied_in_16_bits_only() -> None:
 
 def test_one_input_is_cast_once_for_three_layers() -> None:
     found = traced(8192)
-    lifetimes, ops = follow(found.trace), found.trace.ops
+    lifetimes, ops = find_lifetimes(found.trace), found.trace.ops
     casts = [
         op.writes[0].block for op in ops
         if op.name == "_to_copy" and op.phase == "forward" and op.step == 1 and op.writes[0].shape == (ROWS, WIDTH)

@@ -1,8 +1,8 @@
-"""A model of many alike blocks, studied by a few of them: two and three are traced, and the difference is one block.
+"""Extrapolates a model of many identical blocks from traces of two and three of them: the difference is one block.
 
-Memory of every stretch of a step (``layout``) and time of every operation outside of blocks are straight lines over the
-number of blocks, so that those of the whole follow from two points; a 70B model takes as long as a small one. A test
-holds a whole trace and this one together. Models whose blocks differ, or that cannot be cut, are traced whole.
+Memory of every segment of a step (``layout``) and time of every operation outside of blocks are linear in the number of
+blocks, so two points determine those of the whole model. Forecasting a 70B model takes as long as a small one. A test
+compares this with a trace of the whole model. Models whose blocks differ are traced whole.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from narrowgauge.forecast.memory.estimate import Memory, describe
-from narrowgauge.forecast.memory.layout import Layout, Moment, Top, lay_out
-from narrowgauge.forecast.time.ceilings import Ceilings
-from narrowgauge.forecast.time.roofline import Cost, costs_of
+from narrowgauge.forecast.memory.estimate import Memory, summarize
+from narrowgauge.forecast.memory.layout import Layout, Moment, Peak, compute_layout
+from narrowgauge.forecast.time.reachable_rates import ReachableRates
+from narrowgauge.forecast.time.roofline import Cost, estimate_costs
 from narrowgauge.forecast.trace.trace_step import STEPS, Traced
 from narrowgauge.kernels.norm import MAX_COLUMNS
 from narrowgauge.nn.recompute import find_blocks
 from narrowgauge.task import Task
 
-FEW = 2, 3
-"""How many blocks are traced: a first and a last one, and one between them."""
-WORTH = 6
-"""Blocks from which on it pays."""
+TRACED_BLOCKS = 2, 3
+"""How many blocks are traced: a first and a last one, then one more between them."""
+MIN_BLOCKS = 6
+"""The fewest blocks for which extrapolating is faster."""
 
 
 @dataclass(frozen=True)
-class Sample:
-    """Traces of a model: of the whole, or of two cuts of it that stand for the whole."""
+class TracedModel:
+    """Traces of a model: of the whole, or of two shortened versions of it."""
 
     traces: tuple[Traced, ...]
     blocks: int
-    """Of the whole model."""
+    """Blocks of the whole model."""
     parameters: int
     too_wide: bool = False
-    """Its blocks are wider than narrowgauge's own norm takes: they were traced without fused blocks."""
+    """Its blocks are wider than narrowgauge's norm kernel supports, so they were traced without fused blocks."""
 
     @property
     def traced(self) -> Traced:
-        """The largest one that was traced."""
+        """The largest trace."""
         return self.traces[-1]
 
     @property
@@ -51,35 +51,37 @@ class Sample:
         return len(self.traces) == 1
 
     def memory(self, shards: int = 1) -> Memory:
-        """What a rank of ``shards`` allocates."""
-        layouts = [lay_out(traced, shards, self.parameters) for traced in self.traces]
+        """Predict what a rank of ``shards`` allocates."""
+        layouts = [compute_layout(traced, shards, self.parameters) for traced in self.traces]
         layout = layouts[0] if self.is_whole else _extend(layouts[0], layouts[1], self.blocks)
         if not self.is_whole:
             layout.when = self._moment(layout)
-        found = describe(self.traced, layout, shards, self.parameters)
+        found = summarize(self.traced, layout, shards, self.parameters)
         return replace(found, notes=[*found.notes, *self.notes])
 
     @property
     def notes(self) -> list[str]:
-        """What is to be known of how this was found."""
+        """How the forecast was made, for the user."""
         notes = []
         if not self.is_whole:
-            notes.append(f"{FEW[0]} and {FEW[1]} of {self.blocks} alike blocks were traced, and the rest multiplied")
+            few, more = TRACED_BLOCKS
+            notes.append(f"extrapolated from traces of {few} and {more} of {self.blocks} identical blocks")
         if self.too_wide:
             notes.append(
-                f"wider than the {MAX_COLUMNS:,} columns that narrowgauge's own norm takes: without its fused blocks, "
-                "as training would run it"
+                f"wider than the {MAX_COLUMNS:,} columns that narrowgauge's norm kernel supports: predicted without "
+                "fused blocks, as training would run it"
             )
         return notes
 
-    def costs(self, ceilings: Ceilings) -> list[tuple[Cost, float]]:
-        """Every operation of a step, and how often it is there: the middle block's for all but the first and the last.
+    def costs(self, rates: ReachableRates) -> list[tuple[Cost, float]]:
+        """Every operation of a step and how often it runs.
 
-        What is done to all blocks at once (the optimizer) takes longer by as much as it did from two to three.
+        The middle block represents all but the first and the last. Work on all blocks at once (the optimizer) grows by
+        as much per block as it did from two to three blocks.
         """
         if self.is_whole:
-            return [(cost, 1.0) for cost in costs_of(self.traced, ceilings)]
-        small, large = (costs_of(traced, ceilings) for traced in self.traces)
+            return [(cost, 1.0) for cost in estimate_costs(self.traced, rates)]
+        small, large = (estimate_costs(traced, rates) for traced in self.traces)
         paths = self.traced.block_paths
         before = _outside_seconds(small, self.traces[0].block_paths)
         after = _outside_seconds(large, paths)
@@ -89,39 +91,39 @@ class Sample:
                 found.append((cost, float(self.blocks - 2) if _is_inside(cost.op.where, paths[1:2]) else 1.0))
             else:
                 key = cost.op.phase, cost.op.name
-                grown = after[key] + (after[key] - before.get(key, after[key])) * (self.blocks - FEW[1])
+                grown = after[key] + (after[key] - before.get(key, after[key])) * (self.blocks - TRACED_BLOCKS[1])
                 found.append((cost, max(grown, 0.0) / after[key] if after[key] else 1.0))
         return found
 
     def _moment(self, layout: Layout) -> Moment:
         ops = self.traced.trace.ops
-        stretch = max((s for s in layout.tops if s[0] == STEPS - 1), key=lambda s: layout.tops[s].total)
-        op = ops[layout.tops[stretch].index]
+        stretch = max((s for s in layout.peaks if s[0] == STEPS - 1), key=lambda s: layout.peaks[s].total)
+        op = ops[layout.peaks[stretch].index]
         first = next(index for index, one in enumerate(ops) if one.step == STEPS - 1)
         last = self.traced.block_paths[-1]
         module = op.where
         if module == last or module.startswith(f"{last}."):
             module = last.rpartition(".")[0] + f".{self.blocks - 1}" + module.removeprefix(last)
-        share = (layout.tops[stretch].index - first) / (len(ops) - first)
+        share = (layout.peaks[stretch].index - first) / (len(ops) - first)
         return Moment(phase=op.phase, module=module, op=op.name, share=share)
 
 
-def take(task: Task, trace: Callable[[Task], Traced]) -> Sample:
-    """Trace a task, by a few of its blocks where they are many and alike."""
-    blocks, parameters, _ = survey(task)
-    if blocks < WORTH:
+def trace_model(task: Task, trace: Callable[[Task], Traced]) -> TracedModel:
+    """Trace a task; only a few of its blocks where it has many identical ones."""
+    blocks, parameters, _ = inspect_blocks(task)
+    if blocks < MIN_BLOCKS:
         traced = trace(task)
-        return Sample((traced,), len(traced.block_paths), traced.parameters)
-    small, large = (trace(replace(task, model=functools.partial(_cut, task, count))) for count in FEW)
-    return Sample((small, large), blocks, parameters)
+        return TracedModel((traced,), len(traced.block_paths), traced.parameters)
+    small, large = (trace(replace(task, model=functools.partial(_cut, task, count))) for count in TRACED_BLOCKS)
+    return TracedModel((small, large), blocks, parameters)
 
 
-def survey(task: Task) -> tuple[int, int, int]:
-    """Of a task's model: alike blocks (0 where it cannot be cut), parameters, and the longest vector of a block."""
+def inspect_blocks(task: Task) -> tuple[int, int, int]:
+    """The number of identical blocks (0: trace it whole), of parameters, and the longest vector of a block."""
     try:
         with torch.device("meta"):
             model = task.model()
-    except Exception:  # whatever a user's model does not like about meta tensors: it is traced whole
+    except Exception:  # a user's model may not support meta tensors: it is traced whole
         return 0, 0, 0
     blocks = find_blocks(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -132,7 +134,7 @@ def survey(task: Task) -> tuple[int, int, int]:
 
 
 def _cut(task: Task, count: int) -> nn.Module:
-    """The task's model with its first few blocks alone."""
+    """The task's model with only its first few blocks."""
     model = task.model()
     path = next(iter(find_blocks(model))).rpartition(".")[0]
     blocks = model.get_submodule(path)
@@ -142,8 +144,8 @@ def _cut(task: Task, count: int) -> nn.Module:
 
 
 def _extend(small: Layout, large: Layout, blocks: int) -> Layout:
-    """The layout of a model of ``blocks`` blocks from those of two and three."""
-    more = blocks - FEW[1]
+    """Extrapolate the layout of a model of ``blocks`` blocks from those of two and three."""
+    more = blocks - TRACED_BLOCKS[1]
 
     def line(before: int, after: int) -> int:
         return after + (after - before) * more
@@ -151,15 +153,15 @@ def _extend(small: Layout, large: Layout, blocks: int) -> Layout:
     def lines(before: Counter[str], after: Counter[str]) -> Counter[str]:
         return Counter({name: line(before[name], after[name]) for name in {*before, *after}})
 
-    tops: dict[tuple[int, str, str], Top] = {}
-    for stretch, after in large.tops.items():
-        before = small.tops.get(stretch)
-        if before is not None:  # the middle block's lie between the first one's and the last one's
-            tops[stretch] = Top(
+    peaks: dict[tuple[int, str, str], Peak] = {}
+    for stretch, after in large.peaks.items():
+        before = small.peaks.get(stretch)
+        if before is not None:  # segments of a middle block exist only in the trace of three
+            peaks[stretch] = Peak(
                 line(before.total, after.total), lines(before.held, after.held), after.gathered,
                 lines(before.largest, after.largest), after.index,
             )  # fmt: skip
-    return Layout(tops, large.when, line(small.between, large.between), line(small.reserved, large.reserved))
+    return Layout(peaks, large.when, line(small.between, large.between), line(small.reserved, large.reserved))
 
 
 def _outside_seconds(costs: list[Cost], paths: list[str]) -> dict[tuple[str, str], float]:
