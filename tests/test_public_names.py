@@ -31,8 +31,8 @@ also = Renamed(model, [optimizer], ng.recipe("fp16"))
 """What comes before each expression below."""
 
 REVEALED = {
-    "engine": "narrowgauge.engine.Engine",
-    "also": "narrowgauge.engine.Engine",
+    "engine": "narrowgauge.engine.engine.Engine",
+    "also": "narrowgauge.engine.engine.Engine",
     "engine.model": "torch.nn.modules.module.Module",
     "engine.recipe": "narrowgauge.recipe.Recipe",
     "engine.step()": "narrowgauge.step_report.StepReport",
