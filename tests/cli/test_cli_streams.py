@@ -55,7 +55,7 @@ def command(task: str, *more: str, steps: int = 40) -> list[str]:
 
 
 def assert_finished(steps: int = 40) -> None:
-    assert checkpoint.steps_of(Path("run"))[-1] == steps
+    assert checkpoint.list_steps(Path("run"))[-1] == steps
     events = list(record.read(Path("run")))
     assert [e["step"] for e in events if e["kind"] == "step"] == list(range(1, steps + 1))
     assert events[-1]["kind"] == "end"
@@ -165,7 +165,7 @@ def test_a_terminal_that_is_closed_saves_the_run() -> None:
         assert process.wait(PATIENCE_S) == 0
     events = list(record.read(Path("run")))
     assert events[-1]["kind"] == "end" and events[-1]["interrupted"]
-    assert checkpoint.steps_of(Path("run")) == [events[-1]["step"]]
+    assert checkpoint.list_steps(Path("run")) == [events[-1]["step"]]
 
 
 def raising(text: str) -> str:
@@ -201,8 +201,8 @@ def test_a_task_that_raises_is_exit_3_with_its_traceback(
     assert code == 3 and said.out == ""
     assert "Traceback" in said.err and "bad.py" in said.err and said.err.splitlines()[-1].startswith("narrowgauge: ")
     if where in ("late", "ahead"):
-        assert checkpoint.steps_of(Path("run")) == [10, 20] and "narrowgauge train --resume run" in said.err
-        assert checkpoint.damage(checkpoint.path_of(Path("run"), 20)) is None
+        assert checkpoint.list_steps(Path("run")) == [10, 20] and "narrowgauge train --resume run" in said.err
+        assert checkpoint.find_damage(checkpoint.make_path(Path("run"), 20)) is None
 
 
 def test_a_stream_that_fails_is_silent_from_then_on() -> None:

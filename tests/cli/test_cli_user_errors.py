@@ -79,7 +79,7 @@ def test_lint_reads_what_it_can_and_says_the_rest_in_a_line(capsys: pytest.Captu
     assert main(["lint", "mine.py:function"]) == 3
     assert "of my own making" in capsys.readouterr().err
     assert main(["lint", "mine.py:model"]) == 2
-    assert "its model cannot be made: ValueError" in capsys.readouterr().err
+    assert "its model cannot be created: ValueError" in capsys.readouterr().err
 
 
 def test_our_own_errors_stay_one_line_within_the_users_code(capsys: pytest.CaptureFixture[str]) -> None:

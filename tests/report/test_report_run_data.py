@@ -101,7 +101,7 @@ def test_run_data_grows_and_restarts_after_a_resume(tmp_path: Path) -> None:
     with record.Record(folder) as book:
         book.append("step", 31, loss=2.0, lr=1.0, grad_norm=1.0, loss_scale=1.0, applied=False, tokens_per_s=None)
     assert run.update() and run.step == 31 and not run.applied[-1]
-    record.cut_after(folder, 10)
+    record.truncate_after(folder, 10)
     assert run.update() and run.step == 10 and len(run.steps) == 10
 
 

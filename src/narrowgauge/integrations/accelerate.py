@@ -21,7 +21,7 @@ from narrowgauge.errors import UsageError
 from narrowgauge.integrations.gauges import Gauges
 from narrowgauge.integrations.hosted import Hosted, check_options, import_library
 from narrowgauge.nn.changes import Change, apply_change
-from narrowgauge.ranks.distribute import inside
+from narrowgauge.ranks.distribute import unwrap_ddp
 from narrowgauge.recipe import Recipe
 
 SPREADS = ("NO", "MULTI_CPU", "MULTI_GPU")
@@ -99,7 +99,7 @@ class Bridge:
         return self._plain_prepare(*objects, **kwargs)
 
     def _make(self, model: nn.Module, optimizer: Optimizer) -> Optimizer:
-        if self._engine is not None and self._engine.inner is not inside(model):
+        if self._engine is not None and self._engine.inner is not unwrap_ddp(model):
             raise UsageError("an Accelerator under a recipe trains one model: one loss scale serves one; make another")
         self._engine = engine = Hosted(model, optimizer, self._recipe, **self._options)
         _surround(self, engine)

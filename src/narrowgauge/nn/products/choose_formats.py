@@ -101,7 +101,7 @@ def measured(rows: int, inputs: int, outputs: int, device: Device) -> Costs | No
     if device.kind != "cuda" or is_assumed() or not torch.cuda.is_available():
         return None
     key = f"{rows}x{inputs}x{outputs}"
-    path = cache.folder() / f"products-{VERSION}-{device.name.replace(' ', '-')}-{torch.__version__}.json"
+    path = cache.get_folder() / f"products-{VERSION}-{device.name.replace(' ', '-')}-{torch.__version__}.json"
     known: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
         known = json.loads(path.read_text())
