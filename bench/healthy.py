@@ -1,4 +1,4 @@
-"""Healthy runs under every rule: recipes, tasks and seeds, and what was found. Nothing serious may be.
+"""Findings on healthy runs with all rules, over recipes, tasks and seeds. There must be no serious finding.
 
 usage: python bench/healthy.py [SEEDS] [RECIPE ...]      (JSON to bench/results/healthy.json with --save)
 """

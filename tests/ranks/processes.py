@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from narrowgauge.tasks import language
+
 
 def run_ranks(ranks: int, job: Callable[..., Any], folder: Path, *arguments: Any) -> list[Any]:
     """Run a job in ``ranks`` processes. Returns what each returned, as JSON values, in the order of ranks."""
@@ -31,6 +33,7 @@ def _start(rank: int, ranks: int, port: int, folder: Path, job: Callable[..., An
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message=".*torch.jit.script_method.*")
     torch.set_num_threads(1)
+    language.SAMPLE_TOKENS = 10  # as in tests/conftest.py
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     (folder / f"answer-{rank}.json").write_text(json.dumps(job(*arguments)))

@@ -101,7 +101,7 @@ class BatchReader:
         self._checked_promise = True
         before = random_state.capture()
         batches = self._make(step)
-        if random_state.same(before, random_state.capture()):
+        if random_state.are_equal(before, random_state.capture()):
             self._thread = _WorkerThread()
             return batches
         random_state.restore(before)
@@ -175,7 +175,7 @@ def make_batch(task: Task, number: int, split: str, where: str) -> Any:
 
 def make_isolated_batch(task: Task, number: int, split: str, where: str, seed: int = 0) -> Any:
     """Make a batch between two steps, with the global generators seeded by seed, split and number, then restored."""
-    with random_state.apart(seed, split, number):
+    with random_state.seed_temporarily(seed, split, number):
         return make_batch(task, number, split, where)
 
 

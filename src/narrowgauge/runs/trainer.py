@@ -308,7 +308,7 @@ class Trainer:
         count, world = self.settings.eval_batches, self.world
         # If the batches do not divide among the ranks, every rank evaluates all of them.
         own = RankBatches(world.rank, world.size if count % world.size == 0 else 1, count)
-        with random_state.put_back(), self.engine.evaluating():
+        with random_state.preserve(), self.engine.evaluating():
             for number in own.batch_numbers(0) if own.size > 1 else range(count):
                 where = f"the evaluation after step {self.result.step}"
                 batch = make_isolated_batch(self.task, number, "eval", where, self.settings.seed)

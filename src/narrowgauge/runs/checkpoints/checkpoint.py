@@ -45,7 +45,7 @@ from narrowgauge.runs.checkpoints.layout import (
     TENSORS,
     WEIGHTS,
 )
-from narrowgauge.serialization import Taker, own, rebuild, write_tensors
+from narrowgauge.serialization import Flattener, copy_tensors, unflatten, write_tensors
 
 _NAME = re.compile(r"step-(\d{8,})")
 
@@ -91,8 +91,8 @@ def save(run: Path, step: int, weights: Mapping[str, Any], state: Any, keep: int
         UsageError: A file cannot be written. Earlier checkpoints are intact.
     """
     with _stage(run, step, keep) as folder:
-        model, rest = Taker(), Taker()
-        text = dump_state(model.take(weights), rest.take(state))
+        model, rest = Flattener(), Flattener()
+        text = dump_state(model.flatten(weights), rest.flatten(state))
         # "format": "pt" is what transformers and others look for in a file that torch wrote.
         write_tensors(model.tensors, folder / WEIGHTS, {"format": "pt", **model.aliases})
         write_tensors(rest.tensors, folder / TENSORS)
@@ -101,7 +101,7 @@ def save(run: Path, step: int, weights: Mapping[str, Any], state: Any, keep: int
 
 
 def dump_state(weights: Any, state: Any) -> str:
-    """Make the text of state.json from the trees that ``Taker.take`` returned."""
+    """Make the text of state.json from the trees that ``Flattener.flatten`` returned."""
     return json.dumps({"format": FORMAT, "weights": weights, "state": state}, allow_nan=False)
 
 
@@ -258,8 +258,8 @@ def read(path: Path, engine: Engine | None = None) -> Checkpoint:
         if is_sharded(path):
             return Checkpoint(read_step(path), path, *sharded.read(path, engine))
         text = json.loads((path / STATE).read_text())
-        weights = rebuild(text["weights"], own(load_file(path / WEIGHTS)))
-        state = rebuild(text["state"], own(load_file(path / TENSORS)))
+        weights = unflatten(text["weights"], copy_tensors(load_file(path / WEIGHTS)))
+        state = unflatten(text["state"], copy_tensors(load_file(path / TENSORS)))
         return Checkpoint(read_step(path), path, weights, state)
     except UsageError:
         raise

@@ -34,7 +34,7 @@ from torch.futures import Future
 from narrowgauge.errors import UsageError
 from narrowgauge.runs import atomic_files
 from narrowgauge.runs.checkpoints.layout import SHARD_TABLE
-from narrowgauge.serialization import Taker, write_tensors
+from narrowgauge.serialization import Flattener, write_tensors
 
 FORMAT = 1
 _FILE = re.compile(r"shard-\d+\.safetensors")
@@ -62,17 +62,17 @@ class ShardWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name: str = plan.storage_data
-        taker = Taker(aliased=False)  # each chunk by its number, even if two share memory
+        flattener = Flattener(aliased=False)  # each chunk by its number, even if two share memory
         results = []
         for number, item in enumerate(plan.items):
             if item.type == WriteItemType.BYTE_IO:
                 raise TypeError(f"{item.index.fqn} is not a tensor, and cannot be saved without pickle")
             value = planner.resolve_data(item)
             assert isinstance(value, Tensor)
-            taker.take(value.detach(), str(number))
+            flattener.flatten(value.detach(), str(number))
             size_bytes = value.numel() * value.element_size()
             results.append(WriteResult(item.index, size_bytes, {"file": name, "number": number}))
-        write_tensors(taker.tensors, self.folder / name)
+        write_tensors(flattener.tensors, self.folder / name)
         atomic_files.sync(self.folder / name)
         written: Future[list[WriteResult]] = Future()
         written.set_result(results)

@@ -25,12 +25,12 @@ from narrowgauge.engine import Engine
 from narrowgauge.errors import UsageError
 from narrowgauge.optim.sharded import is_sharded
 from narrowgauge.runs.checkpoints.layout import STATE
-from narrowgauge.serialization import Taker, own, rebuild, write_tensors
+from narrowgauge.serialization import Flattener, copy_tensors, unflatten, write_tensors
 
 _MOMENT = re.compile(r"state/engine/optimizers/(\d+)/state/(\d+)/\w+")
 
 
-class _ShardCopier(Taker):
+class _ShardCopier(Flattener):
     """Collects the tensors of a nest without gathering their shards. Copies them, since training changes them."""
 
     def _store(self, tensor: Tensor, path: str) -> str:
@@ -44,7 +44,7 @@ class _ShardCopier(Taker):
 def split_tensors(weights: Mapping[str, Any], state: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Split a checkpoint into the trees for state.json (``weights`` and ``state``) and the tensors by name."""
     model, rest = _ShardCopier(), _ShardCopier()
-    trees = {"weights": model.take(weights), "state": rest.take(state)}
+    trees = {"weights": model.flatten(weights), "state": rest.flatten(state)}
     tensors = {f"weights/{name}": tensor for name, tensor in model.tensors.items()}
     return trees, tensors | {f"state/{name}": tensor for name, tensor in rest.tensors.items()}
 
@@ -64,9 +64,9 @@ def write(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | N
 
 def write_random(folder: Path, rank: int, random: Any) -> None:
     """Write the states of a rank's random generators."""
-    taker = Taker()
-    tree = json.dumps(taker.take(random))
-    write_tensors(taker.tensors, folder / f"random-{rank}.safetensors", {"tree": tree})
+    flattener = Flattener()
+    tree = json.dumps(flattener.flatten(random))
+    write_tensors(flattener.tensors, folder / f"random-{rank}.safetensors", {"tree": tree})
 
 
 def read_random(folder: Path, rank: int, size: int) -> Any:
@@ -77,7 +77,7 @@ def read_random(folder: Path, rank: int, size: int) -> Any:
     try:
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return rebuild(json.loads((file.metadata() or {})["tree"]), own(tensors))
+            return unflatten(json.loads((file.metadata() or {})["tree"]), copy_tensors(tensors))
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"{path} holds no random states ({error}); use an earlier checkpoint") from None
 
@@ -101,7 +101,7 @@ def read(path: Path, engine: Engine | None = None) -> tuple[dict[str, Any], Any]
     parts = []
     for part in ("weights", "state"):
         mine = {name.removeprefix(f"{part}/"): t for name, t in tensors.items() if name.startswith(f"{part}/")}
-        parts.append(rebuild(text[part], mine))
+        parts.append(unflatten(text[part], mine))
     return parts[0], parts[1]
 
 

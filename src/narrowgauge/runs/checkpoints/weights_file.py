@@ -11,7 +11,7 @@ from torch import Tensor
 
 from narrowgauge import files
 from narrowgauge.runs import atomic_files
-from narrowgauge.serialization import Taker, write_tensors
+from narrowgauge.serialization import Flattener, write_tensors
 
 
 def write_weights(weights: Mapping[str, Any], file: Path) -> dict[str, Tensor]:
@@ -20,10 +20,10 @@ def write_weights(weights: Mapping[str, Any], file: Path) -> dict[str, Tensor]:
     Returns:
         The tensors that were written, by name.
     """
-    taker = Taker()
-    taker.take(weights)
+    flattener = Flattener()
+    flattener.flatten(weights)
     try:
-        files.replace(file, lambda new: write_tensors(taker.tensors, new, {"format": "pt", **taker.aliases}))
+        files.replace(file, lambda new: write_tensors(flattener.tensors, new, {"format": "pt", **flattener.aliases}))
     except (OSError, SafetensorError) as error:
         raise atomic_files.explain_error(file, error) from error
-    return taker.tensors
+    return flattener.tensors
