@@ -168,7 +168,7 @@ def test_an_unwritable_cache_is_one_line(tmp_path, monkeypatch, capsys):
 
 
 def test_long_work_reports_progress(monkeypatch, capsys):
-    monkeypatch.setattr(pack, "SAY_EVERY_S", -1.0)
+    monkeypatch.setattr(pack, "REPORT_EVERY_S", -1.0)
     pack.pack(of(MANY[:200], MANY[200:]), Bytes(), context=16)
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("narrowgauge: encoding data (1 of 2): 200 documents")

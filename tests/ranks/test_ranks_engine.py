@@ -95,7 +95,7 @@ def accumulated():
     with join_world("cpu") as world:
         dealt = curve("fp32", "fsdp", world, 4)[0]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(update_sync, "_are_too_large", lambda sharded: True)
+            patch.setattr(update_sync, "_cannot_wait", lambda sharded: True)
             assert curve("fp32", "fsdp", world, 4)[0] == [pytest.approx(numbers) for numbers in dealt]
         cut = curve("fp32", "fsdp", world, 3)[0]
         other = curve("bf16", "fsdp", world, 1, sgd)[0]

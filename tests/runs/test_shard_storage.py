@@ -33,7 +33,7 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
     try:
         dcp.load(tensors, storage_reader=ShardReader(folder), no_dist=True)
     except BaseException as error:
-        raise sharded.cause(error) from error
+        raise sharded.unwrap_error(error) from error
     return tensors
 
 

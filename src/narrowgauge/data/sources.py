@@ -130,11 +130,11 @@ def _use_tokens(data: TokenData, coder: Tokenizer | None) -> Source:
     return Source(data, coder.encode if coder else None, coder.decode if coder else None, prompt)
 
 
-def _encode_text(text: Text, vocab: int, coder: Tokenizer | None, name: str) -> Source:
+def _encode_text(content: Text, vocab: int, coder: Tokenizer | None, name: str) -> Source:
     if coder is None and vocab == BYTES:
-        data = TokenData([text.train], [text.eval], vocab, name)
+        data = TokenData([content.train], [content.eval], vocab, name)
         return Source(data, _to_bytes, _from_bytes, _to_bytes(PROMPT))
-    encoded = bpe.encode(text, vocab) if coder is None else tokenizer.encode_text(text, coder)
+    encoded = bpe.encode(content, vocab) if coder is None else tokenizer.encode_text(content, coder)
     data = TokenData([encoded.train], [encoded.eval], vocab, name, checked=True)
     return Source(data, encoded.encode, encoded.decode, encoded.encode(PROMPT))
 
