@@ -35,7 +35,7 @@ FLOORS = [  # from the top to the ground; a room may import from its own folder 
         "serialization",
         "findings",
     },
-    {"files"},
+    {"files", "events"},
     {"errors"},
 ]
 FLOOR_OF = {room: index for index, floor in enumerate(FLOORS) for room in floor}

@@ -33,6 +33,7 @@ import math
 import torch
 from torch import Tensor
 
+from narrowgauge import events
 from narrowgauge.kernels import FP8_MAX, can_bypass_op, use_triton
 from narrowgauge.kernels.cast import transpose_reference
 from narrowgauge.kernels.cross_entropy_kernels import (
@@ -43,6 +44,7 @@ from narrowgauge.kernels.cross_entropy_kernels import (
     rescale_kernel,
     statistics_kernel,
 )
+from narrowgauge.kernels.dry_run import is_dry_run, launch
 from narrowgauge.kernels.fp8_tile import FLUSH_THRESHOLD, tile_grid, tiles_evenly
 
 IGNORE = -100
@@ -118,10 +120,12 @@ def rescale_(tensor: Tensor, factor: Tensor) -> Tensor:
 
     So a gradient computed before its factor was known (a loss scale, 1/accumulate) costs no pass if the factor is 1.
     """
-    if not (use_triton(tensor) and tensor.is_contiguous() and tensor.numel() and can_bypass_op(tensor, factor)):
+    launches = use_triton(tensor) and tensor.is_contiguous() and tensor.numel()
+    if not (launches and (is_dry_run() or can_bypass_op(tensor, factor))):
         return tensor.copy_(tensor.float() * factor)
     size = tensor.numel()
-    rescale_kernel[(-(-size // RESCALE_TILE["BLOCK"]),)](tensor, factor, size, **RESCALE_TILE)
+    events.report_launch("rescale", [tensor], [tensor])
+    launch(rescale_kernel, (-(-size // RESCALE_TILE["BLOCK"]),), tensor, factor, size, **RESCALE_TILE)
     return tensor
 
 

@@ -154,7 +154,7 @@ def convert(
     if "lm_head" in by_path and by_path["lm_head"].part_of == "head":
         end, whole = by_path["lm_head"], cast(Any, model)
         site = scales.sites.get("lm_head.weight") if scales is not None else None
-        weight = WeightCastPlan.of(whole.lm_head.weight, site=site, scales=scales, lean=is_lean(recipe))
+        weight = WeightCastPlan.of(whole.lm_head.weight, site=site, scales=scales, lean=is_lean(recipe), path="lm_head")
         kind = _get_norm_kind(whole.norm) or "layer"
         apply_change(model, FusedHead(weight, end.choice, kind))
         chained = hasattr(model, "trunk") and not has_own_method(model, "trunk")
@@ -272,8 +272,9 @@ def _convert_linear(
     """``source`` is the site of the input, which ``readers`` layers share through ``shared_input``."""
     assert scales is not None
     site, transposed_weight = scales.sites.get(f"{layer.path}.weight"), linear.has_transposed_weight(module)
+    lean, path = is_lean(recipe), layer.path
     weight = WeightCastPlan.of(
-        module.weight, site=site, scales=scales, transposed_weight=transposed_weight, lean=is_lean(recipe)
+        module.weight, site=site, scales=scales, transposed_weight=transposed_weight, lean=lean, path=path
     )
     grad = scales.sites[f"{layer.path}.grad_output"]
     plan = linear.LinearPlan(weight, layer.choice, scales.sites[source], grad, scales, shared_input, readers)
@@ -297,7 +298,8 @@ def _convert_block(
         # Gate and up are one product: the sites and formats of the gate serve both.
         layer = layers[f"{path}.{names[0]}"]
         parameters = (getattr(module, name).weight for name in names)
-        weight = WeightCastPlan.of(*parameters, site=site(layer, "weight"), scales=scales, lean=is_lean(recipe))
+        own, lean = site(layer, "weight"), is_lean(recipe)
+        weight = WeightCastPlan.of(*parameters, site=own, scales=scales, lean=lean, path=layer.path)
         return Projection(weight, layer.choice, site(layer, "input"), site(layer, "grad_output"))
 
     gated = hasattr(module, "gate")

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 import torch
 
 from narrowgauge.forecast.memory.lifetimes import Lifetimes
-from narrowgauge.forecast.trace.recorder import Block, Op
+from narrowgauge.forecast.trace.trace import Block, Op
 from narrowgauge.forecast.trace.trace_step import Traced
 from narrowgauge.ranks.distribute import GATHERED
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from narrowgauge.forecast.cluster.shards import Rank
 from narrowgauge.forecast.memory.allocator import CachingAllocator
 from narrowgauge.forecast.memory.lifetimes import follow
-from narrowgauge.forecast.trace.recorder import Op
+from narrowgauge.forecast.trace.trace import Op
 from narrowgauge.forecast.trace.trace_step import STEPS, Traced
 from narrowgauge.forecast.trace.workspaces import cublas_bytes
 from narrowgauge.ranks.distribute import are_summed_each

@@ -1,7 +1,7 @@
 """Watch: reads weights, activations, gradients and updates of an engine every N updates, without blocking.
 
 In the first microbatch of an update that is due, forward hooks are registered on the modules that compute, and fused
-parts report their tensors as events (``nn.events``). Each tensor is reduced by one kernel launch into a row of a table
+parts report their tensors as events (``events``). Each tensor is reduced by one kernel launch into a row of a table
 (``kernels.tensor_stats``). After the update the table is copied to the host, where it arrives a step or two later. In
 all other updates no hook is registered, and only FP8 scales and counts are copied, which exist anyway.
 
@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowgauge import events
 from narrowgauge.device_readback import TensorReadback
 from narrowgauge.engine import Engine
 from narrowgauge.errors import UsageError
 from narrowgauge.gauges.watch.readings import Reading, read_counts
 from narrowgauge.kernels.tensor_stats import StatsTable, add_statistics
-from narrowgauge.nn import events
 from narrowgauge.nn.compile_forward import run_uncompiled
 from narrowgauge.optim.masters import Sample, sample_masters
 from narrowgauge.optim.sharded import to_local
@@ -107,7 +107,7 @@ class Watch:
             yield
         elif phase == "backward":
             table = self._table if self._first_microbatch else None
-            with events.listening(table.add) if table is not None else contextlib.nullcontext():
+            with events.listening(table) if table is not None else contextlib.nullcontext():
                 yield
             self._first_microbatch = False
         else:
@@ -168,7 +168,7 @@ class Watch:
         Hooks have no effect inside a compiled model, so it runs eagerly in the updates that are read.
         """
         with contextlib.ExitStack() as stack:
-            stack.enter_context(events.listening(table.add))
+            stack.enter_context(events.listening(table))
             stack.enter_context(run_uncompiled(self.engine.model))
             for path, module in self._modules:
                 handle = module.register_forward_hook(table.make_hook(path))
@@ -202,7 +202,7 @@ class _Row:
     count: int = 0
 
 
-class _UpdateTable:
+class _UpdateTable(events.Listener):
     """The statistics of one update's tensors, on the device."""
 
     def __init__(self, engine: Engine) -> None:
@@ -225,6 +225,9 @@ class _UpdateTable:
         if row.index >= _ROWS * len(self.tables):
             self.tables.append(StatsTable.make(_ROWS, self.engine.device))
         add_statistics(self.tables[row.index // _ROWS], row.index % _ROWS, tensor.to(self.engine.device), inverse_scale)
+
+    def report_tensor(self, kind: str, path: str, tensor: Tensor, inv_scale: Tensor | None) -> None:
+        self.add(kind, path, tensor, inv_scale)
 
     def make_hook(self, path: str) -> Any:
         def read_output(_: nn.Module, __: Any, output: Any) -> None:

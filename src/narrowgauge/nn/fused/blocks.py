@@ -24,9 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from narrowgauge import events
 from narrowgauge.errors import UsageError
 from narrowgauge.kernels import norm
-from narrowgauge.nn.events import is_heard, tap
 from narrowgauge.nn.fused.casts import (
     Projection,
     Stats,
@@ -199,7 +199,9 @@ class _Block(torch.autograd.Function):
     ) -> Any:
         """Return residual stream and branch if a block follows, else their sum."""
         caster, uses = plan.caster(needed, not needed), _bind_weights(plan, weights, needed)
-        x0, x1, out, kept = _forward(plan, x, branch, weights, uses, attend, extra, caster, needed)
+        x0, x1, out, kept = events.run_in_scope(
+            plan.path, _forward, plan, x, branch, weights, uses, attend, extra, caster, needed
+        )
         ctx.set_materialize_grads(False)
         ctx.plan, ctx.attend, ctx.extra, ctx.caster, ctx.before, ctx.after = plan, attend, extra, caster, before, after
         ctx.save_for_backward(x0, *weights)
@@ -218,7 +220,8 @@ class _Block(torch.autograd.Function):
         quiet = plan.caster(False)
         uses = _bind_weights(plan, tuple(weights), True, again=True)
         if plan.checkpoint == "full":
-            *_, kept = _forward(plan, x0, None, tuple(weights), uses, ctx.attend, ctx.extra, quiet, True, again=True)
+            run = (plan, x0, None, tuple(weights), uses, ctx.attend, ctx.extra, quiet, True, True)
+            *_, kept = events.run_in_scope(plan.path, _forward, *run)
         else:
             kept = _recompute_saved(plan, x0, weights, ctx.kept, quiet)
             uses = BlockWeights(*(use.restore_saved(copies) for use, copies in zip(uses, ctx.copies, strict=True)))
@@ -227,7 +230,9 @@ class _Block(torch.autograd.Function):
         rows = grad.reshape(-1, grad.shape[-1])
         handed_over = ctx.after.take(grad) if ctx.after is not None else None
         g = handed_over or cast_grad_output(plan.down, rows, ctx.caster)
-        grad_input, operand, grads = _backward(plan, x0, weights, uses, kept, rows, g, ctx.caster, ctx.before)
+        grad_input, operand, grads = events.run_in_scope(
+            plan.path, _backward, plan, x0, weights, uses, kept, rows, g, ctx.caster, ctx.before
+        )
         grad_input = grad_input.view_as(x0)
         if ctx.before is not None:
             ctx.before.put(grad_input, operand)
@@ -287,12 +292,13 @@ def _forward(
     if not again or not is_remade_in_backward(plan.down, caster):
         a = apply_activation(plan.activation, u, plan.down, caster, needed)
     y = x1 if again else forward_output(a, uses.down, plan.down.choice)
-    if is_heard() and needed and not again:
+    if events.wants_tensors() and needed and not again:
         names = ("gate", "up") if len(uses.up.weights) == 2 else ("up",)
         halves = zip(names, u.chunk(len(names), -1), strict=True)
         inner: list[tuple[str, Tensor | Operand]] = [("norm1", h1), ("qkv", qkv), ("attention", mixed), ("out", out)]
         for name, shown in (*inner, ("norm2", h2), *halves, ("act", a), ("down", y)):
-            tap("activation", f"{plan.path}.{name}", shown)
+            operand = shown if isinstance(shown, Operand) else Operand(shown)
+            operand.report("activation", f"{plan.path}.{name}")
     return x0.view_as(x), x1, y, _SavedActivations(h1, stats1, leaves, mixed, o, x1, h2, stats2, u, a)
 
 
@@ -308,26 +314,27 @@ def _backward(
     before: GradientHandoff | None,
 ) -> tuple[Tensor, Operand, list[Tensor]]:
     """Compute the gradients of x + b and of the weights; ``g_rows`` and ``g`` (for products) are grad_output."""
-    grad_output = backward_input(g, uses.down, plan.down.choice)
-    grad_u, a = apply_activation_backward(plan.activation, grad_output, kept.u, kept.a, plan.down, plan.up, caster)
-    grad_w_down = backward_weight(g, a, plan.down.choice, uses.down.gradient_dtype)
+    grad_a = backward_input(g, uses.down, plan.down.choice)
+    grad_u, a = apply_activation_backward(plan.activation, grad_a, kept.u, kept.a, plan.down, plan.up, caster)
+    grad_w_down = backward_weight(g, a, plan.down.choice, uses.down.gradient_dtype, uses.down)
     grad_h2 = backward_input(grad_u, uses.up, plan.up.choice)
-    grad_w_up = backward_weight(grad_u, kept.h2, plan.up.choice, uses.up.gradient_dtype)
+    grad_w_up = backward_weight(grad_u, kept.h2, plan.up.choice, uses.up.gradient_dtype, uses.up)
     grad_x1, g1, grad_norm2 = norm_backward(
         plan.kind, grad_h2, kept.x1, weights[3], kept.stats2, g_rows, plan.out, caster
     )
     grad_o = backward_input(g1, uses.out, plan.out.choice)
-    grad_w_out = backward_weight(g1, kept.o, plan.out.choice, uses.out.gradient_dtype)
+    grad_w_out = backward_weight(g1, kept.o, plan.out.choice, uses.out.gradient_dtype, uses.out)
     grad_qkv = _run_attention_backward(plan, kept, grad_o.view(*x0.shape[:2], -1), caster)
     grad_h1 = backward_input(grad_qkv, uses.qkv, plan.qkv.choice)
-    grad_w_qkv = backward_weight(grad_qkv, kept.h1, plan.qkv.choice, uses.qkv.gradient_dtype)
+    grad_w_qkv = backward_weight(grad_qkv, kept.h1, plan.qkv.choice, uses.qkv.gradient_dtype, uses.qkv)
     reader = before.reader if before is not None else None
     rows = x0.reshape(-1, x0.shape[-1])
     grad_input, operand, grad_norm1 = norm_backward(
         plan.kind, grad_h1, rows, weights[0], kept.stats1, grad_x1, reader, caster
     )
-    for name, shown in (("down", g), ("up", grad_u), ("out", g1), ("qkv", grad_qkv)):
-        tap("gradient", f"{plan.path}.{name}", shown)
+    if events.wants_tensors():
+        for name, shown in (("down", g), ("up", grad_u), ("out", g1), ("qkv", grad_qkv)):
+            shown.report("gradient", f"{plan.path}.{name}")
     ups = grad_w_up.split([weight.shape[0] for weight in uses.up.weights])
     return grad_input, operand, [grad_norm1, grad_w_qkv, grad_w_out, grad_norm2, *ups, grad_w_down]
 

@@ -208,7 +208,7 @@ class _Linear(torch.autograd.Function):
             grad_input = backward_input(operand, use, plan.choice)[:count].view(ctx.shape).to(ctx.kinds[0])
         if needs_weight:
             source = Operand(hp, None, lp_t, inv_scale)
-            grad_weight = backward_weight(operand, source, plan.choice, ctx.gradient_dtype)
+            grad_weight = backward_weight(operand, source, plan.choice, ctx.gradient_dtype, plan.weight)
             grad_weight = grad_weight.t() if plan.weight.transposed_weight else grad_weight
         if needs_bias:
             grad_bias = grad.sum(0, dtype=torch.float32).to(ctx.kinds[1])

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from narrowgauge import events
 from narrowgauge.kernels import cast_weights as kernel
 from narrowgauge.nn.products.gemm import BF16, E4M3, Operand
 from narrowgauge.optim.adamw import gradient_dtype
@@ -35,6 +36,8 @@ class WeightCastPlan:
     """Whether backward reuses the copies made in forward."""
     gradient_dtype: torch.dtype | None = None
     """The dtype of the gradient; None for that of the weight, as gathered by FSDP."""
+    path: str = ""
+    """The layer's path in the model, for listeners."""
 
     @staticmethod
     def of(
@@ -43,14 +46,14 @@ class WeightCastPlan:
         scales: TensorScales | None = None,
         transposed_weight: bool = False,
         lean: bool = False,
+        path: str = "",
     ) -> WeightCastPlan:
         """Make a plan for weights; reads the gradient's dtype here, as torch.compile cannot."""
         sharded = any(is_sharded(weight) for weight in weights)
         if not sharded:
             store_contiguously(weights)
-        return WeightCastPlan(
-            site, scales, transposed_weight, not (lean or sharded), None if sharded else gradient_dtype(weights[0])
-        )
+        dtype = None if sharded else gradient_dtype(weights[0])
+        return WeightCastPlan(site, scales, transposed_weight, not (lean or sharded), dtype, path)
 
     def use(self, *weights: Tensor, record: bool = True, seen: bool = False, backward: bool = True) -> Weight:
         """Bind weights for one forward and its backward.
@@ -79,21 +82,28 @@ class Weight:
     def gradient_dtype(self) -> torch.dtype:
         return self.plan.gradient_dtype or self.weights[0].dtype
 
+    @property
+    def path(self) -> str:
+        return self.plan.path
+
     def fp8(self) -> Operand:
         """Return the weight in E4M3, with the second layout if it is kept for backward."""
         if self._lp.lp is None:
             self._lp = self._cast(self._backward and self.plan.keep_for_backward)
+            events.report_copy(self.weights, (self._lp.lp, self._lp.lp_t))
         return self._lp
 
     def fp8_transposed(self) -> Operand:
         """Return the weight with the second layout."""
         if self._lp.lp_t is None:
             self._lp = self._lp.transposed() if self._lp.lp is not None else self._cast(True)
+            events.report_copy(self.weights, (self._lp.lp, self._lp.lp_t))
         return self._lp
 
     def bf16(self) -> Tensor:
         if self._hp is None:
             self._hp = self._stacked_bf16()
+            events.report_copy(self.weights, (self._hp,))
         return self._hp
 
     def get_saved(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
