@@ -15,7 +15,7 @@ import torch
 from narrowgauge.kernels import activation, cast, cross_entropy, embedding, norm
 from narrowgauge.kernels.cast_weights import cast_weight, cast_weight_delayed
 from narrowgauge.nn.products.choose_formats import timed
-from narrowgauge.nn.products.gemm import BF16, E4M3, E5M2, product_bf16, product_fp8
+from narrowgauge.nn.products.gemm import BF16, E4M3, E5M2, multiply_bf16, multiply_fp8
 
 D, N = (int(argument) for argument in (*sys.argv[1:], "768", "65536")[:2]) if len(sys.argv) > 2 else (768, 65536)
 cuda = torch.device("cuda")
@@ -116,7 +116,7 @@ for name, m, width, k, out in (
 ):  # fmt: skip
     a, b = randn(m, k), randn(width, k)
     a8, b8 = a.to(E4M3), b.to(E4M3)
-    plain = timed(functools.partial(product_bf16, a, b.t(), out))
-    fast, slow = (timed(functools.partial(product_fp8, a8, b8, one, one, out, mode)) for mode in (True, False))
+    plain = timed(functools.partial(multiply_bf16, a, b.t(), out))
+    fast, slow = (timed(functools.partial(multiply_fp8, a8, b8, one, one, out, mode)) for mode in (True, False))
     print(f"{name:28s} {plain:9.3f} {fast:9.3f} {slow:9.3f}      {plain / fast:.2f} {plain / slow:.2f}", flush=True)
 report("embedding_gradient by torch", N * D * 4 + V * D * 4, by_torch)

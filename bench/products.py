@@ -17,7 +17,7 @@ from torch import Tensor
 from narrowgauge import tasks
 from narrowgauge.kernels import cublas
 from narrowgauge.nn.fused.head import choose_chunk_rows
-from narrowgauge.nn.products.gemm import BF16, E4M3, E5M2, FAST_DEPTH, product_bf16, product_fp8
+from narrowgauge.nn.products.gemm import BF16, E4M3, E5M2, FAST_DEPTH, multiply_bf16, multiply_fp8
 
 ROUNDS = 5
 rows: list[dict[str, Any]] = []
@@ -37,11 +37,11 @@ def report(name: str, times: int, ours: Callable[[], Tensor], by_torch: Callable
 def in_bf16(name: str, times: int, n: int, inputs: int, outputs: int) -> None:
     x, g, w = (torch.randn(*size, device="cuda", dtype=BF16) for size in ((n, inputs), (n, outputs), (outputs, inputs)))
     wide = torch.float32
-    report(f"{name} output bf16", times, lambda: product_bf16(x, w.t()), lambda: torch.mm(x, w.t()))
-    report(f"{name} grad_input bf16", times, lambda: product_bf16(g, w), lambda: torch.mm(g, w))
+    report(f"{name} output bf16", times, lambda: multiply_bf16(x, w.t()), lambda: torch.mm(x, w.t()))
+    report(f"{name} grad_input bf16", times, lambda: multiply_bf16(g, w), lambda: torch.mm(g, w))
     report(
         f"{name} grad_weight bf16", times,
-        lambda: product_bf16(g.t(), x, wide), lambda: torch.mm(g.t(), x, out_dtype=wide),
+        lambda: multiply_bf16(g.t(), x, wide), lambda: torch.mm(g.t(), x, out_dtype=wide),
     )  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def in_fp8(name: str, times: int, n: int, inputs: int, outputs: int, of_gradient
         b = torch.randn(width, depth, device="cuda", dtype=BF16).to(E4M3)
 
         def ours(a: Tensor = a, b: Tensor = b, out: torch.dtype = out, fast: bool = fast) -> Tensor:
-            return product_fp8(a, b, one, one, out, fast)
+            return multiply_fp8(a, b, one, one, out, fast)
 
         def by_torch(a: Tensor = a, b: Tensor = b, out: torch.dtype = out, fast: bool = fast) -> Tensor:
             return torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=out, use_fast_accum=fast)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from narrowgauge.kernels.adamw import gradient_norms
+from narrowgauge.kernels.adamw import launch_grad_norms
 from narrowgauge.optim import AdamW, narrow
 from narrowgauge.optim.masters import join_fp32, sample_masters
 from narrowgauge.optim.norms import compute_grad_norms as all_norms
@@ -106,9 +106,9 @@ def test_bad_gradients_change_nothing_and_nobody_waits():
 def test_norms(dtype):
     grads = [torch.randn(shape, device="cuda").to(dtype) for shape in SHAPES]
     wanted = torch.stack([torch.linalg.vector_norm(g.double()) for g in grads])
-    torch.testing.assert_close(gradient_norms(grads).double(), wanted, rtol=1e-5, atol=0)
+    torch.testing.assert_close(launch_grad_norms(grads).double(), wanted, rtol=1e-5, atol=0)
     grads[1][5, 3] = float("inf")
-    assert torch.isfinite(gradient_norms(grads)).tolist() == [i != 1 for i in range(len(grads))]
+    assert torch.isfinite(launch_grad_norms(grads)).tolist() == [i != 1 for i in range(len(grads))]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

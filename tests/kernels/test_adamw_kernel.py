@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from narrowgauge import kernels
-from narrowgauge.kernels.adamw import gradient_norms
+from narrowgauge.kernels.adamw import launch_grad_norms
 from narrowgauge.optim import AdamW, narrow
 from narrowgauge.optim.adamw import join_fp32
 from narrowgauge.optim.split_fp32 import join
@@ -93,7 +93,7 @@ def test_norms(monkeypatch, dtype):
     generator = torch.Generator().manual_seed(0)
     grads = [torch.randn(shape, generator=generator).to(dtype) for shape in (*SHAPES, *ODD)]
     wanted = torch.stack([torch.linalg.vector_norm(g.double()) for g in grads])
-    torch.testing.assert_close(gradient_norms(grads).double(), wanted, rtol=1e-5, atol=0)
+    torch.testing.assert_close(launch_grad_norms(grads).double(), wanted, rtol=1e-5, atol=0)
     grads[2][5] = float("nan")
     grads[4][1] = float("inf")
-    assert torch.isfinite(gradient_norms(grads)).tolist() == [i not in (2, 4) for i in range(len(grads))]
+    assert torch.isfinite(launch_grad_norms(grads)).tolist() == [i not in (2, 4) for i in range(len(grads))]

@@ -24,8 +24,10 @@ def by_kernel(monkeypatch):
 
 @pytest.fixture
 def launched(monkeypatch):
-    calls, plain = [], kernel.adamw
-    monkeypatch.setattr("narrowgauge.optim.fused_adamw_patch.adamw", lambda *args: calls.append(args) or plain(*args))
+    calls, plain = [], kernel.launch_adamw
+    monkeypatch.setattr(
+        "narrowgauge.optim.fused_adamw_patch.launch_adamw", lambda *args: calls.append(args) or plain(*args)
+    )
     return calls
 
 

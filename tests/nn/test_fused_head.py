@@ -127,7 +127,7 @@ def test_without_gradients_there_is_only_the_loss(choice, monkeypatch):
     def never(*args, **kwargs):
         raise AssertionError("a gradient was computed that nobody asked for")
 
-    for name in ("compute_grad_logits", "compute_grad_logits_fp8", "backward_input", "backward_weight"):
+    for name in ("compute_grad_logits", "compute_grad_logits_fp8", "compute_grad_input", "compute_grad_weight"):
         monkeypatch.setattr(head, name, never)
     with torch.no_grad():
         loss = compute_head_loss(x, weight, targets, precision=choice)

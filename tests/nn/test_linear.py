@@ -114,13 +114,13 @@ def test_products_can_be_mixed(choice, monkeypatch):
 
 @pytest.mark.parametrize(("outputs", "quick"), [(64, True), (FAST_DEPTH, True), (FAST_DEPTH + 16, False)])
 def test_only_short_sums_of_gradients_are_left_to_the_tensor_cores(outputs, quick, monkeypatch):
-    seen, product = [], gemm.product_fp8
+    seen, product = [], gemm.multiply_fp8
 
     def watched(*operands, fast=True):
         seen.append(fast)
         return product(*operands, fast=fast)
 
-    monkeypatch.setattr(gemm, "product_fp8", watched)
+    monkeypatch.setattr(gemm, "multiply_fp8", watched)
     model = nn.Sequential(nn.Linear(32, outputs, bias=False))
     convert(model, "fp8[products=all]")
     model(torch.randn(16, 32, requires_grad=True)).sum().backward()

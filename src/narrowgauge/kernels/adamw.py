@@ -23,7 +23,7 @@ from torch import Tensor
 from narrowgauge import events
 from narrowgauge.kernels import HAVE_TRITON, jit, use_triton
 from narrowgauge.kernels.dry_run import launch
-from narrowgauge.kernels.multi_tensor import is_aligned, make_offset_table, pieces
+from narrowgauge.kernels.multi_tensor import is_aligned, make_block_table, make_offset_table
 
 if HAVE_TRITON:
     import triton.language as tl
@@ -37,7 +37,7 @@ NORM_BLOCK = 16384
 
 
 @dataclass
-class Lists:
+class TensorLists:
     """The tensors of a launch: one per parameter in each list, all tensors of a list in one format.
 
     ``low`` has the remainders (int16) or FP32 copies of BF16 weights, and is empty without them. ``check`` has the
@@ -75,7 +75,7 @@ class Lists:
 
 
 @dataclass(frozen=True)
-class Numbers:
+class StepScalars:
     """Scalars and small tensors of one update."""
 
     beta1: float
@@ -101,7 +101,7 @@ def compute_norms(tensors: list[Tensor]) -> Sequence[Tensor]:
     """
     narrow = tensors[0].dtype in (torch.float32, torch.bfloat16, torch.float16)
     if narrow and use_triton(tensors[0]) and all(tensor.numel() for tensor in tensors):
-        return gradient_norms([_flatten_dense(tensor) for tensor in tensors]).unbind()
+        return launch_grad_norms([_flatten_dense(tensor) for tensor in tensors]).unbind()
     return [norm.float() for norm in torch._foreach_norm(tensors, 2.0, dtype=torch.float64)]
 
 
@@ -114,30 +114,30 @@ def _flatten_dense(tensor: Tensor) -> Tensor:
     return tensor.contiguous()
 
 
-def gradient_norms(grads: list[Tensor]) -> Tensor:
+def launch_grad_norms(grads: list[Tensor]) -> Tensor:
     """Return the norm of each gradient (all in one format, on one device) in FP32; exact if FP32 can hold it."""
     events.report_launch("gradient_norms", grads, ())
     device, whole = grads[0].device, is_aligned([grads])
-    work = pieces(tuple(g.numel() for g in grads), NORM_BLOCK, device)
+    work = make_block_table(tuple(g.numel() for g in grads), NORM_BLOCK, device)
     partial = torch.empty(work.count, device=device, dtype=torch.float64)
     norms = torch.empty(len(grads), device=device)
     launch(
         _squares_kernel, (work.count,), grads[0], make_offset_table([grads], whole), work.tensor_index,
-        work.block_index, work.sizes, partial, WHOLE=whole,
-        UNIT=_unit_size(grads[0], whole), BLOCK=NORM_BLOCK, num_warps=8,
+        work.block_index, work.sizes, partial,
+        WHOLE=whole, UNIT=_unit_size(grads[0], whole), BLOCK=NORM_BLOCK, num_warps=8,
     )  # fmt: skip
     launch(_norms_kernel, (len(grads),), partial, work.first, norms, BLOCK=1024, num_warps=4)
     return norms
 
 
-def adamw(lists: Lists, numbers: Numbers) -> None:
+def launch_adamw(lists: TensorLists, numbers: StepScalars) -> None:
     """Step every parameter of the lists."""
     if events.is_listening():
         states = lists.states
         events.report_launch("adamw", [*states, *lists.grad], states)
     columns = lists.columns
     whole = is_aligned(columns)
-    work = pieces(tuple(w.numel() for w in lists.weight), BLOCK, lists.weight[0].device)
+    work = make_block_table(tuple(w.numel() for w in lists.weight), BLOCK, lists.weight[0].device)
     launch(
         _adamw_kernel, (work.count,),
         *(column[0] for column in columns), make_offset_table(columns, whole), work.tensor_index, work.block_index,

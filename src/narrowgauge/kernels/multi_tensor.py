@@ -29,7 +29,7 @@ class BlockTable:
 
 
 @lru_cache(maxsize=64)
-def pieces(sizes: tuple[int, ...], block: int, device: torch.device) -> BlockTable:
+def make_block_table(sizes: tuple[int, ...], block: int, device: torch.device) -> BlockTable:
     blocks = torch.tensor([-(-size // block) for size in sizes], dtype=torch.int64)
     first = torch.cat([torch.zeros(1, dtype=torch.int64), blocks.cumsum(0)])
     tensor_index = torch.repeat_interleave(torch.arange(len(sizes)), blocks)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.kernels import use_triton
-from narrowgauge.kernels.adamw import Lists, Numbers, adamw
+from narrowgauge.kernels.adamw import StepScalars, TensorLists, launch_adamw
 from narrowgauge.optim.multi_tensor_step import compute_step_rates
 
 
@@ -63,8 +63,8 @@ def _step(
         )  # fmt: skip
         return
     rates = compute_step_rates(torch.stack(steps), lr, weight_decay, beta1, beta2)
-    lists = Lists(*([tensor.detach() for tensor in column] for column in (params, grads, first, second)))
-    adamw(lists, Numbers(beta1, beta2, eps, maximize, rates, None, None, grad_scale, found_inf))
+    lists = TensorLists(*([tensor.detach() for tensor in column] for column in (params, grads, first, second)))
+    launch_adamw(lists, StepScalars(beta1, beta2, eps, maximize, rates, None, None, grad_scale, found_inf))
 
 
 def _fits(*tensors: Tensor) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.kernels.adamw import Lists, Numbers, adamw
+from narrowgauge.kernels.adamw import StepScalars, TensorLists, launch_adamw
 from narrowgauge.optim.moments import PLASTIC
 
 
@@ -28,7 +28,7 @@ def step_tensors(
     steps.add_(1.0 if found is None else 1.0 - found)
     beta1, beta2 = (float(beta) for beta in group["betas"])
     low = "remainder" if "remainder" in states[0] else "master"
-    lists = Lists(
+    lists = TensorLists(
         weight=[weight.detach() for weight in weights],
         grad=[grad.contiguous() for grad in grads],
         first=[state["exp_avg"] for state in states],
@@ -44,7 +44,9 @@ def step_tensors(
         own = torch.tensor([state["seed"] for state in states]).to(steps.device, non_blocking=True)
         seeds = (steps.long() * 0x9E3779B1 + own).to(torch.int32)
     rates = compute_step_rates(steps, group["lr"], group["weight_decay"], beta1, beta2)
-    adamw(lists, Numbers(beta1, beta2, group["eps"], group["maximize"], rates, ticks, seeds, factor, found, foreign))
+    launch_adamw(
+        lists, StepScalars(beta1, beta2, group["eps"], group["maximize"], rates, ticks, seeds, factor, found, foreign)
+    )
 
 
 def compute_step_rates(steps: Tensor, lr: float | Tensor, weight_decay: float, beta1: float, beta2: float) -> Tensor:

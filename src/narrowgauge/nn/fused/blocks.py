@@ -44,13 +44,13 @@ from narrowgauge.nn.products.gemm import (
     DOUBLE_BACKWARD,
     Fp8Caster,
     Operand,
-    backward_input,
-    backward_weight,
-    forward_output,
+    compute_grad_input,
+    compute_grad_weight,
+    compute_output,
     get_address,
     is_graph_retained,
 )
-from narrowgauge.nn.products.weight_casts import Weight
+from narrowgauge.nn.products.weight_casts import BoundWeight
 from narrowgauge.scaling.tensor import TensorScales
 
 
@@ -165,10 +165,10 @@ def run_last_norm(
 class BlockWeights(NamedTuple):
     """The weights of a block's projections for one forward and its backward."""
 
-    qkv: Weight
-    out: Weight
-    up: Weight
-    down: Weight
+    qkv: BoundWeight
+    out: BoundWeight
+    up: BoundWeight
+    down: BoundWeight
 
 
 def _bind_weights(plan: BlockPlan, weights: tuple[Tensor, ...], needed: bool, again: bool = False) -> BlockWeights:
@@ -282,16 +282,16 @@ def _forward(
     batch, length, width = x.shape
     rows, flat = x.reshape(-1, width), None if branch is None else branch.reshape(-1, width)
     h1, stats1, x0 = apply_norm(plan.kind, plan.eps[0], rows, flat, weights[0], plan.qkv, caster)
-    qkv = forward_output(h1, uses.qkv, plan.qkv.choice)
+    qkv = compute_output(h1, uses.qkv, plan.qkv.choice)
     leaves, mixed = _run_attention(plan, qkv.view(batch, length, -1), attend, extra, needed)
     o = _make_attention_operand(plan, mixed.detach(), caster, needed)
-    out = forward_output(o, uses.out, plan.out.choice)
+    out = compute_output(o, uses.out, plan.out.choice)
     h2, stats2, x1 = apply_norm(plan.kind, plan.eps[1], x0, out, weights[3], plan.up, caster)
-    u = forward_output(h2, uses.up, plan.up.choice)
+    u = compute_output(h2, uses.up, plan.up.choice)
     a = Operand()
     if not again or not is_remade_in_backward(plan.down, caster):
         a = apply_activation(plan.activation, u, plan.down, caster, needed)
-    y = x1 if again else forward_output(a, uses.down, plan.down.choice)
+    y = x1 if again else compute_output(a, uses.down, plan.down.choice)
     if events.wants_tensors() and needed and not again:
         names = ("gate", "up") if len(uses.up.weights) == 2 else ("up",)
         halves = zip(names, u.chunk(len(names), -1), strict=True)
@@ -314,19 +314,19 @@ def _backward(
     before: GradientHandoff | None,
 ) -> tuple[Tensor, Operand, list[Tensor]]:
     """Compute the gradients of x + b and of the weights; ``g_rows`` and ``g`` (for products) are grad_output."""
-    grad_output = backward_input(g, uses.down, plan.down.choice)
-    grad_u, a = apply_activation_backward(plan.activation, grad_output, kept.u, kept.a, plan.down, plan.up, caster)
-    grad_w_down = backward_weight(g, a, plan.down.choice, uses.down.gradient_dtype, uses.down)
-    grad_h2 = backward_input(grad_u, uses.up, plan.up.choice)
-    grad_w_up = backward_weight(grad_u, kept.h2, plan.up.choice, uses.up.gradient_dtype, uses.up)
+    grad_a = compute_grad_input(g, uses.down, plan.down.choice)
+    grad_u, a = apply_activation_backward(plan.activation, grad_a, kept.u, kept.a, plan.down, plan.up, caster)
+    grad_w_down = compute_grad_weight(g, a, plan.down.choice, uses.down.gradient_dtype, uses.down)
+    grad_h2 = compute_grad_input(grad_u, uses.up, plan.up.choice)
+    grad_w_up = compute_grad_weight(grad_u, kept.h2, plan.up.choice, uses.up.gradient_dtype, uses.up)
     grad_x1, g1, grad_norm2 = norm_backward(
         plan.kind, grad_h2, kept.x1, weights[3], kept.stats2, g_rows, plan.out, caster
     )
-    grad_o = backward_input(g1, uses.out, plan.out.choice)
-    grad_w_out = backward_weight(g1, kept.o, plan.out.choice, uses.out.gradient_dtype, uses.out)
+    grad_o = compute_grad_input(g1, uses.out, plan.out.choice)
+    grad_w_out = compute_grad_weight(g1, kept.o, plan.out.choice, uses.out.gradient_dtype, uses.out)
     grad_qkv = _run_attention_backward(plan, kept, grad_o.view(*x0.shape[:2], -1), caster)
-    grad_h1 = backward_input(grad_qkv, uses.qkv, plan.qkv.choice)
-    grad_w_qkv = backward_weight(grad_qkv, kept.h1, plan.qkv.choice, uses.qkv.gradient_dtype, uses.qkv)
+    grad_h1 = compute_grad_input(grad_qkv, uses.qkv, plan.qkv.choice)
+    grad_w_qkv = compute_grad_weight(grad_qkv, kept.h1, plan.qkv.choice, uses.qkv.gradient_dtype, uses.qkv)
     reader = before.reader if before is not None else None
     rows = x0.reshape(-1, x0.shape[-1])
     grad_input, operand, grad_norm1 = norm_backward(

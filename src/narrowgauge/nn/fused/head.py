@@ -43,12 +43,12 @@ from narrowgauge.nn.products.gemm import (
     MULTIPLE,
     GemmChoice,
     Operand,
-    backward_input,
-    backward_weight,
-    forward_output,
+    compute_grad_input,
+    compute_grad_weight,
+    compute_output,
     is_graph_retained,
 )
-from narrowgauge.nn.products.weight_casts import Weight, WeightCastPlan
+from narrowgauge.nn.products.weight_casts import BoundWeight, WeightCastPlan
 from narrowgauge.optim.adamw import gradient_dtype
 
 HEAD = "lm_head"
@@ -86,7 +86,7 @@ def compute_head_loss(
         chunk_rows: Rows per chunk; None chooses by memory.
     """
     plan = plan or WeightCastPlan(gradient_dtype=gradient_dtype(weight))
-    task = _Task.make(x, weight, plan, targets, precision, ignore_index, chunk_rows)
+    task = _HeadCall.make(x, weight, plan, targets, precision, ignore_index, chunk_rows)
     with torch.autocast(x.device.type, enabled=False):
         if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
             loss: Tensor = _HeadLoss.apply(x, weight, task, operand)  # type: ignore[no-untyped-call]
@@ -102,7 +102,7 @@ def choose_chunk_rows(rows: int, vocab: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Task:
+class _HeadCall:
     """One call of the head: everything but the tensors that need gradients."""
 
     weight: WeightCastPlan
@@ -120,7 +120,7 @@ class _Task:
         precision: GemmChoice,
         ignore_index: int,
         chunk_rows: int | None,
-    ) -> _Task:
+    ) -> _HeadCall:
         shape = weight.shape
         if x.dim() != 2 or len(shape) != 2 or x.shape[1] != shape[1] or targets.shape != x.shape[:1]:
             raise UsageError(
@@ -136,7 +136,7 @@ class _Task:
         if chunk_rows is not None and (chunk_rows < 1 or (lp and chunk_rows % MULTIPLE)):
             raise UsageError(f"head_loss: chunk_rows={chunk_rows} must be a positive multiple of {MULTIPLE}")
         rows = chunk_rows or choose_chunk_rows(len(x), shape[0])
-        return _Task(plan, targets.contiguous(), precision, ignore_index, rows)
+        return _HeadCall(plan, targets.contiguous(), precision, ignore_index, rows)
 
     @torch.no_grad()
     def run(
@@ -162,9 +162,9 @@ class _Task:
             total += loss.sum()
             if grad_input is not None:
                 into = grad_input[part]
-                into.copy_(backward_input(d, use, self.precision)[: len(into)])
+                into.copy_(compute_grad_input(d, use, self.precision)[: len(into)])
             if need_weight:
-                share = backward_weight(d, piece, self.precision, weight=use)
+                share = compute_grad_weight(d, piece, self.precision, weight=use)
                 grad_weight = share if grad_weight is None else grad_weight.add_(share)
             del d  # before the next chunk's logits are made
         return total / counted, grad_input, grad_weight
@@ -172,7 +172,7 @@ class _Task:
     def _run_chunk(
         self,
         x: Operand,
-        use: Weight,
+        use: BoundWeight,
         start: int,
         targets: Tensor,
         factor: Tensor,
@@ -180,7 +180,7 @@ class _Task:
         need_weight: bool,
     ) -> tuple[Tensor, Operand]:
         """Return the losses of a chunk's rows, and the gradient of its logits as an operand; frees the logits."""
-        logits = forward_output(x, use, self.precision)
+        logits = compute_output(x, use, self.precision)
         events.report_tensor("activation", HEAD, logits)
         formats = {self.precision.grad_input} if need_input else set()
         formats |= {self.precision.grad_weight} if need_weight else set()
@@ -217,7 +217,7 @@ class _Task:
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, task: _Task, operand: Operand | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, task: _HeadCall, operand: Operand | None) -> Tensor:
         need_input, need_weight, *_ = ctx.needs_input_grad
         loss, *ctx.grads = events.run_in_scope(HEAD, task.run, x, weight, operand, need_input, need_weight)
         ctx.dtypes = x.dtype, gradient_dtype(weight)

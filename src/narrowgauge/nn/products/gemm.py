@@ -78,7 +78,7 @@ Products take up to a quarter less time on an H200, and lose 0.001 dB at 3,072 t
 tokens: there it would lose 0.01 to 0.06 dB and save 1% of a step, so it never uses it."""
 
 
-def product_fp8(
+def multiply_fp8(
     a: Tensor, b: Tensor, inv_a: Tensor, inv_b: Tensor, out_dtype: torch.dtype = BF16, fast: bool = True
 ) -> Tensor:
     """Return a @ b.T of FP8 operands divided by their scales. ``fast``: tensor-core accumulation with fewer bits."""
@@ -93,7 +93,7 @@ def product_fp8(
     return ((a.float() @ b.float().t()) * (inv_a * inv_b)).to(out_dtype)
 
 
-def product_bf16(a: Tensor, b_t: Tensor, out_dtype: torch.dtype = BF16) -> Tensor:
+def multiply_bf16(a: Tensor, b_t: Tensor, out_dtype: torch.dtype = BF16) -> Tensor:
     """Return a @ b_t of BF16 operands in any layout, accumulated in FP32."""
     if a.is_cuda:
         made = cublas.product(a, b_t, out_dtype, lambda out: _mm(a, b_t, out_dtype, out))
@@ -110,7 +110,7 @@ def get_address(tensor: Tensor) -> int:
     return 0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()
 
 
-class Weight(Protocol):
+class CastableWeight(Protocol):
     """The interface of a weight that products use."""
 
     def fp8(self) -> Operand: ...
@@ -130,56 +130,56 @@ class HasPath(Protocol):
     def path(self) -> str: ...
 
 
-def forward_output(x: Operand, weight: Weight, choice: GemmChoice) -> Tensor:
+def compute_output(x: Operand, weight: CastableWeight, choice: GemmChoice) -> Tensor:
     """Return input @ weight.T in BF16."""
     if events.is_listening():
-        return events.run_product("output", weight.path, _forward_output, x, weight, choice)
-    return _forward_output(x, weight, choice)
+        return events.run_product("output", weight.path, _compute_output, x, weight, choice)
+    return _compute_output(x, weight, choice)
 
 
-def _forward_output(x: Operand, weight: Weight, choice: GemmChoice) -> Tensor:
+def _compute_output(x: Operand, weight: CastableWeight, choice: GemmChoice) -> Tensor:
     if choice.output == "fp8":
         w = weight.fp8()
         assert x.lp is not None and x.inv_scale is not None and w.lp is not None and w.inv_scale is not None
-        return product_fp8(x.lp, w.lp, x.inv_scale, w.inv_scale)
+        return multiply_fp8(x.lp, w.lp, x.inv_scale, w.inv_scale)
     assert x.hp is not None
-    return product_bf16(x.hp, weight.bf16().t())
+    return multiply_bf16(x.hp, weight.bf16().t())
 
 
-def backward_input(grad: Operand, weight: Weight, choice: GemmChoice) -> Tensor:
+def compute_grad_input(grad: Operand, weight: CastableWeight, choice: GemmChoice) -> Tensor:
     """Return grad_output @ weight in BF16."""
     if events.is_listening():
-        return events.run_product("grad_input", weight.path, _backward_input, grad, weight, choice)
-    return _backward_input(grad, weight, choice)
+        return events.run_product("grad_input", weight.path, _compute_grad_input, grad, weight, choice)
+    return _compute_grad_input(grad, weight, choice)
 
 
-def _backward_input(grad: Operand, weight: Weight, choice: GemmChoice) -> Tensor:
+def _compute_grad_input(grad: Operand, weight: CastableWeight, choice: GemmChoice) -> Tensor:
     if choice.grad_input == "fp8":
         w = weight.fp8_transposed()
         assert grad.lp is not None and grad.inv_scale is not None and w.lp_t is not None and w.inv_scale is not None
-        return product_fp8(grad.lp, w.lp_t, grad.inv_scale, w.inv_scale, fast=grad.lp.shape[1] <= FAST_DEPTH)
+        return multiply_fp8(grad.lp, w.lp_t, grad.inv_scale, w.inv_scale, fast=grad.lp.shape[1] <= FAST_DEPTH)
     assert grad.hp is not None
-    return product_bf16(grad.hp, weight.bf16())
+    return multiply_bf16(grad.hp, weight.bf16())
 
 
-def backward_weight(
+def compute_grad_weight(
     grad: Operand, x: Operand, choice: GemmChoice, out: torch.dtype = torch.float32, weight: HasPath | None = None
 ) -> Tensor:
-    """Return grad_output.T @ input, in the dtype of the weight's gradient. ``weight`` names the layer for listeners."""
+    """Return grad_output.T @ input, in the dtype of the weight's gradient. ``weight`` is for listeners."""
     if events.is_listening():
         path = "" if weight is None else weight.path
-        return events.run_product("grad_weight", path, _backward_weight, grad, x, choice, out)
-    return _backward_weight(grad, x, choice, out)
+        return events.run_product("grad_weight", path, _compute_grad_weight, grad, x, choice, out)
+    return _compute_grad_weight(grad, x, choice, out)
 
 
-def _backward_weight(grad: Operand, x: Operand, choice: GemmChoice, out: torch.dtype) -> Tensor:
+def _compute_grad_weight(grad: Operand, x: Operand, choice: GemmChoice, out: torch.dtype) -> Tensor:
     if choice.grad_weight == "fp8":
         g, x = grad.transposed(), x.transposed()
         assert g.lp_t is not None and g.inv_scale is not None and x.lp_t is not None and x.inv_scale is not None
         g_t, x_t = _pad_columns(g.lp_t), _pad_columns(x.lp_t)
-        return product_fp8(g_t, x_t, g.inv_scale, x.inv_scale, out, fast=False)
+        return multiply_fp8(g_t, x_t, g.inv_scale, x.inv_scale, out, fast=False)
     assert grad.hp is not None and x.hp is not None
-    return product_bf16(grad.hp.t(), x.hp, out)
+    return multiply_bf16(grad.hp.t(), x.hp, out)
 
 
 def _pad_columns(x_t: Tensor) -> Tensor:

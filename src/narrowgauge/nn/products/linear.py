@@ -21,9 +21,9 @@ from narrowgauge.nn.products.gemm import (
     Fp8Caster,
     GemmChoice,
     Operand,
-    backward_input,
-    backward_weight,
-    forward_output,
+    compute_grad_input,
+    compute_grad_weight,
+    compute_output,
 )
 from narrowgauge.nn.products.weight_casts import WeightCastPlan
 from narrowgauge.optim.sharded import is_sharded
@@ -171,7 +171,7 @@ class _Linear(torch.autograd.Function):
         inv_scale: Tensor | None,
     ) -> Tensor:
         use = plan.weight.use(weight, record=any(needs), backward=needs.input)
-        output = forward_output(Operand(hp, lp, lp_t, inv_scale), use, plan.choice)
+        output = compute_output(Operand(hp, lp, lp_t, inv_scale), use, plan.choice)
         if bias is not None:
             output = output + bias.to(BF16)
         if any(needs):
@@ -205,10 +205,10 @@ class _Linear(torch.autograd.Function):
             count = ctx.shape.numel() // ctx.shape[-1]
             seen = plan.choice.output == "fp8"
             use = plan.weight.use(*([] if weight is None else [weight]), seen=seen).restore_saved(tuple(kept))
-            grad_input = backward_input(operand, use, plan.choice)[:count].view(ctx.shape).to(ctx.kinds[0])
+            grad_input = compute_grad_input(operand, use, plan.choice)[:count].view(ctx.shape).to(ctx.kinds[0])
         if needs_weight:
             source = Operand(hp, None, lp_t, inv_scale)
-            grad_weight = backward_weight(operand, source, plan.choice, ctx.gradient_dtype, plan.weight)
+            grad_weight = compute_grad_weight(operand, source, plan.choice, ctx.gradient_dtype, plan.weight)
             grad_weight = grad_weight.t() if plan.weight.transposed_weight else grad_weight
         if needs_bias:
             grad_bias = grad.sum(0, dtype=torch.float32).to(ctx.kinds[1])

@@ -55,7 +55,7 @@ class WeightCastPlan:
         dtype = None if sharded else gradient_dtype(weights[0])
         return WeightCastPlan(site, scales, transposed_weight, not (lean or sharded), dtype, path)
 
-    def use(self, *weights: Tensor, record: bool = True, seen: bool = False, backward: bool = True) -> Weight:
+    def use(self, *weights: Tensor, record: bool = True, seen: bool = False, backward: bool = True) -> BoundWeight:
         """Bind weights for one forward and its backward.
 
         Args:
@@ -64,10 +64,10 @@ class WeightCastPlan:
             seen: The site has recorded them already, as in recomputation.
             backward: Whether backward will compute grad_input.
         """
-        return Weight(self, weights, record, seen, backward)
+        return BoundWeight(self, weights, record, seen, backward)
 
 
-class Weight:
+class BoundWeight:
     """A weight bound for one forward and its backward."""
 
     def __init__(
@@ -112,7 +112,7 @@ class Weight:
             return None, None, None
         return self._lp.lp_t, self._lp.inv_scale if self._lp.lp_t is not None else None, self._hp
 
-    def restore_saved(self, kept: tuple[Tensor | None, Tensor | None, Tensor | None]) -> Weight:
+    def restore_saved(self, kept: tuple[Tensor | None, Tensor | None, Tensor | None]) -> BoundWeight:
         """Restore in backward what forward saved."""
         lp_t, inv_scale, hp = kept
         self._lp, self._hp = Operand(None, None, lp_t, inv_scale), hp
