@@ -1,9 +1,9 @@
-"""What watching costs: a step of a task with and without gauges, taking turns in one process.
+"""The cost of watching: step time of a task with and without gauges, interleaved in one process.
 
 usage: python bench/gauges.py [TASK] [RECIPE] [ROUNDS]     (e.g. gpt2-124m fp8 6; JSON to $OUT/gauges.json)
 
-Three engines: alone; with what is taken along every update; with a look every ``EVERY`` updates as by default. A round
-is as many updates, so that it holds one look.
+Three engines: without gauges; with only what is read in every update; with a snapshot every ``EVERY`` updates, the
+default. A round has ``EVERY`` updates and therefore one snapshot.
 """
 
 import json
@@ -20,7 +20,7 @@ from narrowgauge import Engine, bench, hardware, tasks
 from narrowgauge.device_readback import Readback
 from narrowgauge.gauges.examiner import Examiner
 from narrowgauge.gauges.rules.step_rules import Step
-from narrowgauge.gauges.watch.probe import EVERY
+from narrowgauge.gauges.watch.watch import EVERY
 
 spec, recipe = (*sys.argv[1:3], "gpt2-124m", "fp8")[:2] if len(sys.argv) > 2 else ("gpt2-124m", "fp8")
 rounds = int(sys.argv[3]) if len(sys.argv) > 3 else 6
@@ -29,7 +29,7 @@ batches = bench.make_batches(task, device)
 
 
 class Runner:
-    """An engine with its gauges, and how long its updates take."""
+    """An engine with its gauges, and the times of its updates."""
 
     def __init__(self, every: int | None) -> None:
         torch.manual_seed(0)
@@ -52,7 +52,9 @@ class Runner:
             self.readback.push(self.number, {"loss": loss, **report.tensors})
             for number, values in self.readback.ready():
                 if self.examiner is not None:
-                    self.examiner.see(Step(number, values["loss"], values["grad_norm"], values["loss_scale"], True))
+                    self.examiner.check_step(
+                        Step(number, values["loss"], values["grad_norm"], values["loss_scale"], True)
+                    )
             if self.examiner is not None:
                 self.examiner.collect()
         _wait()
@@ -73,7 +75,7 @@ for turn in range(rounds):
         runner.round(EVERY)
         print(f"{turn} {name:14s} {runner.times[-1] * 1e3:8.3f} ms", flush=True)
     rows: dict[str, Any] = {name: statistics.median(runner.times) for name, runner in runners.items()}
-    if "OUT" in os.environ:  # after every round, so that a run which is cut off leaves what it has
+    if "OUT" in os.environ:  # after every round, so that an interrupted run leaves its results
         record = {"task": spec, "recipe": recipe, "every": EVERY, "seconds": rows}
         record["rounds"] = {name: runner.times for name, runner in runners.items()}
         (Path(os.environ["OUT"]) / "gauges.json").write_text(json.dumps(record, indent=1))

@@ -2,8 +2,8 @@
 
 - README.md, CONTRIBUTING.md and CHANGELOG.md become pages of the site, without a second copy in docs/.
 - Files outside docs/ that a page links to (an example, a source file) are copied as text to source/.
-- Lists and tables may follow a line of text without an empty line, and two spaces indent an item's content. Python-Markdown
-  alone needs an empty line and four spaces.
+- Lists and tables may follow a line of text without an empty line, and two spaces indent an item.
+  Python-Markdown alone needs an empty line and four spaces.
 - Headings have the code host's anchors, so a link to a heading works in both places.
 """
 

@@ -1,15 +1,31 @@
-"""What all tests share: subprocesses find the package in the source tree, and kernels can be interpreted."""
+"""What all tests share: child processes find the package and have default signals, and kernels can be interpreted."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 
+from narrowgauge.tasks import language
+
 SOURCE = Path(__file__).parent.parent / "src"
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated; only tests/kernels asks for it
+language.SAMPLE_TOKENS = 10  # of 200: writing the sample takes longer than a short training
+
+
+@pytest.fixture(scope="session", autouse=True)
+def children_have_default_signals():
+    """Give child processes default signal handling, also where the suite was started with signals ignored.
+
+    A shell ignores SIGINT for ``make test &``, and nohup ignores SIGHUP. A new program inherits an ignored signal,
+    but not a handler. So a handler that does nothing keeps the signal from this process, and not from its children.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
 
 
 @pytest.fixture(autouse=True)

@@ -144,12 +144,13 @@ def test_a_skip_leaves_weights_and_optimizer_untouched(recipe, optimizer):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_200_forced_skips_never_harm_a_weight_and_name_the_parameter(recipe):
-    engine = make(recipe, max_consecutive_skips=200)
+def test_forced_skips_never_change_a_weight_and_name_the_parameter(recipe):
+    skips = 200 if recipe.startswith("fp16") else 50  # a loss scale takes as many to reach its floor
+    engine = make(recipe, max_consecutive_skips=skips)
     before = weights(engine)
     engine.model.blocks[1].down.weight.register_hook(lambda grad: grad * math.inf)
-    with pytest.raises(TrainingStalled, match=r"200 updates in a row.*first in blocks\.1\.down\.weight\."):
-        for step in range(201):
+    with pytest.raises(TrainingStalled, match=rf"{skips} consecutive updates.*first in blocks\.1\.down\.weight\."):
+        for step in range(skips + 1):
             run_step(engine, step)
     assert same(before, engine.model.state_dict())
     if engine.scaler:
@@ -413,10 +414,10 @@ class TestWrongUse:
         model = Net().bfloat16()
         self.refused("model.float", Engine, model, torch.optim.SGD(model.parameters(), lr=1.0), "bf16")
 
-    def test_state_in_the_middle_of_an_accumulation(self):
+    def test_state_during_an_accumulation(self):
         engine = make(accumulate=2)
         run_step(engine)
-        self.refused("middle of an accumulation", engine.state_dict)
+        self.refused("during an accumulation", engine.state_dict)
 
     @pytest.mark.parametrize("wrong", [{"clip_norm": 0}, {"clip_norm": -1.0}, {"accumulate": 0}, {"accumulate": 1.5}])
     def test_numbers_out_of_range(self, wrong):

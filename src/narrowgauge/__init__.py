@@ -44,7 +44,7 @@ _WHERE = {
     "convert": "narrowgauge.nn.convert",
     "keep_fp32": "narrowgauge.nn.keep_fp32",
     "replay": "narrowgauge.gauges.replay.replay",
-    "watch": "narrowgauge.gauges.watch.probe",
+    "watch": "narrowgauge.gauges.watch.watch",
 }
 _MODULES = ("forecast", "formats", "gauges", "hardware", "optim", "validate")
 
@@ -54,7 +54,7 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not look into __
     from narrowgauge.errors import NarrowgaugeError, TrainingStalled, UsageError
     from narrowgauge.forecast.run import forecast  # the package of this name is called in the function's place,
     from narrowgauge.gauges.replay.replay import replay
-    from narrowgauge.gauges.watch.probe import watch
+    from narrowgauge.gauges.watch.watch import watch
     from narrowgauge.nn.convert import convert
     from narrowgauge.nn.keep_fp32 import keep_fp32
     from narrowgauge.scaling.loss import LossScaler

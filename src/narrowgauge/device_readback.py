@@ -1,10 +1,10 @@
-"""Reads device scalars on the host without making the device wait: a step's numbers arrive a little later.
+"""Copies device scalars and tensors to the host without blocking: they arrive a little later.
 
     push:   stack the scalars on the device, start a copy into pinned host memory, record an event
-    ready:  hand over the pushes whose event has passed, in order; never waits
+    ready:  return the pushes whose event has completed, in order; never blocks
     drain:  wait for all of them (at the end of a run, or before a checkpoint)
 
-On a CPU there is nothing to wait for, and every push is ready at once.
+On a CPU every push is ready immediately.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 MOST_PENDING = 64
-"""Beyond this many unread pushes the oldest is waited for: a host that far ahead of its GPU loses nothing by it."""
+"""With more unread pushes than this, wait for the oldest: a host that far ahead of its GPU loses nothing."""
 
 
 @dataclass
@@ -38,13 +38,13 @@ class _Push:
 
 
 class Readback:
-    """A queue of scalars on their way from the device to the host."""
+    """A queue of scalars being copied from the device to the host."""
 
     def __init__(self) -> None:
         self._pending: deque[_Push] = deque()
 
     def push(self, tag: Any, scalars: Mapping[str, Tensor]) -> None:
-        """Send named scalars off; ``tag`` comes back with them."""
+        """Start copying named scalars; ``tag`` is returned with them."""
         values = torch.stack([value.detach().double().reshape(()) for value in scalars.values()])
         event = None
         if values.is_cuda:
@@ -56,27 +56,27 @@ class Readback:
         self._pending.append(_Push(tag, tuple(scalars), values, event))
 
     def ready(self) -> list[tuple[Any, dict[str, float]]]:
-        """What has arrived by now, oldest first."""
+        """Return what has arrived, oldest first."""
         arrived = []
         while self._pending and (self._pending[0].done() or len(self._pending) > MOST_PENDING):
             arrived.append(self._pending.popleft().read())
         return arrived
 
     def drain(self) -> list[tuple[Any, dict[str, float]]]:
-        """Everything that was pushed, waiting for what is still on its way."""
+        """Wait for all pushes and return them, oldest first."""
         arrived = [push.read() for push in self._pending]
         self._pending.clear()
         return arrived
 
 
-class Parcels:
-    """The same for whole tensors: copies on their way to the host."""
+class TensorReadback:
+    """A queue of whole tensors being copied from the device to the host."""
 
     def __init__(self) -> None:
         self._pending: deque[tuple[Any, dict[str, Tensor], torch.cuda.Event | None]] = deque()
 
     def push(self, tag: Any, tensors: Mapping[str, Tensor]) -> None:
-        """Send tensors off; they may be changed afterwards."""
+        """Start copying named tensors, which may be changed afterwards; ``tag`` is returned with them."""
         sent, event = {}, None
         for name, tensor in tensors.items():
             if tensor.is_cuda:
@@ -90,7 +90,7 @@ class Parcels:
         self._pending.append((tag, sent, event))
 
     def ready(self) -> list[tuple[Any, dict[str, Tensor]]]:
-        """What has arrived by now, oldest first."""
+        """Return what has arrived, oldest first."""
         arrived = []
         while self._pending and (self._pending[0][2] is None or self._pending[0][2].query()):
             tag, tensors, _ = self._pending.popleft()
@@ -98,7 +98,7 @@ class Parcels:
         return arrived
 
     def drain(self) -> list[tuple[Any, dict[str, Tensor]]]:
-        """Everything that was pushed, waiting for what is still on its way."""
+        """Wait for all pushes and return them, oldest first."""
         arrived = []
         for tag, tensors, event in self._pending:
             if event is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,3 +56,15 @@ class Finding:
             "fix": self.fix,
             **({"path": self.span.path, "line": self.span.line} if self.span else {}),
         }
+
+    @classmethod
+    def from_record(cls, fields: Mapping[str, Any]) -> Finding:
+        """Rebuild a finding from what ``describe`` returned, for example from a run's record or a checkpoint.
+
+        Records of earlier versions have ``consequence`` instead of ``why``.
+
+        Raises:
+            TypeError: A field is missing or unknown.
+        """
+        known = {name: value for name, value in fields.items() if name not in ("consequence", "path", "line")}
+        return cls(**{"why": fields.get("consequence", ""), **known})

@@ -6,12 +6,13 @@ guessed; which formats it runs natively is still known, since that follows from 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import platform
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -190,13 +191,44 @@ def read_cpuinfo(text: str) -> tuple[str | None, tuple[str, ...]]:
     return name, tuple(feature for feature in CPU_FEATURES if feature in flags)
 
 
+_assumed: Device | None = None
+
+
+@contextlib.contextmanager
+def assume(device: Device) -> Iterator[None]:
+    """Let ``detect`` answer with this GPU inside the context, whatever the machine has."""
+    global _assumed
+    before, _assumed = _assumed, device
+    try:
+        yield
+    finally:
+        _assumed = before
+
+
+def is_assumed() -> bool:
+    """Whether the GPU is only assumed to be in this machine, so that nothing can be measured on it."""
+    return _assumed is not None
+
+
 def detect(device: str | None = None) -> Device:
-    """The device a text names (cpu, cuda, cuda:N); without one the GPU if there is any, else the CPU."""
+    """The device a text names (cpu, cuda, cuda:N); without one the GPU if there is any, else the CPU.
+
+    Args:
+        device: cpu, cuda or cuda:N; None for the best that the machine has.
+
+    Returns:
+        The device, or the one that ``assume`` was given where it is not the CPU that is named.
+
+    Raises:
+        UsageError: The text names no device, or one that this machine does not have.
+    """
     text = device.strip().lower() if device is not None else None
     if text is not None and not re.fullmatch(r"cpu(:0)?|cuda(:\d+)?", text):
         raise UsageError(f"unknown device {device!r}: expected cpu, cuda or cuda:N")
     if text and text.startswith("cpu"):
         return _cpu()
+    if _assumed is not None:
+        return _assumed
     import torch
 
     if not torch.cuda.is_available():

@@ -123,21 +123,21 @@ def look_ahead(spec: str) -> dict[str, task_options.Parameter]:
 
 def _key(spec: str) -> tuple[Path, str]:
     path, _, name = spec.rpartition(":")
-    return files.whole(Path(path)), name
+    return files.resolve_path(Path(path)), name
 
 
 def function_of(spec: str) -> Callable[..., Any]:
     """The function that ``path/to/file.py:function`` names; runs the file."""
     path_text, _, name = spec.rpartition(":")
     path = Path(path_text)
-    if why := files.why_unreadable(path):
+    if why := files.explain_unreadable(path):
         raise UsageError(f"task {spec!r}: there is no file {path_text!r} that can be read ({why})")
     module_spec = importlib.util.spec_from_file_location(f"narrowgauge_task_{path.stem}", path)
     if module_spec is None or module_spec.loader is None:
         raise UsageError(f"task {spec!r}: {path_text!r} is not a Python file")
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module
-    folder = str(files.whole(path).parent)
+    folder = str(files.resolve_path(path).parent)
     sys.path.insert(0, folder)
     try:
         module_spec.loader.exec_module(module)

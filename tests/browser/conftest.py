@@ -1,4 +1,4 @@
-"""Headless Chromium for the report's tests; without it they are skipped, and one line says so."""
+"""Headless Chromium for the report's tests; without it they are skipped with one line of explanation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
 
-sys.path.append(str(Path(__file__).parent.parent / "report"))  # the runs and results that tests/report writes
+sys.path.append(str(Path(__file__).parent.parent / "report"))  # for example_run and example_results
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
@@ -42,7 +42,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """With pytest-xdist this file is read by the workers alone, and the first of them has to say it."""
+    """With pytest-xdist only the workers load this file, so the first worker prints the line."""
     worker = getattr(session.config, "workerinput", {}).get("workerid")
     if not READY and worker == "gw0":
         with session.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
@@ -64,7 +64,7 @@ def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
 
 
 class Page:
-    """One page in the browser: shorter words for what the tests do to it."""
+    """A page in the browser, with shortcuts for the tests."""
 
     def __init__(self, driver: Chrome) -> None:
         self.driver = driver
@@ -95,7 +95,7 @@ class Page:
         self.settle()
 
     def set(self, css: str, value: Any, event: str = "input") -> None:
-        """Give a control a value, as its user would."""
+        """Sets the value of a control as a user would."""
         self.run(
             "const [css, value, event] = arguments; const node = document.querySelector(css); node.value = value;"
             "node.dispatchEvent(new Event(event, { bubbles: true }));",
@@ -112,9 +112,9 @@ class Page:
 
 @pytest.fixture
 def page(chrome: Chrome) -> Iterator[Page]:
-    """A page that must not complain: no error in the console, whatever the test does to it."""
+    """A page that must not log any error to the console during the test."""
     for kind in ("browser", "performance"):
         chrome.get_log(kind)
     yield Page(chrome)
-    complaints = [entry["message"] for entry in chrome.get_log("browser") if entry["level"] == "SEVERE"]
-    assert complaints == []
+    errors = [entry["message"] for entry in chrome.get_log("browser") if entry["level"] == "SEVERE"]
+    assert errors == []

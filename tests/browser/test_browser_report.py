@@ -1,4 +1,4 @@
-"""The report in a real browser: quick, light, complete, quiet, usable by keyboard, on a phone and in the dark."""
+"""The report in a real browser: fast, small, complete, without requests, usable by keyboard, on a phone and dark."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import long_run
+import example_results
+import example_run
 import pytest
-import saved_results
 
 from narrowgauge.formats import FORMATS, decode, store
 from narrowgauge.gauges.watch.readings import Reading
@@ -40,25 +40,25 @@ if (node.tagName === "CANVAS") {
 return [...node.querySelectorAll(".curve, .area, .roof, circle, rect, path[data-part], .room, .bits i")]
   .filter((one) => !one.closest("clipPath")).length;
 """
-"""How much a chart shows: the colours of a canvas, the shapes of a drawing."""
+"""How much a chart shows: the number of colors of a canvas, or of shapes of an SVG."""
 
 
 @pytest.fixture(scope="module")
 def long_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 100,000 steps with a look at 40 modules every 500."""
+    """A run of 100,000 steps with 40 modules sampled every 500 steps."""
     folder = tmp_path_factory.mktemp("long")
-    return write([long_run.write_run(folder / "run", 100_000, tensors=40, every=500)], folder / "report.html")
+    return write([example_run.write_run(folder / "run", 100_000, tensors=40, every=500)], folder / "report.html")
 
 
 @pytest.fixture(scope="module")
 def full_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Everything there is: two runs that were watched, and a result of every kind."""
+    """Two watched runs and a result of every kind."""
     folder = tmp_path_factory.mktemp("full")
-    runs = [long_run.write_run(folder / name, 600, tensors=12, every=50, recipe=name) for name in ("fp16", "bf16")]
-    return write([*runs, *saved_results.save_all(folder)], folder / "report.html")
+    runs = [example_run.write_run(folder / name, 600, tensors=12, every=50, recipe=name) for name in ("fp16", "bf16")]
+    return write([*runs, *example_results.save_all(folder)], folder / "report.html")
 
 
-def test_a_run_of_100000_steps_opens_at_once(page: Page, long_page: Path) -> None:
+def test_run_of_100000_steps_opens_quickly(page: Page, long_page: Path) -> None:
     assert long_page.stat().st_size < 8_000_000
     begin = time.perf_counter()
     page.open(long_page)
@@ -69,7 +69,7 @@ def test_a_run_of_100000_steps_opens_at_once(page: Page, long_page: Path) -> Non
     assert "100k" in labels and len(page.run("return narrowgauge.data.runs[0].curves.loss.x")) == 2000
 
 
-def test_every_chart_has_its_data(page: Page, full_page: Path) -> None:
+def test_every_chart_is_drawn(page: Page, full_page: Path) -> None:
     page.open(full_page)
     found = page.run("return [...document.querySelectorAll('[data-chart]')].map((node) => node.dataset.chart)")
     assert set(found) == CHARTS and len(found) == len(CHARTS)
@@ -82,13 +82,13 @@ def test_every_chart_has_its_data(page: Page, full_page: Path) -> None:
     assert page.run("return document.querySelectorAll('#chart-roofline [data-layer]').length") == 3
 
 
-def test_layers_measured_by_themselves_stand_beside_their_prediction(page: Page, tmp_path: Path) -> None:
+def test_measured_layers_are_shown_with_their_prediction(page: Page, tmp_path: Path) -> None:
     page.open(write([Path("bench/results/h200-roofline-gpt2-124m.json")], tmp_path / "report.html"))
     page.run("document.querySelector('#chart-roofline .dot').dispatchEvent(new PointerEvent('pointerenter'))")
-    assert "ms predicted" in page.text("#chart-roofline") and "measured by itself" in page.text("#chart-roofline")
+    assert "ms predicted" in page.text("#chart-roofline") and "measured in isolation" in page.text("#chart-roofline")
 
 
-def test_no_request_leaves_the_page(page: Page, full_page: Path) -> None:
+def test_page_makes_no_requests(page: Page, full_page: Path) -> None:
     page.open(full_page)
     page.click("#tab-gpu-3")
     assert page.run("return performance.getEntriesByType('resource').filter((one) => one.name !== 'data:,')") == []
@@ -98,16 +98,16 @@ def test_no_request_leaves_the_page(page: Page, full_page: Path) -> None:
     tried = "const done = arguments[0]; fetch('http://127.0.0.1:9/').then(() => done('sent'), () => done('refused'))"
     assert page.driver.execute_async_script(tried) == "refused"
     refusals = [entry["message"] for entry in page.driver.get_log("browser")]
-    assert any("Content Security Policy" in message for message in refusals), "the page's own rules refuse it"
+    assert any("Content Security Policy" in message for message in refusals), "the Content-Security-Policy refuses it"
 
 
-def test_a_name_stays_a_name(page: Page, full_page: Path) -> None:
+def test_names_are_not_executed(page: Page, full_page: Path) -> None:
     page.open(full_page)
     assert page.run("return document.scripts.length") == 2
-    assert long_run.EVIL in page.text("#found")
+    assert example_run.EVIL in page.text("#found")
     page.click("#heat details summary")
-    assert long_run.EVIL in page.text("#heat details")
-    assert long_run.EVIL in page.text("#choose-exponents-module")
+    assert example_run.EVIL in page.text("#heat details")
+    assert example_run.EVIL in page.text("#choose-exponents-module")
     assert page.run("return document.querySelectorAll('main script').length") == 0
 
 
@@ -133,7 +133,7 @@ def test_tabs_work_with_pointer_and_keys(page: Page, full_page: Path) -> None:
     assert len(focusable) == 1
 
 
-def test_sliders_move_the_values_through_the_windows(page: Page, full_page: Path) -> None:
+def test_sliders_move_values_through_the_format_ranges(page: Page, full_page: Path) -> None:
     page.open(full_page)
 
     def fp16() -> list[str]:
@@ -150,22 +150,22 @@ def test_sliders_move_the_values_through_the_windows(page: Page, full_page: Path
     page.set("#choose-exponents-kind", "activation", "change")
     page.set("#exponents-scale", 32)
     assert fp16()[3] != "0%" and "over" in page.run(kinds) and fp16() != middle
-    at = "return document.querySelector('#exponents output[for=exponents-look]').textContent"
+    at = "return document.querySelector('#exponents output[for=exponents-sample]').textContent"
     assert page.run(at) == "step 551"
-    page.set("#exponents-look", 0)
+    page.set("#exponents-sample", 0)
     assert page.run(at) == "step 1" and "values in fp16" in page.text("#exponents .readout")
     page.press("#exponents-scale", RIGHT)
     assert page.run("return document.activeElement.id") == "exponents-scale"
 
 
-def test_the_heat_map_answers(page: Page, full_page: Path) -> None:
+def test_heat_map_controls(page: Page, full_page: Path) -> None:
     page.open(full_page)
     colours = page.run(DRAWN, "heat")
     page.set("#choose-heat-format", "fp32", "change")
-    assert "No tensor has any value" in page.text("#heat") and page.run(DRAWN, "heat") != colours
+    assert "No tensor has values" in page.text("#heat") and page.run(DRAWN, "heat") != colours
     page.set("#choose-heat-format", "fp16", "change")
     page.set("#choose-heat-sort", "worst", "change")
-    assert "Most in" in page.text("#heat .note")
+    assert "Largest share" in page.text("#heat .note")
     page.press("#plot-heat", DOWN)
     page.press("#plot-heat", RIGHT)
     read = page.text("#heat .readout")
@@ -192,7 +192,7 @@ def test_curves_are_read_and_zoomed_with_keys(page: Page, full_page: Path) -> No
     assert page.run("return document.querySelector('#chart-loss .curve').getAttribute('d')") != before
     page.press("#plot-loss", ESCAPE)
     assert page.run(reset) is True
-    assert page.run("return document.querySelectorAll('#chart-loss .broken').length") == 2
+    assert page.run("return document.querySelectorAll('#chart-loss .nonfinite').length") == 2
     page.click("#chart-loss .legend button")
     assert page.run("return document.querySelector('#chart-loss .legend button').ariaPressed") == "false"
     page.click("#check-log-loss")
@@ -218,7 +218,7 @@ def test_tables_sort_and_filter(page: Page, full_page: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [360, 768])
-def test_nothing_is_wider_than_a_phone(page: Page, full_page: Path, long_page: Path, width: int) -> None:
+def test_page_fits_narrow_screens(page: Page, full_page: Path, long_page: Path, width: int) -> None:
     for path in (full_page, long_page):
         page.open(path, width=width)
         assert page.run("return document.documentElement.scrollWidth") <= width
@@ -243,11 +243,11 @@ def test_light_and_dark(page: Page, full_page: Path) -> None:
     colours = page.run(DRAWN, "heat")
     page.click("#theme")
     assert brightness() > 200 and page.text("#theme") == "Dark"
-    assert page.run(DRAWN, "heat") >= colours / 2, "the map is drawn again"
+    assert page.run(DRAWN, "heat") >= colours / 2, "the map is redrawn"
 
 
 def numbers() -> list[float]:
-    """Ties, limits and their neighbours in every format, every FP8 number, and random ones of every size."""
+    """Ties, limits and adjacent numbers in every format, every FP8 number, and random numbers of all magnitudes."""
     draw = random.Random(7)
     found = [0.0, -0.0, 1.0, -1.5, math.inf, -math.inf, math.nan, 5e-324, 1.7976931348623157e308, 0.1, 1.2e-7, 65520.0]
     for f in FORMATS.values():
@@ -266,7 +266,7 @@ def numbers() -> list[float]:
     return found
 
 
-def test_formats_are_those_of_python(page: Page, full_page: Path) -> None:
+def test_formats_match_python(page: Page, full_page: Path) -> None:
     page.open(full_page)
     values = numbers()
     texts = [value.hex() if math.isfinite(value) else str(value) for value in values]
@@ -291,26 +291,26 @@ def test_formats_are_those_of_python(page: Page, full_page: Path) -> None:
     [("1e400", 1.7976931348623157e308), ("-1e400", -1.7976931348623157e308), ("1e-400", 5e-324), (" 1_000 ", 1000.0),
      ("0x1.8p-3", 0.1875), (".5", 0.5), ("-infinity", -math.inf)],
 )  # fmt: skip
-def test_numbers_are_read_as_python_reads_them(page: Page, full_page: Path, text: str, value: float) -> None:
+def test_numbers_are_parsed_like_python(page: Page, full_page: Path, text: str, value: float) -> None:
     page.open(full_page)
     found = page.run("return String(narrowgauge.parseNumber(arguments[0]))", text)
     assert float(found.replace("Infinity", "inf")) == value
 
 
-def test_the_explorer_shows_bits_and_refuses_words(page: Page, full_page: Path) -> None:
+def test_explorer_shows_bits_and_rejects_words(page: Page, full_page: Path) -> None:
     page.open(full_page)
     page.set("#explore", "1.2e-7")
     row = "#formats [data-format=fp16]"
     assert page.run(f"return document.querySelector('{row} .bits').dataset.bits") == "0000000000000010"
     assert "2 of 11 bits left" in page.text(row) and "1.1920929e-7" in page.text(row)
     page.set("#explore", "500")
-    assert "saturate, to 448" in page.text("#formats [data-format=fp8_e4m3]")
+    assert "saturate to 448" in page.text("#formats [data-format=fp8_e4m3]")
     page.set("#explore", "many")
     assert "Not a number" in page.text("#explore-help")
     assert page.run("return document.getElementById('explore').getAttribute('aria-invalid')") == "true"
 
 
-def test_shares_are_those_of_readings(page: Page, full_page: Path) -> None:
+def test_shares_match_readings(page: Page, full_page: Path) -> None:
     page.open(full_page)
     draw = random.Random(3)
     for _ in range(20):
@@ -334,7 +334,7 @@ def test_shares_are_those_of_readings(page: Page, full_page: Path) -> None:
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[tuple[live.Server, Path]]:
-    run = long_run.write_run(tmp_path / "run", 60, tensors=3, every=10, end=False)
+    run = example_run.write_run(tmp_path / "run", 60, tensors=3, every=10, end=False)
     server = live.serve([run], 0)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -344,7 +344,7 @@ def running(tmp_path: Path) -> Iterator[tuple[live.Server, Path]]:
     server.server_close()
 
 
-def test_a_live_run_goes_on_in_the_page(page: Page, running: tuple[live.Server, Path]) -> None:
+def test_live_page_follows_the_run(page: Page, running: tuple[live.Server, Path]) -> None:
     server, run = running
     page.open(server.url)
     assert page.text("#live") == "live" and "60" in page.text("#runs .tile")
@@ -358,6 +358,6 @@ def test_a_live_run_goes_on_in_the_page(page: Page, running: tuple[live.Server, 
         time.sleep(0.1)
     page.settle()
     assert "64" in page.text("#runs .tile")
-    assert page.text("#curves [aria-selected=true]") == "Gradient norm", "what was chosen stays chosen"
-    assert page.run("return document.activeElement.id") == "tab-signal-1", "and what had the focus keeps it"
+    assert page.text("#curves [aria-selected=true]") == "Gradient norm", "the selection is kept"
+    assert page.run("return document.activeElement.id") == "tab-signal-1", "the focus is kept"
     assert page.run(DRAWN, "grad-norm") >= 1

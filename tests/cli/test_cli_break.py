@@ -1,4 +1,4 @@
-"""``narrowgauge break``: lists its faults, runs one, refuses what it does not know."""
+"""``narrowgauge break``: lists its faults, runs one, rejects unknown ones."""
 
 import json
 
@@ -15,24 +15,24 @@ def test_lists_its_faults(capsys):
     assert "fp8-stale-scale" in capsys.readouterr().out
 
 
-def test_runs_one_and_shows_both(capsys):
+def test_runs_a_fault_and_its_healthy_counterpart(capsys):
     assert main(["break", "nan-in-batch", "--json"]) == 0
     captured = capsys.readouterr()
     data = json.loads(captured.out)
     assert data["fault"] == "nan-in-batch" and data["caught"] and data["expected"] == ["bad-batch"]
     found = next(finding for finding in data["findings"] if finding["rule"] == "bad-batch")
     assert found["where"] == "step 31" and data["twin"]["findings"] == []
-    assert "mistake" in captured.err and "healthy" in captured.err and "-> look at that batch" in captured.err
+    assert "mistake" in captured.err and "healthy" in captured.err and "-> inspect that batch" in captured.err
 
 
-def test_an_unknown_fault_is_one_line(capsys):
+def test_an_unknown_fault_is_a_one_line_error(capsys):
     assert main(["break", "nan-in-bach"]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "did you mean nan-in-batch?" in err
 
 
 @pytest.mark.parametrize("losses", [[], [1.0], [float("nan")], [3.0, 2.0, float("inf"), 1.0]])
-def test_curves(losses):
-    from narrowgauge.cli.break_ import _curve
+def test_curve_has_one_bar_per_loss(losses):
+    from narrowgauge.cli.break_ import _draw_curve
 
-    assert len(_curve(losses)) == len(losses)
+    assert len(_draw_curve(losses)) == len(losses)

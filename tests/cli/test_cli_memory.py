@@ -52,7 +52,7 @@ def test_shards_and_accumulation_are_told(capsys: pytest.CaptureFixture[str]) ->
         (["--recipes", ""], "--recipes names none"),
         (["--recipes", "fp8", "--gpu", "a100"], "fp8 needs 8.9 or later"),
         (["--shards", "0"], "shards=0 must be a whole number of at least 1"),
-        (["--batch", "0"], "--batch 0 was given"),
+        (["--batch", "0"], "--batch 0: expected at least 1"),
     ],
 )
 def test_bad_input_costs_one_clear_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""What a person sees of a running training: a bar on a terminal, few plain lines elsewhere."""
+"""Progress of a run: a bar on a terminal, a few plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def step(number: int, **changes: Any) -> dict[str, Any]:
 
 def watch(stream: io.StringIO) -> str:
     watcher = progress.make_progress("token", stream)
-    watcher.begin(0, 100)
+    watcher.on_start(0, 100)
     for number in range(1, 60):
-        watcher.saw(step(number), skipped=3)
-    watcher.saw({"kind": "eval", "step": 59, "loss": 2.25, "accuracy": 0.5}, skipped=3)
-    watcher.tell("a line [with brackets]")
-    watcher.end()
+        watcher.on_metrics(step(number), skipped=3)
+    watcher.on_metrics({"kind": "eval", "step": 59, "loss": 2.25, "accuracy": 0.5}, skipped=3)
+    watcher.notify("a line [with brackets]")
+    watcher.on_end()
     return stream.getvalue()
 
 
@@ -40,14 +40,14 @@ def test_plain_lines_are_few() -> None:
     ]
 
 
-def test_a_terminal_gets_a_bar() -> None:
+def test_a_terminal_shows_a_bar() -> None:
     pytest.importorskip("rich")
     text = watch(Terminal())
     assert "59/100" in text and "a line [with brackets]" in text and "evaluation loss 2.2500" in text
     assert text.index("\x1b[?25l") < text.rindex("\x1b[?25h")  # the cursor is hidden, and shown again
 
 
-def test_a_terminal_without_rich_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_without_rich_shows_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "has_rich", lambda: False)
     assert "\x1b" not in watch(Terminal())
 
@@ -55,5 +55,5 @@ def test_a_terminal_without_rich_gets_lines(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("number", "text"), [(0.5, "0.5"), (950, "950"), (12_345, "12.3k"), (4.56e6, "4.56M"), (2e9, "2G")]
 )
-def test_counts(number: float, text: str) -> None:
-    assert progress.count(number) == text
+def test_format_count(number: float, text: str) -> None:
+    assert progress.format_count(number) == text

@@ -1,4 +1,4 @@
-"""``narrowgauge report``: the promised JSON, where the file goes, and one line for what is no run."""
+"""``narrowgauge report``: its JSON, the output path, and one-line errors."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_page_goes_into_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_page_is_written_into_the_run_folder(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", str(run), "--json"]) == 0
     shown = capsys.readouterr()
     assert json.loads(shown.out) == {"path": str(run / "report.html")}
     assert "MB" in shown.err and (run / "report.html").is_file()
 
 
-def test_out_says_where(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_out_sets_the_path(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", str(run), "--out", str(tmp_path / "new" / "page.html")]) == 0
     assert cli.main(["report", str(run), "--out", str(tmp_path / "folder")]) == 0
     assert (tmp_path / "new" / "page.html").is_file() and (tmp_path / "folder" / "report.html").is_file()
     assert "page.html" in capsys.readouterr().out
 
 
-def test_several_are_written_where_one_stands(
+def test_report_of_several_runs_goes_to_the_working_directory(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = tmp_path / "other"
@@ -51,7 +51,7 @@ def test_several_are_written_where_one_stands(
 
 
 @pytest.mark.parametrize("arguments", [["gone"], ["."], ["notes.txt"], ["run", "--out", "notes.txt"]])
-def test_what_is_no_run_is_one_line(
+def test_bad_inputs_give_a_one_line_error(
     run: Path, tmp_path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -61,13 +61,13 @@ def test_what_is_no_run_is_one_line(
     assert shown.out == "" and shown.err.startswith("narrowgauge: ") and shown.err.count("\n") == 1
 
 
-def test_no_path_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_path_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(["report"])
     assert end.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
-def test_it_answers_without_torch(run: Path) -> None:
+def test_report_verb_does_not_import_torch(run: Path) -> None:
     code = (
         f"import sys; from narrowgauge.cli import main\nassert main(['report', {str(run)!r}]) == 0\n"
         "assert 'torch' not in sys.modules, 'torch was imported'"

@@ -13,12 +13,13 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import child_processes
 from narrowgauge.cli import main
 from narrowgauge.cli.output import Lasting, lasting
 from narrowgauge.runs import record
@@ -54,7 +55,7 @@ def command(task: str, *more: str, steps: int = 40) -> list[str]:
 
 
 def assert_finished(steps: int = 40) -> None:
-    assert checkpoint.steps_of(Path("run"))[-1] == steps
+    assert checkpoint.list_steps(Path("run"))[-1] == steps
     events = list(record.read(Path("run")))
     assert [e["step"] for e in events if e["kind"] == "step"] == list(range(1, steps + 1))
     assert events[-1]["kind"] == "end"
@@ -66,8 +67,7 @@ def assert_finished(steps: int = 40) -> None:
     ids=["quiet", "chatty"],
 )
 def test_a_reader_that_goes_away_does_not_end_training(task: str, stderr: int) -> None:
-    with subprocess.Popen(command(task), stdout=subprocess.PIPE, stderr=stderr) as process:
-        assert process.stdout is not None
+    with child_processes.start(command(task), stdout=subprocess.PIPE, stderr=stderr) as process:
         process.stdout.readline()
         process.stdout.close()
         assert process.wait(PATIENCE_S) == 0
@@ -75,10 +75,9 @@ def test_a_reader_that_goes_away_does_not_end_training(task: str, stderr: int) -
 
 
 def test_the_exit_code_tells_of_a_finding_that_nobody_read() -> None:
-    with subprocess.Popen(
+    with child_processes.start(
         command(f"{TASKS}:diverging", "--json", steps=400), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
-        assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         process.stderr.close()
         assert process.wait(PATIENCE_S) == 1
@@ -110,13 +109,15 @@ def test_streams_that_were_closed_from_the_start_do_not_get_into_the_record(clos
     assert_finished()
 
 
-def start(steps: int = 1_000_000, **options: Any) -> subprocess.Popen[bytes]:
+@contextlib.contextmanager
+def start(steps: int = 1_000_000, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
     """A run that has begun to train."""
     argv = command(f"{TASKS}:command_line", "--checkpoint-every", "0", steps=steps)
-    process = subprocess.Popen(argv, **{"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **options})
-    wait_until(lambda: process.poll() is not None or last_step() > 2)
-    assert process.poll() is None
-    return process
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with child_processes.start(argv, **{**quiet, **options}) as process:
+        wait_until(lambda: process.poll() is not None or last_step() > 2)
+        assert process.poll() is None
+        yield process
 
 
 def last_step() -> int:
@@ -132,15 +133,22 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_a_signal_that_was_ignored_stays_ignored(number: int) -> None:
-    with start(preexec_fn=lambda: signal.signal(number, signal.SIG_IGN)) as process:
-        for _ in range(3):
+def test_sigint_and_sighup_that_were_ignored_stay_ignored_and_sigterm_saves() -> None:
+    def ignore() -> None:
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
+    with start(preexec_fn=ignore) as process:
+        for number in (signal.SIGINT, signal.SIGHUP) * 2:
             before = last_step()
             process.send_signal(number)
             wait_until(lambda before=before: process.poll() is not None or last_step() > before + 20)  # type: ignore[misc]
             assert process.poll() is None
-        process.kill()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == 0
+    events = list(record.read(Path("run")))
+    assert events[-1]["kind"] == "end" and events[-1]["interrupted"]
+    assert checkpoint.steps_of(Path("run")) == [events[-1]["step"]]
 
 
 def test_a_terminal_that_is_closed_saves_the_run() -> None:
@@ -157,7 +165,7 @@ def test_a_terminal_that_is_closed_saves_the_run() -> None:
         assert process.wait(PATIENCE_S) == 0
     events = list(record.read(Path("run")))
     assert events[-1]["kind"] == "end" and events[-1]["interrupted"]
-    assert checkpoint.steps_of(Path("run")) == [events[-1]["step"]]
+    assert checkpoint.list_steps(Path("run")) == [events[-1]["step"]]
 
 
 def raising(text: str) -> str:
@@ -193,8 +201,8 @@ def test_a_task_that_raises_is_exit_3_with_its_traceback(
     assert code == 3 and said.out == ""
     assert "Traceback" in said.err and "bad.py" in said.err and said.err.splitlines()[-1].startswith("narrowgauge: ")
     if where in ("late", "ahead"):
-        assert checkpoint.steps_of(Path("run")) == [10, 20] and "narrowgauge train --resume run" in said.err
-        assert checkpoint.damage(checkpoint.path_of(Path("run"), 20)) is None
+        assert checkpoint.list_steps(Path("run")) == [10, 20] and "narrowgauge train --resume run" in said.err
+        assert checkpoint.find_damage(checkpoint.make_path(Path("run"), 20)) is None
 
 
 def test_a_stream_that_fails_is_silent_from_then_on() -> None:

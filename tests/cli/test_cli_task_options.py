@@ -130,7 +130,9 @@ def test_a_run_records_them_and_keeps_them(capsys: pytest.CaptureFixture[str]) -
     assert main(["train", "--resume", "run", "--width", "8"]) == 0
     again = json.loads(Path("got.json").read_text())
     assert again == found
-    assert "--width 9 is not what run run began with (8)" in refused(capsys, "train", "--resume", "run", "--width", "9")
+    assert "--width 9 differs from the setting of run run (8)" in refused(
+        capsys, "train", "--resume", "run", "--width", "9"
+    )
 
 
 def test_a_base_of_a_benchmark_and_a_validation_remember_them(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,24 +7,23 @@ import torch
 import torch.nn.functional as F
 
 from narrowgauge import hardware, kernels
-from narrowgauge.engine import engine
 from narrowgauge.forecast.trace.cuda_rules import Rules
-from narrowgauge.forecast.trace.fake_gpu import pretend
-from narrowgauge.kernels import adamw
+from narrowgauge.forecast.trace.fake_gpu import simulate_gpu
+from narrowgauge.kernels import adamw, dry_run
 from narrowgauge.nn.products import choose_formats
 from narrowgauge.nn.step_context import BACKENDS
 
 H200 = hardware.find_gpu("h200")
 GLOBALS = [
-    (hardware, "detect"), (kernels, "HAVE_TRITON"), (engine, "HAVE_TRITON"), (choose_formats, "measured"),
-    (torch, "compile"),
-    (torch, "clear_autocast_cache"), (F, "dropout"), (F, "scaled_dot_product_attention"), (torch.cuda, "is_available"),
-    (torch.cuda, "Event"), (torch.cuda, "_initialized"), (adamw, "pieces"), (adamw, "_adamw_kernel"),
+    (torch, "compile"), (torch, "clear_autocast_cache"), (F, "dropout"), (F, "scaled_dot_product_attention"),
+    (torch.cuda, "is_available"), (torch.cuda, "Event"), (torch.cuda, "_initialized"),
+    (hardware, "_assumed"), (dry_run, "_is_dry"), (hardware, "detect"), (kernels, "HAVE_TRITON"),
+    (choose_formats, "measured"), (adamw, "pieces"), (adamw, "_adamw_kernel"),
 ]  # fmt: skip
 
 
 def test_tensors_of_the_pretended_gpu_have_no_data_and_say_cuda() -> None:
-    with pretend(H200):
+    with simulate_gpu(H200):
         with torch.device("cuda"):
             layer = torch.nn.Linear(1 << 16, 1 << 16)  # 17 GB
         x = torch.zeros(4, 1 << 16).to("cuda")
@@ -36,16 +35,16 @@ def test_tensors_of_the_pretended_gpu_have_no_data_and_say_cuda() -> None:
 
 
 def test_values_that_are_asked_of_it_are_zeros_and_counted() -> None:
-    with pretend(H200) as pretence:
+    with simulate_gpu(H200) as simulated:
         x = torch.ones(3, device="cuda")
         assert x.sum().item() == 0 and not x.any() and float(x[0]) == 0.0 and x.tolist() == [0.0, 0.0, 0.0]
         assert torch.empty(3, pin_memory=True).copy_(x).sum() == 0
         assert x.cpu().device.type == "cpu" and x.to("cpu", torch.float64).dtype is torch.float64
-        assert pretence.asked == 7
+        assert simulated.values_read == 7
 
 
 def test_the_machine_is_the_one_of_the_table() -> None:
-    with pretend(hardware.find_gpu("a100")):
+    with simulate_gpu(hardware.find_gpu("a100")):
         found = hardware.detect()
         assert (found.kind, found.gpu, found.capability) == ("cuda", hardware.find_gpu("A100-SXM4-80GB"), (8, 0))
         assert torch.cuda.is_available() and torch.cuda.get_device_properties(0).multi_processor_count == 108
@@ -54,9 +53,10 @@ def test_the_machine_is_the_one_of_the_table() -> None:
 
 def test_everything_is_put_back_even_after_an_error() -> None:
     before = [getattr(owner, name) for owner, name in GLOBALS]
-    with pytest.raises(ZeroDivisionError), pretend(H200):
-        assert all(getattr(owner, name) is not old for (owner, name), old in zip(GLOBALS[:8], before, strict=False)
-                   if name != "HAVE_TRITON")  # fmt: skip
+    with pytest.raises(ZeroDivisionError), simulate_gpu(H200):
+        changed = [getattr(owner, name) is not old for (owner, name), old in zip(GLOBALS, before, strict=True)]
+        assert all(changed[:6]) and all(changed[7:9]), "torch's answers, and narrowgauge's two switches"
+        assert not any(changed[9:]), "nothing of narrowgauge's own is replaced"
         raise ZeroDivisionError
     assert [getattr(owner, name) for owner, name in GLOBALS] == before
     assert torch.zeros(1).device.type == "cpu" and torch._C._len_torch_function_stack() == 0
@@ -75,7 +75,7 @@ def test_gradients_flow_and_python_in_backward_sees_the_gpu() -> None:
             seen.append(grad.is_cuda)
             return grad * 2
 
-    with pretend(H200):
+    with simulate_gpu(H200):
         x = torch.ones(4, device="cuda", requires_grad=True)
         Double.apply(x).sum().backward()
         assert x.grad is not None and x.grad.is_cuda
@@ -83,7 +83,7 @@ def test_gradients_flow_and_python_in_backward_sees_the_gpu() -> None:
 
 
 def test_autocast_is_cudas() -> None:
-    with pretend(H200), torch.autocast("cuda", torch.bfloat16):
+    with simulate_gpu(H200), torch.autocast("cuda", torch.bfloat16):
         x, weight = torch.ones(4, 8, device="cuda"), torch.nn.Parameter(torch.ones(8, 8, device="cuda"))
         y = x @ weight
         assert y.dtype is torch.bfloat16 and F.linear(y, weight).dtype is torch.bfloat16
@@ -96,8 +96,8 @@ def test_autocast_is_cudas() -> None:
 
 def test_autocast_narrows_a_parameter_once_and_forgets_it_at_the_end() -> None:
     made: list[torch.Tensor] = []
-    with pretend(H200) as pretence:
-        pretence.rules.on_narrowed = lambda parameter, copy: made.append(copy)
+    with simulate_gpu(H200) as simulated:
+        simulated.rules.on_narrowed = lambda parameter, copy: made.append(copy)
         weight = torch.nn.Parameter(torch.ones(8, 8, device="cuda"))
         for _ in range(2):
             with torch.autocast("cuda", torch.bfloat16):
@@ -136,7 +136,7 @@ def test_attention_that_nothing_can_run_is_refused_as_torch_refuses_it() -> None
 
 
 def test_dropout_keeps_bytes_not_numbers() -> None:
-    with pretend(H200):
+    with simulate_gpu(H200):
         x = torch.ones(8, 8, device="cuda", requires_grad=True)
         out = F.dropout(x, 0.1)
         assert "NativeDropout" in type(out.grad_fn).__name__
@@ -145,7 +145,7 @@ def test_dropout_keeps_bytes_not_numbers() -> None:
 
 
 def test_torchs_own_python_functions_get_the_fused_attention_too() -> None:
-    with pretend(H200), torch.device("cuda"), torch.autocast("cuda", torch.bfloat16):
+    with simulate_gpu(H200), torch.device("cuda"), torch.autocast("cuda", torch.bfloat16):
         layer = torch.nn.MultiheadAttention(64, 2, batch_first=True)
         x = torch.ones(2, 16, 64)
         out, _ = layer(x, x, x, need_weights=False)

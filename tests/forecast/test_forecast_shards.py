@@ -85,7 +85,9 @@ def spread(ranks: int, recipes: list[str], folder: Path) -> dict[str, dict[str, 
     """What the rank that has most, of so many processes, finds on itself during a step and after it, by recipe."""
     preload = [__name__, "torch.distributed.fsdp"]
     torch.multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
-    torch.multiprocessing.start_processes(begin, args=(ranks, recipes, folder), nprocs=ranks, start_method="forkserver")
+    torch.multiprocessing.start_processes(
+        begin, args=(ranks, recipes, folder), nprocs=ranks, daemon=True, start_method="forkserver"
+    )
     found: dict[str, dict[str, int]] = torch.load(folder / "found.pt")
     return found
 

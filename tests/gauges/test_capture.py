@@ -1,4 +1,4 @@
-"""The recorder captures the step in which a number goes wrong: once, whole, bounded, and at no risk to the training."""
+"""The recorder captures the step in which a number is inf or NaN: once, completely, and safely for the training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Pair = namedtuple("Pair", ["x", "factor"])
 
 
 class Net(nn.Module):
-    """Normed, with dropout, and with a weight that is used twice."""
+    """Has batch norm, dropout and a tied weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,14 +55,14 @@ class Loop:
         return self.model(batch.x).float().square().mean() * batch.factor
 
     def step(self, factor: float = 1.0) -> Path | None:
-        """One microbatch; a factor of NaN spoils it."""
+        """Train on one microbatch; a factor of NaN makes its loss NaN."""
         self.number += 1
         batch = Pair(torch.randn(4, 8, generator=torch.Generator().manual_seed(self.number)), torch.tensor(factor))
-        self.recorder.saw(batch)
+        self.recorder.record_batch(batch)
         with self.engine.forward():
             loss = self.loss(batch)
         self.engine.backward(loss)
-        return self.recorder.after(self.engine.step(), loss)
+        return self.recorder.record_step(self.engine.step(), loss)
 
 
 def copied(model: nn.Module) -> dict[str, Tensor]:
@@ -73,13 +73,13 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_healthy_loop_leaves_nothing(tmp_path: Path) -> None:
+def test_a_healthy_loop_writes_no_capture(tmp_path: Path) -> None:
     loop = Loop(tmp_path / "captures")
     assert [loop.step() for _ in range(3)] == [None] * 3
-    assert loop.recorder.settle() is None and not (tmp_path / "captures").exists() and loop.lines == []
+    assert loop.recorder.finish() is None and not (tmp_path / "captures").exists() and loop.lines == []
 
 
-def test_the_bad_step_is_captured_as_it_began(tmp_path: Path) -> None:
+def test_a_capture_has_the_state_at_the_start_of_the_step(tmp_path: Path) -> None:
     loop = Loop(tmp_path, accumulate=2)
     for _ in range(2):
         loop.step()
@@ -92,7 +92,7 @@ def test_the_bad_step_is_captured_as_it_began(tmp_path: Path) -> None:
         capture_files.STATE,
     ]
     held = capture_files.read(path)
-    assert same(held.state["model"], before), "weights and buffers of before the step, batch statistics included"
+    assert same(held.state["model"], before), "weights and buffers from before the step, batch statistics included"
     assert torch.isfinite(held.state["model"]["norm.running_mean"]).all()
     assert held.state["model"]["inner.weight"] is not None and held.step == 2
     facts = held.facts
@@ -102,10 +102,10 @@ def test_the_bad_step_is_captured_as_it_began(tmp_path: Path) -> None:
     assert torch.equal(first["random"]["torch"], random) and not torch.equal(second["random"]["torch"], random)
     batch = capture_files.unpack(second["batch"])
     assert type(batch).__name__ == "Pair" and batch.x.shape == (4, 8) and batch.factor.isnan()
-    assert loop.lines == [f"step 2 is captured, as the loss is nan: narrowgauge replay {path}"]
+    assert loop.lines == [f"captured step 2 because the loss is nan; to replay it: narrowgauge replay {path}"]
 
 
-def test_a_capture_holds_no_code(tmp_path: Path) -> None:
+def test_a_capture_contains_no_code(tmp_path: Path) -> None:
     path = Loop(tmp_path).step(torch.nan)
     assert path is not None
     with safe_open(path / capture_files.STATE, "pt") as file:
@@ -120,21 +120,21 @@ def test_shared_weights_are_written_once(tmp_path: Path) -> None:
     assert model["inner.weight"].data_ptr() == model["outer.weight"].data_ptr()
 
 
-def test_one_capture_an_episode_and_so_many_in_all(tmp_path: Path) -> None:
+def test_captures_are_limited_per_series_and_per_folder(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
     for factor in (1.0, torch.nan, torch.nan, 1.0, torch.inf, 1.0, torch.nan):
         loop.step(factor)
-    assert [path.name for path in capture_files.captures_in(tmp_path)] == ["step-00000002", "step-00000005"]
-    assert Loop(tmp_path).step(torch.nan) is None, "captures of the folder count, whoever made them"
+    assert [path.name for path in capture_files.list_captures(tmp_path)] == ["step-00000002", "step-00000005"]
+    assert Loop(tmp_path).step(torch.nan) is None, "captures of earlier recorders count"
 
 
-def test_a_model_that_is_too_large_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_is_too_large_is_not_captured(tmp_path: Path) -> None:
     loop = Loop(tmp_path, max_bytes=100)
     assert loop.step(torch.nan) is None and loop.step() is None
     assert loop.lines == ["step 1 is not captured: the model has 384 bytes of weights, more than max_bytes=100"]
 
 
-def test_a_full_disk_costs_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -145,28 +145,28 @@ def test_a_full_disk_costs_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_batch_that_cannot_be_saved_costs_a_line(tmp_path: Path) -> None:
+def test_a_batch_that_cannot_be_saved_is_reported_in_one_line(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
-    loop.recorder.saw({"what": object()})
+    loop.recorder.record_batch({"what": object()})
     loop.step(torch.nan)
-    assert loop.lines == ["step 1 is not captured: the batch holds a object, which cannot be saved without code"]
+    assert loop.lines == ["step 1 is not captured: the batch contains a object, which cannot be saved without code"]
 
 
-def test_an_overflow_under_a_dynamic_loss_scale_is_routine(tmp_path: Path) -> None:
+def test_overflows_under_a_dynamic_loss_scale_are_captured_only_after_patience(tmp_path: Path) -> None:
     loop = Loop(tmp_path, "fp16", patience=3)
-    overflowing = 1e3  # times the first loss scale: more than FP16 holds
+    overflowing = 1e3  # exceeds FP16 when multiplied by the initial loss scale
     assert [loop.step(overflowing) for _ in range(2)] == [None, None] and loop.engine.skipped == 2
-    assert loop.step(overflowing) is not None, "but not again and again"
-    assert "3 updates in a row were skipped" in loop.lines[0]
-    assert capture_files.read(tmp_path).facts["loss_scale"] == 2.0**14, "the one the step was made with"
+    assert loop.step(overflowing) is not None, "the third consecutive one"
+    assert "3 consecutive updates were skipped" in loop.lines[0]
+    assert capture_files.read(tmp_path).facts["loss_scale"] == 2.0**14, "the scale used in that step"
 
 
-def test_under_a_fixed_loss_scale_it_is_not(tmp_path: Path) -> None:
+def test_an_overflow_under_a_fixed_loss_scale_is_captured(tmp_path: Path) -> None:
     assert Loop(tmp_path, "fp16[loss_scale=65536.0]").step(1e3) is not None
 
 
 @pytest.mark.parametrize("ahead", [None, 3])
-def test_a_step_can_be_asked_for(tmp_path: Path, ahead: int | None) -> None:
+def test_a_step_can_be_requested(tmp_path: Path, ahead: int | None) -> None:
     loop = Loop(tmp_path)
     loop.step()
     loop.recorder.request(ahead)
@@ -177,27 +177,27 @@ def test_a_step_can_be_asked_for(tmp_path: Path, ahead: int | None) -> None:
     assert path is not None and not same(copied(loop.model), before)
     held = capture_files.read(path)
     assert held.step == (ahead or 2) and same(held.state["model"], before)
-    assert held.facts["exact"] and held.facts["why"] == "it was asked for" and held.facts["applied"]
+    assert held.facts["exact"] and held.facts["why"] == "it was requested" and held.facts["applied"]
 
 
-def test_a_step_that_is_over_cannot_be_asked_for(tmp_path: Path) -> None:
+def test_a_past_step_cannot_be_requested(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
     loop.step()
     with pytest.raises(UsageError, match="step 1 is over; the next one is 2"):
         loop.recorder.request(1)
 
 
-def test_a_step_that_is_asked_for_in_vain_costs_a_line(tmp_path: Path) -> None:
+def test_a_requested_step_that_cannot_be_captured_is_reported(tmp_path: Path) -> None:
     loop = Loop(tmp_path, max_bytes=100)
     loop.recorder.request()
     assert loop.step() is None and len(loop.lines) == 1 and "more than max_bytes=100" in loop.lines[0]
     full = Loop(tmp_path, max_captures=0)
     full.recorder.request()
-    assert full.step() is None and "has as many captures as it may hold" in full.lines[0]
+    assert full.step() is None and "already holds 0 captures" in full.lines[0]
 
 
-def test_late_news_says_whose_weights_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: the numbers of step 2 arrive when steps 3 (skipped, too) and 4 are done."""
+def test_a_late_capture_says_which_step_its_weights_are_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the numbers of step 2 arrive after steps 3 (also skipped) and 4."""
     loop = Loop(tmp_path)
     monkeypatch.setattr(loop.recorder._readback, "ready", list)
     loop.step()
@@ -205,48 +205,50 @@ def test_late_news_says_whose_weights_they_are(tmp_path: Path, monkeypatch: pyte
     loop.step(torch.nan)
     loop.step(torch.nan)
     loop.step()
-    path = loop.recorder.settle()
+    path = loop.recorder.finish()
     assert path == tmp_path / "step-00000002"
     held = capture_files.read(path)
-    assert held.facts["weights_of_step"] == 3 and held.facts["exact"] is False, "one good update came in between"
+    assert held.facts["weights_of_step"] == 3 and held.facts["exact"] is False, "one update was applied in between"
     parameters = dict(loop.model.named_parameters())
     assert torch.equal(held.state["model"]["inner.weight"], parameters["inner.weight"])
-    assert torch.equal(held.state["model"]["norm.running_mean"], before["norm.running_mean"]), "buffers were kept"
+    assert torch.equal(held.state["model"]["norm.running_mean"], before["norm.running_mean"]), (
+        "buffers are copied at the start of the step"
+    )
 
 
-def test_late_news_of_skipped_steps_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_capture_is_exact_if_all_updates_were_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(tmp_path)
     monkeypatch.setattr(loop.recorder._readback, "ready", list)
     for factor in (1.0, torch.nan, torch.nan):
         loop.step(factor)
-    path = loop.recorder.settle()
+    path = loop.recorder.finish()
     assert path is not None and capture_files.read(path).facts["exact"] is True
 
 
-def test_news_that_comes_too_late_costs_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_outside_the_window_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(tmp_path, window=2)
     monkeypatch.setattr(loop.recorder._readback, "ready", list)
     for factor in (torch.nan, 1.0, 1.0, 1.0):
         loop.step(factor)
-    assert loop.recorder.settle() is None
-    assert loop.lines == ["step 1 is not captured (the loss is nan): the news of it came after 2 others"]
+    assert loop.recorder.finish() is None
+    assert loop.lines == ["step 1 is not captured (the loss is nan): its numbers arrived after 2 later steps"]
 
 
-def test_what_is_held_back_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_for_kept_batches_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture, "WINDOW_BYTES", 300)  # a batch has 132 bytes
     loop = Loop(tmp_path)
     monkeypatch.setattr(loop.recorder._readback, "ready", list)
     for _ in range(6):
         loop.step()
-    assert len(loop.recorder._seen) == 3
+    assert len(loop.recorder._starts) == 3
 
 
-def test_a_batch_that_was_written_over_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_overwritten_batch_is_recorded_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(tmp_path)
     monkeypatch.setattr(loop.recorder._readback, "ready", list)
     loop.step(torch.nan)
-    loop.recorder._seen[0].microbatches[0].batch.x.zero_()
-    path = loop.recorder.settle()
+    loop.recorder._starts[0].microbatches[0].batch.x.zero_()
+    path = loop.recorder.finish()
     assert path is not None
     facts = capture_files.read(path).facts
     assert facts["batches_unchanged"] is False and facts["exact"] is False
@@ -260,24 +262,24 @@ def test_fp8_scales_are_those_of_the_step(tmp_path: Path) -> None:
     assert engine.conversion.scales is not None
     for factor in (1.0, 30.0, torch.nan):
         batch = torch.randn(16, 16) * factor
-        recorder.saw(batch)
+        recorder.record_batch(batch)
         before = engine.conversion.scales.scale.clone()
         with engine.forward():
             loss = model(batch).float().square().mean()
         engine.backward(loss)
-        recorder.after(engine.step(), loss)
+        recorder.record_step(engine.step(), loss)
     scales = capture_files.read(tmp_path).state["tensor_scales"]
     assert torch.equal(scales["scale"], before) and scales["sites"] == list(engine.conversion.scales.sites)
 
 
-def test_a_slice_does_not_take_its_dataset_along() -> None:
+def test_packing_a_slice_does_not_keep_the_whole_dataset() -> None:
     data = torch.zeros(1_000_000)
     packed = capture_files.pack({"x": data[:10], "names": ["a", None, 1.5]})
     assert packed["x"].untyped_storage().nbytes() == 40 and packed["names"] == ["a", None, 1.5]
-    assert [place for place, _ in capture_files.tensors_in(packed)] == ["['x']"]
+    assert [place for place, _ in capture_files.list_tensors(packed)] == ["['x']"]
 
 
-def test_bad_settings_are_refused(tmp_path: Path) -> None:
+def test_invalid_arguments_raise(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="window=0"):
         Loop(tmp_path, window=0)
 
@@ -312,17 +314,17 @@ def damage(path: Path, how: str) -> Path:
     ("how", "message"),
     [
         ("missing", "there is no capture"),
-        ("empty folder", "holds no capture"),
+        ("empty folder", "has no capture"),
         ("not json", "is not JSON"),
-        ("other json", "is not what narrowgauge writes"),
+        ("other json", "was not written by narrowgauge"),
         ("other version", "has format 7, this version reads 2"),
-        ("old version", "old form, a pickle, which is not read"),
+        ("old version", "old pickle format, which is no longer supported"),
         ("cut short", "has 100 bytes"),
         ("changed", "does not match its SHA-256"),
         ("no state", "No such file"),
     ],
 )
-def test_what_is_wrong_with_a_capture_is_one_line(tmp_path: Path, how: str, message: str) -> None:
+def test_damaged_captures_raise_one_line_errors(tmp_path: Path, how: str, message: str) -> None:
     path = Loop(tmp_path).step(torch.nan)
     assert path is not None
     with pytest.raises(UsageError, match=message) as caught:
@@ -342,8 +344,20 @@ def test_a_batch_of_unusual_tensors_is_captured_exactly(tmp_path: Path) -> None:
     assert torch.equal(back["wave"], wave.conj().resolve_conj()) and back[7] == (torch.tensor(True), float("inf"))
 
 
-def test_the_recorder_is_found_where_the_documentation_says() -> None:
-    """In a process of its own: here the module has been imported already."""
+def test_the_recorder_is_importable_as_documented() -> None:
+    """In a new process, because here the module is already imported."""
     code = "import narrowgauge as ng; assert ng.gauges.capture.Recorder.__name__ == 'Recorder'"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_former_method_names_still_work(tmp_path: Path) -> None:
+    """Existing scripts call saw, after and settle."""
+    loop = Loop(tmp_path)
+    recorder, batch = loop.recorder, Pair(torch.ones(4, 8), torch.tensor(torch.nan))
+    recorder.saw(batch)
+    with loop.engine.forward():
+        loss = loop.loss(batch)
+    loop.engine.backward(loss)
+    assert recorder.after(loop.engine.step(), loss) == tmp_path / "step-00000001"
+    assert recorder.settle() is None

@@ -1,4 +1,4 @@
-"""Rules over steps: each fires on its own fault, at the right moment, and none on healthy noise."""
+"""Rules over steps: each reports its own fault at the right step, and none reports healthy noise."""
 
 import json
 import math
@@ -6,14 +6,15 @@ import random
 
 import pytest
 
-from narrowgauge.gauges.findings import SERIOUS, Log
+from narrowgauge.findings import SERIOUS, Finding
+from narrowgauge.gauges.finding_log import FindingLog
 from narrowgauge.gauges.rules.step_rules import Step, StepRules
 
 
 def run(steps, scaled=False):
-    rules, log = StepRules(scaled), Log()
+    rules, log = StepRules(scaled), FindingLog()
     for step in steps:
-        log.add(rules.see(step))
+        log.add(rules.check(step))
     return log.findings
 
 
@@ -25,7 +26,7 @@ def healthy(count=300, seed=0, scale=65536.0):
 
 
 def changed(steps, **changes):
-    """Steps with fields replaced from some number on: {"loss": (from, to, value or function)}."""
+    """Replace fields in a range of steps: {"loss": (first, last, value or function)}."""
     for step in steps:
         new = {}
         for name, (first, last, value) in changes.items():
@@ -60,30 +61,30 @@ def test_healthy_noise_has_no_findings(seed):
         ("skipping-too-often", {"applied": (100, 300, lambda s: s.number % 3 != 0)}),
     ],
 )  # fmt: skip
-def test_each_fault_has_its_finding(rule, changes):
+def test_each_fault_is_found(rule, changes):
     found = run(changed(healthy(), **changes), scaled=True)
     assert rule in rules_of(found)
     for finding in found:
-        assert finding.detail and finding.consequence and finding.fix and finding.where
+        assert finding.detail and finding.why and finding.fix and finding.where
 
 
-def test_a_finding_comes_once_and_when_it_happens():
-    rules, log = StepRules(), Log()
-    told = {}
+def test_a_finding_is_reported_once_when_it_happens():
+    rules, log = StepRules(), FindingLog()
+    reported = {}
     for step in changed(healthy(), loss=(200, 300, math.inf)):
-        for finding in log.add(rules.see(step)):
-            told.setdefault(finding.rule, []).append(step.number)
-    assert told == {"loss-not-finite": [202]}
+        for finding in log.add(rules.check(step)):
+            reported.setdefault(finding.rule, []).append(step.number)
+    assert reported == {"loss-not-finite": [202]}
     assert log.findings[0].severity == SERIOUS and "since step 200" in log.findings[0].detail
 
 
-def test_a_bad_batch_is_named_by_its_step():
+def test_a_bad_batch_is_reported_with_its_step():
     (found,) = run(changed(healthy(), loss=(123, 123, math.inf), applied=(123, 123, False)))
     assert (found.rule, found.where) == ("bad-batch", "step 123")
 
 
-def test_a_finding_says_skipped_only_where_updates_were():
-    """A loss can be NaN and all its gradients finite: then the update is applied, and the weights change."""
+def test_findings_say_whether_updates_were_skipped_or_applied():
+    """A loss can be NaN while all gradients are finite: the update is then applied and changes the weights."""
     for last in (123, 124, 140):
         for applied in (True, False, lambda s: s.number % 2 == 0):
             steps = list(changed(healthy(), loss=(123, last, math.nan), applied=(123, last, applied)))
@@ -94,7 +95,7 @@ def test_a_finding_says_skipped_only_where_updates_were():
             for finding in found:
                 if finding.rule not in ("bad-batch", "loss-not-finite"):
                     continue
-                text = f"{finding.detail} {finding.consequence}"
+                text = f"{finding.detail} {finding.why}"
                 seen = min(count, 3) if finding.rule == "loss-not-finite" else count
                 if not any(step.applied for step in bad[:seen]):
                     assert "skipped" in text and "applied" not in text
@@ -104,26 +105,44 @@ def test_a_finding_says_skipped_only_where_updates_were():
                     assert f"{count - skipped} of {count} updates were applied" in text
 
 
-def test_memory_is_plain_and_comes_back():
-    """A run is judged the same whether its rules were saved and loaded after any step or not."""
+def test_state_round_trip_through_json():
+    """Saving and loading the rules after any step does not change the findings."""
     scales = (50, 80, lambda s: 2.0**s.number)
     steps = list(changed(healthy(), loss=(60, 64, math.nan), applied=(61, 90, False), loss_scale=scales))
     whole = run(steps, scaled=True)
     for cut in (0, 3, 20, 61, 63, 65, 250):
-        rules, log = StepRules(True), Log()
+        rules, log = StepRules(True), FindingLog()
         for number, step in enumerate(steps):
             if number == cut:
-                fresh, fresh_log = StepRules(True), Log()
+                fresh, fresh_log = StepRules(True), FindingLog()
                 fresh.load_state_dict(json.loads(json.dumps(rules.state_dict())))
                 fresh_log.load_state_dict(json.loads(json.dumps(log.state_dict())))
                 rules, log = fresh, fresh_log
-            log.add(rules.see(step))
+            log.add(rules.check(step))
         assert log.findings == whole
     assert len(whole) > 2
 
 
-def test_the_start_of_fp16_is_no_finding():
-    """A scale that is lowered a few times before the first good update is as it should be."""
+def test_lowering_the_scale_at_the_start_is_not_reported():
+    """A dynamic loss scale is normally lowered a few times before the first applied update."""
     start = changed(healthy(), loss_scale=(1, 300, lambda s: 65536.0 / 2 ** min(s.number - 1, 6)),
                     applied=(1, 6, False))  # fmt: skip
     assert run(start, scaled=True) == []
+
+
+def test_findings_of_older_states_load():
+    """Older checkpoints and records have ``consequence`` instead of ``why``."""
+    old = {
+        "rule": "loss-spike",
+        "severity": "warning",
+        "where": "step 3",
+        "detail": "d",
+        "fix": "f",
+        "consequence": "c",
+    }
+    log = FindingLog()
+    log.load_state_dict([old])
+    assert log.findings == [
+        Finding(rule="loss-spike", severity="warning", where="step 3", detail="d", fix="f", why="c")
+    ]
+    assert log.add(log.findings) == []

@@ -1,4 +1,4 @@
-"""Rules over tensors: real faults in small models, each named at the module that has it; and FP8 sites."""
+"""Rules over tensors: real faults in small models, each reported at the module that has it."""
 
 import pytest
 import torch
@@ -6,14 +6,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from narrowgauge import Engine
+from narrowgauge.findings import SERIOUS, WARNING
 from narrowgauge.gauges.examiner import Examiner
-from narrowgauge.gauges.findings import SERIOUS, WARNING, Log
-from narrowgauge.gauges.rules.tensor_rules import SiteRules, see_look
-from narrowgauge.gauges.watch.probe import Look, Pulse
+from narrowgauge.gauges.finding_log import FindingLog
+from narrowgauge.gauges.rules.tensor_rules import UpdateContext, check_tensors
 from narrowgauge.gauges.watch.readings import Reading
+from narrowgauge.gauges.watch.watch import Snapshot
 
 
-class Times(nn.Module):
+class Multiply(nn.Module):
     def __init__(self, factor):
         super().__init__()
         self.factor = factor
@@ -42,34 +43,38 @@ def findings(model, recipe, steps=1, lr=1e-3, scale=1.0, optimizer=torch.optim.A
     return {(finding.rule, finding.where): finding for finding in found}
 
 
+def check(readings, applied=True, **settings):
+    return check_tensors(UpdateContext(Snapshot(1, readings, applied), **settings))
+
+
 @pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp16", "bf16[master=split,gradients=bf16]"])
-def test_a_healthy_model_has_none(recipe):
+def test_a_healthy_model_has_no_findings(recipe):
     assert findings(net(), recipe, steps=5) == {}
 
 
 @pytest.mark.parametrize("scale", [1e-8, 3e-6])
 def test_underflow_without_a_loss_scale(scale):
-    """All gradients below FP16's smallest number, or most of them among its subnormals."""
+    """All gradients are below the smallest FP16 number, or most of them are subnormal."""
     found = findings(net(), "fp16[loss_scale=none]", scale=scale)
     places = {where for rule, where in found if rule == "underflow"}
     assert "2" in places
     assert found["underflow", "2"].severity == SERIOUS and "at a loss scale of 1" in found["underflow", "2"].detail
 
 
-def test_overflow_is_named_at_its_producer_and_nowhere_else():
-    found = findings(net(Times(1e6)), "fp16")
+def test_overflow_is_reported_only_where_it_starts():
+    found = findings(net(Multiply(1e6)), "fp16")
     overflow = [where for rule, where in found if rule in ("overflow", "activation-not-finite")]
     assert overflow == ["1"]
     assert found["overflow", "1"].severity == SERIOUS
 
 
 def test_activations_near_the_limit():
-    found = findings(net(Times(2e4)), "fp16")
+    found = findings(net(Multiply(2e4)), "fp16")
     assert found["activations-near-limit", "1"].severity == WARNING
 
 
-def test_a_dead_layer():
-    model = net(Times(0.0))
+def test_dead_layer():
+    model = net(Multiply(0.0))
     assert ("dead-layer", "1") in findings(model, "bf16")
 
 
@@ -85,10 +90,10 @@ def test_bf16_weights_without_a_master_stagnate():
         common = {"module": name, "count": p.numel(), "amax": moved.abs().max().item()}
         readings.append(Reading(kind="update", dtype="fp32", zeros=zeros, **common))
         readings.append(Reading(kind="weight", dtype="bf16", module=name, count=p.numel()))
-    found = see_look(Look(1, readings, True))
+    found = check(readings)
     assert {finding.where for finding in found if finding.rule == "stagnating-updates"} >= {"0.weight", "2.weight"}
-    assert not see_look(Look(1, readings, True), dithered=True)
-    assert not see_look(Look(1, readings, False))
+    assert not check(readings, stochastic_rounding=True)
+    assert not check(readings, applied=False)
 
 
 def test_updates_that_destroy_the_weights():
@@ -97,39 +102,15 @@ def test_updates_that_destroy_the_weights():
 
 
 def test_exploding_logits():
-    def look(amax):
-        return Look(1, [Reading(kind="activation", module="lm_head", dtype="bf16", count=8, amax=amax)], True)
+    def head(amax):
+        return [Reading(kind="activation", module="lm_head", dtype="bf16", count=8, amax=amax)]
 
-    assert see_look(look(100.0)) == []
-    assert [f.severity for size in (800.0, 3e4) for f in see_look(look(size))] == [WARNING, SERIOUS]
-
-
-def pulses(rises, scales=None, flushes=None):
-    total = flushed = 0
-    for update, rise in enumerate(rises):
-        total += rise
-        flushed += 0 if flushes is None else flushes
-        yield Pulse(update, {"a.input": scales[update] if scales else 1.0 + update}, {"a.input": total},
-                    {"a.input": flushed})  # fmt: skip
+    assert check(head(100.0)) == []
+    assert [f.severity for size in (800.0, 3e4) for f in check(head(size))] == [WARNING, SERIOUS]
 
 
-def seen(stream, **sizes):
-    rules, log = SiteRules(), Log()
-    rules.sizes.update(sizes)
-    for pulse in stream:
-        log.add(rules.see(pulse))
-    return {finding.rule: finding.severity for finding in log.findings}
-
-
-def test_fp8_sites():
-    assert seen(pulses([0, 0, 40, 0, 0, 0, 0, 0, 0, 0, 3, 0])) == {}  # a jump, followed within a step
-    assert seen(pulses([50] * 12, scales=[2.0] * 12)) == {"fp8-stale-scale": SERIOUS}
-    assert seen(pulses([50] * 12)) == {"fp8-saturating": WARNING}
-    assert seen(pulses([0] * 12, flushes=700), **{"a.input": 1000}) == {"fp8-underflow": SERIOUS}
-
-
-def test_a_warning_that_turns_serious_is_told_again():
-    log = Log()
+def test_a_warning_that_becomes_serious_is_reported_again():
+    log = FindingLog()
     readings = [Reading(kind="activation", module="lm_head", dtype="bf16", count=8, amax=size) for size in (800, 3e4)]
-    told = [log.add(see_look(Look(1, [reading], True))) for reading in (readings[0], readings[0], readings[1])]
-    assert [len(found) for found in told] == [1, 0, 1]
+    reported = [log.add(check([reading])) for reading in (readings[0], readings[0], readings[1])]
+    assert [len(found) for found in reported] == [1, 0, 1]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from narrowgauge import Engine
-from narrowgauge.gauges.watch.probe import Watch
+from narrowgauge.gauges.watch.watch import Watch
 from narrowgauge.kernels.tensor_stats import Table, gather, gather_reference
 from narrowgauge.models.gpt import GPT, GPTConfig
 
@@ -62,11 +62,11 @@ def test_watching_waits_for_nothing_and_reads_everything(recipe):
         run(engine, 4, tokens)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    looks = watch.looks(wait=True)
-    assert [look.update for look in looks] == [1, 3, 5, 7]
-    kinds = {reading.kind for reading in looks[-1].readings}
+    snapshots = watch.snapshots(wait=True)
+    assert [snapshot.update for snapshot in snapshots] == [1, 3, 5, 7]
+    kinds = {reading.kind for reading in snapshots[-1].readings}
     assert kinds == {"weight", "activation", "gradient", "weight_gradient", "update"}
-    names = {reading.module for reading in looks[-1].readings if reading.kind == "activation"}
+    names = {reading.module for reading in snapshots[-1].readings if reading.kind == "activation"}
     assert {"blocks.2.qkv", "blocks.2.down", "lm_head"} <= names
 
 
@@ -77,4 +77,4 @@ def test_watching_changes_nothing(recipe):
     watch = Watch(watched, every=1)
     first, second = run(alone, 4, tokens), run(watched, 4, tokens)
     torch.testing.assert_close(torch.stack(first), torch.stack(second), rtol=1e-5, atol=0)
-    assert len(watch.looks(wait=True)) == 4
+    assert len(watch.snapshots(wait=True)) == 4

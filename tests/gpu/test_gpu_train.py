@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+import child_processes
+
 ARGUMENTS = ["train", "gpt:2x128", "--vocab", "256", "--steps", "60", "--checkpoint-every", "20", "--eval-every", "30"]
 
 
@@ -25,12 +27,12 @@ def test_a_run_learns_and_goes_on_where_it_was_stopped(tmp_path, recipe):
     assert (straight["steps"], straight["findings"]) == (60, [])
     folder = tmp_path / "stopped"
     command = [sys.executable, "-m", "narrowgauge", *ARGUMENTS, "--recipe", recipe, "--out", str(folder), "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    events = folder / "events.jsonl"
-    while process.poll() is None and not (events.exists() and '"step"' in events.read_text()):
-        time.sleep(0.002)
-    process.send_signal(signal.SIGTERM)
-    first = json.loads(process.communicate(timeout=120)[0])
+    with child_processes.start(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        events = folder / "events.jsonl"
+        while process.poll() is None and not (events.exists() and '"step"' in events.read_text()):
+            time.sleep(0.002)
+        process.send_signal(signal.SIGTERM)
+        first = json.loads(process.communicate(timeout=120)[0])
     assert process.returncode == 0
     if first["interrupted"]:
         assert first["steps"] < 60

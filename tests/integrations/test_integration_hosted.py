@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hosting import batches, engine_run, same, tiny, weights
 
 import narrowgauge as ng
-from narrowgauge.integrations.hosted import Hosted, need
+from narrowgauge.integrations.hosted import Hosted, import_library
 
 
 def make(recipe="fp16", **options):
@@ -95,7 +95,7 @@ def test_carried_state_goes_on_with_the_same_bits(recipe):
     fresh = make(recipe)
     fresh.inner.load_state_dict(engine.inner.state_dict())
     fresh.optimizers[0].load_state_dict(engine.optimizers[0].state_dict())
-    fresh.carry_on(engine.carried())
+    fresh.load_precision_state_dict(engine.precision_state_dict())
     assert fresh.skipped == 1
     losses = []
     for batch in data[3:]:
@@ -121,12 +121,12 @@ def test_bad_options_cost_one_line(recipe, options, message):
 
 def test_a_state_of_something_else_is_refused():
     with pytest.raises(ng.UsageError, match="is not narrowgauge's"):
-        make("fp16").carry_on({"scale": 65536.0})
+        make("fp16").load_precision_state_dict({"scale": 65536.0})
 
 
 def test_a_missing_library_costs_one_line():
     with pytest.raises(ng.UsageError, match=r"^no_such_library is not installed: pip install it$"):
-        need("no_such_library", "it")
+        import_library("no_such_library", "it")
 
 
 def test_importing_the_integrations_imports_no_library():

@@ -186,7 +186,7 @@ def test_fabric_wants_an_optimizer_of_the_whole_model():
     model, optimizer = fabric.setup(model, torch.optim.SGD(model[0].parameters(), lr=0.1))
     points, labels = batches(1)[0]
     fabric.backward(F.cross_entropy(model(points), labels))
-    with pytest.raises(ng.UsageError, match="has not all of its trainable parameters"):
+    with pytest.raises(ng.UsageError, match="lacks some of the model's trainable parameters"):
         optimizer.step()
 
 

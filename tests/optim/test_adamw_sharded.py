@@ -38,7 +38,7 @@ def spread(ranks, job, folder, *arguments):
     torch.multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     path = folder / f"{job.__name__}-{ranks}"
     torch.multiprocessing.start_processes(
-        begin, args=(ranks, path, job, *arguments), nprocs=ranks, start_method="forkserver"
+        begin, args=(ranks, path, job, *arguments), nprocs=ranks, daemon=True, start_method="forkserver"
     )
 
 

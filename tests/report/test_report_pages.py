@@ -1,4 +1,4 @@
-"""One file, whatever the names; its weight does not grow with the run; it needs neither torch nor a network."""
+"""The page is one safe file of bounded size that needs neither torch nor a network."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import subprocess
 import sys
 from pathlib import Path
 
-import long_run
+import example_results
+import example_run
 import pytest
-import saved_results
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from narrowgauge.errors import UsageError
 from narrowgauge.report import pages, write
-from narrowgauge.report.sources import open_all
+from narrowgauge.report.inputs import open_inputs
 
 ODD = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["nan", "inf"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
-KINDS = ("step", "eval", "look", "finding", "foretelling", "end", "sample", "checkpoint", "resume", "capture", "odd")
+KINDS = ("step", "eval", "look", "finding", "prediction", "end", "sample", "checkpoint", "resume", "capture", "odd")
 FIELDS = ("step", "loss", "readings", "loss_scale", "applied", "text", "path", "interrupted", "findings", "breaks",
           "detail", "severity", "parameters", "time", "k", "e")  # fmt: skip
 EVENTS = st.builds(
@@ -36,7 +36,7 @@ SETTINGS = st.dictionaries(st.sampled_from(["task", "options", "settings", "fact
 
 
 class Scripts(html.parser.HTMLParser):
-    """What the elements of a page hold, as a browser would split it."""
+    """Parses a page as a browser would, and keeps the contents of its scripts and styles."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -54,9 +54,9 @@ class Scripts(html.parser.HTMLParser):
             self.held[self.tags[-1]][-1] += data
 
 
-def test_a_page_holds_everything_and_asks_for_nothing(tmp_path: Path) -> None:
-    run = long_run.write_run(tmp_path / "run", 300, tensors=6, every=30)
-    path = write([run, *saved_results.save_all(tmp_path)], tmp_path / "out")
+def test_page_is_self_contained(tmp_path: Path) -> None:
+    run = example_run.write_run(tmp_path / "run", 300, tensors=6, every=30)
+    path = write([run, *example_results.save_all(tmp_path)], tmp_path / "out")
     assert path == tmp_path / "out" / "report.html"
     text = path.read_text()
     assert not re.search(r"""(src|href)=["']?(https?:|//)""", text) and "@import" not in text and "url(http" not in text
@@ -67,82 +67,84 @@ def test_a_page_holds_everything_and_asks_for_nothing(tmp_path: Path) -> None:
     assert [run["name"] for run in data["runs"]] == ["fp16"]
     assert data["title"] == "gpt:12x768: fp16"
     assert all(data[kind] for kind in ("validations", "benches", "memories", "rooflines", "formats", "gpus"))
-    assert data["layers"][0]["rows"] and data["told"]["findings"]
+    assert data["layers"][0]["rows"] and data["summary"]["findings"]
 
 
-def test_no_name_leaves_its_place(tmp_path: Path) -> None:
+def test_names_cannot_inject_html(tmp_path: Path) -> None:
     evil = "</script><script>alert(1)</script><!--{{DATA}}&amp;\u2028\ud800"
-    run = long_run.write_run(tmp_path / "run", 20, tensors=2, every=5, recipe=evil)
+    run = example_run.write_run(tmp_path / "run", 20, tensors=2, every=5, recipe=evil)
     text = write([run], tmp_path / "page.html").read_text()
     page = Scripts(text)
     assert page.tags.count("script") == 2, "a name ended an element"
     assert "alert(1)</script>" not in text and text.count("<!--") == 0
     data = json.loads(page.held["script"][0])
     assert (
-        data["runs"][0]["recipe"] == evil and long_run.EVIL in data["runs"][0]["heat"]["kinds"]["gradient"]["modules"]
+        data["runs"][0]["recipe"] == evil
+        and example_run.EVIL in data["runs"][0]["heat"]["kinds"]["gradient"]["modules"]
     )
 
 
-def test_weight_does_not_grow_with_the_run(tmp_path: Path) -> None:
+def test_page_size_does_not_grow_with_the_run(tmp_path: Path) -> None:
     short, long = (
         write(
-            [long_run.write_run(tmp_path / str(steps), steps, tensors=4, every=steps // 40)], tmp_path / f"{steps}.html"
+            [example_run.write_run(tmp_path / str(steps), steps, tensors=4, every=steps // 40)],
+            tmp_path / f"{steps}.html",
         )
         for steps in (4000, 16_000)
     )
     assert long.stat().st_size < 1.15 * short.stat().st_size < 1_000_000
 
 
-def test_many_runs_share_the_room(tmp_path: Path) -> None:
-    runs = [long_run.write_run(tmp_path / f"run{i}", 600, tensors=4, every=50, seed=i) for i in range(12)]
-    data = pages.collect(open_all(runs))
+def test_many_runs_share_the_size_budget(tmp_path: Path) -> None:
+    runs = [example_run.write_run(tmp_path / f"run{i}", 600, tensors=4, every=50, seed=i) for i in range(12)]
+    data = pages.collect(open_inputs(runs))
     assert len({run["name"] for run in data["runs"]}) == 12
     assert data["runs"][0]["name"] == "fp16 seed 0"
     assert max(len(run["curves"]["loss"]["x"]) for run in data["runs"]) <= 1000
     assert len(pages.render(data)) < 8_000_000
 
 
-def test_runs_that_differ_in_their_seed_make_a_band(tmp_path: Path) -> None:
-    runs = [long_run.write_run(tmp_path / f"run{i}", 900, seed=i) for i in range(3)]
-    other = long_run.write_run(tmp_path / "other", 900, seed=0, recipe="bf16")
-    data = pages.collect(open_all([*runs, other]))
+def test_runs_that_differ_only_in_seed_form_a_band(tmp_path: Path) -> None:
+    runs = [example_run.write_run(tmp_path / f"run{i}", 900, seed=i) for i in range(3)]
+    other = example_run.write_run(tmp_path / "other", 900, seed=0, recipe="bf16")
+    data = pages.collect(open_inputs([*runs, other]))
     [band] = data["bands"]
     assert band["name"] == "fp16, 3 seeds" and len(band["runs"]) == 3 and len(band["x"]) == 400
     inside = [lo <= y <= hi for lo, y, hi in zip(band["lo"], band["y"], band["hi"], strict=True) if y is not None]
     assert all(inside) and len(inside) >= 399
-    apart = long_run.write_run(tmp_path / "apart", 900, seed=4, learning_rate=5.0)
-    assert len(pages.collect(open_all([runs[0], apart]))["bands"]) == 0
+    apart = example_run.write_run(tmp_path / "apart", 900, seed=4, learning_rate=5.0)
+    assert len(pages.collect(open_inputs([runs[0], apart]))["bands"]) == 0
 
 
-def test_names_tell_runs_apart(tmp_path: Path) -> None:
-    runs = [long_run.write_run(tmp_path / name / "x", 5) for name in ("a", "b")]
-    stories = open_all(runs).stories
-    assert pages.name_all(stories[:1]) == ["fp16"]
-    assert pages.name_all(stories) == [f"fp16 seed 0 in x {run}" for run in runs]
-    other = long_run.write_run(tmp_path / "c", 5, seed=3)
-    assert pages.name_all(open_all([runs[0], other]).stories) == ["fp16 seed 0", "fp16 seed 3"]
-    narrow = long_run.write_run(tmp_path / "d", 5, recipe="fp8")
-    assert pages.name_all(open_all([runs[0], other, narrow]).stories) == ["fp16 seed 0", "fp16 seed 3", "fp8"]
+def test_run_names_are_distinct(tmp_path: Path) -> None:
+    folders = [example_run.write_run(tmp_path / name / "x", 5) for name in ("a", "b")]
+    runs = open_inputs(folders).runs
+    assert pages.name_runs(runs[:1]) == ["fp16"]
+    assert pages.name_runs(runs) == [f"fp16 seed 0 in x {folder}" for folder in folders]
+    other = example_run.write_run(tmp_path / "c", 5, seed=3)
+    assert pages.name_runs(open_inputs([folders[0], other]).runs) == ["fp16 seed 0", "fp16 seed 3"]
+    narrow = example_run.write_run(tmp_path / "d", 5, recipe="fp8")
+    assert pages.name_runs(open_inputs([folders[0], other, narrow]).runs) == ["fp16 seed 0", "fp16 seed 3", "fp8"]
 
 
-@pytest.mark.parametrize("made", [True, False])
-def test_out_is_a_file_or_a_folder(tmp_path: Path, made: bool) -> None:
+@pytest.mark.parametrize("exists", [True, False])
+def test_out_is_a_file_or_a_folder(tmp_path: Path, exists: bool) -> None:
     folder = tmp_path / "v1.5"
-    if made:
+    if exists:
         folder.mkdir()
-    assert pages.where(folder) == folder / "report.html"
-    assert pages.where(tmp_path / "a.html") == tmp_path / "a.html"
+    assert pages.resolve_output(folder) == folder / "report.html"
+    assert pages.resolve_output(tmp_path / "a.html") == tmp_path / "a.html"
     (tmp_path / "notes.txt").write_text("")
-    with pytest.raises(UsageError, match=r"no \.html"):
-        pages.where(tmp_path / "notes.txt")
+    with pytest.raises(UsageError, match=r"not \.html"):
+        pages.resolve_output(tmp_path / "notes.txt")
 
 
-def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
-    run = long_run.write_run(tmp_path / "run", 5)
+def test_unwritable_output_is_refused(tmp_path: Path) -> None:
+    run = example_run.write_run(tmp_path / "run", 5)
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot write"):
         write([run], tmp_path / "file" / "page.html")
-    [page] = saved_results.save(tmp_path, bench=saved_results.bench())
+    [page] = example_results.save(tmp_path, bench=example_results.bench())
     target = page.rename(tmp_path / "bench.html")
     with pytest.raises(UsageError, match="one of the inputs"):
         write([target], target)
@@ -150,22 +152,22 @@ def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(SETTINGS, st.lists(EVENTS, max_size=6))
-def test_any_record_has_a_page(tmp_path: Path, configuration: dict, events: list[dict]) -> None:
+def test_any_record_gives_a_page(tmp_path: Path, configuration: dict, events: list[dict]) -> None:
     folder = tmp_path / "run"
     folder.mkdir(exist_ok=True)
     (folder / "run.json").write_text(json.dumps(configuration))
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    data = pages.collect(open_all([folder]))
-    json.loads(pages.as_json(data))
+    data = pages.collect(open_inputs([folder]))
+    json.loads(pages.to_inline_json(data))
 
 
-def test_an_empty_run_has_a_page(tmp_path: Path) -> None:
-    long_run.configure(tmp_path / "run", 10)
-    assert "no step is recorded yet" in write([tmp_path / "run"], tmp_path).read_text()
+def test_empty_run_gives_a_page(tmp_path: Path) -> None:
+    example_run.configure(tmp_path / "run", 10)
+    assert "no steps recorded yet" in write([tmp_path / "run"], tmp_path).read_text()
 
 
-def test_a_report_needs_no_torch(tmp_path: Path) -> None:
-    run = long_run.write_run(tmp_path / "run", 20, tensors=2, every=5)
+def test_report_does_not_import_torch(tmp_path: Path) -> None:
+    run = example_run.write_run(tmp_path / "run", 20, tensors=2, every=5)
     code = (
         "import sys; from pathlib import Path; from narrowgauge.report import write, live\n"
         f"write([Path({str(run)!r})], Path({str(tmp_path)!r}))\n"

@@ -1,4 +1,4 @@
-"""The first signal asks for an end, the same once more makes it; what was ignored stays ignored."""
+"""The first signal asks for an end, the same once more makes it; an ignored SIGINT or SIGHUP stays ignored."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_several_at_once_are_still_one_wish(numbers: tuple[signal.Signals, ...])
         assert stop.wanted and stop.name == numbers[0].name
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_what_was_ignored_stays_ignored(number: signal.Signals) -> None:
     signal.signal(number, signal.SIG_IGN)
     with Interruption() as stop:
@@ -66,6 +66,14 @@ def test_what_was_ignored_stays_ignored(number: signal.Signals) -> None:
         assert not stop.wanted
         assert signal.getsignal(number) is signal.SIG_IGN
     assert signal.getsignal(number) is signal.SIG_IGN
+
+
+def test_sigterm_always_stops() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with Interruption() as stop:
+        send(signal.SIGTERM)
+        assert stop.wanted and stop.name == "SIGTERM"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 
 
 def test_in_another_thread_handlers_are_left_alone() -> None:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from narrowgauge.errors import UsageError
 from narrowgauge.runs import record
-from narrowgauge.runs.settings import settle
-from narrowgauge.runs.trackers.tensorboard import Board
+from narrowgauge.runs.settings import make_settings
+from narrowgauge.runs.trackers.tensorboard import TensorBoardTracker
 from narrowgauge.runs.train import train
 from narrowgauge.runs.trainer import Observer
 from narrowgauge.task import Task
@@ -176,9 +176,9 @@ def test_tensorboard(tmp_path):
 
 def test_tensorboard_forgets_what_a_killed_life_wrote_too_much(tmp_path):
     for first, steps in ((1, (1, 2, 3, 4)), (3, (3,))):
-        board = Board(tmp_path, first, pytest.fail)
+        board = TensorBoardTracker(tmp_path, {}, first, pytest.fail)
         for step in steps:
-            board.add("train", step, {"loss": first + step})
+            board.log_metrics("train", step, {"loss": first + step})
         board.close()
     assert points(read(tmp_path / "tensorboard").loss) == [(1, 2), (2, 3), (3, 6)]
 
@@ -200,7 +200,7 @@ def own_run(tmp_path_factory):
         steps=12,
         learning_rate=1e-2,
     )
-    chosen = settle(task, recipe="fp32", device="cpu", compile=False, eval_every=4, watch_every=0)
+    chosen = make_settings(task, recipe="fp32", device="cpu", compile=False, eval_every=4, watch_every=0)
     result = train(task, chosen, folder, resume=False, configuration={"task": "line"}, observer=Observer())
     return folder, result
 
@@ -475,8 +475,8 @@ def test_whatever_is_in_it_it_is_read_or_refused(tmp_path_factory, lines, suffix
 @given(st.binary(max_size=200))
 def test_whatever_bytes_tensorboard_left(tmp_path_factory, content):
     folder = tmp_path_factory.mktemp("board")
-    board = Board(folder, 1, pytest.fail)
-    board.add("train", 1, {"loss": 2.0})
+    board = TensorBoardTracker(folder, {}, 1, pytest.fail)
+    board.log_metrics("train", 1, {"loss": 2.0})
     board.close()
     path = next((folder / "tensorboard").iterdir())
     path.write_bytes(path.read_bytes() + content)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import child_processes
 import narrowgauge as ng
 from narrowgauge.runs import record
 from narrowgauge.validate.curves import paired_runs, run_length
@@ -108,11 +109,11 @@ def test_runs_that_take_long_write_checkpoints(steps, update_s, every):
 def test_interrupted_it_resumes(tmp_path):
     command = [sys.executable, "-m", "narrowgauge", "validate", task("healthy"), "--candidates", "bf16", "--seeds", "1"]
     command += ["--steps", "200", "--no-layers", "--device", "cpu", "--out", str(tmp_path), "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while process.poll() is None and not any('"step":1' in f.read_text() for f in tmp_path.glob("*/events.jsonl")):
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    with child_processes.start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while process.poll() is None and not any('"step":1' in f.read_text() for f in tmp_path.glob("*/events.jsonl")):
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
     assert process.returncode != 0 and "Traceback" not in err
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert "Traceback" not in done.stderr and done.returncode in (0, 1), done.stderr

@@ -85,7 +85,7 @@ def cluster_for(args: argparse.Namespace, gpu: Gpu) -> Cluster | None:
 
 def run(args: argparse.Namespace) -> Outcome:
     from narrowgauge.forecast.run import Plan, look
-    from narrowgauge.forecast.trace.fake_gpu import device_of
+    from narrowgauge.forecast.trace.fake_gpu import describe_device
     from narrowgauge.recipe import parse
 
     if args.gpu and "," in args.gpu:
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> Outcome:
         task=task, gpu=gpu, accumulate=args.accumulate, compile=args.compile, shards=args.shards, cluster=cluster,
         parallel=args.parallel,
     )  # fmt: skip
-    recipes = list(dict.fromkeys(parse(text, device_of(gpu)) for text in runnable(args.recipes, gpu, RECIPES)))
+    recipes = list(dict.fromkeys(parse(text, describe_device(gpu)) for text in runnable(args.recipes, gpu, RECIPES)))
     search = args.gpu is not None and not args.no_search
     out = prose(args)
     rows: dict[str, dict[str, Any]] = {}
@@ -152,13 +152,13 @@ def find(args: argparse.Namespace) -> tuple[Task, Gpu, Device]:
 
 def runnable(text: str, gpu: Gpu, default: str) -> list[str]:
     """The recipes that were asked for; of the default ones, those that the GPU can run."""
-    from narrowgauge.forecast.trace.fake_gpu import device_of
+    from narrowgauge.forecast.trace.fake_gpu import describe_device
     from narrowgauge.recipe import parse, refusal, split
 
     texts = split(text)
     if not texts:
         raise UsageError("--recipes names none; give some, such as bf16,fp8-lean")
-    device = device_of(gpu)
+    device = describe_device(gpu)
     if text != default:
         return texts
     return [one for one in texts if refusal(parse(one, device), device) is None]

@@ -1,4 +1,4 @@
-"""``narrowgauge replay CAPTURE``: runs a captured step again, op by op, and names the op that made inf or NaN."""
+"""``narrowgauge replay CAPTURE``: replays a captured step op by op and names the op that produced inf or NaN."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from narrowgauge.gauges.replay.replay import Replay
     from narrowgauge.task import Task
 
-ABOUT = "run a captured step again, op by op, and name the op that made the first inf or NaN"
+ABOUT = "replay a captured step op by op and name the op that produced the first inf or NaN"
 EVERY_S = 10.0
-"""Seconds between two lines of progress where nobody watches a terminal."""
+"""Seconds between two lines of progress if stderr is not a terminal."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("capture", metavar="CAPTURE", help="a captured step (RUN/captures/step-...), or a run: its first capture")
-    add("--task", help="what was trained, for captures of your own loop: file.py:function")
+    add("capture", metavar="CAPTURE", help="a captured step (RUN/captures/step-...), or a run, for its first capture")
+    add("--task", help="the task, for captures of your own loop: file.py:function")
 
 
 def run(args: argparse.Namespace) -> Outcome:
@@ -37,20 +37,20 @@ def run(args: argparse.Namespace) -> Outcome:
     from narrowgauge.gauges.replay.replay import replay
 
     held = capture_files.read(Path(args.capture))
-    device, task = _device(args, held), _task(args, held)
+    device, task = _choose_device(args, held), _find_task(args, held)
     out = prose(args)
     facts = held.facts
     say(f"{held.path}: step {held.step} under {facts['recipe']}, captured because {facts['why']}", out)
     if str(facts["device"]).split(":")[0] != device.split(":")[0]:
-        say(f"it was captured on {facts['device']} and is replayed on {device}: the last bits may differ", out)
+        say(f"captured on {facts['device']}, replayed on {device}: results may differ in the last bits", out)
     with _progress() as progress:
-        result = replay(held, _maker(task, device), task.loss, progress=progress)
+        result = replay(held, _make_model(task, device), task.loss, progress=progress)
     _show(result, out)
     return Outcome(result.describe(), exit_code=1 if result.found else 0)
 
 
-def _device(args: argparse.Namespace, held: Capture) -> str:
-    """The one that was asked for, the one it was captured on, or what there is."""
+def _choose_device(args: argparse.Namespace, held: Capture) -> str:
+    """The device given with --device, the one it was captured on, or the CPU."""
     import torch
 
     from narrowgauge import hardware
@@ -61,7 +61,7 @@ def _device(args: argparse.Namespace, held: Capture) -> str:
     return hardware.detect(args.device or "cpu").torch_device
 
 
-def _task(args: argparse.Namespace, held: Capture) -> Task:
+def _find_task(args: argparse.Namespace, held: Capture) -> Task:
     from narrowgauge import tasks
 
     run_facts = held.facts.get("run") or {}
@@ -69,13 +69,13 @@ def _task(args: argparse.Namespace, held: Capture) -> Task:
         return tasks.find(args.task, **{**run_facts.get("options", {}), **args.own})
     if not run_facts.get("task"):
         raise UsageError(
-            f"capture {held.path} does not say what was trained; give it with --task file.py:function, or call "
+            f"capture {held.path} does not name its task; pass --task file.py:function, or call "
             "narrowgauge.replay(capture, model, loss)"
         )
     return tasks.find(run_facts["task"], **run_facts.get("options", {}))
 
 
-def _maker(task: Task, device: str) -> Callable[[], nn.Module]:
+def _make_model(task: Task, device: str) -> Callable[[], nn.Module]:
     import torch
 
     def make() -> nn.Module:
@@ -87,7 +87,7 @@ def _maker(task: Task, device: str) -> Callable[[], nn.Module]:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """Where lines of progress go: a status that changes in place on a terminal, a line now and then elsewhere."""
+    """Show progress: a status that updates in place on a terminal, a line every ten seconds elsewhere."""
     err = sys.stderr
     if err.isatty() and has_rich():
         from rich.console import Console
@@ -115,13 +115,11 @@ def _show(result: Replay, out: TextIO) -> None:
         return
     line("module", str(result.module))
     line("op", f"{result.op}, {result.phase}" + (f" ({result.kernel})" if result.kernel != result.op else ""))
-    line("makes", f"{'NaN' if result.kind == 'nan' else 'inf'}" + (f" at {result.source}" if result.source else ""))
+    line("produced", f"{'NaN' if result.kind == 'nan' else 'inf'}" + (f" at {result.source}" if result.source else ""))
     rows = [_row(entry) for entry in [*result.inputs, *([result.output] if result.output else [])]]
     if rows:
         say("", out)
-        show_table(
-            "what went in, and what came out", ["tensor", "format", "shape", "min", "max", "not finite"], rows, out
-        )
+        show_table("inputs and output", ["tensor", "format", "shape", "min", "max", "not finite"], rows, out)
     answers = {True: "yes", False: "no", None: "unknown"}
     line(
         "FP32 survives",
@@ -130,7 +128,7 @@ def _show(result: Replay, out: TextIO) -> None:
     )
     line("what to do", str(result.advice))
     if not result.exact:
-        line("note", "weights or batches are not exactly those of the step: the news of it came late")
+        line("note", "weights or batches are not exactly those of the step, because its numbers arrived late")
 
 
 def _row(entry: dict[str, Any]) -> list[str]:

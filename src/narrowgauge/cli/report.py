@@ -50,12 +50,10 @@ def _place(paths: list[Path]) -> Path:
 
 def _serve(args: argparse.Namespace, paths: list[Path]) -> Outcome:
     from narrowgauge.report import live
+    from narrowgauge.runs.interruption import Interruption
 
-    server = live.serve(paths, None if args.serve == -1 else args.serve)
-    try:
-        with server:
-            say(f"{server.url} shows {', '.join(map(str, paths))} as it goes on; Ctrl-C ends it", prose(args))
-            server.serve_forever(poll_interval=0.2)
-    except KeyboardInterrupt:
-        say("ended", prose(args))
+    with Interruption() as stop, live.serve(paths, None if args.serve == -1 else args.serve) as server:
+        say(f"{server.url} shows {', '.join(map(str, paths))} as it goes on; Ctrl-C ends it", prose(args))
+        server.serve_until(lambda: stop.wanted)
+    say("ended", prose(args))
     return Outcome({"path": None, "url": server.url})

@@ -75,7 +75,7 @@ def _forecast(args: argparse.Namespace, task: Task, gpu: Gpu, device: Device, ou
     from narrowgauge.forecast.run import Plan
     from narrowgauge.forecast.time.ceilings import Ceilings
     from narrowgauge.forecast.time.roofline import add_up, costs_of, predict
-    from narrowgauge.forecast.trace.fake_gpu import device_of
+    from narrowgauge.forecast.trace.fake_gpu import describe_device
     from narrowgauge.recipe import parse
 
     cluster = cluster_for(args, gpu)
@@ -87,7 +87,7 @@ def _forecast(args: argparse.Namespace, task: Task, gpu: Gpu, device: Device, ou
     ceilings = Ceilings(gpu, roofs)
     if not args.json:
         _show_gpu(gpu, ceilings.source, roofs, out)
-    recipes = list(dict.fromkeys(parse(text, device_of(gpu)) for text in runnable(args.recipes, gpu, RECIPES)))
+    recipes = list(dict.fromkeys(parse(text, describe_device(gpu)) for text in runnable(args.recipes, gpu, RECIPES)))
     rows: dict[str, dict[str, Any]] = {}
     layers: list[dict[str, Any]] = []
     last: Traced | None = None

@@ -1,10 +1,9 @@
-"""``narrowgauge train [TASK]``: trains a task under a recipe in a run folder, or takes up an interrupted run."""
+"""``narrowgauge train [TASK]``: trains a task under a recipe in a run folder, or resumes an interrupted run."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import io
 import itertools
 import re
@@ -26,11 +25,11 @@ if TYPE_CHECKING:
     from narrowgauge.runs.settings import Settings
     from narrowgauge.task import Task
 
-ABOUT = "train a task: progress, record, TensorBoard, checkpoints; take up an interrupted run with --resume"
+ABOUT = "train a task: progress, record, TensorBoard, checkpoints; resume an interrupted run with --resume"
 RUNS = Path("runs")
-"""Where runs lie unless --out says otherwise."""
+"""Default parent folder of runs."""
 FOR_TASK = ("batch", "context", "data", "vocab", "packages", "tokenizer", "field", "max_tokens")
-"""Options that go to the task, where they were given."""
+"""Options that are passed to the task if given."""
 FOR_SETTINGS = {
     "steps": "steps",
     "lr": "learning_rate",
@@ -45,77 +44,91 @@ FOR_SETTINGS = {
     "parallel": "parallel",
     "log": "log",
 }
-"""Options that go to the settings, and their names there."""
+"""Options that are passed to the settings, and their names there."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from narrowgauge.runs.trackers.registry import DEFAULT, TRACKERS
+
     add = parser.add_argument
     add("task", nargs="?", metavar="TASK", help="a built-in task, gpt:LAYERSxWIDTH, or file.py:function")
-    add("--recipe", help="which formats play which role: fp32, tf32, fp16, bf16, auto, ... (default auto)")
+    add("--recipe", help="formats to train in: fp32, tf32, fp16, bf16, fp8, auto, ... (default auto)")
     add("--steps", type=whole, help="updates (default: the task's)")
-    add("--batch", type=whole, help="items in a batch")
-    add("--context", type=whole, help="tokens in a sequence")
+    add("--batch", type=whole, help="items per batch")
+    add("--context", type=whole, help="tokens per sequence")
     add("--lr", type=number, help="peak learning rate (default: the task's)")
     add("--data", metavar="PATH", help="text, .jsonl, .parquet, .bin, a folder of them, or hf:NAME[:CONFIG][@SPLIT]")
-    add("--tokenizer", metavar="PATH", help="a tokenizer.json or its folder, instead of bytes or our own encoding")
-    add("--field", metavar="NAME", help="where a document's text is (default: text, else content)")
-    add("--max-tokens", type=long, metavar="N", help="stop reading documents there (default for hf:NAME: 200 million)")
-    where = "tensorboard,wandb,mlflow or none: where numbers go, too (default tensorboard); --tracker under torchrun"
-    add("--log", "--tracker", metavar="NAMES", help=where)
-    add("--vocab", type=whole, help="256: bytes; more: a byte-pair encoding of that size (default: the task's)")
-    add("--packages", action="store_const", const=True, help="train on the source of installed packages, too")
-    add("--resume", metavar="RUN", help="go on with a run: its folder, or its name under --out (or runs/)")
-    add("--accumulate", type=whole, metavar="N", help="batches that make one update (default 1)")
-    add("--clip", type=number, metavar="NORM", help="bring the gradients' norm down to this; 0: never (default 1.0)")
+    add("--tokenizer", metavar="PATH", help="a tokenizer.json or its folder (default: bytes or a byte-pair encoding)")
+    add("--field", metavar="NAME", help="name of the text field in documents (default: text, else content)")
+    add("--max-tokens", type=long, metavar="N", help="read at most N tokens (default for hf:NAME: 200 million)")
+    trackers = f"trackers: {','.join(TRACKERS)} or none (default {DEFAULT}); --tracker under torchrun"
+    add("--log", "--tracker", metavar="NAMES", help=trackers)
+    add("--vocab", type=whole, help="vocabulary size; 256: bytes; more: byte-pair encoding (default: the task's)")
+    add("--packages", action="store_const", const=True, help="also train on the source code of installed packages")
+    add("--resume", metavar="RUN", help="resume a run: its folder, or its name under --out (or runs/)")
+    add("--accumulate", type=whole, metavar="N", help="batches per update (default 1)")
+    add("--clip", type=number, metavar="NORM", help="maximum gradient norm; 0: no clipping (default 1.0)")
     add(
         "--warmup",
         type=whole,
         metavar="N",
-        help="updates until the peak learning rate (default: a tenth, at most 100)",
+        help="updates of learning rate warmup (default: a tenth, at most 100)",
     )
-    add("--eval-every", type=whole, metavar="N", help="updates between evaluations; 0: at the end (default: a quarter)")
-    add("--checkpoint-every", type=whole, metavar="N", help="updates between checkpoints; 0: at the end (as above)")
+    add(
+        "--eval-every",
+        type=whole,
+        metavar="N",
+        help="updates between evaluations; 0: only at the end (default: a quarter)",
+    )
+    add(
+        "--checkpoint-every",
+        type=whole,
+        metavar="N",
+        help="updates between checkpoints; 0: only at the end (default: a quarter)",
+    )
     add("--keep", type=whole, metavar="N", help="checkpoints to keep (default 3)")
-    add("--capture", type=whole, metavar="STEP", help="keep a step for narrowgauge replay, whatever comes of it")
+    add("--capture", type=whole, metavar="STEP", help="capture this step for narrowgauge replay, even if it is finite")
     add(
         "--watch",
         type=whole,
         metavar="N",
-        help="updates between readings of tensors; 0: none (default 100 or a quarter)",
+        help="updates between snapshots of tensors; 0: none (default 100 or a quarter)",
     )
-    add("--foretell", action="store_true", help="show how FP16 and FP8 would do, from this run in FP32 or BF16")
+    add("--predict", action="store_true", help="predict from this FP32 or BF16 run how FP16 and FP8 would do")
+    add("--foretell", dest="predict", action="store_true", help=argparse.SUPPRESS)  # the former name of --predict
     add(
         "--parallel",
         choices=("auto", "ddp", "fsdp"),
-        help="several ranks: copies or shards (auto: by size)",
+        help="with several ranks: replicate (ddp) or shard (fsdp) the model (auto: by size)",
     )
-    add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile (default: on a GPU)")
+    add("--compile", action=argparse.BooleanOptionalAction, help="use torch.compile (default: on a GPU)")
 
 
 def run(args: argparse.Namespace) -> Outcome:
     from narrowgauge.hardware import detect
-    from narrowgauge.ranks.world import joined, local_device
+    from narrowgauge.ranks.world import choose_device, join_world
 
-    args.device = local_device(args.device)
-    with joined(detect(args.device).torch_device) as world:
+    args.device = choose_device(args.device)
+    with join_world(detect(args.device).torch_device) as world:
         return _run(args, world)
 
 
 def _run(args: argparse.Namespace, world: World) -> Outcome:
     from narrowgauge import tasks
     from narrowgauge.cli.progress import make_progress
-    from narrowgauge.ranks.world import restarts
+    from narrowgauge.ranks.world import read_restart_count
     from narrowgauge.runs import record
     from narrowgauge.runs.train import train
 
-    out = prose(args) if world.first else io.StringIO()
-    if restarts() and args.resume is None and args.out is not None and world.told(record.holds_run(Path(args.out))):
-        args.resume = args.out  # torchrun has started the ranks again, after one was lost
+    out = prose(args) if world.is_first else io.StringIO()
+    is_restart = read_restart_count() and args.resume is None and args.out is not None
+    if is_restart and world.broadcast(record.holds_run(Path(args.out))):
+        args.resume = args.out  # torchrun restarted the ranks after one failed
     if args.resume is None:
-        with world.together():
+        with world.fail_together():
             folder, spec, options, settings, task, why = _begin(args, world)
     else:
-        folder, spec, options, settings = _take_up(args)
+        folder, spec, options, settings = _resume(args)
         task, why = tasks.find(spec, **options), None
     _introduce(task, settings, folder, why, out)
     try:
@@ -126,128 +139,130 @@ def _run(args: argparse.Namespace, world: World) -> Outcome:
                 folder,
                 resume=args.resume is not None,
                 configuration={"task": spec, "options": options, "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")},
-                observer=make_progress(task.unit) if world.first else None,
+                observer=make_progress(task.unit) if world.is_first else None,
                 capture=args.capture,
                 world=world,
             )
     except (Exception, SystemExit) as error:
-        if record.holds_run(folder):  # shown below a traceback; a line of ours stands for itself
-            error.add_note(f"what was saved is intact: narrowgauge train --resume {shlex.quote(str(folder))}")
+        if record.holds_run(folder):  # shown below a traceback, but not below a one-line error
+            error.add_note(
+                f"saved checkpoints are intact; resume with: narrowgauge train --resume {shlex.quote(str(folder))}"
+            )
         raise
-    if not world.first:
+    if not world.is_first:
         return Outcome(None)
     facts = record.read_configuration(folder).get("facts", {})
-    _summarise(result, facts, folder, out, args.foretell)
+    _summarise(result, facts, folder, out, args.predict)
     return Outcome(_describe(result, facts), exit_code=1 if result.serious else 0)
 
 
 def _begin(args: argparse.Namespace, world: World) -> tuple[Path, str, dict[str, Any], Settings, Task, str | None]:
-    """What a new run is to do, and where."""
+    """Resolve the options of a new run, and choose its folder."""
     from narrowgauge import hardware, tasks
     from narrowgauge.recipe import choose, parse
     from narrowgauge.runs import record
-    from narrowgauge.runs.settings import settle
+    from narrowgauge.runs.settings import make_settings
 
     device = hardware.detect(args.device)
     recipe = parse(args.recipe or "auto", device)
     why = choose(device)[1] if args.recipe in (None, "auto") else None
-    spec = _whole_path(args.task or tasks.default(device.kind))
+    spec = _resolve_task(args.task or tasks.default(device.kind))
     options = {name: getattr(args, name) for name in FOR_TASK if getattr(args, name) is not None}
-    options = _whole_options(options) | args.own
-    if ".py:" not in spec or args.seed:  # a user's task that has a seed has a default for it, too
+    options = _resolve_options(options) | args.own
+    if ".py:" not in spec or args.seed:  # a user's task may have no seed option
         options["seed"] = args.seed
     if args.out is not None:
         folder = Path(args.out)
-    elif not world.alone:
-        raise UsageError("several ranks need one folder, and find it again when started anew: name it with --out RUN")
+    elif not world.is_single:
+        raise UsageError("several ranks need one folder that they find again after a restart: name it with --out RUN")
     else:
         name = re.sub(r"[^\w.]+", "-", f"{spec.rpartition('.py:')[2]}-{recipe}").strip("-")
-        folder = _unused(RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        folder = _choose_unused(RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     if folder.is_symlink() and not folder.exists():
-        raise UsageError(f"--out {folder} is a symbolic link that leads nowhere; give a folder")
+        raise UsageError(f"--out {folder} is a dangling symbolic link; give a folder")
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--out {folder} is a file; give a folder")
-    if world.first and record.holds_run(folder):
-        raise UsageError(f"{folder} already holds a run; go on with --resume {folder}, or take another --out")
+    if world.is_first and record.holds_run(folder):
+        raise UsageError(f"{folder} already holds a run; resume it with --resume {folder}, or choose another --out")
     task = tasks.find(spec, **options)
     given = {field: getattr(args, name) for name, field in FOR_SETTINGS.items()}
-    settings = settle(task, recipe=str(recipe), device=device.torch_device, seed=args.seed, **given)
+    settings = make_settings(task, recipe=str(recipe), device=device.torch_device, seed=args.seed, **given)
     return folder, spec, options, settings, task, why
 
 
 @contextlib.contextmanager
 def _no_empty_folders(folder: Path) -> Iterator[None]:
-    """Where a run is refused, remove the folders around it that were made for it."""
+    """If a run is rejected, remove the empty parent folders that were created for it."""
     made = [one for one in folder.absolute().parents if not one.exists()]
     try:
         yield
     except BaseException:
         with contextlib.suppress(OSError):
-            for one in made:  # innermost first; one that holds something ends it
+            for one in made:  # innermost first; the first nonempty folder stops it
                 one.rmdir()
         raise
 
 
-def _unused(folder: Path) -> Path:
-    """The folder, or one beside it where another run began in the same second."""
+def _choose_unused(folder: Path) -> Path:
+    """The folder, or one with a number appended if another run started in the same second."""
     names = (folder.with_name(f"{folder.name}-{number}") if number > 1 else folder for number in itertools.count(1))
     return next(name for name in names if not name.exists())
 
 
-def _take_up(args: argparse.Namespace) -> tuple[Path, str, dict[str, Any], Settings]:
-    """What a recorded run was to do. It keeps what it began with but --device, --parallel and --keep."""
+def _resume(args: argparse.Namespace) -> tuple[Path, str, dict[str, Any], Settings]:
+    """Read the options of a recorded run. Only --device, --parallel, --log and --keep can change on resume."""
     from narrowgauge import hardware
     from narrowgauge.runs import record
-    from narrowgauge.runs.settings import reread
+    from narrowgauge.runs.settings import restore_settings
 
     folder = Path(args.resume)
     if not record.holds_run(folder):
         folder = Path(args.out or RUNS) / args.resume
     if not record.holds_run(folder):
-        raise UsageError(f"--resume {args.resume}: no run there, nor at {folder}; give the folder that holds run.json")
+        raise UsageError(f"--resume {args.resume}: no run there or at {folder}; give the folder that contains run.json")
     configuration = record.read_configuration(folder)
     try:
         spec, options, saved = configuration["task"], dict(configuration["options"]), dict(configuration["settings"])
     except (KeyError, TypeError, ValueError):
-        raise UsageError(f"{folder / record.CONFIGURATION} is not what narrowgauge train writes; restore it") from None
+        raise UsageError(f"{folder / record.CONFIGURATION} was not written by narrowgauge train; restore it") from None
     recorded = {name: saved.get(field) for name, field in FOR_SETTINGS.items()} | {"recipe": saved.get("recipe")}
     recorded |= {name: options.get(name) for name in FOR_TASK} | {"task": spec}
     given = {name: getattr(args, name) for name in recorded if name not in ("keep", "parallel", "log")} | args.own
     recorded |= {name: options.get(name) for name in args.own}
-    given["task"] = _whole_path(args.task) if args.task else None
-    given = _whole_options(given)
+    given["task"] = _resolve_task(args.task) if args.task else None
+    given = _resolve_options(given)
     if args.seed != 0:
         given["seed"], recorded["seed"] = args.seed, saved.get("seed")
     for name, value in given.items():
         if value is not None and value != recorded[name]:
             option = name if name == "task" else f"--{name.replace('_', '-')}"
             raise UsageError(
-                f"{option} {value} is not what run {folder} began with ({recorded[name]}); a resumed run keeps its "
-                "settings (the learning rate's schedule depends on them): leave it out, or start a new run"
+                f"{option} {value} differs from the setting of run {folder} ({recorded[name]}); a resumed run keeps "
+                "its settings, because the learning rate schedule depends on them: omit the option, or start a new run"
             )
     changes: dict[str, Any] = {
         name: getattr(args, name) for name in ("keep", "parallel", "log") if getattr(args, name) is not None
     }
     changes["device"] = hardware.detect(args.device or saved.get("device")).torch_device
-    return folder, spec, options, reread(saved, **changes)
+    return folder, spec, options, restore_settings(saved, **changes)
 
 
-def _whole_options(options: dict[str, Any]) -> dict[str, Any]:
-    """The options with the whole paths of data and tokenizer, as the task's file has its own."""
-    from narrowgauge.data.sources import whole_name
+def _resolve_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The options with absolute paths of data and tokenizer."""
+    from narrowgauge.data.sources import resolve_name
 
-    whole = dict(options)
-    if whole.get("data") is not None:
-        whole["data"] = whole_name(whole["data"])
-    if whole.get("tokenizer") is not None:
-        whole["tokenizer"] = str(files.whole(files.named(whole["tokenizer"])))
-    return whole
+    resolved = dict(options)
+    if resolved.get("data") is not None:
+        resolved["data"] = resolve_name(resolved["data"])
+    if resolved.get("tokenizer") is not None:
+        resolved["tokenizer"] = str(files.resolve_path(files.expand_path(resolved["tokenizer"])))
+    return resolved
 
 
-def _whole_path(spec: str) -> str:
-    """The task's name; a user's file with its whole path, so that the run can be taken up from anywhere."""
+def _resolve_task(spec: str) -> str:
+    """The task's name; a user's file with its absolute path, so that the run can be resumed from any folder."""
     path, colon, function = spec.rpartition(":")
-    return f"{files.whole(Path(path))}{colon}{function}" if path.endswith(".py") else spec
+    return f"{files.resolve_path(Path(path))}{colon}{function}" if path.endswith(".py") else spec
 
 
 def _introduce(task: Task, settings: Settings, folder: Path, why: str | None, out: TextIO) -> None:
@@ -257,26 +272,27 @@ def _introduce(task: Task, settings: Settings, folder: Path, why: str | None, ou
 
 
 def _describe(result: Result, facts: dict[str, Any]) -> dict[str, Any]:
-    from narrowgauge.runs.json_lines import plain
+    from narrowgauge.runs.json_lines import replace_nonfinite
 
-    data = dataclasses.asdict(result)
+    data = result.describe()
     data["steps"], data["steps_planned"] = data.pop("step"), data["steps"]
     if "unigram_entropy" in facts:
         data["unigram_entropy"] = facts["unigram_entropy"]
-    described: dict[str, Any] = plain(data)
+    described: dict[str, Any] = replace_nonfinite(data)
     return described
 
 
-def _foretold(told: dict[str, Any]) -> str:
-    """A line about a format: whether it would do, with which scale, what would break, and what to train with."""
-    fate = "would do" if told["survives"] else "would fail"
-    scale = f" with a loss scale up to {told['loss_scale']:g}" if told["loss_scale"] and told["survives"] else ""
-    worst = "; ".join(f"{one['module']} ({one['kind']}): {one['detail']}" for one in told["breaks"][:3])
-    more = f" and {len(told['breaks']) - 3} more" if len(told["breaks"]) > 3 else ""
-    return f"{fate}{scale}" + (f". {worst}{more}" if worst else "") + f" -> {told['recipe']}"
+def _describe_prediction(prediction: dict[str, Any]) -> str:
+    """One line: whether a format would work, with which loss scale, what would fail, and the recommended recipe."""
+    survives, scale, breaks = (prediction[name] for name in ("survives", "loss_scale", "breaks"))
+    verdict = "would work" if survives else "would fail"
+    scale = f" with a loss scale up to {scale:g}" if scale and survives else ""
+    worst = "; ".join(f"{one['module']} ({one['kind']}): {one['detail']}" for one in breaks[:3])
+    more = f" and {len(breaks) - 3} more" if len(breaks) > 3 else ""
+    return f"{verdict}{scale}" + (f". {worst}{more}" if worst else "") + f" -> {prediction['recipe']}"
 
 
-def _summarise(result: Result, facts: dict[str, Any], folder: Path, out: TextIO, foretell: bool) -> None:
+def _summarise(result: Result, facts: dict[str, Any], folder: Path, out: TextIO, predict: bool) -> None:
     def line(name: str, text: str) -> None:
         say(f"  {name:<12}{text}", out)
 
@@ -291,27 +307,27 @@ def _summarise(result: Result, facts: dict[str, Any], folder: Path, out: TextIO,
         metrics = "".join(f", {name} {value:.4g}" for name, value in result.metrics.items())
         line("evaluation", f"{result.loss_eval:.4f}{metrics}")
     if "unigram_entropy" in facts:
-        line("", f"{facts['unigram_entropy']:.4f} is what guessing by frequency alone would reach")
+        line("", f"{facts['unigram_entropy']:.4f} unigram baseline")
     if result.tokens_per_s is not None:
         line("speed", f"{result.tokens_per_s:,.0f} {result.unit}s/s")
     line("skipped", f"{result.skipped} of {result.step} updates")
     for captured in result.captures:
-        line("captured", f"narrowgauge replay {shlex.quote(captured)} runs it again, op by op")
+        line("captured", f"to replay it: narrowgauge replay {shlex.quote(captured)}")
     for finding in result.findings:
         line(finding.severity, f"{finding.where}: {finding.detail}")
-        if finding.consequence:
-            line("", finding.consequence)
+        if finding.why:
+            line("", finding.why)
         line("", f"-> {finding.fix}")
     if not result.findings:
         line("health", "healthy: nothing to report")
-    for told in result.foretold if foretell else ():
-        line(told["format"], _foretold(told))
+    for prediction in result.predictions if predict else ():
+        line(prediction["format"], _describe_prediction(prediction))
     try:
         from narrowgauge.report import write
 
         line("report", str(write([folder], folder)))
-    except UsageError as error:  # a page that cannot be written costs no training
+    except UsageError as error:  # training succeeded even if the report cannot be written
         line("report", f"not written: {error}")
-    line("record", f"{folder}/events.jsonl" + (", TensorBoard beside it" if (folder / "tensorboard").is_dir() else ""))
+    line("record", f"{folder}/events.jsonl" + (", tensorboard/" if (folder / "tensorboard").is_dir() else ""))
     if result.step < result.steps:
-        line("go on with", f"narrowgauge train --resume {shlex.quote(str(folder))}")
+        line("resume with", f"narrowgauge train --resume {shlex.quote(str(folder))}")

@@ -1,4 +1,4 @@
-"""An update: whether the gradients are sound, and the steps of the optimizers that have something to step."""
+"""One update: the check of the gradients, and the steps of the optimizers that have gradients."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from narrowgauge.device_readback import Readback
-from narrowgauge.errors import UsageError
 from narrowgauge.optim import AdamW
 from narrowgauge.optim.fused_adamw_patch import own_kernel
-from narrowgauge.optim.norms import gradient_norms, total_norm
+from narrowgauge.optim.norms import total_norm
 from narrowgauge.optim.sharded import local
 from narrowgauge.ranks.update_sync import UpdateSync
 from narrowgauge.scaling.tensor import TensorScales
@@ -22,71 +21,72 @@ from narrowgauge.scaling.tensor import TensorScales
 
 @dataclass(frozen=True)
 class GradientCheck:
-    """What is known of an update's gradients, on the device."""
+    """The check of an update's gradients, as tensors on the device."""
 
     norm: Tensor
-    """Of all gradients together, as they are: scaled, and before clipping."""
+    """Norm of all gradients together: still scaled, and before clipping."""
     found: Tensor
     """Whether anything was inf or NaN, so that the update must be skipped."""
     bad: Tensor
     """The same for each gradient, and for each tensor that was cast to FP8."""
     names: list[str]
-    """Of what ``bad`` tells."""
+    """Names for the elements of ``bad``."""
 
 
-def check_gradients(
-    update_sync: UpdateSync,
-    named: Mapping[str, nn.Parameter],
-    released: Mapping[nn.Parameter, Tensor],
-    scales: TensorScales | None,
-    device: torch.device,
+def check_norms(
+    norms: Tensor, named: Mapping[str, nn.Parameter], scales: TensorScales | None, update_sync: UpdateSync
 ) -> GradientCheck:
-    """Norms of all gradients over all ranks, and whether they and what was cast to FP8 are finite."""
-    update_sync.settle_gradients(named)
-    norms = update_sync.combine(gradient_norms(named.values(), released, device), named)
+    """Combine the gradient norms of all ranks, and check that they and all tensors cast to FP8 are finite.
+
+    Args:
+        norms: The norm of each gradient (or of its shard) on this rank.
+        named: The parameters of the gradients, by name.
+        scales: The FP8 scales, which know the largest value of each tensor that was cast.
+        update_sync: The ranks.
+    """
+    norms = update_sync.combine_norms(norms, named)
     total = total_norm(norms)
     bad, names = ~torch.isfinite(norms), list(named)
     if scales is not None:
-        update_sync.agree(scales)
+        update_sync.sync_amax(scales)
         bad, names = torch.cat([bad, scales.misfits()]), [*names, *scales.names]
     found = ~torch.isfinite(total) | bad.any()
-    # What a cast has saturated looked finite to the norm.
+    # A cast to FP8 saturates: what was inf before it is finite in the norm.
     return GradientCheck(torch.where(found & torch.isfinite(total), torch.inf, total), found, bad, names)
 
 
-def parameters_of(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
-    """All parameters of some optimizers."""
+def list_parameters(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
+    """Return all parameters of some optimizers."""
     return [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def with_gradients(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    """The optimizers that have something to step: a part of the model that was not used this time is left alone."""
-    chosen = []
+def select_with_gradients(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """Return the optimizers that have a gradient to step with: parts of the model may be unused in a step."""
+    selected = []
     for optimizer in optimizers:
-        if any(parameter.grad is not None for parameter in parameters_of([optimizer])):
-            chosen.append(optimizer)
-        else:  # its scheduler would warn that it was never stepped
+        if any(parameter.grad is not None for parameter in list_parameters([optimizer])):
+            selected.append(optimizer)
+        else:  # otherwise its scheduler would warn that it was never stepped
             optimizer._opt_called = True  # type: ignore[attr-defined]
-    return chosen
+    return selected
 
 
 ALTERNATING = (
-    "engine.step steps all optimizers, as all have gradients; in an earlier step some had none. Where parts are "
-    "trained in turn, as in a GAN, name the one to step: engine.step(optimizer)"
+    "engine.step steps all optimizers, because all have gradients; in an earlier step some had none. If parts of the "
+    "model are trained in turn, as in a GAN, pass the optimizer to step: engine.step(optimizer)"
 )
 
 
 REWRITTEN = (
-    "split masters: other code has rewritten weights before each of the last {count} updates (a mask, a clamp), and "
-    "each time the lower 16 bits of the weights around them were dropped, so that small updates are lost; take "
-    "master=fp32"
+    "split master weights: other code (a mask, a clamp) has rewritten weights before each of the last {count} updates. "
+    "Each time the lower 16 bits of the weights around them were dropped, so small updates are lost; use master=fp32"
 )
 REWRITES = 20
-"""Updates in a row that find rewritten weights before the engine says so: a schedule of pruning has fewer."""
+"""Consecutive updates with rewritten weights before the engine warns: a pruning schedule rewrites less often."""
 
 
 class Stepper:
-    """Steps an engine's optimizers, and remembers what is worth a warning."""
+    """Steps an engine's optimizers, and warns once about two habits that lose updates."""
 
     def __init__(self) -> None:
         self._alternating = False
@@ -94,23 +94,23 @@ class Stepper:
         self._streak = 0
         self._readback = Readback()
 
-    def choose(self, optimizers: list[Optimizer], named: Sequence[Optimizer], released: bool) -> list[Optimizer]:
-        """Those named, or those that have gradients; all where gradients were ``released``."""
-        if named or released or len(optimizers) == 1:
-            return list(named) or optimizers
-        chosen = with_gradients(optimizers)
-        if len(chosen) < len(optimizers):
+    def select(self, optimizers: list[Optimizer], chosen: Sequence[Optimizer], released: bool) -> list[Optimizer]:
+        """Return the optimizers to step: those ``chosen``, or those with gradients; all if gradients were released."""
+        if chosen or released or len(optimizers) == 1:
+            return list(chosen) or optimizers
+        selected = select_with_gradients(optimizers)
+        if len(selected) < len(optimizers):
             self._alternating = True
         elif self._alternating:
             self._alternating = False
             warnings.warn(ALTERNATING, stacklevel=6)
-        return chosen
+        return selected
 
     def step(self, optimizers: Sequence[Optimizer], factor: Tensor | None, found: Tensor, sharded: bool) -> None:
-        """Step each with gradients / factor, unless ``found``.
+        """Step each optimizer with gradients / factor, unless ``found``.
 
-        Fused optimizers take both as tensors and decide on the device. Others cost one wait, and are not called at all
-        where the update is skipped.
+        Fused optimizers take both as tensors and decide on the device. Other optimizers wait for the device once, and
+        are not called if the update is skipped.
         """
         skip: bool | None = None
         for optimizer in optimizers:
@@ -129,12 +129,12 @@ class Stepper:
                 optimizer._opt_called = True  # type: ignore[attr-defined]
                 continue
             if factor is not None:
-                _divide([p.grad for p in parameters_of([optimizer]) if p.grad is not None], factor)
+                _divide([p.grad for p in list_parameters([optimizer]) if p.grad is not None], factor)
             optimizer.step()
         self._count_rewrites(optimizers)
 
     def _count_rewrites(self, optimizers: Sequence[Optimizer]) -> None:
-        """Say so once where weights with split masters are rewritten before every update; nothing waits for it."""
+        """Warn once if weights with split masters are rewritten before every update, without waiting for the device."""
         own = [one for one in optimizers if isinstance(one, AdamW) and one.has_split_masters]
         if not own or self._streak >= REWRITES:
             return
@@ -152,13 +152,3 @@ def _divide(grads: list[Tensor], factor: Tensor) -> None:
     values = [grad._values() if grad.is_sparse else grad for grad in own]
     if values:
         torch._foreach_mul_(values, factor.reciprocal())
-
-
-def check_steps_once(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers that evaluate the loss several times in a step."""
-    for optimizer in optimizers:
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise UsageError(
-                "Engine: LBFGS evaluates the loss several times in a step, by a closure, which an engine's step has "
-                "not; train with it in plain torch (FP32), or take another optimizer"
-            )

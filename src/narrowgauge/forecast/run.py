@@ -17,7 +17,7 @@ from narrowgauge.forecast.memory.estimate import Memory, fits, leaner, predict_m
 from narrowgauge.forecast.time.ceilings import Ceilings
 from narrowgauge.forecast.time.roofline import Roofline, add_up, predict
 from narrowgauge.forecast.trace.extrapolate import Sample, survey, take
-from narrowgauge.forecast.trace.fake_gpu import device_of
+from narrowgauge.forecast.trace.fake_gpu import describe_device
 from narrowgauge.forecast.trace.trace_step import Traced, trace_steps
 from narrowgauge.hardware import Gpu
 from narrowgauge.kernels.norm import MAX_COLUMNS
@@ -58,7 +58,7 @@ class Plan:
 
     def trace(self, recipe: Recipe, batch: int | None = None, fused: bool | None = None) -> Traced:
         """Trace a recipe; refuses what the GPU cannot run."""
-        reason = refusal(recipe, device_of(self.gpu))
+        reason = refusal(recipe, describe_device(self.gpu))
         if reason is not None:
             raise UsageError(reason)
         return trace_steps(
@@ -150,7 +150,7 @@ def forecast(
         task=made, gpu=found, batch=batch, accumulate=accumulate, compile=compile, shards=shards, cluster=cluster,
         parallel=parallel,
     )  # fmt: skip
-    device = device_of(plan.gpu)
+    device = describe_device(plan.gpu)
     several = [recipes] if isinstance(recipes, str | Recipe) else recipes
     outlooks: dict[str, Outlook] = {}
     parameters = 0
@@ -218,7 +218,7 @@ def advise(plan: Plan, recipe: Recipe, tell: Callable[[str], None] = lambda line
     limit = usable_bytes(plan.gpu)
     least: Memory | None = None
     for candidate in leaner(recipe):
-        if refusal(candidate, device_of(plan.gpu)) is not None:
+        if refusal(candidate, describe_device(plan.gpu)) is not None:
             continue
         tell(f"{recipe} does not fit: trying {candidate}")
         try:

@@ -1,18 +1,18 @@
-"""Captures the step in which a number first went wrong, so that it can be run again op by op (replay.py).
+"""Recorder: captures the first step in which a number is inf or NaN, so that it can be replayed op by op.
 
-    saw(batch)            before each microbatch's forward: keep the batch, the random states; at the first of a step
-                          also the loss scale, the FP8 scales and the buffers
-    after(report, loss)   after each step: send "was it applied, was the loss finite" to the host, without waiting
-    heard(step, ...)      when that has arrived: forget the steps before; write a capture where
-                              the loss is not finite, or
-                              a gradient is not, unless a dynamic loss scale has yet to find its place, or
-                              ``patience`` updates in a row were skipped, or
-                              it was asked for
+    record_batch(batch)        before each microbatch's forward: keep the batch and the random states; at the first
+                               microbatch of a step also the loss scale, the FP8 scales and the buffers
+    record_step(report, loss)  after each step: start copying "applied" and the loss to the host, without blocking
+    check_step(step, ...)      when they have arrived: drop earlier steps; write a capture if
+                                   the loss is not finite, or
+                                   a gradient is not, unless a dynamic loss scale is still adapting, or
+                                   ``patience`` consecutive updates were skipped, or
+                                   the step was requested
 
-On a CPU the news is there at once. On a GPU it comes a step or two late, which is why the last few steps are kept, by
-reference. Weights are taken when the news comes: a skipped update leaves them untouched, so they are those of the bad
-step unless good updates came in between, and the capture says which (``weights_of_step``). For a step that was asked
-for they are taken before it. Whatever goes wrong in writing costs a line, never the training.
+On a CPU the numbers arrive at once. On a GPU they arrive a step or two late, so references to the last few steps'
+batches are kept. Weights are copied when the numbers arrive. A skipped update does not change them, so they are those
+of the bad step unless other updates were applied in between; the capture records which (``weights_of_step``). For a
+requested step they are copied before it. An error while writing is reported in one line and never stops the training.
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ from narrowgauge.gauges.replay import capture_files
 from narrowgauge.step_report import StepReport
 
 SMALL = 1 << 16
-"""Most elements of a buffer that is copied at every step."""
-ASKED = "it was asked for"
+"""Buffers of up to this many elements are copied at every step."""
 MAX_BYTES = 8 << 30
 WINDOW_BYTES = 256 << 20
-"""Most bytes of batches that are held back for news that has yet to come; two steps are kept whatever they weigh."""
+"""Limit for the batches kept while their numbers are still being copied; two steps are always kept."""
 
 
 @dataclass
@@ -49,30 +48,30 @@ class _Microbatch:
     batch: Any
     random: dict[str, Any]
     versions: list[int]
-    """Of the batch's tensors: a loop that writes the next batch into the same memory gives itself away."""
+    """Version counters of the batch's tensors: they show whether the loop has overwritten the batch."""
 
 
 @dataclass
-class _Seen:
-    """What a step began with."""
+class _StepStart:
+    """State at the start of a step."""
 
     step: int
     loss_scale: Tensor | None
     scales: dict[str, Any] | None
     buffers: dict[str, Tensor]
     weights: dict[str, Any] | None = None
-    """Those before the step, where its capture was asked for."""
+    """Weights before the step, if its capture was requested."""
     microbatches: list[_Microbatch] = field(default_factory=list)
 
     def nbytes(self) -> int:
-        return sum(t.nbytes for m in self.microbatches for _, t in capture_files.tensors_in(m.batch))
+        return sum(t.nbytes for m in self.microbatches for _, t in capture_files.list_tensors(m.batch))
 
 
 class Recorder:
-    """Watches a loop around an engine, and captures what went wrong in it into ``folder``.
+    """Captures steps of a training loop in which the loss or a gradient becomes inf or NaN.
 
-    ``max_captures`` lie in the folder at most, earlier runs' included; one of more than ``max_bytes`` is refused.
-    ``about`` makes what is needed to make the task again; ``tell`` takes the lines for people (default: the log).
+    Call ``record_batch`` before each forward, ``record_step`` after each ``engine.step()``, and ``finish`` at the end.
+    Replay a capture with ``ng.replay`` or ``narrowgauge replay``.
     """
 
     def __init__(
@@ -87,6 +86,21 @@ class Recorder:
         about: Callable[[], Mapping[str, Any]] | None = None,
         tell: Callable[[str], None] | None = None,
     ) -> None:
+        """Prepare to capture steps of an engine.
+
+        Args:
+            engine: The engine that the loop trains with.
+            folder: Where captures are written, one folder each. It is created when needed.
+            max_captures: Captures in the folder at most, including those of earlier runs.
+            max_bytes: Limit for the weights of one capture. Larger models are not captured.
+            window: Steps whose batches are kept while their numbers are being copied to the host.
+            patience: Under a dynamic loss scale, capture after this many consecutive skipped updates.
+            about: Returns what ``narrowgauge replay`` needs to create the task again; stored in the capture.
+            tell: Receives one line per capture or error. Default: a warning in the log.
+
+        Raises:
+            UsageError: ``window`` or ``patience`` is less than 1.
+        """
         for name, value in (("window", window), ("patience", patience)):
             if value < 1:
                 raise UsageError(f"Recorder: {name}={value} must be at least 1")
@@ -94,39 +108,59 @@ class Recorder:
         self.max_captures, self.max_bytes, self.window, self.patience = max_captures, max_bytes, window, patience
         self._about = about
         self._tell = tell or logging.getLogger("narrowgauge").warning
-        self._seen: deque[_Seen] = deque()
+        self._starts: deque[_StepStart] = deque()
         self._readback = Readback()
         self._loss: Tensor | None = None
-        self._wanted: set[int] = set()
+        self._requested: set[int] = set()
         self._streak = 0
         self._in_trouble = False
         self._large: dict[str, tuple[int, Tensor]] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What decides whether a step is captured, beside its own numbers."""
+        """Return the counters that decide, with a step's own numbers, whether it is captured."""
         return {"streak": self._streak, "in_trouble": self._in_trouble}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the counters from ``state_dict``."""
         self._streak = state.get("streak", 0)
         self._in_trouble = state.get("in_trouble", False)
 
     def request(self, step: int | None = None) -> None:
-        """Capture a step that is to come: the given one (counted from 1), or the next."""
+        """Capture a future step whatever its result.
+
+        Args:
+            step: Number of the step, counted from 1. Default: the next one.
+
+        Raises:
+            UsageError: The step is over.
+        """
         following = self.engine.updates + 1
         if step is not None and step < following:
             raise UsageError(f"Recorder: step {step} is over; the next one is {following}")
-        self._wanted.add(step or following)
+        self._requested.add(step or following)
 
-    def saw(self, batch: Any) -> None:
-        """Remember a microbatch, before its forward."""
+    def record_batch(self, batch: Any) -> None:
+        """Keep a microbatch. Call this before its forward.
+
+        Args:
+            batch: Tensors and plain values in tuples, named tuples, lists or dicts.
+        """
         step = self.engine.updates + 1
-        if not self._seen or self._seen[-1].step != step:
+        if not self._starts or self._starts[-1].step != step:
             self._begin(step)
-        versions = [_version(tensor) for _, tensor in capture_files.tensors_in(batch)]
-        self._seen[-1].microbatches.append(_Microbatch(batch, random_state.capture(), versions))
+        versions = [_version(tensor) for _, tensor in capture_files.list_tensors(batch)]
+        self._starts[-1].microbatches.append(_Microbatch(batch, random_state.capture(), versions))
 
-    def after(self, report: StepReport | None, loss: Tensor | None = None) -> Path | None:
-        """Take note of a step or flush, with the microbatch's loss; returns where a capture was written, if one was."""
+    def record_step(self, report: StepReport | None, loss: Tensor | None = None) -> Path | None:
+        """Note the result of a step without blocking. Call this after each ``engine.step()`` or ``engine.flush()``.
+
+        Args:
+            report: What ``engine.step()`` returned.
+            loss: The loss of the microbatch.
+
+        Returns:
+            The folder of a capture if one was written, for this step or an earlier one.
+        """
         if loss is not None:
             self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
         if report is None or not report.complete:
@@ -134,63 +168,79 @@ class Recorder:
         applied = report.tensors["applied"]
         total, self._loss = self._loss, None
         self._readback.push(report.index, {"applied": applied, "loss": applied.float() if total is None else total})
-        return self._heard_all(self._readback.ready())
+        return self._check_all(self._readback.ready())
 
-    def settle(self) -> Path | None:
-        """Wait for the news of every step so far; at the end of a loop."""
-        return self._heard_all(self._readback.drain())
+    def finish(self) -> Path | None:
+        """Wait for the numbers of all steps so far. Call this at the end of the loop.
 
-    def heard(self, step: int, loss: float, applied: bool) -> Path | None:
-        """Judge a step by its numbers, now that they are on the host."""
-        while self._seen and self._seen[0].step < step:
-            self._seen.popleft()
+        Returns:
+            The folder of a capture if one was written.
+        """
+        return self._check_all(self._readback.drain())
+
+    # The former names, for existing scripts.
+    saw, after, settle = record_batch, record_step, finish
+
+    def check_step(self, step: int, loss: float, applied: bool) -> Path | None:
+        """Decide from a step's numbers whether to capture it. ``record_step`` does this once they have arrived.
+
+        Args:
+            step: Number of the step, counted from 1.
+            loss: Its loss.
+            applied: False if the update was skipped.
+
+        Returns:
+            The folder of the capture if one was written.
+        """
+        while self._starts and self._starts[0].step < step:
+            self._starts.popleft()
         finite = math.isfinite(loss)
         self._streak = 0 if applied else self._streak + 1
-        asked = step in self._wanted
-        reason = ASKED if asked else self._reason(loss, finite, applied)
-        self._wanted.discard(step)
+        requested = step in self._requested
+        reason = capture_files.REQUESTED[0] if requested else self._find_reason(loss, finite, applied)
+        self._requested.discard(step)
         if finite and applied:
             self._in_trouble = False
-        if reason is None or (self._in_trouble and not asked):
+        if reason is None or (self._in_trouble and not requested):
             return None
         self._in_trouble = self._in_trouble or not (finite and applied)
         return self._capture(step, reason, loss, applied)
 
-    def _heard_all(self, news: list[tuple[Any, dict[str, float]]]) -> Path | None:
+    def _check_all(self, arrived: list[tuple[Any, dict[str, float]]]) -> Path | None:
         written = None
-        for step, values in news:
-            written = self.heard(step, values["loss"], bool(values["applied"])) or written
+        for step, values in arrived:
+            written = self.check_step(step, values["loss"], bool(values["applied"])) or written
         return written
 
-    def _reason(self, loss: float, finite: bool, applied: bool) -> str | None:
+    def _find_reason(self, loss: float, finite: bool, applied: bool) -> str | None:
         if not finite:
             return f"the loss is {loss}"
         scaler = self.engine.scaler
         if not applied and (scaler is None or not scaler.dynamic):
             return "a gradient is not finite"
         if self._streak >= self.patience:
-            return f"{self._streak} updates in a row were skipped"
+            return f"{self._streak} consecutive updates were skipped"
         return None
 
     def _begin(self, step: int) -> None:
         engine = self.engine
         scale = engine.scaler.tensor(engine.device).clone() if engine.scaler is not None else None
         scales = engine.conversion.scales.state_dict() if engine.conversion.scales is not None else None
-        self._seen.append(_Seen(step, scale, scales, self._copy_buffers()))
-        if step in self._wanted:
+        self._starts.append(_StepStart(step, scale, scales, self._copy_buffers()))
+        if step in self._requested:
             try:
-                self._seen[-1].weights = self._weights()
-            except Exception as error:  # out of memory, say: the training matters more
+                self._starts[-1].weights = self._copy_weights()
+            except Exception as error:  # for example out of memory: training must go on
                 self._fail(step, error)
-                self._wanted.discard(step)
-        held = sum(seen.nbytes() for seen in self._seen)
-        while len(self._seen) > self.window or (len(self._seen) > 2 and held > WINDOW_BYTES):
-            held -= self._seen.popleft().nbytes()
+                self._requested.discard(step)
+        held = sum(start.nbytes() for start in self._starts)
+        while len(self._starts) > self.window or (len(self._starts) > 2 and held > WINDOW_BYTES):
+            held -= self._starts.popleft().nbytes()
 
     def _copy_buffers(self) -> dict[str, Tensor]:
-        """The buffers as they are now; large ones that nobody has written to since the last look are not copied again.
+        """Copy the buffers. A large one is copied only if its version counter has changed since the last copy.
 
-        Small ones always are: batch norm writes its statistics without a trace in their version.
+        Small ones are always copied: batch norm writes its statistics without changing their version.
         """
         buffers = {name: buffer.detach() for name, buffer in self.engine.model.named_buffers()}
         small = [name for name, buffer in buffers.items() if buffer.numel() <= SMALL]
@@ -202,13 +252,13 @@ class Recorder:
             held[name] = copy
         return held
 
-    def _weights(self) -> dict[str, Any]:
+    def _copy_weights(self) -> dict[str, Any]:
         """The model's FP32 weights, copied to the CPU."""
         size = sum(p.numel() * 4 for p in self.engine.model.parameters())
         if size > self.max_bytes:
             raise UsageError(f"the model has {size:,} bytes of weights, more than max_bytes={self.max_bytes:,}")
         state: dict[str, Any] = self.engine.state_dict()["model"]
-        copies: dict[int, Tensor] = {}  # weights that two modules share stay one
+        copies: dict[int, Tensor] = {}  # tied weights are copied once
 
         def copy(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -221,53 +271,57 @@ class Recorder:
         return {name: copy(value) for name, value in state.items()}
 
     def _capture(self, step: int, reason: str, loss: float, applied: bool) -> Path | None:
-        path = capture_files.path_of(self.folder, step)
+        path = capture_files.make_path(self.folder, step)
         try:
-            full = len(capture_files.captures_in(self.folder)) >= self.max_captures
+            full = len(capture_files.list_captures(self.folder)) >= self.max_captures
             if full or path.exists():
-                if reason == ASKED:
-                    self._tell(f"step {step} is not captured: {self.folder} has as many captures as it may hold")
+                if reason == capture_files.REQUESTED[0]:
+                    self._tell(f"step {step} is not captured: {self.folder} already holds {self.max_captures} captures")
                 return None
-            seen = self._seen[0] if self._seen and self._seen[0].step == step else None
-            if seen is None or not seen.microbatches:
-                self._tell(f"step {step} is not captured ({reason}): the news of it came after {self.window} others")
+            start = self._starts[0] if self._starts and self._starts[0].step == step else None
+            if start is None or not start.microbatches:
+                self._tell(
+                    f"step {step} is not captured ({reason}): its numbers arrived after {self.window} later steps"
+                )
                 return None
-            capture_files.write(path, *self._describe(seen, reason, loss, applied))
-        except Exception as error:  # a full disk, say: the training matters more
+            capture_files.write(path, *self._describe(start, reason, loss, applied))
+        except Exception as error:  # for example a full disk: training must go on
             self._fail(step, error)
             return None
-        self._tell(f"step {step} is captured, as {reason}: narrowgauge replay {path}")
+        self._tell(f"captured step {step} because {reason}; to replay it: narrowgauge replay {path}")
         return path
 
-    def _describe(self, seen: _Seen, reason: str, loss: float, applied: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _describe(
+        self, start: _StepStart, reason: str, loss: float, applied: bool
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         engine = self.engine
-        weights = seen.weights if seen.weights is not None else self._weights()
-        since = 0 if seen.weights is not None else self._applied_since(seen.step) + applied
-        model = {name: seen.buffers[name].cpu() if name in seen.buffers else value for name, value in weights.items()}
-        buffers = {name: value.cpu() for name, value in seen.buffers.items() if name not in model}
+        weights = start.weights if start.weights is not None else self._copy_weights()
+        since = 0 if start.weights is not None else self._applied_since(start.step) + applied
+        model = {name: start.buffers[name].cpu() if name in start.buffers else value for name, value in weights.items()}
+        buffers = {name: value.cpu() for name, value in start.buffers.items() if name not in model}
         same = all(
-            m.versions == [_version(tensor) for _, tensor in capture_files.tensors_in(m.batch)]
-            for m in seen.microbatches
+            m.versions == [_version(tensor) for _, tensor in capture_files.list_tensors(m.batch)]
+            for m in start.microbatches
         )
-        scales = seen.scales and {k: v.cpu() if isinstance(v, Tensor) else v for k, v in seen.scales.items()}
+        scales = start.scales and {k: v.cpu() if isinstance(v, Tensor) else v for k, v in start.scales.items()}
         state = {
             "model": model,
             "buffers": buffers,
             "tensor_scales": scales,
-            "microbatches": [{"batch": capture_files.pack(m.batch), "random": m.random} for m in seen.microbatches],
+            "microbatches": [{"batch": capture_files.pack(m.batch), "random": m.random} for m in start.microbatches],
         }
         facts = {
-            "step": seen.step,
+            "step": start.step,
             "why": reason,
             "loss": loss,
             "applied": applied,
             "recipe": str(engine.recipe),
             "accumulate": engine.accumulate,
-            "loss_scale": None if seen.loss_scale is None else float(seen.loss_scale.item()),
+            "loss_scale": None if start.loss_scale is None else float(start.loss_scale.item()),
             "fused": bool(engine.conversion.layers),
-            "weights_of_step": seen.step + since,
-            # An engine that steps during backward has changed some weights before it knew that others are bad.
-            "exact": since == 0 and same and not (engine.released and seen.weights is None),
+            "weights_of_step": start.step + since,
+            # An engine that steps during backward has changed some weights before it finds that others are bad.
+            "exact": since == 0 and same and not (engine.released and start.weights is None),
             "batches_unchanged": same,
             "in_evaluation": [
                 name.removeprefix("_orig_mod.") for name, m in engine.model.named_modules() if not m.training
@@ -279,7 +333,7 @@ class Recorder:
         return facts, state
 
     def _applied_since(self, step: int) -> int:
-        """How many updates after ``step`` were not skipped. Waits for the device, which a capture may."""
+        """Count the updates applied after ``step``. This waits for the device, which is fine while capturing."""
         guard = self.engine.guard
         guard.settle()
         skipped = sum(mark.skipped for mark in guard.history if mark.update > step)
@@ -295,6 +349,6 @@ def _version(tensor: Tensor) -> int:
 
 
 def _copy(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies of many small tensors, by one kernel where this torch has it."""
+    """Copy many small tensors, with one kernel if this version of torch has it."""
     together = getattr(torch, "_foreach_clone", None)
     return list(together(tensors)) if together is not None and tensors else [tensor.clone() for tensor in tensors]

@@ -1,4 +1,4 @@
-"""Examines a run while it trains: watches its engine, applies every rule, and keeps what was found."""
+"""Examiner: watches an engine while it trains, applies every rule, and keeps the findings."""
 
 from __future__ import annotations
 
@@ -7,80 +7,120 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from narrowgauge.engine import Engine
-from narrowgauge.gauges.findings import Finding, Log
-from narrowgauge.gauges.rules.predict_formats import Foretold, foretell
+from narrowgauge.findings import Finding
+from narrowgauge.gauges.finding_log import FindingLog
+from narrowgauge.gauges.rules.fp8_rules import Fp8Rules
+from narrowgauge.gauges.rules.predict_formats import Prediction, predict_formats
 from narrowgauge.gauges.rules.step_rules import Step, StepRules
-from narrowgauge.gauges.rules.tensor_rules import SiteRules, see_look
-from narrowgauge.gauges.watch.probe import EVERY, Look, Pulse, Watch
+from narrowgauge.gauges.rules.tensor_rules import UpdateContext, check_tensors
 from narrowgauge.gauges.watch.readings import Reading
+from narrowgauge.gauges.watch.watch import EVERY, Fp8Reading, Snapshot, Watch
 
-_LOOKS = 32
+_SNAPSHOTS = 32
 _KIND_OF_SITE = {"input": "activation", "grad_output": "gradient", "weight": "weight"}
 
 
 class Examiner:
-    """Give it each step's numbers with ``see``, and ask for tensors' with ``collect``; both return what is new."""
+    """Watches an engine and applies the rules for steps, tensors and FP8 sites.
+
+    Call ``check_step`` with the numbers of each step, and ``collect`` regularly for what was read from tensors. Both
+    return only new findings; ``findings`` has all of them.
+    """
 
     def __init__(self, engine: Engine, every: int = EVERY) -> None:
+        """Start watching.
+
+        Args:
+            engine: The engine to watch.
+            every: Updates between two snapshots of its tensors.
+
+        Raises:
+            UsageError: ``every`` is not an integer of at least 1.
+        """
         self.watch = Watch(engine, every)
         scaler, recipe = engine.scaler, engine.recipe
         dynamic = recipe.loss_scale == "dynamic" and scaler is not None
-        self.steps = StepRules(dynamic, scaler.floor if dynamic and scaler is not None else 1.0)
-        self.sites = SiteRules()
-        self.log = Log()
-        self.looks: deque[Look] = deque(maxlen=_LOOKS)
-        """The latest, for what can be foretold from them."""
-        self._dithered = recipe.master == "none" and all(getattr(o, "dithers", False) for o in engine.optimizers)
+        self.step_rules = StepRules(dynamic, scaler.floor if dynamic and scaler is not None else 1.0)
+        self.fp8_rules = Fp8Rules()
+        self.log = FindingLog()
+        self.snapshots: deque[Snapshot] = deque(maxlen=_SNAPSHOTS)
+        """The latest snapshots, which predictions are made from."""
+        self._stochastic = recipe.master == "none" and all(getattr(o, "dithers", False) for o in engine.optimizers)
 
     @property
     def findings(self) -> list[Finding]:
+        """All findings so far."""
         return self.log.findings
 
     def state_dict(self) -> dict[str, Any]:
-        """What the rules remember, as plain values: without it a resumed run would be judged as one that begins."""
-        return {"steps": self.steps.state_dict(), "sites": self.sites.state_dict(), "found": self.log.state_dict()}
+        """Return what the rules remember, as plain values. Without it, a resumed run is judged like a new one."""
+        steps, sites = self.step_rules.state_dict(), self.fp8_rules.state_dict()
+        return {"steps": steps, "sites": sites, "found": self.log.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any], looks: Iterable[Mapping[str, Any]] = ()) -> None:
-        """Go on from a state; an empty one leaves all as it is. ``looks``: the readings so far, as the record has them.
+    def load_state_dict(self, state: Mapping[str, Any], snapshots: Iterable[Mapping[str, Any]] = ()) -> None:
+        """Restore what the rules remember.
 
-        Readings are in the record anyway, and too many for every checkpoint.
+        Args:
+            state: A state from ``state_dict``; an empty one changes nothing.
+            snapshots: The snapshots so far, as events of the run's record. They are not part of the state, because
+                they are in the record anyway and would make every checkpoint larger.
         """
-        for event in looks:
+        for event in snapshots:
             readings = [Reading.from_event(reading) for reading in event["readings"]]
-            self.looks.append(Look(event["step"], readings, bool(event["applied"])))
+            self.snapshots.append(Snapshot(event["step"], readings, bool(event["applied"])))
         if state:
-            self.steps.load_state_dict(state["steps"])
-            self.sites.load_state_dict(state["sites"])
+            self.step_rules.load_state_dict(state["steps"])
+            self.fp8_rules.load_state_dict(state["sites"])
             self.log.load_state_dict(state["found"])
 
-    def see(self, step: Step) -> list[Finding]:
-        """A step's numbers have arrived."""
-        return self.log.add(self.steps.see(step))
+    def check_step(self, step: Step) -> list[Finding]:
+        """Apply the step rules.
 
-    def collect(self, wait: bool = False) -> tuple[list[Look], list[Pulse], list[Finding]]:
-        """Readings that have arrived since, and what they show; ``wait`` for those still on their way."""
-        looks, pulses = self.watch.looks(wait), self.watch.pulses(wait)
+        Args:
+            step: The numbers of one update, in order.
+
+        Returns:
+            The new findings.
+        """
+        return self.log.add(self.step_rules.check(step))
+
+    see = check_step  # the former name, for existing scripts
+
+    def collect(self, wait: bool = False) -> tuple[list[Snapshot], list[Fp8Reading], list[Finding]]:
+        """Take what has been read from tensors since the last call, and apply the tensor and FP8 rules.
+
+        Args:
+            wait: Also wait for readings still being copied from the device.
+
+        Returns:
+            The snapshots, the FP8 readings and the new findings.
+        """
+        snapshots, fp8_readings = self.watch.snapshots(wait), self.watch.fp8_readings(wait)
         found = []
-        self.looks.extend(looks)
-        for look in looks:
-            found += see_look(look, self._dithered, self.watch.engine.accumulate)
-            self._learn_sizes(look)
-        for pulse in pulses:
-            found += self.sites.see(pulse)
-        return looks, pulses, self.log.add(found)
+        self.snapshots.extend(snapshots)
+        for snapshot in snapshots:
+            found += check_tensors(UpdateContext(snapshot, self.watch.engine.accumulate, self._stochastic))
+            self._learn_sizes(snapshot)
+        for reading in fp8_readings:
+            found += self.fp8_rules.check(reading)
+        return snapshots, fp8_readings, self.log.add(found)
 
-    def foretell(self) -> list[Foretold]:
-        """How FP16 and FP8 would do, where the run itself is in a wide format; else nothing."""
+    def predict(self) -> list[Prediction]:
+        """Predict how FP16 and FP8 would do.
+
+        Returns:
+            A prediction for each of the two formats. Empty if the run itself is not in FP32, TF32 or BF16.
+        """
         wide = self.watch.engine.recipe.compute in ("fp32", "tf32", "bf16")
-        return foretell([look.readings for look in self.looks]) if wide and self.looks else []
+        return predict_formats([snapshot.readings for snapshot in self.snapshots]) if wide and self.snapshots else []
 
-    def _learn_sizes(self, look: Look) -> None:
-        """How many values a site's tensor has: a grad_output is as large as the output; weights are known."""
-        counts = {(reading.kind, reading.module): reading.count for reading in look.readings}
+    def _learn_sizes(self, snapshot: Snapshot) -> None:
+        """Note the size of each FP8 site's tensor: a grad_output is as large as the output, a weight is known."""
+        counts = {(reading.kind, reading.module): reading.count for reading in snapshot.readings}
         scales = self.watch.engine.conversion.scales
         for site in scales.sites if scales is not None else ():
             path, _, end = site.rpartition(".")
             name = f"{path}.weight" if end == "weight" else path
             known = counts.get((_KIND_OF_SITE[end], name))
-            if known and end != "input":  # what a layer reads is another one's output, under that one's name
-                self.sites.sizes[site] = known
+            if known and end != "input":  # the input of a layer is the output of another, and read under its name
+                self.fp8_rules.sizes[site] = known

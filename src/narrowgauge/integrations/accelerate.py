@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 
 from narrowgauge.errors import UsageError
 from narrowgauge.integrations.gauges import Gauges
-from narrowgauge.integrations.hosted import Hosted, check_options, need
+from narrowgauge.integrations.hosted import Hosted, check_options, import_library
 from narrowgauge.nn.changes import Change, apply_change
-from narrowgauge.ranks.distribute import inside
+from narrowgauge.ranks.distribute import unwrap_ddp
 from narrowgauge.recipe import Recipe
 
 SPREADS = ("NO", "MULTI_CPU", "MULTI_GPU")
@@ -40,7 +40,7 @@ def prepare(accelerator: Any, *objects: Any, recipe: str | Recipe = "auto", **op
 
 def adopt(accelerator: Any, recipe: str | Recipe = "auto", **options: Any) -> Bridge:
     """Let every later ``accelerator.prepare(model, optimizer, ...)`` train under a recipe."""
-    library = need("accelerate", "accelerate")
+    library = import_library("accelerate", "accelerate")
     if not isinstance(accelerator, library.Accelerator):
         raise UsageError(f"expected an accelerate.Accelerator, got {type(accelerator).__name__}")
     if isinstance(accelerator.scaler, Bridge):
@@ -99,7 +99,7 @@ class Bridge:
         return self._plain_prepare(*objects, **kwargs)
 
     def _make(self, model: nn.Module, optimizer: Optimizer) -> Optimizer:
-        if self._engine is not None and self._engine.inner is not inside(model):
+        if self._engine is not None and self._engine.inner is not unwrap_ddp(model):
             raise UsageError("an Accelerator under a recipe trains one model: one loss scale serves one; make another")
         self._engine = engine = Hosted(model, optimizer, self._recipe, **self._options)
         _surround(self, engine)
@@ -132,10 +132,10 @@ class Bridge:
         return self.engine.scaler is not None
 
     def state_dict(self) -> dict[str, Any]:
-        return self.engine.carried()
+        return self.engine.precision_state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.engine.carry_on(state)
+        self.engine.load_precision_state_dict(state)
 
 
 class _Loss:
@@ -145,7 +145,7 @@ class _Loss:
         self._engine, self._loss = engine, loss
 
     def backward(self, **kwargs: Any) -> None:
-        self._engine.backward(self._loss, lambda scaled: scaled.backward(**kwargs))
+        self._engine.run_backward(self._loss, lambda scaled: scaled.backward(**kwargs))
 
 
 def _surround(bridge: Bridge, engine: Hosted) -> None:
@@ -161,7 +161,7 @@ class _Surrounded(Change):
         self.step_context = engine.step_context if engine is not None else None
 
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        widen = need("accelerate.utils", "accelerate").convert_to_fp32
+        widen = import_library("accelerate.utils", "accelerate").convert_to_fp32
         if self.bridge is not None and self.bridge.gauges is not None:
             self.bridge.gauges.saw({**{str(i): value for i, value in enumerate(args)}, **kwargs})
         assert self.step_context is not None

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from narrowgauge.device_readback import Readback
+from narrowgauge.findings import Finding
 from narrowgauge.gauges.capture import Recorder
 from narrowgauge.gauges.examiner import Examiner
-from narrowgauge.gauges.findings import Finding
 from narrowgauge.gauges.rules.step_rules import Step
-from narrowgauge.gauges.watch.probe import EVERY
+from narrowgauge.gauges.watch.watch import EVERY
 from narrowgauge.integrations.hosted import Hosted
 from narrowgauge.step_report import StepReport
 
@@ -49,7 +49,7 @@ class Gauges:
     def saw(self, batch: Any) -> None:
         """Remember a microbatch, before its forward."""
         if self.recorder is not None and torch.is_grad_enabled() and self.engine.model.training:
-            self.recorder.saw(batch)
+            self.recorder.record_batch(batch)
 
     @contextlib.contextmanager
     def around(self, _: str) -> Iterator[None]:
@@ -75,9 +75,9 @@ class Gauges:
         for number, values in news:
             applied = values["applied"] > 0
             if self.recorder is not None:
-                self.recorder.heard(number, values["loss"], applied)
+                self.recorder.check_step(number, values["loss"], applied)
             step = Step(number, values["loss"], values["grad_norm"], values["loss_scale"], applied)
-            self._told(self.examiner.see(step))
+            self._told(self.examiner.check_step(step))
 
     def _told(self, found: list[Finding]) -> None:
         for finding in found:

@@ -1,20 +1,20 @@
-"""An engine in a loop that another library runs: the host divides, accumulates, clips and decides when to step.
+"""Hosted: an engine in a training loop that another library (the host) runs.
 
-    forward()       the surroundings alone: when gradients are summed over ranks is the host's affair
-    backward(l)     (l * scale).backward() by the host's own function; the host has divided l by its microbatches
-    unscale()       gradients / scale, in place, as clipping and readers of gradients expect; notes what is not finite
-    step()          the engine's update with what is in the gradients now
+    forward()       as in Engine; the host decides when ranks sum gradients
+    backward(l)     (l * scale).backward(), through the host's own function; the host divides l by its microbatches
+    unscale()       gradients / scale, in place, before the host clips or reads them; notes which are not finite
+    step()          the engine's update with the current gradients
 
-The engine's update unscales by itself, together with its check and its clipping. Gradients that the host has had
-unscaled are therefore scaled again just before it: exact, as dynamic scales are powers of 2. Where one was not finite,
-a NaN is put into the first, so that the update is skipped even if clipping by value has made all of them finite.
+The engine's update unscales the gradients itself, in one pass with its check and its clipping. So gradients that
+``unscale`` has divided are multiplied by the scale again just before the update; this is exact, because dynamic scales
+are powers of 2. A gradient that was not finite at ``unscale`` skips the update, even if clipping by value has made it
+finite since.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,28 +22,37 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from narrowgauge.engine import Engine
+from narrowgauge.engine.checks import find_trainable
 from narrowgauge.errors import UsageError
-from narrowgauge.nn.changes import plain_products
 from narrowgauge.optim.norms import gradient_norms
 from narrowgauge.optim.sharded import local
 from narrowgauge.recipe import Recipe, parse
 from narrowgauge.step_report import StepReport
 
 OPTIONS = ("clip_norm", "compile", "blocks", "fused", "max_consecutive_skips")
+"""The options of ``Engine`` that the integrations accept."""
 
 
-def need(library: str, install: str) -> Any:
-    """A library that narrowgauge does not depend on, or one line that says how to get it."""
+def import_library(library: str, install: str) -> Any:
+    """Import a library that narrowgauge does not depend on.
+
+    Args:
+        library: The module to import.
+        install: What to pass to ``pip install`` for it.
+
+    Raises:
+        UsageError: It is not installed.
+    """
     try:
         return importlib.import_module(library)
     except ImportError as error:
         if error.name is not None and error.name.split(".")[0] != library.split(".")[0]:
-            raise  # the library is here, and something that it needs is not
+            raise  # the library is installed, but one of its dependencies is not
         raise UsageError(f"{library} is not installed: pip install {install}") from None
 
 
 def check_options(recipe: str | Recipe, options: dict[str, Any]) -> None:
-    """Refuse what cannot work in a host's loop, before anything is changed."""
+    """Raise UsageError for a recipe or an option that cannot work in a host's loop."""
     if "accumulate" in options:
         raise UsageError("accumulate belongs to the library that runs the loop: set gradient accumulation there")
     unknown = sorted(set(options) - set(OPTIONS))
@@ -51,112 +60,129 @@ def check_options(recipe: str | Recipe, options: dict[str, Any]) -> None:
         raise UsageError(f"unknown option {unknown[0]!r}; expected one of {', '.join(OPTIONS)}")
     if parse(recipe).gradients == "released":
         raise UsageError(
-            f"recipe {recipe}: gradients=released steps during backward, which a loop that clips, accumulates or "
-            "decides when to step cannot have; take gradients=bf16 or gradients=fp32, or ng.Engine itself"
+            f"recipe {recipe}: gradients=released steps during backward, but this loop clips, accumulates or decides "
+            "when to step; use gradients=bf16 or gradients=fp32, or ng.Engine directly"
         )
 
 
 class Hosted(Engine):
-    """An engine whose loop, accumulation and clipping are another library's."""
+    """An engine for a host library that runs the loop, accumulates microbatches and may clip gradients.
+
+    Args:
+        model: The model, as for ``Engine``.
+        optimizer: Its optimizer. A hosted engine has exactly one.
+        recipe: A recipe or its text.
+        **options: ``clip_norm``, ``compile``, ``blocks``, ``fused`` and ``max_consecutive_skips`` of ``Engine``.
+
+    Attributes:
+        report: The ``StepReport`` of the latest update, or None before the first.
+        loss: The sum of the losses since the latest update, each already divided by the host; None if there are none.
+    """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, recipe: str | Recipe = "auto", **options: Any) -> None:
         check_options(recipe, options)
         super().__init__(model, optimizer, recipe, **options)
         self.report: StepReport | None = None
-        """The latest update's."""
         self.loss: Tensor | None = None
-        """The sum of the losses that backward had since the latest update: the host has made shares of them."""
-        self._finite: Tensor | None = None
-        """For each parameter, whether its gradient was finite; known from ``unscale`` to ``step``."""
-        self._record = self.guard.record
-        self.guard.record = self._record_blamed  # type: ignore[method-assign]
+        self._unscaled: _UnscaledGradients | None = None
 
-    @contextlib.contextmanager
-    def forward(self, double_backward: bool = False) -> Iterator[None]:
-        """The surroundings of the forward pass and the loss."""
-        plain = plain_products() if double_backward else contextlib.nullcontext()
-        with self._explained(), self._watched("forward"), self.step_context.forward(), plain:
-            yield
+    def _begin_microbatch(self) -> None:
+        """Do nothing: the host decides when DDP or FSDP sums gradients over the ranks."""
 
-    def backward(  # type: ignore[override]
-        self, loss: Tensor, run: Callable[[Tensor], Any] = Tensor.backward
-    ) -> None:
-        """Backward of a loss that the host has divided by its microbatches; ``run`` is the host's way to do it."""
-        scaled = self.scaled(loss)
-        self._scale_again()  # a host that clips within an accumulation
-        with self._explained(), self._watched("backward"), self.step_context.backward():
-            run(scaled)
-        shown = loss.detach().float().reshape(())
-        self.loss = shown if self.loss is None else self.loss + shown
-        self._microbatches = 1  # whatever is in the gradients is one update's
+    def run_backward(self, loss: Tensor, run: Callable[[Tensor], Any]) -> None:
+        """Run the host's backward for a loss that the host has divided by its microbatches.
+
+        Args:
+            loss: A scalar loss.
+            run: The host's backward. It is called with the scaled loss, in the recipe's context.
+        """
+        self._rescale_gradients()  # for a host that clips during an accumulation
+        super().run_backward(loss, run)
+        detached = loss.detach().float().reshape(())
+        self.loss = detached if self.loss is None else self.loss + detached
 
     @torch.no_grad()
     def unscale(self) -> None:
-        """Divide the gradients by the loss scale, in place, until the next step or backward. Twice is once."""
-        if self._finite is not None or self._microbatches == 0:
+        """Divide the gradients by the loss scale, in place, until the next backward or step. Repeating it is safe."""
+        if self._unscaled is not None or self._microbatches == 0:
             return
-        self._finite = torch.isfinite(gradient_norms(self.named.values(), {}, self.device))
+        finite = torch.isfinite(gradient_norms(self.named.values(), {}, self.device))
+        self._unscaled = _UnscaledGradients(list(self.named), finite)
         if self.scaler is not None:
-            self._multiply(self.scaler.tensor(self.device).double().reciprocal().float())
-
-    def step(self, *optimizers: Optimizer) -> StepReport:
-        """Update the weights with the gradients that are in."""
-        finite = self._finite
-        self._scale_again()
-        self._finite = finite
-        try:
-            if finite is not None:
-                self._spoil(finite)
-            self.report = super().step(*optimizers)
-        finally:
-            self._finite = None
-        self.loss = None
-        return self.report
-
-    def carried(self) -> dict[str, Any]:
-        """What goes on beside model and optimizer, which the host saves: loss scale, counters, FP8 scales."""
-        return {
-            "recipe": str(self.recipe),
-            "scaler": self.scaler.state_dict() if self.scaler else None,
-            "guard": self.guard.state_dict(),
-            "tensor_scales": self.conversion.scales.state_dict() if self.conversion.scales else None,
-        }
-
-    def carry_on(self, state: dict[str, Any]) -> None:
-        """Go on from what was carried. Of another recipe's state, what this one has no use for is left."""
-        if "guard" not in state:
-            raise UsageError("the checkpoint's precision state is not narrowgauge's: it was saved without this recipe")
-        if self.scaler is not None and state["scaler"]:
-            self.scaler.load_state_dict(state["scaler"])
-        if self.conversion.scales is not None and state["tensor_scales"]:
-            self.conversion.scales.load_state_dict(state["tensor_scales"])
-        self.guard.load_state_dict(state["guard"])
-        self._microbatches, self._finite, self.loss = 0, None, None
+            self._multiply_gradients(self.scaler.tensor(self.device).double().reciprocal().float())
 
     @torch.no_grad()
-    def _scale_again(self) -> None:
-        if self._finite is not None and self.scaler is not None:
-            self._multiply(self.scaler.tensor(self.device))
-        self._finite = None
+    def _rescale_gradients(self) -> None:
+        if self._unscaled is not None and self.scaler is not None:
+            self._multiply_gradients(self.scaler.tensor(self.device))
+        self._unscaled = None
 
-    @torch.no_grad()
-    def _spoil(self, finite: Tensor) -> None:
-        """Let the engine's check see that a gradient was not finite before the host clipped it."""
-        first = next((p for p in self.named.values() if p.grad is not None), None)
-        if first is not None:
-            values = _values(first)
-            values.mul_(torch.where(finite.all(), 1.0, torch.nan).to(values.device, values.dtype))
-
-    def _multiply(self, factor: Tensor) -> None:
-        grads = [_values(p) for p in self.named.values() if p.grad is not None]
+    def _multiply_gradients(self, factor: Tensor) -> None:
+        grads = [
+            p.grad._values() if p.grad.is_sparse else local(p.grad) for p in self.named.values() if p.grad is not None
+        ]
         if grads:
             torch._foreach_mul_(grads, factor)
 
-    def _record_blamed(self, found_inf: Tensor, scale: Tensor | None = None, bad: Tensor | None = None) -> None:
-        """Blame the gradients that were not finite at first: clipping by a norm that is NaN makes all of them so."""
-        self._record(found_inf, scale, bad if self._finite is None else ~self._finite)
+    def _update(self, chosen: Sequence[Optimizer] = ()) -> StepReport:
+        unscaled = self._unscaled
+        self._rescale_gradients()
+        self._unscaled = unscaled
+        try:
+            self.report = super()._update(chosen)
+        finally:
+            self._unscaled, self.loss = None, None
+        return self.report
+
+    def _measure_gradients(
+        self, parameters: Mapping[str, nn.Parameter], released: Mapping[nn.Parameter, Tensor]
+    ) -> Tensor:
+        """Return the norms; NaN for gradients that were not finite at ``unscale``, whatever clipping made of them."""
+        norms = super()._measure_gradients(parameters, released)
+        return norms if self._unscaled is None else self._unscaled.blame(norms, parameters)
+
+    def load_precision_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what ``precision_state_dict`` returned; drop what was noted about the current gradients.
+
+        Args:
+            state_dict: The state.
+        """
+        super().load_precision_state_dict(state_dict)
+        self._unscaled, self.loss = None, None
+
+    def set_optimizer(self, optimizer: Optimizer) -> None:
+        """Step this optimizer from now on, for hosts that show it only at the first step.
+
+        Args:
+            optimizer: An optimizer over all trainable parameters of the model.
+
+        Raises:
+            UsageError: The optimizer does not have all of them, or has others.
+        """
+        named = find_trainable(self.inner, [optimizer])
+        optimized = {p for group in optimizer.param_groups for p in group["params"]}
+        if any(parameter not in optimized for parameter in named.values()):
+            raise UsageError(
+                "a recipe trains one model with one optimizer, and this optimizer lacks some of the model's trainable "
+                "parameters; add them, in groups if needed, or call requires_grad_(False) on them"
+            )
+        self.named, self.optimizers = named, [optimizer]
 
 
-def _values(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad._values() if parameter.grad.is_sparse else local(parameter.grad)
+class _UnscaledGradients:
+    """Which gradients were finite when they were unscaled, by parameter name."""
+
+    def __init__(self, names: list[str], finite: Tensor) -> None:
+        self.names, self.finite = names, finite
+
+    def blame(self, norms: Tensor, parameters: Mapping[str, nn.Parameter]) -> Tensor:
+        """Return the norms of a check that blames exactly the gradients that were not finite at first.
+
+        Clipping by a norm that is NaN makes every gradient NaN, and clipping by value makes every gradient finite.
+        """
+        finite = self.finite
+        if list(parameters) != self.names:  # a part was frozen or unfrozen since
+            known = dict(zip(self.names, finite.unbind(), strict=True))
+            finite = torch.stack([known.get(name, torch.ones_like(finite[0])) for name in parameters])
+        blamed = torch.where(finite, torch.zeros_like(norms), torch.nan)
+        return torch.where(finite.all(), norms, blamed)

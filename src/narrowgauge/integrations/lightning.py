@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from narrowgauge import hardware
-from narrowgauge.engine.checks import trainable
+from narrowgauge.engine.setup import is_emulated
 from narrowgauge.errors import UsageError
-from narrowgauge.integrations.hosted import Hosted, check_options, need
+from narrowgauge.integrations.hosted import Hosted, check_options, import_library
 from narrowgauge.nn.changes import remove_changes
 from narrowgauge.nn.step_context import StepContext
 from narrowgauge.optim import full_precision
@@ -58,9 +58,9 @@ def _imported_family() -> str:
 def _plugin_class(family: str) -> type:
     if family not in FAMILIES:
         raise UsageError(f"family={family!r} is unknown; expected one of {', '.join(FAMILIES)}")
-    need(family, "lightning")
+    import_library(family, "lightning")
     home = FAMILIES[family] or family
-    base = need(f"{home}.plugins.precision", "lightning").Precision
+    base = import_library(f"{home}.plugins.precision", "lightning").Precision
     name = "NarrowgaugePrecision"  # also the key of the plugin's state in a Trainer's checkpoints
     return type(name, (_Plugin, base), {"__module__": __name__, "__qualname__": name, "_base": base})
 
@@ -117,7 +117,7 @@ class _Plugin:
                 f"returns {len(optimizers)}"
             )
         if self._engine is not None and optimizers[0] in self._engine.optimizers:  # to evaluate after training
-            self._saved = self._engine.carried()
+            self._saved = self._engine.precision_state_dict()
         self._take(Hosted(model, optimizers[0], self.recipe, **self._options))
         return model, self.engine.optimizers, lr_schedulers
 
@@ -131,7 +131,7 @@ class _Plugin:
 
     def convert_output(self, data: Any) -> Any:
         """Fabric's models hand out FP32: losses are computed outside of the surroundings."""
-        apply = need("lightning_utilities.core.apply_func", "lightning").apply_to_collection
+        apply = import_library("lightning_utilities.core.apply_func", "lightning").apply_to_collection
         return apply(data, Tensor, lambda t: t.float() if t.dtype in (torch.float16, torch.bfloat16) else t)
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
@@ -146,7 +146,7 @@ class _Plugin:
             else:
                 scaled.backward(*args, **kwargs)
 
-        self.engine.backward(tensor, run)
+        self.engine.run_backward(tensor, run)
 
     def post_backward(self, tensor: Tensor, module: Any) -> Any:
         return self._base.post_backward(self, tensor, module) if self._in_trainer else tensor
@@ -175,11 +175,11 @@ class _Plugin:
         self.engine.unscale()
 
     def state_dict(self) -> dict[str, Any]:
-        return self._engine.carried() if self._engine is not None else dict(self._saved or {})
+        return self._engine.precision_state_dict() if self._engine is not None else dict(self._saved or {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._engine is not None:
-            self._engine.carry_on(state)
+            self._engine.load_precision_state_dict(state)
         else:
             self._saved = state
 
@@ -196,7 +196,7 @@ class _Plugin:
     def _take(self, engine: Hosted, seen: bool = True) -> None:
         self._engine, self._module, self._optimizer_seen = engine, engine.inner, seen
         if self._saved:
-            engine.carry_on(self._saved)
+            engine.load_precision_state_dict(self._saved)
         self._saved = None
 
     def _check_free(self, module: nn.Module) -> None:
@@ -210,14 +210,8 @@ class _Plugin:
         """Put the optimizer that Fabric steps in the place of the stand-in."""
         engine = self.engine
         if not self._optimizer_seen:
-            engine.named = trainable(engine.inner, [optimizer])
-            trained = {p for group in optimizer.param_groups for p in group["params"]}
-            if any(parameter not in trained for parameter in engine.named.values()):
-                raise UsageError(
-                    "a recipe trains one model by one optimizer, and this one has not all of its trainable "
-                    "parameters; give it all, in groups if need be, or requires_grad_(False) to the others"
-                )
-            engine.optimizers, self._optimizer_seen = [optimizer], True
+            engine.set_optimizer(optimizer)
+            self._optimizer_seen = True
         if optimizer not in engine.optimizers:
             raise UsageError("a recipe trains one model by one optimizer, and another one was stepped before")
 
@@ -227,8 +221,7 @@ class _Plugin:
         place = first.device if first is not None else torch.get_default_device()
         device = hardware.detect(str(place))
         recipe = parse(self.recipe, device)
-        emulated = place.type == "cpu" and recipe.compute not in ("fp32", *device.native)
-        return StepContext(recipe, place, emulated).forward()
+        return StepContext(recipe, place, is_emulated(recipe, device)).forward()
 
 
 def _refuse_lean(recipe: str | Recipe, module: nn.Module) -> None:

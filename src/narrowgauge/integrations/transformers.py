@@ -20,11 +20,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from narrowgauge.errors import UsageError
-from narrowgauge.gauges.findings import Finding
-from narrowgauge.gauges.watch.probe import EVERY
+from narrowgauge.findings import Finding
+from narrowgauge.gauges.watch.watch import EVERY
 from narrowgauge.integrations.accelerate import Bridge, adopt
 from narrowgauge.integrations.gauges import Gauges
-from narrowgauge.integrations.hosted import Hosted, need
+from narrowgauge.integrations.hosted import Hosted, import_library
 from narrowgauge.recipe import Recipe
 
 
@@ -41,7 +41,7 @@ def adapt(
     Tensors are read every ``watch`` updates (0: never, and no findings); steps that go wrong are written to the folder
     ``captures``. ``options`` are the engine's: clip_norm, compile, blocks, fused, max_consecutive_skips.
     """
-    library = need("transformers", "'transformers[torch]'")
+    library = import_library("transformers", "'transformers[torch]'")
     if not isinstance(trainer, library.Trainer):
         raise UsageError(f"adapt: expected a transformers.Trainer, got {type(trainer).__name__}")
     if captures is not None and not watch:
@@ -70,7 +70,7 @@ def replay_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
 
 @functools.cache
 def _callback_class() -> type:
-    base = need("transformers", "'transformers[torch]'").TrainerCallback
+    base = import_library("transformers", "'transformers[torch]'").TrainerCallback
     return type("NarrowgaugeCallback", (_Callback, base), {"__module__": __name__})
 
 

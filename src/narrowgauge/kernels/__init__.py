@@ -10,6 +10,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from narrowgauge.kernels.dry_run import is_dry_run
+
 FP8_MAX: dict[torch.dtype, float] = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 """The largest finite value of each FP8 format: casts saturate here."""
 
@@ -46,9 +48,14 @@ def fitting_scale(amax: Tensor, largest: Tensor | float, margin: int = 0) -> Ten
     return torch.where(good, scale.clamp(*SCALE_RANGE), 1.0)
 
 
+def have_triton() -> bool:
+    """Whether Triton is installed; a dry run acts as if it was."""
+    return HAVE_TRITON or is_dry_run()
+
+
 def use_triton(tensor: Tensor) -> bool:
     """Whether a call on ``tensor`` launches a kernel: on CUDA, and where tests ask for Triton's interpreter."""
-    return HAVE_TRITON and (tensor.is_cuda or interpreting)
+    return (HAVE_TRITON or is_dry_run()) and (tensor.is_cuda or interpreting)
 
 
 def direct(*tensors: Tensor) -> bool:

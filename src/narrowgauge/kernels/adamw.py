@@ -20,7 +20,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from narrowgauge import events
 from narrowgauge.kernels import HAVE_TRITON, jit, use_triton
+from narrowgauge.kernels.dry_run import launch
 from narrowgauge.kernels.multi_tensor import is_whole, pieces, places
 
 if HAVE_TRITON:
@@ -56,6 +58,12 @@ class Lists:
         scales = self.first_scale, self.second_scale
         every = (self.weight, self.grad, self.first, self.second, self.low, self.check, *scales)
         return [column or self.weight for column in every]
+
+    @property
+    def states(self) -> list[Tensor]:
+        """What the kernel reads and writes: all but the gradients."""
+        parts = (self.weight, self.first, self.second, self.low, self.check, self.first_scale, self.second_scale)
+        return [tensor for part in parts for tensor in part]
 
     @property
     def master(self) -> str:
@@ -108,24 +116,29 @@ def flat(tensor: Tensor) -> Tensor:
 
 def gradient_norms(grads: list[Tensor]) -> Tensor:
     """The norm of each gradient (all of one format, on one device), in FP32: exact wherever FP32 holds the result."""
+    events.report_launch("gradient_norms", grads, ())
     device, whole = grads[0].device, is_whole([grads])
     work = pieces(tuple(g.numel() for g in grads), NORM_BLOCK, device)
     partial = torch.empty(work.count, device=device, dtype=torch.float64)
     norms = torch.empty(len(grads), device=device)
-    _squares_kernel[(work.count,)](
-        grads[0], places([grads], whole), work.owner, work.place, work.sizes, partial, WHOLE=whole,
-        UNIT=_unit(grads[0], whole), BLOCK=NORM_BLOCK, num_warps=8,
+    launch(
+        _squares_kernel, (work.count,), grads[0], places([grads], whole), work.owner, work.place, work.sizes, partial,
+        WHOLE=whole, UNIT=_unit(grads[0], whole), BLOCK=NORM_BLOCK, num_warps=8,
     )  # fmt: skip
-    _norms_kernel[(len(grads),)](partial, work.first, norms, BLOCK=1024, num_warps=4)
+    launch(_norms_kernel, (len(grads),), partial, work.first, norms, BLOCK=1024, num_warps=4)
     return norms
 
 
 def adamw(lists: Lists, numbers: Numbers) -> None:
     """Step every parameter of the lists."""
+    if events.is_listening():
+        states = lists.states
+        events.report_launch("adamw", [*states, *lists.grad], states)
     columns = lists.columns
     whole = is_whole(columns)
     work = pieces(tuple(w.numel() for w in lists.weight), BLOCK, lists.weight[0].device)
-    _adamw_kernel[(work.count,)](
+    launch(
+        _adamw_kernel, (work.count,),
         *(column[0] for column in columns), places(columns, whole), work.owner, work.place, work.sizes,
         numbers.steps, numbers.ticks, numbers.seeds, numbers.factor, numbers.found, numbers.foreign,
         1.0 - numbers.beta1, numbers.beta2, 1.0 - numbers.beta2, numbers.eps,

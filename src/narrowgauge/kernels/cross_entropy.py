@@ -32,6 +32,7 @@ import math
 import torch
 from torch import Tensor
 
+from narrowgauge import events
 from narrowgauge.kernels import FP8_MAX, direct, use_triton
 from narrowgauge.kernels.cast import transpose_reference
 from narrowgauge.kernels.cross_entropy_kernels import (
@@ -42,6 +43,7 @@ from narrowgauge.kernels.cross_entropy_kernels import (
     rescale_kernel,
     statistics_kernel,
 )
+from narrowgauge.kernels.dry_run import is_dry_run, launch
 from narrowgauge.kernels.fp8_tile import FLUSHED, tiles, whole
 
 IGNORE = -100
@@ -115,10 +117,12 @@ def rescale_(tensor: Tensor, factor: Tensor) -> Tensor:
 
     So a gradient made before its factor was known (a loss scale, 1/accumulate) is free where there is none.
     """
-    if not (use_triton(tensor) and tensor.is_contiguous() and tensor.numel() and direct(tensor, factor)):
+    launches = use_triton(tensor) and tensor.is_contiguous() and tensor.numel()
+    if not (launches and (is_dry_run() or direct(tensor, factor))):
         return tensor.copy_(tensor.float() * factor)
     size = tensor.numel()
-    rescale_kernel[(-(-size // RESCALE_TILE["BLOCK"]),)](tensor, factor, size, **RESCALE_TILE)
+    events.report_launch("rescale", [tensor], [tensor])
+    launch(rescale_kernel, (-(-size // RESCALE_TILE["BLOCK"]),), tensor, factor, size, **RESCALE_TILE)
     return tensor
 
 

@@ -131,7 +131,7 @@ def convert(
     if "lm_head" in by_path and by_path["lm_head"].part_of == "head":
         end, whole = by_path["lm_head"], cast(Any, model)
         site = scales.sites.get("lm_head.weight") if scales is not None else None
-        weight = WeightPlan.of(whole.lm_head.weight, site=site, scales=scales, lean=is_lean(recipe))
+        weight = WeightPlan.of(whole.lm_head.weight, site=site, scales=scales, lean=is_lean(recipe), path="lm_head")
         kind = _norm_kind(whole.norm) or "layer"
         apply_change(model, FusedHead(weight, end.choice, kind))
         chained = hasattr(model, "trunk") and not is_replaced(model, "trunk")
@@ -247,7 +247,8 @@ def _convert_linear(
     """``source``: the site of the input, which ``readers`` layers have in common, and its cast by ``slot``."""
     assert scales is not None
     site, turned = scales.sites.get(f"{layer.path}.weight"), linear.is_turned(module)
-    weight = WeightPlan.of(module.weight, site=site, scales=scales, turned=turned, lean=is_lean(recipe))
+    lean, path = is_lean(recipe), layer.path
+    weight = WeightPlan.of(module.weight, site=site, scales=scales, turned=turned, lean=lean, path=path)
     grad = scales.sites[f"{layer.path}.grad_output"]
     plan = linear.LinearPlan(weight, layer.choice, scales.sites[source], grad, scales, slot, readers)
     linear.convert_linear(module, plan)
@@ -270,7 +271,8 @@ def _convert_block(
         # A gate and its twin are one product: the first one's sites and choice serve both.
         layer = layers[f"{path}.{names[0]}"]
         parameters = (getattr(module, name).weight for name in names)
-        weight = WeightPlan.of(*parameters, site=site(layer, "weight"), scales=scales, lean=is_lean(recipe))
+        own, lean = site(layer, "weight"), is_lean(recipe)
+        weight = WeightPlan.of(*parameters, site=own, scales=scales, lean=lean, path=layer.path)
         return Projection(weight, layer.choice, site(layer, "input"), site(layer, "grad_output"))
 
     gated = hasattr(module, "gate")

@@ -1,8 +1,8 @@
-"""Report: one self-contained HTML page from runs, validations, benchmarks and forecasts. Reads records, never torch.
+"""Report: one self-contained HTML page of runs, validations, benchmarks and forecasts. It never imports torch.
 
-    paths > sources (what each is) > stories (runs, thinned) and saved results > pages (data + assets = one file)
+    paths -> inputs (runs and saved results) -> run data (downsampled curves, tensors, findings) -> page (data + assets)
 
-``write`` makes the file; ``live`` serves the same page while a run goes on.
+``write`` writes the file. ``live`` serves the same page while a run is in progress.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Puts a page together: data from the sources, thinned to what a page can bear, with style and script from assets/.
+"""Builds the page: data from the inputs, downsampled to a bounded size, with the styles and scripts of assets/.
 
-One file, nothing fetched: the data are JSON in a script element that is not run, with every < written as \\u003c, so
-that no name of a user's can end the element. The page's own rules (Content-Security-Policy) forbid it any request.
+The page is one file and fetches nothing. The data are JSON in a script element that is not executed, with every <
+written as \\u003c, so that no user-defined name can end the element. The Content-Security-Policy forbids all requests.
 """
 
 from __future__ import annotations
@@ -20,66 +20,77 @@ import numpy as np
 
 from narrowgauge import files
 from narrowgauge.errors import UsageError, printable
-from narrowgauge.report import facts, layers, sources, thin, words
-from narrowgauge.report.sources import Sources
-from narrowgauge.report.story import Story
+from narrowgauge.report import headline, inputs, layer_table, reference_data
+from narrowgauge.report.downsample import COLUMNS, downsample, round_numbers
+from narrowgauge.report.inputs import Inputs
+from narrowgauge.report.run_data import RunData
 
 NAME = "report.html"
-STYLES = ("base.css", "charts.css", "panels.css", "tables.css", "instruments.css")
+STYLES = ("base.css", "charts.css", "panels.css", "tables.css", "explorer.css")
 SCRIPTS = (
-    "core.js", "numbers.js", "formats.js", "scales.js", "tabs.js", "table.js", "curves.js", "line.js", "heat.js",
-    "histogram.js", "bars.js", "stack.js", "roofline.js", "explorer.js", "sections_found.js", "sections_run.js",
-    "sections_tensors.js", "sections_saved.js", "page.js",
+    "dom.js", "number_text.js", "number_formats.js", "axes.js", "tabs.js", "table.js", "draw_curves.js",
+    "line_chart.js", "heat_map.js", "exponent_histogram.js", "bar_charts.js", "memory_charts.js", "roofline_chart.js",
+    "format_explorer.js", "section_findings.js", "sections_runs.js", "sections_tensors.js", "sections_results.js",
+    "page.js",
 )  # fmt: skip
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-# What a page may weigh is shared out among its runs: some 12,000 columns of curves are 2.5 MB, and so on.
-_ALL_COLUMNS, _ALL_CELLS, _ALL_LOOKS = 12_000, 2_000_000, 4_000
-_TWINS = 400
+# The runs of a page share a size budget: 12,000 columns of curves are about 2.5 MB.
+_ALL_COLUMNS, _ALL_CELLS, _ALL_HISTOGRAMS = 12_000, 2_000_000, 4_000
+_BAND_COLUMNS = 400
 """Columns of a band over seeds."""
 
 
 def write(paths: Sequence[Path], out: Path) -> Path:
-    """Write the report of runs and saved results; ``out`` is an .html file, or a folder for one. Gives its path.
+    """Writes the report of runs and saved results.
 
-    A damaged record is reported as far as it can be read. UsageError for a path that is no run and no known JSON, and
-    where the file cannot be written.
+    A damaged record is shown as far as it can be read.
+
+    Args:
+        paths: Run folders, and JSON files of validate, bench, memory, roofline, lint or break.
+        out: An .html file, or a folder in which report.html is written.
+
+    Returns:
+        The path of the written file.
+
+    Raises:
+        UsageError: If a path is neither a run nor a known JSON file, or the output cannot be written.
     """
-    target = where(out)
+    target = resolve_output(out)
     if any(files.exists(target) and files.exists(path) and target.samefile(path) for path in paths):
-        raise UsageError(f"--out {target} is one of the inputs: give another name")
+        raise UsageError(f"--out {target} is one of the inputs: choose another name")
     files.refuse_unwritable(target, "--out")
-    page = render(collect(sources.open_all(paths)))
+    page = render(collect(inputs.open_inputs(paths)))
     files.save_text(target, page, "--out")
     return target
 
 
-def where(out: Path) -> Path:
-    """The file that ``out`` means."""
+def resolve_output(out: Path) -> Path:
+    """The output file: ``out`` itself, or report.html in the folder ``out``."""
     if files.is_folder(out) or (not files.exists(out) and out.suffix.lower() not in (".html", ".htm")):
         return out / NAME
     if out.suffix.lower() not in (".html", ".htm"):
-        raise UsageError(f"--out {out} is a file that is no .html: give another, or a folder")
+        raise UsageError(f"--out {out} is an existing file that is not .html: choose another file or a folder")
     return out
 
 
-def collect(found: Sources) -> dict[str, Any]:
-    """Everything the page shows."""
-    names = name_all(found.stories)
-    share = max(len(found.stories), 1)
-    columns = max(200, min(thin.COLUMNS, _ALL_COLUMNS // share))
+def collect(found: Inputs) -> dict[str, Any]:
+    """All data of the page."""
+    names = name_runs(found.runs)
+    share = max(len(found.runs), 1)
+    columns = max(200, min(COLUMNS, _ALL_COLUMNS // share))
     runs = [
-        {"name": name, **story.describe(columns, _ALL_CELLS // share, _ALL_LOOKS // share)}
-        for story, name in zip(found.stories, names, strict=True)
+        {"name": name, **run.describe(columns, _ALL_CELLS // share, _ALL_HISTOGRAMS // share)}
+        for run, name in zip(found.runs, names, strict=True)
     ]
     return {
         "made": time.strftime("%Y-%m-%d %H:%M"),
-        "title": title(found, names),
-        "told": words.tell(found, names),
-        "formats": facts.formats(),
-        "gpus": facts.machines(),
+        "title": make_title(found, names),
+        "summary": headline.summarize(found, names),
+        "formats": reference_data.describe_formats(),
+        "gpus": reference_data.describe_gpus(),
         "runs": runs,
-        "bands": bands(found.stories, names),
-        "layers": layers.join_all(found),
+        "bands": compute_seed_bands(found.runs, names),
+        "layers": layer_table.build_tables(found),
         "validations": found.of("validation"),
         "benches": found.of("bench"),
         "memories": found.of("memory"),
@@ -87,9 +98,9 @@ def collect(found: Sources) -> dict[str, Any]:
     }
 
 
-def title(found: Sources, names: list[str]) -> str:
-    """What the page is about, in a line."""
-    tasks = list(dict.fromkeys(_task(story) for story in found.stories))
+def make_title(found: Inputs, names: list[str]) -> str:
+    """The title of the page, in one line."""
+    tasks = list(dict.fromkeys(_task(run) for run in found.runs))
     others = [
         f"{kind} {saved['task'] or saved['name']}"
         for kind, all_of in found.saved.items()
@@ -101,90 +112,90 @@ def title(found: Sources, names: list[str]) -> str:
     return f"{tasks[0]}: {shown}" if len(tasks) == 1 else shown
 
 
-def name_all(stories: Sequence[Story]) -> list[str]:
-    """What each run is called: recipe, with the task, seed or folder where that is needed to tell them apart."""
-    many_tasks = len({_task(story) for story in stories}) > 1
-    names = [f"{_task(story)} {story.recipe}" if many_tasks else story.recipe for story in stories]
-    seeds = [f" seed {_seed(story)}" for story in stories]
-    folders = [f" in {story.folder.resolve().name}" for story in stories]
-    for more in (seeds, folders, [f" {story.folder}" for story in stories]):
+def name_runs(runs: Sequence[RunData]) -> list[str]:
+    """A distinct name for each run: its recipe, with the task, seed or folder where needed."""
+    many_tasks = len({_task(run) for run in runs}) > 1
+    names = [f"{_task(run)} {run.recipe}" if many_tasks else run.recipe for run in runs]
+    seeds = [f" seed {_seed(run)}" for run in runs]
+    folders = [f" in {run.folder.resolve().name}" for run in runs]
+    for more in (seeds, folders, [f" {run.folder}" for run in runs]):
         counts = Counter(names)
         names = [name + end if counts[name] > 1 else name for name, end in zip(names, more, strict=True)]
     return names
 
 
-def _task(story: Story) -> str:
-    return story.task.rpartition("/")[2]
+def _task(run: RunData) -> str:
+    return run.task.rpartition("/")[2]
 
 
-def _seed(story: Story) -> Any:
-    settings = story.configuration.get("settings")
+def _seed(run: RunData) -> Any:
+    settings = run.configuration.get("settings")
     return settings.get("seed", 0) if isinstance(settings, dict) else 0
 
 
-def bands(stories: Sequence[Story], names: Sequence[str]) -> list[dict[str, Any]]:
-    """For runs that differ in their seed alone: their mean loss, the lowest and the highest, over the steps."""
-    twins: dict[str, list[int]] = {}
-    for index, story in enumerate(stories):
-        if story.steps:
-            twins.setdefault(story.twin_key, []).append(index)
+def compute_seed_bands(runs: Sequence[RunData], names: Sequence[str]) -> list[dict[str, Any]]:
+    """The mean, minimum and maximum loss at each step over runs that differ only in their seed."""
+    groups: dict[str, list[int]] = {}
+    for index, run in enumerate(runs):
+        if run.steps:
+            groups.setdefault(run.seedless_key, []).append(index)
     found = []
-    for members in twins.values():
+    for members in groups.values():
         if len(members) < 2:
             continue
-        length = min(len(stories[index].steps) for index in members)
-        if any(stories[i].steps[:length] != stories[members[0]].steps[:length] for i in members):
-            continue  # one of them has gaps: nothing can be averaged step by step
-        steps = np.array(stories[members[0]].steps[:length])
-        curves = [thin.thin(steps, np.array(stories[i].numbers["loss"][:length]), _TWINS) for i in members]
+        length = min(len(runs[index].steps) for index in members)
+        if any(runs[i].steps[:length] != runs[members[0]].steps[:length] for i in members):
+            continue  # a run has gaps, so the steps cannot be averaged
+        steps = np.array(runs[members[0]].steps[:length])
+        curves = [downsample(steps, np.array(runs[i].numbers["loss"][:length]), _BAND_COLUMNS) for i in members]
         table = np.array([[np.nan if y is None else y for y in curve["y"]] for curve in curves], dtype=np.float64)
-        first = stories[members[0]]
+        first = runs[members[0]]
         found.append(
             {
                 "name": f"{first.recipe}, {len(members)} seeds",
                 "runs": [names[index] for index in members],
                 "x": curves[0]["x"],
                 "per": curves[0]["per"],
-                "y": thin.shorts(table.mean(axis=0)),
-                "lo": thin.shorts(table.min(axis=0)),
-                "hi": thin.shorts(table.max(axis=0)),
+                "y": round_numbers(table.mean(axis=0)),
+                "lo": round_numbers(table.min(axis=0)),
+                "hi": round_numbers(table.max(axis=0)),
             }
         )
     return found
 
 
 def render(data: dict[str, Any], live: bool = False) -> str:
-    """The page of the data; ``live``: one that asks its server for more."""
+    """The HTML page of some data. With ``live`` it polls its server for updates."""
     plain = "".join(f"<li>{html.escape(line)}</li>" for line in _lines(data))
-    return _filled(
+    return _fill_template(
         {
             "POLICY": POLICY + ("; connect-src 'self'" if live else ""),
             "TITLE": html.escape(f"{data['title']} - narrowgauge"),
-            "STYLE": "\n".join(_asset(name) for name in STYLES),
-            "PLAIN": f"<p>{html.escape(data['told']['headline'])}</p><ul>{plain}</ul>",
+            "STYLE": "\n".join(_read_asset(name) for name in STYLES),
+            "PLAIN": f"<p>{html.escape(data['summary']['headline'])}</p><ul>{plain}</ul>",
             "LIVE": "true" if live else "false",
-            "DATA": as_json(data),
-            "SCRIPT": "(() => {\n" + "\n".join(_asset(name) for name in SCRIPTS) + "\n})();",
+            "DATA": to_inline_json(data),
+            "SCRIPT": "(() => {\n" + "\n".join(_read_asset(name) for name in SCRIPTS) + "\n})();",
         }
     )
 
 
-def as_json(data: dict[str, Any]) -> str:
-    """JSON that may stand in a script element: nothing in it can end the element or begin a comment."""
+def to_inline_json(data: dict[str, Any]) -> str:
+    """JSON for a script element: nothing in it can end the element or begin a comment."""
     text = json.dumps(data, allow_nan=False, ensure_ascii=True, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _lines(data: dict[str, Any]) -> list[str]:
-    """The findings, for who has no JavaScript."""
-    found = data["told"]["findings"]
+    """The findings as text, for browsers without JavaScript."""
+    found = data["summary"]["findings"]
     return [printable(f"{one['severity']}: {one['source']}: {one['detail']} {one['fix']}") for one in found]
 
 
-def _asset(name: str) -> str:
+def _read_asset(name: str) -> str:
     return resources.files("narrowgauge.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def _filled(parts: dict[str, str]) -> str:
-    """The template with its places filled in one pass, so that no part is searched for places itself."""
-    return re.sub(r"\{\{([A-Z]+)\}\}", lambda place: parts[place[1]], _asset("page.html"))
+def _fill_template(parts: dict[str, str]) -> str:
+    """Fills the template in one pass, so that placeholders within the inserted parts stay as they are."""
+    return re.sub(r"\{\{([A-Z]+)\}\}", lambda match: parts[match[1]], _read_asset("page.html"))

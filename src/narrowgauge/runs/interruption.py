@@ -1,9 +1,10 @@
-"""Turns Ctrl-C, SIGTERM or SIGHUP into a wish to stop after the step, and the same once more into an end at once.
+"""Turns SIGINT (Ctrl-C), SIGTERM and SIGHUP into a request to stop; a second SIGINT or SIGTERM ends the process.
 
-a signal that was ignored when the process began (nohup; a job in the background of a script)    stays ignored
-the first SIGINT, SIGTERM or SIGHUP              wanted: the loop finishes its step, saves, and ends
-SIGINT or SIGTERM for the second time            KeyboardInterrupt, where the process is
-another of them, or SIGHUP again                 nothing more: who shuts a machine down sends several at once
+SIGINT or SIGHUP that was ignored when the process started    stays ignored: `command &` in a script, and nohup
+SIGTERM that was ignored when the process started             is handled all the same
+the first SIGINT, SIGTERM or SIGHUP                           ``wanted``: the loop finishes its step, saves and ends
+the same SIGINT or SIGTERM again                              KeyboardInterrupt
+a different one of the three, or SIGHUP again                 nothing more: a shutdown sends several of them at once
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from types import FrameType, TracebackType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+MAY_BE_IGNORED = (signal.SIGINT, signal.SIGHUP)
+"""Shells and nohup ignore these on purpose. SIGTERM is the request to stop that must always work."""
 
 
 class Interruption:
-    """While entered, ``wanted`` tells whether someone asked the run to stop."""
+    """While entered, ``wanted`` says whether a signal has asked the process to stop."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -32,8 +35,10 @@ class Interruption:
     def __enter__(self) -> Interruption:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python does not let handlers be set
             for number in SIGNALS:
-                if signal.getsignal(number) not in (signal.SIG_IGN, None):  # None: a handler that is not Python's
-                    self._earlier[number] = signal.signal(number, self._handle)
+                handler = signal.getsignal(number)
+                if handler is None or (handler == signal.SIG_IGN and number in MAY_BE_IGNORED):
+                    continue  # None: a handler that is not Python's
+                self._earlier[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(

@@ -22,7 +22,7 @@ from narrowgauge import hardware
 from narrowgauge.data import cache
 from narrowgauge.errors import UsageError
 from narrowgauge.recipe import parse, refusal
-from narrowgauge.runs.json_lines import plain
+from narrowgauge.runs.json_lines import replace_nonfinite
 from narrowgauge.runs.trainer import Observer
 from narrowgauge.task import Task
 from narrowgauge.validate.curves import paired_runs
@@ -66,7 +66,7 @@ def validate(
     if len(recipes) < len(candidates) + 1:
         raise UsageError(f"validate: {', '.join((reference, *candidates))}: each may be named once")
     with tempfile.TemporaryDirectory() as passing:
-        store = Path(out) if out else Path(passing) if not isinstance(task, str) else cache.folder() / "validate"
+        store = Path(out) if out else Path(passing) if not isinstance(task, str) else cache.get_folder() / "validate"
         made = {"spec": _absolute(task)} if isinstance(task, str) else {"spec": "", "make": _maker(task)}
         question = Question(device=found, options=dict(options or {}), store=store, **made)
         compared = compare_layers(question, reference, candidates, recipes, say) if layers else {}
@@ -250,7 +250,7 @@ class Validation(Mapping[str, Verdict]):
             "seconds": time.monotonic() - self._start,
             "candidates": described,
         }
-        result: dict[str, Any] = plain(data)
+        result: dict[str, Any] = replace_nonfinite(data)
         return result
 
 
@@ -263,10 +263,10 @@ class _Lines(Observer):
         self._name, self._tell = name, tell
         self._next, self._steps = time.monotonic() + self.EVERY_S, 0
 
-    def begin(self, step: int, steps: int) -> None:
+    def on_start(self, step: int, steps: int) -> None:
         self._steps = steps
 
-    def saw(self, event: Mapping[str, Any], skipped: int) -> None:
+    def on_metrics(self, event: Mapping[str, Any], skipped: int) -> None:
         if event["kind"] == "step" and time.monotonic() >= self._next:
             self._next = time.monotonic() + self.EVERY_S
             self._tell(f"{self._name}: step {event['step']} of {self._steps}, loss {event['loss']:.4f}")

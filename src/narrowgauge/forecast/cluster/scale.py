@@ -18,7 +18,7 @@ from narrowgauge.forecast.time.ceilings import LAUNCH_S, Ceilings
 from narrowgauge.forecast.time.roofline import Cost, add_up, host_seconds, mfu_of
 from narrowgauge.forecast.trace.extrapolate import Sample
 from narrowgauge.forecast.trace.trace_step import Spread, Traced
-from narrowgauge.ranks.distribute import SHARDED_FROM, are_summed_each
+from narrowgauge.ranks.distribute import SHARDED_FROM, reduces_every_microbatch
 
 BUCKET_BYTES = 25 << 20
 """Gradients that DDP sums in one go (its ``bucket_cap_mb``)."""
@@ -191,7 +191,7 @@ def work_of(
     return Work(
         blocks=blocks,
         microbatches=often,
-        sums_each=sharded and are_summed_each(sample.parameters, traced.gpu.memory_bytes),
+        sums_each=sharded and reduces_every_microbatch(sample.parameters, traced.gpu.memory_bytes),
         start=spent.get("forward, before", 0.0) / often + more.get("outside", 0.0),
         forward=spent.get("forward, blocks", 0.0) / each + more.get("forward", 0.0),
         head=spent.get("forward, behind", 0.0) / often,

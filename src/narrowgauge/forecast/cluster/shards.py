@@ -13,7 +13,7 @@ The trace is of one GPU; a rank of N (``ranks.spread``, FSDP2) differs in this, 
                           way to be summed; then N-ths, in the parameter's format
     gradients outside     whole from the moment they come until backward's end, when they are copied to FP32 and summed
     accumulation          gradients are summed over ranks in the last microbatch alone: until then all are whole, FP32;
-                          of a large model (``ranks.spread.are_summed_each``) in every one
+                          of a large model (``ranks.distribute.reduces_every_microbatch``) in every one
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Iterator
 import torch
 
 from narrowgauge.forecast.memory.lifetimes import Lifetimes
-from narrowgauge.forecast.trace.recorder import Block, Op
+from narrowgauge.forecast.trace.trace import Block, Op
 from narrowgauge.forecast.trace.trace_step import Traced
 from narrowgauge.ranks.distribute import GATHERED
 

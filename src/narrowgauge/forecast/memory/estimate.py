@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from narrowgauge.forecast.memory.layout import Layout, Top, lay_out
 from narrowgauge.forecast.memory.layout import Moment as Moment
-from narrowgauge.forecast.trace.recorder import ROLES
+from narrowgauge.forecast.trace.trace import ROLES
 from narrowgauge.forecast.trace.trace_step import STEPS, Traced
 from narrowgauge.hardware import Gpu
 from narrowgauge.recipe import Recipe
@@ -137,8 +137,8 @@ def _notes(traced: Traced, shards: int, parameters: int) -> list[str]:
                 f"before it is sharded, the model is drawn whole in the host's memory, one rank after the other: "
                 f"{whole / 1e9:.0f} GB there"
             )
-    if traced.asked > 2 * STEPS:
-        notes.append(f"the model asks {traced.asked // STEPS} values of the GPU in a step; each was taken as 0")
+    if traced.values_read > 2 * STEPS:
+        notes.append(f"the model asks {traced.values_read // STEPS} values of the GPU in a step; each was taken as 0")
     return notes
 
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from narrowgauge.forecast.cluster.shards import Rank
 from narrowgauge.forecast.memory.allocator import CachingAllocator
 from narrowgauge.forecast.memory.lifetimes import follow
-from narrowgauge.forecast.trace.recorder import Op
+from narrowgauge.forecast.trace.trace import Op
 from narrowgauge.forecast.trace.trace_step import STEPS, Traced
 from narrowgauge.forecast.trace.workspaces import cublas_bytes
-from narrowgauge.ranks.distribute import are_summed_each
+from narrowgauge.ranks.distribute import reduces_every_microbatch
 
 Stretch = tuple[int, str, str]
 """Step, phase and place."""
@@ -77,7 +77,7 @@ def lay_out(traced: Traced, shards: int = 1, parameters: int | None = None) -> L
 
     ``parameters``: of the whole model, where the trace is of a few of its blocks.
     """
-    sums_each = are_summed_each(parameters or traced.parameters, traced.gpu.memory_bytes)
+    sums_each = reduces_every_microbatch(parameters or traced.parameters, traced.gpu.memory_bytes)
     trace, lifetimes, rank = traced.trace, follow(traced.trace), Rank(traced, shards, sums_each)
     rank.shorten(lifetimes)
     allocator, held = CachingAllocator(), Counter[str]()

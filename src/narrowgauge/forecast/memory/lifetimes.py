@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from narrowgauge.forecast.trace.recorder import Op, Trace
+from narrowgauge.forecast.trace.trace import Op, Trace
 
 NOT_FUSED = ("product", "convolution", "attention", "optimizer")
 

@@ -23,7 +23,7 @@ from narrowgauge.engine import Engine
 from narrowgauge.errors import UsageError
 from narrowgauge.forecast.time.ceilings import check_below_roof
 from narrowgauge.forecast.time.roofline import Cost
-from narrowgauge.forecast.trace.recorder import Call, Spec
+from narrowgauge.forecast.trace.trace import Call, Spec
 from narrowgauge.forecast.trace.trace_step import CLIP_NORM, make_optimizer
 from narrowgauge.hardware import Device, Gpu
 from narrowgauge.nn.step_context import StepContext

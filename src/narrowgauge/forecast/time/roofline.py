@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from narrowgauge.forecast.memory.lifetimes import Lifetimes, follow
 from narrowgauge.forecast.time.ceilings import HOST_S, LAUNCH_S, Ceilings
 from narrowgauge.forecast.trace.flops import padded_bytes
-from narrowgauge.forecast.trace.recorder import Op, Spec
+from narrowgauge.forecast.trace.trace import Op, Spec
 from narrowgauge.forecast.trace.trace_step import STEPS, Traced
 from narrowgauge.lint.padding import UNALIGNED
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-if TYPE_CHECKING:
-    from narrowgauge.forecast.trace.recorder import Op
+from narrowgauge.forecast.trace.trace import Op
 
 KINDS: dict[str, str] = {
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm"), "product"),
     **dict.fromkeys(("convolution", "convolution_backward"), "convolution"),
+    "gradient_norms": "optimizer",
     **dict.fromkeys(("softmax_statistics", "dlogits", "dlogits_lp", "rescale"), "loss"),
     **dict.fromkeys(
         (

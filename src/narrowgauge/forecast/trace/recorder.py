@@ -11,8 +11,7 @@ import bisect
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,116 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from narrowgauge.forecast.trace import flops
+from narrowgauge.forecast.trace.trace import Block, Call, Op, Owner, Piece, Spec, Trace
 
-ROLES = ("weights", "master", "gradients", "moments", "activations", "workspace")
-"""What memory is for. ``weights`` is what products read, ``master`` what exists only to be updated exactly."""
 _NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"}
 _ONLY_WRITTEN = {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "zeros_like", "full_like", "dlogits"}
-
-
-class Owner(NamedTuple):
-    """The parameter that a weight, a gradient or a state belongs to, as a model spread over ranks sees it."""
-
-    part: str
-    """block: of a module that is gathered by itself; outside: gathered for the whole step; copied: on every rank."""
-    rows: int
-    """Along which it is cut into shards."""
-    numel: int
-    stacked: bool = False
-    """For a copy: whether it is of several weights, one below the other."""
-
-
-@dataclass(slots=True)
-class Block:
-    """A piece of memory."""
-
-    bytes: int
-    born: int
-    """The operation that allocated it."""
-    role: str = "activations"
-    owner: Owner | None = None
-    is_copy: bool = False
-    """A weight in another format, made from it in a step."""
-
-
-@dataclass(slots=True)
-class Piece:
-    """A tensor that an operation read or wrote."""
-
-    block: int
-    bytes: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class Spec(NamedTuple):
-    """What is known of a tensor without its data: enough to make one like it."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class Call(NamedTuple):
-    """An operation's call, with specs in the place of tensors: equal calls cost the same."""
-
-    func: Any
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...]
-
-
-@dataclass(slots=True)
-class Op:
-    """One operation."""
-
-    name: str
-    kind: str
-    phase: str
-    """build, forward, backward or step."""
-    step: int
-    where: str
-    """The module it belongs to, as a path."""
-    compiled: bool
-    reads: list[Piece]
-    writes: list[Piece]
-    flops: float
-    workspace: int = 0
-    """Bytes it takes beside its results, for as long as it runs."""
-    causal: bool = False
-    accumulates: bool = False
-    """Autograd's own sum of two gradients, which takes place in the first."""
-    call: Call | None = None
-    """To do it again with other data; None for what does not pass through torch."""
-
-    @property
-    def bytes(self) -> int:
-        """What must pass between memory and processor: each operand once."""
-        return sum(piece.bytes for piece in self.reads) + sum(piece.bytes for piece in self.writes)
-
-    @property
-    def format(self) -> str:
-        """The format it multiplies in."""
-        widths = [piece.dtype for piece in self.reads if piece.dtype.is_floating_point and len(piece.shape) > 1]
-        return FORMAT_OF.get(widths[0], "fp32") if widths else "fp32"
-
-
-FORMAT_OF = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8", torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-
-@dataclass
-class Trace:
-    """Operations and allocations of a build and some steps."""
-
-    ops: list[Op] = field(default_factory=list)
-    blocks: list[Block] = field(default_factory=list)
-    events: list[tuple[int, int]] = field(default_factory=list)
-    """(operation, block + 1) for an allocation, (operation, -(block + 1)) for the end of one, in order."""
-    returned: list[tuple[int, int]] = field(default_factory=list)
-    """(operation, block): where a compiled model returned something beside its loss, and a gradient of it."""
-
-    def of_step(self, step: int) -> list[Op]:
-        """The operations of a step that cost time."""
-        return [op for op in self.ops if op.step == step and op.phase != "build"]
 
 
 class Recorder(TorchDispatchMode):
@@ -155,6 +48,11 @@ class Recorder(TorchDispatchMode):
             yield
         finally:
             self._paths.pop()
+
+    @property
+    def path(self) -> str:
+        """The module that operations belong to now."""
+        return self._paths[-1]
 
     def enter(self, path: str) -> None:
         self._paths.append(path)
@@ -201,12 +99,11 @@ class Recorder(TorchDispatchMode):
         if known is not None and self.trace.blocks[known[0]].role == "activations":
             self.mark(tensor, "weights", owner, is_copy=True)
 
-    def launch(
-        self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], kind: str = "optimizer", where: str = ""
-    ) -> None:
-        """Note a kernel that is launched without passing through torch."""
-        where = where or self._paths[-1]
+    def launch(self, kernel: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        """Record a kernel that is launched without going through torch's dispatcher."""
         read, written = ([self._piece(tensor) for tensor in tensors] for tensors in (reads, writes))
+        where, kind = self._paths[-1], flops.kind_of(kernel)
+        name = f"narrowgauge.{kernel}"
         self.trace.ops.append(Op(name, kind, self.phase, self.step, where, False, read, written, flops=0.0))
 
     def close(self) -> Trace:

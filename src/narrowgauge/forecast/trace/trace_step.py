@@ -8,10 +8,9 @@ engine, its kernels' Python, autograd, hooks and recomputation are the ones that
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -19,20 +18,17 @@ from torch.nn.modules import module as hooks
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from narrowgauge import events
 from narrowgauge.engine import Engine
 from narrowgauge.errors import NarrowgaugeError, UsageError
 from narrowgauge.forecast.trace import fake_gpu
-from narrowgauge.forecast.trace.recorder import Owner, Recorder, Trace
+from narrowgauge.forecast.trace.recorder import Recorder
+from narrowgauge.forecast.trace.trace import Owner, Trace
 from narrowgauge.forecast.trace.workspaces import Workspaces
 from narrowgauge.hardware import Gpu
-from narrowgauge.kernels import adamw as kernel
 from narrowgauge.nn.convert import Layer
-from narrowgauge.nn.fused import blocks, head
-from narrowgauge.nn.products import linear
-from narrowgauge.nn.products.weight_casts import Weight
 from narrowgauge.nn.recompute import find_blocks
-from narrowgauge.optim import fused_adamw_patch, multi_tensor_step
-from narrowgauge.ranks.distribute import copies
+from narrowgauge.ranks.distribute import find_copied
 from narrowgauge.recipe import Recipe
 from narrowgauge.task import Task
 
@@ -40,7 +36,6 @@ CLIP_NORM = 1.0
 STEPS = 2
 MASTERS = ("master", "remainder", "check")
 """What of an optimizer's state belongs to masters."""
-_PRODUCTS = ("forward_output", "backward_input", "backward_weight")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +75,8 @@ class Traced:
     """Of the largest block: what a sharded run gathers at once."""
     other_parameters: int = 0
     """Of what is in no block: embeddings, the head."""
-    asked: int = 0
-    """Values that the program asked of the GPU, and got 0."""
+    values_read: int = 0
+    """How often the program read a value from the GPU, and got 0."""
     block_paths: list[str] = field(default_factory=list)
     """The modules that a sharded run gathers one at a time, in their order."""
     spread: Spread | None = None
@@ -111,11 +106,11 @@ def trace_steps(
     if recipe.gradients == "released":
         clip_norm = None
     try:
-        with fake_gpu.pretend(gpu, recorder.compiled) as pretence, recorder:
+        with fake_gpu.simulate_gpu(gpu, recorder.compiled) as simulated, recorder:
             with torch.device("cuda"):
                 model = task.model()
             owners = _owners(model, recipe)
-            pretence.rules.on_narrowed = lambda parameter, copy: recorder.mark(
+            simulated.rules.on_narrowed = lambda parameter, copy: recorder.mark(
                 copy, "weights", owners.get(id(parameter)), is_copy=True
             )
             optimizer = make_optimizer(task, model)
@@ -128,7 +123,7 @@ def trace_steps(
             for tensor in tree_leaves(device_batch):
                 if isinstance(tensor, Tensor):
                     recorder.mark(tensor, "activations")
-            with _attributed(engine, recorder, owners):
+            with _attribute(engine, recorder, owners):
                 for step in range(STEPS):
                     recorder.step = step
                     _step(task, engine, device_batch, recorder)
@@ -162,7 +157,7 @@ def trace_steps(
         layers=layers,
         block_parameters=sizes_of[0],
         other_parameters=sizes_of[1],
-        asked=pretence.asked,
+        values_read=simulated.values_read,
         block_paths=paths,
         spread=parts,
     )
@@ -212,7 +207,7 @@ def _needs_data(error: Exception) -> bool:
 
 def _owners(model: nn.Module, recipe: Recipe) -> dict[int, Owner]:
     """Of every parameter, by its id, where it would be on a rank of several."""
-    copied = copies(model, recipe)
+    copied = find_copied(model, recipe)
     inside = {id(p) for block in find_blocks(model).values() for p in block.parameters()}
     found = {}
     for p in model.parameters():
@@ -269,85 +264,46 @@ def _block_sizes(engine: Engine) -> tuple[int, int]:
     return (max(sizes), every - sum(sizes)) if sizes else (every, 0)
 
 
+class _StepListener(events.Listener):
+    """Passes what fused code reports on to the recorder."""
+
+    def __init__(self, engine: Engine, recorder: Recorder, owners: dict[int, Owner]) -> None:
+        self.recorder, self.owners = recorder, owners
+        self.rescales = engine.scaler is not None or engine.accumulate > 1
+        """Whether the loss's gradient is not 1: otherwise the kernel that rescales gradients touches none."""
+
+    def enter_scope(self, path: str) -> None:
+        self.recorder.enter(path)
+
+    def leave_scope(self) -> None:
+        self.recorder.leave()
+
+    def begin_product(self, product: str, path: str) -> None:
+        self.recorder.enter(path or self.recorder.path)
+
+    def end_product(self) -> None:
+        self.recorder.leave()
+
+    def report_copy(self, weights: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
+        owner = next((self.owners[id(weight)] for weight in weights if id(weight) in self.owners), None)
+        owner = owner and owner._replace(stacked=len(weights) > 1)
+        for copy in copies:
+            self.recorder.mark_copy(copy, owner)
+
+    def report_launch(self, kernel: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        if kernel == "rescale" and not self.rescales:
+            reads = writes = ()
+        self.recorder.launch(kernel, reads, writes)
+
+
 @contextlib.contextmanager
-def _attributed(engine: Engine, recorder: Recorder, owners: dict[int, Owner]) -> Iterator[None]:
-    """Tell the recorder which module runs, what the fused blocks compute, and what is launched past torch."""
+def _attribute(engine: Engine, recorder: Recorder, owners: dict[int, Owner]) -> Iterator[None]:
+    """Tell the recorder which module runs, and what fused code reports."""
     paths = {id(module): path for path, module in engine.model.named_modules()}
-    names = {
-        id(parameter): path
-        for path, module in sorted(engine.model.named_modules(), key=lambda item: isinstance(item[1], nn.Linear))
-        for parameter in module.parameters(recurse=False)
-    }
-    last = [""]
-
-    def product(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            use = args[1]
-            if isinstance(use, Weight):
-                last[0] = next((names[id(weight)] for weight in use.weights if id(weight) in names), last[0])
-            with recorder.inside(last[0]):
-                return function(*args, **kwargs)
-
-        return run
-
-    def block(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(plan: Any, *args: Any, **kwargs: Any) -> Any:
-            with recorder.inside(plan.path):
-                return function(plan, *args, **kwargs)
-
-        return run
-
-    def ending(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with recorder.inside(head.HEAD):
-                return function(*args, **kwargs)
-
-        return run
-
-    def copied(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            made = function(*args, **kwargs)
-            weights = args[0].weights
-            owner = next((owners[id(weight)] for weight in weights if id(weight) in owners), None)
-            owner = owner and owner._replace(stacked=len(weights) > 1)
-            for tensor in (made,) if isinstance(made, Tensor) else (made.hp, made.lp, made.lp_t):
-                if tensor is not None and not isinstance(tensor, nn.Parameter):
-                    recorder.mark_copy(tensor, owner)
-            return made
-
-        return run
-
-    def adamw(lists: kernel.Lists, numbers: kernel.Numbers) -> None:
-        states = [*lists.weight, *lists.first, *lists.second, *lists.low, *lists.check]
-        states += [*lists.first_scale, *lists.second_scale]
-        recorder.launch("narrowgauge.adamw", [*states, *lists.grad], states)
-        kernel.adamw(lists, numbers)
-
-    def gradient_norms(grads: list[Tensor]) -> Tensor:
-        recorder.launch("narrowgauge.gradient_norms", grads, [])
-        return plain_norms(grads)
-
-    def rescale_(tensor: Tensor, factor: Tensor) -> Tensor:
-        touched = [tensor] if engine.scaler is not None or engine.accumulate > 1 else []
-        recorder.launch("narrowgauge.rescale", touched, touched, "loss", "lm_head")
-        return tensor
-
-    plain_norms = kernel.gradient_norms
-    changes: list[tuple[Any, str, Any]] = [
-        (multi_tensor_step, "adamw", adamw),
-        (fused_adamw_patch, "adamw", adamw),
-        (kernel, "gradient_norms", gradient_norms),
-        (head, "rescale_", rescale_),
-        (head._Task, "run", ending(head._Task.run)),
-        *((blocks, name, block(getattr(blocks, name))) for name in ("_forward", "_backward")),
-        *((user, name, product(getattr(user, name))) for user in (blocks, head, linear) for name in _PRODUCTS),
-        *((Weight, name, copied(getattr(Weight, name))) for name in ("fp8", "fp8_transposed", "bf16")),
-    ]
     with contextlib.ExitStack() as stack:
-        for owner, name, value in changes:
-            stack.enter_context(mock.patch.object(owner, name, value))
         enter = hooks.register_module_forward_pre_hook(lambda module, _: recorder.enter(paths.get(id(module), "")))
         stack.callback(enter.remove)
         leave = hooks.register_module_forward_hook(lambda *_: recorder.leave(), always_call=True)
         stack.callback(leave.remove)
+        stack.enter_context(events.listening(_StepListener(engine, recorder, owners)))
         yield

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from math import prod
 
-from narrowgauge.forecast.trace.recorder import Piece
+from narrowgauge.forecast.trace.trace import Piece
 from narrowgauge.hardware import Gpu
 from narrowgauge.kernels.norm import backward_cut
 

@@ -1,1 +1,1 @@
-"""Faults: classic low-precision mistakes that `narrowgauge break` makes on purpose."""
+"""Faults: classic mistakes of low-precision training as small runs, each with a healthy counterpart."""

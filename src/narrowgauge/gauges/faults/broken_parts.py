@@ -1,4 +1,4 @@
-"""The parts that are wrong in ``faults``: modules, optimizers and engines that do what people do by mistake."""
+"""The broken parts used in ``faults``: modules, losses, optimizers and engines with one classic mistake each."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from narrowgauge.optim.adamw import AdamW
 from narrowgauge.step_report import StepReport
 
 
-class HalfNorm(nn.Module):
-    """A norm with its sum of squares in FP16: that becomes inf, and everything divided by it 0."""
+class FP16Norm(nn.Module):
+    """RMS norm with the sum of squares in FP16: the sum becomes inf and the output 0."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -31,8 +31,8 @@ class HalfNorm(nn.Module):
             return half * torch.rsqrt(squares / half.shape[-1] + 1e-3) * self.weight.half()
 
 
-class HalfSoftmax(nn.Module):
-    """exp(x) / sum exp(x) in FP16, as it stands in textbooks."""
+class FP16Softmax(nn.Module):
+    """exp(x) / sum(exp(x)) in FP16, the textbook formula."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
@@ -46,7 +46,7 @@ class _Log(nn.Module):
 
 
 class LogOfZero(nn.Module):
-    """A logarithm of probabilities that may be zero, ``floor`` aside."""
+    """Logarithm of probabilities that may be zero unless ``floor`` is added."""
 
     def __init__(self, floor: float) -> None:
         super().__init__()
@@ -57,10 +57,10 @@ class LogOfZero(nn.Module):
         return torch.tanh(logarithm) * 0.1
 
 
-def half_sum(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """The loss in FP16, summed over the samples before it is divided by their number.
+def sum_loss_in_fp16(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean loss in FP16, summed over the samples before the division.
 
-    By additions: ``sum`` itself the engine would keep in FP32.
+    The sum is written as additions because the engine would run ``sum`` in FP32.
     """
     each = (F.cross_entropy(model(inputs).float(), targets, reduction="none") * 512).half()
     count = 512 * len(each)
@@ -69,8 +69,8 @@ def half_sum(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     return each[0].float() / count
 
 
-class NearestBf16(AdamW):
-    """Adam on BF16 weights that have no masters, rounded to nearest: what is less than half a step is lost."""
+class BF16WithoutMaster(AdamW):
+    """Adam on BF16 weights without masters, rounded to nearest: smaller updates than half the spacing are lost."""
 
     dithers = False
 
@@ -86,8 +86,8 @@ class NearestBf16(AdamW):
                 parameter.copy_((parameter.float() - change).to(parameter.dtype))
 
 
-class Fp16Moments(torch.optim.AdamW):
-    """AdamW whose moments and epsilon are FP16 numbers."""
+class FP16Moments(torch.optim.AdamW):
+    """AdamW with moments and epsilon in FP16."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -100,41 +100,41 @@ class Fp16Moments(torch.optim.AdamW):
         return result
 
 
-class ClipsScaled(Engine):
-    """Clips the norm of scaled gradients, then unscales them."""
+class ClipBeforeUnscale(Engine):
+    """Clips scaled gradients, then unscales them."""
 
-    def _factor(self, grad_norm: Tensor, scale: Tensor, share: float, found: Tensor) -> Tensor | None:
+    def _compute_factor(self, grad_norm: Tensor, scale: Tensor, share: float, found: Tensor) -> Tensor | None:
         clip = 1.0 if self.clip_norm is None else self.clip_norm
         self._clipped = torch.clamp(grad_norm * scale, max=clip) / scale
         factor = scale * ((grad_norm * scale + 1e-6) / clip).clamp(min=1.0)
         return torch.where(found, self._one, factor)
 
-    def _update(self, named: Sequence[Optimizer] = ()) -> StepReport:
-        """What such a loop sees is the norm after both, the same small number each time."""
-        report = super()._update(named)
+    def _update(self, chosen: Sequence[Optimizer] = ()) -> StepReport:
+        """Report the norm after clipping and unscaling, as such a loop would: the same small number every time."""
+        report = super()._update(chosen)
         return StepReport(report.index, True, {**report.tensors, "grad_norm": self._clipped})
 
 
-class FreezesScales(Engine):
-    """Moves FP8 scales for a few updates, and then no more."""
+class FrozenScales(Engine):
+    """Freezes the FP8 scales after eight updates."""
 
-    def _update(self, named: Sequence[Optimizer] = ()) -> StepReport:
+    def _update(self, chosen: Sequence[Optimizer] = ()) -> StepReport:
         scales = self.conversion.scales
         if scales is not None and self.updates >= 8:
             frozen = scales.scale.clone(), scales.inv_scale.clone()
-            report = super()._update(named)
+            report = super()._update(chosen)
             scales.scale.copy_(frozen[0])
             scales.inv_scale.copy_(frozen[1])
             return report
-        return super()._update(named)
+        return super()._update(chosen)
 
 
-class E4m3Gradients(Engine):
-    """Casts gradients to E4M3, whose range is a sixteen-thousandth of E5M2's."""
+class E4M3Gradients(Engine):
+    """Casts gradients to E4M3, whose dynamic range is 1/16,384 of that of E5M2."""
 
-    def _convert(self, fused: bool | None, compile: bool) -> Conversion:
+    def _convert_model(self, fused: bool | None, compile: bool) -> Conversion:
         usual, convert.E5M2 = convert.E5M2, convert.E4M3  # type: ignore[attr-defined]
         try:
-            return super()._convert(fused, compile)
+            return super()._convert_model(fused, compile)
         finally:
             convert.E5M2 = usual  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
-"""Classic mistakes of low-precision training, made for real on a small model, each with its healthy twin beside it.
+"""Classic mistakes of low-precision training on a small model, each with a healthy counterpart.
 
-A fault changes one thing about a run: the recipe, a module, the data, the optimizer, or what the engine does with
-gradients. Both runs are watched by the same rules; the fault's must give the expected finding at the expected place,
-the twin's none that is serious.
+A fault changes one part of a run: the recipe, a module, the data, the optimizer, or how the engine treats gradients.
+The same rules watch both runs. The faulty run must give the expected finding at the expected place, and the healthy
+run no serious finding.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from torch.optim import Optimizer
 
 from narrowgauge.engine import Engine
 from narrowgauge.errors import TrainingStalled
+from narrowgauge.findings import SERIOUS, Finding
 from narrowgauge.gauges.examiner import Examiner
 from narrowgauge.gauges.faults.broken_parts import (
-    ClipsScaled,
-    E4m3Gradients,
-    Fp16Moments,
-    FreezesScales,
-    HalfNorm,
-    HalfSoftmax,
+    BF16WithoutMaster,
+    ClipBeforeUnscale,
+    E4M3Gradients,
+    FP16Moments,
+    FP16Norm,
+    FP16Softmax,
+    FrozenScales,
     LogOfZero,
-    NearestBf16,
-    half_sum,
+    sum_loss_in_fp16,
 )
-from narrowgauge.gauges.findings import SERIOUS, Finding
 from narrowgauge.gauges.rules.step_rules import Step
 
 STEPS = 60
@@ -39,7 +39,7 @@ WIDTH, CLASSES, ROWS = 64, 16, 128
 
 
 class Net(nn.Module):
-    """A perceptron with a norm and an attention-like mixing of classes: room for every mistake."""
+    """An MLP with a norm and a softmax gate, so that every fault has a place."""
 
     def __init__(self, norm: Callable[[int], nn.Module] = nn.LayerNorm, softmax: nn.Module | None = None) -> None:
         super().__init__()
@@ -56,12 +56,12 @@ class Net(nn.Module):
         return mixed
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    """Points around sixteen centres."""
+def make_batch(step: int) -> tuple[Tensor, Tensor]:
+    """Points around sixteen class centers."""
     generator = torch.Generator().manual_seed(1000 + step)
-    centres = torch.randn(CLASSES, 32, generator=torch.Generator().manual_seed(7)) * 1.5
+    centers = torch.randn(CLASSES, 32, generator=torch.Generator().manual_seed(7)) * 1.5
     targets = torch.randint(0, CLASSES, (ROWS,), generator=generator)
-    return centres[targets] + torch.randn(ROWS, 32, generator=generator), targets
+    return centers[targets] + torch.randn(ROWS, 32, generator=generator), targets
 
 
 def cross_entropy(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -70,12 +70,12 @@ def cross_entropy(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """One run: what is trained, how, and in which formats."""
+    """The configuration of one run."""
 
     recipe: str
     model: Callable[[], nn.Module] = Net
     loss: Callable[[nn.Module, Tensor, Tensor], Tensor] = cross_entropy
-    data: Callable[[int], tuple[Tensor, Tensor]] = batch
+    data: Callable[[int], tuple[Tensor, Tensor]] = make_batch
     lr: float = 3e-3
     optimizer: Callable[..., Optimizer] = torch.optim.AdamW
     engine: Callable[..., Engine] = Engine
@@ -84,14 +84,14 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A mistake, its twin without it, and what must be found where."""
+    """A mistake, its healthy counterpart, and the expected finding."""
 
     name: str
     about: str
     expected: tuple[str, ...]
-    """Rules of which one names the mistake."""
+    """Rules, one of which must report the mistake."""
     where: tuple[str, ...] = ()
-    """Places one of which must be named; empty: anywhere."""
+    """Places, one of which must be reported; empty: any place."""
     wrong: Setup
     right: Setup
     steps: int = STEPS
@@ -99,7 +99,7 @@ class Fault:
 
 @dataclass
 class Outcome:
-    """What a run showed."""
+    """The losses and findings of a run."""
 
     losses: list[float]
     findings: list[Finding]
@@ -107,11 +107,12 @@ class Outcome:
 
     @property
     def serious(self) -> list[Finding]:
+        """The serious findings."""
         return [finding for finding in self.findings if finding.severity == SERIOUS]
 
 
-def run(setup: Setup, steps: int = STEPS, every: int = 5) -> Outcome:
-    """Train a setup for a few steps under every rule."""
+def train_setup(setup: Setup, steps: int = STEPS, every: int = 5) -> Outcome:
+    """Train a setup for a few steps and apply every rule."""
     torch.manual_seed(0)
     model = setup.model()
     optimizer = setup.optimizer(model.parameters(), lr=setup.lr)
@@ -130,7 +131,8 @@ def run(setup: Setup, steps: int = STEPS, every: int = 5) -> Outcome:
                 report = engine.step()
             outcome.losses.append(total)
             norm = report.grad_norm
-            examiner.see(Step(step + 1, total, math.nan if norm is None else norm, report.loss_scale, report.applied))
+            norm = math.nan if norm is None else norm
+            examiner.check_step(Step(step + 1, total, norm, report.loss_scale, report.applied))
             examiner.collect()
     except TrainingStalled:
         outcome.stalled = True
@@ -139,8 +141,8 @@ def run(setup: Setup, steps: int = STEPS, every: int = 5) -> Outcome:
     return outcome
 
 
-def caught(fault: Fault, findings: Sequence[Finding]) -> list[Finding]:
-    """The findings that name the mistake."""
+def select_expected(fault: Fault, findings: Sequence[Finding]) -> list[Finding]:
+    """Return the findings that report the mistake."""
     return [
         finding
         for finding in findings
@@ -148,10 +150,10 @@ def caught(fault: Fault, findings: Sequence[Finding]) -> list[Finding]:
     ]
 
 
-def _faults() -> Iterator[Fault]:
+def _make_faults() -> Iterator[Fault]:
     fp16, bf16 = Setup(recipe="fp16"), Setup(recipe="bf16")
 
-    def small(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    def small_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         return cross_entropy(model, inputs, targets) * 1e-3
 
     yield Fault(
@@ -159,8 +161,8 @@ def _faults() -> Iterator[Fault]:
         about="FP16 without a loss scale: small gradients are flushed to zero",
         expected=("underflow",),
         where=("gate", "inner", "norm", "act", "softmax", "head"),
-        wrong=Setup(recipe="fp16[loss_scale=none]", loss=small),
-        right=Setup(recipe="fp16", loss=small),
+        wrong=Setup(recipe="fp16[loss_scale=none]", loss=small_loss),
+        right=Setup(recipe="fp16", loss=small_loss),
     )
     yield Fault(
         name="scale-too-high",
@@ -178,39 +180,39 @@ def _faults() -> Iterator[Fault]:
     )
     yield Fault(
         name="clip-before-unscale",
-        about="gradients are clipped while they still carry the loss scale: all end with the same tiny norm",
+        about="gradients are clipped before unscaling: all get the same tiny norm",
         expected=("gradient-norm-constant",),
-        wrong=Setup(recipe="fp16", engine=ClipsScaled, options={"clip_norm": 1.0}),
+        wrong=Setup(recipe="fp16", engine=ClipBeforeUnscale, options={"clip_norm": 1.0}),
         right=Setup(recipe="fp16", options={"clip_norm": 1.0}),
     )
     yield Fault(
         name="bf16-no-master",
-        about="weights kept in BF16 alone: updates smaller than half a step of the format are lost",
+        about="BF16 weights without a master: updates smaller than half the spacing of the format are lost",
         expected=("stagnating-updates",),
-        wrong=Setup(recipe="bf16[master=none,gradients=bf16]", optimizer=NearestBf16, lr=2e-5),
+        wrong=Setup(recipe="bf16[master=none,gradients=bf16]", optimizer=BF16WithoutMaster, lr=2e-5),
         right=Setup(recipe="bf16[master=split]", lr=2e-5),
     )
     yield Fault(
         name="norm-in-fp16",
-        about="LayerNorm's statistics summed in FP16: the squares overflow, and what is divided by them is zero",
+        about="LayerNorm statistics summed in FP16: the squares overflow, and the normalized output is zero",
         expected=("dead-layer",),
         where=("norm",),
-        wrong=Setup(recipe="fp16", model=lambda: Net(norm=HalfNorm), data=_loud),
-        right=Setup(recipe="fp16", data=_loud),
+        wrong=Setup(recipe="fp16", model=lambda: Net(norm=FP16Norm), data=_make_large_batch),
+        right=Setup(recipe="fp16", data=_make_large_batch),
     )
     yield Fault(
         name="softmax-in-fp16",
-        about="softmax in FP16 without taking the maximum off first",
+        about="softmax in FP16 without subtracting the maximum first",
         expected=("overflow", "activation-not-finite"),
         where=("softmax",),
-        wrong=Setup(recipe="fp16", model=lambda: _sharp(HalfSoftmax(), 200.0)),
-        right=Setup(recipe="fp16", model=lambda: _sharp(None, 200.0)),
+        wrong=Setup(recipe="fp16", model=lambda: _make_sharp_net(FP16Softmax(), 200.0)),
+        right=Setup(recipe="fp16", model=lambda: _make_sharp_net(None, 200.0)),
     )
     yield Fault(
         name="loss-sum-in-fp16",
-        about="the loss of all samples summed in FP16",
+        about="the losses of all samples summed in FP16",
         expected=("loss-not-finite",),
-        wrong=Setup(recipe="fp16", loss=half_sum),
+        wrong=Setup(recipe="fp16", loss=sum_loss_in_fp16),
         right=fp16,
     )
     yield Fault(
@@ -222,31 +224,31 @@ def _faults() -> Iterator[Fault]:
     )
     yield Fault(
         name="log-of-zero",
-        about="a custom op takes the logarithm of a probability that is zero",
+        about="a custom op takes the logarithm of a zero probability",
         expected=("activation-not-finite", "loss-not-finite"),
         where=("softmax.log", "loss"),
-        wrong=Setup(recipe="bf16", model=lambda: _sharp(LogOfZero(0.0), 400.0)),
-        right=Setup(recipe="bf16", model=lambda: _sharp(LogOfZero(1e-6), 400.0)),
+        wrong=Setup(recipe="bf16", model=lambda: _make_sharp_net(LogOfZero(0.0), 400.0)),
+        right=Setup(recipe="bf16", model=lambda: _make_sharp_net(LogOfZero(1e-6), 400.0)),
     )
     yield Fault(
         name="nan-in-batch",
-        about="one sample of one batch is not a number",
+        about="one sample of one batch is NaN",
         expected=("bad-batch",),
         where=("step 31",),
-        wrong=Setup(recipe="bf16", data=_poisoned),
+        wrong=Setup(recipe="bf16", data=_make_batch_with_nan),
         right=bf16,
     )
     yield from _fp8_faults()
     yield Fault(
         name="moments-in-fp16",
-        about="Adam's second moment and epsilon in FP16: both become zero, and the update inf",
+        about="second moment and epsilon of Adam in FP16: both underflow to zero, and the update is inf",
         expected=("updates-too-large",),
-        wrong=Setup(recipe="bf16", optimizer=Fp16Moments, loss=small),
-        right=Setup(recipe="bf16", loss=small),
+        wrong=Setup(recipe="bf16", optimizer=FP16Moments, loss=small_loss),
+        right=Setup(recipe="bf16", loss=small_loss),
     )
     yield Fault(
         name="bf16-accumulation",
-        about="many microbatches summed in BF16, where a small one no longer changes the sum",
+        about="gradients of many microbatches summed in BF16: small ones no longer change the sum",
         expected=("bf16-accumulation",),
         wrong=Setup(recipe="bf16[master=split,gradients=bf16]", options={"accumulate": 32}),
         right=Setup(recipe="bf16[master=split]", options={"accumulate": 32}),
@@ -257,51 +259,51 @@ def _faults() -> Iterator[Fault]:
 def _fp8_faults() -> Iterator[Fault]:
     yield Fault(
         name="fp8-no-scale",
-        about="FP8 without scales: gradients lie far below the format's smallest number",
+        about="FP8 without scales: gradients are far below the smallest FP8 number",
         expected=("fp8-underflow",),
         wrong=Setup(recipe="fp8[scaling=none,products=all]", loss=lambda m, x, y: cross_entropy(m, x, y) * 1e-4),
         right=Setup(recipe="fp8[products=all]", loss=lambda m, x, y: cross_entropy(m, x, y) * 1e-4),
     )
     yield Fault(
         name="fp8-stale-scale",
-        about="FP8 scales that stay where they were while the inputs grow a hundredfold",
+        about="frozen FP8 scales while the inputs grow a hundredfold",
         expected=("fp8-stale-scale",),
         where=("inner.input",),
-        wrong=Setup(recipe="fp8[products=all]", engine=FreezesScales, data=_growing),
-        right=Setup(recipe="fp8[products=all]", data=_growing),
+        wrong=Setup(recipe="fp8[products=all]", engine=FrozenScales, data=_make_growing_batch),
+        right=Setup(recipe="fp8[products=all]", data=_make_growing_batch),
     )
     yield Fault(
         name="fp8-e4m3-gradients",
-        about="gradients in E4M3, unscaled: its smallest number is 128 times that of E5M2",
+        about="unscaled gradients in E4M3, whose smallest number is 128 times that of E5M2",
         expected=("fp8-underflow",),
-        wrong=Setup(recipe="fp8[products=all,scaling=none]", engine=E4m3Gradients),
+        wrong=Setup(recipe="fp8[products=all,scaling=none]", engine=E4M3Gradients),
         right=Setup(recipe="fp8[products=all]"),
     )
 
 
-def _loud(step: int) -> tuple[Tensor, Tensor]:
-    inputs, targets = batch(step)
+def _make_large_batch(step: int) -> tuple[Tensor, Tensor]:
+    inputs, targets = make_batch(step)
     return inputs * 400, targets
 
 
-def _growing(step: int) -> tuple[Tensor, Tensor]:
-    inputs, targets = batch(step)
+def _make_growing_batch(step: int) -> tuple[Tensor, Tensor]:
+    inputs, targets = make_batch(step)
     return inputs * (100 if step > 20 else 1), targets
 
 
-def _poisoned(step: int) -> tuple[Tensor, Tensor]:
-    inputs, targets = batch(step)
+def _make_batch_with_nan(step: int) -> tuple[Tensor, Tensor]:
+    inputs, targets = make_batch(step)
     if step == 30:
         inputs[5, 3] = math.nan
     return inputs, targets
 
 
-def _sharp(softmax: nn.Module | None, factor: float) -> Net:
-    """A net whose gate gives large logits."""
+def _make_sharp_net(softmax: nn.Module | None, factor: float) -> Net:
+    """A net whose gate has large logits."""
     model = Net(softmax=softmax)
     with torch.no_grad():
         model.gate.weight.mul_(factor)
     return model
 
 
-FAULTS = {fault.name: fault for fault in _faults()}
+FAULTS = {fault.name: fault for fault in _make_faults()}

@@ -1,6 +1,6 @@
 """Rules over a run's steps: loss, gradient norm, loss scale, skipped updates.
 
-Thresholds are wide: training is noisy, above all at its start, and a false alarm costs more trust than a late one.
+Thresholds are wide: training is noisy, above all at the start, and a false alarm costs more trust than a late finding.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import itertools
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from narrowgauge.gauges.findings import SERIOUS, WARNING, Finding
+from narrowgauge.findings import SERIOUS, WARNING, Finding
 
 WINDOW = 200
-"""Steps that are remembered."""
+"""Steps that are kept."""
 RECENT = 50
 ENOUGH = 20
-"""Steps before a step can be compared with those before it."""
+"""Steps needed before a step can be compared with earlier ones."""
 
 
 @dataclass(frozen=True)
@@ -35,187 +35,221 @@ class Step:
 
 
 class StepRules:
-    """Looks at each step beside those before it."""
+    """Checks each step against the steps before it with every rule in ``RULES``."""
 
     def __init__(self, scaled: bool = False, floor: float = 1.0) -> None:
-        """``scaled``: the recipe has a dynamic loss scale, which never falls below ``floor``."""
+        """Start without a history.
+
+        Args:
+            scaled: Whether the recipe has a dynamic loss scale.
+            floor: The smallest value of that scale.
+        """
         self.scaled, self.floor = scaled, floor
         self.steps: deque[Step] = deque(maxlen=WINDOW)
-        self._first: list[float] = []
-        self._lowest = math.inf
-        self._bad: int | None = None
-        """The first of the steps whose loss is not finite, while it is not."""
-        self._bad_applied = 0
-        """How many of them were applied: a loss may be NaN where no gradient is."""
+        self.first_losses: list[float] = []
+        self.lowest_loss = math.inf
+        self.nonfinite_since: int | None = None
+        """The first step of the current series of steps with a nonfinite loss."""
+        self.nonfinite_applied = 0
+        """How many updates of the series were applied: a loss can be NaN while all gradients are finite."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What is remembered of the steps so far, as plain values."""
-        steps = [list(dataclasses.astuple(step)) for step in self.steps]
-        return {"steps": steps, "first": list(self._first), "lowest": self._lowest} | {
-            "bad": self._bad,
-            "bad_applied": self._bad_applied,
+        """Return the history as plain values."""
+        return {
+            "steps": [list(dataclasses.astuple(step)) for step in self.steps],
+            "first": list(self.first_losses),
+            "lowest": self.lowest_loss,
+            "bad": self.nonfinite_since,
+            "bad_applied": self.nonfinite_applied,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the history from ``state_dict``."""
         self.steps = deque((Step(*values) for values in state["steps"]), maxlen=WINDOW)
-        self._first, self._lowest = list(state["first"]), state["lowest"]
-        self._bad, self._bad_applied = state["bad"], state["bad_applied"]
+        self.first_losses, self.lowest_loss = list(state["first"]), state["lowest"]
+        self.nonfinite_since, self.nonfinite_applied = state["bad"], state["bad_applied"]
 
-    def see(self, step: Step) -> list[Finding]:
-        """What the step shows."""
-        found = [*self._loss(step), *self._gradient(step), *self._scale(step), *self._skips(step)]
+    def check(self, step: Step) -> list[Finding]:
+        """Return the findings of a step and add it to the history."""
+        found = [finding for rule in RULES for finding in rule(self, step)]
         self.steps.append(step)
         return found
 
-    def _loss(self, step: Step) -> Iterator[Finding]:
-        if not math.isfinite(step.loss):
-            self._bad = step.number if self._bad is None else self._bad
-            self._bad_applied += step.applied
-            if step.number - self._bad >= 2:
-                yield Finding(
-                    rule="loss-not-finite",
-                    severity=SERIOUS,
-                    where="loss",
-                    detail=f"the loss is {step.loss} since step {self._bad}",
-                    consequence=_consequence(step.number - self._bad + 1, self._bad_applied),
-                    fix="`narrowgauge replay` names the op that made the first inf or NaN; a lower learning rate or a "
-                    "recipe with a wider range may help",
-                )
-            return
-        if self._bad is not None:
-            yield bad_batch(self._bad, step.number - self._bad, self._bad_applied)
-            self._bad, self._bad_applied = None, 0
-        if len(self._first) < 5:
-            self._first.append(step.loss)
-        recent = [s.loss for s in list(self.steps)[-RECENT:] if math.isfinite(s.loss)]
-        if len(recent) < ENOUGH:
-            return
-        middle = statistics.median(recent)
-        spread = statistics.median(abs(loss - middle) for loss in recent)
-        if step.loss > middle + max(12 * spread, 0.5 * abs(middle)):
-            yield Finding(
-                rule="loss-spike",
-                severity=WARNING,
-                where=f"step {step.number}",
-                detail=f"the loss is {step.loss:.4g} where the last {len(recent)} steps had {middle:.4g}",
-                consequence="a single bad batch passes; spikes that come again and do not heal are divergence",
-                fix="look at the batch; clip gradients, or lower the learning rate",
-            )
-        latest = statistics.median(recent[-10:])  # one spike among them is no divergence
-        self._lowest = min(self._lowest, latest)
-        start = statistics.median(self._first)
-        if latest > start + 0.1 * abs(start) and latest > self._lowest + 0.5 * abs(self._lowest):
-            yield Finding(
-                rule="loss-diverging",
-                severity=SERIOUS,
-                where="loss",
-                detail=f"the last ten had {latest:.4g}, the first {start:.4g}, the best {self._lowest:.4g}",
-                consequence="the run forgets what it has learnt",
-                fix="lower the learning rate, warm it up longer, clip gradients",
-            )
-
-    def _gradient(self, step: Step) -> Iterator[Finding]:
-        norms = [s.grad_norm for s in list(self.steps)[-RECENT:] if s.applied and math.isfinite(s.grad_norm)]
-        if len(norms) < ENOUGH or not step.applied:
-            return
-        middle = statistics.median(norms)
-        if step.grad_norm > 20 * middle > 0:
-            yield Finding(
-                rule="gradient-spike",
-                severity=WARNING,
-                where=f"step {step.number}",
-                detail=f"the gradients' norm is {step.grad_norm:.3g} where the last {len(norms)} had {middle:.3g}",
-                consequence="without clipping one such step can undo many",
-                fix="clip gradients (--clip 1.0), and look at the batch",
-            )
-        if middle == 0 and step.grad_norm == 0:
-            yield Finding(
-                rule="no-gradient",
-                severity=SERIOUS,
-                where="all parameters",
-                detail=f"the gradients of the last {len(norms)} steps are all zero",
-                consequence="nothing is learnt, though every step is taken",
-                fix="in FP16, scale the loss; else look for a detach() or an output that the loss does not depend on",
-            )
-        elif max(norms) <= min(norms) * (1 + 1e-4) and min(norms) > 0:
-            yield Finding(
-                rule="gradient-norm-constant",
-                severity=SERIOUS,
-                where="all parameters",
-                detail=f"the last {len(norms)} gradients all have a norm of {middle:.4g}",
-                consequence="they were clipped before they were unscaled: steps are smaller by the loss scale",
-                fix="unscale before clipping; an Engine's clip_norm does",
-            )
-
-    def _scale(self, step: Step) -> Iterator[Finding]:
-        if not self.scaled or len(self.steps) < ENOUGH:
-            return
-        recent = [s.loss_scale for s in list(self.steps)[-RECENT:]]
-        fell = math.log2(max(recent) / step.loss_scale)
-        if fell >= 12:
-            yield Finding(
-                rule="scale-collapsing",
-                severity=SERIOUS,
-                where="loss scale",
-                detail=f"it fell from {max(recent):g} to {step.loss_scale:g} within {len(recent)} updates",
-                consequence="gradients overflow at every scale: an inf is made before scaling, in forward or by an op",
-                fix="`narrowgauge replay` names the op; keep its module in FP32, or train in bf16",
-            )
-        at_floor = [s for s in list(self.steps)[-ENOUGH:] if s.loss_scale <= self.floor]
-        if len(at_floor) == ENOUGH and any(not s.applied for s in at_floor):
-            yield Finding(
-                rule="scale-at-floor",
-                severity=SERIOUS,
-                where="loss scale",
-                detail=f"it has been at its floor of {self.floor:g} for {ENOUGH} updates, and some still overflow",
-                consequence="gradients underflow and overflow at the same time: FP16's range is too narrow here",
-                fix="train in bf16, or keep the modules with the largest activations in FP32",
-            )
-        turns = sum(1 for a, b in itertools.pairwise(recent) if b < a)
-        if turns >= 10:
-            yield Finding(
-                rule="scale-oscillating",
-                severity=WARNING,
-                where="loss scale",
-                detail=f"it was lowered {turns} times in {len(recent)} updates and raised again in between",
-                consequence="every lowering is a skipped update",
-                fix="raise growth_interval, or train in bf16",
-            )
-
-    def _skips(self, step: Step) -> Iterator[Finding]:
-        recent = [*list(self.steps)[-RECENT + 1 :], step]
-        skipped = sum(1 for s in recent if not s.applied)
-        if len(recent) == RECENT and skipped > 0.2 * RECENT:
-            yield Finding(
-                rule="skipping-too-often",
-                severity=SERIOUS,
-                where="optimizer step",
-                detail=f"{skipped} of the last {RECENT} updates were skipped because gradients were not finite",
-                consequence="the run is slower than it looks, and learns from a choice of its batches",
-                fix="lower the learning rate, or take a recipe with a wider range such as bf16",
-            )
+    def recent(self, count: int = RECENT) -> list[Step]:
+        """Return the last steps before the one that is checked."""
+        return list(self.steps)[-count:]
 
 
-def bad_batch(step: int, steps: int, applied: int = 0) -> Finding:
-    """The loss was not finite for a moment, and is again; ``applied`` of the updates were not skipped."""
-    moment = f"the loss was not finite for {steps} step(s), then finite again"
-    if not applied:
-        detail = f"{moment} with the same weights"
-        consequence = (
-            f"the {'update was' if steps == 1 else 'updates were'} skipped, so the weights are sound; the data are not"
+def check_finite_loss(before: StepRules, step: Step) -> Iterator[Finding]:
+    """Find a loss that is inf or NaN for three steps, or for fewer and then finite again."""
+    if math.isfinite(step.loss):
+        if before.nonfinite_since is not None:
+            first = before.nonfinite_since
+            yield _describe_bad_batch(first, step.number - first, before.nonfinite_applied)
+            before.nonfinite_since, before.nonfinite_applied = None, 0
+        return
+    before.nonfinite_since = step.number if before.nonfinite_since is None else before.nonfinite_since
+    before.nonfinite_applied += step.applied
+    if step.number - before.nonfinite_since >= 2:
+        yield Finding(
+            rule="loss-not-finite",
+            severity=SERIOUS,
+            where="loss",
+            detail=f"the loss has been {step.loss} since step {before.nonfinite_since}",
+            why=_describe_updates(step.number - before.nonfinite_since + 1, before.nonfinite_applied),
+            fix="`narrowgauge replay` names the op that produced the first inf or NaN; a lower learning rate or a "
+            "recipe with a wider range may help",
         )
-        fix = "look at that batch (`narrowgauge replay` shows it); mend or leave out its samples"
+
+
+def check_loss_level(before: StepRules, step: Step) -> Iterator[Finding]:
+    """Find a single loss far above the recent ones, and losses that have risen above the first ones."""
+    if not math.isfinite(step.loss):
+        return
+    if len(before.first_losses) < 5:
+        before.first_losses.append(step.loss)
+    recent = [s.loss for s in before.recent() if math.isfinite(s.loss)]
+    if len(recent) < ENOUGH:
+        return
+    median = statistics.median(recent)
+    deviation = statistics.median(abs(loss - median) for loss in recent)
+    if step.loss > median + max(12 * deviation, 0.5 * abs(median)):
+        yield Finding(
+            rule="loss-spike",
+            severity=WARNING,
+            where=f"step {step.number}",
+            detail=f"the loss is {step.loss:.4g}; the median of the last {len(recent)} steps is {median:.4g}",
+            why="a single bad batch is harmless; repeated spikes that do not recover are divergence",
+            fix="inspect the batch; clip gradients, or lower the learning rate",
+        )
+    latest = statistics.median(recent[-10:])  # robust to one spike
+    before.lowest_loss = min(before.lowest_loss, latest)
+    start = statistics.median(before.first_losses)
+    if latest > start + 0.1 * abs(start) and latest > before.lowest_loss + 0.5 * abs(before.lowest_loss):
+        yield Finding(
+            rule="loss-diverging",
+            severity=SERIOUS,
+            where="loss",
+            detail=f"median of the last ten losses {latest:.4g}, of the first five {start:.4g}; best "
+            f"{before.lowest_loss:.4g}",
+            why="the model is losing what it has learned",
+            fix="lower the learning rate, use a longer warmup, clip gradients",
+        )
+
+
+def check_gradient_norm(before: StepRules, step: Step) -> Iterator[Finding]:
+    """Find a gradient norm that spikes, is always zero, or never changes."""
+    norms = [s.grad_norm for s in before.recent() if s.applied and math.isfinite(s.grad_norm)]
+    if len(norms) < ENOUGH or not step.applied:
+        return
+    median = statistics.median(norms)
+    if step.grad_norm > 20 * median > 0:
+        yield Finding(
+            rule="gradient-spike",
+            severity=WARNING,
+            where=f"step {step.number}",
+            detail=f"the gradient norm is {step.grad_norm:.3g}; the median of the last {len(norms)} is {median:.3g}",
+            why="without clipping, one such step can undo many",
+            fix="clip gradients (--clip 1.0), and inspect the batch",
+        )
+    if median == 0 and step.grad_norm == 0:
+        yield Finding(
+            rule="no-gradient",
+            severity=SERIOUS,
+            where="all parameters",
+            detail=f"all gradients of the last {len(norms)} steps are zero",
+            why="the optimizer steps, but the model learns nothing",
+            fix="in FP16, scale the loss; otherwise look for a detach() or an output that the loss does not depend on",
+        )
+    elif max(norms) <= min(norms) * (1 + 1e-4) and min(norms) > 0:
+        yield Finding(
+            rule="gradient-norm-constant",
+            severity=SERIOUS,
+            where="all parameters",
+            detail=f"the gradient norm was {median:.4g} in each of the last {len(norms)} steps",
+            why="gradients were clipped before unscaling, so updates are too small by the loss scale",
+            fix="unscale before clipping, or use clip_norm of Engine, which does so",
+        )
+
+
+def check_loss_scale(before: StepRules, step: Step) -> Iterator[Finding]:
+    """Find a dynamic loss scale that collapses, stays at its floor, or oscillates."""
+    if not before.scaled or len(before.steps) < ENOUGH:
+        return
+    recent = [s.loss_scale for s in before.recent()]
+    if math.log2(max(recent) / step.loss_scale) >= 12:
+        yield Finding(
+            rule="scale-collapsing",
+            severity=SERIOUS,
+            where="loss scale",
+            detail=f"it fell from {max(recent):g} to {step.loss_scale:g} within {len(recent)} updates",
+            why="gradients overflow at any scale, so the inf comes from the forward pass or from one op",
+            fix="`narrowgauge replay` names the op; keep its module in FP32, or train in bf16",
+        )
+    at_floor = [s for s in before.recent(ENOUGH) if s.loss_scale <= before.floor]
+    if len(at_floor) == ENOUGH and any(not s.applied for s in at_floor):
+        yield Finding(
+            rule="scale-at-floor",
+            severity=SERIOUS,
+            where="loss scale",
+            detail=f"it has been at its floor of {before.floor:g} for {ENOUGH} updates, and some still overflow",
+            why="gradients underflow and overflow at the same time: the range of FP16 is too narrow here",
+            fix="train in bf16, or keep the modules with the largest activations in FP32",
+        )
+    lowered = sum(1 for a, b in itertools.pairwise(recent) if b < a)
+    if lowered >= 10:
+        yield Finding(
+            rule="scale-oscillating",
+            severity=WARNING,
+            where="loss scale",
+            detail=f"it was lowered {lowered} times in {len(recent)} updates and raised again in between",
+            why="each time it is lowered, an update is skipped",
+            fix="raise growth_interval, or train in bf16",
+        )
+
+
+def check_skips(before: StepRules, step: Step) -> Iterator[Finding]:
+    """Find runs that skip more than a fifth of their updates."""
+    recent = [*before.recent(RECENT - 1), step]
+    skipped = sum(1 for s in recent if not s.applied)
+    if len(recent) == RECENT and skipped > 0.2 * RECENT:
+        yield Finding(
+            rule="skipping-too-often",
+            severity=SERIOUS,
+            where="optimizer step",
+            detail=f"{skipped} of the last {RECENT} updates were skipped because gradients were not finite",
+            why="progress is slower than the step count suggests, and some batches never contribute",
+            fix="lower the learning rate, or use a recipe with a wider range such as bf16",
+        )
+
+
+RULES: tuple[Callable[[StepRules, Step], Iterator[Finding]], ...] = (
+    check_finite_loss,
+    check_loss_level,
+    check_gradient_norm,
+    check_loss_scale,
+    check_skips,
+)
+
+
+def _describe_bad_batch(step: int, steps: int, applied: int) -> Finding:
+    """A finding for a loss that was not finite for some ``steps``, of which ``applied`` changed the weights."""
+    detail = f"the loss was not finite for {steps} step(s), then finite again"
+    if applied:
+        why = _describe_updates(steps, applied)
+        fix = "check how the loss is computed for that batch: a part of it without a gradient is inf or NaN"
     else:
-        detail, consequence = moment, _consequence(steps, applied)
-        fix = "look at how the loss is computed for that batch: a part of it without a gradient is inf or NaN"
-    return Finding(
-        rule="bad-batch", severity=SERIOUS, where=f"step {step}", detail=detail, consequence=consequence, fix=fix
-    )
+        detail += " with the same weights"
+        why = (
+            f"the {'update was' if steps == 1 else 'updates were'} skipped, so the weights are intact; the data is bad"
+        )
+        fix = "inspect that batch (`narrowgauge replay` shows it); fix or remove its bad samples"
+    return Finding(rule="bad-batch", severity=SERIOUS, where=f"step {step}", detail=detail, why=why, fix=fix)
 
 
-def _consequence(steps: int, applied: int) -> str:
-    """What became of the updates of steps whose loss was not finite."""
+def _describe_updates(steps: int, applied: int) -> str:
+    """What happened to the updates of ``steps`` with a nonfinite loss."""
     if not applied:
-        return "nothing is learnt: updates are skipped as long as gradients are not finite"
+        return "the model learns nothing: updates are skipped while gradients are not finite"
     some = "the update was applied" if steps == 1 else f"{applied} of {steps} updates were applied"
-    return f"{some}, as all gradients were finite: the weights have changed, by a loss that cannot be read"
+    return f"{some} because all gradients were finite, so a nonfinite loss has changed the weights"

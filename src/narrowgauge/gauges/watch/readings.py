@@ -1,8 +1,8 @@
-"""What was read off one tensor, and what any format would make of it at any scale. Knows nothing of torch.
+"""Reading: the statistics of one tensor, and what any format would lose of it at any scale. Does not need torch.
 
-A histogram over powers of two is enough for that: a value in [2**e, 2**(e + 1)) is flushed by a format when it lies
-below half its smallest subnormal, held as a subnormal below its smallest normal, lost above its largest number. Within
-a power of two values are taken to be spread evenly in the logarithm, which decides only where a limit cuts a bin.
+A histogram over powers of two is enough: a format flushes a value in [2**e, 2**(e + 1)) below half its smallest
+subnormal, holds it as a subnormal below its smallest normal, and overflows above its largest number. Within a power of
+two, values are assumed to be uniform in the logarithm. This matters only where a limit falls inside a bin.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 from narrowgauge.formats import find_format
 
 KINDS = ("weight", "activation", "gradient", "weight_gradient", "update")
-"""gradient: of the loss by a module's output; weight_gradient: by a parameter; update: what a step added to one."""
+"""gradient: with respect to a module's output; weight_gradient: to a parameter; update: the change of a parameter."""
 _FIRST = -126
-"""The power of two of the histogram's bin 1, which also holds everything smaller."""
+"""The power of two of histogram bin 1, which also holds all smaller values."""
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Which parts of a tensor's values (those that are finite and not zero) a format cannot hold well."""
+    """The shares of a tensor's finite nonzero values that a format flushes, holds as subnormals or overflows."""
 
     flushed: float
     subnormal: float
@@ -31,34 +31,46 @@ class Shares:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """One tensor of one step."""
+    """The statistics of one tensor in one update."""
 
     kind: str
     module: str
     dtype: str
-    """The format the tensor is in, by its name in ``formats``."""
+    """The tensor's format, by its name in ``formats``."""
     count: int
     zeros: int = 0
     inf: int = 0
     nan: int = 0
     amax: float = 0.0
-    """Of the finite values."""
+    """Largest magnitude of the finite values."""
     mean_square: float = 0.0
     exponents: Mapping[int, int] = field(default_factory=dict)
-    """How many values have |x| in [2**e, 2**(e + 1)), by e."""
+    """Number of values with |x| in [2**e, 2**(e + 1)), by e."""
     scale: float = 1.0
-    """What the tensor was multiplied by: the loss scale of gradients, the scale of an FP8 tensor's site."""
+    """The factor in the values: the loss scale for gradients, the scale of the site for FP8 tensors."""
     lost: float | None = None
-    """Of updates: the share too small to change the weight if that were in BF16."""
+    """Updates only: the share too small to change a BF16 weight."""
     ratio: float | None = None
-    """Of updates: their root mean square over the weights'."""
+    """Updates only: their root mean square divided by that of the weights."""
 
     @property
     def zero_share(self) -> float:
+        """Share of all values that are zero."""
         return self.zeros / self.count if self.count else 0.0
 
     def shares(self, format: str, scale: float = 1.0) -> Shares:
-        """What the format would lose of the tensor, multiplied by ``scale`` first."""
+        """Compute what a format would lose of the tensor.
+
+        Args:
+            format: Name of the format, for example ``"fp16"`` or ``"e4m3"``.
+            scale: Factor that the tensor is multiplied by first.
+
+        Returns:
+            The shares of the finite nonzero values that are flushed, subnormal or overflow.
+
+        Raises:
+            UsageError: There is no such format.
+        """
         known = find_format(format)
         total = sum(self.exponents.values())
         if not total:
@@ -72,18 +84,18 @@ class Reading:
             for limit in below:
                 below[limit] += count * min(max(limit - exponent, 0.0), 1.0)
         flushed, small, held = (below[limit] / total for limit in (flush, normal, most))
-        # The bin of the limit is cut in two above, but the largest value is known.
+        # The bin that holds the limit is split above, but the largest value is known exactly.
         overflow = 1 - held if self.amax * scale > known.max else 0.0
         return Shares(flushed, max(small - flushed, 0.0), overflow)
 
     def best_scale(self, format: str) -> float:
-        """The largest power of two that keeps the largest value within the format; 1 where there is no value."""
+        """Return the largest power of two that keeps the largest value within the format; 1 for a tensor of zeros."""
         if not self.amax:
             return 1.0
         return 2.0 ** math.floor(math.log2(find_format(format).max / self.amax))
 
     def as_event(self) -> dict[str, Any]:
-        """As it is kept in a run's record: short, as there are many."""
+        """Return the form used in a run's record; keys are short because there are many readings."""
         event: dict[str, Any] = {"k": self.kind, "m": self.module, "t": self.dtype, "n": self.count, "amax": self.amax}
         event |= {"ms": self.mean_square, "e": [min(self.exponents, default=0), _dense(self.exponents)]}
         optional = {"zeros": self.zeros, "inf": self.inf, "nan": self.nan, "lost": self.lost, "ratio": self.ratio}
@@ -92,6 +104,7 @@ class Reading:
 
     @staticmethod
     def from_event(event: Mapping[str, Any]) -> Reading:
+        """Rebuild a reading from ``as_event``."""
         first, counts = event["e"]
         return Reading(
             kind=event["k"],
@@ -111,9 +124,10 @@ class Reading:
 
 
 def read_counts(counts: list[int], total: int, amax: float) -> dict[str, Any]:
-    """The fields that follow from a row of ``kernels.stats``: 256 bins, and how many are NaN, of ``total`` values.
+    """Convert a row of ``kernels.tensor_stats`` (256 bins and the number of NaN) to the fields of a reading.
 
-    Where the bins are of a sample they are stretched to the whole; zeros are then not all, if anything is larger.
+    If the bins come from a sample, counts are scaled up to ``total`` values. A tensor with a nonzero ``amax`` is then
+    never reported as all zeros.
     """
     bins, nan, beyond = counts[:255], counts[256], counts[255]
     stretch = (total - beyond) / sum(bins) if any(bins) else 1.0
@@ -123,7 +137,7 @@ def read_counts(counts: list[int], total: int, amax: float) -> dict[str, Any]:
 
 
 def _float(value: Any) -> float | None:
-    return None if value is None else float(value)  # NaN and infinity are text in a record
+    return None if value is None else float(value)  # NaN and infinity are strings in a record
 
 
 def _dense(exponents: Mapping[int, int]) -> list[int]:

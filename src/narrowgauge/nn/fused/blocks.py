@@ -24,9 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from narrowgauge import events
 from narrowgauge.errors import UsageError
 from narrowgauge.kernels import norm
-from narrowgauge.nn.events import is_heard, tap
 from narrowgauge.nn.fused.casts import (
     Projection,
     Stats,
@@ -193,7 +193,9 @@ class _Block(torch.autograd.Function):
     ) -> Any:
         """Residual stream and branch where a block comes after this one, else their sum."""
         caster, uses = plan.caster(needed, not needed), _uses(plan, weights, needed)
-        x0, x1, out, kept = _forward(plan, x, branch, weights, uses, attend, extra, caster, needed)
+        x0, x1, out, kept = events.run_in_scope(
+            plan.path, _forward, plan, x, branch, weights, uses, attend, extra, caster, needed
+        )
         ctx.set_materialize_grads(False)
         ctx.plan, ctx.attend, ctx.extra, ctx.caster, ctx.before, ctx.after = plan, attend, extra, caster, before, after
         ctx.save_for_backward(x0, *weights)
@@ -212,7 +214,8 @@ class _Block(torch.autograd.Function):
         quiet = plan.caster(False)
         uses = _uses(plan, tuple(weights), True, again=True)
         if plan.checkpoint == "full":
-            *_, kept = _forward(plan, x0, None, tuple(weights), uses, ctx.attend, ctx.extra, quiet, True, again=True)
+            run = (plan, x0, None, tuple(weights), uses, ctx.attend, ctx.extra, quiet, True, True)
+            *_, kept = events.run_in_scope(plan.path, _forward, *run)
         else:
             kept = _restore(plan, x0, weights, ctx.kept, quiet)
             uses = Uses(*(use.in_backward(copies) for use, copies in zip(uses, ctx.copies, strict=True)))
@@ -221,7 +224,9 @@ class _Block(torch.autograd.Function):
         rows = grad.reshape(-1, grad.shape[-1])
         handed = ctx.after.take(grad) if ctx.after is not None else None
         g = handed or gradient(plan.down, rows, ctx.caster)
-        dx, operand, grads = _backward(plan, x0, weights, uses, kept, rows, g, ctx.caster, ctx.before)
+        dx, operand, grads = events.run_in_scope(
+            plan.path, _backward, plan, x0, weights, uses, kept, rows, g, ctx.caster, ctx.before
+        )
         dx = dx.view_as(x0)
         if ctx.before is not None:
             ctx.before.put(dx, operand)
@@ -279,12 +284,13 @@ def _forward(
     if not again or not made_in_backward(plan.down, caster):
         a = activated(plan.activation, u, plan.down, caster, needed)
     y = x1 if again else forward_output(a, uses.down, plan.down.choice)
-    if is_heard() and needed and not again:
+    if events.wants_tensors() and needed and not again:
         names = ("gate", "up") if len(uses.up.weights) == 2 else ("up",)
         halves = zip(names, u.chunk(len(names), -1), strict=True)
         inner: list[tuple[str, Tensor | Operand]] = [("norm1", h1), ("qkv", qkv), ("attention", mixed), ("out", out)]
         for name, shown in (*inner, ("norm2", h2), *halves, ("act", a), ("down", y)):
-            tap("activation", f"{plan.path}.{name}", shown)
+            operand = shown if isinstance(shown, Operand) else Operand(shown)
+            operand.report("activation", f"{plan.path}.{name}")
     return x0.view_as(x), x1, y, _Kept(h1, stats1, leaves, mixed, o, x1, h2, stats2, u, a)
 
 
@@ -302,20 +308,21 @@ def _backward(
     """The gradients of x + b and of the weights, from that of the output: ``g_rows``, and ``g`` for the products."""
     da = backward_input(g, uses.down, plan.down.choice)
     du, a = activation_backward(plan.activation, da, kept.u, kept.a, plan.down, plan.up, caster)
-    d_down = backward_weight(g, a, plan.down.choice, uses.down.gradient_dtype)
+    d_down = backward_weight(g, a, plan.down.choice, uses.down.gradient_dtype, uses.down)
     dh2 = backward_input(du, uses.up, plan.up.choice)
-    d_up = backward_weight(du, kept.h2, plan.up.choice, uses.up.gradient_dtype)
+    d_up = backward_weight(du, kept.h2, plan.up.choice, uses.up.gradient_dtype, uses.up)
     dx1, g1, d_norm2 = norm_backward(plan.kind, dh2, kept.x1, weights[3], kept.stats2, g_rows, plan.out, caster)
     do = backward_input(g1, uses.out, plan.out.choice)
-    d_out = backward_weight(g1, kept.o, plan.out.choice, uses.out.gradient_dtype)
+    d_out = backward_weight(g1, kept.o, plan.out.choice, uses.out.gradient_dtype, uses.out)
     dqkv = _attend_backward(plan, kept, do.view(*x0.shape[:2], -1), caster)
     dh1 = backward_input(dqkv, uses.qkv, plan.qkv.choice)
-    d_qkv = backward_weight(dqkv, kept.h1, plan.qkv.choice, uses.qkv.gradient_dtype)
+    d_qkv = backward_weight(dqkv, kept.h1, plan.qkv.choice, uses.qkv.gradient_dtype, uses.qkv)
     reader = before.reader if before is not None else None
     rows = x0.reshape(-1, x0.shape[-1])
     dx, operand, d_norm1 = norm_backward(plan.kind, dh1, rows, weights[0], kept.stats1, dx1, reader, caster)
-    for name, shown in (("down", g), ("up", du), ("out", g1), ("qkv", dqkv)):
-        tap("gradient", f"{plan.path}.{name}", shown)
+    if events.wants_tensors():
+        for name, shown in (("down", g), ("up", du), ("out", g1), ("qkv", dqkv)):
+            shown.report("gradient", f"{plan.path}.{name}")
     ups = d_up.split([weight.shape[0] for weight in uses.up.weights])
     return dx, operand, [d_norm1, d_qkv, d_out, d_norm2, *ups, d_down]
 

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from narrowgauge import events
 from narrowgauge.errors import UsageError
 from narrowgauge.kernels import FP8_MAX, cast, fitting_scale
 from narrowgauge.kernels.cross_entropy import (
@@ -34,7 +35,6 @@ from narrowgauge.kernels.cross_entropy import (
     rescale_,
     softmax_statistics,
 )
-from narrowgauge.nn.events import tap
 from narrowgauge.nn.products.gemm import (
     ALL_BF16,
     BF16,
@@ -84,7 +84,7 @@ def head_loss(
         if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
             loss: Tensor = _HeadLoss.apply(x, weight, task, operand)  # type: ignore[no-untyped-call]
             return loss
-        return task.run(x.detach(), weight, operand, False, False)[0]
+        return events.run_in_scope(HEAD, task.run, x.detach(), weight, operand, False, False)[0]
 
 
 def default_chunk_rows(rows: int, vocab: int) -> int:
@@ -157,7 +157,7 @@ class _Task:
                 into = grad_x[part]
                 into.copy_(backward_input(d, use, self.precision)[: len(into)])
             if need_weight:
-                share = backward_weight(d, piece, self.precision)
+                share = backward_weight(d, piece, self.precision, weight=use)
                 grad_weight = share if grad_weight is None else grad_weight.add_(share)
             del d  # before the next chunk's logits are made
         return total / counted, grad_x, grad_weight
@@ -174,13 +174,13 @@ class _Task:
     ) -> tuple[Tensor, Operand]:
         """Losses of a chunk's rows, and the gradient of its logits as the products want it; the logits end here."""
         logits = forward_output(x, use, self.precision)
-        tap("activation", HEAD, logits)
+        events.report_tensor("activation", HEAD, logits)
         formats = {self.precision.grad_input} if need_x else set()
         formats |= {self.precision.grad_weight} if need_weight else set()
         d = Operand()
         if formats == {"bf16"}:
             loss, hp = loss_gradient(logits, targets, factor, self.ignore_index, out=logits)
-            tap("gradient", HEAD, Operand(hp))
+            events.report_tensor("gradient", HEAD, hp)
             return loss, Operand(hp)
         lse, loss = softmax_statistics(logits, targets, self.ignore_index)
         if "fp8" in formats:
@@ -189,7 +189,7 @@ class _Task:
             d = Operand(None, lp, lp_t, factor / UNIT_SCALE[E4M3])
         if "bf16" in formats:
             d = d._replace(hp=dlogits(logits, targets, lse, factor, self.ignore_index, out=logits))
-        tap("gradient", HEAD, d)
+        d.report("gradient", HEAD)
         return loss, d
 
     def _source(self, x: Tensor, given: Operand, training: bool, need_weight: bool) -> Operand:
@@ -212,7 +212,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, task: _Task, operand: Operand | None) -> Tensor:
         need_x, need_weight, *_ = ctx.needs_input_grad
-        loss, *ctx.grads = task.run(x, weight, operand, need_x, need_weight)
+        loss, *ctx.grads = events.run_in_scope(HEAD, task.run, x, weight, operand, need_x, need_weight)
         ctx.dtypes = x.dtype, gradient_dtype(weight)
         return loss
 
@@ -231,7 +231,7 @@ class _HeadLoss(torch.autograd.Function):
         else:
             ctx.grads = None
         grad_x, grad_weight = (
-            None if gradient is None else rescale_(gradient, grad).to(dtype)
+            None if gradient is None else events.run_in_scope(HEAD, rescale_, gradient, grad).to(dtype)
             for gradient, dtype in zip(made, ctx.dtypes, strict=True)
         )
         return grad_x, grad_weight, None, None

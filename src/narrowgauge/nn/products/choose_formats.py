@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from narrowgauge.data import cache
-from narrowgauge.hardware import Device, Gpu
+from narrowgauge.hardware import Device, Gpu, is_assumed
 from narrowgauge.kernels import cast, cast_weights
 from narrowgauge.nn.products.gemm import ALL_FP8, BF16, E4M3, E5M2, FAST_DEPTH, GemmChoice, product_bf16, product_fp8
 
@@ -98,10 +98,10 @@ def predicted(rows: int, inputs: int, outputs: int, gpu: Gpu) -> Costs:
 
 def measured(rows: int, inputs: int, outputs: int, device: Device) -> Costs | None:
     """On the GPU at hand, or from an earlier measurement on one like it; None where there is none."""
-    if device.kind != "cuda" or not torch.cuda.is_available():
+    if device.kind != "cuda" or is_assumed() or not torch.cuda.is_available():
         return None
     key = f"{rows}x{inputs}x{outputs}"
-    path = cache.folder() / f"products-{VERSION}-{device.name.replace(' ', '-')}-{torch.__version__}.json"
+    path = cache.get_folder() / f"products-{VERSION}-{device.name.replace(' ', '-')}-{torch.__version__}.json"
     known: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
         known = json.loads(path.read_text())

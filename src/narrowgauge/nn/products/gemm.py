@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from narrowgauge import events
 from narrowgauge.kernels import FP8_MAX, cast, cublas, fitting_scale
 from narrowgauge.scaling.tensor import Site, TensorScales
 
@@ -63,6 +64,12 @@ class Operand(NamedTuple):
         if self.lp_t is not None or self.lp is None:
             return self
         return self._replace(lp_t=cast.transpose(self.lp))
+
+    def report(self, kind: str, path: str) -> None:
+        """Report the tensor to listeners, in whichever format it has."""
+        tensor = self.hp if self.hp is not None else self.lp if self.lp is not None else self.lp_t
+        if tensor is not None:
+            events.report_tensor(kind, path, tensor, None if tensor is self.hp else self.inv_scale)
 
 
 FAST_DEPTH = 8192
@@ -112,9 +119,25 @@ class Weight(Protocol):
 
     def bf16(self) -> Tensor: ...
 
+    @property
+    def path(self) -> str: ...
+
+
+class HasPath(Protocol):
+    """Anything that knows the path of its layer."""
+
+    @property
+    def path(self) -> str: ...
+
 
 def forward_output(x: Operand, weight: Weight, choice: GemmChoice) -> Tensor:
     """input @ weight.T in BF16."""
+    if events.is_listening():
+        return events.run_product("output", weight.path, _forward_output, x, weight, choice)
+    return _forward_output(x, weight, choice)
+
+
+def _forward_output(x: Operand, weight: Weight, choice: GemmChoice) -> Tensor:
     if choice.output == "fp8":
         w = weight.fp8()
         assert x.lp is not None and x.inv_scale is not None and w.lp is not None and w.inv_scale is not None
@@ -125,6 +148,12 @@ def forward_output(x: Operand, weight: Weight, choice: GemmChoice) -> Tensor:
 
 def backward_input(grad: Operand, weight: Weight, choice: GemmChoice) -> Tensor:
     """grad_output @ weight in BF16."""
+    if events.is_listening():
+        return events.run_product("grad_input", weight.path, _backward_input, grad, weight, choice)
+    return _backward_input(grad, weight, choice)
+
+
+def _backward_input(grad: Operand, weight: Weight, choice: GemmChoice) -> Tensor:
     if choice.grad_input == "fp8":
         w = weight.fp8_transposed()
         assert grad.lp is not None and grad.inv_scale is not None and w.lp_t is not None and w.inv_scale is not None
@@ -133,8 +162,17 @@ def backward_input(grad: Operand, weight: Weight, choice: GemmChoice) -> Tensor:
     return product_bf16(grad.hp, weight.bf16())
 
 
-def backward_weight(grad: Operand, x: Operand, choice: GemmChoice, out: torch.dtype = torch.float32) -> Tensor:
-    """grad_output.T @ input, in the format of the weight: what the optimizer reads."""
+def backward_weight(
+    grad: Operand, x: Operand, choice: GemmChoice, out: torch.dtype = torch.float32, weight: HasPath | None = None
+) -> Tensor:
+    """grad_output.T @ input, in the format of the weight: what the optimizer reads. ``weight`` is for listeners."""
+    if events.is_listening():
+        path = "" if weight is None else weight.path
+        return events.run_product("grad_weight", path, _backward_weight, grad, x, choice, out)
+    return _backward_weight(grad, x, choice, out)
+
+
+def _backward_weight(grad: Operand, x: Operand, choice: GemmChoice, out: torch.dtype) -> Tensor:
     if choice.grad_weight == "fp8":
         g, x = grad.transposed(), x.transposed()
         assert g.lp_t is not None and g.inv_scale is not None and x.lp_t is not None and x.inv_scale is not None

@@ -208,7 +208,7 @@ class _Linear(torch.autograd.Function):
             dx = backward_input(operand, use, plan.choice)[:count].view(ctx.shape).to(ctx.kinds[0])
         if needs_weight:
             source = Operand(hp, None, lp_t, inv_scale)
-            dweight = backward_weight(operand, source, plan.choice, ctx.gradient_dtype)
+            dweight = backward_weight(operand, source, plan.choice, ctx.gradient_dtype, plan.weight)
             dweight = dweight.t() if plan.weight.turned else dweight
         if needs_bias:
             dbias = grad.sum(0, dtype=torch.float32).to(ctx.kinds[1])

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from narrowgauge import events
 from narrowgauge.kernels import cast_weights as kernel
 from narrowgauge.nn.products.gemm import BF16, E4M3, Operand
 from narrowgauge.optim.adamw import gradient_dtype
@@ -35,6 +36,8 @@ class WeightPlan:
     """Whether what forward has made for backward is held until then."""
     gradient_dtype: torch.dtype | None = None
     """The format of the gradient; None: that of the weight, as FSDP has gathered it."""
+    path: str = ""
+    """The layer's path in the model, for listeners."""
 
     @staticmethod
     def of(
@@ -43,12 +46,14 @@ class WeightPlan:
         scales: TensorScales | None = None,
         turned: bool = False,
         lean: bool = False,
+        path: str = "",
     ) -> WeightPlan:
         """For the weights as they are now; the gradient's format is asked for here, as torch.compile cannot ask."""
         sharded = any(is_sharded(weight) for weight in weights)
         if not sharded:
             put_together(weights)
-        return WeightPlan(site, scales, turned, not (lean or sharded), None if sharded else gradient_dtype(weights[0]))
+        dtype = None if sharded else gradient_dtype(weights[0])
+        return WeightPlan(site, scales, turned, not (lean or sharded), dtype, path)
 
     def use(self, *weights: Tensor, record: bool = True, seen: bool = False, backward: bool = True) -> Weight:
         """One use of the weights.
@@ -72,21 +77,28 @@ class Weight:
     def gradient_dtype(self) -> torch.dtype:
         return self.plan.gradient_dtype or self.weights[0].dtype
 
+    @property
+    def path(self) -> str:
+        return self.plan.path
+
     def fp8(self) -> Operand:
         """In E4M3, with the second layout where that is held for backward."""
         if self._lp.lp is None:
             self._lp = self._cast(self._backward and self.plan.held)
+            events.report_copy(self.weights, (self._lp.lp, self._lp.lp_t))
         return self._lp
 
     def fp8_transposed(self) -> Operand:
         """The second layout."""
         if self._lp.lp_t is None:
             self._lp = self._lp.transposed() if self._lp.lp is not None else self._cast(True)
+            events.report_copy(self.weights, (self._lp.lp, self._lp.lp_t))
         return self._lp
 
     def bf16(self) -> Tensor:
         if self._hp is None:
             self._hp = self._stacked_bf16()
+            events.report_copy(self.weights, (self._hp,))
         return self._hp
 
     def for_backward(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -1,8 +1,8 @@
-// The page: its sections in order, and for a live one the news from its server.
+// Builds the page from its sections; a live page also polls its server for updates.
 
-function build(data) {
+function buildPage(data) {
   const sections = [
-    ["Findings", foundSection(data)],
+    ["Findings", findingsSection(data)],
     ["Runs", data.runs.length ? runsSection(data) : null],
     ["Curves", data.runs.some((run) => run.curves.loss) ? curvesSection(data) : null],
     ["Scale", scaleSection(data)],
@@ -14,7 +14,7 @@ function build(data) {
     ["Memory", memorySection(data)],
     ["Roofline", rooflineSection(data)],
     ["Formats", explorerSection(data)],
-    ["More", absentSection(data)],
+    ["More", missingSection(data)],
   ].filter(([, section]) => section);
   document.getElementById("main").replaceChildren(...sections.map(([, section]) => section));
   document
@@ -22,13 +22,13 @@ function build(data) {
     .replaceChildren(...sections.map(([name, section]) => el("a", { href: `#${section.id}` }, name)));
   document.getElementById("what").textContent = data.title;
   document.getElementById("foot").textContent =
-    `Made ${data.made} by narrowgauge report. This page asks the network for nothing.`;
+    `Created ${data.made} by narrowgauge report. This page makes no network requests.`;
   document.title = `${data.title} - narrowgauge`;
   forgetDetached();
   markSection(sections.map(([, section]) => section));
 }
 
-// The part of the page that is being read is marked in the contents.
+// Highlights the visible section in the navigation.
 let marker = null;
 function markSection(sections) {
   if (marker) marker.disconnect();
@@ -46,7 +46,7 @@ function markSection(sections) {
 
 const EVERY_MS = 2000;
 
-async function follow(version) {
+async function pollUpdates(version) {
   const note = document.getElementById("live");
   let have = version;
   note.textContent = "live";
@@ -56,27 +56,27 @@ async function follow(version) {
     });
     try {
       const answer = await fetch(`data.json?have=${have}`, { cache: "no-store" });
-      const news = await answer.json();
+      const update = await answer.json();
       note.textContent = "live";
       note.dataset.state = "on";
-      if (news.data) {
-        have = news.version;
-        update(news.data);
+      if (update.data) {
+        have = update.version;
+        replaceData(update.data);
       }
     } catch (error) {
-      note.textContent = "the server has ended; this is the last that came";
+      note.textContent = "server stopped; showing the last update";
       note.dataset.state = "lost";
     }
   }
 }
 
-// New data in place of the old, with the reader's choices, place and focus as they were.
-function update(data) {
+// Replaces the data and keeps the reader's selections, scroll position and focus.
+function replaceData(data) {
   const [top, focus] = [scrollY, document.activeElement && document.activeElement.id];
   const open = [...document.querySelectorAll("details[open] > summary")].map(
     (one) => one.closest("section").id + one.textContent,
   );
-  build(data);
+  buildPage(data);
   for (const one of document.querySelectorAll("details > summary")) {
     if (open.includes(one.closest("section").id + one.textContent)) one.parentElement.open = true;
   }
@@ -86,6 +86,6 @@ function update(data) {
 
 const first = JSON.parse(document.getElementById("data").textContent);
 setUpTheme();
-build(first);
+buildPage(first);
 window.narrowgauge = { data: first, store, shares, parseNumber, shareOf, unpack };
-if (document.body.dataset.live === "true") follow(first.version);
+if (document.body.dataset.live === "true") pollUpdates(first.version);

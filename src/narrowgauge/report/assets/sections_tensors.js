@@ -1,14 +1,14 @@
-// Sections about tensors: the heat map of what formats lose, the exponents of one tensor, and the table of layers.
+// Sections about tensors: the heat map of underflow and overflow, the exponents of one tensor, and the layer table.
 
-const KIND = {
+const KIND_LABELS = {
   weight: "weights",
   activation: "activations",
   gradient: "activation gradients",
   weight_gradient: "weight gradients",
   update: "updates",
 };
-const LOSS = { flushed: "flushed to zero", subnormal: "held as subnormals", overflow: "too large" };
-const AS_IT_IS = { zeros: "zero", "not finite": "inf or NaN", lost: "too small to change a BF16 weight" };
+const LOSS_LABELS = { flushed: "flushed to zero", subnormal: "subnormal", overflow: "overflowing" };
+const OBSERVED = { zeros: "zero", "not finite": "inf or NaN", lost: "too small to change a BF16 weight" };
 
 const watchedRuns = (data) => data.runs.filter((run) => run.heat);
 
@@ -24,16 +24,16 @@ function runBox(name, runs, onchange) {
   );
 }
 
-// At which scale a format sees the tensors: said under the map.
-function scaleWords(format, kind, scaled) {
-  if (!format) return "Counted in the tensors as they were.";
+// The note below the map: the scale at which the format is applied to the tensors.
+function describeScale(format, kind, scaled) {
+  if (!format) return "Counted in the tensors as trained.";
   if (format.startsWith("fp8"))
-    return "Each tensor is taken at the scale that just keeps its largest value within range, as FP8 training does.";
-  if (format !== "fp16") return "Taken without any scale.";
-  if (!kind.includes("gradient")) return "Taken without any scale: a loss scale reaches gradients alone.";
+    return "Each tensor is scaled so that its largest value just fits the format, as in FP8 training.";
+  if (format !== "fp16") return "No scaling.";
+  if (!kind.includes("gradient")) return "No scaling: a loss scale only affects gradients.";
   return scaled
-    ? "Taken at the loss scale of each step. What FP16 has flushed while training is zero, and counted there."
-    : "This run has no loss scale: taken at the largest one that would fit all gradients of the step.";
+    ? "At the loss scale of each step. Values that FP16 flushed during training are already zero, and count as zero."
+    : "This run has no loss scale: computed with the largest one that fits all gradients of the step.";
 }
 
 function heatSection(data) {
@@ -46,7 +46,7 @@ function heatSection(data) {
     const kinds = Object.keys(run.heat.kinds);
     const kindBox = selectBox(
       "heat-kind",
-      kinds.map((kind) => ({ value: kind, label: KIND[kind] || kind })),
+      kinds.map((kind) => ({ value: kind, label: KIND_LABELS[kind] || kind })),
       draw,
       "gradient",
     );
@@ -61,21 +61,21 @@ function heatSection(data) {
           "fp16",
         )
       : null;
-    const own = Object.keys(AS_IT_IS).filter((name) => name in planes);
-    const losses = formats.length ? Object.keys(LOSS) : [];
+    const own = Object.keys(OBSERVED).filter((name) => name in planes);
+    const losses = formats.length ? Object.keys(LOSS_LABELS) : [];
     const lossBox = selectBox(
       "heat-loss",
-      [...losses, ...own].map((name) => ({ value: name, label: LOSS[name] || AS_IT_IS[name] })),
+      [...losses, ...own].map((name) => ({ value: name, label: LOSS_LABELS[name] || OBSERVED[name] })),
       draw,
       "flushed",
     );
     const loss = choice("heat-loss");
-    const format = loss in LOSS ? choice("heat-format") : null;
+    const format = loss in LOSS_LABELS ? choice("heat-format") : null;
     if (formatBox) formatBox.disabled = !format;
     const sortBox = selectBox(
       "heat-sort",
       [
-        { value: "model", label: "as in the model" },
+        { value: "model", label: "model order" },
         { value: "worst", label: "worst first" },
       ],
       draw,
@@ -85,24 +85,24 @@ function heatSection(data) {
         runBox("heat-run", runs, draw),
         field("Tensors", kindBox),
         formatBox && field("Format", formatBox),
-        field("Share that is", lossBox),
+        field("Share", lossBox),
         field("Order", sortBox),
       ].filter(Boolean),
     );
-    host.replaceChildren(...heatOf(data, run, kind, format, loss));
+    host.replaceChildren(...drawHeat(data, run, kind, format, loss));
     forgetDetached();
   };
   draw();
   return panel(
     "heat",
     "Underflow and overflow",
-    "Which share of each tensor a format would lose, module by module, over the run.",
+    "The share of each tensor's values that a format would lose, by module, over the run.",
     controls,
     host,
   );
 }
 
-function heatOf(data, run, kind, format, loss) {
+function drawHeat(data, run, kind, format, loss) {
   const { modules, planes, missing } = run.heat.kinds[kind];
   const columns = run.heat.steps.length;
   const cells = unpack(planes[format ? `${format} ${loss}` : loss], modules.length * columns);
@@ -115,28 +115,28 @@ function heatOf(data, run, kind, format, loss) {
   );
   const order = modules.map((_, index) => index);
   if (choice("heat-sort") === "worst") order.sort((a, b) => worst[b] - worst[a]);
-  const what = LOSS[loss] || AS_IT_IS[loss];
+  const what = LOSS_LABELS[loss] || OBSERVED[loss];
   const top = worst.indexOf(Math.max(...worst));
   const words =
     worst[top] === 0
-      ? `No tensor has any value that is ${what}.`
-      : `Most in ${modules[top]}: ${percent(shareOf(worst[top]))} ${what}.`;
-  const title = format ? data.formats[format].title : "as they were";
+      ? `No tensor has values that are ${what}.`
+      : `Largest share: ${percent(shareOf(worst[top]))} ${what} in ${modules[top]}.`;
+  const title = format ? data.formats[format].title : "the format they were trained in";
   const map = heatMap("heat", {
     modules,
     cells,
     steps: run.heat.steps,
     order,
-    tint: loss === "overflow" || loss === "not finite" ? "--over" : loss === "subnormal" ? "--faded" : "--under",
-    label: `${KIND[kind] || kind} in ${title}, share ${what}, ${modules.length} modules by ${columns} looks. ${words}`,
+    tint: loss === "overflow" || loss === "not finite" ? "--over" : loss === "subnormal" ? "--subnormal" : "--under",
+    label: `${KIND_LABELS[kind] || kind} in ${title}, share ${what}, ${modules.length} modules, ${columns} samples. ${words}`,
     name: what,
-    hint: "Click a cell, or press Enter on it, to see the exponents of that tensor.",
+    hint: "Click a cell, or press Enter, to see the exponents of that tensor.",
     pick: (module, steps) => showTensor(data, run, kind, module, steps, format),
   });
-  return [el("p", { class: "note" }, words, " ", scaleWords(format, kind, run.heat.scaled)), map];
+  return [el("p", { class: "note" }, words, " ", describeScale(format, kind, run.heat.scaled)), map];
 }
 
-// From a cell of the map to the histogram of that tensor.
+// Opens the exponent histogram of a cell's tensor.
 function showTensor(data, run, kind, module, steps, format) {
   const rows = run.histograms.rows;
   const row = rows.findIndex((one) => one.k === kind && one.m === module);
@@ -147,7 +147,7 @@ function showTensor(data, run, kind, module, steps, format) {
   chosen.delete("exponents-shift");
   if (format) choose("exponents-format", format);
   const near = run.histograms.steps.map((step) => Math.abs(step - steps[1]));
-  choose("exponents-look", near.indexOf(Math.min(...near)));
+  choose("exponents-sample", near.indexOf(Math.min(...near)));
   const section = exponentsSection(data);
   document.getElementById("exponents").replaceWith(section);
   forgetDetached();
@@ -162,28 +162,28 @@ function exponentsSection(data) {
   if (!runs.length) return null;
   const body = el("div");
   const draw = () => {
-    body.replaceChildren(...exponentsOf(data, runs, draw));
+    body.replaceChildren(...drawExponents(data, runs, draw));
     forgetDetached();
   };
   draw();
   return panel(
     "exponents",
     "Exponents",
-    "How large the values of a tensor are, in powers of two, and what each format can hold of them. Move the scale and " +
-      "watch them enter or leave a window.",
+    "A histogram of a tensor's values over powers of two, below the range of each format. Move the scale slider to " +
+      "shift the values into or out of a format's range.",
     body,
   );
 }
 
-function exponentsOf(data, runs, draw) {
+function drawExponents(data, runs, draw) {
   const run = runs.find((one) => one.name === choice("exponents-run", runs[0].name)) || runs[0];
   const { steps, rows } = run.histograms;
   const kinds = [...new Set(rows.map((row) => row.k))];
   const kindBox = selectBox(
     "exponents-kind",
-    kinds.map((kind) => ({ value: kind, label: KIND[kind] || kind })),
+    kinds.map((kind) => ({ value: kind, label: KIND_LABELS[kind] || kind })),
     () => {
-      chosen.delete("exponents-shift"); // a scale for gradients says nothing of activations
+      chosen.delete("exponents-shift"); // a scale for gradients does not apply to activations
       draw();
     },
     "gradient",
@@ -196,8 +196,8 @@ function exponentsOf(data, runs, draw) {
     draw,
   );
   const row = modules.find((one) => one.m === choice("exponents-module"));
-  const known = row.looks.map((look, i) => (look ? i : -1)).filter((i) => i >= 0);
-  let index = choice("exponents-look", known[known.length - 1]);
+  const known = row.samples.map((sample, i) => (sample ? i : -1)).filter((i) => i >= 0);
+  let index = choice("exponents-sample", known[known.length - 1]);
   if (!known.includes(index)) index = known[known.length - 1];
 
   const names = Object.keys(data.formats);
@@ -210,8 +210,8 @@ function exponentsOf(data, runs, draw) {
   const chart = histogramChart(
     "exponents",
     data.formats,
-    row.looks[index],
-    `Exponents of ${row.m}, ${KIND[kind] || kind}`,
+    row.samples[index],
+    `Exponents of ${row.m}, ${KIND_LABELS[kind] || kind}`,
   );
   const slider = el("input", {
     type: "range",
@@ -222,34 +222,34 @@ function exponentsOf(data, runs, draw) {
     value: choice("exponents-shift", 0),
   });
   const scaleOut = el("output", { for: "exponents-scale" });
-  const look = el("input", {
+  const sampleSlider = el("input", {
     type: "range",
-    id: "exponents-look",
+    id: "exponents-sample",
     min: 0,
     max: known.length - 1,
     step: 1,
     value: known.indexOf(index),
     disabled: known.length < 2,
   });
-  const lookOut = el("output", { for: "exponents-look" });
+  const sampleOut = el("output", { for: "exponents-sample" });
   const facts = el("p", { class: "readout", "aria-live": "polite" });
 
   function update() {
-    const place = known[Number(look.value)];
-    chart.look = row.looks[place];
-    const own = clamp(Math.round(Math.log2(chart.look[3])), ...SHIFTS);
+    const place = known[Number(sampleSlider.value)];
+    chart.sample = row.samples[place];
+    const own = clamp(Math.round(Math.log2(chart.sample[3])), ...SHIFTS);
     if (!chosen.has("exponents-shift")) slider.value = own;
     chart.shift = Number(slider.value);
     chart.format = choice("exponents-format");
     scaleOut.textContent = `${power(chart.shift)}${chart.shift === own ? ", as trained" : ""}`;
     slider.setAttribute("aria-valuetext", `2 to the power of ${chart.shift}`);
-    lookOut.textContent = `step ${count(steps[place])}`;
-    look.setAttribute("aria-valuetext", lookOut.textContent);
-    const [, , amax, scale, n, zeros, inf, nan, dtype] = chart.look;
+    sampleOut.textContent = `step ${count(steps[place])}`;
+    sampleSlider.setAttribute("aria-valuetext", sampleOut.textContent);
+    const [, , amax, scale, n, zeros, inf, nan, dtype] = chart.sample;
     facts.replaceChildren(
-      "largest ",
+      "largest value ",
       el("b", {}, number(amax / scale, 4)),
-      ` of ${count(n)} values in ${dtype}`,
+      `, ${count(n)} values in ${dtype}`,
       zeros ? `, ${percent(zeros / n)} zero` : "",
       inf + nan ? `, ${count(inf + nan)} inf or NaN` : "",
     );
@@ -259,8 +259,8 @@ function exponentsOf(data, runs, draw) {
     choose("exponents-shift", Number(slider.value));
     update();
   });
-  look.addEventListener("input", () => {
-    choose("exponents-look", known[Number(look.value)]);
+  sampleSlider.addEventListener("input", () => {
+    choose("exponents-sample", known[Number(sampleSlider.value)]);
     update();
   });
   update();
@@ -270,13 +270,13 @@ function exponentsOf(data, runs, draw) {
     runBox("exponents-run", runs, draw),
     field("Tensors", kindBox),
     field("Module", moduleBox),
-    field("Window of", formatBox),
+    field("Format", formatBox),
   );
   const sliders = el(
     "div",
     { class: "controls" },
     el("label", { class: "field wide" }, el("span", {}, "Scale ", scaleOut), slider),
-    el("label", { class: "field wide" }, el("span", {}, "Read at ", lookOut), look),
+    el("label", { class: "field wide" }, el("span", {}, "Sampled at ", sampleOut), sampleSlider),
   );
   return [controls, sliders, chart.node, facts, chart.outcome];
 }
@@ -287,9 +287,9 @@ function layersSection(data) {
   const show = (key) => layersTable(data.layers[Number(key)]);
   return panel(
     "layers",
-    "Layer by layer",
-    "Time from the roofline, dB from the validation (how far the signal stands above the error: more is better), " +
-      "underflow from the readings.",
+    "Layers",
+    "Time from the roofline, SQNR in dB from the validation (signal relative to error, higher is better), underflow " +
+      "from the tensor readings.",
     items.length > 1 ? tabs("layers", "Task", items, show) : show("0"),
   );
 }
@@ -310,11 +310,11 @@ function layersTable({ columns, rows, watched }) {
     placeholder: "part of a name",
   });
   const described = [{ key: "module", title: "layer" }];
-  if (rows.some((row) => row.words)) described.push({ key: "words", title: "in words", words: true });
+  if (rows.some((row) => row.summary)) described.push({ key: "summary", title: "summary", words: true });
   for (const column of columns) {
     const most = Math.max(...rows.map((row) => (typeof row[column.key] === "number" ? row[column.key] : 0)));
     const bar = column.unit === "%" ? Math.max(most, 0.001) : column.unit === "ms" ? most : null;
-    const tint = column.unit === "ms" ? "var(--held)" : "var(--under)";
+    const tint = column.unit === "ms" ? "var(--normal)" : "var(--under)";
     described.push({ key: column.key, title: column.title, text: UNITS[column.unit], bar, tint });
   }
   if (rows.some((row) => row.class)) described.push({ key: "class", title: "class" });
@@ -328,6 +328,6 @@ function layersTable({ columns, rows, watched }) {
     draw();
   });
   draw();
-  const from = watched ? el("p", { class: "note" }, `Underflow is the worst look of ${watched}.`) : null;
+  const from = watched ? el("p", { class: "note" }, `Underflow is the worst sample of ${watched}.`) : null;
   return [el("div", { class: "controls" }, field("Filter", search)), host, from].filter(Boolean);
 }

@@ -1,8 +1,8 @@
-// Tables: sortable ones, and the numbers of a chart behind "as a table", made when they are first asked for.
+// Sortable tables, and the "As a table" view of a chart, which is built when it is first opened.
 
 const ROWS = 500;
 
-// columns: {key, title, text(value, row), bar: highest value or null, words: true for prose}
+// columns: {key, title, text(value, row), bar: the largest value or null, words: true for prose}
 function dataTable(name, columns, rows, caption) {
   const body = el("tbody");
   const heads = columns.map((column) =>
@@ -83,7 +83,7 @@ function cell(column, row) {
   return el("td", {}, text);
 }
 
-// The numbers behind a chart. make() gives {columns: [titles], rows: [[cells]]} when the reader opens it.
+// The data of a chart. make() returns {columns: [titles], rows: [[cells]]} when the reader opens the table.
 function asTable(name, make) {
   const box = el("details", { class: "as-table" }, el("summary", {}, "As a table"));
   box.addEventListener("toggle", () => {

@@ -1,4 +1,4 @@
-// Tabs by the book: arrow keys, Home and End move between them, and the chosen one is remembered.
+// Accessible tabs: arrow keys, Home and End move between them, and the selected one is remembered.
 
 function tabs(name, label, items, show) {
   const keys = items.map((item) => item.key);
@@ -48,7 +48,7 @@ function tabs(name, label, items, show) {
   });
   list.append(...buttons);
   pick(current, false);
-  // On a narrow screen the list scrolls: the chosen tab is brought into sight, without moving the page.
+  // On a narrow screen the list scrolls to show the selected tab, without moving the page.
   requestAnimationFrame(() => {
     const button = buttons[keys.indexOf(current)];
     list.scrollLeft = button.offsetLeft - list.offsetLeft - 24;

@@ -89,7 +89,7 @@ def read_all(path: Path, tag: str | None = None) -> list[Curves]:
     """Every run of a file or folder."""
     if not files.exists(path):
         raise UsageError(f"{path} does not exist: expected a log (.jsonl, .json, .csv, TensorBoard's) or a folder")
-    if not path.is_dir() and (why := files.why_unreadable(path)):
+    if not path.is_dir() and (why := files.explain_unreadable(path)):
         raise UsageError(f"{path} cannot be read: {why}")
     if path.name == record.EVENTS and record.holds_run(path.parent):
         path = path.parent

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from narrowgauge.errors import UsageError
-from narrowgauge.runs.json_lines import plain
+from narrowgauge.runs.json_lines import replace_nonfinite
 from narrowgauge.validate.curves.external_logs import Curves, Series, natural, read, read_all
 from narrowgauge.validate.statistics.t_distribution import t_quantile
 from narrowgauge.validate.statistics.verdict import ALPHA, Verdict, judge
@@ -76,7 +76,7 @@ class Comparison:
         verdict = self.verdict
         more = {"seeds_needed": verdict.seeds_needed, "detectable": verdict.detectable}
         more |= {"diverged_reference": verdict.diverged[0], "diverged": verdict.diverged[1]}
-        result: dict[str, Any] = plain(asdict(self) | asdict(verdict) | more)
+        result: dict[str, Any] = replace_nonfinite(asdict(self) | asdict(verdict) | more)
         return result
 
     def table(self) -> tuple[list[str], list[list[str]]]:

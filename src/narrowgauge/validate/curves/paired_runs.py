@@ -23,8 +23,8 @@ from typing import Any
 from narrowgauge import tasks
 from narrowgauge.hardware import Device
 from narrowgauge.runs import record
-from narrowgauge.runs.settings import settle
-from narrowgauge.runs.train import train, versions
+from narrowgauge.runs.settings import make_settings
+from narrowgauge.runs.train import read_versions, train
 from narrowgauge.runs.trainer import Observer
 from narrowgauge.task import Task
 
@@ -58,7 +58,7 @@ class Question:
         """Everything that numbers depend on, but for the run's own settings."""
         source = self.spec.rpartition(":")[0]
         text = Path(source).read_text() if source.endswith(".py") else ""
-        known = {"task": self.spec, "file": text, "options": dict(self.options), "versions": versions()}
+        known = {"task": self.spec, "file": text, "options": dict(self.options), "versions": read_versions()}
         return known | {"device": self.device.name}
 
 
@@ -95,7 +95,7 @@ def run(question: Question, recipe: str, seed: int, observer: Observer | None = 
     task = dataclasses.replace(make_task(question, seed), sample=None)
     steps = int(question.settings.get("steps") or task.steps)
     given = {"seed": seed, "eval_every": max(1, -(-steps // EVALUATIONS)), **question.settings, **PASSING}
-    settings = settle(task, recipe=recipe, device=question.device.torch_device, **given)
+    settings = make_settings(task, recipe=recipe, device=question.device.torch_device, **given)
     folder = question.store / digest({**question.content(), "settings": settings.__dict__})
     done = _finished(folder)
     if done is not None:

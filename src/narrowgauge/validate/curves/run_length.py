@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.runs.settings import settle
+from narrowgauge.runs.settings import make_settings
 from narrowgauge.runs.train import train
 from narrowgauge.runs.trainer import Observer
 from narrowgauge.task import Task
@@ -102,7 +102,7 @@ def _fly(question: Question, task: Task, recipe: str, given: Mapping[str, Any]) 
 
 def _time(question: Question, task: Task, recipe: str, given: Mapping[str, Any]) -> Pilot:
     """Train for a little. A run's own rate is that of its steady updates, without evaluations."""
-    settings = settle(task, recipe=recipe, device=question.device.torch_device, **given, **PASSING)
+    settings = make_settings(task, recipe=recipe, device=question.device.torch_device, **given, **PASSING)
     with tempfile.TemporaryDirectory() as folder:
         start = time.monotonic()
         result = train(dataclasses.replace(task, sample=None), settings, Path(folder) / "pilot", observer=Observer())

@@ -173,7 +173,7 @@ def compare(
     """The task's first step under both recipes, module by module. ``tell`` hears what is being done."""
     if reference.loss_scale != "none":
         raise UsageError(f"layers: a reference has no loss scale, but {reference} has one; take fp32, tf32 or bf16")
-    with random_state.put_back(), torch.compiler.set_stance("force_eager"):
+    with random_state.preserve(), torch.compiler.set_stance("force_eager"):
         return _Comparison(task, candidate, reference, device, seed, tell or (lambda _: None)).result()
 
 

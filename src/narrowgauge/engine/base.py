@@ -1,0 +1,195 @@
+"""The parts of an engine: its checked arguments, the converted model and optimizers, the scaler; saving and loading."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from narrowgauge import hardware
+from narrowgauge.engine import setup, state
+from narrowgauge.engine.checks import (
+    check_accumulate,
+    check_clip_norm,
+    check_no_closure,
+    check_recipe,
+    find_trainable,
+)
+from narrowgauge.engine.updates import Stepper
+from narrowgauge.errors import UsageError
+from narrowgauge.nn.changes import apply_change, remove_changes
+from narrowgauge.nn.compile_forward import compile_forward
+from narrowgauge.nn.convert import Conversion
+from narrowgauge.nn.recompute import checkpoint_blocks
+from narrowgauge.nn.step_context import OwnStepContext, StepContext, explain
+from narrowgauge.optim import widen
+from narrowgauge.optim.gradient_release import check_released, hold
+from narrowgauge.ranks.distribute import unwrap_ddp
+from narrowgauge.ranks.update_sync import UpdateSync
+from narrowgauge.recipe import Recipe, parse
+from narrowgauge.scaling.guard import SkipGuard
+from narrowgauge.step_report import Watcher
+
+
+class EngineBase:
+    """What an engine consists of, without its training step: see ``Engine`` for the arguments and attributes."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        recipe: str | Recipe = "auto",
+        *,
+        clip_norm: float | None = None,
+        accumulate: int = 1,
+        compile: bool | str = False,
+        blocks: Sequence[str] | None = None,
+        fused: bool | None = None,
+        max_consecutive_skips: int = 50,
+    ) -> None:
+        self.model = model
+        given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self.inner = unwrap_ddp(model)
+        self.named = find_trainable(self.inner, given)
+        check_no_closure(given)
+        self.device = next(iter(self.named.values())).device
+        self.hardware = hardware.detect(str(self.device))
+        self.recipe = parse(recipe, self.hardware)
+        check_recipe(self.recipe, self.hardware, self.named)
+        self.clip_norm = check_clip_norm(clip_norm)
+        self.accumulate = check_accumulate(accumulate)
+        self.released = self.recipe.gradients == "released"
+        if self.released:
+            check_released(clip_norm, self.accumulate)
+        emulated = setup.is_emulated(self.recipe, self.hardware)
+        bf16_weights = self.recipe.master != "fp32"
+        self.step_context = StepContext(self.recipe, self.device, emulated)
+        remove_changes(model)  # made by an earlier engine of this model
+        self.kept = setup.keep_in_fp32(self.inner, self.recipe, emulated)
+        self.lean = setup.is_lean(self.recipe)
+        self.update_sync = UpdateSync(model, self.named, lean=bf16_weights)
+        sharded = self.update_sync.sharded
+        self.optimizers = setup.convert_optimizers(given, self.inner, self.named, self.recipe, self.kept, sharded)
+        self.conversion = self._convert_model(fused, bool(compile))
+        self.release = setup.make_release(self.inner, self.recipe, self.optimizers, self.conversion)
+        self.checkpointed = self.conversion.blocks if self.recipe.checkpoint != "none" else []
+        if not self.conversion.blocks:
+            mode, recomputation = self.recipe.checkpoint, self.step_context.recomputation()
+            self.checkpointed = checkpoint_blocks(self.inner, mode, blocks, recomputation, optional=bf16_weights)
+        if bf16_weights:
+            apply_change(self.inner, OwnStepContext(self.step_context))
+        self.scaler = setup.make_scaler(self.recipe, self.device, max_consecutive_skips)
+        self.guard = self.scaler.guard if self.scaler else SkipGuard(max_consecutive_skips)
+        self.watchers: list[Watcher] = []
+        self._microbatches = 0
+        self._stepper = Stepper()
+        self._syncs = True
+        self._one = torch.ones((), device=self.device)
+        # Fused blocks leave little to compile, and FSDP's hooks cannot be compiled.
+        self.compiled = bool(compile) and not self.conversion.blocks and not sharded
+        if self.compiled:
+            if emulated:
+                raise UsageError(
+                    f"compile: {self.recipe.compute} is emulated on {self.hardware.name}, and torch.compile does not "
+                    "see the emulation; use compile=False or recipe fp32"
+                )
+            compile_forward(model, self.step_context, compile if isinstance(compile, str) else None)
+
+    def _convert_model(self, fused: bool | None, compile: bool) -> Conversion:
+        """Convert the layers that the recipe computes differently. Subclasses may extend this."""
+        return setup.convert_model(self.inner, self.recipe, self.hardware, fused, compile)
+
+    def __repr__(self) -> str:
+        size = sum(parameter.numel() for parameter in self.named.values())
+        names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
+        return (
+            f"{type(self).__name__}({type(self.inner).__name__}, {names}, recipe={str(self.recipe)!r}, "
+            f"device={str(self.device)!r}, trained_parameters={size:,}, updates={self.updates}, "
+            f"skipped={self.skipped})"
+        )
+
+    @property
+    def skipped(self) -> int:
+        """Number of skipped updates that the host knows of. Reading it never waits for the device."""
+        return self.guard.skipped
+
+    @property
+    def updates(self) -> int:
+        """Number of updates so far, including skipped ones."""
+        return self.guard.updates
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the complete state: FP32 weights, optimizers, loss scale, skip counters and FP8 scales.
+
+        Raises:
+            UsageError: An accumulation is in progress.
+        """
+        if self._microbatches:
+            raise UsageError(
+                f"engine.state_dict during an accumulation ({self._microbatches} of {self.accumulate} microbatches): "
+                "call it after a complete step, or call engine.flush() first"
+            )
+        on_cpu = not self.update_sync.sharded
+        return {**state.save_training(self.inner, self.optimizers, self.lean, on_cpu), **self.precision_state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what ``state_dict`` returned. It may come from another recipe: what that one lacks starts afresh.
+
+        Args:
+            state_dict: The state.
+        """
+        state.load_training(self.inner, self.optimizers, state_dict)
+        self.load_precision_state_dict(state_dict)
+
+    def precision_state_dict(self) -> dict[str, Any]:
+        """Return the state without model and optimizers, for libraries that save these themselves."""
+        return state.save_precision(self.recipe, self.scaler, self.guard, self.conversion.scales)
+
+    def load_precision_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what ``precision_state_dict`` returned, or that part of a complete state.
+
+        Args:
+            state_dict: The state.
+
+        Raises:
+            UsageError: The state was not saved by an engine.
+        """
+        state.load_precision(state_dict, self.scaler, self.guard, self.conversion.scales)
+        self._microbatches = 0
+
+    def detach(self) -> nn.Module:
+        """Return the model to plain torch: FP32 parameters with every bit, modules of their own classes.
+
+        Do not use the engine after this.
+
+        Returns:
+            The model.
+        """
+        remove_changes(self.model)
+        for parameter in self.inner.parameters():
+            hold(parameter)
+            widen(parameter)
+        self.watchers.clear()
+        return self.model
+
+    @contextlib.contextmanager
+    def _notify_watchers(self, phase: str) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for watcher in self.watchers:
+                stack.enter_context(watcher.around(phase))
+            yield
+
+    @contextlib.contextmanager
+    def _explain_errors(self) -> Iterator[None]:
+        """Turn torch's errors about dtypes and attention kernels into a UsageError that names the module."""
+        try:
+            yield
+        except RuntimeError as error:
+            explained = explain(error, self.recipe, self.inner)
+            if explained is None:
+                raise
+            raise explained from error

@@ -1,0 +1,95 @@
+"""What an engine prepares when it is made: optimizers, converted layers, released gradients, the loss scaler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from narrowgauge import kernels
+from narrowgauge.hardware import Device
+from narrowgauge.nn.convert import Conversion, convert
+from narrowgauge.nn.keep_fp32 import computed_parameters, keep_modules, keep_recurrent
+from narrowgauge.nn.matrix_inventory import account
+from narrowgauge.optim import AdamW, convert_optimizer
+from narrowgauge.optim.convert_optimizer import can_convert
+from narrowgauge.optim.gradient_release import Release, hold
+from narrowgauge.optim.sharded import is_sharded
+from narrowgauge.recipe import Recipe
+from narrowgauge.scaling.loss import LossScaler
+
+
+def is_emulated(recipe: Recipe, device: Device) -> bool:
+    """Return whether a CPU has no native products in the recipe's compute format."""
+    return device.kind == "cpu" and recipe.compute not in ("fp32", *device.native)
+
+
+def is_lean(recipe: Recipe) -> bool:
+    """Return whether the recipe needs narrowgauge's own AdamW."""
+    return recipe.gradients == "released" or (recipe.master, recipe.moments) != ("fp32", "fp32")
+
+
+def keep_in_fp32(model: nn.Module, recipe: Recipe, emulated: bool) -> list[str]:
+    """Let the modules that the recipe names compute in FP32; return their paths.
+
+    An emulated format has no recurrent layers: they stay in FP32 as well.
+    """
+    kept = keep_modules(model, recipe.keep)
+    return kept + keep_recurrent(model) if emulated else kept
+
+
+def convert_optimizers(
+    optimizers: Sequence[Optimizer],
+    model: nn.Module,
+    named: Mapping[str, nn.Parameter],
+    recipe: Recipe,
+    kept: Iterable[str],
+    sharded: bool,
+) -> list[Optimizer]:
+    """Replace each AdamW by narrowgauge's where the recipe needs its state formats; return all optimizers.
+
+    Weights become BF16, except for vectors (norms, biases) and modules kept in FP32. FSDP needs one dtype for all
+    parameters that it shards together, so every sharded parameter becomes BF16. An AdamW over shards is replaced under
+    any recipe, because torch's fused optimizers take no ``grad_scale`` for DTensors.
+    """
+    in_fp32 = {p for path in kept for p in model.get_submodule(path).parameters()} | set(computed_parameters(model))
+    matrices = [p for p in named.values() if is_sharded(p) or (p.dim() > 1 and p not in in_fp32 and not p.is_complex())]
+    to_bf16 = matrices if recipe.master != "fp32" else []
+    gradients = "fp32" if recipe.gradients == "fp32" else "bf16"
+    return [
+        convert_optimizer(optimizer, recipe.master, recipe.moments, to_bf16, gradients)
+        if is_lean(recipe) or (sharded and can_convert(optimizer))
+        else optimizer
+        for optimizer in optimizers
+    ]
+
+
+def convert_model(model: nn.Module, recipe: Recipe, device: Device, fused: bool | None, compile: bool) -> Conversion:
+    """Convert the layers that the recipe computes differently, and report on every matrix of the model."""
+    if fused is None:
+        on_gpu = device.kind == "cuda" and kernels.have_triton()
+        fused = recipe.compute == "fp8" or (recipe.compute == "bf16" and on_gpu)
+    if fused:
+        return convert(model, recipe, device, compile=compile)
+    return Conversion(compute=recipe.compute, matrices=account(model, recipe))
+
+
+def make_release(model: nn.Module, recipe: Recipe, optimizers: Iterable[Optimizer], conversion: Conversion) -> Any:
+    """Return the ``Release`` that steps parameters during backward, or None if the recipe keeps gradients."""
+    for parameter in model.parameters():
+        hold(parameter)  # an earlier engine of the model may have released its gradients
+    if recipe.gradients != "released":
+        return None
+    return Release((optimizer for optimizer in optimizers if isinstance(optimizer, AdamW)), conversion.scales)
+
+
+def make_scaler(recipe: Recipe, device: torch.device, max_consecutive_skips: int) -> LossScaler | None:
+    """Return the loss scaler of the recipe, or None if it does not scale the loss."""
+    scale = recipe.loss_scale
+    if scale == "none":
+        return None
+    options: dict[str, Any] = {} if scale == "dynamic" else {"init_scale": float(scale), "dynamic": False}
+    return LossScaler(device.type, max_consecutive_skips=max_consecutive_skips, **options)

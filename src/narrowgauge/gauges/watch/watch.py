@@ -1,0 +1,317 @@
+"""Watch: reads weights, activations, gradients and updates of an engine every N updates, without blocking.
+
+In the first microbatch of an update that is due, forward hooks are registered on the modules that compute, and fused
+parts report their tensors as events (``events``). Each tensor is reduced by one kernel launch into a row of a table
+(``kernels.tensor_stats``). After the update the table is copied to the host, where it arrives a step or two later. In
+all other updates no hook is registered, and only FP8 scales and counts are copied, which exist anyway.
+
+Updates are measured on a sample of each parameter: keeping all old weights for comparison would double their memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge import events
+from narrowgauge.device_readback import TensorReadback
+from narrowgauge.engine import Engine
+from narrowgauge.errors import UsageError
+from narrowgauge.gauges.watch.readings import Reading, read_counts
+from narrowgauge.kernels.tensor_stats import Table, gather
+from narrowgauge.nn.compile_forward import uncompiled
+from narrowgauge.optim.masters import Sample, sample_full
+from narrowgauge.optim.sharded import local
+from narrowgauge.step_report import StepReport
+
+EVERY = 100
+"""Default number of updates between two snapshots."""
+SAMPLE = 65536
+"""Values of each parameter on which its updates are measured."""
+_ROWS = 512
+NAMES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+    torch.float64: "fp64",
+}
+
+
+@dataclass
+class Snapshot:
+    """The readings of all tensors in one update."""
+
+    update: int
+    """Which update, counted from 1."""
+    readings: list[Reading]
+    applied: bool
+    """False if the update was skipped."""
+
+
+@dataclass
+class Fp8Reading:
+    """The scale of each FP8 site, and its counts since the start of the run, after one update. Keys are site names."""
+
+    update: int
+    scales: dict[str, float] = field(default_factory=dict)
+    saturated: dict[str, int] = field(default_factory=dict)
+    flushed: dict[str, int] = field(default_factory=dict)
+
+
+class Watch:
+    """Reads the tensors of one engine while it trains. Create it with ``ng.watch(engine)``.
+
+    ``snapshots`` and ``fp8_readings`` return what has arrived on the host since the last call.
+    """
+
+    def __init__(self, engine: Engine, every: int = EVERY) -> None:
+        """Register with the engine.
+
+        Args:
+            engine: The engine to watch.
+            every: Updates between two snapshots. The first update is always read.
+
+        Raises:
+            UsageError: ``every`` is not an integer of at least 1.
+        """
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise UsageError(f"watch: every={every!r} must be an integer of at least 1")
+        self.engine, self.every = engine, every
+        self._table: _UpdateTable | None = None
+        self._first_microbatch = True
+        self._snapshots, self._fp8_readings = TensorReadback(), TensorReadback()
+        self._modules = list(_watched_modules(engine))
+        engine.watchers.append(self)
+
+    def stop(self) -> None:
+        """Stop watching."""
+        self.engine.watchers.remove(self)
+
+    @contextlib.contextmanager
+    def around(self, phase: str) -> Iterator[None]:
+        """Entered by the engine around each forward, backward and update."""
+        if phase == "forward":
+            if torch.is_grad_enabled() and self.engine.model.training:
+                self._table = self._table or self._begin()
+                if self._table is not None and self._first_microbatch:
+                    with self._hooked(self._table):
+                        yield
+                    return
+            yield
+        elif phase == "backward":
+            table = self._table if self._first_microbatch else None
+            with events.listening(table) if table is not None else contextlib.nullcontext():
+                yield
+            self._first_microbatch = False
+        else:
+            if self._table is not None:
+                self._table.before_update()
+            yield
+            if self._table is not None:
+                self._table.after_update()
+
+    def after(self, report: StepReport) -> None:
+        """Called by the engine after each update: start copying its numbers to the host."""
+        scales = self.engine.conversion.scales
+        if scales is not None:
+            tensors = {"scale": scales.scale, "counts": scales.counts}
+            self._fp8_readings.push((report.index, list(scales.sites)), tensors)
+        if self._table is not None:
+            self._table.send(self._snapshots, report)
+        self._table, self._first_microbatch = None, True
+
+    def snapshots(self, wait: bool = False) -> list[Snapshot]:
+        """Return the snapshots that have arrived since the last call.
+
+        Args:
+            wait: Also wait for those still being copied from the device.
+
+        Returns:
+            One snapshot per update that was read, oldest first.
+        """
+        arrived = self._snapshots.drain() if wait else self._snapshots.ready()
+        return [_make_snapshot(tag, tensors) for tag, tensors in arrived]
+
+    looks = snapshots  # the former name, for existing scripts
+
+    def fp8_readings(self, wait: bool = False) -> list[Fp8Reading]:
+        """Return the scales and counts of FP8 sites that have arrived since the last call.
+
+        Args:
+            wait: Also wait for those still being copied from the device.
+
+        Returns:
+            One reading per update, oldest first. Empty if the recipe has no FP8 sites.
+        """
+        found = []
+        for (update, names), tensors in self._fp8_readings.drain() if wait else self._fp8_readings.ready():
+            scales, (saturated, flushed) = tensors["scale"].tolist(), tensors["counts"].t().tolist()
+            columns = (dict(zip(names, column, strict=True)) for column in (scales, saturated, flushed))
+            found.append(Fp8Reading(update, *columns))
+        return found
+
+    def _begin(self) -> _UpdateTable | None:
+        """A table for the next update if it is due: the first, and then one in ``every``."""
+        return _UpdateTable(self.engine) if self.engine.guard.updates % self.every == 0 else None
+
+    @contextlib.contextmanager
+    def _hooked(self, table: _UpdateTable) -> Iterator[None]:
+        """Register hooks on modules, and listen to fused parts, for one forward.
+
+        Hooks have no effect inside a compiled model, so it runs eagerly in the updates that are read.
+        """
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(events.listening(table))
+            stack.enter_context(uncompiled(self.engine.model))
+            for path, module in self._modules:
+                handle = module.register_forward_hook(table.make_hook(path))
+                stack.callback(handle.remove)
+            yield
+
+
+def watch(engine: Engine, every: int = EVERY) -> Watch:
+    """Read the tensors of an engine while it trains. Watching changes no result and does not block.
+
+    Args:
+        engine: The engine to watch.
+        every: Updates between two snapshots of weights, activations, gradients and updates. FP8 scales and counts are
+            read in every update.
+
+    Returns:
+        A ``Watch``. Its ``snapshots()`` and ``fp8_readings()`` return what has arrived; ``stop()`` ends it.
+
+    Raises:
+        UsageError: ``every`` is not an integer of at least 1.
+    """
+    return Watch(engine, every)
+
+
+@dataclass
+class _Row:
+    """Index of a tensor's statistics in the tables, and the number of its values."""
+
+    index: int
+    dtype: str
+    count: int = 0
+
+
+class _UpdateTable(events.Listener):
+    """The statistics of one update's tensors, on the device."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.tables: list[Table] = []
+        self.rows: dict[tuple[str, str], _Row] = {}
+        self._before: list[Sample] = []
+        self._measured: dict[str, Tensor] = {}
+
+    def add(self, kind: str, path: str, tensor: Tensor, inverse_scale: Tensor | None = None) -> None:
+        """Add a tensor. Several with one name (chunks, a module that is called twice) share a row.
+
+        Of a sharded tensor, this rank's shard is read.
+        """
+        tensor = local(tensor)
+        if not tensor.is_floating_point() or tensor.numel() == 0:
+            return
+        row = self.rows.setdefault((kind, path), _Row(len(self.rows), NAMES.get(tensor.dtype, "fp32")))
+        row.count += tensor.numel()
+        if row.index >= _ROWS * len(self.tables):
+            self.tables.append(Table.make(_ROWS, self.engine.device))
+        gather(self.tables[row.index // _ROWS], row.index % _ROWS, tensor.to(self.engine.device), inverse_scale)
+
+    def report_tensor(self, kind: str, path: str, tensor: Tensor, inv_scale: Tensor | None) -> None:
+        self.add(kind, path, tensor, inv_scale)
+
+    def make_hook(self, path: str) -> Any:
+        def read_output(_: nn.Module, __: Any, output: Any) -> None:
+            for tensor in _tensors(output):
+                self.add("activation", path, tensor)
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda grad: self.add("gradient", path, grad))
+
+        return read_output
+
+    def before_update(self) -> None:
+        for name, parameter in self.engine.named.items():
+            self.add("weight", name, parameter)
+            if parameter.grad is not None and not parameter.grad.is_sparse:
+                self.add("weight_gradient", name, parameter.grad)
+        self._before = sample_full(self.engine.named, SAMPLE)
+
+    def after_update(self) -> None:
+        for before, after in zip(self._before, sample_full(self.engine.named, SAMPLE), strict=True):
+            changes = after.values - before.values
+            self._measured |= zip(before.names, _measure_updates(before.values, changes), strict=True)
+            for name, change in zip(before.names, changes, strict=True):
+                self.add("update", name, change)
+
+    def send(self, readback: TensorReadback, report: StepReport) -> None:
+        tensors = {f"counts{i}": table.counts for i, table in enumerate(self.tables)}
+        tensors |= {f"sizes{i}": table.sizes for i, table in enumerate(self.tables)}
+        tensors |= {name: report.tensors[name] for name in ("applied", "loss_scale")}
+        if self._measured:
+            tensors["measured"] = torch.stack(list(self._measured.values()))
+        readback.push((report.index, self.rows, list(self._measured)), tensors)
+
+
+def _measure_updates(weights: Tensor, changes: Tensor) -> Tensor:
+    """Per row: the share of changes too small for BF16 weights, and their size relative to the weights."""
+    spacing = torch.exp2(torch.floor(torch.log2(weights.abs().clamp(min=2.0**-126))) - 7)
+    moved = changes != 0
+    lost = (moved & (changes.abs() < spacing / 2)).sum(1) / moved.sum(1).clamp(min=1)
+    ratio = changes.square().mean(1).sqrt() / weights.square().mean(1).sqrt().clamp(min=1e-30)
+    return torch.stack([lost, ratio], 1)
+
+
+def _make_snapshot(tag: tuple[int, dict[tuple[str, str], _Row], list[str]], tensors: dict[str, Tensor]) -> Snapshot:
+    update, rows, parameters = tag
+    tables = len([name for name in tensors if name.startswith("counts")])
+    counts = torch.cat([tensors[f"counts{i}"] for i in range(tables)]).tolist() if tables else []
+    sizes = torch.cat([tensors[f"sizes{i}"] for i in range(tables)]).tolist() if tables else []
+    scale = float(tensors["loss_scale"])
+    measured = dict(zip(parameters, tensors["measured"].tolist(), strict=True)) if "measured" in tensors else {}
+    readings = []
+    for (kind, path), row in rows.items():
+        amax, squares = sizes[row.index]
+        fields = read_counts(counts[row.index], row.count, amax)
+        finite = max(row.count - fields["inf"] - fields["nan"], 1)
+        lost, ratio = measured[path] if kind == "update" else (None, None)
+        own_scale = scale if kind in ("gradient", "weight_gradient") else 1.0
+        common: dict[str, Any] = {
+            "kind": kind,
+            "module": path,
+            "dtype": row.dtype,
+            "amax": amax,
+            "mean_square": squares / finite,
+        }
+        readings.append(Reading(**common, scale=own_scale, lost=lost, ratio=ratio, **fields))
+    return Snapshot(update, readings, bool(tensors["applied"]))
+
+
+def _watched_modules(engine: Engine) -> Iterator[tuple[str, nn.Module]]:
+    """Leaf modules, except those that a fused part replaces and that are therefore never called."""
+    converted = engine.conversion
+    inside = {f"{block}." for block in converted.blocks}
+    chained = {"norm", "lm_head"} if any(layer.part_of == "head" for layer in converted.layers) else set()
+    for path, module in engine.inner.named_modules():
+        leaf = path and not any(True for _ in module.children())
+        if leaf and path not in chained and not any(path.startswith(block) for block in inside):
+            yield path, module
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, tuple | list):
+        for part in output:
+            yield from _tensors(part)
+    elif isinstance(output, dict):
+        for part in output.values():
+            yield from _tensors(part)
