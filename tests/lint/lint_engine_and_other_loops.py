@@ -1,7 +1,7 @@
-"""Scripts that train by hand beside an engine, before it, after it or in its place: lint is silent."""
+"""Correct scripts with an engine and another training loop: before, after, or instead of the engine's."""
 
-BESIDE_ENGINE = {
-    "a baseline by hand, from the same factory": """
+ENGINE_AND_OTHER_LOOPS = {
+    "a baseline without an engine, from the same factory": """
 def make():
     model = nn.Linear(8, 8)
     return model, torch.optim.AdamW(model.parameters())
@@ -28,7 +28,7 @@ by_engine()
 by_hand()
 by_engine()
 """,
-    "two of one factory at once": """
+    "two models of one factory at the same time": """
 def make():
     return nn.Linear(8, 8)
 mine, plain = make(), make()
@@ -44,7 +44,7 @@ for x, y in loader:
     optimizer.step()
     optimizer.zero_grad()
 """,
-    "with an engine or without one": """
+    "an optional engine": """
 def train(args, loader):
     model = build(args)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -60,7 +60,7 @@ def train(args, loader):
             optimizer.step()
             optimizer.zero_grad()
 """,
-    "or without one, by a branch": """
+    "an optional engine, selected by a branch": """
 def train(args, loader):
     model = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -79,7 +79,7 @@ def train(args, loader):
             engine.backward(loss)
             engine.step()
 """,
-    "each recipe after the other": """
+    "one recipe after the other": """
 for recipe in ("none", "bf16", "fp8"):
     model = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -97,7 +97,7 @@ for recipe in ("none", "bf16", "fp8"):
         engine.backward(loss)
         engine.step()
 """,
-    "the same, with models from elsewhere": """
+    "one recipe after the other, with models from another file": """
 from zoo import build
 def run(model, optimizer, recipe):
     if recipe is None:
@@ -120,7 +120,7 @@ for recipe in ("bf16", None):
     run(model, optimizer, recipe)
 run(build(), None, None)
 """,
-    "a discriminator by hand": """
+    "a discriminator without an engine": """
 generator, critic = nn.Linear(16, 16), nn.Linear(16, 1)
 optimizer = torch.optim.Adam(critic.parameters())
 engine = ng.Engine(generator, torch.optim.Adam(generator.parameters()), recipe="bf16")
@@ -163,14 +163,14 @@ loss.backward()
 model.zero_grad()
 engine = ng.Engine(model, torch.optim.AdamW(model.parameters()), recipe="bf16")
 """,
-    "gradients from before the engine": """
+    "gradients from before the engine was created": """
 def prepare(model, optimizer):
     engine = ng.Engine(model, optimizer, recipe="bf16", accumulate=4)
     model.zero_grad(set_to_none=True)
     return engine
 engine = prepare(nn.Linear(8, 8), torch.optim.SGD([], lr=1))
 """,
-    "a choice that makes no engine": """
+    "a choice that creates no engine": """
 model = nn.Linear(8, 8)
 optimizer = torch.optim.AdamW(model.parameters())
 engine = args.recipe and ng.Engine(model, optimizer, recipe=args.recipe)
@@ -179,7 +179,7 @@ if not engine:
     loss.backward()
     optimizer.step()
 """,
-    "by hand afterwards, with a new optimizer": """
+    "a loop without the engine afterwards, with a new optimizer": """
 model = nn.Linear(8, 8)
 engine = ng.Engine(model, torch.optim.AdamW(model.parameters()), recipe="bf16")
 for x in loader:
@@ -194,7 +194,7 @@ for x in loader:
     optimizer.step()
     optimizer.zero_grad()
 """,
-    "after the engine let go": """
+    "after the engine was detached": """
 model = nn.Linear(8, 8)
 optimizer = torch.optim.AdamW(model.parameters())
 engine = ng.Engine(model, optimizer, recipe="bf16")
@@ -230,7 +230,7 @@ for x, y in loader:
     optimizer.step()
     optimizer.zero_grad()
 """,
-    "with an engine or without one, by a class": """
+    "an optional engine in a class": """
 class Trainer:
     def __init__(self, use, criterion):
         self.model = nn.Linear(8, 8)
