@@ -50,9 +50,7 @@ def add_size_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=whole, help="items per batch")
     add("--context", type=whole, help="tokens per sequence, for language tasks")
     add("--accumulate", type=whole, default=1, metavar="N", help="microbatches per update")
-    add(
-        "--compile", action=argparse.BooleanOptionalAction, default=True, help="predict compiled (default)"
-    )
+    add("--compile", action=argparse.BooleanOptionalAction, default=True, help="predict compiled (default)")
 
 
 def add_scale_arguments(parser: argparse.ArgumentParser) -> None:
