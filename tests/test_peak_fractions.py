@@ -23,7 +23,7 @@ def test_every_fraction_is_possible_and_has_its_source(entry):
 
 
 def test_forecast_choice_of_formats_and_lint_agree():
-    rates, costs = ReachableRates(H200), choose_formats.predicted(65536, 768, 3072, H200)
+    rates, costs = ReachableRates(H200), choose_formats.predict_costs(65536, 768, 3072, H200)
     flops = 2 * 65536 * 768 * 3072
     assert costs.bf16[0] == pytest.approx(flops / rates.product("bf16") * 1e3)
     assert costs.fp8[0] == pytest.approx(flops / rates.product("fp8") * 1e3)

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 
 from narrowgauge.recipe import Recipe
 from narrowgauge.recipe import parse as recipe  # hides the module of the same name
-
-__version__ = "0.1.0"
+from narrowgauge.version import __version__ as __version__
 
 # Written out, because type checkers and editors cannot compute it.
 __all__ = [

@@ -1,4 +1,4 @@
-"""The caching allocator on paper: its rounding, its pools, and that nothing is ever lost."""
+"""The simulated caching allocator: its rounding, its pools, and that no memory is lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_sizes_are_rounded_and_small_ones_share_a_segment() -> None:
     assert (memory.allocated, memory.reserved) == (0, 2 * MIB)
 
 
-def test_large_ones_have_segments_of_their_own() -> None:
+def test_large_blocks_have_their_own_segments() -> None:
     memory = CachingAllocator()
     memory.allocate(5 * MIB)  # of a segment of 20 MiB
     assert (memory.allocated, memory.reserved) == (5 * MIB, 20 * MIB)
@@ -30,7 +30,7 @@ def test_large_ones_have_segments_of_their_own() -> None:
     assert (memory.allocated, memory.reserved) == (17 * MIB + 102 * MIB, 122 * MIB)
 
 
-def test_a_piece_is_used_again_and_neighbours_join() -> None:
+def test_freed_blocks_are_reused_and_merged() -> None:
     memory = CachingAllocator()
     places = [memory.allocate(30 * MIB) for _ in range(3)]
     assert memory.reserved == 90 * MIB
@@ -43,7 +43,7 @@ def test_a_piece_is_used_again_and_neighbours_join() -> None:
     assert whole.allocate(19 * MIB + 512) == 0 and whole.reserved == 20 * MIB
 
 
-def test_a_remainder_of_a_mebibyte_or_less_is_allocated_too() -> None:
+def test_a_remainder_of_at_most_one_mebibyte_counts_as_allocated() -> None:
     memory = CachingAllocator()
     memory.release(memory.allocate(30 * MIB))
     memory.allocate(29 * MIB)
@@ -54,7 +54,7 @@ def test_a_remainder_of_a_mebibyte_or_less_is_allocated_too() -> None:
     assert other.allocated == 28 * MIB
 
 
-def test_nothing_is_lost_over_a_long_life() -> None:
+def test_no_memory_is_lost_after_many_allocations() -> None:
     draw = random.Random(0)
     memory, held = CachingAllocator(), {}
     for _ in range(4000):

@@ -1,4 +1,4 @@
-"""Predicted memory against sums done by hand, and against what an H200 really allocated."""
+"""Predicted memory compared with sums by hand, and with what an H200 allocated."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def alive(found: Traced, phase: str) -> dict[str, int]:
     return held
 
 
-def test_between_steps_there_are_weights_and_states_and_nothing_else() -> None:
+def test_only_weights_and_states_stay_between_steps() -> None:
     held = alive(traced(mlp()), "step")
     small = held["workspace"] + held["activations"] - 4 * ROWS * INPUTS  # the batch is still in hand
     assert (held["weights"], held["moments"], held["gradients"]) == (4 * WEIGHTS, 8 * WEIGHTS, 0)
@@ -91,7 +91,7 @@ def test_forward_keeps_narrow_copies_in_bf16() -> None:
     assert held["weights"] == 2 * OUTPUTS * HIDDEN, "of autocast's copies backward needs the second"
 
 
-def test_lean_states_are_eight_bytes_a_parameter() -> None:
+def test_lean_states_are_eight_bytes_per_parameter() -> None:
     found = traced(mlp(), "bf16-lean")
     held = alive(found, "step")
     words, scales = 4 * WEIGHTS // 128, 2 * 4 * WEIGHTS // 128
@@ -109,7 +109,7 @@ def test_components_add_up_to_the_total() -> None:
     assert found.workspace > 2 * (32 << 20), "two threads' cuBLAS workspaces"
 
 
-def test_the_timeline_goes_from_module_to_module_and_its_top_is_the_total() -> None:
+def test_the_maximum_of_the_timeline_is_the_total() -> None:
     found = memory(gpt(), "bf16")
     labels = [label for label, _ in found.timeline]
     named = [label for label in labels if "blocks" in label]
@@ -121,7 +121,7 @@ def test_the_timeline_goes_from_module_to_module_and_its_top_is_the_total() -> N
     assert kept == sorted(kept) and activations[labels[-1]] < kept[0]
 
 
-def test_gradients_that_meet_are_added_in_place() -> None:
+def test_gradients_of_two_users_are_added_in_place() -> None:
     class Fork(Mlp):
         def forward(self, x: Tensor) -> Tensor:
             hidden = self.first(x)
@@ -176,7 +176,7 @@ def test_fp8_keeps_bytes_where_bf16_keeps_two() -> None:
     assert memory(gpt(), "fp8-lean").weights > memory(gpt(), "bf16-lean").weights, "FP8 copies count as weights"
 
 
-def test_compiling_drops_what_is_fused_and_says_that_it_is_an_estimate() -> None:
+def test_compiling_drops_fused_tensors_and_is_marked_as_an_estimate() -> None:
     task = gpt(vocab=8192)
     eager, compiled = (memory(task, "fp32", compile=mode) for mode in (False, True))
     logits = 4 * 8 * 128 * 8192
@@ -185,7 +185,7 @@ def test_compiling_drops_what_is_fused_and_says_that_it_is_an_estimate() -> None
     assert memory(task, "bf16", compile=True).exact, "our own blocks are not compiled"
 
 
-def test_shards_divide_states_and_add_what_is_gathered() -> None:
+def test_shards_divide_states_and_add_gathered_weights() -> None:
     found = traced(gpt(), "bf16")
     one, four = predict_memory(found), predict_memory(found, shards=4)
     for part in ("master", "moments"):
@@ -195,19 +195,19 @@ def test_shards_divide_states_and_add_what_is_gathered() -> None:
     assert any("not traced" in note for note in four.notes)
 
 
-def test_what_fits_and_the_largest_batch_that_does() -> None:
+def test_the_largest_batch_fits_and_one_more_does_not() -> None:
     small = hardware.find_gpu("T4")
-    plan = Scenario(task=tasks.find("gpt:2x128", batch=256, context=1024, vocab=8192), gpu=small, compile=False)
+    scenario = Scenario(task=tasks.find("gpt:2x128", batch=256, context=1024, vocab=8192), gpu=small, compile=False)
     recipe = parse("fp32")
-    found = plan.memory(recipe)
+    found = scenario.memory(recipe)
     assert not fits(found, small)
-    best = find_largest_batch(plan, recipe, found)
+    best = find_largest_batch(scenario, recipe, found)
     assert 64 < best < 256
-    assert plan.memory(recipe, best).peak <= get_usable_bytes(small) < plan.memory(recipe, best + 1).peak
-    assert "bf16" not in advise(plan, parse("fp32[checkpoint=full]")), "a T4 has none"
+    assert scenario.memory(recipe, best).peak <= get_usable_bytes(small) < scenario.memory(recipe, best + 1).peak
+    assert "bf16" not in advise(scenario, parse("fp32[checkpoint=full]")), "a T4 has none"
 
 
-def test_what_to_switch_on_comes_in_order() -> None:
+def test_leaner_recipes_come_in_order_of_cost() -> None:
     names = [str(recipe) for recipe in list_leaner_recipes(parse("fp32"))]
     assert names[:3] == ["bf16", "fp32[checkpoint=selective]", "fp32[checkpoint=full]"]
     assert names[-1] == "bf16[master=split,gradients=released,moments=8bit,checkpoint=full]"
@@ -216,7 +216,7 @@ def test_what_to_switch_on_comes_in_order() -> None:
     ]
 
 
-def test_a_model_that_needs_its_data_is_refused_in_a_sentence() -> None:
+def test_a_model_that_needs_its_data_is_rejected_with_one_line() -> None:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         return model(x[x > 0][None].expand(4, INPUTS)).sum()
 
@@ -228,7 +228,7 @@ def test_a_model_that_needs_its_data_is_refused_in_a_sentence() -> None:
         memory(empty)
 
 
-def test_the_library_answers_by_recipe() -> None:
+def test_ng_forecast_returns_forecasts_by_recipe() -> None:
     found = ng.forecast(mlp(), ["fp32", Recipe(compute="bf16")], gpu="a100")
     assert list(found) == ["fp32", "bf16"] and found.gpu.name == "A100-SXM4-80GB"
     assert found.parameters == WEIGHTS and found["bf16"].fits and found["bf16"].largest_batch is None
@@ -239,7 +239,7 @@ def test_the_library_answers_by_recipe() -> None:
 
 
 def measured(file: str, name: str) -> int:
-    """A peak from the H200, as ``bench`` recorded it: beyond what earlier models of the process had left standing."""
+    """A peak measured on the H200 by ``bench``, minus what earlier models of the process left allocated."""
     return next(row["peak_bytes"] for row in json.loads((RESULTS / file).read_text()) if row["name"] == name)
 
 
@@ -251,12 +251,12 @@ def measured(file: str, name: str) -> int:
         ("gpt:8x4096", "fp8", "h200-fp8-gpt-8x4096.json", "fp8"),
     ],
 )
-def test_predictions_are_what_an_h200_allocated(spec: str, recipe: str, file: str, row: str) -> None:
+def test_predictions_match_what_an_h200_allocated(spec: str, recipe: str, file: str, row: str) -> None:
     found = memory(tasks.find(spec), recipe, compile=True)
     assert found.total == pytest.approx(measured(file, row), rel=0.01)
 
 
-def test_compiled_predictions_are_near_what_an_h200_allocated() -> None:
+def test_compiled_predictions_are_close_to_what_an_h200_allocated() -> None:
     rows = json.loads((RESULTS / "h200-gpt2-124m-run1.json").read_text())["rows"]
     peak = next(row["peak_bytes"] for row in rows if row["name"] == "fp32")
     assert memory(tasks.find("gpt2-124m"), "fp32", compile=True).total == pytest.approx(peak, rel=0.02)

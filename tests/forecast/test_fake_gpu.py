@@ -1,4 +1,4 @@
-"""A pretended GPU: code believes in it, nothing is allocated, and everything is as before afterwards."""
+"""The simulated GPU: code runs as if on it, nothing is allocated, and everything is restored afterwards."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ GLOBALS = [
     (torch, "compile"), (torch, "clear_autocast_cache"), (F, "dropout"), (F, "scaled_dot_product_attention"),
     (torch.cuda, "is_available"), (torch.cuda, "Event"), (torch.cuda, "_initialized"),
     (hardware, "_assumed"), (dry_run, "_is_dry"), (hardware, "detect"), (kernels, "HAVE_TRITON"),
-    (choose_formats, "measured"), (adamw, "make_block_table"), (adamw, "_adamw_kernel"),
+    (choose_formats, "measure_costs"), (adamw, "make_block_table"), (adamw, "_adamw_kernel"),
 ]  # fmt: skip
 
 
-def test_tensors_of_the_pretended_gpu_have_no_data_and_say_cuda() -> None:
+def test_tensors_of_the_simulated_gpu_have_no_data_and_report_cuda() -> None:
     with simulate_gpu(H200):
         with torch.device("cuda"):
             layer = torch.nn.Linear(1 << 16, 1 << 16)  # 17 GB
@@ -34,7 +34,7 @@ def test_tensors_of_the_pretended_gpu_have_no_data_and_say_cuda() -> None:
     assert y.device.type == "meta"
 
 
-def test_values_that_are_asked_of_it_are_zeros_and_counted() -> None:
+def test_values_read_from_it_are_zeros_and_counted() -> None:
     with simulate_gpu(H200) as simulated:
         x = torch.ones(3, device="cuda")
         assert x.sum().item() == 0 and not x.any() and float(x[0]) == 0.0 and x.tolist() == [0.0, 0.0, 0.0]
@@ -43,15 +43,15 @@ def test_values_that_are_asked_of_it_are_zeros_and_counted() -> None:
         assert simulated.values_read == 7
 
 
-def test_the_machine_is_the_one_of_the_table() -> None:
+def test_torch_and_hardware_describe_the_gpu_of_the_table() -> None:
     with simulate_gpu(hardware.find_gpu("a100")):
         found = hardware.detect()
         assert (found.kind, found.gpu, found.capability) == ("cuda", hardware.find_gpu("A100-SXM4-80GB"), (8, 0))
         assert torch.cuda.is_available() and torch.cuda.get_device_properties(0).multi_processor_count == 108
-        assert choose_formats.measured(1, 1, 1, found) is None
+        assert choose_formats.measure_costs(1, 1, 1, found) is None
 
 
-def test_everything_is_put_back_even_after_an_error() -> None:
+def test_everything_is_restored_even_after_an_error() -> None:
     before = [getattr(owner, name) for owner, name in GLOBALS]
     with pytest.raises(ZeroDivisionError), simulate_gpu(H200):
         changed = [getattr(owner, name) is not old for (owner, name), old in zip(GLOBALS, before, strict=True)]
@@ -82,7 +82,7 @@ def test_gradients_flow_and_python_in_backward_sees_the_gpu() -> None:
     assert seen == [True]
 
 
-def test_autocast_is_cudas() -> None:
+def test_autocast_behaves_as_on_cuda() -> None:
     with simulate_gpu(H200), torch.autocast("cuda", torch.bfloat16):
         x, weight = torch.ones(4, 8, device="cuda"), torch.nn.Parameter(torch.ones(8, 8, device="cuda"))
         y = x @ weight
@@ -94,7 +94,7 @@ def test_autocast_is_cudas() -> None:
             assert (x @ weight).dtype is torch.float32
 
 
-def test_autocast_narrows_a_parameter_once_and_forgets_it_at_the_end() -> None:
+def test_autocast_casts_a_parameter_once_and_clears_its_cache_at_the_end() -> None:
     made: list[torch.Tensor] = []
     with simulate_gpu(H200) as simulated:
         simulated.rules.on_cast = lambda parameter, copy: made.append(copy)
@@ -116,7 +116,7 @@ def test_autocast_narrows_a_parameter_once_and_forgets_it_at_the_end() -> None:
         (torch.bfloat16, 64, ("math",), False, "math"),
     ],
 )
-def test_attention_takes_the_backend_that_torch_would(
+def test_attention_uses_the_backend_that_torch_would(
     dtype: torch.dtype, size: int, allowed: tuple[str, ...], mask: bool, expected: str
 ) -> None:
     from torch.nn.attention import sdpa_kernel
@@ -127,7 +127,7 @@ def test_attention_takes_the_backend_that_torch_would(
     assert found is BACKENDS[expected]
 
 
-def test_attention_that_nothing_can_run_is_refused_as_torch_refuses_it() -> None:
+def test_attention_that_no_backend_supports_raises_torchs_error() -> None:
     from torch.nn.attention import sdpa_kernel
 
     query = torch.empty(2, 4, 16, 64, device="meta")
@@ -135,7 +135,7 @@ def test_attention_that_nothing_can_run_is_refused_as_torch_refuses_it() -> None
         Rules((9, 0)).attention(query, query, query)
 
 
-def test_dropout_keeps_bytes_not_numbers() -> None:
+def test_dropout_keeps_a_mask_of_bytes() -> None:
     with simulate_gpu(H200):
         x = torch.ones(8, 8, device="cuda", requires_grad=True)
         out = F.dropout(x, 0.1)
@@ -144,7 +144,7 @@ def test_dropout_keeps_bytes_not_numbers() -> None:
     assert "Dropout" not in type(F.dropout(torch.ones(2, requires_grad=True), 0.0).grad_fn).__name__
 
 
-def test_torchs_own_python_functions_get_the_fused_attention_too() -> None:
+def test_torchs_own_python_functions_use_fused_attention() -> None:
     with simulate_gpu(H200), torch.device("cuda"), torch.autocast("cuda", torch.bfloat16):
         layer = torch.nn.MultiheadAttention(64, 2, batch_first=True)
         x = torch.ones(2, 16, 64)

@@ -1,4 +1,4 @@
-"""What torch.compile keeps and makes beside it, as it was seen on an H200 (docs/forecast.md)."""
+"""What torch.compile keeps and allocates in addition, as seen on an H200 (docs/forecast.md)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS, WIDTH = 4096, 256
 
 
 class Reader(nn.Module):
-    """Three layers that read one tensor, and a head; as Hugging Face's models do, it returns logits beside the loss."""
+    """Three layers that read one tensor, and a head; as Hugging Face's models do, it returns logits and the loss."""
 
     def __init__(self, words: int, returns_logits: bool) -> None:
         super().__init__()
@@ -44,12 +44,12 @@ def peak(words: int, returns_logits: bool = False, recipe: str = "bf16") -> int:
     return predict_memory(traced(words, returns_logits, recipe)).total
 
 
-def test_what_is_returned_beside_the_loss_gets_a_gradient_of_zeros() -> None:
+def test_outputs_other_than_the_loss_get_a_gradient_of_zeros() -> None:
     logits = 2 * ROWS * 8192
     assert 0.9 < (peak(8192, returns_logits=True) - peak(8192)) / logits < 1.1
 
 
-def test_operands_off_the_multiple_are_copied_in_16_bits_only() -> None:
+def test_unaligned_operands_are_copied_in_16_bits_only() -> None:
     copied = 2 * ROWS * 8192
     assert 0.9 < (peak(8191) - peak(8192)) / copied < 1.1
     assert peak(8191, recipe="fp32") <= peak(8192, recipe="fp32")

@@ -1,4 +1,4 @@
-"""Several GPUs on paper: rings and overlap by hand, monotonicities, and what one GPU alone must come to."""
+"""Predictions for several GPUs: rings and overlap by hand, monotonicity, and agreement with one GPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def trace_small(task: Task | None = None, recipe: str = "bf16") -> TracedModel:
     return trace_model(task or small(), lambda one: trace_steps(one, parse(recipe), H200, compile=False))
 
 
-def test_the_rings_of_docs_scale_by_hand() -> None:
+def test_the_rings_computed_by_hand_in_docs_scale() -> None:
     """16 H200 on 2 nodes: 450 GB/s of NVLink at 0.824 against 8 times 50 GB/s of network at 0.9."""
     ring = Cluster(H200, 16, 2)
     assert ring.within == pytest.approx(370.8e9) and ring.bandwidth == ring.between == pytest.approx(360e9)
@@ -52,7 +52,7 @@ def test_the_rings_of_docs_scale_by_hand() -> None:
     assert ring.all_reduce_s(1e9) == pytest.approx(8.4e-6 + tree + 2 * 15 / 16 * 1e9 / 360e9)
 
 
-def test_one_gpu_sends_nothing_and_other_links_are_taken_where_nvlink_is_not() -> None:
+def test_one_gpu_sends_nothing_and_pcie_is_used_without_nvlink() -> None:
     assert Cluster(H200).gather_s(1e9) == Cluster(H200).all_reduce_s(1e9) == 0 and Cluster(H200).via == "none"
     pairs = hardware.find_gpu("H100 PCIe")
     assert Cluster(pairs, 2).via == "nvlink" and Cluster(pairs, 4).via == "pcie"
@@ -69,13 +69,13 @@ def test_one_gpu_sends_nothing_and_other_links_are_taken_where_nvlink_is_not() -
         (16, 1, "a node has up to 8 H200, not 16; use --nodes 2 or more"),
     ],
 )
-def test_clusters_that_cannot_be(gpus: int, nodes: int, message: str) -> None:
+def test_impossible_clusters_are_rejected(gpus: int, nodes: int, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Cluster(H200, gpus, nodes)
 
 
 def work(**changes: object) -> Work:
-    """docs/predict_cluster.md's own example: three blocks, in seconds."""
+    """The example of docs/scale.md: three blocks, in seconds."""
     messages = {
         overlap.GATHER: 4.0, overlap.REGATHER: 4.0, overlap.SCATTER: 8.0, overlap.GATHER_OUTSIDE: 2.0,
         overlap.SCATTER_OUTSIDE: 3.0,
@@ -84,7 +84,7 @@ def work(**changes: object) -> Work:
     return Work(**{**given, "messages": messages, **changes})  # type: ignore[arg-type]
 
 
-def test_the_overlap_of_docs_scale_by_hand() -> None:
+def test_the_overlap_computed_by_hand_in_docs_scale() -> None:
     clock = simulate_fsdp(work())
     assert work().compute == 103 and clock.now == 122
     exposed = {kind: clock.exposed(kind) for kind in dict.fromkeys(kind for kind, _, _ in clock.sent)}
@@ -95,21 +95,21 @@ def test_the_overlap_of_docs_scale_by_hand() -> None:
     assert [clock.count(kind) for kind in (overlap.GATHER, overlap.REGATHER, overlap.SCATTER)] == [3, 3, 3]
 
 
-def test_communication_that_takes_longer_sets_the_pace() -> None:
+def test_communication_longer_than_computation_bounds_the_step() -> None:
     """From the second block on each takes as long as its gather, or backward its gather and a scatter."""
     messages = {overlap.GATHER: 15.0, overlap.REGATHER: 15.0, overlap.SCATTER: 30.0}
     times = [simulate_fsdp(work(blocks=count, messages=messages)).now for count in range(10, 14)]
     assert {later - sooner for sooner, later in itertools.pairwise(times)} == {15.0 + 45.0}
 
 
-def test_gradients_are_summed_in_the_last_microbatch_alone() -> None:
+def test_gradients_are_reduced_in_the_last_microbatch_only() -> None:
     clock = simulate_fsdp(work(microbatches=4))
     assert clock.count(overlap.GATHER) == clock.count(overlap.REGATHER) == 12
     assert clock.count(overlap.SCATTER) == 3 and clock.count(overlap.SCATTER_OUTSIDE) == 1
     assert clock.now < 4 * 122 - 3 * 6
 
 
-def test_copies_sum_as_they_go_and_wait_for_the_last() -> None:
+def test_ddp_reduces_during_backward_and_waits_for_the_last() -> None:
     clock = simulate_ddp(work(messages={overlap.REDUCE: 8.0}), outside=5.0)
     assert clock.now == 103 + 7 + 5, "the last block's, under the embedding's second, and what is outside"
     assert simulate_ddp(work(messages={})).now == 103
@@ -128,7 +128,7 @@ def test_more_bandwidth_is_never_slower() -> None:
         assert times == sorted(times, reverse=True) and times[0] > times[-1]
 
 
-def test_one_gpu_is_the_plain_forecast_exactly() -> None:
+def test_one_gpu_equals_the_plain_forecast() -> None:
     found = trace_small()
     plain, alone = predict_time(found.traced, RATES), predict_cluster.predict_cluster_step(found, RATES, Cluster(H200))
     assert (alone.step_ms, alone.items_per_s, alone.mfu) == (plain.step_ms, plain.items_per_s, plain.mfu)
@@ -147,7 +147,7 @@ def test_a_step_of_several_gpus_adds_up() -> None:
     assert sizes == [(1, 1), (8, 1), (16, 2), (32, 4)]
 
 
-def test_bytes_that_pass_by_hand() -> None:
+def test_bytes_of_messages_computed_by_hand() -> None:
     """A block of gpt:2x1024 has 12 * 1024^2 weights; outside are the tied embedding and positions."""
     found = trace_small(tasks.find("gpt:2x1024", batch=8))
     sizes = predict_cluster.compute_message_bytes(found, "fsdp")
@@ -161,7 +161,7 @@ def test_bytes_that_pass_by_hand() -> None:
     assert 2 * ddp[overlap.REDUCE] + ddp["outside"] == 4 * found.parameters
 
 
-def test_a_batch_that_hides_communication_does() -> None:
+def test_the_predicted_batch_hides_communication() -> None:
     slow = dataclasses.replace(hardware.interconnect(), network_share=0.02)
     cluster = Cluster(H200, 16, 2, slow)
     task = tasks.find("gpt:2x1024", batch=4)
@@ -183,7 +183,7 @@ def test_small_models_are_copied_and_large_ones_sharded_as_training_does() -> No
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "bf16-lean"])
-def test_a_few_blocks_tell_of_many(recipe: str) -> None:
+def test_extrapolation_from_a_few_blocks_matches_the_whole_model(recipe: str) -> None:
     task = small(7, vocab=2048)
     few, whole = trace_small(task, recipe), trace_steps(task, parse(recipe), H200, compile=False)
     assert not few.is_whole and few.blocks == 7 and few.parameters == whole.parameters
@@ -197,29 +197,29 @@ def test_a_few_blocks_tell_of_many(recipe: str) -> None:
             assert own.largest[part] == pytest.approx(other.largest[part], rel=0.02)
 
 
-def test_blocks_wider_than_our_norm_are_traced_without_it() -> None:
+def test_blocks_wider_than_the_norm_kernel_are_traced_without_fusion() -> None:
     config = LlamaConfig(layers=6, width=16384, heads=128, kv_heads=8, hidden=1024, context=64, vocab=512)
     wide = dataclasses.replace(small(vocab=512, context=64), model=lambda: Llama(config), name="wide")
-    plan = Scenario(task=wide, gpu=H200, cluster=make_cluster(H200, 64))
+    scenario = Scenario(task=wide, gpu=H200, cluster=make_cluster(H200, 64))
     for recipe in ("bf16", "fp8"):
-        found = plan.trace_model(parse(recipe))
+        found = scenario.trace_model(parse(recipe))
         assert found.too_wide and any("8,192 columns" in note for note in found.notes)
         assert not any(layer.part_of in ("block", "head") for layer in found.traced.layers)
     assert any(layer.part_of == "linear" for layer in found.traced.layers)
 
 
-def test_recipes_that_ranks_cannot_run() -> None:
-    plan = Scenario(task=small(), gpu=H200, cluster=Cluster(H200, 8), parallel="fsdp")
+def test_recipes_that_need_one_gpu_are_rejected() -> None:
+    scenario = Scenario(task=small(), gpu=H200, cluster=Cluster(H200, 8), parallel="fsdp")
     with pytest.raises(UsageError, match="gradients=released is not for several GPUs"):
-        plan.trace_model(parse("bf16-lean[gradients=released]"))
+        scenario.trace_model(parse("bf16-lean[gradients=released]"))
     with pytest.raises(UsageError, match="--parallel tensor: expected auto, ddp, fsdp"):
-        dataclasses.replace(plan, parallel="tensor")
+        dataclasses.replace(scenario, parallel="tensor")
 
 
 SMALL = ["gpt:2x128", "--batch", "4", "--context", "64", "--device", "cpu", "--recipes", "bf16"]
 
 
-def test_the_command_line_shows_what_passes_and_what_it_costs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_shows_communication_and_cost(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--gpu", "h200", "--gpus", "16", "--nodes", "2", "--parallel", "fsdp", "--price", "2", "--tokens", "1e9"]
     assert cli.main(["roofline", *SMALL, *options, "--json"]) == 0
     row = json.loads(capsys.readouterr().out)["recipes"]["bf16"]
@@ -234,7 +234,7 @@ def test_the_command_line_shows_what_passes_and_what_it_costs(capsys: pytest.Cap
     assert "16 GPUs on 2 nodes: shards (FSDP2)" in text and "none of it measured" in text and "hours" in text
 
 
-def test_the_command_line_shows_what_one_of_several_holds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_shows_the_memory_of_each_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--gpu", "h200", "--gpus", "4", "--no-search"]
     assert cli.main(["memory", *SMALL, *options, "--parallel", "fsdp", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
@@ -264,7 +264,7 @@ def test_the_command_line_shows_what_one_of_several_holds(capsys: pytest.Capture
         (["--gpus", "9", "--gpu", "h200"], "--nodes 2 does not divide --gpus 9"),
     ],
 )
-def test_bad_input_costs_one_clear_line(
+def test_bad_input_is_rejected_with_one_clear_line(
     verb: str, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main([verb, *SMALL, *options]) == 2

@@ -1,4 +1,4 @@
-"""What a rank holds: by hand, over numbers of ranks, and against what FSDP2 really holds in 2 and 4 processes."""
+"""What a rank holds: by hand, for several numbers of ranks, and compared with real FSDP2 in 2 and 4 processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from narrowgauge.recipe import parse
 
 H200 = hardware.find_gpu("h200")
 NO_MOMENTS = "step", "master", "remainder", "check"
-"""States of an optimizer that are none: the count, and the other halves of split weights, which parameters have too."""
+"""Entries of an optimizer's state that are not moments: the step count, and remainders of split weights."""
 SPEC, SIZES = "gpt:2x64", {"batch": 2, "context": 32}
 
 
@@ -43,8 +43,8 @@ def held(found: Traced, shards: int) -> dict[str, int]:
     return sums
 
 
-def test_a_rank_by_hand() -> None:
-    """A GPT of 2 x 64: four matrices a block, the tied embedding and positions outside, vectors on every rank."""
+def test_a_rank_computed_by_hand() -> None:
+    """A GPT of 2 x 64: four matrices per block, the tied embedding and positions outside, vectors on every rank."""
     found = traced()
     parts = found.spread
     assert parts is not None
@@ -82,7 +82,7 @@ def test_accumulation_keeps_whole_gradients_on_every_rank(recipe: str) -> None:
 
 
 def spread(ranks: int, recipes: list[str], folder: Path) -> dict[str, dict[str, int]]:
-    """What the rank that has most, of so many processes, finds on itself during a step and after it, by recipe."""
+    """What the rank with the largest shards measures during a step and after it, by recipe."""
     preload = [__name__, "torch.distributed.fsdp"]
     torch.multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     torch.multiprocessing.start_processes(
@@ -151,7 +151,7 @@ def local_bytes(value: object) -> int:
 
 
 @pytest.mark.parametrize(("ranks", "recipes"), [(2, ["bf16"]), (4, ["bf16", "bf16-lean"])])
-def test_ranks_hold_what_was_predicted(ranks: int, recipes: list[str], tmp_path: Path) -> None:
+def test_ranks_hold_what_is_predicted(ranks: int, recipes: list[str], tmp_path: Path) -> None:
     """Real FSDP2: bytes of shards and states, the gathered formats, and whole FP32 gradients between microbatches."""
     for recipe, real in spread(ranks, recipes, tmp_path).items():
         found = traced(recipe)

@@ -1,4 +1,4 @@
-"""Predicted time: FLOPs and bytes by hand, roofs, costs, and that nothing may be measured above its roof."""
+"""Predicted time: FLOPs and bytes by hand, peaks, costs, and that a measurement above the peak is an error."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_what_bounds_an_operation() -> None:
     assert any(cost.bound == "launch" for cost in found), "what is tiny takes a launch"
 
 
-def test_a_ridge_is_where_the_two_roofs_meet() -> None:
+def test_the_ridge_point_is_where_compute_and_memory_take_equal_time() -> None:
     assert H200.ridge("bf16") == pytest.approx(989.4e12 / 4.8e12)
     assert H200.ridge("fp8") == pytest.approx(2 * H200.ridge("bf16"), rel=1e-3)
 
@@ -122,8 +122,8 @@ def test_steps_are_within_fifteen_percent_of_an_h200s(spec: str, recipe: str, me
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp8[products=all]"])
-def test_an_update_moves_norms_and_states(recipe: str) -> None:
-    """A parameter: 4 for the gradient's norm, 16 read and 12 written for AdamW."""
+def test_an_update_moves_the_bytes_of_norms_and_states(recipe: str) -> None:
+    """Bytes per parameter: 4 for the gradient's norm, 16 read and 12 written for AdamW."""
     task = tasks.find("gpt:2x128", batch=2, context=64, vocab=1024)
     found = predict_time(traced(task, recipe), ReachableRates(H200))
     moved = sum(layer.bytes for layer in found.layers if layer.kind == "optimizer")
@@ -132,15 +132,15 @@ def test_an_update_moves_norms_and_states(recipe: str) -> None:
     assert moved == pytest.approx(32 * size, rel=0.01)
 
 
-def test_fusions_and_fused_attention_save_what_their_bytes_say() -> None:
-    plan = Scenario(task=tasks.find("gpt:2x128", batch=8, context=512, vocab=8192), gpu=H200)
+def test_fusions_and_fused_attention_save_time() -> None:
+    scenario = Scenario(task=tasks.find("gpt:2x128", batch=8, context=512, vocab=8192), gpu=H200)
     recipe = parse("bf16")
-    own = plan.trace(recipe)
-    attention = compare_attention(plan, recipe, own)
+    own = scenario.trace(recipe)
+    attention = compare_attention(scenario, recipe, own)
     assert attention is not None and attention.backend == "cudnn"
     scores = 8 * 2 * 512 * 512
     assert attention.plain_ms > attention.fused_ms and attention.plain_peak - attention.fused_peak > 2 * 2 * scores
-    savings = {saving.name: saving for saving in compare_fusions(plan, recipe, own)}
+    savings = {saving.name: saving for saving in compare_fusions(scenario, recipe, own)}
     logits = 8 * 512 * 8192
     assert savings["head and loss"].saved_ms > 8 * logits / H200.bandwidth * 1e3
     digits = tasks.find("digits")
@@ -148,14 +148,14 @@ def test_fusions_and_fused_attention_save_what_their_bytes_say() -> None:
     assert compare_attention(Scenario(task=digits, gpu=H200), recipe, traced(digits)) is None
 
 
-def test_compiled_code_moves_only_what_is_kept() -> None:
+def test_compiled_code_moves_fewer_bytes() -> None:
     task = tasks.find("gpt:2x128", batch=8, context=128, vocab=8192)
     eager, compiled = (predict_time(traced(task, "fp32", compile=mode), ReachableRates(H200)) for mode in (False, True))
     assert compiled.bytes < 0.9 * eager.bytes and compiled.flops == pytest.approx(eager.flops, rel=0.01)
     assert compiled.host_ms < eager.host_ms
 
 
-def test_other_gpus_take_an_h200s_shares_and_say_so() -> None:
+def test_other_gpus_use_the_fractions_of_an_h200_and_say_so() -> None:
     a100 = ReachableRates(hardware.find_gpu("a100"))
     assert a100.source == "from an H200's shares of the peak" and ReachableRates(H200).source == "measured on an H200"
     assert a100.product("bf16") == pytest.approx(312e12 * get_fraction("product.bf16"))
@@ -169,7 +169,7 @@ def test_other_gpus_take_an_h200s_shares_and_say_so() -> None:
     assert own.memory() == pytest.approx(ReachableRates(H200).memory())
 
 
-def test_a_measurement_above_its_roof_is_an_error() -> None:
+def test_a_measurement_above_the_peak_is_an_error() -> None:
     assert check_below_peak("copy", 4.19e12, H200.bandwidth, H200) == pytest.approx(0.873, abs=1e-3)
     with pytest.raises(NarrowgaugeError, match=r"4.9e\+12 per second on H200, above the datasheet's 4.8e\+12"):
         check_below_peak("copy", 4.9e12, H200.bandwidth, H200)
@@ -177,7 +177,7 @@ def test_a_measurement_above_its_roof_is_an_error() -> None:
         check_roofs({"copy": 4e12, "fp8": 2.1e15}, H200)
 
 
-def test_rows_off_the_multiple_cost_six_times_as_much_uncompiled_and_a_copy_compiled() -> None:
+def test_unaligned_rows_cost_six_times_as_much_in_eager_mode_and_a_copy_compiled() -> None:
     def head(words: int, compile: bool) -> float:
         task = Task(
             model=lambda: nn.Linear(1024, words, bias=False), name="head", items_per_batch=8192,
@@ -194,7 +194,7 @@ def cpu() -> Device:
                   gpu=None, features=())  # fmt: skip
 
 
-def test_operations_can_be_done_again_by_themselves() -> None:
+def test_operations_can_be_run_again_on_their_own() -> None:
     small = Task(
         model=lambda: nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8)), name="small",
         batch=lambda step, split: torch.zeros(16, 32), loss=lambda model, x: model(x).square().mean(),
@@ -207,7 +207,7 @@ def test_operations_can_be_done_again_by_themselves() -> None:
 
 
 def test_indices_reach_the_whole_table_and_stay_within_it() -> None:
-    """Of a table read at eight rows only, a GPU's cache holds all: it would seem faster than its memory."""
+    """A GPU's cache would hold eight rows of a table, which would then seem faster than memory."""
     reader = Task(
         model=lambda: nn.Sequential(nn.Embedding(1000, 16), nn.Linear(16, 3)), name="reader",
         batch=lambda step, split: torch.zeros(4000, dtype=torch.long),
@@ -221,7 +221,7 @@ def test_indices_reach_the_whole_table_and_stay_within_it() -> None:
     assert _indices_below(calls["nll_loss_forward"]) == 3
 
 
-def test_roofs_can_be_measured_and_a_run_needs_a_gpu() -> None:
+def test_peak_rates_can_be_measured_and_a_run_needs_a_gpu() -> None:
     roofs = measure_roofs(cpu(), size=64, copied=1 << 20)
     assert set(roofs) == {"copy", "fp32"} and min(roofs.values()) > 0
     with pytest.raises(UsageError, match="takes a GPU"):

@@ -1,4 +1,4 @@
-"""Grouped products on paper: in the format they have on a GPU, with the operations of the tokens that are there."""
+"""Grouped products in a dry run: in the format they have on a GPU, with the FLOPs of their tokens."""
 
 import pytest
 import torch

@@ -1,8 +1,7 @@
-"""Where a step goes: a torch.profiler trace of a recipe's steps, and the share of each kind of work.
+"""Where the time of a step goes: a torch.profiler trace of a recipe's steps, and the share of each kind of work.
 
-On a GPU the kernels count, by their names: what cuBLAS, cuDNN, CUTLASS, Inductor and narrowgauge call them. On a CPU it
-is the operators and the time each spends in itself. A kernel that Inductor fused of several kinds of work counts for
-the first of KINDS that its name has. Names are all a trace tells: what is under none of them is ``other``.
+On a GPU the kernels count, on a CPU the operators with the time each spends in itself. ``op_kinds`` tells the kind of
+work from the name; what it does not know is ``other``.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def make_parser(user_task: tuple[str, str] | None = None) -> Parser:
     Args:
         user_task: A verb and a user's task, whose options the verb takes as well.
     """
-    from narrowgauge import __version__
+    from narrowgauge.version import __version__
 
     parser = Parser(
         prog="narrowgauge", description="Mixed-precision training that is fast, stays on the rails, and proves it."

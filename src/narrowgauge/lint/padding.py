@@ -1,8 +1,8 @@
-"""What padding a dimension costs and brings, predicted from shapes.
+"""Predicts from shapes what padding a dimension costs and saves.
 
-A tensor core's operands are read 16 bytes at a time where rows begin on 16 bytes, that is where a dimension is a
-multiple of 8 in 16 bits. Where it is not, cuBLAS takes kernels that read 2, 4 or 8 bytes at a time: on an H200 six to
-seven times slower. Findings name the H200, as other GPUs differ. FP8 products refuse such shapes, so a layer stays in
+A tensor core's operands are read 16 bytes at a time where rows begin on 16 bytes, that is, where a dimension is
+a multiple of 8 in 16 bits. Otherwise cuBLAS uses kernels that read 2, 4 or 8 bytes at a time: on an H200 six to
+seven times slower. Findings name the H200, as other GPUs differ. FP8 products reject such shapes, so a layer stays in
 BF16. What both cost follows from the fractions of the peaks that training reaches (``peak_fractions.toml``).
 """
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy
 import torch
 
-from narrowgauge import __version__
 from narrowgauge.errors import UsageError
 from narrowgauge.ranks.world import SINGLE_PROCESS, World
 from narrowgauge.runs import lock, record
@@ -22,6 +21,7 @@ from narrowgauge.runs.result import Result
 from narrowgauge.runs.settings import Settings
 from narrowgauge.runs.trainer import Observer, Trainer
 from narrowgauge.task import Task
+from narrowgauge.version import __version__
 
 
 def train(
