@@ -34,6 +34,7 @@ FLOORS = [  # from the top to the ground; a room may import from its own folder 
         "task_options",
         "serialization",
         "findings",
+        "version",
     },
     {"files", "events"},
     {"errors"},

@@ -18,8 +18,8 @@ KINDS = {
     "product": r"nvjet|gemm|gemv|xmma|cutlass|splitk|cublas|triton_tem|wgrad|dgrad|mkldnn_linear|"
     r"::(_scaled_|_grouped_|_int_)?(mm|addmm|bmm|baddbmm|matmul|linear|mv|addmv|dot|einsum)\b",
     "convolution": r"convol|conv\d",
-    "loss": r"softmax|nll_?loss|cross_entropy|logsumexp|mse_loss|loss_gradient|statistics_kernel|dlogits|rescale|"
-    r"statistics$",
+    "loss": r"softmax|nll_?loss|cross_entropy|logsumexp|mse_loss|statistics_kernel|_logits|rescale|"
+    r"statistics$|loss_gradient|loss_and_grad",
     "norm": r"layer_?norm|rms_?norm|batch_?norm|group_?norm|native_norm|gammabeta|rowwisemoments|bn_(fw|bw)|"
     r"^(forward|backward|sum)_kernel|narrowgauge::norm",
     "activation": r"gelu|silu|swish|swiglu|glu_|relu|threshold|tanh|sigmoid|^pointwise_kernel|narrowgauge::activation",

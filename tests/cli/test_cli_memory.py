@@ -52,7 +52,7 @@ def test_shards_and_accumulation_are_reported(capsys: pytest.CaptureFixture[str]
         (["--recipes", ""], "--recipes is empty"),
         (["--recipes", "fp8", "--gpu", "a100"], "fp8 needs 8.9 or later"),
         (["--shards", "0"], "shards=0 must be a whole number of at least 1"),
-        (["--batch", "0"], "--batch 0 was given"),
+        (["--batch", "0"], "--batch 0: expected at least 1"),
     ],
 )
 def test_bad_input_is_rejected_with_one_clear_line(
@@ -108,7 +108,7 @@ def test_default_recipes_that_do_not_suit_the_task_are_skipped(
     assert cli.main(["memory", f"{path}:task", "--json"]) == 0
     found = capsys.readouterr()
     assert list(json.loads(found.out)["recipes"]) == ["fp32", "bf16", "fp8"]
-    assert "bf16-lean: skipped: a lean recipe steps AdamW" in found.err
+    assert "bf16-lean: skipped: a lean recipe needs AdamW" in found.err
     assert cli.main(["memory", f"{path}:task", "--recipes", "bf16-lean"]) == 2
 
 

@@ -98,7 +98,7 @@ def test_resume_by_name_keeps_the_settings(capsys: pytest.CaptureFixture[str], t
         ([TASK, "--context", "64"], "takes no --context"),
         ([TASK, "--steps", "0"], "--steps 0: expected a whole number of at least 1"),
         ([TASK, "--lr", "nan"], "--lr nan"),
-        ([f"{TASKS}:poisoned", "--steps", "9"], "the data of step 8 is not finite"),
+        ([f"{TASKS}:poisoned", "--steps", "9"], "data of step 8 is not finite"),
     ],
 )
 def test_bad_input_is_a_one_line_error(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
@@ -137,7 +137,7 @@ def test_sigterm_saves_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixtur
     data = json.loads(out)
     assert process.returncode == 0 and data["interrupted"] is True and 1 <= data["steps"] < int(steps)
     assert "narrowgauge train --resume run" in err
-    assert checkpoint.steps_of(tmp_path / "run") == [data["steps"]]
+    assert checkpoint.list_steps(tmp_path / "run") == [data["steps"]]
     assert list(record.read(tmp_path / "run"))[-1]["interrupted"] is True
 
 

@@ -18,7 +18,7 @@ GLOBALS = [
     (torch, "compile"), (torch, "clear_autocast_cache"), (F, "dropout"), (F, "scaled_dot_product_attention"),
     (torch.cuda, "is_available"), (torch.cuda, "Event"), (torch.cuda, "_initialized"),
     (hardware, "_assumed"), (dry_run, "_is_dry"), (hardware, "detect"), (kernels, "HAVE_TRITON"),
-    (choose_formats, "measure_costs"), (adamw, "pieces"), (adamw, "_adamw_kernel"),
+    (choose_formats, "measure_costs"), (adamw, "make_block_table"), (adamw, "_adamw_kernel"),
 ]  # fmt: skip
 
 

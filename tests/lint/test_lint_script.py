@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lint_engine_beside import BESIDE_ENGINE
+from lint_engine_and_other_loops import ENGINE_AND_OTHER_LOOPS
 from lint_engine_right import ENGINE_RIGHT
 from lint_engine_wrong import ENGINE_HEAD, ENGINE_WRONG
 from lint_right import RIGHT
@@ -87,9 +87,9 @@ def test_engine_misuse_is_found(name: str) -> None:
     assert found(text) == expected(text)
 
 
-@pytest.mark.parametrize("name", [*ENGINE_RIGHT, *BESIDE_ENGINE])
+@pytest.mark.parametrize("name", [*ENGINE_RIGHT, *ENGINE_AND_OTHER_LOOPS])
 def test_correct_engine_use_has_no_findings(name: str) -> None:
-    assert found(ENGINE_HEAD + {**ENGINE_RIGHT, **BESIDE_ENGINE}[name]) == set()
+    assert found(ENGINE_HEAD + {**ENGINE_RIGHT, **ENGINE_AND_OTHER_LOOPS}[name]) == set()
 
 
 def test_severity_of_engine_findings_depends_on_the_recipe() -> None:

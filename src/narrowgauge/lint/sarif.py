@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from narrowgauge import __version__
 from narrowgauge.findings import NOTE, SERIOUS, WARNING, Finding, Span
 from narrowgauge.lint.rule import Rule
 from narrowgauge.lint.rules import RULES
+from narrowgauge.version import __version__
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 ROOT = "%SRCROOT%"

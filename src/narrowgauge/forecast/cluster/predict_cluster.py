@@ -24,7 +24,7 @@ from narrowgauge.forecast.memory.rank_memory import (
 from narrowgauge.forecast.time.reachable_rates import LAUNCH_S, ReachableRates
 from narrowgauge.forecast.time.roofline import Cost, compute_mfu, sum_costs, sum_host_seconds
 from narrowgauge.forecast.trace.trace_step import ShardSizes, Traced
-from narrowgauge.ranks.distribute import SHARDED_FROM, are_summed_each
+from narrowgauge.ranks.distribute import SHARDED_FROM, reduces_every_microbatch
 
 BUCKET_BYTES = 25 << 20
 """Gradients that DDP reduces in one call (its ``bucket_cap_mb``)."""
@@ -204,7 +204,7 @@ def compute_work(
     return Work(
         blocks=blocks,
         microbatches=often,
-        sums_each=sharded and are_summed_each(traced_model.parameters, traced.gpu.memory_bytes),
+        sums_each=sharded and reduces_every_microbatch(traced_model.parameters, traced.gpu.memory_bytes),
         start=spent.get("forward, before", 0.0) / often + more.get("outside", 0.0),
         forward=spent.get("forward, blocks", 0.0) / each + more.get("forward", 0.0),
         head=spent.get("forward, after", 0.0) / often,

@@ -16,7 +16,7 @@ from narrowgauge.forecast.memory.rank_memory import RankMemory
 from narrowgauge.forecast.trace.trace import Op
 from narrowgauge.forecast.trace.trace_step import STEPS, Traced
 from narrowgauge.forecast.trace.workspaces import get_cublas_bytes
-from narrowgauge.ranks.distribute import are_summed_each
+from narrowgauge.ranks.distribute import reduces_every_microbatch
 
 Segment = tuple[int, str, str]
 """Step, phase and position."""
@@ -80,7 +80,7 @@ def compute_layout(traced: Traced, shards: int = 1, parameters: int | None = Non
 
     ``parameters`` is the whole model's number, where only a few of its blocks were traced.
     """
-    sums_each = are_summed_each(parameters or traced.parameters, traced.gpu.memory_bytes)
+    sums_each = reduces_every_microbatch(parameters or traced.parameters, traced.gpu.memory_bytes)
     trace, lifetimes, rank = traced.trace, find_lifetimes(traced.trace), RankMemory(traced, shards, sums_each)
     rank.shorten(lifetimes)
     allocator, held = CachingAllocator(), Counter[str]()

@@ -14,7 +14,7 @@ The trace is of one GPU. A rank of N (FSDP2, ``ranks.distribute``) differs from 
                           FP32 while they are reduced; then 1/N, in the parameter's format
     gradients outside     whole until the end of backward, when they are copied to FP32 and reduced
     accumulation          gradients are reduced in the last microbatch only, and whole in FP32 until then; those of a
-                          large model (``ranks.distribute.are_summed_each``) in every microbatch
+                          large model (``ranks.distribute.reduces_every_microbatch``) in every microbatch
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.bench.contest import engine_step, free, make_batches
+from narrowgauge.bench.compare import free_memory, make_batches, make_engine_step
 from narrowgauge.engine import Engine
 from narrowgauge.errors import UsageError
 from narrowgauge.forecast.time.reachable_rates import check_below_peak
@@ -173,7 +173,7 @@ def measure_run(
     """Train a few real steps on a GPU; return peak memory and step time."""
     if device.kind != "cuda":
         raise UsageError("measuring a forecast needs a GPU: torch does not count what a CPU allocates")
-    free(device)
+    free_memory(device)
     torch._C._cuda_clearCublasWorkspaces()  # each run allocates its own workspaces
     batches = make_batches(task, device)
     before = torch.cuda.memory_allocated()
@@ -183,10 +183,10 @@ def measure_run(
     clip = None if recipe.gradients == "released" else CLIP_NORM
     engine = Engine(model, make_optimizer(task, model), recipe, clip_norm=clip, accumulate=accumulate, compile=compile)
     found = _measure_steps(
-        functools.partial(_whole_step, engine_step(task, engine), batches, accumulate), before, steps
+        functools.partial(_whole_step, make_engine_step(task, engine), batches, accumulate), before, steps
     )
     del engine, model
-    free(device)
+    free_memory(device)
     return found
 
 

@@ -21,7 +21,17 @@ from narrowgauge.forecast.trace.trace import Call, MemoryBlock, Op, Owner, Spec,
 from narrowgauge.op_kinds import classify
 
 _NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"}
-_ONLY_WRITTEN = {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "zeros_like", "full_like", "dlogits"}
+_ONLY_WRITTEN = {
+    "copy_",
+    "fill_",
+    "zero_",
+    "normal_",
+    "uniform_",
+    "bernoulli_",
+    "zeros_like",
+    "full_like",
+    "grad_logits",
+}
 
 
 class Recorder(TorchDispatchMode):

@@ -27,7 +27,7 @@ from narrowgauge.forecast.trace.workspaces import Workspaces
 from narrowgauge.hardware import Gpu
 from narrowgauge.nn.convert import Layer
 from narrowgauge.nn.recompute import find_blocks
-from narrowgauge.ranks.distribute import copies
+from narrowgauge.ranks.distribute import find_copied
 from narrowgauge.recipe import Recipe
 from narrowgauge.task import Task
 
@@ -217,7 +217,7 @@ def _needs_data(error: Exception) -> bool:
 
 def _find_owners(model: nn.Module, recipe: Recipe) -> dict[int, Owner]:
     """The owner of every parameter, by id: where it is on one of several ranks."""
-    copied = copies(model, recipe)
+    copied = find_copied(model, recipe)
     inside = {id(p) for block in find_blocks(model).values() for p in block.parameters()}
     found = {}
     for p in model.parameters():

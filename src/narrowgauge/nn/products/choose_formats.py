@@ -20,7 +20,7 @@ import torch
 from narrowgauge.data import cache
 from narrowgauge.hardware import Device, Gpu, is_assumed
 from narrowgauge.kernels import cast, cast_weights
-from narrowgauge.nn.products.gemm import ALL_FP8, BF16, E4M3, E5M2, FAST_DEPTH, GemmChoice, product_bf16, product_fp8
+from narrowgauge.nn.products.gemm import ALL_FP8, BF16, E4M3, E5M2, FAST_DEPTH, GemmChoice, multiply_bf16, multiply_fp8
 from narrowgauge.peak_fractions import get_fraction
 
 VERSION = 4
@@ -98,7 +98,7 @@ def measure_costs(rows: int, inputs: int, outputs: int, device: Device) -> Costs
     if device.kind != "cuda" or is_assumed() or not torch.cuda.is_available():
         return None
     key = f"{rows}x{inputs}x{outputs}"
-    path = cache.folder() / f"products-{VERSION}-{device.name.replace(' ', '-')}-{torch.__version__}.json"
+    path = cache.get_folder() / f"products-{VERSION}-{device.name.replace(' ', '-')}-{torch.__version__}.json"
     known: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
         known = json.loads(path.read_text())
@@ -122,14 +122,14 @@ def _measure(rows: int, inputs: int, outputs: int) -> Costs:
     assert w8_t is not None
     return Costs(
         bf16=(
-            timed(lambda: product_bf16(x, w.t())),
-            timed(lambda: product_bf16(g, w)),
-            timed(lambda: product_bf16(g.t(), x, torch.float32)),
+            timed(lambda: multiply_bf16(x, w.t())),
+            timed(lambda: multiply_bf16(g, w)),
+            timed(lambda: multiply_bf16(g.t(), x, torch.float32)),
         ),
         fp8=(
-            timed(lambda: product_fp8(x8, w8, one, inv)),
-            timed(lambda: product_fp8(g8, w8_t, one, inv, fast=outputs <= FAST_DEPTH)),
-            timed(lambda: product_fp8(g8_t, x8_t, one, one, torch.float32, fast=False)),
+            timed(lambda: multiply_fp8(x8, w8, one, inv)),
+            timed(lambda: multiply_fp8(g8, w8_t, one, inv, fast=outputs <= FAST_DEPTH)),
+            timed(lambda: multiply_fp8(g8_t, x8_t, one, one, torch.float32, fast=False)),
         ),
         cast_input=timed(lambda: cast.cast(x, one, E4M3)),
         cast_grad=timed(lambda: cast.cast(g, one, E5M2)),
