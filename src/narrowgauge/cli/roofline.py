@@ -82,8 +82,8 @@ def _forecast(args: argparse.Namespace, task: Task, gpu: Gpu, device: Device, ou
     scenario = Scenario(
         task=task, gpu=gpu, accumulate=args.accumulate, compile=args.compile, cluster=cluster, parallel=args.parallel
     )
-    at_hand = device.kind == "cuda" and device.gpu is gpu and not args.no_measure and cluster is None
-    roofs = _measure_roofs(device) if at_hand else {}
+    installed = device.kind == "cuda" and device.gpu is gpu and not args.no_measure and cluster is None
+    roofs = _measure_roofs(device) if installed else {}
     rates = ReachableRates(gpu, roofs)
     if not args.json:
         _show_gpu(gpu, rates.source, roofs, out)
@@ -97,7 +97,7 @@ def _forecast(args: argparse.Namespace, task: Task, gpu: Gpu, device: Device, ou
         last = traced_model.traced if traced_model is not None else scenario.trace(recipe)
         costs = estimate_costs(last, rates)
         roofline = predict_time(last, rates) if traced_model is None else sum_costs(last, traced_model.costs(rates))
-        real = _measure(args, scenario, last, costs, device) if at_hand else None
+        real = _measure(args, scenario, last, costs, device) if installed else None
         rows[str(recipe)] = _describe(roofline, args, real)
         if traced_model is not None:
             rows[str(recipe)]["scale"] = describe_scale(scenario, traced_model, rates, args)
@@ -333,15 +333,15 @@ def _show_layers(
     measured = any(layer["measured_ms"] is not None for layer in layers)
     for layer in shown:
         name = f"{layer['path'] or '(model)'}: {layer['kind']}"
-        beside = []
+        measured_cells = []
         if measured:
             known = layer["measured_ms"] is not None
-            beside = [f"{layer['measured_ms']:.2f}", f"{layer['error']:+.0%}"] if known else ["", ""]
+            measured_cells = [f"{layer['measured_ms']:.2f}", f"{layer['error']:+.0%}"] if known else ["", ""]
         rows.append(
             [
                 name, layer["phase"], layer["format"], str(layer["count"]), f"{layer['flops'] / 1e9:,.0f}",
                 f"{layer['bytes'] / 1e6:,.0f}", f"{layer['intensity']:.0f}", layer["bound"], f"{layer['ms']:.2f}",
-                *beside,
+                *measured_cells,
             ]
         )  # fmt: skip
     rest = sum(layer["ms"] for layer in layers[args.layers :])

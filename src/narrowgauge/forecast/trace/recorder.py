@@ -7,9 +7,8 @@ allocated a storage if the storage is seen for the first time in its results; a 
 from __future__ import annotations
 
 import bisect
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,15 +48,6 @@ class Recorder(TorchDispatchMode):
         self._origin: list[tuple[int, str, bool]] = []
         self._node = -1
         self._makers: dict[int, int] = {}
-
-    @contextlib.contextmanager
-    def inside(self, path: str | None) -> Iterator[None]:
-        """Attribute operations to the module at this path; None: to the current one."""
-        self._paths.append(self._paths[-1] if path is None else path)
-        try:
-            yield
-        finally:
-            self._paths.pop()
 
     @property
     def path(self) -> str:
