@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from narrowgauge.kernels.adamw import gradient_norms
+from narrowgauge.kernels.adamw import launch_grad_norms
 from narrowgauge.optim import AdamW, narrow
 
 layers, width = (int(a) for a in sys.argv[1:3]) if len(sys.argv) > 2 else (24, 2048)
@@ -67,7 +67,7 @@ def ours(master: str, moments: str, dtype: torch.dtype) -> tuple[list[torch.nn.P
     optimizer = AdamW(made, lr=1e-4, master=master, moments=moments)
 
     def clip() -> None:
-        norms = gradient_norms([p.grad for p in made])  # type: ignore[misc]
+        norms = launch_grad_norms([p.grad for p in made])  # type: ignore[misc]
         total = torch.linalg.vector_norm(norms)
         optimizer.grad_scale = ((total + 1e-6) / 1e9).clamp(min=1.0)
         optimizer.found_inf = (~torch.isfinite(total)).float()

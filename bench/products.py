@@ -16,8 +16,8 @@ from torch import Tensor
 
 from narrowgauge import tasks
 from narrowgauge.kernels import cublas
-from narrowgauge.nn.fused.head import default_chunk_rows
-from narrowgauge.nn.products.gemm import BF16, E4M3, E5M2, FAST_DEPTH, product_bf16, product_fp8
+from narrowgauge.nn.fused.head import choose_chunk_rows
+from narrowgauge.nn.products.gemm import BF16, E4M3, E5M2, FAST_DEPTH, multiply_bf16, multiply_fp8
 
 ROUNDS = 5
 rows: list[dict[str, Any]] = []
@@ -25,7 +25,7 @@ rows: list[dict[str, Any]] = []
 
 def report(name: str, times: int, ours: Callable[[], Tensor], by_torch: Callable[[], Tensor]) -> None:
     ours()  # and choose
-    turns = [[cublas._milliseconds(run, 6) for run in (by_torch, ours)] for _ in range(ROUNDS)]
+    turns = [[cublas._measure_ms(run, 6) for run in (by_torch, ours)] for _ in range(ROUNDS)]
     theirs_ms, ours_ms = (median(turn[index] for turn in turns) for index in (0, 1))
     rows.append({"product": name, "times": times, "torch_ms": theirs_ms, "ours_ms": ours_ms})
     print(
@@ -37,11 +37,11 @@ def report(name: str, times: int, ours: Callable[[], Tensor], by_torch: Callable
 def in_bf16(name: str, times: int, n: int, inputs: int, outputs: int) -> None:
     x, g, w = (torch.randn(*size, device="cuda", dtype=BF16) for size in ((n, inputs), (n, outputs), (outputs, inputs)))
     wide = torch.float32
-    report(f"{name} output bf16", times, lambda: product_bf16(x, w.t()), lambda: torch.mm(x, w.t()))
-    report(f"{name} grad_input bf16", times, lambda: product_bf16(g, w), lambda: torch.mm(g, w))
+    report(f"{name} output bf16", times, lambda: multiply_bf16(x, w.t()), lambda: torch.mm(x, w.t()))
+    report(f"{name} grad_input bf16", times, lambda: multiply_bf16(g, w), lambda: torch.mm(g, w))
     report(
         f"{name} grad_weight bf16", times,
-        lambda: product_bf16(g.t(), x, wide), lambda: torch.mm(g.t(), x, out_dtype=wide),
+        lambda: multiply_bf16(g.t(), x, wide), lambda: torch.mm(g.t(), x, out_dtype=wide),
     )  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def in_fp8(name: str, times: int, n: int, inputs: int, outputs: int, of_gradient
         b = torch.randn(width, depth, device="cuda", dtype=BF16).to(E4M3)
 
         def ours(a: Tensor = a, b: Tensor = b, out: torch.dtype = out, fast: bool = fast) -> Tensor:
-            return product_fp8(a, b, one, one, out, fast)
+            return multiply_fp8(a, b, one, one, out, fast)
 
         def by_torch(a: Tensor = a, b: Tensor = b, out: torch.dtype = out, fast: bool = fast) -> Tensor:
             return torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=out, use_fast_accum=fast)
@@ -68,7 +68,7 @@ def in_fp8(name: str, times: int, n: int, inputs: int, outputs: int, of_gradient
 for spec in sys.argv[1:] or ("gpt2-124m", "gpt:8x4096"):
     facts = tasks.find(spec).facts
     n, d, layers, words = facts["batch"] * facts["context"], facts["width"], facts["layers"], facts["padded_vocab"]
-    chunk = default_chunk_rows(n, words)
+    chunk = choose_chunk_rows(n, words)
     for name, inputs, outputs in (("qkv", d, 3 * d), ("out", d, d), ("up", d, 4 * d), ("down", 4 * d, d)):
         in_bf16(f"{spec} {name}", layers, n, inputs, outputs)
         in_fp8(f"{spec} {name}", layers, n, inputs, outputs, E5M2)

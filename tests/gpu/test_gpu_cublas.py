@@ -6,22 +6,22 @@ import pytest
 import torch
 
 from narrowgauge.kernels import cublas
-from narrowgauge.nn.products.gemm import E4M3, E5M2, product_bf16, product_fp8
+from narrowgauge.nn.products.gemm import E4M3, E5M2, multiply_bf16, multiply_fp8
 
 BF16 = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
-    monkeypatch.setattr(cublas, "_chosen", {})
+    monkeypatch.setattr(cublas, "_choices", {})
     monkeypatch.setattr(cublas, "MARGIN", float("inf"))  # the fastest of all, so that torch's is not in the way
 
 
 @pytest.fixture
-def own(monkeypatch):
+def get_shards(monkeypatch):
     """Have cuBLASLt's proposals alone, and count the searches."""
-    found, plain = [], cublas.fastest
-    monkeypatch.setattr(cublas, "fastest", lambda runs, clock: found.append(len(runs)) or plain(runs[1:], clock))
+    found, plain = [], cublas.pick_fastest
+    monkeypatch.setattr(cublas, "pick_fastest", lambda runs, clock: found.append(len(runs)) or plain(runs[1:], clock))
     return found
 
 
@@ -42,8 +42,8 @@ def exact(a, b):
 @pytest.mark.parametrize("sizes", [(8192, 2304, 768), (768, 3072, 16384)])
 def test_bf16_in_any_layout(sizes, turned_a, turned_b, out, own):
     a, b = operands(*sizes, turned_a, turned_b)
-    made = product_bf16(a, b, out)
-    assert own and made.dtype is out and all(cublas._chosen.values())
+    made = multiply_bf16(a, b, out)
+    assert own and made.dtype is out and all(cublas._choices.values())
     by_torch = torch.mm(a, b) if out is BF16 else torch.mm(a, b, out_dtype=out)
     right = exact(a, b)
     assert (made - right).abs().max() <= 1.05 * (by_torch - right).abs().max() + 1e-4 * right.abs().max()
@@ -56,8 +56,8 @@ def test_fp8_with_scales(first, out, fast, own):
     a, b_t = operands(8192, 2304, 768, turned_b=True)
     b = b_t.t()
     inv_a, inv_b = torch.tensor(0.5, device="cuda"), torch.tensor(3.0, device="cuda")
-    made = product_fp8(a.to(first), b.to(E4M3), inv_a, inv_b, out, fast)
-    assert own and made.dtype is out and all(cublas._chosen.values())
+    made = multiply_fp8(a.to(first), b.to(E4M3), inv_a, inv_b, out, fast)
+    assert own and made.dtype is out and all(cublas._choices.values())
     by_torch = torch._scaled_mm(
         a.to(first), b.to(E4M3).t(), scale_a=inv_a, scale_b=inv_b, out_dtype=out, use_fast_accum=fast
     )
@@ -72,13 +72,13 @@ def test_a_shape_is_searched_for_once_and_not_within_a_capture(own):
     with torch.cuda.stream(stream):
         torch.mm(a, b)  # cuBLAS gets ready
     with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
-        product_bf16(a, b)
+        multiply_bf16(a, b)
     assert not own
-    first = product_bf16(a, b)
-    assert len(own) == 1 and torch.equal(first, product_bf16(a, b)) and len(own) == 1
+    first = multiply_bf16(a, b)
+    assert len(own) == 1 and torch.equal(first, multiply_bf16(a, b)) and len(own) == 1
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        captured = product_bf16(a, b)
+        captured = multiply_bf16(a, b)
     graph.replay()
     assert len(own) == 1 and torch.equal(first, captured)
 
@@ -90,7 +90,7 @@ def test_threads_have_descriptions_of_their_own(own):
 
     def work(scale):
         inverse = one * scale
-        results[scale] = [product_fp8(a.to(E4M3), b.t().to(E4M3), inverse, one) for _ in range(20)]
+        results[scale] = [multiply_fp8(a.to(E4M3), b.t().to(E4M3), inverse, one) for _ in range(20)]
         torch.cuda.synchronize()
 
     work(1.0)
@@ -107,31 +107,31 @@ def test_threads_have_descriptions_of_their_own(own):
 @pytest.mark.filterwarnings("ignore:.*eterministic")
 def test_torch_multiplies_what_is_small_unaligned_watched_or_to_be_repeatable(own, monkeypatch):
     small, wide = operands(64, 64, 64), operands(8192, 2304, 776)
-    product_bf16(*small)
-    product_bf16(wide[0][:, 8:], wide[1][8:])  # 16 bytes off
+    multiply_bf16(*small)
+    multiply_bf16(wide[0][:, 8:], wide[1][8:])  # 16 bytes off
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        product_bf16(*operands(8192, 2304, 768))
+        multiply_bf16(*operands(8192, 2304, 768))
     finally:
         torch.use_deterministic_algorithms(False)
     watched = operands(8192, 2304, 768)[0].requires_grad_()
-    assert product_bf16(watched, operands(8192, 2304, 768)[1]).requires_grad
+    assert multiply_bf16(watched, operands(8192, 2304, 768)[1]).requires_grad
     monkeypatch.setattr(cublas, "MOST_SHAPES", 0)
-    product_bf16(*operands(8192, 2304, 768))
-    assert not own and not cublas._chosen
+    multiply_bf16(*operands(8192, 2304, 768))
+    assert not own and not cublas._choices
 
 
 def test_operands_that_do_not_fit_are_refused_by_torch():
     a, b = operands(8192, 2304, 768)
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
-        product_bf16(a, b[:512])
-    assert not cublas._chosen
+        multiply_bf16(a, b[:512])
+    assert not cublas._choices
 
 
 def test_what_was_chosen_is_not_slower_than_torch(monkeypatch):
     monkeypatch.setattr(cublas, "MARGIN", 0.985)
     a, b = operands(65536, 3072, 768, turned_b=True)
-    product_bf16(a, b)
-    ours = min(cublas._milliseconds(lambda: product_bf16(a, b), 10) for _ in range(5))
-    torchs = min(cublas._milliseconds(lambda: torch.mm(a, b), 10) for _ in range(5))
+    multiply_bf16(a, b)
+    ours = min(cublas._measure_ms(lambda: multiply_bf16(a, b), 10) for _ in range(5))
+    torchs = min(cublas._measure_ms(lambda: torch.mm(a, b), 10) for _ in range(5))
     assert ours < 1.05 * torchs, (ours, torchs)

@@ -31,8 +31,8 @@ from narrowgauge.engine.base import EngineBase
 from narrowgauge.engine.checks import check_loss, check_own_optimizer, find_trained
 from narrowgauge.engine.updates import check_norms, list_parameters
 from narrowgauge.errors import UsageError
-from narrowgauge.nn.changes import plain_products
-from narrowgauge.optim.norms import gradient_norms
+from narrowgauge.nn.module_changes import allow_double_backward
+from narrowgauge.optim.norms import compute_grad_norms
 from narrowgauge.step_report import StepReport
 
 
@@ -100,14 +100,14 @@ class Engine(EngineBase):
             self._begin_microbatch()
         with self._explain_errors(), self._notify_watchers("forward"), self.step_context.forward():
             try:
-                with plain_products() if double_backward else contextlib.nullcontext():
+                with allow_double_backward() if double_backward else contextlib.nullcontext():
                     yield
             finally:
-                self.conversion.slot.clear()
+                self.conversion.shared_input.clear()
 
     def _begin_microbatch(self) -> None:
         """Prepare for a forward pass with gradients: tell DDP or FSDP whether its backward sums over the ranks."""
-        self.update_sync.announce(self._syncs and self._microbatches + 1 >= self.accumulate)
+        self.update_sync.set_gradient_sync(self._syncs and self._microbatches + 1 >= self.accumulate)
         if self.release is not None:
             self.release.attach()
 
@@ -219,7 +219,8 @@ class Engine(EngineBase):
         Raises:
             UsageError: Several ranks train, and the gradients have not been summed over them yet.
         """
-        if 0 < self._microbatches < self.accumulate and self.update_sync.size > 1 and not self.update_sync.sums_each:
+        waits = self.update_sync.size > 1 and not self.update_sync.reduces_every_microbatch
+        if 0 < self._microbatches < self.accumulate and waits:
             raise UsageError(
                 f"engine.flush: only {self._microbatches} of {self.accumulate} microbatches are in, and the ranks sum "
                 "gradients in the backward of the last one; use epochs of whole updates"
@@ -248,7 +249,7 @@ class Engine(EngineBase):
         if chosen:
             own = {id(parameter) for parameter in list_parameters(chosen)}
             parameters = {name: parameter for name, parameter in parameters.items() if id(parameter) in own}
-        self.update_sync.settle_gradients(parameters)
+        self.update_sync.average_copied_gradients(parameters)
         norms = self._measure_gradients(parameters, released)
         check = check_norms(norms, parameters, self.conversion.scales, self.update_sync)
         found, self.guard.names = check.found, check.names
@@ -273,7 +274,7 @@ class Engine(EngineBase):
         self, parameters: Mapping[str, nn.Parameter], released: Mapping[nn.Parameter, Tensor]
     ) -> Tensor:
         """Return the norm of each gradient on this rank. An update is skipped if one is inf or NaN on any rank."""
-        return gradient_norms(parameters.values(), released, self.device)
+        return compute_grad_norms(parameters.values(), released, self.device)
 
     def _compute_factor(self, grad_norm: Tensor, scale: Tensor, share: float, found: Tensor) -> Tensor | None:
         """Return what gradients are divided by: loss scale, missing microbatches and clipping in one. None means 1."""

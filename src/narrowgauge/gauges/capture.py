@@ -29,12 +29,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge import __version__, random_state
+from narrowgauge import random_state
 from narrowgauge.device_readback import Readback
 from narrowgauge.engine import Engine
 from narrowgauge.errors import UsageError
 from narrowgauge.gauges.replay import capture_files
 from narrowgauge.step_report import StepReport
+from narrowgauge.version import __version__
 
 SMALL = 1 << 16
 """Buffers of up to this many elements are copied at every step."""

@@ -29,8 +29,9 @@ from torch.utils._pytree import tree_leaves
 LOSS, MODEL, BATCH, HOOK = "(loss)", "(model)", "(batch)", "(hook)"
 """Locations without a module path: code outside the model, the outermost module, the data, and gradient hooks."""
 _PACKAGE = Path(__file__).parents[2]
-_PASSED_OVER = tuple(map(str, (Path(torch.__file__).parent, *(_PACKAGE / name for name in ("gauges", "nn", "engine")))))
-"""Folders whose code calls ops on behalf of other code."""
+_OURS = (_PACKAGE / name for name in ("gauges", "nn", "engine", "events.py"))
+_PASSED_OVER = tuple(map(str, (Path(torch.__file__).parent, *_OURS)))
+"""Code that calls ops on behalf of other code."""
 _REPLAY = str(Path(__file__).with_name("replay.py"))
 
 

@@ -1,0 +1,101 @@
+"""Casts of weights: by their own amax or by a scale known beforehand, made to fit where it does not."""
+
+import math
+
+import pytest
+import torch
+from oracle import KERNEL, assert_same, assert_transposed, hardware_rounding  # noqa: F401
+from torch._subclasses import FakeTensorMode
+
+from narrowgauge.kernels import FP8_MAX
+from narrowgauge.kernels.cast_weights import (
+    cast_weight,
+    cast_weight_delayed,
+    cast_weight_delayed_reference,
+    cast_weight_reference,
+    choose_weight_scale,
+    recast_weight,
+)
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+pytestmark = pytest.mark.usefixtures("hardware_rounding")
+
+
+def draw(*shapes, factor=1.0):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator).clamp(-3, 3) * factor for shape in shapes]
+
+
+def numbers():
+    """amax, counts and pending, as a site has them."""
+    return torch.zeros(()), torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+
+
+SHAPES = pytest.mark.parametrize("shapes", [[(48, 24)], [(48, 32), (32, 32)], [(7, 5)]], ids=["one", "two", "odd"])
+
+
+@KERNEL
+@SHAPES
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("factor", [1.0, 1e-6, 1e6, 0.0, 1e-42, math.inf, math.nan])
+def test_weights_are_scaled_by_their_own_amax(shapes, dtype, factor):
+    weights, seen = draw(*shapes, factor=factor), torch.tensor(0.5)
+    lp, lp_t, inv_scale = cast_weight(weights, dtype, True, 1, seen)
+    reference, _, inv_scale_reference, largest = cast_weight_reference(weights, dtype, True, 1)
+    assert_same(lp, reference)
+    assert_transposed(lp_t, lp)
+    torch.testing.assert_close(inv_scale, inv_scale_reference, rtol=2e-7, atol=0)  # a reciprocal may be off by a bit
+    torch.testing.assert_close(seen, torch.maximum(torch.tensor(0.5), largest), equal_nan=True)
+    assert inv_scale.shape == () and cast_weight(weights, dtype, False)[1] is None
+
+
+@KERNEL
+@SHAPES
+@pytest.mark.parametrize("margin", [0, 2])
+@pytest.mark.parametrize("factor", [1.0, 1.02, 0.3, 64.0, 1 / 64, 1e6, 0.0, math.inf, math.nan])
+def test_a_scale_known_beforehand_is_used_where_it_fits_and_else_made_to_fit(shapes, factor, margin):
+    scale = FP8_MAX[E4M3] / torch.tensor(3.0) / 2**margin
+    weights = draw(*shapes, factor=factor)
+    (amax, counts, pending), (amax_r, counts_r, pending_r) = numbers(), numbers()
+    lp, lp_t, inverse = cast_weight_delayed(weights, scale, amax, counts, pending, E4M3, True, margin)
+    reference, _, inverse_r = cast_weight_delayed_reference(
+        weights, scale, amax_r, counts_r, pending_r, E4M3, True, margin
+    )
+    assert_same(lp, reference)
+    assert_transposed(lp_t, lp)
+    torch.testing.assert_close(inverse, inverse_r, rtol=2e-7, atol=0)
+    torch.testing.assert_close(amax, amax_r, equal_nan=True)
+    assert torch.equal(counts, counts_r) and not pending.any()
+    fits = factor in (1.0, 1.02, 0.3, 0.0) or not math.isfinite(factor)
+    assert bool((choose_weight_scale(scale, amax, E4M3, margin) == scale).item()) == fits
+    if math.isfinite(factor):
+        assert counts[0] == 0, "nothing saturates, whatever was written into the weights"
+        wide, whole = lp.float() * inverse, torch.cat(weights)
+        assert (wide - whole).abs().max() <= whole.abs().max() / 16
+    again = recast_weight(weights, scale, amax, E4M3, True, margin)
+    for one, other in zip(again, (lp, lp_t, inverse), strict=True):
+        assert_same(one, other) if one.dtype is E4M3 else torch.testing.assert_close(one, other)
+    assert torch.equal(counts, counts_r)
+
+
+def test_empty_weights():
+    assert cast_weight([torch.empty(0, 16)], E4M3)[2].item() == 1.0
+    amax, counts, pending = numbers()
+    lp, lp_t, inverse = cast_weight_delayed([torch.empty(0, 16)], torch.tensor(2.0), amax, counts, pending, E4M3)
+    assert (lp.shape, lp_t.shape, inverse.item()) == ((0, 16), (16, 0), 0.5)
+
+
+def test_fake_tensors_see_shapes_and_formats():
+    def everything(weights, scale, amax, counts, pending):
+        return (
+            *cast_weight(weights, E4M3),
+            *cast_weight_delayed(weights, scale, amax, counts, pending, E4M3),
+            *recast_weight(weights, scale, amax, E4M3),
+        )
+
+    weights = draw((32, 16), (16, 16))
+    real = everything(weights, torch.ones(()), *numbers())
+    with FakeTensorMode() as mode:
+        fake = everything([mode.from_tensor(weight) for weight in weights], torch.ones(()), *numbers())
+    for one, other in zip(real, fake, strict=True):
+        assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
