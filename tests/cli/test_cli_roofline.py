@@ -36,10 +36,10 @@ def test_json_has_the_documented_fields(capsys: pytest.CaptureFixture[str]) -> N
 def test_the_text_names_layers_bounds_and_what_fusions_save(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*SMALL, "--recipes", "fp8", "--layers", "5"]) == 0
     text = capsys.readouterr().out
-    assert "H200: 132 processors" in text and "ridge 412" in text and "blocks.*" in text
-    assert "more)" in text and "with all scores in memory" in text and "fused head and loss" in text
+    assert "H200: 132 SMs" in text and "fp8 1979 (412)" in text and "blocks.*" in text
+    assert "more)" in text and "ms unfused, with a peak of" in text and "fused head and loss" in text
     assert cli.main([*SMALL, "--recipes", "fp8", "--quick"]) == 0
-    assert "scores in memory" not in capsys.readouterr().out
+    assert "unfused" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -199,11 +199,15 @@ def test_the_largest_batch_fits_and_one_more_does_not() -> None:
     small = hardware.find_gpu("T4")
     scenario = Scenario(task=tasks.find("gpt:2x128", batch=256, context=1024, vocab=8192), gpu=small, compile=False)
     recipe = parse("fp32")
-    found = scenario.memory(recipe)
+    found = scenario.predict_memory(recipe)
     assert not fits(found, small)
     best = find_largest_batch(scenario, recipe, found)
     assert 64 < best < 256
-    assert scenario.memory(recipe, best).peak <= get_usable_bytes(small) < scenario.memory(recipe, best + 1).peak
+    assert (
+        scenario.predict_memory(recipe, best).peak
+        <= get_usable_bytes(small)
+        < scenario.predict_memory(recipe, best + 1).peak
+    )
     assert "bf16" not in advise(scenario, parse("fp32[checkpoint=full]")), "a T4 has none"
 
 

@@ -210,7 +210,7 @@ def test_blocks_wider_than_the_norm_kernel_are_traced_without_fusion() -> None:
 
 def test_recipes_that_need_one_gpu_are_rejected() -> None:
     scenario = Scenario(task=small(), gpu=H200, cluster=Cluster(H200, 8), parallel="fsdp")
-    with pytest.raises(UsageError, match="gradients=released is not for several GPUs"):
+    with pytest.raises(UsageError, match="gradients=released works on one GPU only"):
         scenario.trace_model(parse("bf16-lean[gradients=released]"))
     with pytest.raises(UsageError, match="--parallel tensor: expected auto, ddp, fsdp"):
         dataclasses.replace(scenario, parallel="tensor")
@@ -231,7 +231,7 @@ def test_the_command_line_shows_communication_and_cost(capsys: pytest.CaptureFix
     assert found["alternative"]["parallel"] == "ddp" and found["per_gpu"]["tokens"] == 256
     assert cli.main(["roofline", *SMALL, *options]) == 0
     text = capsys.readouterr().out
-    assert "16 GPUs on 2 nodes: shards (FSDP2)" in text and "none of it measured" in text and "hours" in text
+    assert "16 GPUs on 2 nodes: shards (FSDP2)" in text and "none of them measured" in text and "hours" in text
 
 
 def test_the_command_line_shows_the_memory_of_each_gpu(capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,7 +46,7 @@ def held(found: Traced, shards: int) -> dict[str, int]:
 def test_a_rank_computed_by_hand() -> None:
     """A GPT of 2 x 64: four matrices per block, the tied embedding and positions outside, vectors on every rank."""
     found = traced()
-    parts = found.spread
+    parts = found.shard_sizes
     assert parts is not None
     assert parts.block == 12 * 64 * 64 and parts.in_blocks == 2 * parts.block
     assert parts.outside == (256 + 32) * 64 and parts.copied == found.parameters - parts.in_blocks - parts.outside
@@ -81,7 +81,7 @@ def test_accumulation_keeps_whole_gradients_on_every_rank(recipe: str) -> None:
     assert twice == pytest.approx(4 * config.parameters(), rel=0.01) and once < 0.7 * twice
 
 
-def spread(ranks: int, recipes: list[str], folder: Path) -> dict[str, dict[str, int]]:
+def measure_ranks(ranks: int, recipes: list[str], folder: Path) -> dict[str, dict[str, int]]:
     """What the rank with the largest shards measures during a step and after it, by recipe."""
     preload = [__name__, "torch.distributed.fsdp"]
     torch.multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
@@ -99,7 +99,7 @@ def begin(rank: int, ranks: int, recipes: list[str], folder: Path) -> None:
     most: dict[str, dict[str, int]] = {}
     try:
         for recipe in recipes:
-            mine = predict_recipe(ranks, recipe)
+            mine = measure_rank(ranks, recipe)
             everyone: list[dict[str, int]] = [{}] * ranks
             dist.all_gather_object(everyone, mine)
             most[recipe] = {name: max(one[name] for one in everyone) for name in mine}
@@ -109,7 +109,7 @@ def begin(rank: int, ranks: int, recipes: list[str], folder: Path) -> None:
         dist.destroy_process_group()
 
 
-def predict_recipe(ranks: int, recipe: str) -> dict[str, int]:
+def measure_rank(ranks: int, recipe: str) -> dict[str, int]:
     task = tasks.find(SPEC, **SIZES)
     torch.manual_seed(0)
     model = shard(task.model(), recipe, mesh=init_device_mesh("cpu", (ranks,)))
@@ -153,11 +153,11 @@ def local_bytes(value: object) -> int:
 @pytest.mark.parametrize(("ranks", "recipes"), [(2, ["bf16"]), (4, ["bf16", "bf16-lean"])])
 def test_ranks_hold_what_is_predicted(ranks: int, recipes: list[str], tmp_path: Path) -> None:
     """Real FSDP2: bytes of shards and states, the gathered formats, and whole FP32 gradients between microbatches."""
-    for recipe, real in spread(ranks, recipes, tmp_path).items():
+    for recipe, real in measure_ranks(ranks, recipes, tmp_path).items():
         found = traced(recipe)
         wanted = held(found, ranks)
         assert real["parameters"] == wanted["parameters"]
         assert real["moments"] == pytest.approx(wanted["moments"], rel=0.0 if recipe == "bf16" else 0.02)
         assert real["gathered"] == 2 and real["kept"] == 1, "blocks are gathered in BF16, and let go after forward"
         assert real["outside"] == (4 if recipe == "bf16" else 2), "what is outside stays, in its own format"
-        assert found.spread is not None and real["accumulated"] == 4 * found.spread.block
+        assert found.shard_sizes is not None and real["accumulated"] == 4 * found.shard_sizes.block

@@ -224,5 +224,5 @@ def test_indices_reach_the_whole_table_and_stay_within_it() -> None:
 def test_peak_rates_can_be_measured_and_a_run_needs_a_gpu() -> None:
     roofs = measure_roofs(cpu(), size=64, copied=1 << 20)
     assert set(roofs) == {"copy", "fp32"} and min(roofs.values()) > 0
-    with pytest.raises(UsageError, match="takes a GPU"):
+    with pytest.raises(UsageError, match="needs a GPU"):
         measure_run(linear(), parse("fp32"), cpu())

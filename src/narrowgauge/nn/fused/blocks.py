@@ -199,9 +199,8 @@ class _Block(torch.autograd.Function):
     ) -> Any:
         """Return residual stream and branch if a block follows, else their sum."""
         caster, uses = plan.caster(needed, not needed), _bind_weights(plan, weights, needed)
-        x0, x1, out, kept = events.run_in_scope(
-            plan.path, _forward, plan, x, branch, weights, uses, attend, extra, caster, needed
-        )
+        run = (plan, x, branch, weights, uses, attend, extra, caster, needed)
+        x0, x1, out, kept = events.run_in_scope(plan.path, _forward, *run)
         ctx.set_materialize_grads(False)
         ctx.plan, ctx.attend, ctx.extra, ctx.caster, ctx.before, ctx.after = plan, attend, extra, caster, before, after
         ctx.save_for_backward(x0, *weights)
@@ -230,9 +229,8 @@ class _Block(torch.autograd.Function):
         rows = grad.reshape(-1, grad.shape[-1])
         handed_over = ctx.after.take(grad) if ctx.after is not None else None
         g = handed_over or cast_grad_output(plan.down, rows, ctx.caster)
-        grad_input, operand, grads = events.run_in_scope(
-            plan.path, _backward, plan, x0, weights, uses, kept, rows, g, ctx.caster, ctx.before
-        )
+        back = (plan, x0, weights, uses, kept, rows, g, ctx.caster, ctx.before)
+        grad_input, operand, grads = events.run_in_scope(plan.path, _backward, *back)
         grad_input = grad_input.view_as(x0)
         if ctx.before is not None:
             ctx.before.put(grad_input, operand)
