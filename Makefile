@@ -9,7 +9,7 @@ run: .venv/installed
 	$(BIN)/narrowgauge train
 
 test: .venv/installed check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
 check: .venv/installed
 	$(BIN)/ruff check src tests examples bench

@@ -25,16 +25,17 @@ from torch import Tensor
 from narrowgauge import Engine, Task, hardware, tasks
 from narrowgauge.runs.batches import make_batch, to_device
 from narrowgauge.runs.checkpoints import checkpoint
-from narrowgauge.runs.settings import Settings, settle
+from narrowgauge.runs.settings import Settings, make_settings
 from narrowgauge.runs.train import train
 
 
 def run(spec: str, steps: int, sizes: dict[str, int], recipe: str, seed: int, device: str) -> dict[str, float | str]:
     task = tasks.find(spec, seed=seed, vocab=256, **sizes)
-    settings = settle(task, recipe=recipe, device=device, steps=steps, seed=seed, checkpoint_every=0, compile=False)
+    options = {"steps": steps, "seed": seed, "checkpoint_every": 0, "compile": False}
+    settings = make_settings(task, recipe=recipe, device=device, **options)
     with tempfile.TemporaryDirectory() as folder:
         result = train(task, settings, Path(folder) / "run")
-        saved = checkpoint.newest_whole(Path(folder) / "run", print)
+        saved = checkpoint.load_newest(Path(folder) / "run", print)
     assert result.loss_eval is not None and saved is not None
     alone = weights_alone(task, settings, saved.weights)
     print(

@@ -1,11 +1,11 @@
-"""Holds the forecast against a GPU: predicted peak memory and step time of many cases, then the same measured.
+"""Compares forecasts with a GPU: predicts peak memory and step time of many cases, then measures them.
 
 usage: python bench/forecast.py [WORD...] [--predict] [--from PREDICTED.json] [--json FILE]
-       (the cases whose name has every WORD: gpt2-124m; fp8; eager; timed, untimed)
+       (only the cases whose name contains every WORD: gpt2-124m; fp8; eager; timed, untimed)
 
-Everything is predicted before the GPU is touched. ``--predict`` stops there, and needs no GPU: what it wrote by
-``--json`` is measured by ``--from``, on another machine. Memory is to be within 5% of ``max_memory_allocated``, time
-within 15% for BF16 and FP8 of the built-in models. The file is written anew after every case.
+Everything is predicted before anything is measured. ``--predict`` stops there and needs no GPU; ``--from`` measures
+what it wrote with ``--json``, on another machine. Memory should be within 5% of ``max_memory_allocated``, time within
+15% for BF16 and FP8 of the built-in models. The file is rewritten after every case.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import torch
 
 from narrowgauge import hardware, tasks
 from narrowgauge.forecast.memory.estimate import predict_memory
-from narrowgauge.forecast.time.ceilings import Ceilings
 from narrowgauge.forecast.time.measure import measure_run
-from narrowgauge.forecast.time.roofline import predict
+from narrowgauge.forecast.time.reachable_rates import ReachableRates
+from narrowgauge.forecast.time.roofline import predict_time
 from narrowgauge.forecast.trace.trace_step import trace_steps
 from narrowgauge.recipe import parse
 from narrowgauge.task import Task
@@ -45,7 +45,7 @@ class Case:
     compile: bool = True
     accumulate: int = 1
     timed: bool = False
-    """Whether its step time is to be within the tolerance, too."""
+    """Whether its step time must be within the tolerance as well."""
 
     @property
     def name(self) -> str:
@@ -103,9 +103,9 @@ CASES = [
 ]
 
 
-def foretell(case: Case, gpu: hardware.Gpu) -> dict[str, Any]:
+def predict(case: Case, gpu: hardware.Gpu) -> dict[str, Any]:
     traced = trace_steps(case.task(), parse(case.recipe), gpu, compile=case.compile, accumulate=case.accumulate)
-    memory, time = predict_memory(traced), predict(traced, Ceilings(gpu))
+    memory, time = predict_memory(traced), predict_time(traced, ReachableRates(gpu))
     return {
         "case": case.name, "timed": case.timed, "exact": memory.exact, "memory": memory.total,
         "components": memory.components(), "when": str(memory.when), "step_ms": time.step_ms, "bound": time.bound,
@@ -118,7 +118,7 @@ def measure(case: Case, device: hardware.Device, row: dict[str, Any]) -> None:
         found = measure_run(
             case.task(), parse(case.recipe), device, compile=case.compile, accumulate=case.accumulate, steps=3
         )
-    except RuntimeError as error:  # out of memory, most likely: the other cases go on
+    except RuntimeError as error:  # most likely out of memory: continue with the other cases
         row["failure"] = str(error).splitlines()[0][:160]
         return
     row["measured_memory"], row["measured_ms"] = found.peak_bytes, found.step_ms
@@ -130,7 +130,7 @@ def measure(case: Case, device: hardware.Device, row: dict[str, Any]) -> None:
 
 
 def main(argv: list[str], say: Callable[[str], None]) -> int:
-    parser = argparse.ArgumentParser(description="the forecast beside a GPU")
+    parser = argparse.ArgumentParser(description="compare forecasts with measurements")
     parser.add_argument("words", nargs="*", metavar="WORD")
     parser.add_argument("--predict", action="store_true")
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE")
@@ -139,8 +139,8 @@ def main(argv: list[str], say: Callable[[str], None]) -> int:
     chosen = [case for case in CASES if case.has(options.words)]
     device = None if options.predict else hardware.detect()
     gpu = device.gpu if device is not None and device.gpu is not None else hardware.find_gpu("h200")
-    told = json.loads(options.source.read_text())["rows"] if options.source else []
-    known = {row["case"]: row for row in told}
+    predicted = json.loads(options.source.read_text())["rows"] if options.source else []
+    known = {row["case"]: row for row in predicted}
     rows: list[dict[str, Any]] = []
 
     def keep() -> None:
@@ -148,7 +148,7 @@ def main(argv: list[str], say: Callable[[str], None]) -> int:
             options.json.write_text(json.dumps({"gpu": gpu.name, "rows": rows}, indent=1))
 
     for case in chosen:
-        rows.append(known.get(case.name) or foretell(case, gpu))
+        rows.append(known.get(case.name) or predict(case, gpu))
         row = rows[-1]
         about = "" if row["exact"] else "about "
         say(f"predicted {case.name}: {about}{row['memory'] / 1e9:.3f} GB in {row['when']}, {row['step_ms']:.1f} ms")
@@ -166,7 +166,7 @@ def main(argv: list[str], say: Callable[[str], None]) -> int:
         say(
             f"{'ok ' if row['ok'] else 'OFF'} {case.name}: {row['memory'] / 1e9:.3f} GB, measured "
             f"{row['measured_memory'] / 1e9:.3f} ({row['memory_error']:+.2%}); {row['step_ms']:.1f} ms, measured "
-            f"{row['measured_ms']:.1f} ({row['time_error']:+.1%}{'' if case.timed else ', not promised'})"
+            f"{row['measured_ms']:.1f} ({row['time_error']:+.1%}{'' if case.timed else ', not guaranteed'})"
         )
     off = [row["case"] for row in rows if row.get("ok") is False]
     say(f"{len(off)} of {len(rows)} off: {', '.join(off)}" if off else f"{len(rows)} cases")

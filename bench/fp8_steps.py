@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from narrowgauge import Engine, bench, hardware, tasks
-from narrowgauge.bench.baselines import Peer, contestants
+from narrowgauge.bench.baselines import Baseline, make_baselines
 from narrowgauge.recipe import parse
 
 spec = sys.argv[1] if len(sys.argv) > 1 else "gpt2-124m"
@@ -29,18 +29,19 @@ settings = bench.Settings(compile=True, rounds=rounds, steps=steps)
 
 
 def fused(recipe: str, task: Any, model: Any, optimizer: Any, clip_norm: float, compile: bool) -> Any:
-    return bench.engine_step(task, Engine(model, optimizer, recipe, clip_norm=clip_norm, fused=True))
+    return bench.make_engine_step(task, Engine(model, optimizer, recipe, clip_norm=clip_norm, fused=True))
 
 
-peers = {} if "fp8-only" in sys.argv else {"fused bf16": Peer("bf16", functools.partial(fused, "bf16"))}
+peers = {} if "fp8-only" in sys.argv else {"fused bf16": Baseline("bf16", functools.partial(fused, "bf16"))}
 if "ours" not in sys.argv:
-    peers |= contestants("torch", fp8)
-for name, peer in contestants("torchao", fp8).items() if {"torchao", "tensorwise", "rowwise"} & set(sys.argv) else ():
+    peers |= make_baselines("torch", fp8)
+wants_torchao = bool({"torchao", "tensorwise", "rowwise"} & set(sys.argv))
+for name, peer in make_baselines("torchao", fp8).items() if wants_torchao else ():
     if "torchao" in sys.argv or name.rpartition("-")[2] in sys.argv:
         peers[name] = peer
 batches = bench.make_batches(task, device)
 torch._functorch.config.enable_autograd_cache = False
-field = bench.race(task, fp8, peers, batches, device, settings, lambda line: print(line, flush=True))
+field = bench.measure_recipe(task, fp8, peers, batches, device, settings, lambda line: print(line, flush=True))
 rows = bench.make_rows(task, field, device)
 plain = "fused bf16" if "ours" in sys.argv else "torch-bf16"
 base = next(row for row in rows if row.name == plain)
@@ -56,14 +57,14 @@ if "OUT" in os.environ:
     path.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
 if "profile" in sys.argv:
     for name, peer in ((str(fp8), None), *((name, peer) for name, peer in peers.items() if name == "fused bf16")):
-        contestant = bench.build(name, task, fp8, peer, batches, device, settings)
+        entry = bench.build_entry(name, task, fp8, peer, batches, device, settings)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for index in range(3):
-                contestant.step(batches[index])
+                entry.step(batches[index])
             torch.cuda.synchronize()
         kernels = collections.Counter({event.key: event.device_time_total / 3e3 for event in profile.key_averages()})
         print(f"{name}: kernels in all {sum(kernels.values()):.2f} ms", flush=True)
         for kernel, milliseconds in kernels.most_common(34):
             print(f"{milliseconds:9.3f} ms  {kernel[:120]}", flush=True)
-        contestant.step = bench.gone
-        bench.free(device)
+        entry.step = bench.raise_released
+        bench.free_memory(device)

@@ -1,10 +1,10 @@
-"""Does the gate hold? Unchanged runs must pass, runs with a planted slowdown must fail; each is a process of its own.
+"""Tests the performance gate: unchanged runs must pass, runs with a planted slowdown must fail. One process per run.
 
 usage: python bench/gate_trial.py [UNCHANGED] [PLANTED] [SHARE] [TASK [OPTION ...]]
        (default 20 10 0.05 digits --batch 32 --steps 3; JSON to $OUT/gate-trial-TASK.json where OUT is set)
 
-A new base is saved for every five runs. The slowdown is work: matrix products that take SHARE of the candidate's own
-step, measured in the process that plants them.
+A new benchmark is saved for every five runs. The slowdown is real work: matrix products that take SHARE of the recipe's
+step, calibrated in the same process.
 """
 
 import json
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from narrowgauge.bench import contest
+from narrowgauge.bench import compare
 from narrowgauge.cli import main as narrowgauge
 
 PER_BASE = 5
@@ -26,8 +26,8 @@ CALIBRATION = 40
 
 
 def plant(share: float) -> None:
-    """Make every step of the engine longer by this share of itself."""
-    plain = contest.engine_step
+    """Makes every step of the engine longer by this share."""
+    plain = compare.make_engine_step
 
     def slower(task, engine):
         step, calls, extra = plain(task, engine), 0, 0
@@ -56,7 +56,7 @@ def plant(share: float) -> None:
 
         return planted
 
-    contest.engine_step = slower
+    compare.make_engine_step = slower
 
 
 def gate(base: Path, share: float) -> dict:

@@ -1,9 +1,9 @@
-"""What watching costs: a step of a task with and without gauges, taking turns in one process.
+"""The cost of watching: step time of a task with and without gauges, interleaved in one process.
 
 usage: python bench/gauges.py [TASK] [RECIPE] [ROUNDS]     (e.g. gpt2-124m fp8 6; JSON to $OUT/gauges.json)
 
-Three engines: alone; with what is taken along every update; with a look every ``EVERY`` updates as by default. A round
-is as many updates, so that it holds one look.
+Three engines: without gauges; with only what is read in every update; with a snapshot every ``EVERY`` updates, the
+default. A round has ``EVERY`` updates and therefore one snapshot.
 """
 
 import json
@@ -29,7 +29,7 @@ batches = bench.make_batches(task, device)
 
 
 class Runner:
-    """An engine with its gauges, and how long its updates take."""
+    """An engine with its gauges, and the times of its updates."""
 
     def __init__(self, every: int | None) -> None:
         torch.manual_seed(0)
@@ -75,7 +75,7 @@ for turn in range(rounds):
         runner.round(EVERY)
         print(f"{turn} {name:14s} {runner.times[-1] * 1e3:8.3f} ms", flush=True)
     rows: dict[str, Any] = {name: statistics.median(runner.times) for name, runner in runners.items()}
-    if "OUT" in os.environ:  # after every round, so that a run which is cut off leaves what it has
+    if "OUT" in os.environ:  # after every round, so that an interrupted run leaves its results
         record = {"task": spec, "recipe": recipe, "every": EVERY, "seconds": rows}
         record["rounds"] = {name: runner.times for name, runner in runners.items()}
         (Path(os.environ["OUT"]) / "gauges.json").write_text(json.dumps(record, indent=1))

@@ -1,4 +1,4 @@
-"""Healthy runs under every rule: recipes, tasks and seeds, and what was found. Nothing serious may be.
+"""Findings on healthy runs with all rules, over recipes, tasks and seeds. There must be no serious finding.
 
 usage: python bench/healthy.py [SEEDS] [RECIPE ...]      (JSON to bench/results/healthy.json with --save)
 """
@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from narrowgauge import tasks
-from narrowgauge.runs.settings import settle
+from narrowgauge.runs.settings import make_settings
 from narrowgauge.runs.train import train
 
 HERE = Path(__file__).parent
@@ -36,7 +36,7 @@ def main() -> None:
             serious = 0
             for seed in range(seeds):
                 task = tasks.find(spec, **({"seed": seed} if ".py:" not in spec else {}), **options)
-                settings = settle(task, recipe=recipe, device="cpu", steps=steps, seed=seed, checkpoint_every=0,
+                settings = make_settings(task, recipe=recipe, device="cpu", steps=steps, seed=seed, checkpoint_every=0,
                                   watch_every=10)  # fmt: skip
                 with tempfile.TemporaryDirectory() as folder:
                     result = train(task, settings, Path(folder) / "run")

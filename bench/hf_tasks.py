@@ -1,4 +1,4 @@
-"""Models of Hugging Face's as tasks, with random weights and tokens, padding, dropout and their own loss.
+"""Hugging Face models as tasks, with random weights and tokens, padding, dropout and their own loss.
 
 usage: narrowgauge bench bench/hf_tasks.py:llama_500m --recipes bf16,fp8 --peers torch,torchao
 """
@@ -21,17 +21,17 @@ def bert(batch: int = 32) -> Task:
 
 
 def gpt2(batch: int = 16) -> Task:
-    """GPT-2 124M, with its 50,257 words."""
+    """GPT-2 124M, with its vocabulary of 50,257."""
     return _task("hf-gpt2", lambda t: t.GPT2LMHeadModel(t.GPT2Config(use_cache=False)), batch, 1024, 50257)
 
 
 def llama(batch: int = 16) -> Task:
-    """A Llama of 12 layers, 1,024 wide."""
+    """A Llama with 12 layers and a width of 1,024."""
     return _task("hf-llama", lambda t: t.LlamaForCausalLM(_llama(t, 1024, 2816, 12, 16)), batch, 1024, 32000)
 
 
 def llama_500m(batch: int = 8) -> Task:
-    """A Llama of 8 layers, 2,048 wide, without padding."""
+    """A Llama with 8 layers and a width of 2,048, without padding."""
     return _task("hf-llama-500m", lambda t: t.LlamaForCausalLM(_llama(t, 2048, 5632, 8, 16)), batch, 2048, 32000, False)
 
 
@@ -43,7 +43,9 @@ def _llama(transformers: Any, width: int, hidden: int, layers: int, heads: int) 
 
 
 def _task(name: str, make: Callable[[Any], Any], batch: int, context: int, words: int, padded: bool = True) -> Task:
-    here = Path(__file__).parent.resolve()  # transformers asks for a package named kernels: not for bench/kernels.py
+    here = Path(
+        __file__
+    ).parent.resolve()  # transformers imports a package named kernels, which must not be bench/kernels.py
     sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != here]
 
     def model() -> Any:

@@ -1,8 +1,8 @@
-"""Kills a rank of a run at random moments while torchrun starts the ranks again: is anything lost, does anyone hang?
+"""Kills a rank of a run at random moments while torchrun restarts the ranks: is a checkpoint lost, does a rank hang?
 
 usage: python bench/kill_ranks.py [KILLS] [RANKS] [RECIPE] [fsdp|ddp]      (JSON on stdout)
 
-A second run that nobody disturbs must end with the same weights, bit for bit.
+A second run without kills must end with the same weights, bit for bit.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def start(folder: Path, ranks: int, restarts: int, *options: str) -> subprocess.
     )
 
 
-def children(parent: int) -> list[int]:
-    """The ranks: the processes that torchrun has started."""
+def list_children(parent: int) -> list[int]:
+    """List the ranks: the processes that torchrun has started."""
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -46,48 +46,48 @@ def children(parent: int) -> list[int]:
     return found
 
 
-def events(folder: Path) -> int:
+def read_record_size(folder: Path) -> int:
     with contextlib.suppress(OSError):
         return (folder / record.EVENTS).stat().st_size
     return 0
 
 
-def saved(folder: Path) -> int:
-    return max(checkpoint.steps_of(folder), default=0)
+def find_newest_step(folder: Path) -> int:
+    return max(checkpoint.list_steps(folder), default=0)
 
 
 def main(kills: int, ranks: int, recipe: str, parallel: str) -> dict[str, object]:
     steps = 60 * kills
     with tempfile.TemporaryDirectory() as room:
         options = ["--steps", str(steps), "--recipe", recipe, "--parallel", parallel]
-        calm, torn = Path(room) / "calm", Path(room) / "torn"
-        quiet = start(calm, ranks, 0, *options)
-        assert quiet.wait(600) == 0, quiet.stderr
-        pace = list(record.read(calm))[-1]["seconds"] / steps
-        process = start(torn, ranks, kills + 2, *options)
+        undisturbed, killed = Path(room) / "undisturbed", Path(room) / "killed"
+        reference = start(undisturbed, ranks, 0, *options)
+        assert reference.wait(600) == 0, reference.stderr
+        step_s = list(record.read(undisturbed))[-1]["seconds"] / steps
+        process = start(killed, ranks, kills + 2, *options)
         waits, lost, done = [], 0, 0
         while done < kills and process.poll() is None:
-            size, begin = events(torn), time.monotonic()
-            while events(torn) <= size and process.poll() is None:  # until training goes on
+            size, begin = read_record_size(killed), time.monotonic()
+            while read_record_size(killed) <= size and process.poll() is None:  # until training continues
                 time.sleep(0.02)
                 if time.monotonic() - begin > 180:
                     process.send_signal(signal.SIGKILL)
                     raise SystemExit(f"hangs after {done} kills")
             if done:
                 waits.append(time.monotonic() - begin)
-            time.sleep(random.uniform(0, 20 * pace))  # while the run has steps left
-            alive = children(process.pid)
+            time.sleep(random.uniform(0, 20 * step_s))  # while the run has steps left
+            alive = list_children(process.pid)
             if not alive:
                 continue
-            before = saved(torn)
+            before = find_newest_step(killed)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(random.choice(alive), signal.SIGKILL)
                 done += 1
-            lost += saved(torn) < before
+            lost += find_newest_step(killed) < before
         _, err = process.communicate(timeout=600)
         same = False
         if process.returncode == 0:
-            ends = [checkpoint.load(checkpoint.path_of(folder, steps)).weights for folder in (calm, torn)]
+            ends = [checkpoint.load(checkpoint.make_path(folder, steps)).weights for folder in (undisturbed, killed)]
             same = all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
     tracebacks = sum("Traceback" in line and "rank" in line for line in err.splitlines())
     return {

@@ -1,4 +1,4 @@
-"""A million events into a run's record, one at a time as training does, and back: seconds and resident memory.
+"""Writes a million events to a run's record, one at a time as training does, and reads them: time and memory.
 
 python bench/record.py [EVENTS]
 """

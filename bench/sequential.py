@@ -1,4 +1,4 @@
-"""Errors and power of a validation that looks up to four times, in simulation with known noise and gap.
+"""Error rates and power of a validation with up to four analyses, in simulations with known noise and gap.
 
 usage: python bench/sequential.py [TRIALS]     (2000 by default; JSON to $OUT/sequential.json)
 """
@@ -9,20 +9,20 @@ import random
 import sys
 from pathlib import Path
 
-from narrowgauge.validate.statistics.sample_size import Inquiry
+from narrowgauge.validate.statistics.sample_size import SequentialTest
 
 MARGIN, MOST = 0.005, 200
 CASES = [(gap, noise) for gap in (0.0, MARGIN, 3 * MARGIN) for noise in (0.001, 0.003, 0.01)]
 
 
 def trial(rng: random.Random, gap: float, noise: float, most: int = MOST) -> tuple[str, int]:
-    """The verdict of one validation with so much time, and the pairs it took."""
-    inquiry, losses = Inquiry(MARGIN), []
-    while inquiry.wanted:
-        losses += [1 + rng.gauss(gap, noise) for _ in range(inquiry.wanted - len(losses))]
-        inquiry.see([1.0] * len(losses), losses, most)
-    assert inquiry.verdict is not None
-    return inquiry.verdict.verdict, len(losses)
+    """The verdict of one validation with at most ``most`` pairs, and the number of pairs it used."""
+    test, losses = SequentialTest(MARGIN), []
+    while test.pairs_wanted:
+        losses += [1 + rng.gauss(gap, noise) for _ in range(test.pairs_wanted - len(losses))]
+        test.update([1.0] * len(losses), losses, most)
+    assert test.verdict is not None
+    return test.verdict.verdict, len(losses)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Small tasks of other kinds than the built-in ones, for checks over many runs."""
+"""Small tasks of other types than the built-in ones, for checks over many runs."""
 
 import torch
 import torch.nn.functional as F
@@ -8,15 +8,15 @@ from narrowgauge import Task
 from narrowgauge.models.llama import Llama, LlamaConfig
 
 
-def _generator(step: int, split: str) -> torch.Generator:
+def _make_generator(step: int, split: str) -> torch.Generator:
     return torch.Generator().manual_seed(step + (1_000_000 if split == "eval" else 0))
 
 
 def llama() -> Task:
-    """Sequences that count up by a stride: the model must find out which."""
+    """A Llama on sequences that count up by a stride, which the model must infer."""
 
     def batch(step: int, split: str) -> tuple[Tensor, Tensor]:
-        generator = _generator(step, split)
+        generator = _make_generator(step, split)
         start = torch.randint(0, 64, (8, 1), generator=generator)
         stride = torch.randint(1, 5, (8, 1), generator=generator)
         tokens = (start + stride * torch.arange(33)) % 64
@@ -30,10 +30,10 @@ def llama() -> Task:
 
 
 def regression() -> Task:
-    """A smooth function of eight numbers, with batch norm on the way."""
+    """Regression of a smooth function of eight numbers, by an MLP with batch norm."""
 
     def batch(step: int, split: str) -> tuple[Tensor, Tensor]:
-        x = torch.randn(64, 8, generator=_generator(step, split))
+        x = torch.randn(64, 8, generator=_make_generator(step, split))
         return x, torch.sin(x[:, :1]) + 0.5 * x[:, 1:2] * x[:, 2:3]
 
     def model() -> nn.Module:
@@ -51,10 +51,10 @@ def regression() -> Task:
 
 
 def autoencoder() -> Task:
-    """Blobs through a narrow waist and back, by convolutions."""
+    """A convolutional autoencoder for images of one blob."""
 
     def batch(step: int, split: str) -> Tensor:
-        generator = _generator(step, split)
+        generator = _make_generator(step, split)
         centre = torch.rand(16, 2, 1, 1, generator=generator) * 12 + 2
         grid = torch.stack(torch.meshgrid(torch.arange(16.0), torch.arange(16.0), indexing="ij"))[None]
         return torch.exp(-((grid - centre) ** 2).sum(1, keepdim=True) / 8)

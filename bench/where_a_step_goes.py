@@ -15,13 +15,13 @@ who, spec, recipe = (*sys.argv[1:], "gpt2-124m", "bf16")[:3] if len(sys.argv) ==
 device, task = hardware.detect(), tasks.find(spec)
 batches = bench.make_batches(task, device)
 peer = None if who == "engine" else who
-contestant = bench.build(who, task, parse(recipe), peer, batches, device, bench.Settings(compile=True))
-times = [bench.time_round(contestant, batches, index, device, 5) for index in range(4)]
-losses = [f"{contestant.step(batches[index % 4]).item():.3f}" for index in range(8)]
+entry = bench.build_entry(who, task, parse(recipe), peer, batches, device, bench.Settings(compile=True))
+times = [bench.time_round(entry, batches, index, device, 5) for index in range(4)]
+losses = [f"{entry.step(batches[index % 4]).item():.3f}" for index in range(8)]
 print(who, recipe, "ms", " ".join(f"{t:.2f}" for t in times), "loss", *losses, flush=True)
 with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
     for index in range(3):
-        contestant.step(batches[index])
+        entry.step(batches[index])
     torch.cuda.synchronize()
 kernels = collections.Counter({event.key: event.device_time_total / 3e3 for event in profile.key_averages()})
 on_device = [event for event in profile.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]

@@ -1,8 +1,8 @@
-"""Makes the pictures of the report from real runs: trains small models on this machine, then photographs the page.
+"""Creates the pictures of the report from real runs: trains small models, then takes screenshots of the page.
 
 usage: python docs/make_report_pictures.py [FOLDER]
 
-FOLDER keeps the runs, so that a second call only takes the pictures; without it they are made anew, in some minutes.
+FOLDER keeps the runs, so that a second call only takes the pictures. Without it the runs are trained again, in minutes.
 Needs Chromium with its driver, and selenium.
 """
 
@@ -34,12 +34,12 @@ SAVED = {
     "validation": ["validate", TASK, "--candidates", "bf16,fp8", "--seeds", "3", "--steps", "30", "--device", "cpu"],
     "layers": ["roofline", TASK, "--gpu", "h200"],
 }
-"""Beside the runs."""
+"""Results on the same page as the runs."""
 FORECASTS = {
     "roofline": ["roofline", "gpt2-124m", "--gpu", "h200"],
     "memory": ["memory", "gpt2-124m", "--gpu", "h200", "--no-search"],
 }
-"""On a page of their own: of a model that this machine would not train."""
+"""Results on a separate page: forecasts for a model too large to train here."""
 MOST_BYTES = 200_000
 SWITCHES = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage",
@@ -54,7 +54,7 @@ def narrowgauge(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def train_all(folder: Path) -> list[Path]:
-    """The runs, made where they are not there yet."""
+    """Trains the runs that do not exist yet."""
     for name, options in RUNS.items():
         if not (folder / name / "run.json").exists():
             common = ["--steps", "160", "--watch", "5", "--device", "cpu", "--checkpoint-every", "0"]
@@ -63,7 +63,7 @@ def train_all(folder: Path) -> list[Path]:
 
 
 def save_all(folder: Path, commands: dict[str, list[str]]) -> list[Path]:
-    """What other verbs say, asked where it is not there yet."""
+    """Saves the JSON of other verbs, if it does not exist yet."""
     paths = []
     for name, command in commands.items():
         path = folder / f"{name}.json"
@@ -83,8 +83,8 @@ def report(page: Path, paths: list[Path]) -> Path:
     return page
 
 
-class Camera:
-    """A browser that photographs parts of a page."""
+class Browser:
+    """A browser that takes screenshots of parts of a page."""
 
     def __init__(self, profile: str) -> None:
         options = ChromeOptions()
@@ -100,14 +100,14 @@ class Camera:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         command("Emulation.setEmulatedMedia", {"features": [scheme]})
         self.chrome.get(page.resolve().as_uri())
-        self.do("")
+        self.run("")
 
-    def do(self, script: str) -> None:
-        """Run a script in the page and wait until it is drawn."""
+    def run(self, script: str) -> None:
+        """Runs a script in the page and waits until it is drawn."""
         self.chrome.execute_async_script(f"const done = arguments[0]; {script}; setTimeout(done, 300);")
 
     def take(self, name: str, css: str, height: float | None = None) -> None:
-        """Photograph an element, or its upper part, in as many colours as 200 kB allow."""
+        """Takes a screenshot of an element, or of its upper part, with as many colors as fit into 200 kB."""
         box: dict[str, Any] = self.chrome.execute_script(
             "const box = document.querySelector(arguments[0]).getBoundingClientRect();"
             "return { x: box.x + scrollX, y: box.y + scrollY, width: box.width, height: box.height };",
@@ -127,7 +127,7 @@ class Camera:
 
 
 def choose(**values: str) -> str:
-    """A script that sets the page's boxes, one after the other."""
+    """A script that sets the select boxes of the page."""
     return "; ".join(
         f"{{ const box = document.getElementById('choose-{name.replace('_', '-')}'); box.value = '{value}';"
         " box.dispatchEvent(new Event('change')) }"
@@ -142,30 +142,31 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         runs = report(folder / "runs.html", [*train_all(folder), *save_all(folder, SAVED)])
         forecasts = report(folder / "forecasts.html", save_all(folder, FORECASTS))
-        camera = Camera(profile)
+        browser = Browser(profile)
         try:
-            photograph(camera, runs, forecasts)
+            take_pictures(browser, runs, forecasts)
         finally:
-            camera.chrome.quit()
+            browser.chrome.quit()
 
 
-def photograph(camera: Camera, runs: Path, forecasts: Path) -> None:
-    camera.open(runs, 1100)
-    camera.take("report-findings", "#found", 560)
-    camera.take("report-curves", "#curves")
-    camera.do(choose(heat_run="bf16 seed 0", heat_kind="gradient", heat_format="fp8_e4m3"))
-    camera.take("report-heat", "#heat")
-    camera.do(choose(exponents_run="fp16[loss_scale=none]", exponents_kind="gradient", exponents_module="blocks.0.up"))
-    camera.take("report-exponents", "#exponents", 580)
-    camera.take("report-layers", "#layers", 560)
-    camera.take("report-formats", "#formats")
-    camera.open(forecasts, 1100)
-    camera.take("report-roofline", "#roofline")
-    camera.take("report-memory", "#memory")
-    camera.open(runs, 1100, dark=True)
-    camera.take("report-dark", "body", 800)
-    camera.open(runs, 390, dark=True)
-    camera.take("report-phone", "#curves")
+def take_pictures(browser: Browser, runs: Path, forecasts: Path) -> None:
+    browser.open(runs, 1100)
+    browser.take("report-findings", "#found", 560)
+    browser.take("report-curves", "#curves")
+    browser.run(choose(heat_run="bf16 seed 0", heat_kind="gradient", heat_format="fp8_e4m3"))
+    browser.take("report-heat", "#heat")
+    unscaled = "fp16[loss_scale=none]"
+    browser.run(choose(exponents_run=unscaled, exponents_kind="gradient", exponents_module="blocks.0.up"))
+    browser.take("report-exponents", "#exponents", 580)
+    browser.take("report-layers", "#layers", 560)
+    browser.take("report-formats", "#formats")
+    browser.open(forecasts, 1100)
+    browser.take("report-roofline", "#roofline")
+    browser.take("report-memory", "#memory")
+    browser.open(runs, 1100, dark=True)
+    browser.take("report-dark", "body", 800)
+    browser.open(runs, 390, dark=True)
+    browser.take("report-phone", "#curves")
 
 
 main()

@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from narrowgauge.tasks import language
+
 SOURCE = Path(__file__).parent.parent / "src"
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated; only tests/kernels asks for it
+language.SAMPLE_TOKENS = 10  # of 200: writing the sample takes longer than a short training
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,11 +1,11 @@
-"""Readback: scalars come back in order, with their tags, exactly."""
+"""Readback: scalars arrive in order, with their tags and exact values."""
 
 import torch
 
 from narrowgauge.device_readback import Readback
 
 
-def test_pushes_come_back_in_order_with_tags_and_exact_values():
+def test_pushes_arrive_in_order_with_tags_and_exact_values():
     readback = Readback()
     for step in range(5):
         readback.push(
@@ -17,14 +17,14 @@ def test_pushes_come_back_in_order_with_tags_and_exact_values():
     assert readback.ready() == []
 
 
-def test_later_changes_of_the_tensor_do_not_reach_what_was_pushed():
+def test_later_changes_of_a_tensor_do_not_affect_a_push():
     readback, value = Readback(), torch.tensor(1.0)
     readback.push("a", {"value": value})
     value.fill_(9.0)
     assert readback.drain() == [("a", {"value": 1.0})]
 
 
-def test_tensors_with_a_graph_can_be_pushed():
+def test_tensors_that_require_grad_can_be_pushed():
     readback = Readback()
     readback.push(0, {"loss": (torch.ones(3, requires_grad=True) * 2).sum()})
     assert readback.drain()[0][1] == {"loss": 6.0}

@@ -1,4 +1,4 @@
-"""The table of GPUs holds together, and devices are recognised from what the system says about them."""
+"""The table of GPUs is consistent, and devices are recognized from what the system reports."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_dense_peaks_that_are_often_quoted_wrong() -> None:
         ("NVIDIA L40S", "L40S"),
     ],
 )
-def test_gpus_are_found_as_people_and_cuda_write_them(given: str, name: str) -> None:
+def test_gpus_are_found_by_the_names_of_people_and_of_cuda(given: str, name: str) -> None:
     assert find_gpu(given).name == name
 
 
@@ -138,7 +138,7 @@ def test_native_formats_follow_from_the_capability(capability: tuple[int, int], 
     assert native_on_gpu(capability) == native
 
 
-def test_a_gpu_whose_capability_means_nothing_is_trusted_with_fp32_alone() -> None:
+def test_a_gpu_without_a_capability_has_only_fp32() -> None:
     assert describe_gpu("AMD Instinct MI300X", 0, None, 2**37).native == ("fp32",)
 
 
@@ -172,12 +172,12 @@ def test_detect_describes_this_machines_cpu() -> None:
 
 
 @pytest.mark.parametrize("name", ["tpu", "cuda:x", "mps", "", "cuda:-1", "cuda:999"])
-def test_a_device_that_is_not_there_is_refused(name: str) -> None:
-    with pytest.raises(UsageError, match=r"unknown device|is not there"):
+def test_a_device_that_does_not_exist_is_rejected(name: str) -> None:
+    with pytest.raises(UsageError, match=r"unknown device|does not exist"):
         detect(name)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_cuda_without_a_gpu_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"device 'cuda' is not there: .*take cpu"):
+def test_cuda_without_a_gpu_is_rejected() -> None:
+    with pytest.raises(UsageError, match=r"device 'cuda' does not exist: .*use cpu"):
         detect("cuda")

@@ -1,4 +1,4 @@
-"""The pytest plugin: in a project's own session its assertions hold and fail as they should, and cost no torch."""
+"""The pytest plugin: its assertions pass and fail as documented, and loading it does not import torch."""
 
 import importlib
 import json
@@ -29,7 +29,7 @@ def tiny():
 
 @pytest.fixture(scope="module")
 def imported():
-    """Everything a session here will import: pytester drops what is new, and torch does not bear to come twice."""
+    """Imports everything that a session needs: pytester drops new modules, and torch cannot be imported twice."""
     names = {}
     exec(TASK, names)
     pytest_plugin.assert_not_slower(names["tiny"](), "fp32", tolerance=0.9, steps=1, rounds=1, device="cpu")
@@ -39,7 +39,7 @@ def imported():
 
 @pytest.fixture
 def session(imported, pytester, monkeypatch):
-    """Runs pytest in a project that has the plugin, on a test file."""
+    """Runs pytest with the plugin on a test file."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # the plugin may be installed: not twice
     monkeypatch.syspath_prepend(pytester.path)
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(pytester.path / "cache"))
@@ -52,7 +52,7 @@ def session(imported, pytester, monkeypatch):
     return run
 
 
-def test_losses_of_ones_own_are_judged(session):
+def test_given_losses_are_compared(session):
     result = session("""
         from narrowgauge.pytest_plugin import assert_equivalent as plain
 
@@ -80,12 +80,12 @@ def test_losses_of_ones_own_are_judged(session):
     result.assert_outcomes(passed=2, failed=4)
     text = result.stdout.str()
     assert "AssertionError: 5 pairs of runs: worse: the gap is at least" in text
-    assert "AssertionError: 5 pairs of runs: inconclusive:" in text and "seeds would decide it" in text
+    assert "AssertionError: 5 pairs of runs: inconclusive:" in text and "seeds would decide" in text
     assert "5 of 5 runs diverged" in text
     assert "losses are compared with losses" in text
 
 
-def test_a_task_is_validated(session):
+def test_task_is_validated(session):
     result = session("""
         from mine import tiny
 
@@ -100,24 +100,24 @@ def test_a_task_is_validated(session):
     """)
     result.assert_outcomes(passed=1, failed=2)
     text = result.stdout.str()
-    assert "AssertionError: fp8 against fp32: " in text
-    assert "is no recipe" in text
+    assert "AssertionError: fp8 compared with fp32: " in text
+    assert "is not a recipe" in text
 
 
 SLOW = """
     import pytest
     from mine import tiny
-    from narrowgauge.bench import contest
+    from narrowgauge.bench import compare
 
     @pytest.fixture
     def slow(monkeypatch):
-        plain = contest.engine_step
+        plain = compare.make_engine_step
 
         def many(task, engine):
             step = plain(task, engine)
             return lambda batch: [step(batch) for _ in range(4)][-1]
 
-        monkeypatch.setattr(contest, "engine_step", many)
+        monkeypatch.setattr(compare, "make_engine_step", many)
 
     def test_same(assert_not_slower):
         assert_not_slower(tiny(), "fp32", BASE, tolerance=0.5, device="cpu")
@@ -127,11 +127,11 @@ SLOW = """
 """
 
 
-def test_slower_than_a_base_fails(session, pytester):
+def test_slower_than_a_saved_benchmark_fails(session, pytester):
     text = SLOW.replace("BASE", "'base.json'")
     missing = session(text)
     missing.assert_outcomes(failed=2)
-    assert "run pytest once with --narrowgauge-save" in missing.stdout.str()
+    assert "running pytest once with --narrowgauge-save" in missing.stdout.str()
     saved = session(text, "--narrowgauge-save", "-k", "same")
     saved.assert_outcomes(passed=1)
     saved.stdout.fnmatch_lines(["*narrowgauge*", "saved fp32 of tiny in base.json"])
@@ -148,18 +148,18 @@ def test_slower_than_plain_torch_fails(session):
     assert "AssertionError: fp32 is slower: +" in result.stdout.str()
 
 
-def test_recipes_share_a_base_and_what_noise_hides_is_said(session, pytester):
+def test_recipes_share_a_file_and_undecided_results_are_reported(session, pytester):
     text = """
         import random, types
         import pytest
         from mine import tiny
-        from narrowgauge.bench import contest
+        from narrowgauge.bench import compare
 
         @pytest.fixture(autouse=True)
         def noise(monkeypatch):
             drawn = random.Random(0)
-            monkeypatch.setattr(contest, "time_round", lambda *_: drawn.lognormvariate(0, 0.5))
-            monkeypatch.setattr(contest, "time", types.SimpleNamespace(process_time=lambda: 0.0))
+            monkeypatch.setattr(compare, "time_round", lambda *_: drawn.lognormvariate(0, 0.5))
+            monkeypatch.setattr(compare, "time", types.SimpleNamespace(process_time=lambda: 0.0))
 
         @pytest.mark.parametrize("recipe", ["fp32", "fp32[attention=math]"])
         def test_it(assert_not_slower, recipe):
@@ -170,10 +170,10 @@ def test_recipes_share_a_base_and_what_noise_hides_is_said(session, pytester):
     assert [row["name"] for row in rows] == ["fp32", "torch-fp32", "fp32[attention=math]", "torch-fp32"]
     result = session(text)
     result.assert_outcomes(passed=2)
-    result.stdout.fnmatch_lines(["tiny: fp32 is undecided, * after 16 rounds: give more rounds"])
+    result.stdout.fnmatch_lines(["tiny: fp32 is undecided, * after 16 rounds: use more rounds"])
 
 
-def test_the_entry_point_is_the_plugin_and_imports_no_torch():
+def test_entry_point_is_the_plugin_and_does_not_import_torch():
     project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
     name = project["project"]["entry-points"]["pytest11"]["narrowgauge"]
     assert importlib.import_module(name) is pytest_plugin

@@ -1,4 +1,4 @@
-"""A state comes back from its JSON and its tensors exactly as it was."""
+"""A state is restored exactly from its JSON and tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from narrowgauge.serialization import Taker, rebuild
+from narrowgauge.serialization import Flattener, unflatten
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16, torch.int32,
@@ -27,14 +27,14 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     if dtype is torch.bool:
         return torch.tensor(draw(st.lists(st.booleans(), min_size=size, max_size=size))).bool().reshape(shape)
     width = size * torch.empty((), dtype=dtype).element_size()
-    data = draw(st.binary(min_size=width, max_size=width))  # any bits: NaNs of all kinds come back, too
+    data = draw(st.binary(min_size=width, max_size=width))  # any bits, so that every NaN is covered
     raw = torch.frombuffer(bytearray(data), dtype=torch.uint8) if width else torch.empty(0, dtype=torch.uint8)
     return raw.view(dtype).reshape(shape)
 
 
 plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.binary(max_size=8)
 keys = st.text(max_size=4) | st.integers(-3, 99) | st.booleans() | st.tuples(st.integers(0, 9), st.text(max_size=2))
-nests = st.recursive(
+values = st.recursive(
     plain | tensors(),
     lambda inner: (
         st.lists(inner, max_size=4)
@@ -65,40 +65,40 @@ def assert_same(one: Any, other: Any) -> None:
         assert one == other
 
 
-@given(nests)
+@given(values)
 @settings(max_examples=150, deadline=None)
-def test_round_trip(nest: Any) -> None:
-    taker = Taker()
-    text = json.dumps(taker.take(nest), allow_nan=False)
-    assert_same(nest, rebuild(json.loads(text), taker.tensors))
+def test_round_trip(value: Any) -> None:
+    flattener = Flattener()
+    text = json.dumps(flattener.flatten(value), allow_nan=False)
+    assert_same(value, unflatten(json.loads(text), flattener.tensors))
 
 
-def test_keys_that_look_alike_stay_apart() -> None:
-    nest = {0: torch.tensor(1), "0": torch.tensor(2), "a/b": {"c": torch.tensor(3)}, "a": {"b/c": torch.tensor(4)}}
-    taker = Taker()
-    back = rebuild(json.loads(json.dumps(taker.take(nest))), taker.tensors)
+def test_similar_keys_are_kept_apart() -> None:
+    value = {0: torch.tensor(1), "0": torch.tensor(2), "a/b": {"c": torch.tensor(3)}, "a": {"b/c": torch.tensor(4)}}
+    flattener = Flattener()
+    back = unflatten(json.loads(json.dumps(flattener.flatten(value))), flattener.tensors)
     assert [int(back[0]), int(back["0"]), int(back["a/b"]["c"]), int(back["a"]["b/c"])] == [1, 2, 3, 4]
 
 
-def test_tied_tensors_are_stored_once_and_come_back_tied() -> None:
+def test_tied_tensors_are_stored_once_and_restored_as_tied() -> None:
     weight = torch.randn(3, 4)
-    taker = Taker()
-    text = taker.take({"embedding": weight, "head": weight, "transposed": weight.t()})
-    assert list(taker.tensors) == ["embedding", "transposed"]
-    assert taker.aliases == {"head": "embedding"}
-    back = rebuild(text, taker.tensors)
+    flattener = Flattener()
+    text = flattener.flatten({"embedding": weight, "head": weight, "transposed": weight.t()})
+    assert list(flattener.tensors) == ["embedding", "transposed"]
+    assert flattener.aliases == {"head": "embedding"}
+    back = unflatten(text, flattener.tensors)
     assert back["embedding"] is back["head"]
     assert torch.equal(back["transposed"], weight.t())
 
 
 def test_views_of_one_buffer_do_not_share_memory_when_stored() -> None:
     buffer = torch.arange(10.0)
-    taker = Taker()
-    taker.take([buffer, buffer[2:5], buffer[4:]])
-    storages = {tensor.untyped_storage().data_ptr() for tensor in taker.tensors.values()}
+    flattener = Flattener()
+    flattener.flatten([buffer, buffer[2:5], buffer[4:]])
+    storages = {tensor.untyped_storage().data_ptr() for tensor in flattener.tensors.values()}
     assert len(storages) == 3
 
 
-def test_what_only_pickle_could_save_is_refused_by_its_place() -> None:
+def test_objects_that_need_pickle_raise_with_their_path() -> None:
     with pytest.raises(TypeError, match="engine/hook is a function"):
-        Taker().take({"engine": {"hook": lambda: None}})
+        Flattener().flatten({"engine": {"hook": lambda: None}})

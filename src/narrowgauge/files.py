@@ -1,10 +1,8 @@
-"""Files that a user names: read as far as they can be what is expected, written whole or not at all.
+"""Reads and writes files that a user names. Every error of the system becomes one line.
 
-read:     never more than a limit, since /dev/zero has no end; never waits for a pipe that nobody writes to
-replace:  beside its place, then renamed, with the permissions of an ordinary new file; what is there and no plain file
-          (a folder, a device, a symbolic link) is never replaced
-
-Whatever the system refuses is one line.
+read:     at most a given size, since /dev/zero never ends; does not wait for a pipe without a writer
+replace:  writes a temporary file and renames it, with the permissions of an ordinary new file; never replaces what is
+          not a regular file (a folder, a device, a symbolic link)
 """
 
 from __future__ import annotations
@@ -21,11 +19,11 @@ from typing import Any
 from narrowgauge.errors import UsageError
 
 LARGEST = 64 << 20
-"""Bytes of a JSON file: more is none of ours."""
+"""Maximum size of a JSON file in bytes. narrowgauge writes no larger ones."""
 
 
-def kind_of(mode: int) -> str:
-    """What something is that is no plain file."""
+def describe_type(mode: int) -> str:
+    """Name the type of something that is not a regular file."""
     for is_one, name in (
         (stat.S_ISDIR, "a folder"),
         (stat.S_ISLNK, "a symbolic link"),
@@ -38,7 +36,7 @@ def kind_of(mode: int) -> str:
 
 
 def exists(path: Path) -> bool:
-    """Whether there is something; a name that no file can have is one that is not there."""
+    """Whether a path exists. False for a name that no file can have."""
     try:
         return path.exists()
     except (OSError, ValueError):
@@ -46,7 +44,7 @@ def exists(path: Path) -> bool:
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is a plain file (or a link to one) that can be looked at."""
+    """Whether a path is a regular file, or a link to one, that the user may access."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -54,88 +52,107 @@ def is_file(path: Path) -> bool:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether there is a folder that can be looked at."""
+    """Whether a path is a folder that the user may access."""
     try:
         return path.is_dir()
     except (OSError, ValueError):
         return False
 
 
-def named(text: str) -> Path:
-    """The path of a name as a user types it, with ``~`` for a home."""
+def expand_path(text: str) -> Path:
+    """Make a path from what a user typed, with ``~`` expanded."""
     try:
         return Path(text).expanduser()
     except RuntimeError:
-        raise UsageError(f"{text!r}: there is no such home; write the whole path") from None
+        raise UsageError(f"{text!r}: there is no such home folder; write the full path") from None
 
 
-def whole(path: Path) -> Path:
-    """The whole path, with links followed as far as they lead anywhere."""
+def resolve_path(path: Path) -> Path:
+    """Make a path absolute and follow its links."""
     try:
         return path.resolve()
-    except (OSError, RuntimeError, ValueError):  # links in a circle, a name too long: whoever opens it will say so
+    except (OSError, RuntimeError, ValueError):  # circular links, a name too long: opening the path will report it
         return path.absolute()
 
 
-def why_unreadable(path: Path, pipes: bool = False) -> str | None:
-    """Why nothing can be read there, or None: the system's reason, or that it is no file."""
+def explain_unreadable(path: Path, pipes: bool = False) -> str | None:
+    """Explain why a path cannot be read as a file: the system's reason, or its type. None: it can be read.
+
+    Args:
+        path: The path.
+        pipes: Whether a pipe is acceptable too.
+    """
     try:
         descriptor = _open(path)
     except (OSError, ValueError) as error:
-        return reason_of(error)
+        return get_reason(error)
     try:
         mode = os.fstat(descriptor).st_mode
     finally:
         os.close(descriptor)
     fit = stat.S_ISREG(mode) or (pipes and stat.S_ISFIFO(mode))
-    return None if fit else f"it is {kind_of(mode)}, not a file"
+    return None if fit else f"it is {describe_type(mode)}, not a file"
 
 
 def read(path: Path, most: int = LARGEST) -> bytes:
-    """The whole of a file or pipe; refused where it is no file, cannot be read, or is longer than ``most``."""
-    if why := why_unreadable(path, pipes=True):
+    """Read a whole file or pipe.
+
+    Args:
+        path: The path.
+        most: Maximum size in bytes.
+
+    Raises:
+        UsageError: It is not a file, cannot be read, or is larger.
+    """
+    if why := explain_unreadable(path, pipes=True):
         raise UsageError(f"cannot read {path}: {why}")
     try:
         descriptor = _open(path)
-        os.set_blocking(descriptor, True)  # a pipe with a writer is waited for; without one it is empty
+        os.set_blocking(descriptor, True)  # waits for the writer of a pipe; a pipe without one is empty
         with os.fdopen(descriptor, "rb") as file:
             data = file.read(most + 1)
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {reason_of(error)}") from None
+        raise UsageError(f"cannot read {path}: {get_reason(error)}") from None
     if len(data) > most:
-        raise UsageError(f"{path} is too large for what it should be: more than {most >> 20} MB")
+        raise UsageError(f"{path} is too large: expected at most {most >> 20} MB")
     return data
 
 
 def parse_json(data: bytes) -> Any:
-    """What JSON says; ValueError for everything else, however deep or long."""
+    """Parse JSON. Raises ValueError for anything else, including JSON that is nested too deeply."""
     try:
         return json.loads(data)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
 
-def reason_of(error: OSError | ValueError) -> str:
-    """The system's reason, in its words."""
+def get_reason(error: OSError | ValueError) -> str:
+    """Return the system's text for an error."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def refuse_target(path: Path) -> None:
-    """Refuse to write where something is that a file must not take the place of."""
+    """Refuse to replace what is not a regular file."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
         return
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot write {path}: {reason_of(error)}; give another file") from None
+        raise UsageError(f"cannot write {path}: {get_reason(error)}; give another file") from None
     if not stat.S_ISREG(mode):
-        raise UsageError(f"{path} is {kind_of(mode)}: a file must not take its place; give the name of a file")
+        raise UsageError(f"{path} is {describe_type(mode)} and is not replaced; give the name of a file")
 
 
 def replace(path: Path, write: Callable[[Path], None]) -> None:
-    """Have ``write`` fill a new file, and put it in the place of ``path``; OSError goes on to the caller.
+    """Replace a file atomically. The new file has the permissions of the old one, or of an ordinary new file.
 
-    It has the permissions of the file it replaces, else those of an ordinary new file of the user's.
+    Args:
+        path: The file to replace or create.
+        write: Fills a temporary file.
+
+    Raises:
+        UsageError: ``path`` is not a regular file.
+        OSError: The file cannot be written.
     """
     refuse_target(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -153,7 +170,7 @@ def replace(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def save_text(path: Path, text: str, option: str) -> None:
-    """Write a result where an option says. A device or pipe (``/dev/stdout``) is written to, a file replaced."""
+    """Write a result to the file that an option names. A device or pipe (``/dev/stdout``) is written, not replaced."""
     data = text.encode("utf-8", "backslashreplace")
 
     def write(new: Path) -> None:
@@ -161,17 +178,17 @@ def save_text(path: Path, text: str, option: str) -> None:
 
     try:
         if _is_stream(path):
-            _pour(path, data)
+            _write_stream(path, data)
         else:
             replace(path.resolve() if path.is_symlink() else path, write)
     except UsageError as error:
         raise UsageError(f"{option}: {error}") from None
     except (OSError, ValueError) as error:
-        raise UsageError(f"{option}: cannot write {path}: {reason_of(error)}; give another file") from None
+        raise UsageError(f"{option}: cannot write {path}: {get_reason(error)}; give another file") from None
 
 
 def refuse_unwritable(path: Path, option: str) -> None:
-    """Refuse early what could not be written at the end of a long measurement."""
+    """Refuse a path that could not be written at the end of a long measurement, before it starts."""
     try:
         if _is_stream(path):
             return
@@ -181,9 +198,9 @@ def refuse_unwritable(path: Path, option: str) -> None:
     except UsageError as error:
         raise UsageError(f"{option}: {error}") from None
     except (OSError, ValueError) as error:
-        raise UsageError(f"{option}: cannot write {path}: {reason_of(error)}; give another file") from None
+        raise UsageError(f"{option}: cannot write {path}: {get_reason(error)}; give another file") from None
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise UsageError(f"{option}: cannot write {path}: {folder} is no folder to write to; give another file")
+        raise UsageError(f"{option}: cannot write {path}: {folder} is not a writable folder; give another file")
 
 
 def _open(path: Path) -> int:
@@ -191,15 +208,15 @@ def _open(path: Path) -> int:
 
 
 def _is_stream(path: Path) -> bool:
-    """Whether bytes go to something that has no name of its own: a device, a pipe, what stdout is."""
+    """Whether a path is a device, a pipe or whatever stdout is, rather than a file."""
     with contextlib.suppress(FileNotFoundError):
         mode = path.stat().st_mode
         return path.is_relative_to("/dev") or not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
     return False
 
 
-def _pour(path: Path, data: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe that nobody reads is refused
+def _write_stream(path: Path, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # fails for a pipe without a reader
     os.set_blocking(descriptor, True)
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)
@@ -208,7 +225,7 @@ def _pour(path: Path, data: bytes) -> None:
 def _mode_for(path: Path) -> int:
     with contextlib.suppress(OSError):
         return stat.S_IMODE(path.stat().st_mode)
-    # The umask can only be read by setting it, which other threads would notice: a file made with it tells it as well.
+    # Reading the umask means setting it, which would affect other threads. A new file shows it as well.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".umask-") as folder:
         probe = Path(folder) / "probe"
         os.close(os.open(probe, os.O_CREAT | os.O_WRONLY, 0o666))

@@ -1,7 +1,7 @@
-"""Hardware: what GPUs can do by their datasheets, and which device this machine offers.
+"""What GPUs can do according to their datasheets, and which device this machine has.
 
-The table is data (``hardware.toml``). A GPU that is not in it is said to be unknown (``Device.gpu`` is None), never
-guessed; which formats it runs natively is still known, since that follows from its compute capability.
+The table is data (``hardware.toml``). A GPU that is not in it is reported as unknown (``Device.gpu`` is None), never
+guessed. Its native formats are still known, as they follow from its compute capability.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from narrowgauge.errors import UsageError
 
 COMPUTE_FORMATS = ("fp32", "tf32", "fp16", "bf16", "fp8")
-"""The formats matrix products come in; both FP8 formats run at the same speed."""
+"""The formats of matrix products; both FP8 formats run at the same speed."""
 
 CPU_FEATURES = (
     "amx_bf16",
@@ -35,7 +35,7 @@ CPU_FEATURES = (
     "sve",
     "asimdhp",
 )
-"""The flags of /proc/cpuinfo that bear on matrix products, most telling first."""
+"""The flags of /proc/cpuinfo that concern matrix products, the most significant first."""
 
 _ARM_PARTS = {
     ("0x41", "0xd0c"): "Neoverse-N1", ("0x41", "0xd40"): "Neoverse-V1", ("0x41", "0xd49"): "Neoverse-N2",
@@ -46,11 +46,11 @@ _ARM_PARTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """How GPUs of a kind usually stand together. Rates are bytes per second of one GPU, in one direction."""
+    """The usual node of a GPU. Rates are bytes per second of one GPU, in one direction."""
 
     gpus: int
     linked: int
-    """How many of them NVLink joins; 0 without it."""
+    """How many of them NVLink connects; 0 without it."""
     pcie: float
     network: float
     """Its share of the node's network cards."""
@@ -59,7 +59,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Interconnect:
-    """What collectives reach of those rates, and what the hops of a ring cost."""
+    """The fractions of those rates that collectives reach, and the latencies of a ring."""
 
     nvlink_share: Mapping[str, float] = field(hash=False)
     """By architecture."""
@@ -74,22 +74,22 @@ class Interconnect:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A GPU by its datasheet. Peaks are dense, with FP32 accumulation."""
+    """A GPU's datasheet. Peaks are dense, with FP32 accumulation."""
 
     name: str
     aliases: tuple[str, ...]
     architecture: str
     capability: tuple[int, int]
     memory_bytes: int
-    """Memory as sold; a process can have a little less."""
+    """Nominal memory; a process can use a little less."""
     bandwidth: float
     """Memory bandwidth in bytes per second."""
     l2_bytes: int
     sms: int
     shared_memory_bytes: int
-    """The most shared memory a kernel can have per SM."""
+    """The most shared memory per SM that a kernel can use."""
     nvlink: float | None
-    """Bytes per second to other GPUs, both directions together; None without NVLink."""
+    """Bytes per second to other GPUs, sum of both directions; None without NVLink."""
     peaks: Mapping[str, float] = field(hash=False)
     """FLOP/s by compute format; a format that is absent is not supported."""
     dense: bool
@@ -98,20 +98,24 @@ class Gpu:
     node: Node
 
     def peak(self, format: str) -> float:
-        """Dense peak in FLOP/s for a format."""
+        """The dense peak of a format in FLOP/s.
+
+        Raises:
+            UsageError: The format is unknown, or the GPU does not support it.
+        """
         key = _compute_format(format)
         if key not in self.peaks:
             raise UsageError(f"{self.name} has no peak for {format}: it computes in {', '.join(self.peaks)}")
         return self.peaks[key]
 
     def ridge(self, format: str) -> float:
-        """FLOPs per byte from which on a kernel is bound by arithmetic and no longer by memory."""
+        """The ridge point of a format: the FLOPs per byte above which arithmetic bounds a kernel, not memory."""
         return self.peak(format) / self.bandwidth
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A device at hand."""
+    """A device of this machine."""
 
     kind: str
     """cuda or cpu."""
@@ -120,24 +124,24 @@ class Device:
     """What torch calls it: "cpu" or "cuda:0"."""
     capability: tuple[int, int] | None
     memory_bytes: int | None
-    """Memory a process can have at most; None where the system does not say."""
+    """The most memory that a process can use; None where the system does not report it."""
     native: tuple[str, ...]
     """The compute formats whose matrix products the hardware runs at full speed."""
     gpu: Gpu | None
     """Its datasheet; None for a CPU and for a GPU that is not in the table."""
     features: tuple[str, ...]
-    """CPU instructions for matrix products, as the system names them."""
+    """CPU instructions for matrix products, by the system's names."""
 
 
 @functools.cache
 def gpus() -> tuple[Gpu, ...]:
-    """Every GPU in the table."""
+    """All GPUs of the table."""
     return tuple(_make_gpu(entry) for entry in _table()["gpu"])
 
 
 @functools.cache
 def interconnect() -> Interconnect:
-    """What is known of links between GPUs."""
+    """The table's figures for links between GPUs."""
     return Interconnect(**_table()["interconnect"])
 
 
@@ -146,7 +150,14 @@ def _table() -> dict[str, Any]:
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU of a name, as a person writes it ("h200", "A100 80GB") or as CUDA does ("NVIDIA A100-SXM4-80GB")."""
+    """Find a GPU of the table by name.
+
+    Args:
+        name: As people write it ("h200", "A100 80GB") or as CUDA does ("NVIDIA A100-SXM4-80GB").
+
+    Raises:
+        UsageError: The GPU is not in the table.
+    """
     found = lookup_gpu(name)
     if found is None:
         raise UsageError(f"unknown GPU {name!r}: expected one of {', '.join(gpu.name for gpu in gpus())}")
@@ -154,22 +165,24 @@ def find_gpu(name: str) -> Gpu:
 
 
 def lookup_gpu(name: str) -> Gpu | None:
-    """Like ``find_gpu``, with None for a GPU that is not in the table."""
+    """Like ``find_gpu``, but returns None for a GPU that is not in the table."""
     return _gpus_by_key().get(_gpu_key(name))
 
 
 def native_on_gpu(capability: tuple[int, int]) -> tuple[str, ...]:
-    """The formats tensor cores of a compute capability multiply at full speed: FP16 from 7.0, TF32 and BF16 from 8.0,
-    FP8 from 8.9."""
+    """The formats that tensor cores of a compute capability multiply at full speed.
+
+    FP16 from 7.0, TF32 and BF16 from 8.0, FP8 from 8.9.
+    """
     formats = {"fp32": (0, 0), "tf32": (8, 0), "fp16": (7, 0), "bf16": (8, 0), "fp8": (8, 9)}
     return tuple(name for name, least in formats.items() if capability >= least)
 
 
 def native_on_cpu(features: tuple[str, ...]) -> tuple[str, ...]:
-    """The formats a CPU with these features multiplies at full speed.
+    """The formats that a CPU with these features multiplies at full speed.
 
-    ARM's asimdhp (FP16 vectors) does not count: torch 2.13 multiplies FP16 at 0.2 GFLOP/s there, FP32 at 64 (256 x 256,
-    Neoverse-N1).
+    ARM's asimdhp (FP16 vectors) does not count: with it torch 2.13 multiplies FP16 at 0.2 GFLOP/s and FP32 at 64 (256 x
+    256, Neoverse-N1).
     """
     bf16 = {"amx_bf16", "avx512_bf16", "bf16"}.intersection(features)
     fp16 = {"amx_fp16", "avx512_fp16"}.intersection(features)
@@ -177,7 +190,7 @@ def native_on_cpu(features: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def read_cpuinfo(text: str) -> tuple[str | None, tuple[str, ...]]:
-    """The name and features of a CPU from the text of /proc/cpuinfo, x86 or ARM."""
+    """Read the name and features of a CPU from the text of /proc/cpuinfo, x86 or ARM."""
     fields: dict[str, str] = {}
     for line in text.splitlines():
         key, colon, value = line.partition(":")
@@ -196,7 +209,7 @@ _assumed: Device | None = None
 
 @contextlib.contextmanager
 def assume(device: Device) -> Iterator[None]:
-    """Let ``detect`` answer with this GPU inside the context, whatever the machine has."""
+    """Let ``detect`` return this GPU inside the context, whatever the machine has."""
     global _assumed
     before, _assumed = _assumed, device
     try:
@@ -211,16 +224,16 @@ def is_assumed() -> bool:
 
 
 def detect(device: str | None = None) -> Device:
-    """The device a text names (cpu, cuda, cuda:N); without one the GPU if there is any, else the CPU.
+    """Describe a device of this machine.
 
     Args:
-        device: cpu, cuda or cuda:N; None for the best that the machine has.
+        device: cpu, cuda or cuda:N. None: the GPU if there is one, otherwise the CPU.
 
     Returns:
-        The device, or the one that ``assume`` was given where it is not the CPU that is named.
+        The device. Inside of ``assume`` it is the assumed GPU, unless ``device`` is cpu.
 
     Raises:
-        UsageError: The text names no device, or one that this machine does not have.
+        UsageError: ``device`` is not a valid name, or this machine does not have it.
     """
     text = device.strip().lower() if device is not None else None
     if text is not None and not re.fullmatch(r"cpu(:0)?|cuda(:\d+)?", text):
@@ -235,15 +248,15 @@ def detect(device: str | None = None) -> Device:
         if text is None:
             return _cpu()
         why = "this PyTorch was built without CUDA" if torch.version.cuda is None else "PyTorch finds no CUDA GPU"
-        raise UsageError(f"device {device!r} is not there: {why}; leave --device out or take cpu")
+        raise UsageError(f"device {device!r} does not exist: {why}; omit --device or use cpu")
     count = torch.cuda.device_count()
     index = int(text.partition(":")[2]) if text and ":" in text else torch.cuda.current_device()
     if index >= count:
         raise UsageError(
-            f"device {device!r} is not there: this machine has cuda:0{f' to cuda:{count - 1}' * (count > 1)}"
+            f"device {device!r} does not exist: this machine has cuda:0{f' to cuda:{count - 1}' * (count > 1)}"
         )
     properties = torch.cuda.get_device_properties(index)
-    # ROCm answers as "cuda" too, with capability numbers that mean something else: nothing is concluded from them.
+    # ROCm reports as "cuda" too, but its capability numbers mean something else, so they are not used.
     nvidia = torch.version.hip is None
     return describe_gpu(
         properties.name, index, (properties.major, properties.minor) if nvidia else None, properties.total_memory
@@ -251,7 +264,7 @@ def detect(device: str | None = None) -> Device:
 
 
 def describe_gpu(name: str, index: int, capability: tuple[int, int] | None, memory_bytes: int) -> Device:
-    """The Device of a GPU from what CUDA reports about it."""
+    """Make the ``Device`` of a GPU from what CUDA reports about it."""
     return Device(
         kind="cuda",
         name=name,
@@ -265,7 +278,7 @@ def describe_gpu(name: str, index: int, capability: tuple[int, int] | None, memo
 
 
 def _cpu() -> Device:
-    path = Path("/proc/cpuinfo")  # Linux alone has it: elsewhere nothing is known of the features, and FP32 is native
+    path = Path("/proc/cpuinfo")  # only on Linux: elsewhere the features are unknown, and FP32 is native
     name, features = read_cpuinfo(path.read_text(errors="replace")) if path.is_file() else (None, ())
     return Device(
         kind="cpu",
@@ -280,11 +293,11 @@ def _cpu() -> Device:
 
 
 def _host_memory_bytes() -> int | None:
-    """Memory of the machine, or of the container where that is less; None where the system does not say."""
+    """Memory of the machine, or of the container where that is less; None where the system does not report it."""
     sizes = []
     try:
         sizes.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    except (AttributeError, ValueError, OSError):  # Windows has no sysconf, and some systems not these names
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf, and some systems lack these names
         return None
     for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
         try:

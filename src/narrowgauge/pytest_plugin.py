@@ -1,12 +1,12 @@
-"""The pytest plugin: a project's own tests keep its precision as good as FP32 and its recipe as fast as it was.
+"""The pytest plugin: assertions that a recipe trains as good a model as FP32, and that it did not become slower.
 
-    def test_bf16_is_as_good(assert_equivalent):
+    def test_bf16_is_equivalent(assert_equivalent):
         assert_equivalent("task.py:make", "bf16", margin=0.005)
 
-    def test_bf16_is_as_fast(assert_not_slower):
-        assert_not_slower("task.py:make", "bf16", "tests/base.json")     # pytest --narrowgauge-save makes the base
+    def test_bf16_is_not_slower(assert_not_slower):
+        assert_not_slower("task.py:make", "bf16", "tests/bench.json")     # created by pytest --narrowgauge-save
 
-Both are fixtures and plain functions. pytest imports this in every session, so torch is imported inside them.
+Both are fixtures and plain functions. pytest imports this module in every session, so torch is imported inside them.
 """
 
 from __future__ import annotations
@@ -36,25 +36,39 @@ def assert_equivalent(
     seeds: Any = "auto",
     **options: Any,
 ) -> Verdict:
-    """Fail unless a recipe trains as good a model as the reference, to within the margin of the loss.
+    """Fails unless a recipe trains as good a model as the reference.
 
-    ``task`` is what is trained, and ``options`` go to ``narrowgauge.validate`` (steps, budget_s, device, ...). For runs
-    of your own, give the final losses of the reference and of the candidate instead, pair by pair. Runs that decide
-    nothing fail as well: not shown is not shown.
+    For your own runs, pass the final losses of the reference and of the candidate instead of a task and a recipe. An
+    inconclusive result fails too.
+
+    Args:
+        task: The task to train, as for ``ng.validate``; or the final losses of the reference.
+        candidate: The recipe to test; or the final losses of the candidate, in the same order.
+        reference: The recipe to compare with.
+        margin: The largest relative gap of the final loss that counts as equivalent.
+        seeds: The number of pairs of runs, or "auto".
+        **options: Further arguments of ``ng.validate``: steps, budget_s, device, ...
+
+    Returns:
+        The verdict, which is "equivalent" or "better".
+
+    Raises:
+        AssertionError: If the verdict is "worse" or "inconclusive".
+        UsageError: If an argument is invalid.
     """
     __tracebackhide__ = True
     from narrowgauge.task import Task
 
     if isinstance(task, str | Task) or callable(task):
         if not isinstance(candidate, str):
-            raise UsageError(f"assert_equivalent: {candidate!r} is no recipe; a task takes one such as 'bf16'")
+            raise UsageError(f"assert_equivalent: {candidate!r} is not a recipe; use one such as 'bf16'")
         from narrowgauge.validate.run import validate
 
         verdict = validate(task, [candidate], reference, margin=margin, seeds=seeds, **options)[candidate]
-        name = f"{candidate} against {reference}"
+        name = f"{candidate} compared with {reference}"
     else:
         if isinstance(candidate, str):
-            raise UsageError("assert_equivalent: losses are compared with losses; give those of the candidate too")
+            raise UsageError("assert_equivalent: losses are compared with losses; pass the losses of the candidate")
         from narrowgauge.validate.statistics.verdict import judge
 
         verdict = judge([float(loss) for loss in task], [float(loss) for loss in candidate], margin)
@@ -64,7 +78,7 @@ def assert_equivalent(
     more = ""
     if verdict.verdict == "inconclusive":
         needed = verdict.seeds_needed
-        more = f"; {needed} seeds would decide it" if needed else "; more seeds than anyone would run would decide it"
+        more = f"; {needed} seeds would decide" if needed else "; 1,000 seeds would not decide"
     raise AssertionError(f"{name}: {verdict.verdict}: {verdict.reason}{more}")
 
 
@@ -81,23 +95,42 @@ def assert_not_slower(
     batch: int | None = None,
     context: int | None = None,
 ) -> dict[str, Any]:
-    """Fail where a recipe is shown to be slower, or larger in memory, than it was: see docs/gate.md.
+    """Fails if a recipe became slower or needs more memory than in a saved benchmark.
 
-    ``against`` is a base that was saved by ``pytest --narrowgauge-save`` or ``narrowgauge bench --save``: the recipe's
-    time over that of the plain-torch loop beside it is compared with what it was. With "torch" it is compared with 1:
-    the recipe may not be slower than that loop. What noise hides is no failure, but is said at the end of the session.
+    The recipe's time relative to a plain-torch loop is compared with the saved ratio. An undecided result passes and is
+    reported at the end of the session. ``pytest --narrowgauge-save`` writes the benchmark instead of comparing with it.
+
+    Args:
+        task: The task to measure.
+        recipe: The recipe to measure.
+        against: The file of a benchmark, saved by ``pytest --narrowgauge-save`` or ``narrowgauge bench --save``; or
+            "torch", to require that the recipe is not slower than the plain-torch loop.
+        tolerance: The relative slowdown or memory growth that is accepted.
+        steps: Steps per round.
+        rounds: Rounds before the first analysis.
+        compile: Use torch.compile. By default as in the saved benchmark, or on a GPU.
+        device: The device to measure on.
+        batch: Items per batch.
+        context: Tokens per sequence, for language tasks.
+
+    Returns:
+        The row of the recipe in the gate's result; empty when saving.
+
+    Raises:
+        AssertionError: If the recipe is slower or needs more memory.
+        UsageError: If the file is missing or does not match, or the recipe has no plain-torch baseline.
     """
     __tracebackhide__ = True
     from narrowgauge import bench, hardware, tasks
-    from narrowgauge.bench import base, gate
+    from narrowgauge.bench import gate, saved_benchmark
     from narrowgauge.recipe import parse
 
     path = None if against == "torch" else Path(against)
     saving = path is not None and bool(_sessions) and _sessions[-1].getoption("narrowgauge_save")
     if path is not None and not saving and not path.exists():
-        raise UsageError(f"there is no base {path}: run pytest once with --narrowgauge-save, and keep what it writes")
-    before = base.Base.read(path) if path is not None and not saving else None
-    then = before.facts if before else {}
+        raise UsageError(f"{path} does not exist: create it by running pytest once with --narrowgauge-save")
+    saved = saved_benchmark.SavedBenchmark.read(path) if path is not None and not saving else None
+    then = saved.facts if saved else {}
     where = hardware.detect(device)
     chosen = parse(recipe, where)
     settings = bench.Settings(
@@ -107,41 +140,41 @@ def assert_not_slower(
     )
     found = tasks.find(task, batch=batch, context=context) if isinstance(task, str) else task
     spec = task if isinstance(task, str) else task.name
-    facts = base.describe(spec, found, where, settings, ["torch"], batch, context)
+    facts = saved_benchmark.describe_setup(spec, found, where, settings, ["torch"], batch, context)
     if path is not None and saving:
-        rows = bench.measure(found, [chosen], ["torch"], where, settings, print, gate.steady(tolerance, print))
-        if base.twin_of(str(chosen), rows) is None:
-            raise UsageError(f"{chosen} has no plain-torch twin on {where.name} to hold it against")
-        base.save(path, base.joined(path, facts, rows))
+        rows = bench.measure(found, [chosen], ["torch"], where, settings, print, gate.make_save_rule(tolerance, print))
+        if saved_benchmark.find_baseline(str(chosen), rows) is None:
+            raise UsageError(f"{chosen} has no plain-torch baseline on {where.name}")
+        saved_benchmark.save(path, saved_benchmark.merge_rows(path, facts, rows))
         _note(f"saved {chosen} of {spec} in {path}")
         return {}
-    if before:
-        before.refuse_other(facts)
-    judge = gate.Gate(before, [str(chosen)], tolerance, print)
-    ruled = judge.rule(bench.measure(found, [chosen], ["torch"], where, settings, print, judge.enough))
+    if saved:
+        saved.check_same_setup(facts)
+    judge = gate.Gate(saved, [str(chosen)], tolerance, print)
+    ruled = judge.judge_rows(bench.measure(found, [chosen], ["torch"], where, settings, print, judge.enough))
     if not ruled["ok"]:
         raise AssertionError("; ".join(ruled["failures"]))
     row: dict[str, Any] = ruled["rows"][0]
     if row["verdict"] == gate.UNDECIDED:
-        _note(f"{spec}: {chosen} is undecided, {row['change']:+.2%} after {row['rounds']} rounds: give more rounds")
+        _note(f"{spec}: {chosen} is undecided, {row['change']:+.2%} after {row['rounds']} rounds: use more rounds")
     return row
 
 
 @pytest.fixture(name="assert_equivalent", scope="session")
 def _equivalent() -> Callable[..., Verdict]:
-    """``narrowgauge.pytest_plugin.assert_equivalent``."""
+    """Fails unless a recipe trains as good a model as the reference: ``pytest_plugin.assert_equivalent``."""
     return assert_equivalent
 
 
 @pytest.fixture(name="assert_not_slower", scope="session")
 def _not_slower() -> Callable[..., dict[str, Any]]:
-    """``narrowgauge.pytest_plugin.assert_not_slower``."""
+    """Fails if a recipe became slower or needs more memory: ``pytest_plugin.assert_not_slower``."""
     return assert_not_slower
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("narrowgauge")
-    help = "assert_not_slower saves its bases instead of holding recipes against them"
+    help = "assert_not_slower saves its benchmarks instead of comparing with them"
     group.addoption("--narrowgauge-save", action="store_true", dest="narrowgauge_save", help=help)
 
 
@@ -164,6 +197,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def _note(line: str) -> None:
-    """Something to say at the end of the session."""
+    """Adds a line to the summary at the end of the session."""
     if _sessions:
         _sessions[-1].stash[_NOTES].append(line)

@@ -1,4 +1,4 @@
-"""The state of every random generator a training may draw from: torch on CPU and GPUs, Python's, NumPy's."""
+"""Saves and restores the random states of torch (CPU and GPUs), Python and NumPy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 def capture() -> dict[str, Any]:
-    """The states, as tensors and plain values."""
+    """Return the states of all generators as tensors and plain values."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),
@@ -30,7 +30,7 @@ def capture() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Put the states back. GPUs that are not here any more are passed over."""
+    """Restore the states from ``capture``. States of GPUs that no longer exist are ignored."""
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available():
         for index, gpu in enumerate(state["cuda"][: torch.cuda.device_count()]):
@@ -42,14 +42,14 @@ def restore(state: dict[str, Any]) -> None:
 
 
 def seed(value: int) -> None:
-    """Seed all of them."""
-    torch.manual_seed(value)  # also every GPU's
+    """Seed all generators."""
+    torch.manual_seed(value)  # seeds all GPUs as well
     random.seed(value)
     np.random.seed(value % 2**32)
 
 
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether nothing was drawn between two captures, GPUs left aside: reading those would wait for them."""
+def are_equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two captures are equal, without the GPU states: comparing them would block."""
     numpy_one, numpy_other = one["numpy"], other["numpy"]
     return (
         torch.equal(one["torch"], other["torch"])
@@ -60,8 +60,8 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def put_back() -> Iterator[None]:
-    """Whatever is drawn in the block, the generators afterwards are as they were before it."""
+def preserve() -> Iterator[None]:
+    """Restore all generators at the end of the block."""
     before = capture()
     try:
         yield
@@ -70,12 +70,12 @@ def put_back() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def apart(*names: object) -> Iterator[None]:
-    """In the block the generators are seeded by ``names``, whatever was drawn before; afterwards they are as they were.
+def seed_temporarily(*names: object) -> Iterator[None]:
+    """Seed all generators from ``names`` in the block, and restore them at its end.
 
-    What draws from them there draws the same numbers for the same names, and others for others.
+    The same names give the same random numbers, and different names different ones.
     """
     digest = hashlib.blake2b(repr(names).encode(), digest_size=8).digest()
-    with put_back():
+    with preserve():
         seed(int.from_bytes(digest, "little") >> 1)
         yield

@@ -1,14 +1,14 @@
-"""Takes a nest of dicts, lists, tuples, plain values and tensors apart into JSON and named tensors, and back, exactly.
+"""Splits nested dicts, lists, tuples, plain values and tensors into JSON and named tensors, and restores them exactly.
 
-Each value that JSON has no exact word for becomes an object with one key that names its kind:
+Each value that JSON cannot represent exactly becomes an object with one key that names its type:
 
     {"tensor": name}   {"tuple": [...]}   {"dict": {...}}   {"items": [[key, value], ...]}   {"float": "inf"}
     {"bytes": "00ff"}
-    {"complex": name}  complex128, of which safetensors knows nothing, as pairs of real numbers
+    {"complex": name}  complex128, which safetensors does not support, as pairs of real numbers
     {"sparse": [indices, values, shape]}
 
-A dict whose keys are not all text (an optimizer's state counts parameters) is written as items. Tensors that are the
-same memory (tied weights) are stored once; every place names the one that is stored, and gets the same tensor back.
+A dict whose keys are not all strings (an optimizer's state has integer keys) is written as items. Tensors that share
+memory (tied weights) are stored once. Every place refers to the stored one and gets the same tensor back.
 """
 
 from __future__ import annotations
@@ -25,27 +25,35 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 RESERVED = "__metadata__"
-"""The one name that the safetensors format keeps for itself."""
+"""The one name that the safetensors format reserves."""
 
 
-class Taker:
-    """Takes nests apart, gathering their tensors on the CPU under unique names."""
+class Flattener:
+    """Flattens nested values to JSON and collects their tensors on the CPU under unique names."""
 
     def __init__(self, aliased: bool = True) -> None:
-        """``aliased``: tensors that are the same memory are stored once; else each under its own path."""
+        """Start without tensors.
+
+        Args:
+            aliased: Store tensors that share memory once; otherwise store each under its own path.
+        """
         self._aliased = aliased
         self.tensors: dict[str, Tensor] = {}
         self.aliases: dict[str, str] = {}
-        """Path of each further place of a tensor, and the name it is stored under."""
+        """For tied tensors: the path of each further place, and the name the tensor is stored under."""
         self._names: dict[tuple[Any, ...], str] = {}
         self._storages: set[int] = set()
 
-    def take(self, value: Any, path: str = "") -> Any:
-        """The JSON for a value; its tensors are named by their path in the nest."""
+    def flatten(self, value: Any, path: str = "") -> Any:
+        """Return the JSON for a value. Its tensors are added to ``tensors``, named by their path in the value.
+
+        Raises:
+            TypeError: The value has an object or tensor layout that cannot be saved.
+        """
         if value is None or isinstance(value, bool | str):
             return value
         if isinstance(value, Tensor):
-            return self._take_tensor(value.detach(), path)
+            return self._flatten_tensor(value.detach(), path)
         if isinstance(value, int):
             return int(value)
         if isinstance(value, float):
@@ -53,21 +61,21 @@ class Taker:
         if isinstance(value, bytes):
             return {"bytes": value.hex()}
         if isinstance(value, Mapping):
-            parts = [(key, self.take(item, _join(path, key))) for key, item in value.items()]
+            parts = [(key, self.flatten(item, _join(path, key))) for key, item in value.items()]
             if all(isinstance(key, str) for key in value):
                 return {"dict": dict(parts)}
-            return {"items": [[self.take(key, f"{path}/key"), item] for key, item in parts]}
+            return {"items": [[self.flatten(key, f"{path}/key"), item] for key, item in parts]}
         if isinstance(value, list):
-            return [self.take(item, _join(path, index)) for index, item in enumerate(value)]
+            return [self.flatten(item, _join(path, index)) for index, item in enumerate(value)]
         if isinstance(value, tuple):
-            return {"tuple": [self.take(item, _join(path, index)) for index, item in enumerate(value)]}
+            return {"tuple": [self.flatten(item, _join(path, index)) for index, item in enumerate(value)]}
         raise TypeError(f"{path or 'the state'} is a {type(value).__name__}, which cannot be saved without pickle")
 
-    def _take_tensor(self, tensor: Tensor, path: str) -> Any:
+    def _flatten_tensor(self, tensor: Tensor, path: str) -> Any:
         if tensor.layout == torch.sparse_coo:
             held = tensor.coalesce()
             parts = (held.indices(), held.values(), list(held.shape))
-            return {"sparse": [self.take(part, _join(path, index)) for index, part in enumerate(parts)]}
+            return {"sparse": [self.flatten(part, _join(path, index)) for index, part in enumerate(parts)]}
         if tensor.layout != torch.strided or tensor.is_quantized:
             raise TypeError(f"{path or 'the state'} is a tensor of layout {tensor.layout}, which cannot be saved")
         if tensor.dtype == torch.complex128:
@@ -84,7 +92,7 @@ class Taker:
                 return self._names[identity]
         name = path
         while name in self.tensors or name in ("", RESERVED):
-            name += "'"  # 0 and "0" may both be keys of one dict
+            name += "'"  # 0 and "0" can both be keys of one dict
         held = tensor.cpu().contiguous()
         storage = held.untyped_storage()
         # safetensors refuses tensors that share memory, so a view of something larger is copied out of it.
@@ -97,10 +105,15 @@ class Taker:
         return name
 
 
-def rebuild(data: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The nest again, from its JSON and its tensors."""
+def unflatten(data: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Restore a value from its JSON and its tensors.
+
+    Raises:
+        ValueError: The JSON has an unknown type.
+        KeyError: A tensor is missing.
+    """
     if isinstance(data, list):
-        return [rebuild(item, tensors) for item in data]
+        return [unflatten(item, tensors) for item in data]
     if not isinstance(data, dict):
         return data
     ((kind, content),) = data.items()
@@ -109,14 +122,14 @@ def rebuild(data: Any, tensors: Mapping[str, Tensor]) -> Any:
     if kind == "complex":
         return torch.view_as_complex(tensors[content])
     if kind == "sparse":
-        indices, values, shape = (rebuild(part, tensors) for part in content)
+        indices, values, shape = (unflatten(part, tensors) for part in content)
         return torch.sparse_coo_tensor(indices, values, shape, check_invariants=True).coalesce()
     if kind == "dict":
-        return {key: rebuild(item, tensors) for key, item in content.items()}
+        return {key: unflatten(item, tensors) for key, item in content.items()}
     if kind == "items":
-        return {rebuild(key, tensors): rebuild(item, tensors) for key, item in content}
+        return {unflatten(key, tensors): unflatten(item, tensors) for key, item in content}
     if kind == "tuple":
-        return tuple(rebuild(item, tensors) for item in content)
+        return tuple(unflatten(item, tensors) for item in content)
     if kind == "bytes":
         return bytes.fromhex(content)
     if kind == "float":
@@ -128,17 +141,17 @@ def _join(path: str, key: Any) -> str:
     return f"{path}/{key}" if path else str(key)
 
 
-def own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in torch's own aligned memory: what safetensors returns may be a map of the file, at any offset."""
+def copy_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors to aligned memory of torch: those from safetensors may be mapped from the file at any offset."""
     return {name: torch.clone(tensor) for name, tensor in tensors.items()}
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file that may be read by whom the umask says; never through a link that lies there."""
+    """Write a safetensors file with the permissions of the umask. An existing file or link is replaced."""
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     mode = os.fstat(descriptor).st_mode
     os.close(descriptor)
     save_file(dict(tensors), path, dict(metadata) if metadata is not None else None)
-    path.chmod(mode & 0o777)  # safetensors itself writes for the owner alone
+    path.chmod(mode & 0o777)  # safetensors makes files readable by the owner only

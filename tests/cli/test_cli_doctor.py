@@ -1,4 +1,4 @@
-"""``narrowgauge doctor``: it looks at the real machine, and a part that fails is a finding, not a crash."""
+"""``narrowgauge doctor``: it checks the real machine, and a failing part is a result, not a crash."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def cpu(*features: str) -> Device:
                   gpu=None, features=features)  # fmt: skip
 
 
-def test_json_has_what_the_design_promises(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_json_has_the_documented_fields(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code = cli.main(["doctor", "--json", "--device", "cpu", "--out", str(tmp_path / "not" / "there")])
     data = json.loads(capsys.readouterr().out)
     machine = detect("cpu")
@@ -46,7 +46,7 @@ def test_the_text_names_device_recipe_and_each_check(
     assert "Everything needed works." in text
 
 
-def test_a_needed_library_that_is_absent_fails_the_machine(
+def test_a_missing_needed_library_is_a_failure(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "NEEDED_LIBRARIES", ("numpy", "no_such_library"))
@@ -54,12 +54,12 @@ def test_a_needed_library_that_is_absent_fails_the_machine(
     assert "Needed and not working: no_such_library." in capsys.readouterr().out
 
 
-def test_a_device_that_is_not_there_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_that_does_not_exist_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--device", "tpu"]) == 2
     assert capsys.readouterr().err == "narrowgauge: unknown device 'tpu': expected cpu, cuda or cuda:N\n"
 
 
-def test_whatever_a_probe_raises_is_a_finding() -> None:
+def test_any_error_of_a_check_is_its_result() -> None:
     def explode() -> str:
         raise RuntimeError("no kernel image\nand a page of more")
 
@@ -77,15 +77,15 @@ def test_a_rate_above_the_datasheet_is_an_error() -> None:
         doctor.judge_rate("bf16", 1000e12, 50e12, h200)
 
 
-def test_rates_of_unknown_hardware_stand_alone() -> None:
+def test_rates_of_unknown_hardware_have_no_comparison() -> None:
     assert doctor.judge_rate("fp32", 5e10, None, cpu()) == "50 GFLOP/s"
     assert "0.1 x FP32; not native" in doctor.judge_rate("bf16", 5e9, 5e10, cpu())
     assert doctor.judge_rate("bf16", 2e11, 5e10, cpu("amx_bf16")) == "200 GFLOP/s, 4 x FP32"
 
 
-def test_an_old_python_or_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_python_or_a_full_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(doctor.Failure, match=r"3\.11 or later is needed"):
         doctor._python((3, 10))
     monkeypatch.setattr(doctor, "LEAST_DISK_BYTES", 1 << 62)
-    with pytest.raises(doctor.Failure, match=r"free in .*; checkpoints want"):
+    with pytest.raises(doctor.Failure, match=r"free in .*; checkpoints need"):
         doctor._disk(tmp_path)

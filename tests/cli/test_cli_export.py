@@ -1,4 +1,4 @@
-"""``narrowgauge export``: where it writes, with which permissions, and what it never takes the place of."""
+"""``narrowgauge export``: where it writes, with which permissions, and what it never replaces."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o077, 0o002])
-def test_the_file_is_an_ordinary_one(run: Path, umask: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_file_has_ordinary_permissions(run: Path, umask: int, capsys: pytest.CaptureFixture[str]) -> None:
     before = os.umask(umask)
     try:
         assert main(["export", str(run), "--file", "here/weights.safetensors", "--json"]) == 0
@@ -49,7 +49,7 @@ def test_an_older_export_is_replaced_and_keeps_its_permissions(run: Path) -> Non
     assert load_file("w.safetensors") and stat.S_IMODE(Path("w.safetensors").stat().st_mode) == 0o640
 
 
-def test_nothing_but_a_file_is_replaced(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_a_regular_file_is_replaced(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("folder").mkdir()
     Path("target").write_text("precious")
     Path("link").symlink_to("target")
@@ -81,7 +81,7 @@ def test_a_link_in_the_run_folder_is_not_followed(run: Path, capsys: pytest.Capt
 
 
 def test_a_full_disk_leaves_the_old_file(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A limit on the size of files fails as a full disk does."""
+    """A limit on the file size fails like a full disk."""
     import resource
     import signal
 

@@ -1,4 +1,4 @@
-"""``narrowgauge lint``: scripts are read, tasks are built, findings decide the exit code."""
+"""``narrowgauge lint``: scripts, folders and tasks; findings decide the exit code."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def task(tmp_path: Path) -> Path:
     return path
 
 
-def test_json_has_what_the_design_promises(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_has_the_documented_fields(capsys: pytest.CaptureFixture[str]) -> None:
     path = SCRIPTS / "planted" / "clip_before_unscale.py"
     code, data = lint(capsys, str(path))
     assert code == 1
@@ -78,15 +78,15 @@ def test_json_has_what_the_design_promises(capsys: pytest.CaptureFixture[str]) -
     assert data["checked"] == {str(path): "script"}
 
 
-def test_people_read_place_reason_and_fix(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_output_has_location_reason_and_fix(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["lint", str(SCRIPTS / "planted" / "scaler_with_bf16.py")]) == 1
     text = capsys.readouterr().out
     assert "scaler_with_bf16.py:15  warning  scaler-with-bf16" in text
-    assert "why   BF16 has FP32's range" in text and "fix   leave the scaler out" in text
+    assert "why   BF16 has FP32's range" in text and "fix   remove the scaler" in text
     assert text.splitlines()[-1].startswith("1 warning: ")
 
 
-def test_clean_scripts_and_notes_alone_are_good(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_clean_scripts_and_notes_exit_with_zero(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     clean = str(SCRIPTS / "clean" / "nanogpt_style.py")
     assert lint(capsys, clean, str(SCRIPTS / "clean" / "gan_style.py"))[0] == 0
     note = tmp_path / "note.py"
@@ -95,7 +95,7 @@ def test_clean_scripts_and_notes_alone_are_good(capsys: pytest.CaptureFixture[st
     assert code == 0 and [finding["severity"] for finding in data["findings"]] == ["note"]
 
 
-def test_a_folder_and_several_files_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_folder_and_several_files_in_one_call(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("def f(:\n")
     clean = SCRIPTS / "clean" / "hf_style.py"
     code, data = lint(capsys, str(SCRIPTS / "planted"), str(clean), str(tmp_path))
@@ -104,16 +104,16 @@ def test_a_folder_and_several_files_at_once(capsys: pytest.CaptureFixture[str], 
     assert {"unscale-twice", "manual-attention", "syntax"} <= {finding["rule"] for finding in data["findings"]}
 
 
-def test_a_task_is_linted_with_its_model_optimizer_and_file(capsys: pytest.CaptureFixture[str], task: Path) -> None:
+def test_a_task_is_checked_with_its_model_optimizer_and_file(capsys: pytest.CaptureFixture[str], task: Path) -> None:
     code, data = lint(capsys, f"{task}:make", "--recipe", "fp16")
     assert code == 1
     places = {(finding["rule"], finding["where"]) for finding in data["findings"]}
     assert places == {("off-multiple", "first"), ("off-multiple", "last"), ("manual-softmax", f"{task}:15")}
     assert data["checked"] == {f"{task}:make": "task under fp16"}
-    assert {finding["line"] for finding in data["findings"]} == {15, 17}  # modules stand at the task's function
+    assert {finding["line"] for finding in data["findings"]} == {15, 17}  # modules: the line of the task's function
 
 
-def test_models_that_cannot_be_made_without_memory_are_made_with_it(
+def test_models_that_fail_on_the_meta_device_are_built_on_the_cpu(
     capsys: pytest.CaptureFixture[str], task: Path
 ) -> None:
     code, data = lint(capsys, f"{task}:stubborn", "--recipe", "bf16[keep=nothing]")
@@ -121,7 +121,7 @@ def test_models_that_cannot_be_made_without_memory_are_made_with_it(
     assert {finding["rule"] for finding in data["findings"]} == {"keep-names-nothing", "manual-softmax"}
 
 
-def test_built_in_tasks_are_clean_whatever_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+def test_built_in_tasks_have_no_findings(capsys: pytest.CaptureFixture[str]) -> None:
     assert lint(capsys, "gpt-tiny", "--recipe", "fp8") == (
         0,
         {"findings": [], "checked": {"gpt-tiny": "task under fp8"}, "sarif": None},
@@ -139,7 +139,7 @@ def test_sarif_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert [result["ruleId"] for result in log["runs"][0]["results"]] == ["half-loss"]
 
 
-def test_modules_of_a_task_have_a_line_and_a_path_in_sarif(task: Path, tmp_path: Path) -> None:
+def test_sarif_has_line_and_module_path_for_tasks(task: Path, tmp_path: Path) -> None:
     target = tmp_path / "lint.sarif"
     assert cli.main(["lint", f"{task}:make", "--recipe", "bf16", "--sarif", str(target)]) == 1
     results = json.loads(target.read_text())["runs"][0]["results"]
@@ -148,28 +148,28 @@ def test_modules_of_a_task_have_a_line_and_a_path_in_sarif(task: Path, tmp_path:
     assert place["physicalLocation"]["region"]["startLine"] == 17
 
 
-def test_the_rules_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rules_option_lists_all_rules(capsys: pytest.CaptureFixture[str]) -> None:
     code, data = lint(capsys, "--rules")
     assert code == 0 and [rule["name"] for rule in data["rules"]] == list(RULES)
     assert cli.main(["lint", "--rules"]) == 0
     assert "clip-before-unscale" in capsys.readouterr().out
 
 
-def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], task: Path, tmp_path: Path) -> None:
+def test_bad_input_gives_a_one_line_error(capsys: pytest.CaptureFixture[str], task: Path, tmp_path: Path) -> None:
     assert "no file or folder 'absent.py'" in failure(capsys, "absent.py")
     assert "no file or folder 'some/where'" in failure(capsys, "some/where")
     assert "did you mean gpt-tiny" in failure(capsys, "gpt-tin")
     assert "has no function 'nothing'; it has" in failure(capsys, f"{task}:nothing")
     assert "there is no file" in failure(capsys, f"{tmp_path}/absent.py:make")
     assert "unknown recipe 'fp7'" in failure(capsys, str(task), "--recipe", "fp7")
-    assert "its model cannot be made: TypeError" in failure(capsys, f"{task}:broken")
-    assert "its optimizer cannot be made: ZeroDivisionError" in failure(capsys, f"{task}:no_optimizer")
+    assert "its model cannot be created: TypeError" in failure(capsys, f"{task}:broken")
+    assert "its optimizer cannot be created: ZeroDivisionError" in failure(capsys, f"{task}:no_optimizer")
     (tmp_path / "broken.py").write_text("x = (\n")
-    assert "broken.py:1 is not Python" in failure(capsys, str(tmp_path / "broken.py"))
+    assert "broken.py:1 is not valid Python" in failure(capsys, str(tmp_path / "broken.py"))
     assert "cannot write" in failure(capsys, str(task), "--sarif", str(task / "x.sarif"))
 
 
-def test_scripts_are_linted_without_torch() -> None:
+def test_scripts_are_checked_without_importing_torch() -> None:
     script = SCRIPTS / "planted" / "half_model.py"
     code = (
         "import sys; from narrowgauge.cli import main\n"

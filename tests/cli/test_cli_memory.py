@@ -1,4 +1,4 @@
-"""``narrowgauge memory``: the JSON that the design promises, what fits, and one clear line for what cannot be."""
+"""``narrowgauge memory``: its JSON, what fits, and one clear line for invalid input."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SMALL = ["memory", "gpt:2x128", "--batch", "4", "--context", "64"]
 PARTS = ("weights", "master", "gradients", "moments", "activations", "workspace")
 
 
-def test_json_has_what_the_design_promises(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_the_documented_fields(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*SMALL, "--json", "--recipes", "fp32,bf16-lean[gradients=released]", "--device", "cpu"]) == 0
     found = capsys.readouterr()
     data = json.loads(found.out)
@@ -26,10 +26,10 @@ def test_json_has_what_the_design_promises(capsys: pytest.CaptureFixture[str]) -
         assert set(row["when"]) == {"phase", "module", "op", "share"} and row["largest"]["weights"] > 0
         assert row["fits"] is None and row["largest_batch"] is None and row["measured"] is None
     assert data["gpu"] == "H200" and data["batch"] == 4 and data["lesson"] is None
-    assert "tracing two steps on paper" in found.err
+    assert "tracing two simulated steps" in found.err
 
 
-def test_a_gpu_says_what_fits_and_the_exit_code_tells(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_exit_code_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*SMALL, "--recipes", "bf16", "--gpu", "h200"]) == 0
     text = capsys.readouterr().out
     assert "fits into H200 (151.40 GB); largest batch " in text and "[" in text and "in backward" in text
@@ -38,7 +38,7 @@ def test_a_gpu_says_what_fits_and_the_exit_code_tells(capsys: pytest.CaptureFixt
     assert "does NOT fit into T4" in capsys.readouterr().out
 
 
-def test_shards_and_accumulation_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_shards_and_accumulation_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*SMALL, "--recipes", "bf16", "--shards", "4", "--accumulate", "2"]) == 0
     text = capsys.readouterr().out
     assert "a rank of 4" in text and "sharded over 4" in text
@@ -49,13 +49,15 @@ def test_shards_and_accumulation_are_told(capsys: pytest.CaptureFixture[str]) ->
     [
         (["--gpu", "h300"], "unknown GPU 'h300': expected one of V100"),
         (["--recipes", "fp9"], "unknown recipe 'fp9'"),
-        (["--recipes", ""], "--recipes names none"),
+        (["--recipes", ""], "--recipes is empty"),
         (["--recipes", "fp8", "--gpu", "a100"], "fp8 needs 8.9 or later"),
         (["--shards", "0"], "shards=0 must be a whole number of at least 1"),
-        (["--batch", "0"], "--batch 0 was given"),
+        (["--batch", "0"], "--batch 0: expected at least 1"),
     ],
 )
-def test_bad_input_costs_one_clear_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_rejected_with_one_clear_line(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main([*SMALL, *options]) == 2
     found = capsys.readouterr()
     lines = [line for line in found.err.splitlines() if line.startswith("narrowgauge:")]
@@ -67,7 +69,7 @@ def test_default_recipes_are_those_that_the_gpu_can_run(capsys: pytest.CaptureFi
     assert list(json.loads(capsys.readouterr().out)["recipes"]) == ["fp32", "bf16", "bf16-lean"]
 
 
-def test_a_users_own_task_is_forecast_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_users_own_task_is_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.py"
     path.write_text(
         "import torch\nfrom narrowgauge import Task\n"
@@ -79,12 +81,12 @@ def test_a_users_own_task_is_forecast_too(tmp_path: Path, capsys: pytest.Capture
     assert json.loads(capsys.readouterr().out)["task"] == "mine"
 
 
-def test_with_the_gpu_at_hand_it_prints_its_own_error(
+def test_with_the_gpu_installed_it_prints_its_own_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     h200 = hardware.describe_gpu("NVIDIA H200", 0, (9, 0), 2**37)
     monkeypatch.setattr(hardware, "detect", lambda text=None: h200)
-    monkeypatch.setattr(measure, "measure_run", lambda *_, **__: measure.Measured(peak_bytes=10**8, step_ms=1.0))
+    monkeypatch.setattr(measure, "measure_run", lambda *_, **__: measure.MeasuredRun(peak_bytes=10**8, step_ms=1.0))
     assert cli.main([*SMALL, "--recipes", "bf16", "--json"]) == 0
     row = json.loads(capsys.readouterr().out)["recipes"]["bf16"]
     assert row["measured"] == 10**8 and row["error"] == pytest.approx(row["total"] / 1e8 - 1)
@@ -92,7 +94,7 @@ def test_with_the_gpu_at_hand_it_prints_its_own_error(
     assert "measured 0.10 GB: the prediction is off by" in capsys.readouterr().out
 
 
-def test_of_the_default_recipes_those_that_do_not_suit_are_left_out(
+def test_default_recipes_that_do_not_suit_the_task_are_skipped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "plain.py"
@@ -106,15 +108,15 @@ def test_of_the_default_recipes_those_that_do_not_suit_are_left_out(
     assert cli.main(["memory", f"{path}:task", "--json"]) == 0
     found = capsys.readouterr()
     assert list(json.loads(found.out)["recipes"]) == ["fp32", "bf16", "fp8"]
-    assert "bf16-lean: left out: a lean recipe needs AdamW" in found.err
+    assert "bf16-lean: skipped: a lean recipe needs AdamW" in found.err
     assert cli.main(["memory", f"{path}:task", "--recipes", "bf16-lean"]) == 2
 
 
-def test_the_lessons_sums_are_its_own() -> None:
+def test_the_textbook_estimate_adds_up() -> None:
     assert [sum(parts.values()) for parts in LESSON.values()] == [122, 117]
 
 
-def test_a_bar_has_its_width_and_every_part_its_share() -> None:
+def test_a_bar_has_its_width_and_every_component_its_share() -> None:
     parts = dict.fromkeys(PARTS, 0) | {"weights": 50, "activations": 25, "workspace": 25}
     memory = Memory(
         recipe="bf16", batch=1, accumulate=1, shards=1, total=100, largest=parts, first_step=1, building=1, between=1,

@@ -22,12 +22,12 @@ def step(number: int, **changes: Any) -> dict[str, Any]:
 
 def watch(stream: io.StringIO) -> str:
     watcher = progress.make_progress("token", stream)
-    watcher.begin(0, 100)
+    watcher.on_start(0, 100)
     for number in range(1, 60):
-        watcher.saw(step(number), skipped=3)
-    watcher.saw({"kind": "eval", "step": 59, "loss": 2.25, "accuracy": 0.5}, skipped=3)
-    watcher.tell("a line [with brackets]")
-    watcher.end()
+        watcher.on_metrics(step(number), skipped=3)
+    watcher.on_metrics({"kind": "eval", "step": 59, "loss": 2.25, "accuracy": 0.5}, skipped=3)
+    watcher.notify("a line [with brackets]")
+    watcher.on_end()
     return stream.getvalue()
 
 

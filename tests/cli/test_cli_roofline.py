@@ -1,4 +1,4 @@
-"""``narrowgauge roofline``: the JSON that the design promises, several GPUs at once, costs."""
+"""``narrowgauge roofline``: its JSON, several GPUs at once, costs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from narrowgauge.forecast.time.roofline import Layer
 SMALL = ["roofline", "gpt:2x128", "--batch", "4", "--context", "64", "--device", "cpu"]
 
 
-def test_json_has_what_the_design_promises(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_the_documented_fields(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--gpu", "h200,a100", "--recipes", "bf16", "--price", "2", "--tokens", "3.6e6", "--json"]
     assert cli.main([*SMALL, *options]) == 0
     data = json.loads(capsys.readouterr().out)
@@ -51,20 +51,22 @@ def test_the_text_names_layers_bounds_and_what_fusions_save(capsys: pytest.Captu
         (["--recipes", "fp8", "--gpu", "v100"], "needs 8.9 or later"),
     ],
 )
-def test_bad_input_costs_one_clear_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_rejected_with_one_clear_line(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main([*SMALL, *options]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("narrowgauge:")]
     assert len(lines) == 1 and message in lines[0]
 
 
-def test_with_the_gpu_at_hand_it_prints_its_own_error(
+def test_with_the_gpu_installed_it_prints_its_own_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     h200 = hardware.describe_gpu("NVIDIA H200", 0, (9, 0), 2**37)
     monkeypatch.setattr(hardware, "detect", lambda text=None: h200)
     monkeypatch.setattr(measure, "measure_roofs", lambda device: {"copy": 4.19e12, "bf16": 772e12, "fp8": 1398e12})
     monkeypatch.setattr(measure, "measure_calls", lambda costs, *_: {cost.op.call: 2 * cost.seconds for cost in costs})
-    monkeypatch.setattr(measure, "measure_run", lambda *_, **__: measure.Measured(peak_bytes=1, step_ms=4.0))
+    monkeypatch.setattr(measure, "measure_run", lambda *_, **__: measure.MeasuredRun(peak_bytes=1, step_ms=4.0))
     options = ["roofline", "gpt:2x128", "--batch", "4", "--context", "64", "--recipes", "bf16", "--quick"]
     assert cli.main([*options, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
@@ -80,7 +82,7 @@ def test_with_the_gpu_at_hand_it_prints_its_own_error(
     assert json.loads(capsys.readouterr().out)["recipes"]["bf16"]["measured_ms"] is None
 
 
-def test_blocks_that_are_alike_become_one_row() -> None:
+def test_identical_blocks_become_one_row() -> None:
     def layer(path: str, ms: float) -> Layer:
         return Layer(path=path, kind="product", phase="forward", format="bf16", count=1, flops=10.0, bytes=5, ms=ms,
                      bound="compute")  # fmt: skip

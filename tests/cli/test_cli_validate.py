@@ -1,4 +1,4 @@
-"""``narrowgauge validate``: verdicts on real runs, kept and extended, and bad input in one line."""
+"""``narrowgauge validate``: verdicts on real runs, cached runs, and one-line errors."""
 
 import json
 from pathlib import Path
@@ -19,8 +19,8 @@ def validate(capsys, tmp_path, *more):
     return code, json.loads(captured.out), captured.err
 
 
-def test_verdicts_and_what_is_kept(capsys, tmp_path):
-    """A recipe against itself is equivalent, one that cannot learn is worse; asking again trains nothing."""
+def test_verdicts_and_cached_runs(capsys, tmp_path):
+    """A recipe compared with itself is equivalent, one that cannot learn is worse; repeating it trains nothing."""
     arguments = ("--candidates", "fp32[checkpoint=none],fp16[loss_scale=1e-6]", "--seeds", "3", "--margin", "0.05")
     code, data, err = validate(capsys, tmp_path, *arguments)
     assert code == 1
@@ -29,12 +29,12 @@ def test_verdicts_and_what_is_kept(capsys, tmp_path):
     assert same["verdict"] == "equivalent" and same["gap"] == 0 and same["losses"] == data["losses"]
     assert bad["verdict"] == "worse" and bad["gap"] > 0.05 and bad["interval"][0] > 0.05
     assert {"verdict", "gap", "interval", "margin", "detectable", "diverged"} <= set(bad)
-    assert "6 of 9" in err and "(known)" in err  # fp32 against fp32 is the same run
+    assert "6 of 9" in err and "(cached)" in err  # fp32 compared with fp32 is the same run
     code, again, err = validate(capsys, tmp_path, *arguments)
     assert data.pop("seconds") > again.pop("seconds") and again == data and "s left" not in err
 
 
-def test_one_seed_proves_nothing(capsys, tmp_path):
+def test_one_seed_is_inconclusive(capsys, tmp_path):
     code, data, _ = validate(capsys, tmp_path, "--candidates", "bf16", "--seeds", "1")
     assert code == 1 and data["candidates"]["bf16"]["verdict"] == "inconclusive"
     assert data["candidates"]["bf16"]["seeds_needed"] == 3
@@ -43,31 +43,32 @@ def test_one_seed_proves_nothing(capsys, tmp_path):
 @pytest.fixture
 def task_file(tmp_path):
     path = tmp_path / "mine.py"
-    path.write_text((Path(__file__).resolve().parents[1] / "validate" / "planted.py").read_text())
+    path.write_text((Path(__file__).resolve().parents[1] / "validate" / "faulty_tasks.py").read_text())
     return path
 
 
-def test_a_saved_validation_is_held_to(capsys, tmp_path, task_file):
-    base = tmp_path / "base.json"
-    ask = ["validate", f"{task_file}:healthy", "--device", "cpu", "--steps", "40", "--seeds", "3", "--json"]
-    assert main([*ask, "--candidates", "bf16", "--margin", "0.02", "--save", str(base), "--out", str(tmp_path)]) == 0
+def test_comparison_with_a_saved_validation(capsys, tmp_path, task_file):
+    saved = tmp_path / "saved.json"
+    command = ["validate", f"{task_file}:healthy", "--device", "cpu", "--steps", "40", "--seeds", "3", "--json"]
+    arguments = ["--candidates", "bf16", "--margin", "0.02", "--save", str(saved), "--out", str(tmp_path)]
+    assert main([*command, *arguments]) == 0
     capsys.readouterr()
-    assert main(["validate", "--against", str(base), "--device", "cpu", "--json"]) == 0
-    held = json.loads(capsys.readouterr().out)["gate"]
-    assert held["ok"] and held["rows"][0]["gap"] == 0 and held["rows"][0]["verdict"] == "equivalent"
-    assert held["rows"][0]["decibels_before"] == held["rows"][0]["decibels_now"] > 40
+    assert main(["validate", "--against", str(saved), "--device", "cpu", "--json"]) == 0
+    gate = json.loads(capsys.readouterr().out)["gate"]
+    assert gate["ok"] and gate["rows"][0]["gap"] == 0 and gate["rows"][0]["verdict"] == "equivalent"
+    assert gate["rows"][0]["decibels_before"] == gate["rows"][0]["decibels_now"] > 40
 
     text = task_file.read_text()
-    rounded = "model(x).to(torch.float8_e5m2).float()"  # someone rounds in the loss, where the recipe is not FP32's
+    rounded = "model(x).to(torch.float8_e5m2).float()"  # a rounding in the loss that only affects the candidate
     spoilt = text.replace("model(x).float()", f"({rounded} if model(x).dtype is torch.bfloat16 else model(x).float())")
     assert spoilt != text
     task_file.write_text(spoilt)
-    assert main(["validate", "--against", str(base), "--device", "cpu", "--json"]) == 1
+    assert main(["validate", "--against", str(saved), "--device", "cpu", "--json"]) == 1
     captured = capsys.readouterr()
-    assert not json.loads(captured.out)["gate"]["ok"] and "dB, where they had" in captured.err
+    assert not json.loads(captured.out)["gate"]["ok"] and "weight gradients dropped from" in captured.err
 
 
-def test_a_base_that_is_none(capsys, tmp_path):
+def test_invalid_saved_validation_is_refused(capsys, tmp_path):
     for name, text, said in [("no", None, "No such file"), ("bad", "{", "not JSON"), ("other", "[1]", "not a saved")]:
         path = tmp_path / name
         if text is not None:
@@ -77,7 +78,7 @@ def test_a_base_that_is_none(capsys, tmp_path):
         assert said in err and err.count("\n") == 1
 
 
-def test_logs_of_finished_runs(capsys, tmp_path):
+def test_comparison_of_finished_runs(capsys, tmp_path):
     for side, shift in (("fp32", 0.0), ("bf16", 0.0002), ("bad", 0.1)):
         for seed in range(4):
             path = tmp_path / side / f"seed{seed}.jsonl"
@@ -109,7 +110,7 @@ def test_recipes_with_commas():
         (["--candidates", "tf32"], "tensor cores"),
     ],
 )
-def test_bad_input_is_one_line(capsys, argv, text):
+def test_bad_input_gives_a_one_line_error(capsys, argv, text):
     assert main(["validate", TASK, "--device", "cpu", *argv]) == 2
     err = capsys.readouterr().err
     assert text in err and err.count("\n") == 1

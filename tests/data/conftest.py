@@ -1,4 +1,4 @@
-"""Every data test has a cache folder of its own."""
+"""Gives every data test its own cache folder."""
 
 import pytest
 

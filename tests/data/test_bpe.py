@@ -1,4 +1,4 @@
-"""The byte-pair encoding: anything survives it, it is shorter than bytes, and it is made once."""
+"""The byte-pair encoding: any text round-trips, in fewer tokens than bytes, and it is trained once."""
 
 import sys
 
@@ -27,17 +27,17 @@ def test_tokens_decode_to_the_text_and_are_fewer_than_its_bytes():
     assert encoded.decode(encoded.encode(unseen)) == unseen
 
 
-def test_chunks_end_at_lines_and_lose_nothing(monkeypatch):
+def test_chunks_end_at_line_ends_and_are_complete(monkeypatch):
     monkeypatch.setattr(bpe, "CHUNK_BYTES", 70)
-    chunks = list(bpe._chunks(np.frombuffer(WORDS * 5, np.uint8)))
+    chunks = list(bpe._split_chunks(np.frombuffer(WORDS * 5, np.uint8)))
     assert "".join(chunks).encode() == WORDS * 5
     assert len(chunks) > 3
     assert all(chunk.endswith("\n") for chunk in chunks)
     unbroken = np.frombuffer(b"x" * 200, np.uint8)
-    assert list(bpe._chunks(unbroken)) == ["x" * 70, "x" * 70, "x" * 60]
+    assert list(bpe._split_chunks(unbroken)) == ["x" * 70, "x" * 70, "x" * 60]
 
 
-def test_it_is_trained_once_and_says_so(capsys, monkeypatch):
+def test_the_encoding_is_trained_once_and_reported(capsys, monkeypatch):
     first = bpe.encode(as_text(WORDS * 50), 280)
     assert "learning a vocabulary of 280" in capsys.readouterr().err
     monkeypatch.setattr(bpe, "_train", None)
@@ -55,12 +55,12 @@ def test_an_unwritable_cache_gives_the_same_tokens(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("vocab", [255, 65537])
-def test_impossible_vocabularies_are_refused(vocab):
-    with pytest.raises(UsageError, match=f"{vocab} tokens"):
+def test_vocabularies_out_of_range_are_refused(vocab):
+    with pytest.raises(UsageError, match=f"--vocab {vocab}: text takes"):
         bpe.encode(as_text(WORDS), vocab)
 
 
-def test_a_missing_package_is_one_line(monkeypatch):
+def test_a_missing_package_is_a_one_line_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UsageError, match="package tokenizers"):
         bpe.encode(as_text(WORDS), 300)

@@ -1,4 +1,4 @@
-"""The cache: whole files or none, reused when there, and never a reason for a run to fail."""
+"""The cache: complete files or none, made once, and never the reason for a run to fail."""
 
 import errno
 import os
@@ -18,21 +18,21 @@ def blocks(calls):
     yield np.array([300], np.int64)
 
 
-def test_the_folder_is_where_the_environment_says(monkeypatch, tmp_path):
+def test_the_environment_sets_the_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path / "own"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache.folder() == tmp_path / "own"
+    assert cache.get_folder() == tmp_path / "own"
     monkeypatch.delenv("NARROWGAUGE_CACHE")
-    assert cache.folder() == tmp_path / "xdg" / "narrowgauge"
+    assert cache.get_folder() == tmp_path / "xdg" / "narrowgauge"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache.folder() == tmp_path / ".cache" / "narrowgauge"
+    assert cache.get_folder() == tmp_path / ".cache" / "narrowgauge"
 
 
 def test_an_array_is_made_once_and_then_mapped(cache_folder):
     calls = []
-    first = cache.keep_array("a.bin", np.uint16, lambda: blocks(calls))
-    again = cache.keep_array("a.bin", np.uint16, lambda: blocks(calls))
+    first = cache.load_or_make_array("a.bin", np.uint16, lambda: blocks(calls))
+    again = cache.load_or_make_array("a.bin", np.uint16, lambda: blocks(calls))
     assert first.tolist() == again.tolist() == [1, 2, 300]
     assert first.dtype == np.uint16
     assert isinstance(again, np.memmap)
@@ -47,37 +47,37 @@ def test_a_text_is_made_once(cache_folder):
         calls.append(1)
         return "häh\n"
 
-    assert cache.keep_text("t.json", make) == cache.keep_text("t.json", make) == "häh\n"
+    assert cache.load_or_make_text("t.json", make) == cache.load_or_make_text("t.json", make) == "häh\n"
     assert len(calls) == 1
 
 
-def test_a_cut_file_is_made_again(cache_folder):
+def test_a_truncated_file_is_made_again(cache_folder):
     cache_folder.mkdir()
     (cache_folder / "a.bin").write_bytes(b"\1\2\3")
-    assert cache.keep_array("a.bin", np.uint16, lambda: blocks([])).tolist() == [1, 2, 300]
+    assert cache.load_or_make_array("a.bin", np.uint16, lambda: blocks([])).tolist() == [1, 2, 300]
 
 
-def test_a_failure_half_way_leaves_nothing_behind(cache_folder):
+def test_an_error_while_writing_leaves_no_files(cache_folder):
     def fail():
         yield np.array([1])
         raise RuntimeError("half way")
 
     with pytest.raises(RuntimeError, match="half way"):
-        cache.keep_array("a.bin", np.uint16, fail)
+        cache.load_or_make_array("a.bin", np.uint16, fail)
     assert list(cache_folder.iterdir()) == []
 
 
-def test_a_cache_that_cannot_be_written_costs_a_line(tmp_path, monkeypatch, capsys):
+def test_an_unwritable_cache_is_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path / "file" / "cache"))
-    assert cache.keep_array("a.bin", np.uint16, lambda: blocks([])).tolist() == [1, 2, 300]
-    assert cache.keep_text("t.json", lambda: "text") == "text"
+    assert cache.load_or_make_array("a.bin", np.uint16, lambda: blocks([])).tolist() == [1, 2, 300]
+    assert cache.load_or_make_text("t.json", lambda: "text") == "text"
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2
-    assert all("going on without it" in line for line in lines)
+    assert all("continuing without it" in line for line in lines)
 
 
-def test_a_fingerprint_follows_path_size_time_and_more(tmp_path):
+def test_a_fingerprint_depends_on_path_size_time_and_more(tmp_path):
     file, other = tmp_path / "a", tmp_path / "b"
     file.write_text("one")
     other.write_text("one")
@@ -100,42 +100,42 @@ def write_two(calls, folder):
     (folder / "b.json").write_text("{}")
 
 
-def test_a_folder_is_filled_once_and_appears_whole(cache_folder):
+def test_a_folder_is_made_once_and_atomically(cache_folder):
     calls = []
     for _ in range(2):
-        kept = cache.keep_folder("both", lambda folder: write_two(calls, folder))
+        kept = cache.load_or_make_folder("both", lambda folder: write_two(calls, folder))
         assert sorted(file.name for file in kept.iterdir()) == ["a.bin", "b.json"]
     assert len(calls) == 1
     assert [place.name for place in cache_folder.iterdir()] == ["both"]
 
 
-def test_a_folder_that_fails_half_way_is_not_there(cache_folder):
+def test_an_error_while_filling_a_folder_leaves_none(cache_folder):
     def fail(folder):
         (folder / "a.bin").write_bytes(b"ab")
         raise RuntimeError("half way")
 
     with pytest.raises(RuntimeError, match="half way"):
-        cache.keep_folder("both", fail)
+        cache.load_or_make_folder("both", fail)
     assert list(cache_folder.iterdir()) == []
 
 
-def test_where_no_folder_can_be_kept_a_temporary_one_does(tmp_path, monkeypatch, capsys):
+def test_an_unwritable_cache_uses_a_temporary_folder(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path / "file" / "cache"))
-    kept = cache.keep_folder("both", lambda folder: write_two([], folder))
+    kept = cache.load_or_make_folder("both", lambda folder: write_two([], folder))
     assert (kept / "a.bin").read_bytes() == b"ab"
-    assert "going on without it" in capsys.readouterr().err
+    assert "continuing without it" in capsys.readouterr().err
 
 
-def test_a_full_disk_everywhere_is_one_line(monkeypatch):
+def test_a_full_disk_everywhere_is_a_one_line_error(monkeypatch):
     def full(folder):
         raise OSError(28, "No space left on device")
 
     with pytest.raises(UsageError, match="No space left on device"):
-        cache.keep_folder("both", full)
+        cache.load_or_make_folder("both", full)
 
 
-def test_without_locks_the_first_to_finish_has_made_it(cache_folder, monkeypatch):
+def test_without_locks_the_first_to_finish_wins(cache_folder, monkeypatch):
     def refuse(descriptor, kind):
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -147,25 +147,25 @@ def test_without_locks_the_first_to_finish_has_made_it(cache_folder, monkeypatch
         (other / "a.bin").write_bytes(b"first")
         write_two([], folder)
 
-    assert (cache.keep_folder("both", late) / "a.bin").read_bytes() == b"first"
+    assert (cache.load_or_make_folder("both", late) / "a.bin").read_bytes() == b"first"
     assert sorted(place.name for place in cache_folder.iterdir() if place.suffix != ".lock") == ["both"]
 
 
-def test_what_a_killed_process_left_is_swept_and_nothing_else(cache_folder):
+def test_only_leftovers_of_killed_processes_are_removed(cache_folder):
     cache_folder.mkdir()
     for name in ("a.bin.x1.part", "a.bin.x2.part", "b.bin.y.part"):
         (cache_folder / name).write_bytes(b"half")
-    cache.keep_array("a.bin", np.uint16, lambda: blocks([]))
+    cache.load_or_make_array("a.bin", np.uint16, lambda: blocks([]))
     assert sorted(file.name for file in cache_folder.iterdir()) == ["a.bin", "b.bin.y.part"]
 
 
-def test_a_lock_on_a_file_that_was_removed_is_a_lock_on_nothing(cache_folder):
-    """Threads that come and go: at no time are two of them inside."""
+def test_a_lock_on_a_removed_file_does_not_count(cache_folder):
+    """Many threads take and free the lock: no two hold it at the same time."""
     inside, most = [], []
 
     def enter():
         for _ in range(30):
-            with cache.alone(cache_folder / "a"):
+            with cache.lock_entry(cache_folder / "a"):
                 inside.append(1)
                 most.append(len(inside))
                 inside.pop()

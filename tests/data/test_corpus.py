@@ -13,7 +13,7 @@ from narrowgauge.errors import UsageError
 
 @pytest.fixture
 def library(tmp_path, monkeypatch):
-    """A small standard library, with things in it that are not to be read."""
+    """A small standard library, with files in it that must not be read."""
     root = tmp_path / "lib"
     for index in range(60):
         (root / f"package{index % 3}").mkdir(parents=True, exist_ok=True)
@@ -34,7 +34,7 @@ def test_every_source_is_in_one_of_the_splits(library):
     assert len(held) < len(train) / 4
 
 
-def test_the_split_is_the_same_when_loaded_again_and_kept_under_its_key(library, cache_folder):
+def test_the_split_is_reproducible_and_cached(library, cache_folder):
     first, again = corpus.load(), corpus.load()
     assert first.key == again.key
     assert first.train.tobytes() == again.train.tobytes()
@@ -52,22 +52,22 @@ def test_a_changed_source_changes_the_key(library):
     assert b"another" in after.train.tobytes() + after.eval.tobytes()
 
 
-def test_packages_join_with_the_option(library):
+def test_packages_are_added_with_the_option(library):
     text = corpus.load(packages=True)
     assert b"not to be read" in text.train.tobytes() + text.eval.tobytes()
 
 
-def test_a_machine_without_sources_is_told_what_to_do(tmp_path, monkeypatch):
+def test_a_machine_without_sources_is_an_error_with_advice(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "empty"))
     with pytest.raises(UsageError, match="--data"):
         corpus.load()
 
 
 def test_the_real_library_is_a_corpus():
-    files = corpus.source_files(Path(sysconfig.get_path("stdlib")))
+    files = corpus.list_source_files(Path(sysconfig.get_path("stdlib")))
     assert len(files) > 300
     assert files == sorted(files)
-    share = sum(corpus.is_held_back(Path(file.name)) for file in files) / len(files)
+    share = sum(corpus.is_held_out(Path(file.name)) for file in files) / len(files)
     assert 0.02 < share < 0.1
 
 

@@ -1,4 +1,4 @@
-"""Documents out of JSON lines and Parquet: which texts come, and what is said of a file that is not as it should be."""
+"""Documents from JSON lines and Parquet: which texts are read, and the errors for invalid files."""
 
 import gzip
 import json
@@ -42,13 +42,13 @@ def test_the_usual_fields_of_json_lines_are_found(tmp_path, name, field):
     assert texts(path) == TEXTS
 
 
-def test_text_goes_before_content_and_a_named_field_before_both(tmp_path):
+def test_the_named_field_is_first_then_text_then_content(tmp_path):
     path = write_jsonl(tmp_path / "x.jsonl", [{"content": "c", "text": "t", "body": "b"}, {"text": None, "body": "d"}])
     assert texts(path) == ["t", ""]
     assert texts(path, "body") == ["b", "d"]
 
 
-def test_json_is_read_alike_with_and_without_orjson(tmp_path, monkeypatch):
+def test_json_is_the_same_with_and_without_orjson(tmp_path, monkeypatch):
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "a", "score": NaN}\n\n  \n{"text": "\\ud800b"}\r\n{"text": "last"}')
     found = texts(path)
@@ -65,7 +65,7 @@ def test_json_is_read_alike_with_and_without_orjson(tmp_path, monkeypatch):
         (b"plain text\n", "line 1 is not JSON"),
         (b'{"text": "\xff\xfe"}\n', "line 1 is not JSON"),
         (b'\n["a", "b"]\n', "line 2 is list, not an object"),
-        (b'{"prompt": "a", "answer": "b"}\n', "its fields are prompt, answer: name the one with the text by --field"),
+        (b'{"prompt": "a", "answer": "b"}\n', "its fields are prompt, answer: name the field with the text by --field"),
         (b"{}\n", "it has no fields"),
         (b'{"text": "a"}\n{"body": "b"}\n', "line 2 has no field 'text'; its fields are body"),
         (b'{"text": ["a"]}\n', "field 'text' holds list, not text"),
@@ -74,7 +74,7 @@ def test_json_is_read_alike_with_and_without_orjson(tmp_path, monkeypatch):
         (bytes(range(256)), "line 1 is not JSON"),
     ],
 )
-def test_broken_json_lines_are_refused_in_a_line(tmp_path, content, words):
+def test_invalid_json_lines_are_one_line_errors(tmp_path, content, words):
     path = tmp_path / "x.jsonl"
     path.write_bytes(content)
     message = refusal(path)
@@ -82,13 +82,13 @@ def test_broken_json_lines_are_refused_in_a_line(tmp_path, content, words):
     assert str(path) in message
 
 
-def test_a_line_without_end_is_not_read_into_memory(tmp_path, monkeypatch):
+def test_an_endless_line_is_not_read_into_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "LINE_BYTES", 1 << 20)
     (tmp_path / "x.jsonl").write_bytes(b'{"text": "' + b"a" * (1 << 21))
     assert "longer than 1 MB" in refusal(tmp_path / "x.jsonl")
 
 
-def test_a_cut_or_changed_archive_is_refused(tmp_path):
+def test_a_truncated_or_damaged_archive_is_refused(tmp_path):
     path = write_jsonl(tmp_path / "x.jsonl.gz", [{"text": f"{n} {n * n}"} for n in range(2000)])
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
@@ -105,7 +105,7 @@ def test_a_parquet_column_is_read(tmp_path, field):
     assert texts(path) == ["one", "", "three", ""]
 
 
-def test_parquet_texts_may_be_large_or_of_a_dictionary(tmp_path):
+def test_parquet_large_strings_and_dictionaries_are_read(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     large = pyarrow.array(["a", "b"], pyarrow.large_string())
     assert texts(write_parquet(tmp_path / "x.parquet", {"text": large})) == ["a", "b"]
@@ -115,7 +115,7 @@ def test_parquet_texts_may_be_large_or_of_a_dictionary(tmp_path):
     ]
 
 
-def test_a_parquet_file_with_other_columns_names_them(tmp_path):
+def test_a_missing_parquet_column_error_lists_the_columns(tmp_path):
     path = write_parquet(tmp_path / "x.parquet", {"story": ["a"], "n": [1]})
     assert "its fields are story, n" in refusal(path)
     assert texts(path, "story") == ["a"]
@@ -135,13 +135,13 @@ def test_every_truncation_of_a_parquet_file_is_refused(tmp_path):
     assert "damaged or not a Parquet file" in refusal(path)
 
 
-def test_without_pyarrow_parquet_costs_a_line(tmp_path, monkeypatch):
+def test_parquet_without_pyarrow_is_a_one_line_error(tmp_path, monkeypatch):
     path = write_parquet(tmp_path / "x.parquet", {"text": ["a"]})
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert "needs the package pyarrow" in refusal(path)
 
 
-def test_a_folder_holds_all_its_files_in_order_and_says_which_are_for_evaluation(tmp_path):
+def test_a_folder_is_read_in_order_and_split_by_names(tmp_path):
     (tmp_path / "validation").mkdir()
     (tmp_path / ".hidden").mkdir()
     write_jsonl(tmp_path / "b.jsonl", [{"text": "b"}])
@@ -153,14 +153,14 @@ def test_a_folder_holds_all_its_files_in_order_and_says_which_are_for_evaluation
     assert [(next(part.read()), part.for_evaluation) for part in parts] == [("a", False), ("b", False), ("v", True)]
 
 
-def test_the_folders_above_have_no_say_in_what_a_file_is_for(tmp_path):
+def test_parent_folders_do_not_decide_the_split(tmp_path):
     folder = tmp_path / "test" / "data"
     folder.mkdir(parents=True)
     write_jsonl(folder / "x.jsonl", [{"text": "a"}])
     assert not documents.open_files(folder, None).open()[0].for_evaluation
 
 
-def test_the_key_follows_content_and_field(tmp_path):
+def test_the_key_depends_on_content_and_field(tmp_path):
     path = write_jsonl(tmp_path / "x.jsonl", [{"text": "a"}])
     before = documents.open_files(path, None).key
     assert documents.open_files(path, None).key == before

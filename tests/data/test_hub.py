@@ -1,4 +1,4 @@
-"""Hugging Face's datasets: saved, in a folder, by name, streamed; and one line where they cannot be had."""
+"""Hugging Face's datasets: saved, in a folder, by name, streamed; and one-line errors if they cannot be read."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ def refusal(found):
     return str(caught.value)
 
 
-def test_a_saved_dataset_is_read_as_it_was_saved(tmp_path):
+def test_a_saved_dataset_is_read(tmp_path):
     whole = datasets.Dataset.from_dict({"id": list(range(400)), "content": MANY})
     whole.select(range(399, -1, -2)).save_to_disk(str(tmp_path / "d"))
     assert hub.is_saved(tmp_path / "d") and not hub.is_saved(tmp_path)
@@ -43,14 +43,14 @@ def test_saved_splits_keep_their_names(tmp_path):
     assert packed.train.tobytes().decode().startswith(MANY[0] + "\n\n" + MANY[1])
 
 
-def test_a_dataset_with_other_columns_names_them(tmp_path):
+def test_a_missing_column_error_lists_the_columns(tmp_path):
     datasets.Dataset.from_dict({"prompt": ["a"], "n": [3]}).save_to_disk(str(tmp_path / "d"))
     assert "its fields are prompt, n" in refusal(hub.open_saved(tmp_path / "d", None))
     assert "field 'n' holds int" in refusal(hub.open_saved(tmp_path / "d", "n"))
     assert texts(hub.open_saved(tmp_path / "d", "prompt")) == [("a", False)]
 
 
-def test_a_damaged_dataset_is_refused_in_a_line(tmp_path):
+def test_a_damaged_dataset_is_a_one_line_error(tmp_path):
     datasets.Dataset.from_dict({"text": MANY}).save_to_disk(str(tmp_path / "d"))
     arrow = next((tmp_path / "d").glob("*.arrow"))
     arrow.write_bytes(arrow.read_bytes()[:100])
@@ -59,7 +59,7 @@ def test_a_damaged_dataset_is_refused_in_a_line(tmp_path):
     assert "cannot be read as a dataset" in refusal(hub.open_saved(tmp_path / "d", None))
 
 
-def test_a_folder_is_what_load_dataset_makes_of_it(tmp_path):
+def test_hf_folder_is_read_by_load_dataset(tmp_path):
     folder = tmp_path / "stories"
     folder.mkdir()
     (folder / "train.csv").write_text("text,n\n" + "".join(f"{text},1\n" for text in MANY[:50]))
@@ -70,7 +70,7 @@ def test_a_folder_is_what_load_dataset_makes_of_it(tmp_path):
     assert "cannot be loaded" in refusal(hub.open_named(f"hf:{folder}@nothing", None))
 
 
-def test_a_stream_is_packed_up_to_the_bound_and_found_again_without_it():
+def test_a_stream_is_read_up_to_max_tokens_and_cached():
     taken = []
 
     def rows():
@@ -79,7 +79,7 @@ def test_a_stream_is_packed_up_to_the_bound_and_found_again_without_it():
             yield {"id": number, "text": f"document {number} says {number * number}"}
 
     stream = datasets.IterableDataset.from_generator(rows)
-    found = Documents("hf:stream", "stream", lambda: hub.parts_of(stream, None, "hf:stream"))
+    found = Documents("hf:stream", "stream", lambda: hub.list_parts(stream, None, "hf:stream"))
     packed = pack.pack(found, Bytes(), context=16, max_tokens=20_000)
     assert 20_000 <= len(packed.train) < 20_100
     assert len(taken) < 10_000
@@ -87,7 +87,7 @@ def test_a_stream_is_packed_up_to_the_bound_and_found_again_without_it():
     assert pack.pack(offline, Bytes(), context=16, max_tokens=20_000).train.tobytes() == packed.train.tobytes()
 
 
-def test_streams_by_split_and_of_other_fields():
+def test_streams_with_splits_and_other_fields():
     def rows(name):
         yield {"body": f"of {name}"}
 
@@ -97,18 +97,18 @@ def test_streams_by_split_and_of_other_fields():
             for name in ("train", "validation")
         }
     )
-    found = Documents("s", "s", lambda: hub.parts_of(streams, "body", "s"))
+    found = Documents("s", "s", lambda: hub.list_parts(streams, "body", "s"))
     assert texts(found) == [("of train", False), ("of validation", True)]
-    assert "its fields are body" in refusal(Documents("s", "s", lambda: hub.parts_of(streams, None, "s")))
+    assert "its fields are body" in refusal(Documents("s", "s", lambda: hub.list_parts(streams, None, "s")))
 
 
-def test_a_stream_that_breaks_is_one_line():
+def test_a_failing_stream_is_a_one_line_error():
     def rows():
         yield {"text": "a"}
         raise ConnectionError("the cable\nwas cut")
 
     stream = datasets.IterableDataset.from_generator(rows)
-    message = refusal(Documents("s", "s", lambda: hub.parts_of(stream, None, "hf:some/thing")))
+    message = refusal(Documents("s", "s", lambda: hub.list_parts(stream, None, "hf:some/thing")))
     assert "hf:some/thing" in message and "the cable was cut" in message
 
 
@@ -120,13 +120,13 @@ def test_a_stream_that_breaks_is_one_line():
         ("hf:a/b:c@train[:1%]", ("a/b", "c", "train[:1%]")),
     ],
 )
-def test_names_are_taken_apart(spec, expected):
+def test_names_are_parsed(spec, expected):
     name = hub.parse(spec)
     assert (name.dataset, name.configuration, name.split) == expected
 
 
 @pytest.mark.parametrize("spec", ["hf:", "hf:a@", "hf:a:", "hf:@train"])
-def test_half_a_name_is_refused(spec):
+def test_an_incomplete_name_is_refused(spec):
     with pytest.raises(UsageError, match=r"hf:NAME\[:CONFIG\]\[@SPLIT\]"):
         hub.parse(spec)
 
@@ -149,7 +149,7 @@ except UsageError as error:
         ({"HF_HUB_OFFLINE": "1"}, "hf:nobody/has-this cannot be loaded"),
     ],
 )
-def test_without_a_network_it_is_one_line_and_soon(environment, words):
+def test_without_a_network_a_one_line_error_comes_quickly(environment, words):
     proxies = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
     clean = {name: value for name, value in os.environ.items() if name.lower() not in proxies}
     done = subprocess.run(
@@ -158,7 +158,7 @@ def test_without_a_network_it_is_one_line_and_soon(environment, words):
     assert words in done.stdout and len(done.stdout.splitlines()) == 1
 
 
-def test_without_the_package_it_costs_a_line(tmp_path, monkeypatch):
+def test_a_missing_package_is_a_one_line_error(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert "needs the package datasets" in refusal(hub.open_named("hf:a/b", None))
     assert "needs the package datasets" in refusal(hub.open_saved(tmp_path, None))

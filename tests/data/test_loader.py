@@ -1,4 +1,4 @@
-"""Numbered batches out of DataLoaders: the same for their number, whatever was asked for before."""
+"""Numbered batches from DataLoaders depend only on their number."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ITEMS = 22
 
 
 class Noisy(Dataset[Tensor]):
-    """An item and what three global generators gave for it: augmentation."""
+    """Each item comes with numbers from three global generators, like augmentation."""
 
     def __len__(self) -> int:
         return ITEMS
@@ -33,7 +33,7 @@ class Noisy(Dataset[Tensor]):
 
 
 class Stream(IterableDataset[Tensor]):
-    """Items of unknown number, shared out among workers."""
+    """An unknown number of items, divided among workers."""
 
     def __iter__(self) -> Iterator[Tensor]:
         worker = torch.utils.data.get_worker_info()
@@ -43,7 +43,7 @@ class Stream(IterableDataset[Tensor]):
 
 
 class Again:
-    """No DataLoader at all."""
+    """An iterable that is not a DataLoader."""
 
     def __iter__(self) -> Iterator[Tensor]:
         yield from (torch.rand(3) for _ in range(5))
@@ -75,7 +75,7 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_a_batch_depends_on_its_number_alone(name: str) -> None:
+def test_a_batch_depends_only_on_its_number(name: str) -> None:
     make = LOADERS[name]
     expected = first(make, 14)
     random.seed(5)
@@ -90,7 +90,7 @@ def test_a_batch_depends_on_its_number_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CHEAP)
-def test_global_generators_are_left_alone(name: str) -> None:
+def test_global_generators_are_restored(name: str) -> None:
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index, union-attr]
     first(LOADERS[name], 7)
     assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
@@ -140,7 +140,7 @@ def test_set_epoch_is_called() -> None:
         (lambda split: None, "has no train"),
     ],
 )
-def test_what_cannot_be_read_is_said(data: Any, says: str) -> None:
+def test_invalid_data_is_refused(data: Any, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         task(data).batch(0, "train")
 
@@ -149,7 +149,7 @@ def task(data: Any, **more: Any) -> Task:
     return Task(model=lambda: nn.Linear(4, 1), loss=lambda m, b: m(b).square().mean(), data=data, **more)
 
 
-def test_a_task_knows_what_its_loaders_say() -> None:
+def test_a_task_takes_sizes_from_its_loaders() -> None:
     found = task({"train": LOADERS["in order"](), "eval": LOADERS["in order"]()})
     assert found.items_per_batch == 4 and found.eval_batches == 6
     assert torch.equal(found.batch(0, "train")[:, 0], torch.arange(4.0))
@@ -189,7 +189,7 @@ def make(workers: int = 0, seed: int = 0):
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])
-def test_a_run_is_resumed_to_the_bit(workers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_continues_bit_exactly(workers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from narrowgauge.runs import record
 
     monkeypatch.chdir(tmp_path)
@@ -201,7 +201,7 @@ def test_a_run_is_resumed_to_the_bit(workers: str, tmp_path: Path, monkeypatch: 
     shutil.copytree("whole", "cut")
     for step in (8, 12, 13):  # as if it had been killed at step 7, in the middle of the second epoch
         shutil.rmtree(f"cut/checkpoints/step-{step:08d}", ignore_errors=True)
-    record.cut_after(Path("cut"), 7)
+    record.truncate_after(Path("cut"), 7)
     assert [path.name for path in Path("cut/checkpoints").iterdir()] == ["step-00000004"]
     assert main(["train", "--resume", "cut"]) in (0, 1)
     last = "checkpoints/step-00000013/weights.safetensors"

@@ -1,4 +1,4 @@
-"""Packing: every document once and whole, on a side that only its text decides, made once, by one, in little memory."""
+"""Packing: every document once, in a split that depends only on its text; done once, in little memory."""
 
 import contextlib
 import hashlib
@@ -24,7 +24,7 @@ from narrowgauge.errors import UsageError
 
 
 def of(*parts, key="k", opened=None):
-    """Documents out of lists; a list that is for evaluation comes as a tuple."""
+    """Make documents from lists. A tuple is a part for evaluation."""
 
     def generate(texts):
         yield from texts
@@ -44,11 +44,11 @@ def split(array):
 MANY = [f"document {number} says {number * number}" for number in range(400)]
 
 
-def test_every_document_is_whole_and_on_one_side():
+def test_every_document_is_whole_and_in_one_split():
     packed = pack.pack(of(MANY[:300], MANY[300:]), Bytes(), context=16)
     train, held = split(packed.train), split(packed.eval)
-    assert train == [text for text in MANY if not pack.is_held_back(text, 20)]
-    assert held == [text for text in MANY if pack.is_held_back(text, 20)]
+    assert train == [text for text in MANY if not pack.is_held_out(text, 20)]
+    assert held == [text for text in MANY if pack.is_held_out(text, 20)]
     assert 5 < len(held) < 40
     assert packed.facts["documents"] == 400 and packed.facts["eval_documents"] == len(held)
     assert packed.facts["train_tokens"] == len(packed.train) and packed.train.dtype == np.uint8
@@ -62,21 +62,21 @@ def test_no_document_moves_when_more_are_added_in_another_order():
     assert set(split(before.train)) < set(split(after.train))
 
 
-def test_copies_of_a_document_are_never_on_both_sides():
+def test_copies_of_a_document_are_in_the_same_split():
     packed = pack.pack(of(MANY * 3), Bytes(), context=16)
     assert set(split(packed.train)).isdisjoint(split(packed.eval))
     assert len(split(packed.eval)) % 3 == 0
 
 
 @given(st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=20), st.integers(0, 19))
-def test_shares_nest_so_that_growing_never_evaluates_on_what_was_trained_on(texts, grown):
+def test_held_out_sets_nest(texts, grown):
     for text in texts[: grown + 1]:
-        sides = [pack.is_held_back(text, every) for every in pack.HELD_BACK]
-        assert sides == sorted(sides)  # once held back, held back from every larger share
+        sides = [pack.is_held_out(text, every) for every in pack.HELD_OUT]
+        assert sides == sorted(sides)  # once held out, held out of every larger set
 
 
-def test_a_small_set_gives_a_larger_share_to_evaluation_and_says_so():
-    few = [text for text in MANY if not pack.is_held_back(text, 20)][:12]
+def test_a_small_set_holds_out_a_larger_part():
+    few = [text for text in MANY if not pack.is_held_out(text, 20)][:12]
     packed = pack.pack(of(few), Bytes(), context=16)
     assert sorted(split(packed.train) + split(packed.eval)) == sorted(few)
     assert len(packed.eval) > 16 and "one document in" in packed.facts["split"]
@@ -90,7 +90,7 @@ def test_too_few_documents_are_refused():
         pack.pack(of(["", "  \n"], key="e"), Bytes(), context=16)
 
 
-def test_parts_named_for_evaluation_are_taken_as_they_are():
+def test_parts_named_for_evaluation_are_used_for_it():
     packed = pack.pack(of(MANY[:50], tuple(MANY[40:60]), MANY[60:70]), Bytes(), context=16)
     assert split(packed.train) == MANY[:50] + MANY[60:70]
     assert split(packed.eval) == MANY[40:60]
@@ -99,7 +99,7 @@ def test_parts_named_for_evaluation_are_taken_as_they_are():
     assert only.facts["split"] == "one document in 20, by a hash of its text"
 
 
-def test_it_is_made_once_and_again_for_another_encoder_or_bound(cache_folder):
+def test_packing_is_cached_per_encoder_and_limit(cache_folder):
     opened = []
     for _ in range(2):
         pack.pack(of(MANY, opened=opened), Bytes(), context=16)
@@ -110,7 +110,7 @@ def test_it_is_made_once_and_again_for_another_encoder_or_bound(cache_folder):
     assert all(place.name.startswith("packed-") and place.is_dir() for place in cache_folder.iterdir())
 
 
-def test_a_bound_stops_the_reading_of_a_stream_without_end():
+def test_max_tokens_stops_an_endless_stream():
     closed = []
 
     def endless():
@@ -128,7 +128,7 @@ def test_a_bound_stops_the_reading_of_a_stream_without_end():
     assert closed
 
 
-def test_the_bound_does_not_depend_on_how_documents_are_grouped(monkeypatch):
+def test_max_tokens_does_not_depend_on_grouping(monkeypatch):
     first = pack.pack(of(MANY, key="a"), Bytes(), context=16, max_tokens=3000)
     monkeypatch.setattr(pack, "GROUP_PIECES", 3)
     again = pack.pack(of(MANY, key="b"), Bytes(), context=16, max_tokens=3000)
@@ -137,11 +137,11 @@ def test_the_bound_does_not_depend_on_how_documents_are_grouped(monkeypatch):
 
 @settings(max_examples=30)
 @given(st.text(alphabet="ab\n", max_size=200))
-def test_pieces_lose_nothing_and_end_at_lines(text):
+def test_pieces_are_complete_and_end_at_line_ends(text):
     limit = pack.PIECE_CHARS
     try:
         pack.PIECE_CHARS = 16
-        pieces = list(pack._pieces(text))
+        pieces = list(pack._split_pieces(text))
     finally:
         pack.PIECE_CHARS = limit
     assert "".join(pieces) == text
@@ -149,7 +149,7 @@ def test_pieces_lose_nothing_and_end_at_lines(text):
     assert all(piece.endswith("\n") or "\n" not in piece for piece in pieces[:-1])
 
 
-def test_a_failure_half_way_leaves_nothing_behind(cache_folder):
+def test_an_error_while_writing_leaves_no_files(cache_folder):
     def broken():
         yield "fine"
         raise UsageError("line 2 is not JSON")
@@ -159,16 +159,16 @@ def test_a_failure_half_way_leaves_nothing_behind(cache_folder):
     assert list(cache_folder.iterdir()) == []
 
 
-def test_an_unwritable_cache_costs_a_line(tmp_path, monkeypatch, capsys):
+def test_an_unwritable_cache_is_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path / "file" / "below"))
     packed = pack.pack(of(MANY), Bytes(), context=16)
     assert len(split(packed.train)) > 300
-    assert "going on without it" in capsys.readouterr().err
+    assert "continuing without it" in capsys.readouterr().err
 
 
-def test_long_work_says_how_far_it_is(monkeypatch, capsys):
-    monkeypatch.setattr(pack, "SAY_EVERY_S", -1.0)
+def test_long_work_reports_progress(monkeypatch, capsys):
+    monkeypatch.setattr(pack, "REPORT_EVERY_S", -1.0)
     pack.pack(of(MANY[:200], MANY[200:]), Bytes(), context=16)
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("narrowgauge: encoding data (1 of 2): 200 documents")
@@ -214,7 +214,7 @@ def wait_for(condition):
         time.sleep(0.02)
 
 
-def test_of_two_processes_one_encodes_and_the_other_waits(start, tmp_path):
+def test_one_of_two_processes_encodes_and_the_other_waits(start, tmp_path):
     begin, seen, gate = start
     errors = [tmp_path / "errors-0", tmp_path / "errors-1"]
     with errors[0].open("w") as first, errors[1].open("w") as second:
@@ -227,7 +227,7 @@ def test_of_two_processes_one_encodes_and_the_other_waits(start, tmp_path):
     assert sum("waiting for another process" in path.read_text() for path in errors) == 1
 
 
-def test_a_killed_process_leaves_nothing_that_counts(start, cache_folder):
+def test_leftovers_of_a_killed_process_are_replaced(start, cache_folder):
     begin, seen, gate = start
     first = begin()
     wait_for(lambda: any(seen.iterdir()))
@@ -236,7 +236,7 @@ def test_a_killed_process_leaves_nothing_that_counts(start, cache_folder):
     gate.touch()
     assert any(place.suffix == ".part" for place in cache_folder.iterdir())
     answer, error = begin().communicate(timeout=60)
-    train = "".join(text + "\n\n" for text in MANY if not pack.is_held_back(text, 20))
+    train = "".join(text + "\n\n" for text in MANY if not pack.is_held_out(text, 20))
     assert answer.strip() == hashlib.sha256(train.encode()).hexdigest(), error
     assert [place.name[:7] for place in cache_folder.iterdir()] == ["packed-"]
 

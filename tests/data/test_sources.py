@@ -1,11 +1,15 @@
-"""What --data names: each kind is recognised, and opened as bytes, byte pairs or with a tokenizer."""
+"""Data sources: each kind is recognized, and opened as bytes, byte pairs or with a tokenizer."""
 
+import importlib
 import json
+import pkgutil
 
 import numpy as np
 import pytest
 
+from narrowgauge import data as data_package
 from narrowgauge.data import sources
+from narrowgauge.data.source import DataSource
 from narrowgauge.errors import UsageError
 
 MANY = [f"document {number} says that {number} squared is {number * number}" for number in range(300)]
@@ -22,7 +26,16 @@ def open_(data, vocab=256, **options):
     return sources.open_source(str(data), vocab=vocab, context=16, **options)
 
 
-def test_kinds_are_told_apart(tmp_path, lines):
+def test_every_data_source_is_registered():
+    """A new source needs its own file and a line in the registry, and nothing else."""
+    found = set()
+    for module in pkgutil.iter_modules(data_package.__path__, "narrowgauge.data."):
+        values = vars(importlib.import_module(module.name)).values()
+        found |= {value for value in values if isinstance(value, DataSource)}
+    assert found == set(sources.SOURCES)
+
+
+def test_kinds_are_recognized(tmp_path, lines):
     text = tmp_path / "a.txt"
     text.write_text("text")
     (tmp_path / "b.bin").write_bytes(bytes(200))
@@ -37,6 +50,8 @@ def test_kinds_are_told_apart(tmp_path, lines):
         assert sources.kind_of(None if data is None else str(data)) == kind
     with pytest.raises(UsageError, match="there is no file or folder"):
         sources.kind_of(str(tmp_path / "nothing"))
+    with pytest.raises(UsageError, match="there is no file or folder"):
+        sources.kind_of(str(tmp_path / "no.bin"))
 
 
 def test_documents_are_bytes_or_byte_pairs(lines):
@@ -50,7 +65,7 @@ def test_documents_are_bytes_or_byte_pairs(lines):
     assert pairs.prompt == pairs.data.shards["eval"][0][:8].tolist()
 
 
-def test_documents_are_encoded_by_a_tokenizer_with_an_end_between_two(lines, tmp_path):
+def test_a_tokenizer_adds_an_end_token_between_documents(lines, tmp_path):
     tokenizer = pytest.importorskip("narrowgauge.data.tokenizer")
     coder = tokenizer.open_tokenizer(word_tokenizer(tmp_path))
     source = open_(lines, vocab=coder.vocab, coder=coder)
@@ -60,7 +75,7 @@ def test_documents_are_encoded_by_a_tokenizer_with_an_end_between_two(lines, tmp
     assert source.decode(first[: first.index(coder.end)]) == MANY[0]
 
 
-def test_a_tokenizer_gives_the_tokens_of_a_bin_their_meaning(tmp_path):
+def test_a_tokenizer_decodes_the_tokens_of_a_bin(tmp_path):
     tokenizer = pytest.importorskip("narrowgauge.data.tokenizer")
     coder = tokenizer.open_tokenizer(word_tokenizer(tmp_path))
     ids = np.array(coder.encode("".join(MANY)), "<u2")
@@ -69,7 +84,7 @@ def test_a_tokenizer_gives_the_tokens_of_a_bin_their_meaning(tmp_path):
     assert source.decode(source.prompt) in "".join(MANY)
 
 
-def test_a_text_is_encoded_by_a_tokenizer(tmp_path):
+def test_a_tokenizer_encodes_text(tmp_path):
     tokenizer = pytest.importorskip("narrowgauge.data.tokenizer")
     coder = tokenizer.open_tokenizer(word_tokenizer(tmp_path))
     (tmp_path / "x.txt").write_text("\n".join(MANY))
@@ -78,7 +93,7 @@ def test_a_text_is_encoded_by_a_tokenizer(tmp_path):
     assert "".join(whole) == "\n".join(MANY)
 
 
-def test_field_and_bound_reach_the_documents_and_are_refused_elsewhere(lines, tmp_path):
+def test_field_and_max_tokens_are_only_for_documents(lines, tmp_path):
     assert open_(lines, field="short").data.size("train") < open_(lines).data.size("train") / 2
     assert open_(lines, max_tokens=6000).data.size("train") < 6100
     (tmp_path / "x.txt").write_text("text " * 100)
@@ -92,12 +107,12 @@ def test_batches_are_pure_functions_of_their_number(lines):
     assert first[0].tolist() == again[0].tolist()
 
 
-def test_names_are_made_whole(tmp_path, monkeypatch):
+def test_names_are_made_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
-    assert sources.whole_name("x.jsonl") == str(tmp_path / "x.jsonl")
-    assert sources.whole_name("hf:a/b:c@train") == "hf:a/b:c@train"
-    assert sources.whole_name("hf:./folder@train") == f"hf:{tmp_path}/folder@train"
+    assert sources.resolve_name("x.jsonl") == str(tmp_path / "x.jsonl")
+    assert sources.resolve_name("hf:a/b:c@train") == "hf:a/b:c@train"
+    assert sources.resolve_name("hf:./folder@train") == f"hf:{tmp_path}/folder@train"
 
 
 def word_tokenizer(folder):

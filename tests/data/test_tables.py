@@ -1,4 +1,4 @@
-"""Texts out of JSON arrays and CSV: which come, whatever the file's size and shape, and what is refused."""
+"""Texts from JSON arrays and CSV: which are read, for any file size, and what is refused."""
 
 import csv
 import gzip
@@ -33,7 +33,7 @@ def write(path, text):
 
 @pytest.mark.parametrize("name", ["x.json", "x.json.gz", "X.JSON"])
 @pytest.mark.parametrize("indent", [None, 1])
-def test_json_arrays(tmp_path, name, indent):
+def test_json_arrays_are_read(tmp_path, name, indent):
     rows = [{"id": n, "content": text} for n, text in enumerate(TEXTS)]
     assert texts(write(tmp_path / name, json.dumps(rows, indent=indent))) == TEXTS
     assert texts(write(tmp_path / name, "﻿ \n" + json.dumps(TEXTS, indent=indent) + "\n")) == TEXTS
@@ -47,7 +47,7 @@ def test_json_arrays(tmp_path, name, indent):
     chunk=st.integers(1, 40),
     indent=st.sampled_from([None, 2]),
 )
-def test_arrays_are_the_same_however_they_are_read(tmp_path, monkeypatch, found, chunk, indent):
+def test_arrays_do_not_depend_on_the_chunk_size(tmp_path, monkeypatch, found, chunk, indent):
     path = tmp_path / "x.json"
     path.write_text(json.dumps([{"text": text} for text in found], indent=indent), encoding="utf-8")
     monkeypatch.setattr(tables, "CHUNK", chunk)
@@ -56,7 +56,7 @@ def test_arrays_are_the_same_however_they_are_read(tmp_path, monkeypatch, found,
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
 @pytest.mark.parametrize("name", ["x.csv", "x.tsv", "x.csv.gz"])
-def test_tables(tmp_path, delimiter, name):
+def test_tables_are_read(tmp_path, delimiter, name):
     path = tmp_path / "plain"
     with path.open("w", newline="", encoding="utf-8-sig") as file:
         rows = csv.writer(file, delimiter=delimiter)
@@ -77,13 +77,13 @@ def test_a_long_cell_is_read_whole(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("x.json", '{\n "data": [1]\n}', "not an array and not an object a line"),
+        ("x.json", '{\n "data": [1]\n}', "neither an array nor one object per line"),
         ("x.json", '{"data": [{"text": "a"}]}', "its fields are data"),
         ("x.json", "[1, 2]", "item 1 is int, not an object"),
         ("x.json", '["a", ["b"]]', "item 2 is list, not an object"),
         ("x.json", '["a", "b"', "item 3 is not JSON (it ends within the array); the file is truncated"),
         ("x.json", '["a", "b', "item 2 is not JSON"),
-        ("x.json", '["a"] trailing', "goes on after its array"),
+        ("x.json", '["a"] trailing', "has more text after its array"),
         ("x.json", "[" * 100_000, "is nested too deeply"),
         ("x.json", '[{"body": "a"}]', "item 1 has no field 'text' or 'content'; its fields are body"),
         ("x.csv", "id,label\n1,2\n", "its fields are id, label"),
@@ -92,11 +92,11 @@ def test_a_long_cell_is_read_whole(tmp_path):
         ("x.csv", "", "is empty"),
     ],
 )
-def test_other_shapes_are_refused(tmp_path, name, text, says):
+def test_other_structures_are_refused(tmp_path, name, text, says):
     assert says in refusal(write(tmp_path / name, text))
 
 
-def test_files_of_another_kind_are_refused(tmp_path):
+def test_files_of_another_type_are_refused(tmp_path):
     for name in ("x.json", "x.csv"):
         (tmp_path / name).write_bytes(b"\xff\xfe[\x00")
         assert "is not UTF-8" in refusal(tmp_path / name)
@@ -106,7 +106,7 @@ def test_files_of_another_kind_are_refused(tmp_path):
     assert "truncated or damaged" in refusal(tmp_path / "x.csv.gz")
 
 
-def test_a_folder_of_them_is_documents_and_one_of_source_code_is_text(tmp_path, capsys):
+def test_a_folder_of_tables_is_documents_and_source_code_is_text(tmp_path, capsys):
     data = tmp_path / "data"
     data.mkdir()
     write(data / "train.json", json.dumps(["train " * 50]))
@@ -120,8 +120,8 @@ def test_a_folder_of_them_is_documents_and_one_of_source_code_is_text(tmp_path, 
 
 @pytest.mark.parametrize("text", [f"document number {n} " * 400 for n in range(8)], ids=range(8))
 @pytest.mark.parametrize("name", ["x.jsonl", "x.json"])
-def test_a_single_long_document_is_trained_on_and_evaluated_on(tmp_path, name, text):
-    """By a hash, a single document falls on one side as a whole: sometimes on that of evaluation."""
+def test_a_single_long_document_is_split(tmp_path, name, text):
+    """By its hash a single document would be in one split as a whole, sometimes in evaluation."""
     path = write(tmp_path / name, json.dumps({"text": text}))
     source = sources.open_source(str(path), vocab=256, context=64)
     train, evaluation = source.data.size("train"), source.data.size("eval")

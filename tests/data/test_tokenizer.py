@@ -1,4 +1,4 @@
-"""A tokenizer of the user's: its tokens, the end of documents, and nothing that only inference wants."""
+"""The user's tokenizer: its tokens, the end of documents, and no settings for inference."""
 
 import json
 
@@ -30,7 +30,7 @@ def saved(path, made):
     return path
 
 
-def test_a_file_or_a_folder_with_one_is_opened(tmp_path):
+def test_a_file_or_its_folder_is_opened(tmp_path):
     made = make()
     path = saved(tmp_path / "tokenizer.json", made)
     for given in (path, tmp_path):
@@ -41,7 +41,7 @@ def test_a_file_or_a_folder_with_one_is_opened(tmp_path):
         assert opened.decode(opened.encode(WORDS[2])) == WORDS[2]
 
 
-def test_what_transformers_saves_is_opened_with_its_end(tmp_path):
+def test_a_tokenizer_of_transformers_is_opened_with_its_end_token(tmp_path):
     transformers = pytest.importorskip("transformers")
     made = make(("<s>", "<stop>", "</s>"))
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="<stop>")
@@ -51,13 +51,13 @@ def test_what_transformers_saves_is_opened_with_its_end(tmp_path):
     assert opened.encode(WORDS[0]) == fast.encode(WORDS[0], add_special_tokens=False)
 
 
-def test_without_an_end_an_empty_line_stands_between_documents(tmp_path):
+def test_without_an_end_token_documents_are_separated_by_an_empty_line(tmp_path):
     opened = tokenizer.open_tokenizer(saved(tmp_path / "t.json", make(())))
     assert opened.end is None
     assert opened.decode(opened.separator.tolist()) == "\n\n"
 
 
-def test_truncation_padding_and_beginnings_are_for_inference(tmp_path):
+def test_truncation_padding_and_start_tokens_are_disabled(tmp_path):
     made = make(("<|endoftext|>", "<s>"))
     made.enable_truncation(4)
     made.enable_padding(length=50)
@@ -68,7 +68,7 @@ def test_truncation_padding_and_beginnings_are_for_inference(tmp_path):
         assert opened.decode(tokens) == WORDS[0]
 
 
-def test_a_document_that_spells_a_special_token_does_not_hold_it(tmp_path):
+def test_special_tokens_in_a_document_are_characters(tmp_path):
     opened = tokenizer.open_tokenizer(saved(tmp_path / "t.json", make()))
     text = "it ends with <|endoftext|> they say"
     tokens = opened.encode_all([text, "a \ud800 b"])
@@ -77,7 +77,7 @@ def test_a_document_that_spells_a_special_token_does_not_hold_it(tmp_path):
     assert opened.decode(tokens[1].tolist()) == "a ? b"
 
 
-def test_a_plain_text_that_spells_one_does(tmp_path):
+def test_special_tokens_in_plain_text_are_tokens(tmp_path):
     opened = tokenizer.open_tokenizer(saved(tmp_path / "t.json", make()))
     text = np.frombuffer(b"one story\n<|endoftext|>\nanother", np.uint8)
     encoded = tokenizer.encode_text(Text(text, text, "key"), opened)
@@ -85,12 +85,12 @@ def test_a_plain_text_that_spells_one_does(tmp_path):
     assert encoded.train.dtype == np.uint16
 
 
-def test_tokens_are_kept_in_the_smallest_type():
+def test_tokens_have_the_smallest_dtype():
     kinds = [tokenizer.dtype_for(vocab) for vocab in (256, 257, 65536, 65537)]
     assert kinds == [np.uint8, np.uint16, np.uint16, np.uint32]
 
 
-def test_a_large_vocabulary_with_gaps_counts_its_largest_token(tmp_path):
+def test_vocab_is_the_largest_token_plus_one(tmp_path):
     vocabulary = {"a": 0, "b": 99_999, "[UNK]": 1}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -100,7 +100,7 @@ def test_a_large_vocabulary_with_gaps_counts_its_largest_token(tmp_path):
     assert tokens.dtype == np.uint32 and tokens.tolist() == [0, 99_999, 0]
 
 
-def test_the_key_follows_the_content(tmp_path):
+def test_the_key_depends_on_the_content(tmp_path):
     one = tokenizer.open_tokenizer(saved(tmp_path / "a.json", make()))
     same = tokenizer.open_tokenizer(saved(tmp_path / "b.json", make()))
     other = tokenizer.open_tokenizer(saved(tmp_path / "c.json", make(vocab=280)))
@@ -111,13 +111,13 @@ def test_the_key_follows_the_content(tmp_path):
     ("content", "words"),
     [
         (None, "cannot read"),
-        (b"", "is no tokenizer"),
-        (b"\xff\xfe\x00", "is no tokenizer"),
-        (b"{}", "is no tokenizer"),
-        (json.dumps({"model": {"type": "BPE"}}).encode(), "is no tokenizer"),
+        (b"", "is not a tokenizer"),
+        (b"\xff\xfe\x00", "is not a tokenizer"),
+        (b"{}", "is not a tokenizer"),
+        (json.dumps({"model": {"type": "BPE"}}).encode(), "is not a tokenizer"),
     ],
 )
-def test_what_is_no_tokenizer_is_refused_in_a_line(tmp_path, content, words):
+def test_an_invalid_tokenizer_is_a_one_line_error(tmp_path, content, words):
     path = tmp_path / "t.json"
     if content is not None:
         path.write_bytes(content)
@@ -126,18 +126,18 @@ def test_what_is_no_tokenizer_is_refused_in_a_line(tmp_path, content, words):
     assert "\n" not in str(caught.value) and str(path) in str(caught.value)
 
 
-def test_a_folder_without_one_says_how_to_make_it(tmp_path):
+def test_a_folder_without_a_tokenizer_is_an_error_with_advice(tmp_path):
     with pytest.raises(UsageError, match=r"holds no tokenizer.json.*save_pretrained"):
         tokenizer.open_tokenizer(tmp_path)
 
 
-def test_a_damaged_configuration_does_not_matter(tmp_path):
+def test_a_damaged_configuration_is_ignored(tmp_path):
     saved(tmp_path / "tokenizer.json", make())
     (tmp_path / "tokenizer_config.json").write_text("[1, 2")
     assert tokenizer.open_tokenizer(tmp_path).end is not None
 
 
-def test_without_the_package_it_costs_a_line(tmp_path, monkeypatch):
+def test_a_missing_package_is_a_one_line_error(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
     with pytest.raises(UsageError, match="needs the package tokenizers"):
         tokenizer.open_tokenizer(tmp_path)

@@ -1,4 +1,4 @@
-"""Token files: what is read, what is refused and in which words, and how windows are drawn."""
+"""Token files: what is read, what is refused with which error, and how windows are sampled."""
 
 import numpy as np
 import pytest
@@ -51,7 +51,7 @@ def test_the_three_bin_formats_are_read(tmp_path):
         (np.array([20240520, 1, 5], ">i4").tobytes() + bytes(2000), "big-endian"),
     ],
 )
-def test_a_file_that_is_something_else_is_refused(tmp_path, content, words):
+def test_a_file_of_another_type_is_refused(tmp_path, content, words):
     path = tmp_path / "x.bin"
     path.write_bytes(content)
     message = refusal(tokens.read_bin, path)
@@ -62,12 +62,12 @@ def test_a_file_that_is_something_else_is_refused(tmp_path, content, words):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"count": 11}, "says it has 11 tokens but holds 10"),
-        ({"count": 9}, "says it has 9 tokens but holds 10"),
+        ({"count": 11}, "says 11 tokens but it holds 10"),
+        ({"count": 9}, "says 9 tokens but it holds 10"),
         ({"version": 2}, "version 2"),
         ({"magic": 20240522}, "magic 20240522"),
-        ({"magic": 20240801}, "version 1, where 7"),
-        ({"magic": 20240801, "version": 7}, "says it has 10 tokens but holds 5"),
+        ({"magic": 20240801}, "version 1, expected 7"),
+        ({"magic": 20240801, "version": 7}, "says 10 tokens but it holds 5"),
     ],
 )
 def test_an_llmc_header_must_fit_its_file(tmp_path, fields, words):
@@ -85,7 +85,7 @@ def test_every_truncation_of_an_llmc_file_is_refused(tmp_path):
         refusal(tokens.read_bin, tmp_path / "y.bin")
 
 
-def test_a_token_beyond_the_vocabulary_is_named_with_its_place(tmp_path, monkeypatch):
+def test_a_token_outside_the_vocabulary_is_named_with_its_position(tmp_path, monkeypatch):
     monkeypatch.setattr(tokens, "BLOCK_TOKENS", 64)  # so that the place lies beyond the first block
     values = np.arange(1000) % 100
     values[777] = 100
@@ -99,9 +99,9 @@ def test_a_token_beyond_the_vocabulary_is_named_with_its_place(tmp_path, monkeyp
 def test_too_few_tokens_for_a_window_are_refused(tmp_path):
     for count in range(1, 18):
         data = tokens.open_tokens(write_nano(tmp_path / "x.bin", range(count)), 100, 8)
-        assert "--context" in refusal(data.windows, "train", 8)
+        assert "--context" in refusal(data.count_windows, "train", 8)
     data = tokens.open_tokens(write_nano(tmp_path / "x.bin", range(18)), 100, 8)
-    assert data.windows("train", 8) == data.windows("eval", 8) == [1]
+    assert data.count_windows("train", 8) == data.count_windows("eval", 8) == [1]
 
 
 def test_a_single_file_gives_its_last_twentieth_to_evaluation(tmp_path):
@@ -122,7 +122,7 @@ def test_a_folder_is_split_by_the_names_of_its_files(tmp_path):
     assert data.size("train") == 100
 
 
-def test_shards_may_lie_in_a_folder_for_each_split(tmp_path):
+def test_shards_may_be_in_one_folder_per_split(tmp_path):
     for name, value in (("train/000.bin", 1), ("train/001.bin", 2), ("val/000.bin", 3), ("checkpoints/x.bin", 9)):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write_llmc(tmp_path / name, [value] * 50)
@@ -136,7 +136,7 @@ def test_a_damaged_shard_is_named(tmp_path):
     for number in range(3):
         write_llmc(tmp_path / f"fineweb_train_{number:06}.bin", range(50))
     write_llmc(tmp_path / "fineweb_val_000000.bin", range(50), count=60)
-    assert "fineweb_val_000000.bin says it has 60 tokens" in refusal(tokens.open_tokens, tmp_path, 100, 8)
+    assert "fineweb_val_000000.bin says 60 tokens" in refusal(tokens.open_tokens, tmp_path, 100, 8)
     write_llmc(tmp_path / "fineweb_val_000000.bin", range(51, 101))
     assert "fineweb_val_000000.bin: token 100 at position 49" in refusal(tokens.open_tokens, tmp_path, 100, 8)
 
@@ -152,20 +152,7 @@ def test_the_tokens_of_a_long_file_are_checked_once(tmp_path, monkeypatch, cache
     assert "token 99" in refusal(tokens.open_tokens, path, 99, 8)
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"PK\x03\x04 and so on" * 100, "PyTorch checkpoint, where text was expected"),
-        ("UTF-16 text".encode("utf-16") * 100, "zero bytes"),
-        (b"PAR1" + b"x" * 100, "Parquet"),
-    ],
-)
-def test_a_binary_file_is_no_text(tmp_path, content, words):
-    (tmp_path / "x.txt").write_bytes(content)
-    assert words in refusal(tokens.open_text, tmp_path / "x.txt", 8)
-
-
-def test_a_folder_without_an_evaluation_file_gives_its_tail(tmp_path):
+def test_a_folder_without_an_evaluation_file_holds_out_its_end(tmp_path):
     write_nano(tmp_path / "a.bin", range(100))
     write_nano(tmp_path / "b.bin", range(100, 103))
     data = tokens.open_tokens(tmp_path, 200, 8)
@@ -182,38 +169,13 @@ def test_a_split_keeps_every_token_in_order(sizes, context):
     assert sum(map(len, evaluation)) == min(ends[-1], max(int(0.05 * ends[-1]), context + 1))
 
 
-def test_text_files_and_folders_are_bytes(tmp_path):
-    file = tmp_path / "a.txt"
-    file.write_bytes(b"x" * 950 + b"y" * 50)
-    assert not tokens.holds_tokens(file)
-    text = tokens.open_text(file, 8)
-    assert isinstance(text.train, np.memmap)
-    assert (text.train.tobytes(), text.eval.tobytes()) == (b"x" * 950, b"y" * 50)
-    folder = tmp_path / "folder"
-    (folder / "deep").mkdir(parents=True)
-    (folder / "b.md").write_bytes(b"b" * 60)
-    (folder / "deep" / "a.py").write_bytes(b"a" * 60)
-    (folder / ".hidden").write_bytes(b"h" * 60)
-    (folder / "picture").write_bytes(b"\x89PNG\0\0" * 20)
-    text = tokens.open_text(folder, 8)
-    assert text.train.tobytes() + text.eval.tobytes() == b"b" * 60 + b"a" * 60
-
-
-def test_missing_and_empty_paths_are_refused(tmp_path):
-    assert "there is no file or folder" in refusal(tokens.holds_tokens, tmp_path / "no.bin")
-    (tmp_path / "empty.txt").touch()
-    assert "empty" in refusal(tokens.open_text, tmp_path / "empty.txt", 8)
-    (tmp_path / "folder").mkdir()
-    assert "holds no text" in refusal(tokens.open_text, tmp_path / "folder", 8)
-
-
 @pytest.fixture
 def counting():
-    """Two training arrays whose tokens are their own places, so that a window shows where it was taken."""
+    """Two training arrays whose tokens are their own positions, so that a window shows where it is from."""
     return TokenData([np.arange(30, dtype=np.uint16), np.arange(100, 140, dtype=np.uint16)], [np.arange(9)], 200)
 
 
-def test_a_window_is_contiguous_and_its_targets_come_one_later(counting):
+def test_a_window_is_contiguous_and_targets_are_shifted_by_one(counting):
     inputs, targets = counting.sample(3, "train", 64, 8, seed=0)
     assert inputs.shape == targets.shape == (64, 8)
     assert inputs.dtype == targets.dtype == torch.int64
@@ -223,7 +185,7 @@ def test_a_window_is_contiguous_and_its_targets_come_one_later(counting):
     assert torch.equal(inputs - inputs[:, :1], torch.arange(8).expand(64, 8))
 
 
-def test_every_window_is_drawn_and_none_spans_two_files(counting):
+def test_every_window_is_sampled_and_none_spans_two_files(counting):
     starts = {int(x) for step in range(60) for x in counting.sample(step, "train", 64, 8, seed=0)[0][:, 0]}
     assert starts == set(range(22)) | set(range(100, 132))
 

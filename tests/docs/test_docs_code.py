@@ -30,7 +30,7 @@ NOT_RUN_AT_MOST = 6
 EXITS = {
     "narrowgauge train odds.py:make --recipe fp16 --out run": 1,
     "narrowgauge replay run": 1,
-    "narrowgauge train mended.py:make --recipe fp16 --out mended": 0,
+    "narrowgauge train fixed.py:make --recipe fp16 --out fixed": 0,
     "narrowgauge lint next_byte.py:make --recipe fp8": 0,
     "narrowgauge train next_byte.py:make --recipe fp8 --out runs/fp8": 0,
     "narrowgauge report runs/fp8 validation.json --out report.html": 0,

@@ -1,4 +1,4 @@
-"""Links of the documentation lead somewhere, every page is in the navigation, and the site shows what the pages say."""
+"""Links in the documentation work, every page is in the navigation, and the site shows the content of the pages."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", [*PAGES, *API_PAGES], ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
+def test_links_have_targets(page):
     wrong = []
     for token in inline(page):
         target = str(token.attrs.get("href") or token.attrs.get("src") or "")
@@ -72,23 +72,23 @@ def nav_files(part) -> list[str]:
     return [file for item in inner for file in nav_files(item)]
 
 
-def test_the_navigation_has_every_page_once():
+def test_the_navigation_lists_every_page_once():
     named = nav_files(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
     there = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")} | GENERATED
     assert sorted(named) == sorted(there)
 
 
-def test_the_plan_of_the_house_is_the_one_that_is_tested():
-    """docs/inside.md draws the floors that tests/test_architecture.py holds, in its order."""
+def test_the_documented_layers_are_the_tested_ones():
+    """docs/inside.md draws the layers that tests/test_architecture.py checks, in the same order."""
     space: dict[str, object] = {}
     text = (ROOT / "tests" / "test_architecture.py").read_text()
-    exec(text[text.index("FLOORS = [") : text.index("FLOOR_OF")], space)
+    exec(text[text.index("LAYERS = [") : text.index("LAYER_OF")], space)
     drawing = re.search(r"```text\n(   cli.*?)```", (ROOT / "docs" / "inside.md").read_text(), re.DOTALL)[1]
     rows = [set(row.split()) for row in drawing.splitlines() if row.strip() != "|"]
-    floors = [floor for floor in space["FLOORS"] if floor != {"__main__"}]
-    assert len(rows) == len(floors)
-    for row, floor in zip(rows, floors, strict=True):
-        assert floor <= row
+    layers = [layer for layer in space["LAYERS"] if layer != {"__main__"}]
+    assert len(rows) == len(layers)
+    for row, layer in zip(rows, layers, strict=True):
+        assert layer <= row
 
 
 class Counter(HTMLParser):

@@ -20,7 +20,7 @@ pytest.importorskip("setuptools", minversion="77", reason="pyproject.toml needs 
 
 ROOT = Path(__file__).parent.parent.parent
 VERSION = narrowgauge.__version__
-NEEDED = ["hardware.toml", "py.typed", "cli/break_.py"]
+NEEDED = ["hardware.toml", "peak_fractions.toml", "py.typed", "cli/break_.py"]
 
 
 @pytest.fixture(scope="module")

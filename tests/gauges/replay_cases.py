@@ -1,4 +1,4 @@
-"""Planted causes: small models, each with one op that makes inf or NaN, and what replay must say about it."""
+"""Planted causes: small models, each with one op that produces inf or NaN, and the expected result of replay."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ WIDTH = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A cause, and what is to be said about it."""
+    """A cause and the expected result."""
 
     name: str
     culprit: Callable[[], nn.Module]
-    """Makes the module that the cause lies in; it stands at ``blocks.1.act`` of a Net."""
+    """Creates the module with the cause; it is ``blocks.1.act`` of a Net."""
     module: str = "blocks.1.act"
     op: str
     kernel: str | None = None
@@ -30,11 +30,11 @@ class Case:
     recipe: str = "fp32"
     microbatch: int = 1
     batches: Callable[[], list[Any]] = lambda: [draw(0)]
-    wound: Callable[[nn.Module], None] | None = None
-    """Done to the model before it trains."""
+    prepare: Callable[[nn.Module], None] | None = None
+    """Changes the model before training."""
     loss: Callable[[nn.Module, Any], Tensor] = lambda model, batch: model(batch).float().square().mean()
     exact: bool = True
-    """False where the loss is bad but its gradients are not, so that the weights have moved when it is captured."""
+    """False if only the loss is nonfinite: the update is applied, so the captured weights are from after the step."""
     engine: dict[str, Any] = field(default_factory=dict)
 
 
@@ -61,7 +61,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Two healthy blocks around the one that is not. It has a mask of -inf that a softmax absorbs, to tempt replay."""
+    """Two healthy blocks around the faulty one. Replay must not report its mask of -inf, which softmax absorbs."""
 
     def __init__(self, culprit: nn.Module) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Net(nn.Module):
 
 
 class Reciprocal(torch.autograd.Function):
-    """inf in forward."""
+    """Produces inf in forward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -91,8 +91,8 @@ class Reciprocal(torch.autograd.Function):
         return -grad
 
 
-class BadSlope(torch.autograd.Function):
-    """NaN in backward, and no ctx in forward."""
+class BadGradient(torch.autograd.Function):
+    """Produces NaN in backward; forward has no ctx."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class BadSlope(torch.autograd.Function):
         return grad + zero / zero
 
 
-reciprocal, bad_slope = Reciprocal.apply, BadSlope.apply  # references from before any replay
+reciprocal, bad_gradient = Reciprocal.apply, BadGradient.apply  # references that exist before any replay
 
 
 def layer_norm_by_hand(x: Tensor) -> Tensor:
@@ -131,12 +131,12 @@ def in_place(x: Tensor) -> Tensor:
 
 
 def where_trick(x: Tensor) -> Tensor:
-    """The branch that is not taken still has a slope: 0 * inf."""
+    """The branch that is not taken still has a gradient: 0 * inf."""
     return torch.where(x > 0, x, (x - x).sqrt())
 
 
 class Lookup(nn.Module):
-    """A row of zeros in an embedding, brought to length 1."""
+    """An embedding with a row of zeros, normalized to length 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class Lookup(nn.Module):
 
 
 class Recomputed(nn.Module):
-    """The user's own recomputation around the culprit."""
+    """Activation checkpointing by the user around the faulty op."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], reentrant: bool) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class Recomputed(nn.Module):
         return result
 
 
-def spoilt_batches() -> list[Any]:
+def batches_with_nan() -> list[Any]:
     good, bad = draw(0), draw(1)
     bad[2, 5] = torch.nan
     return [good, bad]
@@ -175,27 +175,27 @@ def overflowing_logits(model: nn.Module, batch: Tensor) -> Tensor:
     return F.cross_entropy(logits.half(), torch.zeros(len(batch), dtype=torch.long, device=batch.device))
 
 
-def ruin_weight(model: nn.Module) -> None:
+def set_infinite_weight(model: nn.Module) -> None:
     with torch.no_grad():
         model.get_parameter("blocks.2.fc.weight")[0, 0] = torch.inf
 
 
-def large_weight(model: nn.Module) -> None:
+def set_large_weight(model: nn.Module) -> None:
     with torch.no_grad():
         model.get_parameter("blocks.1.fc.weight").fill_(3e4)
 
 
-class Slope(nn.Module):
-    """A backward inside forward, as a gradient penalty has it."""
+class InnerGradient(nn.Module):
+    """Has a backward inside forward, like a gradient penalty."""
 
     def forward(self, x: Tensor) -> Tensor:
         leaf = x.detach().requires_grad_()
-        (slope,) = torch.autograd.grad((leaf * 0 + 1).acos().sum(), leaf)
-        return x + slope
+        (gradient,) = torch.autograd.grad((leaf * 0 + 1).acos().sum(), leaf)
+        return x + gradient
 
 
 class Attention(nn.Module):
-    """All keys of the second sequence are padding."""
+    """Attention in which all keys of the second sequence are padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,13 +222,13 @@ CASES = [
     Case(name="exp overflows fp16", culprit=act(lambda x: torch.exp_((x * 0 + 12).half())), op="aten.exp_", kind="inf",
          survives=True, recipe="fp16"),
     Case(name="matmul overflows fp16", culprit=act(lambda x: x / 1e5), module="blocks.1.fc", op="aten.addmm",
-         kind="inf", survives=True, recipe="fp16", wound=large_weight),
+         kind="inf", survives=True, recipe="fp16", prepare=set_large_weight),
     Case(name="layer norm by hand in fp16", culprit=act(layer_norm_by_hand), op="aten.div", survives=True,
          recipe="fp16"),
     Case(name="softmax of a masked row", culprit=act(masked_row), op="aten._softmax"),
     Case(name="custom function, forward", culprit=act(lambda x: reciprocal(x)), op="Reciprocal",
          kernel="aten.reciprocal", kind="inf"),
-    Case(name="custom function, backward", culprit=act(lambda x: bad_slope(x)), op="BadSlope", kernel="aten.div",
+    Case(name="custom function, backward", culprit=act(lambda x: bad_gradient(x)), op="BadGradient", kernel="aten.div",
          phase="backward"),
     Case(name="norm backward at zero", culprit=act(lambda x: x * (x * 0).square().sum(-1, keepdim=True).sqrt()),
          op="SqrtBackward0", kernel="aten.div", phase="backward", kind="inf"),
@@ -248,9 +248,10 @@ CASES = [
          op="SqrtBackward0", module="blocks.1.act.inside", phase="backward", kernel="aten.div"),
     Case(name="second microbatch", culprit=act(lambda x: x / (x.amax() < 50)), batches=large_second, microbatch=2,
          op="aten.div", kind="inf", engine={"accumulate": 2}),
-    Case(name="NaN in the batch", culprit=nn.Tanh, batches=spoilt_batches, microbatch=2, module="(batch)", op="input",
+    Case(name="NaN in the batch", culprit=nn.Tanh, batches=batches_with_nan, microbatch=2, module="(batch)", op="input",
          engine={"accumulate": 2}),
-    Case(name="infinite weight", culprit=nn.Tanh, wound=ruin_weight, module="blocks.2.fc", op="parameter", kind="inf"),
+    Case(name="infinite weight", culprit=nn.Tanh, prepare=set_infinite_weight, module="blocks.2.fc", op="parameter",
+         kind="inf"),
     Case(name="loss scale overflows a gradient", culprit=act(lambda x: x * 1e4 - x.detach() * 1e4), op="MulBackward0",
          kernel="aten.mul", phase="backward", kind="inf", survives=True, recipe="fp16[loss_scale=16384.0]",
          loss=lambda model, batch: (model(batch) * 1e-2).sum()),
@@ -263,7 +264,7 @@ CASES = [
          recipe="fp8[products=all]"),
     Case(name="number times infinity", culprit=act(lambda x: x.abs() * float("inf")), op="aten.mul", kind="inf"),
     Case(name="where takes the other branch", culprit=act(where_trick), op="SqrtBackward0", phase="backward"),
-    Case(name="a slope in forward", culprit=Slope, op="AcosBackward0", phase="backward", kind="inf"),
+    Case(name="a gradient in forward", culprit=InnerGradient, op="AcosBackward0", phase="backward", kind="inf"),
     Case(name="attention to padding alone", culprit=Attention, module="blocks.1.act.inner", op="aten._softmax"),
     Case(name="targets all ignored", culprit=nn.Tanh, module="(loss)", op="aten.nll_loss_forward",
          loss=lambda model, batch: F.cross_entropy(model(batch), torch.full((8,), -100).to(batch.device)), exact=False),

@@ -124,7 +124,7 @@ def test_captures_are_limited_per_series_and_per_folder(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
     for factor in (1.0, torch.nan, torch.nan, 1.0, torch.inf, 1.0, torch.nan):
         loop.step(factor)
-    assert [path.name for path in capture_files.captures_in(tmp_path)] == ["step-00000002", "step-00000005"]
+    assert [path.name for path in capture_files.list_captures(tmp_path)] == ["step-00000002", "step-00000005"]
     assert Loop(tmp_path).step(torch.nan) is None, "captures of earlier recorders count"
 
 
@@ -149,7 +149,7 @@ def test_a_batch_that_cannot_be_saved_is_reported_in_one_line(tmp_path: Path) ->
     loop = Loop(tmp_path)
     loop.recorder.record_batch({"what": object()})
     loop.step(torch.nan)
-    assert loop.lines == ["step 1 is not captured: the batch holds a object, which cannot be saved without code"]
+    assert loop.lines == ["step 1 is not captured: the batch contains a object, which cannot be saved without code"]
 
 
 def test_overflows_under_a_dynamic_loss_scale_are_captured_only_after_patience(tmp_path: Path) -> None:
@@ -276,7 +276,7 @@ def test_packing_a_slice_does_not_keep_the_whole_dataset() -> None:
     data = torch.zeros(1_000_000)
     packed = capture_files.pack({"x": data[:10], "names": ["a", None, 1.5]})
     assert packed["x"].untyped_storage().nbytes() == 40 and packed["names"] == ["a", None, 1.5]
-    assert [place for place, _ in capture_files.tensors_in(packed)] == ["['x']"]
+    assert [place for place, _ in capture_files.list_tensors(packed)] == ["['x']"]
 
 
 def test_invalid_arguments_raise(tmp_path: Path) -> None:
@@ -314,11 +314,11 @@ def damage(path: Path, how: str) -> Path:
     ("how", "message"),
     [
         ("missing", "there is no capture"),
-        ("empty folder", "holds no capture"),
+        ("empty folder", "has no capture"),
         ("not json", "is not JSON"),
-        ("other json", "is not what narrowgauge writes"),
+        ("other json", "was not written by narrowgauge"),
         ("other version", "has format 7, this version reads 2"),
-        ("old version", "old form, a pickle, which is not read"),
+        ("old version", "old pickle format, which is no longer supported"),
         ("cut short", "has 100 bytes"),
         ("changed", "does not match its SHA-256"),
         ("no state", "No such file"),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from narrowgauge import tasks
-from narrowgauge.runs.settings import settle
+from narrowgauge.runs.settings import make_settings
 from narrowgauge.runs.train import train
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
@@ -20,7 +20,7 @@ CASES = [*(("regression", recipe) for recipe in RECIPES), ("llama", "fp16"), ("l
 def test_a_healthy_run_has_no_serious_finding(name, recipe, tmp_path):
     task = tasks.find(f"{BENCH / 'small_tasks.py'}:{name}")
     steps = 60 if name == "regression" else 25
-    settings = settle(task, recipe=recipe, device="cpu", steps=steps, checkpoint_every=0, watch_every=5)
+    settings = make_settings(task, recipe=recipe, device="cpu", steps=steps, checkpoint_every=0, watch_every=5)
     result = train(task, settings, tmp_path / "run")
     sys.modules.pop("narrowgauge_task_small_tasks", None)
     assert [finding for finding in result.findings if finding.severity == "serious"] == []

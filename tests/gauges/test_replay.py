@@ -1,4 +1,4 @@
-"""Replay names the op that made the first inf or NaN, for every planted cause."""
+"""Replay names the op that produced the first inf or NaN, for every planted cause."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def capture(case: Case, folder: Path) -> Path:
     """Train the case's model until its step is captured."""
     torch.manual_seed(0)
     model = Net(case.culprit())
-    if case.wound is not None:
-        case.wound(model)
+    if case.prepare is not None:
+        case.prepare(model)
     model = model.to(DEVICE)
     engine = Engine(model, torch.optim.AdamW(model.parameters(), lr=1e-3), case.recipe, **case.engine)
     recorder = Recorder(engine, folder, patience=1, tell=logging.getLogger("test").info)
@@ -51,12 +51,12 @@ def capture(case: Case, folder: Path) -> Path:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
 def test_planted_cause(case: Case, tmp_path: Path) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.compile's and reentrant checkpointing's own
+        warnings.simplefilter("ignore")  # from torch.compile and reentrant checkpointing
         path = capture(case, tmp_path)
-        torch.manual_seed(99)  # other weights: the captured ones must take their place
+        torch.manual_seed(99)  # other initial weights: the captured ones must replace them
         found: Replay = replay(path, lambda: Net(case.culprit()), case.loss)
-    said = (found.module, found.op, found.phase, found.kind, found.microbatch, found.survives_fp32)
-    assert said == (case.module, case.op, case.phase, case.kind, case.microbatch, case.survives), found.message
+    result = (found.module, found.op, found.phase, found.kind, found.microbatch, found.survives_fp32)
+    assert result == (case.module, case.op, case.phase, case.kind, case.microbatch, case.survives), found.message
     if case.kernel is not None:
         assert found.kernel == case.kernel
     assert found.step == 1 and found.found and found.exact == case.exact and found.advice
@@ -93,7 +93,7 @@ def of_tokens(model: nn.Module, batch: Tensor) -> Tensor:
     return loss
 
 
-def wounded_gpt(path: str, value: float) -> GPT:
+def broken_gpt(path: str, value: float) -> GPT:
     torch.manual_seed(0)
     model = GPT(GPT_CONFIG)
     with torch.no_grad():
@@ -104,8 +104,8 @@ def wounded_gpt(path: str, value: float) -> GPT:
 @pytest.mark.parametrize(
     ("recipe", "fused"), [("bf16", True), ("bf16[checkpoint=full]", True), ("fp32", False), ("bf16-lean", True)]
 )
-def test_inside_a_fused_block_the_module_is_named(tmp_path: Path, recipe: str, fused: bool) -> None:
-    model = wounded_gpt("blocks.1.norm2.weight", 3e38)
+def test_the_module_inside_a_fused_block_is_named(tmp_path: Path, recipe: str, fused: bool) -> None:
+    model = broken_gpt("blocks.1.norm2.weight", 3e38)
     path = step_until_captured(model, of_tokens, [torch.arange(16)[None]], tmp_path, recipe, fused=fused)
     found = replay(path, lambda: GPT(GPT_CONFIG), of_tokens)
     assert (found.module, found.op, found.kind) == ("blocks.1.norm2", "aten.native_layer_norm", "inf")
@@ -114,32 +114,32 @@ def test_inside_a_fused_block_the_module_is_named(tmp_path: Path, recipe: str, f
 
 @pytest.mark.parametrize("recipe", ["fp8[products=all]", "fp8[products=all,checkpoint=full]", "fp8-lean"])
 def test_fp8_blocks(tmp_path: Path, recipe: str) -> None:
-    model = wounded_gpt("blocks.1.up.weight", torch.nan)
+    model = broken_gpt("blocks.1.up.weight", torch.nan)
     path = step_until_captured(model, of_tokens, [torch.arange(16)[None]], tmp_path, recipe)
     found = replay(path, lambda: GPT(GPT_CONFIG), of_tokens)
     assert (found.module, found.op, found.kind, found.phase) == ("blocks.1.up", "parameter", "nan", "forward")
-    assert "parameter blocks.1.up.weight holds NaN before the step" in found.message
+    assert "parameter blocks.1.up.weight contains NaN before the step" in found.message
 
 
 def test_fp8_blocks_from_finite_weights(tmp_path: Path) -> None:
-    model = wounded_gpt("tok.weight", 3e38)
+    model = broken_gpt("tok.weight", 3e38)
     path = step_until_captured(model, of_tokens, [torch.arange(16)[None]], tmp_path, "fp8[products=all]")
     found = replay(path, lambda: GPT(GPT_CONFIG), of_tokens)
     assert (found.module, found.op, found.phase) == ("blocks.0.norm1", "aten.native_layer_norm", "forward")
 
 
-def test_gradients_whose_norm_alone_overflows(tmp_path: Path) -> None:
-    """The largest FP32 numbers as gradients: each is finite, and their norm is not."""
+def test_finite_gradients_with_an_overflowing_norm(tmp_path: Path) -> None:
+    """Gradients near the FP32 maximum: each is finite, their norm is not."""
     model = nn.Sequential(nn.Linear(WIDTH, 1, bias=False))
     batch = torch.ones(4, WIDTH)
     path = step_until_captured(model, lambda m, b: m(b).mean() * 3.4e38, [batch], tmp_path)
     found = replay(path, lambda: nn.Sequential(nn.Linear(WIDTH, 1, bias=False)), lambda m, b: m(b).mean() * 3.4e38)
     assert (found.module, found.op, found.phase, found.kind) == ("0", "gradient norm", "backward", "inf")
-    assert "every gradient is finite, but their norm leaves FP32: 0.weight" in found.message
+    assert "every gradient is finite, but their norm overflows FP32: 0.weight" in found.message
 
 
 def test_gradients_that_overflow_when_summed(tmp_path: Path) -> None:
-    """Two users of one tensor, each with a gradient that FP16 holds, and a sum that it does not."""
+    """A tensor is used twice; each gradient fits in FP16, but their sum does not."""
 
     class Twice(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def test_gradients_that_overflow_when_summed(tmp_path: Path) -> None:
     assert found.kind == "inf" and found.survives_fp32 and [entry["amax"] for entry in found.inputs[:2]] == [4e4, 4e4]
 
 
-def test_a_number_read_off_a_tensor_is_followed(tmp_path: Path) -> None:
+def test_numbers_read_with_item_are_followed(tmp_path: Path) -> None:
     def shift(model: nn.Module, batch: Tensor) -> Tensor:
         largest = (batch - batch).log().amin().item()
         return (model(batch) * largest).mean()
@@ -183,7 +183,7 @@ def test_sparse_gradients(tmp_path: Path) -> None:
     assert (found.module, found.op, found.phase, found.kind) == ("1", "SqrtBackward0", "backward", "inf")
 
 
-def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("narrowgauge.gauges.replay.nonfinite_flow.PROGRESS_S", 0.0)
     path = step_until_captured(Net(act(lambda x: (x - x).sqrt())()), mean_square, [draw(0)], tmp_path)
     lines: list[str] = []
@@ -192,14 +192,14 @@ def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Unlucky(nn.Module):
-    """Divides by zero when all three generators agree, which they do in one step of 64 or so."""
+    """Divides by zero if all three generators give a small number, about once in 64 steps."""
 
     def forward(self, x: Tensor) -> Tensor:
         draws = [torch.rand(()).item(), random.random(), np.random.rand()]
         return x / (0.0 if all(value < 0.25 for value in draws) else 1.0)
 
 
-def test_random_states_are_those_of_the_step(tmp_path: Path) -> None:
+def test_random_states_are_restored(tmp_path: Path) -> None:
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
@@ -208,10 +208,10 @@ def test_random_states_are_those_of_the_step(tmp_path: Path) -> None:
     before = torch.get_rng_state()
     found = replay(path, model, mean_square)
     assert (found.module, found.op) == ("blocks.1.act", "aten.div") and found.step > 1
-    assert torch.equal(torch.get_rng_state(), before), "and the caller's are put back"
+    assert torch.equal(torch.get_rng_state(), before), "the caller's state is restored"
 
 
-def test_a_user_compiles_the_whole_model(tmp_path: Path) -> None:
+def test_a_model_compiled_by_the_user(tmp_path: Path) -> None:
     torch.manual_seed(0)
 
     def make() -> nn.Module:
@@ -250,7 +250,7 @@ def test_a_capture_of_a_gpu_replays_on_a_cpu(tmp_path: Path, recipe: str) -> Non
     assert (found.module, found.op) == ("blocks.1.act", "aten.div")
 
 
-def test_a_mask_that_reaches_the_loss_is_named(tmp_path: Path) -> None:
+def test_a_mask_that_reaches_the_loss_is_reported(tmp_path: Path) -> None:
     def masked(model: nn.Module, batch: Tensor) -> Tensor:
         scores = model(batch).masked_fill(torch.arange(4) == 2, -torch.inf)
         return nn.functional.cross_entropy(scores, torch.full((len(batch),), 2))
@@ -261,7 +261,7 @@ def test_a_mask_that_reaches_the_loss_is_named(tmp_path: Path) -> None:
     assert "check the mask" in str(found.advice)
 
 
-def test_a_mask_with_the_batch_is_not_blamed(tmp_path: Path) -> None:
+def test_a_mask_in_the_batch_is_not_blamed(tmp_path: Path) -> None:
     def attend(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         x, mask = batch
         return (torch.softmax(model(x) + mask, -1).log().clamp(-9) * (x[:, :4] - x[:, :4]).log()).sum()
@@ -270,10 +270,10 @@ def test_a_mask_with_the_batch_is_not_blamed(tmp_path: Path) -> None:
     path = step_until_captured(Net(nn.Tanh()), attend, [(draw(0), mask)], tmp_path)
     found = replay(path, Net(nn.Tanh()), attend)
     assert (found.op, found.kind, found.module) == ("aten.log", "inf", "(loss)")
-    assert found.inputs[0]["amax"] == 0, "the second log, not that of the softmax, which clamp absorbs"
+    assert found.inputs[0]["amax"] == 0, "the second log; clamp absorbs the inf of the first"
 
 
-def test_hooks_and_modes_are_gone_afterwards(tmp_path: Path) -> None:
+def test_hooks_and_modes_are_removed(tmp_path: Path) -> None:
     path = step_until_captured(Net(act(lambda x: x / 0)()), mean_square, [draw(0)], tmp_path)
     model = Net(act(lambda x: x / 0)())
     replay(path, model, mean_square)
@@ -281,7 +281,7 @@ def test_hooks_and_modes_are_gone_afterwards(tmp_path: Path) -> None:
     assert torch._C._len_torch_dispatch_stack() == 0 and torch._C._len_torch_function_stack() == 0
 
 
-def test_bad_input_is_one_line(tmp_path: Path) -> None:
+def test_bad_input_is_a_one_line_error(tmp_path: Path) -> None:
     path = step_until_captured(Net(act(lambda x: x / 0)()), mean_square, [draw(0)], tmp_path)
     with pytest.raises(UsageError, match="the model does not fit the weights of capture"):
         replay(path, nn.Linear(3, 3), mean_square)
@@ -297,9 +297,9 @@ from narrowgauge import Task
 
 def make(factor: float = 1.0):
     def loss(model, batch):
-        x, spoilt = batch
+        x, bad = batch
         y = model(x)
-        return (y / (y - y) if bool(spoilt) else y).square().mean()
+        return (y / (y - y) if bool(bad) else y).square().mean()
 
     def batch(step, split):
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
@@ -311,11 +311,11 @@ def make(factor: float = 1.0):
 
 @pytest.fixture
 def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
-    """A run whose third step went wrong, and whose second was asked for."""
+    """A run whose third step has a nonfinite loss and whose second step was requested."""
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(TASK)
     argv = ["train", "mine.py:make", "--device", "cpu", "--recipe", "fp32", "--out", "run", "--eval-every", "0"]
-    assert main([*argv, "--capture", "2", "--json"]) in (0, 1)  # what findings make of the bad step is their business
+    assert main([*argv, "--capture", "2", "--json"]) in (0, 1)  # the exit code depends on the findings
     captured = capsys.readouterr()
     assert json.loads(captured.out)["captures"] == [f"run/captures/step-0000000{n}" for n in (2, 3)]
     assert "to replay it: narrowgauge replay run/captures/step-00000003" in captured.err
@@ -335,7 +335,7 @@ def test_command_line(trained: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_command_line_of_a_healthy_step(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["replay", str(trained)]) == 0, "a run stands for its first capture"
+    assert main(["replay", str(trained)]) == 0, "for a run, the first capture is replayed"
     assert "step 2 replays finite" in capsys.readouterr().out
 
 
@@ -343,14 +343,14 @@ def test_command_line_of_a_healthy_step(trained: Path, capsys: pytest.CaptureFix
     ("argv", "message"),
     [
         (["replay", "nowhere"], "there is no capture nowhere"),
-        (["replay", "mine.py"], "holds no capture"),
+        (["replay", "mine.py"], "has no capture"),
         (["replay", "run", "--task", "gpt-tony"], "there is no task 'gpt-tony'"),
         (["replay", "run", "--task", "digits"], "the model does not fit the weights"),
         (["replay", "run", "--device", "tpu"], "unknown device 'tpu'"),
         (["train", "mine.py:make", "--recipe", "fp32", "--device", "cpu", "--capture", "9"], "--capture 9: expected"),
     ],
 )
-def test_command_line_refuses_in_one_line(
+def test_command_line_errors_are_one_line(
     trained: Path, capsys: pytest.CaptureFixture[str], argv: list[str], message: str
 ) -> None:
     assert main(argv) == 2
@@ -358,7 +358,7 @@ def test_command_line_refuses_in_one_line(
     assert line.startswith("narrowgauge: ") and message in line
 
 
-def test_a_capture_of_ones_own_loop_wants_its_task(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_capture_of_a_custom_loop_needs_a_task(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     facts = trained / "captures" / "step-00000003" / "capture.json"
     facts.write_text(json.dumps({**json.loads(facts.read_text()), "run": None}))
     assert main(["replay", str(facts.parent)]) == 2

@@ -150,8 +150,9 @@ def test_loss_and_gradient_of_extreme_logits(width):
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "transposed"), [*((shape, True) for shape in SHAPES), *((shape, False) for shape in SHAPES[1:3])]
+)
 def test_gradient_in_fp8_is_within_a_step(dtype, shape, transposed):
     logits, targets = make(*shape, padding=16)
     leaf = logits.double().requires_grad_()

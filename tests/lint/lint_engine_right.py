@@ -1,7 +1,7 @@
-"""Scripts that use narrowgauge's Engine as it is meant, in different habits: lint is silent."""
+"""Correct scripts with narrowgauge's Engine, in different styles."""
 
 ENGINE_RIGHT = {
-    "a GAN and one engine, each optimizer named": """
+    "a GAN and one engine, each step with its optimizer": """
 generator, discriminator = nn.Linear(16, 16), nn.Linear(16, 1)
 both = nn.ModuleList([generator, discriminator])
 g_optimizer = torch.optim.Adam(generator.parameters(), lr=1e-4)
@@ -72,7 +72,7 @@ trainer = Trainer(nn.Linear(8, 8), torch.optim.SGD([], lr=1), "fp8")
 trainer.step(batch)
 trainer.test(batch)
 """,
-    "methods that nobody calls here": """
+    "methods that nothing in the script calls": """
 class Trainer:
     def __init__(self):
         self.model = nn.Linear(8, 8)
@@ -91,7 +91,7 @@ class Trainer:
     def go(self, loss):
         self.engine.backward(loss)
 """,
-    "the engine handed to a library": """
+    "the engine passed to a library": """
 from loops import run
 model = nn.Linear(8, 8)
 engine = ng.Engine(model, torch.optim.Adam(model.parameters()))
@@ -128,7 +128,7 @@ for x, y in loader:
     if engine.step().applied:
         print("updated")
 """,
-    "matrices and the rest, alternating losses": """
+    "optimizers for matrices and for other parameters, alternating losses": """
 model = build()
 matrices = [p for p in model.parameters() if p.ndim > 1]
 rest = [p for p in model.parameters() if p.ndim < 2]
@@ -166,7 +166,7 @@ for x, y in loader:
     engine.backward(loss)
     engine.step()
 """,
-    "one context of two": """
+    "one of two contexts": """
 model = nn.Linear(8, 8)
 engine = ng.Engine(model, torch.optim.AdamW(model.parameters()), recipe="fp8")
 def run(x, train):
@@ -220,7 +220,7 @@ for x, y in loader:
     norm = nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
     engine.step()
 """,
-    "clipped by value, which an engine cannot": """
+    "clipping by value, which an engine does not offer": """
 model = nn.Linear(8, 8)
 engine = ng.Engine(model, torch.optim.AdamW(model.parameters()), recipe="bf16")
 for x, y in loader:
@@ -239,7 +239,7 @@ def main(model, optimizer, args):
         engine.backward(loss)
         engine.step()
 """,
-    "accumulation by hand": """
+    "manual accumulation": """
 model = nn.Linear(8, 8)
 engine = ng.Engine(model, torch.optim.AdamW(model.parameters()), recipe="bf16", accumulate=4)
 for i, (x, y) in enumerate(loader):
@@ -249,7 +249,7 @@ for i, (x, y) in enumerate(loader):
     if (i + 1) % 4 == 0:
         engine.step()
 """,
-    "wide states are saved as torch does": """
+    "FP32 weights are saved without the engine": """
 model = nn.Linear(8, 8)
 optimizer = torch.optim.AdamW(model.parameters())
 engine = ng.Engine(model, optimizer, recipe="bf16")
@@ -272,7 +272,7 @@ for x, y in loader:
     if not step.applied:
         print(watch, loss.item())
 """,
-    "an update that is given up": """
+    "an update that is skipped on purpose": """
 model = nn.Linear(8, 8)
 optimizer = torch.optim.AdamW(model.parameters())
 engine = ng.Engine(model, optimizer, accumulate=4)
@@ -289,7 +289,7 @@ for x in loader:
         continue
     engine.step()
 """,
-    "ranks that sum once": """
+    "ranks that reduce gradients once per update": """
 import contextlib
 from torch.nn.parallel import DistributedDataParallel
 def main(rank):

@@ -1,9 +1,9 @@
-"""Scripts that misuse narrowgauge's Engine, in different habits. ``# lint: rule`` marks the lines."""
+"""Scripts that misuse narrowgauge's Engine, in different styles. ``# lint: rule`` marks the lines."""
 
 ENGINE_HEAD = "import torch\nfrom torch import nn\nimport torch.nn.functional as F\nimport narrowgauge as ng\n"
 
 ENGINE_WRONG = {
-    "an old loop with an engine put beside it": """
+    "an old loop with an engine added": """
 model = nn.Linear(8, 8)
 optimizer = torch.optim.AdamW(model.parameters())
 engine = ng.Engine(model, optimizer, recipe="bf16", clip_norm=1.0)
@@ -25,7 +25,7 @@ def main(model, optimizer, loader):
         (out.loss + 0.1 * extra.mean()).backward()  # lint: engine-backward
         engine.step()
 """,
-    "a criterion from elsewhere": """
+    "a criterion from another file": """
 from losses import build
 criterion = build("focal")
 def train(model, optimizer, loader):
@@ -65,7 +65,7 @@ class Trainer:
         self.engine.step()
         self.optimizer.step()  # lint: engine-optimizer
 """,
-    "a trainer that runs": """
+    "a trainer whose methods are called": """
 class Trainer:
     def __init__(self, width):
         self.net = nn.Sequential(nn.Linear(width, width), nn.GELU())
@@ -88,7 +88,7 @@ if __name__ == "__main__":
     trainer.fit(loader)
     trainer.test(loader)
 """,
-    "a scaler of torch's": """
+    "a GradScaler of torch": """
 scaler = torch.amp.GradScaler("cuda")
 model = nn.Linear(8, 8).cuda()
 optimizer = torch.optim.Adam(model.parameters())
@@ -125,7 +125,7 @@ for x, y in loader:
         engine.backward(loss + other)  # lint: autocast-backward
     engine.step()
 """,
-    "evaluation by torch's habits, lean": """
+    "evaluation with no_grad, lean": """
 def evaluate(model, loader):
     model.eval()
     with torch.inference_mode():
@@ -147,7 +147,7 @@ for epoch in range(3):
     torch.save(state, "last.pt")
 torch.save(model.state_dict(), "weights.pt")  # lint: engine-lean-save
 """,
-    "text from a language model": """
+    "text generation": """
 def main():
     model = build()
     engine = ng.Engine(model, torch.optim.AdamW(model.parameters()), recipe="fp8")
@@ -158,7 +158,7 @@ def main():
         engine.step()
     print(model.generate(prompt))  # lint: engine-outside
 """,
-    "steps and no backward": """
+    "steps without backward": """
 model = build()
 engine = ng.Engine(model, make_optimizer(model))
 for batch in loader:
@@ -189,7 +189,7 @@ def main(model, optimizer):
         model.zero_grad()  # lint: engine-zero-grad
         engine.step()
 """,
-    "divided by hand and by the engine": """
+    "loss divided twice": """
 def main(model, optimizer, args):
     engine = ng.Engine(model, optimizer, accumulate=args.accumulation)
     for x in loader:
@@ -241,7 +241,7 @@ for real in loader:
     engine.backward(loss)
     engine.step()
 """,
-    "an engine that is asked for twice": """
+    "an engine from a function that is called twice": """
 model = nn.Linear(8, 8)
 optimizer = torch.optim.AdamW(model.parameters())
 engine = ng.Engine(model, optimizer, recipe="bf16", accumulate=2)
@@ -255,11 +255,11 @@ for x in loader:
     engine.step()
     optimizer.step()  # lint: engine-optimizer
 """,
-    "compiled too early": """
+    "compiled before the engine": """
 model = torch.compile(nn.Linear(8, 8), mode="max-autotune")
 engine = ng.Engine(model, torch.optim.Adam(model.parameters()))  # lint: engine-compiled
 """,
-    "one optimizer of the engine's own list": """
+    "one optimizer from engine.optimizers": """
 model = nn.Linear(8, 8)
 engine = ng.Engine(model, [ng.optim.AdamW(model.parameters())], recipe="bf16")
 for x in loader:
@@ -281,7 +281,7 @@ for x in loader:
     step()
     model(x)  # lint: engine-outside
 """,
-    "names by a star, made by a function": """
+    "a star import, and an engine from a function": """
 from narrowgauge import *
 def setup(args):
     model = nn.Linear(8, 8)
@@ -294,7 +294,7 @@ for x in loader:
     loss.backward()  # lint: engine-backward
     optimizer.step()  # lint: engine-optimizer
 """,
-    "functions inside of a function": """
+    "nested functions": """
 def main():
     model = nn.Linear(8, 8)
     engine = ng.Engine(model, torch.optim.AdamW(model.parameters()), "fp8")

@@ -1,4 +1,4 @@
-"""Short scripts that come near a pitfall and do not fall: lint must be silent on every one of them."""
+"""Short correct scripts that are similar to pitfalls; the linter must report nothing."""
 
 RIGHT = {
     "correlated": """
@@ -35,7 +35,7 @@ def f(model, opt, scaler, loss):
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     opt.step(); scaler.update(1.0)
 """,
-    "helper elsewhere": """
+    "helper from another file": """
 from utils import unscale
 def f(model, opt, scaler, loss):
     scaler.scale(loss).backward()
@@ -98,7 +98,7 @@ class A(nn.Module):
         ctx = k.transpose(-2, -1) @ v
         return q @ ctx
 """,
-    "weights wanted": """
+    "attention weights are returned": """
 class A(nn.Module):
     def forward(self, q, k, v):
         attn = torch.softmax(q @ k.transpose(-2, -1) / 8, dim=-1)
@@ -271,7 +271,7 @@ def train(model, optimizer, loader):
             loss = F.cross_entropy(model(x), y)
         loss_scaler(loss, optimizer, clip_grad=1.0, parameters=model.parameters(), need_update=(i+1) % 4 == 0)
 """,
-    "helper that asks for the scaler": """
+    "helper with an optional scaler": """
 def backward(total_loss, scaler):
     if scaler is not None:
         scaler.scale(total_loss).backward()
@@ -295,7 +295,7 @@ def train(model, loader, optimizer, scaler, args):
                 nn.utils.clip_grad_norm_(model.parameters(), args.clip)
             optimizer.step()
 """,
-    "a scaler of another file": """
+    "a scaler from another file": """
 def train(args, model, optimizer, loss_scaler, loader):
     for x, y in loader:
         with torch.autocast("cuda", enabled=args.amp):
@@ -318,7 +318,7 @@ for x in loader:
     a_opt.zero_grad()
     b_opt.zero_grad()
 """,
-    "a loss that is only looked at": """
+    "a loss without gradients": """
 @torch.inference_mode()
 def evaluate(model, loader):
     for x, y in loader:
@@ -330,7 +330,7 @@ def check(model, x, y):
     with torch.no_grad():
         return F.cross_entropy(model(x).half(), y)
 """,
-    "steps in methods, set up late": """
+    "steps in methods, with objects created late": """
 class Trainer:
     def setup(self, model, lr):
         self.model = model.cuda()
@@ -359,7 +359,7 @@ class Trainer:
                 self.scaler.update()
                 self.optimizer.zero_grad(set_to_none=True)
 """,
-    "a check of one's own": """
+    "a custom check for inf": """
 def step(model, optimizer, scaler, loss):
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
@@ -379,7 +379,7 @@ def main(args):
         optimizer.step()
         optimizer.zero_grad()
 """,
-    "a line that is left alone": """
+    "an ignored line": """
 from torch.cuda.amp import GradScaler
 scaler = GradScaler()  # narrowgauge: ignore
 other = GradScaler()  # narrowgauge: ignore[deprecated-amp]

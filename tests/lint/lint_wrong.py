@@ -1,4 +1,4 @@
-"""Short scripts with pitfalls in other words: aliases, methods, helpers, branches. ``# lint: rule`` marks the lines."""
+"""Short scripts with variants of pitfalls: aliases, methods, helpers, branches. ``# lint: rule`` marks the lines."""
 
 HEAD = "import torch\nfrom torch import nn\nimport torch.nn.functional as F\n"
 
@@ -40,7 +40,7 @@ class Trainer:
             self.clip()
             self.step()
 """,
-    "a function whose scaler comes from elsewhere": """
+    "a function with a scaler as argument": """
 def train_one_epoch(model, optimizer, loader, scaler=None, max_norm=0):
     for samples, targets in loader:
         with torch.autocast("cuda", torch.float16, enabled=scaler is not None):
@@ -56,7 +56,7 @@ def train_one_epoch(model, optimizer, loader, scaler=None, max_norm=0):
             loss.backward()
             optimizer.step()
 """,
-    "a closure, and a loop that asks for its batches": """
+    "a closure, and a loop that calls next() for its batches": """
 def main(batches, steps):
     model = nn.Linear(64, 64).cuda()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -79,7 +79,7 @@ def main(batches, steps):
         optimizer.zero_grad()
         step += 1
 """,
-    "a model from elsewhere, cast on the way": """
+    "a model from another file, cast when it is created": """
 from zoo import build
 model = build("resnet").cuda().half()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # lint: states-16bit
@@ -89,12 +89,12 @@ for x, y in loader:
     optimizer.step()
     optimizer.zero_grad()
 """,
-    "a default format": """
+    "set_default_dtype": """
 torch.set_default_dtype(torch.bfloat16)
 model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)  # lint: states-16bit
 """,
-    "attention in words": """
+    "attention with functions instead of operators": """
 class Attention(nn.Module):
     def __init__(self, width):
         super().__init__()
@@ -111,7 +111,7 @@ class Attention(nn.Module):
 with torch.autocast("cuda", dtype=torch.float16):
     print(Attention(64)(torch.ones(1, 8, 64), torch.ones(8, 8).bool()))
 """,
-    "softmax in words": """
+    "softmax with functions instead of operators": """
 def attend(x):
     return x.exp() / x.exp().sum(-1, keepdim=True)  # lint: manual-softmax
 
@@ -120,7 +120,7 @@ def stable(x):
     e = torch.exp(x - top)
     return e.div(torch.sum(e, dim=-1, keepdim=True))  # lint: manual-softmax
 """,
-    "the scale is given for a switch": """
+    "True passed as the scale": """
 from torch.cuda.amp import GradScaler
 scaler = GradScaler(True)  # lint: autocast-argument, deprecated-amp
 """,
@@ -136,7 +136,7 @@ for real in loader:
     scaler.step(g_opt)
     scaler.update()
 """,
-    "a context by name": """
+    "a context stored in a variable": """
 context = torch.autocast("cuda", dtype=torch.bfloat16)
 def step(model, optimizer, x, y):
     optimizer.zero_grad()
@@ -162,7 +162,7 @@ class Product(torch.autograd.Function):  # lint: custom-op
 with torch.autocast("cuda", dtype=torch.float16):
     Product.apply(torch.ones(8, 8), torch.ones(8, 8))
 """,
-    "an accumulation whose test has a name": """
+    "an accumulation with its condition in a variable": """
 for i, (x, y) in enumerate(loader):
     last = (i + 1) % 8 == 0
     with torch.autocast("cuda", torch.float16):
@@ -174,10 +174,10 @@ for i, (x, y) in enumerate(loader):
         scaler.update()
         optimizer.zero_grad()
 """,
-    "a scale that grows all the time": """
+    "a scale that grows at every step": """
 scaler = torch.amp.GradScaler("cuda", growth_interval=1)  # lint: scale-settings
 """,
-    "the loss after the block": """
+    "the loss after the autocast block": """
 model = nn.Linear(64, 8)
 for x, y in loader:
     with torch.autocast("cuda", dtype=torch.bfloat16):
@@ -200,7 +200,7 @@ for batch in loader:
     optimizer.step()
     optimizer.zero_grad()
 """,
-    "an optimizer and a loss from elsewhere": """
+    "an optimizer and a loss from another file": """
 from sooner import Lion, extra_loss
 def train(model, loader, args):
     if args.amp:

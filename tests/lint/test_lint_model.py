@@ -1,4 +1,4 @@
-"""Lint of what is trained: dimensions, formats of parameters, optimizer, keepers and ties under a recipe."""
+"""Checks of models: dimensions, formats of parameters, optimizer, keep patterns and shared weights with a recipe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from narrowgauge.models.gpt import GPT, GPTConfig
 
 
 class Language(nn.Module):
-    """A language model in outline, its head tied to the embedding."""
+    """A small language model whose head shares the embedding's weight."""
 
     def __init__(self, vocab: int = 50257, width: int = 768, hidden: int = 3072, layers: int = 4) -> None:
         super().__init__()
@@ -36,25 +36,25 @@ def meta(**sizes: int) -> Language:
 
 
 @pytest.mark.parametrize("recipe", ["fp16", "bf16"])
-def test_a_vocabulary_off_the_multiple_is_named_with_what_padding_brings(recipe: str) -> None:
+def test_unaligned_vocabulary_is_reported_with_the_gain_from_padding(recipe: str) -> None:
     (finding,) = check(meta(), recipe)
     assert (finding.rule, finding.where, finding.severity) == ("off-multiple", "head", WARNING)
     assert "50,257 outputs are not a multiple of 8" in finding.detail
     share = 50257 * 768 / (50257 * 768 + 8 * 768 * 3072)
     assert f"{share:.0%} of the weights" in finding.detail
-    assert "pad to 50,304, with the embedding that shares the weight: 0.09% more" in finding.fix
+    assert "pad to 50,304, together with the embedding that shares the weight: 0.09% more" in finding.fix
     gain = padding.saved(share, 50257, recipe)
     assert 0.7 < gain < 0.85 and f"a predicted {gain:.0%} less" in finding.fix
 
 
-def test_formats_have_different_multiples() -> None:
+def test_required_multiple_depends_on_the_format() -> None:
     model = meta(vocab=1000)  # 8 x 125: good for 16 bits, not for FP8
     assert check(model, "bf16") == [] and check(model, "fp32") == []
     (finding,) = check(model, "fp8")
     assert "not a multiple of 16" in finding.detail and "stays in BF16" in finding.detail
 
 
-def test_layers_of_one_shape_are_told_once() -> None:
+def test_layers_of_one_shape_are_reported_once() -> None:
     findings = check(meta(vocab=1024, hidden=2730), "bf16")
     assert [(finding.where, finding.rule) for finding in findings] == [
         ("up.0", "off-multiple"),
@@ -63,13 +63,13 @@ def test_layers_of_one_shape_are_told_once() -> None:
     assert "2,730 outputs" in findings[0].detail and "3 more like it" in findings[0].detail
 
 
-def test_small_dimensions_and_kept_layers_are_not_worth_a_word() -> None:
+def test_small_dimensions_and_kept_layers_are_not_reported() -> None:
     model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.Flatten(), nn.Linear(64, 10))
     assert check(model, "bf16") == [] and check(model, "fp8") == []
     assert {finding.rule for finding in check(meta(), "bf16[keep=head+embed]")} == set()
 
 
-def test_padding_is_worth_more_than_it_costs() -> None:
+def test_predicted_gain_from_padding() -> None:
     assert padding.padded(50257) == 50304 and padding.padded(2730) == 2752 and padding.padded(1000) == 1008
     assert padding.saved(1.0, 50257, "bf16") == pytest.approx(1 - padding.UNALIGNED, abs=0.01)
     assert padding.saved(0.0, 50257, "bf16") == 0
@@ -78,14 +78,14 @@ def test_padding_is_worth_more_than_it_costs() -> None:
     assert padding.saved(1.0, 65, "fp8") >= 0
 
 
-def test_the_built_in_models_are_clean() -> None:
+def test_built_in_models_have_no_findings() -> None:
     with torch.device("meta"):
         model = GPT(GPTConfig(layers=2, width=384, heads=6, context=128, vocab=50257))
     for name in ("fp32", "tf32", "fp16", "bf16", "fp8", "bf16-lean", "fp8-lean"):
         assert check(model, name) == []
 
 
-def test_parameters_in_16_bits_are_refused_before_the_engine_does() -> None:
+def test_16_bit_parameters_are_reported() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)).half()
     findings = check(model, "fp16")
     assert {finding.rule: finding.where for finding in findings} == {
@@ -102,7 +102,7 @@ def test_parameters_in_16_bits_are_refused_before_the_engine_does() -> None:
     assert check(frozen, "bf16") == []
 
 
-def test_half_statistics_of_a_batch_norm_are_seen() -> None:
+def test_fp16_running_statistics_are_reported() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64, affine=False).half())
     assert [(finding.rule, finding.where) for finding in check(model, "fp16")] == [("half-norms", "1")]
 
@@ -117,13 +117,13 @@ def test_half_statistics_of_a_batch_norm_are_seen() -> None:
         ("bf16[keep=attention]", "keep-names-nothing", SERIOUS),
     ],
 )
-def test_recipes_are_looked_at_too(recipe: str, rule: str, severity: str) -> None:
+def test_recipes_are_checked(recipe: str, rule: str, severity: str) -> None:
     (finding,) = check(meta(vocab=1024), recipe)
     assert (finding.rule, finding.severity) == (rule, severity)
     assert finding.where == f"recipe {parse(recipe)}"
 
 
-def test_a_tie_across_a_keeper_is_noted() -> None:
+def test_shared_weight_that_is_kept_in_one_module_is_a_note() -> None:
     model = meta(vocab=1024)
     (finding,) = check(model, "bf16[keep=head]")
     assert (finding.rule, finding.where, finding.severity) == ("tied-formats", "head", NOTE)
@@ -131,7 +131,7 @@ def test_a_tie_across_a_keeper_is_noted() -> None:
     assert check(model, "bf16[keep=head+embed]") == [] and check(model, "bf16[keep=norm]") == []
 
 
-def test_lean_recipes_want_adamw() -> None:
+def test_lean_recipes_need_adamw() -> None:
     model = nn.Linear(64, 64)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     assert [finding.rule for finding in check(model, "bf16-lean", sgd)] == ["lean-optimizer"]
@@ -141,5 +141,5 @@ def test_lean_recipes_want_adamw() -> None:
     assert [finding.rule for finding in check(model, "bf16[moments=8bit]", decayed)] == ["lean-optimizer"]
 
 
-def test_it_needs_no_optimizer() -> None:
+def test_optimizer_is_optional() -> None:
     assert lint.check(meta(vocab=1024), None, parse("bf16")) == []

@@ -1,4 +1,4 @@
-"""SARIF: the fields that version 2.1.0 requires, and places that a code host can show."""
+"""SARIF output: the fields that version 2.1.0 requires, and locations that a code host can show."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from narrowgauge.lint.rules import RULES
 PLANTED = Path(__file__).parent / "scripts" / "planted"
 
 
-def of_module() -> Finding:
+def module_finding() -> Finding:
     return Finding(rule="off-multiple", severity=NOTE, where="blocks.0.up", detail="d", why="w", fix="f")
 
 
-def test_required_fields_are_there() -> None:
-    findings = [*script.check_folder(PLANTED), of_module()]
+def test_required_fields_are_present() -> None:
+    findings = [*script.check_folder(PLANTED), module_finding()]
     log = json.loads(json.dumps(sarif.report(findings, PLANTED)))
     assert log["version"] == "2.1.0" and log["$schema"].endswith("sarif-2.1.0.json")
     (run,) = log["runs"]
@@ -34,10 +34,10 @@ def test_required_fields_are_there() -> None:
         assert all(isinstance(value, str) for value in result["partialFingerprints"].values())
 
 
-def test_a_line_is_a_physical_place_and_a_module_a_logical_one() -> None:
+def test_a_line_is_a_physical_and_a_module_a_logical_location() -> None:
     path = PLANTED / "clip_before_unscale.py"
     findings = script.check(path)
-    run = sarif.report([*findings, of_module()], PLANTED.parent)["runs"][0]
+    run = sarif.report([*findings, module_finding()], PLANTED.parent)["runs"][0]
     place = run["results"][0]["locations"][0]["physicalLocation"]
     assert place["artifactLocation"] == {"uri": "planted/clip_before_unscale.py", "uriBaseId": "%SRCROOT%"}
     region = place["region"]
@@ -49,7 +49,7 @@ def test_a_line_is_a_physical_place_and_a_module_a_logical_one() -> None:
     assert run["originalUriBaseIds"]["%SRCROOT%"]["uri"].endswith("/")
 
 
-def test_odd_paths_are_quoted_and_foreign_ones_are_absolute(tmp_path: Path) -> None:
+def test_paths_are_quoted_and_absolute_outside_the_root(tmp_path: Path) -> None:
     path = tmp_path / "my script.py"
     path.write_text("import torch\nscaler = torch.cuda.amp.GradScaler()\n")
     findings = script.check(path)
@@ -60,7 +60,7 @@ def test_odd_paths_are_quoted_and_foreign_ones_are_absolute(tmp_path: Path) -> N
     assert uri.startswith("file:///") and unquote(uri).endswith("/my script.py")
 
 
-def test_a_finding_keeps_its_fingerprint_when_lines_move(tmp_path: Path) -> None:
+def test_fingerprint_does_not_depend_on_the_line_number(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     prints = []
     for text in (

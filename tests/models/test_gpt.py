@@ -1,4 +1,4 @@
-"""GPT: counted without being built, causal, trainable, one graph, and FP32 along the residual stream."""
+"""GPT: parameter and FLOP counts, causality, training, one graph, and an FP32 residual stream."""
 
 import math
 
@@ -39,7 +39,7 @@ def test_parameters_are_counted_without_building(config, millions):
         assert round(config.parameters() / 1e6) == pytest.approx(millions, abs=1)
 
 
-def test_flops_agree_with_what_torch_counts(model):
+def test_flops_match_torchs_flop_counter(model):
     from torch.utils.flop_counter import FlopCounterMode
 
     inputs = tokens()
@@ -57,7 +57,7 @@ def test_vocabularies_are_padded():
     assert [pad_vocab(v) for v in (1, 128, 129, 256, 32000, 50257)] == [128, 128, 256, 256, 32000, 50304]
 
 
-def test_logits_and_loss_belong_together(model):
+def test_loss_is_the_cross_entropy_of_the_logits(model):
     inputs, targets = tokens(), tokens().flip(0)
     logits = model(inputs)
     assert logits.shape == (2, 16, 128)
@@ -66,7 +66,7 @@ def test_logits_and_loss_belong_together(model):
     assert expected.item() == pytest.approx(math.log(128), abs=0.2)
 
 
-def test_the_future_is_not_seen(model):
+def test_attention_is_causal(model):
     inputs = tokens()
     changed = inputs.clone()
     changed[:, 10:] = (changed[:, 10:] + 1) % 100
@@ -91,7 +91,7 @@ def test_residual_projections_start_smaller():
             assert torch.equal(parameter, torch.ones_like(parameter)), name
 
 
-def test_every_parameter_gets_a_gradient_and_a_batch_is_learned(model):
+def test_every_parameter_has_a_gradient_and_a_batch_is_learned(model):
     inputs, targets = tokens(), tokens().roll(1, 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     first = model(inputs, targets).item()
@@ -104,7 +104,7 @@ def test_every_parameter_gets_a_gradient_and_a_batch_is_learned(model):
     assert loss.item() < 0.5 * first
 
 
-def test_it_is_one_graph(model):
+def test_the_model_compiles_to_one_graph(model):
     inputs = tokens()
     traced = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(traced(inputs, inputs), model(inputs, inputs))
@@ -124,7 +124,7 @@ def test_the_residual_stream_stays_fp32_under_autocast(model):
 
 
 @pytest.mark.parametrize("change", [{"layers": 0}, {"heads": 5}, {"context": -1}, {"vocab": 0}])
-def test_impossible_sizes_are_refused(change):
+def test_invalid_dimensions_are_refused(change):
     sizes = {"layers": 2, "width": 32, "heads": 4, "context": 16, "vocab": 100}
     with pytest.raises(UsageError):
         GPTConfig(**sizes | change)

@@ -1,4 +1,4 @@
-"""Llama: counted without being built, relative in position, grouped in attention, exact in its norm, one graph."""
+"""Llama: parameter counts, rotary positions, grouped attention, the norm, and one graph."""
 
 import dataclasses
 import math
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from narrowgauge.errors import UsageError
-from narrowgauge.models.llama import Llama, LlamaConfig, RMSNorm, angles, rotate
+from narrowgauge.models.llama import Llama, LlamaConfig, RMSNorm, compute_angles, rotate
 
 SMALL = LlamaConfig(layers=2, width=32, heads=4, kv_heads=2, hidden=48, context=16, vocab=100)
 
@@ -49,7 +49,7 @@ def test_parameters_are_counted_without_building(config, parameters):
     assert config.flops_per_token() == 6 * matmuls + 12 * config.layers * config.width * config.context
 
 
-def test_logits_and_loss_belong_together(model):
+def test_loss_is_the_cross_entropy_of_the_logits(model):
     inputs, targets = tokens(), tokens().flip(0)
     logits = model(inputs)
     assert logits.shape == (2, 16, 128)
@@ -57,7 +57,7 @@ def test_logits_and_loss_belong_together(model):
     assert model(inputs, targets).item() == pytest.approx(math.log(128), abs=0.2)
 
 
-def test_the_future_is_not_seen(model):
+def test_attention_is_causal(model):
     inputs = tokens()
     changed = inputs.clone()
     changed[:, 10:] = (changed[:, 10:] + 1) % 100
@@ -66,8 +66,8 @@ def test_the_future_is_not_seen(model):
     assert not torch.allclose(before[:, 10:], after[:, 10:])
 
 
-def test_a_rotation_keeps_lengths_and_depends_on_distance_alone():
-    cos, sin = angles(64, 8, 10_000.0, torch.device("cpu"))
+def test_rotation_keeps_norms_and_depends_only_on_distance():
+    cos, sin = compute_angles(64, 8, 10_000.0, torch.device("cpu"))
     q, k = torch.randn(8), torch.randn(8)
     turned_q, turned_k = (rotate(x.expand(64, 8), cos, sin) for x in (q, k))
     torch.testing.assert_close(turned_q.norm(dim=-1), q.norm().expand(64))
@@ -79,8 +79,8 @@ def test_a_rotation_keeps_lengths_and_depends_on_distance_alone():
     assert not torch.allclose(scores[0, 1], scores[0, 5])
 
 
-def test_rotation_is_fp32_inside_and_keeps_the_type_outside():
-    cos, sin = angles(2048, 8, 10_000.0, torch.device("cpu"))
+def test_rotation_computes_in_fp32_and_keeps_the_dtype():
+    cos, sin = compute_angles(2048, 8, 10_000.0, torch.device("cpu"))
     assert cos.dtype == torch.float32
     x = torch.randn(2048, 8, dtype=torch.bfloat16)
     turned = rotate(x, cos, sin)
@@ -88,8 +88,8 @@ def test_rotation_is_fp32_inside_and_keeps_the_type_outside():
     torch.testing.assert_close(turned, rotate(x.float(), cos, sin).bfloat16(), atol=0, rtol=0)
 
 
-def test_grouped_heads_equal_repeated_ones(model):
-    """A model of as many key-value heads, with the grouped ones' weights repeated, computes the same."""
+def test_grouped_heads_match_repeated_heads(model):
+    """A model with one key-value head per query head, and repeated weights, computes the same."""
     full = Llama(dataclasses.replace(SMALL, kv_heads=4))
     state = model.state_dict()
     for index in range(SMALL.layers):
@@ -100,7 +100,7 @@ def test_grouped_heads_equal_repeated_ones(model):
     torch.testing.assert_close(full(tokens()), model(tokens()))
 
 
-def test_the_norm_agrees_with_torch_and_survives_what_fp16_does_not():
+def test_the_norm_matches_torch_beyond_the_range_of_fp16():
     norm = RMSNorm(16)
     x = torch.randn(3, 16)
     torch.testing.assert_close(norm(x), F.rms_norm(x, (16,), norm.weight, 1e-5))
@@ -109,7 +109,7 @@ def test_the_norm_agrees_with_torch_and_survives_what_fp16_does_not():
     torch.testing.assert_close(norm(large), torch.ones(1, 16, dtype=torch.float16))
 
 
-def test_every_parameter_gets_a_gradient_and_a_batch_is_learned(model):
+def test_every_parameter_has_a_gradient_and_a_batch_is_learned(model):
     inputs, targets = tokens(), tokens().roll(1, 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     first = model(inputs, targets).item()
@@ -122,7 +122,7 @@ def test_every_parameter_gets_a_gradient_and_a_batch_is_learned(model):
     assert loss.item() < 0.5 * first
 
 
-def test_it_is_one_graph(model):
+def test_the_model_compiles_to_one_graph(model):
     inputs = tokens()
     traced = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(traced(inputs, inputs), model(inputs, inputs))
@@ -142,6 +142,6 @@ def test_the_residual_stream_stays_fp32_under_autocast(model):
 
 
 @pytest.mark.parametrize("change", [{"layers": 0}, {"heads": 32}, {"kv_heads": 3}, {"hidden": 0}])
-def test_impossible_sizes_are_refused(change):
+def test_invalid_dimensions_are_refused(change):
     with pytest.raises(UsageError):
         dataclasses.replace(SMALL, **change)

@@ -24,7 +24,7 @@ def device(name="H200"):
 
 @pytest.fixture(autouse=True)
 def no_measurement(monkeypatch):
-    monkeypatch.setattr(choose_formats, "measured", lambda *_: None)
+    monkeypatch.setattr(choose_formats, "measure_costs", lambda *_: None)
 
 
 def test_large_layers_pay_in_all_three_products():
@@ -49,7 +49,7 @@ def test_operands_written_by_their_producers_make_smaller_layers_pay():
 
 
 def test_a_prediction_has_the_same_operations_for_each_product_and_casts_by_size():
-    costs = choose_formats.predicted(1024, 512, 2048, find_gpu("h200"))
+    costs = choose_formats.predict_costs(1024, 512, 2048, find_gpu("h200"))
     assert len(set(costs.bf16)) == len(set(costs.fp8)) == 1
     assert costs.cast_grad == 4 * costs.cast_input  # the gradient of a wide output is the larger tensor
     assert costs.cast_input == 3 * costs.turn_input
@@ -69,7 +69,7 @@ def test_casts_are_paid_once_by_the_products_that_share_them():
 
 def test_the_cheapest_combination_is_taken(monkeypatch):
     dear = Costs((3.0, 3.0, 1.2), (1.0, 1.0, 1.0), cast_input=0.1, cast_grad=0.1, turn_input=0.5, turn_grad=0.5)
-    monkeypatch.setattr(choose_formats, "measured", lambda *_: dear)
+    monkeypatch.setattr(choose_formats, "measure_costs", lambda *_: dear)
     decision = choose_formats.decide(1024, 512, 512, device(), fused=False)
     assert decision.choice == GemmChoice("fp8", "fp8", "bf16")
     assert decision.reason == "measured: 7.200 ms in BF16, 3.400 ms as chosen, of which casts 0.200"

@@ -1,4 +1,4 @@
-"""Several processes for a test, forked from one that has imported torch: as torchrun starts them, but faster."""
+"""Starts several ranks for a test as torchrun does, but faster: forked from a process that has imported torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
+from narrowgauge.tasks import language
 
-def spread(ranks: int, job: Callable[..., Any], folder: Path, *arguments: Any) -> list[Any]:
-    """Run a job in as many processes; what each returns, as JSON takes it, in the order of ranks."""
+
+def run_ranks(ranks: int, job: Callable[..., Any], folder: Path, *arguments: Any) -> list[Any]:
+    """Run a job in ``ranks`` processes. Returns what each returned, as JSON values, in the order of ranks."""
     preload = [__name__, "narrowgauge.runs.train", "narrowgauge.cli.train", "torch.distributed.fsdp"]
     torch.multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     with socket.socket() as free:
@@ -22,15 +24,16 @@ def spread(ranks: int, job: Callable[..., Any], folder: Path, *arguments: Any) -
         port = free.getsockname()[1]
     folder.mkdir(parents=True, exist_ok=True)
     torch.multiprocessing.start_processes(
-        _begin, args=(ranks, port, folder, job, *arguments), nprocs=ranks, daemon=True, start_method="forkserver"
+        _start, args=(ranks, port, folder, job, *arguments), nprocs=ranks, daemon=True, start_method="forkserver"
     )
     return [json.loads((folder / f"answer-{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def _begin(rank: int, ranks: int, port: int, folder: Path, job: Callable[..., Any], *arguments: Any) -> None:
+def _start(rank: int, ranks: int, port: int, folder: Path, job: Callable[..., Any], *arguments: Any) -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message=".*torch.jit.script_method.*")
     torch.set_num_threads(1)
+    language.SAMPLE_TOKENS = 10  # as in tests/conftest.py
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     (folder / f"answer-{rank}.json").write_text(json.dumps(job(*arguments)))

@@ -1,10 +1,10 @@
-"""An engine over ranks does what it does in one process: losses, norms, skips and FP8 scales."""
+"""An engine on several ranks matches one in a single process: losses, norms, skips and FP8 scales."""
 
 import contextlib
 
 import pytest
 import torch
-from processes import spread
+from processes import run_ranks
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -12,15 +12,15 @@ from narrowgauge import Engine
 from narrowgauge.errors import UsageError
 from narrowgauge.models.gpt import GPT, GPTConfig
 from narrowgauge.ranks import replicate, shard, update_sync
-from narrowgauge.ranks.world import ALONE, joined
-from narrowgauge.runs.rank_batches import Share
+from narrowgauge.ranks.world import SINGLE_PROCESS, join_world
+from narrowgauge.runs.rank_batches import RankBatches
 from narrowgauge.runs.schedule import make_adamw
 
 RECIPES = ("fp32", "bf16", "fp16", "fp8", "bf16-lean", "fp8-lean", "bf16[keep=LayerNorm+lm_head]")
 
 
 def own(model, recipe):
-    """As users wrap their models: everything in shards, everything gathered in the compute format."""
+    """Shard a model as users do: every parameter, gathered in the compute format."""
     gathered = {"fp32": None, "fp16": torch.float16}.get(recipe, torch.bfloat16)
     policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32)
     for block in model.blocks:
@@ -46,24 +46,24 @@ def batch_of(number):
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def curve(recipe, way, world=ALONE, accumulate=1, optimizer=None):
-    share = Share(world.rank, world.size, accumulate)
-    engine = engine_of(recipe, way, share.microbatches, optimizer)
+def curve(recipe, way, world=SINGLE_PROCESS, accumulate=1, optimizer=None):
+    part = RankBatches(world.rank, world.size, accumulate)
+    engine = engine_of(recipe, way, part.microbatches, optimizer)
     numbers = []
     for step in range(STEPS):
         total = 0.0
-        for number in share.numbers(step):
+        for number in part.batch_numbers(step):
             with engine.forward():
-                loss = engine.model(*share.cut(batch_of(number)))
+                loss = engine.model(*part.select_rows(batch_of(number)))
             engine.backward(loss)
             report = engine.step()
-            total += engine.update_sync.average(loss.detach()).item() / share.microbatches
+            total += engine.update_sync.average(loss.detach()).item() / part.microbatches
         numbers.append((total, report.grad_norm))
     return numbers, engine
 
 
 def curves_of_ranks(cases):
-    with joined("cpu") as world:
+    with join_world("cpu") as world:
         return {"|".join(case): curve(*case, world)[0] for case in cases}
 
 
@@ -73,12 +73,12 @@ def alone():
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_losses_and_norms_are_those_of_one_process(tmp_path, alone, ranks):
+def test_losses_and_norms_match_one_process(tmp_path, alone, ranks):
     recipes = RECIPES if ranks == 2 else ("fp32", "bf16", "fp8", "bf16-lean", "fp8-lean")
     ways = ("fsdp", "ddp") if ranks == 2 else ("fsdp",)
     cases = [(recipe, way) for recipe in recipes for way in ways]
     cases += [(recipe, "own") for recipe in recipes if ranks == 2 and "keep" not in recipe]
-    found = spread(ranks, curves_of_ranks, tmp_path, cases)
+    found = run_ranks(ranks, curves_of_ranks, tmp_path, cases)
     assert all(answer == found[0] for answer in found)  # all ranks have the same numbers
     for recipe, way in cases:
         exact = recipe == "fp32"
@@ -92,10 +92,10 @@ def sgd(model):
 
 
 def accumulated():
-    with joined("cpu") as world:
+    with join_world("cpu") as world:
         dealt = curve("fp32", "fsdp", world, 4)[0]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(update_sync, "_are_too_large", lambda sharded: True)
+            patch.setattr(update_sync, "_cannot_wait", lambda sharded: True)
             assert curve("fp32", "fsdp", world, 4)[0] == [pytest.approx(numbers) for numbers in dealt]
         cut = curve("fp32", "fsdp", world, 3)[0]
         other = curve("bf16", "fsdp", world, 1, sgd)[0]
@@ -103,7 +103,7 @@ def accumulated():
 
 
 def _sent(way):
-    """Collectives of the backward of each of two microbatches."""
+    """Count the collectives in the backward of each of two microbatches."""
     engine = engine_of("fp32", way, 2)
     counts = []
     for number in range(2):
@@ -117,19 +117,20 @@ def _sent(way):
     return counts
 
 
-def test_microbatches_are_dealt_or_cut_and_their_gradients_sent_once(tmp_path):
-    dealt, cut, other, sent = spread(2, accumulated, tmp_path)[0]
-    assert [loss for loss, _ in dealt] == pytest.approx([loss for loss, _ in curve("fp32", "none", ALONE, 4)[0]])
-    assert [loss for loss, _ in cut] == pytest.approx([loss for loss, _ in curve("fp32", "none", ALONE, 3)[0]])
-    by_sgd = curve("bf16", "none", ALONE, 1, sgd)[0]
+def test_microbatches_are_divided_and_gradients_reduced_once(tmp_path):
+    dealt, cut, other, sent = run_ranks(2, accumulated, tmp_path)[0]
+    for losses, accumulate in ((dealt, 4), (cut, 3)):
+        alone = curve("fp32", "none", SINGLE_PROCESS, accumulate)[0]
+        assert [loss for loss, _ in losses] == pytest.approx([loss for loss, _ in alone])
+    by_sgd = curve("bf16", "none", SINGLE_PROCESS, 1, sgd)[0]
     assert [loss for loss, _ in other] == pytest.approx([loss for loss, _ in by_sgd], rel=1e-3)
     assert sent[0][0] == 0 and sent[0][1] > 0  # FSDP; DDP's reducer sends below what the counter sees
     assert sent[1][0] == 0
 
 
 def overflow(way):
-    """The third step's loss overflows on the last rank alone."""
-    with joined("cpu") as world:
+    """Make the loss of the third step overflow, on the last rank only."""
+    with join_world("cpu") as world:
         engine = engine_of("fp16", way)
         said = []
         for number in range(5):
@@ -146,7 +147,7 @@ def overflow(way):
 
 @pytest.mark.parametrize("way", ["fsdp", "ddp"])
 def test_an_overflow_on_one_rank_is_skipped_by_all(tmp_path, way):
-    answers = spread(2, overflow, tmp_path, way)
+    answers = run_ranks(2, overflow, tmp_path, way)
     assert answers[0] == answers[1]
     assert [applied for applied, _ in answers[0]] == [True, True, False, True, True]
     scales = [scale for _, scale in answers[0]]
@@ -154,7 +155,7 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(tmp_path, way):
 
 
 def scales_of_ranks():
-    with joined("cpu") as world:
+    with join_world("cpu") as world:
         engine = engine_of("fp8", "fsdp")
         for number in range(3):
             inputs, targets = batch_of(10 * world.rank + number)  # each rank sees other numbers
@@ -165,14 +166,14 @@ def scales_of_ranks():
         return engine.conversion.scales.scale.tolist()
 
 
-def test_fp8_scales_agree(tmp_path):
-    one, other = spread(2, scales_of_ranks, tmp_path)
+def test_fp8_scales_are_equal_on_all_ranks(tmp_path):
+    one, other = run_ranks(2, scales_of_ranks, tmp_path)
     assert one == other and len(set(one)) > 3
 
 
 def refusals():
     said = []
-    with joined("cpu"):
+    with join_world("cpu"):
         for attempt in (_flushed, _released, _late):
             with contextlib.suppress(UsageError):
                 try:
@@ -200,15 +201,15 @@ def _late():
     Engine(model, torch.optim.AdamW(model.parameters()), "bf16-lean")
 
 
-def test_what_cannot_be_right_is_refused(tmp_path):
-    flushed, released, late = spread(2, refusals, tmp_path)[0]
+def test_unsupported_setups_are_refused(tmp_path):
+    flushed, released, late = run_ranks(2, refusals, tmp_path)[0]
     assert "whole updates" in flushed and "in BF16" in released and "replicate(model, recipe)" in late
 
 
 def bad_cast(way):
-    """One rank's activations have an inf that a cast to FP8 saturates."""
+    """Put an inf into the activations of one rank, which a cast to FP8 saturates."""
     said = []
-    with joined("cpu") as world:
+    with join_world("cpu") as world:
         engine = engine_of("fp8[products=all]", way)
         for number in range(4):
             inputs, targets = batch_of(number)
@@ -232,8 +233,8 @@ def bad_cast(way):
 
 
 @pytest.mark.parametrize("way", ["fsdp", "ddp"])
-def test_a_bad_value_in_a_cast_of_one_rank_is_skipped_by_all(tmp_path, way):
-    answers = spread(2, bad_cast, tmp_path, way)
+def test_a_nonfinite_cast_on_one_rank_is_skipped_by_all(tmp_path, way):
+    answers = run_ranks(2, bad_cast, tmp_path, way)
     assert answers[0] == answers[1]
     assert [applied for applied, _ in answers[0]] == [True, True, False, True]
     assert answers[0][2][1] == answers[0][1][1], "no scale moves with a skipped update"
@@ -242,7 +243,7 @@ def test_a_bad_value_in_a_cast_of_one_rank_is_skipped_by_all(tmp_path, way):
 def wrapped_in_fsdp1():
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    with joined("cpu"):
+    with join_world("cpu"):
         model = GPT(GPTConfig(layers=1, width=32, heads=2, context=16, vocab=100))
         wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
         try:
@@ -254,12 +255,12 @@ def wrapped_in_fsdp1():
 
 @pytest.mark.filterwarnings("ignore:.*FSDP.*")
 def test_fsdp1_is_refused(tmp_path):
-    assert all("FSDP1" in answer and "fully_shard" in answer for answer in spread(2, wrapped_in_fsdp1, tmp_path))
+    assert all("FSDP1" in answer and "fully_shard" in answer for answer in run_ranks(2, wrapped_in_fsdp1, tmp_path))
 
 
 def own_no_sync(way):
-    """Gradients of microbatches under no_sync stay on their rank, by the engine's context or by DDP's own."""
-    with joined("cpu") as world:
+    """Run microbatches under no_sync, of the engine or of DDP itself: their gradients stay on their rank."""
+    with join_world("cpu") as world:
         engine = engine_of("fp32", "ddp")
         for number in range(3):
             inputs, targets = batch_of(10 * world.rank + number)
@@ -276,5 +277,5 @@ def own_no_sync(way):
 
 @pytest.mark.parametrize("way", ["engine", "own"])
 def test_no_sync_keeps_gradients_on_their_rank(tmp_path, way):
-    one, other = spread(2, own_no_sync, tmp_path, way)
+    one, other = run_ranks(2, own_no_sync, tmp_path, way)
     assert one[0] != other[0] and one[1:] == other[1:]

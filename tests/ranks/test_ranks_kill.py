@@ -1,4 +1,4 @@
-"""A rank that is killed: torchrun starts the ranks again, and they end as if nothing had been."""
+"""A rank is killed: torchrun restarts the ranks, and they end with the weights of an undisturbed run."""
 
 import json
 import subprocess
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 
-def test_a_killed_rank_loses_nothing():
+def test_training_recovers_from_a_killed_rank():
     script = Path(__file__).parents[2] / "bench" / "kill_ranks.py"
     done = subprocess.run(
         [sys.executable, str(script), "1", "2", "fp32", "fsdp"],

@@ -1,4 +1,4 @@
-"""Every option of ``train`` gets through torchrun's own parser, which looks behind the module's name, too."""
+"""Every option of ``train`` passes through torchrun's own parser, which also reads what follows the module's name."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def options() -> list[str]:
 
 
 @pytest.mark.parametrize("option", [name for name in options() if name not in ("--log", "-h", "--help")])
-def test_torchrun_leaves_the_option_to_us(option: str) -> None:
+def test_torchrun_passes_the_option_on(option: str) -> None:
     found = parse_args(["--nproc-per-node", "2", "-m", "narrowgauge", "train", "gpt-tiny", option, "value"])
     assert found.module and found.training_script == "narrowgauge"
     assert found.training_script_args == ["train", "gpt-tiny", option, "value"]
 
 
-def test_the_other_name_of_log_means_the_same(tmp_path: Path) -> None:
-    """Through torchrun itself: what is refused is the tracker that does not exist, by us."""
+def test_tracker_is_another_name_for_log(tmp_path: Path) -> None:
+    """Run torchrun itself: narrowgauge refuses the tracker, which does not exist."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "-m", "narrowgauge"]
     command += ["train", "gpt:1x64", "--device", "cpu", "--tracker", "no-such-tracker", "--out", str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)

@@ -1,4 +1,4 @@
-"""Several ranks save without pickle: their files are JSON and raw numbers, and a pickle in their place is never run."""
+"""Several ranks save without pickle: files are JSON and raw numbers, and a pickle in place of one is never loaded."""
 
 import contextlib
 import hashlib
@@ -10,7 +10,7 @@ import resource
 import shutil
 
 import pytest
-from processes import spread
+from processes import run_ranks
 
 from narrowgauge.cli import main
 from narrowgauge.runs import record
@@ -36,18 +36,18 @@ def cli(*arguments):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """What two ranks saved after step 2 of 4; the run can be resumed from there."""
+    """A run of two ranks with the checkpoint of step 2 of 4, which can be resumed from there."""
     home = tmp_path_factory.mktemp("ranked")
     asked = ["train", *TASK, "--recipe", "bf16-lean", "--steps", "4", "--checkpoint-every", "2", "--parallel", "fsdp"]
-    answers = spread(2, cli, home / "two", *asked, "--out", str(home / "run"))
+    answers = run_ranks(2, cli, home / "two", *asked, "--out", str(home / "run"))
     assert [code for code, _, _ in answers] == [0, 0], answers
-    shutil.rmtree(checkpoint.path_of(home / "run", 4))
-    record.cut_after(home / "run", 2)
+    shutil.rmtree(checkpoint.make_path(home / "run", 4))
+    record.truncate_after(home / "run", 2)
     return home / "run"
 
 
-def test_nothing_in_the_folder_is_a_pickle(saved):
-    files = list(checkpoint.path_of(saved, 2).iterdir())
+def test_no_checkpoint_file_is_a_pickle(saved):
+    files = list(checkpoint.make_path(saved, 2).iterdir())
     assert {file.name for file in files} == {
         "shards.json", "shard-0.safetensors", "shard-1.safetensors", "state.json", "manifest.json",
         "random-0.safetensors", "random-1.safetensors",
@@ -63,9 +63,9 @@ def test_nothing_in_the_folder_is_a_pickle(saved):
 
 def test_a_pickle_in_place_of_any_file_is_refused(saved, tmp_path):
     marker = tmp_path / "the pickle was loaded"
-    for name in sorted(file.name for file in checkpoint.path_of(saved, 2).iterdir()):
+    for name in sorted(file.name for file in checkpoint.make_path(saved, 2).iterdir()):
         run = shutil.copytree(saved, tmp_path / "run")
-        folder = checkpoint.path_of(run, 2)
+        folder = checkpoint.make_path(run, 2)
         (folder / name).write_bytes(pickle.dumps(Evil(marker)))
         if name != "manifest.json":
             manifest = json.loads((folder / "manifest.json").read_text())
@@ -77,32 +77,32 @@ def test_a_pickle_in_place_of_any_file_is_refused(saved, tmp_path):
                 code, _, said = cli(*arguments)
                 assert code == 2 and "Traceback" not in said, (name, said)
         else:
-            answers = spread(2, cli, tmp_path / name, "train", "--resume", str(run))
+            answers = run_ranks(2, cli, tmp_path / name, "train", "--resume", str(run))
             assert all(code == 2 and "Traceback" not in said for code, _, said in answers), answers
         shutil.rmtree(run)
     assert not marker.exists()
 
 
-def test_a_pickle_beside_them_is_never_opened(saved, tmp_path):
+def test_a_pickle_next_to_the_files_is_never_opened(saved, tmp_path):
     marker = tmp_path / "the pickle was loaded"
     run = shutil.copytree(saved, tmp_path / "run")
-    (checkpoint.path_of(run, 2) / ".metadata").write_bytes(pickle.dumps(Evil(marker)))
+    (checkpoint.make_path(run, 2) / ".metadata").write_bytes(pickle.dumps(Evil(marker)))
     assert cli("export", str(run))[0] == 0
     assert cli("train", "--resume", str(run))[0] == 0
     assert not marker.exists()
 
 
 def limited(*arguments):
-    """As on a full disk: the second rank may write no file of more than 20 kB."""
+    """Limit the files of the second rank to 20 kB, which fails like a full disk."""
     if os.environ["RANK"] == "1":
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
     return cli(*arguments)
 
 
-def test_a_disk_that_is_full_for_one_rank_is_a_line_of_all(saved, tmp_path):
+def test_a_full_disk_on_one_rank_is_an_error_on_all(saved, tmp_path):
     run = shutil.copytree(saved, tmp_path / "run")
-    answers = spread(2, limited, tmp_path / "two", "train", "--resume", str(run))
+    answers = run_ranks(2, limited, tmp_path / "two", "train", "--resume", str(run))
     assert all(code == 2 and "Traceback" not in said for code, _, said in answers), answers
     assert all("File too large; raise the file size limit" in said for _, _, said in answers), answers
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000002"]
-    assert checkpoint.damage(checkpoint.path_of(run, 2)) is None
+    assert checkpoint.find_damage(checkpoint.make_path(run, 2)) is None

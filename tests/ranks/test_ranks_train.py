@@ -1,4 +1,4 @@
-"""Training over ranks by the command line: the same curve, checkpoints for any number of ranks, nobody left waiting."""
+"""Training on several ranks from the command line: equal losses, checkpoints for any number of ranks, no hangs."""
 
 import contextlib
 import io
@@ -11,17 +11,17 @@ import time
 
 import pytest
 import torch
-from processes import spread
+from processes import run_ranks
 from safetensors.torch import load_file
 
 from narrowgauge.cli import main
 from narrowgauge.optim import full_precision
 from narrowgauge.optim.sharded import is_sharded
 from narrowgauge.ranks import init_model
-from narrowgauge.ranks.world import joined
+from narrowgauge.ranks.world import join_world
 from narrowgauge.runs import record
 from narrowgauge.runs.checkpoints import checkpoint
-from narrowgauge.runs.settings import reread
+from narrowgauge.runs.settings import restore_settings
 from narrowgauge.runs.trainer import Observer, Trainer
 from narrowgauge.tasks import find
 
@@ -30,7 +30,7 @@ STEPS = ["--steps", "12", "--eval-every", "6", "--checkpoint-every", "6"]
 
 
 def cli(*arguments):
-    """The exit code and what was said."""
+    """Return the exit code, stdout and stderr of a command."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(list(arguments))
@@ -42,73 +42,73 @@ def losses(folder, kind="step"):
 
 
 def masters(folder, step):
-    """The weights of a checkpoint as a run on these ranks takes them up, put together again."""
-    with joined("cpu") as world:
-        settings = reread(record.read_configuration(folder)["settings"], parallel="fsdp")
+    """Load a checkpoint on these ranks, and save its whole weights."""
+    with join_world("cpu") as world:
+        settings = restore_settings(record.read_configuration(folder)["settings"], parallel="fsdp")
         options = record.read_configuration(folder)["options"]
-        life = Trainer(find("gpt:2x64", **options), settings, folder, Observer(), world)
-        path = checkpoint.path_of(folder, step)
-        saved = checkpoint.read(path, life.engine)
-        life.engine.load_state_dict({**saved.state["engine"], "model": saved.weights})
-        whole = full_precision(life.engine.inner)
+        trainer = Trainer(find("gpt:2x64", **options), settings, folder, Observer(), world)
+        path = checkpoint.make_path(folder, step)
+        saved = checkpoint.read(path, trainer.engine)
+        trainer.engine.load_state_dict({**saved.state["engine"], "model": saved.weights})
+        whole = full_precision(trainer.engine.inner)
         whole = {name: value.full_tensor() if is_sharded(value) else value for name, value in whole.items()}
-        if world.first:
+        if world.is_first:
             torch.save(whole, folder / f"masters-{world.size}.pt")
     return True
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "fp8-lean"])
-def test_from_four_ranks_to_two_and_to_one(tmp_path, recipe):
+def test_resume_on_another_number_of_ranks(tmp_path, recipe):
     alone, run = tmp_path / "alone", tmp_path / "run"
     assert cli("train", *TASK, *STEPS, "--recipe", recipe, "--out", str(alone))[0] == 0
     asked = ["train", *TASK, *STEPS, "--recipe", recipe, "--out", str(run), "--parallel", "fsdp", "--json"]
-    answers = spread(4, cli, tmp_path / "four", *asked)
+    answers = run_ranks(4, cli, tmp_path / "four", *asked)
     assert [code for code, _, _ in answers] == [0] * 4
     assert json.loads(answers[0][1])["steps"] == 12 and all(out == err == "" for _, out, err in answers[1:])
     close = {"rel": 1e-6 if recipe == "fp32" else 2e-3}
     assert losses(run) == pytest.approx(losses(alone), **close)
     assert losses(run, "eval") == pytest.approx(losses(alone, "eval"), **close)
 
-    saved = checkpoint.load(checkpoint.path_of(run, 6))  # in one process, whole
+    saved = checkpoint.load(checkpoint.make_path(run, 6))  # in one process, whole
     for ranks in (2, 1):
-        spread(ranks, masters, tmp_path / f"masters-{ranks}", run, 6)
-        taken_up = torch.load(run / f"masters-{ranks}.pt")
-        assert taken_up.keys() == saved.weights.keys()
-        assert all(torch.equal(taken_up[name], saved.weights[name]) for name in taken_up)
+        run_ranks(ranks, masters, tmp_path / f"masters-{ranks}", run, 6)
+        loaded = torch.load(run / f"masters-{ranks}.pt")
+        assert loaded.keys() == saved.weights.keys()
+        assert all(torch.equal(loaded[name], saved.weights[name]) for name in loaded)
 
-    for ranks in (2, 1):  # an interrupted run, gone on with by fewer
-        torn = tmp_path / f"torn-{ranks}"
-        subprocess.run(["cp", "-r", str(run), str(torn)], check=True)
-        subprocess.run(["rm", "-r", str(checkpoint.path_of(torn, 12))], check=True)
-        record.cut_after(torn, 6)
-        answers = spread(ranks, cli, tmp_path / f"on-{ranks}", "train", "--resume", str(torn))
+    for ranks in (2, 1):  # an interrupted run is resumed on fewer ranks
+        resumed = tmp_path / f"resumed-{ranks}"
+        subprocess.run(["cp", "-r", str(run), str(resumed)], check=True)
+        subprocess.run(["rm", "-r", str(checkpoint.make_path(resumed, 12))], check=True)
+        record.truncate_after(resumed, 6)
+        answers = run_ranks(ranks, cli, tmp_path / f"on-{ranks}", "train", "--resume", str(resumed))
         assert [code for code, _, _ in answers] == [0] * ranks, answers
-        assert losses(torn) == pytest.approx(losses(run), rel=1e-5 if recipe == "fp32" else 2e-3)
+        assert losses(resumed) == pytest.approx(losses(run), rel=1e-5 if recipe == "fp32" else 2e-3)
 
     code, out, _ = cli("export", str(run), "--json")
     plain = load_file(json.loads(out)["path"])
-    end = checkpoint.load(checkpoint.path_of(run, 12)).weights
+    end = checkpoint.load(checkpoint.make_path(run, 12)).weights
     assert code == 0 and all(torch.equal(plain[name], end[name]) for name in plain) and set(plain) <= set(end)
 
 
 def in_turns(folder):
-    """As on a GPU that could not hold the model: drawn by one rank after the other."""
+    """Train as on a GPU that is too small for the model: one rank after the other initializes it."""
     os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
     init_model.is_too_large = lambda parameters, device: True
     return cli("train", *TASK, "--steps", "4", "--recipe", "bf16", "--parallel", "fsdp", "--out", str(folder))
 
 
-def test_a_model_too_large_for_a_gpu_is_drawn_in_turns(tmp_path):
+def test_a_model_too_large_for_a_gpu_is_initialized_in_turns(tmp_path):
     assert cli("train", *TASK, "--steps", "4", "--recipe", "bf16", "--out", str(tmp_path / "alone"))[0] == 0
-    (code, _, said), (other, *_) = spread(2, in_turns, tmp_path / "two", tmp_path / "run")
-    assert code == other == 0 and "drawn in the host's memory" in said
+    (code, _, said), (other, *_) = run_ranks(2, in_turns, tmp_path / "two", tmp_path / "run")
+    assert code == other == 0 and "in host memory" in said
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-3)
 
 
-def test_what_is_wrong_is_said_once(tmp_path):
-    answers = [spread(2, cli, tmp_path / "a", "train", *TASK, "--steps", "2")]
+def test_an_error_is_printed_once(tmp_path):
+    answers = [run_ranks(2, cli, tmp_path / "a", "train", *TASK, "--steps", "2")]
     odd = ["train", "gpt:2x64", "--context", "16", "--device", "cpu", "--steps", "2", "--batch", "3"]
-    answers.append(spread(2, cli, tmp_path / "b", *odd, "--out", str(tmp_path / "odd")))
+    answers.append(run_ranks(2, cli, tmp_path / "b", *odd, "--out", str(tmp_path / "odd")))
     for (first, second), words in zip(answers, ("--out RUN", "multiple of 2"), strict=True):
         assert first[0] == 2 and words in first[2] and first[2].count("narrowgauge:") == 1
         assert second == [2, "", ""]
@@ -116,21 +116,21 @@ def test_what_is_wrong_is_said_once(tmp_path):
 
 
 def signalled(folder):
-    """One rank of two is told to stop, once training is under way: both stop at the same step, and save it."""
+    """Send a signal to one rank of two during training: both must stop at the same step, and save it."""
     if os.environ["RANK"] == "1":
-        threading.Thread(target=_stop_once_begun, args=(folder,), daemon=True).start()
+        threading.Thread(target=_stop_after_first_step, args=(folder,), daemon=True).start()
     return cli("train", *TASK, "--steps", "5000", "--checkpoint-every", "0", "--out", str(folder), "--watch", "0")[0]
 
 
-def _stop_once_begun(folder):
+def _stop_after_first_step(folder):
     while not any(event["kind"] == "step" for event in record.read(folder)):
         time.sleep(0.1)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_one_rank_told_to_stop_stops_all_and_saves(tmp_path):
+def test_a_signal_to_one_rank_stops_all_and_saves(tmp_path):
     run = tmp_path / "run"
-    assert spread(2, signalled, tmp_path / "two", run) == [0, 0]
+    assert run_ranks(2, signalled, tmp_path / "two", run) == [0, 0]
     end = list(record.read(run))[-1]
     assert end["kind"] == "end" and end["interrupted"] and 0 < end["step"] < 5000
-    assert checkpoint.steps_of(run) == [end["step"]]
+    assert checkpoint.list_steps(run) == [end["step"]]

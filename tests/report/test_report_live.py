@@ -101,4 +101,4 @@ def test_signals_stop_the_server(
             assert ask(port, "/data.json")[0] == 200
         process.send_signal(stopped_by)
         rest, errors = process.communicate(timeout=20)
-    assert process.returncode == 0 and rest == "ended\n" and errors == ""
+    assert process.returncode == 0 and rest == "stopped\n" and errors == ""

@@ -48,5 +48,5 @@ def test_an_old_summary_is_read() -> None:
 
 def test_resuming_removes_predictions_of_either_name(tmp_path: Path) -> None:
     describe(tmp_path, {"kind": "foretelling", **PREDICTION}, {"kind": "prediction", **PREDICTION})
-    record.cut_after(tmp_path, 5)
+    record.truncate_after(tmp_path, 5)
     assert not {"foretelling", "prediction"} & {event["kind"] for event in record.read(tmp_path)}

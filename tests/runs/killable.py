@@ -1,4 +1,4 @@
-"""A life of a run for the test that ends lives: the command line, in a process that has imported torch already."""
+"""Runs the command line in a process that has imported torch already, for the test that kills runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there; damage is found, told of, and passed over; a full disk costs no earlier one."""
+"""A checkpoint is complete or absent; damaged ones are reported and skipped; a full disk keeps earlier ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from narrowgauge.errors import UsageError
-from narrowgauge.runs.checkpoints import checkpoint
+from narrowgauge.runs.checkpoints import checkpoint, layout
 
 WEIGHTS = {"layer.weight": torch.randn(4, 3), "layer.bias": torch.randn(4).bfloat16()}
 STATE = {"optimizers": [{"state": {0: {"step": torch.tensor(7.0), "exp_avg": torch.randn(4, 3)}}}], "scale": 65536.0}
@@ -37,7 +37,7 @@ def test_round_trip(tmp_path: Path) -> None:
     assert back.state["scale"] == 65536.0
 
 
-def test_weights_open_anywhere_and_tied_ones_come_back_tied(tmp_path: Path) -> None:
+def test_weights_are_plain_safetensors_and_stay_tied(tmp_path: Path) -> None:
     tied = torch.randn(5, 2)
     path = checkpoint.save(tmp_path, 1, {"embedding.weight": tied, "head.weight": tied}, {})
     assert torch.equal(load_file(path / "weights.safetensors")["embedding.weight"], tied)
@@ -45,7 +45,7 @@ def test_weights_open_anywhere_and_tied_ones_come_back_tied(tmp_path: Path) -> N
     assert back["head.weight"] is back["embedding.weight"]
 
 
-def test_the_umask_decides_who_may_read(tmp_path: Path) -> None:
+def test_file_permissions_follow_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
         assert {file.stat().st_mode & 0o777 for file in save(tmp_path, 1).iterdir()} == {0o644}
@@ -53,8 +53,8 @@ def test_the_umask_decides_who_may_read(tmp_path: Path) -> None:
         os.umask(before)
 
 
-def test_loaded_tensors_are_in_memory_of_their_own(tmp_path: Path) -> None:
-    # A map of the file would be unaligned and would vanish under the run when old checkpoints are pruned.
+def test_loaded_tensors_own_their_memory(tmp_path: Path) -> None:
+    # A memory map of the file would be unaligned, and would vanish when old checkpoints are removed.
     path = save(tmp_path, 1)
     weight = checkpoint.load(path).weights["layer.weight"]
     (path / "weights.safetensors").write_bytes(b"")
@@ -62,16 +62,16 @@ def test_loaded_tensors_are_in_memory_of_their_own(tmp_path: Path) -> None:
     assert weight.data_ptr() % 16 == 0
 
 
-def test_keeps_the_newest(tmp_path: Path) -> None:
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40):
         save(tmp_path, step, keep=2)
-    assert checkpoint.steps_of(tmp_path) == [30, 40]
+    assert checkpoint.list_steps(tmp_path) == [30, 40]
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-00000030", "step-00000040"]
 
 
-@pytest.mark.parametrize("name", [*checkpoint.FILES, "manifest.json"])
+@pytest.mark.parametrize("name", [*layout.FILES, "manifest.json"])
 @pytest.mark.parametrize("harm", ["flip", "truncate", "remove", "empty"])
-def test_damage_is_told_of_and_passed_over(tmp_path: Path, name: str, harm: str) -> None:
+def test_damaged_checkpoints_are_reported_and_skipped(tmp_path: Path, name: str, harm: str) -> None:
     save(tmp_path, 10)
     file = save(tmp_path, 20) / name
     data = file.read_bytes()
@@ -85,44 +85,44 @@ def test_damage_is_told_of_and_passed_over(tmp_path: Path, name: str, harm: str)
         file.write_bytes(b"")
     else:
         file.unlink()
-    told: list[str] = []
-    found = checkpoint.newest_whole(tmp_path, told.append)
+    lines: list[str] = []
+    found = checkpoint.load_newest(tmp_path, lines.append)
     assert found is not None and found.step == 10
-    assert len(told) == 1 and "step-00000020" in told[0] and "\n" not in told[0]
+    assert len(lines) == 1 and "step-00000020" in lines[0] and "\n" not in lines[0]
     with pytest.raises(UsageError, match="damaged"):
         checkpoint.load(file.parent)
 
 
-def test_a_damaged_one_is_made_again_in_its_place(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_replaced(tmp_path: Path) -> None:
     save(tmp_path, 10)
     (save(tmp_path, 20) / "state.json").write_text("{}")
     save(tmp_path, 15)
-    assert checkpoint.steps_of(tmp_path) == [10, 15, 20]  # the damaged one does not push out a good one
+    assert checkpoint.list_steps(tmp_path) == [10, 15, 20]  # the damaged one does not replace a good one
     save(tmp_path, 20)
-    found = checkpoint.newest_whole(tmp_path)
+    found = checkpoint.load_newest(tmp_path)
     assert found is not None and found.step == 20
 
 
-def test_none_and_none_whole_are_different(tmp_path: Path) -> None:
-    assert checkpoint.newest_whole(tmp_path) is None
+def test_no_checkpoint_differs_from_no_intact_checkpoint(tmp_path: Path) -> None:
+    assert checkpoint.load_newest(tmp_path) is None
     (save(tmp_path, 10) / "manifest.json").unlink()
-    with pytest.raises(UsageError, match=r"no whole checkpoint left \(1 damaged\)"):
-        checkpoint.newest_whole(tmp_path)
+    with pytest.raises(UsageError, match=r"no intact checkpoint left \(1 damaged\)"):
+        checkpoint.load_newest(tmp_path)
 
 
-def test_a_manifest_of_another_step_does_not_pass(tmp_path: Path) -> None:
+def test_a_manifest_of_another_step_is_damage(tmp_path: Path) -> None:
     manifest = save(tmp_path, 10) / "manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "step": 11}))
-    assert checkpoint.damage(manifest.parent) == "manifest.json is of step 11"
+    assert checkpoint.find_damage(manifest.parent) == "manifest.json is of step 11"
 
 
-def test_another_format_is_not_misread(tmp_path: Path) -> None:
+def test_another_format_version_is_refused(tmp_path: Path) -> None:
     manifest = save(tmp_path, 10) / "manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 99}))
-    assert checkpoint.damage(manifest.parent) == "its format is 99, this version reads 1"
+    assert checkpoint.find_damage(manifest.parent) == "its format is 99, this version reads 1"
 
 
-def test_leftovers_of_interrupted_writes_are_cleaned_up(tmp_path: Path) -> None:
+def test_leftovers_of_interrupted_writes_are_removed(tmp_path: Path) -> None:
     save(tmp_path, 10)
     leftover = tmp_path / "checkpoints" / ".step-00000020.tmp"
     leftover.mkdir()
@@ -142,16 +142,16 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_full_disk_is_one_line_and_costs_nothing_saved_before(small_disk: Path) -> None:
+def test_a_full_disk_is_a_one_line_error_and_keeps_old_checkpoints(small_disk: Path) -> None:
     save(small_disk, 10)
     for tensors in ({"big": torch.zeros(100_000)}, {"many": torch.zeros(50_000)}):
         with pytest.raises(UsageError, match=r"cannot write .*step-00000020: No space left on device; free some"):
             checkpoint.save(small_disk, 20, WEIGHTS | tensors, {"more": torch.zeros(20_000)}, keep=1)
         assert [p.name for p in (small_disk / "checkpoints").iterdir()] == ["step-00000010"]
-        assert checkpoint.damage(small_disk / "checkpoints" / "step-00000010") is None
+        assert checkpoint.find_damage(small_disk / "checkpoints" / "step-00000010") is None
 
 
-def test_file_size_limit_is_one_line_and_costs_nothing_saved_before(tmp_path: Path) -> None:
+def test_a_file_size_limit_is_a_one_line_error_and_keeps_old_checkpoints(tmp_path: Path) -> None:
     save(tmp_path, 10)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -165,7 +165,7 @@ def test_file_size_limit_is_one_line_and_costs_nothing_saved_before(tmp_path: Pa
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000010"]
 
 
-def test_a_folder_that_may_not_be_written_is_one_line(tmp_path: Path) -> None:
+def test_a_read_only_folder_is_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
     with pytest.raises(UsageError, match=r"cannot write .*step-00000001"):
         save(tmp_path, 1)

@@ -37,13 +37,13 @@ def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path: Path) -
             assert (tmp_path / ".lock").read_text() == f"{os.getpid()}\n"
 
 
-def test_it_can_be_taken_again(tmp_path: Path) -> None:
+def test_the_lock_can_be_taken_again(tmp_path: Path) -> None:
     for _ in range(2):
         with lock.hold(tmp_path / "new" / "run"):
             pass
 
 
-def test_a_place_where_no_folder_can_be_is_one_line(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_a_folder_is_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot write"), lock.hold(tmp_path / "file" / "run"):
         pass
@@ -70,7 +70,7 @@ def folder(path: Path, victim: Path) -> None:
 
 
 @pytest.mark.parametrize("put", [link, dangling, pipe, folder])
-def test_what_lies_in_its_place_is_refused_and_left_alone(tmp_path: Path, put: Callable[[Path, Path], None]) -> None:
+def test_another_file_at_its_path_is_refused_and_unchanged(tmp_path: Path, put: Callable[[Path, Path], None]) -> None:
     victim, run = tmp_path / "victim", tmp_path / "run"
     victim.write_text("precious")
     run.mkdir()
@@ -98,6 +98,6 @@ def test_a_run_does_not_write_through_links(tmp_path: Path, name: str) -> None:
     with contextlib.suppress(UsageError):
         with record.Record(run) as events:
             events.append("note", 1)
-        record.cut_after(run, 1)
+        record.truncate_after(run, 1)
     record.write_configuration(run, {"task": "x"})
     assert victim.read_text() == "precious" and record.read_configuration(run) == {"task": "x"}

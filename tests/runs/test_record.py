@@ -1,4 +1,4 @@
-"""The record is one line an event, survives being cut short, and tells one story after a resumption."""
+"""The record has one line per event, tolerates an incomplete last line, and is truncated before a run resumes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_events_come_back_in_order(tmp_path: Path) -> None:
     assert events[3]["loss"] == 1 / 3
 
 
-def test_numbers_json_cannot_write(tmp_path: Path) -> None:
+def test_nan_and_infinity_round_trip(tmp_path: Path) -> None:
     with record.Record(tmp_path) as events:
         events.append("step", 1, loss=math.nan, grad_norm=math.inf, lr=-math.inf)
         events.append("sample", 1, text="nan")
@@ -46,13 +46,13 @@ def test_numbers_json_cannot_write(tmp_path: Path) -> None:
     assert sample["text"] == "nan"
 
 
-def test_a_line_is_with_the_system_before_append_returns(tmp_path: Path) -> None:
+def test_append_writes_before_it_returns(tmp_path: Path) -> None:
     with record.Record(tmp_path) as events:
         events.append("step", 1, loss=0.5)
         assert len(list(record.read(tmp_path))) == 1
 
 
-def test_a_line_cut_short_is_passed_over_at_every_length(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_ignored_at_every_length(tmp_path: Path) -> None:
     fill(tmp_path, 3)
     path = tmp_path / "events.jsonl"
     whole = path.read_bytes()
@@ -62,7 +62,7 @@ def test_a_line_cut_short_is_passed_over_at_every_length(tmp_path: Path) -> None
         assert [e["step"] for e in record.read(tmp_path)] == [1, 2, 2]
 
 
-def test_damage_inside_names_the_line(tmp_path: Path) -> None:
+def test_damage_error_names_the_line(tmp_path: Path) -> None:
     fill(tmp_path, 3)
     path = tmp_path / "events.jsonl"
     lines = path.read_text().splitlines()
@@ -74,28 +74,28 @@ def test_damage_inside_names_the_line(tmp_path: Path) -> None:
         list(record.read(tmp_path))
 
 
-def test_cutting_tells_one_story(tmp_path: Path) -> None:
+def test_truncation_removes_later_events(tmp_path: Path) -> None:
     fill(tmp_path, 5)
     with record.Record(tmp_path) as events:
         events.append("end", 5, interrupted=True)
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write('{"kind":"st')
-    record.cut_after(tmp_path, 3)
+    record.truncate_after(tmp_path, 3)
     fields = [(e["kind"], e["step"]) for e in record.read(tmp_path)]
     assert fields == [("step", 1), ("step", 2), ("eval", 2), ("step", 3)]
     assert (tmp_path / "events.jsonl").read_bytes().endswith(b"}\n")
     assert [p.name for p in tmp_path.iterdir()] == ["events.jsonl"]
 
 
-def test_an_end_at_the_step_of_the_checkpoint_is_forgotten(tmp_path: Path) -> None:
+def test_truncation_removes_an_end_at_the_same_step(tmp_path: Path) -> None:
     with record.Record(tmp_path) as events:
         events.append("step", 1, loss=1.0)
         events.append("end", 1, interrupted=True)
-    record.cut_after(tmp_path, 1)
+    record.truncate_after(tmp_path, 1)
     assert [e["kind"] for e in record.read(tmp_path)] == ["step"]
 
 
-def test_two_hundred_thousand_events_in_and_back_fast_and_in_little_memory(tmp_path: Path) -> None:
+def test_many_events_are_written_and_read_fast_in_little_memory(tmp_path: Path) -> None:
     numbers = {"loss": 2.345678901234, "lr": 0.0001234, "grad_norm": 0.98765432101234, "loss_scale": 65536.0}
     start = time.process_time()
     with record.Record(tmp_path) as events:
@@ -108,11 +108,11 @@ def test_two_hundred_thousand_events_in_and_back_fast_and_in_little_memory(tmp_p
         pass
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 50e6  # whatever the length: the file itself has 34 MB here
+    assert peak < 50e6  # for any length: the file itself has 34 MB here
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_what_json_has_no_word_for_with_and_without_orjson(
+def test_values_json_cannot_express_with_and_without_orjson(
     tmp_path: Path, fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not fast:
@@ -125,7 +125,7 @@ def test_what_json_has_no_word_for_with_and_without_orjson(
     assert end["seed"] == pytest.approx(2.0**70) and step["loss"] == math.inf and step["applied"] is True
 
 
-def test_configuration_round_trip_and_what_is_wrong_with_it(tmp_path: Path) -> None:
+def test_configuration_round_trip_and_errors(tmp_path: Path) -> None:
     record.write_configuration(tmp_path, {"task": "tiny", "facts": {"entropy": math.inf}})
     assert record.read_configuration(tmp_path) == {"task": "tiny", "facts": {"entropy": "inf"}}
     (tmp_path / "run.json").write_text("{")
@@ -136,6 +136,6 @@ def test_configuration_round_trip_and_what_is_wrong_with_it(tmp_path: Path) -> N
         record.read_configuration(tmp_path)
 
 
-def test_reading_needs_no_torch() -> None:
+def test_reading_does_not_import_torch() -> None:
     code = "import sys; import narrowgauge.runs.record; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,4 @@
-"""A resumed run has the findings, and so the exit code, of the one that nobody disturbed."""
+"""A resumed run has the findings, and so the exit code, of an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tiny_task
 import torch
-from test_loop import StopAt, assert_same_run, make_settings
+from test_train import StopAt, assert_same_run, cpu_settings
 from torch import Tensor, nn
 
 from narrowgauge.errors import UsageError
@@ -29,7 +29,7 @@ def numbered(step: int, split: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def falls_then_rises(model: nn.Module, step: float) -> float:
-    """Never above half of where it began, so that only a run that forgot its beginning takes it for divergence."""
+    """Stay below half of the first loss: only a run that forgot its first loss would call this divergence."""
     return (
         2.0 if step < 30 else max(0.3, 2.0 - (step - 30) * 0.05) if step < 80 else 0.3 + 0.6 * min(1, (step - 80) / 50)
     )
@@ -80,29 +80,29 @@ CASES += [("fp16", is_nan_for_long), ("fp16", skips), ("fp8", skips), ("bf16-lea
 @pytest.mark.parametrize(("recipe", "curve"), CASES, ids=lambda value: getattr(value, "__name__", value))
 def test_findings_do_not_depend_on_interruptions(tmp_path: Path, recipe: str, curve: Any) -> None:
     task = task_of(curve)
-    settings = make_settings(task, recipe, checkpoint_every=50, eval_every=0, watch_every=20)
+    settings = cpu_settings(task, recipe, checkpoint_every=50, eval_every=0, watch_every=20)
     whole = train(task, settings, tmp_path / "whole")
-    for run, stops in (("once", [61]), ("often", [26, 59, 120])):
-        result = train(task, settings, tmp_path / run, observer=StopAt(stops[0]))
-        for stop in [*stops[1:], STEPS + 1]:
-            assert result.interrupted
-            result = train(task, settings, tmp_path / run, resume=True, observer=StopAt(stop))
-        assert findings(result) == findings(whole) and result.serious == whole.serious
-        assert result.predictions == whole.predictions and len(result.captures) == len(whole.captures)
-        assert_same_run(tmp_path / "whole", tmp_path / run, STEPS)
+    stops = [26, 59, 61, 120]  # before, within and after what the curves do; 61 soon after 59
+    result = train(task, settings, tmp_path / "often", observer=StopAt(stops[0]))
+    for stop in [*stops[1:], STEPS + 1]:
+        assert result.interrupted
+        result = train(task, settings, tmp_path / "often", resume=True, observer=StopAt(stop))
+    assert findings(result) == findings(whole) and result.serious == whole.serious
+    assert result.predictions == whole.predictions and len(result.captures) == len(whole.captures)
+    assert_same_run(tmp_path / "whole", tmp_path / "often", STEPS)
     if curve is falls_then_rises:
         assert not whole.serious
     elif curve is not spikes:
         assert whole.serious
 
 
-def test_a_kill_between_checkpoints_forgets_findings_that_come_again(tmp_path: Path) -> None:
+def test_findings_after_the_checkpoint_are_found_again(tmp_path: Path) -> None:
     task = task_of(is_nan_for_long)
-    settings = make_settings(task, checkpoint_every=50, eval_every=0, keep=9)
+    settings = cpu_settings(task, checkpoint_every=50, eval_every=0, keep=9)
     whole = train(task, settings, tmp_path / "whole")
     run = shutil.copytree(tmp_path / "whole", tmp_path / "run")
     for step in (100, 150, STEPS):
-        shutil.rmtree(checkpoint.path_of(run, step))
+        shutil.rmtree(checkpoint.make_path(run, step))
     events = (run / record.EVENTS).read_text().splitlines(keepends=True)
     (run / record.EVENTS).write_text("".join(events[:-1]))  # the end
     result = train(task, settings, run, resume=True)
@@ -110,12 +110,12 @@ def test_a_kill_between_checkpoints_forgets_findings_that_come_again(tmp_path: P
     assert_same_run(tmp_path / "whole", run, STEPS)
 
 
-def test_a_checkpoint_without_memory_still_loads(tmp_path: Path) -> None:
-    """As earlier versions wrote them."""
+def test_a_checkpoint_of_an_earlier_version_loads(tmp_path: Path) -> None:
+    """Earlier versions did not save the state of the rules."""
     task = task_of(falls_then_rises)
-    settings = make_settings(task, eval_every=0, checkpoint_every=0)
+    settings = cpu_settings(task, eval_every=0, checkpoint_every=0)
     train(task, settings, tmp_path / "run", observer=StopAt(20))
-    path = checkpoint.path_of(tmp_path / "run", 20)
+    path = checkpoint.make_path(tmp_path / "run", 20)
     old = checkpoint.load(path)
     state = {name: value for name, value in old.state.items() if name not in ("examiner", "recorder")}
     state["result"] = {n: v for n, v in state["result"].items() if n not in ("findings", "captures")}
@@ -138,7 +138,7 @@ def renamed() -> Task:
 
 
 def reordered() -> Task:
-    """The same names and shapes, but the optimizer would give two weights each other's moments."""
+    """Keep names and shapes, but change the order: the optimizer would swap the moments of two weights."""
 
     class Reordered(tiny_task.Classifier):
         def __init__(self) -> None:
@@ -153,9 +153,9 @@ def with_sgd() -> Task:
 
 
 @pytest.mark.parametrize("changed", [reshaped, renamed, reordered, with_sgd])
-def test_a_task_that_has_changed_is_one_line_and_costs_nothing(tmp_path: Path, changed: Callable[[], Task]) -> None:
+def test_a_changed_task_is_a_one_line_error_and_keeps_the_run(tmp_path: Path, changed: Callable[[], Task]) -> None:
     task = tiny_task.tiny()
-    settings = make_settings(task, steps=30, checkpoint_every=10)
+    settings = cpu_settings(task, steps=30, checkpoint_every=10)
     train(task, settings, tmp_path / "run", observer=StopAt(15))
     before = (tmp_path / "run" / record.EVENTS).read_bytes()
     with pytest.raises(UsageError, match=r"does not fit the task, which has changed since") as caught:
@@ -178,23 +178,23 @@ NO_EVENTS = (
 
 
 @pytest.mark.parametrize("line", NO_EVENTS)
-def test_an_event_that_is_none_is_one_line(tmp_path: Path, line: str) -> None:
+def test_an_invalid_event_is_a_one_line_error(tmp_path: Path, line: str) -> None:
     task = tiny_task.tiny()
-    settings = make_settings(task, steps=30, checkpoint_every=10)
+    settings = cpu_settings(task, steps=30, checkpoint_every=10)
     train(task, settings, tmp_path / "run", observer=StopAt(15))
     path = tmp_path / "run" / record.EVENTS
     count = len(path.read_text().splitlines())
     path.write_text(path.read_text() + line + "\n")
-    with pytest.raises(UsageError, match=rf"damaged in line {count + 1}: no event of a run"):
+    with pytest.raises(UsageError, match=rf"damaged in line {count + 1}: not an event"):
         train(task, settings, tmp_path / "run", resume=True)
 
 
 @pytest.mark.parametrize("end", [{}, {"interrupted": False, "findings": 3}, {"metrics": [], "loss_last": "low"}])
-def test_a_summary_that_is_none_is_one_line(tmp_path: Path, end: dict[str, Any]) -> None:
+def test_an_invalid_summary_is_a_one_line_error(tmp_path: Path, end: dict[str, Any]) -> None:
     task = tiny_task.tiny()
-    settings = make_settings(task, steps=4)
+    settings = cpu_settings(task, steps=4)
     train(task, settings, tmp_path / "run")
     path = tmp_path / "run" / record.EVENTS
     path.write_text(path.read_text() + json.dumps({"kind": "end", "step": 4, **end}) + "\n")
-    with pytest.raises(UsageError, match="is no summary"):
+    with pytest.raises(UsageError, match="is not a summary"):
         train(task, settings, tmp_path / "run", resume=True)

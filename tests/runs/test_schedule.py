@@ -1,4 +1,4 @@
-"""The learning rate rises, falls along a cosine to its floor; vectors are not decayed; tied weights count once."""
+"""The learning rate rises, then falls along a cosine; vectors are not decayed; tied weights count once."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from narrowgauge.runs.schedule import FLOOR, Schedule, factor, make_adamw
+from narrowgauge.runs.schedule import FLOOR, Schedule, compute_factor, make_adamw
 
 
-def test_known_points() -> None:
-    assert factor(0, 110, 10) == 0.1
-    assert factor(9, 110, 10) == 1.0
-    assert factor(10, 110, 10) == 1.0
-    assert factor(109, 110, 10) == pytest.approx(FLOOR)
+def test_factor_at_known_steps() -> None:
+    assert compute_factor(0, 110, 10) == 0.1
+    assert compute_factor(9, 110, 10) == 1.0
+    assert compute_factor(10, 110, 10) == 1.0
+    assert compute_factor(109, 110, 10) == pytest.approx(FLOOR)
     middle = 10 + 99 / 2
-    assert factor(int(middle), 110, 10) == pytest.approx(FLOOR + (1 - FLOOR) / 2, abs=0.01)
+    assert compute_factor(int(middle), 110, 10) == pytest.approx(FLOOR + (1 - FLOOR) / 2, abs=0.01)
 
 
 @given(st.integers(1, 500), st.data())
-def test_shape(steps: int, data: st.DataObject) -> None:
+def test_factor_rises_then_falls(steps: int, data: st.DataObject) -> None:
     warmup = data.draw(st.integers(0, steps))
-    values = [factor(step, steps, warmup) for step in range(steps)]
+    values = [compute_factor(step, steps, warmup) for step in range(steps)]
     assert all(0 < value <= 1 and math.isfinite(value) for value in values)
     assert values[:warmup] == sorted(values[:warmup])
     assert values[warmup:] == sorted(values[warmup:], reverse=True)
@@ -50,7 +50,7 @@ def test_weight_decay_groups() -> None:
     assert decayed["betas"] == (0.9, 0.95) and decayed["fused"]
 
 
-def test_groups_keep_their_proportions() -> None:
+def test_parameter_groups_keep_their_proportions() -> None:
     parameters = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
     optimizer = torch.optim.SGD([{"params": parameters[:1], "lr": 1.0}, {"params": parameters[1:], "lr": 0.1}])
     schedule = Schedule(optimizer, steps=10, warmup=2)

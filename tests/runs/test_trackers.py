@@ -1,4 +1,4 @@
-"""Trackers: their stores hold the numbers of the record, through resumption and kills; their failures cost a line."""
+"""Trackers hold the recorded metrics, after resuming and kills too. A tracker that fails costs one line."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from typing import Any
 import pytest
 
 from narrowgauge.errors import UsageError
-from narrowgauge.runs import record
-from narrowgauge.runs.trackers import base
+from narrowgauge.runs import record, trackers
+from narrowgauge.runs.trackers import background
+from narrowgauge.runs.trackers.background import BackgroundTracker
+from narrowgauge.runs.trackers.base import Notify, Tracker, read_history
+from narrowgauge.runs.trackers.registry import TRACKERS, TrackerGroup, parse_names, start_trackers
 
-Story = dict[tuple[str, int], float]
+Metrics = dict[tuple[str, int], float]
 CONFIGURATION = {"task": "tiny", "settings": {"steps": 9, "learning_rate": 0.1, "odd (name)": None}, "options": {}}
 FINDING = {"rule": "r", "severity": "warning", "where": "layer", "detail": "too small", "fix": "scale"}
 
@@ -29,48 +32,48 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in [name for name in os.environ if name.startswith(("WANDB_", "MLFLOW_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # set here so that it is taken back
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # set here, so that it is unset after the test
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
 
 
-def numbers(step: int, life: int = 0) -> dict[str, float]:
-    """Awkward ones: not exact in decimal, not finite, tiny."""
-    loss = math.nan if step == 3 else math.inf if step == 4 else 1 / (step + 2) + life
+def numbers(step: int, attempt: int = 0) -> dict[str, float]:
+    """Return difficult numbers: not exact in decimal, not finite, tiny."""
+    loss = math.nan if step == 3 else math.inf if step == 4 else 1 / (step + 2) + attempt
     return {"loss": loss, "lr": 0.1 / step, "grad_norm": 1e-300 * step}
 
 
-def live(
-    names: str, folder: Path, steps: range, life: int = 0, close: bool = True, told: list[str] | None = None
-) -> base.Trackers:
-    """What Trainer does with the record and the trackers, over some steps."""
-    lines: list[str] = [] if told is None else told
-    record.cut_after(folder, steps.start - 1) if (folder / record.EVENTS).exists() else folder.mkdir(exist_ok=True)
-    tracking = base.begin(base.parse(names), folder, CONFIGURATION, steps.start, lines.append)
+def track_steps(
+    names: str, folder: Path, steps: range, attempt: int = 0, close: bool = True, lines: list[str] | None = None
+) -> TrackerGroup:
+    """Use the record and the trackers as Trainer does, over some steps."""
+    lines = [] if lines is None else lines
+    record.truncate_after(folder, steps.start - 1) if (folder / record.EVENTS).exists() else folder.mkdir(exist_ok=True)
+    tracking = start_trackers(parse_names(names), folder, CONFIGURATION, steps.start, lines.append)
     with record.Record(folder) as events:
         for step in steps:
-            values = numbers(step, life)
+            values = numbers(step, attempt)
             events.append("step", step, **values, tokens_per_s=None, applied=True, time=0.5)
-            tracking.add("train", step, values)
+            tracking.log_metrics("train", step, values)
             if step % 4 == 0:
                 events.append("eval", step, loss=values["lr"], accuracy=0.25)
-                tracking.add("eval", step, {"loss": values["lr"], "accuracy": 0.25})
+                tracking.log_metrics("eval", step, {"loss": values["lr"], "accuracy": 0.25})
                 events.append("look", step, applied=True, readings=[])
     if close:
-        tracking.finding(steps[-1], FINDING)
+        tracking.log_finding(steps[-1], FINDING)
         tracking.close({"steps": steps[-1], "loss_last": 0.5, "interrupted": False})
     return tracking
 
 
-def recorded(folder: Path) -> Story:
-    story: Story = {}
-    for group, step, values in base.history(folder, 10**9):
-        story |= {(f"{group}/{name}", step): value for name, value in values.items()}
-    return story
+def recorded(folder: Path) -> Metrics:
+    metrics: Metrics = {}
+    for group, step, values in read_history(folder, 10**9):
+        metrics |= {(f"{group}/{name}", step): value for name, value in values.items()}
+    return metrics
 
 
 def same(one: Mapping[Any, float], other: Mapping[Any, float]) -> bool:
-    """To the last bit, NaN included."""
+    """Compare to the last bit. NaN equals NaN."""
     return {key: repr(float(v)) for key, v in one.items()} == {key: repr(float(v)) for key, v in other.items()}
 
 
@@ -94,49 +97,58 @@ def chunks(path: Path) -> Iterator[bytes]:
             whole = b""
 
 
-def read_wandb(path: Path) -> Story:
+def read_wandb(path: Path) -> Metrics:
     internal = pytest.importorskip("wandb.proto.wandb_internal_pb2")
-    story: Story = {}
+    metrics: Metrics = {}
     for chunk in chunks(path):
         entry = internal.Record()
         entry.ParseFromString(chunk)
         if entry.WhichOneof("record_type") == "history":
             items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in entry.history.item}
             step = int(items["_step"])
-            story |= {(key, step): float(value) for key, value in items.items() if not key.startswith("_")}
-    return story
+            metrics |= {(key, step): float(value) for key, value in items.items() if not key.startswith("_")}
+    return metrics
 
 
 def wandb_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("wandb/offline-run-*/*.wandb"))
 
 
-def read_mlflow(folder: Path) -> tuple[Story, Any]:
+def read_mlflow(folder: Path) -> tuple[Metrics, Any]:
     tracking = pytest.importorskip("mlflow.tracking")
     client = tracking.MlflowClient(tracking_uri=(folder / "mlflow").resolve().as_uri())
     experiment = client.get_experiment_by_name("narrowgauge")
     (run,) = client.search_runs([experiment.experiment_id])
     held = [m for name in run.data.metrics for m in client.get_metric_history(run.info.run_id, name)]
-    story = {(metric.key, metric.step): metric.value for metric in held}
-    assert len(story) == len(held)  # none twice
-    return story, run
+    metrics = {(metric.key, metric.step): metric.value for metric in held}
+    assert len(metrics) == len(held)  # none twice
+    return metrics, run
+
+
+def test_every_tracker_module_is_registered() -> None:
+    """A new tracker needs its own file and a line in the registry, and nothing else."""
+    modules = {path.stem for path in Path(trackers.__path__[0]).glob("*.py")}
+    assert modules - {"__init__", "base", "background", "registry"} == set(TRACKERS)
+    for name, tracker in TRACKERS.items():
+        assert issubclass(tracker, Tracker) and tracker.__module__ == f"narrowgauge.runs.trackers.{name}"
+        assert tracker.label
 
 
 def test_names_are_parsed() -> None:
-    assert base.parse("tensorboard") == ("tensorboard",)
-    assert base.parse(" WandB, mlflow ,wandb") == ("wandb", "mlflow")
-    assert base.parse("none") == ()
+    assert parse_names("tensorboard") == ("tensorboard",)
+    assert parse_names(" WandB, mlflow ,wandb") == ("wandb", "mlflow")
+    assert parse_names("none") == ()
     for wrong in ("", "wand", "none,wandb"):
         with pytest.raises(UsageError, match="tensorboard, wandb, mlflow"):
-            base.parse(wrong)
+            parse_names(wrong)
 
 
-def test_wandb_holds_the_numbers_of_the_record(tmp_path: Path) -> None:
+def test_wandb_holds_the_recorded_metrics(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    told: list[str] = []
+    lines: list[str] = []
     folder = tmp_path / "run"
-    live("wandb", folder, range(1, 10), told=told)
-    assert told == []
+    track_steps("wandb", folder, range(1, 10), lines=lines)
+    assert lines == []
     (path,) = wandb_files(folder)
     assert same(read_wandb(path), recorded(folder)) and len(recorded(folder)) == 9 * 3 + 2 * 2
     identity = (folder / "wandb" / "run-id").read_text().strip()
@@ -145,69 +157,69 @@ def test_wandb_holds_the_numbers_of_the_record(tmp_path: Path) -> None:
     assert b"too small" in content and b"learning_rate" in content and b"result/loss_last" in content
 
 
-def test_a_resumed_run_at_wandb_has_the_same_id_and_one_story(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_wandb_id_and_one_file(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     folder = tmp_path / "run"
-    live("wandb", folder, range(1, 7), close=True)
+    track_steps("wandb", folder, range(1, 7), close=True)
     (first,) = wandb_files(folder)
-    live("wandb", folder, range(5, 10), life=1)  # steps 5 and 6 are taken back
+    track_steps("wandb", folder, range(5, 10), attempt=1)  # steps 5 and 6 are taken back
     (second,) = wandb_files(folder)
     assert second.name == first.name
     assert same(read_wandb(second), recorded(folder))
     assert len(list((folder / "wandb").glob("superseded-0-*"))) == 1
 
 
-def test_mlflow_holds_the_numbers_of_the_record(tmp_path: Path) -> None:
+def test_mlflow_holds_the_recorded_metrics(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
-    told: list[str] = []
+    lines: list[str] = []
     folder = tmp_path / "run"
-    live("mlflow", folder, range(1, 10), told=told)
-    assert told == []
-    story, run = read_mlflow(folder)
-    assert same(story, recorded(folder))
+    track_steps("mlflow", folder, range(1, 10), lines=lines)
+    assert lines == []
+    metrics, run = read_mlflow(folder)
+    assert same(metrics, recorded(folder))
     assert run.info.status == "FINISHED" and run.info.run_name == "run"
     assert run.data.params["settings.learning_rate"] == "0.1" and "settings.odd _name_" in run.data.params
     assert "too small" in run.data.tags["narrowgauge.findings"]
 
 
-def test_a_resumed_run_goes_on_in_its_mlflow_run(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_its_mlflow_run(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
     folder = tmp_path / "run"
-    live("mlflow", folder, range(1, 6))
+    track_steps("mlflow", folder, range(1, 6))
     _, first = read_mlflow(folder)
-    live("mlflow", folder, range(6, 10), life=1)
-    story, second = read_mlflow(folder)
+    track_steps("mlflow", folder, range(6, 10), attempt=1)
+    metrics, second = read_mlflow(folder)
     assert first.info.run_id == second.info.run_id
-    assert same(story, recorded(folder))
+    assert same(metrics, recorded(folder))
 
 
-def test_what_mlflow_cannot_take_back_a_new_run_leaves_out(tmp_path: Path) -> None:
+def test_a_new_mlflow_run_replaces_one_with_dropped_steps(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
     folder = tmp_path / "run"
-    live("mlflow", folder, range(1, 8))
+    track_steps("mlflow", folder, range(1, 8))
     _, first = read_mlflow(folder)
-    live("mlflow", folder, range(5, 10), life=1)
-    story, second = read_mlflow(folder)
+    track_steps("mlflow", folder, range(5, 10), attempt=1)
+    metrics, second = read_mlflow(folder)
     assert first.info.run_id != second.info.run_id
-    assert same(story, recorded(folder))
+    assert same(metrics, recorded(folder))
 
 
-def test_what_mlflow_did_not_get_is_sent_by_the_next_life(tmp_path: Path) -> None:
+def test_a_resumed_run_sends_mlflow_the_missing_steps(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
     folder = tmp_path / "run"
-    live("mlflow", folder, range(1, 4))
-    live("tensorboard", folder, range(4, 7))  # as if killed before anything was sent
-    live("mlflow", folder, range(7, 10))
+    track_steps("mlflow", folder, range(1, 4))
+    track_steps("tensorboard", folder, range(4, 7))  # as if killed before anything was sent
+    track_steps("mlflow", folder, range(7, 10))
     assert same(read_mlflow(folder)[0], recorded(folder))
 
 
-def test_a_run_that_was_removed_from_mlflow_is_made_again(tmp_path: Path) -> None:
+def test_a_deleted_mlflow_run_is_created_again(tmp_path: Path) -> None:
     tracking = pytest.importorskip("mlflow.tracking")
     folder = tmp_path / "run"
-    live("mlflow", folder, range(1, 4))
+    track_steps("mlflow", folder, range(1, 4))
     client = tracking.MlflowClient(tracking_uri=(folder / "mlflow").resolve().as_uri())
     client.delete_run((folder / "mlflow" / "run-id").read_text().strip())
-    live("mlflow", folder, range(4, 7))
+    track_steps("mlflow", folder, range(4, 7))
     assert same(read_mlflow(folder)[0], recorded(folder))
 
 
@@ -217,51 +229,51 @@ sys.path.insert(0, sys.argv[2])
 from pathlib import Path
 import test_trackers
 folder = Path(sys.argv[1])
-test_trackers.trackers.SEND_EVERY_S = 0.05
-test_trackers.live("wandb,mlflow,tensorboard", folder, range(1, 8), close=False)
+test_trackers.background.FLUSH_EVERY_S = 0.05
+test_trackers.track_steps("wandb,mlflow,tensorboard", folder, range(1, 8), close=False)
 while not any(folder.glob(sys.argv[3])):
     time.sleep(0.02)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.parametrize("after", ["*", "mlflow/*/*/metrics/train/loss"], ids=["at once", "when numbers were sent"])
-def test_a_killed_life_leaves_stores_that_the_next_one_completes(tmp_path: Path, after: str) -> None:
+@pytest.mark.parametrize("after", ["*", "mlflow/*/*/metrics/train/loss"], ids=["immediately", "after sending"])
+def test_stores_of_a_killed_run_are_completed_on_resume(tmp_path: Path, after: str) -> None:
     pytest.importorskip("wandb")
     pytest.importorskip("mlflow")
     folder = tmp_path / "run"
     command = [sys.executable, "-c", KILLED, str(folder), str(Path(__file__).parent), after]
     assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == -9
-    told: list[str] = []
-    live("wandb,mlflow,tensorboard", folder, range(5, 10), life=1, told=told)
-    assert told == []
+    lines: list[str] = []
+    track_steps("wandb,mlflow,tensorboard", folder, range(5, 10), attempt=1, lines=lines)
+    assert lines == []
     assert same(read_wandb(wandb_files(folder)[-1]), recorded(folder))
     assert same(read_mlflow(folder)[0], recorded(folder))
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_without_the_package_it_costs_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_missing_package_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     for module in [one for one in sys.modules if one == name or one.startswith(f"{name}.")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, name, None)
-    told: list[str] = []
-    live(name, tmp_path / "run", range(1, 5), told=told)
-    assert len(told) == 1 and "is not installed" in told[0] and "events.jsonl" in told[0]
+    lines: list[str] = []
+    track_steps(name, tmp_path / "run", range(1, 5), lines=lines)
+    assert len(lines) == 1 and "is not installed" in lines[0] and "events.jsonl" in lines[0]
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_a_store_that_cannot_be_written_costs_a_line(tmp_path: Path, name: str) -> None:
+def test_an_unwritable_store_is_one_line(tmp_path: Path, name: str) -> None:
     pytest.importorskip(name)
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / name).write_text("in the way")
-    told: list[str] = []
-    live(name, folder, range(1, 5), told=told)
-    assert len(told) == 1 and "going on without it" in told[0] and "\n" not in told[0]
+    lines: list[str] = []
+    track_steps(name, folder, range(1, 5), lines=lines)
+    assert len(lines) == 1 and "continuing without it" in lines[0] and "\n" not in lines[0]
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_a_full_disk_costs_a_line(tmp_path: Path, name: str) -> None:
+def test_a_full_disk_is_one_line(tmp_path: Path, name: str) -> None:
     pytest.importorskip(name)
     place = tmp_path / "run" / name
     place.mkdir(parents=True)
@@ -269,85 +281,85 @@ def test_a_full_disk_costs_a_line(tmp_path: Path, name: str) -> None:
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
         pytest.skip("only root can mount a small disk")
     try:
-        told: list[str] = []
-        live(name, tmp_path / "run", range(1, 3000), told=told)
-        assert len(told) == 1 and "o space left" in told[0]
+        lines: list[str] = []
+        track_steps(name, tmp_path / "run", range(1, 3000), lines=lines)
+        assert len(lines) == 1 and "o space left" in lines[0]
     finally:
         subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-def test_nobody_logged_in_means_offline_and_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_login_wandb_is_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.delenv("WANDB_MODE")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
-    told: list[str] = []
-    live("wandb", tmp_path / "run", range(1, 5), told=told)
-    assert len(told) == 1 and "wandb sync" in told[0]
+    lines: list[str] = []
+    track_steps("wandb", tmp_path / "run", range(1, 5), lines=lines)
+    assert len(lines) == 1 and "wandb sync" in lines[0]
     assert same(read_wandb(wandb_files(tmp_path / "run")[0]), recorded(tmp_path / "run"))
 
 
-def test_without_a_network_it_goes_on_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_network_wandb_is_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.delenv("WANDB_MODE")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
-    told: list[str] = []
-    live("wandb", tmp_path / "run", range(1, 5), told=told)
-    assert len(told) == 1 and "wandb sync" in told[0] and "\n" not in told[0]
+    lines: list[str] = []
+    track_steps("wandb", tmp_path / "run", range(1, 5), lines=lines)
+    assert len(lines) == 1 and "wandb sync" in lines[0] and "\n" not in lines[0]
     assert same(read_wandb(wandb_files(tmp_path / "run")[0]), recorded(tmp_path / "run"))
 
 
-class Stuck:
-    """A tracker whose network does not answer."""
+class Stuck(Tracker):
+    """A tracker that waits for its network forever."""
 
     def __init__(self) -> None:
         self.release = threading.Event()
         self.seen: list[int] = []
 
-    def add(self, group: str, step: int, values: Mapping[str, float]) -> None:
+    def log_metrics(self, group: str, step: int, values: Mapping[str, float]) -> None:
         self.release.wait()
         self.seen.append(step)
 
-    def finding(self, step: int, finding: Mapping[str, Any]) -> None: ...
+    def log_finding(self, step: int, finding: Mapping[str, Any]) -> None: ...
     def flush(self) -> None: ...
     def close(self, result: Mapping[str, Any] | None = None) -> None: ...
 
 
 def test_training_never_waits_for_a_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "PATIENCE_S", 0.1)
-    stuck, told = Stuck(), list[str]()
-    posted = base.Posted("Stuck", lambda note: stuck, told.append)
+    monkeypatch.setattr(background, "CLOSE_TIMEOUT_S", 0.1)
+    stuck, lines = Stuck(), list[str]()
+    tracker = BackgroundTracker("Stuck", lambda note: stuck, lines.append)
     began = time.perf_counter()
     for step in range(10_000):
-        posted.add("train", step, {"loss": 1.0})
+        tracker.log_metrics("train", step, {"loss": 1.0})
     assert time.perf_counter() - began < 1
-    posted.close({})
-    posted.close({})
-    assert len(told) == 1 and "left behind" in told[0]
+    tracker.close({})
+    tracker.close({})
+    assert len(lines) == 1 and "not waiting for it" in lines[0]
     stuck.release.set()
 
 
-def test_numbers_that_nobody_takes_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "MOST_WAITING", 100)
-    stuck, told = Stuck(), list[str]()
-    posted = base.Posted("Stuck", lambda note: stuck, told.append)
+def test_a_full_queue_drops_the_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "MAX_QUEUED", 100)
+    stuck, lines = Stuck(), list[str]()
+    tracker = BackgroundTracker("Stuck", lambda note: stuck, lines.append)
     for step in range(1000):
-        posted.add("train", step, {"loss": 1.0})
-    posted.close()
-    assert len(told) == 1 and "takes no numbers" in told[0]
+        tracker.log_metrics("train", step, {"loss": 1.0})
+    tracker.close()
+    assert len(lines) == 1 and "does not accept metrics" in lines[0]
     stuck.release.set()
 
 
-def test_lines_are_told_by_the_thread_that_trains() -> None:
+def test_lines_are_printed_by_the_training_thread() -> None:
     tellers: list[int] = []
 
-    def fail(note: base.Tell) -> base.Sender:
+    def fail(note: Notify) -> Tracker:
         note("first a note")
         raise SystemExit("then\nthe end")
 
-    posted = base.Posted("It", fail, lambda line: tellers.append(threading.get_ident()))
-    posted.close()
+    tracker = BackgroundTracker("It", fail, lambda line: tellers.append(threading.get_ident()))
+    tracker.close()
     assert tellers == [threading.get_ident()] * 2

@@ -1,4 +1,4 @@
-"""A task that trains in a blink, for the tests of runs: an MLP with dropout, so that random states matter."""
+"""A tiny task for the tests of runs: an MLP with dropout, so that random states matter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Classifier(nn.Module):
         self.inner = nn.Linear(8, width)
         self.norm = nn.LayerNorm(width)
         self.dropout = nn.Dropout(0.1)
-        self.middle = nn.Linear(width, width)  # its sizes suit FP8
+        self.middle = nn.Linear(width, width)  # dimensions that FP8 supports
         self.outer = nn.Linear(width, 4)
 
     def forward(self, x: Tensor) -> Tensor:

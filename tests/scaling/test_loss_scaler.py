@@ -1,4 +1,4 @@
-"""LossScaler: everything GradScaler does, by the same names, and safe where GradScaler is not."""
+"""LossScaler: a drop-in replacement for GradScaler that cannot corrupt weights."""
 
 import math
 
@@ -17,7 +17,7 @@ def model_and(optimizer="sgd", fused=False):
 
 
 def drive(scaler, model, optimizer, losses):
-    """A plain amp loop in which some losses are made inf; returns scales and weights after each update."""
+    """Run a plain AMP loop in which some losses are inf; return scale and weights after each update."""
     trace = []
     torch.manual_seed(1)
     for poison in losses:
@@ -33,7 +33,7 @@ def drive(scaler, model, optimizer, losses):
 
 
 @pytest.mark.parametrize(("optimizer", "fused"), [("sgd", False), ("sgd", True), ("adamw", False), ("adamw", True)])
-def test_takes_the_place_of_grad_scaler_without_other_changes(optimizer, fused):
+def test_drop_in_replacement_for_grad_scaler(optimizer, fused):
     losses = [0, 1, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0]
     options = {"init_scale": 2.0**10, "growth_interval": 3}
     theirs = drive(GradScaler("cpu", **options), *model_and(optimizer, fused), losses)
@@ -43,7 +43,7 @@ def test_takes_the_place_of_grad_scaler_without_other_changes(optimizer, fused):
         assert all(torch.equal(a, b) for a, b in zip(weights, their_weights, strict=True))
 
 
-def test_is_a_grad_scaler_with_its_verbs_and_keys():
+def test_has_the_methods_and_state_keys_of_grad_scaler():
     scaler = LossScaler("cpu")
     assert isinstance(scaler, GradScaler)
     public = {name for name in vars(GradScaler) if not name.startswith("_")}
@@ -51,7 +51,7 @@ def test_is_a_grad_scaler_with_its_verbs_and_keys():
     assert set(GradScaler("cpu").state_dict()) <= set(scaler.state_dict())
 
 
-def test_state_moves_between_grad_scaler_and_loss_scaler():
+def test_state_is_exchangeable_with_grad_scaler():
     model, optimizer = model_and()
     ours = LossScaler("cpu", init_scale=2.0**8, growth_interval=5)
     drive(ours, model, optimizer, [0, 1, 0, 0])
@@ -75,23 +75,23 @@ def test_every_field_survives_a_round_trip():
     assert list(other.history) == list(scaler.history)
 
 
-def test_floor_holds_where_grad_scaler_ruins_the_weights():
-    """144 skips in a row make GradScaler's 1/scale inf: the check passes and healthy weights become inf or NaN."""
+def test_the_floor_keeps_weights_finite_where_grad_scaler_corrupts_them():
+    """After 144 consecutive skips, 1/scale of GradScaler is inf: the check passes and weights become inf or NaN."""
     losses = [1] * 190 + [0]
     theirs = drive(GradScaler("cpu"), *model_and("sgd", fused=False), losses)
     assert not all(torch.isfinite(w).all() for w in theirs[-1][1])
     ours = drive(LossScaler("cpu", max_consecutive_skips=1000), *model_and("sgd", fused=False), losses)
     assert all(torch.isfinite(w).all() for _, weights in ours for w in weights)
     assert min(scale for scale, _ in ours) == 1.0
-    assert not torch.equal(ours[-1][1][0], ours[-2][1][0])  # the first healthy update is made
+    assert not torch.equal(ours[-1][1][0], ours[-2][1][0])  # the first finite update is applied
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_stalled_training_raises_and_names_the_parameter_at_fault(fused):
+def test_stalled_training_raises_and_names_the_parameter(fused):
     model, optimizer = model_and("adamw", fused)
     before = [p.detach().clone() for p in model.parameters()]
     scaler = LossScaler("cpu", names=model)
-    with pytest.raises(TrainingStalled, match=r"50 updates in a row.*first in 2\.weight\.") as caught:
+    with pytest.raises(TrainingStalled, match=r"50 consecutive updates.*first in 2\.weight\.") as caught:
         for _ in range(200):
             optimizer.zero_grad()
             scaler.scale(model(torch.ones(2, 4)).sum()).backward()
@@ -103,7 +103,7 @@ def test_stalled_training_raises_and_names_the_parameter_at_fault(fused):
     assert scaler.skipped == 50
 
 
-def test_names_come_from_the_optimizer_where_it_knows_them():
+def test_names_come_from_the_optimizer_if_it_has_them():
     model, _ = model_and()
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
     scaler = LossScaler("cpu", max_consecutive_skips=2)
@@ -111,7 +111,7 @@ def test_names_come_from_the_optimizer_where_it_knows_them():
         drive(scaler, model, optimizer, [1, 1])
 
 
-def test_static_scale_never_moves_but_still_skips():
+def test_a_fixed_scale_never_changes_but_still_skips():
     model, optimizer = model_and()
     scaler = LossScaler("cpu", init_scale=128.0, dynamic=False, growth_interval=1)
     trace = drive(scaler, model, optimizer, [0, 1, 0, 0])
@@ -120,7 +120,7 @@ def test_static_scale_never_moves_but_still_skips():
     assert scaler.skipped == 1
 
 
-def test_history_tells_skips_and_changes_of_scale():
+def test_history_has_skips_and_scale_changes():
     model, optimizer = model_and()
     scaler = LossScaler("cpu", init_scale=8.0, growth_interval=2)
     drive(scaler, model, optimizer, [0, 1, 0, 0, 0])
@@ -132,7 +132,7 @@ def test_history_tells_skips_and_changes_of_scale():
     ]
 
 
-def test_one_scale_over_several_optimizers():
+def test_several_optimizers_share_one_scale():
     model, _ = model_and()
     first = torch.optim.SGD(model[0].parameters(), lr=0.1)
     second = torch.optim.SGD(model[2].parameters(), lr=0.1)
@@ -147,10 +147,10 @@ def test_one_scale_over_several_optimizers():
     assert not torch.equal(before, model[0].weight)
 
 
-def test_order_of_calls_is_held_as_in_grad_scaler():
+def test_calls_in_the_wrong_order_raise():
     model, optimizer = model_and()
     scaler = LossScaler("cpu")
-    with pytest.raises(UsageError, match="nothing was scaled"):
+    with pytest.raises(UsageError, match="no loss was scaled"):
         scaler.step(optimizer)
     scaler.scale(model(torch.randn(3, 4)).sum()).backward()
     with pytest.raises(UsageError, match="no gradients were checked"):
@@ -167,7 +167,7 @@ def test_order_of_calls_is_held_as_in_grad_scaler():
     assert scaler.get_scale() == 64.0
 
 
-def test_disabled_scaler_does_nothing_but_step():
+def test_a_disabled_scaler_only_steps():
     model, optimizer = model_and()
     scaler = LossScaler("cpu", enabled=False)
     trace = drive(scaler, model, optimizer, [0])
@@ -192,12 +192,12 @@ def test_disabled_scaler_does_nothing_but_step():
         {"device": 65536.0},
     ],
 )
-def test_wrong_arguments_are_refused(wrong):
+def test_invalid_arguments_raise(wrong):
     with pytest.raises(UsageError):
         LossScaler(**{"device": "cpu", **wrong})
 
 
-def test_a_grad_scaler_that_sank_too_deep_is_lifted_to_the_floor():
+def test_a_state_with_a_scale_below_the_floor_is_raised_to_it():
     theirs = GradScaler("cpu", init_scale=2.0**-60)
     scaler = LossScaler("cpu")
     scaler.load_state_dict(theirs.state_dict())

@@ -1,4 +1,4 @@
-"""FP8 scales: powers of two from the amax history, steady under bad readings, followed within a step, saved whole."""
+"""FP8 scales: from the amax history, unaffected by bad readings, updated within a step, saved completely."""
 
 import math
 
@@ -13,7 +13,7 @@ from narrowgauge.scaling.tensor import TensorScales
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-def book(**options):
+def make_scales(**options):
     return TensorScales({"x": E4M3, "g": E5M2}, "cpu", **options)
 
 
@@ -24,20 +24,20 @@ def feed(scales, x, g=1.0):
 
 
 @given(st.floats(1e-25, 1e25), st.sampled_from([E4M3, E5M2]), st.integers(0, 4))
-def test_a_scale_brings_amax_to_the_largest_number(amax, dtype, margin):
+def test_a_scale_maps_amax_to_the_largest_number(amax, dtype, margin):
     amax = torch.tensor(amax)
     scale = compute_scale(amax, FP8_MAX[dtype], margin).item()
     assert amax.item() * scale * 2**margin == pytest.approx(FP8_MAX[dtype], rel=1e-6)
 
 
 @pytest.mark.parametrize("amax", [0.0, math.inf, math.nan])
-def test_nothing_to_go_by_gives_one(amax):
+def test_an_unusable_amax_gives_a_scale_of_one(amax):
     assert compute_scale(torch.tensor(amax), 448.0).item() == 1.0
 
 
 @pytest.mark.parametrize("bad", [0.0, math.inf, math.nan])
-def test_a_bad_amax_keeps_scale_and_history(bad):
-    scales = book(history=2)
+def test_a_bad_amax_does_not_change_scale_and_history(bad):
+    scales = make_scales(history=2)
     feed(scales, 3.0)
     before = scales.state_dict()
     for _ in range(5):
@@ -47,8 +47,8 @@ def test_a_bad_amax_keeps_scale_and_history(bad):
     assert scales.sites["g"].scale == before["scale"][1]
 
 
-def test_the_maximum_of_the_history_counts_and_is_forgotten_in_time():
-    scales = book(history=3)
+def test_the_scale_follows_the_maximum_of_the_history():
+    scales = make_scales(history=3)
     seen = []
     for amax in (1.0, 100.0, 1.0, 1.0, 1.0):
         feed(scales, amax)
@@ -56,23 +56,23 @@ def test_the_maximum_of_the_history_counts_and_is_forgotten_in_time():
     assert seen == pytest.approx([448.0, 4.48, 4.48, 4.48, 448.0])
 
 
-def test_the_most_recent_amax_counts_where_the_recipe_says_so():
-    scales = book(amax="recent")
+def test_amax_recent_uses_only_the_latest_value():
+    scales = make_scales(amax="recent")
     feed(scales, 100.0)
     feed(scales, 1.0)
     assert scales.sites["x"].scale == 448.0
 
 
 def test_a_jump_is_followed_within_one_update():
-    scales = book()
+    scales = make_scales()
     for _ in range(20):
         feed(scales, 1.0)
     feed(scales, 1000.0)
     assert scales.sites["x"].scale.item() * 1000 == pytest.approx(448)
 
 
-def test_views_follow_and_inverses_fit():
-    scales = book(margin=1)
+def test_site_views_and_inverse_scales_are_updated():
+    scales = make_scales(margin=1)
     site = scales.sites["g"]
     feed(scales, 1.0, 3e-7)
     assert site.scale.item() * site.inv_scale.item() == pytest.approx(1.0, rel=1e-6)
@@ -80,25 +80,25 @@ def test_views_follow_and_inverses_fit():
     assert site.amax == 0
 
 
-def test_scales_are_not_used_before_they_have_seen_the_tensors():
-    scales = book()
+def test_scales_are_not_used_before_the_first_update():
+    scales = make_scales()
     assert not scales.delayed
     feed(scales, 1.0)
     assert scales.delayed
-    assert not book(mode="current").delayed
-    fixed = book(mode="none")
+    assert not make_scales(mode="current").delayed
+    fixed = make_scales(mode="none")
     feed(fixed, 100.0)
     assert fixed.delayed
     assert fixed.sites["x"].scale == 1.0
 
 
 def test_every_field_survives_a_round_trip():
-    scales = book(history=4)
+    scales = make_scales(history=4)
     for amax in (2.0, 5.0, 1.0):
         feed(scales, amax, amax / 1000)
     scales.sites["x"].amax.fill_(9.0)
     scales.sites["g"].counts.add_(torch.tensor([3, 2**40]))
-    other = book(history=4)
+    other = make_scales(history=4)
     other.load_state_dict(scales.state_dict())
     for name, value in scales.state_dict().items():
         mine = other.state_dict()[name]
@@ -106,8 +106,8 @@ def test_every_field_survives_a_round_trip():
     assert torch.equal(other.inv_scale, scales.inv_scale)
 
 
-def test_a_state_of_other_sites_and_another_history_loads_what_fits():
-    scales = book(history=2)
+def test_a_state_with_other_sites_and_history_loads_what_matches():
+    scales = make_scales(history=2)
     feed(scales, 2.0, 3.0)
     other = TensorScales({"new": E4M3, "g": E5M2}, "cpu", history=5)
     other.load_state_dict(scales.state_dict())
@@ -116,7 +116,7 @@ def test_a_state_of_other_sites_and_another_history_loads_what_fits():
     assert other.history[:, 1].tolist() == [3.0, 0.0, 0.0, 0.0, 0.0]
 
 
-def test_every_number_a_kernel_is_handed_is_aligned():
-    for site in book().sites.values():
+def test_every_number_passed_to_a_kernel_is_aligned():
+    for site in make_scales().sites.values():
         for tensor in (site.scale, site.inv_scale, site.amax, site.counts):
             assert tensor.data_ptr() % 16 == 0

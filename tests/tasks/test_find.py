@@ -1,4 +1,4 @@
-"""Finding a task by name: every name there is, the options each takes, and what is said of any other."""
+"""Finding a task by name: all names, the options each takes, and the errors for unknown ones."""
 
 import subprocess
 import sys
@@ -60,12 +60,12 @@ def test_heads_follow_the_width(spec, heads):
         ("gpt:-1x64", "LAYERSxWIDTH"),
         ("gpt2-124", "did you mean gpt2-124m?"),
         ("GPT-tiny", "did you mean gpt-tiny?"),
-        ("zzz", "There are gpt-tiny, gpt2-124m"),
-        ("", "There are gpt-tiny"),
+        ("zzz", "The tasks are gpt-tiny, gpt2-124m"),
+        ("", "The tasks are gpt-tiny"),
         ("missing.py:task", "no file"),
     ],
 )
-def test_what_is_not_a_task_is_refused_with_advice(spec, words):
+def test_an_unknown_task_is_refused_with_advice(spec, words):
     assert words in refusal(spec)
 
 
@@ -87,7 +87,7 @@ def test_bad_options_are_refused(spec, options, words):
     assert words in refusal(spec, **options)
 
 
-def test_an_option_that_is_none_was_not_given():
+def test_an_option_of_none_is_ignored():
     assert tasks.find("digits", context=None, data=None, batch=None).items_per_batch == 64
 
 
@@ -101,12 +101,12 @@ def test_a_users_task_is_found(tmp_path):
     assert tasks.find(f"{path}:make", batch=5).items_per_batch == 5
 
 
-def test_the_default_suits_the_device():
+def test_the_default_task_depends_on_the_device():
     assert tasks.default("cpu") == "gpt-tiny"
     assert tasks.default("cuda") == "gpt2-124m"
     assert {"gpt-tiny", "gpt2-124m"} <= {name for name, _ in tasks.names()}
 
 
-def test_names_are_told_without_torch():
+def test_names_are_listed_without_torch():
     code = "import sys; from narrowgauge import tasks; tasks.names(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

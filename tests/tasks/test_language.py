@@ -1,4 +1,4 @@
-"""Language tasks: lazy data, batches by number, facts once data is there, samples that leave no trace."""
+"""Language tasks: data is read late, batches depend on their number, facts are complete, samples change nothing."""
 
 import math
 
@@ -25,7 +25,7 @@ def small(text, **options):
     return tasks.find("gpt:1x64", **{"batch": 4, "context": 16, "data": text} | options)
 
 
-def test_nothing_is_read_until_a_batch_is_drawn(monkeypatch):
+def test_data_is_read_with_the_first_batch(monkeypatch):
     monkeypatch.setattr(corpus, "load", lambda packages: pytest.fail("read"))
     task = tasks.find("gpt2-124m", batch=2, context=8)
     inputs, targets = task.synthetic(0)
@@ -44,7 +44,7 @@ def test_facts_are_complete_after_the_first_batch(text):
     assert task.facts["train_tokens"] + task.facts["eval_tokens"] == len(TEXT)
 
 
-def test_batches_are_the_files_bytes_and_depend_on_seed_and_step(text):
+def test_batches_are_bytes_of_the_file_chosen_by_seed_and_step(text):
     task = small(text)
     inputs, _targets = task.batch(5, "train")
     assert inputs.shape == (4, 16)
@@ -54,11 +54,11 @@ def test_batches_are_the_files_bytes_and_depend_on_seed_and_step(text):
     assert not torch.equal(inputs, small(text, seed=1).batch(5, "train")[0])
 
 
-def test_evaluation_is_the_same_under_every_seed(text):
+def test_evaluation_batches_do_not_depend_on_the_seed(text):
     assert torch.equal(small(text).batch(0, "eval")[0], small(text, seed=1).batch(0, "eval")[0])
 
 
-def test_the_loss_starts_at_a_uniform_guess_and_falls(text):
+def test_the_loss_starts_at_log_vocab_and_falls(text):
     task = small(text)
     torch.manual_seed(0)
     model = task.model()
@@ -82,13 +82,13 @@ def test_a_larger_vocabulary_is_a_byte_pair_encoding(text):
     assert task.facts["train_tokens"] < len(TEXT) / 2
 
 
-def test_a_llama_takes_the_same_data(text):
+def test_a_llama_trains_on_the_same_data(text):
     task = tasks.find("llama-1b", data=text, batch=2, context=8, vocab=256)
     inputs, _ = task.batch(0, "train")
     assert inputs.shape == (2, 8)
 
 
-def test_tokens_of_a_bin_are_taken_as_they_are(tmp_path):
+def test_tokens_of_a_bin_are_used_unchanged(tmp_path):
     path = tmp_path / "x.bin"
     path.write_bytes((np.arange(1000) % 300).astype("<u2").tobytes())
     with pytest.raises(UsageError, match="token 256 at position 256"):
@@ -106,7 +106,7 @@ def test_data_too_short_for_the_context_is_refused(text):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_sample_continues_the_prompt_and_leaves_no_trace(text, training):
+def test_a_sample_continues_the_prompt_and_restores_the_model(text, training):
     task = small(text)
     model = task.model().train(training)
     state = torch.get_rng_state()
@@ -119,7 +119,7 @@ def test_a_sample_continues_the_prompt_and_leaves_no_trace(text, training):
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_a_model_that_is_broken_still_gets_a_sample(text):
+def test_a_sample_of_a_nonfinite_model_ends_with_a_note(text):
     task = small(text)
     model = task.model()
     with torch.no_grad():

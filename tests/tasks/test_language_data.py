@@ -1,4 +1,4 @@
-"""Language tasks on documents: with a tokenizer, a field and a bound, and the same batches every time."""
+"""Language tasks on documents: tokenizer, field, max_tokens, and reproducible batches."""
 
 import json
 
@@ -27,10 +27,10 @@ def small(folder, **options):
     return tasks.find("gpt:1x64", **{"batch": 4, "context": 16, "data": str(folder / "x.jsonl")} | options)
 
 
-def test_a_task_on_documents_draws_samples_and_knows_its_data(places):
+def test_a_task_on_documents_has_batches_and_facts(places):
     task = small(places, field="body")
     inputs, _ = task.batch(3, "train")
-    train = "".join(text + "\n\n" for text in MANY if not pack.is_held_back(text, 20))
+    train = "".join(text + "\n\n" for text in MANY if not pack.is_held_out(text, 20))
     assert all(bytes(row.tolist()).decode() in train for row in inputs)
     assert torch.equal(inputs, small(places, field="body").batch(3, "train")[0])
     assert task.facts["documents"] == 300
@@ -47,7 +47,7 @@ def test_a_tokenizer_decides_the_vocabulary(places):
         small(places, field="body", tokenizer=str(places), vocab=2)
 
 
-def test_wrong_fields_and_bounds_are_one_line(places):
+def test_invalid_field_and_max_tokens_are_one_line_errors(places):
     with pytest.raises(UsageError, match="its fields are body"):
         small(places).batch(0, "train")
     with pytest.raises(UsageError, match="--max-tokens 0"):

@@ -1,20 +1,20 @@
-"""Benchmarks: who is faster here (``contest``), is it still as fast (``gate``), and where a step goes (``trace``)."""
+"""Benchmarks: measure recipes side by side (``compare``), detect regressions (``gate``), profile a step (``trace``)."""
 
 from __future__ import annotations
 
-from narrowgauge.bench.contest import (
+from narrowgauge.bench.compare import (
     BATCHES,
     CLIP_NORM,
     Row,
     Settings,
-    build,
-    engine_step,
-    free,
-    gone,
+    build_entry,
+    free_memory,
     make_batches,
+    make_engine_step,
     make_rows,
     measure,
-    race,
+    measure_recipe,
+    raise_released,
     time_round,
 )
 
@@ -23,13 +23,13 @@ __all__ = [
     "CLIP_NORM",
     "Row",
     "Settings",
-    "build",
-    "engine_step",
-    "free",
-    "gone",
+    "build_entry",
+    "free_memory",
     "make_batches",
+    "make_engine_step",
     "make_rows",
     "measure",
-    "race",
+    "measure_recipe",
+    "raise_released",
     "time_round",
 ]

@@ -1,7 +1,7 @@
-"""The other side of a benchmark: the same training step, written by hand as its own documentation would have it.
+"""Baselines of a benchmark: the same training step in plain PyTorch or torchao, written as their documentation advises.
 
-A peer trains the same model on the same data with the same optimizer and clipping. Its twin of FP8 is plain BF16 where
-it has no FP8 of its own: that is what a user would run without narrowgauge.
+A baseline trains the same model on the same data with the same optimizer and clipping. The plain PyTorch baseline of
+FP8 is BF16: that is what a user would run without narrowgauge. The command-line option for baselines is ``--peers``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Step = Callable[[Any], Tensor]
 """One training step on a batch that is already on the device; returns the loss."""
 
 
-class Peer(NamedTuple):
-    """One contestant: the format it computes in, and how its step is made."""
+class Baseline(NamedTuple):
+    """A baseline: its compute format, and a function that makes its training step."""
 
     compute: str
     make: Callable[[Task, nn.Module, Optimizer, float, bool], Step]
@@ -33,19 +33,27 @@ class Peer(NamedTuple):
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
-def contestants(peer: str, recipe: Recipe) -> dict[str, Peer]:
-    """The contestants a peer sends against a recipe, by name; none where it has nothing to set against it."""
+def make_baselines(peer: str, recipe: Recipe) -> dict[str, Baseline]:
+    """The baselines of a library for a recipe, by name; empty if it has no counterpart.
+
+    Args:
+        peer: The library: "torch" or "torchao".
+        recipe: The recipe to compare with.
+
+    Raises:
+        UsageError: If the library is unknown or not installed.
+    """
     if peer == "torch":
         compute = "bf16" if recipe.compute == "fp8" else recipe.compute
-        return {f"torch-{compute}": Peer(compute, functools.partial(torch_loop, compute))}
+        return {f"torch-{compute}": Baseline(compute, functools.partial(torch_loop, compute))}
     if peer == "torchao":
         if recipe.compute != "fp8":
             return {}
         if importlib.util.find_spec("torchao") is None:
-            raise UsageError("peer torchao: it is not installed; pip install torchao, or leave it out")
+            raise UsageError("--peers torchao: it is not installed; pip install torchao, or leave it out")
         names = ("tensorwise", "rowwise")
-        return {f"torchao-{name}": Peer("fp8", functools.partial(torchao_loop, name)) for name in names}
-    raise UsageError(f"unknown peer {peer!r}: expected torch or torchao")
+        return {f"torchao-{name}": Baseline("fp8", functools.partial(torchao_loop, name)) for name in names}
+    raise UsageError(f"unknown baseline {peer!r} in --peers: expected torch or torchao")
 
 
 def torch_loop(
@@ -77,7 +85,7 @@ def torch_loop(
 def torchao_loop(
     name: str, task: Task, model: nn.Module, optimizer: Optimizer, clip_norm: float, compile: bool
 ) -> Step:
-    """torchao's FP8 training: every linear but the head, as its documentation advises, then the plain loop in BF16."""
+    """torchao's FP8 training: all linear layers but the head, as its documentation advises, in the BF16 loop."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig.from_recipe_name(name)

@@ -1,8 +1,7 @@
-"""Where a step goes: a torch.profiler trace of a recipe's steps, and the share of each kind of work.
+"""Where the time of a step goes: a torch.profiler trace of a recipe's steps, and the share of each kind of work.
 
-On a GPU the kernels count, by their names: what cuBLAS, cuDNN, CUTLASS, Inductor and narrowgauge call them. On a CPU it
-is the operators and the time each spends in itself. A kernel that Inductor fused of several kinds of work counts for
-the first of KINDS that its name has. Names are all a trace tells: what is under none of them is ``other``.
+On a GPU the kernels count, on a CPU the operators with the time each spends in itself. ``op_kinds`` tells the kind of
+work from the name; what it does not know is ``other``.
 """
 
 from __future__ import annotations
@@ -17,30 +16,16 @@ from typing import Any
 
 import torch
 
-from narrowgauge.bench.contest import BATCHES, Settings, build, free, gone, make_batches
+from narrowgauge import op_kinds
+from narrowgauge.bench.compare import BATCHES, Settings, build_entry, free_memory, make_batches, raise_released
 from narrowgauge.errors import UsageError
 from narrowgauge.hardware import Device
 from narrowgauge.recipe import Recipe
 from narrowgauge.task import Task
 
-KINDS = {
-    "communication": r"nccl|all_?reduce|all_?gather|reduce_?scatter",
-    "attention": r"sdpa|fmha|flash|attention|mha_",
-    "gauges": r"_stats_kernel",
-    "optimizer": r"adam|multi_tensor_apply|foreach|_squares_kernel|_norms_kernel|vector_norm|lpnorm|^optimizer\.|"
-    r"amp_(update|non_finite)|clip_grad",
-    "gemm": r"nvjet|gemm|gemv|xmma|cutlass|splitk|cublas|triton_tem|wgrad|dgrad|convol|conv\d|"
-    r"::(_scaled_|_grouped_|_int_)?(mm|addmm|bmm|baddbmm|matmul|linear|mv|addmv|dot|einsum)\b|mkldnn_linear",
-    "loss": r"softmax|nll_?loss|cross_entropy|logsumexp|mse_loss|statistics_kernel|_logits|rescale_kernel|statistics$",
-    "norm": r"layer_?norm|rms_?norm|batch_?norm|group_?norm|native_norm|gammabeta|rowwisemoments|bn_(fw|bw)|"
-    r"^(forward|backward|sum)_kernel|narrowgauge::norm",
-    "activation": r"gelu|silu|swish|swiglu|glu_|relu|threshold|tanh|sigmoid|^pointwise_kernel|narrowgauge::activation",
-    "cast": r"copy|_cast_kernel|_transpose_kernel|_max_abs_kernel|narrowgauge::(cast|pack|transpose|max_abs)|"
-    r"transpose_kernel|clone|contiguous|catarray|::cat$|memcpy|memset|fill|zero_$|::to$",
-}
-"""Kinds of work, each with the words that tell it in a name; the first that matches counts."""
-NAMES = (*KINDS, "other")
-_RULES = [(kind, re.compile(words, re.I)) for kind, words in KINDS.items()]
+GROUPS = {"product": "gemm", "convolution": "gemm", "copy": "cast", "embedding": "other", op_kinds.OTHER: "other"}
+"""Kinds of work that a profile reports under another name, several of them together."""
+NAMES = (*dict.fromkeys(GROUPS.get(kind, kind) for kind in (*op_kinds.KINDS, op_kinds.OTHER) if kind != "embedding"),)
 _OVERHEAD = re.compile(r"^autograd::|Backward\d*$|AccumulateGrad")
 _TENSOR_CORES = re.compile(
     r"nvjet|wgmma|[hi]mma|xmma|_mma|tensorop|tensor\d+x\d+|[a-z](884|1688|16816)|sdpa|flash|fmha|triton_tem",
@@ -51,7 +36,7 @@ _CUDA_CORES = re.compile(r"ffma|simt|splitk|reduce_kernel", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Where the steps of a recipe went."""
+    """The time of a recipe's steps by kind of work."""
 
     total_ms: float
     """Of a step: kernels on a GPU, operators on a CPU."""
@@ -67,7 +52,8 @@ def kind_of(name: str) -> str:
     """What kind of work a kernel or an operator does."""
     if _OVERHEAD.search(name):
         return "other"
-    return next((kind for kind, words in _RULES if words.search(name)), "other")
+    kind = op_kinds.classify(name)
+    return GROUPS.get(kind, kind)
 
 
 def on_tensor_cores(name: str) -> bool:
@@ -76,40 +62,45 @@ def on_tensor_cores(name: str) -> bool:
 
 
 def profile(task: Task, recipe: Recipe, device: Device, settings: Settings, path: Path, steps: int = 3) -> Summary:
-    """Take some steps under torch.profiler; the trace goes to ``path``."""
+    """Runs some steps with torch.profiler and writes the trace to ``path``.
+
+    Raises:
+        UsageError: If the trace cannot be written.
+    """
     batches = make_batches(task, device)
-    contestant = build(str(recipe), task, recipe, None, batches, device, settings)
+    entry = build_entry(str(recipe), task, recipe, None, batches, device, settings)
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.kind == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as recorded:
         for index in range(steps):
-            contestant.step(batches[index % BATCHES])
+            entry.step(batches[index % BATCHES])
         if device.kind == "cuda":
             torch.cuda.synchronize()
-    contestant.step = gone
-    free(device)
+    entry.step = raise_released
+    free_memory(device)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"")  # the profiler itself does not say why it could not write
+        path.write_bytes(b"")  # the profiler's own error does not have the reason
     except OSError as error:
         raise UsageError(f"--profile {path}: {error.strerror}") from None
     recorded.export_chrome_trace(str(path))
     if device.kind == "cuda":
-        return summarise(kernels(path), steps, path, on_gpu=True)
+        return summarize(read_kernels(path), steps, path, on_gpu=True)
     times = [(event.key, event.self_cpu_time_total / 1e3) for event in recorded.key_averages()]
-    return summarise(times, steps, path, on_gpu=False)
+    return summarize(times, steps, path, on_gpu=False)
 
 
-def kernels(path: Path) -> list[tuple[str, float]]:
-    """The name and the milliseconds of every kernel and copy in a chrome trace."""
+def read_kernels(path: Path) -> list[tuple[str, float]]:
+    """The name and the milliseconds of every kernel and copy in a Chrome trace."""
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         events: list[dict[str, Any]] = json.load(file)["traceEvents"]
     on_device = ("kernel", "gpu_memcpy", "gpu_memset")
     return [(event["name"], event["dur"] / 1e3) for event in events if event.get("cat") in on_device]
 
 
-def summarise(times: Iterable[tuple[str, float]], steps: int, path: Path, on_gpu: bool) -> Summary:
+def summarize(times: Iterable[tuple[str, float]], steps: int, path: Path, on_gpu: bool) -> Summary:
+    """Sums up the times of kernels or operators by kind of work."""
     spent = dict.fromkeys(NAMES, 0.0)
     on_cores = 0.0
     for name, milliseconds in times:
@@ -126,12 +117,12 @@ def summarise(times: Iterable[tuple[str, float]], steps: int, path: Path, on_gpu
     )
 
 
-def paths(where: str | None, folder: str | None, recipes: Iterable[Recipe]) -> dict[Recipe, Path]:
-    """Where each recipe's trace goes: a file that was named, or trace-RECIPE.json.gz in a folder."""
+def choose_trace_paths(where: str | None, folder: str | None, recipes: Iterable[Recipe]) -> dict[Recipe, Path]:
+    """The trace file of each recipe: the given file, or trace-RECIPE.json.gz in a folder."""
     wanted = list(recipes)
     if where and where.endswith((".json", ".json.gz")):
         if len(wanted) > 1:
-            raise UsageError(f"--profile {where}: {len(wanted)} recipes do not fit into one file; name a folder")
+            raise UsageError(f"--profile {where}: {len(wanted)} recipes need a folder, not a file")
         return {wanted[0]: Path(where)}
     target = Path(where or folder or ".")
     names = {recipe: re.sub(r"[^A-Za-z0-9.=-]+", "-", str(recipe)).strip("-") for recipe in wanted}

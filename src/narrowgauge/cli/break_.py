@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> Outcome:
 def _run(fault: faults.Fault, out: TextIO) -> dict[str, Any]:
     """Train both. ``caught``: the mistake was reported, and the healthy counterpart has no serious finding."""
     from narrowgauge.gauges.faults import faults
-    from narrowgauge.runs.json_lines import plain
+    from narrowgauge.runs.json_lines import replace_nonfinite
 
     say(f"\n{fault.name}: {fault.about}", out)
     begin = time.perf_counter()
@@ -79,7 +79,7 @@ def _run(fault: faults.Fault, out: TextIO) -> dict[str, Any]:
         "twin": {"findings": [finding.describe() for finding in right.findings], "losses": right.losses},
         "seconds": round(time.perf_counter() - begin, 2),
     }
-    described: dict[str, Any] = plain(data)
+    described: dict[str, Any] = replace_nonfinite(data)
     return described
 
 

@@ -1,4 +1,4 @@
-"""``narrowgauge doctor``: this machine, the formats it runs natively, the recipe ``auto`` takes, and what runs."""
+"""``narrowgauge doctor``: checks this machine: devices, native formats, the recipe of ``auto``, and what works."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from narrowgauge.hardware import Device
     from narrowgauge.recipe import Recipe
 
-ABOUT = "look at this machine: devices, native formats, the recipe auto takes and why, and what runs"
+ABOUT = "check this machine: devices, native formats, the recipe that auto selects and why, and what works"
 NEEDED_PYTHON = (3, 11)
 NEEDED_TORCH = (2, 11)
 NEEDED_LIBRARIES = ("numpy", "safetensors")
@@ -39,22 +39,22 @@ OPTIONAL_LIBRARIES = {
 }
 LEAST_DISK_BYTES = 1 << 30
 TOLERANCE = {"fp32": 1e-5, "tf32": 5e-3, "fp16": 5e-3, "bf16": 2e-2, "fp8": 2e-2}
-"""Most relative error of a product of the rounded operands: FP32 accumulation, then the format's own rounding."""
+"""The largest relative error of a product of rounded operands: FP32 accumulation, then rounding to the format."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """Something that was tried."""
+    """The result of one check."""
 
     name: str
     ok: bool
     detail: str
     needed: bool
-    """Whether narrowgauge cannot train here without it."""
+    """Whether narrowgauge cannot train on this machine without it."""
 
 
 class Failure(Exception):
-    """What a probe raises to fail with a sentence of its own."""
+    """Raised by a check to fail with its own message."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def examine(device: Device, recipe: Recipe, folder: Path, seed: int) -> Iterator[Check]:
-    """Try everything, one check after the other; none of them can stop the next."""
+    """Run all checks in order; a failing one does not stop the next."""
     yield attempt("python", partial(_python, sys.version_info[:2]))
     yield attempt("torch", _torch_version)
     for name in NEEDED_LIBRARIES:
@@ -114,20 +114,20 @@ def examine(device: Device, recipe: Recipe, folder: Path, seed: int) -> Iterator
 
 
 def attempt(name: str, probe: Callable[[], str], needed: bool = True) -> Check:
-    """Run a probe, which returns what it found or raises; warnings of what it tries are its own business."""
+    """Run a check, which returns what it found or raises; its warnings are ignored."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return Check(name, True, probe(), needed)
     except Failure as failure:
         return Check(name, False, str(failure), needed)
-    except Exception as error:  # whatever goes wrong in a part is the finding
+    except Exception as error:  # any error is the result of the check
         lines = str(error).strip().splitlines() or [""]
         return Check(name, False, f"{type(error).__name__}: {lines[0][:200]}".rstrip(": "), needed)
 
 
 def library(name: str, use: str) -> str:
-    """The version of an installed library. It is not imported: some take seconds."""
+    """The version of an installed library, without importing it: some take seconds."""
     if importlib.util.find_spec(name) is None:
         raise Failure(f"not installed; it is for {use}")
     try:
@@ -137,12 +137,12 @@ def library(name: str, use: str) -> str:
 
 
 def cores() -> int:
-    """Cores this process may use."""
+    """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def judge_rate(format: str, flops_per_s: float, fp32: float | None, device: Device) -> str:
-    """A measured rate in words: beside FP32's and the datasheet's. Above the datasheet's something is wrong."""
+    """A measured rate as text, compared with FP32's and the datasheet's; a rate above the datasheet's is a failure."""
     text = f"{_flops(flops_per_s)}"
     if fp32 and format != "fp32":
         text += f", {flops_per_s / fp32:.2g} x FP32"
@@ -151,7 +151,7 @@ def judge_rate(format: str, flops_per_s: float, fp32: float | None, device: Devi
         if flops_per_s > peak:
             raise Failure(f"{text}: above the {_flops(peak)} of {device.gpu.source}: the clock or the table is wrong")
         text += f", {flops_per_s / peak:.0%} of the datasheet's {_flops(peak)}"
-    return text if format in device.native else f"{text}; not native, so narrowgauge widens the operands instead"
+    return text if format in device.native else f"{text}; not native, so narrowgauge computes in FP32 instead"
 
 
 def _python(version: tuple[int, ...]) -> str:
@@ -170,7 +170,7 @@ def _torch_version() -> str:
 
 
 def _product(device: Device, format: str, rates: dict[str, float], seed: int) -> str:
-    """Multiply two matrices, compare with float64, and time it. FP32 goes first: the others are set beside it."""
+    """Multiply two matrices, compare with float64, and time it. FP32 runs first, as the others are compared with it."""
     import torch
 
     from narrowgauge.nn.step_context import StepContext
@@ -197,12 +197,12 @@ def _product(device: Device, format: str, rates: dict[str, float], seed: int) ->
 
 
 def _operands(a: Tensor, b: Tensor, format: str) -> tuple[Tensor, Tensor, Callable[[], Tensor]]:
-    """The operands rounded to a format, and the product of them."""
+    """The operands rounded to a format, and a function that multiplies them."""
     import torch
 
     if format == "fp8":
         low = torch.float8_e4m3fn
-        a_lp, b_lp = a.to(low), b.t().contiguous().to(low).t()  # the FP8 GEMM wants its second operand column-major
+        a_lp, b_lp = a.to(low), b.t().contiguous().to(low).t()  # the FP8 GEMM needs its second operand column-major
         one = torch.ones((), device=a.device)
         return a_lp, b_lp, lambda: torch._scaled_mm(a_lp, b_lp, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(format, torch.float32)
@@ -211,7 +211,7 @@ def _operands(a: Tensor, b: Tensor, format: str) -> tuple[Tensor, Tensor, Callab
 
 
 def _best_seconds(call: Callable[[], Any], device: Device) -> float:
-    """The fastest of several runs: the others met something else on the machine."""
+    """Seconds of the fastest of several runs: other processes disturb the rest."""
     import torch
 
     def clock() -> float:
@@ -220,7 +220,7 @@ def _best_seconds(call: Callable[[], Any], device: Device) -> float:
         return time.perf_counter()
 
     call()
-    repeats = 10 if device.kind == "cuda" else 3  # in a row, so that a GPU's launch latency does not count
+    repeats = 10 if device.kind == "cuda" else 3  # back to back, so that a GPU's launch latency does not count
     best, started = float("inf"), clock()
     for _ in range(20):
         start = clock()
@@ -252,12 +252,12 @@ def _attention(device: Device) -> str:
         except RuntimeError:
             refused.append(name)
     if not ran:
-        raise Failure(f"none of {', '.join(FUSED)} runs here")
+        raise Failure(f"none of {', '.join(FUSED)} works here")
     return ", ".join(ran) + (f" (not {', '.join(refused)})" if refused else "")
 
 
 def _training_step(device: Device, recipe: Recipe, seed: int) -> str:
-    """A few real updates of a tiny model under the recipe ``auto`` takes."""
+    """A few real updates of a tiny model under the recipe that ``auto`` selects."""
     import torch
 
     from narrowgauge.engine import Engine
@@ -276,14 +276,14 @@ def _training_step(device: Device, recipe: Recipe, seed: int) -> str:
         engine.step()
         losses.append(loss.item())
     if not losses[-1] < losses[0]:
-        raise Failure(f"20 updates with {recipe} took the loss from {losses[0]:.3g} to {losses[-1]:.3g}")
+        raise Failure(f"20 updates with {recipe} changed the loss from {losses[0]:.3g} to {losses[-1]:.3g}")
     return f"20 updates with {recipe}: loss {losses[0]:.3g} to {losses[-1]:.3g}"
 
 
 def _compile(device: Device) -> str:
     import torch
 
-    if device.kind == "cpu":  # compiling takes long on a CPU, and a C++ compiler is all it needs beside torch
+    if device.kind == "cpu":  # compiling is slow on a CPU, and needs only a C++ compiler in addition to torch
         names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
         found = next(filter(None, map(shutil.which, names)), None)
         if found is None:
@@ -301,7 +301,7 @@ def _disk(folder: Path) -> str:
     free = shutil.disk_usage(present).free
     text = f"{_size(free)} free in {present}"
     if free < LEAST_DISK_BYTES:
-        raise Failure(f"{text}; checkpoints want {_size(LEAST_DISK_BYTES)} at least")
+        raise Failure(f"{text}; checkpoints need at least {_size(LEAST_DISK_BYTES)}")
     return text
 
 

@@ -1,4 +1,4 @@
-"""``narrowgauge lint``: the pitfalls of mixed precision in scripts, models and recipes, with their places and fixes."""
+"""``narrowgauge lint``: pitfalls of mixed precision in scripts, models and recipes, with location and fix."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
     from narrowgauge.recipe import Recipe
     from narrowgauge.task import Task
 
-ABOUT = "find the pitfalls of mixed precision in a script, a folder, or a task's model, optimizer and recipe"
+ABOUT = "find pitfalls of mixed precision in a script, a folder, or a task's model, optimizer and recipe"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("targets", nargs="*", metavar="TASK", help="scripts and folders (read, never run), or tasks as train has them")
-    add("--recipe", help="what will train it (default auto; without a GPU bf16)")
-    add("--sarif", metavar="FILE", help="write the findings as SARIF 2.1.0 too, for code hosts")
-    add("--rules", action="store_true", help="list the rules and end")
+    add("targets", nargs="*", metavar="TASK", help="scripts and folders, which are not run, or tasks as in train")
+    add("--recipe", help="recipe of the training (default auto; bf16 without a GPU)")
+    add("--sarif", metavar="FILE", help="also write the findings as SARIF 2.1.0, for code hosts")
+    add("--rules", action="store_true", help="list the rules and exit")
 
 
 def run(args: argparse.Namespace) -> Outcome:
     out = prose(args)
     if args.rules:
-        return _list_rules(out)
+        return _print_rules(out)
     from narrowgauge.findings import NOTE
     from narrowgauge.lint.rule import in_order
 
@@ -66,7 +66,7 @@ def _default(args: argparse.Namespace) -> str:
 
 
 def _given_recipe(args: argparse.Namespace) -> Recipe | None:
-    """The recipe that was asked for; a script alone needs none."""
+    """Return the recipe of --recipe; scripts do not need one."""
     from narrowgauge.recipe import parse
 
     if args.recipe is None:
@@ -79,7 +79,7 @@ def _given_recipe(args: argparse.Namespace) -> Recipe | None:
 
 
 def _check(target: str, args: argparse.Namespace, recipe: Recipe | None) -> tuple[list[Finding], str]:
-    """The findings of one target, and what it was taken for."""
+    """Return the findings in one target, and whether it is a script, a folder or a task."""
     from narrowgauge.findings import Span
     from narrowgauge.lint import script
 
@@ -103,7 +103,7 @@ def _check(target: str, args: argparse.Namespace, recipe: Recipe | None) -> tupl
 
 
 def _machine_recipe(args: argparse.Namespace) -> Recipe:
-    """What auto takes here; where that is FP32, BF16: the model is more likely linted for a GPU than for this CPU."""
+    """Return the recipe that auto selects here, but BF16 instead of FP32: the training probably runs on a GPU."""
     from narrowgauge import hardware
     from narrowgauge.recipe import NAMED, choose
 
@@ -113,7 +113,7 @@ def _machine_recipe(args: argparse.Namespace) -> Recipe:
 
 def _check_task(spec: str, options: dict[str, Any], recipe: Recipe) -> list[Finding]:
     from narrowgauge import tasks
-    from narrowgauge.lint import model as rules
+    from narrowgauge.lint.model import check
     from narrowgauge.runs.schedule import make_adamw
 
     task = tasks.find(spec, **options)
@@ -124,12 +124,12 @@ def _check_task(spec: str, options: dict[str, Any], recipe: Recipe) -> list[Find
         else:
             optimizer = make_adamw(model, task.learning_rate, task.weight_decay)
     except Exception as error:  # the user's code
-        raise UsageError(f"task {spec!r}: its optimizer cannot be made: {type(error).__name__}: {error}") from error
-    return rules.check(model, optimizer, recipe)
+        raise UsageError(f"task {spec!r}: its optimizer cannot be created: {type(error).__name__}: {error}") from error
+    return check(model, optimizer, recipe)
 
 
 def _build(task: Task, spec: str) -> nn.Module:
-    """The model without memory for its weights, or on the CPU where it cannot be made so."""
+    """Build the model on the meta device, without memory for its weights, or else on the CPU."""
     import torch
 
     failure: Exception | None = None
@@ -138,9 +138,9 @@ def _build(task: Task, spec: str) -> nn.Module:
             with torch.random.fork_rng(devices=[]), torch.device(device), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 return task.model()
-        except Exception as error:  # the user's code; many models read numbers off their weights, which meta has not
+        except Exception as error:  # the user's code; many models read values of weights, which meta tensors lack
             failure = error
-    raise UsageError(f"task {spec!r}: its model cannot be made: {type(failure).__name__}: {failure}") from failure
+    raise UsageError(f"task {spec!r}: its model cannot be created: {type(failure).__name__}: {failure}") from failure
 
 
 def _show(found: list[Finding], checked: dict[str, str], out: TextIO) -> None:
@@ -162,7 +162,7 @@ def _write_sarif(found: list[Finding], path: Path) -> None:
     files.save_text(path, json.dumps(sarif.report(found, Path.cwd()), indent=2), "--sarif")
 
 
-def _list_rules(out: TextIO) -> Outcome:
+def _print_rules(out: TextIO) -> Outcome:
     from narrowgauge.lint.rules import RULES
 
     width = max(map(len, RULES))

@@ -1,4 +1,4 @@
-"""``narrowgauge memory``: what a task would allocate under each recipe, before there is a GPU to allocate it on."""
+"""``narrowgauge memory``: predicts what a task allocates under each recipe, without a GPU."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from narrowgauge.errors import UsageError
 if TYPE_CHECKING:
     from narrowgauge.forecast.cluster.collectives import Cluster
     from narrowgauge.forecast.memory.estimate import Memory
-    from narrowgauge.forecast.run import Outlook, Plan
+    from narrowgauge.forecast.run import RecipeForecast, Scenario
     from narrowgauge.hardware import Device, Gpu
     from narrowgauge.recipe import Recipe
     from narrowgauge.task import Task
 
-ABOUT = "predict memory by component and recipe, without a GPU: peak, when it comes, what fits, the largest batch"
+ABOUT = "predict memory by component and recipe without a GPU: the peak and when it occurs, what fits, largest batch"
 RECIPES = "fp32,bf16,fp8,bf16-lean,fp8-lean"
 LETTERS = {"weights": "w", "master": "m", "gradients": "g", "moments": "o", "activations": "a", "workspace": "."}
-"""How the components are drawn in a bar."""
+"""The letter of each component in a bar."""
 WIDTH = 44
 LESSON = {
-    "FP32, by the lesson": {"weights": 28, "master": 0, "gradients": 28, "moments": 56, "activations": 10},
-    "mixed, by the lesson": {"weights": 14, "master": 28, "gradients": 14, "moments": 56, "activations": 5},
+    "FP32, textbook": {"weights": 28, "master": 0, "gradients": 28, "moments": 56, "activations": 10},
+    "mixed, textbook": {"weights": 14, "master": 28, "gradients": 14, "moments": 56, "activations": 5},
 }
-"""What the usual lesson reckons for 7B parameters, in GB (10^9): 122 and 117, so mixed precision saves 5."""
+"""The usual textbook estimate for 7B parameters, in GB (10^9): 122 and 117, so mixed precision saves 5."""
 LESSON_PARAMETERS = (6.4e9, 7.6e9)
 
 
@@ -36,63 +36,61 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("task", nargs="?", metavar="TASK", help="built-in name or file.py:function")
     add("--recipes", default=RECIPES, help=f"comma-separated (default {RECIPES})")
-    add("--gpu", help="say what fits into this GPU: h200, a100, ... (default: the one at hand, else an H200 unasked)")
+    add("--gpu", help="report what fits into this GPU: h200, a100, ... (default: the installed one, else an H200)")
     add_size_arguments(parser)
     add_scale_arguments(parser)
-    add("--shards", type=whole, default=1, metavar="N", help="FSDP over N GPUs, wherever they are: what each holds")
-    add("--no-search", action="store_true", help="do not look for the largest batch, nor for what to switch on")
-    add("--no-measure", action="store_true", help="with a GPU at hand, do not measure beside the prediction")
+    add("--shards", type=whole, default=1, metavar="N", help="FSDP over N GPUs on unspecified nodes: what each holds")
+    add("--no-search", action="store_true", help="do not search for the largest batch or for what makes a recipe fit")
+    add("--no-measure", action="store_true", help="do not measure, even if the GPU is installed")
 
 
 def add_size_arguments(parser: argparse.ArgumentParser) -> None:
     """Options that ``memory`` and ``roofline`` have in common."""
     add = parser.add_argument
-    add("--batch", type=whole, help="items a batch")
-    add("--context", type=whole, help="tokens a sequence, for language tasks")
-    add("--accumulate", type=whole, default=1, metavar="N", help="microbatches an update")
-    add(
-        "--compile", action=argparse.BooleanOptionalAction, default=True, help="as torch.compile would run it (default)"
-    )
+    add("--batch", type=whole, help="items per batch")
+    add("--context", type=whole, help="tokens per sequence, for language tasks")
+    add("--accumulate", type=whole, default=1, metavar="N", help="microbatches per update")
+    add("--compile", action=argparse.BooleanOptionalAction, default=True, help="predict compiled (default)")
 
 
 def add_scale_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of both verbs for several GPUs."""
+    """Options of both commands for several GPUs."""
     add = parser.add_argument
-    add("--gpus", type=whole, metavar="N", help="of N GPUs, each with its own --batch: what one of them holds and does")
-    add("--nodes", type=whole, metavar="M", help="on how many nodes they are (default: as few as hold them)")
+    add("--gpus", type=whole, metavar="N", help="N GPUs, each with its own --batch: what each of them holds and does")
+    add("--nodes", type=whole, metavar="M", help="the number of nodes (default: as few as hold the GPUs)")
     add(
         "--parallel",
         choices=("auto", "ddp", "fsdp"),
         default="auto",
-        help="several GPUs: copies or shards (default auto: by size, as train does)",
+        help="several GPUs: copies (ddp) or shards (fsdp); default auto: by model size, as train does",
     )
 
 
 def cluster_for(args: argparse.Namespace, gpu: Gpu) -> Cluster | None:
-    """The GPUs that were asked for; None where one is meant."""
-    from narrowgauge.forecast.cluster.collectives import cluster_of
+    """The GPUs of --gpus and --nodes; None for a single GPU."""
+    from narrowgauge.forecast.cluster.collectives import make_cluster
 
     if args.gpus is None:
         if args.nodes is not None:
-            raise UsageError(f"--nodes {args.nodes} says where GPUs are: give --gpus too")
+            raise UsageError(f"--nodes {args.nodes} needs --gpus")
         return None
     shards = getattr(args, "shards", 1)
     if shards != 1 and (shards != args.gpus or args.parallel == "ddp"):
-        raise UsageError(f"--shards {shards} and --gpus {args.gpus}: give --gpus alone, with --parallel fsdp or ddp")
-    cluster = cluster_of(gpu, args.gpus, args.nodes)
+        raise UsageError(f"--shards {shards} and --gpus {args.gpus}: use --gpus only, with --parallel fsdp or ddp")
+    cluster = make_cluster(gpu, args.gpus, args.nodes)
     return cluster if cluster.gpus > 1 else None
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    from narrowgauge.forecast.run import Plan, look
+    from narrowgauge.forecast.run import Scenario, predict_recipe
     from narrowgauge.forecast.trace.fake_gpu import describe_device
     from narrowgauge.recipe import parse
 
     if args.gpu and "," in args.gpu:
-        raise UsageError(f"--gpu {args.gpu}: memory asks about one GPU at a time; roofline takes several")
+        raise UsageError(f"--gpu {args.gpu}: memory takes one GPU; roofline takes several")
     task, gpu, device = find(args)
     cluster = cluster_for(args, gpu)
-    plan = Plan(
+    scenario = Scenario(
         task=task, gpu=gpu, accumulate=args.accumulate, compile=args.compile, shards=args.shards, cluster=cluster,
         parallel=args.parallel,
     )  # fmt: skip
@@ -102,17 +100,17 @@ def run(args: argparse.Namespace) -> Outcome:
     rows: dict[str, dict[str, Any]] = {}
     parameters = 0
     for recipe in recipes:
-        tell(f"{recipe}: tracing two steps on paper")
+        tell(f"{recipe}: tracing two simulated steps")
         try:
-            traced = plan.trace(recipe) if plan.gpus == 1 else plan.sample(recipe)
+            traced = scenario.trace(recipe) if scenario.gpus == 1 else scenario.trace_model(recipe)
         except UsageError as error:
             if args.recipes != RECIPES or not rows:
                 raise
-            tell(f"{recipe}: left out: {error}")  # of the default ones, not every one suits every optimizer
+            tell(f"{recipe}: skipped: {error}")  # not every default recipe suits every optimizer
             continue
-        outlook = look(plan, recipe, traced, search, tell)
+        outlook = predict_recipe(scenario, recipe, traced, search, tell)
         parameters = traced.parameters
-        measured = _measure(args, plan, recipe, device)
+        measured = _measure(args, scenario, recipe, device)
         rows[str(recipe)] = _describe(outlook, measured, gpu if args.gpu else None)
         if cluster is not None:
             rows[str(recipe)]["scale"] = describe_share(cluster, outlook.memory)
@@ -139,7 +137,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def find(args: argparse.Namespace) -> tuple[Task, Gpu, Device]:
-    """The task, the GPU it is forecast for, and the device at hand."""
+    """The task, the GPU to predict for, and the device of this machine."""
     from narrowgauge import hardware, tasks
     from narrowgauge.forecast.run import DEFAULT_GPU
 
@@ -151,13 +149,13 @@ def find(args: argparse.Namespace) -> tuple[Task, Gpu, Device]:
 
 
 def runnable(text: str, gpu: Gpu, default: str) -> list[str]:
-    """The recipes that were asked for; of the default ones, those that the GPU can run."""
+    """The recipes of --recipes; of the default ones, those that the GPU can run."""
     from narrowgauge.forecast.trace.fake_gpu import describe_device
     from narrowgauge.recipe import parse, refusal, split
 
     texts = split(text)
     if not texts:
-        raise UsageError("--recipes names none; give some, such as bf16,fp8-lean")
+        raise UsageError("--recipes is empty; name at least one, such as bf16,fp8-lean")
     device = describe_device(gpu)
     if text != default:
         return texts
@@ -168,9 +166,9 @@ def tell(line: str) -> None:
     say(line, sys.stderr)
 
 
-def _measure(args: argparse.Namespace, plan: Plan, recipe: Recipe, device: Device) -> int | None:
-    """The real peak, where the GPU of the forecast is at hand."""
-    if device.kind != "cuda" or device.gpu is not plan.gpu or args.no_measure or plan.gpus > 1:
+def _measure(args: argparse.Namespace, scenario: Scenario, recipe: Recipe, device: Device) -> int | None:
+    """The measured peak, where the GPU of the forecast is installed."""
+    if device.kind != "cuda" or device.gpu is not scenario.gpu or args.no_measure or scenario.gpus > 1:
         return None
     import torch
 
@@ -178,13 +176,13 @@ def _measure(args: argparse.Namespace, plan: Plan, recipe: Recipe, device: Devic
 
     tell(f"{recipe}: measuring")
     try:
-        found = measure_run(plan.task, recipe, device, compile=args.compile, accumulate=args.accumulate, steps=1)
+        found = measure_run(scenario.task, recipe, device, compile=args.compile, accumulate=args.accumulate, steps=1)
     except torch.OutOfMemoryError:
         return None
     return found.peak_bytes
 
 
-def _describe(outlook: Outlook, measured: int | None, gpu: Gpu | None) -> dict[str, Any]:
+def _describe(outlook: RecipeForecast, measured: int | None, gpu: Gpu | None) -> dict[str, Any]:
     memory = outlook.memory
     when = memory.when
     return {
@@ -210,7 +208,7 @@ def _describe(outlook: Outlook, measured: int | None, gpu: Gpu | None) -> dict[s
 
 
 def describe_share(cluster: Cluster, memory: Memory) -> dict[str, Any]:
-    """What one GPU of several holds, with what is gathered taken out of the workspace."""
+    """What each of several GPUs holds; what is gathered is listed apart from the workspace."""
     gathered = dict(memory.gathered)
     own = {**memory.components(), "workspace": memory.workspace - sum(gathered.values())}
     return {
@@ -223,7 +221,7 @@ def describe_share(cluster: Cluster, memory: Memory) -> dict[str, Any]:
 
 
 def _lesson(parameters: int) -> dict[str, dict[str, float]] | None:
-    """The lesson's own sums, for models of the size it speaks of."""
+    """The textbook estimate, for models of the size it describes."""
     if not LESSON_PARAMETERS[0] < parameters < LESSON_PARAMETERS[1]:
         return None
     return {
@@ -233,7 +231,7 @@ def _lesson(parameters: int) -> dict[str, dict[str, float]] | None:
 
 
 def bar(memory: Memory, width: int = WIDTH) -> str:
-    """The components side by side, each with its letter."""
+    """A bar of the components, each drawn with its letter."""
     drawn, done, total = "", 0.0, max(1, memory.total)
     for name, size in memory.components().items():
         done += size
@@ -241,7 +239,7 @@ def bar(memory: Memory, width: int = WIDTH) -> str:
     return drawn
 
 
-def _show(outlook: Outlook, measured: int | None, gpu: Gpu | None, out: TextIO) -> None:
+def _show(outlook: RecipeForecast, measured: int | None, gpu: Gpu | None, out: TextIO) -> None:
     memory = outlook.memory
     about = "about " if not memory.exact else ""
     say(f"{memory.recipe}: {about}{gigabytes(memory.total)} at the peak, in {memory.when}", out)
@@ -257,10 +255,10 @@ def _show(outlook: Outlook, measured: int | None, gpu: Gpu | None, out: TextIO) 
         if name in ("gradients", "weights") and size > 1.1 * memory.components()[name] and size >= 5e5
     ]
     if later:
-        say(f"  at other moments up to: {', '.join(later)}", out)
+        say(f"  maximum at other times: {', '.join(later)}", out)
     if memory.peak > memory.total * 1.005:
         where = "the first step" if memory.first_step >= memory.building else "building the model"
-        say(f"  {where} takes more: {gigabytes(memory.peak)}", out)
+        say(f"  {where} needs more: {gigabytes(memory.peak)}", out)
     if measured is not None:
         say(f"  measured {gigabytes(measured)}: the prediction is off by {memory.total / measured - 1:+.1%}", out)
     if gpu is not None:
@@ -285,7 +283,7 @@ def _show_together(data: dict[str, Any], out: TextIO) -> None:
     say("", out)
     show_table(title, ["", *names], rows, out)
     if data["lesson"]:
-        say("the lesson's sums are for FP32 and for mixed precision as it teaches it, 10 and 5 GB of activations", out)
+        say("textbook rows: the usual estimate for FP32 and mixed precision, with 10 and 5 GB of activations", out)
 
 
 def gigabytes(size: float) -> str:

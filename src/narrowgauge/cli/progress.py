@@ -39,21 +39,21 @@ class Lines(Observer):
         self._next = 0.0
         self._rate: float | None = None
 
-    def tell(self, line: str) -> None:
+    def notify(self, line: str) -> None:
         print(printable(line), file=self._out, flush=True)
 
-    def begin(self, step: int, steps: int) -> None:
+    def on_start(self, step: int, steps: int) -> None:
         self._steps = steps
 
-    def saw(self, event: Mapping[str, Any], skipped: int) -> None:
+    def on_metrics(self, event: Mapping[str, Any], skipped: int) -> None:
         if event["kind"] == "eval":
             metrics = "  ".join(f"{n} {v:.4g}" for n, v in event.items() if n not in ("kind", "step", "loss"))
-            self.tell(f"step {event['step']}/{self._steps}  evaluation loss {event['loss']:.4f}  {metrics}".rstrip())
+            self.notify(f"step {event['step']}/{self._steps}  evaluation loss {event['loss']:.4f}  {metrics}".rstrip())
             return
         text = self._describe(event, skipped)
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + EVERY_S
-            self.tell(f"step {event['step']}/{self._steps}  {text}")
+            self.notify(f"step {event['step']}/{self._steps}  {text}")
 
     def _describe(self, event: Mapping[str, Any], skipped: int) -> str:
         rate = event["tokens_per_s"]
@@ -81,21 +81,21 @@ class Bar(Lines):
         )
         self._task = self._progress.add_task("")
 
-    def tell(self, line: str) -> None:
+    def notify(self, line: str) -> None:
         self._progress.console.print(printable(line))
 
-    def begin(self, step: int, steps: int) -> None:
-        super().begin(step, steps)
+    def on_start(self, step: int, steps: int) -> None:
+        super().on_start(step, steps)
         self._progress.update(
             self._task, total=steps, completed=step, description="first step: compiling and allocating"
         )
         self._progress.start()
 
-    def saw(self, event: Mapping[str, Any], skipped: int) -> None:
+    def on_metrics(self, event: Mapping[str, Any], skipped: int) -> None:
         if event["kind"] == "eval":
-            super().saw(event, skipped)
+            super().on_metrics(event, skipped)
         else:
             self._progress.update(self._task, completed=event["step"], description=self._describe(event, skipped))
 
-    def end(self) -> None:
+    def on_end(self) -> None:
         self._progress.stop()

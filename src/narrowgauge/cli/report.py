@@ -10,7 +10,7 @@ from narrowgauge.cli import Outcome, prose
 from narrowgauge.cli.numbers import whole
 from narrowgauge.cli.terminal import say
 
-ABOUT = "write one self-contained HTML page of runs, validations, benchmarks and forecasts; --serve shows a live run"
+ABOUT = "write one self-contained HTML page of runs, validations, benchmarks and forecasts; --serve follows a run"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole,
         const=-1,
         metavar="PORT",
-        help="show it live on 127.0.0.1 until Ctrl-C",
+        help="serve the page live on 127.0.0.1 until Ctrl-C",
     )
 
 
@@ -37,13 +37,13 @@ def run(args: argparse.Namespace) -> Outcome:
         return _serve(args, paths)
     from narrowgauge.report import write
 
-    path = write(paths, Path(args.out) if args.out is not None else _place(paths))
-    say(f"{path}: {path.stat().st_size / 1e6:.1f} MB, opens in any browser without a network", prose(args))
+    path = write(paths, Path(args.out) if args.out is not None else _default_output(paths))
+    say(f"{path}: {path.stat().st_size / 1e6:.1f} MB, opens in any browser, needs no network", prose(args))
     return Outcome({"path": str(path)})
 
 
-def _place(paths: list[Path]) -> Path:
-    """Where the page goes unless --out says: into the one run there is, else to where the reader stands."""
+def _default_output(paths: list[Path]) -> Path:
+    """The default output: the folder of the only run, else the working directory."""
     runs = [path for path in paths if files.is_folder(path)]
     return runs[0] if len(runs) == 1 else Path("report.html")
 
@@ -53,7 +53,7 @@ def _serve(args: argparse.Namespace, paths: list[Path]) -> Outcome:
     from narrowgauge.runs.interruption import Interruption
 
     with Interruption() as stop, live.serve(paths, None if args.serve == -1 else args.serve) as server:
-        say(f"{server.url} shows {', '.join(map(str, paths))} as it goes on; Ctrl-C ends it", prose(args))
+        say(f"{server.url} shows {', '.join(map(str, paths))} live; press Ctrl-C to stop", prose(args))
         server.serve_until(lambda: stop.wanted)
-    say("ended", prose(args))
+    say("stopped", prose(args))
     return Outcome({"path": None, "url": server.url})

@@ -1,4 +1,4 @@
-"""``narrowgauge roofline``: what bounds each layer on which GPU, and a step's predicted time, speed and cost."""
+"""``narrowgauge roofline``: what bounds each layer on a GPU, and a step's predicted time, speed and cost."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from narrowgauge.cli.terminal import say, show_table
 from narrowgauge.errors import UsageError
 
 if TYPE_CHECKING:
-    from narrowgauge.forecast.cluster.scale import Scaled
+    from narrowgauge.forecast.cluster.predict_cluster import ClusterStep
     from narrowgauge.forecast.compare import AttentionCost, Saving
-    from narrowgauge.forecast.run import Plan
-    from narrowgauge.forecast.time.ceilings import Ceilings
+    from narrowgauge.forecast.extrapolate import TracedModel
+    from narrowgauge.forecast.run import Scenario
+    from narrowgauge.forecast.time.reachable_rates import ReachableRates
     from narrowgauge.forecast.time.roofline import Cost, Layer, Roofline
-    from narrowgauge.forecast.trace.extrapolate import Sample
     from narrowgauge.forecast.trace.trace_step import Traced
     from narrowgauge.hardware import Device, Gpu
     from narrowgauge.task import Task
 
-ABOUT = "each layer's FLOPs, bytes and bound on a GPU; predicted step time, tokens/s, MFU and cost per recipe"
+ABOUT = "predict each layer's FLOPs, bytes and bound on a GPU, and step time, tokens/s, MFU and cost per recipe"
 RECIPES = "bf16,fp8"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("task", nargs="?", metavar="TASK", help="built-in name or file.py:function")
-    add("--gpu", help="comma-separated: h200,a100 (default: the one at hand, else an H200)")
+    add("--gpu", help="comma-separated: h200,a100 (default: the installed one, else an H200)")
     add("--recipes", default=RECIPES, help=f"comma-separated (default {RECIPES})")
     add_size_arguments(parser)
     add_scale_arguments(parser)
-    add("--price", type=number, metavar="P", help="what an hour of the GPU costs, in any currency")
-    add("--tokens", type=number, metavar="N", help="how many tokens (or images) to train on: 3e9 (default 1e9)")
-    add("--layers", type=whole, default=24, metavar="N", help="how many layers to list, slowest first (default 24)")
-    add("--quick", action="store_true", help="leave out what fusions and fused attention save, which takes more traces")
-    add("--no-measure", action="store_true", help="with a GPU at hand, do not measure beside the prediction")
+    add("--price", type=number, metavar="P", help="price of a GPU hour, in any currency")
+    add("--tokens", type=number, metavar="N", help="tokens (or images) to train on: 3e9 (default 1e9)")
+    add("--layers", type=whole, default=24, metavar="N", help="number of layers to list, slowest first (default 24)")
+    add("--quick", action="store_true", help="skip what fusions and fused attention save, which needs more traces")
+    add("--no-measure", action="store_true", help="do not measure, even if the GPU is installed")
 
 
 def run(args: argparse.Namespace) -> Outcome:
@@ -71,43 +71,43 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def _forecast(args: argparse.Namespace, task: Task, gpu: Gpu, device: Device, out: TextIO) -> dict[str, Any]:
-    """Everything about one GPU."""
-    from narrowgauge.forecast.run import Plan
-    from narrowgauge.forecast.time.ceilings import Ceilings
-    from narrowgauge.forecast.time.roofline import add_up, costs_of, predict
+    """The forecast for one GPU."""
+    from narrowgauge.forecast.run import Scenario
+    from narrowgauge.forecast.time.reachable_rates import ReachableRates
+    from narrowgauge.forecast.time.roofline import estimate_costs, predict_time, sum_costs
     from narrowgauge.forecast.trace.fake_gpu import describe_device
     from narrowgauge.recipe import parse
 
     cluster = cluster_for(args, gpu)
-    plan = Plan(
+    scenario = Scenario(
         task=task, gpu=gpu, accumulate=args.accumulate, compile=args.compile, cluster=cluster, parallel=args.parallel
     )
-    at_hand = device.kind == "cuda" and device.gpu is gpu and not args.no_measure and cluster is None
-    roofs = _measure_roofs(device) if at_hand else {}
-    ceilings = Ceilings(gpu, roofs)
+    installed = device.kind == "cuda" and device.gpu is gpu and not args.no_measure and cluster is None
+    roofs = _measure_roofs(device) if installed else {}
+    rates = ReachableRates(gpu, roofs)
     if not args.json:
-        _show_gpu(gpu, ceilings.source, roofs, out)
+        _show_gpu(gpu, rates.source, roofs, out)
     recipes = list(dict.fromkeys(parse(text, describe_device(gpu)) for text in runnable(args.recipes, gpu, RECIPES)))
     rows: dict[str, dict[str, Any]] = {}
     layers: list[dict[str, Any]] = []
     last: Traced | None = None
     for recipe in recipes:
-        tell(f"{recipe} on {gpu.name}: tracing two steps on paper")
-        sample = plan.sample(recipe) if cluster is not None else None
-        last = sample.traced if sample is not None else plan.trace(recipe)
-        costs = costs_of(last, ceilings)
-        roofline = predict(last, ceilings) if sample is None else add_up(last, sample.costs(ceilings))
-        real = _measure(args, plan, last, costs, device) if at_hand else None
+        tell(f"{recipe} on {gpu.name}: tracing two simulated steps")
+        traced_model = scenario.trace_model(recipe) if cluster is not None else None
+        last = traced_model.traced if traced_model is not None else scenario.trace(recipe)
+        costs = estimate_costs(last, rates)
+        roofline = predict_time(last, rates) if traced_model is None else sum_costs(last, traced_model.costs(rates))
+        real = _measure(args, scenario, last, costs, device) if installed else None
         rows[str(recipe)] = _describe(roofline, args, real)
-        if sample is not None:
-            rows[str(recipe)]["scale"] = describe_scale(plan, sample, ceilings, args)
+        if traced_model is not None:
+            rows[str(recipe)]["scale"] = describe_scale(scenario, traced_model, rates, args)
         own = [_describe_layer(layer, str(recipe)) for layer in collapse(roofline.layers)]
         _add_measured(own, costs, real)
         layers += own
         if not args.json:
             _show_layers(own, roofline, task, args, out)
     assert last is not None
-    extras = {} if args.quick or cluster is not None else _extras(plan, last)
+    extras = {} if args.quick or cluster is not None else _extras(scenario, last)
     if not args.json:
         _show_recipes(rows, task, gpu, args, out)
         for name, row in rows.items():
@@ -119,7 +119,7 @@ def _forecast(args: argparse.Namespace, task: Task, gpu: Gpu, device: Device, ou
         "gpu": gpu.name,
         "ridge": {format: gpu.ridge(format) for format in gpu.peaks},
         "hierarchy": hierarchy(gpu),
-        "source": ceilings.source,
+        "source": rates.source,
         "roofs": roofs or None,
         "unit": task.unit,
         "layers": layers,
@@ -129,44 +129,50 @@ def _forecast(args: argparse.Namespace, task: Task, gpu: Gpu, device: Device, ou
     }
 
 
-def describe_scale(plan: Plan, sample: Sample, ceilings: Ceilings, args: argparse.Namespace) -> dict[str, Any]:
-    """An update on the plan's GPUs, on fewer of them, and with the other way of sharing."""
-    from narrowgauge.forecast.cluster.scale import predict_scaled, sizes_up_to
+def describe_scale(
+    scenario: Scenario, traced_model: TracedModel, rates: ReachableRates, args: argparse.Namespace
+) -> dict[str, Any]:
+    """An update on the cluster, on smaller ones, and with the other kind of parallelism."""
+    from narrowgauge.forecast.cluster.predict_cluster import list_cluster_sizes, predict_cluster_step
     from narrowgauge.forecast.memory.estimate import fits
 
-    assert plan.cluster is not None
-    full = predict_scaled(sample, ceilings, plan.cluster, plan.parallel)
-    other = predict_scaled(sample, ceilings, plan.cluster, "ddp" if full.parallel == "fsdp" else "fsdp")
+    assert scenario.cluster is not None
+    full = predict_cluster_step(traced_model, rates, scenario.cluster, scenario.parallel)
+    other = predict_cluster_step(traced_model, rates, scenario.cluster, "ddp" if full.parallel == "fsdp" else "fsdp")
     items = args.tokens or 1e9
     hours = items / full.items_per_s / 3600
     table = []
-    for cluster in sizes_up_to(plan.cluster):
-        one = predict_scaled(sample, ceilings, cluster, full.parallel)
-        memory = sample.memory(cluster.gpus if full.parallel == "fsdp" else 1)
-        table.append({**_describe_scaled(one), "peak": memory.peak, "fits": fits(memory, plan.gpu)})
-    alone = sample.memory(1 if full.parallel == "fsdp" else plan.cluster.gpus)
+    for cluster in list_cluster_sizes(scenario.cluster):
+        one = predict_cluster_step(traced_model, rates, cluster, full.parallel)
+        memory = traced_model.memory(cluster.gpus if full.parallel == "fsdp" else 1)
+        table.append({**_describe_scaled(one), "peak": memory.peak, "fits": fits(memory, scenario.gpu)})
+    alone = traced_model.memory(1 if full.parallel == "fsdp" else scenario.cluster.gpus)
     return {
         **_describe_scaled(full),
-        "per_gpu": {"batch": full.batch, "tokens": sample.traced.items, **{k: table[-1][k] for k in ("peak", "fits")}},
+        "per_gpu": {
+            "batch": full.batch,
+            "tokens": traced_model.traced.items,
+            **{k: table[-1][k] for k in ("peak", "fits")},
+        },
         "communication": [{**vars(message), "hidden_ms": message.hidden_ms} for message in full.communication],
         "tokens": items,
         "hours": hours,
         "days": hours / 24,
         "cost": None if args.price is None else hours * full.gpus * args.price,
-        "alternative": {**_describe_scaled(other), "peak": alone.peak, "fits": fits(alone, plan.gpu)},
+        "alternative": {**_describe_scaled(other), "peak": alone.peak, "fits": fits(alone, scenario.gpu)},
         "sizes": table,
-        "notes": sample.notes,
+        "notes": traced_model.notes,
     }
 
 
-def _describe_scaled(scaled: Scaled) -> dict[str, Any]:
+def _describe_scaled(scaled: ClusterStep) -> dict[str, Any]:
     names = ("gpus", "nodes", "parallel", "step_ms", "compute_ms", "communication_ms", "exposed_ms", "mfu",
              "efficiency", "bound", "hidden_from_batch", "load")  # fmt: skip
     return {**{name: getattr(scaled, name) for name in names}, "tokens_per_s": scaled.items_per_s}
 
 
 def show_scale(recipe: str, scale: dict[str, Any], task: Task, out: TextIO) -> None:
-    """What passes between the GPUs, and the same on fewer of them."""
+    """Print the communication between the GPUs, and the same for smaller clusters."""
     rows = [
         [one["name"], str(one["count"]), gigabytes(one["bytes"]), gigabytes(one["sent_bytes"]), one["via"],
          f"{one['bandwidth'] / 1e9:.0f}", f"{one['ms']:.1f}", f"{one['hidden_ms']:.1f}", f"{one['exposed_ms']:.1f}"]
@@ -175,7 +181,7 @@ def show_scale(recipe: str, scale: dict[str, Any], task: Task, out: TextIO) -> N
     where = f"{scale['gpus']} GPUs on {scale['nodes']} {'nodes' if scale['nodes'] > 1 else 'node'}"
     how = {"fsdp": "shards (FSDP2)", "ddp": "copies (DDP)"}
     say("", out)
-    columns = ["", "times", "size", "a GPU sends", "over", "GB/s", "ms", "hidden", "exposed"]
+    columns = ["", "count", "size", "sent per GPU", "over", "GB/s", "ms", "hidden", "exposed"]
     show_table(f"{task.name}, {recipe}, {where}: {how[scale['parallel']]}", columns, rows, out)
     table = [
         [str(one["gpus"]), str(one["nodes"]), f"{one['compute_ms']:.0f}", f"{one['communication_ms']:.0f}",
@@ -184,25 +190,25 @@ def show_scale(recipe: str, scale: dict[str, Any], task: Task, out: TextIO) -> N
          str(one["hidden_from_batch"] or ""), f"{gigabytes(one['peak'])}{'' if one['fits'] else ', too much'}"]
         for one in scale["sizes"]
     ]  # fmt: skip
-    columns = ["GPUs", "nodes", "compute ms", "passing ms", "exposed ms", "step ms", f"{task.unit}s/s", "MFU",
-               "of one GPU's", "bound", "hidden from batch", "a GPU holds"]  # fmt: skip
-    show_table(f"{recipe}, {scale['per_gpu']['tokens']:,} {task.unit}s a GPU and update", columns, table, out)
+    columns = ["GPUs", "nodes", "compute ms", "comm. ms", "exposed ms", "step ms", f"{task.unit}s/s", "MFU",
+               "efficiency", "bound", "hidden from batch", "memory per GPU"]  # fmt: skip
+    show_table(f"{recipe}, {scale['per_gpu']['tokens']:,} {task.unit}s per GPU and update", columns, table, out)
     other = scale["alternative"]
     say(
-        f"{how[other['parallel']]} instead: {other['step_ms']:.0f} ms a step, {other['exposed_ms']:.0f} of them "
+        f"{how[other['parallel']]} instead: {other['step_ms']:.0f} ms per step, {other['exposed_ms']:.0f} of them "
         f"exposed; {gigabytes(other['peak'])} on each GPU, which {'fits' if other['fits'] else 'does not fit'}",
         out,
     )
-    cost = "" if scale["cost"] is None else f", at a cost of {scale['cost']:,.0f}"
+    cost = "" if scale["cost"] is None else f" and cost {scale['cost']:,.0f}"
     lasts = f"{scale['days']:,.1f} days" if scale["days"] >= 2 else f"{scale['hours']:,.1f} hours"
     say(f"{scale['tokens']:,.0f} {task.unit}s take {lasts}{cost}", out)
-    say("links by datasheet and NCCL's own reckoning, none of it measured: docs/scale.md", out)
+    say("link rates from datasheets and NCCL's tuning model, none of them measured: docs/scale.md", out)
     for note in scale["notes"]:
         say(note, out)
 
 
 def hierarchy(gpu: Gpu) -> dict[str, float]:
-    """Where data can be, from near to far: how much of it, and how fast the last of them is."""
+    """The memory hierarchy: sizes from the fastest level to the slowest, and the bandwidth of the last."""
     return {
         "shared_memory_bytes": gpu.shared_memory_bytes * gpu.sms,
         "l2_bytes": gpu.l2_bytes,
@@ -213,7 +219,7 @@ def hierarchy(gpu: Gpu) -> dict[str, float]:
 
 
 def collapse(layers: list[Layer]) -> list[Layer]:
-    """Layers that differ only in a number of their path (the blocks of a model) as one, slowest first."""
+    """Merge layers that differ only in a number of their path (the blocks of a model); slowest first."""
     import dataclasses
 
     groups: dict[tuple[str, ...], list[Layer]] = {}
@@ -237,21 +243,23 @@ def collapse(layers: list[Layer]) -> list[Layer]:
 def _measure_roofs(device: Device) -> dict[str, float]:
     from narrowgauge.forecast.time.measure import measure_roofs
 
-    tell("measuring the roofs: a copy, and a product in each format")
+    tell("measuring peak rates: a copy, and a product in each format")
     return measure_roofs(device)
 
 
-def _measure(args: argparse.Namespace, plan: Plan, traced: Traced, costs: list[Cost], device: Device) -> dict[str, Any]:
-    """The real step, and each operation by itself."""
+def _measure(
+    args: argparse.Namespace, scenario: Scenario, traced: Traced, costs: list[Cost], device: Device
+) -> dict[str, Any]:
+    """Measure the whole step, and each operation on its own."""
     from narrowgauge.forecast.time.measure import measure_calls, measure_run
 
     tell(f"{traced.recipe}: measuring")
-    whole = measure_run(plan.task, traced.recipe, device, compile=args.compile, accumulate=traced.accumulate)
+    whole = measure_run(scenario.task, traced.recipe, device, compile=args.compile, accumulate=traced.accumulate)
     return {"step_ms": whole.step_ms, "peak": whole.peak_bytes, "calls": measure_calls(costs, device, tell)}
 
 
 def _add_measured(layers: list[dict[str, Any]], costs: list[Cost], real: dict[str, Any] | None) -> None:
-    """Beside each layer's prediction what its operations took by themselves, where all of them could be measured."""
+    """Add each layer's measured time, where all its operations could be measured on their own."""
     if real is None:
         return
     sums: dict[tuple[str, str, str], float] = {}
@@ -292,25 +300,25 @@ def _describe_layer(layer: Layer, recipe: str) -> dict[str, Any]:
     return {"recipe": recipe, **vars(layer), "intensity": layer.intensity, "measured_ms": None, "error": None}
 
 
-def _extras(plan: Plan, traced: Traced) -> dict[str, Any]:
-    from narrowgauge.forecast.compare import attention_cost, fusion_savings
+def _extras(scenario: Scenario, traced: Traced) -> dict[str, Any]:
+    from narrowgauge.forecast.compare import compare_attention, compare_fusions
 
-    tell(f"{traced.recipe}: without fused attention, and without fusions")
+    tell(f"{traced.recipe}: tracing without fused attention and without fusions")
     return {
-        "attention": attention_cost(plan, traced.recipe, traced),
-        "fusions": fusion_savings(plan, traced.recipe, traced),
+        "attention": compare_attention(scenario, traced.recipe, traced),
+        "fusions": compare_fusions(scenario, traced.recipe, traced),
     }
 
 
 def _show_gpu(gpu: Gpu, source: str, roofs: dict[str, float], out: TextIO) -> None:
     levels = hierarchy(gpu)
     say(
-        f"{gpu.name}: {gpu.sms} processors with {levels['shared_memory_bytes'] / 2**20:.0f} MiB between them, L2 "
+        f"{gpu.name}: {gpu.sms} SMs with {levels['shared_memory_bytes'] / 2**20:.0f} MiB of shared memory, L2 "
         f"{gpu.l2_bytes / 2**20:.0f} MiB, memory {gigabytes(gpu.memory_bytes)} at {gpu.bandwidth / 1e12:.2f} TB/s",
         out,
     )
-    peaks = ", ".join(f"{name} {peak / 1e12:.0f} (ridge {gpu.ridge(name):.0f})" for name, peak in gpu.peaks.items())
-    say(f"  peaks in TFLOP/s, and from how many FLOPs a byte on they are reached: {peaks}", out)
+    peaks = ", ".join(f"{name} {peak / 1e12:.0f} ({gpu.ridge(name):.0f})" for name, peak in gpu.peaks.items())
+    say(f"  peaks in TFLOP/s (ridge point in FLOP/byte): {peaks}", out)
     say(f"  rates: {source}", out)
     for name, rate in roofs.items():
         peak = gpu.bandwidth if name == "copy" else gpu.peak(name)
@@ -325,15 +333,15 @@ def _show_layers(
     measured = any(layer["measured_ms"] is not None for layer in layers)
     for layer in shown:
         name = f"{layer['path'] or '(model)'}: {layer['kind']}"
-        beside = []
+        measured_cells = []
         if measured:
             known = layer["measured_ms"] is not None
-            beside = [f"{layer['measured_ms']:.2f}", f"{layer['error']:+.0%}"] if known else ["", ""]
+            measured_cells = [f"{layer['measured_ms']:.2f}", f"{layer['error']:+.0%}"] if known else ["", ""]
         rows.append(
             [
                 name, layer["phase"], layer["format"], str(layer["count"]), f"{layer['flops'] / 1e9:,.0f}",
                 f"{layer['bytes'] / 1e6:,.0f}", f"{layer['intensity']:.0f}", layer["bound"], f"{layer['ms']:.2f}",
-                *beside,
+                *measured_cells,
             ]
         )  # fmt: skip
     rest = sum(layer["ms"] for layer in layers[args.layers :])
@@ -363,7 +371,7 @@ def _show_recipes(rows: dict[str, dict[str, Any]], task: Task, gpu: Gpu, args: a
     ]
     items = args.tokens or 1e9
     alone = "one " if any("scale" in row for row in rows.values()) else ""
-    show_table(f"{task.name} on {alone}{gpu.name}; hours and cost of {items:,.0f} {task.unit}s", columns, cells, out)
+    show_table(f"{task.name} on {alone}{gpu.name}; hours and cost for {items:,.0f} {task.unit}s", columns, cells, out)
 
 
 def _show_extras(extras: dict[str, Any], recipe: str, out: TextIO) -> None:
@@ -371,15 +379,15 @@ def _show_extras(extras: dict[str, Any], recipe: str, out: TextIO) -> None:
     fusions: list[Saving] = extras.get("fusions", [])
     if attention is not None:
         say(
-            f"attention ({recipe}): {attention.fused_ms:.1f} ms a step by {attention.backend}, "
-            f"{attention.plain_ms:.1f} ms with all scores in memory, where the peak would be "
-            f"{gigabytes(attention.plain_peak)} instead of {gigabytes(attention.fused_peak)}",
+            f"attention ({recipe}): {attention.fused_ms:.1f} ms per step with {attention.backend}, "
+            f"{attention.plain_ms:.1f} ms unfused, with a peak of {gigabytes(attention.plain_peak)} instead of "
+            f"{gigabytes(attention.fused_peak)}",
             out,
         )
     for saving in fusions:
         say(
-            f"fused {saving.name}: {saving.with_ms:.1f} ms a step instead of {saving.without_ms:.1f}, "
-            f"{saving.saved_ms:+.1f} saved",
+            f"fused {saving.name}: {saving.with_ms:.1f} ms per step instead of {saving.without_ms:.1f} "
+            f"({saving.saved_ms:+.1f} saved)",
             out,
         )
 

@@ -48,6 +48,8 @@ FOR_SETTINGS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from narrowgauge.runs.trackers.registry import DEFAULT, TRACKERS
+
     add = parser.add_argument
     add("task", nargs="?", metavar="TASK", help="a built-in task, gpt:LAYERSxWIDTH, or file.py:function")
     add("--recipe", help="formats to train in: fp32, tf32, fp16, bf16, fp8, auto, ... (default auto)")
@@ -59,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokenizer", metavar="PATH", help="a tokenizer.json or its folder (default: bytes or a byte-pair encoding)")
     add("--field", metavar="NAME", help="name of the text field in documents (default: text, else content)")
     add("--max-tokens", type=long, metavar="N", help="read at most N tokens (default for hf:NAME: 200 million)")
-    trackers = "trackers: tensorboard,wandb,mlflow or none (default tensorboard); --tracker under torchrun"
+    trackers = f"trackers: {','.join(TRACKERS)} or none (default {DEFAULT}); --tracker under torchrun"
     add("--log", "--tracker", metavar="NAMES", help=trackers)
     add("--vocab", type=whole, help="vocabulary size; 256: bytes; more: byte-pair encoding (default: the task's)")
     add("--packages", action="store_const", const=True, help="also train on the source code of installed packages")
@@ -104,25 +106,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Outcome:
     from narrowgauge.hardware import detect
-    from narrowgauge.ranks.world import joined, local_device
+    from narrowgauge.ranks.world import choose_device, join_world
 
-    args.device = local_device(args.device)
-    with joined(detect(args.device).torch_device) as world:
+    args.device = choose_device(args.device)
+    with join_world(detect(args.device).torch_device) as world:
         return _run(args, world)
 
 
 def _run(args: argparse.Namespace, world: World) -> Outcome:
     from narrowgauge import tasks
     from narrowgauge.cli.progress import make_progress
-    from narrowgauge.ranks.world import restarts
+    from narrowgauge.ranks.world import read_restart_count
     from narrowgauge.runs import record
     from narrowgauge.runs.train import train
 
-    out = prose(args) if world.first else io.StringIO()
-    if restarts() and args.resume is None and args.out is not None and world.told(record.holds_run(Path(args.out))):
+    out = prose(args) if world.is_first else io.StringIO()
+    is_restart = read_restart_count() and args.resume is None and args.out is not None
+    if is_restart and world.broadcast(record.holds_run(Path(args.out))):
         args.resume = args.out  # torchrun restarted the ranks after one failed
     if args.resume is None:
-        with world.together():
+        with world.fail_together():
             folder, spec, options, settings, task, why = _begin(args, world)
     else:
         folder, spec, options, settings = _resume(args)
@@ -136,7 +139,7 @@ def _run(args: argparse.Namespace, world: World) -> Outcome:
                 folder,
                 resume=args.resume is not None,
                 configuration={"task": spec, "options": options, "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")},
-                observer=make_progress(task.unit) if world.first else None,
+                observer=make_progress(task.unit) if world.is_first else None,
                 capture=args.capture,
                 world=world,
             )
@@ -146,7 +149,7 @@ def _run(args: argparse.Namespace, world: World) -> Outcome:
                 f"saved checkpoints are intact; resume with: narrowgauge train --resume {shlex.quote(str(folder))}"
             )
         raise
-    if not world.first:
+    if not world.is_first:
         return Outcome(None)
     facts = record.read_configuration(folder).get("facts", {})
     _summarise(result, facts, folder, out, args.predict)
@@ -158,7 +161,7 @@ def _begin(args: argparse.Namespace, world: World) -> tuple[Path, str, dict[str,
     from narrowgauge import hardware, tasks
     from narrowgauge.recipe import choose, parse
     from narrowgauge.runs import record
-    from narrowgauge.runs.settings import settle
+    from narrowgauge.runs.settings import make_settings
 
     device = hardware.detect(args.device)
     recipe = parse(args.recipe or "auto", device)
@@ -170,7 +173,7 @@ def _begin(args: argparse.Namespace, world: World) -> tuple[Path, str, dict[str,
         options["seed"] = args.seed
     if args.out is not None:
         folder = Path(args.out)
-    elif not world.alone:
+    elif not world.is_single:
         raise UsageError("several ranks need one folder that they find again after a restart: name it with --out RUN")
     else:
         name = re.sub(r"[^\w.]+", "-", f"{spec.rpartition('.py:')[2]}-{recipe}").strip("-")
@@ -179,11 +182,11 @@ def _begin(args: argparse.Namespace, world: World) -> tuple[Path, str, dict[str,
         raise UsageError(f"--out {folder} is a dangling symbolic link; give a folder")
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--out {folder} is a file; give a folder")
-    if world.first and record.holds_run(folder):
+    if world.is_first and record.holds_run(folder):
         raise UsageError(f"{folder} already holds a run; resume it with --resume {folder}, or choose another --out")
     task = tasks.find(spec, **options)
     given = {field: getattr(args, name) for name, field in FOR_SETTINGS.items()}
-    settings = settle(task, recipe=str(recipe), device=device.torch_device, seed=args.seed, **given)
+    settings = make_settings(task, recipe=str(recipe), device=device.torch_device, seed=args.seed, **given)
     return folder, spec, options, settings, task, why
 
 
@@ -210,7 +213,7 @@ def _resume(args: argparse.Namespace) -> tuple[Path, str, dict[str, Any], Settin
     """Read the options of a recorded run. Only --device, --parallel, --log and --keep can change on resume."""
     from narrowgauge import hardware
     from narrowgauge.runs import record
-    from narrowgauge.runs.settings import reread
+    from narrowgauge.runs.settings import restore_settings
 
     folder = Path(args.resume)
     if not record.holds_run(folder):
@@ -241,25 +244,25 @@ def _resume(args: argparse.Namespace) -> tuple[Path, str, dict[str, Any], Settin
         name: getattr(args, name) for name in ("keep", "parallel", "log") if getattr(args, name) is not None
     }
     changes["device"] = hardware.detect(args.device or saved.get("device")).torch_device
-    return folder, spec, options, reread(saved, **changes)
+    return folder, spec, options, restore_settings(saved, **changes)
 
 
 def _resolve_options(options: dict[str, Any]) -> dict[str, Any]:
     """The options with absolute paths of data and tokenizer."""
-    from narrowgauge.data.sources import whole_name
+    from narrowgauge.data.sources import resolve_name
 
     resolved = dict(options)
     if resolved.get("data") is not None:
-        resolved["data"] = whole_name(resolved["data"])
+        resolved["data"] = resolve_name(resolved["data"])
     if resolved.get("tokenizer") is not None:
-        resolved["tokenizer"] = str(files.whole(files.named(resolved["tokenizer"])))
+        resolved["tokenizer"] = str(files.resolve_path(files.expand_path(resolved["tokenizer"])))
     return resolved
 
 
 def _resolve_task(spec: str) -> str:
     """The task's name; a user's file with its absolute path, so that the run can be resumed from any folder."""
     path, colon, function = spec.rpartition(":")
-    return f"{files.whole(Path(path))}{colon}{function}" if path.endswith(".py") else spec
+    return f"{files.resolve_path(Path(path))}{colon}{function}" if path.endswith(".py") else spec
 
 
 def _introduce(task: Task, settings: Settings, folder: Path, why: str | None, out: TextIO) -> None:
@@ -269,13 +272,13 @@ def _introduce(task: Task, settings: Settings, folder: Path, why: str | None, ou
 
 
 def _describe(result: Result, facts: dict[str, Any]) -> dict[str, Any]:
-    from narrowgauge.runs.json_lines import plain
+    from narrowgauge.runs.json_lines import replace_nonfinite
 
     data = result.describe()
     data["steps"], data["steps_planned"] = data.pop("step"), data["steps"]
     if "unigram_entropy" in facts:
         data["unigram_entropy"] = facts["unigram_entropy"]
-    described: dict[str, Any] = plain(data)
+    described: dict[str, Any] = replace_nonfinite(data)
     return described
 
 

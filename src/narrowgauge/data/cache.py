@@ -1,9 +1,8 @@
-"""What is slow to make and easy to make again: arrays of tokens and small texts, kept in the user's cache folder.
+"""The user's cache folder: arrays of tokens, small texts and folders that are slow to make.
 
-A file appears there whole or not at all (written beside its place, then renamed), and its name carries a fingerprint of
-what it was made from, so that it never has to be checked for staleness. Of several processes that want the same thing
-(the ranks of a run), one makes it and the others wait for it. A cache that cannot be written costs time on the next
-run, never the run.
+A file is written under a temporary name and renamed, so it is complete or absent. Its name contains a fingerprint of
+what it was made from, so it is never stale. If several processes need the same entry (the ranks of a run), one makes it
+and the others wait. If the cache cannot be written, the entry is made again in the next run.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from narrowgauge.errors import UsageError, printable
 Array = NDArray[Any]
 
 
-def folder() -> Path:
-    """Where the cache lies: NARROWGAUGE_CACHE, else $XDG_CACHE_HOME/narrowgauge, else ~/.cache/narrowgauge."""
+def get_folder() -> Path:
+    """Return the cache folder: NARROWGAUGE_CACHE, else $XDG_CACHE_HOME/narrowgauge, else ~/.cache/narrowgauge."""
     if own := os.environ.get("NARROWGAUGE_CACHE"):
         return Path(own)
     if shared := os.environ.get("XDG_CACHE_HOME"):
@@ -39,7 +38,7 @@ def folder() -> Path:
 
 
 def fingerprint(files: Iterable[Path], *more: object) -> str:
-    """A short name for the content of files, from their paths, sizes and times: reading them would cost too much."""
+    """Make a short key for files from their paths, sizes and times. Reading their content would take too long."""
     digest = hashlib.blake2b(repr(more).encode(), digest_size=12)
     for file in files:
         stat = file.stat()
@@ -47,59 +46,59 @@ def fingerprint(files: Iterable[Path], *more: object) -> str:
     return digest.hexdigest()
 
 
-def keep_array(name: str, dtype: DTypeLike, make: Callable[[], Iterator[Array]]) -> Array:
-    """The array kept under ``name``, memory-mapped; made block by block where it is not there yet."""
-    path = folder() / name
+def load_or_make_array(name: str, dtype: DTypeLike, make: Callable[[], Iterator[Array]]) -> Array:
+    """Return the cached array ``name``, memory-mapped. If it is missing, ``make`` yields it block by block."""
+    path = get_folder() / name
     kind = np.dtype(dtype)
-    if (kept := _kept(path, kind)) is not None:
-        return kept
+    if (cached := _map_if_complete(path, kind)) is not None:
+        return cached
     try:
-        with alone(path):
-            if (kept := _kept(path, kind)) is not None:
-                return kept
-            with _whole(path) as file:
+        with lock_entry(path):
+            if (cached := _map_if_complete(path, kind)) is not None:
+                return cached
+            with _write_atomically(path) as file:
                 for block in make():
                     file.write(block.astype(kind, copy=False).tobytes())
             return map_array(path, kind)
     except OSError as error:
-        _complain(path, error)
+        _report_unwritable(path, error)
     return np.concatenate([np.empty(0, kind), *make()]).astype(kind, copy=False)
 
 
-def keep_text(name: str, make: Callable[[], str]) -> str:
-    """The text kept under ``name``; made where it is not there yet."""
-    path = folder() / name
+def load_or_make_text(name: str, make: Callable[[], str]) -> str:
+    """Return the cached text ``name``. If it is missing, ``make`` returns it."""
+    path = get_folder() / name
     with suppress(OSError):
         return path.read_text(encoding="utf-8")
     text: str | None = None
     try:
-        with alone(path):
+        with lock_entry(path):
             with suppress(OSError):
                 return path.read_text(encoding="utf-8")
             text = make()
-            with _whole(path) as file:
+            with _write_atomically(path) as file:
                 file.write(text.encode())
     except OSError as error:
-        _complain(path, error)
+        _report_unwritable(path, error)
     return make() if text is None else text
 
 
-def keep_folder(name: str, make: Callable[[Path], None]) -> Path:
-    """The folder kept under ``name``; filled by ``make`` where it is not there yet.
+def load_or_make_folder(name: str, make: Callable[[Path], None]) -> Path:
+    """Return the cached folder ``name``. If it is missing, ``make`` fills it.
 
-    Where the cache cannot be written, a temporary folder takes its place until the process ends: what belongs here may
-    be larger than the memory.
+    If the cache cannot be written, a temporary folder is used until the process ends, because the content may be larger
+    than the memory.
     """
-    path = folder() / name
+    path = get_folder() / name
     if path.is_dir():
         return path
     try:
-        with alone(path):
+        with lock_entry(path):
             if not path.is_dir():
-                _fill(path, make)
+                _make_folder(path, make)
         return path
     except OSError as error:
-        _complain(path, error)
+        _report_unwritable(path, error)
     try:
         temporary = Path(tempfile.mkdtemp(prefix="narrowgauge-"))
         atexit.register(shutil.rmtree, temporary, ignore_errors=True)
@@ -111,30 +110,30 @@ def keep_folder(name: str, make: Callable[[Path], None]) -> Path:
 
 
 def map_array(path: Path, dtype: DTypeLike) -> Array:
-    """The array of a file, memory-mapped; one of no bytes cannot be mapped and is simply empty."""
+    """Map the array of a file. An empty file cannot be mapped, and gives an empty array."""
     return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
 
 
-def say(line: str) -> None:
-    """Tell whoever waits what is being made."""
+def print_status(line: str) -> None:
+    """Print to stderr what is being made, for a user who waits."""
     print(f"narrowgauge: {printable(line)}", file=sys.stderr, flush=True)
 
 
 @contextmanager
-def alone(path: Path) -> Iterator[None]:
-    """Wait until no other process makes what is to lie at ``path``, and keep others waiting meanwhile.
+def lock_entry(path: Path) -> Iterator[None]:
+    """Hold the lock of a cache entry, so that only one process makes it. Waits for another process that holds it.
 
-    The lock goes with the process, however that ends. Where the file system knows no locks, several make the same
-    thing and the first to finish has made it.
+    The lock is freed when the process ends in any way. If the file system has no locks, several processes make the
+    same entry, and the first to finish wins.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.with_name(f"{path.name}.lock")
-    descriptor = _take(lock)
+    descriptor = _acquire(lock)
     if descriptor is None:
         yield
         return
     try:
-        for left in path.parent.glob(f"{path.name}.*.part"):  # of a process that was killed: nobody else is at it now
+        for left in path.parent.glob(f"{path.name}.*.part"):  # left by a killed process: no other holds the lock now
             shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
         yield
     finally:
@@ -142,8 +141,8 @@ def alone(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _take(lock: Path) -> int | None:
-    """A descriptor that holds the lock, or None where there are no locks."""
+def _acquire(lock: Path) -> int | None:
+    """Return a descriptor that holds the lock, or None if the file system has no locks."""
     waited = False
     while True:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
@@ -152,10 +151,10 @@ def _take(lock: Path) -> int | None:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if not waited:
-                    say(f"waiting for another process that is making {lock.with_suffix('').name}")
+                    print_status(f"waiting for another process that is making {lock.with_suffix('').name}")
                 waited = True
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
-            # The one before removed the file when it was done: a lock on it then is a lock on nothing.
+            # The previous holder may have removed the file: then this lock is on a deleted file, and does not count.
             with suppress(FileNotFoundError):
                 if os.fstat(descriptor).st_ino == lock.stat().st_ino:
                     return descriptor
@@ -170,8 +169,8 @@ def _take(lock: Path) -> int | None:
         os.close(descriptor)
 
 
-def _fill(path: Path, make: Callable[[Path], None]) -> None:
-    """Fill a folder beside its place, put it on the disk, and rename it."""
+def _make_folder(path: Path, make: Callable[[Path], None]) -> None:
+    """Fill a folder under a temporary name, sync it to disk, and rename it."""
     part = Path(tempfile.mkdtemp(prefix=f"{path.name}.", suffix=".part", dir=path.parent))
     try:
         make(part)
@@ -184,13 +183,13 @@ def _fill(path: Path, make: Callable[[Path], None]) -> None:
         try:
             part.rename(path)
         except OSError:
-            if not path.is_dir():  # else another was first, where there are no locks: its work is as good
+            if not path.is_dir():  # without locks another process may have been first: its folder is as good
                 raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _kept(path: Path, kind: np.dtype[Any]) -> Array | None:
+def _map_if_complete(path: Path, kind: np.dtype[Any]) -> Array | None:
     with suppress(OSError):
         size = path.stat().st_size
         if size > 0 and size % kind.itemsize == 0:
@@ -199,8 +198,8 @@ def _kept(path: Path, kind: np.dtype[Any]) -> Array | None:
 
 
 @contextmanager
-def _whole(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that takes its name only when it is complete and on the disk."""
+def _write_atomically(path: Path) -> Iterator[BinaryIO]:
+    """Open a temporary file for writing, and rename it when it is complete and on disk."""
     descriptor, temporary = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".part", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -212,5 +211,5 @@ def _whole(path: Path) -> Iterator[BinaryIO]:
         Path(temporary).unlink(missing_ok=True)
 
 
-def _complain(path: Path, error: OSError) -> None:
-    say(f"cannot keep {path} ({error.strerror or error}); going on without it")
+def _report_unwritable(path: Path, error: OSError) -> None:
+    print_status(f"cannot write {path} to the cache ({error.strerror or error}); continuing without it")

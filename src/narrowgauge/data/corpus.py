@@ -1,7 +1,7 @@
-"""A corpus that every machine has: the source code of Python's standard library, as bytes.
+"""The default corpus, which every machine has: the source code of Python's standard library, as bytes.
 
-Files go to training or evaluation as a whole, by a hash of their path, so that no function is seen on both sides and
-the split is the same on every machine with the same Python.
+Whole files are used for training or for evaluation, by a hash of their path. So no function is in both splits, and the
+split is the same on every machine with the same Python.
 """
 
 from __future__ import annotations
@@ -20,39 +20,46 @@ from narrowgauge.data.cache import Array
 from narrowgauge.errors import UsageError
 
 SKIPPED = frozenset(
-    # Generated tables (encodings is hex, pydoc_data one long page) are not what people write, and lib2to3 is going.
-    # The library's tests stay: they are two thirds of its source, and a larger model needs them.
+    # Generated tables (encodings is hex, pydoc_data one long page) are not typical code, and lib2to3 is deprecated.
+    # The library's tests are included: they are two thirds of its source, and a larger model needs them.
     {"encodings", "pydoc_data", "idlelib", "lib2to3", "__pycache__"}
-    # Not the standard library: these come in with ``packages``.
+    # Not the standard library: ``packages`` adds these.
     | {"site-packages", "dist-packages", "ensurepip"}
 )
 BLOCK_BYTES = 1 << 26
 EVAL_EVERY = 20
-"""One file in this many is held back for evaluation."""
+"""One file in this many is held out for evaluation."""
 ENTROPY_TOKENS = 1 << 24
-"""Tokens an entropy is counted over: enough for three digits, and a second of work however long the file."""
+"""Tokens from which an entropy is computed: enough for three digits, in one second for a file of any length."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """Bytes of text to learn from and to be judged on."""
+    """Bytes of text for training and for evaluation."""
 
     train: Array
     """uint8, for training."""
     eval: Array
     """uint8, for evaluation."""
     key: str
-    """A fingerprint of the files behind it: what is derived from the text is cached under this name."""
+    """A fingerprint of its files. What is derived from the text is cached under this name."""
 
 
 def load(packages: bool = False) -> Text:
-    """The standard library's source; with ``packages`` also that of every installed package."""
+    """Load the source code of the standard library.
+
+    Args:
+        packages: Whether to add the source code of every installed package.
+
+    Raises:
+        UsageError: This Python comes without its source code.
+    """
     roots = [Path(sysconfig.get_path("stdlib"))]
     if packages:
         roots += sorted({Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")})
-    files = [(root, file) for root in roots for file in source_files(root)]
+    files = [(root, file) for root in roots for file in list_source_files(root)]
     paths = [file for _, file in files]
-    held = [is_held_back(file.relative_to(root)) for root, file in files]
+    held = [is_held_out(file.relative_to(root)) for root, file in files]
     train = [path for path, out in zip(paths, held, strict=True) if not out]
     evaluation = [path for path, out in zip(paths, held, strict=True) if out]
     if not train or not evaluation:
@@ -61,14 +68,14 @@ def load(packages: bool = False) -> Text:
         )
     key = cache.fingerprint(paths, "corpus", EVAL_EVERY)
     return Text(
-        cache.keep_array(f"corpus-{key}-train.bin", np.uint8, lambda: _blocks(train)),
-        cache.keep_array(f"corpus-{key}-eval.bin", np.uint8, lambda: _blocks(evaluation)),
+        cache.load_or_make_array(f"corpus-{key}-train.bin", np.uint8, lambda: _read_blocks(train)),
+        cache.load_or_make_array(f"corpus-{key}-eval.bin", np.uint8, lambda: _read_blocks(evaluation)),
         key,
     )
 
 
-def source_files(root: Path) -> list[Path]:
-    """Every Python source below a folder, in an order that does not depend on the file system."""
+def list_source_files(root: Path) -> list[Path]:
+    """List every Python source file below a folder, sorted."""
     found: list[Path] = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in SKIPPED]
@@ -76,27 +83,27 @@ def source_files(root: Path) -> list[Path]:
     return sorted(file for file in found if file.is_file() and os.access(file, os.R_OK))
 
 
-def is_held_back(relative: Path) -> bool:
-    """Whether a file is for evaluation: a hash that no process salts decides."""
+def is_held_out(relative: Path) -> bool:
+    """Whether a file is for evaluation, by a hash of its path that is the same in every process."""
     digest = hashlib.blake2b(relative.as_posix().encode(errors="surrogateescape"), digest_size=8).digest()
     return int.from_bytes(digest, "little") % EVAL_EVERY == 0
 
 
-def join(files: Sequence[Path]) -> Array:
-    """Texts of any number of files, end to end, as one memory-mapped array of bytes."""
-    return cache.keep_array(f"text-{cache.fingerprint(files)}.bin", np.uint8, lambda: _blocks(files))
+def join_files(files: Sequence[Path]) -> Array:
+    """Concatenate files into one memory-mapped array of bytes, in the cache."""
+    return cache.load_or_make_array(f"text-{cache.fingerprint(files)}.bin", np.uint8, lambda: _read_blocks(files))
 
 
 def unigram_entropy(tokens: Array) -> float:
-    """Nats per token of a model that knows nothing but how often each token comes: -sum p log p."""
+    """Compute the loss of the unigram baseline, which only knows token frequencies: -sum p log p, in nats per token."""
     if not len(tokens):
-        raise UsageError("the entropy of no tokens at all is not defined; the data is empty")
+        raise UsageError("the data is empty: its entropy is not defined")
     counts = np.bincount(tokens[:ENTROPY_TOKENS])
-    shares = counts[counts > 0] / counts.sum()
-    return float(-(shares * np.log(shares)).sum())
+    frequencies = counts[counts > 0] / counts.sum()
+    return float(-(frequencies * np.log(frequencies)).sum())
 
 
-def _blocks(files: Sequence[Path]) -> Iterator[Array]:
+def _read_blocks(files: Sequence[Path]) -> Iterator[Array]:
     for file in files:
         try:
             with file.open("rb") as stream:

@@ -1,6 +1,7 @@
-"""What a file really is, by its first bytes: a format that cannot say what it is must not swallow another one.
+"""Recognizes the type of a file by its first bytes.
 
-The first bytes of a PyTorch checkpoint make perfectly good tokens, and those of an archive perfectly good bytes.
+Headerless tokens and plain text accept any bytes. Without this check, a PyTorch checkpoint would be read as tokens, and
+an archive as text.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ KINDS = {
     b"ARROW1": "an Arrow file",
     b"%PDF": "a PDF",
 }
-"""How files of other kinds begin."""
-LOOK_BYTES = 8192
-"""How far a file is looked into for a zero byte, which is how git tells binary from text."""
+"""The first bytes of known file types."""
+CHECKED_BYTES = 8192
+"""How many bytes are searched for a zero byte, which is how git tells binary files from text."""
 
 
-def recognise(start: bytes) -> str | None:
-    """What a file that begins like this is, if it is one of the known kinds."""
+def recognize(start: bytes) -> str | None:
+    """Return the type of a file that starts with these bytes, or None if it is not a known type."""
     return next((what for magic, what in KINDS.items() if start.startswith(magic)), None)
 
 
-def why_no_text(start: bytes) -> str | None:
-    """What keeps a file that begins like this from being text, or None."""
-    if what := recognise(start):
+def explain_not_text(start: bytes) -> str | None:
+    """Return why a file that starts with these bytes is not text, or None if it may be text."""
+    if what := recognize(start):
         return f"is {what}"
-    return "has zero bytes, so it is binary (or UTF-16)" if b"\0" in start[:LOOK_BYTES] else None
+    return "has zero bytes, so it is binary (or UTF-16)" if b"\0" in start[:CHECKED_BYTES] else None

@@ -1,11 +1,11 @@
-"""Documents of Hugging Face's ``datasets``: one saved by ``save_to_disk``, a folder it can read, or one by its name.
+"""Documents of Hugging Face's ``datasets``: saved by ``save_to_disk``, in a folder that it can read, or on the Hub.
 
-    FOLDER                        with dataset_info.json and state.json, or dataset_dict.json: as it was saved
-    hf:FOLDER[:CONFIG][@SPLIT]    what load_dataset makes of a folder: CSV, Arrow, a README that names files
-    hf:NAME[:CONFIG][@SPLIT]      from the Hub, streamed: nothing is downloaded beyond the documents that are kept
+    FOLDER                        with dataset_info.json and state.json, or dataset_dict.json: from save_to_disk
+    hf:FOLDER[:CONFIG][@SPLIT]    what load_dataset reads from a folder: CSV, Arrow, a README that names files
+    hf:NAME[:CONFIG][@SPLIT]      from the Hub, streamed: only the documents that are used are downloaded
 
-Splits with val or test in their names are for evaluation; with @SPLIT, only that one is read. A named dataset is asked
-for once: what was kept of it is found in the cache, without a network, from then on.
+Splits with val or test in their names are for evaluation. With @SPLIT, only that split is read. A dataset on the Hub is
+read once. After that its documents are in the cache, and no network is needed.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from narrowgauge import files
 from narrowgauge.data import cache
 from narrowgauge.data.documents import ROWS, Documents, Part, Texts, is_for_evaluation
 from narrowgauge.data.fields import as_text, choose_field
+from narrowgauge.data.source import DataSource
 from narrowgauge.errors import UsageError, one_line
 
 PREFIX = "hf:"
 MAX_TOKENS = 200_000_000
-"""How much of a dataset by name is kept unless the user says otherwise: 400 MB of uint16."""
+"""How much of a dataset on the Hub is read by default: 400 MB of uint16."""
 HUB = "https://huggingface.co"
 
 
 @dataclass(frozen=True)
 class Name:
-    """What ``hf:NAME[:CONFIG][@SPLIT]`` stands for."""
+    """A dataset's name: the parts of ``hf:NAME[:CONFIG][@SPLIT]``. Its repr is part of keys in the cache."""
 
     dataset: str
     configuration: str | None
@@ -43,13 +44,13 @@ class Name:
 
     @property
     def folder(self) -> Path | None:
-        """The folder, where the name is that of one."""
-        path = files.named(self.dataset)
+        """The folder, if the name is the path of one."""
+        path = files.expand_path(self.dataset)
         return path if files.is_folder(path) else None
 
 
 def parse(spec: str) -> Name:
-    """Take a name apart."""
+    """Parse ``hf:NAME[:CONFIG][@SPLIT]``."""
     whole, at, split = spec.removeprefix(PREFIX).partition("@")
     dataset, colon, configuration = whole.partition(":")
     if not dataset or (at and not split) or (colon and not configuration):
@@ -57,62 +58,79 @@ def parse(spec: str) -> Name:
     return Name(dataset, configuration or None, split or None)
 
 
+def resolve_name(spec: str) -> str:
+    """Make the path in ``hf:FOLDER`` absolute. The name of a dataset on the Hub is unchanged."""
+    name = parse(spec)
+    rest = spec.removeprefix(PREFIX)[len(name.dataset) :]
+    return spec if name.folder is None else f"{PREFIX}{files.resolve_path(name.folder)}{rest}"
+
+
 def is_saved(path: Path) -> bool:
-    """Whether a folder is a dataset, or several by split, that ``save_to_disk`` wrote."""
+    """Whether ``save_to_disk`` wrote a folder: a dataset, or one per split."""
     one = (path / "dataset_info.json").is_file() and (path / "state.json").is_file()
     return one or (path / "dataset_dict.json").is_file()
 
 
 def open_saved(path: Path, field: str | None) -> Documents:
-    """The documents of a dataset on the disk, memory-mapped by ``datasets``."""
+    """Open the documents of a dataset that ``save_to_disk`` wrote.
+
+    Args:
+        path: The folder.
+        field: The field that holds the text, or None for ``text`` or ``content``.
+    """
 
     def parts() -> list[Part]:
-        datasets = _library(str(path))
-        with _one_line(f"{path} cannot be read as a dataset", "save it again with save_to_disk"):
-            return parts_of(datasets.load_from_disk(str(path)), field, str(path))
+        datasets = _import_datasets(str(path))
+        with _shorten_errors(f"{path} cannot be read as a dataset", "save it again with save_to_disk"):
+            return list_parts(datasets.load_from_disk(str(path)), field, str(path))
 
-    return Documents(str(path), _folder_key(path, field), parts)
+    return Documents(str(path), _make_folder_key(path, field), parts)
 
 
 def open_named(spec: str, field: str | None) -> Documents:
-    """The documents of a dataset by its name, streamed when they are first needed."""
+    """Open the documents of ``hf:NAME[:CONFIG][@SPLIT]``. They are streamed when they are first needed.
+
+    Args:
+        spec: The name of a dataset on the Hub, or a folder that ``load_dataset`` can read.
+        field: The field that holds the text, or None for ``text`` or ``content``.
+    """
     name = parse(spec)
     folder = name.folder
-    key = _folder_key(folder, field, name) if folder else cache.fingerprint([], "hub", name, field)
+    key = _make_folder_key(folder, field, name) if folder else cache.fingerprint([], "hub", name, field)
 
     def parts() -> list[Part]:
-        datasets = _library(spec)
+        datasets = _import_datasets(spec)
         is_offline = folder is None and bool(datasets.config.HF_HUB_OFFLINE)
-        if folder is None and not is_offline and not _hub_is_there():
+        if folder is None and not is_offline and not _can_reach_hub():
             raise UsageError(f"{spec}: the Hugging Face Hub cannot be reached; give a file or a folder with --data")
         advice = "check the name, the configuration and the split, and the network"
-        with _one_line(f"{spec} cannot be loaded", advice):
-            # Streaming makes no copy of it all; but only a download can be found where the user works offline.
+        with _shorten_errors(f"{spec} cannot be loaded", advice):
+            # Streaming does not copy the whole dataset. But offline, only a complete download can be found.
             loaded = datasets.load_dataset(
                 str(folder or name.dataset), name.configuration, split=name.split, streaming=not is_offline
             )
-            return parts_of(loaded, field, spec)
+            return list_parts(loaded, field, spec)
 
-    return Documents(spec, key, parts)
+    return Documents(spec, key, parts, default_max_tokens=MAX_TOKENS if folder is None else None)
 
 
-def parts_of(loaded: Any, field: str | None, name: str) -> list[Part]:
-    """The splits of what ``datasets`` gave: one dataset or several by name, on the disk or streamed."""
+def list_parts(loaded: Any, field: str | None, name: str) -> list[Part]:
+    """List the splits of what ``datasets`` loaded: one dataset or several by name, on disk or streamed."""
     if not isinstance(loaded, Mapping):
-        return [Part(name, _reader(loaded, field, name), False)]
+        return [Part(name, _make_reader(loaded, field, name), False)]
     if not loaded:
         raise UsageError(f"{name} has no splits; save it again, or give a file with --data")
     return [
-        Part(f"{name}@{split}", _reader(dataset, field, f"{name}@{split}"), is_for_evaluation(str(split)))
+        Part(f"{name}@{split}", _make_reader(dataset, field, f"{name}@{split}"), is_for_evaluation(str(split)))
         for split, dataset in loaded.items()
     ]
 
 
-def _reader(dataset: Any, wanted: str | None, where: str) -> Any:
+def _make_reader(dataset: Any, wanted: str | None, where: str) -> Any:
     def read() -> Texts:
-        with _one_line(f"{where} cannot be read", "check it with the package datasets"):
+        with _shorten_errors(f"{where} cannot be read", "check it with the package datasets"):
             rows = dataset
-            names = rows.column_names  # None for a stream that has not said
+            names = rows.column_names  # None for a stream whose columns are not known yet
             if names is not None:
                 rows = rows.select_columns([choose_field(names, wanted, where)])
             for block in rows.iter(batch_size=ROWS):
@@ -124,8 +142,8 @@ def _reader(dataset: Any, wanted: str | None, where: str) -> Any:
 
 
 @contextmanager
-def _one_line(what: str, advice: str) -> Iterator[None]:
-    """Turn whatever the library raises, from a broken file to a refused connection, into one line."""
+def _shorten_errors(what: str, advice: str) -> Iterator[None]:
+    """Turn any error of the library, from a broken file to a refused connection, into one line."""
     try:
         yield
     except (UsageError, MemoryError):
@@ -134,20 +152,20 @@ def _one_line(what: str, advice: str) -> Iterator[None]:
         raise UsageError(f"{what} ({one_line(error)}); {advice}") from error
 
 
-def _library(what: str) -> Any:
+def _import_datasets(what: str) -> Any:
     try:
         return importlib.import_module("datasets")
     except ImportError:
         raise UsageError(f"{what} needs the package datasets; install it (pip install datasets)") from None
 
 
-def _folder_key(folder: Path, field: str | None, *more: object) -> str:
-    found = sorted(files.whole(file) for file in folder.rglob("*") if file.is_file())
+def _make_folder_key(folder: Path, field: str | None, *more: object) -> str:
+    found = sorted(files.resolve_path(file) for file in folder.rglob("*") if file.is_file())
     return cache.fingerprint(found, "dataset", field, *more)
 
 
-def _hub_is_there() -> bool:
-    """Whether the Hub's name can be looked up, or a proxy will: the library itself takes 20 s to say that it cannot."""
+def _can_reach_hub() -> bool:
+    """Whether DNS finds the Hub, or there is a proxy. The library itself takes 20 s to report that it cannot."""
     host = urlsplit(os.environ.get("HF_ENDPOINT") or HUB).hostname or ""
     if urllib.request.getproxies():
         return True
@@ -156,3 +174,31 @@ def _hub_is_there() -> bool:
     except OSError:
         return False
     return True
+
+
+def _is_name(data: str) -> bool:
+    if not data.startswith(PREFIX):
+        return False
+    parse(data)  # raises UsageError for an invalid name
+    return True
+
+
+def _is_saved_folder(data: str) -> bool:
+    path = files.expand_path(data)
+    return files.is_folder(path) and is_saved(path)
+
+
+NAMED = DataSource(
+    "documents",
+    matches=_is_name,
+    open=lambda data, options: open_named(data, options.field),
+    prefix=PREFIX,
+    resolve=resolve_name,
+)
+"""A dataset on the Hub, or a folder that ``load_dataset`` can read."""
+SAVED = DataSource(
+    "documents",
+    matches=_is_saved_folder,
+    open=lambda data, options: open_saved(files.expand_path(data), options.field),
+)
+"""A dataset that ``save_to_disk`` wrote."""

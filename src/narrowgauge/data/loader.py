@@ -1,15 +1,15 @@
-"""Numbered batches out of a torch DataLoader, or of anything else that can be iterated over again and again.
+"""Numbered batches from a torch DataLoader, or from any other iterable that can be iterated again.
 
-A run asks for batch number N, a loader gives the next one. Between the two stands a place, and a seed for each place:
+A run needs batch number N, but a loader only gives the next one. So each batch has a position in its epoch, and a seed:
 
     batch(number, split):
-        epoch, place = where number lies (by the loader's length, or by counting where it has none)
-        unless the iterator stands there:  iter(loader) under the seed of the epoch; next() until place
-        next(iterator) under the seed of (epoch, place)
+        epoch, position = where number is (by the loader's length, or by counting if it has none)
+        unless the iterator is there:  iter(loader) with the seed of the epoch; next() until position
+        next(iterator) with the seed of (epoch, position)
 
-So shuffling, samplers, augmentation and the seeds of workers depend on the number alone. A resumed run sees what the
-undisturbed one would have seen. What that costs: batches before the place are read again, or only their indices are
-drawn where no worker has a random state that depends on them.
+Shuffling, samplers, augmentation and the seeds of workers then depend only on the number, so a resumed run has the same
+batches as an uninterrupted one. The cost: on resume, the batches of the epoch before the position are read again. If no
+worker has a random state that depends on them, only their indices are.
 """
 
 from __future__ import annotations
@@ -30,14 +30,19 @@ from narrowgauge.data import cache
 from narrowgauge.errors import UsageError
 
 MANY = 1000
-"""Batches to pass over before a line says so."""
+"""From this many skipped batches on, a line reports them."""
 
 
 class Batches:
-    """``batch(number, split)`` of a task, out of loaders."""
+    """The function ``batch(number, split)`` of a task, made from loaders."""
 
     def __init__(self, data: Any, seed: int = 0) -> None:
-        """``data``: a loader, a mapping of splits to loaders, or a function that makes the loader of a split."""
+        """Make the function.
+
+        Args:
+            data: A loader, a mapping of splits to loaders, or a function that returns the loader of a split.
+            seed: Seeds shuffling and augmentation, besides the seed of the loader's own generator.
+        """
         self.data, self.seed = data, seed
         self._readers: dict[str, _Reader] = {}
 
@@ -47,21 +52,21 @@ class Batches:
         return self._readers[split].take(number)
 
     def loader(self, split: str) -> Iterable[Any]:
-        """The loader of a split; where there is none for evaluation, that of training."""
+        """Return the loader of a split. If there is none for evaluation, return that of training."""
         found = self.data
         if isinstance(found, Mapping):
             found = found[split] if split in found else found.get("train")
         elif callable(found):
             found = found(split)
-        check(found, split)
+        check_loader(found, split)
         return found  # type: ignore[no-any-return]
 
     def known_size(self, split: str) -> int | None:
-        """How many batches a split has, where that is known without making its loader."""
-        return None if callable(self.data) else length(self.loader(split))
+        """Return how many batches a split has, or None if that is not known without making its loader."""
+        return None if callable(self.data) else count_batches(self.loader(split))
 
     def items_per_batch(self) -> int | None:
-        """The batch size of the training loader, where that is known without making it."""
+        """Return the batch size of the training loader, or None if that is not known without making it."""
         loader = None if callable(self.data) else self.loader("train")
         if not isinstance(loader, DataLoader):
             return None
@@ -69,8 +74,8 @@ class Batches:
         return size if isinstance(size, int) else None
 
 
-def check(loader: Any, split: str) -> None:
-    """Refuse what cannot give the batches of a run."""
+def check_loader(loader: Any, split: str) -> None:
+    """Raise UsageError if the loader cannot give the batches of a run."""
     if loader is None:
         raise UsageError(f"the task's data has no {split}; give a loader for it")
     if isinstance(loader, Dataset) or not isinstance(loader, Iterable):
@@ -78,20 +83,20 @@ def check(loader: Any, split: str) -> None:
     if isinstance(loader, Iterator):
         raise UsageError(
             f"the task's data for {split} is a {type(loader).__name__}, which can be read only once; "
-            "give a DataLoader, or a class whose __iter__ starts anew"
+            "give a DataLoader, or a class whose __iter__ starts again"
         )
     for sampler in _samplers(loader):
         if getattr(sampler, "num_replicas", 1) > 1:
             raise UsageError(
-                f"the task's data for {split} has a {type(sampler).__name__}; leave it out: batches are those of all "
+                f"the task's data for {split} has a {type(sampler).__name__}; leave it out: batches are for all "
                 "ranks together, and each rank takes its part of them"
             )
 
 
-def length(loader: Iterable[Any]) -> int | None:
-    """How many batches an epoch has, where that can be relied on."""
+def count_batches(loader: Iterable[Any]) -> int | None:
+    """Return how many batches an epoch has, or None if the loader's length is not reliable."""
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
-        return None  # what such a dataset says of its length need not be true with workers
+        return None  # with workers, the length of such a dataset may be wrong
     try:
         return len(loader)  # type: ignore[arg-type]
     except TypeError:
@@ -99,36 +104,36 @@ def length(loader: Iterable[Any]) -> int | None:
 
 
 class _Reader:
-    """The batches of one split, with an iterator that stands somewhere in them."""
+    """Reads the batches of one split, with an iterator that is at some position."""
 
     def __init__(self, loader: Iterable[Any], split: str, seed: int) -> None:
         self._loader, self._split = loader, split
-        self._length = length(loader)
+        self._length = count_batches(loader)
         if self._length == 0:
             raise UsageError(f"the loader for {split} has no batches; give it data, or a smaller batch")
         generator = getattr(loader, "generator", None)
-        own = None if generator is None else generator.initial_seed()  # what the user seeded it with counts, too
+        own = None if generator is None else generator.initial_seed()  # the user's own seed counts, too
         self._seed = (seed, split, own)
         self._starts = [0]
         """The number of the first batch of every epoch that is known."""
         self._iterator: Iterator[Any] | None = None
-        self._epoch, self._place = 0, 0
-        """Where the iterator stands: the next batch that it gives."""
+        self._epoch, self._position = 0, 0
+        """The position of the iterator: the next batch that it gives."""
 
     def take(self, number: int) -> Any:
         epoch = self._epoch_of(number)
-        place = number - self._start(epoch)
+        position = number - self._start(epoch)
         if (
             self._iterator is None
-            or (self._epoch, self._place) > (epoch, place)
+            or (self._epoch, self._position) > (epoch, position)
             or (self._length and self._epoch != epoch)
         ):
-            self._begin(epoch)
-        passed = number - self._start(self._epoch) - self._place
-        if passed >= MANY:
-            cache.say(f"passing over {passed:,} batches of {self._split} that were trained on before")
-        while self._start(self._epoch) + self._place < number:
-            self._next(only_pass=True)
+            self._start_epoch(epoch)
+        skipped = number - self._start(self._epoch) - self._position
+        if skipped >= MANY:
+            cache.print_status(f"skipping {skipped:,} batches of {self._split} that were used before")
+        while self._start(self._epoch) + self._position < number:
+            self._next(skip=True)
         return self._next()
 
     def _start(self, epoch: int) -> int:
@@ -139,7 +144,7 @@ class _Reader:
             return number // self._length
         return bisect.bisect_right(self._starts, number) - 1
 
-    def _begin(self, epoch: int) -> None:
+    def _start_epoch(self, epoch: int) -> None:
         loader = self._loader
         self._iterator = None
         with _seeded(self._seed, epoch) as seed:
@@ -151,34 +156,34 @@ class _Reader:
             if isinstance(loader, DataLoader):
                 loader._iterator = None  # persistent workers would keep the random states of the epoch before
             self._iterator = iter(loader)
-        self._epoch, self._place = epoch, 0
+        self._epoch, self._position = epoch, 0
 
-    def _next(self, only_pass: bool = False) -> Any:
-        """The next batch, of the next epoch where this one is over."""
+    def _next(self, skip: bool = False) -> Any:
+        """Read the next batch; the first of the next epoch if this one is over."""
         assert self._iterator is not None
         try:
-            with _seeded(self._seed, self._epoch, self._place):
-                batch = self._pass(self._iterator) if only_pass else next(self._iterator)
+            with _seeded(self._seed, self._epoch, self._position):
+                batch = self._skip(self._iterator) if skip else next(self._iterator)
         except StopIteration:
-            if not self._place:
+            if not self._position:
                 raise UsageError(f"the loader for {self._split} gives no batches; give it data") from None
             if self._length:
                 raise UsageError(
-                    f"the loader for {self._split} has {self._place} batches, where its length is {self._length}"
+                    f"the loader for {self._split} has {self._position} batches, but its length is {self._length}"
                 ) from None
             if len(self._starts) == self._epoch + 1:
-                self._starts.append(self._starts[-1] + self._place)
-            self._begin(self._epoch + 1)
-            return self._next(only_pass)
-        self._place += 1
+                self._starts.append(self._starts[-1] + self._position)
+            self._start_epoch(self._epoch + 1)
+            return self._next(skip)
+        self._position += 1
         return batch
 
-    def _pass(self, iterator: Iterator[Any]) -> Any:
-        """Pass over a batch: without loading it, where the next ones do not depend on that."""
+    def _skip(self, iterator: Iterator[Any]) -> Any:
+        """Skip a batch, without loading it if the next ones do not depend on it."""
         loader = self._loader
-        draw: Callable[[], Any] | None = getattr(iterator, "_next_index", None)
-        if isinstance(loader, DataLoader) and loader.num_workers == 0 and self._length and draw is not None:
-            return draw()
+        next_index: Callable[[], Any] | None = getattr(iterator, "_next_index", None)
+        if isinstance(loader, DataLoader) and loader.num_workers == 0 and self._length and next_index is not None:
+            return next_index()
         return next(iterator)
 
 
@@ -190,12 +195,12 @@ def _samplers(loader: Any) -> list[Any]:
 
 
 _LOCK = threading.RLock()
-"""A run may read training batches in a thread while it evaluates: there is one set of global generators for both."""
+"""A run may read training batches in a thread while it evaluates, and both use the global generators."""
 
 
 @contextlib.contextmanager
 def _seeded(*what: Any) -> Iterator[int]:
-    """Global generators of the CPU seeded by ``what``, and put back afterwards. GPUs have no part in data."""
+    """Seed the global generators of the CPU by ``what`` for the block, then restore them. Data does not use GPUs."""
     value = int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=7).digest(), "little")
     with _LOCK:
         before = torch.get_rng_state(), random.getstate(), np.random.get_state()

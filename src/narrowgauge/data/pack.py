@@ -1,14 +1,14 @@
-"""Packs documents into two long files of tokens in the cache, one to train on and one to be judged on.
+"""Packs documents into two long files of tokens in the cache, one for training and one for evaluation.
 
-    for each document:   hash of its text  ->  training or evaluation;  encode;  append, and what ends a document
+    for each document:   hash of its text  ->  training or evaluation;  encode;  append it and a separator
 
-A document is on one side as a whole, and every copy of it is on the same side. Which side depends on nothing but its
-own text, so more documents can be added, or their order changed, without one moving. Where a small set leaves too
-little to evaluate on, a larger share is held back: one in 20, 10, 2. Each of these sets holds those before it, so that
-what is evaluated on after more documents were added was not trained on before either. Where documents are so few that
-one side would be left without a window (a single long one), the end of them all is held back instead.
+A document is in one split as a whole, and so is every copy of it. The split depends only on the document's own text, so
+documents can be added or reordered without moving others. If too little is left for evaluation, a larger part is held
+out: one document in 20, then 10, then 2. Each of these sets contains the ones before it. So after documents are added,
+the evaluation set still holds none that was trained on. If there are so few documents that one split would not fill a
+sequence (a single long one, for example), the end of all of them together is held out instead.
 
-One pass, a few MB in memory whatever the size; the files appear in the cache together or not at all.
+It takes one pass and a few MB of memory for any size. Both files appear in the cache together, or neither does.
 """
 
 from __future__ import annotations
@@ -29,29 +29,36 @@ from narrowgauge.data.documents import Documents, Part
 from narrowgauge.data.tokenizer import dtype_for
 from narrowgauge.errors import UsageError
 
-HELD_BACK = (20, 10, 2)
-"""One document in so many is held back. Each divides the one before, which is what makes the sets nest."""
+HELD_OUT = (20, 10, 2)
+"""One document in this many is held out. Each number divides the one before, so that the sets nest."""
 FILES = ("train.bin", "eval.bin")
 FACTS = "facts.json"
 PIECE_CHARS = 1 << 17
-"""Longer documents are encoded in pieces that end where a line does."""
+"""Longer documents are encoded in pieces that end at a line end."""
 GROUP_CHARS, GROUP_PIECES = 1 << 21, 4096
-"""How much is encoded at once, by as many threads as there are."""
-SAY_EVERY_S = 10.0
+"""How much is encoded at once, by all threads."""
+REPORT_EVERY_S = 10.0
 FORMAT = 1
-"""Counts changes of what is written for the same documents."""
+"""Version of the files, part of their key: a change makes them again."""
 
 
 class Encoder(Protocol):
-    """Turns texts into tokens."""
+    """Encodes texts as tokens."""
 
     @property
-    def vocab(self) -> int: ...
+    def vocab(self) -> int:
+        """Number of tokens."""
+
     @property
-    def key(self) -> str: ...
+    def key(self) -> str:
+        """A fingerprint of the encoding, for the cache."""
+
     @property
-    def separator(self) -> Array: ...
-    def encode_all(self, texts: Sequence[str]) -> list[Array]: ...
+    def separator(self) -> Array:
+        """The tokens between two documents."""
+
+    def encode_all(self, texts: Sequence[str]) -> list[Array]:
+        """Encode texts, each as one array."""
 
 
 @dataclass(frozen=True)
@@ -66,36 +73,50 @@ class Packed:
 
 @dataclass
 class _Progress:
-    """What was packed so far: index 0 is training, 1 evaluation."""
+    """What was packed so far: index 0 is training, 1 is evaluation."""
 
     documents: list[int] = field(default_factory=lambda: [0, 0])
     tokens: list[int] = field(default_factory=lambda: [0, 0])
     empty: int = 0
-    began: float = field(default_factory=time.monotonic)
-    said: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=time.monotonic)
+    reported: float = field(default_factory=time.monotonic)
 
-    def tell(self, where: str, last: bool = False) -> None:
+    def report(self, where: str, last: bool = False) -> None:
+        """Print the progress every ten seconds, and at the end if that took over a second."""
         now = time.monotonic()
-        if now - self.said < SAY_EVERY_S and not (last and now - self.began > 1):
+        if now - self.reported < REPORT_EVERY_S and not (last and now - self.started > 1):
             return
-        self.said = now
-        done = f"{sum(self.documents):,} documents, {sum(self.tokens):,} tokens, {now - self.began:.0f} s"
-        cache.say(f"encoded {where}: {done}" if last else f"encoding {where}: {done} so far")
+        self.reported = now
+        done = f"{sum(self.documents):,} documents, {sum(self.tokens):,} tokens, {now - self.started:.0f} s"
+        cache.print_status(f"encoded {where}: {done}" if last else f"encoding {where}: {done} so far")
 
 
 def pack(documents: Documents, encoder: Encoder, context: int, max_tokens: int | None = None) -> Packed:
-    """The tokens of documents, from the cache where they are there; at most about ``max_tokens`` to train on."""
+    """Encode documents, or load their tokens from the cache.
+
+    Args:
+        documents: The documents.
+        encoder: Encodes their texts.
+        context: Tokens in a sequence: each split must be longer.
+        max_tokens: Stop after about this many training tokens.
+
+    Returns:
+        The tokens of both splits, memory-mapped.
+
+    Raises:
+        UsageError: The documents cannot be read, or are too few.
+    """
     every: int | None
-    for every in (*HELD_BACK, None):
+    for every in (*HELD_OUT, None):
         recipe = repr((FORMAT, documents.key, encoder.key, every, max_tokens))
         key = hashlib.blake2b(recipe.encode(), digest_size=12).hexdigest()
         make = functools.partial(_write, documents=documents, encoder=encoder, every=every, max_tokens=max_tokens)
-        folder = cache.keep_folder(f"packed-{key}", make)
+        folder = cache.load_or_make_folder(f"packed-{key}", make)
         facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
         if facts["split"] == "by name" or min(facts["train_tokens"], facts["eval_tokens"]) > context:
             break
     else:
-        return _cut(folder, encoder, context, key, facts, documents.name)
+        return _hold_out_end(folder, encoder, context, key, facts, documents.name)
     return Packed(*_map(folder, encoder), key, facts)
 
 
@@ -104,27 +125,27 @@ def _map(folder: Path, encoder: Encoder) -> tuple[Array, Array]:
     return train, evaluation
 
 
-def _cut(folder: Path, encoder: Encoder, context: int, key: str, facts: dict[str, Any], name: str) -> Packed:
-    """Of so few documents that none can be held back whole, the end of them all is for evaluation."""
+def _hold_out_end(folder: Path, encoder: Encoder, context: int, key: str, facts: dict[str, Any], name: str) -> Packed:
+    """Hold out the end of all documents together, if there are too few to hold out whole ones."""
     whole, _ = _map(folder, encoder)
     if len(whole) < 2 * (context + 1):
         raise UsageError(
-            f"{name}: the {facts['documents']} documents here are {len(whole)} tokens, too few to hold whole documents "
-            f"back, or their end, for a context of {context}; give more of them, a shorter --context, or a file with "
-            "val in its name"
+            f"{name}: the {facts['documents']} documents here are {len(whole)} tokens, too few to hold out whole "
+            f"documents, or their end, for a context of {context}; give more of them, a shorter --context, or a file "
+            "with val in its name"
         )
-    held = max(len(whole) // HELD_BACK[0], context + 1)
+    held = max(len(whole) // HELD_OUT[0], context + 1)
     known = {
         **facts,
         "train_tokens": len(whole) - held,
         "eval_tokens": held,
-        "split": "the last tokens of all documents, which are too few to hold one back whole",
+        "split": "the last tokens of all documents, which are too few to hold out a whole one",
     }
     return Packed(whole[:-held], whole[-held:], f"{key}-{held}", known)
 
 
-def is_held_back(text: str, every: int | None) -> bool:
-    """Whether a document is for evaluation; None: none is."""
+def is_held_out(text: str, every: int | None) -> bool:
+    """Whether a document is for evaluation: one in ``every``, by a hash of its text. None: no document is."""
     if every is None:
         return False
     digest = hashlib.blake2b(text.encode(errors="replace"), digest_size=8).digest()
@@ -140,12 +161,12 @@ def _write(folder: Path, documents: Documents, encoder: Encoder, every: int | No
         for number, part in enumerate(parts, 1):
             where = f"{documents.name} ({number} of {len(parts)})" if len(parts) > 1 else documents.name
             side = int(part.for_evaluation) if by_name else None
-            # Of what is named for evaluation a twentieth is plenty; and a Hub's may be as long as its training part.
-            limit = max_tokens if max_tokens is None or not side else max(max_tokens // HELD_BACK[0], 1)
+            # An evaluation split on the Hub may be as long as the training split: a twentieth of the limit is enough.
+            limit = max_tokens if max_tokens is None or not side else max(max_tokens // HELD_OUT[0], 1)
             counted = side or 0
             if limit is None or progress.tokens[counted] < limit:
                 _pack_part(part, encoder, files, progress, every, side, limit, where)
-        progress.tell(documents.name, last=True)
+        progress.report(documents.name, last=True)
     if not sum(progress.tokens):
         raise UsageError(f"{documents.name} holds no text: {progress.empty} empty documents; give some with text")
     facts = {
@@ -170,9 +191,9 @@ def _pack_part(
     where: str,
 ) -> None:
     separator = encoder.separator.astype(dtype_for(encoder.vocab), copy=False)
-    # Closed by hand: an iterator that is left half-way may hold a connection.
+    # Closed explicitly: an iterator that is not exhausted may hold a connection.
     with contextlib.closing(part.read()) as texts:
-        for group in _groups(texts, progress, every, side):
+        for group in _group_pieces(texts, progress, every, side):
             encoded = encoder.encode_all([piece for piece, _, _ in group])
             for tokens, (_, to, is_last) in zip(encoded, group, strict=True):
                 files[to].write(tokens.tobytes())
@@ -184,21 +205,21 @@ def _pack_part(
                 progress.documents[to] += 1
                 if limit is not None and progress.tokens[side or 0] >= limit:
                     return
-            progress.tell(where)
+            progress.report(where)
 
 
-def _groups(
+def _group_pieces(
     texts: Iterator[str], progress: _Progress, every: int | None, side: int | None
 ) -> Iterator[list[tuple[str, int, bool]]]:
-    """Pieces to encode together, each with its side and whether it ends a document."""
+    """Yield groups of pieces to encode together, each with its split and whether it ends a document."""
     group: list[tuple[str, int, bool]] = []
     chars = 0
     for text in texts:
         if not text or text.isspace():
             progress.empty += 1
             continue
-        to = int(is_held_back(text, every)) if side is None else side
-        pieces = list(_pieces(text))
+        to = int(is_held_out(text, every)) if side is None else side
+        pieces = list(_split_pieces(text))
         for index, piece in enumerate(pieces):
             group.append((piece, to, index == len(pieces) - 1))
             chars += len(piece)
@@ -209,7 +230,7 @@ def _groups(
         yield group
 
 
-def _pieces(text: str) -> Iterator[str]:
+def _split_pieces(text: str) -> Iterator[str]:
     start = 0
     while len(text) - start > PIECE_CHARS:
         cut = text.rfind("\n", start, start + PIECE_CHARS) + 1

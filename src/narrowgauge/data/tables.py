@@ -1,9 +1,10 @@
-"""Texts out of JSON files and CSV tables, read piece by piece, so that a file of any size takes little memory.
+"""Reads texts from JSON files and CSV tables in chunks, so that a file of any size takes little memory.
 
-    .json  .json.gz        an array of objects or of texts; or an object a line, as many tools call JSON lines
-    .csv  .tsv  .csv.gz    a table whose first row names its columns; the comma may be ``;``, a tab or ``|``
+    .json  .json.gz        an array of objects or texts; or one object per line, since many tools write JSON lines so
+    .csv  .tsv  .csv.gz    a table whose first row names its columns; the delimiter may be ``,``, ``;``, a tab or ``|``
 
-A JSON file of another shape is refused with what to do: from plain text a model would learn brackets and field names.
+A JSON file with another structure is refused with advice. Read as plain text, it would teach a model brackets and field
+names.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Texts = Generator[str, None, None]
 JSON, CSV = (".json", ".json.gz"), (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 CHUNK = 1 << 20
 LARGEST = 1 << 28
-"""Characters of one document: more is no document but a file of another shape."""
+"""Maximum number of characters of a document. A longer one means that the file has another structure."""
 _SPACE = " \t\r\n"
 
 
@@ -35,19 +36,20 @@ def is_table(path: Path) -> bool:
 
 
 def is_csv(path: Path) -> bool:
+    """Whether a file is a table, by its name."""
     return path.name.lower().endswith(CSV)
 
 
-def begins_an_array(path: Path) -> bool:
-    """Whether a JSON file is one array; else it has an object a line, or is refused when it is read."""
+def is_array(path: Path) -> bool:
+    """Whether a JSON file is one array. Otherwise it has one object per line, or is refused when it is read."""
     with _open(path) as file:
         return file.read(CHUNK).lstrip(_SPACE)[:1] == "["
 
 
 def read_array(path: Path, wanted: str | None) -> Texts:
-    """The texts of a JSON array of objects or texts."""
+    """Read the texts of a JSON array of objects or texts."""
     field = wanted
-    for number, item in enumerate(_items(path), 1):
+    for number, item in enumerate(_read_items(path), 1):
         where = f"{path} item {number}"
         if isinstance(item, str) and wanted is None:
             yield item
@@ -60,7 +62,7 @@ def read_array(path: Path, wanted: str | None) -> Texts:
 
 
 def read_csv(path: Path, wanted: str | None) -> Texts:
-    """The texts of one column of a table."""
+    """Read the texts of one column of a table."""
     before = csv.field_size_limit(LARGEST)
     try:
         with _open(path) as file:
@@ -70,7 +72,7 @@ def read_csv(path: Path, wanted: str | None) -> Texts:
             field = choose_field(names, wanted, f"{path} line 1 (the names of its columns)")
             column = names.index(field)
             for row in csv.reader(file, delimiter=delimiter):
-                if row:  # an empty line between two rows is none
+                if row:  # an empty line is not a row
                     yield row[column] if column < len(row) else ""
     except csv.Error as error:
         raise UsageError(f"{path} is not a table that can be read ({one_line(error)}); write it again") from None
@@ -78,8 +80,8 @@ def read_csv(path: Path, wanted: str | None) -> Texts:
         csv.field_size_limit(before)
 
 
-def _items(path: Path) -> Iterator[Any]:
-    """The items of an array one by one: what is read and not yet an item is kept."""
+def _read_items(path: Path) -> Iterator[Any]:
+    """Read the items of an array one by one, keeping text that is not a complete item yet."""
     decoder = json.JSONDecoder()
     with _open(path) as file:
         text, place, number = file.read(CHUNK).lstrip(_SPACE)[1:], 0, 0
@@ -88,7 +90,7 @@ def _items(path: Path) -> Iterator[Any]:
                 place += 1
             if place < len(text) and text[place] == "]":
                 if (text[place + 1 :] + file.read(CHUNK)).strip(_SPACE):
-                    raise UsageError(f"{path} goes on after its array; give an array, or an object a line")
+                    raise UsageError(f"{path} has more text after its array; give an array, or one object per line")
                 return
             try:
                 if place == len(text):
@@ -97,7 +99,7 @@ def _items(path: Path) -> Iterator[Any]:
             except RecursionError:
                 raise UsageError(f"{path} item {number + 1} is nested too deeply; give objects with a text") from None
             except ValueError as error:
-                # Not an item, or not yet: twice as much is read each time, so that a long one is tried few times.
+                # Not a complete item. The text doubles each time, so that a long item is only tried a few times.
                 more = "" if len(text) - place > LARGEST else file.read(max(CHUNK, len(text) - place))
                 if not more:
                     raise UsageError(
@@ -105,7 +107,7 @@ def _items(path: Path) -> Iterator[Any]:
                     ) from None
                 text, place = text[place:] + more, 0
                 continue
-            if not isinstance(item, str | dict):  # a number may not be whole yet, and is refused anyway
+            if not isinstance(item, str | dict):  # a number may be incomplete, but is refused anyway
                 raise UsageError(
                     f"{path} item {number + 1} is {type(item).__name__}, not an object with a field for the text"
                 )

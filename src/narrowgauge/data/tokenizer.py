@@ -1,7 +1,7 @@
-"""A tokenizer of the user's: the ``tokenizer.json`` of the library ``tokenizers``, or a folder in which one lies.
+"""The user's tokenizer: a ``tokenizer.json`` of the library ``tokenizers``, or a folder that holds one.
 
-What such a file says beside its vocabulary is for inference, and would spoil training data without a word: truncation
-and padding are turned off, and nothing is put before or after a text but the token that ends a document.
+Such a file also holds settings for inference, which would silently damage training data. So truncation and padding are
+disabled, and nothing is added to a text except the token that ends a document.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from narrowgauge.errors import UsageError, one_line
 
 FILE, CONFIGURATION = "tokenizer.json", "tokenizer_config.json"
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|end|>")
-"""What the token that ends a text is called, where no configuration beside the file says it."""
+"""Usual names of the token that ends a text, for a tokenizer without a configuration file."""
 LARGEST = 512 << 20
-"""Bytes of a tokenizer: the largest known have some 30 million."""
+"""Maximum size of a tokenizer in bytes. The largest known ones have about 30 million."""
 BREAK = "\n\n"
-"""What stands between two documents where no token can: an empty line."""
+"""Separates two documents if there is no end token: an empty line."""
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """The bytes of a text are its tokens."""
+    """An encoder whose tokens are the bytes of a text."""
 
     vocab: int = 256
     key: str = "bytes"
@@ -46,16 +46,16 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer and what is known of it."""
+    """The user's tokenizer."""
 
     inner: Any
-    """That of the library."""
+    """The tokenizer of the library."""
     vocab: int
-    """One more than the largest token."""
+    """The largest token plus one."""
     end: int | None
     """The token that ends a document."""
     key: str
-    """A fingerprint of the file and of the end."""
+    """A fingerprint of the file and the end token."""
 
     @property
     def separator(self) -> Array:
@@ -64,8 +64,8 @@ class Tokenizer:
         return np.array([self.end], dtype_for(self.vocab))
 
     def encode_all(self, texts: Sequence[str]) -> list[Array]:
-        """The tokens of documents: one that spells "<|endoftext|>" holds these characters, not that token."""
-        whole = [text.encode(errors="replace").decode() for text in texts]  # a lone surrogate is no text
+        """Encode documents. The characters "<|endoftext|>" in a text are encoded as characters, not as the token."""
+        whole = [text.encode(errors="replace").decode() for text in texts]  # replaces lone surrogates
         self.inner.encode_special_tokens = True
         try:
             encoded = self.inner.encode_batch_fast(whole, add_special_tokens=False)
@@ -74,14 +74,23 @@ class Tokenizer:
         return [np.array(one.ids, dtype_for(self.vocab)) for one in encoded]
 
     def encode(self, prompt: str) -> list[int]:
+        """Encode a prompt. Special tokens in it are encoded as such."""
         return list(self.inner.encode(prompt, add_special_tokens=False).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
+        """Decode tokens, special ones included."""
         return str(self.inner.decode(list(tokens), skip_special_tokens=False))
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
-    """Read a tokenizer."""
+    """Read a tokenizer.
+
+    Args:
+        path: A ``tokenizer.json``, or a folder that holds one.
+
+    Raises:
+        UsageError: The file cannot be read, is not a tokenizer, or has no tokens.
+    """
     try:
         import tokenizers
     except ImportError:
@@ -98,34 +107,35 @@ def open_tokenizer(path: Path) -> Tokenizer:
     try:
         inner = tokenizers.Tokenizer.from_str(content.decode())
     except Exception as error:  # the library raises Exception itself
-        raise UsageError(f"--tokenizer: {file} is no tokenizer of the library tokenizers ({one_line(error)})") from None
+        reason = one_line(error)
+        raise UsageError(f"--tokenizer: {file} is not a tokenizer of the library tokenizers ({reason})") from None
     inner.no_truncation()
     inner.no_padding()
     vocabulary = inner.get_vocab(with_added_tokens=True)
     if not vocabulary:
         raise UsageError(f"--tokenizer: {file} has no tokens; train it first")
-    end = _end(inner, file.with_name(CONFIGURATION))
+    end = _find_end(inner, file.with_name(CONFIGURATION))
     key = hashlib.blake2b(content + repr(end).encode(), digest_size=12).hexdigest()
     return Tokenizer(inner, max(vocabulary.values()) + 1, end, key)
 
 
 def encode_text(text: Text, tokenizer: Tokenizer) -> bpe.Encoded:
-    """Encode a text that knows no documents. A "<|endoftext|>" spelled in it is that token: it has no other way."""
+    """Encode plain text, which is not divided into documents. The characters "<|endoftext|>" in it are the token."""
     name = f"tokens-{text.key}-{tokenizer.key}"
     return bpe.encode_with(tokenizer.inner, text, name, dtype_for(tokenizer.vocab))
 
 
 def dtype_for(vocab: int) -> type[np.unsignedinteger[Any]]:
-    """The smallest type in which tokens of a vocabulary are kept."""
+    """Return the smallest dtype for the tokens of a vocabulary."""
     return np.uint8 if vocab <= 1 << 8 else np.uint16 if vocab <= 1 << 16 else np.uint32
 
 
-def _end(inner: Any, configuration: Path) -> int | None:
+def _find_end(inner: Any, configuration: Path) -> int | None:
     names: tuple[Any, ...] = ENDS
     try:
-        said = files.parse_json(files.read(configuration)).get("eos_token")
-        names = (said.get("content") if isinstance(said, dict) else said, *ENDS)
+        given = files.parse_json(files.read(configuration)).get("eos_token")
+        names = (given.get("content") if isinstance(given, dict) else given, *ENDS)
     except (ValueError, AttributeError):
-        pass  # without it, or where it is damaged, the usual names are tried
+        pass  # no configuration, or a damaged one: the usual names are tried
     found = (inner.token_to_id(name) for name in names if isinstance(name, str))
     return next((int(token) for token in found if token is not None), None)

@@ -1,11 +1,10 @@
-"""Token files of the user's: text, nanoGPT's and llm.c's ``.bin``; memory-mapped, checked once, sampled by number.
+"""Token files, the ``.bin`` of nanoGPT and llm.c: memory-mapped, checked once, sampled by batch number.
 
     nanoGPT   headerless little-endian uint16
     llm.c     256 int32 (magic, version, token count, zeros), then the tokens:
               magic 20240520 version 1 uint16 (GPT-2), magic 20240801 version 7 uint32 (Llama 3)
-    others    text: its bytes are the tokens, or the input of a byte-pair encoding
 
-A headerless format cannot say what it is, so a ``.bin`` that begins like some other known thing is refused.
+A headerless file does not identify itself, so a ``.bin`` that starts like a file of another known type is refused.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ import numpy as np
 import torch
 
 from narrowgauge import files
-from narrowgauge.data import cache, corpus, file_type, tables
+from narrowgauge.data import cache, file_type
 from narrowgauge.data.cache import Array
-from narrowgauge.data.corpus import Text
 from narrowgauge.data.documents import EVAL_WORDS, is_for_evaluation
+from narrowgauge.data.source import DataSource
 from narrowgauge.errors import UsageError
 
 HEADER_INTS = 256
 LLMC = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
-"""llm.c's magic numbers of token files, each with its version and token type."""
+"""llm.c's magic numbers of token files, each with its version and token dtype."""
 LLMC_FAMILY = range(20240101, 20250000)
-"""llm.c's magic numbers are dates. Read as two uint16, they hold a token beyond GPT-2's vocabulary: no nanoGPT file."""
+"""llm.c's magic numbers are dates. As two uint16 they hold a token beyond GPT-2's vocabulary: not a nanoGPT file."""
 EVAL_SHARE = 0.05
 TRAIN_WORDS = frozenset({"train", "training"})
 SPLITS = ("train", "eval")
@@ -35,14 +34,22 @@ BLOCK_TOKENS = 1 << 24
 
 
 class TokenData:
-    """Tokens to train on and to evaluate on, from which windows are drawn."""
+    """Tokens for training and evaluation, from which random windows are sampled."""
 
     def __init__(
         self, train: Sequence[Array], eval: Sequence[Array], vocab: int, name: str = "data", *, checked: bool = False
     ) -> None:
-        """Each split is one or more arrays; a window never spans two.
+        """Hold the tokens of both splits.
 
-        Refuses tokens that ``vocab`` does not hold, unless they were ``checked`` or made for it.
+        Args:
+            train: The arrays for training. A window never spans two arrays.
+            eval: The arrays for evaluation.
+            vocab: Number of tokens of the model.
+            name: The name of the data, for error messages.
+            checked: Whether all tokens are known to be below ``vocab``.
+
+        Raises:
+            UsageError: A token is outside the vocabulary.
         """
         self.shards = {"train": tuple(train), "eval": tuple(eval)}
         self.vocab = vocab
@@ -52,11 +59,15 @@ class TokenData:
                 check_range(shard, vocab, name)
 
     def size(self, split: str) -> int:
-        """How many tokens a split holds."""
+        """Return how many tokens a split holds."""
         return sum(len(shard) for shard in self.shards[split])
 
-    def windows(self, split: str, context: int) -> list[int]:
-        """How many windows of ``context`` tokens and their successors each array of a split holds."""
+    def count_windows(self, split: str, context: int) -> list[int]:
+        """Count the windows of ``context`` tokens and a successor in each array of a split.
+
+        Raises:
+            UsageError: The split does not exist, or holds no window.
+        """
         if split not in self.shards:
             raise UsageError(f"there is no split {split!r}; the splits are {' and '.join(SPLITS)}")
         counts = [max(0, len(shard) - context) for shard in self.shards[split]]
@@ -68,36 +79,39 @@ class TokenData:
         return counts
 
     def sample(self, step: int, split: str, batch: int, context: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets (batch, context) at random places: a pure function of the arguments."""
-        ends = np.cumsum(self.windows(split, context))
-        # A negative seed is as good as any other, but numpy takes none.
+        """Sample inputs and targets of shape (batch, context) at random positions: a pure function of the arguments."""
+        ends = np.cumsum(self.count_windows(split, context))
+        # numpy does not accept negative seeds.
         generator = np.random.default_rng([seed % (1 << 64), step, SPLITS.index(split)])
         rows = []
-        for draw in generator.integers(0, ends[-1], size=batch):
-            index = int(np.searchsorted(ends, draw, side="right"))
-            start = int(draw - (ends[index - 1] if index else 0))
+        for number in generator.integers(0, ends[-1], size=batch):
+            index = int(np.searchsorted(ends, number, side="right"))
+            start = int(number - (ends[index - 1] if index else 0))
             rows.append(self.shards[split][index][start : start + context + 1])
         window = torch.from_numpy(np.stack(rows).astype(np.int64))
         return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
 def holds_tokens(path: Path) -> bool:
-    """Whether a path is a ``.bin`` file or a folder with some; everything else is text."""
-    if not files.exists(path):
-        raise UsageError(
-            f"there is no file or folder {str(path)!r}; --data takes a text, .jsonl, .json, .csv, .parquet, "
-            "a .bin of tokens, a folder of them, or hf:NAME"
-        )
-    return bool(_bins(path)) if path.is_dir() else _is_bin(path)
+    """Whether a path is a ``.bin`` file, or a folder with some."""
+    return bool(_list_bins(path)) if path.is_dir() else _is_bin(path)
 
 
 def open_tokens(path: Path, vocab: int, context: int) -> TokenData:
-    """The tokens of a ``.bin`` file, or of a folder of them, split into training and evaluation.
+    """Open the tokens of a ``.bin`` file, or of a folder of them, split into training and evaluation.
 
-    In a folder, files with val, eval or test in their names, or in a folder called so, are for evaluation; where there
-    are none, and in a single file, the last twentieth is.
+    In a folder, files with val, eval or test in their names or their folder's name are for evaluation. If there are
+    none, and for a single file, the last twentieth is.
+
+    Args:
+        path: A file or a folder.
+        vocab: Number of tokens of the model.
+        context: Tokens in a sequence.
+
+    Raises:
+        UsageError: A file is damaged, has another type, or holds a token outside the vocabulary.
     """
-    shards = _bins(path) if path.is_dir() else [path]
+    shards = _list_bins(path) if path.is_dir() else [path]
     train: list[Array] = []
     evaluation: list[Array] = []
     for file in shards:
@@ -110,48 +124,20 @@ def open_tokens(path: Path, vocab: int, context: int) -> TokenData:
     return TokenData(train, evaluation, vocab, str(path), checked=True)
 
 
-def open_text(path: Path, context: int) -> Text:
-    """The bytes of a text file, or of every text in a folder; the last twentieth is for evaluation."""
-    texts = [path]
-    if path.is_dir():
-        texts = sorted(file for file in path.rglob("*") if _is_text(file, path))
-        if not texts:
-            raise UsageError(
-                f"{path} holds no text and no .bin file; --data takes a text, a .bin of tokens or a folder"
-            )
-        if count := sum(tables.is_table(file) for file in texts):
-            cache.say(f"{path}: {count} JSON files and tables among the texts are read as plain text")
-    else:
-        _refuse_binary(path)
-    if not sum(file.stat().st_size for file in texts):
-        raise UsageError(f"{path} is empty; give a text of at least {2 * (context + 1)} bytes")
-    whole = np.memmap(path, np.uint8, mode="r") if path.is_file() else corpus.join(texts)
-    train, evaluation = split_tail([whole], context)
-    key = cache.fingerprint([files.whole(file) for file in texts], "text", len(train[0]))
-    return Text(train[0], evaluation[0], key)
-
-
-def _refuse_binary(path: Path) -> None:
-    if why := files.why_unreadable(path):
-        raise UsageError(f"cannot read {path} ({why}); give a text that can be read")
-    with path.open("rb") as file:
-        start = file.read(file_type.LOOK_BYTES)
-    if why := file_type.why_no_text(start):
-        raise UsageError(
-            f"{path} {why}, where text was expected; give UTF-8 text, .jsonl, .json, .csv, .parquet or a .bin of tokens"
-        )
-
-
 def read_bin(path: Path) -> Array:
-    """The tokens of one ``.bin`` file, memory-mapped; refused where the file is not what it should be."""
-    if why := files.why_unreadable(path):
+    """Map the tokens of one ``.bin`` file.
+
+    Raises:
+        UsageError: The file is empty, damaged or of another type.
+    """
+    if why := files.explain_unreadable(path):
         raise UsageError(f"cannot read {path} ({why}); give a .bin of tokens that can be read")
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(4 * HEADER_INTS)
     if not size:
         raise UsageError(f"{path} is empty; give a .bin of tokens, or write this one again")
-    if what := file_type.recognise(start):
+    if what := file_type.recognize(start):
         raise UsageError(f"{path} is {what}, not a .bin of tokens; write the tokens as uint16 or give the text")
     first = int.from_bytes(start[:4], "little")
     if int.from_bytes(start[:4], "big") in LLMC:
@@ -159,12 +145,14 @@ def read_bin(path: Path) -> Array:
     if first in LLMC_FAMILY and len(start) >= 4:
         return _read_llmc(path, start, size)
     if size % 2:
-        raise UsageError(f"{path} has {size} bytes, not a whole number of uint16 tokens; it is truncated or no tokens")
+        raise UsageError(
+            f"{path} has {size} bytes, not a whole number of uint16 tokens; it is truncated, or not tokens"
+        )
     return np.memmap(path, "<u2", mode="r")
 
 
 def check_range(tokens: Array, vocab: int, name: str) -> None:
-    """Refuse tokens beyond the vocabulary: a GPU would end the run in an assertion without place or value."""
+    """Refuse tokens outside the vocabulary. On a GPU they fail an assertion that names no position or value."""
     if tokens.dtype.kind == "u" and np.iinfo(tokens.dtype).max < vocab:
         return
     for start in range(0, len(tokens), BLOCK_TOKENS):
@@ -178,7 +166,7 @@ def check_range(tokens: Array, vocab: int, name: str) -> None:
 
 
 def split_tail(shards: Sequence[Array], context: int) -> tuple[list[Array], list[Array]]:
-    """Take the last twentieth of the tokens for evaluation, or as much as one window needs."""
+    """Split off the last twentieth of the tokens for evaluation, or as much as one window needs."""
     wanted = max(int(EVAL_SHARE * sum(len(shard) for shard in shards)), context + 1)
     train = list(shards)
     evaluation: list[Array] = []
@@ -194,20 +182,20 @@ def split_tail(shards: Sequence[Array], context: int) -> tuple[list[Array], list
 
 def _read_llmc(path: Path, start: bytes, size: int) -> Array:
     if len(start) < 4 * HEADER_INTS:
-        raise UsageError(f"{path} begins like llm.c but its {size} bytes are less than a header; it is truncated")
+        raise UsageError(f"{path} starts like llm.c but its {size} bytes are less than a header; it is truncated")
     magic, version, count = (int(number) for number in np.frombuffer(start, "<i4")[:3])
     if magic not in LLMC:
         known = " or ".join(str(number) for number in LLMC)
         raise UsageError(
-            f"{path} is an llm.c file with magic {magic}, not of tokens (magic {known}); give a token file"
+            f"{path} is an llm.c file with magic {magic}, not a token file (magic {known}); give a token file"
         )
     expected, dtype = LLMC[magic]
     if version != expected:
-        raise UsageError(f"{path} is an llm.c token file of version {version}, where {expected} is known; convert it")
+        raise UsageError(f"{path} is an llm.c token file of version {version}, expected {expected}; convert it")
     held, odd = divmod(size - len(start), np.dtype(dtype).itemsize)
     if held != count or odd:
         raise UsageError(
-            f"{path} says it has {count} tokens but holds {held}; it is truncated or damaged: write it again"
+            f"the header of {path} says {count} tokens but it holds {held}; it is truncated or damaged: write it again"
         )
     if not count:
         raise UsageError(f"{path} has a header and no tokens; write it again")
@@ -215,21 +203,21 @@ def _read_llmc(path: Path, start: bytes, size: int) -> Array:
 
 
 def _check_file(path: Path, tokens: Array, vocab: int) -> None:
-    """Check the tokens of a file; of a long one the largest is remembered, since to read 20 GB takes minutes."""
+    """Check the tokens of a file. The largest token of a long file is cached, since reading 20 GB takes minutes."""
     if len(tokens) <= BLOCK_TOKENS:
         check_range(tokens, vocab, str(path))
         return
     blocks = range(0, len(tokens), BLOCK_TOKENS)
-    largest = cache.keep_text(
-        f"largest-{cache.fingerprint([files.whole(path)])}.txt",
+    largest = cache.load_or_make_text(
+        f"largest-{cache.fingerprint([files.resolve_path(path)])}.txt",
         lambda: str(max(int(tokens[start : start + BLOCK_TOKENS].max()) for start in blocks)),
     )
     if not largest.isdecimal() or int(largest) >= vocab:
         check_range(tokens, vocab, str(path))
 
 
-def _bins(folder: Path) -> list[Path]:
-    """The ``.bin`` files of a folder and of its folders named for a split (train/, val/)."""
+def _list_bins(folder: Path) -> list[Path]:
+    """List the ``.bin`` files of a folder and of its subfolders that are named for a split (train/, val/)."""
     found = [file for file in folder.iterdir() if file.is_file() and _is_bin(file)]
     for inner in folder.iterdir():
         if inner.is_dir() and inner.name.lower() in EVAL_WORDS | TRAIN_WORDS:
@@ -241,12 +229,14 @@ def _is_bin(path: Path) -> bool:
     return path.suffix.lower() == ".bin"
 
 
-def _is_text(file: Path, root: Path) -> bool:
-    """Not hidden and, by git's rule, without a zero byte near its beginning."""
-    if any(part.startswith(".") for part in file.relative_to(root).parts) or not file.is_file():
-        return False
-    try:
-        with file.open("rb") as stream:
-            return file_type.why_no_text(stream.read(file_type.LOOK_BYTES)) is None
-    except OSError as error:
-        raise UsageError(f"cannot read {file} ({error.strerror}); make it readable or leave it out") from error
+def _holds_tokens(data: str) -> bool:
+    path = files.expand_path(data)
+    return files.exists(path) and holds_tokens(path)
+
+
+SOURCE = DataSource(
+    "tokens",
+    matches=_holds_tokens,
+    open=lambda data, options: open_tokens(files.expand_path(data), options.vocab, options.context),
+)
+"""A ``.bin`` file of tokens, or a folder with some."""

@@ -28,7 +28,7 @@ from narrowgauge.nn.recompute import checkpoint_blocks
 from narrowgauge.nn.step_context import OpensStepContext, StepContext, explain_error
 from narrowgauge.optim import widen
 from narrowgauge.optim.gradient_release import check_released, keep_gradient
-from narrowgauge.ranks.distribute import inside
+from narrowgauge.ranks.distribute import unwrap_ddp
 from narrowgauge.ranks.update_sync import UpdateSync
 from narrowgauge.recipe import Recipe, parse
 from narrowgauge.scaling.guard import SkipGuard
@@ -53,7 +53,7 @@ class EngineBase:
     ) -> None:
         self.model = model
         given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        self.inner = inside(model)
+        self.inner = unwrap_ddp(model)
         self.named = find_trainable(self.inner, given)
         check_no_closure(given)
         self.device = next(iter(self.named.values())).device

@@ -107,7 +107,7 @@ class Engine(EngineBase):
 
     def _begin_microbatch(self) -> None:
         """Prepare for a forward pass with gradients: tell DDP or FSDP whether its backward sums over the ranks."""
-        self.update_sync.announce(self._syncs and self._microbatches + 1 >= self.accumulate)
+        self.update_sync.set_gradient_sync(self._syncs and self._microbatches + 1 >= self.accumulate)
         if self.release is not None:
             self.release.attach()
 
@@ -219,7 +219,8 @@ class Engine(EngineBase):
         Raises:
             UsageError: Several ranks train, and the gradients have not been summed over them yet.
         """
-        if 0 < self._microbatches < self.accumulate and self.update_sync.size > 1 and not self.update_sync.sums_each:
+        waits = self.update_sync.size > 1 and not self.update_sync.reduces_every_microbatch
+        if 0 < self._microbatches < self.accumulate and waits:
             raise UsageError(
                 f"engine.flush: only {self._microbatches} of {self.accumulate} microbatches are in, and the ranks sum "
                 "gradients in the backward of the last one; use epochs of whole updates"
@@ -248,7 +249,7 @@ class Engine(EngineBase):
         if chosen:
             own = {id(parameter) for parameter in list_parameters(chosen)}
             parameters = {name: parameter for name, parameter in parameters.items() if id(parameter) in own}
-        self.update_sync.settle_gradients(parameters)
+        self.update_sync.average_copied_gradients(parameters)
         norms = self._measure_gradients(parameters, released)
         check = check_norms(norms, parameters, self.conversion.scales, self.update_sync)
         found, self.guard.names = check.found, check.names

@@ -44,11 +44,11 @@ def check_norms(
         scales: The FP8 scales, which know the largest value of each tensor that was cast.
         update_sync: The ranks.
     """
-    norms = update_sync.combine(norms, named)
+    norms = update_sync.combine_norms(norms, named)
     total = compute_total_norm(norms)
     bad, names = ~torch.isfinite(norms), list(named)
     if scales is not None:
-        update_sync.agree(scales)
+        update_sync.sync_amax(scales)
         bad, names = torch.cat([bad, scales.misfits()]), [*names, *scales.names]
     found = ~torch.isfinite(total) | bad.any()
     # A cast to FP8 saturates: what was inf before it is finite in the norm.

@@ -1,7 +1,7 @@
-"""What a training run will take, before it is run: memory, time and cost. ``ng.forecast(task, ...)`` asks it.
+"""Predicts memory, time and cost of a training run before it starts: ``ng.forecast(task, ...)``.
 
-The package is named as the function is, and is called in its place: ``ng.forecast`` is either, whichever was imported
-first.
+The package and the function have the same name. The package is callable, so ``ng.forecast(...)`` works whichever of the
+two was imported first.
 """
 
 from __future__ import annotations

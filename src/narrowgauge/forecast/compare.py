@@ -1,6 +1,6 @@
-"""What a step would take without this or that: fused attention, narrowgauge's fused blocks and head, FP8's fused casts.
+"""Predicts what each fusion saves: fused attention, narrowgauge's fused blocks and head, and FP8's fused casts.
 
-Each comparison is two traces of the same task, one with the thing and one without, priced by the same rates.
+Each comparison traces the same task twice, with the fusion and without it, and predicts both with the same rates.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from narrowgauge.forecast.memory.estimate import predict_memory
-from narrowgauge.forecast.run import Plan
-from narrowgauge.forecast.time.ceilings import Ceilings
-from narrowgauge.forecast.time.roofline import Roofline, predict
+from narrowgauge.forecast.run import Scenario
+from narrowgauge.forecast.time.reachable_rates import ReachableRates
+from narrowgauge.forecast.time.roofline import Roofline, predict_time
 from narrowgauge.forecast.trace.trace_step import Traced
 from narrowgauge.recipe import Recipe
 
@@ -19,12 +19,12 @@ GROUPS = {
     "activations": ("activation",),
     "head and loss": ("loss",),
 }
-"""What fusing changes, by kinds of work."""
+"""What fusing changes, by kind of work."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """One thing that was fused: milliseconds of a step without it and with it."""
+    """One fusion: milliseconds of a step without it and with it."""
 
     name: str
     without_ms: float
@@ -37,7 +37,7 @@ class Saving:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCost:
-    """Attention by a fused kernel, and by products that write all scores to memory."""
+    """Attention as a fused kernel, and as separate products that write all scores to memory."""
 
     backend: str
     fused_ms: float
@@ -46,15 +46,15 @@ class AttentionCost:
     plain_peak: int
 
 
-def attention_cost(plan: Plan, recipe: Recipe, traced: Traced) -> AttentionCost | None:
-    """What attention takes with and without FlashAttention or its like; None where the model has none."""
+def compare_attention(scenario: Scenario, recipe: Recipe, traced: Traced) -> AttentionCost | None:
+    """Predict attention with and without a fused kernel; None where the model has no attention."""
     names = {op.name for op in traced.trace.ops if op.kind == "attention"}
     backend = next((name for name in ("cudnn", "flash", "efficient") if any(name in one for one in names)), None)
     if backend is None:
         return None
-    ceilings = Ceilings(plan.gpu)
-    plain = plan.trace(replace(recipe, attention="math"))
-    with_it, without = predict(traced, ceilings), predict(plain, ceilings)
+    rates = ReachableRates(scenario.gpu)
+    plain = scenario.trace(replace(recipe, attention="math"))
+    with_it, without = predict_time(traced, rates), predict_time(plain, rates)
     fused_ms = with_it.by_kind["attention"]
     return AttentionCost(
         backend=backend,
@@ -65,24 +65,24 @@ def attention_cost(plan: Plan, recipe: Recipe, traced: Traced) -> AttentionCost 
     )
 
 
-def fusion_savings(plan: Plan, recipe: Recipe, traced: Traced) -> list[Saving]:
-    """What each fusion saves in a step; empty where a recipe fuses nothing on this model."""
+def compare_fusions(scenario: Scenario, recipe: Recipe, traced: Traced) -> list[Saving]:
+    """Predict what each fusion saves per step; empty where a recipe fuses nothing in this model."""
     if not any(layer.part_of in ("block", "head") for layer in traced.layers):
         return []
-    ceilings = Ceilings(plan.gpu)
+    rates = ReachableRates(scenario.gpu)
     wide = recipe if recipe.compute == "bf16" else replace(recipe, compute="bf16", scaling="none", products="fastest")
-    fused = predict(traced if wide == recipe else plan.trace(wide), ceilings)
-    plain = predict(plan.trace(wide, fused=False), ceilings)
+    fused = predict_time(traced if wide == recipe else scenario.trace(wide), rates)
+    plain = predict_time(scenario.trace(wide, fused=False), rates)
     savings = [
         Saving(name=name, without_ms=_sum(plain, kinds), with_ms=_sum(fused, kinds)) for name, kinds in GROUPS.items()
     ]
     if recipe.compute == "fp8" and recipe.scaling == "delayed":
-        apart = predict(plan.trace(replace(recipe, scaling="current")), ceilings)
+        apart = predict_time(scenario.trace(replace(recipe, scaling="current")), rates)
         savings.append(
             Saving(
-                name="FP8 casts inside of producers",
+                name="FP8 casts inside the producing kernels",
                 without_ms=apart.device_ms,
-                with_ms=predict(traced, ceilings).device_ms,
+                with_ms=predict_time(traced, rates).device_ms,
             )
         )
     return savings

@@ -1,4 +1,4 @@
-"""``ng.forecast(task, ...)``: memory and time of a task under several recipes, before anything is run.
+"""``ng.forecast(task, ...)``: predicts memory and time of a task under several recipes, without running it.
 
 >>> found = narrowgauge.forecast("gpt2-124m", ["bf16", "fp8"], gpu="h200")
 >>> found["fp8"].memory.total, found["fp8"].roofline.step_ms
@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 
 from narrowgauge import hardware, tasks
 from narrowgauge.errors import UsageError
-from narrowgauge.forecast.cluster.collectives import Cluster, cluster_of
-from narrowgauge.forecast.cluster.scale import PARALLEL, decide
-from narrowgauge.forecast.memory.estimate import Memory, fits, leaner, predict_memory, usable_bytes
-from narrowgauge.forecast.time.ceilings import Ceilings
-from narrowgauge.forecast.time.roofline import Roofline, add_up, predict
-from narrowgauge.forecast.trace.extrapolate import Sample, survey, take
+from narrowgauge.forecast.cluster.collectives import Cluster, make_cluster
+from narrowgauge.forecast.cluster.predict_cluster import PARALLEL, choose_parallel
+from narrowgauge.forecast.extrapolate import TracedModel, inspect_blocks, trace_model
+from narrowgauge.forecast.memory.estimate import Memory, fits, get_usable_bytes, list_leaner_recipes, predict_memory
+from narrowgauge.forecast.time.reachable_rates import ReachableRates
+from narrowgauge.forecast.time.roofline import Roofline, predict_time, sum_costs
 from narrowgauge.forecast.trace.fake_gpu import describe_device
 from narrowgauge.forecast.trace.trace_step import Traced, trace_steps
 from narrowgauge.hardware import Gpu
@@ -26,12 +26,12 @@ from narrowgauge.task import Task
 
 DEFAULT_GPU = "H200"
 MOST_TRACES = 6
-"""How many batch sizes a search tries at most."""
+"""The most batch sizes that a search tries."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """How a task is to be run: what every recipe's forecast has in common."""
+class Scenario:
+    """How a task is run: the settings that all recipes of a forecast share."""
 
     task: Task
     gpu: Gpu
@@ -39,10 +39,10 @@ class Plan:
     accumulate: int = 1
     compile: bool = True
     shards: int = 1
-    """FSDP ranks, wherever they are; or ``cluster``, which says where."""
+    """Number of FSDP ranks on unspecified nodes; ``cluster`` specifies the nodes as well."""
     cluster: Cluster | None = None
     parallel: str = "auto"
-    """How a cluster shares the model: fsdp, ddp, or as its size suggests."""
+    """How the GPUs of a cluster share the model: fsdp, ddp, or auto (by its size)."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "accumulate", "shards"):
@@ -54,10 +54,11 @@ class Plan:
 
     @property
     def gpus(self) -> int:
+        """Number of GPUs."""
         return self.cluster.gpus if self.cluster is not None else self.shards
 
     def trace(self, recipe: Recipe, batch: int | None = None, fused: bool | None = None) -> Traced:
-        """Trace a recipe; refuses what the GPU cannot run."""
+        """Trace two steps under a recipe. Raises UsageError where the GPU cannot run it."""
         reason = refusal(recipe, describe_device(self.gpu))
         if reason is not None:
             raise UsageError(reason)
@@ -66,56 +67,66 @@ class Plan:
             compile=self.compile and fused is not False, fused=fused,
         )  # fmt: skip
 
-    def sample(self, recipe: Recipe, batch: int | None = None) -> Sample:
-        """Trace what a rank of several would run, by a few blocks where there are many."""
+    def trace_model(self, recipe: Recipe, batch: int | None = None) -> TracedModel:
+        """Trace what one of several ranks runs; of models with many blocks, only a few blocks."""
         if recipe.gradients == "released" or (recipe.gradients == "fp32" and recipe.master != "fp32"):
-            raise UsageError(f"recipe {recipe}: gradients={recipe.gradients} is not for several GPUs; leave it out")
-        sample = self._take(recipe, batch, None)
-        whole = sample.traced.compiled and not any(layer.part_of == "block" for layer in sample.traced.layers)
-        if whole and self.shards_of(sample) > 1:  # nothing is compiled around FSDP's hooks
-            sample = replace(self, compile=False)._take(recipe, batch, None)
-        return replace(sample, too_wide=survey(self.task)[2] > MAX_COLUMNS)
+            raise UsageError(f"recipe {recipe}: gradients={recipe.gradients} works on one GPU only; remove it")
+        traced_model = self._trace_blocks(recipe, batch, None)
+        whole = traced_model.traced.compiled and not any(
+            layer.part_of == "block" for layer in traced_model.traced.layers
+        )
+        if whole and self.shards_of(traced_model) > 1:  # nothing is compiled around FSDP's hooks
+            traced_model = replace(self, compile=False)._trace_blocks(recipe, batch, None)
+        return replace(traced_model, too_wide=inspect_blocks(self.task)[2] > MAX_COLUMNS)
 
-    def _take(self, recipe: Recipe, batch: int | None, fused: bool | None) -> Sample:
-        return take(self.task, lambda task: replace(self, task=task).trace(recipe, batch, fused))
+    def _trace_blocks(self, recipe: Recipe, batch: int | None, fused: bool | None) -> TracedModel:
+        return trace_model(self.task, lambda task: replace(self, task=task).trace(recipe, batch, fused))
 
-    def shards_of(self, sample: Sample) -> int:
-        """Over how many ranks the sample's weights are sharded: 1 where each has a copy."""
+    def shards_of(self, traced_model: TracedModel) -> int:
+        """The number of ranks that the weights are sharded over; 1 where every rank has a copy."""
         if self.cluster is None:
             return self.shards
-        return self.cluster.gpus if decide(self.parallel, sample.parameters) == "fsdp" else 1
+        return self.cluster.gpus if choose_parallel(self.parallel, traced_model.parameters) == "fsdp" else 1
 
-    def memory(self, recipe: Recipe, batch: int | None = None) -> Memory:
+    def predict_memory(self, recipe: Recipe, batch: int | None = None) -> Memory:
+        """Predict the memory of one GPU."""
         if self.gpus == 1:
             return predict_memory(self.trace(recipe, batch))
-        sample = self.sample(recipe, batch)
-        return sample.memory(self.shards_of(sample))
+        traced_model = self.trace_model(recipe, batch)
+        return traced_model.memory(self.shards_of(traced_model))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outlook:
-    """One recipe's forecast."""
+class RecipeForecast:
+    """The forecast of one recipe."""
 
     memory: Memory
     roofline: Roofline
     fits: bool
     largest_batch: int | None = None
-    """The largest batch that fits; 0 where none does, None where it was not looked for."""
+    """The largest batch that fits; 0 where none does, None without ``search``."""
     advice: str = ""
-    """What to switch on, where it does not fit."""
+    """What to change so that it fits; empty where it does, and without ``search``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What is predicted of a task on a GPU, by recipe."""
+    """A task's predicted memory and time on a GPU, by recipe.
+
+    ``forecast["fp8"]`` is the forecast of one recipe; iterating gives the recipes' names.
+    """
 
     task: str
+    """The task's name."""
     gpu: Gpu
+    """The GPU that it was predicted for."""
     unit: str
+    """What the task counts: token or image."""
     parameters: int
-    recipes: dict[str, Outlook] = field(default_factory=dict)
+    """Parameters of the model."""
+    recipes: dict[str, RecipeForecast] = field(default_factory=dict)
 
-    def __getitem__(self, recipe: str) -> Outlook:
+    def __getitem__(self, recipe: str) -> RecipeForecast:
         return self.recipes[recipe]
 
     def __iter__(self) -> Iterator[str]:
@@ -137,65 +148,88 @@ def forecast(
     search: bool = False,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Forecast:
-    """Forecast a task (or a built-in one's name) under recipes on a GPU of the table.
+    """Predict memory and time of a task under several recipes. No GPU is needed.
 
-    ``gpus`` and ``nodes`` ask what one GPU of so many holds (``parallel``: shards, copies, or by size), ``shards`` the
-    same of sharded weights, wherever they are. ``search`` looks for the largest batch that fits, and for what to switch
-    on where a recipe does not; ``tell`` hears what is going on. Recipes that the GPU cannot run are refused.
+    Args:
+        task: A task, or the name of a built-in one.
+        recipes: The recipes to predict.
+        gpu: A GPU of the table (``ng.hardware.gpus()``), by its name or an alias.
+        batch: Replaces the task's own batch size.
+        accumulate: Microbatches per update.
+        compile: Predict the model as torch.compile runs it.
+        shards: FSDP ranks that share the weights, on unspecified nodes.
+        gpus: Number of GPUs, each with its own batch; the forecast is for one of them.
+        nodes: Number of nodes the GPUs are on; by default as few as hold them.
+        parallel: How several GPUs share the model: ``fsdp`` (shards), ``ddp`` (copies) or ``auto`` (by its size).
+        search: Also search for the largest batch that fits, and for what to change where a recipe does not fit.
+        tell: Is called with a line of text for each step of the work.
+
+    Returns:
+        The forecasts by recipe: ``found["fp8"].memory.total`` in bytes, ``found["fp8"].roofline.step_ms``.
+
+    Raises:
+        UsageError: The task, a recipe, the GPU or a size is invalid, or the GPU cannot run a recipe.
     """
     made = tasks.find(task) if isinstance(task, str) else task
     found = hardware.find_gpu(gpu)
-    cluster = None if gpus is None else cluster_of(found, gpus, nodes)
-    plan = Plan(
+    cluster = None if gpus is None else make_cluster(found, gpus, nodes)
+    scenario = Scenario(
         task=made, gpu=found, batch=batch, accumulate=accumulate, compile=compile, shards=shards, cluster=cluster,
         parallel=parallel,
     )  # fmt: skip
-    device = describe_device(plan.gpu)
+    device = describe_device(scenario.gpu)
     several = [recipes] if isinstance(recipes, str | Recipe) else recipes
-    outlooks: dict[str, Outlook] = {}
+    outlooks: dict[str, RecipeForecast] = {}
     parameters = 0
     for recipe in dict.fromkeys(parse(one, device) for one in several):
-        tell(f"{recipe}: tracing two steps on paper")
-        traced = plan.trace(recipe) if plan.gpus == 1 else plan.sample(recipe)
-        outlooks[str(recipe)] = look(plan, recipe, traced, search, tell)
+        tell(f"{recipe}: tracing two simulated steps")
+        traced = scenario.trace(recipe) if scenario.gpus == 1 else scenario.trace_model(recipe)
+        outlooks[str(recipe)] = predict_recipe(scenario, recipe, traced, search, tell)
         parameters = traced.parameters
-    return Forecast(task=made.name, gpu=plan.gpu, unit=made.unit, parameters=parameters, recipes=outlooks)
+    return Forecast(task=made.name, gpu=scenario.gpu, unit=made.unit, parameters=parameters, recipes=outlooks)
 
 
-def look(
-    plan: Plan, recipe: Recipe, traced: Traced | Sample, search: bool, tell: Callable[[str], None] = lambda line: None
-) -> Outlook:
-    """One recipe's forecast from its trace."""
-    if isinstance(traced, Sample):
-        memory = traced.memory(plan.shards_of(traced))
-        roofline = add_up(traced.traced, traced.costs(Ceilings(plan.gpu)))
+def predict_recipe(
+    scenario: Scenario,
+    recipe: Recipe,
+    traced: Traced | TracedModel,
+    search: bool,
+    tell: Callable[[str], None] = lambda line: None,
+) -> RecipeForecast:
+    """Predict one recipe from its trace."""
+    if isinstance(traced, TracedModel):
+        memory = traced.memory(scenario.shards_of(traced))
+        roofline = sum_costs(traced.traced, traced.costs(ReachableRates(scenario.gpu)))
     else:
         memory = predict_memory(traced)
-        roofline = predict(traced, Ceilings(plan.gpu))
-    good = fits(memory, plan.gpu)
-    largest = largest_batch(plan, recipe, memory, tell) if search else None
-    return Outlook(
+        roofline = predict_time(traced, ReachableRates(scenario.gpu))
+    good = fits(memory, scenario.gpu)
+    largest = find_largest_batch(scenario, recipe, memory, tell) if search else None
+    return RecipeForecast(
         memory=memory,
         roofline=roofline,
         fits=good,
         largest_batch=largest,
-        advice="" if good or not search else advise(plan, recipe, tell),
+        advice="" if good or not search else advise(scenario, recipe, tell),
     )
 
 
-def largest_batch(plan: Plan, recipe: Recipe, memory: Memory, tell: Callable[[str], None] = lambda line: None) -> int:
-    """The largest batch that fits: memory grows by so much an item, which two traces tell, and a third one checks.
+def find_largest_batch(
+    scenario: Scenario, recipe: Recipe, memory: Memory, tell: Callable[[str], None] = lambda line: None
+) -> int:
+    """Find the largest batch that fits.
 
-    Where it does not grow evenly (the head works in chunks) the straight line is drawn anew, a few times.
+    Two traces give the memory per item, and a third one checks the result. Where memory does not grow linearly (the
+    head works in chunks), the slope is computed again from the nearest batches, a few times.
     """
-    limit = usable_bytes(plan.gpu)
+    limit = get_usable_bytes(scenario.gpu)
     known = {memory.batch: memory.peak}
-    low, high = 0, 0  # the largest known to fit, the smallest known not to
+    low, high = 0, 0  # the largest that is known to fit, the smallest that is known not to
     guess = max(1, memory.batch // 2) if memory.batch > 1 else 2
     for _ in range(MOST_TRACES):
         if guess not in known:
             tell(f"{recipe}: trying a batch of {guess}")
-            known[guess] = plan.memory(recipe, guess).peak
+            known[guess] = scenario.predict_memory(recipe, guess).peak
         low = max((batch for batch, peak in known.items() if peak <= limit), default=0)
         high = min((batch for batch, peak in known.items() if peak > limit), default=0)
         first, second = sorted(known)[:2] if high and not low else sorted(known)[-2:]
@@ -208,42 +242,42 @@ def largest_batch(plan: Plan, recipe: Recipe, memory: Memory, tell: Callable[[st
         guess = max(low + 1, min(guess, high - 1)) if high else max(guess, low + 1)
         if guess < 1 or (high and high - low <= 1):
             break
-        if low and (limit - known[low]) < slope:  # not one more
+        if low and (limit - known[low]) < slope:  # not one item more
             break
     return low
 
 
-def advise(plan: Plan, recipe: Recipe, tell: Callable[[str], None] = lambda line: None) -> str:
-    """The first of what could be switched on that lets the task fit, in a sentence."""
-    limit = usable_bytes(plan.gpu)
+def advise(scenario: Scenario, recipe: Recipe, tell: Callable[[str], None] = lambda line: None) -> str:
+    """The first change that lets the task fit, in a sentence."""
+    limit = get_usable_bytes(scenario.gpu)
     least: Memory | None = None
-    for candidate in leaner(recipe):
-        if refusal(candidate, describe_device(plan.gpu)) is not None:
+    for candidate in list_leaner_recipes(recipe):
+        if refusal(candidate, describe_device(scenario.gpu)) is not None:
             continue
         tell(f"{recipe} does not fit: trying {candidate}")
         try:
-            memory = plan.memory(candidate)
+            memory = scenario.predict_memory(candidate)
         except UsageError:
-            continue  # a model without blocks cannot recompute them, and gradients of shards cannot be released
+            continue  # models without blocks cannot recompute them, and sharded gradients cannot be released
         if memory.peak <= limit:
-            return f"take {candidate}: {memory.peak / 1e9:.1f} GB"
+            return f"use {candidate}: {memory.peak / 1e9:.1f} GB"
         if candidate.gradients != "released" and (least is None or memory.peak < least.peak):
             least = memory
-    for more in _larger(plan):
+    for more in _larger(scenario):
         if least is not None:
-            spread = more.memory(parse(least.recipe), least.batch)
-            if spread.peak <= limit:
-                return f"take {least.recipe} on {more.gpus} GPUs: {spread.peak / 1e9:.1f} GB on each"
-    return "take a smaller batch, a shorter context or more memory"
+            sharded = more.predict_memory(parse(least.recipe), least.batch)
+            if sharded.peak <= limit:
+                return f"use {least.recipe} on {more.gpus} GPUs: {sharded.peak / 1e9:.1f} GB on each"
+    return "use a smaller batch, a shorter context or a GPU with more memory"
 
 
-def _larger(plan: Plan) -> Iterator[Plan]:
-    """The same plan sharded over more GPUs."""
-    if plan.cluster is None:
-        yield from (replace(plan, shards=ranks) for ranks in (2, 4, 8, 16, 32, 64) if ranks > plan.shards)
+def _larger(scenario: Scenario) -> Iterator[Scenario]:
+    """The same scenario, sharded over more GPUs."""
+    if scenario.cluster is None:
+        yield from (replace(scenario, shards=ranks) for ranks in (2, 4, 8, 16, 32, 64) if ranks > scenario.shards)
         return
-    if plan.parallel != "fsdp":
-        yield replace(plan, parallel="fsdp")
+    if scenario.parallel != "fsdp":
+        yield replace(scenario, parallel="fsdp")
     for ranks in (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024):
-        if ranks > plan.cluster.gpus:
-            yield replace(plan, cluster=cluster_of(plan.gpu, ranks), parallel="fsdp")
+        if ranks > scenario.cluster.gpus:
+            yield replace(scenario, cluster=make_cluster(scenario.gpu, ranks), parallel="fsdp")

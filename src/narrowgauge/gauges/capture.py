@@ -29,12 +29,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge import __version__, random_state
+from narrowgauge import random_state
 from narrowgauge.device_readback import Readback
 from narrowgauge.engine import Engine
 from narrowgauge.errors import UsageError
 from narrowgauge.gauges.replay import capture_files
 from narrowgauge.step_report import StepReport
+from narrowgauge.version import __version__
 
 SMALL = 1 << 16
 """Buffers of up to this many elements are copied at every step."""
@@ -64,7 +65,7 @@ class _StepStart:
     microbatches: list[_Microbatch] = field(default_factory=list)
 
     def nbytes(self) -> int:
-        return sum(t.nbytes for m in self.microbatches for _, t in capture_files.tensors_in(m.batch))
+        return sum(t.nbytes for m in self.microbatches for _, t in capture_files.list_tensors(m.batch))
 
 
 class Recorder:
@@ -148,7 +149,7 @@ class Recorder:
         step = self.engine.updates + 1
         if not self._starts or self._starts[-1].step != step:
             self._begin(step)
-        versions = [_version(tensor) for _, tensor in capture_files.tensors_in(batch)]
+        versions = [_version(tensor) for _, tensor in capture_files.list_tensors(batch)]
         self._starts[-1].microbatches.append(_Microbatch(batch, random_state.capture(), versions))
 
     def record_step(self, report: StepReport | None, loss: Tensor | None = None) -> Path | None:
@@ -271,9 +272,9 @@ class Recorder:
         return {name: copy(value) for name, value in state.items()}
 
     def _capture(self, step: int, reason: str, loss: float, applied: bool) -> Path | None:
-        path = capture_files.path_of(self.folder, step)
+        path = capture_files.make_path(self.folder, step)
         try:
-            full = len(capture_files.captures_in(self.folder)) >= self.max_captures
+            full = len(capture_files.list_captures(self.folder)) >= self.max_captures
             if full or path.exists():
                 if reason == capture_files.REQUESTED[0]:
                     self._tell(f"step {step} is not captured: {self.folder} already holds {self.max_captures} captures")
@@ -300,7 +301,7 @@ class Recorder:
         model = {name: start.buffers[name].cpu() if name in start.buffers else value for name, value in weights.items()}
         buffers = {name: value.cpu() for name, value in start.buffers.items() if name not in model}
         same = all(
-            m.versions == [_version(tensor) for _, tensor in capture_files.tensors_in(m.batch)]
+            m.versions == [_version(tensor) for _, tensor in capture_files.list_tensors(m.batch)]
             for m in start.microbatches
         )
         scales = start.scales and {k: v.cpu() if isinstance(v, Tensor) else v for k, v in start.scales.items()}

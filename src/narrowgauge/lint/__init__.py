@@ -1,5 +1,10 @@
-"""Lint: the known pitfalls of mixed precision, found before anything runs.
+"""The linter: known pitfalls of mixed precision, found before anything runs.
 
-In scripts by reading them (``script.check``, no torch needed), in models by looking at modules, parameters, optimizer
-and recipe (``model.check``). No false alarm matters as much as finding: a rule that is not sure stays silent.
+``script.check`` checks a script without running it or importing torch. ``model.check`` checks modules, parameters,
+optimizer and recipe. Avoiding false alarms matters as much as finding pitfalls: a rule that is not certain reports
+nothing.
+
+    script.py -> interpreter/ follows the script and reports every step to
+                 rules/       detectors, which record verdicts (verdicts.py) that become findings
+    model.py  -> rules/       checks of modules, parameters, optimizer and recipe
 """

@@ -1,18 +1,19 @@
-"""What padding a dimension costs and brings, predicted from shapes.
+"""Predicts from shapes what padding a dimension costs and saves.
 
-A tensor core's operands are read 16 bytes at a time where rows begin on 16 bytes, that is where a dimension is a
-multiple of 8 in 16 bits. Where it is not, cuBLAS takes kernels that read 2, 4 or 8 bytes at a time: on an H200 six to
-seven times slower (docs/results.md), which ``UNALIGNED`` is from; findings say so, as other GPUs differ. FP8 products
-refuse such shapes, so a layer stays in BF16; what that costs follows from the shares of the peaks that are reached
-(nn/products/choose_formats.py).
+A tensor core's operands are read 16 bytes at a time where rows begin on 16 bytes, that is, where a dimension is
+a multiple of 8 in 16 bits. Otherwise cuBLAS uses kernels that read 2, 4 or 8 bytes at a time: on an H200 six to
+seven times slower. Findings name the H200, as other GPUs differ. FP8 products reject such shapes, so a layer stays in
+BF16. What both cost follows from the fractions of the peaks that training reaches (``peak_fractions.toml``).
 """
 
 from __future__ import annotations
 
-UNALIGNED = 0.15
-"""Rate of a BF16 product whose rows do not begin on 16 bytes, as a share of the aligned one's: measured on an H200."""
-FP8_TIME = 0.54
-"""Time of an FP8 product beside BF16's: 0.65 of BF16's peak is reached, 0.60 of FP8's, which is twice as high."""
+from narrowgauge.peak_fractions import get_fraction
+
+UNALIGNED = get_fraction("unaligned_product")
+"""Rate of a BF16 product whose rows do not begin on 16 bytes, divided by the aligned one's."""
+FP8_TIME = get_fraction("product.bf16") / (2 * get_fraction("product.fp8"))
+"""Time of an FP8 product divided by that in BF16: the FP8 peak is twice as high."""
 
 
 def multiple_for(compute: str) -> int | None:

@@ -1,25 +1,51 @@
-"""A rule of the linter, and the order in which its findings are shown."""
+"""A rule of the linter: what it finds, how serious that is, why, and how to fix it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from narrowgauge.findings import ORDER, Finding
+from narrowgauge.findings import ORDER, Finding, Span
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rule:
-    """A pitfall by name."""
+    """A pitfall that the linter knows."""
 
     name: str
     severity: str
+    """``serious``, ``warning`` or ``note``; a finding may have another one."""
     about: str
+    """What the rule finds."""
     why: str
+    """What happens if it is not fixed."""
     fix: str
+    """How to fix it."""
+
+    def finding(
+        self, where: str, detail: str = "", fix: str = "", severity: str = "", span: Span | None = None
+    ) -> Finding:
+        """Return a finding of this rule.
+
+        Args:
+            where: file:line, or the path of a module.
+            detail: the evidence; by default what the rule is about.
+            fix: a more precise fix than the rule's.
+            severity: another severity than the rule's.
+            span: the range in a file.
+        """
+        return Finding(
+            rule=self.name,
+            severity=severity or self.severity,
+            where=where,
+            detail=detail or self.about,
+            why=self.why,
+            fix=fix or self.fix,
+            span=span,
+        )
 
 
 def in_order(findings: list[Finding]) -> list[Finding]:
-    """By file and line, modules last; each once."""
+    """Return the findings by file and line, modules last, without duplicates."""
     unique = list(dict.fromkeys(findings))
 
     def key(finding: Finding) -> tuple[bool, str, int, int]:

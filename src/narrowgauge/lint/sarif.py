@@ -1,7 +1,7 @@
-"""Findings as SARIF 2.1.0, which code hosts show beside the lines they are about.
+"""Findings as SARIF 2.1.0, which code hosts show next to the lines.
 
 https://docs.oasis-open.org/sarif/sarif/v2.1.0/sarif-v2.1.0.html: a run has a tool with its rules, and results that
-point to a stretch of a file (physicalLocation) or, for a module of a model, to its path (logicalLocations).
+point to a range in a file (physicalLocation) or, for a module of a model, to its path (logicalLocations).
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from narrowgauge import __version__
 from narrowgauge.findings import NOTE, SERIOUS, WARNING, Finding, Span
 from narrowgauge.lint.rule import Rule
 from narrowgauge.lint.rules import RULES
+from narrowgauge.version import __version__
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 ROOT = "%SRCROOT%"
-"""What code hosts call the folder that paths start from."""
+"""The name that code hosts use for the root of the repository."""
 LEVELS = {SERIOUS: "error", WARNING: "warning", NOTE: "note"}
 
 
 def report(findings: list[Finding], root: Path) -> dict[str, Any]:
-    """The whole log; files are named relative to ``root`` where they lie in it."""
+    """Return the whole log; paths of files in ``root`` are relative to it."""
     names = list(RULES)
     return {
         "$schema": SCHEMA,
@@ -60,14 +60,14 @@ def _result(finding: Finding, index: int, root: Path) -> dict[str, Any]:
         "ruleId": finding.rule,
         "ruleIndex": index,
         "level": LEVELS[finding.severity],
-        "message": {"text": f"{_sentence(finding.detail)} {_sentence(finding.why)} Mend: {_sentence(finding.fix)}"},
+        "message": {"text": f"{_sentence(finding.detail)} {_sentence(finding.why)} Fix: {_sentence(finding.fix)}"},
         "locations": [_location(finding, root)],
         "partialFingerprints": {"narrowgauge/v1": _fingerprint(finding)},
     }
 
 
 def _location(finding: Finding, root: Path) -> dict[str, Any]:
-    """A line, a module, or both: a module of a model whose task is in a file."""
+    """Return a line, a module, or both, for a module of a task that is in a file."""
     place = _place(finding.span, root) if finding.span else {}
     return place if finding.span and finding.where == str(finding.span) else {**place, **_module(finding.where)}
 
@@ -91,7 +91,7 @@ def _module(path: str) -> dict[str, Any]:
 
 
 def _fingerprint(finding: Finding) -> str:
-    """The same for the same finding when lines above it come and go: the line number is left out."""
+    """Return a hash without the line number, so that it stays the same when lines above are added or removed."""
     where = finding.span.path if finding.span else finding.where
     return hashlib.sha256(f"{finding.rule}|{where}|{finding.detail}".encode()).hexdigest()[:32]
 

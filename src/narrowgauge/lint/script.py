@@ -1,7 +1,7 @@
-"""Lints scripts: reads them, never runs them.
+"""Lints scripts without running them.
 
-A line that ends in ``# narrowgauge: ignore`` is left alone, one with ``# narrowgauge: ignore[rule, ...]`` by those
-rules.
+A comment ``# narrowgauge: ignore`` suppresses all findings on its line, ``# narrowgauge: ignore[rule, ...]`` those of
+the named rules.
 """
 
 from __future__ import annotations
@@ -16,24 +16,34 @@ from pathlib import Path
 from narrowgauge import files
 from narrowgauge.errors import UsageError
 from narrowgauge.findings import Finding, Span
-from narrowgauge.lint.afterwards import conclude, imported
-from narrowgauge.lint.flow import Follower
-from narrowgauge.lint.notebook import Notebook
+from narrowgauge.lint.interpreter.flow import Interpreter
+from narrowgauge.lint.interpreter.observations import Observations
+from narrowgauge.lint.interpreter.syntax import imported_libraries
 from narrowgauge.lint.rule import in_order
-from narrowgauge.lint.rules import RULES
+from narrowgauge.lint.rules import DETECTORS
+from narrowgauge.lint.rules.syntax import SYNTAX
+from narrowgauge.lint.verdicts import Verdicts
 
 _IGNORE = re.compile(r"#\s*narrowgauge:\s*ignore(?:\[([\w\s,-]*)\])?")
 _RELEVANT = {"torch", "torchvision", "lightning", "pytorch_lightning", "transformers", "apex", "narrowgauge"}
-"""Libraries without which no rule applies."""
+"""A script that imports none of these is not checked: no rule applies."""
 DEEP = 10_000
-"""Nesting of Python calls: an expression of a thousand terms is a thousand deep."""
+"""Recursion limit: an expression of a thousand terms is a thousand levels deep."""
 LARGEST = 16 << 20
-"""Bytes of a script: more was not written by a person."""
+"""Maximum size of a script in bytes; larger ones are generated."""
 _SKIPPED = {".git", ".venv", "venv", "node_modules", "__pycache__", ".tox", "build", "dist"}
 
 
 def check(path: Path, formats: Iterable[str] = ()) -> list[Finding]:
-    """The findings of one file. ``formats``: what it will be trained in, beside what it says itself."""
+    """Return the findings in one file.
+
+    Args:
+        path: the script.
+        formats: formats that it will be trained in, in addition to those it names itself.
+
+    Raises:
+        UsageError: the file cannot be read, or is not valid Python.
+    """
     text = files.read(path, LARGEST)
     try:
         return check_text(text.decode(_encoding(text)), str(path), formats)
@@ -42,32 +52,29 @@ def check(path: Path, formats: Iterable[str] = ()) -> list[Finding]:
 
 
 def check_folder(folder: Path, formats: Iterable[str] = ()) -> list[Finding]:
-    """The findings of every Python file in a folder; one that is not Python is a finding itself."""
+    """Return the findings in every Python file of a folder; a file that cannot be parsed is a finding."""
     found: list[Finding] = []
     for path in sorted(folder.rglob("*.py")):
         if _SKIPPED.isdisjoint(path.relative_to(folder).parts[:-1]) and path.is_file():
             try:
                 found += check(path, formats)
             except UsageError as error:
-                rule = RULES["syntax"]
-                line = getattr(error.__cause__, "lineno", None) or 1
-                span = Span(str(path), line)
-                found.append(
-                    Finding(
-                        rule=rule.name,
-                        severity=rule.severity,
-                        where=str(span),
-                        detail=str(error),
-                        why=rule.why,
-                        fix=rule.fix,
-                        span=span,
-                    )
-                )
+                span = Span(str(path), getattr(error.__cause__, "lineno", None) or 1)
+                found.append(SYNTAX.finding(str(span), str(error), span=span))
     return found
 
 
 def check_text(text: str, path: str = "<script>", formats: Iterable[str] = ()) -> list[Finding]:
-    """The findings of a script's text."""
+    """Return the findings in the text of a script.
+
+    Args:
+        text: the source code.
+        path: file name for the findings.
+        formats: formats that it will be trained in, in addition to those it names itself.
+
+    Raises:
+        UsageError: the text is not valid Python.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the script's own, such as an invalid escape
@@ -77,44 +84,32 @@ def check_text(text: str, path: str = "<script>", formats: Iterable[str] = ()) -
         place = f"{path}:{line}" if line else path
         reason = getattr(error, "msg", None) or str(error) or type(error).__name__
         raise UsageError(
-            f"{place} is not Python that {sys.version_info.major}.{sys.version_info.minor} reads: {reason}"
+            f"{place} is not valid Python {sys.version_info.major}.{sys.version_info.minor}: {reason}"
         ) from error
-    if not _RELEVANT & imported(tree):
+    if not _RELEVANT & imported_libraries(tree):
         return []
-    notebook = Notebook()
-    notebook.formats |= set(formats) & {"fp16", "bf16", "fp8"}
-    follower = Follower(tree, notebook)
+    verdicts = Verdicts()
+    interpreter = Interpreter(tree, Observations(formats=set(formats) & {"fp16", "bf16", "fp8"}))
+    interpreter.observers += [detector(interpreter, verdicts) for detector in DETECTORS]
     limit = sys.getrecursionlimit()
     try:
         sys.setrecursionlimit(max(limit, DEEP))
-        follower.follow()
-        conclude(follower)
+        interpreter.follow()
     except RecursionError:
-        return []  # nothing is sure
+        return []  # nothing is certain
     finally:
         sys.setrecursionlimit(limit)
     lines = text.splitlines()
     found = []
-    for name, verdict in notebook.judged():
-        rule = RULES[name]
+    for verdict in verdicts.bad():
         span = _span(verdict.node, path, lines)
-        if not _is_ignored(lines[span.line - 1] if span.line <= len(lines) else "", name):
-            found.append(
-                Finding(
-                    rule=name,
-                    severity=verdict.severity or rule.severity,
-                    where=str(span),
-                    detail=verdict.detail or rule.about,
-                    why=rule.why,
-                    fix=verdict.fix or rule.fix,
-                    span=span,
-                )
-            )
+        if not _is_ignored(lines[span.line - 1] if span.line <= len(lines) else "", verdict.rule.name):
+            found.append(verdict.rule.finding(str(span), verdict.detail, verdict.fix, verdict.severity, span))
     return in_order(found)
 
 
 def line_of(path: Path, function: str) -> int:
-    """Where a function of a file begins; 1 where it cannot be found."""
+    """Return the line of a function in a file; 1 if it is not found."""
     try:
         tree = ast.parse(files.read(path, LARGEST))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -133,7 +128,7 @@ def _encoding(text: bytes) -> str:
 
 
 def _span(node: ast.AST, path: str, lines: list[str]) -> Span:
-    """Where a node is; Python counts columns in bytes, people in letters."""
+    """Return the range of a node, with columns in characters (Python counts bytes)."""
     line = getattr(node, "lineno", 1)
     end = getattr(node, "end_lineno", None) or line
     if isinstance(node, ast.ClassDef | ast.FunctionDef):

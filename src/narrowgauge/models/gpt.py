@@ -1,7 +1,7 @@
 """GPT: learned positions, pre-norm blocks, exact GELU, a head that shares the embedding's weights, no biases.
 
-The residual stream is FP32, whatever the embedding is, and stays so under autocast by promotion: each block adds a
-16-bit branch to a 32-bit trunk. Shapes: B batch, T context, D width, H heads, V padded vocabulary.
+The residual stream is FP32 for any format of the embedding. Under autocast, type promotion keeps it FP32: each block
+adds a 16-bit branch to it. Shapes: B batch, T context, D width, H heads, V padded vocabulary.
 """
 
 from __future__ import annotations
@@ -13,48 +13,50 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowgauge.errors import UsageError
-from narrowgauge.models import draw_weights, pad_vocab, widened
+from narrowgauge.models.weights import init_weights, pad_vocab, widen
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """The sizes of a GPT."""
+    """The dimensions of a GPT."""
 
     layers: int
     width: int
     heads: int
     context: int
-    """Longest sequence: one learned position each."""
+    """Maximum sequence length: each position has a learned embedding."""
     vocab: int
-    """Tokens there are; the embedding is padded beyond it."""
+    """Number of tokens. The embedding is padded to a multiple of 128."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "context", "vocab"):
             if getattr(self, name) < 1:
-                raise UsageError(f"a GPT with {name} {getattr(self, name)} was asked for; {name} must be at least 1")
+                raise UsageError(f"GPT with {name} {getattr(self, name)}: {name} must be at least 1")
         if self.width % self.heads:
             raise UsageError(f"a width of {self.width} does not divide into {self.heads} heads; change one of the two")
 
     @property
     def padded_vocab(self) -> int:
+        """The size of the embedding."""
         return pad_vocab(self.vocab)
 
     def parameters(self) -> int:
-        """How many parameters there are, the shared embedding and head once."""
+        """Return the number of parameters. The shared embedding and head count once."""
         block = 12 * self.width**2 + 2 * self.width  # qkv 3, out 1, up 4, down 4; two norms
         return (self.padded_vocab + self.context) * self.width + self.layers * block + self.width
 
     def flops_per_token(self) -> float:
-        """Forward and backward: 6 for each parameter that multiplies (positions are looked up), and attention's 12LDT.
+        """Return the FLOPs of forward and backward: 6 per parameter in a GEMM, and 12LDT for attention.
 
-        Attention counts the whole square of scores, as is usual, though the causal half suffices.
+        Position embeddings are looked up, so they do not count. Attention counts the full square of scores, as is
+        usual, although half of it is masked.
         """
         multiplied = self.parameters() - self.context * self.width
         return 6.0 * multiplied + 12.0 * self.layers * self.width * self.context
 
 
 class Block(nn.Module):
-    """Attention and a two-layer perceptron, each behind a norm and beside the residual stream."""
+    """Attention and a two-layer MLP, each after a norm and added to the residual stream."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -73,6 +75,7 @@ class Block(nn.Module):
         return x + branch
 
     def attend(self, qkv: Tensor) -> Tensor:
+        """Causal attention of the projected queries, keys and values."""
         batch, length, triple = qkv.shape  # B, T, 3D
         q, k, v = qkv.view(batch, length, 3, self.heads, triple // 3 // self.heads).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # B, H, T, D/H
@@ -80,9 +83,14 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens in, logits out; or, with targets, their mean cross-entropy in nats."""
+    """A GPT language model. Maps tokens to logits or, with targets, to the mean cross-entropy in nats."""
 
     def __init__(self, config: GPTConfig) -> None:
+        """Make the model with initialized weights.
+
+        Args:
+            config: The dimensions of the model.
+        """
         super().__init__()
         self.config = config
         self.tok = nn.Embedding(config.padded_vocab, config.width)
@@ -91,20 +99,29 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(config.width, bias=False)
         self.lm_head = nn.Linear(config.width, config.padded_vocab, bias=False)
         self.lm_head.weight = self.tok.weight
-        draw_weights(self, config.layers)
+        init_weights(self, config.layers)
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        x: Tensor = widened(self.tok(inputs)) + self.pos(torch.arange(inputs.shape[1], device=inputs.device))  # B, T, D
+        """Run the model.
+
+        Args:
+            inputs: Tokens, shape (B, T).
+            targets: The next tokens, shape (B, T), or None.
+
+        Returns:
+            Logits of shape (B, T, V), or the mean cross-entropy if there are targets.
+        """
+        x: Tensor = widen(self.tok(inputs)) + self.pos(torch.arange(inputs.shape[1], device=inputs.device))  # B, T, D
         return self.trunk(x, targets)
 
     def trunk(self, x: Tensor, targets: Tensor | None) -> Tensor:
-        """Everything behind the embedding: the blocks, one after the other, and the end."""
+        """Run everything after the embedding: the blocks and the head."""
         for block in self.blocks:
             x = block(x)
         return self.finish(x, targets)
 
     def finish(self, x: Tensor, targets: Tensor | None) -> Tensor:
-        """From the last block's output to logits, or to the loss where there are targets."""
+        """Compute logits from the output of the last block, or the loss if there are targets."""
         logits: Tensor = self.lm_head(self.norm(x))  # B, T, V
         if targets is None:
             return logits

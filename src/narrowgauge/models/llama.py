@@ -1,7 +1,9 @@
-"""Llama: RMSNorm, rotary positions, grouped-query attention, a gated perceptron (SwiGLU), a head of its own.
+"""Llama: RMSNorm, rotary position embedding, grouped-query attention, a gated MLP (SwiGLU), an untied head.
 
-Rotation angles and norms are computed in FP32 whatever the model runs in: position 2,000 times a frequency near 1 has
-lost its fraction in BF16. Shapes: B batch, T context, D width, H heads, K key-value heads, S head size, V vocabulary.
+Rotation angles and norms are computed in FP32 for any format of the model: in BF16, position 2,000 times a frequency
+near 1 has lost its fraction.
+
+Shapes: B batch, T context, D width, H heads, K key-value heads, S head size, V padded vocabulary.
 """
 
 from __future__ import annotations
@@ -13,58 +15,62 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowgauge.errors import UsageError
-from narrowgauge.models import draw_weights, pad_vocab, widened
+from narrowgauge.models.weights import init_weights, pad_vocab, widen
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """The sizes of a Llama."""
+    """The dimensions of a Llama."""
 
     layers: int
     width: int
     heads: int
     kv_heads: int
-    """Heads of keys and values; each serves heads / kv_heads heads of queries."""
+    """Heads of keys and values. Each is shared by heads / kv_heads query heads."""
     hidden: int
-    """Width of the perceptron."""
+    """Width of the MLP."""
     context: int
-    """The sequence length it is trained on; rotary positions themselves have no end."""
+    """Sequence length in training. Rotary position embedding itself has no limit."""
     vocab: int
+    """Number of tokens. The embedding is padded to a multiple of 128."""
     rope_base: float = 10_000.0
+    """Base of the rotary frequencies."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "kv_heads", "hidden", "context", "vocab"):
             if getattr(self, name) < 1:
-                raise UsageError(f"a Llama with {name} {getattr(self, name)} was asked for; {name} must be at least 1")
+                raise UsageError(f"Llama with {name} {getattr(self, name)}: {name} must be at least 1")
         if self.width % (2 * self.heads):
             raise UsageError(f"a width of {self.width} does not divide into {self.heads} heads of an even size")
         if self.heads % self.kv_heads:
             raise UsageError(
-                f"{self.heads} heads do not share {self.kv_heads} key-value heads evenly; change one of them"
+                f"{self.heads} heads cannot share {self.kv_heads} key-value heads evenly; change one of them"
             )
 
     @property
     def padded_vocab(self) -> int:
+        """The size of the embedding."""
         return pad_vocab(self.vocab)
 
     @property
     def head_size(self) -> int:
+        """The width of one head."""
         return self.width // self.heads
 
     def parameters(self) -> int:
-        """How many parameters there are."""
+        """Return the number of parameters."""
         attention = self.width * self.head_size * (2 * self.heads + 2 * self.kv_heads)
         block = attention + 3 * self.width * self.hidden + 2 * self.width
         return 2 * self.padded_vocab * self.width + self.layers * block + self.width
 
     def flops_per_token(self) -> float:
-        """Forward and backward: 6 for each parameter that multiplies (the embedding is looked up), and 12LDT."""
+        """Return the FLOPs of forward and backward: 6 per parameter in a GEMM, and 12LDT for attention."""
         multiplied = self.parameters() - self.padded_vocab * self.width
         return 6.0 * multiplied + 12.0 * self.layers * self.width * self.context
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, in FP32 inside and in the input's type outside."""
+    """x / sqrt(mean(x^2) + eps) * weight, computed in FP32 and returned in the input's dtype."""
 
     def __init__(self, width: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -78,7 +84,7 @@ class RMSNorm(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a gated perceptron, each behind a norm and beside the residual stream."""
+    """Attention and a gated MLP, each after a norm and added to the residual stream."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -98,6 +104,7 @@ class Block(nn.Module):
         return x + branch
 
     def attend(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Causal attention of the projected queries, keys and values, with rotary position embedding."""
         batch, length, _ = qkv.shape
         heads = qkv.view(batch, length, -1, self.head_size).transpose(1, 2)  # B, H + 2K, T, S
         q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
@@ -108,45 +115,59 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Tokens in, logits out; or, with targets, their mean cross-entropy in nats."""
+    """A Llama language model. Maps tokens to logits or, with targets, to the mean cross-entropy in nats."""
 
     def __init__(self, config: LlamaConfig) -> None:
+        """Make the model with initialized weights.
+
+        Args:
+            config: The dimensions of the model.
+        """
         super().__init__()
         self.config = config
         self.tok = nn.Embedding(config.padded_vocab, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.width)
         self.lm_head = nn.Linear(config.width, config.padded_vocab, bias=False)
-        draw_weights(self, config.layers)
+        init_weights(self, config.layers)
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        x = widened(self.tok(inputs))  # B, T, D
-        # Made anew rather than kept in a buffer: a buffer follows model.to(bfloat16) and is lost on the meta device.
-        cos, sin = angles(inputs.shape[1], self.config.head_size, self.config.rope_base, inputs.device)
+        """Run the model.
+
+        Args:
+            inputs: Tokens, shape (B, T).
+            targets: The next tokens, shape (B, T), or None.
+
+        Returns:
+            Logits of shape (B, T, V), or the mean cross-entropy if there are targets.
+        """
+        x = widen(self.tok(inputs))  # B, T, D
+        # Computed at each forward: a buffer would become BF16 in model.to(bfloat16), and be lost on the meta device.
+        cos, sin = compute_angles(inputs.shape[1], self.config.head_size, self.config.rope_base, inputs.device)
         return self.trunk(x, targets, cos, sin)
 
     def trunk(self, x: Tensor, targets: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
-        """Everything behind the embedding: the blocks, one after the other, and the end."""
+        """Run everything after the embedding: the blocks and the head."""
         for block in self.blocks:
             x = block(x, cos, sin)
         return self.finish(x, targets)
 
     def finish(self, x: Tensor, targets: Tensor | None) -> Tensor:
-        """From the last block's output to logits, or to the loss where there are targets."""
+        """Compute logits from the output of the last block, or the loss if there are targets."""
         logits: Tensor = self.lm_head(self.norm(x))  # B, T, V
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def angles(length: int, head_size: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine (T, S/2) of position times frequency, the frequencies falling from 1 towards 1/base."""
+def compute_angles(length: int, head_size: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Compute cosine and sine (T, S/2) of position times frequency. Frequencies decrease from 1 towards 1/base."""
     exponents = torch.arange(0, head_size, 2, device=device, dtype=torch.float32) / head_size
     turns = torch.arange(length, device=device, dtype=torch.float32)[:, None] * base**-exponents
     return turns.cos(), turns.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + S/2]) of a head by its position's angle, in FP32."""
+    """Rotate each pair (x[i], x[i + S/2]) of a head by the angle of its position, in FP32."""
     left, right = x.float().chunk(2, dim=-1)
     return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1).to(x.dtype)

@@ -1,8 +1,8 @@
-"""Makes a run's model, and spreads it over the ranks.
+"""Initializes the model of a run, and distributes it over the ranks.
 
-A model is drawn as its author wrote it, so there is a moment when it is whole, in FP32. Where that is too much for a
-GPU, the host has to hold it, once: the ranks of a machine take turns, each drawing the same numbers and keeping its
-shards, which FSDP moves to the GPU block by block.
+The task's own code initializes a model, so at first it is whole and in FP32. If that is too large for a GPU, it is
+initialized in host memory. The ranks of a machine take turns, so that the host holds it once: each rank initializes the
+same weights and keeps its shards, which FSDP moves to the GPU block by block.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from narrowgauge.ranks.distribute import SHARDED_FROM, replicate, shard
 from narrowgauge.ranks.world import World
 from narrowgauge.recipe import Recipe
 
-SHARE = 0.4
-"""Of a GPU's memory that a whole model may take there for a moment."""
+MAX_WHOLE_FRACTION = 0.4
+"""Fraction of a GPU's memory that the whole model may take while it is initialized there."""
 
 
 def make_model(
@@ -31,54 +31,64 @@ def make_model(
     *,
     parallel: str,
     seed: int,
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> nn.Module:
-    """The model: whole where a process is alone, else in shards or as copies, the same numbers on every rank."""
-    if world.alone:
-        return _draw(make, device, seed)
-    parameters = count(make)
-    if _is_to_be_sharded(parallel, parameters) and is_too_large(parameters, device):
-        tell(f"{4e-9 * parameters:,.0f} GB of model are drawn in the host's memory, by one rank after the other")
-        model, sharded = draw_in_turns(make, recipe, device, world, seed), True
+    """Make the model of a run: whole in a single process, else sharded or copied. The seed decides all weights.
+
+    Args:
+        make: Makes the whole model on the current device.
+        recipe: The recipe of the run.
+        device: The device of this rank.
+        world: The ranks of the run.
+        parallel: fsdp (shards), ddp (copies) or auto (by the number of parameters).
+        seed: The seed of the run.
+        notify: Prints a line for the user.
+    """
+    if world.is_single:
+        return _init_whole(make, device, seed)
+    parameters = count_parameters(make)
+    if _decide_sharding(parallel, parameters) and is_too_large(parameters, device):
+        notify(f"initializing {4e-9 * parameters:,.0f} GB of weights in host memory, one rank after the other")
+        model, sharded = init_in_turns(make, recipe, device, world, seed), True
     else:
-        model = _draw(make, device, seed)
-        sharded = _is_to_be_sharded(parallel, sum(parameter.numel() for parameter in model.parameters()))
+        model = _init_whole(make, device, seed)
+        sharded = _decide_sharding(parallel, sum(parameter.numel() for parameter in model.parameters()))
         model = shard(model, recipe) if sharded else replicate(model, recipe)
-    tell(f"{world.size} ranks, each with " + ("its shards (FSDP2)" if sharded else "a copy of the model (DDP)"))
-    random_state.seed(seed + world.rank)  # dropout is each rank's own
+    notify(f"{world.size} ranks, each with " + ("its shards (FSDP2)" if sharded else "a copy of the model (DDP)"))
+    random_state.seed(seed + world.rank)  # each rank has its own dropout
     return model
 
 
-def _is_to_be_sharded(parallel: str, parameters: int) -> bool:
+def _decide_sharding(parallel: str, parameters: int) -> bool:
     return parallel == "fsdp" or (parallel == "auto" and parameters > SHARDED_FROM)
 
 
-def _draw(make: Callable[[], nn.Module], device: torch.device, seed: int) -> nn.Module:
+def _init_whole(make: Callable[[], nn.Module], device: torch.device, seed: int) -> nn.Module:
     random_state.seed(seed)
     with device:
         return make()
 
 
-def count(make: Callable[[], nn.Module]) -> int:
-    """The parameters of a model, without their memory; 0 where it cannot be made so."""
+def count_parameters(make: Callable[[], nn.Module]) -> int:
+    """Count the parameters of a model on the meta device, without memory; 0 if it cannot be made there."""
     try:
         with torch.device("meta"):
             return sum(parameter.numel() for parameter in make().parameters())
-    except Exception:  # whatever a user's model does not like about tensors without numbers
+    except Exception:  # a user's model may fail in any way on the meta device
         return 0
 
 
 def is_too_large(parameters: int, device: torch.device) -> bool:
-    """Whether a model is better not drawn on the device."""
+    """Whether a model is too large to be initialized whole on the device."""
     if device.type != "cuda":
         return False
-    return 4 * parameters > SHARE * torch.cuda.get_device_properties(device).total_memory
+    return 4 * parameters > MAX_WHOLE_FRACTION * torch.cuda.get_device_properties(device).total_memory
 
 
-def draw_in_turns(
+def init_in_turns(
     make: Callable[[], nn.Module], recipe: str | Recipe, device: torch.device, world: World, seed: int
 ) -> nn.Module:
-    """The model's shards on the device; every rank calls it."""
+    """Initialize the model on the CPU, one rank after the other, and shard it to the device. Every rank calls it."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh(device.type, (world.size,))  # together, before the turns
@@ -86,15 +96,15 @@ def draw_in_turns(
     model: nn.Module | None = None
     for turn in range(turns):
         if turn == mine:
-            model = shard(_draw(make, torch.device("cpu"), seed), recipe, mesh=mesh)
-            _bring_rest(model, device)
+            model = shard(_init_whole(make, torch.device("cpu"), seed), recipe, mesh=mesh)
+            _move_rest(model, device)
         world.wait()
     assert model is not None
     return model
 
 
-def _bring_rest(model: nn.Module, device: torch.device) -> None:
-    """Move what FSDP does not: vectors, keepers, buffers."""
+def _move_rest(model: nn.Module, device: torch.device) -> None:
+    """Move what FSDP does not: vectors, parameters kept in FP32, buffers."""
     for parameter in model.parameters():
         if not is_sharded(parameter):
             parameter.data = parameter.data.to(device)

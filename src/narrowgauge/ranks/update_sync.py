@@ -1,11 +1,12 @@
-"""What an update needs of all ranks, so that each does the same.
+"""Synchronizes what an update needs from all ranks, so that every rank makes the same update.
 
-gradients   of shards are summed by FSDP, of DDP's copies by DDP, both during the last microbatch's backward alone
-            (of a large model in every one: until they are summed, a rank holds all of them, whole and in FP32);
-            of other copies beside shards (norms, keepers) here, all in one buffer for each format
-the norm    the squares of every rank's part, summed over ranks in FP64: one collective of as many numbers as there
-            are parameters, which also carries an inf or a NaN of any rank to all: all skip, or none
-FP8         the largest |x| of any rank is what all scales are made from
+gradients   FSDP reduces those of shards, DDP those of its copies, both only in the backward of the last microbatch (in
+            every one for a large model: until they are reduced, a rank holds all of them, whole and in FP32). Those of
+            parameters that are copied besides shards (norms, modules kept in FP32) are averaged here, in one buffer
+            per format.
+norms       The squares of every rank's part are summed over ranks in FP64, in one collective with one number per
+            parameter tensor. It also carries an inf or a NaN of any rank to all: either all ranks skip, or none.
+FP8         All scales are computed from the largest |x| of any rank.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 from narrowgauge.errors import UsageError
 from narrowgauge.optim.norms import view_real
 from narrowgauge.optim.sharded import is_sharded
-from narrowgauge.ranks.distribute import are_summed_each, refuse_fsdp1
+from narrowgauge.ranks.distribute import reduces_every_microbatch, refuse_fsdp1
 from narrowgauge.scaling.tensor import TensorScales
 
 
 class UpdateSync:
-    """The ranks that a model is spread over, as its engine sees them."""
+    """Synchronizes the updates of one engine over the ranks that its model is distributed over."""
 
     def __init__(self, model: nn.Module, named: Mapping[str, nn.Parameter], lean: bool) -> None:
         refuse_fsdp1(model)
@@ -44,56 +45,65 @@ class UpdateSync:
         self.sharded = bool(sharded)
         if self.copied and lean and any(p.dim() > 1 and p.dtype is torch.float32 for p in named.values()):
             raise UsageError(
-                "Engine: a lean recipe makes weights BF16, but DDP has taken note of them in FP32; wrap the model with "
-                "narrowgauge.ranks.replicate(model, recipe)"
+                "Engine: a lean recipe converts weights to BF16, but DDP was set up with FP32 weights; wrap the model "
+                "with narrowgauge.ranks.replicate(model, recipe)"
             )
         self.size = dist.get_world_size(self.group) if self.group is not None else 1
         fsdp = (m for m in model.modules() if hasattr(m, "set_requires_gradient_sync")) if sharded else ()
         self._outermost: Any = next(iter(fsdp), None)
-        self.sums_each = bool(sharded) and _are_too_large(sharded)
-        self._shares: tuple[list[int], Tensor] | None = None
-        self._announced = True
+        self.reduces_every_microbatch = bool(sharded) and _cannot_wait(sharded)
+        self._weights: tuple[list[int], Tensor] | None = None
+        self._syncs_gradients = True
 
-    def announce(self, last: bool) -> None:
-        """Before a microbatch: whether gradients are to be summed over ranks in its backward."""
+    def set_gradient_sync(self, last: bool) -> None:
+        """Set, before a microbatch, whether its backward reduces gradients over ranks.
+
+        Args:
+            last: Whether it is the last microbatch of the update.
+        """
         if self.copied:
             model: Any = self.model
-            if self._announced and not model.require_backward_grad_sync:
+            if self._syncs_gradients and not model.require_backward_grad_sync:
                 return  # the user's own ``with model.no_sync()``
-            model.require_backward_grad_sync = self._announced = last
-        elif self._outermost is not None:
-            self._outermost.set_requires_gradient_sync(last or self.sums_each)  # and it tells those inside it
+            model.require_backward_grad_sync = self._syncs_gradients = last
+        elif self._outermost is not None:  # FSDP also sets the modules inside it
+            self._outermost.set_requires_gradient_sync(last or self.reduces_every_microbatch)
 
     @torch.no_grad()
-    def settle_gradients(self, named: Mapping[str, nn.Parameter]) -> None:
-        """Average the gradients that neither FSDP nor DDP has."""
-        alike: dict[torch.dtype, list[Tensor]] = {}
+    def average_copied_gradients(self, named: Mapping[str, nn.Parameter]) -> None:
+        """Average over ranks the gradients that neither FSDP nor DDP reduces."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for parameter in (p for p in named.values() if self.sharded and not is_sharded(p)):
-            if parameter.grad is None:  # a rank may have had no use for it
+            if parameter.grad is None:  # this rank may not have used it
                 parameter.grad = torch.zeros_like(parameter)
             grad = view_real(parameter.grad)
-            alike.setdefault(grad.dtype, []).append(grad)
-        for grads in alike.values():
+            by_dtype.setdefault(grad.dtype, []).append(grad)
+        for grads in by_dtype.values():
             flat = torch.cat([grad.reshape(-1).float() for grad in grads])
             dist.all_reduce(flat, group=self.group)
             flat /= self.size
             for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
                 grad.copy_(part.view_as(grad))
 
-    def combine(self, norms: Tensor, named: Mapping[str, nn.Parameter]) -> Tensor:
-        """The norms of whole gradients from those of this rank's parts; DDP's are whole already."""
+    def combine_norms(self, norms: Tensor, named: Mapping[str, nn.Parameter]) -> Tensor:
+        """Compute the norms of whole gradients from the norms of this rank's shards. With DDP they are whole already.
+
+        Args:
+            norms: One norm per parameter, of this rank's part of its gradient.
+            named: The parameters, in the same order.
+        """
         if not self.sharded:
             return norms
         own = [id(parameter) for parameter in named.values()]
-        if self._shares is None or self._shares[0] != own:
-            shares = [1 / self._holders(parameter) for parameter in named.values()]
-            self._shares = own, torch.tensor(shares, dtype=torch.float64, device=norms.device)
-        squares = norms.double().square() * self._shares[1]
+        if self._weights is None or self._weights[0] != own:
+            weights = [1 / self._count_holders(parameter) for parameter in named.values()]
+            self._weights = own, torch.tensor(weights, dtype=torch.float64, device=norms.device)
+        squares = norms.double().square() * self._weights[1]
         dist.all_reduce(squares, group=self.group)
         return squares.sqrt().float()
 
-    def _holders(self, parameter: Any) -> int:
-        """How many ranks hold the same part of a parameter."""
+    def _count_holders(self, parameter: Any) -> int:
+        """Count the ranks that hold the same part of a parameter."""
         if not is_sharded(parameter):
             return self.size
         sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
@@ -103,8 +113,8 @@ class UpdateSync:
         return holders
 
     @torch.no_grad()
-    def agree(self, scales: TensorScales) -> None:
-        """Let every rank move its FP8 scales by what the ranks have seen together."""
+    def sync_amax(self, scales: TensorScales) -> None:
+        """Take the maximum of the FP8 amax values over all ranks, so that all compute the same scales."""
         if self.group is None:
             return
         seen = torch.cat([scales.amax, scales.seen_beside.reshape(1)])
@@ -115,7 +125,7 @@ class UpdateSync:
 
     @torch.no_grad()
     def average(self, number: Tensor) -> Tensor:
-        """The mean of the ranks' numbers."""
+        """Return the mean of a number over all ranks."""
         if self.group is None:
             return number
         mean = number.detach().float().clone()
@@ -123,10 +133,10 @@ class UpdateSync:
         return mean / self.size
 
 
-def _are_too_large(sharded: list[Any]) -> bool:
-    """Whether the gradients of sharded parameters are summed in every microbatch, as a GPU cannot keep them whole."""
+def _cannot_wait(sharded: list[Any]) -> bool:
+    """Whether a GPU cannot keep the gradients of sharded parameters whole until the last microbatch."""
     device = sharded[0].device
     if device.type != "cuda":
         return False
     memory = torch.cuda.get_device_properties(device).total_memory
-    return are_summed_each(sum(parameter.numel() for parameter in sharded), memory)
+    return reduces_every_microbatch(sum(parameter.numel() for parameter in sharded), memory)

@@ -46,7 +46,7 @@ class EventReader:
 
     def read(self) -> Iterator[dict[str, Any]]:
         """Yields the new events. An incomplete last line is left for the next call."""
-        if files.why_unreadable(self.folder / EVENTS) is not None:
+        if files.explain_unreadable(self.folder / EVENTS) is not None:
             return
         try:
             file = (self.folder / EVENTS).open("rb")

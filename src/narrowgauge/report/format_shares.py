@@ -89,12 +89,12 @@ def compute_shares(rows: Sequence[RecordedReading]) -> dict[str, Floats]:
     for name, f in FORMATS.items():
         shift = _compute_shift(f, is_gradient, scale, amax, fit)
         limits = (math.log2(f.smallest_subnormal) - 1, math.log2(f.smallest_normal), math.log2(f.max))
-        flushed, small, held = (_count_below(limit - shift, bins, below) / np.maximum(total, 1) for limit in limits)
+        flushed, small, in_range = (_count_below(limit - shift, bins, below) / np.maximum(total, 1) for limit in limits)
         planes[f"{name} flushed"] = flushed
         planes[f"{name} subnormal"] = np.maximum(small - flushed, 0.0)
         # The bin that contains the limit is split above; the largest value decides whether anything overflows.
         beyond = (amax + shift > limits[2]) & (total > 0)
-        planes[f"{name} overflow"] = np.where(beyond, np.clip(1 - held, 0.0, 1.0), 0.0)
+        planes[f"{name} overflow"] = np.where(beyond, np.clip(1 - in_range, 0.0, 1.0), 0.0)
     return planes
 
 

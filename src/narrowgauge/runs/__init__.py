@@ -1,1 +1,1 @@
-"""Runs: the folder with the whole record of one training, its checkpoints, and the loop that fills it."""
+"""Runs: trains a task in a run folder, which holds the record of the training and its checkpoints."""

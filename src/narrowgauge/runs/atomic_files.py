@@ -1,4 +1,4 @@
-"""Puts files on the disk so that a crash leaves the old or the new one, never half; says in a line when it cannot."""
+"""Replaces files atomically: a crash leaves the old file or the new one. A failed write is explained in one line."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 from narrowgauge.errors import UsageError
 
 _ADVICE = {
-    errno.ENOSPC: "free some space, then go on with --resume",
-    errno.EDQUOT: "free some of your quota, then go on with --resume",
-    errno.EFBIG: "raise the file size limit (ulimit -f), then go on with --resume",
+    errno.ENOSPC: "free some space, then continue with --resume",
+    errno.EDQUOT: "free some of your quota, then continue with --resume",
+    errno.EFBIG: "raise the file size limit (ulimit -f), then continue with --resume",
     errno.EACCES: "choose a folder you may write to with --out",
     errno.EROFS: "choose a folder you may write to with --out",
     errno.ELOOP: "it is a link, which is not followed: remove it",
 }
 
 
-def refuse(path: Path, error: OSError | Exception) -> UsageError:
-    """The one line for a file that could not be written."""
+def explain_error(path: Path, error: OSError | Exception) -> UsageError:
+    """Make the one-line error for a file that could not be written, with advice."""
     reason = str(error)
     number = error.errno if isinstance(error, OSError) else None
     if number is None:
@@ -34,16 +34,16 @@ def refuse(path: Path, error: OSError | Exception) -> UsageError:
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn the system's errors in the block into the one line about ``path``."""
+def explain_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError in the block into the one-line error about ``path``."""
     try:
         yield
     except OSError as error:
-        raise refuse(path, error) from error
+        raise explain_error(path, error) from error
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's bytes, or a folder's names, are on the disk."""
+    """Wait until the bytes of a file, or the entries of a folder, are on disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -52,9 +52,9 @@ def sync(path: Path) -> None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Write a whole file in place of the old one, atomically."""
+    """Replace the content of a file atomically."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with writing(path):
+    with explain_errors(path):
         try:
             temporary.unlink(missing_ok=True)  # left by a crash, or a link that would be written through
             with temporary.open("xb") as file:

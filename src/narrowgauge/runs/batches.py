@@ -1,15 +1,15 @@
-"""Makes the batches of a run's steps, so that what they draw never meets what a step draws.
+"""Makes the batches of a run's steps, and keeps their random numbers apart from those of the steps.
 
-torch, NumPy and Python have one global generator each, for a batch and for the dropout of the step beside it alike. Who
-seeds them in a batch seeds the dropout; who does so in a thread seeds it at a moment that nobody can tell, and equal
-runs differ. So it is decided by what the task says of itself:
+torch, NumPy and Python each have one global random generator, which batches and dropout share. Code that seeds it while
+making a batch also seeds the dropout. In a thread this happens at an unpredictable moment, and equal runs differ. The
+task decides how batches are made:
 
-    reads_ahead=False   batches are made between two steps. The generators are seeded by the run's seed, the split and
-                        the batch's number, and put back afterwards: a batch that draws from them, seeded or not, at any
-                        step, is the same for its number in every run. A GPU computes meanwhile: nothing waits for it.
-    reads_ahead=True    the task promises to leave global generators alone (all built-in tasks do): the next batch is
-                        made by a thread during the step. The first is looked at: where it touched one, batches are made
-                        as above, and a line says so.
+    reads_ahead=False   Batches are made between two steps. The generators are seeded with the run's seed, the split and
+                        the batch number, and restored afterwards. A batch that uses them depends only on its number,
+                        in every run. A GPU computes meanwhile, so nothing waits.
+    reads_ahead=True    The task promises not to use global generators (no built-in task does). A thread makes the next
+                        batch during the step. The first batch is checked: if it used a global generator, batches are
+                        made as above, and a line reports it.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from torch import Tensor
 
 from narrowgauge import random_state
 from narrowgauge.errors import UsageError
-from narrowgauge.runs.rank_batches import Share, transform
+from narrowgauge.runs.rank_batches import RankBatches, map_tensors
 from narrowgauge.task import Task
 
 
 class BadData(UsageError):
-    """The task gave a batch that cannot be trained on."""
+    """The task made a batch that cannot be trained on."""
 
 
-class Feed:
-    """The batches of each training step from ``first`` up to ``last``, in order, on the CPU.
+class BatchReader:
+    """Makes the batches of the training steps from ``first`` to ``last`` (exclusive), in order, on the CPU.
 
-    A step's batches come together and checked, so that bad data stops a run between two steps and never inside one.
+    All batches of a step are made and checked before it starts, so that bad data stops a run between two steps.
     """
 
     def __init__(
@@ -45,69 +45,88 @@ class Feed:
         task: Task,
         first: int,
         last: int,
-        share: Share | None = None,
+        rank_batches: RankBatches | None = None,
         pin: bool = False,
         seed: int = 0,
-        tell: Callable[[str], None] = lambda line: None,
+        notify: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._task, self._share, self._pin, self._seed, self._tell = task, share or Share(), pin, seed, tell
-        self._step, self._last = first, last
-        self._ahead: _Ahead | None = None
-        self._next: Future[list[Any]] | None = None
-        self._looked = False
+        """Start with the batches of step ``first``.
 
-    def __enter__(self) -> Feed:
+        Args:
+            task: Makes the batches.
+            first: The first step, from 0.
+            last: The step before which to stop.
+            rank_batches: The part of this rank. None: everything.
+            pin: Whether to pin the memory of the batches.
+            seed: Seeds the global generators for a task that does not read ahead.
+            notify: Prints a line for the user.
+        """
+        self._task, self._rank_batches, self._pin = task, rank_batches or RankBatches(), pin
+        self._seed, self._notify = seed, notify
+        self._step, self._last = first, last
+        self._thread: _WorkerThread | None = None
+        self._next: Future[list[Any]] | None = None
+        self._checked_promise = False
+
+    def __enter__(self) -> BatchReader:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._ahead is not None:
-            # Who quits at once does not wait for a batch: the thread ends with the process.
-            self._ahead.close(wait=kind is None or issubclass(kind, Exception))
+        if self._thread is not None:
+            # On KeyboardInterrupt do not wait for a batch: the thread ends with the process.
+            self._thread.close(wait=kind is None or issubclass(kind, Exception))
 
-    def take(self) -> list[Any]:
-        """The microbatches of the next step."""
+    def read_step(self) -> list[Any]:
+        """Return the microbatches of the next step.
+
+        Raises:
+            BadData: The task refuses to make a batch, or a batch holds NaN or infinity.
+        """
         if self._next is not None:
             batches = self._next.result()
-        elif self._task.reads_ahead and not self._looked:
-            batches = self._look(self._step)
+        elif self._task.reads_ahead and not self._checked_promise:
+            batches = self._make_first(self._step)
         else:
-            batches = self._make(self._step, alone=True)
+            batches = self._make(self._step, isolated=True)
         self._step += 1
         self._next = None
-        if self._ahead is not None and self._step < self._last:
-            self._next = self._ahead.submit(self._make, self._step)
+        if self._thread is not None and self._step < self._last:
+            self._next = self._thread.submit(self._make, self._step)
         return batches
 
-    def _look(self, step: int) -> list[Any]:
-        """The first batches, and whether the task keeps its promise."""
-        self._looked = True
+    def _make_first(self, step: int) -> list[Any]:
+        """Make the first batches, and check that the task keeps its promise. If it does, start the thread."""
+        self._checked_promise = True
         before = random_state.capture()
         batches = self._make(step)
-        if random_state.same(before, random_state.capture()):
-            self._ahead = _Ahead()
+        if random_state.are_equal(before, random_state.capture()):
+            self._thread = _WorkerThread()
             return batches
         random_state.restore(before)
-        self._tell("the task reads ahead, but draws from a global generator: its batches are made between steps")
-        return self._make(step, alone=True)
+        self._notify("the task reads ahead, but uses a global random generator: its batches are made between steps")
+        return self._make(step, isolated=True)
 
-    def _make(self, step: int, alone: bool = False) -> list[Any]:
+    def _make(self, step: int, isolated: bool = False) -> list[Any]:
         batches = []
-        for number in self._share.numbers(step):
+        for number in self._rank_batches.batch_numbers(step):
             where = f"step {step + 1}"
-            made = make_alone(self._task, number, "train", where, self._seed) if alone else None
-            batch = self._share.cut(made if alone else make_batch(self._task, number, "train", where))
-            batches.append(transform(batch, _pin) if self._pin else batch)
+            if isolated:
+                whole = make_isolated_batch(self._task, number, "train", where, self._seed)
+            else:
+                whole = make_batch(self._task, number, "train", where)
+            batch = self._rank_batches.select_rows(whole)
+            batches.append(map_tensors(batch, _pin) if self._pin else batch)
         return batches
 
 
-class _Ahead:
-    """One thread that does one thing after the other; the interpreter does not wait for it when it ends."""
+class _WorkerThread:
+    """A thread that runs one call after the other. It is a daemon: the interpreter does not wait for it at exit."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="narrowgauge-feed", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="narrowgauge-batches", daemon=True)
         self._thread.start()
 
     def submit(self, do: Callable[..., Any], *arguments: Any) -> Future[Any]:
@@ -122,7 +141,7 @@ class _Ahead:
                 future.set_result(do())
             except BaseException as error:
                 future.set_exception(error)
-            del job, future, do  # a batch must not be held until the next one is there
+            del job, future, do  # or this batch would stay in memory until the next one is made
 
     def close(self, wait: bool) -> None:
         self._queue.put(None)
@@ -135,33 +154,44 @@ def _pin(tensor: Tensor) -> Tensor:
 
 
 def make_batch(task: Task, number: int, split: str, where: str) -> Any:
-    """A batch of the task, checked; what is wrong with it is said with ``where`` it was needed."""
+    """Make a batch and check that it is finite.
+
+    Args:
+        task: Makes the batch.
+        number: The number of the batch.
+        split: ``train`` or ``eval``.
+        where: What the batch is for, for the error message.
+
+    Raises:
+        BadData: The task refuses to make the batch, or it holds NaN or infinity.
+    """
     try:
         batch = task.batch(number, split)
     except UsageError as error:
-        raise BadData(f"the data of {where}: {error}") from error
+        raise BadData(f"data of {where}: {error}") from error
     check_finite(batch, where, f"{split} batch {number}")
     return batch
 
 
-def make_alone(task: Task, number: int, split: str, where: str, seed: int = 0) -> Any:
-    """The same between two steps: what it draws from global generators depends on seed, split and number alone."""
-    with random_state.apart(seed, split, number):
+def make_isolated_batch(task: Task, number: int, split: str, where: str, seed: int = 0) -> Any:
+    """Make a batch between two steps, with the global generators seeded by seed, split and number, then restored."""
+    with random_state.seed_temporarily(seed, split, number):
         return make_batch(task, number, split, where)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    return transform(batch, lambda tensor: tensor.to(device, non_blocking=True))
+    """Copy the tensors of a batch to a device, without waiting for the copy."""
+    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def check_finite(batch: Any, where: str, name: str) -> None:
-    """Refuse NaN and infinity in the data, which no precision could train on."""
+    """Raise BadData if a batch holds NaN or infinity, which no precision can train on."""
     if isinstance(batch, Tensor):
         if batch.is_floating_point() and not bool(torch.isfinite(batch).all()):
             broken = int((~torch.isfinite(batch)).sum())
             raise BadData(
-                f"the data of {where} is not finite: {name} (shape {tuple(batch.shape)}) holds {broken} NaN or "
-                "infinite values; mend the data, then train again or go on with --resume"
+                f"data of {where} is not finite: {name} (shape {tuple(batch.shape)}) holds {broken} NaN or "
+                "infinite values; fix the data, then train again or continue with --resume"
             )
     elif isinstance(batch, dict):
         for key, item in batch.items():

@@ -1,4 +1,4 @@
-"""Keeps a run folder to one process: a second is refused, and the kernel frees the lock however the first ends."""
+"""Locks a run folder for one process. A second process is refused. The kernel frees the lock when the process ends."""
 
 from __future__ import annotations
 
@@ -11,36 +11,37 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from narrowgauge.errors import UsageError
-from narrowgauge.runs.atomic_files import refuse
+from narrowgauge.runs.atomic_files import explain_error
 
 
 @contextlib.contextmanager
 def hold(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run folder, which is made if need be."""
+    """Hold the lock of a run folder, and create the folder if it is missing."""
     path = folder / ".lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-            raise _not_ours(path) from error
-        raise refuse(folder, error) from error
+            raise _refuse_lock_file(path) from error
+        raise explain_error(folder, error) from error
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise _not_ours(path)
+            raise _refuse_lock_file(path)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
             raise UsageError(
-                f"run folder {folder} is in use by process {holder}; wait for it, stop it, or take another --out"
+                f"run folder {folder} is in use by process {holder}; wait for it, stop it, or choose another --out"
             ) from None
         except OSError as error:
-            raise UsageError(f"run folder {folder} cannot be locked ({error.strerror}); take a local --out") from error
-        # The number is for the message above alone. The file stays: removing it would let a third process lock a new
-        # file of the same name while a second one waits on the old.
-        if status.st_nlink == 1:  # else it is also another file, which would lose its content
+            reason = error.strerror
+            raise UsageError(f"run folder {folder} cannot be locked ({reason}); choose a local --out") from error
+        # The process id is only for the message above. The file stays: if it were removed, a third process could lock
+        # a new file of the same name while a second one waits on the old.
+        if status.st_nlink == 1:  # a hard link to another file, whose content would be lost, is not written
             with contextlib.suppress(OSError):
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
@@ -49,5 +50,5 @@ def hold(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _not_ours(path: Path) -> UsageError:
-    return UsageError(f"{path} is a link or a device, not a lock of narrowgauge; remove it, or take another --out")
+def _refuse_lock_file(path: Path) -> UsageError:
+    return UsageError(f"{path} is a link or a device, not a lock of narrowgauge; remove it, or choose another --out")

@@ -1,4 +1,4 @@
-"""What came out of a run: the numbers of its summary, and what is wrong with it."""
+"""The result of a run: its summary, and the findings that follow from the summary."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ class Result:
     run: str
     recipe: str
     step: int
-    """Updates done (skipped ones included)."""
+    """Updates done, skipped ones included."""
     steps: int
     """Updates planned."""
     parameters: int
     seconds: float = 0.0
-    """Time of training in all, resumed parts included."""
+    """Total training time, over all processes of the run."""
     tokens_per_s: float | None = None
-    """Items a second in steady steps: without the first one, evaluations and checkpoints."""
+    """Items per second in steady steps: without the first step, evaluations and checkpoints."""
     unit: str = "item"
+    """What an item is: a token, an image."""
     loss_first: float | None = None
     loss_last: float | None = None
     loss_eval: float | None = None
@@ -38,13 +39,14 @@ class Result:
     checkpoint: str | None = None
     sample: str | None = None
     captures: list[str] = field(default_factory=list)
-    """Steps that were captured for ``narrowgauge replay``."""
+    """Files of the steps that were captured for ``narrowgauge replay``."""
     findings: list[Finding] = field(default_factory=list)
     predictions: list[dict[str, Any]] = field(default_factory=list)
-    """How FP16 and FP8 would do, predicted from a run in FP32 or BF16."""
+    """Whether the model would train in FP16 and FP8, predicted from a run in FP32 or BF16."""
 
     @property
     def serious(self) -> bool:
+        """Whether a finding is serious."""
         return any(finding.severity == SERIOUS for finding in self.findings)
 
     def describe(self) -> dict[str, Any]:
@@ -53,8 +55,8 @@ class Result:
         return {**fields, "findings": [finding.describe() for finding in self.findings]}
 
     @classmethod
-    def reread(cls, event: Mapping[str, Any]) -> Result:
-        """The result that an ``end`` event tells of."""
+    def from_event(cls, event: Mapping[str, Any]) -> Result:
+        """Make the result from the ``end`` event of a run."""
         names = {f.name for f in dataclasses.fields(cls)}
         values = {name: value for name, value in event.items() if name in names}
         for name in ("loss_first", "loss_last", "loss_eval"):
@@ -65,8 +67,8 @@ class Result:
         return cls(**values)
 
 
-def judge(result: Result) -> list[Finding]:
-    """The findings that the numbers of a run's summary give, but for what was found while it ran."""
+def check_result(result: Result) -> list[Finding]:
+    """Return the findings from a run's summary that were not found while it ran."""
     found = []
     known = {finding.rule for finding in result.findings}
     last, first = result.loss_last, result.loss_first
@@ -98,32 +100,35 @@ def judge(result: Result) -> list[Finding]:
                 severity=WARNING,
                 where="optimizer step",
                 detail=f"{result.skipped} of {result.step} updates were skipped because gradients were not finite",
-                fix="lower the learning rate, or take a recipe with a wider range such as bf16",
+                fix="lower the learning rate, or use a recipe with a wider range such as bf16",
             )
         )
     return found
 
 
-def stalled(step: int, error: Exception) -> Finding:
+def make_stall_finding(step: int, error: Exception) -> Finding:
+    """Describe training that stopped after too many consecutive skipped steps."""
     return Finding(
         rule="training-stalled",
         severity=SERIOUS,
         where=f"step {step + 1}",
         detail=str(error),
-        fix="lower the learning rate, look at the parameters named here, or take a recipe with a wider range",
+        fix="lower the learning rate, check the parameters named here, or use a recipe with a wider range",
     )
 
 
-def refused_data(step: int, error: Exception) -> Finding:
-    fix = "mend the data, then go on with --resume"
+def make_data_finding(step: int, error: Exception) -> Finding:
+    """Describe data that cannot be trained on."""
+    fix = "fix the data, then continue with --resume"
     return Finding(rule="bad-data", severity=SERIOUS, where=f"step {step + 1}", detail=str(error), fix=fix)
 
 
-def failed_sample(step: int, error: Exception) -> Finding:
+def make_sample_finding(step: int, error: Exception) -> Finding:
+    """Describe an error in the task's sample function."""
     return Finding(
         rule="sample-failed",
         severity=WARNING,
         where=f"sample after step {step}",
         detail=f"{type(error).__name__}: {error}",
-        fix="mend the task's sample function; the trained model is saved",
+        fix="fix the task's sample function; the trained model is saved",
     )

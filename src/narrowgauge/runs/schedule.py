@@ -1,8 +1,8 @@
-"""The learning rate over a run, and AdamW with its weight-decay groups.
+"""The learning rate schedule of a run, and AdamW with its weight-decay groups.
 
 factor(step) = (step + 1) / warmup                                              while step < warmup
              = floor + (1 - floor) * (1 + cos(pi * done)) / 2                   after it,
-where done runs from 0 at the end of the warm-up to 1 at the last step
+where done rises from 0 at the end of the warm-up to 1 at the last step
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 FLOOR = 0.1
-"""Cosine decay ends at a tenth of the peak, as GPT-3 and its followers do."""
+"""Cosine decay ends at a tenth of the peak, as in GPT-3 and most models since."""
 
 
-def factor(step: int, steps: int, warmup: int, floor: float = FLOOR) -> float:
-    """What the peak learning rate is multiplied by for update number ``step`` (from 0) of ``steps``."""
+def compute_factor(step: int, steps: int, warmup: int, floor: float = FLOOR) -> float:
+    """Compute the factor of the peak learning rate for update number ``step`` (from 0) of ``steps``."""
     if step < warmup:
         return (step + 1) / warmup
     done = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))
@@ -28,24 +28,24 @@ def factor(step: int, steps: int, warmup: int, floor: float = FLOOR) -> float:
 
 
 class Schedule:
-    """Sets the learning rate of every group before each update, in proportion to what the group began with."""
+    """Sets the learning rate of every parameter group before each update, in proportion to its initial rate."""
 
     def __init__(self, optimizer: Optimizer, steps: int, warmup: int) -> None:
-        self._groups = optimizer
+        self._optimizer = optimizer
         self._peaks = [float(group["lr"]) for group in optimizer.param_groups]
         self._steps, self._warmup = steps, warmup
 
     def set(self, step: int) -> float:
         """Set the rates for update number ``step`` (from 0), and return the first group's."""
-        now = factor(step, self._steps, self._warmup)
-        for group, peak in zip(self._groups.param_groups, self._peaks, strict=True):
+        now = compute_factor(step, self._steps, self._warmup)
+        for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * now
         return self._peaks[0] * now
 
 
 def make_adamw(model: nn.Module, learning_rate: float, weight_decay: float) -> AdamW:
-    """AdamW that decays matrices alone: norms, biases and other vectors have no redundancy for it to remove."""
-    trained = [p for p in model.parameters() if p.requires_grad]  # parameters() names a tied weight once
+    """Make an AdamW that decays only matrices: norms, biases and other vectors have no redundancy to remove."""
+    trained = [p for p in model.parameters() if p.requires_grad]  # parameters() yields a tied weight once
     groups: list[dict[str, Any]] = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},

@@ -1,4 +1,4 @@
-"""Settings: how a run is trained, apart from what (the task) and in which formats (the recipe)."""
+"""The settings of a run: how it is trained. The task decides what is trained, the recipe in which formats."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge.errors import UsageError
-from narrowgauge.runs.trackers import base
+from narrowgauge.runs.trackers import registry
 from narrowgauge.task import Task
 
 
@@ -22,31 +22,32 @@ class Settings:
     device: str
     """cpu, cuda or cuda:N."""
     steps: int
-    """Updates in all; the learning rate's schedule ends there."""
+    """Total number of updates. The learning rate schedule ends there."""
     learning_rate: float
     """Peak learning rate."""
     warmup: int
     """Updates over which the learning rate rises to its peak."""
     eval_every: int
-    """Updates between two evaluations; 0: only at the end."""
+    """Updates between two evaluations. 0: only at the end."""
     checkpoint_every: int
-    """Updates between two checkpoints; 0: only at the end."""
+    """Updates between two checkpoints. 0: only at the end."""
     seed: int = 0
     accumulate: int = 1
-    """Batches that make one update."""
+    """Batches per update."""
     clip_norm: float = 1.0
-    """The gradients' norm is brought down to this; 0: never."""
+    """Maximum norm of the gradients. 0: no clipping."""
     eval_batches: int = 8
     """How many fixed batches an evaluation averages over."""
     keep: int = 3
     """How many checkpoints are kept."""
     compile: bool = False
+    """Whether to use torch.compile."""
     watch_every: int = 100
-    """Updates between two readings of tensors; 0: none are read, and no rules applied."""
+    """Updates between two readings of tensors. 0: no readings and no rules."""
     parallel: str = "auto"
-    """How several ranks share the model: fsdp (shards), ddp (copies) or auto (by its size)."""
-    log: str = base.DEFAULT
-    """Where the numbers go beside the record: tensorboard, wandb, mlflow, with commas between them, or none."""
+    """How the model is distributed over several ranks: fsdp (shards), ddp (copies) or auto (by its size)."""
+    log: str = registry.DEFAULT
+    """The trackers that receive the metrics, separated by commas, or none."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -65,7 +66,7 @@ class Settings:
                 raise UsageError(f"--{name.replace('_', '-')} {value}: expected a whole number of at least {least}")
         if self.parallel not in ("auto", "ddp", "fsdp"):
             raise UsageError(f"--parallel {self.parallel}: expected auto, ddp or fsdp")
-        base.parse(self.log)
+        registry.parse_names(self.log)
         if self.seed >= 2**63:
             raise UsageError(f"--seed {self.seed}: expected a number below 2**63")
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
@@ -73,17 +74,27 @@ class Settings:
         if not (math.isfinite(self.clip_norm) and self.clip_norm >= 0):
             raise UsageError(f"--clip {self.clip_norm}: expected a positive number, or 0 for no clipping")
         if self.warmup > self.steps:
-            raise UsageError(f"--warmup {self.warmup} is longer than the run of {self.steps} steps; take a shorter one")
+            raise UsageError(f"--warmup {self.warmup} is longer than the run of {self.steps} steps; make it shorter")
 
 
-def settle(task: Task, *, recipe: str, device: str, **given: Any) -> Settings:
-    """The settings with what was not given (None) taken from the task, or from what suits the length of the run."""
+def make_settings(task: Task, *, recipe: str, device: str, **given: Any) -> Settings:
+    """Make settings, with defaults from the task and the length of the run.
+
+    Args:
+        task: The task that is trained.
+        recipe: The text of the recipe, resolved.
+        device: cpu, cuda or cuda:N.
+        **given: Fields of ``Settings``. None means: use the default.
+
+    Raises:
+        UsageError: A value is out of range.
+    """
     known = {name: value for name, value in given.items() if value is not None}
     steps = known.setdefault("steps", task.steps)
     known.setdefault("learning_rate", task.learning_rate)
     known.setdefault("eval_batches", task.eval_batches)
     known.setdefault("warmup", max(1, min(100, max(20, steps // 10), steps // 2)))  # Adam needs some twenty steps
-    # Four looks at a short run; on a long one often enough to lose little, and rarely enough to cost little.
+    # Four times in a short run. In a long run often enough to lose little, and rarely enough to cost little.
     known.setdefault("eval_every", max(1, min(1000, steps // 4)))
     known.setdefault("checkpoint_every", max(1, min(1000, steps // 4)))
     known.setdefault("watch_every", max(1, min(100, steps // 4)))
@@ -91,10 +102,10 @@ def settle(task: Task, *, recipe: str, device: str, **given: Any) -> Settings:
     return Settings(recipe=recipe, device=device, **known)
 
 
-def reread(saved: Mapping[str, Any], **changes: Any) -> Settings:
-    """The settings a run was recorded with."""
+def restore_settings(saved: Mapping[str, Any], **changes: Any) -> Settings:
+    """Make the settings that are saved in run.json, with ``changes``."""
     names = {field.name for field in dataclasses.fields(Settings)}
     try:
         return Settings(**{name: value for name, value in saved.items() if name in names} | changes)
     except TypeError as error:
-        raise UsageError(f"the run's settings cannot be read ({error}); it was made by another version") from None
+        raise UsageError(f"the run's settings cannot be read ({error}); another version wrote them") from None

@@ -1,4 +1,4 @@
-"""Trains a task in a run folder: takes the lock, begins a run or takes one up, and refuses what would mix two."""
+"""Trains a task in a run folder: locks it, starts or resumes the run, and refuses to mix two runs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 import numpy
 import torch
 
-from narrowgauge import __version__
 from narrowgauge.errors import UsageError
-from narrowgauge.ranks.world import ALONE, World
+from narrowgauge.ranks.world import SINGLE_PROCESS, World
 from narrowgauge.runs import lock, record
-from narrowgauge.runs.batches import make_alone
+from narrowgauge.runs.batches import make_isolated_batch
 from narrowgauge.runs.checkpoints import checkpoint
 from narrowgauge.runs.result import Result
 from narrowgauge.runs.settings import Settings
 from narrowgauge.runs.trainer import Observer, Trainer
 from narrowgauge.task import Task
+from narrowgauge.version import __version__
 
 
 def train(
@@ -33,58 +33,69 @@ def train(
     configuration: Mapping[str, Any] | None = None,
     observer: Observer | None = None,
     capture: int | None = None,
-    world: World = ALONE,
+    world: World = SINGLE_PROCESS,
 ) -> Result:
-    """Train in ``folder``, from the start or from its newest whole checkpoint.
+    """Train a task in a run folder, from the start or from its newest intact checkpoint.
 
-    ``configuration`` is written to run.json beside the settings. A run that is finished is reported, not trained.
-    ``capture`` is a step to keep for replay whatever comes of it, beside the first in which a number goes wrong.
-    ``world``: the ranks that train together, of which the first keeps the folder.
+    Args:
+        task: What is trained.
+        settings: How it is trained.
+        folder: The run folder. It is created if it is missing.
+        resume: Whether to resume the run in ``folder``. A finished run is not trained further; its result is returned.
+        configuration: Further entries for run.json, besides the settings.
+        observer: Receives progress and messages.
+        capture: A step to capture for replay, besides the first step in which a number goes wrong.
+        world: The ranks that train together. Rank 0 writes the folder.
+
+    Returns:
+        The summary of the run.
+
+    Raises:
+        UsageError: The folder holds another run or is in use, a checkpoint does not fit, or the data is bad.
     """
-    watcher = observer or Observer()
-    if not world.alone and capture is not None:
-        raise UsageError("--capture: a step of several ranks cannot be run again by one; capture it in one process")
+    observer = observer or Observer()
+    if not world.is_single and capture is not None:
+        raise UsageError("--capture: one process cannot replay a step of several ranks; capture it in one process")
     with contextlib.ExitStack() as stack:
-        with world.together():  # what the first rank refuses, all refuse
+        with world.fail_together():
             path = None
-            if world.first:
-                stack.enter_context(_tidy_if_unused(folder))
+            if world.is_first:
+                stack.enter_context(_remove_if_unused(folder))
                 stack.enter_context(lock.hold(folder))
-                path = _prepare(folder, settings, resume, watcher)
-        path = world.told(path)
+                path = _prepare(folder, settings, resume, observer)
+        path = world.broadcast(path)
         if isinstance(path, Result):
             return path
-        run = Trainer(task, settings, folder, watcher, world)
+        trainer = Trainer(task, settings, folder, observer, world)
         if resume:
-            run.go_on_from(path)
-        if capture is not None and run.recorder is not None:
-            if not run.result.step < capture <= settings.steps:
-                raise UsageError(
-                    f"--capture {capture}: expected a step from {run.result.step + 1} to {settings.steps} of this run"
-                )
-            run.recorder.request(capture)
+            trainer.resume_from(path)
+        if capture is not None and trainer.recorder is not None:
+            done = trainer.result.step
+            if not done < capture <= settings.steps:
+                raise UsageError(f"--capture {capture}: expected a step of this run, {done + 1} to {settings.steps}")
+            trainer.recorder.request(capture)
         if not resume:
-            with world.together():  # bad data is refused now, and tasks learn their facts
-                run.share.cut(make_alone(task, 0, "train", "step 1", settings.seed))
-        if not resume and world.first:
-            asked = {"settings": dataclasses.asdict(settings), "facts": dict(task.facts), "versions": versions()}
-            record.write_configuration(folder, {**(configuration or {}), **asked})
-        return run.train()
+            with world.fail_together():  # refuses bad data before training, and lets tasks fill in their facts
+                trainer.rank_batches.select_rows(make_isolated_batch(task, 0, "train", "step 1", settings.seed))
+        if not resume and world.is_first:
+            used = {"settings": dataclasses.asdict(settings), "facts": dict(task.facts), "versions": read_versions()}
+            record.write_configuration(folder, {**(configuration or {}), **used})
+        return trainer.train()
 
 
-def _prepare(folder: Path, settings: Settings, resume: bool, watcher: Observer) -> Path | Result | None:
-    """What to take up: a checkpoint, the result of a run that is finished, or nothing."""
+def _prepare(folder: Path, settings: Settings, resume: bool, observer: Observer) -> Path | Result | None:
+    """Return the checkpoint to resume from, the result of a finished run, or None to start from scratch."""
     if not resume and record.holds_run(folder):
-        raise UsageError(f"{folder} already holds a run; go on with --resume {folder}, or take another --out")
+        raise UsageError(f"{folder} already holds a run; continue it with --resume {folder}, or choose another --out")
     checkpoint.clean(folder)
     if not resume:
         return None
-    _compare_versions(record.read_configuration(folder), watcher)
-    return _finished(folder, settings) or checkpoint.newest_path(folder, watcher.tell)
+    _compare_versions(record.read_configuration(folder), observer)
+    return _read_finished(folder, settings) or checkpoint.find_newest(folder, observer.notify)
 
 
-def versions() -> dict[str, Any]:
-    """What the numbers of a run depend on beside its settings."""
+def read_versions() -> dict[str, Any]:
+    """Read what the numbers of a run depend on besides its settings: versions, machine, threads."""
     return {
         "narrowgauge": __version__,
         "python": platform.python_version(),
@@ -96,32 +107,33 @@ def versions() -> dict[str, Any]:
 
 
 def _compare_versions(configuration: Mapping[str, Any], observer: Observer) -> None:
-    then, now = configuration.get("versions", {}), versions()
+    then, now = configuration.get("versions", {}), read_versions()
     changed = [f"{name} {then[name]} -> {now[name]}" for name in now if name in then and then[name] != now[name]]
     if changed:
-        observer.tell(f"not all is as it was when the run began, so its last bits may differ: {', '.join(changed)}")
+        listed = ", ".join(changed)
+        observer.notify(f"the environment changed since the run started, so its last bits may differ: {listed}")
 
 
-def _finished(folder: Path, settings: Settings) -> Result | None:
+def _read_finished(folder: Path, settings: Settings) -> Result | None:
     last = None
     for event in record.read(folder):
         last = event
     if last is None or last["kind"] != "end" or last.get("interrupted") or last["step"] < settings.steps:
         return None
     try:
-        return Result.reread(last)
+        return Result.from_event(last)
     except (TypeError, ValueError, AttributeError) as error:
-        raise UsageError(f"the last event of {folder / record.EVENTS} is no summary ({error}); remove it") from None
+        raise UsageError(f"the last event of {folder / record.EVENTS} is not a summary ({error}); remove it") from None
 
 
 @contextlib.contextmanager
-def _tidy_if_unused(folder: Path) -> Iterator[None]:
-    """Leave no empty folder behind where a run was refused before it began."""
-    was_there = folder.exists()
+def _remove_if_unused(folder: Path) -> Iterator[None]:
+    """Remove a folder that this process created if the run is refused before it starts."""
+    existed = folder.exists()
     try:
         yield
     except BaseException:
-        if not was_there and not record.holds_run(folder):
+        if not existed and not record.holds_run(folder):
             with contextlib.suppress(OSError):
                 (folder / ".lock").unlink(missing_ok=True)
                 folder.rmdir()

@@ -1,14 +1,14 @@
-"""Counts updates that were skipped because gradients were not finite, without waiting for the device to say so.
+"""SkipGuard: counts updates that were skipped because gradients were not finite, without blocking on the device.
 
-    record(found_inf, scale, bad):                                  on the device, no synchronisation
+    record(found_inf, scale, bad):                                  on the device, no synchronization
         streak  <- streak + 1 if found_inf else 0
         skipped <- skipped + found_inf
-        first   <- bad where this skip began the streak             (which parameters were not finite first)
-        send (found_inf, streak, skipped, scale) to the host
+        first   <- bad if this skip started the streak              (which parameters were not finite first)
+        copy (found_inf, streak, skipped, scale) to the host
         take what has arrived from earlier records: extend the history; streak >= limit: raise TrainingStalled
 
-The host therefore learns of a skip a step or two late on a GPU and at once on a CPU. Nothing is lost by the delay: a
-skipped update leaves weights and optimizer untouched, so a stalled run may idle for a few steps before it is stopped.
+The host learns of a skip a step or two late on a GPU and at once on a CPU. The delay is harmless: a skipped update
+leaves weights and optimizer unchanged, so a stalled run just runs a few more steps before it is stopped.
 """
 
 from __future__ import annotations
@@ -25,36 +25,44 @@ from narrowgauge.device_readback import Readback
 from narrowgauge.errors import TrainingStalled, UsageError
 
 HISTORY = 4096
-"""How many changes of scale and skips are remembered; the run's record keeps all of them."""
+"""Number of skips and scale changes that are kept; the run's record has all of them."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A moment worth remembering: an update that was skipped, or after which the loss scale changed."""
+    """An update that was skipped, or whose loss scale differs from the one before."""
 
     update: int
-    """Which update, counted from 1."""
+    """Number of the update, counted from 1."""
     scale: float
-    """The loss scale the update was made with (1 where the loss is not scaled)."""
+    """The loss scale used in the update (1 if the loss is not scaled)."""
     skipped: bool
 
 
 class SkipGuard:
-    """Knows how many updates were skipped, since when, and because of which parameters."""
+    """Counts skipped updates, and knows which parameters caused them."""
 
     def __init__(self, max_consecutive_skips: int = 50) -> None:
+        """Start counting.
+
+        Args:
+            max_consecutive_skips: Raise ``TrainingStalled`` after this many consecutive skipped updates.
+
+        Raises:
+            UsageError: The limit is not an integer of at least 1.
+        """
         if (
             isinstance(max_consecutive_skips, bool)
             or not isinstance(max_consecutive_skips, int)
             or max_consecutive_skips < 1
         ):
-            raise UsageError(f"max_consecutive_skips={max_consecutive_skips!r} must be a whole number of at least 1")
+            raise UsageError(f"max_consecutive_skips={max_consecutive_skips!r} must be an integer of at least 1")
         self.max_consecutive_skips = max_consecutive_skips
         self.names: Sequence[str] = ()
-        """Names of the parameters, in the order of the masks given to ``record``."""
+        """Parameter names, in the order of the masks passed to ``record``."""
         self.history: deque[Mark] = deque(maxlen=HISTORY)
         self.updates = 0
-        """Updates attempted."""
+        """Updates attempted, including skipped ones."""
         self._streak: Tensor | None = None
         self._skipped: Tensor | None = None
         self._first: Tensor | None = None
@@ -63,18 +71,27 @@ class SkipGuard:
 
     @property
     def skipped(self) -> int:
-        """Updates skipped in all, as far as the host has heard."""
+        """Number of skipped updates known to the host so far. Reading it does not block."""
         self._collect()
         return int(self._known["skipped"])
 
     @property
     def streak(self) -> int:
-        """Updates skipped in a row until now, as far as the host has heard."""
+        """Number of consecutive skipped updates known to the host so far. Reading it does not block."""
         self._collect()
         return int(self._known["streak"])
 
     def record(self, found_inf: Tensor, scale: Tensor | None = None, bad: Tensor | None = None) -> None:
-        """Count one update. ``found_inf`` is a scalar that is not 0 where the update was skipped."""
+        """Count one update without blocking.
+
+        Args:
+            found_inf: Scalar on the device; nonzero if the update was skipped.
+            scale: The loss scale used in the update.
+            bad: One boolean per name in ``names``: whether its gradient was not finite.
+
+        Raises:
+            TrainingStalled: Too many consecutive updates were skipped.
+        """
         self.updates += 1
         found = (found_inf > 0).reshape(())
         streak, skipped = self._counters(found.device)
@@ -93,12 +110,12 @@ class SkipGuard:
             self._raise_stalled()
 
     def settle(self) -> None:
-        """Wait for everything recorded so far (before a checkpoint, or at the end)."""
+        """Wait for the numbers of all recorded updates (before a checkpoint, or at the end)."""
         for update, values in self._readback.drain():
-            self._learn(update, values)
+            self._add_arrived(update, values)
 
     def first_bad(self) -> list[str]:
-        """The parameters whose gradients were not finite in the first update of the latest streak."""
+        """Return the parameters whose gradients were not finite in the first update of the latest streak."""
         if self._first is None:
             return []
         mask = self._first.tolist()
@@ -113,9 +130,9 @@ class SkipGuard:
 
     def _collect(self) -> None:
         for update, values in self._readback.ready():
-            self._learn(update, values)
+            self._add_arrived(update, values)
 
-    def _learn(self, update: int, values: dict[str, float]) -> None:
+    def _add_arrived(self, update: int, values: dict[str, float]) -> None:
         scale, skipped = values.get("scale", 1.0), values["found"] > 0
         if skipped or not self.history or self.history[-1].scale != scale:
             self.history.append(Mark(update, scale, skipped))
@@ -123,20 +140,21 @@ class SkipGuard:
 
     def _raise_stalled(self) -> None:
         bad, streak = self.first_bad(), int(self._known["streak"])
-        # Whoever catches the error and goes on is counted from here: what is on its way from the device is of before.
+        # If the error is caught and training continues, counting starts over: drop what is still being copied.
         self.settle()
         self._known["streak"], self._streak, self._skipped = 0.0, None, None
         named = (
             ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "") if bad else "unknown parameters"
         )
         raise TrainingStalled(
-            f"training stalled: {streak} updates in a row were skipped, the last one at update "
-            f"{self.updates}, because gradients were not finite; first in {named}. Weights and optimizer are as before "
-            "the first of them. Look for inf or NaN in the data or the loss, lower the learning rate, or keep the "
-            "named modules in FP32"
+            f"training stalled: {streak} consecutive updates were skipped (the last is update {self.updates}) because "
+            f"gradients were not finite; first in {named}. Weights and optimizer are unchanged since before the first "
+            "skip. Check the data and the loss for inf or NaN, lower the learning rate, or keep the named modules in "
+            "FP32"
         )
 
     def state_dict(self) -> dict[str, Any]:
+        """Return counters and history as plain values. This waits for the device."""
         self.settle()
         return {
             "max_consecutive_skips": self.max_consecutive_skips,
@@ -148,6 +166,7 @@ class SkipGuard:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore counters and history from ``state_dict``."""
         self.settle()
         self.max_consecutive_skips = state["max_consecutive_skips"]
         self.updates = state["updates"]

@@ -1,14 +1,14 @@
 """LossScaler: dynamic or static loss scaling for FP16, a safe superset of ``torch.amp.GradScaler``.
 
-    scale(loss):     loss * scale                                        so that small gradients survive FP16
+    scale(loss):     loss * scale                                        keeps small gradients above FP16 underflow
     unscale_(opt):   gradients / scale; found_inf = any of them is not finite
     step(opt):       unscale_ unless done; opt.step() only if not found_inf
     update():        found_inf: scale <- max(scale * backoff, floor), steady <- 0
                      else:      steady <- steady + 1; at growth_interval: scale <- scale * growth if that is finite
-                     max_consecutive_skips skips in a row: raise TrainingStalled with the parameters' names
+                     max_consecutive_skips consecutive skips: raise TrainingStalled with the parameter names
 
-Why a floor: GradScaler has none. After 144 skips in a row its scale is so small that 1/scale is inf in FP32; the
-gradients then become inf *after* the check, found_inf stays 0, and healthy weights turn into inf.
+Why a floor: GradScaler has none. After 144 consecutive skips its scale is so small that 1/scale is inf in FP32. The
+gradients then become inf *after* the check, found_inf stays 0, and healthy weights become inf.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ SMALLEST_FLOOR = 2.0**-126
 
 
 class LossScaler(GradScaler):
-    """Scales the loss for FP16; takes GradScaler's place without other changes, and cannot ruin weights.
+    """Loss scaling for FP16: a drop-in replacement for ``torch.amp.GradScaler`` that cannot corrupt weights.
 
-    Arguments beyond GradScaler's: ``floor``, the smallest scale; ``max_consecutive_skips``, after which
-    ``TrainingStalled`` is raised; ``dynamic=False`` for a fixed scale; ``names``, a model (or its named parameters) so
-    that errors can name parameters.
+    It has the same methods and state keys, and adds a floor for the scale, a limit for consecutive skipped updates, a
+    fixed scale, and counters that can be read without blocking.
     """
 
     def __init__(
@@ -51,6 +50,23 @@ class LossScaler(GradScaler):
         max_consecutive_skips: int = 50,
         names: torch.nn.Module | dict[str, Tensor] | None = None,
     ) -> None:
+        """Create a scaler. The first six arguments are those of ``GradScaler``.
+
+        Args:
+            device: Device type, ``"cuda"`` or ``"cpu"``.
+            init_scale: Initial scale.
+            growth_factor: The scale is multiplied by this after ``growth_interval`` updates without a skip.
+            backoff_factor: The scale is multiplied by this after a skipped update.
+            growth_interval: Consecutive applied updates before the scale grows.
+            enabled: If False, the scaler only calls ``optimizer.step()``.
+            dynamic: If False, the scale never changes.
+            floor: Smallest value of a dynamic scale.
+            max_consecutive_skips: Raise ``TrainingStalled`` after this many consecutive skipped updates.
+            names: A model, or its named parameters, so that errors can name parameters.
+
+        Raises:
+            UsageError: An argument is out of range.
+        """
         if not isinstance(device, str):
             raise UsageError(f"LossScaler: the first argument is the device type ('cuda' or 'cpu'), got {device!r}")
         _check_number("init_scale", init_scale, SMALLEST_FLOOR, math.inf)
@@ -70,37 +86,57 @@ class LossScaler(GradScaler):
 
     @property
     def skipped(self) -> int:
-        """Updates skipped in all, as far as the host has heard: reading it waits for nothing."""
+        """Number of skipped updates known to the host so far. Reading it does not block."""
         return self.guard.skipped
 
     @property
     def history(self) -> deque[Mark]:
-        """Skips and changes of scale, oldest first."""
+        """Skipped updates and changes of the scale, oldest first. Reading it waits for the device."""
         self.guard.settle()
         return self.guard.history
 
     def tensor(self, device: torch.device) -> Tensor:
-        """The scale on its device, made on first use; reading it costs no synchronisation."""
+        """Return the scale as a tensor on its device without synchronizing; it is created on first use."""
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(device)
         assert self._scale is not None
         return self._scale
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Step the optimizer unless a gradient is inf or NaN. Fused optimizers decide on the device, without a wait."""
+        """Step the optimizer unless a gradient is inf or NaN. With a fused optimizer this does not block.
+
+        Args:
+            optimizer: The optimizer to step.
+            *args: Passed to ``optimizer.step``.
+            **kwargs: Passed to ``optimizer.step``.
+
+        Returns:
+            What ``optimizer.step`` returned, or None if it was skipped.
+
+        Raises:
+            UsageError: A closure was passed, or no loss was scaled yet.
+        """
         if self._enabled and ("closure" in kwargs or any(callable(arg) for arg in args)):
             raise UsageError(
-                "LossScaler.step: a closure would see unscaled and scaled gradients mixed; step without one"
+                "LossScaler.step: closures are not supported: they would mix scaled and unscaled gradients"
             )
         if self._enabled and self._scale is None:
-            raise UsageError("LossScaler.step: nothing was scaled yet; call scaler.scale(loss).backward() first")
+            raise UsageError("LossScaler.step: no loss was scaled yet; call scaler.scale(loss).backward() first")
         result = super().step(optimizer, *args, **kwargs)
         if self._enabled:
             self._watch(optimizer)
         return result
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Grow or back off. With ``new_scale``, set the scale instead."""
+        """Adjust the scale after the optimizers have stepped.
+
+        Args:
+            new_scale: Set the scale to this instead.
+
+        Raises:
+            UsageError: No optimizer was stepped, or ``new_scale`` is out of range.
+            TrainingStalled: Too many consecutive updates were skipped.
+        """
         if not self._enabled:
             return
         if new_scale is not None:
@@ -126,7 +162,15 @@ class LossScaler(GradScaler):
         self.settle(torch.stack(found).sum(), bad)
 
     def settle(self, found_inf: Tensor, bad: Tensor | None = None) -> None:
-        """Move the scale by one update's outcome and count it: all on the device. ``bad`` marks parameters at fault."""
+        """Adjust the scale after one update and count it, on the device.
+
+        Args:
+            found_inf: Scalar; nonzero if the update was skipped.
+            bad: One boolean per parameter: whether its gradient was not finite.
+
+        Raises:
+            TrainingStalled: Too many consecutive updates were skipped.
+        """
         scale, tracker = self._check_scale_growth_tracker("update")
         used = scale.clone()
         if self.dynamic:
@@ -137,7 +181,7 @@ class LossScaler(GradScaler):
         self.guard.record(found_inf, used, bad)
 
     def _watch(self, optimizer: Optimizer) -> None:
-        """Note which gradients are not finite, once skipping has begun: a healthy run pays nothing for it."""
+        """Find which gradients are not finite, but only during a streak of skips, so healthy runs pay nothing."""
         found = self._found_inf_per_device(optimizer).values()
         on_host = all(tensor.device.type == "cpu" for tensor in found)
         if not (any(tensor.item() for tensor in found) if on_host else self.guard.streak > 0):
@@ -149,10 +193,16 @@ class LossScaler(GradScaler):
                 self._watched[label] = ~torch.isfinite(torch.linalg.vector_norm(grad, math.inf))
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Change how many healthy updates make the scale grow.
+        """Change the growth interval.
 
-        torch grows at exactly ``growth_interval`` healthy updates: a shorter interval than those already counted would
-        never be met again, so the count is brought down with it.
+        torch grows the scale when its count *equals* the interval. If the new interval is below the current count, the
+        count is lowered too; otherwise the scale would never grow again.
+
+        Args:
+            new_interval: Consecutive applied updates before the scale grows.
+
+        Raises:
+            UsageError: The interval is not an integer of at least 1.
         """
         _check_interval(new_interval)
         super().set_growth_interval(new_interval)
@@ -160,7 +210,7 @@ class LossScaler(GradScaler):
             self._growth_tracker.clamp_(max=new_interval - 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """GradScaler's keys, and ``narrowgauge`` with what it does not know. Empty where disabled, as there."""
+        """Return the keys of ``GradScaler.state_dict``, and the rest under ``narrowgauge``. Empty if disabled."""
         if not self._enabled:
             return {}
         extra = {"dynamic": self.dynamic, "floor": self.floor, "guard": self.guard.state_dict()}
@@ -175,14 +225,14 @@ class LossScaler(GradScaler):
         if extra is not None:
             self.dynamic, self.floor = extra["dynamic"], extra["floor"]
             self.guard.load_state_dict(extra["guard"])
-        if self.dynamic and self._init_scale < self.floor:  # a GradScaler that had sunk too deep
+        if self.dynamic and self._init_scale < self.floor:  # a GradScaler state with a scale below the floor
             self._init_scale = self.floor
             if self._scale is not None:
                 self._scale.fill_(self.floor)
 
 
 def _named(optimizer: Optimizer, name_of: dict[int, str]) -> list[tuple[str | None, Tensor]]:
-    """The optimizer's parameters with the names that are known: the user's, or those the optimizer was made with."""
+    """The optimizer's parameters with their names: from the user, else from the optimizer, else None."""
     named: list[tuple[str | None, Tensor]] = []
     for group in optimizer.param_groups:
         own = group.get("param_names") or [None] * len(group["params"])
@@ -192,7 +242,7 @@ def _named(optimizer: Optimizer, name_of: dict[int, str]) -> list[tuple[str | No
 
 def _check_interval(value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"LossScaler: growth_interval={value!r} must be a whole number of at least 1")
+        raise UsageError(f"LossScaler: growth_interval={value!r} must be an integer of at least 1")
 
 
 def _check_number(

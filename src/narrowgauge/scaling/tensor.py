@@ -1,25 +1,25 @@
-"""FP8 scales, one for each tensor that is cast: from the amax of earlier steps (delayed) or of the tensor (current).
+"""TensorScales: FP8 scales, one per cast tensor, from the amax of earlier steps (delayed) or of the tensor (current).
 
 A tensor at a *site* (the input of a layer, its weight, the gradient of its output) is stored as cast(x * scale), so the
-scale must bring the largest |x| just below the format's largest number. Delayed scaling takes it from the steps before,
-which is why a cast needs no look at the tensor first and can be part of the kernel that makes it:
+scale must bring the largest |x| just below the format's largest number. Delayed scaling takes it from earlier steps. A
+cast then does not need to read the tensor first, and can be fused into the kernel that produces it:
 
-    cast:     x_lp <- saturate(x * scale);  amax <- max(amax, |x|);  counts <- saturated, flushed     while training
-    update:   once an optimizer step, for all sites at once, on the device:
-              skipped:                  history and scale stay: a bad batch teaches nothing
+    cast:     x_lp <- saturate(x * scale);  amax <- max(amax, |x|);  counts <- saturated, flushed     in training only
+    update:   once per optimizer step, for all sites at once, on the device:
+              skipped:                  history and scale are unchanged: a bad batch has no influence
               amax good (finite, > 0):  history <- amax, then the older ones
                                         scale   <- largest number / max of history / 2 ** margin
-              else:                     history and scale stay
+              else:                     history and scale are unchanged
               amax <- 0
-    check:    a cast saturates, so that an inf would come out of it as a large number like any other. The amax has
-              seen it: an update is skipped where any amax is inf or NaN (``misfits``)
+    check:    a cast saturates, so an inf becomes an ordinary large number. The amax still shows it: an update is
+              skipped if any amax is inf or NaN (``misfits``)
 
-The largest value of the history lands on the format's largest number. Scales rounded down to powers of two were tried:
-they leave headroom and an exact inverse, but cost 0.05 to 0.2 dB (bench/sqnr.py), because the values then lie elsewhere
-between two powers of two; ``margin`` gives headroom to who wants it. A jump beyond the range saturates, is counted, and
-is in the history at the next update.
-Microbatches share one amax, so their maximum counts; recomputation takes the same maximum again, which changes nothing;
-evaluation passes no amax at all.
+The largest value of the history maps to the format's largest number. Scales rounded down to powers of two were tried:
+they have headroom and an exact inverse, but cost 0.05 to 0.2 dB (bench/sqnr.py), because values then fall elsewhere
+between two powers of two. ``margin`` adds headroom if needed. A jump beyond the range saturates, is counted, and is in
+the history at the next update.
+Microbatches share one amax, so their maximum counts. Recomputation takes the same maximum again, which changes nothing.
+Evaluation passes no amax at all.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from narrowgauge.errors import UsageError
 from narrowgauge.kernels import FP8_MAX, compute_scale
 
 
-def _spaced(count: int, device: torch.device | str, fill: float) -> Tensor:
-    """Numbers 16 bytes apart: Triton compiles a kernel anew for a pointer that is aligned otherwise."""
+def _make_spaced(count: int, device: torch.device | str, fill: float) -> Tensor:
+    """Create numbers 16 bytes apart: Triton recompiles a kernel for a pointer with other alignment."""
     return torch.full((count, 4), fill, device=device)[:, 0]
 
 
 @dataclass(frozen=True)
 class Site:
-    """One tensor's place in the book: views of its numbers, which an update changes in place."""
+    """The numbers of one cast tensor, as views that an update changes in place."""
 
     name: str
     dtype: torch.dtype
@@ -50,13 +50,13 @@ class Site:
     inv_scale: Tensor
     amax: Tensor
     counts: Tensor
-    """Values that saturated and values that were flushed to zero, over the whole run."""
+    """Number of saturated values and of values flushed to zero, over the whole run."""
     pending: Tensor
-    """The same of a cast that may yet be made again by another scale; zeros between casts."""
+    """The same for a cast that may be repeated with another scale; zeros between casts."""
 
 
 class TensorScales:
-    """The scales of every site of a model, in a few flat tensors on its device."""
+    """The scales of all sites of a model, in a few flat tensors on its device."""
 
     def __init__(
         self,
@@ -73,19 +73,19 @@ class TensorScales:
             raise UsageError(f"FP8 scales are for float8_e4m3fn and float8_e5m2, not for {wrong[0]}")
         self.mode, self.margin, self.take = mode, margin, amax
         count = len(sites)
-        self.scale, self.inv_scale, self.amax = (_spaced(count, device, fill) for fill in (1.0, 1.0, 0.0))
+        self.scale, self.inv_scale, self.amax = (_make_spaced(count, device, fill) for fill in (1.0, 1.0, 0.0))
         self.history = torch.zeros(history, count, device=device)
         self.counts, pending = torch.zeros(2, count, 2, dtype=torch.int64, device=device).unbind()
         self.largest = torch.tensor([FP8_MAX[dtype] for dtype in sites.values()], device=device)
         self.seen_beside = torch.zeros((), device=device)
-        """The largest amax, or NaN, of tensors that are cast without a site: the head's input."""
+        """The largest amax, or NaN, of tensors that are cast without a site (the input of the head)."""
         self.updates = 0
         self.moves = 0
-        """How often the scales have moved, by updates and by checkpoints: casts from before belong to other ones."""
+        """Number of changes of the scales, by updates and checkpoints. Earlier casts used other scales."""
         self.delayed = mode == "none"
-        """Whether casts may take the scales as they stand: not before the first update has seen the tensors.
+        """Whether casts can use the stored scales; not before the first update has read the tensors.
 
-        A flag that changes once, since a compiled graph is made anew when what it read has changed.
+        This flag changes only once, because a compiled graph is recompiled when a value it read has changed.
         """
         self.sites = {
             name: Site(name, dtype, self.scale[i], self.inv_scale[i], self.amax[i], self.counts[i], pending[i])
@@ -93,49 +93,52 @@ class TensorScales:
         }
 
     def notice(self, amax: Tensor) -> None:
-        """Remember the amax of a tensor that has no site, for ``misfits``."""
+        """Note the amax of a tensor without a site, for ``misfits``."""
         torch.maximum(self.seen_beside, amax, out=self.seen_beside)
 
     def misfits(self) -> Tensor:
-        """Which sites were given an inf or a NaN since the last update, and as the last of all: any other tensor."""
+        """Return one boolean per site, and a last one for all other tensors: whether inf or NaN was cast since the last
+        update."""
         return ~torch.isfinite(torch.cat([self.amax, self.seen_beside.reshape(1)]))
 
     @property
     def names(self) -> list[str]:
-        """Of what ``misfits`` tells."""
+        """Names for the entries of ``misfits``."""
         return [*(f"{name} (cast to FP8)" for name in self.sites), "another tensor (cast to FP8)"]
 
     @torch.no_grad()
     def update(self, skipped: Tensor | None = None) -> None:
-        """Take this step's amax into the history and move every scale: a dozen small kernels, no synchronisation.
+        """Add this step's amax to the history and update every scale: a dozen small kernels, no synchronization.
 
-        ``skipped``: a scalar on the device, whether the update was skipped. A site that has no history yet takes a
-        skipped step's amax for its scale all the same, until it has seen a good one: 1 would be worse.
+        Args:
+            skipped: Scalar on the device: whether the update was skipped. A site without history uses the amax of a
+                skipped step for its scale until an update is applied, because a scale of 1 would be worse.
         """
         self.updates += 1
         self.moves += 1
         self.delayed = self.mode != "current"
         if self.mode != "none":
             good = torch.isfinite(self.amax) & (self.amax > 0)
-            taught = good if skipped is None else good & ~skipped
+            accepted = good if skipped is None else good & ~skipped
             pushed = torch.roll(self.history, 1, 0)
             pushed[0] = self.amax
-            self.history.copy_(torch.where(taught, pushed, self.history))
+            self.history.copy_(torch.where(accepted, pushed, self.history))
             reference = self.history.amax(0) if self.take == "max" else self.history[0]
             known = reference > 0
             scale = compute_scale(torch.where(known, reference, self.amax), self.largest, self.margin)
-            self.scale.copy_(torch.where(taught | (good & ~known), scale, self.scale))
+            self.scale.copy_(torch.where(accepted | (good & ~known), scale, self.scale))
             torch.reciprocal(self.scale, out=self.inv_scale)
         self.amax.zero_()
         self.seen_beside.zero_()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copied or unpickled model: no engine moves its scales, so its casts look at each tensor first."""
+        """Restore a copied or unpickled model. No engine updates its scales, so its casts read each tensor first."""
         self.__dict__.update(state)
         if self.mode == "delayed":
             self.mode, self.delayed = "current", False
 
     def state_dict(self) -> dict[str, Any]:
+        """Return copies of scales, history, amax and counts."""
         return {
             "sites": list(self.sites),
             "mode": self.mode,
@@ -147,7 +150,7 @@ class TensorScales:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the scales of the sites both know; a site that is new starts afresh, as does a longer history."""
+        """Load the scales of sites with the same name. New sites, and the rest of a longer history, start empty."""
         self.moves += 1
         saved = {name: index for index, name in enumerate(state["sites"])}
         both = [(here, saved[name]) for here, name in enumerate(self.sites) if name in saved]

@@ -1,4 +1,4 @@
-"""The tasks a run can be asked for: built in, ``gpt:LAYERSxWIDTH``, or ``path/to/file.py:function`` of the user's."""
+"""Finds a task by its name: a built-in one, ``gpt:LAYERSxWIDTH``, or the user's own ``path/to/file.py:function``."""
 
 from __future__ import annotations
 
@@ -20,38 +20,47 @@ LANGUAGE = {
     "llama-70b": "Llama of 80 layers x 8192 with 8 key-value heads, 70.6B parameters, T=8192: to forecast",
     "llama-405b": "Llama of 126 layers x 16384 with 8 key-value heads, 405.9B parameters, T=8192: to forecast",
 }
-OTHERS = {"digits": "small convolutional network on scikit-learn's 8x8 images of digits: no language, seconds on a CPU"}
+OTHERS = {"digits": "small convolutional network on scikit-learn's 8x8 images of digits: trains in seconds on a CPU"}
 ANY_GPT = "gpt:LAYERSxWIDTH"
 
 
 def names() -> list[tuple[str, str]]:
-    """Every built-in task with a line about it. Answers without importing torch."""
+    """List every built-in task with a one-line description. Does not import torch."""
     return [*LANGUAGE.items(), (ANY_GPT, "a GPT of any size, such as gpt:8x4096"), *OTHERS.items()]
 
 
 def default(device_kind: str) -> str:
-    """The task that is useful on a kind of device ("cpu", "cuda")."""
+    """Return the name of the default task for a type of device ("cpu", "cuda")."""
     return "gpt2-124m" if device_kind == "cuda" else "gpt-tiny"
 
 
 def find(spec: str, **options: Any) -> Task:
-    """Make the task of a name. Options that are None were not given; one that the task does not take is refused.
+    """Make a task from its name.
 
-    The language tasks take ``batch``, ``context``, ``data``, ``seed``, ``vocab`` and ``packages``; ``digits`` takes
-    ``batch`` and ``seed``; a user's function takes what it has parameters for.
+    Args:
+        spec: A built-in task, ``gpt:LAYERSxWIDTH``, or ``path/to/file.py:function``.
+        **options: Options of the task. None means: not given. The language tasks take ``batch``, ``context``, ``data``,
+            ``seed``, ``vocab``, ``packages``, ``tokenizer``, ``field`` and ``max_tokens``. ``digits`` takes ``batch``
+            and ``seed``. A user's function takes the options that it has parameters for.
+
+    Returns:
+        The task.
+
+    Raises:
+        UsageError: There is no such task, or it does not take an option.
     """
     if spec in LANGUAGE or spec.startswith("gpt:"):
         from narrowgauge.tasks import language
 
         build = functools.partial(language.make, spec)
-        return build(**task.accepted(build, options, spec))
+        return build(**task.select_options(build, options, spec))
     if spec == "digits":
         from narrowgauge.tasks import digits
 
-        return digits.make(**task.accepted(digits.make, options, spec))
+        return digits.make(**task.select_options(digits.make, options, spec))
     if ":" in spec:
         return task.load(spec, options)
     known = [*LANGUAGE, ANY_GPT, *OTHERS]
     near = difflib.get_close_matches(spec.lower(), known, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
-    raise UsageError(f"there is no task {spec!r}; {hint}There are {', '.join(known)} and file.py:function")
+    raise UsageError(f"there is no task {spec!r}; {hint}The tasks are {', '.join(known)} and file.py:function")

@@ -1,7 +1,7 @@
 """The task ``digits``: a small convolutional network on scikit-learn's 1,797 images of 8 x 8 pixels.
 
-The images come with scikit-learn itself, so nothing is downloaded. A fifth of them, the same on every machine and for
-every seed, is held back; an evaluation batch is always all of it, so that the accuracy is exact.
+The images are part of scikit-learn, so nothing is downloaded. A fifth of them is held out for evaluation, the same on
+every machine and for every seed. An evaluation batch is always all of that fifth, so that the accuracy is exact.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EVAL_EVERY = 5
 
 
 class DigitNet(nn.Module):
-    """Three convolutions and a linear layer. Channels are multiples of 8, as tensor cores like them."""
+    """Three convolutions and a linear layer. Channels are multiples of 8, which suits tensor cores."""
 
     def __init__(self, channels: int = CHANNELS) -> None:
         super().__init__()
@@ -40,11 +40,19 @@ class DigitNet(nn.Module):
 
 
 def make(batch: int = 64, seed: int = 0) -> Task:
-    """The task, with ``batch`` images a step in an order that ``seed`` decides."""
-    if batch < 1:
-        raise UsageError(f"a batch of {batch} images was asked for; --batch must be at least 1")
+    """Make the task.
 
-    def draw(step: int, split: str) -> tuple[Tensor, Tensor]:
+    Args:
+        batch: Images per batch.
+        seed: Decides the order of the images.
+
+    Raises:
+        UsageError: ``batch`` is below 1.
+    """
+    if batch < 1:
+        raise UsageError(f"--batch {batch}: expected at least 1 image")
+
+    def make_batch(step: int, split: str) -> tuple[Tensor, Tensor]:
         images, labels = load(split)
         if split == "eval":
             return images, labels
@@ -53,12 +61,12 @@ def make(batch: int = 64, seed: int = 0) -> Task:
             raise UsageError(
                 f"a batch of {batch} images is more than the {len(labels)} there are; give a smaller --batch"
             )
-        epoch, place = divmod(step, per_epoch)
+        epoch, position = divmod(step, per_epoch)
         order = np.random.default_rng([seed % (1 << 64), epoch]).permutation(len(labels))
-        chosen = torch.from_numpy(order[place * batch : (place + 1) * batch])
+        chosen = torch.from_numpy(order[position * batch : (position + 1) * batch])
         return images[chosen], labels[chosen]
 
-    def synthetic(step: int) -> tuple[Tensor, Tensor]:
+    def make_synthetic_batch(step: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(step)
         images = torch.randn(batch, 1, 8, 8, generator=generator)
         return images, torch.randint(0, CLASSES, (batch,), generator=generator)
@@ -67,10 +75,10 @@ def make(batch: int = 64, seed: int = 0) -> Task:
         reads_ahead=True,
         name="digits",
         model=DigitNet,
-        batch=draw,
+        batch=make_batch,
         loss=loss,
         metrics=metrics,
-        synthetic=synthetic,
+        synthetic=make_synthetic_batch,
         items_per_batch=batch,
         unit="image",
         learning_rate=1.5e-3,
@@ -82,18 +90,20 @@ def make(batch: int = 64, seed: int = 0) -> Task:
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the mean cross-entropy of a batch."""
     images, labels = batch
     return F.cross_entropy(model(images), labels)
 
 
 def metrics(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    """Return the accuracy on a batch."""
     images, labels = batch
     return {"accuracy": (model(images).argmax(-1) == labels).float().mean()}
 
 
 @functools.cache
 def load(split: str) -> tuple[Tensor, Tensor]:
-    """Images (N, 1, 8, 8) in -1..1 and their labels. Every fifth of a fixed shuffle is for evaluation."""
+    """Load images (N, 1, 8, 8) in -1..1 and their labels. Every fifth of a fixed shuffle is for evaluation."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:

@@ -1,8 +1,8 @@
 """Language tasks: a GPT or Llama that learns to predict the next byte or token.
 
-Nothing is read or encoded when the task is made, only when the first batch is drawn (or a sample asked for), so that a
-benchmark on ``synthetic`` batches needs no data. What is known only then (``unigram_entropy`` and the sizes of the
-data) joins ``facts`` at that moment: read the facts after the first batch.
+Data is read and encoded when the first batch or sample is made, not when the task is made. So a benchmark on
+``synthetic`` batches needs no data. The ``facts`` that depend on the data (``unigram_entropy``, the loss of the unigram
+baseline, and the sizes of the data) are added then: read the facts after the first batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TEMPERATURE = 0.8
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A model and how it is trained unless options say otherwise."""
+    """The dimensions of a model, and the defaults for training it."""
 
     layers: int
     width: int
@@ -40,15 +40,17 @@ class Size:
     batch: int
     context: int
     learning_rate: float
-    """Peak rate: that of the GPT-3 or Llama paper for the width; for gpt-tiny what learned fastest (docs/tasks.md)."""
+    """Peak rate: from the GPT-3 or Llama paper for the width; for gpt-tiny the one that learned fastest."""
     vocab: int = GPT2_VOCAB
     steps: int = 300
     kv_heads: int | None = None
-    """Grouped key-value heads: given for a Llama only."""
+    """Key-value heads of a Llama. None: a GPT."""
     hidden: int | None = None
+    """Width of the MLP of a Llama. None: a GPT."""
     rope_base: float = 10_000.0
 
-    def config(self, context: int, vocab: int) -> GPTConfig | LlamaConfig:
+    def make_config(self, context: int, vocab: int) -> GPTConfig | LlamaConfig:
+        """Make the configuration of the model."""
         if self.kv_heads is None or self.hidden is None:
             return GPTConfig(layers=self.layers, width=self.width, heads=self.heads, context=context, vocab=vocab)
         return LlamaConfig(
@@ -63,13 +65,13 @@ class Size:
         )
 
 
-def gpt_size(layers: int, width: int) -> Size:
-    """A GPT of any size, with the defaults of the named one that is as wide or the next wider."""
+def make_gpt_size(layers: int, width: int) -> Size:
+    """Make a GPT of any size, with the defaults of the named one of the same width, or the next wider."""
     head_size = 64 if width <= 1024 else 128
     if layers < 1 or width < head_size or width % head_size:
         raise UsageError(
-            f"gpt:{layers}x{width}: there must be at least 1 layer, and the width be a multiple of {head_size} (a "
-            f"head); try gpt:{max(layers, 1)}x{max(head_size, round(width / head_size) * head_size)}"
+            f"gpt:{layers}x{width}: expected at least 1 layer, and a width that is a multiple of {head_size} (the size "
+            f"of a head); try gpt:{max(layers, 1)}x{max(head_size, round(width / head_size) * head_size)}"
         )
     heads = width // head_size
     if width <= 384:
@@ -82,14 +84,14 @@ def gpt_size(layers: int, width: int) -> Size:
     return Size(layers=layers, width=width, heads=heads, batch=8, context=2048, learning_rate=1.2e-4)
 
 
-def size_of(spec: str) -> Size:
-    """The size a task's name stands for."""
+def find_size(spec: str) -> Size:
+    """Find the size for a task's name."""
     if spec in LLAMAS:
         return LLAMAS[spec]
     shape = GPTS.get(spec, spec.removeprefix("gpt:"))
     if not (match := re.fullmatch(r"(\d{1,6})x(\d{1,6})", shape)):
         raise UsageError(f"task {spec!r}: a GPT of any size is gpt:LAYERSxWIDTH, such as gpt:8x4096")
-    return gpt_size(int(match[1]), int(match[2]))
+    return make_gpt_size(int(match[1]), int(match[2]))
 
 
 GPTS = {"gpt-tiny": "6x384", "gpt2-124m": "12x768", "gpt2-350m": "24x1024", "gpt-1.3b": "24x2048"}
@@ -126,27 +128,37 @@ def make(
     field: str | None = None,
     max_tokens: int | None = None,
 ) -> Task:
-    """A language task by name.
+    """Make a language task from its name. None means: the default of the model's size.
 
-    ``data`` is a text, documents (``.jsonl``, ``.parquet``, a saved dataset, ``hf:NAME``), a ``.bin`` of tokens or a
-    folder; without it the corpus is Python's own source, and with ``packages`` that of the installed packages too.
-    ``vocab`` 256 means bytes, more a byte-pair encoding of that size; ``tokenizer`` is a ``tokenizer.json`` to be used
-    instead. ``field`` holds the text of a document, and ``max_tokens`` bounds how much of them is taken. ``seed``
-    decides where training windows lie; evaluation sees the same windows under every seed.
+    Args:
+        spec: The name of a built-in task, or ``gpt:LAYERSxWIDTH``.
+        batch: Sequences per batch.
+        context: Tokens in a sequence.
+        data: A text, documents (``.jsonl``, ``.parquet``, a saved dataset, ``hf:NAME``), a ``.bin`` of tokens or a
+            folder. None: the source code of Python's standard library.
+        seed: Decides the positions of training windows. Evaluation windows are the same for every seed.
+        vocab: 256 means bytes; more, a byte-pair encoding of that size.
+        packages: Whether to add the source code of the installed packages.
+        tokenizer: A ``tokenizer.json`` to use instead.
+        field: The field that holds the text of a document.
+        max_tokens: How much of the documents to read.
+
+    Raises:
+        UsageError: An option is out of range, or two options contradict each other.
     """
-    size = size_of(spec)
+    size = find_size(spec)
     batch = size.batch if batch is None else batch
     context = size.context if context is None else context
-    coder = None if tokenizer is None else open_tokenizer(files.named(tokenizer))
-    vocab = _vocabulary(size.vocab, vocab, coder)
+    coder = None if tokenizer is None else open_tokenizer(files.expand_path(tokenizer))
+    vocab = _choose_vocab(size.vocab, vocab, coder)
     for name, value in (("batch", batch), ("context", context), ("vocab", vocab), ("max-tokens", max_tokens)):
         if value is not None and value < 1:
-            raise UsageError(f"task {spec!r}: --{name} {value} was given; it must be at least 1")
+            raise UsageError(f"task {spec!r}: --{name} {value}: expected at least 1")
     if data is not None and packages:
-        raise UsageError("packages belong to the built-in corpus; give either --packages or --data")
+        raise UsageError("--packages extends the built-in corpus; give either --packages or --data")
     if sources.kind_of(data) != "tokens" and coder is None and vocab < BYTES:
-        raise UsageError(f"task {spec!r}: --vocab {vocab} was given, but text takes {BYTES} (bytes) or more")
-    config = size.config(context, vocab)
+        raise UsageError(f"task {spec!r}: --vocab {vocab}: text takes {BYTES} (bytes) or more")
+    config = size.make_config(context, vocab)
     facts: dict[str, Any] = {
         "parameters": config.parameters(),
         "layers": config.layers,
@@ -162,7 +174,7 @@ def make(
         facts["tokenizer"] = tokenizer
 
     @functools.cache
-    def source() -> Source:
+    def open_data() -> Source:
         opened = sources.open_source(
             data,
             vocab=vocab,
@@ -177,10 +189,10 @@ def make(
         facts["train_tokens"], facts["eval_tokens"] = opened.data.size("train"), opened.data.size("eval")
         return opened
 
-    def draw(step: int, split: str) -> tuple[Tensor, Tensor]:
-        return source().data.sample(step, split, batch, context, seed if split == "train" else 0)
+    def make_batch(step: int, split: str) -> tuple[Tensor, Tensor]:
+        return open_data().data.sample(step, split, batch, context, seed if split == "train" else 0)
 
-    def synthetic(step: int) -> tuple[Tensor, Tensor]:
+    def make_synthetic_batch(step: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(step)
         window = torch.randint(0, vocab, (batch, context + 1), generator=generator)
         return window[:, :-1].contiguous(), window[:, 1:].contiguous()
@@ -189,10 +201,10 @@ def make(
         reads_ahead=True,
         name=spec,
         model=lambda: GPT(config) if isinstance(config, GPTConfig) else Llama(config),
-        batch=draw,
+        batch=make_batch,
         loss=loss,
-        sample=lambda model: continue_text(model, source(), context),
-        synthetic=synthetic,
+        sample=lambda model: continue_text(model, open_data(), context),
+        synthetic=make_synthetic_batch,
         items_per_batch=batch * context,
         unit="token",
         flops_per_item=config.flops_per_token(),
@@ -202,16 +214,17 @@ def make(
     )
 
 
-def _vocabulary(usual: int, given: int | None, coder: Tokenizer | None) -> int:
-    """How many tokens the model knows: what was given, else the tokenizer's, else what is usual for its size."""
+def _choose_vocab(usual: int, given: int | None, coder: Tokenizer | None) -> int:
+    """Choose the vocabulary size: the given one, else the tokenizer's, else the default of the model's size."""
     if coder is None:
         return usual if given is None else given
     if given is not None and given < coder.vocab:
-        raise UsageError(f"--vocab {given} was given, but the tokenizer has {coder.vocab} tokens; leave --vocab out")
+        raise UsageError(f"--vocab {given}: the tokenizer has {coder.vocab} tokens; leave --vocab out")
     return coder.vocab if given is None else given
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the mean cross-entropy of a batch, in nats per token."""
     inputs, targets = batch
     mean: Tensor = model(inputs, targets)
     return mean
@@ -219,14 +232,14 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def continue_text(model: nn.Module, source: Source, context: int) -> str:
-    """What the model writes after a prompt, under whatever autocast the caller has opened; its mode is restored."""
+    """Sample text after the prompt, under the caller's autocast. The model's training mode is restored."""
     ids = list(source.prompt)
-    # One shape throughout, padded on the causal side: a new length each time makes cuDNN plan its attention anew, which
-    # took 27 s for 200 tokens on an H200. A quarter of the context is enough to see what was learned.
+    # All inputs have one shape, padded at the end, which causal attention ignores. With a new length for each token,
+    # cuDNN plans its attention again: 27 s for 200 tokens on an H200. A quarter of the context shows what was learned.
     length = max(context // 4, min(context, 64))
     window = torch.zeros(1, length, dtype=torch.long)
     device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(0)  # of its own: a sample must not change the training that follows it
+    generator = torch.Generator().manual_seed(0)  # a separate one: a sample must not change later training
     was_training, ending = model.training, ""
     model.eval()
     try:
@@ -235,7 +248,7 @@ def continue_text(model: nn.Module, source: Source, context: int) -> str:
             window[0, : len(seen)] = torch.tensor(seen)
             logits = model(window.to(device))[0, len(seen) - 1, : source.data.vocab].float().cpu()
             if not logits.isfinite().all():
-                ending = " [here the model's output is no longer finite]"
+                ending = " [the model's output is no longer finite here]"
                 break
             ids.append(int(torch.multinomial((logits / TEMPERATURE).softmax(0), 1, generator=generator)))
     finally:

@@ -1,7 +1,7 @@
-"""Is a recipe as good as FP32? Paired runs, their statistics, and a verdict. ``ng.validate(task, ...)`` asks it.
+"""Validation: does a recipe train as good a model as FP32? Paired runs, their statistics, and a verdict.
 
-The package is named as the function is, and is called in its place: ``ng.validate`` is either, whichever was imported
-first.
+The package is callable, because ``ng.validate`` is the package or the function of the same name, depending on which was
+imported first.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from narrowgauge.validate.run import Validation
 
 
-class _Callable(ModuleType):
+class _CallableModule(ModuleType):
     def __call__(self, *args: Any, **kwargs: Any) -> Validation:
         from narrowgauge.validate.run import validate
 
         return validate(*args, **kwargs)
 
 
-sys.modules[__name__].__class__ = _Callable
+sys.modules[__name__].__class__ = _CallableModule

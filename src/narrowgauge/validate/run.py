@@ -1,10 +1,10 @@
-"""A validation from end to end: paired runs of a reference and its candidates, as many as the verdicts take.
+"""Runs a validation: paired runs of a reference and its candidates, as many as the verdicts need.
 
     validation = ng.validate("gpt-tiny", ["bf16", "fp8"])
     validation["bf16"].verdict            # equivalent, better, worse or inconclusive
 
-A candidate is the text of a recipe, or RECIPE@TASK to train another task with it: the same model with something changed
-in its code, say.
+A candidate is the text of a recipe, or RECIPE@TASK to train another task with it, for example the same model with a
+change in its code.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from narrowgauge import hardware
 from narrowgauge.data import cache
 from narrowgauge.errors import UsageError
 from narrowgauge.recipe import parse, refusal
-from narrowgauge.runs.json_lines import plain
+from narrowgauge.runs.json_lines import replace_nonfinite
 from narrowgauge.runs.trainer import Observer
 from narrowgauge.task import Task
 from narrowgauge.validate.curves import paired_runs
-from narrowgauge.validate.curves.paired_runs import Question, Run, make_task
-from narrowgauge.validate.curves.run_length import choose_steps, rate_for
-from narrowgauge.validate.layers.compare import Layers, compare
-from narrowgauge.validate.statistics.sample_size import Inquiry
+from narrowgauge.validate.curves.paired_runs import Experiment, Run, make_task
+from narrowgauge.validate.curves.run_length import choose_learning_rate, choose_steps
+from narrowgauge.validate.layers.compare import LayerComparison, compare_step
+from narrowgauge.validate.statistics.sample_size import SequentialTest
 from narrowgauge.validate.statistics.verdict import Verdict
 
 BUDGET_S = 600.0
@@ -52,50 +52,69 @@ def validate(
     layers: bool = False,
     tell: Tell | None = None,
 ) -> Validation:
-    """Whether the candidates train as good a model as the reference, on this task.
+    """Tests whether candidate recipes train as good a model as the reference.
 
-    ``task``: a name or file.py:function, whose runs are kept and used again; or a Task, or a function that makes one
-    from a seed, whose runs cannot be recognised and are not kept. ``seeds``: pairs of runs, or auto: what the verdicts
-    take, as far as ``budget_s`` seconds reach. ``steps``: updates of a run; by default the task's own number, or as
-    many as the budget has room for, with a learning rate to suit. ``layers``: compare the modules of one step first.
+    Args:
+        task: A task name or ``file.py:function``, whose runs are cached and reused; or a ``Task``, or a function that
+            creates one from a seed, whose runs cannot be identified and are not cached.
+        candidates: Recipes to test, as text. ``RECIPE@TASK`` trains another task.
+        reference: The recipe to compare with.
+        seeds: The number of pairs of runs; "auto" runs as many as the verdicts need, within ``budget_s``.
+        margin: The largest relative gap of the final loss that counts as equivalent.
+        steps: Updates per run. By default the task's own number, or fewer to fit the budget, with a learning rate to
+            match.
+        learning_rate: Peak learning rate. By default the task's own.
+        options: Options of the task.
+        budget_s: Seconds that "auto" may spend.
+        device: The device to train on, such as "cpu" or "cuda". By default a GPU if there is one.
+        out: The folder for the runs. By default the cache folder.
+        layers: Also compare one step module by module.
+        tell: Called with each line of progress.
+
+    Returns:
+        A mapping from each candidate to its ``Verdict``.
+
+    Raises:
+        UsageError: If an argument is invalid, or the device does not support a recipe.
     """
     say, start = tell or (lambda line: None), time.monotonic()
-    check(seeds, margin, budget_s)
+    check_arguments(seeds, margin, budget_s)
     found = hardware.detect(device)
-    recipes = {name: _recipe(name, found) for name in (reference, *candidates)}
+    recipes = {name: _check_recipe(name, found) for name in (reference, *candidates)}
     if len(recipes) < len(candidates) + 1:
-        raise UsageError(f"validate: {', '.join((reference, *candidates))}: each may be named once")
-    with tempfile.TemporaryDirectory() as passing:
-        store = Path(out) if out else Path(passing) if not isinstance(task, str) else cache.folder() / "validate"
-        made = {"spec": _absolute(task)} if isinstance(task, str) else {"spec": "", "make": _maker(task)}
-        question = Question(device=found, options=dict(options or {}), store=store, **made)
-        compared = compare_layers(question, reference, candidates, recipes, say) if layers else {}
+        raise UsageError(f"validate: {', '.join((reference, *candidates))}: each recipe may be given only once")
+    with tempfile.TemporaryDirectory() as temporary:
+        store = Path(out) if out else Path(temporary) if not isinstance(task, str) else cache.get_folder() / "validate"
+        source = {"spec": _resolve_spec(task)} if isinstance(task, str) else {"spec": "", "make": _make_factory(task)}
+        experiment = Experiment(device=found, options=dict(options or {}), store=store, **source)
+        compared = compare_layers(experiment, reference, candidates, recipes, say) if layers else {}
         given = {"learning_rate": learning_rate, "watch_every": 0}
         if steps is None:
             left = budget_s - (time.monotonic() - start)
             steps, update_s = choose_steps(
-                question, recipes[reference], given, 1 + len(candidates), left, budget_s, say
+                experiment, recipes[reference], given, 1 + len(candidates), left, budget_s, say
             )
-            given["learning_rate"] = learning_rate or rate_for(make_task(question, 0), steps, say)
-            question = dataclasses.replace(question, update_s=update_s)
-        question = dataclasses.replace(question, settings={"steps": steps, **given})
-        validation = Validation(question, reference, list(candidates), recipes, margin, seeds, budget_s, say, start)
+            given["learning_rate"] = learning_rate or choose_learning_rate(make_task(experiment, 0), steps, say)
+            experiment = dataclasses.replace(experiment, update_s=update_s)
+        experiment = dataclasses.replace(experiment, settings={"steps": steps, **given})
+        validation = Validation(experiment, reference, list(candidates), recipes, margin, seeds, budget_s, say, start)
         validation.layers = compared
-        validation.decide()
+        validation.run()
     return validation
 
 
-def check(seeds: int | str, margin: float, budget_s: float) -> None:
+def check_arguments(seeds: int | str, margin: float, budget_s: float) -> None:
+    """Raises UsageError for arguments out of range."""
     number = isinstance(seeds, int) and not isinstance(seeds, bool) and 1 <= seeds <= 1000
     if seeds != "auto" and not number:
         raise UsageError(f"--seeds {seeds}: expected auto, or a whole number from 1 to 1000")
     if not 0 < margin < 1:
-        raise UsageError(f"--margin {margin}: expected a share between 0 and 1, such as 0.005")
+        raise UsageError(f"--margin {margin}: expected a fraction between 0 and 1, such as 0.005")
     if not budget_s > 0:
         raise UsageError(f"--budget {budget_s / 60:g}: expected a positive number of minutes")
 
 
-def _recipe(name: str, device: hardware.Device) -> str:
+def _check_recipe(name: str, device: hardware.Device) -> str:
     recipe = parse(name.partition("@")[0], device)
     reason = refusal(recipe, device)
     if reason is not None:
@@ -103,35 +122,46 @@ def _recipe(name: str, device: hardware.Device) -> str:
     return str(recipe)
 
 
-def _absolute(spec: str) -> str:
-    """A task of a file by its whole path, so that it is the same from wherever it is asked for."""
+def _resolve_spec(spec: str) -> str:
+    """A task file by its absolute path, so that cached runs match from every working directory."""
     file, _, function = spec.rpartition(":")
     return f"{Path(file).resolve()}:{function}" if file.endswith(".py") else spec
 
 
-def _maker(task: Task | Callable[[int], Task]) -> Callable[[int], Task]:
+def _make_factory(task: Task | Callable[[int], Task]) -> Callable[[int], Task]:
     return (lambda seed: task) if isinstance(task, Task) else task
 
 
 def compare_layers(
-    question: Question, reference: str, candidates: Sequence[str], recipes: Mapping[str, str], tell: Tell
-) -> dict[str, Layers]:
-    """One step of each candidate, module by module; not of one that is another task, whose modules may differ."""
+    experiment: Experiment, reference: str, candidates: Sequence[str], recipes: Mapping[str, str], tell: Tell
+) -> dict[str, LayerComparison]:
+    """Compares one step of each candidate module by module. Skips candidates with another task: its modules differ."""
     found = {}
     for name in candidates:
         if "@" not in name:
-            tell(f"  {name}: one step, module by module")
+            tell(f"  {name}: comparing one step module by module")
             pair = parse(recipes[name]), parse(recipes[reference])
-            found[name] = compare(make_task(question, 0), *pair, device=question.device.torch_device)
+            found[name] = compare_step(make_task(experiment, 0), *pair, device=experiment.device.torch_device)
     return found
 
 
 class Validation(Mapping[str, Verdict]):
-    """The verdicts by candidate, and the runs they stand on."""
+    """The result of ``ng.validate``: a mapping from each candidate to its ``Verdict``.
+
+    Attributes:
+        reference: The reference recipe.
+        candidates: The candidates, as given.
+        margin: The largest relative gap of the final loss that counts as equivalent.
+        recipes: The full text of each recipe, by name.
+        experiment: The task, its options and the settings of the runs.
+        tests: The sequential test of each candidate, with the number of pairs it still needs.
+        runs: The finished runs by (recipe, seed).
+        layers: The comparison of one step by candidate, if it was requested.
+    """
 
     def __init__(
         self,
-        question: Question,
+        experiment: Experiment,
         reference: str,
         candidates: list[str],
         recipes: dict[str, str],
@@ -141,16 +171,16 @@ class Validation(Mapping[str, Verdict]):
         tell: Tell,
         start: float,
     ) -> None:
-        self.question, self.reference, self.candidates, self.margin = question, reference, candidates, margin
+        self.experiment, self.reference, self.candidates, self.margin = experiment, reference, candidates, margin
         self.recipes, self.budget_s = recipes, budget_s
         fixed = seeds if isinstance(seeds, int) else None
-        self.inquiries = {name: Inquiry(margin, fixed) for name in candidates}
+        self.tests = {name: SequentialTest(margin, fixed) for name in candidates}
         self.runs: dict[tuple[str, int], Run] = {}
-        self.layers: dict[str, Layers] = {}
+        self.layers: dict[str, LayerComparison] = {}
         self._tell, self._start = tell, start
 
     def __getitem__(self, name: str) -> Verdict:
-        verdict = self.inquiries[name].verdict
+        verdict = self.tests[name].verdict
         assert verdict is not None
         return verdict
 
@@ -162,22 +192,22 @@ class Validation(Mapping[str, Verdict]):
 
     @property
     def good(self) -> bool:
-        """Whether every candidate is shown to be as good as the reference, or better."""
+        """Whether every candidate is equivalent to the reference, or better."""
         return all(verdict.is_good for verdict in self.values())
 
-    def decide(self) -> None:
-        """Train what is wanted, the candidate that wants least first."""
-        while waiting := [(one.wanted, name) for name, one in self.inquiries.items() if one.wanted]:
-            count = min(wanted for wanted, _ in waiting)
-            names = [name for wanted, name in waiting if wanted == count]
+    def run(self) -> None:
+        """Trains the pairs that the tests need, starting with the candidate that needs the fewest."""
+        while undecided := [(one.pairs_wanted, name) for name, one in self.tests.items() if one.pairs_wanted]:
+            count = min(wanted for wanted, _ in undecided)
+            names = [name for wanted, name in undecided if wanted == count]
             self._train([self.reference, *names], count)
             for name in names:
-                inquiry = self.inquiries[name]
-                inquiry.see(
-                    self._losses(self.reference, count), self._losses(name, count), self._affordable(name, count)
+                test = self.tests[name]
+                test.update(
+                    self._losses(self.reference, count), self._losses(name, count), self._affordable_pairs(name, count)
                 )
-                if inquiry.wanted:
-                    self._tell(f"{name} is not decided by {count} pairs; going on to {inquiry.wanted}")
+                if test.pairs_wanted:
+                    self._tell(f"{name} is undecided after {count} pairs; continuing to {test.pairs_wanted}")
 
     def _losses(self, name: str, count: int) -> list[float]:
         return [self.runs[name, seed].loss for seed in range(count)]
@@ -185,41 +215,42 @@ class Validation(Mapping[str, Verdict]):
     def _train(self, names: list[str], count: int) -> None:
         wanted = [(name, seed) for seed in range(count) for name in names if (name, seed) not in self.runs]
         for index, (name, seed) in enumerate(wanted):
-            observer = _Lines(f"  {name} seed {seed}", self._tell)
-            self.runs[name, seed] = one = paired_runs.run(self._asked(name), self.recipes[name], seed, observer)
-            left = sum(self._seconds(other) for other, _ in wanted[index + 1 :])
-            how = f"{one.seconds:.0f} s, about {left:.0f} s left" if one.fresh else "known"
+            observer = _ProgressLines(f"  {name} seed {seed}", self._tell)
+            experiment = self._experiment_of(name)
+            self.runs[name, seed] = one = paired_runs.get_run(experiment, self.recipes[name], seed, observer)
+            left = sum(self._mean_seconds(other) for other, _ in wanted[index + 1 :])
+            how = f"{one.seconds:.0f} s, about {left:.0f} s left" if one.fresh else "cached"
             result = f"loss {one.loss:.5g}" if math.isfinite(one.loss) else "diverged"
             self._tell(f"  {index + 1} of {len(wanted)}: {name} seed {seed}: {result} ({how})")
 
-    def _asked(self, name: str) -> Question:
+    def _experiment_of(self, name: str) -> Experiment:
         other = name.partition("@")[2]
-        return dataclasses.replace(self.question, spec=_absolute(other), make=None) if other else self.question
+        return dataclasses.replace(self.experiment, spec=_resolve_spec(other), make=None) if other else self.experiment
 
-    def _seconds(self, name: str) -> float:
+    def _mean_seconds(self, name: str) -> float:
         own = [run.seconds for (one, _), run in self.runs.items() if one == name]
         return statistics.fmean(own or [run.seconds for run in self.runs.values()] or [0.0])
 
-    def _affordable(self, name: str, count: int) -> int:
-        """Pairs there is time for, these included; where the reference has run already, only the candidate counts."""
+    def _affordable_pairs(self, name: str, count: int) -> int:
+        """The number of pairs within the budget, including ``count``. Finished reference runs cost nothing."""
         left = self.budget_s - (time.monotonic() - self._start)
-        while (cost := self._cost(name, count)) <= left and count < 1000:
+        while (cost := self._estimate_cost(name, count)) <= left and count < 1000:
             left, count = left - cost, count + 1
         return count
 
-    def _cost(self, name: str, seed: int) -> float:
-        known = (self.reference, seed) in self.runs
-        return self._seconds(name) + (0.0 if known else self._seconds(self.reference))
+    def _estimate_cost(self, name: str, seed: int) -> float:
+        has_reference = (self.reference, seed) in self.runs
+        return self._mean_seconds(name) + (0.0 if has_reference else self._mean_seconds(self.reference))
 
     def minutes_needed(self, name: str) -> float | None:
-        """How long the pairs would take that an undecided candidate needs."""
-        needed = self.inquiries[name].needed
+        """The time for the additional pairs that would decide a candidate; None if it is decided or cannot be."""
+        needed = self.tests[name].pairs_needed
         if needed is None:
             return None
-        return sum(self._cost(name, seed) for seed in range(self[name].seeds, needed)) / 60
+        return sum(self._estimate_cost(name, seed) for seed in range(self[name].seeds, needed)) / 60
 
     def describe(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The validation as JSON data, as ``validate --json`` prints it."""
         most = max(verdict.seeds for verdict in self.values())
         references = [self.runs[self.reference, seed] for seed in range(most)]
         losses = self._losses(self.reference, most)
@@ -233,29 +264,29 @@ class Validation(Mapping[str, Verdict]):
                 "detectable": verdict.detectable,
                 "diverged": verdict.diverged[1],
                 "diverged_reference": verdict.diverged[0],
-                "seeds_needed": self.inquiries[name].needed,
+                "seeds_needed": self.tests[name].pairs_needed,
                 "minutes_needed": self.minutes_needed(name),
-                **paired_runs.compare(references[:count], own),
+                **paired_runs.compare_runs(references[:count], own),
                 "losses": self._losses(name, count),
                 "layers": self.layers[name].describe() if name in self.layers else None,
             }
         data = {
-            "task": self.question.spec,
-            "device": self.question.device.name,
+            "task": self.experiment.spec,
+            "device": self.experiment.device.name,
             "reference": self.reference,
             "margin": self.margin,
-            "steps": self.question.settings["steps"],
+            "steps": self.experiment.settings["steps"],
             "losses": losses,
-            "noise_band": paired_runs.band(losses),
+            "noise_band": paired_runs.measure_noise_band(losses),
             "seconds": time.monotonic() - self._start,
             "candidates": described,
         }
-        result: dict[str, Any] = plain(data)
+        result: dict[str, Any] = replace_nonfinite(data)
         return result
 
 
-class _Lines(Observer):
-    """A line every so often in runs that take long."""
+class _ProgressLines(Observer):
+    """Prints a line every 20 seconds during long runs."""
 
     EVERY_S = 20.0
 
@@ -263,10 +294,10 @@ class _Lines(Observer):
         self._name, self._tell = name, tell
         self._next, self._steps = time.monotonic() + self.EVERY_S, 0
 
-    def begin(self, step: int, steps: int) -> None:
+    def on_start(self, step: int, steps: int) -> None:
         self._steps = steps
 
-    def saw(self, event: Mapping[str, Any], skipped: int) -> None:
+    def on_metrics(self, event: Mapping[str, Any], skipped: int) -> None:
         if event["kind"] == "step" and time.monotonic() >= self._next:
             self._next = time.monotonic() + self.EVERY_S
             self._tell(f"{self._name}: step {event['step']} of {self._steps}, loss {event['loss']:.4f}")

@@ -1,20 +1,19 @@
 """Time of collectives between GPUs: rings over NVLink within a node and over the network between nodes.
 
-N GPUs on M nodes pass S bytes along a ring, S/N at a time. To gather them (or to sum and scatter them) takes N - 1
-steps, in each of which every GPU sends and receives S/N:
+N GPUs on M nodes send S bytes around a ring, S/N at a time. An all-gather or a reduce-scatter takes N - 1 steps. In
+each of them every GPU sends and receives S/N:
 
-    gather, scatter    t = start + hops + (N - 1)/N * S / B
-    all-reduce         t = start + 2 * hops + 2 (N - 1)/N * S / B    both, one after the other
+    all-gather, reduce-scatter    t = start + hops + (N - 1)/N * S / B
+    all-reduce                    t = start + 2 * hops + 2 (N - 1)/N * S / B    both, one after the other
 
-NCCL lays a ring for every network card, each through all GPUs of a node and out by that card, so that between nodes all
-cards of a node carry the ring together, and inside of a node each GPU's NVLink does:
+NCCL builds one ring per network card. It runs through all GPUs of a node and leaves it by that card. Between nodes
+the cards of a node share the traffic, and within a node each GPU's NVLink carries it:
 
     B    = one node:   NVLink            several: min(NVLink, GPUs of a node * network of a GPU)
-    hops = (N - M) * hop inside of a node + (M - 1) * hop between nodes
+    hops = (N - M) * hop within a node + (M - 1) * hop between nodes
 
-For an all-reduce NCCL takes a tree where that is sooner, which moves as much and has fewer hops: inside of a node, and
-then log2(M) between nodes. Rates are those of ``hardware.toml`` times the shares it tells. One GPU alone passes nothing
-on.
+For an all-reduce NCCL uses a tree where that is faster. It sends as many bytes over fewer hops: those within a node,
+and log2(M) between nodes. Rates are those of ``hardware.toml`` times the shares given there. One GPU sends nothing.
 """
 
 from __future__ import annotations
@@ -28,29 +27,32 @@ from narrowgauge.hardware import Gpu, Interconnect, interconnect
 
 @dataclass(frozen=True)
 class Cluster:
-    """So many GPUs of a kind, on so many nodes."""
+    """A number of equal GPUs on a number of nodes."""
 
     gpu: Gpu
     gpus: int = 1
     nodes: int = 1
     links: Interconnect | None = None
-    """What else than the table's; None: the table's."""
+    """Replaces the table's interconnect where given."""
 
     def __post_init__(self) -> None:
         for name, value in (("gpus", self.gpus), ("nodes", self.nodes)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UsageError(f"--{name} {value}: there must be at least 1")
+                raise UsageError(f"--{name} {value}: must be at least 1")
         if self.gpus % self.nodes:
-            raise UsageError(f"--nodes {self.nodes} does not divide --gpus {self.gpus}: every node has as many GPUs")
+            raise UsageError(
+                f"--nodes {self.nodes} does not divide --gpus {self.gpus}: all nodes must have the same number of GPUs"
+            )
         if self.per_node > self.gpu.node.gpus:
             least = -(-self.gpus // self.gpu.node.gpus)
             raise UsageError(
                 f"--gpus {self.gpus} --nodes {self.nodes}: a node has up to {self.gpu.node.gpus} {self.gpu.name}, not "
-                f"{self.per_node}; take --nodes {least} or more"
+                f"{self.per_node}; use --nodes {least} or more"
             )
 
     @property
     def per_node(self) -> int:
+        """GPUs of a node."""
         return self.gpus // self.nodes
 
     @property
@@ -63,19 +65,19 @@ class Cluster:
 
     @property
     def within(self) -> float:
-        """Bytes per second and direction of a GPU to others of its node."""
+        """Bytes per second and direction between a GPU and others in its node."""
         if self._by_nvlink:
             return (self.gpu.nvlink or 0.0) / 2 * self._links.nvlink_share[self.gpu.architecture]
         return self.gpu.node.pcie * self._links.pcie_share
 
     @property
     def between(self) -> float:
-        """Bytes per second and direction of a node to others."""
+        """Bytes per second and direction between a node and others."""
         return self.per_node * self.gpu.node.network * self._links.network_share
 
     @property
     def bandwidth(self) -> float:
-        """What a ring through all GPUs passes on, per second; 0 where there is none."""
+        """Bytes per second around the ring through all GPUs; 0 for a single GPU."""
         if self.gpus == 1:
             return 0.0
         rates = ([self.within] if self.per_node > 1 else []) + ([self.between] if self.nodes > 1 else [])
@@ -83,7 +85,7 @@ class Cluster:
 
     @property
     def via(self) -> str:
-        """Which link holds the ring up."""
+        """Which link limits the ring: nvlink, pcie or network; none for a single GPU."""
         if self.gpus == 1:
             return "none"
         inside = "nvlink" if self._by_nvlink else "pcie"
@@ -93,38 +95,38 @@ class Cluster:
 
     @property
     def latency_s(self) -> float:
-        """Of one gather or scatter."""
+        """Latency of one all-gather or reduce-scatter."""
         links = self._links
         hop = links.nvlink_hop_s if self._by_nvlink else links.pcie_hop_s
         return links.start_s + (self.gpus - self.nodes) * hop + (self.nodes - 1) * links.network_hop_s
 
     def gather_s(self, size: float) -> float:
-        """Seconds until every GPU has all ``size`` bytes of which each had one part; or the sum of a part of them."""
+        """Seconds of an all-gather or a reduce-scatter of ``size`` bytes."""
         if self.gpus == 1 or not size:
             return 0.0
         return self.latency_s + self.sent(size) / self.bandwidth
 
     def all_reduce_s(self, size: float, pieces: int = 1) -> float:
-        """Seconds until every GPU has the sum of all their ``size`` bytes, which go in so many pieces."""
+        """Seconds of an all-reduce of ``size`` bytes, in so many separate calls."""
         if self.gpus == 1 or not size:
             return 0.0
         return pieces * self.sum_latency_s + 2 * self.sent(size) / self.bandwidth
 
     @property
     def sum_latency_s(self) -> float:
-        """Of one all-reduce: by a ring, or a tree."""
+        """Latency of one all-reduce: the lower of a ring's and a tree's."""
         links = self._links
         hop = links.nvlink_hop_s if self._by_nvlink else links.pcie_hop_s
         tree = (self.per_node - 1) * hop + math.log2(self.nodes) * links.network_hop_s
         return links.start_s + 2 * min(self.latency_s - links.start_s, tree)
 
     def sent(self, size: float) -> float:
-        """What each GPU sends, and receives, of ``size`` bytes that are gathered or scattered."""
+        """Bytes that each GPU sends and receives in an all-gather or reduce-scatter of ``size`` bytes."""
         return size * (self.gpus - 1) / self.gpus
 
 
-def cluster_of(gpu: Gpu, gpus: int, nodes: int | None = None) -> Cluster:
-    """So many GPUs, on as few nodes as hold them unless told."""
+def make_cluster(gpu: Gpu, gpus: int, nodes: int | None = None) -> Cluster:
+    """A cluster of so many GPUs; by default on as few nodes as hold them."""
     if nodes is None and isinstance(gpus, int) and gpus > gpu.node.gpus:
         nodes = -(-gpus // gpu.node.gpus)
     return Cluster(gpu, gpus, 1 if nodes is None else nodes)

@@ -1,15 +1,15 @@
-"""PyTorch's caching allocator for CUDA, on paper: how much is allocated and reserved as blocks come and go.
+"""Simulates PyTorch's caching allocator for CUDA: how much is allocated and reserved as blocks come and go.
 
     size      rounded up to 512 bytes
     pool      small for up to 1 MiB, else large
-    reuse     the smallest free piece of the pool that is large enough; the lowest of equal ones
-    segment   where there is none: 2 MiB for small, 20 MiB for less than 10 MiB, else the size rounded up to 2 MiB
-    split     what is left of a piece becomes a free piece where it is worth it: 512 bytes in small, more than 1 MiB in
-              large; else it is allocated too, which is why torch's figure exceeds the sum of the tensors
-    free      a piece joins its free neighbours of the segment
+    reuse     the smallest free piece of the pool that is large enough; of equal ones the lowest address
+    segment   if there is none: 2 MiB for small, 20 MiB for less than 10 MiB, else the size rounded up to 2 MiB
+    split     the rest of a piece becomes a free piece if it has at least 512 bytes (small) or more than 1 MiB (large);
+              otherwise it is allocated too, which is why torch's figure exceeds the sum of the tensors
+    free      a piece merges with its free neighbors in the segment
 
-``allocated`` is what ``torch.cuda.max_memory_allocated`` counts, ``reserved`` what the process takes from the GPU
-beside CUDA's own context.
+``allocated`` is what ``torch.cuda.max_memory_allocated`` counts. ``reserved`` is what the process takes from the GPU,
+without CUDA's own context.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Piece:
 
 
 class CachingAllocator:
-    """Allocates on paper."""
+    """Allocates addresses without memory."""
 
     def __init__(self) -> None:
         self.allocated = self.reserved = 0
@@ -49,7 +49,7 @@ class CachingAllocator:
         self._at: dict[int, _Piece] = {}
 
     def allocate(self, size: int) -> int:
-        """Take a block; returns its address."""
+        """Allocate a block and return its address."""
         size = -(-max(size, 1) // UNIT) * UNIT
         small = size <= SMALL
         free = self._free[small]
@@ -66,7 +66,7 @@ class CachingAllocator:
         return piece.start
 
     def release(self, address: int) -> None:
-        """Give a block back."""
+        """Free a block."""
         piece = self._at[address]
         self.allocated -= piece.size
         piece.free = True

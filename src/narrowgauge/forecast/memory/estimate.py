@@ -1,15 +1,15 @@
-"""Predicts what a training run allocates: by component, at which moment most, and what of it fits into a GPU.
+"""Predicts what a training run allocates: by component, when the peak occurs, and whether it fits into a GPU.
 
-The peak is that of ``torch.cuda.max_memory_allocated``, the largest sum of allocated blocks over a step: blocks by the
-trace's lifetimes, sizes by the caching allocator's rules, and what libraries take beside tensors by ``workspaces``. The
-components are what the blocks alive at that moment are for; ``workspace`` is everything that is none of the others.
+The peak is that of ``torch.cuda.max_memory_allocated``: the largest sum of allocated blocks over a step. Blocks come
+from the trace's lifetimes, sizes from the caching allocator's rules, and what libraries allocate in addition to tensors
+from ``workspaces``. The components are the purposes of the blocks alive at the peak; ``workspace`` is the rest.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from narrowgauge.forecast.memory.layout import Layout, Top, lay_out
+from narrowgauge.forecast.memory.layout import Layout, Peak, compute_layout
 from narrowgauge.forecast.memory.layout import Moment as Moment
 from narrowgauge.forecast.trace.trace import ROLES
 from narrowgauge.forecast.trace.trace_step import STEPS, Traced
@@ -17,11 +17,11 @@ from narrowgauge.hardware import Gpu
 from narrowgauge.recipe import Recipe
 
 CONTEXT_BYTES = 600 << 20
-"""What CUDA itself takes of a GPU for a process with loaded kernels, about; it is not in torch's figures."""
+"""About what CUDA itself takes per process with its kernels loaded; torch's figures do not include it."""
 USABLE = 0.985
-"""Share of the memory as sold that a process can have, about: an H200 of 141 GiB shows 139.8."""
+"""About the share of the nominal memory that a process can use: an H200 of 141 GiB reports 139.8."""
 USABLE_ECC = 0.92
-"""The same on cards with GDDR6, whose error correction takes a sixteenth."""
+"""The same for cards with GDDR6, where error correction takes a sixteenth."""
 _GDDR = ("T4", "A10", "L4", "L40S")
 
 
@@ -34,57 +34,59 @@ class Memory:
     accumulate: int
     shards: int
     weights: int
-    """What products read: parameters, or their copies in the compute format."""
+    """What matrix products read: parameters, or their copies in the compute format."""
     master: int
-    """What exists only to be updated exactly: FP32 parameters beside narrow copies, remainders."""
+    """What exists only for exact updates: FP32 parameters that have narrow copies, and remainders."""
     gradients: int
     moments: int
     activations: int
-    """Everything that forward and backward make on their way."""
+    """Everything else that forward and backward allocate."""
     workspace: int
-    """cuBLAS, temporaries inside of kernels, FP8 scales, the allocator's rounding; with shards, what is gathered."""
+    """cuBLAS, temporaries of kernels, FP8 scales, the allocator's rounding; with shards, gathered weights."""
     total: int
-    """The peak of every step but the first: what max_memory_allocated will say."""
+    """The peak of every step but the first: what max_memory_allocated will report."""
     when: Moment
+    """When the peak occurs."""
     largest: dict[str, int]
-    """The most of each component at any moment of that step: they need not meet."""
+    """The maximum of each component over that step; they need not coincide."""
     first_step: int
-    """The peak of the first step, which may be higher under FP8: scales are not known yet."""
+    """The peak of the first step, which may be higher under FP8, as scales are not known yet."""
     building: int
     """The peak before the first step."""
     between: int
     """What stays between steps."""
     reserved: int
-    """What the allocator holds of the GPU after it all, free pieces included."""
+    """What the allocator holds of the GPU at the end, free pieces included."""
     exact: bool
     """False where torch.compile plans the memory: then it is an estimate."""
     notes: list[str] = field(default_factory=list)
     gathered: dict[str, int] = field(default_factory=dict)
-    """With shards, the part of ``workspace`` that is gathered or on its way to be summed, by what for."""
+    """With shards, the part of ``workspace`` that is gathered or being reduced, by purpose."""
     timeline: list[tuple[str, dict[str, int]]] = field(default_factory=list)
-    """The components over a step, from module to module, each at its highest moment there."""
+    """The components over a step, module by module, each at its maximum there."""
 
     @property
     def peak(self) -> int:
-        """The most at any moment."""
+        """The maximum of building the model and of all steps."""
         return max(self.total, self.first_step, self.building)
 
     def components(self) -> dict[str, int]:
+        """Bytes at the peak, by component."""
         return {role: getattr(self, role) for role in ROLES}
 
 
-def usable_bytes(gpu: Gpu) -> int:
-    """What torch can allocate on an empty GPU, about."""
+def get_usable_bytes(gpu: Gpu) -> int:
+    """About what torch can allocate on an empty GPU."""
     return int(gpu.memory_bytes * (USABLE_ECC if gpu.name in _GDDR else USABLE)) - CONTEXT_BYTES
 
 
 def predict_memory(traced: Traced, shards: int = 1) -> Memory:
-    """Lay the trace's blocks out in time; with ``shards``, as one of so many FSDP ranks would hold them."""
-    return describe(traced, lay_out(traced, shards), shards)
+    """Predict memory from a trace; with ``shards``, that of one of so many FSDP ranks."""
+    return summarize(traced, compute_layout(traced, shards), shards)
 
 
-def describe(traced: Traced, layout: Layout, shards: int = 1, parameters: int | None = None) -> Memory:
-    """What a layout comes to; ``parameters`` where it stands for a larger model than was traced."""
+def summarize(traced: Traced, layout: Layout, shards: int = 1, parameters: int | None = None) -> Memory:
+    """Summarize a layout; ``parameters`` where it represents a larger model than was traced."""
     top = layout.peak(STEPS - 1)
     parts = _parts(top)
     largest = layout.largest(STEPS - 1)
@@ -101,54 +103,54 @@ def describe(traced: Traced, layout: Layout, shards: int = 1, parameters: int | 
         building=layout.peak(-1).total,
         between=layout.between,
         reserved=layout.reserved,
-        exact=not traced.compiled or not _matters(traced),
+        exact=not traced.compiled or not _compiles_blocks(traced),
         notes=_notes(traced, shards, parameters or traced.parameters),
         gathered=dict(top.gathered),
-        timeline=[(label, _parts(one)) for label, one in layout.course],
+        timeline=[(label, _parts(one)) for label, one in layout.timeline],
     )
 
 
-def _parts(top: Top) -> dict[str, int]:
-    """What a moment's memory is for, in bytes."""
+def _parts(top: Peak) -> dict[str, int]:
+    """Bytes by component."""
     parts = {role: top.held[role] for role in ROLES if role != "workspace"}
     return parts | {"workspace": top.total - sum(parts.values())}
 
 
-def _matters(traced: Traced) -> bool:
-    """Whether what would be compiled is more than attention's rotations inside of our own blocks."""
+def _compiles_blocks(traced: Traced) -> bool:
+    """Whether torch.compile compiles more than the rotary embedding inside of fused blocks."""
     return not any(layer.part_of == "block" for layer in traced.layers)
 
 
 def _notes(traced: Traced, shards: int, parameters: int) -> list[str]:
     notes = []
-    if traced.compiled and _matters(traced):
+    if traced.compiled and _compiles_blocks(traced):
         notes.append(
-            "compiled: torch.compile plans memory itself, so this is an estimate; it was within 1.2% of "
-            "measured GPTs, but 11% below a BERT (mended since) and 6% above a Llama: 5% is not promised"
+            "compiled: torch.compile plans memory itself, so this is an estimate. It was within 1.2% of measured "
+            "GPTs, 11% below a BERT (fixed since) and 6% above a Llama, so 5% is not guaranteed"
         )
     if shards > 1:
         notes.append(
-            f"sharded over {shards}: shards, gathered weights and gradients under way by rule; not traced, and never "
-            "measured: see docs/scale.md"
+            f"sharded over {shards}: shards, gathered weights and gradients in flight follow from rules. They are not "
+            "traced and were never measured: see docs/scale.md"
         )
         whole = 4 * parameters
-        if whole > usable_bytes(traced.gpu):
+        if whole > get_usable_bytes(traced.gpu):
             notes.append(
-                f"before it is sharded, the model is drawn whole in the host's memory, one rank after the other: "
-                f"{whole / 1e9:.0f} GB there"
+                "before it is sharded, the whole model is initialized in host memory, one rank after the other: "
+                f"{whole / 1e9:.0f} GB"
             )
     if traced.values_read > 2 * STEPS:
-        notes.append(f"the model asks {traced.values_read // STEPS} values of the GPU in a step; each was taken as 0")
+        notes.append(f"the model reads {traced.values_read // STEPS} values from the GPU per step; each was assumed 0")
     return notes
 
 
 def fits(memory: Memory, gpu: Gpu) -> bool:
     """Whether a run fits into an otherwise empty GPU."""
-    return memory.peak <= usable_bytes(gpu)
+    return memory.peak <= get_usable_bytes(gpu)
 
 
-def leaner(recipe: Recipe) -> list[Recipe]:
-    """What to switch on, one after the other, where a recipe does not fit: the cheapest in time first."""
+def list_leaner_recipes(recipe: Recipe) -> list[Recipe]:
+    """Recipes that need less memory, the cheapest in time first."""
     found = []
     if recipe.compute in ("fp32", "tf32", "fp16"):
         found.append(Recipe(compute="bf16"))

@@ -1,8 +1,8 @@
-"""Lays the blocks of a trace out in time, and notes the highest moment of every stretch of it.
+"""Replays the memory blocks of a trace through the allocator, and records the peak of every segment of a step.
 
-A stretch is a phase of a step between two changes of place: before the blocks of a model, in the first, in the last,
-behind them. In models of alike blocks each stretch's height is a straight line over the number of blocks, so that a few
-blocks tell of many (``few``); its highest stretch is the peak.
+A segment is the part of a phase that runs in one position of the model: before its blocks, in the first block, in the
+last, after them. In models of identical blocks the peak of each segment is linear in the number of blocks, so that a
+few traced blocks are enough to extrapolate (``extrapolate``). The highest segment is the peak of the step.
 """
 
 from __future__ import annotations
@@ -10,42 +10,44 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from narrowgauge.forecast.cluster.shards import Rank
 from narrowgauge.forecast.memory.allocator import CachingAllocator
-from narrowgauge.forecast.memory.lifetimes import follow
+from narrowgauge.forecast.memory.lifetimes import find_lifetimes
+from narrowgauge.forecast.memory.rank_memory import RankMemory
 from narrowgauge.forecast.trace.trace import Op
 from narrowgauge.forecast.trace.trace_step import STEPS, Traced
-from narrowgauge.forecast.trace.workspaces import cublas_bytes
-from narrowgauge.ranks.distribute import are_summed_each
+from narrowgauge.forecast.trace.workspaces import get_cublas_bytes
+from narrowgauge.ranks.distribute import reduces_every_microbatch
 
-Stretch = tuple[int, str, str]
-"""Step, phase and place."""
+Segment = tuple[int, str, str]
+"""Step, phase and position."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """When the peak comes."""
+    """When the peak occurs."""
 
     phase: str
     """forward, backward or step."""
     module: str
+    """Path of the module that runs."""
     op: str
+    """Name of the operation that runs."""
     share: float
-    """How far into the step, in operations: 0 to 1."""
+    """How far into the step, by its number of operations: 0 to 1."""
 
     def __str__(self) -> str:
         return f"{self.phase}, {self.module or 'outside of modules'} ({self.op})"
 
 
 @dataclass
-class Top:
-    """The highest moment of a stretch: what was allocated, what it was for, and beside the trace's blocks."""
+class Peak:
+    """The peak of a segment: bytes allocated in total, by role, and gathered in addition to the trace's blocks."""
 
     total: int = 0
     held: Counter[str] = field(default_factory=Counter)
     gathered: Counter[str] = field(default_factory=Counter)
     largest: Counter[str] = field(default_factory=Counter)
-    """The most of each role at any moment of the stretch."""
+    """The maximum of each role over the segment."""
     index: int = 0
 
 
@@ -53,50 +55,51 @@ class Top:
 class Layout:
     """A trace's memory over time."""
 
-    tops: dict[Stretch, Top]
+    peaks: dict[Segment, Peak]
     when: Moment
     between: int
     reserved: int
-    course: list[tuple[str, Top]] = field(default_factory=list)
-    """The last step's way, from module to module: the highest moment in each; empty where blocks were multiplied."""
+    timeline: list[tuple[str, Peak]] = field(default_factory=list)
+    """The peaks of the last step, module by module; empty where blocks were extrapolated."""
 
-    def peak(self, step: int) -> Top:
-        """The highest moment of a step (-1: of building), the first of equal ones."""
-        own = [top for (number, _, _), top in self.tops.items() if number == step]
-        return max(own, key=lambda top: top.total, default=Top())
+    def peak(self, step: int) -> Peak:
+        """The peak of a step (-1: of building the model); of equal ones the first."""
+        own = [top for (number, _, _), top in self.peaks.items() if number == step]
+        return max(own, key=lambda top: top.total, default=Peak())
 
     def largest(self, step: int) -> Counter[str]:
+        """The maximum of each role over a step."""
         found: Counter[str] = Counter()
-        for (number, _, _), top in self.tops.items():
+        for (number, _, _), top in self.peaks.items():
             found |= top.largest if number == step else Counter()
         return found
 
 
-def lay_out(traced: Traced, shards: int = 1, parameters: int | None = None) -> Layout:
-    """Lay the trace's blocks out in time; with ``shards``, as one of so many FSDP ranks would hold them.
+def compute_layout(traced: Traced, shards: int = 1, parameters: int | None = None) -> Layout:
+    """Replay a trace's memory; with ``shards``, as one of so many FSDP ranks would hold it.
 
-    ``parameters``: of the whole model, where the trace is of a few of its blocks.
+    ``parameters`` is the whole model's number, where only a few of its blocks were traced.
     """
-    sums_each = are_summed_each(parameters or traced.parameters, traced.gpu.memory_bytes)
-    trace, lifetimes, rank = traced.trace, follow(traced.trace), Rank(traced, shards, sums_each)
+    sums_each = reduces_every_microbatch(parameters or traced.parameters, traced.gpu.memory_bytes)
+    trace, lifetimes, rank = traced.trace, find_lifetimes(traced.trace), RankMemory(traced, shards, sums_each)
     rank.shorten(lifetimes)
     allocator, held = CachingAllocator(), Counter[str]()
     addresses: dict[int, int] = {}
     sizes: dict[int, int] = {}
     threads: set[str] = set()
     heights: dict[int, int] = {}
-    tops: dict[Stretch, Top] = {}
-    course: list[tuple[str, Top]] = []
-    places = Places(traced)
+    peaks: dict[Segment, Peak] = {}
+    timeline: list[tuple[str, Peak]] = []
+    positions = BlockPositions(traced)
     if traced.recipe.products == "fastest" and any(layer.decision is not None for layer in traced.layers):
-        allocator.allocate(cublas_bytes(traced.gpu))  # products are timed on a stream of their own, the first time
+        allocator.allocate(get_cublas_bytes(traced.gpu))  # products are timed on a separate stream, once
 
-    def come_in(block: int, size: int) -> None:
+    def add_block(block: int, size: int) -> None:
         if size:
             addresses[block], sizes[block] = allocator.allocate(size), size
             held[trace.blocks[block].role] += size
 
-    def go_out(block: int) -> None:
+    def free_block(block: int) -> None:
         if block in addresses:
             allocator.release(addresses.pop(block))
             held[trace.blocks[block].role] -= sizes.pop(block)
@@ -104,29 +107,29 @@ def lay_out(traced: Traced, shards: int = 1, parameters: int | None = None) -> L
     for index, come, go in lifetimes.events():
         op = trace.ops[index]
         for block in come:
-            come_in(block, rank.size(trace.blocks[block]))
+            add_block(block, rank.size(trace.blocks[block]))
         if op.kind == "product" and op.phase not in threads:
             threads.add(op.phase)
-            allocator.allocate(cublas_bytes(traced.gpu))
-        beside = rank.gathered(index, op)
-        extra = [allocator.allocate(size) for size in (op.workspace, beside.total()) if size]
-        top = tops.setdefault((op.step, op.phase, places.of(op.where)), Top())
+            allocator.allocate(get_cublas_bytes(traced.gpu))
+        gathered = rank.gathered(index, op)
+        extra = [allocator.allocate(size) for size in (op.workspace, gathered.total()) if size]
+        top = peaks.setdefault((op.step, op.phase, positions.of(op.where)), Peak())
         if op.step == STEPS - 1:
             heights[index] = allocator.allocated
             top.largest |= held
-            _pass(course, op, allocator.allocated, held)
+            _record(timeline, op, allocator.allocated, held)
         if allocator.allocated > top.total:
-            top.total, top.held, top.gathered, top.index = allocator.allocated, held.copy(), beside, index
+            top.total, top.held, top.gathered, top.index = allocator.allocated, held.copy(), gathered, index
         for address in extra:
             allocator.release(address)
         for block in go:
-            go_out(block)
+            free_block(block)
         if index in rank.settling:
             for block in [one for one in addresses if trace.blocks[one].role == "gradients"]:
-                go_out(block)
-                come_in(block, rank.settled_size(trace.blocks[block]))
+                free_block(block)
+                add_block(block, rank.settled_size(trace.blocks[block]))
     nowhere = Moment(phase="", module="", op="", share=0.0)
-    found = Layout(tops, nowhere, allocator.allocated, allocator.reserved, course)
+    found = Layout(peaks, nowhere, allocator.allocated, allocator.reserved, timeline)
     there = next(index for index, height in heights.items() if height >= 0.999 * found.peak(STEPS - 1).total)
     found.when = Moment(
         phase=trace.ops[there].phase,
@@ -137,19 +140,19 @@ def lay_out(traced: Traced, shards: int = 1, parameters: int | None = None) -> L
     return found
 
 
-def _pass(course: list[tuple[str, Top]], op: Op, allocated: int, held: Counter[str]) -> None:
-    """Note how high memory stands at an operation: one note for each module that is passed, two names deep."""
+def _record(timeline: list[tuple[str, Peak]], op: Op, allocated: int, held: Counter[str]) -> None:
+    """Record the memory at an operation: one entry per module, two names deep."""
     label = ", ".join(filter(None, (op.phase, ".".join(op.where.split(".")[:2]))))
-    follows = course and label == op.phase and course[-1][0].startswith(op.phase)  # between modules: still the last one
-    if not follows and (not course or course[-1][0] != label):
-        course.append((label, Top()))
-    top = course[-1][1]
+    follows = timeline and label == op.phase and timeline[-1][0].startswith(op.phase)  # between modules: same entry
+    if not follows and (not timeline or timeline[-1][0] != label):
+        timeline.append((label, Peak()))
+    top = timeline[-1][1]
     if allocated > top.total:
         top.total, top.held = allocated, held.copy()
 
 
-class Places:
-    """Where in the model an operation is, by the operations before it."""
+class BlockPositions:
+    """Tracks where in the model operations run."""
 
     def __init__(self, traced: Traced) -> None:
         paths = traced.block_paths
@@ -158,7 +161,7 @@ class Places:
         self._now = "outside"
 
     def of(self, where: str) -> str:
-        """first, middle or last block; else outside, and behind which of them."""
+        """first, middle or last block; otherwise outside, and after which of them."""
         name = next((name for path, name in self._names.items() if where == path or where.startswith(f"{path}.")), "")
         if name:
             self._now = name

@@ -1,20 +1,20 @@
-"""When each block of a trace comes and goes: as it ran, or as torch.compile would have it.
+"""When each memory block of a trace is allocated and freed: in eager mode, or as torch.compile plans it.
 
-As it ran, with one correction: where gradients of a tensor meet, autograd adds the second to the first in place, but
-not while somebody watches, as the recorder does.
+Eager mode is as traced, with one correction: where two gradients of a tensor are summed, autograd adds the second to
+the first in place, but not under a dispatch mode such as the recorder.
 
-torch.compile fuses what lies between products (products, convolutions, attention: what it does not write itself) into
-few kernels, and plans which tensors to keep. Of its plan these habits are followed:
+torch.compile fuses everything between products, convolutions and attention into few kernels, and plans which tensors to
+keep. These parts of its plan are modeled:
 
-    merged       the same operation on the same tensors is done once: the casts of one input to query, key and value
+    merged       the same operation on the same tensors runs once: casting one input for query, key and value
     dropped      what one fused kernel writes and only the same kernel reads is never in memory
-    made again   what backward's fused kernels need is not kept where it follows from something smaller that is there:
+    recomputed   what backward's fused kernels read is not kept if it follows from a smaller tensor that is kept anyway:
                  a log-softmax from its logits. What backward's *products* read is kept, as in eager mode
-    reused       a fused kernel writes over an input that nobody needs any more: logits become their gradient
-    zeros        what a model returns beside its loss gets a gradient of zeros, which stays until backward is over
+    reused       a fused kernel overwrites an input that is not read again: logits become their gradient
+    zeros        outputs other than the loss get a gradient of zeros, which exists until backward ends
     padded       a 16-bit product's operands are copied where rows do not begin on 16 bytes (in ``Op.workspace``)
 
-It follows no scheduler, so figures of compiled models are estimates: see docs/forecast.md for how good they were.
+Inductor's scheduler is not modeled, so figures of compiled models are estimates: docs/forecast.md has their accuracy.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from typing import Any
 
 from narrowgauge.forecast.trace.trace import Op, Trace
 
-NOT_FUSED = ("product", "convolution", "attention", "optimizer")
+NOT_FUSED = ("product", "convolution", "attention")
 
 
 @dataclass
 class Lifetimes:
-    """Of each block: the operation that allocates it and the one after which it is free; -1 for the trace's end."""
+    """For each block: the operation that allocates it, and the one after which it is freed; -1: never."""
 
     trace: Trace
     born: dict[int, int] = field(default_factory=dict)
     died: dict[int, int] = field(default_factory=dict)
     dropped: set[int] = field(default_factory=set)
-    """Blocks that never are in memory."""
+    """Blocks that are never in memory."""
     reuses: dict[int, int] = field(default_factory=dict)
-    """Blocks that take over another one's memory."""
-    again: dict[int, int] = field(default_factory=dict)
-    """Blocks that backward makes again, and what from."""
+    """Blocks that reuse the memory of another one: new to old."""
+    recomputed: dict[int, int] = field(default_factory=dict)
+    """Blocks that backward computes again, and from which block."""
 
     def events(self) -> Iterator[tuple[int, list[int], list[int]]]:
-        """Operations with the blocks they allocate and those that are free after them, in order."""
+        """Operations in order, each with the blocks it allocates and those that are freed after it."""
         come: dict[int, list[int]] = {}
         go: dict[int, list[int]] = {}
         for block, op in self.born.items():
@@ -64,8 +64,8 @@ class Lifetimes:
             yield op, come.get(op, []), go.get(op, [])
 
 
-def follow(trace: Trace) -> Lifetimes:
-    """The lifetimes of a trace, with what would be compiled planned as torch.compile does."""
+def find_lifetimes(trace: Trace) -> Lifetimes:
+    """Find the lifetimes of a trace's blocks; what is compiled, as torch.compile plans it."""
     found = Lifetimes(trace)
     for place, event in trace.events:
         if event > 0:
@@ -95,7 +95,7 @@ def _plan(found: Lifetimes) -> None:
     ends = [b for b, end in found.died.items() if end >= 0 and b in readers and b not in found.dropped]
     fused = [block for block in ends if _is_fused(ops[found.born[block]])]
     for block in fused:
-        _make_again(found, block, readers[block])
+        _recompute(found, block, readers[block])
     for block in fused:
         uses = [index for index in readers[block] if index <= found.died[block]]
         start, end = found.born[block], max((*uses, found.born[block]))
@@ -131,7 +131,7 @@ def _merge(found: Lifetimes, readers: dict[int, list[int]]) -> None:
 
 
 def _add_zeros(found: Lifetimes) -> None:
-    """For autograd hands compiled code a gradient of every output."""
+    """Autograd passes compiled code a gradient for every output."""
     ops = found.trace.ops
     for place, block in found.trace.returned:
         start = next((i for i in range(place, len(ops)) if ops[i].phase == "backward"), len(ops))
@@ -145,12 +145,12 @@ def _is_random(op: Op) -> bool:
 
 
 def _walls_between(walls: list[int], start: int, end: int) -> int:
-    """How many operations that are not fused lie behind ``start`` and up to ``end``."""
+    """How many operations that are not fused come after ``start`` and up to ``end``."""
     return bisect.bisect_right(walls, end) - bisect.bisect_right(walls, start)
 
 
 def _sources(found: Lifetimes, index: int) -> list[int]:
-    """The blocks in memory that a fused operation's result is computed from, past those that are dropped."""
+    """The blocks in memory that a fused operation's result is computed from, looking through dropped ones."""
     blocks: list[int] = []
     seen, ahead = set(), [index]
     while ahead:
@@ -165,8 +165,8 @@ def _sources(found: Lifetimes, index: int) -> list[int]:
     return blocks
 
 
-def _make_again(found: Lifetimes, block: int, readers: list[int]) -> None:
-    """Do not keep a block for backward where its one large source is no larger, and fused kernels alone read it."""
+def _recompute(found: Lifetimes, block: int, readers: list[int]) -> None:
+    """Do not keep a block for backward if its one large source is not larger and only fused kernels read it."""
     ops, blocks = found.trace.ops, found.trace.blocks
     start = found.born[block]
     later = [index for index in readers if ops[index].phase == "backward"]
@@ -183,7 +183,7 @@ def _make_again(found: Lifetimes, block: int, readers: list[int]) -> None:
     if found.died[large[0]] >= 0:
         found.died[large[0]] = max(found.died[large[0]], found.died[block])
     found.died[block] = max((index for index in readers if index not in later), default=start)
-    found.again[block] = large[0]
+    found.recomputed[block] = large[0]
 
 
 def _origins(found: Lifetimes, index: int) -> set[int]:
@@ -205,7 +205,7 @@ def _origins(found: Lifetimes, index: int) -> set[int]:
 
 
 def _reuse(found: Lifetimes, index: int, block: int, sources: list[int], around: tuple[int, int]) -> None:
-    """Let a result take over the memory of a source of its size that ends ``around`` the operation: in its kernel."""
+    """Let a result reuse the memory of a source of its size whose last use is in the same kernel (``around``)."""
     if found.born.get(block) != index or block in found.reuses:
         return
     blocks, taken = found.trace.blocks, set(found.reuses.values())

@@ -1,8 +1,8 @@
-"""Holds a forecast against the device at hand: its roofs, every traced operation by itself, and whole steps.
+"""Measures what a forecast predicts on the installed GPU: peak rates, single operations, and whole steps.
 
-Operations are done again one by one with random data of the same shapes, formats and strides, each distinct call once,
-so that a layer's predicted time can be set beside its own measured one. Random, because products of zeros run faster
-than real ones do. A measurement above its roof is an error, not a success.
+Each distinct operation of a trace runs once with random data of the same shapes, formats and strides, so that a layer's
+predicted time can be compared with its measured one. The data is random because products of zeros run faster than real
+ones. A measurement above the datasheet's peak is an error.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.bench.contest import engine_step, free, make_batches
+from narrowgauge.bench.compare import free_memory, make_batches, make_engine_step
 from narrowgauge.engine import Engine
 from narrowgauge.errors import UsageError
-from narrowgauge.forecast.time.ceilings import check_below_roof
+from narrowgauge.forecast.time.reachable_rates import check_below_peak
 from narrowgauge.forecast.time.roofline import Cost
 from narrowgauge.forecast.trace.trace import Call, Spec
 from narrowgauge.forecast.trace.trace_step import CLIP_NORM, make_optimizer
@@ -31,43 +31,43 @@ from narrowgauge.recipe import NAMED, Recipe
 from narrowgauge.task import Task
 
 SQUARE = 8192
-"""Rows, columns and depth of the product that a format's roof is measured with."""
+"""Rows, columns and depth of the product that measures a format's rate."""
 COPIED = 1 << 30
 REPEATS = 10
 CACHED = 4
-"""Bytes are held against the roof of memory only where they are so many times the L2 cache."""
+"""Bytes per second are compared with the bandwidth only where the bytes are so many times the L2 cache."""
 _HEAD_START = 1_000_000
-"""Cycles the GPU is kept busy for before a call is timed, so that it does not wait for the host in between."""
+"""Cycles that the GPU is kept busy before a call is timed, so that it does not wait for the host."""
 _STRIDE = 7919
-"""A prime: indices so far apart, modulo the rows of a table, come to all of them, and not in their order."""
+"""A prime: multiples of it, modulo the rows of a table, reach all rows in a scattered order."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
-    """A real run's peak and step."""
+class MeasuredRun:
+    """Peak memory and step time of a real run."""
 
     peak_bytes: int
-    """Most allocated in a step but the first, beyond what stood before the model was built."""
+    """The peak of every step but the first, minus what was allocated before the model was built."""
     step_ms: float
 
 
 def measure_roofs(device: Device, size: int = SQUARE, copied: int = COPIED) -> dict[str, float]:
-    """FLOP/s of a large product in each native format, and bytes per second of a copy (``copy``)."""
+    """Measure FLOP/s of a large product in each native format, and bytes per second of a copy (``copy``)."""
     place = device.torch_device
-    roofs = {"copy": 2 * copied / seconds_of(_copy(copied, place), device)}
+    roofs = {"copy": 2 * copied / time_call(_copy(copied, place), device)}
     for format in device.native:
         with StepContext(NAMED[format], torch.device(place), emulated=False).backward():
             a, b = (torch.randn(size, size, device=place) for _ in range(2))
-            roofs[format] = 2 * size**3 / seconds_of(_product(a, b, format), device)
+            roofs[format] = 2 * size**3 / time_call(_product(a, b, format), device)
     if device.gpu is not None:
         check_roofs(roofs, device.gpu)
     return roofs
 
 
 def check_roofs(roofs: dict[str, float], gpu: Gpu) -> dict[str, float]:
-    """The share of the datasheet that each measured roof reaches; above 1 is an error."""
+    """The fraction of the datasheet that each measured rate reaches; above 1 is an error."""
     return {
-        name: check_below_roof(f"roof of {name}", rate, gpu.bandwidth if name == "copy" else gpu.peak(name), gpu)
+        name: check_below_peak(f"rate of {name}", rate, gpu.bandwidth if name == "copy" else gpu.peak(name), gpu)
         for name, rate in roofs.items()
     }
 
@@ -91,7 +91,7 @@ def _product(a: Tensor, b: Tensor, format: str) -> Callable[[], Tensor]:
 def measure_calls(
     costs: Iterable[Cost], device: Device, tell: Callable[[str], None] = lambda line: None
 ) -> dict[Call, float]:
-    """Seconds of each distinct call among the operations, done again on the device."""
+    """Seconds of each distinct call among the operations, run again on the device."""
     found: dict[Call, float] = {}
     for cost in costs:
         call = cost.op.call
@@ -99,11 +99,11 @@ def measure_calls(
             continue
         try:
             below = _indices_below(call)
-            args = _made(call.args, device, below)
-            kwargs = {name: _made(value, device, below) for name, value in call.kwargs}
-            seconds = seconds_of(lambda call=call, args=args, kwargs=kwargs: call.func(*args, **kwargs), device)  # type: ignore[misc]
-        except (RuntimeError, TypeError, ValueError) as error:  # too large by itself, or not made to be called so
-            tell(f"{cost.op.name}: not measured by itself ({str(error).splitlines()[0][:80]})")
+            args = _make_tensors(call.args, device, below)
+            kwargs = {name: _make_tensors(value, device, below) for name, value in call.kwargs}
+            seconds = time_call(lambda call=call, args=args, kwargs=kwargs: call.func(*args, **kwargs), device)  # type: ignore[misc]
+        except (RuntimeError, TypeError, ValueError) as error:  # too large on its own, or it cannot be called like this
+            tell(f"{cost.op.name}: not measured on its own ({str(error).splitlines()[0][:80]})")
             found[call] = math.nan
             continue
         found[call] = seconds
@@ -115,13 +115,13 @@ def measure_calls(
 def _check(cost: Cost, seconds: float, gpu: Gpu) -> None:
     what = f"{cost.op.name} of {cost.op.where or 'no module'}"
     if cost.op.kind in ("product", "attention", "convolution") and cost.op.format in gpu.peaks:
-        check_below_roof(f"{what}, FLOPs", cost.op.flops / seconds, gpu.peak(cost.op.format), gpu)
+        check_below_peak(f"{what}, FLOPs", cost.op.flops / seconds, gpu.peak(cost.op.format), gpu)
     if cost.bytes > CACHED * gpu.l2_bytes:
-        check_below_roof(f"{what}, bytes", cost.bytes / seconds, gpu.bandwidth, gpu)
+        check_below_peak(f"{what}, bytes", cost.bytes / seconds, gpu.bandwidth, gpu)
 
 
 def _indices_below(call: Call) -> int:
-    """What a call's indices must stay below. They should reach all of a table: a few rows of it would be cached."""
+    """The upper bound of a call's indices. They should reach the whole table, as a few rows would be cached."""
     name, shapes = call.func._schema.name.rpartition("::")[2], [a.shape for a in call.args if isinstance(a, Spec)]
     if name in ("embedding", "index_select"):
         return int(shapes[0][call.args[1] if name == "index_select" else 0])
@@ -130,13 +130,13 @@ def _indices_below(call: Call) -> int:
     return min((shape[-1] for shape in shapes if len(shape) > 1), default=1)  # classes, most often
 
 
-def _made(nest: Any, device: Device, below: int) -> Any:
-    """Tensors of random data for specs."""
+def _make_tensors(nest: Any, device: Device, below: int) -> Any:
+    """Replace specs by tensors with random data."""
     if isinstance(nest, Spec):
         return _tensor(nest, device.torch_device, below)
     if isinstance(nest, torch.device):
         return torch.device(device.torch_device)
-    return [_made(item, device, below) for item in nest] if isinstance(nest, tuple) else nest
+    return [_make_tensors(item, device, below) for item in nest] if isinstance(nest, tuple) else nest
 
 
 def _tensor(spec: Spec, place: str, below: int) -> Tensor:
@@ -148,8 +148,8 @@ def _tensor(spec: Spec, place: str, below: int) -> Tensor:
     return flat.as_strided(spec.shape, spec.stride)
 
 
-def seconds_of(work: Callable[[], Any], device: Device, repeats: int = REPEATS) -> float:
-    """Seconds of a call: the median of some repeats, after one that does not count."""
+def time_call(work: Callable[[], Any], device: Device, repeats: int = REPEATS) -> float:
+    """Seconds of a call: the median of several runs, after one that does not count."""
     work()
     if device.kind == "cuda":
         times = []
@@ -169,12 +169,12 @@ def seconds_of(work: Callable[[], Any], device: Device, repeats: int = REPEATS) 
 
 def measure_run(
     task: Task, recipe: Recipe, device: Device, *, compile: bool = True, accumulate: int = 1, steps: int = 5
-) -> Measured:
-    """Train for a few real steps on a GPU: the peak and the time of a step."""
+) -> MeasuredRun:
+    """Train a few real steps on a GPU; return peak memory and step time."""
     if device.kind != "cuda":
-        raise UsageError("measuring a forecast takes a GPU: what a CPU allocates is not counted")
-    free(device)
-    torch._C._cuda_clearCublasWorkspaces()  # each run allocates its own
+        raise UsageError("measuring a forecast needs a GPU: torch does not count what a CPU allocates")
+    free_memory(device)
+    torch._C._cuda_clearCublasWorkspaces()  # each run allocates its own workspaces
     batches = make_batches(task, device)
     before = torch.cuda.memory_allocated()
     torch.manual_seed(0)
@@ -183,10 +183,10 @@ def measure_run(
     clip = None if recipe.gradients == "released" else CLIP_NORM
     engine = Engine(model, make_optimizer(task, model), recipe, clip_norm=clip, accumulate=accumulate, compile=compile)
     found = _measure_steps(
-        functools.partial(_whole_step, engine_step(task, engine), batches, accumulate), before, steps
+        functools.partial(_whole_step, make_engine_step(task, engine), batches, accumulate), before, steps
     )
     del engine, model
-    free(device)
+    free_memory(device)
     return found
 
 
@@ -195,7 +195,7 @@ def _whole_step(microbatch: Callable[[Any], Any], batches: list[Any], accumulate
         microbatch(batches[(index + part) % len(batches)])
 
 
-def _measure_steps(step: Callable[[int], None], before: int, steps: int) -> Measured:
+def _measure_steps(step: Callable[[int], None], before: int, steps: int) -> MeasuredRun:
     step(0)
     torch.cuda.reset_peak_memory_stats()
     for index in range(2):
@@ -209,4 +209,4 @@ def _measure_steps(step: Callable[[int], None], before: int, steps: int) -> Meas
             step(round_index + index)
         torch.cuda.synchronize()
         times.append((time.perf_counter() - start) * 1e3 / steps)
-    return Measured(peak_bytes=peak, step_ms=statistics.median(times))
+    return MeasuredRun(peak_bytes=peak, step_ms=statistics.median(times))

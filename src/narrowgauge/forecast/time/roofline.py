@@ -1,10 +1,10 @@
-"""Predicts a step's time from its operations: each takes what its FLOPs or its bytes take, whichever is longer.
+"""Predicts a step's time with the roofline model: an operation takes as long as its FLOPs or its bytes, or its launch.
 
     time = max(FLOPs / rate of its format, bytes / rate of memory, launch)
 
-with the rates of ``ceilings``. A product also fills the processors unevenly: of its tiles the last wave is seldom full,
-and small products never fill one. What bounds an operation is which of the three is largest; what bounds a step is what
-most of its time is bound by, or the host, where starting the kernels takes longer than running them.
+with the rates of ``reachable_rates``. A product also leaves processors idle: the last wave of its tiles is seldom full,
+and small products never fill one. The largest of the three is the bound of an operation. The bound of a step is that of
+most of its time, or the host, where launching the kernels takes longer than running them.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from narrowgauge.forecast.memory.lifetimes import Lifetimes, follow
-from narrowgauge.forecast.time.ceilings import HOST_S, LAUNCH_S, Ceilings
-from narrowgauge.forecast.trace.flops import padded_bytes
+from narrowgauge.forecast.memory.lifetimes import Lifetimes, find_lifetimes
+from narrowgauge.forecast.time.reachable_rates import HOST_S, LAUNCH_S, ReachableRates
+from narrowgauge.forecast.trace.flops import count_padding_bytes
 from narrowgauge.forecast.trace.trace import Op, Spec
 from narrowgauge.forecast.trace.trace_step import STEPS, Traced
-from narrowgauge.lint.padding import UNALIGNED
+from narrowgauge.peak_fractions import get_fraction
 
 TILE = 128
-"""Rows and columns of a product's tile, about."""
+"""Approximate rows and columns of a product's tile."""
 SPLIT = 2048
-"""Where a product has few tiles it is split along the summed dimension, into pieces no shorter than this."""
+"""A product with few tiles is split along the summed dimension, into pieces of at least this length."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """One operation's prediction."""
+    """The predicted cost of one operation."""
 
     op: Op
     bytes: int
-    """Those that are in memory at all: what fused kernels pass on is not."""
+    """Bytes read and written in memory; values inside of fused kernels do not count."""
     seconds: float
     bound: str
     """compute, memory or launch."""
     launched: bool = True
-    """Whether it is a kernel of its own: what writes nothing to memory is part of another."""
+    """Whether it is a kernel of its own; an operation that writes nothing to memory is part of another one."""
 
     @property
     def intensity(self) -> float:
@@ -46,7 +46,7 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Operations of one module and kind in one phase, of all microbatches, together."""
+    """All operations of one module and kind in one phase, over all microbatches."""
 
     path: str
     kind: str
@@ -65,13 +65,13 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """A recipe's predicted step."""
+    """The predicted step of a recipe."""
 
     recipe: str
     step_ms: float
     items_per_s: float
     mfu: float | None
-    """Model FLOPs against the peak of the compute format, as ``bench`` counts it."""
+    """Model FLOPs utilization: model FLOPs divided by the peak of the compute format, as in ``bench``."""
     bound: str
     device_ms: float
     host_ms: float
@@ -83,18 +83,18 @@ class Roofline:
     layers: list[Layer] = field(default_factory=list)
 
     def cost(self, items: float, price_per_hour: float) -> float:
-        """What training on so many items costs, at a price for an hour of the GPU."""
+        """The cost of training on so many items, at a price per GPU hour."""
         return items / self.items_per_s / 3600 * price_per_hour
 
 
-def predict(traced: Traced, ceilings: Ceilings) -> Roofline:
-    """A step of the trace's recipe, predicted."""
-    return add_up(traced, [(cost, 1.0) for cost in costs_of(traced, ceilings)])
+def predict_time(traced: Traced, rates: ReachableRates) -> Roofline:
+    """Predict the time of a traced step."""
+    return sum_costs(traced, [(cost, 1.0) for cost in estimate_costs(traced, rates)])
 
 
-def add_up(traced: Traced, costs: list[tuple[Cost, float]]) -> Roofline:
-    """A step from its operations and how often each is there."""
-    device_s, host_s = sum(cost.seconds * times for cost, times in costs), host_seconds(costs)
+def sum_costs(traced: Traced, costs: list[tuple[Cost, float]]) -> Roofline:
+    """Sum up a step from its operations and how often each runs."""
+    device_s, host_s = sum(cost.seconds * times for cost, times in costs), sum_host_seconds(costs)
     seconds = max(device_s, host_s)
     by_bound: dict[str, float] = {}
     by_kind: dict[str, float] = {}
@@ -107,7 +107,7 @@ def add_up(traced: Traced, costs: list[tuple[Cost, float]]) -> Roofline:
         recipe=str(traced.recipe),
         step_ms=seconds * 1e3,
         items_per_s=items_per_s,
-        mfu=mfu_of(traced, items_per_s),
+        mfu=compute_mfu(traced, items_per_s),
         bound=bound,
         device_ms=device_s * 1e3,
         host_ms=host_s * 1e3,
@@ -119,47 +119,47 @@ def add_up(traced: Traced, costs: list[tuple[Cost, float]]) -> Roofline:
     )
 
 
-def mfu_of(traced: Traced, items_per_s: float) -> float | None:
-    """Model FLOPs of so many items a second against the peak of the recipe's format; None where either is unknown."""
+def compute_mfu(traced: Traced, items_per_s: float) -> float | None:
+    """Model FLOPs per second divided by the peak of the recipe's format; None where either is unknown."""
     if traced.task.flops_per_item is None or traced.recipe.compute not in traced.gpu.peaks:
         return None
     return traced.task.flops_per_item * items_per_s / traced.gpu.peak(traced.recipe.compute)
 
 
-def costs_of(traced: Traced, ceilings: Ceilings) -> list[Cost]:
-    """Every operation of the last traced step that runs a kernel."""
-    lifetimes = follow(traced.trace)
+def estimate_costs(traced: Traced, rates: ReachableRates) -> list[Cost]:
+    """Estimate every operation of the last traced step that runs a kernel."""
+    lifetimes = find_lifetimes(traced.trace)
     tf32 = traced.recipe.compute == "tf32"
     ops = [op for op in traced.trace.of_step(STEPS - 1) if op.kind != "view"]
-    return [cost for op in ops if (cost := _cost(op, ceilings, lifetimes, tf32)) is not None]
+    return [cost for op in ops if (cost := _cost(op, rates, lifetimes, tf32)) is not None]
 
 
-def _cost(op: Op, ceilings: Ceilings, lifetimes: Lifetimes, tf32: bool) -> Cost | None:
+def _cost(op: Op, rates: ReachableRates, lifetimes: Lifetimes, tf32: bool) -> Cost | None:
     moved = sum(piece.bytes for piece in (*op.reads, *op.writes) if piece.block not in lifetimes.dropped)
     if op.phase == "backward":
-        sources = (lifetimes.again.get(piece.block) for piece in op.reads)
+        sources = (lifetimes.recomputed.get(piece.block) for piece in op.reads)
         moved += sum(lifetimes.trace.blocks[source].bytes for source in sources if source is not None)
     if op.compiled and not moved:
-        return None  # part of a neighbour's kernel
-    memory_s = moved / ceilings.memory(op.kind)
+        return None  # part of another kernel
+    memory_s = moved / rates.memory(op.kind)
     compute_s = 0.0
     format = "tf32" if tf32 and op.format == "fp32" else op.format
     if op.kind in ("product", "convolution"):
-        rate = ceilings.product(format) * _filled(op, ceilings.gpu.sms)
-        compute_s = op.flops / (rate if op.compiled or _is_aligned(op) else rate * UNALIGNED)
+        rate = rates.product(format) * _filled(op, rates.gpu.sms)
+        compute_s = op.flops / (rate if op.compiled or _is_aligned(op) else rate * get_fraction("unaligned_product"))
     elif op.kind == "attention" and op.reads:
         backend = next((name for name in ("cudnn", "flash") if name in op.name), "efficient")
-        compute_s = op.flops / ceilings.attention(backend, format, op.reads[0].shape[-1])
+        compute_s = op.flops / rates.attention(backend, format, op.reads[0].shape[-1])
     launched = not op.compiled or any(piece.block not in lifetimes.dropped for piece in op.writes)
     seconds = max(compute_s, memory_s, LAUNCH_S if launched else 0.0)
     bound = "compute" if seconds == compute_s else "memory" if seconds == memory_s else "launch"
     if op.compiled and op.kind == "product":
-        seconds += 2 * padded_bytes(op) / ceilings.memory("copy")
+        seconds += 2 * count_padding_bytes(op) / rates.memory("copy")
     return Cost(op=op, bytes=moved, seconds=seconds, bound=bound, launched=launched)
 
 
 def _filled(op: Op, processors: int) -> float:
-    """How much of the processors a product's tiles keep busy: 1 for many whole waves."""
+    """The fraction of the processors that a product's tiles keep busy: 1 for many full waves."""
     result = op.writes[-1].shape if op.writes else ()
     if len(result) < 2:
         return 1.0
@@ -171,7 +171,7 @@ def _filled(op: Op, processors: int) -> float:
 
 
 def _is_aligned(op: Op) -> bool:
-    """Whether the rows of a product in 16 bits begin on 16 bytes, as its fast kernels want."""
+    """Whether the rows of a 16-bit product begin on 16 bytes, as the fast kernels require."""
     if op.kind != "product" or op.call is None or not op.writes:
         return True
     operands = [arg for arg in op.call.args if isinstance(arg, Spec) and len(arg.shape) > 1]
@@ -180,8 +180,8 @@ def _is_aligned(op: Op) -> bool:
     return not any(row % 8 for row in (op.writes[-1].shape[-1], *(max(one.stride[-2:]) for one in operands)))
 
 
-def host_seconds(costs: Iterable[tuple[Cost, float]]) -> float:
-    """What the host takes to start everything."""
+def sum_host_seconds(costs: Iterable[tuple[Cost, float]]) -> float:
+    """Seconds that the host takes to launch all kernels."""
     return sum(HOST_S * times for cost, times in costs if cost.launched)
 
 

@@ -1,13 +1,14 @@
-"""What torch decides by device, for tensors that only pretend to be on one: autocast, attention, dropout, norms.
+"""The choices that torch makes for CUDA tensors, applied to meta tensors: autocast, attention, dropout, softmax.
 
-Meta tensors have no autocast and no fused kernels of their own, so the choices that torch makes for CUDA are made here,
-one function call at a time:
+Meta tensors have no autocast and no fused kernels. What torch would choose for CUDA is chosen here, one function call
+at a time:
 
-    autocast     matrix products in the narrow format, the list of ``nn.keepers`` in FP32; narrowed parameters are kept
-                 until the outermost autocast is left, as torch keeps them; grouped products as ``nn.grouped`` has them
-    attention    cuDNN, FlashAttention, memory-efficient or plain, by what is allowed, the format, mask and head size
+    autocast     matrix products in the low-precision format, the functions of ``nn.keep_fp32`` in FP32. Casts of
+                 parameters are cached until the outermost autocast ends, as in torch. Grouped products as in
+                 ``nn.grouped_mm``
+    attention    cuDNN, FlashAttention, memory-efficient or math, by what is enabled, the format, mask and head size
     dropout      one kernel that keeps a mask of bytes
-    softmax      of 16-bit numbers in FP32 without an FP32 copy
+    softmax      of 16-bit values in FP32, without an FP32 copy of the input
 """
 
 from __future__ import annotations
@@ -31,25 +32,25 @@ _NARROW = {
     F: "linear prelu multi_head_attention_forward",
     Tensor: "mm matmul bmm addmm addbmm baddbmm addmv addr mv prelu __matmul__ __rmatmul__",
 }
-NARROW_FUNCTIONS = frozenset(getattr(owner, name) for owner, names in _NARROW.items() for name in names.split())
-"""CUDA autocast's list of what runs in the narrow format, as its documentation has it."""
+LOW_PRECISION_FUNCTIONS = frozenset(getattr(owner, name) for owner, names in _NARROW.items() for name in names.split())
+"""The functions that CUDA autocast runs in low precision, from its documentation."""
 _ORIGINAL: dict[str, Any] = {"attention": F.scaled_dot_product_attention, "dropout": F.dropout}
 _SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax, F.log_softmax, torch.log_softmax, Tensor.log_softmax)
 _DEFAULT_ORDER = [1, 2, 0, 3, 4]
-"""torch's own order of attention backends, as numbers: nobody has set another."""
+"""torch's default order of attention backends, as numbers."""
 
 
 class Rules:
-    """The choices for a GPU of a compute capability."""
+    """The choices for a GPU with a given compute capability."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self.capability = capability
-        self.on_narrowed: Callable[[Tensor, Tensor], None] = lambda parameter, copy: None
-        """Hears of every parameter's copy in the narrow format."""
+        self.on_cast: Callable[[Tensor, Tensor], None] = lambda parameter, copy: None
+        """Is called with every parameter and its low-precision copy."""
         self._narrowed: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a torch function as it would run on CUDA."""
+        """Call a torch function as it runs on CUDA."""
         if func is _ORIGINAL["attention"]:
             return self.attention(*args, **kwargs)
         if func is _ORIGINAL["dropout"]:
@@ -57,17 +58,17 @@ class Rules:
         if torch.is_autocast_enabled("cuda"):
             if func is torch._grouped_mm:
                 return grouped_product(torch.get_autocast_dtype("cuda"), *args, **kwargs)
-            if func in NARROW_FUNCTIONS:
-                args, kwargs = self._each(args, self._narrow), self._each(kwargs, self._narrow)
+            if func in LOW_PRECISION_FUNCTIONS:
+                args, kwargs = self._map(args, self._narrow), self._map(kwargs, self._narrow)
             elif func in FP32_FUNCTIONS:
-                wide = _wide_softmax(func, args, kwargs) if func in _SOFTMAX or func is F.cross_entropy else None
+                wide = _softmax_in_fp32(func, args, kwargs) if func in _SOFTMAX or func is F.cross_entropy else None
                 if wide is not None:
                     return wide
-                args, kwargs = self._each(args, _widen), self._each(kwargs, _widen)
+                args, kwargs = self._map(args, _widen), self._map(kwargs, _widen)
         return func(*args, **kwargs)
 
     def forget(self) -> None:
-        """The outermost autocast was left."""
+        """Clear the cache of casts, when the outermost autocast ends."""
         self._narrowed.clear()
 
     def _narrow(self, tensor: Tensor) -> Tensor:
@@ -80,15 +81,15 @@ class Rules:
         key = id(tensor), dtype
         if key not in self._narrowed:
             self._narrowed[key] = tensor, tensor.to(dtype)
-            self.on_narrowed(*self._narrowed[key])
+            self.on_cast(*self._narrowed[key])
         return self._narrowed[key][1]
 
-    def _each(self, nest: Any, change: Any) -> Any:
+    def _map(self, nest: Any, change: Any) -> Any:
         if isinstance(nest, Tensor):
             return change(nest)
         if isinstance(nest, list | tuple):
-            return type(nest)(self._each(item, change) for item in nest)
-        return {name: self._each(item, change) for name, item in nest.items()} if isinstance(nest, dict) else nest
+            return type(nest)(self._map(item, change) for item in nest)
+        return {name: self._map(item, change) for name, item in nest.items()} if isinstance(nest, dict) else nest
 
     def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if input.device.type == "cpu" or not training or inplace or not 0 < p < 1:
@@ -107,7 +108,7 @@ class Rules:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """The backend that torch would take, called by its own name."""
+        """Call the backend that torch would choose."""
         if torch.is_autocast_enabled("cuda"):
             query, key, value = (self._narrow(tensor) for tensor in (query, key, value))
             attn_mask = None if attn_mask is None else self._narrow(attn_mask)
@@ -137,7 +138,7 @@ class Rules:
         return output
 
     def _backend(self, query: Tensor, key: Tensor, mask: Tensor | None) -> SDPBackend:
-        """The first that is allowed and can: fused kernels have wishes about formats, head sizes and masks."""
+        """The first enabled backend that supports the format, head size and mask."""
         size, half, grouped = query.shape[-1], query.dtype in HALVES, query.shape[-3] != key.shape[-3]
         modern = self.capability >= (8, 0)
         cuda = torch.backends.cuda
@@ -149,7 +150,7 @@ class Rules:
         }
         order = [int(number) for number in torch._C._get_sdp_priority_order()]
         if order == _DEFAULT_ORDER and self.capability in ((9, 0), (10, 0)):
-            order = [3, 1, 2, 0]  # torch takes cuDNN first on Hopper and Blackwell
+            order = [3, 1, 2, 0]  # torch prefers cuDNN on Hopper and Blackwell
         by_number = {int(backend.value): backend for backend in can}
         for number in order:
             backend = by_number.get(number)
@@ -161,7 +162,7 @@ class Rules:
 
 
 def _as_bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """A mask as fused kernels take it: a number for each score, in the format of the queries."""
+    """A mask as fused kernels expect it: a value for each score, in the format of the queries."""
     if mask is None:
         return None
     bias = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device) if mask.dtype is torch.bool else mask
@@ -172,8 +173,8 @@ def _widen(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in HALVES else tensor
 
 
-def _wide_softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """A softmax of 16-bit numbers in FP32, whose kernel widens as it reads; None for forms that run otherwise."""
+def _softmax_in_fp32(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """A softmax of 16-bit values in FP32, whose kernel converts as it reads; None for calls it does not cover."""
     x = args[0] if args else kwargs.get("input")
     given = {
         name: value for name, value in kwargs.items() if value is not None and name not in ("input", "_stacklevel")
@@ -195,9 +196,9 @@ def _wide_softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
 
 
 class _Softmax(torch.autograd.Function):
-    """FP32 out and a 16-bit gradient back, by ops that know FP16 alone: BF16 passes for it.
+    """FP32 output and 16-bit gradient. The ops support FP16 only, so BF16 tensors are viewed as FP16.
 
-    That BF16 is treated alike is measured, not read: eager GPT-2 124M had the same peak of 59.1 GiB in FP16 and in BF16
+    That torch treats BF16 the same way was measured: eager GPT-2 124M had the same peak of 59.1 GiB in FP16 and in BF16
     (docs/forecast.md), which leaves no room for an FP32 gradient of the logits.
     """
 

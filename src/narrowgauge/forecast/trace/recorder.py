@@ -1,16 +1,14 @@
-"""Records a training step on tensors without data: every operation in order, and when each piece of memory comes and
-goes.
+"""Records a training step on tensors without data: every operation in order, and when memory is allocated and freed.
 
-What lives is followed by storages, not by tensors: views share one, and it is gone when the last of them is. A storage
-that is seen for the first time in an operation's results was allocated by it; a weak reference tells of its end.
+Memory is tracked by storages, not by tensors: views share a storage, which is freed with the last of them. An operation
+allocated a storage if the storage is seen for the first time in its results; a weak reference reports when it is freed.
 """
 
 from __future__ import annotations
 
 import bisect
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from narrowgauge.forecast.trace import flops
-from narrowgauge.forecast.trace.trace import Block, Call, Op, Owner, Piece, Spec, Trace
+from narrowgauge.forecast.trace.trace import Call, MemoryBlock, Op, Owner, Spec, TensorRef, Trace
+from narrowgauge.op_kinds import classify
 
 _NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"}
 _ONLY_WRITTEN = {
@@ -36,9 +35,9 @@ _ONLY_WRITTEN = {
 
 
 class Recorder(TorchDispatchMode):
-    """Writes a trace of what runs inside it."""
+    """A dispatch mode that records a trace of what runs inside it."""
 
-    def __init__(self, workspace: Callable[[str, list[Piece], list[Piece]], int] | None = None) -> None:
+    def __init__(self, workspace: Callable[[str, list[TensorRef], list[TensorRef]], int] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
         self.phase, self.step = "build", -1
@@ -50,29 +49,22 @@ class Recorder(TorchDispatchMode):
         self._node = -1
         self._makers: dict[int, int] = {}
 
-    @contextlib.contextmanager
-    def inside(self, path: str | None) -> Iterator[None]:
-        """Operations belong to the module at this path; None: to the one they belonged to."""
-        self._paths.append(self._paths[-1] if path is None else path)
-        try:
-            yield
-        finally:
-            self._paths.pop()
-
     @property
     def path(self) -> str:
-        """The module that operations belong to now."""
+        """The module that operations are attributed to now."""
         return self._paths[-1]
 
     def enter(self, path: str) -> None:
+        """Attribute operations to the module at this path until ``leave``."""
         self._paths.append(path)
 
     def leave(self) -> None:
+        """Return to the module before."""
         if len(self._paths) > 1:
             self._paths.pop()
 
-    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Stands for torch.compile: runs as it is, and notes that it would be compiled."""
+    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Replaces torch.compile: the function runs in eager mode, and its operations are marked as compiled."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             before, self.compiling = self.compiling, True
@@ -81,22 +73,22 @@ class Recorder(TorchDispatchMode):
             finally:
                 self.compiling = before
             if not before:
-                self._return(result)
+                self._record_outputs(result)
             return result
 
         return run
 
-    def _return(self, result: Any) -> None:
+    def _record_outputs(self, result: Any) -> None:
         given = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if any(tensor.numel() == 1 for tensor in given):
             for tensor in given:
                 known = self._live.get(tensor.untyped_storage()._cdata)
                 if tensor.numel() > 1 and known is not None:
                     self.trace.returned.append((len(self.trace.ops) - 1, len(self.trace.blocks)))
-                    self.trace.blocks.append(Block(tensor.numel() * tensor.element_size(), len(self.trace.ops)))
+                    self.trace.blocks.append(MemoryBlock(tensor.numel() * tensor.element_size(), len(self.trace.ops)))
 
     def mark(self, tensor: Tensor | None, role: str, owner: Owner | None = None, is_copy: bool = False) -> None:
-        """Say what a tensor's memory is for, and to which parameter it belongs."""
+        """Set what a tensor's memory is used for, and to which parameter it belongs."""
         if tensor is not None:
             known = self._live.get(tensor.untyped_storage()._cdata)
             if known is not None:
@@ -104,29 +96,29 @@ class Recorder(TorchDispatchMode):
                 block.role, block.owner, block.is_copy = role, owner or block.owner, is_copy
 
     def mark_copy(self, tensor: Tensor, owner: Owner | None = None) -> None:
-        """A copy of a weight, which products read; a weight that is its own copy stays what it is."""
+        """Mark a copy of a weight; a copy that shares the weight's memory keeps its role."""
         known = self._live.get(tensor.untyped_storage()._cdata)
         if known is not None and self.trace.blocks[known[0]].role == "activations":
             self.mark(tensor, "weights", owner, is_copy=True)
 
     def launch(self, kernel: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         """Record a kernel that is launched without going through torch's dispatcher."""
-        read, written = ([self._piece(tensor) for tensor in tensors] for tensors in (reads, writes))
-        where, kind = self._paths[-1], flops.kind_of(kernel)
+        read, written = ([self._ref(tensor) for tensor in tensors] for tensors in (reads, writes))
+        where, kind = self._paths[-1], classify(f"narrowgauge::{kernel}")
         name = f"narrowgauge.{kernel}"
         self.trace.ops.append(Op(name, kind, self.phase, self.step, where, False, read, written, flops=0.0))
 
     def close(self) -> Trace:
-        """The trace as it is now: what ends later is no part of it."""
+        """Return the trace; what is freed later does not belong to it."""
         done, self.trace = self.trace, Trace(self.trace.ops, self.trace.blocks, [], self.trace.returned)
         return done
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():  # in here a meta tensor is one
+        with torch._C.DisableTorchFunction():  # meta tensors are reported as such in here
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        where, compiled = self._belongs()
+        where, compiled = self._locate()
         result = _call(func, args, kwargs)
         tensors, made = _tensors(args) + _tensors(tuple(kwargs.values())), _tensors(result)
         if not any(tensor.device.type == "meta" for tensor in (*tensors, *made)):
@@ -140,30 +132,30 @@ class Recorder(TorchDispatchMode):
         reads = [t for t in tensors if not (name in _ONLY_WRITTEN and any(t is other for other in changed))]
         op = Op(
             name if func.namespace == "aten" else f"{func.namespace}.{name}",
-            flops.kind_of(name),
+            classify(func._schema.name),
             self.phase,
             self.step,
             where,
             compiled,
-            [self._piece(tensor) for tensor in reads],
-            [self._piece(tensor) for tensor in (*changed, *fresh)],
-            flops.count(func, args, kwargs, given, result),
+            [self._ref(tensor) for tensor in reads],
+            [self._ref(tensor) for tensor in (*changed, *fresh)],
+            flops.count_flops(func, args, kwargs, given, result),
             causal=bool(given.get("is_causal", False)),
-            accumulates=name == "add" and self._meets(tensors),
+            accumulates=name == "add" and self._is_accumulation(tensors),
         )
         if name in _NO_KERNEL or not op.writes:
-            op.kind, op.reads, op.writes = "view", [], []  # nothing runs
+            op.kind, op.reads, op.writes = "view", [], []  # no kernel runs
         else:
             op.call = Call(func, _specs(args), tuple((key, _specs(value)) for key, value in kwargs.items()))
             flops.correct_bytes(op)
             op.workspace = self._workspace(name, op.reads, op.writes)
             if compiled and op.kind == "product":
-                op.workspace += flops.padded_bytes(op)
+                op.workspace += flops.count_padding_bytes(op)
         self.trace.ops.append(op)
         return result
 
-    def _belongs(self) -> tuple[str, bool]:
-        """Which module an operation belongs to, and whether it would be compiled: in backward, what forward noted."""
+    def _locate(self) -> tuple[str, bool]:
+        """The module of an operation, and whether it is compiled; in backward those of the forward operation."""
         path, compiled = self._paths[-1], self.compiling
         node = torch._C._current_autograd_node() if self.phase == "backward" else None
         self._node = -1 if node is None else node._sequence_nr()
@@ -176,8 +168,8 @@ class Recorder(TorchDispatchMode):
             self._origin.append((newest, path, compiled))
         return path, compiled
 
-    def _meets(self, tensors: list[Tensor]) -> bool:
-        """Whether autograd adds a gradient to one that another node has brought: in C++, past every function mode."""
+    def _is_accumulation(self, tensors: list[Tensor]) -> bool:
+        """Whether autograd sums gradients of two nodes: it does so in C++, which no function mode sees."""
         if self.phase != "backward" or not torch._C._len_torch_function_stack() or len(tensors) != 2:
             return False
         known = self._live.get(tensors[0].untyped_storage()._cdata)
@@ -198,24 +190,25 @@ class Recorder(TorchDispatchMode):
             self._live.pop(address, None)
             self.trace.events.append((len(self.trace.ops) - 1, -(number + 1)))
 
-        self.trace.blocks.append(Block(storage.nbytes(), op, "workspace" if self.phase == "build" else "activations"))
+        role = "workspace" if self.phase == "build" else "activations"
+        self.trace.blocks.append(MemoryBlock(storage.nbytes(), op, role))
         self.trace.events.append((op, number + 1))
         self._live[address] = number, weakref.ref(storage, gone)
         if self.phase == "backward":
             self._makers[number] = self._node
 
-    def _piece(self, tensor: Tensor) -> Piece:
+    def _ref(self, tensor: Tensor) -> TensorRef:
         known = self._live.get(tensor.untyped_storage()._cdata) if tensor.device.type == "meta" else None
         count = 1
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-            count *= size if stride else 1  # what is expanded is read once
-        return Piece(known[0] if known else -1, count * tensor.element_size(), tuple(tensor.shape), tensor.dtype)
+            count *= size if stride else 1  # an expanded dimension is read once
+        return TensorRef(known[0] if known else -1, count * tensor.element_size(), tuple(tensor.shape), tensor.dtype)
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation without data; of those that some versions of torch cannot, give what they would."""
+    """Run an operation without data; for those that some versions of torch cannot, return what they would."""
     if func is torch.ops.aten._grouped_mm.default and args[0].is_meta and args[0].dtype is not torch.bfloat16:
-        # Its kernels take FP32 and FP16 as well, its shape rule does not.
+        # Its kernels support FP32 and FP16 as well, its meta function does not.
         shapes = [x.new_empty_strided(x.shape, x.stride(), dtype=torch.bfloat16) for x in args[:2]]
         return func(*shapes, *args[2:], **kwargs).to(args[0].dtype)
     try:

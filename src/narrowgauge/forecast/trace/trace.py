@@ -8,24 +8,24 @@ from typing import Any, NamedTuple
 import torch
 
 ROLES = ("weights", "master", "gradients", "moments", "activations", "workspace")
-"""What memory is for. ``weights`` is what products read, ``master`` what exists only to be updated exactly."""
+"""What memory is used for. Products read ``weights``; ``master`` exists only for exact updates."""
 
 
 class Owner(NamedTuple):
-    """The parameter that a weight, a gradient or a state belongs to, as a model spread over ranks sees it."""
+    """The parameter that a weight, a gradient or a state belongs to, and how it is sharded over ranks."""
 
     part: str
-    """block: of a module that is gathered by itself; outside: gathered for the whole step; copied: on every rank."""
+    """block: in a module that is gathered on its own; outside: gathered for the whole step; copied: on every rank."""
     rows: int
-    """Along which it is cut into shards."""
+    """Rows, along which it is sharded."""
     numel: int
     stacked: bool = False
-    """For a copy: whether it is of several weights, one below the other."""
+    """For a copy: whether it stacks several weights."""
 
 
 @dataclass(slots=True)
-class Block:
-    """A piece of memory."""
+class MemoryBlock:
+    """A block of memory that the trace allocated."""
 
     bytes: int
     born: int
@@ -33,12 +33,12 @@ class Block:
     role: str = "activations"
     owner: Owner | None = None
     is_copy: bool = False
-    """A weight in another format, made from it in a step."""
+    """A weight in another format, cast during a step."""
 
 
 @dataclass(slots=True)
-class Piece:
-    """A tensor that an operation read or wrote."""
+class TensorRef:
+    """A tensor that an operation reads or writes."""
 
     block: int
     bytes: int
@@ -47,7 +47,7 @@ class Piece:
 
 
 class Spec(NamedTuple):
-    """What is known of a tensor without its data: enough to make one like it."""
+    """Shape, strides and format of a tensor: enough to make one like it."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -55,7 +55,7 @@ class Spec(NamedTuple):
 
 
 class Call(NamedTuple):
-    """An operation's call, with specs in the place of tensors: equal calls cost the same."""
+    """The call of an operation, with specs instead of tensors; equal calls cost the same."""
 
     func: Any
     args: tuple[Any, ...]
@@ -64,7 +64,7 @@ class Call(NamedTuple):
 
 @dataclass(slots=True)
 class Op:
-    """One operation."""
+    """One operation of the trace."""
 
     name: str
     kind: str
@@ -74,20 +74,20 @@ class Op:
     where: str
     """The module it belongs to, as a path."""
     compiled: bool
-    reads: list[Piece]
-    writes: list[Piece]
+    reads: list[TensorRef]
+    writes: list[TensorRef]
     flops: float
     workspace: int = 0
-    """Bytes it takes beside its results, for as long as it runs."""
+    """Bytes it allocates in addition to its results while it runs."""
     causal: bool = False
     accumulates: bool = False
-    """Autograd's own sum of two gradients, which takes place in the first."""
+    """Autograd's own sum of two gradients, which is written into the first."""
     call: Call | None = None
-    """To do it again with other data; None for what does not pass through torch."""
+    """To run it again with other data; None for kernels that torch's dispatcher does not see."""
 
     @property
     def bytes(self) -> int:
-        """What must pass between memory and processor: each operand once."""
+        """Bytes read and written, each operand once."""
         return sum(piece.bytes for piece in self.reads) + sum(piece.bytes for piece in self.writes)
 
     @property
@@ -102,15 +102,15 @@ FORMAT_OF = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8", torch.bfloat1
 
 @dataclass
 class Trace:
-    """Operations and allocations of a build and some steps."""
+    """Operations and allocations of building a model and of some steps."""
 
     ops: list[Op] = field(default_factory=list)
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[MemoryBlock] = field(default_factory=list)
     events: list[tuple[int, int]] = field(default_factory=list)
-    """(operation, block + 1) for an allocation, (operation, -(block + 1)) for the end of one, in order."""
+    """(operation, block + 1) where a block is allocated, (operation, -(block + 1)) where it is freed, in order."""
     returned: list[tuple[int, int]] = field(default_factory=list)
-    """(operation, block): where a compiled model returned something beside its loss, and a gradient of it."""
+    """(operation, block): an output of a compiled model other than its loss, and the block of its gradient."""
 
     def of_step(self, step: int) -> list[Op]:
-        """The operations of a step that cost time."""
+        """The operations of a step."""
         return [op for op in self.ops if op.step == step and op.phase != "build"]

@@ -1,8 +1,7 @@
-"""Runs an engine's real training steps on a GPU that is only pretended, and hands over the trace of them.
+"""Runs two of an engine's training steps on a simulated GPU, and returns their trace.
 
-Two steps: the first one makes what stays (moments, FP8 scales and copies), the second is as every later one. The
-engine, its kernels' Python, autograd, hooks and recomputation are the ones that train; what is pretended is in
-``machine``.
+The first step allocates what stays (moments, FP8 scales and copies), the second is like every later one. The engine,
+the Python of its kernels, autograd, hooks and recomputation are the ones that train; ``fake_gpu`` simulates the GPU.
 """
 
 from __future__ import annotations
@@ -28,58 +27,58 @@ from narrowgauge.forecast.trace.workspaces import Workspaces
 from narrowgauge.hardware import Gpu
 from narrowgauge.nn.convert import Layer
 from narrowgauge.nn.recompute import find_blocks
-from narrowgauge.ranks.distribute import copies
+from narrowgauge.ranks.distribute import find_copied
 from narrowgauge.recipe import Recipe
 from narrowgauge.task import Task
 
 CLIP_NORM = 1.0
 STEPS = 2
 MASTERS = ("master", "remainder", "check")
-"""What of an optimizer's state belongs to masters."""
+"""Names in an optimizer's state that belong to master weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spread:
-    """How a model's parameters part where it is spread over ranks (``ranks.spread``), in numbers of them."""
+class ShardSizes:
+    """Numbers of parameters by how they are distributed over ranks (``ranks.distribute``)."""
 
     block: int
-    """Matrices of the largest block."""
+    """In matrices of the largest block."""
     in_blocks: int
-    """Matrices of all blocks."""
+    """In matrices of all blocks."""
     outside: int
-    """Matrices outside of blocks."""
+    """In matrices outside of blocks."""
     copied: int
-    """Vectors and keepers."""
+    """In vectors and modules kept in FP32, which every rank has."""
     narrow: bool
-    """Whether what is outside has BF16 parameters, as under a lean recipe."""
+    """Whether parameters outside of blocks are BF16, as under a lean recipe."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traced:
-    """The trace of a build and two steps, and what was found on the way."""
+    """The trace of building a model and of two steps, and facts about the model."""
 
     task: Task
     recipe: Recipe
     gpu: Gpu
     trace: Trace
     batch: int
-    """Items along the first dimension of a batch's tensors."""
+    """Size of the first dimension of a batch's tensors."""
     items: int
-    """What one update trains on: tokens or images, all microbatches together."""
+    """Tokens or images per update, over all microbatches."""
     accumulate: int
     parameters: int
     compiled: bool
-    """Whether torch.compile would have planned some of it."""
+    """Whether torch.compile compiles some of it."""
     layers: list[Layer] = field(default_factory=list)
     block_parameters: int = 0
-    """Of the largest block: what a sharded run gathers at once."""
+    """Parameters of the largest block, which a sharded run gathers at once."""
     other_parameters: int = 0
-    """Of what is in no block: embeddings, the head."""
+    """Parameters outside of blocks: embeddings, the head."""
     values_read: int = 0
     """How often the program read a value from the GPU, and got 0."""
     block_paths: list[str] = field(default_factory=list)
-    """The modules that a sharded run gathers one at a time, in their order."""
-    spread: Spread | None = None
+    """The modules that a sharded run gathers one at a time, in order."""
+    shard_sizes: ShardSizes | None = None
 
 
 def trace_steps(
@@ -93,33 +92,44 @@ def trace_steps(
     clip_norm: float | None = CLIP_NORM,
     fused: bool | None = None,
 ) -> Traced:
-    """Trace a task under a recipe as it would run on a GPU; ``batch`` replaces the task's own size.
+    """Trace two steps of a task under a recipe on a simulated GPU.
 
-    The rest is as ``Engine`` takes it, but that a recipe which releases gradients is not asked to clip them.
+    Args:
+        task: The task; its batch gives the shapes.
+        recipe: The recipe.
+        gpu: The GPU to simulate.
+        batch: Replaces the task's own batch size.
+        accumulate: Microbatches per update.
+        compile: Mark what torch.compile would compile.
+        clip_norm: As for ``Engine``; not used by recipes that release gradients, which cannot clip.
+        fused: As for ``Engine``.
+
+    Raises:
+        UsageError: The batch has no tensors, or the task needs the values of tensors.
     """
     given = task.synthetic(0) if task.synthetic is not None else task.batch(0, "train")
     sizes = [tensor.shape[0] for tensor in tree_leaves(given) if isinstance(tensor, Tensor) and tensor.dim()]
     if not sizes:
-        raise UsageError(f"task {task.name}: a batch has no tensors, so there is nothing to forecast")
+        raise UsageError(f"task {task.name}: a batch has no tensors, so nothing can be predicted")
     size = batch or sizes[0]
     recorder = Recorder(Workspaces(gpu))
     if recipe.gradients == "released":
         clip_norm = None
     try:
-        with fake_gpu.simulate_gpu(gpu, recorder.compiled) as simulated, recorder:
+        with fake_gpu.simulate_gpu(gpu, recorder.compile) as simulated, recorder:
             with torch.device("cuda"):
                 model = task.model()
-            owners = _owners(model, recipe)
-            simulated.rules.on_narrowed = lambda parameter, copy: recorder.mark(
+            owners = _find_owners(model, recipe)
+            simulated.rules.on_cast = lambda parameter, copy: recorder.mark(
                 copy, "weights", owners.get(id(parameter)), is_copy=True
             )
             optimizer = make_optimizer(task, model)
-            handles = [_notice(p, recorder, owners[id(p)]) for p in model.parameters() if p.requires_grad]
+            handles = [_mark_gradient(p, recorder, owners[id(p)]) for p in model.parameters() if p.requires_grad]
             engine = Engine(
                 model, optimizer, recipe, clip_norm=clip_norm, accumulate=accumulate, compile=compile, fused=fused
             )
             _mark_weights(engine, recorder, owners)
-            device_batch = tree_map_only(Tensor, lambda t: _resized(t, sizes[0], size).to("cuda"), given)
+            device_batch = tree_map_only(Tensor, lambda t: _resize(t, sizes[0], size).to("cuda"), given)
             for tensor in tree_leaves(device_batch):
                 if isinstance(tensor, Tensor):
                     recorder.mark(tensor, "activations")
@@ -129,19 +139,19 @@ def trace_steps(
                     _step(task, engine, device_batch, recorder)
                     _mark_states(engine, recorder, owners)
             trace = recorder.close()
-            layers, sizes_of = list(engine.conversion.layers), _block_sizes(engine)
-            paths, parts = list(find_blocks(engine.inner)), _spread(engine, owners)
+            layers, sizes_of = list(engine.conversion.layers), _count_block_parameters(engine)
+            paths, parts = list(find_blocks(engine.inner)), _measure_shard_sizes(engine, owners)
             for handle in handles:
                 handle.remove()
     except NarrowgaugeError:
         raise
     except Exception as error:
-        if not _needs_data(error):  # the task's own mistake, which is shown as it is
-            error.add_note(f"(task {task.name} under {recipe}, traced without data)")
+        if not _needs_data(error):  # an error of the task itself, which is raised as it is
+            error.add_note(f"(while tracing task {task.name} under {recipe} without data)")
             raise
         lines = str(error).strip().splitlines() or [""]
         raise UsageError(
-            f"task {task.name} under {recipe} cannot be forecast without its data: {type(error).__name__}: "
+            f"task {task.name} under {recipe} cannot be predicted without data: {type(error).__name__}: "
             f"{lines[0][:200]}"
         ) from error
     return Traced(
@@ -159,20 +169,20 @@ def trace_steps(
         other_parameters=sizes_of[1],
         values_read=simulated.values_read,
         block_paths=paths,
-        spread=parts,
+        shard_sizes=parts,
     )
 
 
 def make_optimizer(task: Task, model: nn.Module) -> Optimizer:
-    """The task's own optimizer, or AdamW as ``bench`` makes it."""
+    """Make the task's own optimizer, or AdamW as in ``bench``."""
     if task.optimizer is not None:
         return task.optimizer(model, task.learning_rate)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return torch.optim.AdamW(trained, task.learning_rate, betas=(0.9, 0.95), weight_decay=task.weight_decay, fused=True)
 
 
-def _resized(tensor: Tensor, before: int, size: int) -> Tensor:
-    """A host tensor with another number of items; only its shape will matter."""
+def _resize(tensor: Tensor, before: int, size: int) -> Tensor:
+    """A host tensor with another batch size; only its shape matters."""
     if not tensor.dim() or tensor.shape[0] != before or size == before:
         return tensor
     return torch.empty((size, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
@@ -190,8 +200,8 @@ def _step(task: Task, engine: Engine, batch: Any, recorder: Recorder) -> None:
 
 
 def _needs_data(error: Exception) -> bool:
-    """Whether torch could not go on because tensors on paper have shapes and no numbers."""
-    about_paper = (
+    """Whether an error comes from tensors that have shapes but no values."""
+    messages = (
         "tensor subclasses",
         "data pointer",
         "FakeTensor",
@@ -201,13 +211,13 @@ def _needs_data(error: Exception) -> bool:
         "Meta",
     )
     return type(error).__module__.startswith(("torch._subclasses", "torch.fx")) or any(
-        words in str(error) for words in about_paper
+        words in str(error) for words in messages
     )
 
 
-def _owners(model: nn.Module, recipe: Recipe) -> dict[int, Owner]:
-    """Of every parameter, by its id, where it would be on a rank of several."""
-    copied = copies(model, recipe)
+def _find_owners(model: nn.Module, recipe: Recipe) -> dict[int, Owner]:
+    """The owner of every parameter, by id: where it is on one of several ranks."""
+    copied = find_copied(model, recipe)
     inside = {id(p) for block in find_blocks(model).values() for p in block.parameters()}
     found = {}
     for p in model.parameters():
@@ -216,12 +226,12 @@ def _owners(model: nn.Module, recipe: Recipe) -> dict[int, Owner]:
     return found
 
 
-def _spread(engine: Engine, owners: dict[int, Owner]) -> Spread:
+def _measure_shard_sizes(engine: Engine, owners: dict[int, Owner]) -> ShardSizes:
     def count(module: nn.Module, part: str) -> int:
         return sum(p.numel() for p in module.parameters() if owners[id(p)].part == part)
 
     blocks_of = [count(block, "block") for block in find_blocks(engine.inner).values()]
-    return Spread(
+    return ShardSizes(
         block=max(blocks_of, default=0),
         in_blocks=sum(blocks_of),
         outside=count(engine.inner, "outside"),
@@ -230,8 +240,8 @@ def _spread(engine: Engine, owners: dict[int, Owner]) -> Spread:
     )
 
 
-def _notice(parameter: nn.Parameter, recorder: Recorder, owner: Owner) -> Any:
-    """Learn where gradients are as soon as they are there, before a release frees them."""
+def _mark_gradient(parameter: nn.Parameter, recorder: Recorder, owner: Owner) -> Any:
+    """Mark gradients as soon as they exist, before a release frees them."""
     return parameter.register_post_accumulate_grad_hook(lambda p: recorder.mark(p.grad, "gradients", owner))
 
 
@@ -256,7 +266,7 @@ def _mark_states(engine: Engine, recorder: Recorder, owners: dict[int, Owner]) -
                     recorder.mark(value, kind, owners.get(id(parameter)) if kind != "workspace" else None)
 
 
-def _block_sizes(engine: Engine) -> tuple[int, int]:
+def _count_block_parameters(engine: Engine) -> tuple[int, int]:
     """Parameters of the largest block, and of everything outside of blocks."""
     blocks_of = find_blocks(engine.model)
     sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks_of.values()]

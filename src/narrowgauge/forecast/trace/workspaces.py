@@ -1,12 +1,12 @@
-"""Memory that operations take beside their results, which no trace of tensors shows. Each term has its reason here.
+"""Memory that operations allocate in addition to their results, which a trace of tensors does not show.
 
-cuBLAS           a workspace for every thread that multiplies, kept for good: PyTorch allocates 32 MiB on Hopper and
-                 later, 8.1 MiB before (its CUBLAS_WORKSPACE_CONFIG default); forward and backward are two threads.
-                 Measured: the first model of a process held exactly 64 MiB more than the next ones (fp32 and tf32
-                 in bench/results/h200-gpt2-124m-run1.json). FP8 products are timed on a stream of their own the
-                 first time, which makes three
-attention        backward sums the gradient of the queries in FP32, and has one number for each row and head
-                 (FlashAttention 2's dq_accum and softmax_d; cuDNN's plan has the same)
+cuBLAS           a workspace for every thread that runs products, which is never freed: PyTorch allocates 32 MiB on
+                 Hopper and later, 8.1 MiB before (its CUBLAS_WORKSPACE_CONFIG default); forward and backward are two
+                 threads. Measured: the first model of a process held exactly 64 MiB more than the next ones (fp32 and
+                 tf32 in bench/results/h200-gpt2-124m-run1.json). FP8 products are timed on a separate stream once,
+                 which makes three
+attention        backward accumulates the gradient of the queries in FP32, and has one value for each row and head
+                 (FlashAttention 2's dq_accum and softmax_d; cuDNN has the same)
 norm_backward    partial sums of the weight's gradient, one row of FP32 for each program (kernels.norm)
 embedding        backward sorts the indices: four lists of 8 bytes each
 cross_entropy    nothing: its kernels write only results
@@ -16,26 +16,26 @@ from __future__ import annotations
 
 from math import prod
 
-from narrowgauge.forecast.trace.trace import Piece
+from narrowgauge.forecast.trace.trace import TensorRef
 from narrowgauge.hardware import Gpu
 from narrowgauge.kernels.norm import choose_backward_launch
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 
 
-def cublas_bytes(gpu: Gpu) -> int:
-    """What a thread's first product allocates, for good."""
+def get_cublas_bytes(gpu: Gpu) -> int:
+    """What a thread's first product allocates and never frees."""
     return 32 << 20 if gpu.capability >= (9, 0) else 8320 << 10
 
 
 class Workspaces:
-    """Declared workspaces on a GPU."""
+    """The workspaces of operations on a GPU."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
 
-    def __call__(self, name: str, reads: list[Piece], writes: list[Piece]) -> int:
-        """Bytes for as long as the operation runs."""
+    def __call__(self, name: str, reads: list[TensorRef], writes: list[TensorRef]) -> int:
+        """Bytes while the operation runs."""
         if name.endswith("attention_backward") and len(reads) > 1:
             query = reads[1].shape
             return 4 * prod(query) + 4 * prod(query[:-1])

@@ -1,16 +1,16 @@
-"""Follows inf and NaN from tensor to tensor, so that the op that made them can be told from those that pass them on.
+"""NonfiniteFlow: follows inf and NaN from tensor to tensor, to find the op that produced them.
 
     for each op, in the order of execution:
-        output finite:                      nothing; whatever came in ends here (softmax of a mask, clamp, where)
-        output not finite, inputs finite:   the op is an *origin*
-        output not finite, inputs neither:  the output inherits the earliest origin of its inputs
-    the loss, or a gradient, is not finite: its origin is the producer
+        output finite:                          nothing; inf or NaN in an input ends here (softmax of a mask, clamp)
+        output not finite, all inputs finite:   the op is an *origin*
+        output not finite, an input not finite: the output inherits the earliest origin of its inputs
+    the loss or a gradient is not finite: its origin is the producer
 
-Infinities that are put there on purpose (a mask's -inf by masked_fill, where, full) are origins too, but *deliberate*:
-an op that makes NaN out of nothing but deliberate infinities (softmax of a row that is masked whole, 0 * inf) is itself
-the origin of that NaN. What never reaches the loss or a gradient is never blamed.
+Infinities that are put there on purpose (a mask's -inf by masked_fill, where, full) are origins too, but *deliberate*.
+An op that makes NaN from nothing but deliberate infinities (softmax of a fully masked row, 0 * inf) is itself the
+origin of that NaN. An inf or NaN that never reaches the loss or a gradient is not reported.
 
-A tensor is known by its storage, which its views share; whether it is finite is always looked up in its values.
+A tensor is identified by its storage, which its views share. Whether it is finite is always read from its values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from narrowgauge import random_state
-from narrowgauge.gauges.replay.op_locations import BATCH, Place, Places, running_function
+from narrowgauge.gauges.replay.op_locations import BATCH, OpLocation, OpLocator, find_running_function
 
 FILLS = frozenset(
     {
@@ -36,35 +36,35 @@ FILLS = frozenset(
         *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_"),
     }
 )
-"""Ops that put a number where it was asked for, or whatever lies in memory: not the result of a computation."""
+"""Ops that write a given number or uninitialized memory, not the result of a computation."""
 OVERWRITE = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"})
-"""Ops in place that do not read what they write over."""
+"""In-place ops that do not read what they overwrite."""
 WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 PROGRESS_S = 2.0
 
 
 @dataclass(frozen=True)
-class Event:
-    """Where something that is not finite came from."""
+class Origin:
+    """The op or tensor that an inf or NaN comes from."""
 
     order: int
     kind: str
     """inf or nan."""
     deliberate: bool
-    place: Place
+    place: OpLocation
     phase: str
     op: str
     function: str | None = None
-    """The torch.autograd.Function the op is part of."""
+    """The torch.autograd.Function that the op is part of."""
     inputs: list[dict[str, Any]] = field(default_factory=list)
     output: dict[str, Any] = field(default_factory=dict)
     survives: dict[str, bool | None] = field(default_factory=dict)
-    """By format, fp32 and fp64: whether the same op on the same inputs, widened, is finite."""
+    """For fp32 and fp64: whether the op is finite on the same inputs in that format."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor that was there before the step."""
+    """A tensor that existed before the step."""
 
     kind: str
     """parameter, buffer or input."""
@@ -72,138 +72,143 @@ class Source:
     module: str
 
 
-class Dataflow(TorchDispatchMode):
-    """While active, every op's outputs are looked at; open it innermost, above modes that change how ops compute."""
+class NonfiniteFlow(TorchDispatchMode):
+    """While active, checks the outputs of every op. Enter it innermost, above modes that change how ops compute."""
 
-    def __init__(self, places: Places, progress: Callable[[str], None] | None = None) -> None:
+    def __init__(self, locator: OpLocator, progress: Callable[[str], None] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.places = places
+        self.locator = locator
         self.ops = 0
         self.label = ""
-        self._events = 0
-        self._origins: dict[int, Event] = {}
+        self._origin_count = 0
+        self._origins: dict[int, Origin] = {}
         self._sources: dict[int, Source] = {}
-        self._number: Event | None = None
-        """Origin of the last number that was read off a tensor (``.item()``) and was not finite."""
+        self._number: Origin | None = None
+        """Origin of the last nonfinite number that was read with ``.item()``."""
         self._progress, self._next = progress, time.monotonic() + PROGRESS_S
 
-    def know(self, tensor: Tensor, source: Source) -> None:
-        """Say what a tensor is that was there before."""
-        self._sources[_key(tensor)] = source
+    def register_source(self, tensor: Tensor, source: Source) -> None:
+        """Name a tensor that existed before the step."""
+        self._sources[_storage_key(tensor)] = source
 
-    def origin(self, tensor: Tensor) -> Event | None:
-        """Where the inf or NaN in a tensor came from; None where it is finite."""
-        kind = kind_of(tensor)
+    def find_origin(self, tensor: Tensor) -> Origin | None:
+        """Return the origin of the inf or NaN in a tensor, or None if it is finite."""
+        kind = classify_nonfinite(tensor)
         if kind is None:
             return None
-        known = self._origins.get(_key(tensor))
+        known = self._origins.get(_storage_key(tensor))
         if known is None:
-            known = self._origins[_key(tensor)] = self._unseen(tensor, kind)
+            known = self._origins[_storage_key(tensor)] = self._make_unseen(tensor, kind)
         return known
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        traits = _traits(func)
+        traits = _read_traits(func)
         before = _copy_written(func, args, kwargs) if traits.reads_what_it_writes else (args, kwargs)
         result = func(*args, **kwargs)
         self._count()
         if traits.is_view:
             return result
         if traits.name == "_local_scalar_dense":
-            self._number = self.origin(args[0]) or self._number
+            self._number = self.find_origin(args[0]) or self._number
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        outputs += [value for name, value in _named(func, args, kwargs) if name.partition("[")[0] in traits.written]
-        kinds = [(output, kind) for output in outputs if (kind := kind_of(output)) is not None]
+        outputs += [
+            value for name, value in _list_arguments(func, args, kwargs) if name.partition("[")[0] in traits.written
+        ]
+        kinds = [(output, kind) for output in outputs if (kind := classify_nonfinite(output)) is not None]
         if kinds:
             inputs = [
                 (name, value)
-                for name, value in _named(func, *before)
+                for name, value in _list_arguments(func, *before)
                 if traits.reads_what_it_writes or name.partition("[")[0] not in traits.written
             ]
-            event = self._judge(func, traits, before, inputs, kinds)
+            found = self._decide_origin(func, traits, before, inputs, kinds)
             for output, _ in kinds:
-                self._origins[_key(output)] = event
+                self._origins[_storage_key(output)] = found
         return result
 
-    def _judge(
+    def _decide_origin(
         self,
         func: Any,
         traits: _Traits,
         call: tuple[Any, Any],
         inputs: list[tuple[str, Any]],
         outputs: list[tuple[Tensor, str]],
-    ) -> Event:
+    ) -> Origin:
         tensors = [value for _, value in inputs if isinstance(value, Tensor)]
-        bad = [(tensor, origin) for tensor in tensors if (origin := self.origin(tensor)) is not None]
+        bad = [(tensor, origin) for tensor in tensors if (origin := self.find_origin(tensor)) is not None]
         natural = [origin for _, origin in bad if not origin.deliberate]
         if natural:
-            return min(natural, key=lambda event: event.order)
+            return min(natural, key=lambda origin: origin.order)
         numbers = [value for _, value in inputs if not isinstance(value, Tensor)]
         if self._number is not None and not bad and not all(map(math.isfinite, numbers)):
             return self._number
         output, kind = max(outputs, key=lambda pair: pair[1] == "nan")
         if bad:
-            makes_nan = kind == "nan" and all(kind_of(tensor) == "inf" for tensor, _ in bad)
-            if not makes_nan and not (traits.pointwise and _spreads(output, [tensor for tensor, _ in bad])):
-                return min((origin for _, origin in bad), key=lambda event: event.order)
+            makes_nan = kind == "nan" and all(classify_nonfinite(tensor) == "inf" for tensor, _ in bad)
+            if not makes_nan and not (traits.pointwise and _adds_nonfinite(output, [tensor for tensor, _ in bad])):
+                return min((origin for _, origin in bad), key=lambda origin: origin.order)
         deliberate = traits.name in FILLS and not bad
-        self._events += 1
-        place = self.places.here()
-        return Event(
-            order=self._events,
+        self._origin_count += 1
+        place = self.locator.locate()
+        return Origin(
+            order=self._origin_count,
             kind=kind,
             deliberate=deliberate,
             place=place,
-            phase=self.places.phase,
+            phase=self.locator.phase,
             op=str(func.overloadpacket),
-            function=None if deliberate else running_function(),
+            function=None if deliberate else find_running_function(),
             inputs=[describe(name, value) for name, value in inputs],
             output=describe("output", output),
-            survives={} if deliberate else _survives(func, call, [tensor for tensor, _ in outputs]),
+            survives={} if deliberate else _check_wider_formats(func, call, [tensor for tensor, _ in outputs]),
         )
 
-    def _unseen(self, tensor: Tensor, kind: str) -> Event:
-        """An event for what was not finite when it was first met: data, weights, or something made out of sight."""
-        source = self._sources.get(_key(tensor))
+    def _make_unseen(self, tensor: Tensor, kind: str) -> Origin:
+        """Make an origin for a tensor that no op was seen to produce: data, weights, or memory written elsewhere."""
+        source = self._sources.get(_storage_key(tensor))
         described = describe("value", tensor)
-        self._events += 1
+        self._origin_count += 1
         if source is None:
-            deliberate = kind == "inf"  # an attribute of a module that is used as a mask, most likely
-            place, op = self.places.here(), "unseen"
+            deliberate = kind == "inf"  # most likely a mask that is an attribute of a module
+            place, op = self.locator.locate(), "unseen"
         else:
             described["name"] = source.name
-            place, op = Place(source.module, None), source.kind
-            # A mask may come with the batch, or lie in a buffer. A weight has no business to be infinite.
+            place, op = OpLocation(source.module, None), source.kind
+            # A mask may be part of the batch or a buffer. A weight must never be infinite.
             masks = {"input": kind == "inf" and not bool((tensor == torch.inf).any()), "buffer": kind == "inf"}
             deliberate = masks.get(source.kind, False)
-        phase = "forward" if source is not None else self.places.phase
-        return Event(self._events, kind, deliberate, place, phase, op, inputs=[described], output=described)
+        phase = "forward" if source is not None else self.locator.phase
+        return Origin(self._origin_count, kind, deliberate, place, phase, op, inputs=[described], output=described)
 
-    def overflowing_norm(self, name: str, module: str, gradient: Tensor) -> Event:
-        """An event for gradients that are finite, but whose norm is not; the largest is given."""
-        self._events += 1
-        told = describe(name, gradient)
-        return Event(self._events, "inf", False, Place(module, None), "backward", "gradient norm", inputs=[told])
+    def make_norm_overflow(self, name: str, module: str, gradient: Tensor) -> Origin:
+        """Make an origin for finite gradients whose norm is not finite, from the largest gradient."""
+        self._origin_count += 1
+        described = describe(name, gradient)
+        return Origin(
+            self._origin_count, "inf", False, OpLocation(module, None), "backward", "gradient norm", inputs=[described]
+        )
 
     def _count(self) -> None:
         self.ops += 1
         if self._progress is not None and time.monotonic() >= self._next:
             self._next = time.monotonic() + PROGRESS_S
-            self._progress(f"{self.label}{self.places.phase}: {self.ops:,} operations")
+            self._progress(f"{self.label}{self.locator.phase}: {self.ops:,} operations")
 
 
-def choose(events: list[Event]) -> Event | None:
-    """Of the origins of several gradients the earliest, deliberate ones last."""
-    return min(events, key=lambda event: (event.deliberate, event.order), default=None)
+def choose_origin(origins: list[Origin]) -> Origin | None:
+    """Return the earliest origin that is not deliberate, else the earliest."""
+    return min(origins, key=lambda origin: (origin.deliberate, origin.order), default=None)
 
 
-def input_source(place: str) -> Source:
+def make_input_source(place: str) -> Source:
+    """Make the source of a tensor in the batch, such as ``batch[0]``."""
     return Source("input", f"batch{place}", BATCH)
 
 
 @dataclass(frozen=True)
 class _Traits:
-    """What an op's schema says about it."""
+    """What is known about an op from its schema."""
 
     name: str
     is_view: bool
@@ -215,7 +220,7 @@ class _Traits:
 _KNOWN_TRAITS: dict[Any, _Traits] = {}
 
 
-def _traits(func: Any) -> _Traits:
+def _read_traits(func: Any) -> _Traits:
     if func not in _KNOWN_TRAITS:
         schema = func._schema
         written = frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
@@ -224,7 +229,7 @@ def _traits(func: Any) -> _Traits:
         overwrites = name in OVERWRITE or any(a.is_out for a in schema.arguments)
         _KNOWN_TRAITS[func] = _Traits(
             name=name,
-            # lift_fresh is called a view, but its tensor comes from Python and was never seen before.
+            # The schema calls lift_fresh a view, but its tensor comes from Python and is new.
             is_view=bool(views) and all(views) and not written and not name.startswith("lift_fresh"),
             written=written,
             reads_what_it_writes=bool(written) and not overwrites,
@@ -233,8 +238,8 @@ def _traits(func: Any) -> _Traits:
     return _KNOWN_TRAITS[func]
 
 
-def _named(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Tensors and numbers of a call with the names of their parameters; a list's as name[index]."""
+def _list_arguments(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors and numbers of a call with their parameter names; for lists, name[index]."""
     names = [argument.name for argument in func._schema.arguments]
     for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
         if isinstance(value, list | tuple):
@@ -245,85 +250,89 @@ def _named(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[st
 
 
 def _copy_written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The call's arguments with copies of those that it will write over, as they were."""
+    """The call's arguments, with copies of those that it will overwrite."""
 
     def copy(value: Any) -> Any:
         return value.clone() if isinstance(value, Tensor) else value
 
-    written = _traits(func).written
+    written = _read_traits(func).written
     names = [argument.name for argument in func._schema.arguments]
     copied = [tree_map(copy, v) if n in written else v for n, v in zip(names, args, strict=False)]
     return tuple(copied), {n: tree_map(copy, v) if n in written else v for n, v in kwargs.items()}
 
 
-def _key(tensor: Tensor) -> int:
+def _storage_key(tensor: Tensor) -> int:
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # sparse tensors have none
         return id(tensor)
 
 
-def values_of(tensor: Tensor) -> Tensor:
-    """A tensor's numbers, in a format that torch can compare and add up."""
+def read_values(tensor: Tensor) -> Tensor:
+    """Return a tensor's values in a format and layout that torch can compare and sum."""
     tensor = tensor.detach()
     if tensor.layout is torch.sparse_coo:
         tensor = tensor._values()
     return tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
 
 
-def kind_of(tensor: Tensor) -> str | None:
-    """nan where a tensor holds one, inf where it holds that alone, None where it is finite or not of that kind."""
+def classify_nonfinite(tensor: Tensor) -> str | None:
+    """Return "nan" if a tensor has NaN, "inf" if it only has inf, None if it is finite or not floating point."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0 or tensor.is_meta:
         return None
-    values = values_of(tensor)
+    values = read_values(tensor)
     if not values.is_complex() and bool(torch.isfinite(values.sum(dtype=torch.float32))):
-        return None  # one pass; a sum that overflows only looks closer
+        return None  # one pass; an overflowing sum only causes the exact check below
     if bool(torch.isfinite(values).all()):
         return None
     return "nan" if bool(torch.isnan(values).any()) else "inf"
 
 
-def _spreads(output: Tensor, bad: list[Tensor]) -> bool:
-    """Whether an elementwise op's output is bad in a place where no input is: it has made something of its own."""
+def _adds_nonfinite(output: Tensor, bad: list[Tensor]) -> bool:
+    """Whether an elementwise op's output is nonfinite where no input is."""
     try:
-        came = torch.zeros(output.shape, dtype=torch.bool, device=output.device)
+        inherited = torch.zeros(output.shape, dtype=torch.bool, device=output.device)
         for tensor in bad:
-            came |= ~torch.isfinite(values_of(tensor))
+            inherited |= ~torch.isfinite(read_values(tensor))
     except RuntimeError:  # shapes that do not broadcast
         return False
-    return bool((~torch.isfinite(values_of(output)) & ~came).any())
+    return bool((~torch.isfinite(read_values(output)) & ~inherited).any())
 
 
 def describe(name: str, value: Any) -> dict[str, Any]:
-    """The range of a tensor: over its finite values, and how many are not."""
+    """Describe a number, or a tensor by the range of its finite values and the counts of inf and NaN."""
     if not isinstance(value, Tensor):
         number = float(value)
         return {"name": name, "value": number if abs(number) < float("inf") else str(number)}
-    values = values_of(value)
-    told: dict[str, Any] = {"name": name, "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+    values = read_values(value)
+    described: dict[str, Any] = {
+        "name": name,
+        "shape": list(value.shape),
+        "dtype": str(value.dtype).removeprefix("torch."),
+    }
     values = values.abs() if values.is_complex() else values.double()
     finite = values[torch.isfinite(values)]
-    told |= {"min": None, "max": None, "amax": None}
+    described |= {"min": None, "max": None, "amax": None}
     if finite.numel():
         low, high = float(finite.min()), float(finite.max())
-        told |= {"min": low, "max": high, "amax": max(abs(low), abs(high))}
+        described |= {"min": low, "max": high, "amax": max(abs(low), abs(high))}
     for kind, count in (("nan", torch.isnan(values)), ("inf", torch.isinf(values))):
         if bool(count.any()):
-            told[kind] = int(count.sum())
-    return told
+            described[kind] = int(count.sum())
+    return described
 
 
-def _survives(func: Any, call: tuple[Any, Any], outputs: list[Tensor]) -> dict[str, bool | None]:
-    """Whether the op would be finite on the same inputs in FP32 and in FP64; None where it does not run in them."""
+def _check_wider_formats(func: Any, call: tuple[Any, Any], outputs: list[Tensor]) -> dict[str, bool | None]:
+    """Whether the op is finite on the same inputs in FP32 and FP64; None if it does not run in them."""
     leaves = [leaf for leaf in tree_leaves(call) if isinstance(leaf, Tensor)]
     narrow = any(t.is_floating_point() and t.dtype not in WIDE for t in [*leaves, *outputs])
     return {
-        "fp32": _finite_in(func, call, torch.float32) if narrow else False,
-        "fp64": _finite_in(func, call, torch.float64),
+        "fp32": _is_finite_in(func, call, torch.float32) if narrow else False,
+        "fp64": _is_finite_in(func, call, torch.float64),
     }
 
 
-def _finite_in(func: Any, call: tuple[Any, Any], dtype: torch.dtype) -> bool | None:
+def _is_finite_in(func: Any, call: tuple[Any, Any], dtype: torch.dtype) -> bool | None:
     def widen(value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_floating_point():
             return value.to(dtype, copy=True)
@@ -332,11 +341,15 @@ def _finite_in(func: Any, call: tuple[Any, Any], dtype: torch.dtype) -> bool | N
         return value
 
     try:
-        with random_state.put_back():  # the op may draw numbers
+        with random_state.preserve():  # the op may use random numbers
             args, kwargs = tree_map(widen, call)
             result = func(*args, **kwargs)
-    except Exception:  # a kernel that is made for one format
+    except Exception:  # a kernel that supports only one format
         return None
-    written = [value for name, value in _named(func, args, kwargs) if name.partition("[")[0] in _traits(func).written]
+    written = [
+        value
+        for name, value in _list_arguments(func, args, kwargs)
+        if name.partition("[")[0] in _read_traits(func).written
+    ]
     tensors = [leaf for leaf in tree_leaves((result, written)) if isinstance(leaf, Tensor)]
-    return all(kind_of(tensor) is None for tensor in tensors)
+    return all(classify_nonfinite(tensor) is None for tensor in tensors)

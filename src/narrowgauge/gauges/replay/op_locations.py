@@ -1,12 +1,13 @@
-"""Knows where in a model an op runs: in forward by the modules that are entered, in backward by who made the node.
+"""OpLocator: finds where in a model an op runs, by module in forward and by autograd node in backward.
 
-    forward    hooks on every module keep a stack of paths; ops on no module's behalf belong to the loss
-               after each torch function: the autograd nodes it has made belong to the module on top of the stack
-    backward   each node says when it begins and ends; the ops between are its own, and the module's it belongs to
-               after its end autograd adds its gradients to those that other users of the same tensor gave
+    forward    Hooks on every module keep a stack of paths. Ops outside of any module belong to the loss.
+               After each torch function, the autograd nodes it created are assigned to the module on top of the stack.
+    backward   Hooks on each node mark its start and end. The ops in between belong to the node and to its module.
+               After a node ends, autograd may add its gradient to those from other users of the same tensor.
 
-A module that is recomputed in backward (torch.utils.checkpoint) enters the stack again and goes before the node. A
-backward inside forward (a gradient penalty) has nodes that begin and end in the same way, above what is on the stack.
+A module that is recomputed in backward (torch.utils.checkpoint) is pushed on the stack again and takes precedence over
+the node. A backward inside forward (a gradient penalty) has nodes that start and end in the same way; they take
+precedence over the modules on the stack.
 """
 
 from __future__ import annotations
@@ -26,66 +27,67 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 LOSS, MODEL, BATCH, HOOK = "(loss)", "(model)", "(batch)", "(hook)"
-"""Where no module has a path: what the loop computes itself, the outermost module, the data, and gradient hooks."""
+"""Locations without a module path: code outside the model, the outermost module, the data, and gradient hooks."""
 _PACKAGE = Path(__file__).parents[2]
-_PASSED_OVER = tuple(map(str, (Path(torch.__file__).parent, *(_PACKAGE / name for name in ("gauges", "nn", "engine")))))
-"""Folders whose code calls ops on behalf of other code."""
+_OURS = (_PACKAGE / name for name in ("gauges", "nn", "engine", "events.py"))
+_PASSED_OVER = tuple(map(str, (Path(torch.__file__).parent, *_OURS)))
+"""Code that calls ops on behalf of other code."""
 _REPLAY = str(Path(__file__).with_name("replay.py"))
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where an op was asked for."""
+class OpLocation:
+    """Where an op was called."""
 
     module: str
     source: str | None
-    """file:line of the code that did."""
+    """file:line of the calling code."""
     node: str | None = None
-    """In backward, the autograd node it is part of."""
+    """In backward, the autograd node that the op is part of."""
 
 
-class Places:
-    """Follows one model through forward and backward."""
+class OpLocator:
+    """Tracks one model through forward and backward."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._paths = {module: _clean(path) for path, module in model.named_modules()}
+        self._paths = {module: _remove_wrappers(path) for path, module in model.named_modules()}
         self._owners = {
             id(parameter): path
             for module, path in self._paths.items()
             for parameter in module.parameters(recurse=False)
         }
         self._stack: list[str] = []
-        self._nodes: dict[Any, Place] = {}
+        self._nodes: dict[Any, OpLocation] = {}
         self._users: Counter[Any] = Counter()
-        """How many nodes hand a gradient to each node."""
+        """Number of nodes that send a gradient to each node."""
         self._handles: list[Any] = []
-        self._current: Place | None = None
+        self._current: OpLocation | None = None
         self._base = 0
-        """How deep the stack was when the current node began: modules above it are being recomputed."""
+        """Depth of the stack when the current node started: modules above it are being recomputed."""
         self._in_backward = False
 
     @contextlib.contextmanager
-    def following(self) -> Iterator[None]:
-        """While open, modules report and nodes are claimed; hooks are gone afterwards."""
+    def track_modules(self) -> Iterator[None]:
+        """Register hooks on every module, and remove them on exit."""
         hooks = []
         for module in self._paths:
-            hooks.append(module.register_forward_pre_hook(self._enter, prepend=True))
-            hooks.append(module.register_forward_hook(self._leave, always_call=True))  # also where forward raises
+            hooks.append(module.register_forward_pre_hook(self._enter_module, prepend=True))
+            hooks.append(module.register_forward_hook(self._leave_module, always_call=True))  # also if forward raises
         try:
             yield
         finally:
             for handle in hooks:
                 handle.remove()
-            self.forget()
+            self.clear_graph()
 
-    def functions(self) -> TorchFunctionMode:
-        """The mode that claims nodes as they are made; open it innermost, so that it sees what the user called."""
-        return _Functions(self.claim)
+    def track_functions(self) -> TorchFunctionMode:
+        """Return a mode that assigns nodes as they are created. Enter it innermost: it must see the user's calls."""
+        return _FunctionMode(self.assign_nodes)
 
     @contextlib.contextmanager
-    def backward(self) -> Iterator[None]:
-        """The step's own backward, which nothing but nodes runs in."""
+    def track_backward(self) -> Iterator[None]:
+        """The backward pass of the step, in which only autograd nodes run."""
         self._in_backward = True
         try:
             yield
@@ -93,118 +95,120 @@ class Places:
             self._in_backward, self._current, self._base = False, None, 0
             self._stack.clear()
 
-    def forget(self) -> None:
-        """Let go of a microbatch's graph."""
+    def clear_graph(self) -> None:
+        """Drop the autograd graph of a microbatch."""
         for handle in self._handles:
             handle.remove()
         self._nodes.clear()
         self._users.clear()
         self._handles.clear()
 
-    def here(self) -> Place:
-        """Where the op that runs now was asked for."""
+    def locate(self) -> OpLocation:
+        """Return the location of the op that is running."""
         if self._current is not None and len(self._stack) <= self._base:
-            line = source_line()
-            if self._in_backward and line is not None and running_function() is None:
-                return Place(HOOK, line, "gradient hook")  # the user's code, but called by autograd between two nodes
+            line = find_source_line()
+            if self._in_backward and line is not None and find_running_function() is None:
+                return OpLocation(HOOK, line, "gradient hook")  # user code that autograd calls between two nodes
             return replace(self._current, source=line or self._current.source)
-        return Place(self._stack[-1] if self._stack else LOSS, source_line())
+        return OpLocation(self._stack[-1] if self._stack else LOSS, find_source_line())
 
     @property
     def phase(self) -> str:
+        """forward or backward."""
         return "backward" if self._in_backward or self._current is not None else "forward"
 
-    def owner(self, parameter: Tensor) -> str:
+    def find_owner(self, parameter: Tensor) -> str:
+        """Return the path of the module that has the parameter."""
         return self._owners.get(id(parameter), LOSS)
 
-    def claim(self, values: Any, owner: Place | None = None) -> None:
-        """Let the nodes behind these tensors that nobody has yet belong to the module that runs, or to ``owner``."""
+    def assign_nodes(self, values: Any, location: OpLocation | None = None) -> None:
+        """Assign all new nodes behind these tensors to the running module, or to ``location``."""
         todo = [leaf.grad_fn for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
-        place = owner
+        place = location
         while todo:
             node = todo.pop()
             if node in self._nodes:
                 continue
-            place = place or Place(self._stack[-1] if self._stack else LOSS, source_line())
+            place = place or OpLocation(self._stack[-1] if self._stack else LOSS, find_source_line())
             name = node.name()
-            if name.endswith("AccumulateGrad"):  # it belongs to the parameter, and outlives the graph
+            if name.endswith("AccumulateGrad"):  # belongs to the parameter and outlives the graph
                 variable: Tensor = node.variable  # type: ignore[attr-defined]
-                own = Place(self.owner(variable), None, "AccumulateGrad")
-                self._handles.append(node.register_prehook(self._begins(own)))
+                own = OpLocation(self.find_owner(variable), None, "AccumulateGrad")
+                self._handles.append(node.register_prehook(self._make_start_hook(own)))
             else:
-                own = Place(place.module, place.source, name)
-                node.register_prehook(self._begins(own))
-                node.register_hook(self._ends(node, own))
+                own = OpLocation(place.module, place.source, name)
+                node.register_prehook(self._make_start_hook(own))
+                node.register_hook(self._make_end_hook(node, own))
             self._nodes[node] = own
             receivers = [receiver for receiver, _ in node.next_functions if receiver is not None]
             self._users.update(receivers)
             todo += receivers
 
-    def _begins(self, place: Place) -> Callable[[Any], None]:
-        def begins(gradients: Any) -> None:
+    def _make_start_hook(self, place: OpLocation) -> Callable[[Any], None]:
+        def start(gradients: Any) -> None:
             self._current = place
             if self._in_backward:
-                self._stack.clear()  # a recomputation that stopped early leaves nothing behind
+                self._stack.clear()  # a recomputation may have stopped early
             self._base = len(self._stack)
 
-        return begins
+        return start
 
-    def _ends(self, node: Any, place: Place) -> Callable[[Any, Any], None]:
+    def _make_end_hook(self, node: Any, place: OpLocation) -> Callable[[Any, Any], None]:
         receivers = [receiver for receiver, _ in node.next_functions if receiver is not None]
 
-        def ends(grad_inputs: Any, grad_outputs: Any) -> None:
+        def end(grad_inputs: Any, grad_outputs: Any) -> None:
             if torch.is_grad_enabled():
-                self.claim(grad_inputs, place)  # a slope that is to be differentiated again
+                self.assign_nodes(grad_inputs, place)  # double backward
             shared = next((receiver for receiver in receivers if self._users[receiver] > 1), None)
             if shared is not None and shared in self._nodes:
                 own = self._nodes[shared]
-                self._current = Place(own.module, own.source, "gradient sum")
+                self._current = OpLocation(own.module, own.source, "gradient sum")
             elif not self._in_backward:
                 self._current = None
 
-        return ends
+        return end
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
         self._stack.append(self._paths[module])
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._stack:
             if output is not None:
-                self.claim(output)
+                self.assign_nodes(output)
             self._stack.pop()
 
 
-class _Functions(TorchFunctionMode):
-    def __init__(self, claim: Callable[[Any], None]) -> None:
+class _FunctionMode(TorchFunctionMode):
+    def __init__(self, assign_nodes: Callable[[Any], None]) -> None:
         super().__init__()
-        self._claim = claim
+        self._assign_nodes = assign_nodes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if torch.is_grad_enabled():
-            self._claim((args[:1], result))  # an op in place may return nothing
+            self._assign_nodes((args[:1], result))  # an in-place op may return nothing
         return result
 
 
-def _clean(path: str) -> str:
-    """The module's path as its author knows it: torch.compile puts a wrapper around what it compiles."""
+def _remove_wrappers(path: str) -> str:
+    """The module's path without the wrappers that torch.compile adds."""
     parts = [part for part in path.split(".") if part and part != "_orig_mod"]
     return ".".join(parts) or MODEL
 
 
-def _frames() -> Iterable[FrameType]:
+def _iterate_frames() -> Iterable[FrameType]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
-def source_line() -> str | None:
-    """file:line of the innermost code that computes on its own behalf: the model's, or the user's.
+def find_source_line() -> str | None:
+    """Return file:line of the innermost frame that belongs to the model or the user.
 
-    None where autograd runs an op by itself: code that lies further out than the replay only asked for that.
+    Returns None for ops that autograd runs without Python code: frames outside the replay only called backward.
     """
-    for frame in _frames():
+    for frame in _iterate_frames():
         name = frame.f_code.co_filename
         if name == _REPLAY:
             return None
@@ -213,11 +217,11 @@ def source_line() -> str | None:
     return None
 
 
-def running_function() -> str | None:
-    """The name of the torch.autograd.Function that the op which runs now is part of.
+def find_running_function() -> str | None:
+    """Return the name of the torch.autograd.Function that the running op is part of.
 
-    Found by the code on the Python stack: a Function may be called by a reference to ``apply`` from long ago, so there
-    is no one place to watch.
+    The Python stack is searched for its code, because a Function may be called through any earlier reference to
+    ``apply``, which cannot be intercepted.
     """
     codes = {}
     todo: list[type] = [torch.autograd.Function]
@@ -226,6 +230,6 @@ def running_function() -> str | None:
         todo += kind.__subclasses__()
         for method in ("forward", "backward"):
             function = getattr(vars(kind).get(method), "__func__", None)
-            if function is not None and not kind.__module__.startswith("torch."):  # not checkpoint's own, say
+            if function is not None and not kind.__module__.startswith("torch."):  # for example those of checkpoint
                 codes[function.__code__] = kind.__name__
-    return next((codes[frame.f_code] for frame in _frames() if frame.f_code in codes), None)
+    return next((codes[frame.f_code] for frame in _iterate_frames() if frame.f_code in codes), None)

@@ -1,11 +1,11 @@
-"""Runs a captured step again, op by op, and names the op that made the first inf or NaN.
+"""Replays a captured step op by op and names the op that produced the first inf or NaN.
 
-model, recipe, weights, FP8 scales, loss scale   as they were; nothing compiled, nothing recomputed
+model, recipe, weights, FP8 scales and loss scale are as captured; nothing is compiled or recomputed
 for each microbatch:
-    random states as they were; forward, then backward, under ``Dataflow``
-    loss or a gradient not finite: its origin is the producer; stop
-where the producer lies inside narrowgauge's fused blocks: again without them, for the module's name
-where there is one: the whole step again under recipe fp32, to say whether FP32 survives it
+    restore the random states; run forward, then backward, under ``NonfiniteFlow``
+    if the loss or a gradient is not finite: its origin is the producer; stop
+if the producer is inside narrowgauge's fused blocks: replay without them, to name the module
+if there is a producer: run the whole step under recipe fp32, to find out whether it is finite there
 """
 
 from __future__ import annotations
@@ -23,59 +23,72 @@ from narrowgauge.engine import Engine
 from narrowgauge.errors import NarrowgaugeError, UsageError
 from narrowgauge.gauges.replay import capture_files
 from narrowgauge.gauges.replay.advice import advise
-from narrowgauge.gauges.replay.nonfinite_flow import Dataflow, Event, Source, choose, input_source, kind_of, values_of
-from narrowgauge.gauges.replay.op_locations import Places
+from narrowgauge.gauges.replay.nonfinite_flow import (
+    NonfiniteFlow,
+    Origin,
+    Source,
+    choose_origin,
+    classify_nonfinite,
+    make_input_source,
+    read_values,
+)
+from narrowgauge.gauges.replay.op_locations import OpLocator
 from narrowgauge.optim import load_full_precision
 from narrowgauge.recipe import Recipe, parse
 
 Model = nn.Module | Callable[[], nn.Module]
 Loss = Callable[[nn.Module, Any], Tensor]
 FUSED = ("_Block", "_LastNorm", "_HeadLoss")
-"""narrowgauge's own functions that stand for several modules at once."""
+"""narrowgauge's own autograd functions that replace several modules."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """What came of replaying a captured step. Everything but ``step`` and ``message`` is None where all was finite."""
+    """The result of replaying a captured step. If all was finite, fields that describe an op are None."""
 
     step: int
     message: str
-    """The finding in a sentence."""
+    """The result in one sentence."""
     module: str | None = None
-    """Path of the module whose op it was; (model) for the outermost, (loss) outside of it, (batch) for the data."""
+    """Path of the module that ran the op; (model) for the outermost, (loss) outside the model, (batch) for the data."""
     op: str | None = None
-    """aten's name in forward and the autograd node's in backward; in a torch.autograd.Function that one's name."""
+    """The aten op in forward, the autograd node in backward, or the torch.autograd.Function that contains it."""
     kernel: str | None = None
-    """The op that was dispatched, in aten's name."""
+    """The aten op that was dispatched."""
     phase: str | None = None
     """forward or backward."""
     kind: str | None = None
     """inf or nan."""
     inputs: list[dict[str, Any]] = field(default_factory=list)
-    """Name, shape, dtype, min, max and amax of each."""
+    """Name, shape, dtype, min, max and amax of each input."""
     output: dict[str, Any] | None = None
+    """The same for the output."""
     microbatch: int | None = None
-    """Which of the step's microbatches, counted from 1."""
+    """Number of the microbatch in the step, counted from 1."""
     source: str | None = None
-    """file:line of the code that asked for the op (in backward: for its forward)."""
+    """file:line of the code that called the op (in backward: its forward op)."""
     survives_fp32: bool | None = None
-    """Whether FP32 would have survived it: this op, or the whole step."""
+    """Whether this op or the whole step is finite in FP32."""
     op_survives_fp32: bool | None = None
-    """Whether this op on these inputs, widened to FP32, is finite."""
+    """Whether this op is finite on these inputs in FP32."""
     step_survives_fp32: bool | None = None
-    """Whether the whole step is finite under recipe fp32, from the same weights."""
+    """Whether the whole step is finite under recipe fp32 with the same weights."""
     op_survives_fp64: bool | None = None
+    """Whether this op is finite on these inputs in FP64."""
     advice: str | None = None
+    """How to fix it, in one line."""
     exact: bool = True
-    """Whether weights and batches are those of the step, or of a little later."""
+    """False if weights or batches are from a later step."""
     operations: int = 0
+    """Number of ops that were run."""
 
     @property
     def found(self) -> bool:
+        """Whether an op was found that produced inf or NaN."""
         return self.kind is not None
 
     def describe(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the fields as plain values for JSON."""
         return asdict(self)
 
 
@@ -86,50 +99,60 @@ def replay(
     *,
     progress: Callable[[str], None] | None = None,
 ) -> Replay:
-    """Name the op behind the inf or NaN of a captured step.
+    """Replay a captured step op by op and find the op that produced the first inf or NaN.
 
-    ``model`` is a fresh model of the same kind, or better a function that makes one: it is given the captured weights,
-    and changed as recipes change a model. ``loss(model, batch)`` is the loop's loss of one microbatch.
+    Args:
+        capture: A capture, a folder of captures or a run; for the latter two, the first capture is replayed.
+        model: A function that creates the model, or a model. A model that is passed in is changed: it gets the captured
+            weights and is converted to the recipe.
+        loss: ``loss(model, batch)`` returns the loss of one microbatch, as in the training loop.
+        progress: Receives a line of progress every two seconds.
+
+    Returns:
+        The result. ``found`` is False if the step is finite when replayed.
+
+    Raises:
+        UsageError: The capture cannot be read, the model does not fit its weights, or the model or loss failed.
     """
     held = capture if isinstance(capture, capture_files.Capture) else capture_files.read(Path(capture))
-    recipe = _recipe(held)
-    with random_state.put_back(), torch.compiler.set_stance("force_eager"):
-        attempt = _Attempt(held, model, loss, progress)
-        event, microbatch = attempt.trace(recipe, bool(held.facts["fused"]))
-        if event is not None and event.function in FUSED:
-            apart, where = attempt.trace(recipe, False)
-            if apart is not None:
-                event, microbatch = apart, where
-        if event is None:
-            return _finite(held, attempt.operations)
-        survives = attempt.survives_fp32(recipe)
-    return _named(held, event, microbatch, survives, attempt.operations)
+    recipe = _read_recipe(held)
+    with random_state.preserve(), torch.compiler.set_stance("force_eager"):
+        replayer = _Replayer(held, model, loss, progress)
+        origin, microbatch = replayer.trace(recipe, bool(held.facts["fused"]))
+        if origin is not None and origin.function in FUSED:
+            unfused, number = replayer.trace(recipe, False)
+            if unfused is not None:
+                origin, microbatch = unfused, number
+        if origin is None:
+            return _make_finite_result(held, replayer.operations)
+        survives = replayer.survives_fp32(recipe)
+    return _make_result(held, origin, microbatch, survives, replayer.operations)
 
 
-def _recipe(held: capture_files.Capture) -> Recipe:
-    """The run's recipe, as far as it decides what is computed."""
+def _read_recipe(held: capture_files.Capture) -> Recipe:
+    """The run's recipe, without the parts that do not change results."""
     try:
         recipe = parse(held.facts["recipe"])
     except (KeyError, UsageError) as error:
         raise UsageError(f"capture {held.path}: its recipe cannot be read ({error})") from None
     changes: dict[str, Any] = {"checkpoint": "none", "moments": "fp32"}
-    if recipe.gradients == "released":  # or backward would step
+    if recipe.gradients == "released":  # otherwise backward would update the weights
         changes["gradients"] = "fp32" if recipe.master == "fp32" else "bf16"
     if held.facts.get("loss_scale") is not None:
         changes["loss_scale"] = float(held.facts["loss_scale"])
     return recipe.replace(**changes)
 
 
-def _for_device(recipe: Recipe, device: str) -> Recipe:
-    """The recipe of a GPU's capture as a CPU can run it."""
+def _adapt_to_device(recipe: Recipe, device: str) -> Recipe:
+    """The recipe of a capture from a GPU, changed so that a CPU can run it."""
     if device == "cuda":
         return recipe
     attention = recipe.attention if recipe.attention in ("auto", "any", "math") else "any"
     return recipe.replace(attention=attention, compute="fp32" if recipe.compute == "tf32" else recipe.compute)
 
 
-class _Attempt:
-    """Runs the captured step, as often as it takes."""
+class _Replayer:
+    """Runs the captured step, several times if needed."""
 
     def __init__(
         self, held: capture_files.Capture, model: Model, loss: Loss, progress: Callable[[str], None] | None
@@ -139,58 +162,58 @@ class _Attempt:
         self._used = False
         self.operations = 0
 
-    def trace(self, recipe: Recipe, fused: bool) -> tuple[Event | None, int]:
-        """The producer, and the microbatch (from 1) it belongs to."""
-        engine = self._engine(recipe, fused)
-        places = Places(engine.model)
-        flow = Dataflow(places, self.progress)
+    def trace(self, recipe: Recipe, fused: bool) -> tuple[Origin | None, int]:
+        """Return the producer and the number of its microbatch, counted from 1."""
+        engine = self._make_engine(recipe, fused)
+        locator = OpLocator(engine.model)
+        flow = NonfiniteFlow(locator, self.progress)
         count = len(self.held.state["microbatches"])
-        with places.following():
+        with locator.track_modules():
             for number, batch in self._microbatches(engine):
                 flow.label = f"microbatch {number} of {count}, "
-                _introduce(flow, places, engine.model, batch)
-                with engine.forward(), places.functions(), flow:
+                _register_sources(flow, locator, engine.model, batch)
+                with engine.forward(), locator.track_functions(), flow:
                     value = self._call(engine.model, batch, number)
                     scaled = engine.scaled(value)
-                    places.claim(scaled)
-                event = flow.origin(value.detach()) or flow.origin(scaled.detach())
-                if event is None:
-                    with engine.step_context.backward(), places.backward(), places.functions(), flow:
-                        _explained(scaled.backward, number)
+                    locator.assign_nodes(scaled)
+                origin = flow.find_origin(value.detach()) or flow.find_origin(scaled.detach())
+                if origin is None:
+                    with engine.step_context.backward(), locator.track_backward(), locator.track_functions(), flow:
+                        _run_explained(scaled.backward, number)
                     grads = [p.grad for p in engine.model.parameters() if p.grad is not None]
-                    event = choose([origin for grad in grads if (origin := flow.origin(grad)) is not None])
-                places.forget()
+                    origin = choose_origin([origin for grad in grads if (origin := flow.find_origin(grad)) is not None])
+                locator.clear_graph()
                 self.operations = flow.ops
-                if event is not None:
-                    return event, number
+                if origin is not None:
+                    return origin, number
         if not _norm_is_finite(engine.model):
-            name, largest = max(engine.model.named_parameters(), key=lambda pair: _size(pair[1]))
-            return flow.overflowing_norm(name, places.owner(largest), _gradient(largest)), count
+            name, largest = max(engine.model.named_parameters(), key=lambda pair: _gradient_size(pair[1]))
+            return flow.make_norm_overflow(name, locator.find_owner(largest), _read_gradient(largest)), count
         return None, 0
 
     def survives_fp32(self, recipe: Recipe) -> bool | None:
-        """Whether the whole step is finite in FP32; None where the model cannot be taken back to it."""
+        """Whether the whole step is finite in FP32; None if the model can no longer run in FP32."""
         if recipe.compute == "fp32":
             return False
         if isinstance(self._model, nn.Module) and recipe.master != "fp32":
-            return None  # its weights are BF16 now
-        engine = self._engine(Recipe(), False)
+            return None  # its weights are now BF16
+        engine = self._make_engine(Recipe(), False)
         for number, batch in self._microbatches(engine):
             if self.progress is not None:
                 self.progress(f"the same step in FP32, microbatch {number}")
             with engine.forward():
                 value = self._call(engine.model, batch, number)
-            if kind_of(value) is not None:
+            if classify_nonfinite(value) is not None:
                 return False
             engine.backward(value)
         return _norm_is_finite(engine.model)
 
-    def _engine(self, recipe: Recipe, fused: bool) -> Engine:
+    def _make_engine(self, recipe: Recipe, fused: bool) -> Engine:
         facts, state = self.held.facts, self.held.state
         model = self._model if isinstance(self._model, nn.Module) else self._model()
         model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0)
-        recipe = _for_device(recipe, next(model.parameters()).device.type)
+        recipe = _adapt_to_device(recipe, next(model.parameters()).device.type)
         engine = Engine(model, optimizer, recipe, accumulate=int(facts["accumulate"]), fused=fused)
         try:
             load_full_precision(model, _without_wrappers(state["model"]))
@@ -200,31 +223,31 @@ class _Attempt:
         except (RuntimeError, AttributeError, ValueError) as error:
             reason = " ".join(str(error).split())[:300]
             raise UsageError(
-                f"the model does not fit the weights of capture {self.held.path}: {reason}; give the model that was "
+                f"the model does not fit the weights of capture {self.held.path}: {reason}; pass the model that was "
                 "trained"
             ) from None
         if engine.conversion.scales is not None and state["tensor_scales"] is not None:
             engine.conversion.scales.load_state_dict(state["tensor_scales"])
-        resting = set(facts["in_evaluation"])
+        in_evaluation = set(facts["in_evaluation"])
         for name, module in model.named_modules():
-            module.training = name not in resting
+            module.training = name not in in_evaluation
         model.zero_grad(set_to_none=True)
         return engine
 
     def _microbatches(self, engine: Engine) -> Iterator[tuple[int, Any]]:
-        """Each batch on the engine's device, the random states put back to before its forward."""
+        """Yield each batch on the engine's device, after restoring the random states from before its forward."""
         for number, microbatch in enumerate(self.held.state["microbatches"], 1):
-            batch = _to(capture_files.unpack(microbatch["batch"]), engine.device)
+            batch = _move(capture_files.unpack(microbatch["batch"]), engine.device)
             random_state.restore(microbatch["random"])
             yield number, batch
 
     def _call(self, model: nn.Module, batch: Any, number: int) -> Tensor:
-        value: Tensor = _explained(lambda: self.loss(model, batch), number)
+        value: Tensor = _run_explained(lambda: self.loss(model, batch), number)
         return value
 
 
-def _explained(call: Callable[[], Any], number: int) -> Any:
-    """What a call returns; what it raises becomes one line."""
+def _run_explained(call: Callable[[], Any], number: int) -> Any:
+    """Run a call; an error becomes a one-line UsageError."""
     try:
         return call()
     except NarrowgaugeError:
@@ -232,106 +255,108 @@ def _explained(call: Callable[[], Any], number: int) -> Any:
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0][:300]
         raise UsageError(
-            f"replaying microbatch {number} raised {type(error).__name__}: {reason}; give the model and the loss that "
-            "were trained with"
+            f"replaying microbatch {number} raised {type(error).__name__}: {reason}; pass the model and the loss that "
+            "were trained"
         ) from error
 
 
-def _introduce(flow: Dataflow, places: Places, model: nn.Module, batch: Any) -> None:
-    """Say what the tensors are that were there before the step."""
+def _register_sources(flow: NonfiniteFlow, locator: OpLocator, model: nn.Module, batch: Any) -> None:
+    """Name the tensors that existed before the step."""
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            flow.know(parameter, Source("parameter", f"{path}.{name}".strip("."), places.owner(parameter)))
+            flow.register_source(
+                parameter, Source("parameter", f"{path}.{name}".strip("."), locator.find_owner(parameter))
+            )
         for name, buffer in module.named_buffers(recurse=False):
-            flow.know(buffer, Source("buffer", f"{path}.{name}".strip("."), path or "(model)"))
-    for place, tensor in capture_files.tensors_in(batch):
-        flow.know(tensor, input_source(place))
+            flow.register_source(buffer, Source("buffer", f"{path}.{name}".strip("."), path or "(model)"))
+    for place, tensor in capture_files.list_tensors(batch):
+        flow.register_source(tensor, make_input_source(place))
 
 
-def _gradient(parameter: Tensor) -> Tensor:
-    return torch.zeros(()) if parameter.grad is None else values_of(parameter.grad)
+def _read_gradient(parameter: Tensor) -> Tensor:
+    return torch.zeros(()) if parameter.grad is None else read_values(parameter.grad)
 
 
-def _size(parameter: Tensor) -> float:
-    return float(torch.linalg.vector_norm(_gradient(parameter).double()))
+def _gradient_size(parameter: Tensor) -> float:
+    return float(torch.linalg.vector_norm(_read_gradient(parameter).double()))
 
 
 def _norm_is_finite(model: nn.Module) -> bool:
-    """Whether the engine would take the gradients: it looks at their norm, which may leave FP32 before they do."""
-    norms = torch.stack([torch.linalg.vector_norm(_gradient(p).float()).cpu() for p in model.parameters()])
+    """Whether the engine would apply the update: it checks the norm, which can overflow before a gradient does."""
+    norms = torch.stack([torch.linalg.vector_norm(_read_gradient(p).float()).cpu() for p in model.parameters()])
     return bool(torch.isfinite(torch.linalg.vector_norm(norms)))
 
 
-def _to(batch: Any, device: torch.device) -> Any:
+def _move(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Tensor):
         return batch.to(device)
     if isinstance(batch, dict):
-        return {key: _to(item, device) for key, item in batch.items()}
+        return {key: _move(item, device) for key, item in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_to(item, device) for item in batch))
+        return type(batch)(*(_move(item, device) for item in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(_to(item, device) for item in batch)
+        return type(batch)(_move(item, device) for item in batch)
     return batch
 
 
 def _without_wrappers(state: dict[str, Any]) -> dict[str, Any]:
-    """The weights under the names they have without torch.compile's wrapper around the whole model."""
+    """The weights without the name prefix that torch.compile adds to the whole model."""
     if all(name.startswith("_orig_mod.") for name in state):
         return {name.removeprefix("_orig_mod."): value for name, value in state.items()}
     return state
 
 
-def _finite(held: capture_files.Capture, operations: int) -> Replay:
+def _make_finite_result(held: capture_files.Capture, operations: int) -> Replay:
     why = held.facts.get("why", "")
-    message = f"step {held.step} replays finite: no op made an inf or NaN that reached the loss or a gradient"
+    message = f"step {held.step} replays finite: no op produced an inf or NaN that reached the loss or a gradient"
     if not held.facts.get("exact", True):
-        message += "; its weights or batches are not exactly those of the step, as the news of it came late"
+        message += "; its weights or batches are not exactly those of the step, because its numbers arrived late"
     elif why and why not in capture_files.REQUESTED:
-        message += f", though it was captured because {why}: it may depend on the device or on compiled code"
+        message += f", although it was captured because {why}: the result may depend on the device or on compiled code"
     return Replay(step=held.step, message=message, exact=bool(held.facts.get("exact", True)), operations=operations)
 
 
-def _named(
-    held: capture_files.Capture, event: Event, microbatch: int, survives: bool | None, operations: int
+def _make_result(
+    held: capture_files.Capture, origin: Origin, microbatch: int, survives: bool | None, operations: int
 ) -> Replay:
-    op = event.function or (event.place.node if event.phase == "backward" and event.place.node else event.op)
-    known = [answer for answer in (survives, event.survives.get("fp32")) if answer is not None]
+    op = origin.function or (origin.place.node if origin.phase == "backward" and origin.place.node else origin.op)
+    known = [answer for answer in (survives, origin.survives.get("fp32")) if answer is not None]
     return Replay(
         step=held.step,
-        message=_sentence(held, event, op, microbatch),
-        module=event.place.module,
+        message=_write_message(held, origin, op, microbatch),
+        module=origin.place.module,
         op=op,
-        kernel=event.op,
-        phase=event.phase,
-        kind=event.kind,
-        inputs=event.inputs,
-        output=event.output,
+        kernel=origin.op,
+        phase=origin.phase,
+        kind=origin.kind,
+        inputs=origin.inputs,
+        output=origin.output,
         microbatch=microbatch,
-        source=event.place.source,
+        source=origin.place.source,
         survives_fp32=any(known) if known else None,
-        op_survives_fp32=event.survives.get("fp32"),
+        op_survives_fp32=origin.survives.get("fp32"),
         step_survives_fp32=survives,
-        op_survives_fp64=event.survives.get("fp64"),
-        advice=advise(op, event, any(known)),
+        op_survives_fp64=origin.survives.get("fp64"),
+        advice=advise(op, origin, any(known)),
         exact=bool(held.facts.get("exact", True)),
         operations=operations,
     )
 
 
-def _sentence(held: capture_files.Capture, event: Event, op: str, microbatch: int) -> str:
-    kind = "NaN" if event.kind == "nan" else "inf"
+def _write_message(held: capture_files.Capture, origin: Origin, op: str, microbatch: int) -> str:
+    kind = "NaN" if origin.kind == "nan" else "inf"
     count = len(held.state["microbatches"])
     when = f"step {held.step}" + (f", microbatch {microbatch} of {count}" if count > 1 else "")
-    if event.op == "input":
-        return f"{when}: {event.inputs[0]['name']} holds {kind}: the data brought it"
-    if event.op in ("parameter", "buffer"):
-        return f"{when}: {event.op} {event.inputs[0]['name']} holds {kind} before the step begins"
-    if event.op == "gradient norm":
+    if origin.op == "input":
+        return f"{when}: {origin.inputs[0]['name']} contains {kind}: it comes from the data"
+    if origin.op in ("parameter", "buffer"):
+        return f"{when}: {origin.op} {origin.inputs[0]['name']} contains {kind} before the step"
+    if origin.op == "gradient norm":
         return (
-            f"{when}: every gradient is finite, but their norm leaves FP32: {event.inputs[0]['name']} has "
-            f"{event.inputs[0]['amax']:.3g}"
+            f"{when}: every gradient is finite, but their norm overflows FP32: {origin.inputs[0]['name']} has a "
+            f"gradient of {origin.inputs[0]['amax']:.3g}"
         )
-    made = "put there" if event.deliberate else "made"
-    if event.op == "unseen":
-        return f"{when}: {kind} comes to {event.place.module} in a tensor that no op was seen to make"
-    return f"{when}: {kind} is {made} by {op} in the {event.phase} of {event.place.module}"
+    verb = "set" if origin.deliberate else "produced"
+    if origin.op == "unseen":
+        return f"{when}: {kind} reaches {origin.place.module} in a tensor that no observed op produced"
+    return f"{when}: {op} {verb} {kind} in the {origin.phase} of {origin.place.module}"

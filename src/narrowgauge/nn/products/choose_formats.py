@@ -1,9 +1,8 @@
-"""Which of a layer's three products pay in FP8: measured on the GPU at hand, or predicted from the table of GPUs.
+"""Chooses which of a layer's three products run in FP8: measured on the installed GPU, or predicted from the table.
 
-FP8 halves a product's time at best, and costs casts: the input and the gradient of the output must be there in FP8, in
-two layouts where the product sums over tokens. Products share operands, so the three are chosen together: of all eight
-combinations the one that takes the least time, casts included. Measurements are kept per GPU, versions and shape, so
-that a model is measured once.
+FP8 at best halves a product's time, and it costs casts: the input and the gradient of the output are needed in FP8, in
+two layouts where the product sums over tokens. Products share operands, so the three are chosen together: the fastest
+of all eight combinations, casts included. Measurements are cached per GPU, versions and shape.
 """
 
 from __future__ import annotations
@@ -22,17 +21,15 @@ from narrowgauge.data import cache
 from narrowgauge.hardware import Device, Gpu, is_assumed
 from narrowgauge.kernels import cast, cast_weights
 from narrowgauge.nn.products.gemm import ALL_FP8, BF16, E4M3, E5M2, FAST_DEPTH, GemmChoice, multiply_bf16, multiply_fp8
+from narrowgauge.peak_fractions import get_fraction
 
-PRODUCTS = ("output", "grad_input", "grad_weight")
-REACHED = {"bf16": 0.65, "fp8": 0.60, "copy": 0.80}
-"""Shares of the datasheet's peaks that training shapes reach, about (an H200, bench/kernels.py)."""
 VERSION = 4
-"""Of the measurement: raised when kernels or the way of measuring change, so that old figures are not believed."""
+"""Version of the measurement, increased when kernels or the method change, so that old figures are not used."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Milliseconds of a layer's products in both formats, and of the passes that make FP8 operands."""
+    """Milliseconds of a layer's products in both formats, and of the casts to FP8."""
 
     bf16: tuple[float, ...]
     fp8: tuple[float, ...]
@@ -42,7 +39,7 @@ class Costs:
     turn_grad: float
 
     def of(self, choice: GemmChoice, fused: bool) -> float:
-        """The whole layer. ``fused``: producers write one format of an operand, whichever, free of charge."""
+        """The whole layer. ``fused``: the kernel that computes an operand writes one format of it at no cost."""
         total = self.products(choice)
         for kinds, price in (
             ({choice.output, choice.grad_weight}, self.cast_input),
@@ -52,7 +49,7 @@ class Costs:
         return total + (self.turn_input + self.turn_grad if choice.grad_weight == "fp8" else 0.0)
 
     def products(self, choice: GemmChoice) -> float:
-        """The products alone."""
+        """The products without casts."""
         return sum((self.fp8 if kind == "fp8" else self.bf16)[i] for i, kind in enumerate(choice))
 
 
@@ -66,18 +63,18 @@ class Decision:
     bf16_ms: float = 0.0
     """The layer's three products in BF16."""
     chosen_ms: float = 0.0
-    """As chosen, casts included."""
+    """The chosen combination, casts included."""
 
 
 def decide(rows: int, inputs: int, outputs: int, device: Device, fused: bool) -> Decision:
-    """Choose for a layer of a shape. ``fused``: its operands are written in FP8 by their producers."""
+    """Choose the formats of a layer. ``fused``: the kernels that compute its operands write them in FP8."""
     if device.kind == "cpu":
-        return Decision(ALL_FP8, "emulated on a CPU: slow, with the numbers of the hardware")
-    costs, how = measured(rows, inputs, outputs, device), "measured"
+        return Decision(ALL_FP8, "emulated on a CPU: slow, with the numerics of the hardware")
+    costs, how = measure_costs(rows, inputs, outputs, device), "measured"
     if costs is None:
         if device.gpu is None:
-            return Decision(ALL_FP8, f"{device.name} is not in the table of GPUs; FP8 without a forecast")
-        costs, how = predicted(rows, inputs, outputs, device.gpu), "predicted"
+            return Decision(ALL_FP8, f"{device.name} is not in the table of GPUs; FP8 without a prediction")
+        costs, how = predict_costs(rows, inputs, outputs, device.gpu), "predicted"
     choices = [GemmChoice(*kinds) for kinds in itertools.product(("fp8", "bf16"), repeat=3)]
     choice = min(choices, key=lambda choice: costs.of(choice, fused))
     before, after = sum(costs.bf16), costs.of(choice, fused)
@@ -86,22 +83,22 @@ def decide(rows: int, inputs: int, outputs: int, device: Device, fused: bool) ->
     return Decision(choice, reason, costs, before, after)
 
 
-def predicted(rows: int, inputs: int, outputs: int, gpu: Gpu) -> Costs:
-    """From peaks and bandwidth. Every product of a layer has the same number of operations."""
+def predict_costs(rows: int, inputs: int, outputs: int, gpu: Gpu) -> Costs:
+    """Predict from peaks and bandwidth. All three products of a layer have the same number of FLOPs."""
     flops = 2.0 * rows * inputs * outputs
-    bf16_ms = flops / (gpu.peak("bf16") * REACHED["bf16"]) * 1e3
-    fp8_ms = flops / (gpu.peak("fp8") * REACHED["fp8"]) * 1e3
-    byte_ms = 1e3 / (gpu.bandwidth * REACHED["copy"])
+    bf16_ms = flops / (gpu.peak("bf16") * get_fraction("product.bf16")) * 1e3
+    fp8_ms = flops / (gpu.peak("fp8") * get_fraction("product.fp8")) * 1e3
+    byte_ms = 1e3 / (gpu.bandwidth * get_fraction("memory.other"))
     x, g = rows * inputs * byte_ms, rows * outputs * byte_ms
-    return Costs((bf16_ms,) * 3, (fp8_ms,) * 3, 3 * x, 3 * g, x, g)  # read 2 bytes, write 1; the second layout 1 more
+    return Costs((bf16_ms,) * 3, (fp8_ms,) * 3, 3 * x, 3 * g, x, g)  # 2 bytes read, 1 written; 1 for the second layout
 
 
-def measured(rows: int, inputs: int, outputs: int, device: Device) -> Costs | None:
-    """On the GPU at hand, or from an earlier measurement on one like it; None where there is none."""
+def measure_costs(rows: int, inputs: int, outputs: int, device: Device) -> Costs | None:
+    """Measure on the installed GPU, or read an earlier measurement for the same GPU; None without a GPU."""
     if device.kind != "cuda" or is_assumed() or not torch.cuda.is_available():
         return None
     key = f"{rows}x{inputs}x{outputs}"
-    path = cache.folder() / f"products-{VERSION}-{device.name.replace(' ', '-')}-{torch.__version__}.json"
+    path = cache.get_folder() / f"products-{VERSION}-{device.name.replace(' ', '-')}-{torch.__version__}.json"
     known: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
         known = json.loads(path.read_text())
@@ -114,7 +111,7 @@ def measured(rows: int, inputs: int, outputs: int, device: Device) -> Costs | No
 
 
 def _measure(rows: int, inputs: int, outputs: int) -> Costs:
-    """Random numbers, because products of zeros run faster than real ones do."""
+    """The data is random, because products of zeros run faster than real ones."""
     x = torch.randn(rows, inputs, device="cuda", dtype=BF16)
     g = torch.randn(rows, outputs, device="cuda", dtype=BF16)
     w = torch.randn(outputs, inputs, device="cuda", dtype=BF16)
@@ -143,12 +140,12 @@ def _measure(rows: int, inputs: int, outputs: int) -> Costs:
 
 @functools.cache
 def _stream() -> torch.cuda.Stream:
-    """One for all measurements: cuBLAS keeps a workspace for every stream it has seen."""
+    """One stream for all measurements: cuBLAS keeps a workspace for every stream it has seen."""
     return torch.cuda.Stream()
 
 
 def timed(work: Callable[[], Any], repeat: int = 10) -> float:
-    """Milliseconds of the device alone: as a CUDA graph, since launching takes longer than a small product runs."""
+    """Milliseconds on the device, measured with a CUDA graph: launching takes longer than a small product."""
     stream = _stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

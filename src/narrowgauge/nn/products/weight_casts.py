@@ -90,20 +90,23 @@ class BoundWeight:
         """Return the weight in E4M3, with the second layout if it is kept for backward."""
         if self._lp.lp is None:
             self._lp = self._cast(self._backward and self.plan.keep_for_backward)
-            events.report_copy(self.weights, (self._lp.lp, self._lp.lp_t))
+            if events.is_listening():
+                events.report_copy(self.weights, (self._lp.lp, self._lp.lp_t))
         return self._lp
 
     def fp8_transposed(self) -> Operand:
         """Return the weight with the second layout."""
         if self._lp.lp_t is None:
             self._lp = self._lp.transposed() if self._lp.lp is not None else self._cast(True)
-            events.report_copy(self.weights, (self._lp.lp, self._lp.lp_t))
+            if events.is_listening():
+                events.report_copy(self.weights, (self._lp.lp, self._lp.lp_t))
         return self._lp
 
     def bf16(self) -> Tensor:
         if self._hp is None:
             self._hp = self._stacked_bf16()
-            events.report_copy(self.weights, (self._hp,))
+            if events.is_listening():
+                events.report_copy(self.weights, (self._hp,))
         return self._hp
 
     def get_saved(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -45,19 +45,19 @@ function explorer(formats) {
 }
 
 function formatRow(name, f, x) {
-  const kept = store(x, f);
+  const stored = store(x, f);
   const kind = (i) => (i === 0 ? "sign" : i <= f.exponent_bits ? "exponent" : "mantissa");
-  const bits = [...kept.bits].map((bit, i) => el("i", { class: bit === "1" ? `${kind(i)} one` : kind(i) }, bit));
+  const bits = [...stored.bits].map((bit, i) => el("i", { class: bit === "1" ? `${kind(i)} one` : kind(i) }, bit));
   return el(
     "div",
-    { class: "format-row", "data-format": name, "data-state": kept.state },
+    { class: "format-row", "data-format": name, "data-state": stored.state },
     el("div", { class: "name" }, f.title),
-    el("div", { class: "bits", role: "img", "aria-label": `bits ${kept.bits}`, "data-bits": kept.bits }, bits),
+    el("div", { class: "bits", role: "img", "aria-label": `bits ${stored.bits}`, "data-bits": stored.bits }, bits),
     el(
       "div",
       { class: "outcome" },
-      el("span", { class: "stored" }, formatValue(kept.value)),
-      el("small", {}, explain(x, kept, f)),
+      el("span", { class: "stored" }, formatValue(stored.value)),
+      el("small", {}, explain(x, stored, f)),
     ),
   );
 }
@@ -69,19 +69,19 @@ function formatValue(x) {
 }
 
 // Describes how a number was stored.
-function explain(x, kept, f) {
+function explain(x, stored, f) {
   const lowest = 1 - f.bias - f.mantissa_bits;
-  const size = Math.abs(kept.value);
+  const size = Math.abs(stored.value);
   let subnormal = "";
   if (size > 0 && size < 2 ** (1 - f.bias)) {
     const multiple = timesPower(size, -lowest);
     subnormal = `${multiple} × ${power(lowest)}, ${multiple.toString(2).length} of ${f.mantissa_bits + 1} bits left`;
   }
-  const off = kept.error ? `, relative error ${percent(kept.error, 3)}` : "";
-  if (kept.state === "exact") return subnormal ? `exact, as a subnormal: ${subnormal}` : "exact";
-  if (kept.state === "subnormal") return `subnormal: ${subnormal}${off}`;
-  if (kept.state === "underflow") return `underflow: values up to ${power(lowest - 1)} become 0`;
-  if (kept.state === "overflow") {
+  const off = stored.error ? `, relative error ${percent(stored.error, 3)}` : "";
+  if (stored.state === "exact") return subnormal ? `exact, as a subnormal: ${subnormal}` : "exact";
+  if (stored.state === "subnormal") return `subnormal: ${subnormal}${off}`;
+  if (stored.state === "underflow") return `underflow: values up to ${power(lowest - 1)} become 0`;
+  if (stored.state === "overflow") {
     const why = Number.isFinite(x) ? `the largest number is ${number(f.max, 5)}` : "the format has no inf";
     const saturated = `; narrowgauge's FP8 casts saturate to ${number(Math.sign(x) * f.max, 5)}`;
     return `overflow: ${why}${f.storage_bits === 8 ? saturated : ""}`;

@@ -69,23 +69,23 @@ function bitsOf(x, f) {
 
 // Stores a number in a format: the stored value, its bits, the relative error, and the state as named by formats.py.
 function store(x, f) {
-  const held = roundTo(x, f);
+  const stored = roundTo(x, f);
   let state = "rounded";
   let error = 0;
-  if (held === x || (Number.isNaN(held) && Number.isNaN(x))) {
+  if (stored === x || (Number.isNaN(stored) && Number.isNaN(x))) {
     state = "exact";
-  } else if (!Number.isFinite(held)) {
+  } else if (!Number.isFinite(stored)) {
     state = "overflow";
     error = Infinity;
   } else {
-    error = Math.abs(held - x) / Math.abs(x);
-    if (held === 0) state = "underflow";
-    else if (Math.abs(held) < 2 ** (1 - f.bias)) state = "subnormal";
+    error = Math.abs(stored - x) / Math.abs(x);
+    if (stored === 0) state = "underflow";
+    else if (Math.abs(stored) < 2 ** (1 - f.bias)) state = "subnormal";
   }
   // A NaN made from a negative number keeps its sign, as a cast does.
-  const sign = Number.isNaN(held) && x < 0 ? "1" : "";
-  const bits = bitsOf(held, f);
-  return { value: held, bits: sign ? sign + bits.slice(1) : bits, error, state };
+  const sign = Number.isNaN(stored) && x < 0 ? "1" : "";
+  const bits = bitsOf(stored, f);
+  return { value: stored, bits: sign ? sign + bits.slice(1) : bits, error, state };
 }
 
 // Parses decimal and hexadecimal (0x1p-24) numbers, inf and nan; null for anything else.

@@ -82,14 +82,14 @@ function rooflineChart(id, gpu, layers, format) {
           d: `M${x(corner)},${y(top)}H${box.right}`,
         }),
       );
-      const twins = formats.filter((other) => gpu.peaks[other] === top);
+      const sameRoof = formats.filter((other) => gpu.peaks[other] === top);
       if (before.has(top)) continue;
       before.add(top);
       drawing.append(
         svg(
           "text",
-          { class: twins.includes(format) ? "strong" : null, x: box.right - 2, y: y(top) - 5, "text-anchor": "end" },
-          `${twins.map((one) => one.toUpperCase()).join(", ")} ${large(top)}`,
+          { class: sameRoof.includes(format) ? "strong" : null, x: box.right - 2, y: y(top) - 5, "text-anchor": "end" },
+          `${sameRoof.map((one) => one.toUpperCase()).join(", ")} ${large(top)}`,
         ),
         svg(
           "circle",

@@ -1,4 +1,4 @@
-"""Loads a checkpoint into a run that is resumed; a task that is not the one it was saved from costs one line."""
+"""Loads a checkpoint into the engine of a resumed run, and refuses one that does not fit the task in one line."""
 
 from __future__ import annotations
 
@@ -15,21 +15,33 @@ from narrowgauge.ranks.world import World
 from narrowgauge.runs.checkpoints import checkpoint, sharded
 
 
-def load(path: Path, engine: Engine, world: World) -> dict[str, Any]:
-    """Load the engine and the random generators, and return the rest of the state.
+def restore(path: Path, engine: Engine, world: World) -> dict[str, Any]:
+    """Load a checkpoint into the engine and the random generators.
 
-    The generators of another number of ranks do not fit: then what is drawn from here on is drawn afresh.
+    The generators are only restored on the same number of ranks. On another number they keep their seeds, so random
+    numbers differ from here on.
+
+    Args:
+        path: The checkpoint folder, verified.
+        engine: The engine of the run.
+        world: The ranks of the run.
+
+    Returns:
+        The rest of the state: the counters of the run, its examiner and its recorder.
+
+    Raises:
+        UsageError: The checkpoint does not fit the model of the task.
     """
-    with world.together():
+    with world.fail_together():
         saved = checkpoint.read(path, engine)
-        changed = _difference(saved.weights, engine)
+        changed = _find_difference(saved.weights, engine)
         if changed is not None:
             raise _refuse(path, changed)
         state: dict[str, Any] = saved.state
         try:
             engine.load_state_dict({**state["engine"], "model": saved.weights})
-            generators = state.get("random") if world.alone else None
-            if checkpoint.is_ranked(path):
+            generators = state.get("random") if world.is_single else None
+            if checkpoint.is_sharded(path):
                 generators = sharded.read_random(path, world.rank, world.size)
             if generators is not None:
                 random_state.restore(generators)
@@ -42,15 +54,15 @@ def load(path: Path, engine: Engine, world: World) -> dict[str, Any]:
 
 def _refuse(path: Path, changed: str) -> UsageError:
     return UsageError(
-        f"checkpoint {path} does not fit the task, which has changed since: {changed}; "
-        "resume with the task as it was, or start a new run"
+        f"checkpoint {path} does not fit the task, which has changed since it was saved: {changed}; "
+        "resume with the original task, or start a new run"
     )
 
 
-def _difference(saved: Mapping[str, Any], engine: Engine) -> str | None:
-    """How the weights that were saved differ from the model's in name, shape or order; None where they do not.
+def _find_difference(saved: Mapping[str, Any], engine: Engine) -> str | None:
+    """Compare the saved weights with the model's by name, shape and order. None: they match.
 
-    Order matters because an optimizer's state counts parameters: two of one shape would get each other's moments.
+    Order matters because an optimizer numbers its parameters: two of the same shape would swap their moments.
     """
     own = engine.inner.state_dict()
     for name in saved:
@@ -64,8 +76,8 @@ def _difference(saved: Mapping[str, Any], engine: Engine) -> str | None:
             and isinstance(saved[name], torch.Tensor)
             and value.shape != saved[name].shape
         ):
-            return f"{name} has shape {tuple(value.shape)}, and had {tuple(saved[name].shape)}"
+            return f"{name} has shape {tuple(value.shape)}, and was saved with {tuple(saved[name].shape)}"
     if list(own) != list(saved):
         moved = next(name for name, before in zip(own, saved, strict=True) if name != before)
-        return f"its parameters come in another order, from {moved} on"
+        return f"its parameters have another order, starting with {moved}"
     return None

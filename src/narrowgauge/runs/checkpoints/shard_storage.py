@@ -1,10 +1,10 @@
 """A storage for torch.distributed.checkpoint: the shards of several ranks in safetensors, their table in JSON.
 
-    shard-0.safetensors    what the first rank wrote, each chunk under its number; shard-1 the second, ...
+    shard-0.safetensors    the chunks that rank 0 wrote, each named by its number; shard-1: rank 1, and so on
     shards.json            for each tensor its dtype, its shape, and its chunks: offset, size, file, number in the file
 
-torch's own storage keeps its table as a pickle (.metadata), which runs whatever it was told to when it is read. Nothing
-here can: a file is JSON or raw numbers, and is refused in one line where it is not what it should be.
+torch's own storage writes its table as a pickle (.metadata), which can run arbitrary code when it is read. These files
+cannot: they are JSON or raw numbers. A file with unexpected content is refused with one line.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from torch.futures import Future
 
 from narrowgauge.errors import UsageError
 from narrowgauge.runs import atomic_files
-from narrowgauge.runs.checkpoints.sharded import TABLE
-from narrowgauge.serialization import Taker, write_tensors
+from narrowgauge.runs.checkpoints.layout import SHARD_TABLE
+from narrowgauge.serialization import Flattener, write_tensors
 
 FORMAT = 1
 _FILE = re.compile(r"shard-\d+\.safetensors")
@@ -42,7 +42,7 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).val
 
 
 class ShardWriter(StorageWriter):
-    """Writes the chunks of each rank into a file of its own; the first rank writes the table when all have written."""
+    """Writes the chunks of each rank to one file per rank. Rank 0 writes the table when all ranks are done."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -62,24 +62,25 @@ class ShardWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name: str = plan.storage_data
-        taker = Taker(aliased=False)  # each chunk by its number, also where two are the same memory
+        flattener = Flattener(aliased=False)  # each chunk by its number, even if two share memory
         results = []
         for number, item in enumerate(plan.items):
             if item.type == WriteItemType.BYTE_IO:
                 raise TypeError(f"{item.index.fqn} is not a tensor, and cannot be saved without pickle")
             value = planner.resolve_data(item)
             assert isinstance(value, Tensor)
-            taker.take(value.detach(), str(number))
+            flattener.flatten(value.detach(), str(number))
             size_bytes = value.numel() * value.element_size()
             results.append(WriteResult(item.index, size_bytes, {"file": name, "number": number}))
-        write_tensors(taker.tensors, self.folder / name)
+        write_tensors(flattener.tensors, self.folder / name)
         atomic_files.sync(self.folder / name)
         written: Future[list[WriteResult]] = Future()
         written.set_result(results)
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        # A rank without a part of a tensor writes an empty chunk, whose offset may be another's: the other counts.
+        # A rank that has no part of a tensor writes an empty chunk, whose offset may equal that of a real chunk. The
+        # results are sorted by size, so that the real chunk wins.
         all_results = sorted((result for part in results for result in part), key=lambda r: r.size_in_bytes)
         places = {result.index: result.storage_data for result in all_results}
         tensors = {}
@@ -92,7 +93,7 @@ class ShardWriter(StorageWriter):
             ]
             dtype = str(kind.properties.dtype).removeprefix("torch.")
             tensors[name] = {"dtype": dtype, "shape": list(kind.size), "chunks": chunks}
-        (self.folder / TABLE).write_text(json.dumps({"format": FORMAT, "tensors": tensors}))
+        (self.folder / SHARD_TABLE).write_text(json.dumps({"format": FORMAT, "tensors": tensors}))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -100,7 +101,7 @@ class ShardWriter(StorageWriter):
 
 
 class ShardReader(StorageReader):
-    """Reads what a rank needs of the chunks, whichever ranks wrote them."""
+    """Reads the chunks that a rank needs, from any number of ranks."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -112,13 +113,13 @@ class ShardReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._metadata is None:
-            path = self.folder / TABLE
+            path = self.folder / SHARD_TABLE
             try:
                 self._metadata = _parse(json.loads(path.read_text()))
             except OSError as error:
-                raise UsageError(f"checkpoint {self.folder}: {TABLE} cannot be read ({error.strerror})") from None
+                raise UsageError(f"checkpoint {self.folder}: {SHARD_TABLE} cannot be read ({error.strerror})") from None
             except (ValueError, KeyError, TypeError, RecursionError) as error:
-                raise UsageError(f"{path} is not a table of shards ({error!r}); take an earlier checkpoint") from None
+                raise UsageError(f"{path} is not a table of shards ({error!r}); use an earlier checkpoint") from None
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -145,13 +146,13 @@ class ShardReader(StorageReader):
                             value = torch.view_as_complex(value)
                         if value.shape != target.shape or value.dtype != target.dtype:
                             raise UsageError(
-                                f"{self.folder / name} is not what {TABLE} says: {item.storage_index.fqn} is "
-                                f"{value.dtype} {tuple(value.shape)} there; take an earlier checkpoint"
+                                f"{self.folder / name} does not match {SHARD_TABLE}: {item.storage_index.fqn} is "
+                                f"{value.dtype} {tuple(value.shape)} there; use an earlier checkpoint"
                             )
                         target.copy_(value)
                         planner.commit_tensor(item, target)
             except (OSError, SafetensorError) as error:
-                raise UsageError(f"{self.folder / name} cannot be read ({error}); take an earlier checkpoint") from None
+                raise UsageError(f"{self.folder / name} cannot be read ({error}); use an earlier checkpoint") from None
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -171,7 +172,7 @@ def _slice(file: Any, number: str, item: ReadItem) -> Tensor:
 
 
 def _parse(table: Any) -> Metadata:
-    """The table as torch.distributed.checkpoint holds it; ValueError where it does not add up."""
+    """Convert the table to torch's Metadata. Raises ValueError if it is inconsistent."""
     if table["format"] != FORMAT:
         raise ValueError(f"its format is {table['format']}, this version reads {FORMAT}")
     kinds: dict[str, Any] = {}
@@ -186,10 +187,10 @@ def _parse(table: Any) -> Metadata:
                 for first, length, most in zip(offset, size, shape, strict=True)
             )
             if not fits or not _FILE.fullmatch(chunk["file"]) or not isinstance(chunk["number"], int):
-                raise ValueError(f"a chunk of {name} lies outside of it, or in no shard")
+                raise ValueError(f"a chunk of {name} is outside the tensor, or not in a shard file")
             chunks.append(ChunkStorageMetadata(offset, size))
             places[MetadataIndex(name, offset)] = {"file": chunk["file"], "number": chunk["number"]}
         if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
-            raise ValueError(f"the chunks of {name} are not all of it")
+            raise ValueError(f"the chunks of {name} do not cover the tensor")
         kinds[name] = TensorStorageMetadata(TensorProperties(_DTYPES[tensor["dtype"]]), shape, chunks)
     return Metadata(kinds, storage_data=places)

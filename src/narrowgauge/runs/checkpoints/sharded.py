@@ -1,8 +1,8 @@
-"""The tensors of a checkpoint that several ranks write and read together, by torch.distributed.checkpoint (shards.py).
+"""Writes and reads the tensors of a sharded checkpoint, by torch.distributed.checkpoint (shard_storage.py).
 
-Every rank writes its shards into a file of its own, while training goes on: the tensors are copied first. A rank reads
-what belongs to its shards, on whatever number of ranks; one process reads tensors whole. Beside them lie state.json, as
-in any checkpoint, and each rank's random generators, for as many ranks again.
+Every rank copies its shards, and a thread writes them to the rank's own file while training continues. The checkpoint
+can be read by any number of ranks: each reads the parts of its own shards, and a single process reads whole tensors.
+state.json is as in any checkpoint. The random generators of each rank are saved too; they fit the same number of ranks.
 """
 
 from __future__ import annotations
@@ -24,16 +24,14 @@ from torch import Tensor
 from narrowgauge.engine import Engine
 from narrowgauge.errors import UsageError
 from narrowgauge.optim.sharded import is_sharded
-from narrowgauge.serialization import Taker, own, rebuild, write_tensors
+from narrowgauge.runs.checkpoints.layout import STATE
+from narrowgauge.serialization import Flattener, copy_tensors, unflatten, write_tensors
 
-STATE = "state.json"
-TABLE = "shards.json"
-"""By which a manifest is known to be of several ranks."""
 _MOMENT = re.compile(r"state/engine/optimizers/(\d+)/state/(\d+)/\w+")
 
 
-class _Gatherer(Taker):
-    """Takes nests apart, leaving tensors as they are spread; copied, as training goes on while they are written."""
+class _ShardCopier(Flattener):
+    """Collects the tensors of a nest without gathering their shards. Copies them, since training changes them."""
 
     def _store(self, tensor: Tensor, path: str) -> str:
         name = path
@@ -43,71 +41,72 @@ class _Gatherer(Taker):
         return name
 
 
-def take_apart(weights: Mapping[str, Any], state: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What state.json says, and the tensors by name."""
-    model, rest = _Gatherer(), _Gatherer()
-    content = {"weights": model.take(weights), "state": rest.take(state)}
+def split_tensors(weights: Mapping[str, Any], state: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Split a checkpoint into the trees for state.json (``weights`` and ``state``) and the tensors by name."""
+    model, rest = _ShardCopier(), _ShardCopier()
+    trees = {"weights": model.flatten(weights), "state": rest.flatten(state)}
     tensors = {f"weights/{name}": tensor for name, tensor in model.tensors.items()}
-    return content, tensors | {f"state/{name}": tensor for name, tensor in rest.tensors.items()}
+    return trees, tensors | {f"state/{name}": tensor for name, tensor in rest.tensors.items()}
 
 
 def write(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> Future[Any]:
-    """Begin to write; every rank calls it, and the result is there when all have written."""
+    """Start writing. Every rank must call it; the future completes when all ranks have written."""
     from torch.distributed.checkpoint.state_dict_saver import async_save
 
     from narrowgauge.runs.checkpoints.shard_storage import ShardWriter
 
     with _quiet():
         answer: Any = async_save(tensors, storage_writer=ShardWriter(folder), process_group=group)
-    written: Future[Any] = getattr(answer, "upload_completion", answer)  # some torch tell staging and upload apart
+    # Some versions of torch return two futures, one for staging and one for the upload.
+    written: Future[Any] = getattr(answer, "upload_completion", answer)
     return written
 
 
 def write_random(folder: Path, rank: int, random: Any) -> None:
-    """A rank's random generators."""
-    taker = Taker()
-    tree = json.dumps(taker.take(random))
-    write_tensors(taker.tensors, folder / f"random-{rank}.safetensors", {"tree": tree})
+    """Write the states of a rank's random generators."""
+    flattener = Flattener()
+    tree = json.dumps(flattener.flatten(random))
+    write_tensors(flattener.tensors, folder / f"random-{rank}.safetensors", {"tree": tree})
 
 
 def read_random(folder: Path, rank: int, size: int) -> Any:
-    """A rank's random generators, or None where the checkpoint was written by another number of ranks."""
+    """Read the states of a rank's random generators. None: another number of ranks wrote the checkpoint."""
     if len(list(folder.glob("random-*.safetensors"))) != size:
         return None
     path = folder / f"random-{rank}.safetensors"
     try:
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return rebuild(json.loads((file.metadata() or {})["tree"]), own(tensors))
+            return unflatten(json.loads((file.metadata() or {})["tree"]), copy_tensors(tensors))
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UsageError(f"{path} holds no random states ({error}); take an earlier checkpoint") from None
+        raise UsageError(f"{path} holds no random states ({error}); use an earlier checkpoint") from None
 
 
 def read(path: Path, engine: Engine | None = None) -> tuple[dict[str, Any], Any]:
-    """Weights and state: whole, or spread as the engine's parameters are."""
+    """Read weights and state: whole tensors, or sharded like the parameters of ``engine``."""
     from torch.distributed.checkpoint.state_dict_loader import load
 
     from narrowgauge.runs.checkpoints.shard_storage import ShardReader
 
     reader = ShardReader(path)
-    like = _spread_as(engine) if engine is not None else lambda name: None
+    like = _match_parameters(engine) if engine is not None else lambda name: None
     kinds: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
     tensors = {name: _empty(kind.size, kind.properties.dtype, like(name)) for name, kind in kinds.items()}
     try:
         with _quiet():
             load(tensors, storage_reader=reader, no_dist=True)
     except BaseException as error:
-        raise cause(error) from error
+        raise unwrap_error(error) from error
     text = json.loads((path / STATE).read_text())
     parts = []
     for part in ("weights", "state"):
         mine = {name.removeprefix(f"{part}/"): t for name, t in tensors.items() if name.startswith(f"{part}/")}
-        parts.append(rebuild(text[part], mine))
+        parts.append(unflatten(text[part], mine))
     return parts[0], parts[1]
 
 
-def _spread_as(engine: Engine) -> Callable[[str], Tensor | None]:
-    """Which parameter of the engine a saved tensor may be spread like."""
+def _match_parameters(engine: Engine) -> Callable[[str], Tensor | None]:
+    """Return a function that maps the name of a saved tensor to the parameter whose sharding it has."""
     named = dict(engine.inner.named_parameters(remove_duplicate=False))
     stepped = [[p for group in o.param_groups for p in group["params"]] for o in engine.optimizers]
 
@@ -127,10 +126,10 @@ def _empty(size: torch.Size, dtype: torch.dtype, like: Tensor | None) -> Tensor:
     return torch.empty(size, dtype=dtype)
 
 
-def cause(error: BaseException) -> BaseException:
-    """What went wrong on the first rank that failed, where torch's checkpointing has wrapped it; else the error itself.
+def unwrap_error(error: BaseException) -> BaseException:
+    """Return the error of the first rank that failed, out of torch's CheckpointException; else the error itself.
 
-    Its CheckpointException is no Exception, so that nothing else would catch it.
+    CheckpointException is not an Exception, so ``except Exception`` does not catch it.
     """
     failures = getattr(error, "failures", None)
     return next(iter(failures.values()))[0] if type(error).__name__ == "CheckpointException" and failures else error
@@ -138,7 +137,7 @@ def cause(error: BaseException) -> BaseException:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what torch's checkpointing warns of within itself."""
+    """Suppress the warnings that torch's checkpointing raises about its own code."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

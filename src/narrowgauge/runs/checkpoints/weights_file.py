@@ -1,4 +1,4 @@
-"""Weights as a plain safetensors file: what opens anywhere."""
+"""Writes weights as one plain safetensors file, which opens in any tool."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from torch import Tensor
 
 from narrowgauge import files
 from narrowgauge.runs import atomic_files
-from narrowgauge.serialization import Taker, write_tensors
+from narrowgauge.serialization import Flattener, write_tensors
 
 
 def write_weights(weights: Mapping[str, Any], file: Path) -> dict[str, Tensor]:
-    """Write a state dictionary under its own names, atomically; what is stored twice by sharing is stored once."""
-    taker = Taker()
-    taker.take(weights)
+    """Write a state dict under its own names, atomically. Tied weights are stored once.
+
+    Returns:
+        The tensors that were written, by name.
+    """
+    flattener = Flattener()
+    flattener.flatten(weights)
     try:
-        files.replace(file, lambda new: write_tensors(taker.tensors, new, {"format": "pt", **taker.aliases}))
+        files.replace(file, lambda new: write_tensors(flattener.tensors, new, {"format": "pt", **flattener.aliases}))
     except (OSError, SafetensorError) as error:
-        raise atomic_files.refuse(file, error) from error
-    return taker.tensors
+        raise atomic_files.explain_error(file, error) from error
+    return flattener.tensors

@@ -1,8 +1,8 @@
-"""Weights & Biases: one run of one id however often it is resumed, in the run's folder, offline where it must be.
+"""Weights & Biases: one W&B run per run folder, however often it is resumed; offline where there is no network.
 
-Offline, each life of a run writes a file of its own, and W&B does not say what becomes of two that overlap. A resumed
-run therefore writes the whole story, from the record, and sets the older files aside: there is always one to upload.
-Online, W&B keeps the first number it got for a step, and is sent what it lacks.
+Offline, each process writes its own file, and W&B does not document what happens to two files that overlap. A resumed
+run therefore writes its whole history again, from the record, and renames the older files. There is always one file to
+upload. Online, W&B keeps the first value it received for a step, so it is only sent the missing steps.
 """
 
 from __future__ import annotations
@@ -11,51 +11,51 @@ import importlib
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.runs.json_lines import plain
-from narrowgauge.runs.trackers.base import Unavailable, history
+from narrowgauge.runs.json_lines import replace_nonfinite
+from narrowgauge.runs.trackers.base import Notify, Tracker, Unavailable, read_history
 
 PROJECT = "narrowgauge"
 FOLDER, IDENTITY = "wandb", "run-id"
-BLOCK_BYTES = 4096
+MIN_FREE_BYTES = 4096
 OFFLINE = ("offline", "dryrun")
 SUMMARY = ("steps", "seconds", "tokens_per_s", "loss_first", "loss_last", "loss_eval", "skipped", "interrupted")
 
 
-class WandB:
-    """A run at Weights & Biases."""
+class WandbTracker(Tracker):
+    """Logs to a run of Weights & Biases."""
 
-    def __init__(
-        self, folder: Path, configuration: Mapping[str, Any], first_step: int, note: Callable[[str], None]
-    ) -> None:
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # nothing leaves the machine that was not asked for
+    label = "Weights & Biases"
+
+    def __init__(self, folder: Path, configuration: Mapping[str, Any], first_step: int, notify: Notify) -> None:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # send nothing that the user did not ask for
         try:
             self._wandb = importlib.import_module("wandb")
         except ImportError:
             raise Unavailable("is not installed (pip install wandb)") from None
-        self._folder, self._configuration, self._note = folder, configuration, note
-        self._id = os.environ.get("WANDB_RUN_ID") or _identity(folder / FOLDER / IDENTITY)
+        self._folder, self._configuration, self._notify = folder, configuration, notify
+        self._id = os.environ.get("WANDB_RUN_ID") or _read_or_make_id(folder / FOLDER / IDENTITY)
         self._findings: list[str] = []
-        self._run = self._begin()
+        self._run = self._start()
         known = int(self._run.step) if self._run.resumed else 0
-        for group, step, values in history(folder, first_step):
+        for group, step, values in read_history(folder, first_step):
             if step >= known:
-                self.add(group, step, values)
+                self.log_metrics(group, step, values)
 
-    def add(self, group: str, step: int, values: Mapping[str, float]) -> None:
+    def log_metrics(self, group: str, step: int, values: Mapping[str, float]) -> None:
         self._run.log({f"{group}/{name}": value for name, value in values.items()}, step=step)
 
-    def finding(self, step: int, finding: Mapping[str, Any]) -> None:
+    def log_finding(self, step: int, finding: Mapping[str, Any]) -> None:
         self._findings.append(f"step {step}, {finding['severity']}: {finding['where']}: {finding['detail']}")
         self._run.summary["findings"] = list(self._findings)
 
     def flush(self) -> None:
-        """W&B has a process of its own that sends, and that says nothing when the disk is full: so look."""
-        if shutil.disk_usage(self._folder / FOLDER).free < BLOCK_BYTES:
-            raise Unavailable("cannot write its files: no space left on the disk; going on without it")
+        """Check for free disk space. W&B sends from its own process, which reports nothing when the disk is full."""
+        if shutil.disk_usage(self._folder / FOLDER).free < MIN_FREE_BYTES:
+            raise Unavailable("cannot write its files: no space left on the disk; continuing without it")
 
     def close(self, result: Mapping[str, Any] | None = None) -> None:
         for name, value in (result or {}).items():
@@ -64,7 +64,7 @@ class WandB:
         self._run.finish(exit_code=1 if result is None else 0)
         self.flush()
 
-    def _begin(self) -> Any:
+    def _start(self) -> Any:
         mode = os.environ.get("WANDB_MODE", "").lower()
         if mode in OFFLINE:
             return self._init("offline")
@@ -79,9 +79,10 @@ class WandB:
 
     def _init(self, mode: str | None, why: str | None = None) -> Any:
         if why is not None:
-            self._note(f"Weights & Biases: {why}; offline: wandb sync {self._folder / FOLDER}/offline-run-* uploads it")
+            upload = f"wandb sync {self._folder / FOLDER}/offline-run-*"
+            self._notify(f"Weights & Biases: {why}; logging offline; upload with: {upload}")
         if mode == "offline":
-            _set_aside(self._folder / FOLDER, self._id)
+            _rename_superseded(self._folder / FOLDER, self._id)
         quiet = self._wandb.Settings(console="off", silent=True, disable_git=True, save_code=False)
         return self._wandb.init(
             project=os.environ.get("WANDB_PROJECT") or PROJECT,
@@ -89,25 +90,25 @@ class WandB:
             dir=str(self._folder),
             id=self._id,
             resume="allow",
-            # Beside a run of the user's own in the same process, not in its place.
+            # The user's code may have a W&B run of its own in this process: do not replace it.
             reinit="create_new",
-            config=plain(self._configuration),
+            config=replace_nonfinite(self._configuration),
             mode=mode,
             settings=quiet,
         )
 
     def _is_logged_in(self) -> bool:
-        """Asks without a prompt, which nobody would see."""
+        """Check without a prompt, which nobody would see."""
         try:
             return bool(self._wandb.login(prompt=False))
-        except TypeError:  # an older wandb, which prompts when asked to log in but not when asked for the key
+        except TypeError:  # an older wandb: login() would prompt, reading the key does not
             return bool(self._wandb.api.api_key)
         except Exception:
             return False
 
 
-def _identity(path: Path) -> str:
-    """The run's id at W&B, made up when the run begins."""
+def _read_or_make_id(path: Path) -> str:
+    """Return the W&B id of the run, which is chosen when the run starts."""
     try:
         known = path.read_text().strip()
     except OSError:
@@ -120,7 +121,7 @@ def _identity(path: Path) -> str:
     return made
 
 
-def _set_aside(folder: Path, identity: str) -> None:
+def _rename_superseded(folder: Path, identity: str) -> None:
     for old in sorted(folder.glob(f"offline-run-*-{identity}")):
         number = len(list(folder.glob("superseded-*")))
         old.rename(folder / f"superseded-{number}-{old.name}")

@@ -1,7 +1,8 @@
-"""Reads the logs of other tools: JSON lines, CSV, Hugging Face's trainer_state.json, TensorBoard, and our own runs.
+"""Reads logs: JSON lines, CSV, Hugging Face's trainer_state.json, TensorBoard, and narrowgauge's own runs.
 
-Every tool has its own name for the loss: names are tried in an order, and what was taken is said. TensorBoard's files
-are taken apart here, since its own reader sums up every byte in Python, which takes ten times as long.
+Every tool has its own name for the loss. Known names are tried in order, and the output says which was used.
+TensorBoard files are parsed here, because TensorBoard's own reader computes checksums in Python and takes ten times as
+long.
 """
 
 from __future__ import annotations
@@ -36,34 +37,34 @@ EVAL += ("validation/loss", "valid/loss", "dev/loss", "loss/eval", "loss/val", "
 EVAL += ("validation/epoch_loss", "test_loss", "test/loss", "loss/test")
 NORM: Names = ("grad_norm", "gradient_norm", "train/grad_norm", "train/gradient_norm", "grad-norm", "gnorm")
 SKIP: Names = ("skipped", "skipped_steps", "skipped_iterations")
-"""What a log may call things, in lower case; the first that is there counts."""
+"""Known names in logs, in lower case; the first match is used."""
 _SPLITS = {name: f"{name}/" for name in ("eval", "val", "valid", "validation", "dev", "test")}
 _SPLITS |= {"train": "", "training": ""}
 _SPLIT_KEYS = ("kind", "split", "mode", "phase")
-_CHUNK, _DEEP, _MOST_NAMES = 512, 4, 1000
+_CHUNK, _MAX_DEPTH, _MOST_NAMES = 512, 4, 1000
 _Parts = list[tuple[str, Path]]
-"""The files of one run, each with what its names are prefixed with."""
+"""The files of one run, each with a prefix for its names."""
 
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """Numbers by step, each step once."""
+    """A value for each step; steps are unique and ascending."""
 
     tag: str
     steps: NDArray[np.float64]
     values: NDArray[np.float64]
     by: str = "step"
-    """What the log calls its steps."""
+    """The name of the steps in the log."""
 
     def between(self, first: float, last: float) -> Series:
-        """The finite values of these steps."""
+        """The finite values in a range of steps."""
         kept = (self.steps >= first) & (self.steps <= last) & np.isfinite(self.values)
         return Series(self.tag, self.steps[kept], self.values[kept], self.by)
 
 
 @dataclass(frozen=True, eq=False)
 class Curves:
-    """One run, as far as it is compared."""
+    """The curves of one run that are compared."""
 
     name: str
     loss: Series
@@ -71,68 +72,80 @@ class Curves:
     grad_norm: Series | None = None
     skipped: int | None = None
     diverged: bool = False
-    """Its last loss is not finite, or it gave up."""
+    """Whether its last loss is not finite, or the run stalled."""
     source: str = ""
-    """Where it was read, and what was taken for what."""
+    """The path, and the names of the values that were used."""
 
 
-def read(path: Path, tag: str | None = None) -> Curves:
-    """The one run of a file or folder; ``tag`` names the number to compare, where the usual names would not do."""
-    first, *more = read_all(path, tag)
+def read_run(path: Path, tag: str | None = None) -> Curves:
+    """Reads the only run of a file or folder.
+
+    Args:
+        path: A log file or a folder.
+        tag: The name of the value to compare, if it is not a known name of the loss.
+
+    Raises:
+        UsageError: If there is not exactly one run, or it cannot be read.
+    """
+    first, *more = read_runs(path, tag)
     if more:
         names = ", ".join(run.name for run in (first, *more))
-        raise UsageError(f"{path} holds several runs where one was asked for: {names}")
+        raise UsageError(f"{path} contains several runs, but one was expected: {names}")
     return first
 
 
-def read_all(path: Path, tag: str | None = None) -> list[Curves]:
-    """Every run of a file or folder."""
+def read_runs(path: Path, tag: str | None = None) -> list[Curves]:
+    """Reads every run of a file or folder.
+
+    Raises:
+        UsageError: If there is no run, or one cannot be read.
+    """
     if not files.exists(path):
-        raise UsageError(f"{path} does not exist: expected a log (.jsonl, .json, .csv, TensorBoard's) or a folder")
-    if not path.is_dir() and (why := files.why_unreadable(path)):
+        raise UsageError(f"{path} does not exist: expected a log (.jsonl, .json, .csv, TensorBoard) or a folder")
+    if not path.is_dir() and (why := files.explain_unreadable(path)):
         raise UsageError(f"{path} cannot be read: {why}")
     if path.name == record.EVENTS and record.holds_run(path.parent):
         path = path.parent
     runs = []
     try:
-        for name, parts in (_search(path, _DEEP) if path.is_dir() else {"": [("", path)]}).items():
+        for name, parts in (_find_runs(path, _MAX_DEPTH) if path.is_dir() else {"": [("", path)]}).items():
             log = _Log(tag)
             for prefix, part in parts:
                 _fill(log, part, prefix)
-            whole = path.resolve().name if path.is_dir() else path.stem
-            runs.append(log.finish(name or whole, parts[0][1] if len(parts) == 1 else parts[0][1].parent))
+            default_name = path.resolve().name if path.is_dir() else path.stem
+            runs.append(log.finish(name or default_name, parts[0][1] if len(parts) == 1 else parts[0][1].parent))
     except OSError as error:
         raise UsageError(f"{error.filename or path} cannot be read: {error.strerror or error}") from None
     if not runs:
-        raise UsageError(f"{path} holds no run: no .jsonl or .csv file, no trainer_state.json, no TensorBoard files")
+        raise UsageError(f"{path} contains no run: no .jsonl or .csv file, no trainer_state.json, no TensorBoard files")
     return runs
 
 
-def _search(folder: Path, depth: int) -> dict[str, _Parts]:
+def _find_runs(folder: Path, depth: int) -> dict[str, _Parts]:
     """The runs of a folder, by name."""
     if record.holds_run(folder) and (folder / record.EVENTS).exists():
         return {"": [("", folder)]}
-    inside = sorted((one for one in folder.iterdir() if one.name[0] != "."), key=lambda one: natural(one.name))
+    inside = sorted((one for one in folder.iterdir() if one.name[0] != "."), key=lambda one: natural_sort_key(one.name))
     files, folders = [one for one in inside if one.is_file()], [one for one in inside if one.is_dir()]
     boards = [("", one) for one in files if "tfevents" in one.name]
     if boards:
         return {"": boards}
     states = [one / "trainer_state.json" for one in (*folders, folder) if one == folder or "checkpoint" in one.name]
-    for state in reversed(states):  # each holds the history up to it
+    for state in reversed(states):  # each contains the history up to it
         if state.exists():
             return {"": [("", state)]}
-    for suffix in (".jsonl", ".ndjson", ".csv", ".tsv"):  # a second kind tells of the same runs
+    for suffix in (".jsonl", ".ndjson", ".csv", ".tsv"):  # another kind would be a second log of the same runs
         runs: dict[str, _Parts] = {one.stem: [("", one)] for one in files if one.suffix.lower() == suffix}
         if runs:
-            return _joined(runs)
+            return _join_splits(runs)
     for one in folders if depth else ():
-        below = _search(one, depth - 1)
+        below = _find_runs(one, depth - 1)
         runs |= {one.name if len(below) == 1 else f"{one.name}/{name}": parts for name, parts in below.items()}
-    return _joined(runs)
+    return _join_splits(runs)
 
 
-def _joined(runs: dict[str, _Parts]) -> dict[str, _Parts]:
-    """Names that differ by "train" and "validation" are of one run, not of two seeds."""
+def _join_splits(runs: dict[str, _Parts]) -> dict[str, _Parts]:
+    """Joins logs whose names only differ in "train" and "validation": they are one run, not two seeds."""
     halves: dict[str, dict[str, str]] = {}
     for name in runs:
         split = next((word for word in re.split("[^a-z]+", name.lower()) if word in _SPLITS), None)
@@ -151,7 +164,7 @@ def _fill(log: _Log, path: Path, prefix: str) -> None:
     elif "tfevents" in path.name:
         _fill_from_board(log, path, prefix)
     elif _is_binary(path):
-        raise UsageError(f"{path} is not a log: its bytes are not text")
+        raise UsageError(f"{path} is not a log: it is a binary file")
     elif path.suffix.lower() in (".csv", ".tsv"):
         with path.open(encoding="utf-8-sig", errors="replace", newline="") as text:
             start = text.readline()
@@ -180,11 +193,11 @@ def _fill_from_run(log: _Log, folder: Path) -> None:
             elif event["kind"] == "end":
                 log.stalled = not event["interrupted"] and event["step"] < event["steps"]
     except (KeyError, TypeError):
-        raise UsageError(f"{folder / record.EVENTS} was not written by narrowgauge: its lines are no events") from None
+        raise UsageError(f"{folder / record.EVENTS} was not written by narrowgauge: its lines are not events") from None
 
 
 def _json_rows(path: Path) -> Iterator[list[Any]]:
-    """Rows of JSON lines; or of one list, or of what Hugging Face's Trainer keeps."""
+    """Yields the rows of JSON lines, of a JSON list, or of the log history of Hugging Face's Trainer."""
     with path.open("rb") as file:
         first = next((line for line in file if line.strip()), b"")
         whole = _parse(first)
@@ -198,7 +211,7 @@ def _json_rows(path: Path) -> Iterator[list[Any]]:
             return
         while chunk := list(itertools.islice(file, _CHUNK)):
             lines = [line for line in chunk if line.strip()]
-            rows = _parse(b"[" + b",".join(lines) + b"]")  # half the time of one call a line
+            rows = _parse(b"[" + b",".join(lines) + b"]")  # takes half the time of one call per line
             yield rows if rows is not None and len(rows) == len(lines) else [_parse(line) for line in lines]
 
 
@@ -225,10 +238,10 @@ def _fill_from_board(log: _Log, path: Path, prefix: str) -> None:
         while len(head := file.read(12)) == 12 and (length := struct.unpack("<Q", head[:8])[0]) <= size:
             try:
                 event = Event.FromString(file.read(length + 4)[:length])
-            except Exception:  # protobuf's own kind: these bytes are no event, or one that was cut short
+            except Exception:  # protobuf's own type: the bytes are not an event, or an incomplete one
                 return
             if event.session_log.status == SessionLog.START:
-                log.forget_from(event.step)
+                log.drop_from(event.step)
             row = {}
             for value in event.summary.value:
                 if value.HasField("simple_value"):
@@ -241,10 +254,10 @@ def _fill_from_board(log: _Log, path: Path, prefix: str) -> None:
 
 
 class _Log:
-    """Gathers what is wanted from rows of names and values; a row without a step belongs to the last one told."""
+    """Collects the known values from rows. A row without a step belongs to the last step."""
 
     def __init__(self, tag: str | None) -> None:
-        self.tag, self.unread, self.twice = tag, 0, 0
+        self.tag, self.unread, self.duplicates = tag, 0, 0
         self.points: dict[str, tuple[int, array[float], array[float]]] = {}
         self.skipped: int | None = None
         self.stalled = False
@@ -253,7 +266,7 @@ class _Log:
 
     def add(self, row: Mapping[str, Any], step: float | None = None, prefix: str = "") -> None:
         if dict in map(type, row.values()):
-            row = _flat(row)
+            row = _flatten(row)
         for key in _SPLIT_KEYS:
             if key in row:
                 prefix = _SPLITS.get(str(row[key]).lower()) or prefix
@@ -261,7 +274,7 @@ class _Log:
         for key, value in row.items():
             name = self._names.get(prefix + key)
             if name is None:
-                name = self._learn(prefix, key)
+                name = self._classify(prefix, key)
             if name == "" or (number := _number(value)) is None:
                 continue
             if isinstance(name, str):
@@ -272,13 +285,13 @@ class _Log:
             self._rank, self._at = rank, step
         for name, number in found:
             points = self.points.get(name)
-            if points is None or points[0] > self._rank:  # what was told by epochs is no curve over steps
+            if points is None or points[0] > self._rank:  # values by epoch are not a curve over steps
                 self.points[name] = points = (self._rank, array("d"), array("d"))
             points[1].append(self._at)
             points[2].append(number)
 
-    def _learn(self, prefix: str, key: str) -> str | int:
-        """What a name is good for: a number to keep, a step (how good a one), or nothing."""
+    def _classify(self, prefix: str, key: str) -> str | int:
+        """Classifies a name: a value to keep (its name), a step (its rank in STEP), or ignored (empty)."""
         name: str | int = prefix + key
         if name != self.tag and str(name).lower() not in (*LOSS, *EVAL, *NORM, *SKIP):
             name = key if key.lower() in EVAL else STEP.index(key.lower()) if key.lower() in STEP else ""
@@ -286,14 +299,14 @@ class _Log:
             self._names[prefix + key] = name
         return name
 
-    def forget_from(self, step: float) -> None:
-        """The run was taken up again here."""
+    def drop_from(self, step: float) -> None:
+        """Drops all points from a step on, because the run was resumed there."""
         for name, (rank, *points) in self.points.items():
             kept = np.array(points[0]) < step
             self.points[name] = (rank, *(array("d", np.array(part)[kept]) for part in points))  # type: ignore[assignment]
 
     def series(self, *names: str) -> tuple[Series | None, list[str]]:
-        """The first of these names that is there, and the others that are."""
+        """The series of the first of these names that was found, and the other names found."""
         there = {name: name if name in names else name.lower() for name in self.points}
         ranked = sorted((n for n in there if there[n] in names), key=lambda n: (names.index(there[n]), n not in names))
         if not ranked:
@@ -303,45 +316,46 @@ class _Log:
         steps = np.arange(1.0, len(steps) + 1) if np.isnan(steps).all() else steps
         order = np.argsort(steps, kind="stable")
         order = order[np.isfinite(steps[order])]
-        last = np.append(np.diff(steps[order]) > 0, True)[: len(order)]  # of lines about one step the later counts
-        self.twice = max(self.twice, len(last) - int(last.sum()))
+        last = np.append(np.diff(steps[order]) > 0, True)[: len(order)]  # the last line of a step is used
+        self.duplicates = max(self.duplicates, len(last) - int(last.sum()))
         by = STEP[rank] if rank < len(STEP) else "line"
         order = order[last]
         return (Series(ranked[0], steps[order], values[order], by) if len(order) else None), ranked[1:]
 
     def finish(self, name: str, path: Path) -> Curves:
-        told = (" ".join(re.sub(r"[^ -~]+", " ", one).split())[:60] for one in self._names)
-        seen = ", ".join(itertools.islice((one for one in told if one), 30))
+        """Creates the curves of the run. Raises UsageError if the log has no loss."""
+        cleaned = (" ".join(re.sub(r"[^ -~]+", " ", one).split())[:60] for one in self._names)
+        seen = ", ".join(itertools.islice((one for one in cleaned if one), 30))
         if not seen:
-            raise UsageError(f"{path} holds no log: nothing of it reads as JSON lines, CSV or TensorBoard's events")
+            raise UsageError(f"{path} is not a log: it is neither JSON lines nor CSV nor TensorBoard events")
         loss, others = self.series(*((self.tag,) if self.tag else LOSS))
         evaluation = not self.tag or not _SPLITS.keys().isdisjoint(re.split("[^a-z]+|train", self.tag.lower()))
         evaluated = self.series(*EVAL)[0] if not self.tag else loss if evaluation else None
         loss = loss or evaluated
         if loss is None:
-            what = f"nothing of the name {self.tag!r}" if self.tag else "no loss under any usual name"
-            raise UsageError(f"{path} has {what}; --tag may choose from: {seen}")
+            what = f"no value named {self.tag!r}" if self.tag else "no loss under any known name"
+            raise UsageError(f"{path} has {what}; choose one with --tag: {seen}")
         skips = self.series(*SKIP)[0]
         if self.skipped is None and skips is not None and np.isfinite(skips.values).all():
             counted = bool((np.diff(skips.values) >= 0).all())
             self.skipped = int(skips.values[-1] if counted else skips.values.sum())
-        said = f"{path}: {loss.tag!r} by {loss.by} {loss.steps[0]:g} to {loss.steps[-1]:g}"
-        said += f" (not {', '.join(others)})" if others else ""
-        said += f", {evaluated.tag!r}" if evaluated not in (None, loss) else ""
-        said += f"; {self.unread} lines are not JSON" if self.unread else ""
-        said += f"; {self.twice} lines were written again" if self.twice else ""
+        source = f"{path}: {loss.tag!r} by {loss.by} {loss.steps[0]:g} to {loss.steps[-1]:g}"
+        source += f" (not {', '.join(others)})" if others else ""
+        source += f", {evaluated.tag!r}" if evaluated not in (None, loss) else ""
+        source += f"; {self.unread} lines are not JSON" if self.unread else ""
+        source += f"; {self.duplicates} duplicate lines" if self.duplicates else ""
         finite = all(math.isfinite(one.values[-1]) for one in (loss, evaluated) if one is not None)
-        return Curves(name, loss, evaluated, self.series(*NORM)[0], self.skipped, self.stalled or not finite, said)
+        return Curves(name, loss, evaluated, self.series(*NORM)[0], self.skipped, self.stalled or not finite, source)
 
 
-def _flat(row: Mapping[str, Any], depth: int = _DEEP) -> dict[str, Any]:
-    """With the names of inner rows behind those of outer ones."""
+def _flatten(row: Mapping[str, Any], depth: int = _MAX_DEPTH) -> dict[str, Any]:
+    """Flattens nested rows; names are joined with a slash."""
     flat: dict[str, Any] = {}
     for key, value in row.items():
         if type(value) is not dict:
             flat[key] = value
         elif depth:
-            inner = _flat(value, depth - 1) if dict in map(type, value.values()) else value
+            inner = _flatten(value, depth - 1) if dict in map(type, value.values()) else value
             for name, deep in inner.items():
                 flat[f"{key}/{name}"] = deep
     return flat
@@ -354,6 +368,6 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def natural(name: str) -> list[tuple[str, int]]:
-    """Sorts seed10 after seed2."""
+def natural_sort_key(name: str) -> list[tuple[str, int]]:
+    """A sort key that puts seed10 after seed2."""
     return [(text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", name)]

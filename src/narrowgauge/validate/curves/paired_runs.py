@@ -1,8 +1,8 @@
-"""Paired runs: the reference and a candidate from the same seeds, data and initial weights, kept by what they are.
+"""Paired runs: the reference and a candidate with the same seeds, data and initial weights, cached by content.
 
-A run is named by everything its numbers depend on (task and its file, options, recipe, seed, steps, versions, machine),
-so that a validation that is asked again, or asked for more seeds or another candidate, only does what is new; one that
-was interrupted goes on from its last checkpoint.
+The cache key of a run is everything its numbers depend on (task and its file, options, recipe, seed, steps, versions,
+machine). Repeating a validation, or adding seeds or another candidate, only trains the new runs. An interrupted run
+resumes from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -23,114 +23,119 @@ from typing import Any
 from narrowgauge import tasks
 from narrowgauge.hardware import Device
 from narrowgauge.runs import record
-from narrowgauge.runs.settings import settle
-from narrowgauge.runs.train import train, versions
+from narrowgauge.runs.settings import make_settings
+from narrowgauge.runs.train import read_versions, train
 from narrowgauge.runs.trainer import Observer
 from narrowgauge.task import Task
 
 SMOOTH = 20
 """Steps over which curves are averaged before they are compared."""
 EVALUATIONS = 3
-"""In a run: the best of them is compared beside the last."""
-PASSING = {"checkpoint_every": 0, "log": "none"}
-"""Settings of runs that are not kept but for their numbers."""
-_AT_RISK_S = 120.0
-"""Runs that take longer write checkpoints on the way, as often."""
+"""Evaluations per run: the best of them is compared in addition to the last."""
+TEMPORARY = {"checkpoint_every": 0, "log": "none"}
+"""Settings of runs of which only the numbers are kept."""
+_CHECKPOINT_S = 120.0
+"""Runs that take longer than this write checkpoints at this interval."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
-    """What is trained, apart from recipe and seed."""
+class Experiment:
+    """The task to train and its settings, without the recipe and the seed."""
 
     spec: str
     device: Device
     make: Callable[[int], Task] | None = None
-    """Makes the task from a seed, where ``spec`` does not name it."""
+    """Creates the task from a seed, if ``spec`` does not name it."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """For the task."""
+    """Options of the task."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """For the run: steps, learning_rate, ..."""
+    """Settings of the runs: steps, learning_rate, ..."""
     store: Path = Path("validations")
+    """The folder of the cached runs."""
     update_s: float | None = None
-    """Seconds of an update, where they are known."""
+    """Seconds per update, if known."""
 
-    def content(self) -> dict[str, Any]:
-        """Everything that numbers depend on, but for the run's own settings."""
+    def describe_content(self) -> dict[str, Any]:
+        """Everything that the numbers depend on, except the settings of the run."""
         source = self.spec.rpartition(":")[0]
         text = Path(source).read_text() if source.endswith(".py") else ""
-        known = {"task": self.spec, "file": text, "options": dict(self.options), "versions": versions()}
+        known = {"task": self.spec, "file": text, "options": dict(self.options), "versions": read_versions()}
         return known | {"device": self.device.name}
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run, as far as it is compared."""
+    """The numbers of a finished run that are compared."""
 
     loss: float
-    """The last evaluation's; NaN where the run diverged or stalled."""
+    """The last evaluation loss; NaN if the run diverged or stalled."""
     best: float
-    """The lowest evaluation's."""
+    """The lowest evaluation loss."""
     curve: tuple[float, ...]
     norms: tuple[float, ...]
     skipped: int
     seconds: float
-    """From end to end, where it was trained now."""
+    """Wall-clock time of the whole run."""
     fresh: bool
-    """Whether it was trained now."""
+    """Whether the run was trained now instead of read from the cache."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """The user stopped a run; what was trained is kept."""
+    """The user interrupted a run; its progress is saved."""
 
 
-def make_task(question: Question, seed: int) -> Task:
-    """The task, with data by the seed where it knows one."""
-    if question.make is not None:
-        return question.make(seed)
-    return tasks.find(question.spec, **question.options, seed=seed)
+def make_task(experiment: Experiment, seed: int) -> Task:
+    """Creates the task; the seed determines its data."""
+    if experiment.make is not None:
+        return experiment.make(seed)
+    return tasks.find(experiment.spec, **experiment.options, seed=seed)
 
 
-def run(question: Question, recipe: str, seed: int, observer: Observer | None = None) -> Run:
-    """The run of a recipe and a seed: from the store, or trained now."""
-    task = dataclasses.replace(make_task(question, seed), sample=None)
-    steps = int(question.settings.get("steps") or task.steps)
-    given = {"seed": seed, "eval_every": max(1, -(-steps // EVALUATIONS)), **question.settings, **PASSING}
-    settings = settle(task, recipe=recipe, device=question.device.torch_device, **given)
-    folder = question.store / digest({**question.content(), "settings": settings.__dict__})
-    done = _finished(folder)
+def get_run(experiment: Experiment, recipe: str, seed: int, observer: Observer | None = None) -> Run:
+    """Reads the run of a recipe and a seed from the cache, or trains it.
+
+    Raises:
+        Interrupted: If the user interrupts the training.
+    """
+    task = dataclasses.replace(make_task(experiment, seed), sample=None)
+    steps = int(experiment.settings.get("steps") or task.steps)
+    given = {"seed": seed, "eval_every": max(1, -(-steps // EVALUATIONS)), **experiment.settings, **TEMPORARY}
+    settings = make_settings(task, recipe=recipe, device=experiment.device.torch_device, **given)
+    folder = experiment.store / hash_content({**experiment.describe_content(), "settings": settings.__dict__})
+    done = _read_finished(folder)
     if done is not None:
         return done
     start = time.monotonic()
     result = train(
         task,
-        dataclasses.replace(settings, checkpoint_every=_checkpoint_every(steps, question.update_s)),
+        dataclasses.replace(settings, checkpoint_every=_checkpoint_every(steps, experiment.update_s)),
         folder,
         resume=record.holds_run(folder),
-        configuration={"task": question.spec},
+        configuration={"task": experiment.spec},
         observer=observer or Observer(),
     )
     if result.interrupted:
         raise Interrupted
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # the numbers are what is kept
-    finished = _finished(folder)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # only the numbers are kept
+    finished = _read_finished(folder)
     assert finished is not None
     return dataclasses.replace(finished, seconds=time.monotonic() - start, fresh=True)
 
 
 def _checkpoint_every(steps: int, update_s: float | None) -> int:
-    """Whoever interrupts a run has its state saved; these are for runs that are killed."""
+    """The checkpoint interval in steps. An interrupted run is saved anyway: these checkpoints are for killed runs."""
     if update_s is None:
         return max(1, steps // 4)
-    return 0 if steps * update_s < _AT_RISK_S else max(1, round(_AT_RISK_S / update_s))
+    return 0 if steps * update_s < _CHECKPOINT_S else max(1, round(_CHECKPOINT_S / update_s))
 
 
-def digest(known: Mapping[str, Any]) -> str:
-    """A name for what is known of a run."""
-    return hashlib.blake2b(json.dumps(known, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
+def hash_content(content: Mapping[str, Any]) -> str:
+    """A file name from the content that identifies a run."""
+    return hashlib.blake2b(json.dumps(content, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
 
 
-def _finished(folder: Path) -> Run | None:
-    """A run in the store that has come to its end."""
+def _read_finished(folder: Path) -> Run | None:
+    """Reads a finished run from the cache; None if there is none."""
     if not record.holds_run(folder):
         return None
     curve, norms, evaluations, end = [], [], [math.inf], None
@@ -152,9 +157,9 @@ def _finished(folder: Path) -> Run | None:
     )
 
 
-def compare(reference: Sequence[Run], candidate: Sequence[Run]) -> dict[str, Any]:
-    """What else two sets of paired runs differ in, beside the final loss."""
-    area, largest, where = curve_gap(reference, candidate)
+def compare_runs(reference: Sequence[Run], candidate: Sequence[Run]) -> dict[str, Any]:
+    """Compares paired runs in everything but the final loss: best loss, curves, gradient norms, skipped updates."""
+    area, largest, where = measure_curve_gap(reference, candidate)
     norms = [statistics.median([n for one in runs for n in one.norms] or [math.nan]) for runs in (reference, candidate)]
     pairs = [(r.best, c.best) for r, c in zip(reference, candidate, strict=True) if math.isfinite(r.best - c.best)]
     best = statistics.fmean(c / r - 1 for r, c in pairs if r) if pairs else math.nan
@@ -169,14 +174,14 @@ def compare(reference: Sequence[Run], candidate: Sequence[Run]) -> dict[str, Any
     }
 
 
-def band(losses: Sequence[float]) -> float | None:
-    """How far apart the reference's own runs are: the standard deviation over seeds, relative to their mean."""
+def measure_noise_band(losses: Sequence[float]) -> float | None:
+    """The standard deviation of the reference's losses over seeds, relative to their mean."""
     finite = [loss for loss in losses if math.isfinite(loss)]
     return statistics.stdev(finite) / abs(statistics.fmean(finite)) if len(finite) > 1 and any(finite) else None
 
 
-def curve_gap(reference: Sequence[Run], candidate: Sequence[Run]) -> tuple[float, float, int | None]:
-    """Between the mean curves, smoothed: the mean gap, the largest, and its step; relative to the reference."""
+def measure_curve_gap(reference: Sequence[Run], candidate: Sequence[Run]) -> tuple[float, float, int | None]:
+    """The mean gap between the smoothed mean curves, the largest gap, and its step; relative to the reference."""
     smooth = []
     for runs in (reference, candidate):
         length = min(len(one.curve) for one in runs)

@@ -1,9 +1,9 @@
-"""SQNR: how much larger a tensor is than what a narrower computation adds to it, in decibels.
+"""SQNR (signal-to-quantization-noise ratio): the size of a tensor relative to its error in low precision, in decibels.
 
     SQNR = 10 log10(sum of reference**2 / sum of (candidate - reference)**2)        6 dB are one bit
 
-Sums are taken in FP64. Equal tensors have inf, candidates with an inf or NaN that the reference has not have -inf. JSON
-has neither: there 200 stands for equal and -200 for not finite (``capped``); null is for what does not exist.
+Sums are in FP64. Equal tensors have an SQNR of inf. If only the candidate has inf or NaN, the SQNR is -inf. JSON has
+neither: there 200 means equal, -200 means not finite (``cap``), and null means that the quantity does not exist.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from narrowgauge.kernels import FP8_MAX
 from narrowgauge.kernels.tensor_stats import StatsTable, add_statistics
 
 CAP = 200.0
-"""In JSON, what equal tensors are said to have; with a minus, those that are not finite."""
+"""The SQNR of equal tensors in JSON; negative for tensors that are not finite."""
 DTYPES = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
@@ -32,17 +32,17 @@ _PART = 1 << 22
 
 @dataclass
 class Tally:
-    """Signal and noise, summed over any number of tensors."""
+    """Sums signal and noise over any number of tensors."""
 
     signal: float = 0.0
     noise: float = 0.0
     count: int = 0
     not_finite: int = 0
-    """Values of the candidate that are inf or NaN where the reference is not, or the other way round."""
+    """Values that are inf or NaN in only one of candidate and reference."""
 
     @torch.no_grad()
     def add(self, reference: Tensor, candidate: Tensor, scale: float = 1.0) -> None:
-        """Take in a tensor and its counterpart, which was computed ``scale`` times as large."""
+        """Adds a tensor and its low-precision counterpart, which is ``scale`` times as large."""
         self.count += reference.numel()
         for one, other in zip(_parts(reference), _parts(candidate), strict=True):
             exact, given = one.double(), other.to(one.device).double() / scale
@@ -55,7 +55,7 @@ class Tally:
 
     @property
     def decibels(self) -> float | None:
-        """None where there was nothing to compare."""
+        """The SQNR; None if no tensor was added."""
         if not self.count:
             return None
         if self.not_finite:
@@ -66,7 +66,7 @@ class Tally:
 
     @property
     def relative(self) -> float:
-        """The noise over the signal."""
+        """The ratio of noise to signal."""
         return self.noise / self.signal if self.signal else 0.0
 
 
@@ -75,13 +75,13 @@ def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
     return tuple(dense.reshape(-1).split(_PART))
 
 
-def capped(decibels: float | None) -> float | None:
-    """As JSON can hold it: within 200 dB either way."""
+def cap(decibels: float | None) -> float | None:
+    """Limits decibels to ±200, for JSON."""
     return None if decibels is None else max(-CAP, min(CAP, decibels))
 
 
-def spoken(decibels: float | None) -> str:
-    """As people read it."""
+def format_decibels(decibels: float | None) -> str:
+    """Decibels as text."""
     if decibels is None:
         return ""
     if math.isinf(decibels):
@@ -89,11 +89,16 @@ def spoken(decibels: float | None) -> str:
     return f"{decibels:.1f}"
 
 
-def rounded(x: Tensor, format: str | None, scale: float = 1.0, limited: bool = True) -> Tensor:
-    """What a format holds of ``x * scale``, divided by the scale again; None is a format that holds everything.
+def round_to_format(x: Tensor, format: str | None, scale: float = 1.0, limited: bool = True) -> Tensor:
+    """Rounds ``x * scale`` to a format and divides by the scale again.
 
-    FP8 saturates, as narrowgauge's casts do. Without ``limited`` the format has all exponents there are, so that only
-    the spacing of its numbers is left.
+    FP8 saturates, like narrowgauge's casts.
+
+    Args:
+        x: The tensor.
+        format: The name of the format; None returns ``x``.
+        scale: The factor before rounding.
+        limited: Apply the format's exponent range. Without it only the mantissa is rounded.
     """
     if format is None:
         return x
@@ -101,16 +106,16 @@ def rounded(x: Tensor, format: str | None, scale: float = 1.0, limited: bool = T
     if limited and format in DTYPES:
         dtype = DTYPES[format]
         most = FP8_MAX.get(dtype, math.inf)
-        held = wide.clamp(-most, most).to(dtype).double()
+        stored = wide.clamp(-most, most).to(dtype).double()
     else:
         mantissa, exponent = torch.frexp(wide)
         places = 2.0 ** (find_format(format).mantissa_bits + 1)
-        held = torch.ldexp(torch.round(mantissa * places) / places, exponent)
-    return (held / scale).to(x.dtype)
+        stored = torch.ldexp(torch.round(mantissa * places) / places, exponent)
+    return (stored / scale).to(x.dtype)
 
 
-def shares_of(x: Tensor, format: str, scale: float) -> Shares:
-    """Which parts of a tensor's values a format cannot hold at a scale, by their powers of two."""
+def measure_shares(x: Tensor, format: str, scale: float) -> Shares:
+    """The shares of a tensor's values that a format flushes, stores as subnormals or overflows at a scale."""
     table = StatsTable.make(1, x.device)
     add_statistics(table, 0, x.float())
     amax, squares = table.sizes[0].tolist()

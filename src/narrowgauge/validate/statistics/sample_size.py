@@ -1,8 +1,8 @@
-"""How many pairs of runs are spent on a candidate: a few to learn the noise, then what is needed, at most four looks.
+"""Chooses how many pairs of runs to train: a few to estimate the noise, then as many as needed, in up to four analyses.
 
-Whoever looks at growing data again and again and stops when it suits will find what is not there. So the level of 5% is
-shared out among the looks beforehand, 2 + 1 + 1 + 1: whatever the looks show, the chance that any of them shows
-something false is at most their sum. With a fixed number of pairs there is one look, and it has all five.
+Analyzing growing data repeatedly and stopping at the first significant result inflates the error rate. So the level of
+5% is divided among the analyses beforehand, 2 + 1 + 1 + 1: the probability that any of them shows a false result is at
+most their sum. With a fixed number of pairs there is one analysis at the full 5%.
 """
 
 from __future__ import annotations
@@ -12,43 +12,54 @@ from collections.abc import Sequence
 from narrowgauge.validate.statistics.verdict import ALPHA, INCONCLUSIVE, Verdict, judge, power_to_decide, seeds_needed
 
 LEVELS = (0.02, 0.01, 0.01, 0.01)
-"""Of the looks, with a number of pairs that is found on the way."""
+"""The levels of the analyses, if the number of pairs is not fixed."""
 FIRST = 3
-"""Pairs for the first look."""
-HOPELESS = 0.25
-"""More pairs are not spent where the chance that they decide is below this."""
+"""Pairs of the first analysis."""
+LEAST_POWER = 0.25
+"""No more pairs are trained if the probability that they decide is below this."""
 
 
-class Inquiry:
-    """Of one candidate: how many pairs are ``wanted`` next, and the ``verdict`` so far."""
+class SequentialTest:
+    """The test of one candidate: the ``verdict`` so far, and the ``pairs_wanted`` for the next analysis."""
 
     def __init__(self, margin: float, seeds: int | None = None) -> None:
-        """``seeds``: that many, and no more; None: as many as it takes."""
+        """Creates a test.
+
+        Args:
+            margin: The largest relative gap that counts as equivalent.
+            seeds: A fixed number of pairs; None for as many as needed.
+        """
         self.margin, self.seeds = margin, seeds
-        self.wanted: int | None = seeds or FIRST
+        self.pairs_wanted: int | None = seeds or FIRST
         self.verdict: Verdict | None = None
-        self.needed: int | None = None
-        """Pairs that would probably decide, where these do not."""
-        self._looks = 0
+        self.pairs_needed: int | None = None
+        """Pairs that would probably decide, if the verdict is inconclusive."""
+        self._analyses = 0
 
-    def see(self, reference: Sequence[float], candidate: Sequence[float], affordable: int) -> None:
-        """Judge the wanted pairs; there is time for ``affordable`` in all, these included."""
-        level = ALPHA if self.seeds else LEVELS[self._looks]
+    def update(self, reference: Sequence[float], candidate: Sequence[float], affordable: int) -> None:
+        """Analyzes the final losses of the wanted pairs.
+
+        Args:
+            reference: Final losses of the reference, one per pair.
+            candidate: Final losses of the candidate.
+            affordable: The total number of pairs that fit into the budget.
+        """
+        level = ALPHA if self.seeds else LEVELS[self._analyses]
         self.verdict = judge(reference, candidate, self.margin, level)
-        self._looks += 1
-        self.wanted = self.needed = None
+        self._analyses += 1
+        self.pairs_wanted = self.pairs_needed = None
         if self.verdict.verdict == INCONCLUSIVE:
-            self.wanted = self._more(self.verdict, len(reference), affordable)
+            self.pairs_wanted = self._choose_next(self.verdict, len(reference), affordable)
 
-    def _more(self, verdict: Verdict, seen: int, affordable: int) -> int | None:
-        last = self._looks >= len(LEVELS) or bool(self.seeds)
-        level = ALPHA if last else LEVELS[self._looks]
+    def _choose_next(self, verdict: Verdict, seen: int, affordable: int) -> int | None:
+        last = self._analyses >= len(LEVELS) or bool(self.seeds)
+        level = ALPHA if last else LEVELS[self._analyses]
         if verdict.gap is None or verdict.deviation is None:
-            self.needed = max(FIRST, seen + 1)
-            return None if last or affordable < self.needed else self.needed
-        self.needed = seeds_needed(verdict.gap, verdict.deviation, self.margin, level)
+            self.pairs_needed = max(FIRST, seen + 1)
+            return None if last or affordable < self.pairs_needed else self.pairs_needed
+        self.pairs_needed = seeds_needed(verdict.gap, verdict.deviation, self.margin, level)
         if last:
             return None
-        most = min(self.needed or affordable, affordable)
+        most = min(self.pairs_needed or affordable, affordable)
         chance = power_to_decide(most, verdict.deviation, verdict.gap, self.margin, level) if most > seen else 0.0
-        return most if chance >= HOPELESS else None
+        return most if chance >= LEAST_POWER else None

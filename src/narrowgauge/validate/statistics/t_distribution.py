@@ -1,7 +1,7 @@
-"""Student's t and the chi distribution, as far as the verdict needs them; the tests hold them against SciPy.
+"""Student's t and the chi distribution, as far as the verdict needs them; the tests compare them with SciPy.
 
-Written out so that a validation needs nothing but Python: the t distribution by the regularised incomplete beta
-function (a continued fraction, Lentz's way), the spread of a sample's standard deviation by its density.
+Implemented here so that a validation does not need SciPy: the t distribution by the regularized incomplete beta
+function (a continued fraction, Lentz's algorithm), the distribution of a sample's standard deviation by its density.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from functools import lru_cache
 _TINY = 1e-300
 
 
-def t_cdf(t: float, freedom: float) -> float:
-    """The probability of a value up to t."""
-    tail = 0.5 * _beta(freedom / (freedom + t * t), t * t / (freedom + t * t), freedom / 2, 0.5)
+def t_cdf(t: float, df: float) -> float:
+    """The cumulative distribution function of Student's t."""
+    tail = 0.5 * _beta(df / (df + t * t), t * t / (df + t * t), df / 2, 0.5)
     return 1 - tail if t > 0 else tail
 
 
 @lru_cache(maxsize=4096)
-def t_quantile(p: float, freedom: float) -> float:
-    """The value that is not passed with probability p."""
+def t_quantile(p: float, df: float) -> float:
+    """The inverse of ``t_cdf``."""
     low, high = -1e6, 1e6
     for _ in range(200):
         middle = (low + high) / 2
-        low, high = (middle, high) if t_cdf(middle, freedom) < p else (low, middle)
+        low, high = (middle, high) if t_cdf(middle, df) < p else (low, middle)
     return (low + high) / 2
 
 
@@ -33,11 +33,11 @@ def normal_cdf(z: float) -> float:
 
 
 @lru_cache(maxsize=1024)
-def spread(freedom: int, points: int = 400) -> tuple[tuple[float, float], ...]:
-    """Values of s / sigma, for a sample's standard deviation s, with their probabilities, which sum to 1."""
-    most = 1 + 6 / math.sqrt(2 * freedom) if freedom > 8 else 4.0
+def tabulate_deviation(df: int, points: int = 400) -> tuple[tuple[float, float], ...]:
+    """The distribution of s / sigma, for a sample's standard deviation s: values with probabilities that sum to 1."""
+    most = 1 + 6 / math.sqrt(2 * df) if df > 8 else 4.0
     values = [(index + 0.5) * most / points for index in range(points)]
-    logs = [(freedom - 1) * math.log(x) - freedom * x * x / 2 for x in values]
+    logs = [(df - 1) * math.log(x) - df * x * x / 2 for x in values]
     top = max(logs)
     weights = [math.exp(log - top) for log in logs]
     total = sum(weights)
@@ -45,16 +45,16 @@ def spread(freedom: int, points: int = 400) -> tuple[tuple[float, float], ...]:
 
 
 def _beta(x: float, rest: float, a: float, b: float) -> float:
-    """The regularised incomplete beta function at x; ``rest`` is 1 - x, which near 1 has more digits than x."""
+    """The regularized incomplete beta function at x. ``rest`` is 1 - x, passed separately for precision near 1."""
     if x <= 0 or rest <= 0:
         return 0.0 if x <= 0 else 1.0
     front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log(rest))
     if x < (a + 1) / (a + b + 2):
-        return front * _fraction(x, a, b) / a
-    return 1 - front * _fraction(rest, b, a) / b
+        return front * _continued_fraction(x, a, b) / a
+    return 1 - front * _continued_fraction(rest, b, a) / b
 
 
-def _fraction(x: float, a: float, b: float) -> float:
+def _continued_fraction(x: float, a: float, b: float) -> float:
     c, d = 1.0, 1 / _away_from_zero(1 - (a + b) * x / (a + 1))
     value = d
     for m in range(1, 500):

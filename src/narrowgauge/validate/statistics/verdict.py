@@ -1,16 +1,16 @@
-"""The verdict on a recipe: two one-sided tests on paired differences of the final loss, against a margin.
+"""The verdict on a recipe: two one-sided tests (TOST) on paired differences of the final loss, with a margin.
 
 Candidate and reference are trained in pairs: same seed, same data, same initial weights. The difference of a pair,
-relative to the reference's mean loss, has a mean (the gap) and a spread (the noise that is left). With n pairs
+relative to the reference's mean loss, has a mean (the gap) and a standard deviation (the remaining noise). With n pairs
 
-    equivalent     the gap lies above -margin and below +margin, each shown at level alpha
-    worse          the gap lies above +margin, shown at level alpha; or more runs diverged than chance explains
-    better         the gap lies below -margin, shown at level alpha
-    inconclusive   none of these: with the number of pairs that would decide it, if the spread stays as it is
+    equivalent     the gap is above -margin and below +margin, each shown at level alpha
+    worse          the gap is above +margin, shown at level alpha; or significantly more runs diverged
+    better         the gap is below -margin, shown at level alpha
+    inconclusive   none of these; the verdict has the number of pairs that would decide if the noise stays the same
 
-"Not significantly different" is never taken for equal: a test with two noisy pairs shows nothing, and says so. The
-interval is the one these tests stand for, of level 1 - 2 alpha. ``detectable`` is the gap beyond the margin that would
-have been called worse with probability ``power``.
+"Not significantly different" never counts as equivalent: two noisy pairs show nothing. The interval corresponds to
+these tests and has level 1 - 2 alpha. ``detectable`` is the smallest gap that would have been judged worse with
+probability ``power``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from narrowgauge.errors import UsageError
-from narrowgauge.validate.statistics.t_distribution import normal_cdf, spread, t_quantile
+from narrowgauge.validate.statistics.t_distribution import normal_cdf, t_quantile, tabulate_deviation
 
 EQUIVALENT, WORSE, BETTER, INCONCLUSIVE = "equivalent", "worse", "better", "inconclusive"
 ALPHA, POWER = 0.05, 0.8
@@ -30,29 +30,33 @@ MOST_SEEDS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What n pairs of runs show."""
+    """The result of a test on n pairs of runs."""
 
     verdict: str
     margin: float
-    """Relative to the reference's mean loss, as are all gaps here."""
+    """The largest gap that counts as equivalent, relative to the reference's mean loss, like all gaps."""
     seeds: int
+    """The number of pairs."""
     gap: float | None
+    """The mean difference of the pairs; None if there are no two finite pairs."""
     interval: tuple[float, float] | None
+    """The confidence interval of the gap, of level 1 - 2 alpha."""
     deviation: float | None
     """Standard deviation of the pairs' differences."""
     diverged: tuple[int, int]
-    """Runs of the reference and of the candidate that ended without a finite loss."""
+    """The number of runs without a finite loss, of the reference and of the candidate."""
     reason: str
+    """The verdict in one sentence."""
     alpha: float = ALPHA
 
     @property
     def is_good(self) -> bool:
-        """Whether the candidate is shown to be as good as the reference, or better."""
+        """Whether the candidate is equivalent to the reference, or better."""
         return self.verdict in (EQUIVALENT, BETTER)
 
     @property
     def seeds_needed(self) -> int | None:
-        """Pairs that would decide, where these did not; None: decided, or more than anyone would run."""
+        """The number of pairs that would decide; None if decided, or if 1,000 pairs would not."""
         if self.verdict != INCONCLUSIVE:
             return None
         if self.gap is None or self.deviation is None:
@@ -61,7 +65,7 @@ class Verdict:
 
     @property
     def detectable(self) -> float | None:
-        """The smallest gap that so many pairs would have called worse, four times of five."""
+        """The smallest gap that this many pairs would have judged worse with a probability of 80%."""
         pairs = self.seeds - max(self.diverged)
         return None if self.deviation is None else detectable(pairs, self.deviation, self.margin, self.alpha)
 
@@ -69,21 +73,33 @@ class Verdict:
 def judge(
     reference: Sequence[float], candidate: Sequence[float], margin: float = 0.005, alpha: float = ALPHA
 ) -> Verdict:
-    """The verdict on final losses, pair by pair; a loss that is not finite is a run that diverged."""
+    """Tests paired final losses.
+
+    Args:
+        reference: Final losses of the reference. A loss that is not finite is a diverged run.
+        candidate: Final losses of the candidate, in the same order.
+        margin: The largest relative gap that counts as equivalent.
+        alpha: The level of each one-sided test.
+
+    Raises:
+        UsageError: If the lists are empty or differ in length, or the margin is not between 0 and 1.
+    """
     if len(reference) != len(candidate) or not reference:
-        raise UsageError(f"a verdict needs pairs of runs, got {len(reference)} of the reference and {len(candidate)}")
+        raise UsageError(
+            f"a verdict needs pairs of runs, got {len(reference)} reference and {len(candidate)} candidate runs"
+        )
     if not 0 < margin < 1:
-        raise UsageError(f"margin={margin} must lie between 0 and 1: 0.005 is half a percent of the loss")
+        raise UsageError(f"margin={margin} must be between 0 and 1: 0.005 is half a percent of the loss")
     diverged = tuple(sum(not math.isfinite(loss) for loss in losses) for losses in (reference, candidate))
     pairs = [(r, c) for r, c in zip(reference, candidate, strict=True) if math.isfinite(r) and math.isfinite(c)]
     common = {"margin": margin, "seeds": len(reference), "diverged": diverged, "alpha": alpha}
-    chance = fisher(diverged[0], len(reference), diverged[1], len(candidate))
+    chance = fisher_exact_test(diverged[0], len(reference), diverged[1], len(candidate))
     none = {"gap": None, "interval": None, "deviation": None}
     if diverged[1] > diverged[0] and (chance < alpha or not pairs):
-        text = f"{diverged[1]} of {len(candidate)} runs diverged, where the reference's were {diverged[0]}"
+        text = f"{diverged[1]} of {len(candidate)} runs diverged, compared with {diverged[0]} of the reference"
         return Verdict(verdict=WORSE, reason=text, **common, **none)  # type: ignore[arg-type]
     if len(pairs) < 2:
-        text = "one pair of runs has no spread to judge by"
+        text = "a single pair of runs does not show the noise between seeds"
         return Verdict(verdict=INCONCLUSIVE, reason=text, **common, **none)  # type: ignore[arg-type]
     level = abs(statistics.mean(r for r, _ in pairs)) or 1.0
     gaps = [(c - r) / level for r, c in pairs]
@@ -92,16 +108,16 @@ def judge(
     low, high = gap - half, gap + half
     if high < margin and low > -margin:
         verdict = EQUIVALENT
-        text = f"the gap lies between {low:+.3%} and {high:+.3%}, within {margin:.2%} either way"
+        text = f"the gap is between {low:+.3%} and {high:+.3%}, within the margin of ±{margin:.2%}"
     elif low > margin:
         verdict = WORSE
-        text = f"the gap is at least {low:+.3%}, beyond {margin:.2%}"
+        text = f"the gap is at least {low:+.3%}, more than the margin of {margin:.2%}"
     elif high < -margin:
         verdict = BETTER
-        text = f"the loss is lower by at least {-high:.3%}, beyond {margin:.2%}"
+        text = f"the loss is lower by at least {-high:.3%}, more than the margin of {margin:.2%}"
     else:
         verdict = INCONCLUSIVE
-        text = f"the gap lies between {low:+.3%} and {high:+.3%}, which {count} pairs cannot narrow to {margin:.2%}"
+        text = f"the gap is between {low:+.3%} and {high:+.3%}: {count} pairs are too few for a margin of {margin:.2%}"
     return Verdict(
         verdict=verdict,
         gap=gap,
@@ -113,12 +129,12 @@ def judge(
 
 
 def power_equivalent(count: int, deviation: float, gap: float, margin: float, alpha: float = ALPHA) -> float:
-    """The probability that ``count`` pairs show equivalence where the true gap and spread are these."""
+    """The probability that ``count`` pairs show equivalence, given the true gap and standard deviation."""
     if deviation <= 0:
         return float(abs(gap) < margin)
     t, error = t_quantile(1 - alpha, count - 1), deviation / math.sqrt(count)
     total = 0.0
-    for x, weight in spread(count - 1):
+    for x, weight in tabulate_deviation(count - 1):
         reach = margin - t * x * error
         if reach > 0:
             total += weight * (normal_cdf((reach - gap) / error) - normal_cdf((-reach - gap) / error))
@@ -126,21 +142,23 @@ def power_equivalent(count: int, deviation: float, gap: float, margin: float, al
 
 
 def power_worse(count: int, deviation: float, gap: float, margin: float, alpha: float = ALPHA) -> float:
-    """The probability that ``count`` pairs show a gap beyond the margin."""
+    """The probability that ``count`` pairs show a gap larger than the margin."""
     if deviation <= 0:
         return float(gap > margin)
     t, error = t_quantile(1 - alpha, count - 1), deviation / math.sqrt(count)
-    return sum(weight * (1 - normal_cdf((margin + t * x * error - gap) / error)) for x, weight in spread(count - 1))
+    return sum(
+        weight * (1 - normal_cdf((margin + t * x * error - gap) / error)) for x, weight in tabulate_deviation(count - 1)
+    )
 
 
 def power_to_decide(count: int, deviation: float, gap: float, margin: float, alpha: float = ALPHA) -> float:
-    """The probability that ``count`` pairs show what is the case: equivalence, or a gap beyond the margin."""
+    """The probability that ``count`` pairs show what is true: equivalence, or a gap larger than the margin."""
     test = power_equivalent if abs(gap) < margin else power_worse
     return test(count, deviation, abs(gap), margin, alpha) if count > 1 else 0.0
 
 
 def seeds_needed(gap: float, deviation: float, margin: float, alpha: float = ALPHA, power: float = POWER) -> int | None:
-    """The fewest pairs that decide with probability ``power``; None where MOST_SEEDS would not."""
+    """The smallest number of pairs that decides with probability ``power``; None if MOST_SEEDS would not."""
     if power_to_decide(MOST_SEEDS, deviation, gap, margin, alpha) < power:
         return None
     low, high = 1, MOST_SEEDS
@@ -152,7 +170,7 @@ def seeds_needed(gap: float, deviation: float, margin: float, alpha: float = ALP
 
 
 def detectable(count: int, deviation: float, margin: float, alpha: float = ALPHA, power: float = POWER) -> float:
-    """The smallest gap that ``count`` pairs call worse with probability ``power``."""
+    """The smallest gap that ``count`` pairs judge worse with probability ``power``."""
     low, high = margin, margin + 100 * deviation + 1e-12
     for _ in range(60):
         middle = (low + high) / 2
@@ -161,9 +179,12 @@ def detectable(count: int, deviation: float, margin: float, alpha: float = ALPHA
     return high
 
 
-def fisher(bad: int, of: int, worse: int, out_of: int) -> float:
-    """The probability that at least ``worse`` of ``out_of`` fail by chance, where both kinds fail alike (Fisher)."""
-    failures, runs = bad + worse, of + out_of
-    ways = math.comb(runs, failures)
-    most = min(failures, out_of)
-    return sum(math.comb(out_of, k) * math.comb(of, failures - k) for k in range(worse, most + 1)) / ways
+def fisher_exact_test(failed: int, runs: int, other_failed: int, other_runs: int) -> float:
+    """The one-sided p-value for more failures among the other runs (Fisher's exact test).
+
+    The probability of at least ``other_failed`` failures in ``other_runs`` if both groups have the same failure rate.
+    """
+    all_failed = failed + other_failed
+    ways = math.comb(runs + other_runs, all_failed)
+    most = min(all_failed, other_runs)
+    return sum(math.comb(other_runs, k) * math.comb(runs, all_failed - k) for k in range(other_failed, most + 1)) / ways

@@ -1,4 +1,4 @@
-"""Custom Functions done right: decorated, elementwise, or with their formats in their own hands."""
+"""Correct custom Functions: decorated, elementwise, or choosing their own formats."""
 # ruff: noqa
 
 import torch

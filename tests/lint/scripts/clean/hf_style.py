@@ -1,4 +1,4 @@
-"""A Hugging Face model fine-tuned in a loop of its own, in FP16 with a scaler and accumulation."""
+"""A Hugging Face model fine-tuned in a custom loop, in FP16 with a scaler and accumulation."""
 # ruff: noqa
 
 import argparse

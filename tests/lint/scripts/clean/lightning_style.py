@@ -1,4 +1,4 @@
-"""A Lightning module: precision, clipping and accumulation are the trainer's."""
+"""A Lightning module: the trainer does precision, clipping and accumulation."""
 # ruff: noqa
 
 import pytorch_lightning as pl

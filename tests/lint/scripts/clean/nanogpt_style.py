@@ -1,4 +1,4 @@
-"""In the style of nanoGPT's train.py: accumulation, a format that is chosen, a scaler that may be off."""
+"""In the style of nanoGPT's train.py: accumulation, a selectable format, a scaler that may be disabled."""
 # ruff: noqa
 
 import math

@@ -1,4 +1,4 @@
-"""narrowgauge's own engine in a plain loop: it unscales, clips and steps itself."""
+"""narrowgauge's engine in a plain loop: it unscales, clips and steps itself."""
 # ruff: noqa
 
 import torch

@@ -1,4 +1,4 @@
-"""A trainer of one's own: BF16 where there is, FP16 with a scaler where there is not; fused attention with a fallback."""
+"""A custom trainer: BF16 if supported, else FP16 with a scaler; fused attention with a fallback."""
 # ruff: noqa
 
 import math

@@ -1,4 +1,4 @@
-"""Backward inside the block."""
+"""Backward inside the autocast block."""
 # ruff: noqa
 
 import torch

@@ -1,4 +1,4 @@
-"""The whole step is decorated, backward with it; and the format stands where `enabled` does."""
+"""The whole step is decorated with autocast, including backward; the format is passed as `enabled`."""
 # ruff: noqa
 
 import torch

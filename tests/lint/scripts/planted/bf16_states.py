@@ -1,4 +1,4 @@
-"""Pure BF16: the model is cast, and AdamW's states with it."""
+"""Pure BF16: the model is cast, and so are AdamW's states."""
 # ruff: noqa
 
 import torch

@@ -1,4 +1,4 @@
-"""Lightning's bf16-true, where bf16-mixed is meant."""
+"""Lightning's bf16-true, where bf16-mixed is intended."""
 # ruff: noqa
 
 import lightning as L

@@ -1,4 +1,4 @@
-"""The Trainer is asked for mixed precision, and the model comes in BF16."""
+"""The Trainer is set to mixed precision, and the model is loaded in BF16."""
 # ruff: noqa
 
 import torch

@@ -1,4 +1,4 @@
-"""BF16, and gradients are clipped when the step has been taken."""
+"""BF16, and gradients are clipped after the step."""
 # ruff: noqa
 
 import torch

@@ -1,4 +1,4 @@
-"""A linear layer with a backward of its own, which autocast cannot see into."""
+"""A linear layer with a custom backward, to which autocast does not apply."""
 # ruff: noqa
 
 import torch

@@ -1,4 +1,4 @@
-"""The AMP of 2020."""
+"""The deprecated names of torch.cuda.amp."""
 # ruff: noqa
 
 import torch

@@ -1,4 +1,4 @@
-"""A GAN whose two optimizers are in the care of one engine."""
+"""A GAN whose two optimizers belong to one engine."""
 # ruff: noqa
 
 import torch

@@ -1,4 +1,4 @@
-"""A loop for torch.amp that was given an engine, and kept its old lines."""
+"""A loop for torch.amp that got an engine, and kept its old lines."""
 # ruff: noqa
 
 import torch

@@ -1,4 +1,4 @@
-"""Two loops: one goes backward past its engine, the other computes beside it and forgets backward altogether."""
+"""Two loops: one bypasses its engine's backward, the other calls the model outside of it and never calls backward."""
 # ruff: noqa
 
 import torch

@@ -1,4 +1,4 @@
-"""An epsilon that FP16 does not know, in a normalisation by hand."""
+"""An epsilon that is 0 in FP16, in a normalization by hand."""
 # ruff: noqa
 
 import torch

@@ -1,4 +1,4 @@
-"""FP16 by default, and nobody scales the loss."""
+"""FP16 by default, and the loss is not scaled."""
 # ruff: noqa
 
 import torch

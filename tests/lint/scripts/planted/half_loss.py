@@ -1,4 +1,4 @@
-"""Logits are cast to FP16 on their way to the loss."""
+"""Logits are cast to FP16 before the loss."""
 # ruff: noqa
 
 import torch

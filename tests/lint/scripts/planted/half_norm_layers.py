@@ -1,4 +1,4 @@
-"""Norms, and only they, are cast to FP16 by hand."""
+"""Only the norms are cast to FP16."""
 # ruff: noqa
 
 import torch

@@ -1,4 +1,4 @@
-"""Cast to FP16 after the optimizer was made, then stepped by a scaler."""
+"""Cast to FP16 after the optimizer was created, then stepped by a scaler."""
 # ruff: noqa
 
 import torch

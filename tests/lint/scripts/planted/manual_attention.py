@@ -1,4 +1,4 @@
-"""Attention as the first tutorials wrote it, its mask beyond FP16."""
+"""Attention by hand, with a mask value that FP16 cannot represent."""
 # ruff: noqa
 
 import math

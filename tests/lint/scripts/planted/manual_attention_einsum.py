@@ -1,4 +1,4 @@
-"""The same in einsum."""
+"""Attention by hand with einsum."""
 # ruff: noqa
 
 import torch

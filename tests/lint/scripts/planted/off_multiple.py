@@ -1,4 +1,4 @@
-"""A vocabulary that misses the tensor cores; the loss is read at every step and not divided."""
+"""A vocabulary that is not a multiple of 8; the loss is read at every step and not divided."""
 # ruff: noqa
 
 import torch

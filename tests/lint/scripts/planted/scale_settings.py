@@ -1,4 +1,4 @@
-"""A loss scale of 1, and a checkpoint that forgets it; the test for a skipped step is always true."""
+"""A loss scale of 1, which the checkpoint does not contain; the condition for a skipped step is always true."""
 # ruff: noqa
 
 import torch

@@ -1,4 +1,4 @@
-"""As the seed's document has it: BF16 by a name, the loss from a model of another file."""
+"""BF16 under an alias, and a loss from a model in another file."""
 # ruff: noqa
 
 import torch

@@ -1,4 +1,4 @@
-"""The loss goes backward as it is, and the scaler steps."""
+"""Backward runs on the unscaled loss, and the scaler steps."""
 # ruff: noqa
 
 import torch

@@ -1,4 +1,4 @@
-"""The loss is scaled, and the optimizer steps past the scaler."""
+"""The loss is scaled, and the optimizer's step bypasses the scaler."""
 # ruff: noqa
 
 import torch

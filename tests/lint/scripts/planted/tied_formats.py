@@ -1,4 +1,4 @@
-"""Head and embedding share a weight, and the head is cast."""
+"""Head and embedding share a weight, and only the head is cast."""
 # ruff: noqa
 
 import torch

@@ -1,4 +1,4 @@
-"""Four batches make an update, and every one of them unscales."""
+"""An update takes four batches, and each of them unscales."""
 # ruff: noqa
 
 import torch

@@ -1,4 +1,4 @@
-"""Gradients are unscaled for the norm that is logged, and again for clipping."""
+"""Gradients are unscaled for the logged norm, and again for clipping."""
 # ruff: noqa
 
 import torch

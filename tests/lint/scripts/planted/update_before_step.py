@@ -1,4 +1,4 @@
-"""update() and step() the wrong way round."""
+"""update() is called before step()."""
 # ruff: noqa
 
 import torch

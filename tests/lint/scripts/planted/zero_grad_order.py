@@ -1,4 +1,4 @@
-"""Gradients are cleared just before they would be used."""
+"""Gradients are cleared just before the step."""
 # ruff: noqa
 
 import torch

@@ -1,0 +1,107 @@
+"""Where the interpreter is in a script: the function, loop and branches around the current line.
+
+Handlers of calls and observers get this object. The subclasses ``frames.Frames`` and ``flow.Interpreter`` implement the
+abstract methods.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from narrowgauge.lint.interpreter.call import Call
+from narrowgauge.lint.interpreter.inferred_types import InferredTypes
+from narrowgauge.lint.interpreter.observations import Event, Observations
+from narrowgauge.lint.interpreter.observer import Observer
+from narrowgauge.lint.interpreter.state import State
+from narrowgauge.lint.interpreter.syntax import imported_libraries, words_of
+from narrowgauge.lint.interpreter.values import OPAQUE, Autocast, Class, Function, Site, Value
+
+_NONFINITE = ("finite", "inf", "nan")
+
+
+class Context(ABC):
+    """The current position, and what has been recorded so far."""
+
+    def __init__(self, tree: ast.Module, observations: Observations) -> None:
+        self.tree, self.observations = tree, observations
+        self.observers: list[Observer] = []
+        self.inferred = InferredTypes(tree)
+        self.frames: list[str] = [""]
+        """Functions that were entered, the innermost last; empty for the module."""
+        self.scopes: list[ast.AST] = [tree]
+        """The syntax trees of the frames."""
+        self.parents: dict[str, str] = {}
+        """The frame that each frame's function was defined in."""
+        self.classes: dict[ast.ClassDef, Class] = {}
+        self.decorated: dict[ast.AST, Autocast] = {}
+        """Methods that are decorated with autocast."""
+        self.loops: list[int] = [0]
+        self.guards: list[tuple[int, ast.expr]] = []
+        """Conditions of the ``if`` statements around the line, each with its loop."""
+        self.compatible = 0
+        """Above 0 inside a fallback for an older or newer torch."""
+        self.handling = 0
+        """Above 0 inside an exception handler."""
+        self.without_grad = 0
+        """Above 0 where no gradients are computed."""
+        self.callers: list[tuple[int, int]] = []
+        """Positions of the calls that led here, the innermost first."""
+        self.splitting: ast.expr | None = None
+        """An expression whose paths stay separate: all of a statement, or all that is assigned."""
+        self.spilled: list[tuple[State, Value | None]] = []
+        """Further paths out of the call that is ``splitting``, with the values that they return."""
+
+    @abstractmethod
+    def value(self, node: ast.expr, state: State) -> Value | None:
+        """Return the value of an expression."""
+
+    @abstractmethod
+    def call(self, function: Function, call: Call, arguments: dict[str, Value | None]) -> Value | None:
+        """Follow a call of one of the script's functions and return its value."""
+
+    @abstractmethod
+    def assign(self, target: ast.expr, value: Value | None, state: State) -> None:
+        """Assign a value to a name, an attribute or a tuple of them."""
+
+    def notify(self, report: Callable[[Observer], None]) -> None:
+        """Report a step to every observer."""
+        for observer in self.observers:
+            report(observer)
+
+    def event(self, kind: str, node: ast.AST, **about: object) -> None:
+        """Record that something happens here."""
+        loop = self.loops[-1]
+        guards = tuple(test for where, test in self.guards if where == loop)
+        self.observations.record(Event(kind, node, loop, guards, **about))  # type: ignore[arg-type]
+
+    def site(self, node: ast.expr) -> Site:
+        """Return the identity of an object that is created here: the position, and the calls that led there."""
+        return (node.lineno, node.col_offset, *(number for place in self.callers for number in place))
+
+    def lookup(self, name: str, state: State) -> Value | None:
+        """Return the value of a name: in this frame, in those around it, in the module."""
+        frame = self.frames[-1]
+        while True:
+            value = state.env.get(f"{frame}|{name}")
+            if value is not None or not frame:
+                return None if value == OPAQUE else value
+            frame = self.parents.get(frame, "")
+
+    @property
+    def checks_nonfinite(self) -> bool:
+        """Whether a condition around the line looks for inf or NaN."""
+        tests = " ".join(ast.unparse(test) for _, test in self.guards)
+        return any(word in tests for word in _NONFINITE)
+
+    @functools.cached_property
+    def words(self) -> set[str]:
+        """Every name and attribute in the script."""
+        return set(words_of(self.tree))
+
+    @functools.cached_property
+    def libraries(self) -> set[str]:
+        """The packages that the script imports."""
+        return imported_libraries(self.tree)

@@ -1,0 +1,231 @@
+"""Tensors: what functions, methods and operators make of them, and their part in softmax, attention and losses."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+
+from narrowgauge.lint.interpreter.call import NOT_HANDLED, Call, Handled
+from narrowgauge.lint.interpreter.context import Context
+from narrowgauge.lint.interpreter.modules import cast_dtype
+from narrowgauge.lint.interpreter.names import LOSS_FUNCTIONS, words
+from narrowgauge.lint.interpreter.observer import Operand
+from narrowgauge.lint.interpreter.state import State
+from narrowgauge.lint.interpreter.values import Const, LossFunction, Module, Params, Ref, ScaleNumber, Tensor, Value
+
+PASS_THROUGH = frozenset(
+    words(
+        "contiguous clone detach view reshape squeeze unsqueeze type_as nan_to_num expand mean flatten clamp clamp_min "
+        "cpu cuda requires_grad_ masked_select dropout dropout_"
+    )
+)
+"""Operations that keep a tensor's part in the computation."""
+_TURNED = {(-2, -1), (-1, -2), (1, 2), (2, 1), (2, 3), (3, 2)}
+_TURNED_ALL = {(0, 2, 1), (0, 1, 3, 2), (0, 2, 3, 1)}
+_PLAIN = ("torch.", "torch.nn.functional.", "torch.special.")
+
+
+class Tensors:
+    """Handles calls and operators on tensors."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    def call(self, call: Call) -> Handled:
+        """Return the tensor that a call computes."""
+        dtype = cast_dtype(call)
+        if dtype is not None and not isinstance(call.receiver, Module | Ref | Params) and not call.name:
+            self.context.notify(lambda observer: observer.on_cast(call, dtype))
+            base = call.receiver if isinstance(call.receiver, Tensor) else Tensor()
+            return True, replace(base, dtype=dtype)
+        if isinstance(call.target, LossFunction):
+            return True, self._loss(call, call.target.name, call.target.summed)
+        if call.name in LOSS_FUNCTIONS:
+            return True, self._loss(call, call.name, call.arg(-1, "reduction") == Const("sum"))
+        if isinstance(call.target, Module) and call.method != "forward":
+            return self._layer(call, call.target.name.split(".")[-1])
+        first = call.arg(0, "input")
+        if call.name:
+            prefix, _, op = call.name.rpartition(".")
+            if f"{prefix}." not in _PLAIN:
+                return NOT_HANDLED
+            operands = list(zip(call.node.args, call.args, strict=True))
+            if not operands:
+                return NOT_HANDLED
+        elif call.method and (call.receiver is None or isinstance(call.receiver, Tensor)) and call.target is None:
+            op = call.method
+            owner = call.receiver_node
+            assert owner is not None
+            operands = [(owner, call.receiver), *zip(call.node.args, call.args, strict=True)]
+            if "drop" in op and isinstance(first, Tensor):
+                return self._layer(call, "Dropout")
+        elif "drop" in call.method and isinstance(first, Tensor):
+            return self._layer(call, "Dropout")
+        else:
+            return NOT_HANDLED
+        return self._operation(call, op, operands)
+
+    def _loss(self, call: Call, name: str, summed: bool) -> Value | None:
+        self.context.notify(lambda observer: observer.on_loss(call, name))
+        given = [value for value in call.values if isinstance(value, Tensor)]
+        under = call.state.casting or next((value.under for value in given if value.under is not None), None)
+        makers = tuple(dict.fromkeys(site for value in given for site in value.makers))
+        return Tensor(under=under, loss="summed" if summed else name.split(".")[-1], makers=makers)
+
+    def _layer(self, call: Call, kind: str) -> Handled:
+        """Handle a call of a layer without parameters: dropout, softmax, identity."""
+        operands = list(zip(call.node.args, call.args, strict=True))
+        if not operands or kind not in ("Dropout", "Softmax", "Identity"):
+            return NOT_HANDLED
+        return self._operation(call, "softmax" if kind == "Softmax" else "dropout", operands)
+
+    def _operation(self, call: Call, op: str, operands: list[Operand]) -> Handled:
+        self.context.notify(lambda observer: observer.on_operation(call, op, operands))
+        node, given = operands[0]
+        tensor = given if isinstance(given, Tensor) else Tensor()
+        rest = operands[1:]
+        plain = replace(tensor, role="", key="")
+        if op == "exp":
+            role = "exp-shifted" if tensor.role == "shifted" else "exp"
+            return True, replace(tensor, role=role, key=ast.unparse(node))
+        if op == "sum" and tensor.role.startswith("exp"):
+            return True, replace(tensor, role="exp-sum")
+        if op in ("max", "amax"):
+            return True, replace(plain, role="max")
+        if op == "softmax":
+            return True, replace(plain, role="probs" if tensor.role == "scores" and _is_last(call) else "softmax")
+        if op == "sigmoid":
+            return True, replace(plain, role="sigmoid")
+        if op == "log":
+            return True, plain
+        if op in ("transpose", "swapaxes", "permute"):
+            dims = tuple(value.value for _, value in rest if isinstance(value, Const))
+            is_turned = dims in _TURNED or dims in _TURNED_ALL
+            return True, replace(plain, role="transposed" if is_turned else "")
+        if op in ("matmul", "bmm") and rest:
+            return True, self._product(call.node, operands[0], rest[0], call.state)
+        if op == "einsum" and len(rest) == 2 and isinstance(given, Const):
+            return True, self._einsum(call, str(given.value), rest)
+        if op in ("masked_fill", "masked_fill_"):
+            return True, tensor if tensor.role == "scores" else plain
+        if op == "div" and rest:
+            return True, self._divide(call.node, tensor, rest[0][1])
+        if op == "where" and len(rest) == 2:
+            return True, next((v for _, v in rest if isinstance(v, Tensor) and v.role == "scores"), None)
+        if op == "detach" and isinstance(given, Tensor):
+            return True, replace(given, makers=())
+        if op in PASS_THROUGH:
+            return (True, tensor) if isinstance(given, Tensor) else NOT_HANDLED
+        if op == "item":
+            self.read_number(call)
+            return True, None
+        if isinstance(given, Tensor) and (tensor.under is not None or tensor.loss or tensor.makers):
+            return True, plain
+        return NOT_HANDLED
+
+    def _product(self, at: ast.AST, left: Operand, right: Operand, state: State) -> Value | None:
+        first, second = left[1], right[1]
+        if isinstance(first, Tensor) and first.role == "probs":
+            self.context.notify(lambda observer: observer.on_attention(at, left[0]))
+            return Tensor(under=state.casting)
+        turned = isinstance(second, Tensor) and second.role == "transposed"
+        if turned and not (isinstance(first, Tensor) and first.role == "transposed"):
+            wide = any(isinstance(one, Tensor) and one.dtype == "fp32" for one in (first, second))
+            return Tensor(dtype="fp32" if wide else None, under=state.casting, role="scores")
+        return None
+
+    def _einsum(self, call: Call, equation: str, operands: list[Operand]) -> Value | None:
+        inputs, _, output = equation.replace(" ", "").partition("->")
+        first, _, second = inputs.partition(",")
+        summed = set(first) & set(second) - set(output)
+        if len(summed) != 1 or not first or not second or "." in equation:
+            return None
+        (index,) = summed
+        weights = operands[0][1]
+        if first[-1] == index and isinstance(weights, Tensor) and weights.role == "probs":
+            self.context.notify(lambda observer: observer.on_attention(call.node, operands[0][0]))
+            return None
+        return Tensor(under=call.state.casting, role="scores") if first[-1] == second[-1] == index else None
+
+    def _divide(self, at: ast.AST, left: Tensor, right: Value | None) -> Value | None:
+        self.context.notify(lambda observer: observer.on_division(at, left, right))
+        if is_softmax(left, right):
+            return replace(left, role="softmax", key="")
+        if left.role == "scores":
+            return left
+        return replace(left, role="", divided=True) if left.loss or left.under or left.makers else None
+
+    def binary(self, node: ast.BinOp, left: Value | None, right: Value | None, state: State) -> Value | None:
+        """Return the value of a binary operator."""
+        self.context.notify(lambda observer: observer.on_binary(node, left, right))
+        if isinstance(node.op, ast.MatMult):
+            return self._product(node, (node.left, left), (node.right, right), state)
+        if isinstance(left, Const) and isinstance(right, Const):
+            return _fold(node.op, left.value, right.value)
+        first, second = (one if isinstance(one, Tensor) else None for one in (left, right))
+        if first is None and second is None:
+            return ScaleNumber() if isinstance(left, ScaleNumber) or isinstance(right, ScaleNumber) else None
+        if isinstance(node.op, ast.Div) and first is not None:
+            return self._divide(node, first, right)
+        if isinstance(node.op, ast.Sub) and second is not None and second.role == "max":
+            return replace(first or Tensor(), role="shifted", key="")
+        if isinstance(node.op, ast.Add) and first is not None and isinstance(right, Const):
+            return first
+        if isinstance(node.op, ast.Add | ast.Sub | ast.Mult):
+            return _combine(node, first, second)
+        if isinstance(node.op, ast.Pow) and first is not None and first.makers:
+            return replace(first, role="", key="")
+        return None
+
+    def attribute(self, owner: Tensor, name: str) -> Value | None:
+        """Return the value of a tensor's attribute."""
+        if name == "mT":
+            return replace(owner, role="transposed", key="")
+        if name in ("shape", "device", "dtype", "grad", "requires_grad", "T"):
+            return None
+        return owner if owner.output or name in ("values", "data") else None
+
+    def read_number(self, call: Call) -> None:
+        """Record that the script reads a tensor's value, with ``item()`` or ``float()``."""
+        owner = call.receiver_node if call.method == "item" else call.node.args[0]
+        if owner is not None:
+            self.context.event("item", call.node, text=ast.unparse(owner))
+
+
+def is_softmax(left: Tensor, right: Value | None) -> bool:
+    """Return whether a division is exp(x) by the sum of the same exp(x)."""
+    divisor = right if isinstance(right, Tensor) and right.role == "exp-sum" else None
+    return left.role in ("exp", "exp-shifted") and divisor is not None and divisor.key == left.key
+
+
+def _is_last(call: Call) -> bool:
+    """Return whether a softmax may run over the last dimension."""
+    dim = call.arg(0 if call.method == "softmax" and not call.name else 1, "dim")
+    return not isinstance(dim, Const) or dim.value in (-1, 2, 3, None)
+
+
+def _combine(node: ast.BinOp, first: Tensor | None, second: Tensor | None) -> Value | None:
+    """Return the sum or product of a tensor with any value."""
+    main = first if first is not None and (first.role == "scores" or first.loss or second is None) else second or first
+    assert main is not None
+    is_product = isinstance(node.op, ast.Mult)
+    if main.role == "scores":
+        other = node.right if main is first else node.left
+        return None if is_product and "mask" in ast.unparse(other) else main
+    makers = tuple(dict.fromkeys(site for one in (first, second) if one for site in one.makers))
+    if main.loss or main.under is not None or makers:
+        both = first is not None and second is not None
+        under = main.under if not both or (first and second and first.under == second.under) else None
+        divided = main.divided or bool(first and first.divided) or bool(second and second.divided) or is_product
+        multiplied = main.multiplied or is_product
+        return replace(main, role="", key="", under=under, divided=divided, multiplied=multiplied, makers=makers)
+    return None
+
+
+def _fold(op: ast.operator, left: object, right: object) -> Value | None:
+    """Compute arithmetic on literals, such as ``4 * 768``."""
+    if not isinstance(left, int | float) or not isinstance(right, int | float):
+        return None
+    if isinstance(op, ast.Mult):
+        return Const(left * right)
+    return Const(left + right) if isinstance(op, ast.Add) else Const(left - right) if isinstance(op, ast.Sub) else None

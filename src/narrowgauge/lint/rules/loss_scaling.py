@@ -1,0 +1,157 @@
+"""Rules about loss scaling: where it is missing, where it is not needed, its settings, and its checkpoint."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from narrowgauge.findings import NOTE, SERIOUS, WARNING, Finding
+from narrowgauge.lint.detector import Detector, ModelCheck, TrainingSetup
+from narrowgauge.lint.interpreter.call import Call
+from narrowgauge.lint.interpreter.constructors import init_scale_position
+from narrowgauge.lint.interpreter.names import SCALERS
+from narrowgauge.lint.interpreter.values import Const, Scaler, Tensor, Value
+from narrowgauge.lint.rule import Rule
+
+SCALER_WITH_BF16 = Rule(
+    name="scaler-with-bf16",
+    severity=WARNING,
+    about="a GradScaler scales a loss that was computed in BF16",
+    why="BF16 has FP32's range, so scaling is not needed; the scaler costs a pass over all gradients and a GPU "
+    "synchronization per step",
+    fix="remove the scaler: loss.backward(), optimizer.step()",
+)
+FP16_WITHOUT_SCALER = Rule(
+    name="fp16-without-scaler",
+    severity=SERIOUS,
+    about="backward runs on an FP16 loss without a loss scale",
+    why="gradients below 6e-8 become zero in FP16, and layers stop learning without an error",
+    fix="scale the loss with torch.amp.GradScaler('cuda'), or use dtype=torch.bfloat16, which needs no scale",
+)
+SCALE_SETTINGS = Rule(
+    name="scale-settings",
+    severity=WARNING,
+    about="settings of the loss scale that have no effect or cause overflows",
+    why="a scale of 1 does nothing: gradients underflow until it has grown, which takes 2,000 steps per doubling; a "
+    "scale that grows every few steps overflows and skips steps just as often",
+    fix="keep the defaults (init_scale=65536, growth_interval=2000): a scale that is too high is corrected within "
+    "seconds",
+)
+FOUND_INF_TRUTHY = Rule(
+    name="found-inf-truthy",
+    severity=WARNING,
+    about="_found_inf_per_device returns a dictionary, which is true whether or not there was an inf",
+    why="every step counts as skipped",
+    fix="compare the scale: before = scaler.get_scale(); scaler.update(); skipped = scaler.get_scale() < before",
+)
+SCALER_NOT_SAVED = Rule(
+    name="scaler-not-saved",
+    severity=NOTE,
+    about="the checkpoint contains the optimizer but not the loss scale",
+    why="a resumed run starts at 65,536 again, and skips steps until the scale has come down to its earlier value",
+    fix="save scaler.state_dict() together with the optimizer's, and load it",
+)
+FRAMEWORKS = frozenset({
+    "accelerate", "deepspeed", "apex", "lightning", "pytorch_lightning", "colossalai", "fairscale", "ignite",
+    "narrowgauge", "composer", "torchtune", "megatron",
+})  # fmt: skip
+"""Libraries that scale losses themselves: a script that imports one may need no scaler."""
+
+
+class ScalerWithBf16(Detector):
+    """Checks the format of every loss that is scaled."""
+
+    def on_scale(self, call: Call, scaler: Scaler) -> None:
+        if scaler.enabled == "False":
+            return
+        tensor = call.arg(0)
+        place = self.observations.scalers.get(scaler.site, call.node)
+        under = tensor.under if isinstance(tensor, Tensor) else None
+        if under is None:
+            self.context.event("scale-unknown", call.node, scaler=scaler.site, text=scaler.enabled)
+        else:
+            is_bad = under.dtype == "bf16" and scaler.enabled in ("", under.enabled)
+            detail = f"the loss that is scaled in line {call.node.lineno} was computed under autocast in BF16"
+            self.judge(SCALER_WITH_BF16, place, is_bad, detail)
+
+    def on_end(self) -> None:
+        """Judge scaled losses of unknown origin: all autocasts of the script are in BF16."""
+        active = [cast for cast in self.observations.autocasts if cast.active]
+        if not active or any(cast.dtype != "bf16" for cast in active):
+            return
+        for event in self.observations.of("scale-unknown"):
+            place = self.observations.scalers.get(event.scaler) if event.scaler is not None else None
+            if place is not None and all(event.text in ("", cast.enabled) for cast in active):
+                detail = "every autocast in the script is in BF16, and the loss is scaled"
+                self.judge(SCALER_WITH_BF16, place, True, detail)
+
+
+class Fp16WithoutScaler(Detector):
+    """Checks the format of every loss on which backward runs unscaled."""
+
+    def on_backward(self, call: Call, loss: Tensor | None) -> None:
+        if loss is not None and loss.scaler is not None:
+            return
+        under = loss.under if loss else None
+        always = under is not None and under.dtype == "fp16" and not under.enabled
+        is_bad = always and loss is not None and not loss.multiplied
+        detail = "the loss was computed under autocast in FP16, and backward() is called on it unscaled"
+        self.judge(FP16_WITHOUT_SCALER, call.node, is_bad, detail)
+
+    def on_end(self) -> None:
+        scaled = any("scaler" in name.lower() for name in self.context.words)
+        if scaled or self.context.libraries & FRAMEWORKS or not self.observations.of("step", "scaler-step"):
+            self.verdicts.clear(FP16_WITHOUT_SCALER)
+
+
+class ScaleSettings(Detector):
+    """Checks the arguments of scalers."""
+
+    def on_result(self, call: Call, value: Value | None) -> None:
+        if call.name not in SCALERS or not isinstance(value, Scaler) or value.enabled == "False":
+            return
+        place = init_scale_position(call)
+        start, interval = call.arg(place, "init_scale"), call.arg(place + 3, "growth_interval")
+        first = start.value if isinstance(start, Const) else None
+        if isinstance(first, int | float) and not isinstance(first, bool) and first <= 1:
+            detail = f"the loss scale starts at {first:g}, which scales nothing"
+            self.judge(SCALE_SETTINGS, call.node, True, detail)
+        if isinstance(interval, Const) and isinstance(interval.value, int) and interval.value <= 10:
+            detail = f"the scale doubles after every {interval.value} good steps, and each overflow skips one"
+            self.judge(SCALE_SETTINGS, call.node, True, detail)
+
+
+class FoundInfTruthy(Detector):
+    """Checks conditions on GradScaler's private dictionaries."""
+
+    def on_end(self) -> None:
+        for node in ast.walk(self.context.tree):
+            if isinstance(node, ast.If | ast.While | ast.IfExp | ast.Assert):
+                test = node.test.operand if isinstance(node.test, ast.UnaryOp) else node.test
+                asked = test.func.attr if isinstance(test, ast.Call) and isinstance(test.func, ast.Attribute) else ""
+                if asked in ("_found_inf_per_device", "_check_inf_per_device"):
+                    self.judge(FOUND_INF_TRUTHY, test, True, f"{asked}(...) is used as a condition")
+
+
+class ScalerNotSaved(Detector):
+    """Checks that the scaler is saved where the optimizer is."""
+
+    def on_end(self) -> None:
+        seen = self.observations
+        saved = seen.of("optimizer-state")
+        used = {event.scaler for event in seen.of("scale")}
+        if saved and used and not seen.of("scaler-state") and not (used & seen.escaped):
+            self.judge(SCALER_NOT_SAVED, saved[0].node, True, "optimizer.state_dict() is saved, the scaler's is not")
+
+
+class RecipeScale(ModelCheck):
+    """Checks the loss scale of a recipe."""
+
+    def check(self, setup: TrainingSetup) -> Iterator[Finding]:
+        recipe = setup.recipe
+        where, scale = f"recipe {recipe}", recipe.loss_scale
+        if recipe.compute == "fp16" and scale == "none":
+            detail = "matrix products run in FP16, and loss_scale=none"
+            yield FP16_WITHOUT_SCALER.finding(where, detail, "loss_scale=dynamic")
+        if isinstance(scale, int | float) and scale <= 1:
+            yield SCALE_SETTINGS.finding(where, f"loss_scale={scale:g} scales nothing", "loss_scale=dynamic")

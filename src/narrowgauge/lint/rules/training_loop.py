@@ -1,0 +1,66 @@
+"""Rules about the training loop: gradient accumulation, and reads of the loss that wait for the GPU."""
+
+from __future__ import annotations
+
+import ast
+
+from narrowgauge.findings import NOTE
+from narrowgauge.lint.detector import Detector
+from narrowgauge.lint.interpreter.observations import Event
+from narrowgauge.lint.interpreter.syntax import has_modulo
+from narrowgauge.lint.interpreter.values import Tensor
+from narrowgauge.lint.rule import Rule
+
+ACCUMULATE_UNDIVIDED = Rule(
+    name="accumulate-undivided",
+    severity=NOTE,
+    about="gradients of several batches are added, and the loss is not divided by their number",
+    why="the gradient is the sum instead of the mean: clipping, epsilon and SGD's learning rate have another effect, "
+    "and FP16 overflows earlier",
+    fix="loss = loss / accumulation_steps before backward",
+)
+SYNC_IN_LOOP = Rule(
+    name="sync-in-loop",
+    severity=NOTE,
+    about="the loss is read at every step",
+    why="the CPU waits for the GPU, which is then idle until the next launch",
+    fix="add up loss.detach(), and read it every n steps",
+)
+
+
+class UndividedLoss(Detector):
+    """Checks losses in loops that step only at every n-th batch."""
+
+    def on_end(self) -> None:
+        for backward in self.observations.of("backward"):
+            loss = backward.value
+            steps = [event for event in self.observations.of("step", "scaler-step") if event.loop == backward.loop]
+            if not backward.loop or backward.guards or not steps or not all(_is_every_nth(step) for step in steps):
+                continue
+            if isinstance(loss, Tensor) and loss.loss not in ("", "summed") and not loss.divided:
+                detail = f"backward() runs for every batch, the step in line {steps[0].line} only for every n-th"
+                self.judge(ACCUMULATE_UNDIVIDED, backward.node, True, detail)
+
+
+class LossRead(Detector):
+    """Checks reads of the loss in the loop that calls backward."""
+
+    def on_end(self) -> None:
+        seen: set[int] = set()
+        for event in self.observations.of("item"):
+            for backward in self.observations.of("backward"):
+                name = event.text.removesuffix(".detach()")
+                same = name and (backward.text == name or f"({name})" in backward.text)
+                if event.loop and event.loop == backward.loop and not event.guards and same and event.loop not in seen:
+                    seen.add(event.loop)
+                    self.judge(SYNC_IN_LOOP, event.node, True, f"{event.text} is read for every batch")
+
+
+def _is_every_nth(event: Event) -> bool:
+    """Return whether a step runs at every n-th batch: one condition ``... % n == ...``, with an n other than 1."""
+    tests = [test for test in event.guards if has_modulo([test])]
+    for test in tests:
+        for node in ast.walk(test):
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
+                return not (isinstance(node.right, ast.Constant) and node.right.value == 1)
+    return False

@@ -1,0 +1,122 @@
+"""Validations with real training: bad candidates are worse, good ones are equivalent, runs are cached."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import child_processes
+import narrowgauge as ng
+from narrowgauge.runs import record
+from narrowgauge.validate.curves import paired_runs, run_length
+
+FAULTY_TASKS = Path(__file__).with_name("faulty_tasks.py")
+
+
+def task(name):
+    return f"{FAULTY_TASKS}:{name}"
+
+
+def validate(tmp_path, name, *candidates, **options):
+    return ng.validate(task(name), candidates, device="cpu", out=tmp_path, **{"budget_s": 120} | options)
+
+
+def test_good_recipes_are_equivalent_and_faulty_ones_worse(tmp_path):
+    unscaled, coarse = "fp16[loss_scale=none]", f"fp32@{task('e5m2')}"
+    found = validate(tmp_path, "healthy", "bf16", unscaled, "fp8[scaling=none]", coarse)
+    verdicts = {name: one.verdict for name, one in found.items()}
+    worse = {unscaled: "worse", "fp8[scaling=none]": "worse", coarse: "worse"}
+    assert verdicts == {"bf16": "equivalent"} | worse
+    assert not found.good and found[unscaled].interval[0] > 0.005
+    described = found.describe()
+    assert described["candidates"]["bf16"]["skipped"] == 0 and described["noise_band"] > 0
+    assert described["candidates"][unscaled]["curve_gap_largest"] > 0.05
+    assert described["candidates"]["bf16"]["grad_norm_ratio"] == pytest.approx(1, abs=0.05)
+    assert described["candidates"][coarse]["best_gap"] > 0.005
+
+
+def test_bf16_without_master_weights_is_worse_at_a_small_learning_rate(tmp_path):
+    bad = f"fp32@{task('slow_no_masters')}"
+    found = validate(tmp_path, "slow", "bf16", bad)
+    assert {name: one.verdict for name, one in found.items()} == {"bf16": "equivalent", bad: "worse"}
+
+
+def test_softmax_in_fp16_diverges(tmp_path):
+    bad = f"fp16@{task('softmax_fp16')}"
+    found = validate(tmp_path, "softmax", bad, steps=40)
+    assert found[bad].verdict == "worse" and found[bad].diverged == (0, 3)
+
+
+def test_two_noisy_pairs_are_inconclusive_and_more_decide(tmp_path):
+    first = validate(tmp_path, "noisy", "bf16", seeds=2, margin=0.02)
+    needed = first.tests["bf16"].pairs_needed
+    assert first["bf16"].verdict == "inconclusive" and 2 < needed < 100
+    second = validate(tmp_path, "noisy", "bf16", seeds=needed, margin=0.02)
+    assert second["bf16"].verdict == "equivalent"
+    assert second.describe()["losses"][:2] == first.describe()["losses"]
+    assert not second.runs["fp32", 1].fresh and second.runs["fp32", 2].fresh
+
+
+def test_task_object_or_function_of_the_seed(tmp_path):
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("faulty_tasks_module", FAULTY_TASKS)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    by_name = validate(tmp_path, "healthy", "bf16", steps=12, seeds=2)
+    by_function = ng.validate(module.healthy, ["bf16"], device="cpu", steps=12, seeds=2)
+    assert by_function.describe()["losses"] == by_name.describe()["losses"]
+    one = ng.validate(module.healthy(0), ["bf16"], device="cpu", steps=12, seeds=2)
+    assert one.describe()["losses"][0] == by_name.describe()["losses"][0]
+
+
+def test_run_length_is_chosen_once(tmp_path, monkeypatch):
+    said = []
+    found = validate(tmp_path, "healthy", "bf16", seeds=1, budget_s=1e-3, tell=said.append)
+    assert found.experiment.settings["steps"] == run_length.LENGTHS[0] and "an update takes" in said[0]
+    monkeypatch.setattr(run_length, "train", None)  # not timed again
+    again = validate(tmp_path, "healthy", "bf16", seeds=1, budget_s=1e-3)
+    assert again.experiment.settings["steps"] == run_length.LENGTHS[0] and not again.runs["bf16", 0].fresh
+
+
+def test_overhead_of_a_run_is_counted(tmp_path):
+    assert run_length.Pilot(update_s=0.25, overhead_s=5.0, evaluations=8).updates_within(0.85 * 100) == 320 - 8
+    said = []
+    found = validate(tmp_path, "healthy", "bf16", seeds=1, budget_s=600, tell=said.append)
+    assert found.experiment.settings["steps"] == 100
+    saved = [
+        event["step"]
+        for run in tmp_path.iterdir()
+        if run.is_dir()
+        for event in record.read(run)
+        if event["kind"] == "checkpoint"
+    ]
+    assert saved == [100, 100], "only at the end"
+    assert 0 < found.experiment.update_s < 0.2 and " s of overhead" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("steps", "update_s", "every"), [(100, None, 25), (100, 1.0, 0), (1000, 1.0, 120), (9, 500, 1)]
+)
+def test_long_runs_write_checkpoints(steps, update_s, every):
+    assert paired_runs._checkpoint_every(steps, update_s) == every
+
+
+def test_interrupted_validation_resumes(tmp_path):
+    command = [sys.executable, "-m", "narrowgauge", "validate", task("healthy"), "--candidates", "bf16", "--seeds", "1"]
+    command += ["--steps", "200", "--no-layers", "--device", "cpu", "--out", str(tmp_path), "--json"]
+    with child_processes.start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while process.poll() is None and not any('"step":1' in f.read_text() for f in tmp_path.glob("*/events.jsonl")):
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode != 0 and "Traceback" not in err
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert "Traceback" not in done.stderr and done.returncode in (0, 1), done.stderr
+    losses = json.loads(done.stdout)["losses"]
+    straight = ng.validate(task("healthy"), ["bf16"], device="cpu", seeds=1, steps=200, out=tmp_path / "straight")
+    assert losses == straight.describe()["losses"]
