@@ -1,4 +1,4 @@
-"""Which torch.compile options pay: gpt2-124m in BF16, one after the other in one process, three rounds each.
+"""Compares torch.compile options on gpt2-124m in BF16, in one process, three rounds each.
 
 usage: python bench/compile_options.py OPTION...     (default coordinate_descent_tuning max_autotune)
 """

@@ -5,9 +5,9 @@ usage: python bench/convergence.py TASK STEPS [SEEDS] [BATCH CONTEXT] [RECIPE ..
 (JSON to $OUT/convergence-TASK.json where OUT is set)
 
 Each run is evaluated twice on the same batches: as the recipe computes, and its weights alone, all by the same BF16
-arithmetic. The first holds what narrow products add to a loss where they are used; the second what was learnt.
+arithmetic. The first includes the error of narrow products in evaluation; the second shows only what was learned.
 
-On a GPU all runs go at once, a process each: it has the room, and they are a question of numbers, not of time.
+On a GPU all runs start at once, one process each: they fit in memory, and only their losses matter, not their time.
 """
 
 import concurrent.futures

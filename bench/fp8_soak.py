@@ -1,4 +1,4 @@
-"""Ten thousand FP8 steps of a small model with an outlier planted every 500: no weight may suffer, all is counted.
+"""Ten thousand FP8 steps of a small model with an outlier every 500 steps: no weight may be damaged, all are counted.
 
 usage: python bench/fp8_soak.py [STEPS]
 """

@@ -1,4 +1,4 @@
-"""FP8 and narrowgauge's fused BF16 beside plain compiled BF16 and torchao, in one process, taking turns.
+"""Compares FP8 and narrowgauge's fused BF16 with compiled BF16 and torchao, in one process, in turns.
 
 usage: python bench/fp8_steps.py TASK [ROUNDS] [STEPS] [torchao | tensorwise | rowwise] [ours | fp8-only] [profile]
 (JSON to $OUT/fp8-TASK.json where OUT is set)

@@ -1,8 +1,8 @@
-"""How near each kernel comes to the memory it must move: milliseconds, bytes, share of a copy's bandwidth; and GEMMs.
+"""Bandwidth of each kernel: milliseconds, bytes, share of a copy's bandwidth; and times of GEMMs.
 
 usage: python bench/kernels.py [WIDTH] [TOKENS]      (default 768 65536; on a GPU)
 
-Each is timed as a CUDA graph, because launching takes longer than the small ones run.
+Each is timed as a CUDA graph, because a launch takes longer than a small kernel.
 """
 
 import functools
@@ -90,11 +90,13 @@ V, n = 50304, 16384
 logits, targets = randn(n, V), torch.randint(0, V, (n,), device=cuda)
 report("softmax_statistics", n * V * 2, lambda: cross_entropy.compute_softmax_stats(logits, targets, -100))
 lse, _ = cross_entropy.compute_softmax_stats(logits, targets, -100)
-report("dlogits fp8 both", n * V * 4, lambda: cross_entropy.compute_grad_logits_fp8(logits, targets, lse))
-report("dlogits bf16", n * V * 4, lambda: cross_entropy.compute_grad_logits(logits, targets, lse, one))
+report("grad_logits fp8 both", n * V * 4, lambda: cross_entropy.compute_grad_logits_fp8(logits, targets, lse))
+report("grad_logits bf16", n * V * 4, lambda: cross_entropy.compute_grad_logits(logits, targets, lse, one))
 over: dict[str, Any] = {"out": torch.empty_like(logits)}
 report(
-    "loss and dlogits bf16 in one", n * V * 4, lambda: cross_entropy.compute_loss_and_grad(logits, targets, one, **over)
+    "loss and grad_logits bf16 in one",
+    n * V * 4,
+    lambda: cross_entropy.compute_loss_and_grad(logits, targets, one, **over),
 )
 over = {"out": logits}
 report(

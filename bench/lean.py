@@ -1,9 +1,9 @@
-"""Trains a large model under a recipe on real text and says what it held at its peak, how fast it was, and the loss.
+"""Trains a large model under a recipe on real text; reports peak memory, speed and loss.
 
 usage: python bench/lean.py TASK RECIPE STEPS [BATCH]      (e.g. llama-7b bf16-lean 50 8)
 (JSON to $OUT/lean-TASK-RECIPE-TOKENS.json where OUT is set)
 
-Weights are drawn on the GPU. Gradients are clipped to a norm of 1, except where they are released. The peak is
+Weights are initialized on the GPU. Gradients are clipped to a norm of 1, except where they are released. The peak is
 ``max_memory_allocated`` over the steps, in GB (10^9); the first step's, which makes states and caches, is in it.
 """
 

@@ -1,4 +1,4 @@
-"""An optimizer step at 1.31B parameters (the shapes of a 24 x 2048 GPT): ours beside torch, FlashOptim and torchao.
+"""An optimizer step at 1.31B parameters (the shapes of a 24 x 2048 GPT): narrowgauge, torch, FlashOptim and torchao.
 
 usage: python bench/optimizers.py [LAYERS WIDTH]      (default 24 2048; JSON to $OUT/optimizers.json where OUT is set)
 

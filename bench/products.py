@@ -1,4 +1,4 @@
-"""Each product of a GPT's step by torch and by the algorithm that narrowgauge chose, taking turns (needs a GPU).
+"""Times each product of a GPT's step with torch and with the algorithm that narrowgauge chose, in turns (needs a GPU).
 
 usage: python bench/products.py [TASK...]   (gpt2-124m and gpt:8x4096; JSON to $OUT/products.json where OUT is set)
 """

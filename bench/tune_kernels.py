@@ -1,9 +1,9 @@
-"""Milliseconds of each kernel over the ways its work can be cut, on the GPU at hand; the best of each first.
+"""Times each kernel with different tiles and launch configurations on this GPU; the fastest first.
 
 usage: python bench/tune_kernels.py [KIND ...]      (cast, packed, gelu, gelu_backward, swiglu_backward, transpose,
                                                      lp, statistics, loss, norm, norm_backward; all by default)
 
-Every cut is compiled beforehand by one process per kind, all at once, and then measured by this one alone.
+One process per kind compiles all configurations first, in parallel. This process then measures them alone.
 """
 
 import subprocess

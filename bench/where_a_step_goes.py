@@ -1,4 +1,4 @@
-"""Where a step goes: kernels of one training step of the engine or of the plain torch loop, and the waits between them.
+"""Profiles one training step of the engine or of a plain torch loop: its kernels, and the gaps between them.
 
 usage: python bench/where_a_step_goes.py engine|torch [TASK] [RECIPE]
 """

@@ -52,7 +52,7 @@ def cases(length, width):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_kernels_follow_the_references(shape):
+def test_kernels_match_the_references(shape):
     torch.manual_seed(0)
     scale = torch.tensor(16.0, device="cuda")
     for call, value, dtype in cases(*shape):
@@ -75,7 +75,7 @@ def test_kernels_follow_the_references(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_backward_makes_the_forwards_output_again(shape):
+def test_backward_recomputes_the_forward_output(shape):
     u, grad_output, gate_up = draw(*shape), draw(*shape), draw(shape[0], 2 * shape[1])
     scale, by = torch.tensor(16.0, device="cuda"), torch.tensor(9.0, device="cuda")
     for forward, backward in (

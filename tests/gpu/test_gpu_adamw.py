@@ -39,7 +39,7 @@ def run(device, master, moments, steps, draws_on="cpu", **options):
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("master", ["itself", "split", "fp32", "none"])
-def test_the_kernel_follows_the_reference(master, moments):
+def test_the_kernel_matches_the_reference(master, moments):
     ours, mine = run("cuda", master, moments, 4, lr=1e-3, weight_decay=0.1)
     theirs, other = run("cpu", master, moments, 4, lr=1e-3, weight_decay=0.1)
     for p, q in zip(ours, theirs, strict=True):
@@ -55,7 +55,7 @@ def test_the_kernel_follows_the_reference(master, moments):
 
 
 @pytest.mark.parametrize("moments", ["fp32", "8bit"])
-def test_split_masters_are_whole_ones_to_the_bit(moments):
+def test_split_masters_match_fp32_masters_bit_for_bit(moments):
     halves, _ = run("cuda", "split", moments, 200, "cuda", lr=1e-3)
     copies, _ = run("cuda", "fp32", moments, 200, "cuda", lr=1e-3)
     wholes, _ = run("cuda", "itself", moments, 200, "cuda", lr=1e-3)
@@ -79,7 +79,7 @@ def test_every_pattern_joins_and_splits_in_the_kernel():
     assert torch.equal(torch.isnan(joined), torch.isnan(values))
 
 
-def test_bad_gradients_change_nothing_and_nobody_waits():
+def test_bad_gradients_change_nothing_without_synchronizing():
     parameters = make("cuda", True)
     optimizer = AdamW(parameters, master="split", moments="8bit")
     zero, one, factor = (torch.tensor(value, device="cuda") for value in (0.0, 1.0, 2.0))
@@ -135,7 +135,7 @@ def test_norms_of_any_size(dtype):
         ]
 
 
-def test_words_are_the_references_and_nothing_is_foreign_to_its_own_update():
+def test_checksums_match_the_reference_and_updates_are_not_foreign():
     parameters, optimizer = run("cuda", "split", "8bit", 5, "cuda", lr=1e-2)
     for p in parameters:
         assert torch.equal(optimizer.state[p]["check"], compute_checksums(p.detach()))
@@ -155,7 +155,7 @@ WRITES = {
 
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("master", ["split", "fp32"])
-def test_weights_that_others_have_written_are_the_masters(master, write):
+def test_overwritten_weights_are_the_masters(master, write):
     """The step afterwards is that of the reference on a CPU, which the tests there hold against torch's own."""
     ours, mine = run("cuda", master, "fp32", 3, lr=1e-2)
     theirs, other = run("cpu", master, "fp32", 3, lr=1e-2)
@@ -190,7 +190,7 @@ def test_all_pairs_of_a_zero_and_a_remainder_decode_to_numbers():
         assert torch.equal(join_fp32(parameter).view(torch.int32), wanted.view(torch.int32))
 
 
-def test_reading_masters_and_counting_foreign_writes_wait_for_nothing():
+def test_reading_masters_does_not_synchronize():
     parameters, optimizer = run("cuda", "split", "8bit", 2, "cuda", lr=1e-2)
     parameters[0].data.mul_(0.5)
     torch.cuda.synchronize()
@@ -230,7 +230,7 @@ def test_strides_and_complex_numbers(moments):
     assert not torch.equal(transposed_weight[2].imag, made[2].imag), "complex parameters move"
 
 
-def test_the_peak_is_the_states():
+def test_peak_memory_is_mostly_states():
     """8.094 bytes a parameter for weights, gradients and states, and next to nothing on top while it steps."""
     torch.cuda.empty_cache()
     start = torch.cuda.memory_allocated()

@@ -63,7 +63,7 @@ def curve(build, recipe, compile, steps=12, strict=False):
 
 
 @pytest.mark.parametrize("build", [net, llama, bert])
-def test_compiled_they_train_as_they_do_uncompiled(build):
+def test_compiled_experts_train_like_eager_ones(build):
     torch._dynamo.reset()
     eager, compiled = (curve(build, "fp8[products=all]", compile) for compile in (False, True))
     assert eager[-1] < eager[0] - 0.5
@@ -72,6 +72,6 @@ def test_compiled_they_train_as_they_do_uncompiled(build):
 
 
 @pytest.mark.parametrize("compile", [False, True])
-def test_they_wait_for_nothing(compile):
+def test_casts_do_not_synchronize(compile):
     torch._dynamo.reset()
     assert len(curve(net, "fp8[products=all]", compile, strict=True)) == 12

@@ -119,7 +119,7 @@ def test_more_elements_than_int32_counts():
     assert torch.equal(bits(transpose(x_lp)[-64:]), bits(x_lp_t[-64:]))
 
 
-def test_calls_wait_for_nothing_and_can_be_captured():
+def test_calls_do_not_synchronize_and_can_be_captured():
     x, scale = draw(1024, 768), torch.ones((), device="cuda")
     amax, counts = statistics()
     parts = [draw(2, 4, 512, 64) for _ in range(3)]

@@ -29,7 +29,7 @@ def numbers():
 @SHAPES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("factor", [1.0, 1e-6, 0.0, float("inf"), float("nan")])
-def test_weights_by_their_own_amax(shapes, dtype, factor):
+def test_weights_with_their_own_amax(shapes, dtype, factor):
     weights = [(torch.randn(shape, device="cuda") * factor).to(dtype) for shape in shapes]
     lp, lp_t, inverse = cast_weight(weights, E4M3)
     reference, reference_t, inverse_r, _ = cast_weight_reference(weights, E4M3)
@@ -40,7 +40,7 @@ def test_weights_by_their_own_amax(shapes, dtype, factor):
 @SHAPES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("factor", [1.0, 40.0, 1 / 40, 0.0, float("inf"), float("nan")])
-def test_weights_by_a_scale_known_beforehand(shapes, dtype, factor):
+def test_weights_with_a_delayed_scale(shapes, dtype, factor):
     weights = [(torch.randn(shape, device="cuda").clamp(-4, 4) * factor).to(dtype) for shape in shapes]
     scale = torch.tensor(FP8_MAX[E4M3] / 4, device="cuda")
     (amax, counts, pending), (amax_r, counts_r, pending_r) = numbers(), numbers()
@@ -61,7 +61,7 @@ def test_a_strided_weight_is_cast_as_its_copy():
         assert torch.equal(bits(one), bits(other))
 
 
-def test_calls_wait_for_nothing_and_can_be_captured():
+def test_calls_do_not_synchronize_and_can_be_captured():
     weight, scale = torch.randn(768, 256, device="cuda"), torch.tensor(100.0, device="cuda")
     site = numbers()
 

@@ -55,7 +55,7 @@ def test_fp8_bits_in_both_layouts(dtype, shape, spread):
 
 
 @pytest.mark.parametrize("shape", [(16, 128), (37, 300), (1024, 50304)])
-def test_bf16_gradient_over_the_logits(shape):
+def test_bf16_gradient_in_place_of_the_logits(shape):
     logits, targets = make(*shape)
     lse, _ = ce.compute_softmax_stats(logits, targets)
     factor = torch.tensor(1 / 37, device="cuda")
@@ -119,7 +119,7 @@ def test_head_against_fp32(choice):
 
 
 @pytest.mark.parametrize("choice", [ALL_BF16, ALL_FP8], ids="-".join)
-def test_head_waits_for_nothing_and_stays_small(choice):
+def test_head_does_not_synchronize_and_saves_memory(choice):
     x, weight, targets = inputs(rows=16384)
     compute_head_loss(x, weight, targets, precision=choice, chunk_rows=4096).backward()  # compiles
     x.grad = weight.grad = None

@@ -65,7 +65,7 @@ def test_fp8_with_scales(first, out, fast, own):
     assert (made - right).abs().max() <= 1.2 * (by_torch - right).abs().max() + 1e-4 * right.abs().max()
 
 
-def test_a_shape_is_searched_for_once_and_not_within_a_capture(own):
+def test_a_shape_is_searched_once_and_not_during_capture(own):
     a, b = operands(8192, 2304, 768)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -83,7 +83,7 @@ def test_a_shape_is_searched_for_once_and_not_within_a_capture(own):
     assert len(own) == 1 and torch.equal(first, captured)
 
 
-def test_threads_have_descriptions_of_their_own(own):
+def test_threads_have_their_own_descriptions(own):
     a, b = operands(8192, 2304, 768, turned_b=True)
     one = torch.ones((), device="cuda")
     results = {}
@@ -105,7 +105,7 @@ def test_threads_have_descriptions_of_their_own(own):
 
 
 @pytest.mark.filterwarnings("ignore:.*eterministic")
-def test_torch_multiplies_what_is_small_unaligned_watched_or_to_be_repeatable(own, monkeypatch):
+def test_cases_that_go_to_torch(own, monkeypatch):
     small, wide = operands(64, 64, 64), operands(8192, 2304, 776)
     multiply_bf16(*small)
     multiply_bf16(wide[0][:, 8:], wide[1][8:])  # 16 bytes off
@@ -121,14 +121,14 @@ def test_torch_multiplies_what_is_small_unaligned_watched_or_to_be_repeatable(ow
     assert not own and not cublas._choices
 
 
-def test_operands_that_do_not_fit_are_refused_by_torch():
+def test_torch_rejects_operands_that_do_not_match():
     a, b = operands(8192, 2304, 768)
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         multiply_bf16(a, b[:512])
     assert not cublas._choices
 
 
-def test_what_was_chosen_is_not_slower_than_torch(monkeypatch):
+def test_the_chosen_algorithm_is_not_slower_than_torch(monkeypatch):
     monkeypatch.setattr(cublas, "MARGIN", 0.985)
     a, b = operands(65536, 3072, 768, turned_b=True)
     multiply_bf16(a, b)

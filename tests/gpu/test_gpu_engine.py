@@ -129,7 +129,7 @@ def test_a_skip_leaves_weights_and_optimizer_untouched(recipe, optimizer):
 
 
 @pytest.mark.parametrize("recipe", ["fp16", "bf16"])
-def test_200_skips_in_a_row_harm_nothing_and_name_the_parameter(recipe):
+def test_200_consecutive_skips_are_harmless_and_name_the_parameter(recipe):
     engine = make(recipe, max_consecutive_skips=150)
     before = weights(engine)
     engine.model.blocks[1].down.weight.register_hook(lambda grad: grad * math.inf)
@@ -161,7 +161,7 @@ def test_same_scales_and_weights_as_grad_scaler():
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(ours, theirs, strict=True))
 
 
-def test_tf32_and_fp32_are_what_they_say_and_flags_are_put_back():
+def test_tf32_and_fp32_set_and_restore_flags():
     flags = torch.backends.cuda.matmul.fp32_precision
     a, b = torch.randn(512, 512, device="cuda"), torch.randn(512, 512, device="cuda")
     exact = a.double() @ b.double()
@@ -192,7 +192,7 @@ def kernels_of(work):
 
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize(("attention", "kernel"), [("auto", "sdpa"), ("cudnn", "sdpa"), ("flash", "flash_fwd")])
-def test_attention_runs_the_backend_that_was_asked_for(attention, kernel, compile):
+def test_attention_runs_the_requested_backend(attention, kernel, compile):
     engine = make(f"bf16[attention={attention}]", compile=compile)
     run_step(engine, batch())
     names = kernels_of(lambda: run_step(engine, batch()))
@@ -224,7 +224,7 @@ print(torch._C._get_sdp_priority_order())
 
 @pytest.mark.parametrize("inside", ["contextlib.nullcontext()", "torch.device('cuda')"])
 @pytest.mark.parametrize(("fused", "compile"), [(True, False), (False, False), (False, True)])
-def test_an_engine_leaves_the_process_its_order_of_attention_backends(fused, compile, inside):
+def test_an_engine_restores_the_order_of_attention_backends(fused, compile, inside):
     """In processes of their own: torch decides its order at the first attention, and puts cuDNN first on Hopper."""
 
     def order(engine):
@@ -237,7 +237,7 @@ def test_an_engine_leaves_the_process_its_order_of_attention_backends(fused, com
     assert order(True) == order(False) != ""
 
 
-def test_attention_that_cannot_run_is_refused_in_one_line():
+def test_unsupported_attention_raises_one_clear_line():
     engine = make("fp32[attention=flash]")
     with pytest.raises(UsageError, match="flash attention does not support") as caught:
         run_step(engine, batch())
@@ -265,7 +265,7 @@ def test_recomputation_saves_memory_and_changes_no_number(mode, compile, repeata
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_going_on_from_a_state_equals_not_having_stopped(recipe, repeatable):
+def test_resuming_from_a_state_equals_not_stopping(recipe, repeatable):
     repeatable()
     straight, first = make(recipe, clip_norm=0.5), make(recipe, clip_norm=0.5)
     for engine in (straight, first):

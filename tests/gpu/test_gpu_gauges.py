@@ -19,7 +19,7 @@ FORMATS = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, to
 
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("count", [1, 4096, 1_000_003, 30_000_001])
-def test_the_kernel_counts_as_its_reference(dtype, count):
+def test_the_kernel_counts_like_its_reference(dtype, count):
     x = torch.randn(count, device="cuda") * torch.exp2(torch.randint(-40, 12, (count,), device="cuda").float())
     x[: count // 7] = 0
     x = x.to(dtype)
@@ -51,7 +51,7 @@ def run(engine, steps, tokens):
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "fp16", "bf16", "fp8[products=all]", "bf16-lean", "fp8-lean"])
-def test_watching_waits_for_nothing_and_reads_everything(recipe):
+def test_watching_reads_everything_without_synchronizing(recipe):
     tokens = torch.randint(0, 1024, (4, 129), device="cuda")
     engine = make(recipe)
     watch = Watch(engine, every=2)

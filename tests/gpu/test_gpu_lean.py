@@ -36,7 +36,7 @@ def run(engine, steps, first=0):
 
 
 @pytest.mark.parametrize("recipe", ["bf16-lean", "fp8-lean", "bf16[master=split]", "bf16[master=none,moments=bf16]"])
-def test_lean_recipes_train_as_full_ones_do(recipe):
+def test_lean_recipes_train_like_full_ones(recipe):
     """The mean of nine steps, three of each batch: where a model learns by heart, a loss is 8% off either way."""
     wanted, found = run(make("bf16", 1.0), 30), run(make(recipe, 1.0), 30)
     assert wanted[-1] < wanted[0] - 0.7
@@ -55,7 +55,7 @@ def test_released_gradients_give_the_same_weights(recipe):
 
 
 @pytest.mark.parametrize("recipe", ["bf16-lean", "fp8-lean", "bf16-lean[gradients=released]"])
-def test_weights_pruned_in_between_are_zeros_and_training_goes_on(recipe):
+def test_pruned_weights_are_zeros_and_training_continues(recipe):
     engine = make(recipe, None if "released" in recipe else 1.0)
     run(engine, 5)
     pruned = {}
@@ -76,7 +76,7 @@ def test_weights_pruned_in_between_are_zeros_and_training_goes_on(recipe):
 
 
 @pytest.mark.parametrize("recipe", ["bf16-lean", "fp8-lean", "bf16-lean[gradients=released]"])
-def test_nobody_waits(recipe):
+def test_no_synchronization(recipe):
     engine = make(recipe, None if "released" in recipe else 1.0)
     run(engine, 2)
     tokens = torch.randint(0, 1024, (8, 129), device="cuda")
@@ -98,7 +98,7 @@ def requested():
 
 
 @pytest.mark.parametrize(("recipe", "most"), [("bf16-lean", 6.11), ("fp8-lean[products=all]", 6.11)])
-def test_what_stays_between_steps(recipe, most):
+def test_memory_between_steps(recipe, most):
     """2 + 2 bytes of weight with 1/32 of check words, 2 and 1/16 of moments, and no copies of weights."""
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()

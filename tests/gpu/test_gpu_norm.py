@@ -52,7 +52,7 @@ def test_every_bf16_value_is_cast_as_torch_casts_it(kind, dtype):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_forward_is_the_reference(kind, shape):
+def test_forward_matches_the_reference(kind, shape):
     x, branch = draw(*shape, offset=3.0), draw(*shape, torch.bfloat16, 1)
     weight, bias = 1 + 0.1 * draw(1, shape[1], seed=2)[0], draw(1, shape[1], seed=3)[0]
     for b in (None, bias):
@@ -73,7 +73,7 @@ def test_forward_is_the_reference(kind, shape):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_backward_is_the_reference(kind, shape):
+def test_backward_matches_the_reference(kind, shape):
     x, grad_output, grad_residual = draw(*shape, offset=1.0), draw(*shape, torch.bfloat16, 1), draw(*shape, seed=2)
     weight, scale = 1 + 0.1 * draw(1, shape[1], seed=3)[0], torch.tensor([2.0**14], device="cuda")
     _, _, mean, rstd = norm_reference(x, weight, None, 1e-2, kind, None, None, torch.float32, None, None)
@@ -97,7 +97,7 @@ def test_backward_is_the_reference(kind, shape):
         assert watch["counts"].tolist() == expected["counts"].tolist()
 
 
-def test_dweight_has_the_same_bits_on_every_run():
+def test_grad_weight_has_the_same_bits_on_every_run():
     x, grad_output, weight = draw(20000, 768), draw(20000, 768, torch.bfloat16, 1), torch.ones(768, device="cuda")
     normed = norm(x, weight, eps=1e-5)
     runs = [norm_backward(grad_output, x, weight, normed.mean, normed.rstd, has_bias=True) for _ in range(5)]
@@ -130,7 +130,7 @@ def test_beyond_32_bit_offsets():
     assert same_bits(grad_input_lp[-3:], last[1])
 
 
-def test_nothing_waits_and_a_graph_captures_it():
+def test_no_synchronization_and_a_graph_captures_it():
     x, branch, weight = draw(4096, 768), draw(4096, 768, torch.bfloat16, 1), torch.ones(768, device="cuda")
     scale, watch = torch.tensor([16.0], device="cuda"), watched()
 
@@ -155,7 +155,7 @@ def test_nothing_waits_and_a_graph_captures_it():
         assert torch.equal(ours.float(), theirs.float())
 
 
-def test_compiled_with_its_surroundings():
+def test_compiled_with_its_step_context():
     x, weight = draw(512, 768), torch.ones(768, device="cuda")
     amax = torch.zeros(1, device="cuda")
 

@@ -148,7 +148,7 @@ def test_compiled_too(recipe):
     assert step(engine, "net", seed=5).applied
 
 
-def test_the_check_waits_for_nothing():
+def test_the_check_does_not_synchronize():
     engine = make("gpt", "fp8[products=all]", clip_norm=1.0)
     for seed in range(3):
         step(engine, "gpt", seed=seed)

@@ -54,11 +54,11 @@ def curve(recipe, way, strict=False):
 
 @pytest.mark.parametrize("way", ["fsdp", "ddp"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_losses_are_those_without_ranks(recipe, way):
+def test_losses_match_those_without_ranks(recipe, way):
     exact = recipe == "fp32"
     assert curve(recipe, way) == pytest.approx(curve(recipe, "none"), rel=1e-5 if exact else 3e-3)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp8-lean"])
-def test_shards_wait_for_nothing(recipe):
+def test_shards_do_not_synchronize(recipe):
     assert len(curve(recipe, "fsdp", strict=True)) == 10

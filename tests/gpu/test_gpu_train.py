@@ -21,7 +21,7 @@ def narrowgauge(*arguments, check=True):
 
 
 @pytest.mark.parametrize("recipe", ["fp16", "bf16"])
-def test_a_run_learns_and_goes_on_where_it_was_stopped(tmp_path, recipe):
+def test_a_run_learns_and_resumes(tmp_path, recipe):
     straight = narrowgauge(*ARGUMENTS, "--recipe", recipe, "--out", str(tmp_path / "straight"))
     assert straight["loss_last"] < straight["loss_first"] - 1
     assert (straight["steps"], straight["findings"]) == (60, [])

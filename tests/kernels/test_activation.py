@@ -42,7 +42,7 @@ def by_autograd(function, grad_output, *leaves):
 
 
 @VARIANTS
-def test_gelu_references_are_torchs_in_double(approximate):
+def test_gelu_references_match_torch_in_fp64(approximate):
     u, grad_output = torch.linspace(-12, 12, 4096).view(64, 64), inputs(64, 64)
     value, (grad,) = by_autograd(lambda x: F.gelu(x, approximate=approximate), grad_output, u)
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
@@ -52,7 +52,7 @@ def test_gelu_references_are_torchs_in_double(approximate):
         torch.testing.assert_close(backward.double(), grad, rtol=10 * tolerance, atol=10 * tolerance)
 
 
-def test_swiglu_references_are_torchs_in_double():
+def test_swiglu_references_match_torch_in_fp64():
     gate_up, grad_output = inputs(64, 96), inputs(64, 48)
     value, (grad,) = by_autograd(lambda x: F.silu(x.chunk(2, 1)[0]) * x.chunk(2, 1)[1], grad_output, gate_up)
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
@@ -83,7 +83,7 @@ def cases(shape, approximate="none"):
 @KERNEL
 @VARIANTS
 @SHAPES
-def test_kernels_follow_the_references(shape, approximate):
+def test_kernels_match_the_references(shape, approximate):
     for call, value, dtype in cases(shape, approximate):
         assert use_triton(value)
         (amax, counts), (amax_reference, counts_reference) = statistics(), statistics()
@@ -107,7 +107,7 @@ def test_kernels_follow_the_references(shape, approximate):
 @KERNEL
 @VARIANTS
 @SHAPES
-def test_backward_makes_the_forwards_output_again(shape, approximate):
+def test_backward_recomputes_the_forward_output(shape, approximate):
     """The very bits that forward would have kept, and the gradient as without."""
     u, grad_output, gate_up = inputs(*shape), inputs(*shape), inputs(shape[0], 2 * shape[1])
     by = torch.tensor(9.0)
@@ -141,7 +141,7 @@ def test_the_polynomial_for_the_normal_integral():
 
 @KERNEL
 @VARIANTS
-def test_extremes_do_not_make_nan(approximate):
+def test_extremes_give_no_nan(approximate):
     u = torch.tensor([[-3e38, -1e4, -100.0, -20.0, -0.0, 0.0, 20.0, 1e4, 3e38, math.inf]])
     value, _ = gelu(u, dtype=torch.float32, approximate=approximate)
     assert torch.equal(value, torch.tensor([[0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 20.0, 1e4, 3e38, math.inf]]))
@@ -188,7 +188,7 @@ def test_fake_tensors_see_shapes_and_formats():
             assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
 
 
-def test_compiled_calls_are_one_graph_and_the_same():
+def test_compiled_calls_are_one_graph_with_equal_results():
     tensors = inputs(32, 16), inputs(32, 16), inputs(32, 32)
     (amax, counts), (amax_compiled, counts_compiled) = statistics(), statistics()
     eager = everything(*tensors, amax, counts)
@@ -210,7 +210,7 @@ def test_empty_tensors():
     ]
 
 
-def test_mistakes_are_said():
+def test_mistakes_raise_clear_errors():
     u = torch.zeros(4, 6)
     with pytest.raises(UsageError, match="needs a scale"):
         gelu(u, dtype=E4M3)

@@ -38,7 +38,7 @@ def run(monkeypatch, by_kernel, shapes, master, moments, steps=3, **options):
     [("itself", "fp32"), ("itself", "8bit"), ("split", "fp32"), ("split", "8bit"), ("split", "bf16"), ("fp32", "bf16"),
      ("none", "8bit")],
 )  # fmt: skip
-def test_the_kernel_follows_the_reference(monkeypatch, shapes, master, moments):
+def test_the_kernel_matches_the_reference(monkeypatch, shapes, master, moments):
     """A skipped step in between leaves no trace in either."""
     ours, states = run(monkeypatch, True, shapes, master, moments)
     theirs, wanted = run(monkeypatch, False, shapes, master, moments)
@@ -61,7 +61,7 @@ def test_the_kernel_follows_the_reference(monkeypatch, shapes, master, moments):
                 torch.testing.assert_close(state[name], other[name], **close)
 
 
-def test_split_and_whole_masters_are_the_same_bits(monkeypatch):
+def test_split_and_fp32_masters_have_the_same_bits(monkeypatch):
     """Gradients that BF16 holds: the kernel then steps the same FP32 numbers, however they are kept."""
     halves, _ = run(monkeypatch, True, SHAPES, "split", "fp32")
     copies, states = run(monkeypatch, True, SHAPES, "fp32", "fp32")
@@ -70,7 +70,7 @@ def test_split_and_whole_masters_are_the_same_bits(monkeypatch):
         assert torch.equal(p, q)
 
 
-def test_the_kernels_halves_are_the_references(monkeypatch):
+def test_the_kernels_halves_match_the_reference(monkeypatch):
     """A step of size 0 joins and splits: every special pattern must come back."""
     patterns = [0, 1, 0x7FFF, 0x8000, 0x8001, 0x3F808000, 0x7F7FFFFF, 0x7F800000, 0x7FC00000, 0x7FFE8000, 0x7FFFFFFF]
     bits = torch.tensor([*patterns, *(p - (1 << 31) for p in patterns)], dtype=torch.int32)

@@ -71,7 +71,7 @@ def test_statistics_of_the_reference(dtype):
 @KERNEL
 @FORMATS
 @pytest.mark.parametrize("shape", [(128, 64), (48, 40), (130, 72), (5, 3), (1, 1), (144, 130), (16, 1)])
-def test_cast_and_transpose_follow_the_reference(dtype, shape):
+def test_cast_and_transpose_match_the_reference(dtype, shape):
     x, scale = draw(*shape), torch.tensor(3.0)
     assert use_triton(x)
     (amax, counts), (amax_reference, counts_reference) = statistics(), statistics()
@@ -87,7 +87,7 @@ def test_cast_and_transpose_follow_the_reference(dtype, shape):
 
 @KERNEL
 @pytest.mark.parametrize("rows", [256, 384, 512, 528, 640])
-def test_rows_beyond_the_grids_second_direction(rows, monkeypatch):
+def test_rows_beyond_the_grids_second_dimension(rows, monkeypatch):
     monkeypatch.setattr(fp8_tile, "MAX_GRID_ROWS", 2)
     assert fp8_tile.tile_grid(rows, 64, {"BLOCK_N": 128, "BLOCK_D": 64}) == (1, 2, -(-rows // 256))
     x, scale = draw(rows, 64), torch.tensor(3.0)
@@ -167,7 +167,7 @@ def test_max_abs_of_any_shape():
 
 
 @FORMATS
-def test_a_fitting_scale_brings_amax_to_the_largest_number(dtype):
+def test_compute_scale_maps_amax_to_the_largest_number(dtype):
     amax = torch.exp2(torch.arange(-80.0, 80.0, 0.37))
     torch.testing.assert_close(amax * compute_scale(amax, FP8_MAX[dtype]), torch.full_like(amax, FP8_MAX[dtype]))
     odd = torch.tensor([0.0, torch.inf, torch.nan])
@@ -178,7 +178,7 @@ def test_a_fitting_scale_brings_amax_to_the_largest_number(dtype):
 
 
 @FORMATS
-def test_what_rounding_brings_to_the_largest_number_is_not_counted_as_saturated(dtype):
+def test_rounding_to_the_largest_number_is_not_saturation(dtype):
     edge = SATURATION_THRESHOLD[dtype]
     x = torch.tensor([[FP8_MAX[dtype], edge, edge * 1.001, -edge * 2]])
     counts = torch.zeros(2, dtype=torch.int64)
@@ -194,7 +194,7 @@ def test_empty_tensors():
         assert transpose(x_lp).shape == (16, 0)
 
 
-def test_mistakes_are_said():
+def test_mistakes_raise_clear_errors():
     with pytest.raises(UsageError, match="expected 2 dimensions"):
         cast(torch.zeros(2, 3, 4), torch.ones(()), E4M3)
     with pytest.raises(UsageError, match="float8_e4m3fn or float8_e5m2"):
@@ -221,7 +221,7 @@ def test_fake_tensors_see_shapes_and_formats():
         assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
 
 
-def test_compiled_calls_are_one_graph_and_the_same():
+def test_compiled_calls_are_one_graph_with_equal_results():
     x, parts = draw(32, 16), [draw(2, 2, 16, 8), draw(2, 1, 16, 8), draw(2, 1, 16, 8)]
     (amax, counts), (amax_compiled, counts_compiled) = statistics(), statistics()
     eager = everything(x, parts, torch.ones(()), amax, counts)

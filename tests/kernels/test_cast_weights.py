@@ -53,7 +53,7 @@ def test_weights_are_scaled_by_their_own_amax(shapes, dtype, factor):
 @SHAPES
 @pytest.mark.parametrize("margin", [0, 2])
 @pytest.mark.parametrize("factor", [1.0, 1.02, 0.3, 64.0, 1 / 64, 1e6, 0.0, math.inf, math.nan])
-def test_a_scale_known_beforehand_is_used_where_it_fits_and_else_made_to_fit(shapes, factor, margin):
+def test_a_delayed_scale_is_used_if_it_fits_and_else_recomputed(shapes, factor, margin):
     scale = FP8_MAX[E4M3] / torch.tensor(3.0) / 2**margin
     weights = draw(*shapes, factor=factor)
     (amax, counts, pending), (amax_r, counts_r, pending_r) = numbers(), numbers()

@@ -49,7 +49,7 @@ def assert_cast(lp, exact):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("padding", [0, 16, 3])
-def test_statistics_are_those_of_double(shape, padding):
+def test_statistics_match_fp64(shape, padding):
     logits, targets = make(*shape, padding=padding)
     lse, loss = ce.compute_softmax_stats(logits, targets)
     assert lse.dtype is loss.dtype is torch.float32
@@ -86,7 +86,7 @@ def test_another_ignore_index():
     assert not d[targets == 0].any() and d[targets != 0].any(1).all()
 
 
-def test_a_target_outside_the_vocabulary_shows_in_the_loss():
+def test_a_target_outside_the_vocabulary_gives_nan():
     logits, targets = make(4, 64)
     targets[1], targets[2] = 64, -1
     loss = ce.compute_softmax_stats(logits, targets)[1]
@@ -170,7 +170,7 @@ def test_gradient_in_fp8_is_within_a_step(dtype, shape, transposed):
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_what_is_too_small_for_the_format_is_right_on_average(dtype):
+def test_values_too_small_for_the_format_are_right_on_average(dtype):
     """Entries of a tenth of the smallest step: over rows, over columns and in all, sums keep them."""
     step = 2 * ce.FLUSH_THRESHOLD[dtype]
     plain = torch.full((512, 384), 0.1 * step, device=DEVICE)
@@ -246,7 +246,7 @@ def test_no_rows():
     assert ce.compute_loss_and_grad(logits, targets, torch.ones((), device=DEVICE))[0].shape == (0,)
 
 
-def test_operators_are_registered_as_torch_wants_them():
+def test_operators_pass_opcheck():
     logits, targets = make(16, 32)
     lse, _ = ce.compute_softmax_stats(logits, targets)
     factor, counts = torch.ones((), device=DEVICE), torch.zeros(2, dtype=torch.int64, device=DEVICE)

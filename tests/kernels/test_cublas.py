@@ -30,7 +30,7 @@ def clock_of(*milliseconds):
         ((1.0, 2.0, 3.0, 0.5, 4.0, 5.0, 6.0, 7.0), "d"),
     ],
 )
-def test_the_fastest_is_taken_where_it_is_faster_than_the_usual_by_more_than_noise(milliseconds, expected):
+def test_the_fastest_is_chosen_if_the_gain_exceeds_noise(milliseconds, expected):
     runs, clock, timed = clock_of(*milliseconds)
     assert cublas.pick_fastest(runs, clock) == expected
     assert timed[0] == 1 + cublas.ROUNDS, "the usual one is in every round"
@@ -43,12 +43,12 @@ def test_a_slow_first_run_does_not_decide():
     assert cublas.pick_fastest(runs, lambda run, repeat: next(times[run()])) == "a"
 
 
-def test_without_a_gpu_torch_multiplies():
+def test_without_a_gpu_products_go_to_torch():
     a = torch.ones(4, 4, dtype=torch.bfloat16)
     assert cublas.product(a, a, torch.bfloat16, lambda out: pytest.fail("not asked for")) is None
 
 
-def test_a_graph_is_not_broken_by_the_question():
+def test_the_version_check_does_not_break_the_graph():
     def multiply(a, b):
         made = cublas.product(a, b, torch.bfloat16, lambda out: torch.mm(a, b, out=out))
         return torch.mm(a, b) if made is None else made

@@ -19,7 +19,7 @@ def make(tokens, words, width, dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("tokens", "words", "width"), [(64, 10, 48), (7, 3, 5), (33, 100, 130), (1, 4, 16)])
-def test_it_is_what_torch_adds_up(tokens, words, width, dtype):
+def test_embedding_gradient_matches_torch(tokens, words, width, dtype):
     grad, ids = make(tokens, words, width, dtype)
     weight = torch.zeros(words, width, device=DEVICE, dtype=torch.float64, requires_grad=True)
     F.embedding(ids, weight).backward(grad.double())
@@ -29,7 +29,7 @@ def test_it_is_what_torch_adds_up(tokens, words, width, dtype):
     torch.testing.assert_close(found, embedding_backward_reference(grad, ids, words), rtol=1e-5, atol=1e-5)
 
 
-def test_rows_may_be_apart_or_turned():
+def test_strided_and_transposed_rows():
     grad, ids = make(16, 6, 32)
     for strided in (grad[:, :20], grad[:, ::2], torch.randn(24, 16, device=DEVICE).t()):
         wanted = embedding_backward_reference(strided, ids, 6)
@@ -43,13 +43,13 @@ def test_no_tokens_and_rows_too_wide_for_the_kernel():
     torch.testing.assert_close(embedding_backward(grad, ids, 3), embedding_backward_reference(grad, ids, 3))
 
 
-def test_the_operator_is_registered_as_torch_wants_it():
+def test_the_operator_passes_opcheck():
     grad, ids = make(16, 8, 32)
     operator = torch.ops.narrowgauge.embedding_backward
     torch.library.opcheck(operator, (grad, ids, 8), test_utils=("test_schema", "test_faketensor"))
 
 
-def test_only_plain_embeddings_are_taken():
+def test_only_plain_embeddings_are_converted():
     plain = torch.nn.Embedding(4, 8)
     assert embedding.fits(plain)
     special = ({"padding_idx": 0}, {"sparse": True}, {"max_norm": 1.0}, {"scale_grad_by_freq": True})

@@ -53,7 +53,7 @@ def train(weights, optimizer, ours, steps=4, factor=None, found=None):
 
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize(("factor", "found"), [(None, None), (3.0, 0.0), (0.5, None), (None, 0.0)])
-def test_it_steps_as_torch_does(factor, found, maximize, launched):
+def test_steps_match_torch(factor, found, maximize, launched):
     (mine, ours), (theirs, torchs) = make(maximize=maximize), make(maximize=maximize)
     train(mine, ours, True, factor=factor, found=found)
     train(theirs, torchs, False, factor=factor, found=found)
@@ -66,7 +66,7 @@ def test_it_steps_as_torch_does(factor, found, maximize, launched):
             assert ours.state[one][name].dtype is value.dtype and ours.state[one][name].device == value.device
 
 
-def test_the_two_may_take_turns_and_schedulers_and_groups_are_heard():
+def test_both_kernels_can_alternate_with_schedulers_and_groups():
     (mine, ours), (theirs, torchs) = make(), make()
     for optimizer in (ours, torchs):
         optimizer.param_groups[0]["lr"] = 0.5
@@ -80,7 +80,7 @@ def test_the_two_may_take_turns_and_schedulers_and_groups_are_heard():
         torch.testing.assert_close(one, other, **WEIGHTS)
 
 
-def test_a_skip_changes_nothing_and_is_no_step(launched):
+def test_a_skip_changes_nothing_and_does_not_count_as_a_step(launched):
     weights, optimizer = make()
     train(weights, optimizer, True, steps=2)
     before = [weight.detach().clone() for weight in weights], [dict(s) for s in optimizer.state.values()]
@@ -91,7 +91,7 @@ def test_a_skip_changes_nothing_and_is_no_step(launched):
         assert torch.equal(weight, old) and all(torch.equal(state[name], then[name]) for name in then)
 
 
-def test_gradients_are_left_as_they_are():
+def test_gradients_do_not_change():
     weights, optimizer = make()
     train(weights, optimizer, True, steps=1, factor=4.0, found=0.0)
     generator = torch.Generator().manual_seed(0)
@@ -99,7 +99,7 @@ def test_gradients_are_left_as_they_are():
         assert torch.equal(weight.grad, torch.randn(weight.shape, generator=generator).to(DEVICE))
 
 
-def test_what_it_has_no_form_for_is_left_to_torch(launched):
+def test_unsupported_cases_go_to_torch(launched):
     (mine, ours), (theirs, torchs) = make(amsgrad=True), make(amsgrad=True)
     train(mine, ours, True)
     train(theirs, torchs, False)
@@ -111,7 +111,7 @@ def test_what_it_has_no_form_for_is_left_to_torch(launched):
     assert not launched, "Adam's decay goes through the moments"
 
 
-def test_hooks_run_and_torch_is_put_back_after_an_error():
+def test_hooks_run_and_torch_is_restored_after_an_error():
     plain, (weights, optimizer), heard = torch._fused_adamw_, make(), []
     optimizer.register_step_post_hook(lambda *_: heard.append("after"))
     train(weights, optimizer, True, steps=1)
@@ -125,7 +125,7 @@ def test_hooks_run_and_torch_is_put_back_after_an_error():
     DEVICE == "cuda", reason="the kernel against torch's own update; a GPU's engine has only the kernel"
 )
 @pytest.mark.parametrize("recipe", ["fp8", "bf16", "fp32"])
-def test_the_engine_trains_the_same_with_either(recipe, monkeypatch, launched):
+def test_the_engine_trains_equally_with_either_kernel(recipe, monkeypatch, launched):
     def make_engine():
         model = GPT(GPTConfig(layers=1, width=32, heads=2, vocab=64, context=16))
         return Engine(model, torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True), recipe, clip_norm=1.0)

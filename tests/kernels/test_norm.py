@@ -64,7 +64,7 @@ def watched():
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_references_are_torch_and_its_autograd_in_double(kind, bias):
+def test_references_match_torch_and_autograd_in_fp64(kind, bias):
     x, branch, grad_output, grad_residual = (draw(17, 40, torch.float64, seed, offset=1.0) for seed in range(4))
     weight, shift = draw_weight(40, torch.float64).requires_grad_(), draw(1, 40, torch.float64, 5)[0].requires_grad_()
     b = shift if bias else None
@@ -97,7 +97,7 @@ SHAPES = [(37, 768), (5, 100), (9, 7), (1, 1), (3, 1536), (130, 64), (1, 3000)]
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_forward_kernel_is_the_reference(kind, shape):
+def test_forward_kernel_matches_the_reference(kind, shape):
     x, branch = draw(*shape, offset=3.0), draw(*shape, torch.bfloat16, 1)
     weight, bias = draw_weight(shape[1]), draw(1, shape[1], seed=3)[0]
     for options in ({}, {"branch": branch}, {"branch": branch, "bias": bias}):
@@ -111,7 +111,7 @@ def test_forward_kernel_is_the_reference(kind, shape):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_backward_kernel_is_the_reference(kind, shape):
+def test_backward_kernel_matches_the_reference(kind, shape):
     x, grad_output, grad_residual = draw(*shape, offset=1.0), draw(*shape, torch.bfloat16, 1), draw(*shape, seed=2)
     weight = draw_weight(shape[1])
     _, _, mean, rstd = forward(False, x, weight, kind=kind, eps=1e-2)
@@ -129,7 +129,7 @@ def test_backward_kernel_is_the_reference(kind, shape):
 
 @pytest.mark.parametrize("shape", [(37, 768), (9, 100)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_fp8_out_with_amax_and_counts(kind, shape, watched):
+def test_fp8_output_with_amax_and_counts(kind, shape, watched):
     x, weight, bias = draw(*shape, offset=1.0), draw_weight(shape[1]), draw(1, shape[1], seed=3)[0]
     scale = torch.tensor([200.0], device=DEVICE)  # 448 / 200: some saturate
     bias[::3] = 0
@@ -172,7 +172,7 @@ def test_fp8_gradient_with_amax_and_counts(kind, watched):
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_amax_keeps_what_is_not_finite(value, watched):
+def test_amax_keeps_nan_and_inf(value, watched):
     weight = draw_weight(100)
     weight[99] = value
     for kernel in (True, False):
@@ -287,7 +287,7 @@ def test_fake_tensors_and_compile_see_the_op():
     torch.testing.assert_close(amax, (eager - 1).abs().max()[None])
 
 
-def test_bad_input_is_said():
+def test_bad_input_raises():
     x, weight, scale = draw(4, 32), draw_weight(32), torch.ones(1, device=DEVICE)
     with pytest.raises(UsageError, match="kind=batch"):
         norm(x, weight, eps=1e-5, kind="batch")

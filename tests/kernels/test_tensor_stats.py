@@ -28,7 +28,7 @@ def either(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("either")
-def test_special_values_are_where_they_belong():
+def test_special_values_are_in_the_right_bins():
     counts, sizes = read(torch.tensor(SPECIAL))
     assert counts.sum() == len(SPECIAL) + 1  # NaN counts twice: as not finite, and as no number
     assert counts[0] == 2 and counts[255] == 3 and counts[BINS] == 1
@@ -54,7 +54,7 @@ def test_histogram_amax_and_squares(dtype, shape):
 
 @pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_fp8_counts_as_what_it_stands_for(dtype):
+def test_fp8_statistics_are_of_the_unscaled_values(dtype):
     x = torch.randn(300, generator=torch.Generator().manual_seed(0)).to(dtype)
     counts, sizes = read(x, torch.tensor(2.0**-6, device=DEVICE))
     plain, plain_sizes = read(x.float() * 2.0**-6)
@@ -73,7 +73,7 @@ def test_views_and_several_tensors_in_a_row():
 
 
 @pytest.mark.usefixtures("either")
-def test_large_tensors_are_counted_by_blocks_but_for_what_must_not_be_missed(monkeypatch):
+def test_large_tensors_are_sampled_by_blocks(monkeypatch):
     monkeypatch.setattr(tensor_stats, "WHOLE", 2 * BLOCK)
     x = torch.randn(11 * BLOCK - 100, generator=torch.Generator().manual_seed(0))
     x[BLOCK + 7], x[BLOCK + 8], x[2 * BLOCK + 5] = math.inf, math.nan, 999.0

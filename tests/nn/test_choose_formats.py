@@ -27,19 +27,19 @@ def no_measurement(monkeypatch):
     monkeypatch.setattr(choose_formats, "measure_costs", lambda *_: None)
 
 
-def test_large_layers_pay_in_all_three_products():
+def test_large_layers_gain_in_all_three_products():
     decision = choose_formats.decide(16384, 4096, 16384, device(), fused=False)
     assert decision.choice == ALL_FP8
     assert decision.reason.startswith("predicted: ")
     assert decision.chosen_ms < decision.bf16_ms
 
 
-def test_small_layers_do_not():
+def test_small_layers_do_not_gain():
     decision = choose_formats.decide(65536, 64, 64, device(), fused=False)
     assert decision.choice == ALL_BF16
 
 
-def test_operands_written_by_their_producers_make_smaller_layers_pay():
+def test_fused_operands_make_smaller_layers_gain():
     for width in (128, 192, 256, 320, 384, 512):
         alone = choose_formats.decide(65536, width, width, device(), fused=False)
         fused = choose_formats.decide(65536, width, width, device(), fused=True)
@@ -58,7 +58,7 @@ def test_a_prediction_has_the_same_operations_for_each_product_and_casts_by_size
 COSTS = Costs((3.0, 3.0, 3.0), (1.0, 1.0, 1.0), cast_input=0.5, cast_grad=0.6, turn_input=0.2, turn_grad=0.3)
 
 
-def test_casts_are_paid_once_by_the_products_that_share_them():
+def test_shared_casts_are_counted_once():
     assert COSTS.of(ALL_BF16, fused=False) == COSTS.of(ALL_BF16, fused=True) == 9
     assert COSTS.of(ALL_FP8, fused=False) == pytest.approx(3 + 0.5 + 0.6 + 0.2 + 0.3)
     assert COSTS.of(ALL_FP8, fused=True) == pytest.approx(3 + 0.2 + 0.3)
@@ -67,7 +67,7 @@ def test_casts_are_paid_once_by_the_products_that_share_them():
     assert COSTS.of(GemmChoice("fp8", "fp8", "bf16"), fused=True) == pytest.approx(5 + 0.5 + 0.6)
 
 
-def test_the_cheapest_combination_is_taken(monkeypatch):
+def test_the_cheapest_combination_is_chosen(monkeypatch):
     dear = Costs((3.0, 3.0, 1.2), (1.0, 1.0, 1.0), cast_input=0.1, cast_grad=0.1, turn_input=0.5, turn_grad=0.5)
     monkeypatch.setattr(choose_formats, "measure_costs", lambda *_: dear)
     decision = choose_formats.decide(1024, 512, 512, device(), fused=False)
@@ -75,7 +75,7 @@ def test_the_cheapest_combination_is_taken(monkeypatch):
     assert decision.reason == "measured: 7.200 ms in BF16, 3.400 ms as chosen, of which casts 0.200"
 
 
-def test_an_unknown_gpu_is_said_to_be_unknown_and_a_cpu_to_be_emulating():
+def test_reasons_for_an_unknown_gpu_and_a_cpu():
     assert "not in the table" in choose_formats.decide(1024, 512, 512, device(None), fused=False).reason
     cpu = Device(
         kind="cpu", name="A CPU", torch_device="cpu", capability=None, memory_bytes=1, native=("fp32",), gpu=None,

@@ -59,7 +59,7 @@ def test_overflow_becomes_inf_as_on_hardware():
         assert (big @ big.t()).isinf().all()
 
 
-def test_fp32_products_are_left_alone():
+def test_fp32_products_do_not_change():
     a = torch.randn(8, 8)
     outside = a @ a
     with EmulatedProducts():

@@ -59,7 +59,7 @@ def converted(name, recipe):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("recipe", "least"), [("bf16", 35), ("fp8[scaling=current]", 13), ("fp8", 13)])
-def test_gradients_are_the_models_own_up_to_the_formats_rounding(name, recipe, least):
+def test_gradients_match_the_model_up_to_rounding(name, recipe, least):
     """FP8's bound is for gradients through the whole model, where E5M2's roundings (reckoned at 26 dB each) add up.
 
     14.8 dB was the worst seen. What one feed-forward must keep, 20 dB, is held in test_linear.py.
@@ -96,7 +96,7 @@ def test_recomputation_changes_no_bit(name, mode, recipe):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp8[scaling=current]", "fp8[checkpoint=full]"])
-def test_a_chain_of_blocks_is_the_blocks_one_by_one(name, recipe):
+def test_a_chain_of_blocks_matches_single_blocks(name, recipe):
     """A hook takes the chain apart, as the block must then be called; no bit may differ, nor any scale."""
     chain, _, first = converted(name, recipe)
     apart, _, second = converted(name, recipe)
@@ -115,7 +115,7 @@ def test_a_chain_of_blocks_is_the_blocks_one_by_one(name, recipe):
     assert len(seen) == 2
 
 
-def test_a_gradient_that_was_changed_on_its_way_is_not_taken_from_the_link():
+def test_a_changed_gradient_is_not_taken_from_the_handoff():
     link = blocks.GradientHandoff(None)
     made, operand = torch.randn(4, 4), Operand(torch.randn(4, 4))
     link.put(made, operand)
@@ -151,7 +151,7 @@ def test_state_dictionaries_do_not_change():
     model.load_state_dict(exact.state_dict())
 
 
-def test_weights_take_delayed_scales_which_only_training_moves():
+def test_only_training_changes_the_delayed_scales_of_weights():
     model, _, conversion = converted("gpt", "fp8")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     site = conversion.scales.sites["blocks.0.up.weight"]
@@ -182,7 +182,7 @@ def test_weights_take_delayed_scales_which_only_training_moves():
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_weights_are_cast_anew_after_a_step_of_any_optimizer(fused):
+def test_weights_are_cast_again_after_a_step_of_any_optimizer(fused):
     """Fused optimizers do not tell of their change by the tensor's version."""
     model, _, _ = converted("gpt", "fp8")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
@@ -192,7 +192,7 @@ def test_weights_are_cast_anew_after_a_step_of_any_optimizer(fused):
     assert gradients(model)[0] != first
 
 
-def test_weights_are_cast_anew_after_a_change_in_place():
+def test_weights_are_cast_again_after_a_change_in_place():
     model, _, _ = converted("gpt", "fp8")
     first = gradients(model)[0]
     with torch.no_grad():
@@ -202,7 +202,7 @@ def test_weights_are_cast_anew_after_a_change_in_place():
 
 
 @pytest.mark.parametrize("keep", ["blocks.1.down", "blocks.1.norm2", "blocks.1"])
-def test_a_block_with_a_kept_part_is_taken_apart(keep):
+def test_a_block_with_a_part_kept_in_fp32_is_not_fused(keep):
     """The kept part stays in FP32, and the other layers of its block are swapped one by one, as the report says."""
     torch.manual_seed(0)
     model = gpt()

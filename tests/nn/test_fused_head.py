@@ -82,7 +82,7 @@ def test_loss_scaling_is_exact(choice):
     assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
 
 
-def test_a_factor_that_is_no_power_of_two():
+def test_a_factor_that_is_not_a_power_of_two():
     x, weight, targets = make()
     _, exact_x, exact_weight = plain(x, weight, targets)
     (compute_head_loss(x, weight, targets) / 3).backward()
@@ -90,7 +90,7 @@ def test_a_factor_that_is_no_power_of_two():
 
 
 @pytest.mark.parametrize("choice", [ALL_BF16, ALL_FP8], ids="-".join)
-def test_ignored_rows_count_nowhere(choice):
+def test_ignored_rows_do_not_count(choice):
     x, weight, targets = make(ignored=2)
     exact, exact_x, exact_weight = plain(x, weight, targets)
     with torch.no_grad():
@@ -110,7 +110,7 @@ def test_another_ignore_index():
 
 
 @pytest.mark.parametrize("choice", [ALL_BF16, ALL_FP8], ids="-".join)
-def test_all_rows_ignored_is_what_pytorch_makes_of_it(choice):
+def test_all_rows_ignored_matches_pytorch(choice):
     x, weight, targets = make()
     targets[:] = -100
     loss = compute_head_loss(x, weight, targets, precision=choice)
@@ -146,7 +146,7 @@ def test_only_what_needs_a_gradient_gets_one(choice, frozen):
     assert sqnr(exact_weight, weight.grad) > 20 if frozen == "x" else sqnr(exact_x, x.grad) > 20
 
 
-def test_an_operand_in_fp8_is_taken_as_it_is():
+def test_a_given_fp8_operand_is_used():
     x, weight, targets = make(192)
     scale = compute_scale(cast.max_abs(x.detach()), FP8_MAX[E4M3])
     lp, lp_t = cast.cast_transpose(x.detach(), scale, E4M3)
@@ -192,7 +192,7 @@ def test_autocast_outside_changes_nothing():
 
 
 @pytest.mark.parametrize("choice", [ALL_BF16, ALL_FP8], ids="-".join)
-def test_backward_runs_twice_where_the_graph_is_retained_and_else_is_refused(choice):
+def test_backward_runs_twice_only_with_a_retained_graph(choice):
     x, weight, targets = make()
     loss = compute_head_loss(x, weight, targets, precision=choice)
     (3 * loss).backward(retain_graph=True)
@@ -224,7 +224,7 @@ def test_fake_tensors_pass_through(choice):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at the loss as it goes on after the break
-def test_torch_compile_leaves_it_alone():
+def test_torch_compile_does_not_trace_the_head():
     def step(x, weight, targets):
         return compute_head_loss(x * 1.0, weight, targets, precision=ALL_FP8) * 2.0
 
@@ -253,7 +253,7 @@ def test_chunks_are_even_and_fit():
         ({"chunk_rows": 0}, "chunk_rows=0"),
     ],
 )
-def test_mistakes_are_named(change, message):
+def test_mistakes_raise(change, message):
     shapes = {"x": (200, 64), "weight": (304, 64), "targets": (200,)} | change
     chunk_rows = shapes.pop("chunk_rows", None)
     x, weight = torch.randn(shapes["x"], device=DEVICE), torch.randn(shapes["weight"], device=DEVICE)

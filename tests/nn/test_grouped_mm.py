@@ -124,7 +124,7 @@ def test_gradients_are_those_of_fp32_within_the_format(recipe, kind):
 
 
 @pytest.mark.parametrize("sizes", [(36, 44), (20, 12), (4, 4), (36, 40)])
-def test_sizes_that_fp32_takes_and_16_bits_do_not_are_padded(sizes):
+def test_sizes_that_16_bit_kernels_do_not_support_are_padded(sizes):
     def make():
         return Stack(lambda: Experts(width=sizes[0], hidden=sizes[1]))
 
@@ -163,7 +163,7 @@ def test_plain_autocast_outside_of_an_engine_computes_as_before():
     assert plain().dtype is torch.float32
 
 
-def test_double_and_other_layouts_are_left_to_torch():
+def test_fp64_and_other_layouts_go_to_torch():
     a, b = torch.randn(4, 8, 16), torch.randn(4, 16, 24)
     with autocast_grouped_mm(), torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch._grouped_mm(a, b).dtype is torch.bfloat16  # one product for each pair
@@ -208,14 +208,14 @@ def test_the_loop_that_transformers_compiles_becomes_a_grouped_product():
         assert torch.ops.transformers.grouped_mm_fallback(x, weight, offs).dtype is torch.float32  # outside: as ever
 
 
-def test_an_engines_graphs_are_kept_apart_on_disk():
+def test_an_engines_graphs_have_a_separate_disk_cache():
     before = torch.compiler.config.cache_key_tag
     with separate_compile_cache():
         assert torch.compiler.config.cache_key_tag not in ("", before)
     assert torch.compiler.config.cache_key_tag == before
 
 
-def test_what_torch_cannot_compile_is_said_in_a_line():
+def test_unsupported_compilation_raises_one_clear_line():
     model, x = Experts(), tokens()
 
     def run(x):
@@ -225,10 +225,10 @@ def test_what_torch_cannot_compile_is_said_in_a_line():
     with autocast_grouped_mm(), pytest.raises(RuntimeError) as caught:
         torch.compile(run, backend="aot_eager", fullgraph=True)(x)
     said = explain_error(caught.value, parse("fp16"), model)
-    assert isinstance(said, UsageError) and "BF16 alone" in str(said) and "\n" not in str(said)
+    assert isinstance(said, UsageError) and "only in BF16" in str(said) and "\n" not in str(said)
 
 
-def test_a_product_that_is_changed_in_place_is_named_where_selective_recomputation_keeps_it():
+def test_selective_checkpointing_names_a_product_changed_in_place():
     class InPlace(Experts):
         def forward(self, x):
             return torch.bmm(x.expand(len(self.up), *x.shape), self.up).add_(1.0).mean(0) @ self.down[0].to(x.dtype)

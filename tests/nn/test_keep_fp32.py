@@ -42,7 +42,7 @@ def test_products_run_in_the_compute_format():
             assert model(torch.ones(2, 8)).dtype is dtype
 
 
-def test_modules_the_user_names_stay_in_fp32():
+def test_named_modules_stay_in_fp32():
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
     engine = engine_for(model, "bf16[keep=2]")
     assert engine.kept == ["2"]
@@ -54,7 +54,7 @@ def test_modules_the_user_names_stay_in_fp32():
     assert engine_for(by_class, "bf16[keep=Bilin*]").kept == ["1"]
 
 
-def test_custom_functions_are_kept_by_decorator():
+def test_decorated_functions_run_in_fp32():
     @keep_fp32
     def energy(x, *, weight):
         return x @ weight, torch.is_autocast_enabled("cpu")
@@ -66,7 +66,7 @@ def test_custom_functions_are_kept_by_decorator():
     assert not cast
 
 
-def test_a_layer_norm_that_16_bits_would_spoil():
+def test_layer_norm_runs_in_fp32():
     """Large mean, small spread: in FP16 the statistics cancel; the keeper gives FP32's answer."""
     x = (torch.arange(8.0) / 8 + 1000).half().expand(2, 8)
     exact = F.layer_norm(x.double(), (8,))

@@ -75,7 +75,7 @@ def test_a_llama_feed_forward_keeps_20_db_in_outputs_and_all_gradients(recipe):
     assert min(ratios) >= 20, ratios
 
 
-def test_layers_that_do_not_fit_or_are_kept_stay_as_they_were_with_the_reason():
+def test_unconverted_layers_have_a_reason():
     model = torch.nn.Sequential(torch.nn.Linear(20, 32), torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
     report = convert(model, "fp8[keep=2]")
     assert [layer.part_of for layer in report.layers] == ["kept", "linear", "kept"]
@@ -152,7 +152,7 @@ def test_microbatches_share_one_amax():
     assert report.scales.sites["0.input"].amax == 8.0
 
 
-def test_conv1d_of_transformers_is_a_linear_with_its_weight_turned():
+def test_conv1d_of_transformers_is_a_linear_with_a_transposed_weight():
     class Conv1D(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -200,7 +200,7 @@ def test_torch_compile_sees_one_graph_with_the_same_numbers():
 
 
 @pytest.mark.parametrize("rows", [16, 5])
-def test_what_a_layer_gives_may_be_changed_in_place(rows):
+def test_a_layers_output_can_be_changed_in_place(rows):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(inplace=True), nn.Linear(64, 32))
     twin = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
@@ -305,7 +305,7 @@ def test_a_graph_casts_one_input_of_several_layers_once():
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")
 @pytest.mark.parametrize(("recipe", "per_layer"), [("fp8[products=all]", 3), ("fp8-lean[products=all]", 4)])
-def test_a_graph_casts_a_weight_once_for_forward_and_backward_unless_it_is_to_be_lean(recipe, per_layer):
+def test_a_graph_casts_a_weight_once_unless_the_recipe_is_lean(recipe, per_layer):
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
 
@@ -353,7 +353,7 @@ def test_a_cast_does_not_outlive_its_scale():
         assert torch.equal(found, model.k_proj(memory.clone()))
 
 
-def test_the_engine_leaves_nothing_held():
+def test_the_engine_clears_shared_casts():
     model, memory = Attention(), torch.randn(16, 32)
     engine = Engine(model, torch.optim.AdamW(model.parameters()), "fp8[products=all]")
     with engine.forward():

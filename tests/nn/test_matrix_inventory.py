@@ -33,7 +33,7 @@ class Named(nn.Linear):
 
 
 class Doubled(nn.Linear):
-    """A subclass with a forward of its own."""
+    """A subclass with a own forward."""
 
     def forward(self, x):
         return 2 * F.linear(x, self.weight, self.bias)
@@ -126,7 +126,7 @@ def matrices_of(model):
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_every_matrix_is_accounted_for_exactly_once(name):
+def test_every_matrix_is_listed_exactly_once(name):
     model = ZOO[name]()
     every = dict(model.named_parameters(remove_duplicate=False))
     for recipe in ("fp8", "bf16", "fp16"):
@@ -147,7 +147,7 @@ def by_path(model, recipe="fp8"):
     return {matrix.path: matrix for matrix in convert(model, recipe).matrices}
 
 
-def test_each_class_of_module_is_named_with_what_becomes_of_it():
+def test_each_class_of_module_is_listed_with_its_format():
     found = by_path(Bag())
     kinds = {path: (m.kind, m.formats[0] if m.formats else "-") for path, m in found.items()}
     assert kinds == {
@@ -186,7 +186,7 @@ def test_each_class_of_module_is_named_with_what_becomes_of_it():
 
 
 @pytest.mark.parametrize("layer", [Empty(32, 32), Named(32)], ids=["empty", "named"])
-def test_a_subclass_that_leaves_forward_alone_is_converted_and_trains(layer):
+def test_a_subclass_without_its_own_forward_is_converted_and_trains(layer):
     torch.manual_seed(0)
     model = nn.Sequential(layer, nn.GELU(), nn.Linear(32, 16))
     engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp8")
@@ -201,7 +201,7 @@ def test_a_subclass_that_leaves_forward_alone_is_converted_and_trains(layer):
 
 
 @pytest.mark.parametrize("recipe", ["fp8", "fp8-lean", "bf16"])
-def test_a_forward_of_somebodys_own_is_never_dropped(recipe):
+def test_a_replaced_forward_is_still_called(recipe):
     torch.manual_seed(0)
     replaced, model = nn.Linear(32, 32), None
     model = nn.Sequential(replaced, Doubled(32, 32))
@@ -213,7 +213,7 @@ def test_a_forward_of_somebodys_own_is_never_dropped(recipe):
         made = model(x).float()
     torch.testing.assert_close(made, exact, rtol=0.05, atol=0.05)
     reasons = [matrix.reason for matrix in engine.conversion.matrices]
-    assert all(("forward of its own" in reason) for reason in reasons)
+    assert all(("own forward" in reason) for reason in reasons)
     assert not any(layer.part_of == "linear" for layer in engine.conversion.layers)
 
 
@@ -223,7 +223,7 @@ def test_a_block_with_a_replaced_forward_is_not_fused():
     up.forward = types.MethodType(lambda self, x: F.linear(x, self.weight) * 0, up)
     report = convert(model, "fp8")
     assert report.blocks == ["blocks.0"]
-    assert "forward of its own" in next(m for m in report.matrices if m.path == "blocks.1.up").reason
+    assert "own forward" in next(m for m in report.matrices if m.path == "blocks.1.up").reason
 
 
 PRODUCTS = {
@@ -238,7 +238,7 @@ PRODUCTS = {
 
 
 @pytest.mark.parametrize("part", ["blocks.0", "blocks.0.norm1", "norm", "lm_head", "tok"])
-def test_whatever_is_replaced_on_a_module_of_a_fused_model_is_still_called(part):
+def test_methods_replaced_in_a_fused_model_are_still_called(part):
     torch.manual_seed(0)
     model = GPT(GPTConfig(layers=2, width=32, heads=2, vocab=64, context=16))
     module = model.get_submodule(part)
@@ -259,7 +259,7 @@ def test_whatever_is_replaced_on_a_module_of_a_fused_model_is_still_called(part)
 
 
 @pytest.mark.parametrize("method", ["finish", "trunk"])
-def test_a_replaced_end_or_trunk_of_a_fused_model_is_still_called(method):
+def test_a_replaced_finish_or_trunk_is_still_called(method):
     model = GPT(GPTConfig(layers=2, width=32, heads=2, vocab=64, context=16))
     calls, own = [], getattr(model, method)
     setattr(model, method, lambda *args, **kwargs: (calls.append(1), own(*args, **kwargs))[1])
@@ -313,7 +313,7 @@ TRUE = {
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8", "bf16-lean"])
 @pytest.mark.parametrize("name", TRUE)
-def test_the_formats_of_the_account_are_those_of_the_products(name, recipe):
+def test_the_inventorys_formats_match_the_products(name, recipe):
     torch.manual_seed(0)
     model, spy = TRUE[name](), Spy()
     recipe = ng.recipe(recipe).replace(keep=("inner",)) if name == "kept" else ng.recipe(recipe)
@@ -340,7 +340,7 @@ def test_a_bilinear_form_after_a_layer_in_16_bits_computes_in_fp32_as_on_cuda():
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_an_engine_accounts_whatever_its_recipe(recipe):
+def test_an_engine_has_an_inventory_in_every_recipe(recipe):
     model = nn.Sequential(nn.Linear(32, 32), nn.Conv1d(4, 4, 3), nn.LSTM(32, 32))
     engine = Engine(model, torch.optim.AdamW(model.parameters()), recipe)
     formats = {matrix.path: set(matrix.formats) for matrix in engine.conversion.matrices}
@@ -375,7 +375,7 @@ def test_the_line_gives_shares_of_parameters_and_of_flops():
     assert convert(nn.Embedding(4, 4), "fp16").summary() == "FP16 in none: no parameter is multiplied"
 
 
-def test_lists_of_experts_count_those_that_a_token_meets():
+def test_lists_of_experts_count_the_experts_per_token():
     class Mixture(nn.Module):
         def __init__(self):
             super().__init__()

@@ -150,7 +150,7 @@ def test_a_lean_copy_keeps_the_masters(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES[:-1])  # weights without masters are refused by any engine but the first
-def test_a_copy_can_have_an_engine_of_its_own(recipe):
+def test_a_copy_can_have_its_own_engine(recipe):
     engine = trained("net", recipe)
     twin = copy.deepcopy(engine.model)
     other = Engine(twin, torch.optim.AdamW(twin.parameters(), lr=1e-2), recipe)
@@ -245,7 +245,7 @@ def test_no_write_to_a_weight_of_a_fused_block_or_head_is_missed(name, recipe):
             assert loss_of(engine.model, name).item() == pytest.approx(plain_loss(engine.model, name), rel=6e-2)
 
 
-def test_a_clamp_after_every_step_is_seen_as_in_a_wasserstein_gan():
+def test_a_clamp_after_every_step_is_detected():
     engine = trained("net", "fp8")
     for _ in range(3):
         step(engine, "net")
@@ -259,7 +259,7 @@ class Doubled(Change):
         return 2 * inner(*args, **kwargs)
 
 
-def test_changes_stand_around_each_other_and_are_taken_back_whole():
+def test_changes_nest_and_are_removed_together():
     layer = nn.Linear(4, 4)
     x, names = torch.randn(2, 4), dict(layer.__dict__)
     plain = layer(x)
@@ -275,7 +275,7 @@ def test_changes_stand_around_each_other_and_are_taken_back_whole():
     assert set(layer.__dict__) == set(names)
 
 
-def test_a_forward_that_the_user_has_set_on_a_module_stays_inside_and_comes_back():
+def test_a_forward_set_on_an_instance_is_called_and_restored():
     layer = nn.Linear(4, 4)
     x, own = torch.randn(2, 4), layer.forward
     layer.forward = lambda x: own(x) + 1
@@ -286,7 +286,7 @@ def test_a_forward_that_the_user_has_set_on_a_module_stays_inside_and_comes_back
     assert torch.equal(layer(x), wanted)
 
 
-def test_a_class_that_copies_itself_in_its_own_way_is_still_asked():
+def test_a_class_with_its_own_deepcopy_is_respected():
     class Own(nn.Linear):
         def __deepcopy__(self, memo):
             made = Own(4, 4)
@@ -299,7 +299,7 @@ def test_a_class_that_copies_itself_in_its_own_way_is_still_asked():
 
 
 @pytest.mark.parametrize("recipe", ["fp8", "bf16-lean", "fp8-lean", "bf16[keep=out,checkpoint=full]"])
-def test_detach_gives_the_model_back(recipe):
+def test_detach_restores_the_model(recipe):
     engine = trained("net", recipe)
     exact = engine.state_dict()["model"]
     model = engine.detach()

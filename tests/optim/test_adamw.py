@@ -35,7 +35,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_fp32_is_torchs_bit_for_bit(options):
+def test_fp32_matches_torch_bit_for_bit(options):
     ours, theirs = make(), make()
     mine, other = AdamW(ours, **options), torch.optim.AdamW(theirs, foreach=False, fused=False, **options)
     for step in range(30):
@@ -63,7 +63,7 @@ def test_a_learning_rate_may_be_a_tensor():
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_a_thousand_steps_with_split_masters_are_fp32s_bit_for_bit():
+def test_a_thousand_steps_with_split_masters_match_fp32_bit_for_bit():
     """The same gradients, in BF16, as a model with BF16 weights would give."""
     exact, halves = make(), make()
     for p in halves:
@@ -81,7 +81,7 @@ def test_a_thousand_steps_with_split_masters_are_fp32s_bit_for_bit():
         assert torch.equal(join_fp32(q), p)
 
 
-def test_an_fp32_copy_beside_a_bf16_weight_steps_alike():
+def test_an_fp32_copy_of_a_bf16_weight_steps_like_fp32():
     split, copied = make(), make()
     for p in (*split, *copied):
         narrow(p)
@@ -98,7 +98,7 @@ def test_an_fp32_copy_beside_a_bf16_weight_steps_alike():
 
 
 @pytest.mark.parametrize("options", [{"moments": "bf16"}, {"moments": "8bit"}, {"moments": "8bit", "master": "split"}])
-def test_narrow_moments_stay_near(options):
+def test_narrow_moments_stay_close_to_fp32(options):
     exact, ours = make(), make()
     if options.get("master") == "split":
         for p in ours:
@@ -116,7 +116,7 @@ def test_narrow_moments_stay_near(options):
         assert (join_fp32(q) - p).norm() < 0.05 * moved
 
 
-def test_no_master_rounds_so_that_the_mean_is_right():
+def test_stochastic_rounding_has_the_right_mean():
     value = torch.full((200_000,), 1.0 + 2**-10)  # an eighth of a BF16 step above 1
     rounded = round_stochastically(value, 3, 1).float()
     assert sorted(rounded.unique().tolist()) == [1.0, 1.0 + 2**-7]
@@ -155,7 +155,7 @@ def test_scaled_gradients_are_unscaled_and_bad_ones_skip():
 
 @pytest.mark.parametrize("master", ["split", "fp32", "none"])
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
-def test_a_state_comes_back_as_it_went(master, moments):
+def test_a_state_round_trips(master, moments):
     straight = make()
     for p in straight:
         narrow(p)
@@ -193,7 +193,7 @@ def test_groups_and_schedulers():
     assert optimizer.state[first[0]]["exp_avg"].dtype is torch.float32
 
 
-def test_full_precision_leaves_and_comes_back():
+def test_full_precision_round_trips():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
     wanted = {name: value.clone() for name, value in model.state_dict().items()}
@@ -302,7 +302,7 @@ def test_strides_change_no_bit_in_any_format(master, moments, by_kernel, monkeyp
     assert one.foreign_writes == 0 and turned[0].is_contiguous(memory_format=torch.channels_last)
 
 
-def test_mistakes_are_said():
+def test_mistakes_raise_clear_errors():
     with pytest.raises(UsageError, match="master='half' is unknown"):
         AdamW(make(), master="half")
     with pytest.raises(UsageError, match="lr=-1"):

@@ -144,7 +144,7 @@ def step_all_forms(mesh, forms, by_kernel):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_shards_step_as_the_whole_does(ranks, tmp_path):
+def test_shards_step_like_the_full_parameter(ranks, tmp_path):
     """Bit for bit; but for 8-bit moments and rounding noise, which run along a shard: there as its shards alone do."""
     expand_groups(ranks, step_all_forms, tmp_path, FORMS, False)
 
@@ -227,7 +227,7 @@ def load(mesh, folder):
                     assert (tiles_evenly(found[index][name]) - value).norm() <= 0.02 * value.norm()
 
 
-def test_a_checkpoint_goes_from_4_ranks_to_2_and_to_1(tmp_path):
+def test_a_checkpoint_of_4_ranks_loads_on_2_and_on_1(tmp_path):
     expand_groups(4, save, tmp_path, tmp_path)
     for ranks in (2, 1):
         expand_groups(ranks, load, tmp_path, tmp_path)
@@ -334,7 +334,7 @@ def make_mistakes(mesh):
         optimizer.load_state_dict(state)
 
 
-def test_what_shards_cannot_do_is_refused(tmp_path):
+def test_unsupported_options_of_shards_raise(tmp_path):
     expand_groups(2, make_mistakes, tmp_path)
 
 
@@ -370,9 +370,9 @@ def shard_after_narrowing(mesh):
     assert all(same(tiles_evenly(value), wanted[name]) for name, value in full_precision(model).items())
 
 
-def test_remainders_come_after_fully_shard_too(tmp_path):
+def test_remainders_can_be_added_after_fully_shard(tmp_path):
     expand_groups(2, shard_after_narrowing, tmp_path)
 
 
-def test_a_sharded_optimizer_is_taken_over(tmp_path):
+def test_a_sharded_optimizer_is_converted(tmp_path):
     expand_groups(2, take_over_and_resume, tmp_path)

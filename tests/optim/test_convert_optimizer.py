@@ -57,7 +57,7 @@ def train(engine, steps=1):
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_users_object_has_the_state_and_brings_it_back(recipe, options):
+def test_the_users_optimizer_saves_and_loads_the_state(recipe, options):
     model, optimizer = make(lr=1e-2, **options)
     engine = Engine(model, optimizer, recipe)
     assert engine.optimizers == [optimizer] and isinstance(optimizer, torch.optim.AdamW)
@@ -139,7 +139,7 @@ def test_a_group_added_after_another_engine_keeps_its_gradients():
 
 
 @pytest.mark.parametrize("recipe", ["bf16-lean", "bf16[moments=8bit]", "bf16[master=split]"])
-def test_a_step_of_its_own_is_refused_and_nothing_is_changed(recipe):
+def test_a_subclass_with_its_own_step_is_rejected_unchanged(recipe):
     for kind, method in ((Centralised, "step"), (Noted, "state_dict")):
         model, optimizer = make(kind)
         with pytest.raises(
@@ -156,14 +156,14 @@ def test_a_step_of_its_own_is_refused_and_nothing_is_changed(recipe):
     assert train(Engine(model, optimizer, "bf16"), 2)[1] > 0
 
 
-def test_other_subclasses_are_taken_over_and_keep_their_methods():
+def test_other_subclasses_are_converted_and_keep_their_methods():
     model, optimizer = make(Plain)
     engine = Engine(model, optimizer, "bf16-lean")
     assert train(engine, 5)[-1] < train(engine, 1)[0] * 2 and optimizer.rate() == 1e-2
     assert isinstance(optimizer, Plain) and isinstance(optimizer, AdamW) and type(optimizer).__name__ == "Plain"
 
 
-def test_complex_parameters_of_other_formats_are_refused_before_anything_is_changed():
+def test_unsupported_complex_parameters_are_rejected_before_any_change():
     model = nn.Linear(4, 4)
     model.other = nn.Parameter(torch.zeros(4, dtype=torch.complex128))
     with pytest.raises(UsageError, match="complex128"):
@@ -172,7 +172,7 @@ def test_complex_parameters_of_other_formats_are_refused_before_anything_is_chan
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, Plain])
-def test_it_can_be_copied_and_pickled(kind):
+def test_a_converted_optimizer_can_be_copied_and_pickled(kind):
     model, optimizer = make(kind)
     train(Engine(model, optimizer, "bf16-lean"), 2)
     for again in (pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
@@ -192,7 +192,7 @@ def test_it_can_be_copied_and_pickled(kind):
         assert all(torch.equal(join_fp32(p), old) for p, old in zip(model.parameters(), kept, strict=True))
 
 
-def test_a_state_that_torch_had_made_goes_on():
+def test_a_state_of_torch_continues():
     lean, optimizer = make(lr=1e-2)
     plain, other = make(lr=1e-2, foreach=False)
     for step in range(4):

@@ -35,7 +35,7 @@ def test_zeros_stay_zeros_and_extremes_stay_finite():
 
 
 @pytest.mark.parametrize("target", [0.5, 2.0])
-def test_a_second_moment_goes_where_it_should_by_steps_smaller_than_a_code(target):
+def test_a_second_moment_changes_by_less_than_a_code(target):
     """It moves by a thousandth of the way a step; codes are up to a hundredth apart."""
     generator = torch.Generator().manual_seed(0)
     start = torch.rand(4096, generator=generator) + 0.5

@@ -87,7 +87,7 @@ def test_any_weight_with_any_remainder_is_a_number_near_the_weight():
         check_total(torch.full_like(every, edge - 0x8000), every)
 
 
-def test_a_copy_belongs_to_the_weight_it_rounds_to_and_to_no_other():
+def test_an_fp32_copy_is_valid_only_for_the_weight_it_rounds_to():
     values = torch.cat([torch.randn(100_000, generator=torch.Generator().manual_seed(2)), from_bits(EDGES[:18])])
     for weight in (split(values)[0], values.to(torch.bfloat16)):  # ties away from zero, and ties to even
         assert is_rounded_from(weight, values).all()

@@ -46,7 +46,7 @@ def engine_of(recipe):
 
 @pytest.mark.parametrize("recipe", ["bf16-lean", "fp8-lean", "bf16[moments=8bit]", "bf16[moments=bf16]"])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
-def test_torch_reads_a_state_rightly_or_says_what_to_do(recipe, kind):
+def test_torch_loads_a_state_correctly_or_names_the_fix(recipe, kind):
     engine = engine_of(recipe)
     for state in (engine.state_dict()["optimizers"][0], engine.optimizers[0].state_dict()):
         wanted = plain_state(state)["state"]
@@ -91,14 +91,14 @@ MOVES = [("bf16", "bf16-lean"), ("bf16-lean", "bf16"), ("bf16[master=split]", "f
 
 
 @pytest.mark.parametrize(("old", "new"), MOVES)
-def test_engines_hand_masters_over_to_the_bit(old, new):
+def test_masters_survive_a_second_engine_bit_for_bit(old, new):
     first, second = engine_of(old), engine_of(new)
     wanted = full_precision(first.inner)
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     assert all(torch.equal(value, wanted[name]) for name, value in full_precision(second.inner).items())
 
 
-def test_8_bit_codes_come_back_as_they_were():
+def test_8_bit_codes_round_trip():
     parameters, optimizer = make("split", "8bit")
     step(parameters, optimizer, 0, 5)
     file = io.BytesIO()

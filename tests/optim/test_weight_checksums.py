@@ -46,7 +46,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("kind", ["any bits", "small weights", "one value", "zeros and ones"])
-def test_every_change_is_seen(kind, change):
+def test_every_change_is_detected(kind, change):
     bits = random_bits(20_000)
     if kind == "small weights":
         drawn = torch.randn(20_000, GROUP, generator=torch.Generator().manual_seed(1))
@@ -61,7 +61,7 @@ def test_every_change_is_seen(kind, change):
     assert torch.equal(found, changed)
 
 
-def test_every_sign_of_every_value_at_every_place_is_seen():
+def test_every_sign_change_is_detected():
     """The promise of the docstring: all 65,536 values, at each of the 128 places."""
     values = torch.arange(-0x8000, 0x8000, dtype=torch.int32).to(torch.int16)
     for place in range(GROUP):
@@ -78,7 +78,7 @@ def test_every_sign_of_every_value_at_every_place_is_seen():
 @pytest.mark.parametrize("size", [1, 127, 128, 129, 2048, 5000])
 @pytest.mark.parametrize("eps", [1e-8, 0.0])
 @pytest.mark.filterwarnings("ignore:invalid value")  # 0 / 0 beyond the end, as on a GPU
-def test_the_kernel_writes_the_references_words(size, eps, monkeypatch):
+def test_the_kernel_writes_the_references_checksums(size, eps, monkeypatch):
     monkeypatch.setattr(kernels, "interpreting", True)
     parameter = narrow(nn.Parameter(torch.randn(size, generator=torch.Generator().manual_seed(0))))
     optimizer = AdamW([parameter], master="split", eps=eps)
@@ -148,7 +148,7 @@ WRITES = {
 @pytest.mark.parametrize("by_kernel", [False, True])
 @pytest.mark.parametrize("master", ["split", "fp32", "none"])
 @pytest.mark.parametrize("write", WRITES)
-def test_what_was_written_is_the_master_from_then_on(write, master, by_kernel, monkeypatch):
+def test_a_written_weight_becomes_the_master(write, master, by_kernel, monkeypatch):
     parameter, optimizer = make(by_kernel, monkeypatch, master)
     for seed in range(3):
         step(parameter, optimizer, seed)
@@ -176,7 +176,7 @@ def test_what_was_written_is_the_master_from_then_on(write, master, by_kernel, m
 
 
 @pytest.mark.parametrize("by_kernel", [False, True])
-def test_groups_that_were_not_touched_keep_every_bit(by_kernel, monkeypatch):
+def test_untouched_groups_keep_every_bit(by_kernel, monkeypatch):
     parameter, optimizer = make(by_kernel, monkeypatch)
     other, untouched = make(by_kernel, monkeypatch)
     for seed in range(3):
@@ -198,7 +198,7 @@ def test_groups_that_were_not_touched_keep_every_bit(by_kernel, monkeypatch):
 
 @pytest.mark.parametrize("by_kernel", [False, True])
 @pytest.mark.parametrize("master", ["split", "fp32"])
-def test_weights_put_in_for_an_evaluation_and_taken_out_again_cost_nothing(master, by_kernel, monkeypatch):
+def test_swapping_weights_for_an_evaluation_loses_no_bits(master, by_kernel, monkeypatch):
     parameter, optimizer = make(by_kernel, monkeypatch, master)
     other, untouched = make(by_kernel, monkeypatch, master)
     for seed in range(3):
@@ -225,7 +225,7 @@ def test_pruned_weights_are_zeros_and_learn_again(by_kernel, monkeypatch):
 
 
 @pytest.mark.parametrize("by_kernel", [False, True])
-def test_a_skipped_update_counts_nothing_and_keeps_the_words(by_kernel, monkeypatch):
+def test_a_skipped_update_keeps_counts_and_checksums(by_kernel, monkeypatch):
     parameter, optimizer = make(by_kernel, monkeypatch)
     step(parameter, optimizer)
     words = optimizer.state[parameter]["check"].clone()
@@ -258,7 +258,7 @@ def test_weights_and_state_may_be_loaded_in_either_order(order, master):
     assert all(torch.equal(value, wanted[name]) for name, value in full_precision(fresh).items())
 
 
-def test_states_without_words_load_and_belong_to_the_weights_that_are_there():
+def test_states_without_checksums_apply_to_the_current_weights():
     parameter, optimizer = make(False, pytest.MonkeyPatch())
     step(parameter, optimizer)
     state = copy.deepcopy(optimizer.state_dict())
@@ -272,7 +272,7 @@ def test_states_without_words_load_and_belong_to_the_weights_that_are_there():
     assert other.foreign_writes == 0
 
 
-def test_a_full_precision_state_renews_the_words():
+def test_loading_a_full_precision_state_updates_the_checksums():
     linear = nn.Linear(40, 30)
     for p in linear.parameters():
         narrow(p)
@@ -287,7 +287,7 @@ def test_a_full_precision_state_renews_the_words():
     assert all(torch.equal(value, wanted[name]) for name, value in full_precision(linear).items())
 
 
-def test_samples_look_at_the_groups_they_fall_into():
+def test_samples_check_their_groups():
     parameter, optimizer = make(False, pytest.MonkeyPatch(), shape=(1000, 500))
     step(parameter, optimizer)
     with torch.no_grad():
@@ -299,7 +299,7 @@ def test_samples_look_at_the_groups_they_fall_into():
     assert not find_own_groups(parameter.detach(), optimizer.state[parameter]["check"]).all()
 
 
-def test_a_parameter_made_fp32_or_bf16_under_the_optimizer_is_still_stepped():
+def test_a_parameter_whose_dtype_changes_is_still_stepped():
     linear = nn.Linear(16, 16)
     narrow(linear.weight)
     optimizer = AdamW(linear.parameters(), master="split", lr=1e-2)

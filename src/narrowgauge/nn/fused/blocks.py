@@ -317,9 +317,7 @@ def _backward(
     grad_w_down = compute_grad_weight(g, a, plan.down.choice, uses.down.gradient_dtype, uses.down)
     grad_h2 = compute_grad_input(grad_u, uses.up, plan.up.choice)
     grad_w_up = compute_grad_weight(grad_u, kept.h2, plan.up.choice, uses.up.gradient_dtype, uses.up)
-    grad_x1, g1, grad_norm2 = norm_backward(
-        plan.kind, grad_h2, kept.x1, weights[3], kept.stats2, g_rows, plan.out, caster
-    )
+    grad_x1, g1, grad_n2 = norm_backward(plan.kind, grad_h2, kept.x1, weights[3], kept.stats2, g_rows, plan.out, caster)
     grad_o = compute_grad_input(g1, uses.out, plan.out.choice)
     grad_w_out = compute_grad_weight(g1, kept.o, plan.out.choice, uses.out.gradient_dtype, uses.out)
     grad_qkv = _run_attention_backward(plan, kept, grad_o.view(*x0.shape[:2], -1), caster)
@@ -327,14 +325,12 @@ def _backward(
     grad_w_qkv = compute_grad_weight(grad_qkv, kept.h1, plan.qkv.choice, uses.qkv.gradient_dtype, uses.qkv)
     reader = before.reader if before is not None else None
     rows = x0.reshape(-1, x0.shape[-1])
-    grad_input, operand, grad_norm1 = norm_backward(
-        plan.kind, grad_h1, rows, weights[0], kept.stats1, grad_x1, reader, caster
-    )
+    grad_x, operand, grad_n1 = norm_backward(plan.kind, grad_h1, rows, weights[0], kept.stats1, grad_x1, reader, caster)
     if events.wants_tensors():
         for name, shown in (("down", g), ("up", grad_u), ("out", g1), ("qkv", grad_qkv)):
             shown.report("gradient", f"{plan.path}.{name}")
     ups = grad_w_up.split([weight.shape[0] for weight in uses.up.weights])
-    return grad_input, operand, [grad_norm1, grad_w_qkv, grad_w_out, grad_norm2, *ups, grad_w_down]
+    return grad_x, operand, [grad_n1, grad_w_qkv, grad_w_out, grad_n2, *ups, grad_w_down]
 
 
 def _run_attention(
