@@ -44,7 +44,7 @@ COPY = 2 * big.numel() * 4 / timed(lambda: big + 0.0) / 1e9
 big = big[:1]
 print(f"{torch.cuda.get_device_name()}  D={D} N={N}  copy {COPY:.2f} TB/s", flush=True)
 
-x, x32, u, da = randn(N, D), randn(N, D, dtype=torch.float32), randn(N, 4 * D), randn(N, 4 * D)
+x, x32, u, grad_output = randn(N, D), randn(N, D, dtype=torch.float32), randn(N, 4 * D), randn(N, 4 * D)
 weight = torch.rand(D, device=cuda)
 heads = D // 64 if D <= 1024 else D // 128
 parts = tuple(randn(N // 1024, heads, 1024, D // heads) for _ in range(3))
@@ -68,36 +68,42 @@ report("cast_weight_delayed 4DxD", 4 * D * D * 6, lambda: cast_weight_delayed([w
 report("gelu bf16", N * D * 16, lambda: activation.gelu(u, transposed=False))
 report("gelu fp8", N * D * 12, lambda: activation.gelu(u, transposed=False, **fp8))
 report("gelu fp8 both", N * D * 16, lambda: activation.gelu(u, **fp8))
-report("gelu_backward fp8 both", N * D * 24, lambda: activation.gelu_backward(da, u, **grad8))
+report("gelu_backward fp8 both", N * D * 24, lambda: activation.gelu_backward(grad_output, u, **grad8))
 again: dict[str, Any] = {"forward_scale": one, **grad8}
-report("gelu_backward fp8 both, gelu again", N * D * 28, lambda: activation.gelu_backward(da, u, **again))
-report("gelu_backward bf16", N * D * 24, lambda: activation.gelu_backward(da, u, transposed=False))
+report("gelu_backward fp8 both, gelu again", N * D * 28, lambda: activation.gelu_backward(grad_output, u, **again))
+report("gelu_backward bf16", N * D * 24, lambda: activation.gelu_backward(grad_output, u, transposed=False))
 report("swiglu fp8 both", N * D * 12, lambda: activation.swiglu(u, **fp8))
 report(
-    "swiglu_backward fp8 both, swiglu again", N * D * 22, lambda: activation.swiglu_backward(da[:, : 2 * D], u, **again)
+    "swiglu_backward fp8 both, swiglu again",
+    N * D * 22,
+    lambda: activation.swiglu_backward(grad_output[:, : 2 * D], u, **again),
 )
 report("norm fp32 + branch -> fp8", N * D * 11, lambda: norm.norm(x32, weight, eps=1e-5, branch=x, **fp8))
 report("norm fp32 -> fp8", N * D * 5, lambda: norm.norm(x32, weight, eps=1e-5, **fp8))
 report("norm fp32 -> bf16", N * D * 6, lambda: norm.norm(x32, weight, eps=1e-5))
 made = norm.norm(x32, weight, eps=1e-5)
-back: dict[str, Any] = {"kind": "layer", "dresidual": x32}
+back: dict[str, Any] = {"kind": "layer", "grad_residual": x32}
 stats = (x32, weight, made.mean, made.rstd)
 report("norm_backward -> fp32", N * D * 14, lambda: norm.norm_backward(x, *stats, **back))
 report("norm_backward -> fp32 + fp8", N * D * 15, lambda: norm.norm_backward(x, *stats, **back, **grad8))
 V, n = 50304, 16384
 logits, targets = randn(n, V), torch.randint(0, V, (n,), device=cuda)
-report("softmax_statistics", n * V * 2, lambda: cross_entropy.softmax_statistics(logits, targets, -100))
-lse, _ = cross_entropy.softmax_statistics(logits, targets, -100)
-report("dlogits fp8 both", n * V * 4, lambda: cross_entropy.dlogits_lp(logits, targets, lse))
-report("dlogits bf16", n * V * 4, lambda: cross_entropy.dlogits(logits, targets, lse, one))
+report("softmax_statistics", n * V * 2, lambda: cross_entropy.compute_softmax_stats(logits, targets, -100))
+lse, _ = cross_entropy.compute_softmax_stats(logits, targets, -100)
+report("dlogits fp8 both", n * V * 4, lambda: cross_entropy.compute_grad_logits_fp8(logits, targets, lse))
+report("dlogits bf16", n * V * 4, lambda: cross_entropy.compute_grad_logits(logits, targets, lse, one))
 over: dict[str, Any] = {"out": torch.empty_like(logits)}
-report("loss and dlogits bf16 in one", n * V * 4, lambda: cross_entropy.loss_gradient(logits, targets, one, **over))
+report(
+    "loss and dlogits bf16 in one", n * V * 4, lambda: cross_entropy.compute_loss_and_grad(logits, targets, one, **over)
+)
 over = {"out": logits}
-report("the same, over the logits", n * V * 4, lambda: cross_entropy.loss_gradient(logits, targets, one, **over))
+report(
+    "the same, over the logits", n * V * 4, lambda: cross_entropy.compute_loss_and_grad(logits, targets, one, **over)
+)
 logits = lse = targets = one
 over.clear()
 ids = (torch.rand(N, device=cuda) ** 4 * V).long()  # some words often, most seldom
-words = functools.partial(embedding.embedding_gradient, x32, ids, V)
+words = functools.partial(embedding.embedding_backward, x32, ids, V)
 by_torch = functools.partial(torch.ops.aten.embedding_dense_backward, x32, ids, V, -1, False)
 report("embedding_gradient", N * D * 4 + V * D * 4, words)
 

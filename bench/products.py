@@ -16,7 +16,7 @@ from torch import Tensor
 
 from narrowgauge import tasks
 from narrowgauge.kernels import cublas
-from narrowgauge.nn.fused.head import default_chunk_rows
+from narrowgauge.nn.fused.head import choose_chunk_rows
 from narrowgauge.nn.products.gemm import BF16, E4M3, E5M2, FAST_DEPTH, product_bf16, product_fp8
 
 ROUNDS = 5
@@ -25,7 +25,7 @@ rows: list[dict[str, Any]] = []
 
 def report(name: str, times: int, ours: Callable[[], Tensor], by_torch: Callable[[], Tensor]) -> None:
     ours()  # and choose
-    turns = [[cublas._milliseconds(run, 6) for run in (by_torch, ours)] for _ in range(ROUNDS)]
+    turns = [[cublas._measure_ms(run, 6) for run in (by_torch, ours)] for _ in range(ROUNDS)]
     theirs_ms, ours_ms = (median(turn[index] for turn in turns) for index in (0, 1))
     rows.append({"product": name, "times": times, "torch_ms": theirs_ms, "ours_ms": ours_ms})
     print(
@@ -68,7 +68,7 @@ def in_fp8(name: str, times: int, n: int, inputs: int, outputs: int, of_gradient
 for spec in sys.argv[1:] or ("gpt2-124m", "gpt:8x4096"):
     facts = tasks.find(spec).facts
     n, d, layers, words = facts["batch"] * facts["context"], facts["width"], facts["layers"], facts["padded_vocab"]
-    chunk = default_chunk_rows(n, words)
+    chunk = choose_chunk_rows(n, words)
     for name, inputs, outputs in (("qkv", d, 3 * d), ("out", d, d), ("up", d, 4 * d), ("down", 4 * d, d)):
         in_bf16(f"{spec} {name}", layers, n, inputs, outputs)
         in_fp8(f"{spec} {name}", layers, n, inputs, outputs, E5M2)

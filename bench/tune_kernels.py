@@ -22,18 +22,18 @@ N, D, V = 65536, 768, 50304
 Case = tuple[str, Callable[[], Any]]
 
 
-def tiles(*cuts: tuple[int, int, int]) -> list[dict[str, int]]:
+def tile_grid(*cuts: tuple[int, int, int]) -> list[dict[str, int]]:
     return [{"BLOCK_N": n, "BLOCK_D": d, "num_warps": w} for n, d, w in cuts]
 
 
-FLAT = tiles(
+FLAT = tile_grid(
     (128, 64, 8), (128, 64, 4), (128, 64, 16), (64, 64, 4), (64, 64, 8), (64, 128, 8), (128, 128, 8), (128, 128, 16),
     (128, 32, 4), (64, 32, 4), (64, 64, 16), (128, 32, 8), (64, 256, 16), (128, 32, 2), (64, 64, 2), (128, 128, 4),
 )  # fmt: skip
-TURN = tiles(
+TURN = tile_grid(
     (128, 128, 4), (128, 128, 8), (128, 64, 4), (64, 128, 4), (128, 256, 8), (256, 128, 8), (64, 64, 2), (256, 64, 4)
 )
-LP = tiles((128, 128, 8), (128, 64, 4), (128, 64, 8), (128, 128, 16), (64, 128, 8), (64, 64, 4), (128, 32, 4))
+LP = tile_grid((128, 128, 8), (128, 64, 4), (128, 64, 8), (128, 128, 16), (64, 128, 8), (64, 64, 4), (128, 32, 4))
 STATISTICS = [{"BLOCK": b, "num_warps": w} for b, w in ((2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16))]
 LOSS = [
     {"BLOCK": b, "num_warps": w}
@@ -89,31 +89,37 @@ def cases(kind: str) -> Iterator[Case]:
         u = randn(N, 4 * D)
         yield from with_tile(activation.TILE, FLAT, lambda: activation.gelu(u, transposed=False, **options_e4m3))
     elif kind == "gelu_backward":
-        u, da = randn(N, 4 * D), randn(N, 4 * D)
+        u, grad_output = randn(N, 4 * D), randn(N, 4 * D)
         one = torch.ones((), device="cuda")
         yield from with_tile(
-            activation.PAIR_TILE, FLAT, lambda: activation.gelu_backward(da, u, forward_scale=one, **options_e5m2)
+            activation.PAIR_TILE,
+            FLAT,
+            lambda: activation.gelu_backward(grad_output, u, forward_scale=one, **options_e5m2),
         )
     elif kind == "swiglu_backward":
-        u, da = randn(N, 4 * D), randn(N, 2 * D)
+        u, grad_output = randn(N, 4 * D), randn(N, 2 * D)
         one = torch.ones((), device="cuda")
         yield from with_tile(
-            activation.GATED_TILE, FLAT, lambda: activation.swiglu_backward(da, u, forward_scale=one, **options_e5m2)
+            activation.GATED_TILE,
+            FLAT,
+            lambda: activation.swiglu_backward(grad_output, u, forward_scale=one, **options_e5m2),
         )
     elif kind in ("lp", "statistics", "loss"):
         logits, targets = randn(N // 4, V), torch.randint(0, V, (N // 4,), device="cuda")
-        lse, _ = cross_entropy.softmax_statistics(logits, targets, -100)
+        lse, _ = cross_entropy.compute_softmax_stats(logits, targets, -100)
         if kind == "lp":
-            yield from with_tile(cross_entropy.LP_TILE, LP, lambda: cross_entropy.dlogits_lp(logits, targets, lse))
+            yield from with_tile(
+                cross_entropy.LP_TILE, LP, lambda: cross_entropy.compute_grad_logits_fp8(logits, targets, lse)
+            )
         elif kind == "loss":
             factor = torch.ones((), device="cuda")
-            work = partial(cross_entropy.loss_gradient, logits, targets, factor, out=torch.empty_like(logits))
+            work = partial(cross_entropy.compute_loss_and_grad, logits, targets, factor, out=torch.empty_like(logits))
             yield from with_tile(cross_entropy.LOSS_GRADIENT_TILE, LOSS, work)
         else:
             yield from with_tile(
                 cross_entropy.STATISTICS_TILE,
                 STATISTICS,
-                lambda: cross_entropy.softmax_statistics(logits, targets, -100),
+                lambda: cross_entropy.compute_softmax_stats(logits, targets, -100),
             )
     else:
         for width, cuts in CUTS[kind].items():
@@ -125,13 +131,13 @@ def cases(kind: str) -> Iterator[Case]:
             )
             made = norm.norm(x, weight, eps=1e-5)
             for cut in cuts:
-                name = "forward_cut" if kind == "norm" else "backward_cut"
-                setattr(norm, name, lambda _, cut=cut: norm.Cut(*cut))
+                name = "choose_forward_launch" if kind == "norm" else "choose_backward_launch"
+                setattr(norm, name, lambda _, cut=cut: norm.LaunchConfig(*cut))
                 if kind == "norm":
                     work = partial(norm.norm, x, weight, eps=1e-5, branch=branch, **options_e4m3)
                 else:
                     work = partial(
-                        norm.norm_backward, branch, x, weight, made.mean, made.rstd, dresidual=x, **options_e5m2
+                        norm.norm_backward, branch, x, weight, made.mean, made.rstd, grad_residual=x, **options_e5m2
                     )
                 yield f"{width}: {cut}", work
 

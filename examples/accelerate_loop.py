@@ -1,9 +1,9 @@
-"""Accelerate under a recipe: ``prepare(accelerator, ..., recipe=...)`` in the place of ``accelerator.prepare(...)``.
+"""Accelerate under a recipe: ``prepare(accelerator, ..., recipe=...)`` instead of ``accelerator.prepare(...)``.
 
 python examples/accelerate_loop.py --recipe fp16
 
-Gradients are accumulated over two microbatches. Halfway ``save_state`` is called, and a fresh model, optimizer and
-Accelerator go on from ``load_state``: with the same losses as a plain ``ng.Engine`` loop, bit for bit.
+It accumulates gradients over two microbatches. Halfway it calls ``save_state``, and a new model, optimizer and
+Accelerator resume with ``load_state``. The losses equal those of a plain ``ng.Engine`` loop, bit for bit.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import tempfile
 
 import torch.nn.functional as F
 from accelerate import Accelerator
-from tiny import STEPS, ask, compare, engine_losses, make_loader, make_model, make_optimizer
+from tiny import STEPS, compare, engine_losses, make_loader, make_model, make_optimizer, parse_recipe
 
 from narrowgauge.integrations.accelerate import engine_of, prepare
 
@@ -41,7 +41,7 @@ def train(recipe: str, start: int, end: int, folder: str) -> list[float]:
 
 
 def main() -> None:
-    recipe = ask("Train a small network with Accelerate.")
+    recipe = parse_recipe("Train a small network with Accelerate.")
     with tempfile.TemporaryDirectory() as folder:
         losses = train(recipe, 0, STEPS // 2, folder) + train(recipe, STEPS // 2, STEPS, folder)
     compare("Accelerate", losses, engine_losses(recipe, accumulate=2))

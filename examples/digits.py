@@ -1,9 +1,9 @@
-"""A task of your own, in a file of your own: a small convolutional network that reads scikit-learn's digits.
+"""A user-defined task: a small convolutional network that classifies scikit-learn's digits.
 
 narrowgauge train examples/digits.py:digits --recipe bf16 --batch 32
 
-The function's parameters are the options the command line passes on. It returns what there is to train: a model, a
-batch for each step, and a loss; the rest is for a better record.
+The parameters of the function are command-line options. It returns what to train: a model, a batch for each step, and a
+loss. The other fields improve the record of the run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def digits(batch: int = 64, seed: int = 0) -> ng.Task:
     held_back, rest = order[:360], order[360:]
 
     def make_batch(step: int, split: str) -> tuple[Tensor, Tensor]:
-        """The same step always gives the same batch: that is what makes a run resumable to the bit."""
+        """The same step always gives the same batch, so a resumed run is exact."""
         if split == "eval":
             return images[held_back], labels[held_back]
         epoch, place = divmod(step, max(1, len(rest) // batch))

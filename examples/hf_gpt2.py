@@ -1,9 +1,9 @@
-"""A Hugging Face GPT-2 of a few million parameters, freshly made, on the bytes of Python's own source.
+"""A new Hugging Face GPT-2 with a few million parameters, trained on the bytes of Python's own source.
 
 narrowgauge validate examples/hf_gpt2.py:gpt2 --candidates bf16
 narrowgauge train examples/hf_gpt2.py:gpt2 --recipe bf16
 
-Nothing of the model is changed: the engine takes it as it comes from transformers.
+The model comes from transformers without any changes.
 """
 
 from __future__ import annotations

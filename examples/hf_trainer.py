@@ -2,8 +2,8 @@
 
 python examples/hf_trainer.py --recipe fp16
 
-A small GPT-2 reads Python's own source. Halfway a fresh model and Trainer go on with ``resume_from_checkpoint``: with
-the same losses as a plain ``ng.Engine`` loop, bit for bit.
+A small GPT-2 trains on Python's own source. Halfway a new model and Trainer resume with ``resume_from_checkpoint``. The
+losses equal those of a plain ``ng.Engine`` loop, bit for bit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from tiny import ask, compare
+from tiny import compare, parse_recipe
 from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
@@ -29,7 +29,7 @@ STEPS, BATCH, CONTEXT = 12, 4, 32
 
 
 class Snippets(IterableDataset[dict[str, Tensor]]):
-    """Pieces of source code as bytes, in the same order every time."""
+    """Chunks of source code as bytes, always in the same order."""
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         text = torch.from_numpy(corpus.load().train[: STEPS * BATCH * CONTEXT].copy()).long()
@@ -37,8 +37,8 @@ class Snippets(IterableDataset[dict[str, Tensor]]):
             yield {"input_ids": tokens, "labels": tokens}
 
 
-class Listening(Trainer):
-    """A Trainer that notes each step's loss; any subclass can be adapted."""
+class LossRecordingTrainer(Trainer):
+    """A Trainer that records the loss of each step. Any subclass can be adapted."""
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss: Tensor = super().training_step(*args, **kwargs)
@@ -53,17 +53,17 @@ def make_model() -> GPT2LMHeadModel:
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     model = GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"  # without it transformers 5.22 divides by one token a row too many
+    model.loss_type = "ForCausalLM"  # without it transformers 5.22 divides by one token per row too many
     return model
 
 
-def make_trainer(recipe: str, folder: str) -> Listening:
+def make_trainer(recipe: str, folder: str) -> LossRecordingTrainer:
     arguments = TrainingArguments(
         output_dir=folder, max_steps=STEPS, per_device_train_batch_size=BATCH, learning_rate=1e-3, weight_decay=0.0,
         lr_scheduler_type="constant", max_grad_norm=0.0, save_steps=STEPS // 2, logging_steps=STEPS // 2,
         report_to="none", disable_tqdm=True, use_cpu=True, optim="adamw_torch", dataloader_pin_memory=False,
     )  # fmt: skip
-    trainer = Listening(make_model(), arguments, train_dataset=Snippets())
+    trainer = LossRecordingTrainer(make_model(), arguments, train_dataset=Snippets())
     for printer in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(printer)
     return adapt(trainer, recipe, watch=5)  # type: ignore[no-any-return]
@@ -86,7 +86,7 @@ def engine_losses(recipe: str) -> list[float]:
 
 
 def main() -> None:
-    recipe = ask("Train a small GPT-2 with the Hugging Face Trainer.")
+    recipe = parse_recipe("Train a small GPT-2 with the Hugging Face Trainer.")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:

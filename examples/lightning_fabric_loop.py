@@ -1,9 +1,9 @@
-"""Lightning Fabric under a recipe: one argument, ``plugins=ng_precision(...)``; the loop stays as it was.
+"""Lightning Fabric under a recipe: one argument, ``plugins=ng_precision(...)``. The loop does not change.
 
 python examples/lightning_fabric_loop.py --recipe fp16
 
-Halfway the state is saved, and a fresh model, optimizer, Fabric and plugin go on from it: with the same losses as a
-plain ``ng.Engine`` loop that never stopped, bit for bit.
+Halfway it saves the state, and a new model, optimizer, Fabric and plugin resume from it. The losses equal those of an
+uninterrupted ``ng.Engine`` loop, bit for bit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from lightning import Fabric
-from tiny import STEPS, ask, compare, engine_losses, make_loader, make_model, make_optimizer
+from tiny import STEPS, compare, engine_losses, make_loader, make_model, make_optimizer, parse_recipe
 
 from narrowgauge.integrations.lightning import ng_precision
 
@@ -24,7 +24,7 @@ def train(recipe: str, start: int, end: int, checkpoint: Path) -> list[float]:
     fabric = Fabric(accelerator="cpu", devices=1, plugins=precision)  # 2
     model = make_model()
     model, optimizer = fabric.setup(model, make_optimizer(model))
-    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "precision": precision}  # 3: scales are kept too
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "precision": precision}  # 3: saves the scales, too
     if start:
         fabric.load(checkpoint, state)
     losses = []
@@ -42,7 +42,7 @@ def train(recipe: str, start: int, end: int, checkpoint: Path) -> list[float]:
 
 
 def main() -> None:
-    recipe = ask("Train a small network with Lightning Fabric.")
+    recipe = parse_recipe("Train a small network with Lightning Fabric.")
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder) / "half.ckpt"
         losses = train(recipe, 0, STEPS // 2, checkpoint) + train(recipe, STEPS // 2, STEPS, checkpoint)

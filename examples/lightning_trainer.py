@@ -2,8 +2,8 @@
 
 python examples/lightning_trainer.py --recipe fp16
 
-After an epoch training stops; a fresh model and Trainer go on from the checkpoint, which holds the loss scale and the
-FP8 scales beside weights and optimizer: with the same losses as a plain ``ng.Engine`` loop, bit for bit.
+Training stops after one epoch. A new model and Trainer resume from the checkpoint, which contains weights, optimizer,
+loss scale and FP8 scales. The losses equal those of a plain ``ng.Engine`` loop, bit for bit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from lightning import LightningModule, Trainer
-from tiny import STEPS, ask, compare, engine_losses, make_loader, make_model, make_optimizer
+from tiny import STEPS, compare, engine_losses, make_loader, make_model, make_optimizer, parse_recipe
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -47,7 +47,7 @@ def make_trainer(recipe: str, epochs: int, folder: str) -> Trainer:
 
 
 def main() -> None:
-    recipe = ask("Train a small network with the Lightning Trainer.")
+    recipe = parse_recipe("Train a small network with the Lightning Trainer.")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*does not have many workers.*|.*LeafSpec.*")
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""A plain PyTorch training loop, and the five lines that make it mixed precision (each is marked).
+"""A plain PyTorch training loop. The five lines that make it mixed precision are marked.
 
 python examples/plain_loop.py --recipe bf16 --steps 300
 """
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import narrowgauge as ng  # 1
 
 
-def draw_spirals(count: int) -> tuple[Tensor, Tensor]:
-    """Points of two spirals wound into each other, and which of the two each belongs to."""
+def sample_spirals(count: int) -> tuple[Tensor, Tensor]:
+    """Return points of two interleaved spirals, and the spiral of each point."""
     labels = torch.randint(0, 2, (count,))
     radius = torch.rand(count).sqrt()
     angle = 3 * math.pi * radius + math.pi * labels
@@ -25,7 +25,7 @@ def draw_spirals(count: int) -> tuple[Tensor, Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Tell two spirals apart.")
+    parser = argparse.ArgumentParser(description="Classify the points of two spirals.")
     parser.add_argument("--recipe", default="auto", help="fp32, tf32, fp16, bf16 or auto (default)")
     parser.add_argument("--steps", type=int, default=300)
     args = parser.parse_args()
@@ -40,16 +40,16 @@ def main() -> None:
     engine = ng.Engine(model, optimizer, recipe=args.recipe, clip_norm=1.0)  # 2
 
     for number in range(1, args.steps + 1):
-        points, labels = (tensor.to(device) for tensor in draw_spirals(256))
+        points, labels = (tensor.to(device) for tensor in sample_spirals(256))
         with engine.forward():  # 3
             loss = F.cross_entropy(model(points), labels)
         engine.backward(loss)  # 4, instead of loss.backward()
         report = engine.step()  # 5, instead of optimizer.step() and optimizer.zero_grad()
         schedule.step()
-        if number % 50 == 0:  # reading a number waits for the GPU, so not at every step
+        if number % 50 == 0:  # reading a number waits for the GPU, so do not read at every step
             print(f"step {number}  loss {loss.item():.4f}  |g| {report.grad_norm:.3f}  scale {report.loss_scale:g}")
 
-    points, labels = (tensor.to(device) for tensor in draw_spirals(2000))
+    points, labels = (tensor.to(device) for tensor in sample_spirals(2000))
     with engine.evaluating():
         accuracy = (model(points).argmax(1) == labels).float().mean().item()
     print(f"recipe {engine.recipe}  accuracy {accuracy:.1%}  skipped updates {engine.skipped}")

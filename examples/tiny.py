@@ -1,6 +1,6 @@
-"""What the integrations' examples share: a small network, its data, and the plain engine loop they are held against.
+"""Shared by the examples of integrations: a small network, its data, and the engine loop to compare with.
 
-python examples/tiny.py --recipe fp16        # the plain loop by itself
+python examples/tiny.py --recipe fp16        # the engine loop alone
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LEARNING_RATE = 3e-3
 
 
 def make_model() -> nn.Module:
-    """The same weights at every call."""
+    """Return the network, with the same weights at every call."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.GELU(),
@@ -28,7 +28,7 @@ def make_model() -> nn.Module:
 
 
 def make_loader(steps: int = STEPS) -> DataLoader[tuple[Tensor, ...]]:
-    """Points of ``CLASSES`` clouds, in the same order at every call."""
+    """Return batches of points from ``CLASSES`` clusters, in the same order at every call."""
     generator = torch.Generator().manual_seed(1)
     centres = torch.randn(CLASSES, WIDTH, generator=generator)
     labels = torch.randint(0, CLASSES, (steps * BATCH,), generator=generator)
@@ -43,7 +43,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 def engine_losses(
     recipe: str, steps: int = STEPS, epochs: int = 1, accumulate: int = 1, clip_norm: float | None = None
 ) -> list[float]:
-    """The losses of the plain loop: what every integration must reproduce. ``steps`` make an epoch."""
+    """Return the losses of the engine loop, which every integration must reproduce. An epoch has ``steps`` steps."""
     model = make_model()
     engine = ng.Engine(model, make_optimizer(model), recipe, accumulate=accumulate, clip_norm=clip_norm)
     losses = []
@@ -56,22 +56,22 @@ def engine_losses(
     return losses
 
 
-def ask(description: str) -> str:
-    """The recipe that the command line names."""
+def parse_recipe(description: str) -> str:
+    """Return the recipe from the command line."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--recipe", default="fp16", help="fp32, bf16, fp16 (default) or fp8")
     return str(parser.parse_args().recipe)
 
 
 def compare(name: str, losses: list[float], expected: list[float], other: str = "the plain engine loop") -> None:
-    """Print the losses; stop with an error where they differ in any bit from the other's."""
+    """Print the losses. Exit with an error if they differ from the expected ones in any bit."""
     print(f"{name}: loss {losses[0]:.6f} to {losses[-1]:.6f} in {len(losses)} steps")
     if losses != expected:
         worst = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
-        raise SystemExit(f"not the losses of {other}: they differ by up to {worst:.3g}")
-    print(f"the same as {other}, bit for bit")
+        raise SystemExit(f"the losses differ from {other} by up to {worst:.3g}")
+    print(f"equal to {other}, bit for bit")
 
 
 if __name__ == "__main__":
-    chosen = ask("Train a small network by ng.Engine.")
+    chosen = parse_recipe("Train a small network with ng.Engine.")
     print(engine_losses(chosen)[-1])

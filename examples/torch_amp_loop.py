@@ -1,9 +1,9 @@
-"""A plain torch.amp loop in which the scaler alone is replaced: ``ng.LossScaler`` for ``torch.amp.GradScaler``.
+"""A plain torch.amp loop with ``ng.LossScaler`` as a drop-in replacement for ``torch.amp.GradScaler``.
 
 python examples/torch_amp_loop.py
 
-The losses are the same bit for bit. Then the data go bad and stay bad: GradScaler halves its scale until 1/scale is
-inf, and the next good batch ruins healthy weights; LossScaler stops, and names the parameters at fault.
+The losses are equal bit for bit. Then every batch is bad. GradScaler halves its scale until 1/scale is inf, and the
+next good batch ruins the weights. LossScaler stops and names the parameters whose gradients were not finite.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import narrowgauge as ng
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, batch: object) -> Tensor:
-    """The step of torch's own recipe for mixed precision, not a word changed."""
+    """Train one step exactly as torch.amp's documentation does."""
     points, labels = batch  # type: ignore[misc]
     optimizer.zero_grad()
     with torch.autocast("cpu", dtype=torch.float16):
@@ -37,7 +37,7 @@ def train(scaler: torch.amp.GradScaler) -> list[float]:
 
 
 def poison(scaler: torch.amp.GradScaler) -> str:
-    """What a scaler does about data that make every gradient NaN, and about a good batch after them."""
+    """Return what a scaler does after many batches with NaN gradients and one good batch."""
     model = make_model()
     optimizer = make_optimizer(model)
     points, labels = next(iter(make_loader(1)))
@@ -47,8 +47,8 @@ def poison(scaler: torch.amp.GradScaler) -> str:
         step(model, optimizer, scaler, (points, labels))
     except ng.TrainingStalled as error:
         return f"stopped, weights as before. {error}"
-    sound = all(bool(p.isfinite().all()) for p in model.parameters())
-    return f"went on with a scale of {scaler.get_scale():g}; the weights are {'sound' if sound else 'ruined'}"
+    finite = all(bool(p.isfinite().all()) for p in model.parameters())
+    return f"continued with a scale of {scaler.get_scale():g}; the weights are {'finite' if finite else 'ruined'}"
 
 
 def main() -> None:

@@ -82,7 +82,7 @@ def test_learns_under_every_recipe(recipe):
 
 
 @pytest.mark.parametrize("optimizer", ["fused", "foreach", "sgd"])
-def test_fp32_without_clipping_equals_the_plain_loop_bit_for_bit(optimizer):
+def test_fp32_without_clipping_equals_plain_torch_bit_for_bit(optimizer):
     makers = {
         "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
         "foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
@@ -105,7 +105,7 @@ def test_fp32_without_clipping_equals_the_plain_loop_bit_for_bit(optimizer):
 @pytest.mark.parametrize("optimizer", [None, lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True)])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_clipping_sees_unscaled_gradients(recipe, optimizer):
-    """Clipped by the engine and by hand in FP32: same direction and length, whatever the loss scale."""
+    """The engine's clipping gives the norm of clipping in FP32, whatever the loss scale."""
     sgd = optimizer or (lambda p: torch.optim.SGD(p, lr=1.0, fused=True))
     engine = make(recipe, sgd, clip_norm=1e-3)
     engine.model.eval()
@@ -126,7 +126,7 @@ def test_clipping_sees_unscaled_gradients(recipe, optimizer):
     "optimizer",
     [None, lambda p: torch.optim.Adam(p, lr=1e-2), lambda p: torch.optim.RMSprop(p, lr=1e-2, momentum=0.9)],
 )
-def test_a_skip_leaves_weights_and_optimizer_untouched(recipe, optimizer):
+def test_a_skipped_update_changes_neither_weights_nor_optimizer(recipe, optimizer):
     engine = make(recipe, optimizer, clip_norm=1.0)
     for step in range(3):
         run_step(engine, step)
@@ -145,7 +145,7 @@ def test_a_skip_leaves_weights_and_optimizer_untouched(recipe, optimizer):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_forced_skips_never_change_a_weight_and_name_the_parameter(recipe):
-    skips = 200 if recipe.startswith("fp16") else 50  # a loss scale takes as many to reach its floor
+    skips = 200 if recipe.startswith("fp16") else 50  # a loss scale needs as many to reach its lower bound
     engine = make(recipe, max_consecutive_skips=skips)
     before = weights(engine)
     engine.model.blocks[1].down.weight.register_hook(lambda grad: grad * math.inf)
@@ -194,7 +194,7 @@ def test_accumulated_microbatches_equal_one_large_batch(recipe):
     assert (large.index, report.index) == (1, 1)
 
 
-def test_flush_steps_the_mean_of_the_microbatches_that_are_in():
+def test_flush_updates_with_the_mean_of_the_microbatches():
     sgd = lambda p: torch.optim.SGD(p, lr=0.1)  # noqa: E731
     partial, plain = make("fp32", sgd, accumulate=4), make("fp32", sgd)
     assert partial.flush() is None
@@ -209,7 +209,7 @@ def test_flush_steps_the_mean_of_the_microbatches_that_are_in():
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_recomputation_changes_memory_not_numbers(recipe, mode):
+def test_recomputation_saves_memory_and_changes_no_bit(recipe, mode):
     plain, recomputed = make(recipe), make(f"{recipe}[checkpoint={mode}]")
     assert recomputed.checkpointed == ["blocks.0", "blocks.1", "blocks.2"]
     assert list(recomputed.model.state_dict()) == list(plain.model.state_dict())
@@ -225,11 +225,11 @@ def test_recomputation_changes_memory_not_numbers(recipe, mode):
     assert saved[1] < saved[0]
 
 
-def test_a_second_engine_starts_from_the_model_as_the_user_made_it():
+def test_a_second_engine_starts_from_the_original_model():
     torch.manual_seed(0)
     model = Net()
     user_forward = model.head.forward
-    model.head.forward = lambda x: user_forward(x) * 2  # a user's own patch survives all engines
+    model.head.forward = lambda x: user_forward(x) * 2  # a user's patch must survive all engines
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     x = batch(0)[0]
     model.eval()
@@ -285,7 +285,7 @@ def test_parameter_groups_and_schedulers_work_as_in_torch():
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_going_on_from_a_state_equals_not_having_stopped(recipe):
+def test_resume_continues_bit_exactly(recipe):
     straight, first = make(recipe, clip_norm=0.5), make(recipe, clip_norm=0.5)
     for engine in (straight, first):
         engine.model.eval()
@@ -309,7 +309,7 @@ def test_going_on_from_a_state_equals_not_having_stopped(recipe):
     )
 
 
-def test_state_moves_between_recipes():
+def test_a_state_loads_under_another_recipe():
     fp16 = make("fp16")
     run_step(fp16)
     bf16 = make("bf16")
@@ -319,7 +319,7 @@ def test_state_moves_between_recipes():
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_globals_are_as_they_were_after_a_step(recipe):
+def test_a_step_restores_all_globals(recipe):
     def globals_now():
         cuda = torch.backends.cuda
         return (
@@ -339,7 +339,7 @@ def test_globals_are_as_they_were_after_a_step(recipe):
     assert globals_now() == before
 
 
-def test_evaluation_keeps_training_mode_and_makes_no_graph():
+def test_evaluation_restores_training_mode_and_builds_no_graph():
     engine = make("bf16")
     engine.model.blocks[0].eval()
     with engine.evaluating():
@@ -381,63 +381,65 @@ def test_sparse_gradients_are_checked_unscaled_and_clipped():
     assert moved == pytest.approx(1e-3, rel=1e-2)
 
 
-class TestWrongUse:
-    def refused(self, says, call, *args, **kwargs):
-        with pytest.raises(UsageError, match=says) as caught:
+class TestErrors:
+    def assert_refused(self, message, call, *args, **kwargs):
+        with pytest.raises(UsageError, match=message) as caught:
             call(*args, **kwargs)
         assert "\n" not in str(caught.value)
 
     def test_step_before_backward(self):
-        self.refused("step before engine.backward", make().step)
+        self.assert_refused("step before engine.backward", make().step)
 
     def test_closure(self):
-        self.refused("takes no closure", make().step, lambda: None)
+        self.assert_refused("takes no closure", make().step, lambda: None)
 
-    def test_loss_that_is_no_scalar(self):
-        self.refused(r"scalar loss, got shape \(3,\)", make().backward, torch.ones(3, requires_grad=True))
-        self.refused("scalar loss, got 'float'", make().backward, 1.0)
+    def test_loss_that_is_not_a_scalar(self):
+        self.assert_refused(r"scalar loss, got shape \(3,\)", make().backward, torch.ones(3, requires_grad=True))
+        self.assert_refused("scalar loss, got 'float'", make().backward, 1.0)
 
     def test_loss_without_graph(self):
-        self.refused("no graph", make().backward, torch.ones(()))
+        self.assert_refused("no graph", make().backward, torch.ones(()))
 
     def test_model_without_trainable_parameters(self):
         model = Net().requires_grad_(False)
-        self.refused("no trainable parameters", Engine, model, torch.optim.SGD(model.parameters(), lr=1.0))
+        self.assert_refused("no trainable parameters", Engine, model, torch.optim.SGD(model.parameters(), lr=1.0))
 
     def test_optimizer_over_other_parameters(self):
-        self.refused("not the model's", Engine, Net(), torch.optim.SGD(Net().parameters(), lr=1.0))
+        self.assert_refused("not the model's", Engine, Net(), torch.optim.SGD(Net().parameters(), lr=1.0))
 
     def test_no_optimizer(self):
-        self.refused("expected a torch optimizer", Engine, Net(), [])
+        self.assert_refused("expected a torch optimizer", Engine, Net(), [])
 
-    def test_parameters_that_are_no_masters(self):
+    def test_parameters_that_are_not_fp32(self):
         model = Net().bfloat16()
-        self.refused("model.float", Engine, model, torch.optim.SGD(model.parameters(), lr=1.0), "bf16")
+        self.assert_refused("model.float", Engine, model, torch.optim.SGD(model.parameters(), lr=1.0), "bf16")
 
     def test_state_during_an_accumulation(self):
         engine = make(accumulate=2)
         run_step(engine)
-        self.refused("during an accumulation", engine.state_dict)
+        self.assert_refused("during an accumulation", engine.state_dict)
 
     @pytest.mark.parametrize("wrong", [{"clip_norm": 0}, {"clip_norm": -1.0}, {"accumulate": 0}, {"accumulate": 1.5}])
     def test_numbers_out_of_range(self, wrong):
-        self.refused("must be a positive", make, **wrong)
+        self.assert_refused("must be a positive", make, **wrong)
 
     def test_recipes_that_cannot_run(self):
-        self.refused("tensor cores", make, "tf32")
-        self.refused(
+        self.assert_refused("tensor cores", make, "tf32")
+        self.assert_refused(
             "AdamW with narrow states",
             make,
             "bf16[master=split,gradients=bf16]",
             optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
         )
-        self.refused("names no module", make, "bf16[keep=nowhere]")
+        self.assert_refused("names no module", make, "bf16[keep=nowhere]")
 
-    def test_blocks_that_are_not_there(self):
+    def test_checkpointing_without_blocks(self):
         model = torch.nn.Linear(2, 2)
-        self.refused("no repeated blocks", Engine, model, torch.optim.SGD(model.parameters()), "fp32[checkpoint=full]")
+        self.assert_refused(
+            "no repeated blocks", Engine, model, torch.optim.SGD(model.parameters()), "fp32[checkpoint=full]"
+        )
 
     def test_backward_that_reaches_no_parameter(self):
         engine = make()
         engine.backward(torch.ones((), requires_grad=True) * 2)
-        self.refused("no gradient on any", engine.step)
+        self.assert_refused("no gradient on any", engine.step)

@@ -1,4 +1,4 @@
-"""Lean recipes in the engine: BF16 weights with exact masters, narrow moments, checkpoints that any recipe opens."""
+"""Lean recipes: BF16 weights with exact master weights, 8-bit moments, checkpoints that every recipe loads."""
 
 import copy
 import functools
@@ -11,7 +11,7 @@ from narrowgauge.errors import UsageError
 from narrowgauge.models.gpt import GPT, GPTConfig
 from narrowgauge.models.llama import Llama, LlamaConfig
 from narrowgauge.optim import AdamW
-from narrowgauge.optim.adamw import full
+from narrowgauge.optim.adamw import join_fp32
 
 
 def gpt():
@@ -52,7 +52,7 @@ def plain_losses(build):
 
 @pytest.mark.parametrize("build", [gpt, llama])
 @pytest.mark.parametrize("recipe", ["bf16-lean", "fp8-lean", "bf16[master=split,gradients=bf16]"])
-def test_lean_training_follows_fp32_masters(recipe, build):
+def test_lean_training_matches_fp32_masters(recipe, build):
     lean, _ = make(recipe, build)
     found, wanted = train(lean, 0, 24), plain_losses(build)
     assert wanted[-1] < wanted[0] - 0.5
@@ -62,7 +62,7 @@ def test_lean_training_follows_fp32_masters(recipe, build):
     assert isinstance(lean.optimizers[0], AdamW)
 
 
-def test_masters_are_the_weights_to_the_bit_at_the_start():
+def test_masters_equal_the_initial_weights_bit_for_bit():
     torch.manual_seed(0)
     wanted = gpt().state_dict()
     engine, _ = make("bf16-lean")
@@ -71,7 +71,7 @@ def test_masters_are_the_weights_to_the_bit_at_the_start():
     assert all(value.dtype is torch.float32 for value in state.values())
 
 
-def test_the_users_arguments_and_schedulers_go_on():
+def test_hyperparameters_and_schedulers_keep_working():
     engine, optimizer = make("bf16-lean")
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
     train(engine, 0, 2)
@@ -85,48 +85,48 @@ def test_the_users_arguments_and_schedulers_go_on():
 
 
 @pytest.mark.parametrize("recipe", ["bf16-lean", "fp8-lean"])
-def test_stopped_and_resumed_is_straight_to_the_bit(recipe):
+def test_resume_continues_bit_exactly(recipe):
     straight, _ = make(recipe)
     losses = train(straight, 0, 8)
     first, _ = make(recipe)
     train(first, 0, 4)
     saved = copy.deepcopy(first.state_dict())
     second, _ = make(recipe)
-    train(second, 0, 1)  # something else that must leave no trace
+    train(second, 0, 1)  # must leave no trace
     second.load_state_dict(saved)
     assert train(second, 4, 8) == losses[4:]
     for p, q in zip(straight.model.parameters(), second.model.parameters(), strict=True):
-        assert torch.equal(full(p), full(q))
+        assert torch.equal(join_fp32(p), join_fp32(q))
 
 
 @pytest.mark.parametrize(("old", "new"), [("bf16-lean", "bf16"), ("bf16", "bf16-lean"), ("fp32", "fp8-lean")])
-def test_a_run_moves_between_recipes(old, new):
+def test_a_state_loads_under_another_recipe(old, new):
     first, _ = make(old)
     train(first, 0, 6)
     second, _ = make(new)
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     for p, q in zip(first.model.parameters(), second.model.parameters(), strict=True):
-        assert torch.equal(full(p), full(q))
+        assert torch.equal(join_fp32(p), join_fp32(q))
     assert train(second, 6, 12)[-1] == pytest.approx(train(first, 6, 12)[-1], rel=0.05)
 
 
-def test_a_lean_checkpoint_opens_in_plain_torch():
+def test_a_lean_checkpoint_loads_in_plain_torch():
     engine, _ = make("bf16-lean")
     train(engine, 0, 2)
     model = gpt()
     model.load_state_dict(engine.state_dict()["model"])
     assert model.tok.weight.dtype is torch.float32
-    assert torch.equal(model.tok.weight, full(engine.model.tok.weight))
+    assert torch.equal(model.tok.weight, join_fp32(engine.model.tok.weight))
 
 
-def test_keepers_stay_in_fp32():
+def test_modules_kept_in_fp32_have_fp32_weights():
     engine, _ = make("bf16-lean[keep=lm_head]")
     assert engine.model.blocks[0].up.weight.dtype is torch.bfloat16
-    assert engine.model.tok.weight.dtype is torch.float32  # the head's own
+    assert engine.model.tok.weight.dtype is torch.float32  # shared with the head
     train(engine, 0, 2)
 
 
-def test_what_cannot_be_lean_is_refused():
+def test_unsupported_optimizers_and_options_are_refused():
     model = gpt()
     with pytest.raises(UsageError, match="not SGD"):
         Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16-lean")

@@ -1,4 +1,4 @@
-"""No inf and no NaN reaches a weight: wherever it comes from, in every recipe, through every kind of layer."""
+"""No inf or NaN reaches a weight, from any source, under every recipe, through every kind of layer."""
 
 import copy
 import math
@@ -16,8 +16,8 @@ BAD = [math.inf, -math.inf, math.nan]
 WIDTH, VOCAB = 32, 128
 
 
-class Spoil(nn.Module):
-    """Puts a value into one element of what passes through it, or of the gradient that comes back."""
+class Injector(nn.Module):
+    """Writes a value into one element of its input, or of the gradient of its output."""
 
     def __init__(self):
         super().__init__()
@@ -26,37 +26,37 @@ class Spoil(nn.Module):
     def forward(self, x):
         if self.value is None:
             return x
-        return _Spoil.apply(x, self.value, self.where)
+        return _Inject.apply(x, self.value, self.where)
 
 
-class _Spoil(torch.autograd.Function):
+class _Inject(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, value, where):
         ctx.value, ctx.where = value, where
-        return one_element(x, value) if where == "activation" else x.clone()
+        return set_one_element(x, value) if where == "activation" else x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        return one_element(grad, ctx.value) if ctx.where == "gradient" else grad, None, None
+        return set_one_element(grad, ctx.value) if ctx.where == "gradient" else grad, None, None
 
 
-def one_element(x, value):
+def set_one_element(x, value):
     x = x.clone()
     x.view(-1)[x.numel() // 2] = value
     return x
 
 
 def linears():
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Spoil(), nn.Linear(WIDTH, WIDTH, bias=False), nn.GELU())
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Injector(), nn.Linear(WIDTH, WIDTH, bias=False), nn.GELU())
 
 
 def hidden_linears():
-    """The spoiled tensor is read by nothing but a converted layer, whose cast saturates it."""
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Spoil(), nn.Linear(WIDTH, WIDTH))
+    """Only a converted layer reads the injected value, and its cast saturates it."""
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Injector(), nn.Linear(WIDTH, WIDTH))
 
 
 class InGpt(nn.Module):
-    """A fused model behind a layer that can spoil what it is given, and in front of one for its loss."""
+    """A fused model whose embedding output an injector can change."""
 
     def __init__(self, kind):
         super().__init__()
@@ -66,8 +66,8 @@ class InGpt(nn.Module):
             self.body = Llama(
                 LlamaConfig(layers=2, width=WIDTH, heads=2, kv_heads=1, hidden=64, context=16, vocab=VOCAB)
             )
-        self.spoil = Spoil()
-        self.body.tok = nn.Sequential(self.body.tok, self.spoil)
+        self.injector = Injector()
+        self.body.tok = nn.Sequential(self.body.tok, self.injector)
 
     def forward(self, ids):
         return self.body(ids, ids)
@@ -91,8 +91,8 @@ def make(build, recipe, **options):
     return Engine(model, torch.optim.AdamW(model.parameters(), lr=1e-2), recipe, **options)
 
 
-def spoiler(model):
-    return next(module for module in model.modules() if isinstance(module, Spoil))
+def find_injector(model):
+    return next(module for module in model.modules() if isinstance(module, Injector))
 
 
 def everything(engine):
@@ -124,11 +124,11 @@ def test_a_bad_value_skips_the_update_and_the_next_good_one_is_applied(model, re
         assert engine.step().applied
     for count, value in enumerate(BAD, 1):
         before, scales = everything(engine), scales_of(engine)
-        spoil = spoiler(engine.model)
+        injector = find_injector(engine.model)
         if where != "loss":
-            spoil.value, spoil.where = value, where
+            injector.value, injector.where = value, where
         run(engine, value if where == "loss" else 1.0)
-        spoil.value = None
+        injector.value = None
         report = engine.step()
         assert not report.applied and not math.isfinite(report.grad_norm)
         assert engine.skipped == count
@@ -147,51 +147,51 @@ def scales_of(engine):
 @pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp8-lean"])
 @pytest.mark.parametrize("bad", [0, 1, 2])
 @pytest.mark.parametrize("where", ["activation", "gradient"])
-def test_one_microbatch_of_several_is_enough(recipe, bad, where):
+def test_one_bad_microbatch_skips_the_update(recipe, bad, where):
     engine = make(hidden_linears, recipe, accumulate=3)
-    spoil = spoiler(engine.model)
+    injector = find_injector(engine.model)
     for update in range(3):
         for index in range(3):
-            spoil.value, spoil.where = (math.inf if update == 1 and index == bad else None), where
+            injector.value, injector.where = (math.inf if update == 1 and index == bad else None), where
             run(engine, seed=3 * update + index)
             report = engine.step()
         assert report.applied == (update != 1)
 
 
 @pytest.mark.parametrize("value", BAD)
-def test_released_gradients_are_not_stepped_behind_a_bad_cast(value):
+def test_released_gradients_are_not_stepped_after_a_bad_cast(value):
     engine = make(hidden_linears, "fp8-lean[gradients=released]")
     run(engine)
     assert engine.step().applied
     before = everything(engine)
-    spoil = spoiler(engine.model)
-    spoil.value, spoil.where = value, "activation"  # seen in forward, so before any parameter is stepped
+    injector = find_injector(engine.model)
+    injector.value, injector.where = value, "activation"  # seen in forward, before any parameter is stepped
     run(engine)
-    spoil.value = None
+    injector.value = None
     assert not engine.step().applied
     assert_untouched(before, engine)
 
 
-def test_the_cast_that_was_given_a_bad_value_is_named():
+def test_the_cast_with_the_bad_value_is_named():
     from narrowgauge import TrainingStalled
 
     engine = make(hidden_linears, "fp8", max_consecutive_skips=2)
     run(engine)
     engine.step()
-    spoil = spoiler(engine.model)
-    spoil.value, spoil.where = math.inf, "activation"
+    injector = find_injector(engine.model)
+    injector.value, injector.where = math.inf, "activation"
     with pytest.raises(TrainingStalled, match=r"2\.input \(cast to FP8\)"):
         for _ in range(3):
             run(engine)
             engine.step()
-    spoil.value = None
+    injector.value = None
     run(engine)
-    assert engine.step().applied, "the error can be caught, and training goes on"
+    assert engine.step().applied, "the error can be caught, and training continues"
     assert engine.state_dict()
 
 
-def test_a_first_update_that_is_skipped_leaves_scales_that_serve():
-    """There is no history yet: without a scale of their own, gradients of 1e-6 would all be flushed."""
+def test_scales_are_usable_after_a_skipped_first_update():
+    """There is no history yet: without a scale, all gradients of 1e-6 would be flushed to zero."""
     engine = make(hidden_linears, "fp8")
     run(engine, math.nan)
     assert not engine.step().applied
@@ -204,7 +204,7 @@ def test_a_first_update_that_is_skipped_leaves_scales_that_serve():
 
 @pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp8", "bf16-lean"])
 @pytest.mark.parametrize("size", [1e25, 1e-25])
-def test_norms_reach_as_far_as_fp32(recipe, size):
+def test_norms_cover_the_range_of_fp32(recipe, size):
     torch.manual_seed(0)
     model = nn.Linear(WIDTH, WIDTH, bias=False)
     engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.0) if "lean" not in recipe else

@@ -1,4 +1,4 @@
-"""What people do beside the plain loop: each habit works under an engine, or is refused clearly."""
+"""Common training patterns (docs/patterns.md): each works under an engine, or raises a clear error."""
 
 import copy
 import io
@@ -42,7 +42,7 @@ def step(engine, seed=0, **options):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_model_is_evaluated_inside_and_outside(recipe):
+def test_evaluation_inside_and_outside_of_the_engines_context(recipe):
     engine, x = make(recipe), torch.randn(8, 32)
     step(engine)
     with engine.evaluating():
@@ -55,7 +55,7 @@ def test_a_model_is_evaluated_inside_and_outside(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_state_goes_through_torch_save_and_torch_load_of_plain_types(recipe):
+def test_state_survives_torch_save_and_weights_only_load(recipe):
     engine, file = make(recipe), io.BytesIO()
     step(engine)
     torch.save(engine.state_dict(), file)
@@ -73,7 +73,7 @@ def test_state_goes_through_torch_save_and_torch_load_of_plain_types(recipe):
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp8", "bf16-lean"])
-def test_several_backwards_of_one_update_add_up_as_in_torch(recipe):
+def test_gradients_of_several_backwards_add_up(recipe):
     engine = make(recipe, clip_norm=1e9)
     norms = []
     for times in (1, 3):
@@ -94,7 +94,7 @@ def test_several_backwards_of_one_update_add_up_as_in_torch(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_retained_graph_runs_twice(recipe):
+def test_retain_graph_allows_a_second_backward(recipe):
     engine = make(recipe)
     step(engine)
     torch.manual_seed(1)
@@ -109,7 +109,7 @@ def test_a_retained_graph_runs_twice(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_backward_of_some_parameters_leaves_the_others_alone(recipe):
+def test_backward_with_inputs_trains_only_those_parameters(recipe):
     engine = make(recipe)
     before = engine.state_dict()["model"]["layers.0.weight"].clone()
     with engine.forward():
@@ -122,7 +122,7 @@ def test_backward_of_some_parameters_leaves_the_others_alone(recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_gradient_penalties(recipe):
-    recipe = "fp16[loss_scale=64]" if recipe == "fp16" else recipe  # a penalty's gradients are large
+    recipe = "fp16[loss_scale=64]" if recipe == "fp16" else recipe  # the gradients of a penalty are large
     engine, points = make(recipe), torch.randn(8, 32, requires_grad=True)
     step(engine)
     with engine.forward(double_backward=True):
@@ -142,7 +142,7 @@ def test_gradient_penalties(recipe):
     assert engine.step().applied
 
 
-def test_fp8_says_how_to_differentiate_twice():
+def test_fp8_explains_how_to_differentiate_twice():
     engine, points = make("fp8"), torch.randn(8, 32, requires_grad=True)
     with engine.forward():
         output = engine.model(points).float().sum()
@@ -157,53 +157,53 @@ class TestGan:
         optimizers = [kind(nets["g"].parameters(), lr=0.1), kind(nets["d"].parameters(), lr=0.1)]
         return nets, optimizers, Engine(nets, optimizers, recipe, clip_norm=1.0)
 
-    def turn(self, nets, engine, detach):
+    def train_backward(self, nets, engine, detach):
         with engine.forward():
             made = nets["g"](torch.randn(8, 16))
             loss = nets["d"](made.detach() if detach else made).float().square().mean()
         engine.backward(loss)
 
     @pytest.mark.parametrize("recipe", RECIPES)
-    def test_the_named_optimizer_is_stepped_and_no_other(self, recipe):
+    def test_only_the_chosen_optimizer_is_stepped(self, recipe):
         nets, (opt_g, opt_d), engine = self.make(recipe)
         for number in range(4):
             before = copy.deepcopy(engine.state_dict()["model"])
-            self.turn(nets, engine, detach=number % 2 == 0)
+            self.train_backward(nets, engine, detach=number % 2 == 0)
             engine.step(opt_d if number % 2 == 0 else opt_g)
             after = engine.state_dict()["model"]
             moved = {name for name in before if not torch.equal(before[name], after[name])}
             assert moved == ({"d.weight", "d.bias"} if number % 2 == 0 else {"g.weight", "g.bias"})
             assert all(parameter.grad is None for parameter in nets.parameters())
 
-    def test_norm_and_check_are_those_of_the_named_one(self):
+    def test_norm_and_check_cover_the_chosen_optimizer(self):
         nets, (opt_g, _), engine = self.make("fp32", torch.optim.SGD)
-        self.turn(nets, engine, detach=False)
+        self.train_backward(nets, engine, detach=False)
         own = torch.stack([p.grad.norm() for p in nets["g"].parameters()]).norm().item()
         nets["d"].weight.grad[0, 0] = torch.inf
         report = engine.step(opt_g)
         assert report.applied and report.grad_norm == pytest.approx(own)
 
-    def test_only_optimizers_with_gradients_are_stepped_and_an_unnamed_turn_is_warned_of(self):
+    def test_optimizers_without_gradients_are_not_stepped_and_alternation_warns(self):
         nets, (opt_g, _), engine = self.make("bf16")
-        self.turn(nets, engine, detach=True)
+        self.train_backward(nets, engine, detach=True)
         engine.step()
         assert not opt_g.state, "it had no gradients"
-        self.turn(nets, engine, detach=False)
+        self.train_backward(nets, engine, detach=False)
         with pytest.warns(UserWarning, match=r"engine\.step\(optimizer\)"):
             engine.step()
 
     def test_an_optimizer_of_another_engine_is_refused(self):
         nets, _, engine = self.make("bf16")
-        self.turn(nets, engine, detach=True)
+        self.train_backward(nets, engine, detach=True)
         with pytest.raises(UsageError, match="not one of this engine's"):
             engine.step(torch.optim.SGD(nets.parameters(), lr=0.1))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_a_part_that_is_unfrozen_later_trains_as_in_torch(recipe, kind):
+def test_unfrozen_parameters_train(recipe, kind):
     if "lean" in recipe and kind is torch.optim.SGD:
-        pytest.skip("lean recipes take AdamW")
+        pytest.skip("lean recipes need AdamW")
     torch.manual_seed(0)
     model = Net()
     model.layers.requires_grad_(False)
@@ -226,7 +226,7 @@ def test_a_part_that_is_unfrozen_later_trains_as_in_torch(recipe, kind):
     assert all(torch.equal(value, before[name]) for name, value in engine.state_dict()["model"].items())
 
 
-def test_released_gradients_of_a_part_that_is_unfrozen_later():
+def test_unfrozen_parameters_train_with_released_gradients():
     torch.manual_seed(0)
     model = Net()
     model.layers.requires_grad_(False)
@@ -251,7 +251,7 @@ def test_bias_only_training(recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("shape", [(0, 32), (3, 0, 32)])
-def test_inputs_of_no_rows_pass_and_give_gradients_of_zero(recipe, shape):
+def test_empty_inputs_give_zero_gradients(recipe, shape):
     engine = make(recipe)
     with engine.forward():
         empty = engine.model.out(torch.zeros(shape))
@@ -275,7 +275,7 @@ def test_recurrent_layers_train_on_any_cpu(recipe, kind):
         assert engine.step().applied
 
 
-def test_optimizers_with_closures_are_refused():
+def test_closures_are_refused():
     model = Net()
     with pytest.raises(UsageError, match="LBFGS evaluates the loss several times"):
         Engine(model, torch.optim.LBFGS(model.parameters()), "fp32")
@@ -284,7 +284,7 @@ def test_optimizers_with_closures_are_refused():
         engine.step(lambda: None)
 
 
-def test_formats_that_torch_cannot_mix_are_explained_with_the_module():
+def test_dtype_errors_name_the_module():
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()
@@ -305,7 +305,7 @@ def test_formats_that_torch_cannot_mix_are_explained_with_the_module():
     assert engine.step().applied
 
 
-def test_masks_in_every_step_are_warned_of_and_one_pruning_is_not():
+def test_rewriting_weights_every_step_warns_and_pruning_once_does_not():
     engine = make("bf16-lean")
     for seed in range(3):
         step(engine, seed)
@@ -320,9 +320,9 @@ def test_masks_in_every_step_are_warned_of_and_one_pruning_is_not():
             step(engine, seed)
 
 
-def test_an_engine_says_what_it_is():
+def test_repr():
     engine = make("bf16")
     step(engine)
-    said = repr(engine)
+    text = repr(engine)
     for part in ("Engine(Net, AdamW", "recipe='bf16", "device='cpu'", "updates=1", "skipped=0"):
-        assert part in said
+        assert part in text

@@ -1,4 +1,4 @@
-"""Gradients that are stepped and freed during backward, and gradients in FP32 beside BF16 weights."""
+"""Gradients that are stepped and freed during backward, and FP32 gradients of BF16 weights."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from narrowgauge import Engine
 from narrowgauge.errors import UsageError
 from narrowgauge.models.gpt import GPT, GPTConfig
 from narrowgauge.optim import AdamW, narrow
-from narrowgauge.optim.adamw import full
+from narrowgauge.optim.adamw import join_fp32
 
 
 def make(recipe, **options):
@@ -28,11 +28,11 @@ def backward(engine, step=0):
 
 
 def masters(engine):
-    return {name: full(p).clone() for name, p in engine.model.named_parameters()}
+    return {name: join_fp32(p).clone() for name, p in engine.model.named_parameters()}
 
 
 @pytest.mark.parametrize("recipe", ["bf16-lean", "fp8-lean", "bf16", "bf16[master=split,gradients=bf16]"])
-def test_released_gradients_give_the_same_weights_to_the_bit(recipe):
+def test_released_gradients_give_the_same_weights_bit_for_bit(recipe):
     kept = make(recipe)
     name, _, rest = recipe.partition("[")
     changes = rest.replace("gradients=bf16", "").strip(",]")
@@ -47,7 +47,7 @@ def test_released_gradients_give_the_same_weights_to_the_bit(recipe):
         assert torch.equal(masters(freed)[name], wanted), name
 
 
-def test_state_and_resumption_are_exact():
+def test_resume_continues_bit_exactly():
     whole = make("bf16-lean[gradients=released]")
     part = make("bf16-lean[gradients=released]")
     for step in range(4):
@@ -64,7 +64,7 @@ def test_state_and_resumption_are_exact():
     assert all(torch.equal(a, b) for a, b in zip(masters(other).values(), masters(whole).values(), strict=True))
 
 
-def test_what_comes_after_a_bad_gradient_is_not_stepped():
+def test_gradients_after_a_bad_one_are_not_stepped():
     engine = make("bf16-lean[gradients=released]")
     engine.model.blocks[1].qkv.weight.register_hook(lambda g: g * float("inf"))
     before = masters(engine)
@@ -76,7 +76,7 @@ def test_what_comes_after_a_bad_gradient_is_not_stepped():
     assert not any(name.startswith("blocks.0") for name in changed)
 
 
-def test_a_second_backward_is_refused_and_another_engine_keeps_gradients():
+def test_a_second_backward_is_refused_and_a_new_engine_keeps_gradients():
     engine = make("bf16[gradients=released]")
     backward(engine)
     with pytest.raises(UsageError, match="second backward"):
@@ -93,7 +93,7 @@ def test_a_loss_scale_is_refused():
 
 
 @pytest.mark.parametrize("recipe", ["bf16[master=split]", "fp8[master=split,moments=8bit]", "bf16[master=none]"])
-def test_fp32_gradients_beside_bf16_weights(recipe):
+def test_fp32_gradients_of_bf16_weights(recipe):
     engine = make(recipe, accumulate=2)
     assert engine.recipe.gradients == "fp32"
     first = backward(engine)
@@ -113,15 +113,15 @@ def test_fp32_gradients_beside_bf16_weights(recipe):
         assert weight.grad.dtype is torch.bfloat16
 
 
-def test_fp32_gradients_by_the_optimizer_alone():
+def test_fp32_gradients_without_an_engine():
     torch.manual_seed(0)
     linear = torch.nn.Linear(8, 4, bias=False)
     narrow(linear.weight)
     optimizer = AdamW(linear.parameters(), lr=1e-2, master="split", gradients="fp32")
     linear(torch.randn(3, 8).bfloat16()).float().square().sum().backward()
     assert linear.weight.grad.dtype is torch.float32
-    before = full(linear.weight).clone()
+    before = join_fp32(linear.weight).clone()
     optimizer.step()
-    assert not torch.equal(full(linear.weight), before)
+    assert not torch.equal(join_fp32(linear.weight), before)
     with pytest.raises(UsageError, match="gradients='fp16' is unknown"):
         AdamW(linear.parameters(), gradients="fp16")

@@ -1,4 +1,4 @@
-"""Formats against independent oracles: every code and every rounding boundary of the 8- and 16-bit formats."""
+"""Formats, compared with independent references: every code and rounding boundary of the 8- and 16-bit formats."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYOUT = {"fp32": (8, 23, True), "tf32": (8, 10, True), "fp16": (5, 10, True), "
 
 
 def exact_value(text: str, name: str) -> Fraction | str:
-    """What the bits of a magnitude mean, from the definition, in exact arithmetic: the oracle."""
+    """Return the value of a magnitude's bits by definition, in exact arithmetic: the reference."""
     exponent_bits, mantissa_bits, reserved = LAYOUT[name]
     exponent, mantissa = int(text[:exponent_bits], 2), int(text[exponent_bits:], 2)
     bias = 2 ** (exponent_bits - 1) - 1
@@ -36,18 +36,16 @@ def exact_value(text: str, name: str) -> Fraction | str:
 
 
 def magnitudes(name: str) -> list[Fraction]:
-    """Every finite magnitude in order; the index is the code."""
+    """Return every finite magnitude in order; the index is the code."""
     width = sum(LAYOUT[name][:2])
     values = [exact_value(f"{code:0{width}b}", name) for code in range(2**width)]
     return [value for value in values if isinstance(value, Fraction)]
 
 
-def oracle_round(value: Fraction, name: str) -> Fraction | None:
-    """The nearest magnitude by search, ties to the even code; None for an overflow."""
+def reference_round(value: Fraction, name: str) -> Fraction | None:
+    """Return the nearest magnitude by search, ties to the even code; None for an overflow."""
     known = magnitudes(name)
-    known.append(
-        2 * known[-1] - known[-2]
-    )  # what would follow the largest if there were room: rounding to it overflows
+    known.append(2 * known[-1] - known[-2])  # the number after the largest: rounding to it overflows
     if value >= known[-1]:
         return None
     above = bisect_left(known, value)
@@ -75,8 +73,8 @@ def test_every_code_decodes_to_its_exact_value_and_encodes_back(name: str) -> No
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_rounding_is_right_at_every_boundary(name: str) -> None:
-    """Rounding is monotone, so it is right everywhere if it is right on, just below and just above every midpoint."""
+def test_rounding_is_correct_at_every_boundary(name: str) -> None:
+    """Rounding is monotonic, so it is correct everywhere if it is correct at and around every midpoint."""
     f = FORMATS[name]
     values = np.array([float(m) for m in magnitudes(name)])
     lower, upper = values[:-1], values[1:]
@@ -90,7 +88,7 @@ def test_rounding_is_right_at_every_boundary(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_overflow_begins_where_it_should(name: str) -> None:
+def test_overflow_threshold(name: str) -> None:
     f = FORMATS[name]
     edge = f.max + spacing(f.max, f) / 2
     lost = math.inf if f.has_inf else math.nan
@@ -107,7 +105,7 @@ def test_overflow_begins_where_it_should(name: str) -> None:
 @settings(deadline=None)  # the machine may be busy
 @given(value=st.floats(allow_nan=False, allow_infinity=False))
 def test_any_float64_is_rounded_once(name: str, value: float) -> None:
-    expected = oracle_round(abs(Fraction(value)), name)
+    expected = reference_round(abs(Fraction(value)), name)
     rounded = float(round_to(value, name))
     if expected is None:
         assert not math.isfinite(rounded)
@@ -126,7 +124,7 @@ def test_fp32_and_fp16_agree_with_numpy(value: float) -> None:
 @settings(deadline=None)  # the machine may be busy
 @given(value=st.floats(width=32, allow_nan=False, allow_infinity=False))
 def test_tf32_is_fp32_rounded_to_19_bits(value: float) -> None:
-    """The other way to the same result: integer arithmetic on FP32's bits."""
+    """The same result by integer arithmetic on FP32's bits."""
     code = int(np.float32(value).view(np.uint32))
     kept = (code + 0xFFF + ((code >> 13) & 1)) & 0xFFFFE000
     assert float(round_to(value, "tf32")) == float(np.uint32(kept).view(np.float32))
@@ -169,7 +167,7 @@ def test_range_and_number_of_values(name: str, finite: int, largest: float) -> N
 
 
 @pytest.mark.parametrize(("value", "name", "held", "state"), [
-    ("1.2e-7", "fp16", 2 * 2.0**-24, "subnormal"),  # not 0, as lessons say
+    ("1.2e-7", "fp16", 2 * 2.0**-24, "subnormal"),  # not 0, as is often said
     ("0x1p-24", "fp16", 2.0**-24, "exact"),
     ("0x1p-25", "fp16", 0.0, "underflow"),  # a tie between 0 and 2^-24: 0 is even
     ("0x1.0001p-25", "fp16", 2.0**-24, "subnormal"),
@@ -190,7 +188,7 @@ def test_range_and_number_of_values(name: str, finite: int, largest: float) -> N
     ("-1.5", "fp8_e5m2", -1.5, "exact"),
     ("0e7", "fp16", 0.0, "exact"),
 ])  # fmt: skip
-def test_store_says_what_happens(value: str, name: str, held: float, state: str) -> None:
+def test_store_returns_value_and_state(value: str, name: str, held: float, state: str) -> None:
     stored = store(value, name)
     np.testing.assert_array_equal(stored.value, held)
     assert stored.state == state
@@ -199,7 +197,7 @@ def test_store_says_what_happens(value: str, name: str, held: float, state: str)
     assert len(stored.bits) == FORMATS[name].bits
 
 
-def test_store_keeps_the_sign_of_zero_and_the_error_of_the_smallest() -> None:
+def test_store_keeps_the_sign_of_zero_and_the_error_of_tiny_numbers() -> None:
     assert store("-0", "fp16").bits == "1000000000000000"
     assert store(-1e-30, "fp16").bits == "1000000000000000"
     assert store(5e-324, "fp32").relative_error == 1
@@ -220,20 +218,20 @@ def test_spacing_is_the_distance_to_the_next_number() -> None:
     ("float16", "fp16"), ("torch.bfloat16", "bf16"), ("E4M3", "fp8_e4m3"), ("FP8 E5M2", "fp8_e5m2"),
     ("float8_e4m3fn", "fp8_e4m3"), ("TF32", "tf32"), ("half", "fp16"), ("fp8-e4m3", "fp8_e4m3"),
 ])  # fmt: skip
-def test_formats_are_found_by_other_names(alias: str, name: str) -> None:
+def test_formats_have_aliases(alias: str, name: str) -> None:
     assert find_format(alias) is FORMATS[name]
 
 
-def test_rubbish_is_refused() -> None:
+def test_invalid_input_is_refused() -> None:
     for text in ("abc", "", "1.2.3", "0xzz", "1e", "--1"):
         with pytest.raises(UsageError, match="is not a number"):
             parse_value(text)
     for name in ("fp8", "int8", "fp4"):
         with pytest.raises(UsageError, match="expected one of fp32"):
             find_format(name)
-    with pytest.raises(UsageError, match="does not hold"):
+    with pytest.raises(UsageError, match="cannot represent"):
         encode(0.1, "fp16")
-    with pytest.raises(UsageError, match="does not hold inf"):
+    with pytest.raises(UsageError, match="cannot represent inf"):
         encode(math.inf, "fp8_e4m3")
     with pytest.raises(UsageError, match="has no code 256"):
         decode(256, "fp8_e4m3")

@@ -1,4 +1,4 @@
-"""The public names: they are all there, nothing heavy is imported for them, and a type checker knows what each is."""
+"""Public names: they exist, import nothing slow, and type checkers know their types."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ optimizer = torch.optim.AdamW(model.parameters())
 engine = ng.Engine(model, optimizer, recipe="bf16[moments=8bit]", clip_norm=1.0, accumulate=4)
 also = Renamed(model, [optimizer], ng.recipe("fp16"))
 """
-"""What comes before each expression below."""
+"""The user's script before each expression below."""
 
 REVEALED = {
-    "engine": "narrowgauge.engine.Engine",
-    "also": "narrowgauge.engine.Engine",
+    "engine": "narrowgauge.engine.engine.Engine",
+    "also": "narrowgauge.engine.engine.Engine",
     "engine.model": "torch.nn.modules.module.Module",
     "engine.recipe": "narrowgauge.recipe.Recipe",
     "engine.step()": "narrowgauge.step_report.StepReport",
@@ -60,7 +60,7 @@ REVEALED = {
     "ng.gauges.capture.Recorder": "narrowgauge.gauges.capture.Recorder",
     "ng.__version__": "str",
 }
-"""Expressions of a user's script, and the type (or the end of the type) that a checker must see."""
+"""Expressions of a user's script, and the type (or its last part) that a type checker must infer."""
 
 WRONG = {
     "ng.Engine(model)": "call-arg",
@@ -79,18 +79,18 @@ WRONG = {
     "ng.gauges.nothing": "attr-defined",
     "ng.nothing": "attr-defined",
 }
-"""Expressions that a checker must refuse, and its code for the reason."""
+"""Expressions that a type checker must reject, and mypy's error code."""
 
 
 def run(code: str) -> str:
-    """What a fresh interpreter prints."""
+    """Return what a new interpreter prints."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def imported_for_type_checkers(path: Path) -> set[str]:
-    """The names under ``if TYPE_CHECKING`` at the top of a file."""
+    """Return the names under ``if TYPE_CHECKING`` at the top of a file."""
     tests = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.If)]
     (block,) = [node for node in tests if ast.unparse(node.test) == "TYPE_CHECKING"]
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
@@ -105,17 +105,19 @@ def test_the_lists_of_public_names_agree() -> None:
     assert imported_for_type_checkers(SOURCE / "gauges" / "__init__.py") == set(ng.gauges.__all__)
 
 
-def test_public_names_are_what_their_modules_hold() -> None:
+def test_public_names_are_the_objects_of_their_modules() -> None:
     for name, where in ng._WHERE.items():
         assert getattr(ng, name) is getattr(importlib.import_module(where), name)
     for name in ng._MODULES:
         assert getattr(ng, name) is importlib.import_module(f"narrowgauge.{name}")
 
 
-def test_dir_lists_every_public_name_and_imports_nothing_for_it() -> None:
+def test_dir_lists_the_public_names_and_imports_nothing() -> None:
     out = run("import sys, narrowgauge as ng; print(*dir(ng)); print('torch' in sys.modules or 'numpy' in sys.modules)")
-    names, heavy = out.splitlines()
-    assert set(ng.__all__) <= set(names.split()) and heavy == "False"
+    names, slow = out.splitlines()
+    assert slow == "False"
+    assert {name for name in names.split() if not name.startswith("__")} == set(ng.__all__)
+    assert {"__doc__", "__version__", "__all__"} <= set(names.split())
     assert set(ng.gauges.__all__) <= set(dir(ng.gauges))
 
 
@@ -126,7 +128,7 @@ def test_everything_can_be_imported_at_once() -> None:
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What mypy --strict says about each expression of a user's script."""
+    """Return the messages of mypy --strict for each expression of a user's script."""
     pytest.importorskip("mypy")
     folder = tmp_path_factory.mktemp("typed")
     public = {f"ng.{name}": "" for name in ng.__all__ if name not in ng._MODULES}
@@ -148,30 +150,30 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         text=True,
         check=False,
     )
-    said: dict[str, list[str]] = {expression: [] for expression in expressions.values()}
+    messages: dict[str, list[str]] = {expression: [] for expression in expressions.values()}
     for line in done.stdout.splitlines():
         match = re.match(r".*/user\.py:(\d+): (.*)$", line)
         if match:
-            assert int(match[1]) in expressions, line  # nothing is wrong with the script around them
-            said[expressions[int(match[1])]].append(match[2])
-    assert any(said.values()), done.stdout + done.stderr
-    return said
+            assert int(match[1]) in expressions, line  # the script around them has no mistakes
+            messages[expressions[int(match[1])]].append(match[2])
+    assert any(messages.values()), done.stdout + done.stderr
+    return messages
 
 
 def test_a_type_checker_knows_every_public_name(checked: dict[str, list[str]]) -> None:
     for name in ng.__all__:
         if name not in ng._MODULES:
             (answer,) = checked[f"ng.{name}"]
-            given = "Function" if name == "keep_fp32" else r"narrowgauge\.[\w.]+"  # keep_fp32 gives what it is given
+            given = "Function" if name == "keep_fp32" else r"narrowgauge\.[\w.]+"  # keep_fp32 returns its argument
             assert re.fullmatch(rf'note: Revealed type is "def .* -> {given}"', answer), answer
 
 
-def test_a_type_checker_knows_what_calls_give(checked: dict[str, list[str]]) -> None:
+def test_a_type_checker_infers_the_types_of_calls(checked: dict[str, list[str]]) -> None:
     for expression, wanted in REVEALED.items():
         (answer,) = checked[expression]
         assert re.fullmatch(rf'note: Revealed type is "(.* -> )?{re.escape(wanted)}"', answer), (expression, answer)
 
 
-def test_a_type_checker_refuses_wrong_calls(checked: dict[str, list[str]]) -> None:
+def test_a_type_checker_rejects_wrong_calls(checked: dict[str, list[str]]) -> None:
     for expression, code in WRONG.items():
         assert any(answer.endswith(f"[{code}]") for answer in checked[expression]), (expression, checked[expression])

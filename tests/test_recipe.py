@@ -1,4 +1,4 @@
-"""Recipes: names, texts that parse back, what is refused, and what ``auto`` takes."""
+"""Recipes: names, texts that parse back, errors, and the choice of ``auto``."""
 
 import dataclasses
 
@@ -53,8 +53,8 @@ def test_every_recipe_parses_back_from_its_text(recipe):
     assert parse(str(recipe)) == recipe
 
 
-def test_random_recipes_reach_every_field():
-    """The property above is only worth something if a changed field changes the text."""
+def test_every_field_changes_the_text():
+    """The test above means something only if a changed field changes the text."""
     base = NAMED["fp8"]
     changed = {
         "compute": "bf16", "master": "split", "gradients": "released", "moments": "8bit", "scaling": "current",
@@ -70,7 +70,7 @@ def test_random_recipes_reach_every_field():
     assert str(NAMED["fp16"].replace(loss_scale=1024.0)) == "fp16[loss_scale=1024.0]"
 
 
-def test_names_are_as_the_design_says():
+def test_named_recipes():
     assert [str(NAMED[name]) for name in NAMED] == list(NAMED)
     lean = parse("bf16-lean")
     assert (lean.master, lean.gradients, lean.moments) == ("split", "bf16", "8bit")
@@ -84,7 +84,7 @@ def test_recipes_are_frozen():
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("bf15", "did you mean bf16"),
         ("", "unknown recipe"),
@@ -106,10 +106,10 @@ def test_recipes_are_frozen():
         ("bf16[keep=a b]", "module paths"),
     ],
 )
-def test_wrong_recipes_are_refused_in_one_line(text, says):
+def test_wrong_recipes_are_refused_in_one_line(text, message):
     with pytest.raises(UsageError) as caught:
         parse(text)
-    assert says in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -125,7 +125,7 @@ def test_wrong_recipes_are_refused_in_one_line(text, says):
         (device("cpu", ("fp32",)), "fp32"),
     ],
 )
-def test_auto_takes_what_suits_the_machine_and_says_why(machine, name):
+def test_auto_chooses_for_the_device_and_explains(machine, name):
     recipe, reason = choose(machine)
     assert str(recipe) == name == str(parse("auto", machine))
     assert "a machine" in reason
@@ -135,6 +135,6 @@ def test_auto_takes_what_suits_the_machine_and_says_why(machine, name):
 
 def test_recipes_a_device_cannot_run_are_refused():
     turing = device("cuda", ("fp32", "fp16"), (7, 5))
-    assert "take fp16" in refusal(NAMED["bf16"], turing)
+    assert "use fp16" in refusal(NAMED["bf16"], turing)
     assert "8.9" in refusal(NAMED["fp8"], device("cuda", ("bf16",), (8, 0)))
     assert "tensor cores" in refusal(NAMED["tf32"], device())

@@ -1,4 +1,4 @@
-"""Task files: a user's own function is found, given its options, and told in one line what is wrong with it."""
+"""Task files: a user's function is found and gets its options; mistakes give one-line errors."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def file(tmp_path):
     return path
 
 
-def test_options_that_were_given_reach_the_function(file):
+def test_given_options_reach_the_function(file):
     task = load(f"{file}:mine", {"batch": 8, "data": None})
     assert isinstance(task, Task)
     assert (task.name, task.steps) == ("8-here", 7)
@@ -36,7 +36,7 @@ def test_options_that_were_given_reach_the_function(file):
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "says"),
+    ("name", "options", "message"),
     [
         ("tasks_of_mine.py:missing", {}, "has no function 'missing'; it has anything, mine, wrong"),
         ("tasks_of_mine.py:wrong", {}, "returned a int, not a narrowgauge.Task"),
@@ -46,9 +46,9 @@ def test_options_that_were_given_reach_the_function(file):
         ("text.txt:mine", {}, "is not a Python file"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(file, name, options, says):
+def test_mistakes_give_one_line_errors(file, name, options, message):
     (file.parent / "broken.py").write_text("def mine(:\n")
     (file.parent / "text.txt").write_text("hello")
     with pytest.raises(UsageError, match="task") as caught:
         load(str(file.parent / name), options)
-    assert says in str(caught.value)
+    assert message in str(caught.value)

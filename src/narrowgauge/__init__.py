@@ -1,15 +1,27 @@
-"""narrowgauge: mixed-precision training for PyTorch that is fast, stays on the rails, and proves it."""
+"""narrowgauge: mixed-precision training for PyTorch that is fast, stays on the rails, and proves it.
+
+Engine, StepReport          one training step under a recipe, and its result
+recipe, Recipe              which number format is used for what
+LossScaler                  drop-in replacement for torch.amp.GradScaler
+convert, keep_fp32          fused and FP8 layers; functions that compute in FP32
+watch, replay, gauges       read tensors while training; find the operation that produced a NaN
+validate                    test whether a recipe trains as well as FP32
+forecast                    predict memory and time of a training step
+Task                        a model, its batches and its loss, for the command line
+optim, formats, hardware    optimizers, number formats, GPUs
+NarrowgaugeError, UsageError, TrainingStalled
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from narrowgauge.recipe import Recipe
-from narrowgauge.recipe import parse as recipe  # after this line the function stands before the module of its name
+from narrowgauge.recipe import parse as recipe  # hides the module of the same name
 
 __version__ = "0.1.0"
 
-# Written out, because type checkers and editors read this list and cannot compute it.
+# Written out, because type checkers and editors cannot compute it.
 __all__ = [
     "Engine",
     "LossScaler",
@@ -32,7 +44,7 @@ __all__ = [
     "watch",
 ]
 
-# Public names are imported when first asked for, so that ``narrowgauge formats`` never waits for torch.
+# Public names are imported on first use, so that ``narrowgauge formats`` does not wait for torch.
 _WHERE = {
     "Engine": "narrowgauge.engine",
     "LossScaler": "narrowgauge.scaling.loss",
@@ -48,11 +60,11 @@ _WHERE = {
 }
 _MODULES = ("forecast", "formats", "gauges", "hardware", "optim", "validate")
 
-if TYPE_CHECKING:  # the same names for type checkers, which do not look into __getattr__; tests hold the lists together
+if TYPE_CHECKING:  # type checkers cannot see into __getattr__; a test compares the two lists
     from narrowgauge import formats, gauges, hardware, optim
     from narrowgauge.engine import Engine
     from narrowgauge.errors import NarrowgaugeError, TrainingStalled, UsageError
-    from narrowgauge.forecast.run import forecast  # the package of this name is called in the function's place,
+    from narrowgauge.forecast.run import forecast  # at run time the package of this name is callable
     from narrowgauge.gauges.replay.replay import replay
     from narrowgauge.gauges.watch.watch import watch
     from narrowgauge.nn.convert import convert
@@ -60,7 +72,7 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not look into __
     from narrowgauge.scaling.loss import LossScaler
     from narrowgauge.step_report import StepReport
     from narrowgauge.task import Task
-    from narrowgauge.validate.run import validate  # and so is this one
+    from narrowgauge.validate.run import validate  # so is this one
 else:
 
     def __getattr__(name: str) -> object:
@@ -73,4 +85,4 @@ else:
         raise AttributeError(f"module 'narrowgauge' has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+        return sorted({*(name for name in globals() if name.startswith("__")), *__all__})

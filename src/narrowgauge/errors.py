@@ -1,36 +1,46 @@
-"""The errors a user is meant to see: each is one line that says what was given, what was expected and what to do."""
+"""The errors that users see. Each is one line: what was given, what was expected, what to do."""
 
 from __future__ import annotations
 
 import re
 
 _HARMFUL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""What a terminal would obey rather than show (all control characters but tab and newline), what turns the direction of
-a text around, and halves of surrogate pairs, which no stream can encode."""
+"""Control characters except tab and newline, characters that change the direction of text, and unpaired surrogates,
+which no stream can encode."""
 
 
 class NarrowgaugeError(Exception):
-    """Base of every error that is shown to the user as one line instead of a traceback."""
+    """Base class of all errors that the command line shows as one line instead of a traceback.
+
+    Attributes:
+        exit_code: Exit code of the command line.
+        already_shown: Whether another process has printed the line already.
+    """
 
     exit_code = 2
-    said = False
-    """Whether another process has shown the line already."""
+    already_shown = False
 
 
 class UsageError(NarrowgaugeError, ValueError):
-    """The input is wrong: a name, a file, an option, a call out of order. Exit code 2."""
+    """The input is wrong: a name, a file, an option, or calls in the wrong order. Exit code 2."""
 
 
 class TrainingStalled(NarrowgaugeError, RuntimeError):
-    """Training cannot go on: update after update was skipped because gradients were not finite. Exit code 1."""
+    """Too many consecutive updates were skipped because gradients were not finite. Exit code 1.
+
+    Weights and optimizer state are as before the first skipped update. The error can be caught to continue training.
+    """
 
     exit_code = 1
 
 
 def printable(text: str) -> str:
-    """The text as a terminal may safely have it: every character that would be obeyed is written as ``\\x1b``.
+    """Return the text with every character that could control a terminal escaped, as in ``\\x1b``.
 
-    Samples of a model, names of files and the words of other libraries may hold anything.
+    Model samples, file names and messages of other libraries may contain anything.
+
+    Args:
+        text: Any text.
     """
     return _HARMFUL.sub(lambda found: _escape(ord(found[0])), text)
 
@@ -40,6 +50,11 @@ def _escape(code: int) -> str:
 
 
 def one_line(error: BaseException | str, most: int = 200) -> str:
-    """What an error says, in one line that a terminal may have and that is not too long."""
+    """Return an error's message as one line that is safe to print.
+
+    Args:
+        error: An error or a text.
+        most: Maximum length; the rest is cut off.
+    """
     text = " ".join(str(error).split()) or type(error).__name__
     return printable(text if len(text) <= most else f"{text[: most - 1]}…")

@@ -1,22 +1,22 @@
-"""Number formats: what each can hold, and what it makes of any number, to the last bit.
+"""Number formats: their ranges, and how each rounds any number, exact to the last bit.
 
 A finite number of a format with m mantissa bits and exponent bias b is a whole multiple of a quantum:
 
     |x| = k * 2**(E - m)    with E = max(floor(log2 |x|), 1 - b),    k < 2**(m + 1)
 
-Below 2**(1 - b), the smallest normal, E stays where it is: those are the subnormals, evenly spaced down to zero. So
-rounding to nearest, ties to even, is one line: divide by the quantum, ``rint``, multiply. Every step of that is exact
-in float64 (a division by a power of two, at most 24 bits left of the point), so the result is rounded once. A cast
-through float32 rounds twice, and ml_dtypes 0.6 casts float64 that way: 1 + 2**-8 + 2**-45 becomes 1.0 in its bfloat16,
-though 1.0078125 is nearer. That is why the rounding is done here and ml_dtypes is the tests' second opinion.
+Below 2**(1 - b), the smallest normal, E is constant: those are the subnormals, evenly spaced down to zero. So rounding
+to nearest, ties to even, is one line: divide by the quantum, ``rint``, multiply. Each operation is exact in float64 (a
+division by a power of two, at most 24 bits left of the point), so the result is rounded once. A cast through float32
+rounds twice, and ml_dtypes 0.6 casts float64 that way: 1 + 2**-8 + 2**-45 becomes 1.0 in its bfloat16, although
+1.0078125 is nearer. So the rounding is done here, and the tests compare it with ml_dtypes.
 
-What ``store`` calls the outcome:
+The states that ``store`` returns:
 
     exact       the stored number is the given one (zeros, infinities where the format has them, and NaN included)
     rounded     the nearest number of the format, at full precision
-    subnormal   the nearest number lies below the smallest normal, where precision fades bit by bit
-    underflow   a number that is not zero became zero
-    overflow    a number too large became inf, or NaN in E4M3, which has no inf; and inf itself, in E4M3
+    subnormal   the nearest number is below the smallest normal, where fewer bits of precision are left
+    underflow   a nonzero number became zero
+    overflow    the number is too large and became inf, or NaN in E4M3, which has no inf (inf itself overflows there)
 """
 
 from __future__ import annotations
@@ -34,19 +34,24 @@ from narrowgauge.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A binary floating-point format: sign, exponent, mantissa."""
+    """A binary floating-point format: sign, exponent, mantissa. ``FORMATS`` has all of them."""
 
     name: str
+    """Key in ``FORMATS``, such as fp8_e4m3."""
     title: str
-    """How people write it."""
+    """Usual spelling, such as FP8 E4M3."""
     exponent_bits: int
+    """Number of exponent bits."""
     mantissa_bits: int
+    """Number of mantissa bits, without the implicit leading one."""
     bias: int
+    """Exponent bias."""
     has_inf: bool = True
-    """False for E4M3: the top exponent holds numbers, and only the all-ones mantissa there is NaN."""
+    """False for E4M3: its top exponent encodes numbers, and only the all-ones mantissa there is NaN."""
     storage_bits: int
-    """The room a number takes in memory: 32 for TF32, of which the tensor core reads 19."""
+    """Bits of memory per number: 32 for TF32, of which the tensor core reads 19."""
     about: str
+    """What the format is used for."""
 
     @property
     def bits(self) -> int:
@@ -66,14 +71,17 @@ class Format:
 
     @property
     def max(self) -> float:
+        """The largest finite number."""
         return decode(self.max_code, self)
 
     @property
     def smallest_normal(self) -> float:
+        """The smallest positive number with full precision."""
         return 2.0**self.min_exponent
 
     @property
     def smallest_subnormal(self) -> float:
+        """The smallest positive number."""
         return 2.0 ** (self.min_exponent - self.mantissa_bits)
 
     @property
@@ -88,7 +96,7 @@ class Format:
 
     @property
     def finite_values(self) -> int:
-        """How many different finite numbers there are (+0 and -0 are one)."""
+        """Number of different finite numbers (+0 and -0 count as one)."""
         return 2 * self.max_code + 1
 
 
@@ -100,7 +108,7 @@ FORMATS: dict[str, Format] = {
         Format(name="tf32", title="TF32", exponent_bits=8, mantissa_bits=10, bias=127, storage_bits=32,
                about="19 of FP32's 32 bits, read by tensor cores; takes the memory of FP32"),
         Format(name="fp16", title="FP16", exponent_bits=5, mantissa_bits=10, bias=15, storage_bits=16,
-               about="precise but narrow: needs loss scaling"),
+               about="precise, but a small range: needs loss scaling"),
         Format(name="bf16", title="BF16", exponent_bits=8, mantissa_bits=7, bias=127, storage_bits=16,
                about="FP32's range with 8 bits of precision: needs no loss scaling"),
         Format(name="fp8_e4m3", title="FP8 E4M3", exponent_bits=4, mantissa_bits=3, bias=7, has_inf=False,
@@ -121,20 +129,27 @@ _ALIASES = {
 
 @dataclass(frozen=True)
 class Stored:
-    """What a format makes of a number, by a cast that rounds to nearest and does not saturate."""
+    """A number as a format stores it, by a cast that rounds to nearest and does not saturate."""
 
     value: float
-    """The number that is really held."""
+    """The stored number."""
     bits: str
     """Its bits, sign first."""
     relative_error: float
-    """|held - given| / |given|; 0 where exact, inf after an overflow."""
+    """abs(stored - given) / abs(given); 0 if exact, inf after an overflow."""
     state: str
-    """exact, rounded, subnormal, underflow or overflow: see the top of this file."""
+    """exact, rounded, subnormal, underflow or overflow: see the module's docstring."""
 
 
 def find_format(name: str | Format) -> Format:
-    """The format of a name such as fp16, FP8 E4M3, bfloat16 or torch.float8_e5m2."""
+    """Return the format of a name.
+
+    Args:
+        name: Such as fp16, FP8 E4M3, bfloat16 or torch.float8_e5m2; or a format.
+
+    Raises:
+        UsageError: There is no such format.
+    """
     if isinstance(name, Format):
         return name
     key = re.sub(r"[\s\-_]+", "_", str(name).strip().lower().removeprefix("torch."))
@@ -145,14 +160,20 @@ def find_format(name: str | Format) -> Format:
 
 
 def parse_value(text: str) -> float:
-    """The number a text means: decimal, hexadecimal ("0x1p-24"), inf or nan, read as float64.
+    """Return the number of a text, as float64.
 
-    What float64 itself cannot reach becomes its nearest finite number that is not zero, never inf or 0: 1e400 and
-    1e-400 are then still numbers that overflow and underflow every format here.
+    A number beyond the range of float64 becomes its nearest finite nonzero number, never inf or 0. So 1e400 and 1e-400
+    still overflow and underflow every format here.
+
+    Args:
+        text: A decimal or hexadecimal ("0x1p-24") number, inf or nan.
+
+    Raises:
+        UsageError: The text is not a number.
     """
     try:
         number = float.fromhex(text) if "0x" in text.lower() else float(text)
-    except OverflowError:  # what float.fromhex raises where float() answers inf
+    except OverflowError:  # float.fromhex raises it where float() returns inf
         number = math.copysign(math.inf, -1 if text.strip().startswith("-") else 1)
     except ValueError:
         raise UsageError(f"{text!r} is not a number: expected one such as 1.2e-7, -3, 0x1p-24, inf or nan") from None
@@ -165,16 +186,22 @@ def parse_value(text: str) -> float:
 
 
 def round_to(values: ArrayLike, format: str | Format, saturate: bool = False) -> NDArray[np.float64]:
-    """Each value rounded to the nearest number of a format, ties to even, as float64.
+    """Round each value to the nearest number of a format, ties to even.
 
-    What is too large becomes inf (NaN in E4M3), or with ``saturate`` the largest finite number, as in narrowgauge's own
-    FP8 casts. NaN stays NaN either way.
+    Args:
+        values: A number or any array.
+        format: A format or its name.
+        saturate: Values that are too large become the largest finite number, as in narrowgauge's own FP8 casts.
+            Default: they become inf, or NaN in E4M3.
+
+    Returns:
+        The rounded values, as a float64 array. NaN stays NaN.
     """
     f = find_format(format)
     x = np.asarray(values, dtype=np.float64)
     _, exponent = np.frexp(x)  # |x| = [0.5, 1) * 2**exponent
     quantum = np.maximum(exponent - 1, f.min_exponent) - f.mantissa_bits
-    with np.errstate(over="ignore"):  # the largest float64 numbers round up to inf, which is too large in any case
+    with np.errstate(over="ignore"):  # the largest float64 numbers round up to inf: too large in any case
         rounded = np.ldexp(np.rint(np.ldexp(x, -quantum)), quantum)
     too_large = np.abs(rounded) > f.max
     limit = f.max if saturate else math.inf if f.has_inf else math.nan
@@ -182,7 +209,16 @@ def round_to(values: ArrayLike, format: str | Format, saturate: bool = False) ->
 
 
 def store(value: float | str, format: str | Format) -> Stored:
-    """What a format makes of one number."""
+    """Return how a format stores one number.
+
+    Args:
+        value: A number or its text.
+        format: A format or its name.
+
+    Example:
+        >>> formats.store(1.2e-7, "fp16").state
+        'subnormal'
+    """
     f = find_format(format)
     given = parse_value(value) if isinstance(value, str) else float(value)
     held = float(round_to(given, f))
@@ -191,14 +227,22 @@ def store(value: float | str, format: str | Format) -> Stored:
     elif not math.isfinite(held):
         state, error = "overflow", math.inf
     else:
-        # In fractions: the difference of two float64 subnormals over one of them is exact this way too.
+        # Fractions keep the quotient exact even for float64 subnormals.
         error = float(abs(Fraction(held) - Fraction(given)) / abs(Fraction(given)))
         state = "underflow" if held == 0 else "subnormal" if abs(held) < f.smallest_normal else "rounded"
     return Stored(value=held, bits=f"{encode(held, f):0{f.bits}b}", relative_error=error, state=state)
 
 
 def spacing(value: float, format: str | Format) -> float:
-    """The distance between neighbouring numbers of a format around a value (its ulp); NaN where it holds none."""
+    """Return the distance between neighboring numbers of a format around a value (its ulp).
+
+    Args:
+        value: A number.
+        format: A format or its name.
+
+    Returns:
+        The distance, or NaN if the value is outside of the format's range.
+    """
     f = find_format(format)
     if not abs(value) <= f.max:
         return math.nan
@@ -207,7 +251,15 @@ def spacing(value: float, format: str | Format) -> float:
 
 
 def encode(value: float, format: str | Format) -> int:
-    """The code of a number that a format holds exactly; NaN gets the quiet one, with its sign."""
+    """Return the code (the bits as an integer) of a number. NaN becomes the quiet NaN with its sign.
+
+    Args:
+        value: A number that the format represents exactly.
+        format: A format or its name.
+
+    Raises:
+        UsageError: The format does not represent the number.
+    """
     f = find_format(format)
     sign = int(math.copysign(1.0, value) < 0) << (f.bits - 1)
     top = ((1 << f.exponent_bits) - 1) << f.mantissa_bits
@@ -219,13 +271,21 @@ def encode(value: float, format: str | Format) -> int:
         exponent = max(math.frexp(value)[1] - 1, f.min_exponent) if value else f.min_exponent
         multiple = math.ldexp(abs(value), f.mantissa_bits - exponent)
         if multiple.is_integer():
-            # A normal's leading one adds 1 to the exponent field, which is therefore written one too low.
+            # A normal number's leading one adds 1 to the exponent field, so the field is written one too low.
             return sign | (((exponent - f.min_exponent) << f.mantissa_bits) + int(multiple))
-    raise UsageError(f"{f.title} does not hold {value!r}: round it first, with round_to")
+    raise UsageError(f"{f.title} cannot represent {value!r}: round it first, with round_to")
 
 
 def decode(code: int, format: str | Format) -> float:
-    """The number a code stands for."""
+    """Return the number of a code.
+
+    Args:
+        code: The bits of the number, as an integer.
+        format: A format or its name.
+
+    Raises:
+        UsageError: The code is out of range.
+    """
     f = find_format(format)
     if not 0 <= code < 1 << f.bits:
         raise UsageError(f"{f.title} has no code {code}: expected 0 to {(1 << f.bits) - 1}")

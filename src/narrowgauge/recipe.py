@@ -1,7 +1,7 @@
-"""Recipe: which number format plays which role in a training run.
+"""Recipe: which number format is used for what in a training run.
 
-A recipe is frozen, checked where it is made, and has a text that parses back to the same object: a name, and in
-brackets what differs from it, as in ``bf16[moments=8bit,master=split,checkpoint=selective]``.
+A recipe is frozen and checked when it is created. Its text parses back to the same object: a name, and in brackets the
+fields that differ from it, as in ``bf16[moments=8bit,master=split,checkpoint=selective]``.
 
     name            compute   master   gradients   moments   loss scale   recomputation
     fp32, tf32      as named  fp32     fp32        fp32      none         none
@@ -10,7 +10,7 @@ brackets what differs from it, as in ``bf16[moments=8bit,master=split,checkpoint
     fp8             fp8       fp32     fp32        fp32      none         none         (delayed scaling per tensor)
     bf16-lean       bf16      split    bf16        8bit      none         full
     fp8-lean        fp8       split    bf16        8bit      none         full
-    auto            what suits the machine at hand: see ``choose``
+    auto            chosen for the device: see ``choose``
 """
 
 from __future__ import annotations
@@ -44,34 +44,42 @@ _TEXT = re.compile(r"(?P<base>[^\[\]]*)(\[(?P<changes>[^\[\]]*)\])?")
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Which format plays which role. Make one by name: ``narrowgauge.recipe("bf16")``."""
+    """Which number format is used for what. Create one by name: ``narrowgauge.recipe("bf16")``.
+
+    All arguments are keywords; each field below is one. A combination that makes no sense raises ``UsageError``.
+
+    Example:
+        >>> ng.recipe("bf16").replace(moments="8bit")
+        >>> str(ng.Recipe(compute="bf16", checkpoint="full"))
+        'bf16[checkpoint=full]'
+    """
 
     compute: str = "fp32"
     """Format of the matrix products: fp32, tf32, fp16, bf16 or fp8."""
     master: str = "fp32"
-    """The weights the optimizer updates: fp32 parameters, split (BF16 + 16 bits = FP32), or none."""
+    """The weights that the optimizer updates: fp32, split (BF16 and 16 more bits, together FP32), or none (BF16)."""
     gradients: str = "fp32"
-    """Format of the weight gradients: fp32, bf16, or released (stepped and freed during backward)."""
+    """Weight gradients: fp32, bf16, or released (each parameter is stepped during backward, and its gradient freed)."""
     moments: str = "fp32"
     """Format of the optimizer's moments: fp32, bf16 or 8bit."""
     loss_scale: str | float = "none"
-    """none, dynamic, or a fixed factor. Only FP16 needs one."""
+    """Loss scale: none, dynamic, or a fixed number. Only FP16 needs one."""
     scaling: str = "none"
-    """FP8 scale per tensor: delayed (from the amax of earlier steps), current, or none."""
+    """FP8 scale of each tensor: delayed (from the amax of earlier steps), current (from the tensor), or none."""
     history: int = 16
-    """How many steps of amax delayed scaling remembers."""
+    """Number of steps whose amax delayed scaling uses."""
     margin: int = 0
-    """FP8 scales are lowered by 2**margin, as headroom."""
+    """Headroom of FP8 scales: they are divided by 2**margin."""
     amax: str = "max"
-    """Delayed scaling takes the max of the history, or the most recent."""
+    """Which amax of the history delayed scaling uses: max or recent."""
     products: str = "fastest"
-    """Which matrix products run in FP8: the fastest mix, measured on this GPU layer by layer, or all that can."""
+    """Which products run in FP8: fastest (the fastest mix, measured on this GPU layer by layer), or all that can."""
     keep: tuple[str, ...] = ()
-    """Modules kept in FP32 beside norms, softmax and loss: module paths or class names, * and ? allowed."""
+    """Modules that compute in FP32, besides norms, softmax and loss: paths or class names, * and ? are wildcards."""
     attention: str = "auto"
-    """SDPA backend. auto: the fastest fused one, never silently the unfused; any: torch's choice; or one by name."""
+    """SDPA backend: auto (the fastest fused one, never silently the unfused one), any (torch chooses), or a name."""
     checkpoint: str = "none"
-    """Recomputation of activations: none, selective (keep products, recompute the rest) or full (whole blocks)."""
+    """Activation checkpointing: none, selective (keep products, recompute the rest) or full (recompute blocks)."""
 
     def __post_init__(self) -> None:
         for field, allowed in CHOICES.items():
@@ -88,7 +96,7 @@ class Recipe:
             raise UsageError(f"recipe: scaling, history, margin, amax and products belong to fp8, not {self.compute}")
         if self.master != "fp32" and self.compute not in ("bf16", "fp8"):
             raise UsageError(
-                f"recipe: master={self.master} keeps BF16 weights, which {self.compute} does not compute with"
+                f"recipe: master={self.master} keeps BF16 weights, but {self.compute} does not compute with them"
             )
         if self.gradients == "bf16" and self.master == "fp32":
             raise UsageError(
@@ -97,7 +105,7 @@ class Recipe:
         if self.gradients == "released" and self.loss_scale != "none":
             raise UsageError(
                 "recipe: gradients=released steps each parameter during backward, before a loss scale can be checked; "
-                "take bf16, which needs none, or gradients=fp32"
+                "use bf16, which needs no loss scale, or gradients=fp32"
             )
         if not isinstance(self.keep, tuple) or not all(isinstance(k, str) and _PATTERN.fullmatch(k) for k in self.keep):
             raise UsageError(f"recipe: keep={self.keep} must be module paths or class names, with * and ? as wildcards")
@@ -112,12 +120,19 @@ class Recipe:
             raise UsageError(f"recipe: loss_scale={scale} must be none, dynamic or a positive number")
         if self.compute != "fp16":
             raise UsageError(
-                f"recipe: loss_scale={scale} does nothing for {self.compute}, whose range is FP32's or which "
-                "scales per tensor; only fp16 needs it"
+                f"recipe: loss_scale={scale} has no effect on {self.compute}, which has FP32's range or scales each "
+                "tensor; only fp16 needs it"
             )
 
     def replace(self, **changes: Any) -> Recipe:
-        """The same recipe with some roles changed."""
+        """Return the same recipe with some fields changed.
+
+        Args:
+            **changes: Fields and their new values.
+
+        Raises:
+            UsageError: A field is unknown, or the result makes no sense.
+        """
         unknown = sorted(set(changes) - {field.name for field in dataclasses.fields(self)})
         if unknown:
             raise UsageError(_no_such_field(unknown[0]))
@@ -149,7 +164,11 @@ NAMED: dict[str, Recipe] = {
 
 
 def split(text: str) -> list[str]:
-    """Split at the commas that stand outside of brackets: ``fp32,bf16[checkpoint=full,keep=head]`` is two recipes."""
+    """Split a list of recipes at the commas outside of brackets.
+
+    Args:
+        text: As in ``fp32,bf16[checkpoint=full,keep=head]``, which is two recipes.
+    """
     parts, depth = [""], 0
     for character in text:
         depth += (character == "[") - (character == "]")
@@ -161,7 +180,22 @@ def split(text: str) -> list[str]:
 
 
 def parse(text: str | Recipe, device: Device | None = None) -> Recipe:
-    """The recipe a text means; ``auto`` is chosen for ``device``, or for the machine at hand."""
+    """Return the recipe of a text. This is ``narrowgauge.recipe``.
+
+    Args:
+        text: A name (``bf16``), a name with changed fields (``bf16[checkpoint=full]``), or a recipe.
+        device: The device that ``auto`` chooses for. Default: the GPU of this machine, or else its CPU.
+
+    Returns:
+        The recipe.
+
+    Raises:
+        UsageError: The text is not a recipe.
+
+    Example:
+        >>> ng.recipe("fp16[loss_scale=1024,keep=head]").loss_scale
+        1024.0
+    """
     if isinstance(text, Recipe):
         return text
     if not isinstance(text, str):
@@ -174,7 +208,7 @@ def parse(text: str | Recipe, device: Device | None = None) -> Recipe:
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UsageError(
             f"unknown recipe {text!r}: expected one of {', '.join(known)}, "
-            f"or a changed one such as bf16[checkpoint=full]{hint}"
+            f"or one with changed fields such as bf16[checkpoint=full]{hint}"
         )
     base = choose(device or _detect())[0] if name == "auto" else NAMED[name]
     changes: dict[str, Any] = {}
@@ -189,27 +223,35 @@ def parse(text: str | Recipe, device: Device | None = None) -> Recipe:
 
 
 def choose(device: Device) -> tuple[Recipe, str]:
-    """The recipe ``auto`` takes on a device, and why."""
+    """Return the recipe that ``auto`` chooses on a device, and the reason.
+
+    Args:
+        device: The device.
+    """
     if "bf16" in device.native:
-        where = "computes in BF16 natively"
-        return NAMED["bf16"], f"{device.name} {where}, and BF16 has FP32's range, so it needs no loss scaling"
+        return NAMED["bf16"], f"{device.name} has native BF16, whose range is FP32's, so it needs no loss scaling"
     if device.kind == "cuda" and "fp16" in device.native:
         return NAMED["fp16"], f"{device.name} has FP16 tensor cores but no BF16 ones; the loss is scaled dynamically"
     return NAMED["fp32"], f"{device.name} has no native 16-bit matrix products: anything but FP32 would be slower"
 
 
 def refusal(recipe: Recipe, device: Device) -> str | None:
-    """Why a device cannot run a recipe, or None where it can."""
+    """Return why a device cannot run a recipe, or None if it can.
+
+    Args:
+        recipe: The recipe.
+        device: The device.
+    """
     need = {"tf32": (8, 0), "fp16": (7, 0), "bf16": (8, 0), "fp8": (8, 9)}.get(recipe.compute)
     if device.kind == "cpu":
         if recipe.compute == "tf32":
-            return f"recipe {recipe}: TF32 is a mode of NVIDIA tensor cores, and {device.name} is a CPU; take fp32"
+            return f"recipe {recipe}: TF32 is a mode of NVIDIA tensor cores, and {device.name} is a CPU; use fp32"
         return None
     if need is not None and device.capability is not None and device.capability < need:
         have = ".".join(map(str, device.capability))
         return (
             f"recipe {recipe}: {device.name} has compute capability {have}, {recipe.compute} needs "
-            f"{need[0]}.{need[1]} or later; take {choose(device)[0]}"
+            f"{need[0]}.{need[1]} or later; use {choose(device)[0]}"
         )
     return None
 

@@ -1,4 +1,4 @@
-"""StepReport: what an engine's step did; and Watcher: who is told of it."""
+"""StepReport, the result of an engine's step, and Watcher, the interface of objects that follow an engine."""
 
 from __future__ import annotations
 
@@ -11,36 +11,50 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a step did. Reading a field waits for the device; holding the report does not."""
+    """The result of ``Engine.step``. Reading a property waits for the device; keeping the report does not.
+
+    Example:
+        >>> report = engine.step()
+        >>> if number % 100 == 0:
+        ...     print(report.applied, report.grad_norm, report.loss_scale)
+    """
 
     index: int
-    """Which update this was (or will be, in the middle of an accumulation), counted from 1."""
+    """Number of the update, from 1. During an accumulation: the number it will have."""
     complete: bool
-    """False in the middle of an accumulation, when nothing was stepped yet."""
+    """False during an accumulation, when the optimizers have not been stepped yet."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    """The raw scalars on the device: applied, grad_norm, loss_scale."""
+    """The scalars on the device: applied, grad_norm, loss_scale. Reading this dictionary does not wait."""
 
     @property
     def applied(self) -> bool:
-        """Whether the weights were updated: False for a skipped update and in the middle of an accumulation."""
+        """Whether the weights were updated. False for a skipped update and during an accumulation."""
         return self.complete and bool(self.tensors["applied"].item())
 
     @property
     def grad_norm(self) -> float | None:
-        """The norm of all gradients, unscaled and before clipping."""
+        """The norm of all gradients, unscaled and before clipping. None during an accumulation."""
         return float(self.tensors["grad_norm"].item()) if self.complete else None
 
     @property
     def loss_scale(self) -> float:
-        """The factor the loss was scaled by in this step (1 where the recipe scales nothing)."""
+        """The loss scale of this step. 1 if the recipe does not scale the loss."""
         return float(self.tensors["loss_scale"].item())
 
 
 class Watcher(Protocol):
-    """Who is told what an engine does; without waiting for the device, and without changing anything."""
+    """An object in ``Engine.watchers``. It must not wait for the device or change the training."""
 
     def around(self, phase: str) -> contextlib.AbstractContextManager[None]:
-        """Entered before a microbatch's ``forward`` and ``backward`` and before an ``update``, left after it."""
+        """Return a context that the engine enters for one phase of a step.
+
+        Args:
+            phase: ``forward``, ``backward`` (both per microbatch) or ``update``.
+        """
 
     def after(self, report: StepReport) -> None:
-        """An update is done, or was skipped."""
+        """Called after each update, applied or skipped.
+
+        Args:
+            report: The update's report.
+        """

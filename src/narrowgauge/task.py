@@ -1,8 +1,8 @@
-"""Task: what is trained. It makes a model, makes batches, and computes the loss of one on the other.
+"""Task: what is trained. It creates the model and the batches, and computes the loss.
 
-A batch is a pure function of its number (``batch(step, split)``), never the next item of an iterator. That is what
-makes exact resumption and paired runs possible: step 731 sees the same data whatever happened before it. A DataLoader
-given as ``data`` is made such a function.
+A batch is a pure function of its number (``batch(step, split)``), not the next item of an iterator. This makes exact
+resumption and paired runs possible: step 731 sees the same data whatever happened before it. A DataLoader passed as
+``data`` is turned into such a function.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 Batch = Any
-"""A tensor, or any nest of tuples, lists and dictionaries of tensors, on the CPU."""
+"""A tensor, or nested tuples, lists and dictionaries of tensors, on the CPU."""
 
 
 def _not_given(step: int, split: str) -> Batch:
@@ -33,47 +33,61 @@ def _not_given(step: int, split: str) -> Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is trained. Only ``model``, ``loss``, and ``batch`` or ``data`` are needed."""
+    """What is trained. Only ``model``, ``loss``, and either ``batch`` or ``data`` are required.
+
+    All arguments are keywords; each field below is one.
+
+    Raises:
+        UsageError: Neither or both of ``batch`` and ``data`` are given.
+
+    Example:
+        >>> task = ng.Task(
+        ...     model=lambda: nn.Linear(64, 10),
+        ...     loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        ...     data={"train": train_loader, "eval": eval_loader},
+        ... )
+    """
 
     model: Callable[[], nn.Module]
-    """Makes the model, in FP32 on the current default device, drawing its weights from torch's global generator."""
+    """Creates the model: in FP32, on torch's default device, initialized from torch's global generator."""
     loss: Callable[[nn.Module, Batch], Tensor]
-    """Runs the model on a batch (already on its device) and returns a scalar loss."""
+    """Runs the model on a batch, which is on the model's device, and returns a scalar loss."""
     batch: Callable[[int, str], Batch] = _not_given
-    """Makes batch number ``step`` of ``split`` ("train" or "eval"): the same arguments give the same batch."""
+    """Returns batch number ``step`` of ``split`` ("train" or "eval"). The same arguments give the same batch."""
     data: Any = None
-    """Instead of ``batch``: a torch DataLoader (or what can be iterated over again), a mapping of "train" and "eval" to
-    loaders, or a function that makes the loader of a split. ``data.loader`` turns it into numbered batches."""
+    """Instead of ``batch``: a DataLoader or any other iterable that can be restarted, a mapping of "train" and "eval"
+    to loaders, or a function that returns the loader of a split."""
     data_seed: int = 0
-    """Of the order, and of everything random, in which ``data`` is read."""
+    """Seed of the order of ``data``, and of everything random in its workers."""
     name: str = "task"
+    """Name of the task in records and reports."""
     items_per_batch: int = 1
-    """How many items (tokens, images) one batch holds: what throughput counts."""
+    """Number of items (tokens, images) per batch, which throughput counts."""
     unit: str = "item"
-    """What an item is called, in the singular."""
+    """Name of an item, in the singular."""
     flops_per_item: float | None = None
-    """Floating-point operations of forward and backward per item, or None where nobody counted them."""
+    """Floating-point operations of forward and backward per item, or None if unknown."""
     learning_rate: float = 1e-3
-    """Peak learning rate that suits the task."""
+    """Default peak learning rate."""
     weight_decay: float = 0.1
+    """Weight decay of the default optimizer."""
     steps: int = 200
-    """How many steps a useful run takes."""
+    """Default number of steps."""
     eval_batches: int = 8
-    """How many different evaluation batches are worth averaging over."""
+    """Number of evaluation batches to average over."""
     optimizer: Callable[[nn.Module, float], Optimizer] | None = None
-    """Makes the optimizer from the model and the peak learning rate; None: AdamW with weight-decay groups."""
+    """Creates the optimizer from the model and the peak learning rate. None: AdamW with weight-decay groups."""
     metrics: Callable[[nn.Module, Batch], Mapping[str, Tensor]] | None = None
-    """Further scalars of an evaluation batch, such as an accuracy."""
+    """Returns more scalars of an evaluation batch, such as an accuracy."""
     sample: Callable[[nn.Module], str] | None = None
-    """Shows what the trained model does, as text."""
+    """Returns a sample of the trained model's output, as text."""
     reads_ahead: bool = False
-    """Whether ``batch`` may be called by a thread while the step before is computed: only where it draws from no global
-    generator of torch, NumPy or Python and seeds none, as they are the step's as well. Generators of its own are fine.
-    """
+    """Whether a thread may call ``batch`` during the previous step. Set it only if ``batch`` neither uses nor seeds the
+    global generators of torch, NumPy and Python, because the step uses them too. Generators of its own are fine."""
     synthetic: Callable[[int], Batch] | None = None
-    """A batch of the right shape made of random numbers, for benchmarks that must not wait for data."""
+    """Returns a random batch of the right shape, for benchmarks without data."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What to remember in the run's record: sizes, data, and baselines such as ``unigram_entropy`` (nats)."""
+    """Facts for the run's record: sizes, data, and baselines such as ``unigram_entropy`` (in nats)."""
 
     def __post_init__(self) -> None:
         if self.data is None:
@@ -87,7 +101,7 @@ class Task:
             raise UsageError(f"task {self.name} has both batch and data; give one of them")
         known: dict[str, Any] = {"batch": batches}
         if (size := batches.known_size("eval")) is not None:
-            known["eval_batches"] = min(self.eval_batches, max(size, 1))  # more would be the same ones again
+            known["eval_batches"] = min(self.eval_batches, max(size, 1))  # more would repeat batches
         if self.items_per_batch == 1 and (items := batches.items_per_batch()) is not None:
             known["items_per_batch"] = items
         for name, value in known.items():
@@ -95,14 +109,20 @@ class Task:
 
 
 def load(spec: str, options: Mapping[str, Any]) -> Task:
-    """Load a user's task from ``path/to/file.py:function``, passing the options the function has parameters for.
+    """Load a user's task.
 
-    A ``seed`` is only offered: a user's task need not have one, its weights are seeded all the same.
+    Args:
+        spec: ``path/to/file.py:function``.
+        options: Arguments for the function; those that are None are left out. A ``seed`` is passed only if the function
+            has such a parameter: the weights are seeded in any case.
+
+    Raises:
+        UsageError: The file, the function, its arguments or its result are wrong.
     """
-    function = _AHEAD.pop(_key(spec), None) or function_of(spec)
+    function = _LOADED.pop(_make_key(spec), None) or load_function(spec)
     if "seed" not in inspect.signature(function).parameters:
         options = {name: value for name, value in options.items() if name != "seed"}
-    given, known = accepted(function, options, spec), task_options.parameters(function)
+    given, known = select_options(function, options, spec), task_options.read_parameters(function)
     task = function(**{name: known[name].convert(value) if name in known else value for name, value in given.items()})
     if not isinstance(task, Task):
         raise UsageError(
@@ -111,23 +131,34 @@ def load(spec: str, options: Mapping[str, Any]) -> Task:
     return task
 
 
-_AHEAD: dict[tuple[Path, str], Callable[..., Any]] = {}
-"""Functions that were looked at before they are called: a file of the user's is run once for both."""
+_LOADED: dict[tuple[Path, str], Callable[..., Any]] = {}
+"""Functions whose parameters were read but that were not called yet: a user's file is run once for both."""
 
 
-def look_ahead(spec: str) -> dict[str, task_options.Parameter]:
-    """The parameters of a user's function, which the next ``load`` of the same name calls."""
-    function = _AHEAD[_key(spec)] = function_of(spec)
-    return task_options.parameters(function)
+def read_parameters(spec: str) -> dict[str, task_options.Parameter]:
+    """Return the parameters of a user's function. The next ``load`` of the same spec calls this function.
+
+    Args:
+        spec: ``path/to/file.py:function``.
+    """
+    function = _LOADED[_make_key(spec)] = load_function(spec)
+    return task_options.read_parameters(function)
 
 
-def _key(spec: str) -> tuple[Path, str]:
+def _make_key(spec: str) -> tuple[Path, str]:
     path, _, name = spec.rpartition(":")
     return files.resolve_path(Path(path)), name
 
 
-def function_of(spec: str) -> Callable[..., Any]:
-    """The function that ``path/to/file.py:function`` names; runs the file."""
+def load_function(spec: str) -> Callable[..., Any]:
+    """Run a user's file and return the function that ``spec`` names.
+
+    Args:
+        spec: ``path/to/file.py:function``.
+
+    Raises:
+        UsageError: The file cannot be read or imported, or has no such function.
+    """
     path_text, _, name = spec.rpartition(":")
     path = Path(path_text)
     if why := files.explain_unreadable(path):
@@ -142,8 +173,8 @@ def function_of(spec: str) -> Callable[..., Any]:
     try:
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        what = "it ends the program" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
-        raise UsageError(f"task {spec!r}: {path_text} does not import: {what}{_place(error, path)}") from error
+        what = "it exits the program" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
+        raise UsageError(f"task {spec!r}: {path_text} does not import: {what}{_find_line(error, path)}") from error
     finally:
         sys.path.remove(folder)
     function = getattr(module, name, None)
@@ -153,15 +184,24 @@ def function_of(spec: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], function)
 
 
-def _place(error: BaseException, path: Path) -> str:
-    """The line of the file that an error came from."""
+def _find_line(error: BaseException, path: Path) -> str:
+    """Return the line of the file that raised an error, as text."""
     frames = traceback.extract_tb(error.__traceback__)
     line = next((frame.lineno for frame in reversed(frames) if Path(frame.filename) == path), None)
     return "" if line is None else f" (line {line})"
 
 
-def accepted(function: Callable[..., Any], options: Mapping[str, Any], spec: str) -> dict[str, Any]:
-    """Keep the options that were given (not None), refusing those the function has no parameter for."""
+def select_options(function: Callable[..., Any], options: Mapping[str, Any], spec: str) -> dict[str, Any]:
+    """Return the options that are not None, as arguments for the function.
+
+    Args:
+        function: The function that creates the task.
+        options: All options, by parameter name.
+        spec: Name of the task, for error messages.
+
+    Raises:
+        UsageError: The function has no parameter for an option, or a required option is missing.
+    """
     given = {name: value for name, value in options.items() if value is not None}
     parameters = inspect.signature(function).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
@@ -173,5 +213,5 @@ def accepted(function: Callable[..., Any], options: Mapping[str, Any], spec: str
     needed = [name for name, p in parameters.items() if p.kind in plain and p.default is p.empty]
     missing = [f"--{name.replace('_', '-')}" for name in needed if name not in given]
     if missing:
-        raise UsageError(f"task {spec!r} needs {', '.join(missing)}: its function has no default for it")
+        raise UsageError(f"task {spec!r} needs {', '.join(missing)}: its function has no default")
     return given

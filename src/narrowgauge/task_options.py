@@ -1,11 +1,11 @@
-"""The parameters of a task's function as options: which there are, what they take, and values of the right type.
+"""The parameters of a task's function as command-line options: their names, types and values.
 
     def mine(width: int = 64, bias: bool = True, act: Literal["relu", "gelu"] = "relu", sizes: list[int] = ()): ...
 
     --width 128   --no-bias   --act gelu   --sizes 64,32
 
-The annotation says the type, else the default does, else it is text. A value is kept as JSON has it (a run's record
-must hold it) and becomes a Path, a tuple or a member of an Enum when the function is called.
+The type comes from the annotation, or else from the default, or else it is text. Values are kept in JSON's types,
+because the run's record stores them. They become a Path, a tuple or a member of an Enum when the function is called.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any, Literal
 
 from narrowgauge.errors import UsageError
 
-_PLAIN = (bool, int, float, str, Path)
-_WORDS = {int: "a whole number", float: "a number", str: "text", Path: "a path", bool: "true or false"}
+_SIMPLE_TYPES = (bool, int, float, str, Path)
+_DESCRIPTIONS = {int: "a whole number", float: "a number", str: "text", Path: "a path", bool: "true or false"}
 
 
 @dataclass(frozen=True)
@@ -32,64 +32,69 @@ class Parameter:
     """One parameter of a task's function."""
 
     name: str
-    kinds: tuple[type, ...]
-    """What a value may be, tried in this order; empty: nothing that can be typed on a command line."""
-    named: Mapping[str, Any] = field(default_factory=dict)
-    """The only values there are, by what is typed for them: of a Literal, or an Enum."""
-    members: type[enum.Enum] | None = None
-    many: Callable[[Iterable[Any]], Any] | None = None
-    """Makes a list or tuple: several values are given, with commas between them."""
+    types: tuple[type, ...]
+    """Possible types of a value, tried in this order. Empty: the parameter cannot be a command-line option."""
+    choices: Mapping[str, Any] = field(default_factory=dict)
+    """All values of a Literal or an Enum, by their text."""
+    enum_class: type[enum.Enum] | None = None
+    """The Enum whose members the values are."""
+    container: Callable[[Iterable[Any]], Any] | None = None
+    """Creates a list or tuple, if the option takes several values, separated by commas."""
     default: Any = None
     required: bool = False
 
     @property
     def option(self) -> str:
+        """The option's name, as in ``--log-scale``."""
         return f"--{self.name.replace('_', '-')}"
 
     @property
     def is_switch(self) -> bool:
-        return self.kinds == (bool,) and self.many is None
+        """Whether the option is a flag without a value."""
+        return self.types == (bool,) and self.container is None
 
     @property
     def expects(self) -> str:
-        """What may be given, in words."""
-        words = " or ".join(_WORDS[kind] for kind in self.kinds)
-        if self.named:
-            words = f"one of {', '.join(self.named)}"
-        return f"{words}, or several with commas between them" if self.many else words
+        """What values the option takes, in words."""
+        words = " or ".join(_DESCRIPTIONS[kind] for kind in self.types)
+        if self.choices:
+            words = f"one of {', '.join(self.choices)}"
+        return f"{words}, or several, separated by commas" if self.container else words
 
     def parse(self, text: str) -> Any:
-        """The value of a text, as JSON has it; UsageError where it is none."""
-        parts = [text] if self.many is None else [part.strip() for part in text.split(",") if part.strip()]
+        """Return the value of a text, in JSON's types, or raise UsageError."""
+        parts = [text] if self.container is None else [part.strip() for part in text.split(",") if part.strip()]
         try:
             values = [self._parse_one(part) for part in parts]
         except ValueError:
             raise UsageError(f"{self.option} {text!r}: expected {self.expects}") from None
-        return values if self.many else values[0]
+        return values if self.container else values[0]
 
     def convert(self, value: Any) -> Any:
-        """A value as the function takes it."""
-        if self.many is not None and isinstance(value, list | tuple):
-            return self.many(self._convert_one(one) for one in value)
+        """Return a value in the type that the function takes."""
+        if self.container is not None and isinstance(value, list | tuple):
+            return self.container(self._convert_one(one) for one in value)
         return self._convert_one(value)
 
     def _parse_one(self, text: str) -> Any:
-        if self.named:
-            if text not in self.named:
+        if self.choices:
+            if text not in self.choices:
                 raise ValueError
-            return self.named[text]
-        for kind in self.kinds:
+            return self.choices[text]
+        for kind in self.types:
             with contextlib.suppress(ValueError):
                 return _TRUTH[text.lower()] if kind is bool else text if kind in (str, Path) else kind(text)
         raise ValueError
 
     def _convert_one(self, value: Any) -> Any:
-        if self.members is not None and isinstance(value, str):
-            return self.members[value]
-        return Path(value) if self.kinds == (Path,) and isinstance(value, str) else value
+        if self.enum_class is not None and isinstance(value, str):
+            return self.enum_class[value]
+        return Path(value) if self.types == (Path,) and isinstance(value, str) else value
 
 
 class _Truth(dict[str, bool]):
+    """A dictionary that raises ValueError for unknown keys."""
+
     def __missing__(self, key: str) -> bool:
         raise ValueError(key)
 
@@ -97,11 +102,15 @@ class _Truth(dict[str, bool]):
 _TRUTH = _Truth({"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False})
 
 
-def parameters(function: Callable[..., Any]) -> dict[str, Parameter]:
-    """The parameters of a function that can be given by name."""
+def read_parameters(function: Callable[..., Any]) -> dict[str, Parameter]:
+    """Return the parameters of a function that can be passed by name.
+
+    Args:
+        function: A task's function.
+    """
     try:
         hints = typing.get_type_hints(function)
-    except Exception:  # an annotation that names what is not imported: the defaults still say something
+    except Exception:  # an annotation names something that is not imported: use the defaults
         hints = {}
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {
@@ -116,32 +125,32 @@ def _describe(name: str, hint: Any, default: Any) -> Parameter:
     known = None if required else default
     if hint is None or hint is Any:
         hint = type(known) if known is not None else str
-    many: Callable[[Iterable[Any]], Any] | None = None
-    for one in _alternatives(hint):
+    container: Callable[[Iterable[Any]], Any] | None = None
+    for one in _union_types(hint):
         origin = typing.get_origin(one) or one
         if origin in (list, tuple, Sequence, collections.abc.Iterable):
-            many = list if origin is list else tuple
+            container = list if origin is list else tuple
             inner = [part for part in typing.get_args(one) if part is not Ellipsis]
             items = {type(item) for item in known} if isinstance(known, list | tuple) else set()
             hint = inner[0] if inner else items.pop() if len(items) == 1 else str
             break
-    rest: dict[str, Any] = {"many": many, "default": known, "required": required}
+    rest: dict[str, Any] = {"container": container, "default": known, "required": required}
     choices = [
-        choice for one in _alternatives(hint) if typing.get_origin(one) is Literal for choice in typing.get_args(one)
+        choice for one in _union_types(hint) if typing.get_origin(one) is Literal for choice in typing.get_args(one)
     ]
     if choices:
         return Parameter(name, (str,), {str(choice): choice for choice in choices}, **rest)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        named = {str(one.value): one.name for one in hint} | {one: one for one in hint.__members__}
-        return Parameter(name, (str,), named, hint, **rest)
-    kinds = [kind for kind in _PLAIN if kind in _alternatives(hint)]
+        choices_by_text = {str(one.value): one.name for one in hint} | {one: one for one in hint.__members__}
+        return Parameter(name, (str,), choices_by_text, hint, **rest)
+    kinds = [kind for kind in _SIMPLE_TYPES if kind in _union_types(hint)]
     return Parameter(name, tuple(kinds), **rest)
 
 
-def _alternatives(hint: Any) -> tuple[Any, ...]:
-    """The types of a union, without None."""
+def _union_types(hint: Any) -> tuple[Any, ...]:
+    """Return the types of a union, without None."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return tuple(one for one in typing.get_args(hint) if one is not type(None))
     if typing.get_origin(hint) is typing.Annotated:
-        return _alternatives(typing.get_args(hint)[0])
+        return _union_types(typing.get_args(hint)[0])
     return (hint,)

@@ -52,7 +52,7 @@ NAMES = {
     "_squares_kernel": "optimizer",
     "_norms_kernel": "optimizer",
     "statistics_kernel": "loss",
-    "dlogits_lp_kernel": "loss",
+    "grad_logits_fp8_kernel": "loss",
     "void (anonymous namespace)::cunn_SoftMaxForward<4, float, float, LogSoftMaxForwardEpilogue>()": "loss",
     "void at::native::(anonymous namespace)::nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>()": "loss",
     "_stats_kernel": "gauges",

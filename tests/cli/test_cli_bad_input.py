@@ -1,4 +1,4 @@
-"""Bad input of every kind to every verb: one line, exit code 2, no traceback, no waiting, nothing left behind."""
+"""Bad input to every verb: one-line error, exit code 2, no traceback, no hang, no files left behind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from narrowgauge import cli
-from narrowgauge.cli import main, own_options
+from narrowgauge.cli import main, task_options
 
 DEEP = "[" * 100_000 + "]" * 100_000
 TASK = """
@@ -30,12 +30,12 @@ def make(width: int = 4):
     )
 """
 SECONDS = 60
-"""A verb that waits longer waits for good."""
+"""Time limit of a verb: longer means that it hangs."""
 
 
 @pytest.fixture(autouse=True)
-def folder_of_traps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with everything a name may lead to; memory and time of the test are limited."""
+def folder_of_bad_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with every kind of bad file; memory and time of the test are limited."""
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path / "cache"))
     home = tmp_path / "home"
     home.mkdir()
@@ -72,10 +72,10 @@ def folder_of_traps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     Path("step-deep/captures/step-00000001/capture.json").write_text(DEEP)
     os.mkfifo("step-pipe/captures/step-00000001/capture.json")
 
-    def late(*_: object) -> None:
-        raise TimeoutError("the verb waits")
+    def time_out(*_: object) -> None:
+        raise TimeoutError("the verb hangs")
 
-    before, limits = signal.signal(signal.SIGALRM, late), resource.getrlimit(resource.RLIMIT_AS)
+    before, limits = signal.signal(signal.SIGALRM, time_out), resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (3 << 30), limits[1]))
     signal.alarm(SECONDS)
@@ -85,8 +85,8 @@ def folder_of_traps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
-def is_refused(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
-    """The one line; nothing new lies in the folder afterwards."""
+def assert_refused(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
+    """Run a verb, check that it fails cleanly and creates no files, and return its error line."""
     before = {path for path in Path().rglob("*") if "__pycache__" not in path.parts}
     try:
         code = main(argv)
@@ -105,7 +105,7 @@ def is_refused(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
 NAMES = ["x" * 300, f"folder/{'x' * 300}", "no\0name", "/dev/zero", "/dev/full", "pipe", "circle", "dangling", "",
          "nowhere", "empty/inside", "binary", "deep.json", "digits.json", "latin.json", "~nobody-of-this-name/x",
          "\udcff", "\x1b[31mred"]  # fmt: skip
-"""Names that lead to nothing a verb can use, whatever it is used for."""
+"""Names that no verb can use."""
 READERS = [
     ["report"],
     ["export"],
@@ -122,8 +122,8 @@ READERS = [
 
 @pytest.mark.parametrize("verb", READERS, ids=" ".join)
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: ascii(name)[:24])
-def test_names_that_lead_nowhere(verb: list[str], name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    is_refused(capsys, [*verb, name])
+def test_unusable_names_are_refused(verb: list[str], name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert_refused(capsys, [*verb, name])
 
 
 @pytest.mark.parametrize("verb", ["train", "memory", "bench", "roofline", "validate", "lint"])
@@ -131,8 +131,8 @@ def test_names_that_lead_nowhere(verb: list[str], name: str, capsys: pytest.Capt
     "file", [*NAMES, "folder", "folder.py", "pipe.py", "wrong.py", "zero.py", "ends.py", "raises.py"],
     ids=lambda name: ascii(name)[:24],
 )  # fmt: skip
-def test_files_that_hold_no_task(verb: str, file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    is_refused(capsys, [verb, f"{file}:make"])
+def test_files_without_a_task_are_refused(verb: str, file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert_refused(capsys, [verb, f"{file}:make"])
 
 
 @pytest.mark.parametrize(
@@ -141,8 +141,8 @@ def test_files_that_hold_no_task(verb: str, file: str, capsys: pytest.CaptureFix
      "pipe.bin", "circle", "dangling", "", "nowhere", "empty", "binary", "deep.json", "deep.jsonl", "digits.json",
      "latin.json", "folder", "folder.json", "folder.jsonl", "folder.bin", "hf:", "hf:no\0name", "~nobody-here/x"],
 )  # fmt: skip
-def test_data_that_is_none(data: str, capsys: pytest.CaptureFixture[str]) -> None:
-    is_refused(capsys, ["train", "gpt:1x64", "--device", "cpu", "--recipe", "fp32", "--steps", "1", "--data", data])
+def test_unusable_data_is_refused(data: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert_refused(capsys, ["train", "gpt:1x64", "--device", "cpu", "--recipe", "fp32", "--steps", "1", "--data", data])
 
 
 @pytest.mark.parametrize(
@@ -171,8 +171,8 @@ def test_data_that_is_none(data: str, capsys: pytest.CaptureFixture[str]) -> Non
     ],
     ids=lambda argv: ascii(" ".join(argv))[:60],
 )
-def test_other_traps(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    is_refused(capsys, argv)
+def test_other_bad_input_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert_refused(capsys, argv)
 
 
 HUGE = ["9" * 20, "-" + "9" * 20, "9" * 5000, "abc", "", "1e999", "0x10", "٣٫٥"]
@@ -195,21 +195,21 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("option", [f"{verb} --{name}" for verb, names in WHOLE.items() for name in names])
-def test_numbers_that_are_none(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_whole_numbers_are_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     for value in HUGE:
-        line = is_refused(capsys, f"{option}={value}".split())
+        line = assert_refused(capsys, f"{option}={value}".split())
         assert len(line) < 400
 
 
 @pytest.mark.parametrize("option", [f"{verb} --{name}" for verb, names in NUMBERS.items() for name in names])
-def test_fractions_that_are_none(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_numbers_are_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     for value in ("abc", "", "nan", "inf", "-inf", "-1", "1e999"):
-        if not (option.endswith("--budget") and value in ("inf", "1e999")):  # as much time as it takes
-            is_refused(capsys, f"{option}={value}".split())
+        if not (option.endswith("--budget") and value in ("inf", "1e999")):  # no time limit
+            assert_refused(capsys, f"{option}={value}".split())
 
 
-def test_a_pipe_that_is_written_to_is_read(folder_of_traps: Path) -> None:
-    """What a shell makes of ``<(narrowgauge lint --json)``."""
+def test_a_pipe_with_a_writer_is_read(folder_of_bad_files: Path) -> None:
+    """As in the shell's ``<(narrowgauge lint --json)``."""
     code = (
         f"{sys.executable} -m narrowgauge report <(echo '{{\"findings\": []}}') --out page.html"
         f" && {sys.executable} -m narrowgauge lint task.py --sarif /dev/stdout | head -c 20"
@@ -220,15 +220,15 @@ def test_a_pipe_that_is_written_to_is_read(folder_of_traps: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads and writes everything")
-def test_what_may_not_be_read_or_written(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_permissions_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     Path("task.py").chmod(0)
     Path("folder").chmod(stat.S_IRUSR)
-    is_refused(capsys, ["train", "task.py:make"])
-    is_refused(capsys, ["lint", "task.py"])
-    is_refused(capsys, ["train", "gpt:1x64", "--out", "folder/run"])
+    assert_refused(capsys, ["train", "task.py:make"])
+    assert_refused(capsys, ["lint", "task.py"])
+    assert_refused(capsys, ["train", "gpt:1x64", "--out", "folder/run"])
 
 
-@pytest.mark.parametrize("verb", sorted(own_options.VERBS - {"replay"}))
-def test_a_verb_alone_takes_the_default_task(verb: str) -> None:
-    """As `make run` calls train."""
+@pytest.mark.parametrize("verb", sorted(task_options.VERBS - {"replay"}))
+def test_a_verb_without_arguments_uses_the_default_task(verb: str) -> None:
+    """As in `make run`."""
     assert callable(cli._parse([verb]).run)

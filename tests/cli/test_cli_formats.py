@@ -1,4 +1,4 @@
-"""``narrowgauge formats``: the promised JSON, a readable table, no torch, and quickly."""
+"""``narrowgauge formats``: JSON fields, a readable table, no torch import, fast."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ FIELDS = {"bits", "exponent_bits", "mantissa_bits", "max", "smallest_normal", "s
 
 
 def call(*arguments: str) -> int:
-    """The verb's parser and run, without importing the other verbs."""
+    """Run the verb and return its exit code."""
     return cli.main(["formats", *arguments])
 
 
-def test_json_has_what_the_design_promises(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_fields(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("--json", "1.2e-7", "inf") == 0
     data = json.loads(capsys.readouterr().out)
     assert list(data["formats"]) == ["fp32", "tf32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2"]
@@ -36,14 +36,14 @@ def test_json_has_what_the_design_promises(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("value", ["-1.5", "-1e-5", "-inf", "-0x1p-24", "-.5", "-nan", "-0"])
-def test_negative_values_are_values_and_not_options(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_negative_values_are_not_options(value: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(value, "7", "--json") == 0
     values = json.loads(capsys.readouterr().out)["values"]
     assert [entry["text"] for entry in values] == [value, "7"]
 
 
 @pytest.mark.parametrize("rich", [True, False])
-def test_the_table_shows_bits_and_says_what_happened(
+def test_the_table_shows_bits_and_explanations(
     rich: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not rich:
@@ -62,13 +62,13 @@ def test_the_table_shows_bits_and_says_what_happened(
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_without_values_the_formats_alone_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_values_only_the_formats_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert call() == 0
     text = capsys.readouterr().out
     assert "FP8 E4M3" in text and "becomes" not in text
 
 
-def test_rubbish_costs_one_line_and_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_values_give_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("1", "abc") == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -77,7 +77,7 @@ def test_rubbish_costs_one_line_and_exit_2(capsys: pytest.CaptureFixture[str]) -
     )
 
 
-def test_it_needs_no_torch_and_little_time() -> None:
+def test_it_is_fast_and_does_not_import_torch() -> None:
     program = (
         "import sys; from narrowgauge.cli import main; code = main(['formats', '1.2e-7']); "
         "print('torch' in sys.modules, file=sys.stderr); sys.exit(code)"

@@ -106,7 +106,7 @@ def test_of_the_default_recipes_those_that_do_not_suit_are_left_out(
     assert cli.main(["memory", f"{path}:task", "--json"]) == 0
     found = capsys.readouterr()
     assert list(json.loads(found.out)["recipes"]) == ["fp32", "bf16", "fp8"]
-    assert "bf16-lean: left out: a lean recipe steps AdamW" in found.err
+    assert "bf16-lean: left out: a lean recipe needs AdamW" in found.err
     assert cli.main(["memory", f"{path}:task", "--recipes", "bf16-lean"]) == 2
 
 

@@ -1,4 +1,4 @@
-"""Readers that go away, full disks, closed terminals, signals, tasks that raise: work is kept, exit codes are true."""
+"""Closed pipes, full disks, closed terminals, signals and tasks that raise: no work is lost, exit codes are correct."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import pytest
 
 import child_processes
 from narrowgauge.cli import main
-from narrowgauge.cli.output import Lasting, lasting
+from narrowgauge.cli.output import ProtectedStream, protect_streams
 from narrowgauge.runs import record
 from narrowgauge.runs.checkpoints import checkpoint
 
@@ -66,7 +66,7 @@ def assert_finished(steps: int = 40) -> None:
     [(f"{TASKS}:command_line", subprocess.DEVNULL), ("chatty.py:make", subprocess.STDOUT)],
     ids=["quiet", "chatty"],
 )
-def test_a_reader_that_goes_away_does_not_end_training(task: str, stderr: int) -> None:
+def test_a_closed_pipe_does_not_stop_training(task: str, stderr: int) -> None:
     with child_processes.start(command(task), stdout=subprocess.PIPE, stderr=stderr) as process:
         process.stdout.readline()
         process.stdout.close()
@@ -74,7 +74,7 @@ def test_a_reader_that_goes_away_does_not_end_training(task: str, stderr: int) -
     assert_finished()
 
 
-def test_the_exit_code_tells_of_a_finding_that_nobody_read() -> None:
+def test_the_exit_code_reports_a_finding_despite_closed_pipes() -> None:
     with child_processes.start(
         command(f"{TASKS}:diverging", "--json", steps=400), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
@@ -86,7 +86,7 @@ def test_the_exit_code_tells_of_a_finding_that_nobody_read() -> None:
 @pytest.mark.parametrize(
     ("full", "more", "code"), [("stdout", [], 0), ("stdout", ["--json"], 2), ("stderr", ["--json"], 0), ("both", [], 0)]
 )
-def test_a_full_disk_under_the_output_does_not_end_training(full: str, more: list[str], code: int) -> None:
+def test_a_full_disk_does_not_stop_training(full: str, more: list[str], code: int) -> None:
     with open("/dev/full", "w") as disk:  # noqa: PTH123
         out = disk if full in ("stdout", "both") else subprocess.PIPE
         err = disk if full in ("stderr", "both") else subprocess.PIPE
@@ -101,7 +101,7 @@ def test_a_full_disk_under_the_output_does_not_end_training(full: str, more: lis
 
 
 @pytest.mark.parametrize("closed", [(1,), (0, 1, 2)], ids=str)
-def test_streams_that_were_closed_from_the_start_do_not_get_into_the_record(closed: tuple[int, ...]) -> None:
+def test_streams_closed_from_the_start_do_not_write_into_the_record(closed: tuple[int, ...]) -> None:
     redirections = " ".join(f"{number}>&-" for number in closed)
     text = " ".join(command("chatty.py:make"))
     done = subprocess.run(["sh", "-c", f"exec {text} {redirections}"], timeout=PATIENCE_S, check=False)
@@ -148,10 +148,10 @@ def test_sigint_and_sighup_that_were_ignored_stay_ignored_and_sigterm_saves() ->
         assert process.wait(PATIENCE_S) == 0
     events = list(record.read(Path("run")))
     assert events[-1]["kind"] == "end" and events[-1]["interrupted"]
-    assert checkpoint.steps_of(Path("run")) == [events[-1]["step"]]
+    assert checkpoint.list_steps(Path("run")) == [events[-1]["step"]]
 
 
-def test_a_terminal_that_is_closed_saves_the_run() -> None:
+def test_closing_the_terminal_saves_the_run() -> None:
     """As when ssh is cut: SIGHUP comes, and every write to the terminal fails."""
     keyboard, screen = pty.openpty()
 
@@ -189,7 +189,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("where", FAILURES)
-def test_a_task_that_raises_is_exit_3_with_its_traceback(
+def test_a_task_that_raises_gives_exit_code_3_and_a_traceback(
     where: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(TASKS.parent)
@@ -205,34 +205,34 @@ def test_a_task_that_raises_is_exit_3_with_its_traceback(
         assert checkpoint.find_damage(checkpoint.make_path(Path("run"), 20)) is None
 
 
-def test_a_stream_that_fails_is_silent_from_then_on() -> None:
+def test_a_failed_stream_drops_output() -> None:
     class Failing(io.StringIO):
         def flush(self) -> None:
             raise BrokenPipeError(32, "Broken pipe")
 
-    stream = Lasting(Failing(), "standard output")
+    stream = ProtectedStream(Failing(), "standard output")
     assert stream.write("one") == 3
     stream.flush()
     assert stream.write("two") == 3 and stream.failure is not None
     assert stream.getvalue() == "one"
 
 
-def test_what_a_stream_cannot_spell_is_escaped() -> None:
+def test_characters_outside_of_the_encoding_are_escaped() -> None:
     raw = io.BytesIO()
-    with contextlib.redirect_stdout(io.TextIOWrapper(raw, encoding="ascii")), lasting():
+    with contextlib.redirect_stdout(io.TextIOWrapper(raw, encoding="ascii")), protect_streams():
         print("loss \u2192 0, \udcff")
     assert raw.getvalue() == b"loss \\u2192 0, \\udcff\n"
 
 
-def test_streams_are_given_back() -> None:
+def test_streams_are_restored() -> None:
     before = sys.stdout, sys.stderr
-    with pytest.raises(ZeroDivisionError), lasting():
+    with pytest.raises(ZeroDivisionError), protect_streams():
         assert sys.stdout is not before[0]
         raise ZeroDivisionError
     assert (sys.stdout, sys.stderr) == before
 
 
-def test_json_of_a_run_that_was_hung_up_is_whole() -> None:
+def test_json_is_complete_after_sighup() -> None:
     with start(stdout=subprocess.PIPE) as process:
         for _ in range(3):  # a shell and the kernel may both send it
             process.send_signal(signal.SIGHUP)

@@ -64,14 +64,14 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("mine.py").write_text(TASK)
 
 
-def got(*argv: str, task: str = "mine.py:make") -> dict[str, object]:
-    """What the function was called with."""
+def call_with(*argv: str, task: str = "mine.py:make") -> dict[str, object]:
+    """Run a verb; return the arguments that the task's function received."""
     assert main([argv[0], task, "--device", "cpu", *VERBS[argv[0]], *argv[1:]]) in (0, 1)
     found: dict[str, object] = json.loads(Path("got.json").read_text())
     return found
 
 
-def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+def run_refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     capsys.readouterr()
     try:
         code = main(argv)
@@ -83,36 +83,36 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_passes_them_on(verb: str) -> None:
-    found = got(verb, "--width", "8", "--no-bias", "--act=gelu")
+def test_every_verb_passes_task_options(verb: str) -> None:
+    found = call_with(verb, "--width", "8", "--no-bias", "--act=gelu")
     assert (found["width"], found["bias"], found["act"], found["rate"]) == (8, False, "gelu", 0.5)
 
 
-def test_types() -> None:
-    assert got("lint")["seed"] == 7
+def test_types_of_options() -> None:
+    assert call_with("lint")["seed"] == 7
     every = ["--rate", "1e-3", "--where", "a/b", "--note", "hello there", "--sizes", "3, 4,5", "--shade", "d"]
-    found = got("lint", *every, "--guess", "9", "--step", "5", "--log-scale", "--either", "word")
+    found = call_with("lint", *every, "--guess", "9", "--step", "5", "--log-scale", "--either", "word")
     assert found["rate"] == 1e-3 and (found["where"], found["where_is"]) == ("a/b", "Path")
     assert found["note"] == "hello there" and found["sizes"] == [3, 4, 5] and found["shade"] == "Shade.dark"
     assert found["guess"] == 9 and found["step"] == 5 and found["log_scale"] is True and found["either"] == "word"
-    assert got("lint", "--log_scale", "--either", "12", "--shade", "dark")["either"] == 12
-    assert got("lint", "--width", "8", task="mine.py:annotated")["width"] == 8  # the default says that
+    assert call_with("lint", "--log_scale", "--either", "12", "--shade", "dark")["either"] == 12
+    assert call_with("lint", "--width", "8", task="mine.py:annotated")["width"] == 8  # the type of the default
 
 
-def test_wrong_ones_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--width 'abc': expected a whole number" in refused(capsys, "train", "mine.py:make", "--width", "abc")
-    assert "--act 'tanh': expected one of relu, gelu" in refused(capsys, "memory", "mine.py:make", "--act", "tanh")
-    assert "expected one of l, d, light, dark" in refused(capsys, "bench", "mine.py:make", "--shade", "x")
-    assert "a whole number, or several" in refused(capsys, "lint", "mine.py:make", "--sizes", "1,b")
-    assert "unrecognized arguments: --depth 3" in refused(capsys, "train", "mine.py:make", "--depth", "3")
-    assert "unrecognized arguments: --odd 3" in refused(capsys, "train", "mine.py:make", "--odd", "3")
-    assert "unrecognized arguments: --width 3" in refused(capsys, "train", "gpt-tiny", "--width", "3")
-    assert "needs --width, --depth" in refused(capsys, "memory", "mine.py:needs")
-    assert "needs --depth" in refused(capsys, "roofline", "mine.py:needs", "--width", "3")
+def test_invalid_options_give_one_line_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--width 'abc': expected a whole number" in run_refused(capsys, "train", "mine.py:make", "--width", "abc")
+    assert "--act 'tanh': expected one of relu, gelu" in run_refused(capsys, "memory", "mine.py:make", "--act", "tanh")
+    assert "expected one of l, d, light, dark" in run_refused(capsys, "bench", "mine.py:make", "--shade", "x")
+    assert "a whole number, or several" in run_refused(capsys, "lint", "mine.py:make", "--sizes", "1,b")
+    assert "unrecognized arguments: --depth 3" in run_refused(capsys, "train", "mine.py:make", "--depth", "3")
+    assert "unrecognized arguments: --odd 3" in run_refused(capsys, "train", "mine.py:make", "--odd", "3")
+    assert "unrecognized arguments: --width 3" in run_refused(capsys, "train", "gpt-tiny", "--width", "3")
+    assert "needs --width, --depth" in run_refused(capsys, "memory", "mine.py:needs")
+    assert "needs --depth" in run_refused(capsys, "roofline", "mine.py:needs", "--width", "3")
     assert not Path("runs").exists()
 
 
-def test_help_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_task_options(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["train", "mine.py:make", "--help"])
     out = capsys.readouterr().out
@@ -120,27 +120,27 @@ def test_help_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert "default relu" in out
 
 
-def test_a_run_records_them_and_keeps_them(capsys: pytest.CaptureFixture[str]) -> None:
-    found = got("train", "--out", "run", "--width", "8", "--sizes", "1,2", "--where", "here", "--seed", "5")
+def test_a_run_records_and_keeps_task_options(capsys: pytest.CaptureFixture[str]) -> None:
+    found = call_with("train", "--out", "run", "--width", "8", "--sizes", "1,2", "--where", "here", "--seed", "5")
     assert found["seed"] == 5
     options = json.loads(Path("run/run.json").read_text())["options"]
     assert options == {"width": 8, "sizes": [1, 2], "where": "here", "seed": 5}
-    assert Path("imported").read_text() == "x", "the file of the task is run once"
+    assert Path("imported").read_text() == "x", "the task's file must run only once"
     Path("got.json").unlink()
     assert main(["train", "--resume", "run", "--width", "8"]) == 0
     again = json.loads(Path("got.json").read_text())
     assert again == found
-    assert "--width 9 differs from the setting of run run (8)" in refused(
+    assert "--width 9 differs from the setting of run run (8)" in run_refused(
         capsys, "train", "--resume", "run", "--width", "9"
     )
 
 
-def test_a_base_of_a_benchmark_and_a_validation_remember_them(capsys: pytest.CaptureFixture[str]) -> None:
-    got("bench", "--width", "8", "--peers", "torch", "--save", "base.json")
+def test_saved_baselines_record_task_options(capsys: pytest.CaptureFixture[str]) -> None:
+    call_with("bench", "--width", "8", "--peers", "torch", "--save", "base.json")
     assert json.loads(Path("base.json").read_text())["options"] == {"width": 8}
-    line = refused(capsys, "bench", "--device", "cpu", "--against", "base.json", "--width", "4")
+    line = run_refused(capsys, "bench", "--device", "cpu", "--against", "base.json", "--width", "4")
     assert "was measured with options" in line
-    got("validate", "--width", "8", "--save", "saved.json")
+    call_with("validate", "--width", "8", "--save", "saved.json")
     Path("got.json").unlink()
     assert main(["validate", "--device", "cpu", "--against", "saved.json", "--no-layers"]) in (0, 1)
     assert json.loads(Path("got.json").read_text())["width"] == 8

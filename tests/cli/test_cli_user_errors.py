@@ -1,4 +1,4 @@
-"""The user's code raises: its own traceback is shown, the exit code is 3, and it is never taken for bad usage."""
+"""Errors in the user's code: the traceback is shown, and the exit code is 3, not 2."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("verb", "place"),
-    [  # a benchmark has an optimizer of its own
+    [  # a benchmark creates its own optimizer
         (verb, place) for verb in VERBS for place in (*PLACES, "shapes") if (verb, place) != ("bench", "optimizer")
     ],
 )
-def test_the_traceback_is_the_users(verb: str, place: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_traceback_starts_with_the_users_code(verb: str, place: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([verb, f"mine.py:{place}", "--device", "cpu", *VERBS[verb]]) == 3
     err = capsys.readouterr().err
     assert "Traceback (most recent call last)" in err
@@ -75,14 +75,14 @@ def test_the_traceback_is_the_users(verb: str, place: str, capsys: pytest.Captur
     assert err.strip().splitlines()[-1].startswith("narrowgauge: your code raised ")
 
 
-def test_lint_reads_what_it_can_and_says_the_rest_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lint_reports_a_model_that_raises_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lint", "mine.py:function"]) == 3
     assert "of my own making" in capsys.readouterr().err
     assert main(["lint", "mine.py:model"]) == 2
     assert "its model cannot be created: ValueError" in capsys.readouterr().err
 
 
-def test_our_own_errors_stay_one_line_within_the_users_code(capsys: pytest.CaptureFixture[str]) -> None:
+def test_narrowgauge_errors_in_user_code_stay_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     Path("refuses.py").write_text("import narrowgauge as ng\ndef make():\n    ng.recipe('no such')\n")
     for verb, options in VERBS.items():
         assert main([verb, "refuses.py:make", "--device", "cpu", *options]) == 2

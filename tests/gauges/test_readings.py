@@ -8,12 +8,12 @@ import torch
 
 from narrowgauge.formats import find_format
 from narrowgauge.gauges.watch.readings import Reading, read_counts
-from narrowgauge.kernels.tensor_stats import Table, gather
+from narrowgauge.kernels.tensor_stats import StatsTable, add_statistics
 
 
 def reading(x, **fields):
-    table = Table.make(1, "cpu")
-    gather(table, 0, x)
+    table = StatsTable.make(1, "cpu")
+    add_statistics(table, 0, x)
     amax, squares = table.sizes[0].tolist()
     kind = {"kind": "activation", "module": "m", "dtype": "fp32"}
     counts = read_counts(table.counts[0].tolist(), x.numel(), amax)

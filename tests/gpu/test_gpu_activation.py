@@ -29,7 +29,7 @@ def draw(*shape):
 
 def cases(length, width):
     """Each op as (call, its value in FP32, format)."""
-    u, da, gate_up = draw(length, width), draw(length, width), draw(length, 2 * width)
+    u, grad_output, gate_up = draw(length, width), draw(length, width), draw(length, 2 * width)
     for approximate, tail in (("none", ""), ("tanh", "_tanh")):
         yield (
             lambda *a, approximate=approximate, **k: gelu(u, *a, approximate=approximate, **k),
@@ -37,12 +37,18 @@ def cases(length, width):
             E4M3,
         )
         yield (
-            lambda *a, approximate=approximate, **k: gelu_backward(da, u, *a, approximate=approximate, **k)[:2],
-            pointwise_reference(f"gelu_backward{tail}", u, da),
+            lambda *a, approximate=approximate, **k: gelu_backward(grad_output, u, *a, approximate=approximate, **k)[
+                :2
+            ],
+            pointwise_reference(f"gelu_backward{tail}", u, grad_output),
             E5M2,
         )
     yield lambda *a, **k: swiglu(gate_up, *a, **k), pointwise_reference("swiglu", *gate_up.chunk(2, 1)), E4M3
-    yield lambda *a, **k: swiglu_backward(da, gate_up, *a, **k)[:2], swiglu_backward_reference(da, gate_up), E5M2
+    yield (
+        lambda *a, **k: swiglu_backward(grad_output, gate_up, *a, **k)[:2],
+        swiglu_backward_reference(grad_output, gate_up),
+        E5M2,
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -70,12 +76,12 @@ def test_kernels_follow_the_references(shape):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_backward_makes_the_forwards_output_again(shape):
-    u, da, gate_up = draw(*shape), draw(*shape), draw(shape[0], 2 * shape[1])
+    u, grad_output, gate_up = draw(*shape), draw(*shape), draw(shape[0], 2 * shape[1])
     scale, by = torch.tensor(16.0, device="cuda"), torch.tensor(9.0, device="cuda")
     for forward, backward in (
-        (gelu(u, by, E4M3), lambda **k: gelu_backward(da, u, scale, E5M2, **k)),
-        (gelu(u, by, E4M3, "tanh"), lambda **k: gelu_backward(da, u, scale, E5M2, "tanh", **k)),
-        (swiglu(gate_up, by, E4M3), lambda **k: swiglu_backward(da, gate_up, scale, E5M2, **k)),
+        (gelu(u, by, E4M3), lambda **k: gelu_backward(grad_output, u, scale, E5M2, **k)),
+        (gelu(u, by, E4M3, "tanh"), lambda **k: gelu_backward(grad_output, u, scale, E5M2, "tanh", **k)),
+        (swiglu(gate_up, by, E4M3), lambda **k: swiglu_backward(grad_output, gate_up, scale, E5M2, **k)),
     ):
         out, out_t, again = backward(forward_scale=by)
         assert torch.equal(again.view(torch.uint8), forward[1].view(torch.uint8))
@@ -97,14 +103,16 @@ def test_the_polynomial_for_the_normal_integral():
 
 
 def test_inductor_sees_one_graph():
-    def step(u, da, scale, amax):
+    def step(u, grad_output, scale, amax):
         a, a_t = gelu(u + 1, scale, E4M3, amax=amax)
-        du, *_ = gelu_backward(da, u + 1)
+        du, *_ = gelu_backward(grad_output, u + 1)
         return a, a_t, du
 
-    u, da = draw(512, 256), draw(512, 256)
+    u, grad_output = draw(512, 256), draw(512, 256)
     scale, (amax, amax_compiled) = torch.ones((), device="cuda"), torch.zeros(2, 1, device="cuda")
-    eager = step(u, da, scale, amax)
-    for one, other in zip(eager, torch.compile(step, fullgraph=True)(u, da, scale, amax_compiled), strict=True):
+    eager = step(u, grad_output, scale, amax)
+    for one, other in zip(
+        eager, torch.compile(step, fullgraph=True)(u, grad_output, scale, amax_compiled), strict=True
+    ):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
     assert torch.equal(amax, amax_compiled)

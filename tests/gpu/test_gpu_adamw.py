@@ -5,11 +5,11 @@ import torch
 
 from narrowgauge.kernels.adamw import gradient_norms
 from narrowgauge.optim import AdamW, narrow
-from narrowgauge.optim.check_words import words_of
-from narrowgauge.optim.masters import full, sample_full
-from narrowgauge.optim.norms import gradient_norms as all_norms
-from narrowgauge.optim.norms import total_norm
+from narrowgauge.optim.masters import join_fp32, sample_masters
+from narrowgauge.optim.norms import compute_grad_norms as all_norms
+from narrowgauge.optim.norms import compute_total_norm
 from narrowgauge.optim.split_fp32 import join, split
+from narrowgauge.optim.weight_checksums import compute_checksums
 
 pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 SHAPES = [(768, 2304), (50304, 16), (768,), (1000, 48), (37, 19), (), (130,)]
@@ -43,7 +43,7 @@ def test_the_kernel_follows_the_reference(master, moments):
     ours, mine = run("cuda", master, moments, 4, lr=1e-3, weight_decay=0.1)
     theirs, other = run("cpu", master, moments, 4, lr=1e-3, weight_decay=0.1)
     for p, q in zip(ours, theirs, strict=True):
-        found, wanted = full(p).cpu(), full(q)
+        found, wanted = join_fp32(p).cpu(), join_fp32(q)
         if master == "none":
             torch.testing.assert_close(found, wanted, rtol=2**-6, atol=1e-3)
         else:
@@ -60,8 +60,8 @@ def test_split_masters_are_whole_ones_to_the_bit(moments):
     copies, _ = run("cuda", "fp32", moments, 200, "cuda", lr=1e-3)
     wholes, _ = run("cuda", "itself", moments, 200, "cuda", lr=1e-3)
     for p, q, r in zip(halves, copies, wholes, strict=True):
-        assert torch.equal(full(p), full(q))
-        assert torch.equal(full(p), r)
+        assert torch.equal(join_fp32(p), join_fp32(q))
+        assert torch.equal(join_fp32(p), r)
         assert torch.equal(p, split(r.detach())[0])
 
 
@@ -90,7 +90,7 @@ def test_bad_gradients_change_nothing_and_nobody_waits():
 
     draw(parameters, torch.Generator().manual_seed(0))
     step(zero)
-    before = [full(p).clone() for p in parameters]
+    before = [join_fp32(p).clone() for p in parameters]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -98,7 +98,7 @@ def test_bad_gradients_change_nothing_and_nobody_waits():
             step(one)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert all(torch.equal(full(p), old) for p, old in zip(parameters, before, strict=True))
+    assert all(torch.equal(join_fp32(p), old) for p, old in zip(parameters, before, strict=True))
     assert optimizer.state[parameters[0]]["step"].item() == 1
 
 
@@ -127,7 +127,7 @@ def test_norms_of_any_size(dtype):
         p.grad = g
     found = all_norms(parameters, {}, torch.device("cuda"))
     torch.testing.assert_close(found.double(), wanted, rtol=2e-6, atol=1e-44)
-    torch.testing.assert_close(total_norm(found).double(), torch.linalg.vector_norm(wanted), rtol=2e-6, atol=0)
+    torch.testing.assert_close(compute_total_norm(found).double(), torch.linalg.vector_norm(wanted), rtol=2e-6, atol=0)
     for bad in (float("inf"), float("nan")):
         grads[3][39_999] = bad
         assert torch.isfinite(all_norms(parameters, {}, torch.device("cuda"))).tolist() == [
@@ -138,8 +138,8 @@ def test_norms_of_any_size(dtype):
 def test_words_are_the_references_and_nothing_is_foreign_to_its_own_update():
     parameters, optimizer = run("cuda", "split", "8bit", 5, "cuda", lr=1e-2)
     for p in parameters:
-        assert torch.equal(optimizer.state[p]["check"], words_of(p.detach()))
-        assert torch.equal(words_of(p.detach()).cpu(), words_of(p.detach().cpu()))
+        assert torch.equal(optimizer.state[p]["check"], compute_checksums(p.detach()))
+        assert torch.equal(compute_checksums(p.detach()).cpu(), compute_checksums(p.detach().cpu()))
     assert optimizer.foreign_writes == 0
 
 
@@ -165,13 +165,13 @@ def test_weights_that_others_have_written_are_the_masters(master, write):
             other.state[q][name].copy_(value)
         WRITES[write](p)
         WRITES[write](q)
-        assert torch.equal(full(p).cpu(), full(q))
+        assert torch.equal(join_fp32(p).cpu(), join_fp32(q))
     for parameters, optimizer in ((ours, mine), (theirs, other)):
         draw(parameters, torch.Generator().manual_seed(9))
         optimizer.step()
     for p, q in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(full(p).cpu(), full(q), rtol=1e-6, atol=1e-6)
-        assert torch.isfinite(full(p)).all()
+        torch.testing.assert_close(join_fp32(p).cpu(), join_fp32(q), rtol=1e-6, atol=1e-6)
+        assert torch.isfinite(join_fp32(p)).all()
     assert mine.foreign_writes.item() == other.foreign_writes.item() > 0
 
 
@@ -187,7 +187,7 @@ def test_all_pairs_of_a_zero_and_a_remainder_decode_to_numbers():
         parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         assert torch.isfinite(wanted).all() and optimizer.foreign_writes == 0
-        assert torch.equal(full(parameter).view(torch.int32), wanted.view(torch.int32))
+        assert torch.equal(join_fp32(parameter).view(torch.int32), wanted.view(torch.int32))
 
 
 def test_reading_masters_and_counting_foreign_writes_wait_for_nothing():
@@ -198,8 +198,8 @@ def test_reading_masters_and_counting_foreign_writes_wait_for_nothing():
     try:
         optimizer.step()
         count = optimizer.foreign_writes
-        sample_full({str(i): p for i, p in enumerate(parameters)}, 1000)
-        masters = [full(p) for p in parameters]
+        sample_masters({str(i): p for i, p in enumerate(parameters)}, 1000)
+        masters = [join_fp32(p) for p in parameters]
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert count.item() == 768 * 2304 // 128 and all(torch.isfinite(master).all() for master in masters)
@@ -214,20 +214,20 @@ def test_strides_and_complex_numbers(moments):
         torch.randn(48, 64, device="cuda").t(),
         torch.randn(17, 9, dtype=torch.cfloat, device="cuda").t(),
     ]
-    turned = [torch.nn.Parameter(value.clone()) for value in made]
+    transposed_weight = [torch.nn.Parameter(value.clone()) for value in made]
     plain = [torch.nn.Parameter(value.contiguous().clone()) for value in made]
-    for p in (*turned, *plain):
+    for p in (*transposed_weight, *plain):
         narrow(p)
-    one, other = (AdamW(side, lr=1e-2, master="split", moments=moments) for side in (turned, plain))
+    one, other = (AdamW(side, lr=1e-2, master="split", moments=moments) for side in (transposed_weight, plain))
     for _ in range(3):
-        for p, q in zip(turned, plain, strict=True):
+        for p, q in zip(transposed_weight, plain, strict=True):
             q.grad = torch.randn_like(q)
             p.grad = torch.empty_like(p).copy_(q.grad)
         one.step()
         other.step()
-    assert turned[0].is_contiguous(memory_format=torch.channels_last)
-    assert all(torch.equal(full(p), full(q)) for p, q in zip(turned, plain, strict=True))
-    assert not torch.equal(turned[2].imag, made[2].imag), "complex parameters move"
+    assert transposed_weight[0].is_contiguous(memory_format=torch.channels_last)
+    assert all(torch.equal(join_fp32(p), join_fp32(q)) for p, q in zip(transposed_weight, plain, strict=True))
+    assert not torch.equal(transposed_weight[2].imag, made[2].imag), "complex parameters move"
 
 
 def test_the_peak_is_the_states():

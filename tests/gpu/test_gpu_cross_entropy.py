@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from narrowgauge.kernels import cross_entropy as ce
-from narrowgauge.nn.fused.head import head_loss
+from narrowgauge.nn.fused.head import compute_head_loss
 from narrowgauge.nn.products.gemm import ALL_BF16, ALL_FP8, BF16, GemmChoice
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -41,26 +41,26 @@ def assert_same_bits(lp, exact):
 @pytest.mark.parametrize("spread", [0.5, 4.0])
 def test_fp8_bits_in_both_layouts(dtype, shape, spread):
     logits, targets = make(*shape, spread, padding=64)
-    lse, loss = ce.softmax_statistics(logits, targets)
+    lse, loss = ce.compute_softmax_stats(logits, targets)
     exact = F.cross_entropy(logits.double(), targets, reduction="none")
     torch.testing.assert_close(loss.double(), exact, rtol=2e-6, atol=1e-5)
     counts = torch.zeros(2, dtype=torch.int64, device="cuda")
-    d, d_t = ce.dlogits_lp(logits, targets, lse, dtype, counts=counts)
-    unit = ce.gradient_reference(logits, targets, lse)
-    assert_same_bits(d, ce.dithered(unit * ce.UNIT_SCALE[dtype], dtype))
+    d, d_t = ce.compute_grad_logits_fp8(logits, targets, lse, dtype, counts=counts)
+    unit = ce.grad_logits_reference(logits, targets, lse)
+    assert_same_bits(d, ce.dither(unit * ce.UNIT_SCALE[dtype], dtype))
     assert torch.equal(d_t.view(torch.uint8), d.view(torch.uint8).t())
     assert counts[0] == 0 and counts[1].item() == ((unit != 0) & (d.float() == 0)).sum().item()
-    alone, none = ce.dlogits_lp(logits, targets, lse, dtype, transposed=False)
+    alone, none = ce.compute_grad_logits_fp8(logits, targets, lse, dtype, transposed=False)
     assert none is None and torch.equal(alone.view(torch.uint8), d.view(torch.uint8))
 
 
 @pytest.mark.parametrize("shape", [(16, 128), (37, 300), (1024, 50304)])
 def test_bf16_gradient_over_the_logits(shape):
     logits, targets = make(*shape)
-    lse, _ = ce.softmax_statistics(logits, targets)
+    lse, _ = ce.compute_softmax_stats(logits, targets)
     factor = torch.tensor(1 / 37, device="cuda")
-    exact = ce.gradient_reference(logits, targets, lse) * factor
-    d = ce.dlogits(logits, targets, lse, factor, out=logits)
+    exact = ce.grad_logits_reference(logits, targets, lse) * factor
+    d = ce.compute_grad_logits(logits, targets, lse, factor, out=logits)
     assert d is logits
     torch.testing.assert_close(d.float(), exact, rtol=2**-8, atol=1e-9)
 
@@ -68,19 +68,19 @@ def test_bf16_gradient_over_the_logits(shape):
 def test_more_than_two_to_the_31_logits():
     rows, columns = 43008, 50304
     logits, targets = make(rows, columns)
-    lse, loss = ce.softmax_statistics(logits, targets)
-    d, d_t = ce.dlogits_lp(logits, targets, lse)
+    lse, loss = ce.compute_softmax_stats(logits, targets)
+    d, d_t = ce.compute_grad_logits_fp8(logits, targets, lse)
     for start in (0, rows // 2, rows - 256):
         part = slice(start, start + 256)
-        exact_lse, exact_loss = ce.softmax_statistics_reference(logits[part], targets[part])
+        exact_lse, exact_loss = ce.softmax_stats_reference(logits[part], targets[part])
         torch.testing.assert_close(lse[part], exact_lse, rtol=1e-6, atol=1e-5)
         torch.testing.assert_close(loss[part], exact_loss, rtol=1e-6, atol=1e-5)
-        exact = ce.gradient_reference(logits[part], targets[part], lse[part])
-        assert_same_bits(d[part], ce.dithered(exact * ce.UNIT_SCALE[E4M3], E4M3, start))
+        exact = ce.grad_logits_reference(logits[part], targets[part], lse[part])
+        assert_same_bits(d[part], ce.dither(exact * ce.UNIT_SCALE[E4M3], E4M3, start))
         assert torch.equal(d_t[:, part].view(torch.uint8), d[part].view(torch.uint8).t())
-        hp = ce.dlogits(logits[part], targets[part], lse[part], torch.ones((), device="cuda"))
+        hp = ce.compute_grad_logits(logits[part], targets[part], lse[part], torch.ones((), device="cuda"))
         torch.testing.assert_close(hp.float(), exact, rtol=2**-8, atol=1e-9)
-    ce.dlogits(logits, targets, lse, torch.ones((), device="cuda"), out=logits)
+    ce.compute_grad_logits(logits, targets, lse, torch.ones((), device="cuda"), out=logits)
     torch.testing.assert_close(logits[-256:].float(), exact, rtol=2**-8, atol=1e-9)
 
 
@@ -110,7 +110,7 @@ def test_head_against_fp32(choice):
     wide, plain = x.detach().float().requires_grad_(), weight.detach().clone().requires_grad_()
     exact = F.cross_entropy(wide @ plain.t(), targets)
     exact.backward()
-    loss = head_loss(x, weight, targets, precision=choice, chunk_rows=768)
+    loss = compute_head_loss(x, weight, targets, precision=choice, chunk_rows=768)
     loss.backward()
     lp = "fp8" in choice
     assert loss.item() == pytest.approx(exact.item(), rel=5e-3 if choice.output == "fp8" else 1e-3)
@@ -121,14 +121,14 @@ def test_head_against_fp32(choice):
 @pytest.mark.parametrize("choice", [ALL_BF16, ALL_FP8], ids="-".join)
 def test_head_waits_for_nothing_and_stays_small(choice):
     x, weight, targets = inputs(rows=16384)
-    head_loss(x, weight, targets, precision=choice, chunk_rows=4096).backward()  # compiles
+    compute_head_loss(x, weight, targets, precision=choice, chunk_rows=4096).backward()  # compiles
     x.grad = weight.grad = None
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        head_loss(x, weight, targets, precision=choice, chunk_rows=4096).backward()
+        compute_head_loss(x, weight, targets, precision=choice, chunk_rows=4096).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     gradients = weight.numel() * 4 * 2 + x.numel() * 2 * 4  # a sum and its next share; x in its layouts
@@ -143,14 +143,14 @@ def test_head_in_a_cuda_graph():
     with torch.cuda.stream(stream):
         for _ in range(3):
             x.grad = weight.grad = None
-            eager = head_loss(x, weight, targets, precision=ALL_FP8)
+            eager = compute_head_loss(x, weight, targets, precision=ALL_FP8)
             eager.backward()
     torch.cuda.current_stream().wait_stream(stream)
     expected, expected_x = eager.detach().clone(), x.grad.clone()
     x.grad = weight.grad = None
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        loss = head_loss(x, weight, targets, precision=ALL_FP8)
+        loss = compute_head_loss(x, weight, targets, precision=ALL_FP8)
         loss.backward()
     graph.replay()
     torch.cuda.synchronize()

@@ -13,15 +13,15 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
-    monkeypatch.setattr(cublas, "_chosen", {})
+    monkeypatch.setattr(cublas, "_choices", {})
     monkeypatch.setattr(cublas, "MARGIN", float("inf"))  # the fastest of all, so that torch's is not in the way
 
 
 @pytest.fixture
-def own(monkeypatch):
+def get_shards(monkeypatch):
     """Have cuBLASLt's proposals alone, and count the searches."""
-    found, plain = [], cublas.fastest
-    monkeypatch.setattr(cublas, "fastest", lambda runs, clock: found.append(len(runs)) or plain(runs[1:], clock))
+    found, plain = [], cublas.pick_fastest
+    monkeypatch.setattr(cublas, "pick_fastest", lambda runs, clock: found.append(len(runs)) or plain(runs[1:], clock))
     return found
 
 
@@ -43,7 +43,7 @@ def exact(a, b):
 def test_bf16_in_any_layout(sizes, turned_a, turned_b, out, own):
     a, b = operands(*sizes, turned_a, turned_b)
     made = product_bf16(a, b, out)
-    assert own and made.dtype is out and all(cublas._chosen.values())
+    assert own and made.dtype is out and all(cublas._choices.values())
     by_torch = torch.mm(a, b) if out is BF16 else torch.mm(a, b, out_dtype=out)
     right = exact(a, b)
     assert (made - right).abs().max() <= 1.05 * (by_torch - right).abs().max() + 1e-4 * right.abs().max()
@@ -57,7 +57,7 @@ def test_fp8_with_scales(first, out, fast, own):
     b = b_t.t()
     inv_a, inv_b = torch.tensor(0.5, device="cuda"), torch.tensor(3.0, device="cuda")
     made = product_fp8(a.to(first), b.to(E4M3), inv_a, inv_b, out, fast)
-    assert own and made.dtype is out and all(cublas._chosen.values())
+    assert own and made.dtype is out and all(cublas._choices.values())
     by_torch = torch._scaled_mm(
         a.to(first), b.to(E4M3).t(), scale_a=inv_a, scale_b=inv_b, out_dtype=out, use_fast_accum=fast
     )
@@ -118,20 +118,20 @@ def test_torch_multiplies_what_is_small_unaligned_watched_or_to_be_repeatable(ow
     assert product_bf16(watched, operands(8192, 2304, 768)[1]).requires_grad
     monkeypatch.setattr(cublas, "MOST_SHAPES", 0)
     product_bf16(*operands(8192, 2304, 768))
-    assert not own and not cublas._chosen
+    assert not own and not cublas._choices
 
 
 def test_operands_that_do_not_fit_are_refused_by_torch():
     a, b = operands(8192, 2304, 768)
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         product_bf16(a, b[:512])
-    assert not cublas._chosen
+    assert not cublas._choices
 
 
 def test_what_was_chosen_is_not_slower_than_torch(monkeypatch):
     monkeypatch.setattr(cublas, "MARGIN", 0.985)
     a, b = operands(65536, 3072, 768, turned_b=True)
     product_bf16(a, b)
-    ours = min(cublas._milliseconds(lambda: product_bf16(a, b), 10) for _ in range(5))
-    torchs = min(cublas._milliseconds(lambda: torch.mm(a, b), 10) for _ in range(5))
+    ours = min(cublas._measure_ms(lambda: product_bf16(a, b), 10) for _ in range(5))
+    torchs = min(cublas._measure_ms(lambda: torch.mm(a, b), 10) for _ in range(5))
     assert ours < 1.05 * torchs, (ours, torchs)

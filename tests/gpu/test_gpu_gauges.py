@@ -5,7 +5,7 @@ import torch
 
 from narrowgauge import Engine
 from narrowgauge.gauges.watch.watch import Watch
-from narrowgauge.kernels.tensor_stats import Table, gather, gather_reference
+from narrowgauge.kernels.tensor_stats import StatsTable, add_statistics, add_statistics_reference
 from narrowgauge.models.gpt import GPT, GPTConfig
 
 pytestmark = [
@@ -24,9 +24,9 @@ def test_the_kernel_counts_as_its_reference(dtype, count):
     x[: count // 7] = 0
     x = x.to(dtype)
     inverse = torch.tensor(0.37, device="cuda") if dtype.itemsize == 1 else None
-    mine, theirs = Table.make(2, "cuda"), Table.make(2, "cuda")
-    gather(mine, 1, x, inverse)
-    gather_reference(theirs, 1, x, inverse)
+    mine, theirs = StatsTable.make(2, "cuda"), StatsTable.make(2, "cuda")
+    add_statistics(mine, 1, x, inverse)
+    add_statistics_reference(theirs, 1, x, inverse)
     assert torch.equal(mine.counts, theirs.counts)
     assert torch.equal(mine.sizes[:, 0], theirs.sizes[:, 0])
     torch.testing.assert_close(mine.sizes[:, 1], theirs.sizes[:, 1], rtol=1e-4, atol=0)

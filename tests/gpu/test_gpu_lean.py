@@ -7,7 +7,7 @@ import torch
 
 from narrowgauge import Engine
 from narrowgauge.models.llama import Llama, LlamaConfig
-from narrowgauge.optim.adamw import full
+from narrowgauge.optim.adamw import join_fp32
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
@@ -51,7 +51,7 @@ def test_released_gradients_give_the_same_weights(recipe):
     freed = make(recipe[:-1] + ",gradients=released]" if recipe.endswith("]") else recipe + "[gradients=released]")
     assert run(freed, 5) == pytest.approx(run(kept, 5), rel=1e-3 if "fp8" in recipe else 1e-5)
     for p, q in zip(freed.model.parameters(), kept.model.parameters(), strict=True):
-        torch.testing.assert_close(full(p), full(q), **(loosely if "fp8" in recipe else closely))
+        torch.testing.assert_close(join_fp32(p), join_fp32(q), **(loosely if "fp8" in recipe else closely))
 
 
 @pytest.mark.parametrize("recipe", ["bf16-lean", "fp8-lean", "bf16-lean[gradients=released]"])
@@ -107,5 +107,5 @@ def test_what_stays_between_steps(recipe, most):
     run(engine, 2)
     count = sum(p.numel() for p in engine.model.parameters())
     torch._C._cuda_clearCublasWorkspaces()
-    held = (requested() - start) / count
-    assert held < most
+    keep_for_backward = (requested() - start) / count
+    assert keep_for_backward < most

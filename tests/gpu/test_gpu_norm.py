@@ -74,35 +74,37 @@ def test_forward_is_the_reference(kind, shape):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_backward_is_the_reference(kind, shape):
-    x, dout, dresidual = draw(*shape, offset=1.0), draw(*shape, torch.bfloat16, 1), draw(*shape, seed=2)
+    x, grad_output, grad_residual = draw(*shape, offset=1.0), draw(*shape, torch.bfloat16, 1), draw(*shape, seed=2)
     weight, scale = 1 + 0.1 * draw(1, shape[1], seed=3)[0], torch.tensor([2.0**14], device="cuda")
     _, _, mean, rstd = norm_reference(x, weight, None, 1e-2, kind, None, None, torch.float32, None, None)
     mean = mean if kind == "layer" else None
     for has_bias in (False, True):
         watch, expected = watched(), watched()
-        arguments = {"kind": kind, "dresidual": dresidual, "has_bias": has_bias}
-        dx, dx_lp, dweight, dbias = norm_backward(dout, x, weight, mean, rstd, **arguments, scale=scale, **watch)
+        arguments = {"kind": kind, "grad_residual": grad_residual, "has_bias": has_bias}
+        grad_input, grad_input_lp, grad_weight, grad_bias = norm_backward(
+            grad_output, x, weight, mean, rstd, **arguments, scale=scale, **watch
+        )
         wide = None if mean is None else mean.double()
         ddx, _, ddweight, ddbias = norm_backward_reference(
-            dout, x.double(), weight, wide, rstd.double(), dresidual, has_bias, None, E5M2, None, None
+            grad_output, x.double(), weight, wide, rstd.double(), grad_residual, has_bias, None, E5M2, None, None
         )
-        torch.testing.assert_close(dx.double(), ddx, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(dweight.double(), ddweight, rtol=1e-4, atol=1e-4 * shape[0] ** 0.5)
+        torch.testing.assert_close(grad_input.double(), ddx, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(grad_weight.double(), ddweight, rtol=1e-4, atol=1e-4 * shape[0] ** 0.5)
         if has_bias:
-            torch.testing.assert_close(dbias.double(), ddbias, rtol=1e-4, atol=1e-4 * shape[0] ** 0.5)
-        assert same_bits(dx_lp, quantize_reference(dx, scale, E5M2, **expected))
+            torch.testing.assert_close(grad_bias.double(), ddbias, rtol=1e-4, atol=1e-4 * shape[0] ** 0.5)
+        assert same_bits(grad_input_lp, quantize_reference(grad_input, scale, E5M2, **expected))
         assert watch["amax"].item() == expected["amax"].item()
         assert watch["counts"].tolist() == expected["counts"].tolist()
 
 
 def test_dweight_has_the_same_bits_on_every_run():
-    x, dout, weight = draw(20000, 768), draw(20000, 768, torch.bfloat16, 1), torch.ones(768, device="cuda")
+    x, grad_output, weight = draw(20000, 768), draw(20000, 768, torch.bfloat16, 1), torch.ones(768, device="cuda")
     normed = norm(x, weight, eps=1e-5)
-    runs = [norm_backward(dout, x, weight, normed.mean, normed.rstd, has_bias=True) for _ in range(5)]
-    for dx, _, dweight, dbias in runs[1:]:
-        assert torch.equal(dx, runs[0][0])
-        assert torch.equal(dweight, runs[0][2])
-        assert torch.equal(dbias, runs[0][3])
+    runs = [norm_backward(grad_output, x, weight, normed.mean, normed.rstd, has_bias=True) for _ in range(5)]
+    for grad_input, _, grad_weight, grad_bias in runs[1:]:
+        assert torch.equal(grad_input, runs[0][0])
+        assert torch.equal(grad_weight, runs[0][2])
+        assert torch.equal(grad_bias, runs[0][3])
 
 
 def test_bf16_stream():
@@ -122,10 +124,10 @@ def test_beyond_32_bit_offsets():
     small = norm(x[-3:].contiguous(), weight, eps=1e-5, scale=scale, dtype=E4M3)
     assert same_bits(got.out[-3:], small.out)
     assert not got.out[:100].view(torch.uint8).any()
-    dx, dx_lp, _, _ = norm_backward(x, x, weight, got.mean, got.rstd, scale=scale)
+    grad_input, grad_input_lp, _, _ = norm_backward(x, x, weight, got.mean, got.rstd, scale=scale)
     last = norm_backward(x[-3:], x[-3:], weight, got.mean[-3:], got.rstd[-3:], scale=scale)
-    assert torch.equal(dx[-3:], last[0])
-    assert same_bits(dx_lp[-3:], last[1])
+    assert torch.equal(grad_input[-3:], last[0])
+    assert same_bits(grad_input_lp[-3:], last[1])
 
 
 def test_nothing_waits_and_a_graph_captures_it():

@@ -1,4 +1,4 @@
-"""What the tests of integrations share: the examples' small network and data, and a batch that overflows."""
+"""Shared by the tests of integrations: the examples' small network and data, and batches with a NaN."""
 
 import sys
 from pathlib import Path
@@ -19,7 +19,7 @@ STEPS = 6
 
 
 def batches(steps=STEPS, bad=()):
-    """The examples' batches; those whose number is in ``bad`` have a NaN that reaches every gradient."""
+    """Return the examples' batches. Those whose number is in ``bad`` contain a NaN that reaches every gradient."""
     made = [tuple(batch) for batch in tiny.make_loader(steps)]
     for number in bad:
         points = made[number][0].clone()
@@ -29,7 +29,7 @@ def batches(steps=STEPS, bad=()):
 
 
 def engine_run(recipe, data, model=None, optimizer=None, **options):
-    """Losses and engine of the plain loop over the data."""
+    """Train with a plain engine loop; return the losses and the engine."""
     model = tiny.make_model() if model is None else model
     engine = ng.Engine(model, tiny.make_optimizer(model) if optimizer is None else optimizer, recipe, **options)
     losses = []
@@ -43,7 +43,7 @@ def engine_run(recipe, data, model=None, optimizer=None, **options):
 
 
 def same(left, right):
-    """Whether two lists of losses are the same, bit for bit, NaN included."""
+    """Return whether two lists of losses are equal bit for bit, including NaN."""
     return len(left) == len(right) and all(a == b or (a != a and b != b) for a, b in zip(left, right, strict=True))
 
 
@@ -52,7 +52,7 @@ def weights(module):
 
 
 class Labelled(nn.Module):
-    """The network as the Hugging Face Trainer wants it: named inputs in, a loss out."""
+    """The network with the interface of the Hugging Face Trainer: named inputs, a dictionary with the loss."""
 
     def __init__(self):
         super().__init__()

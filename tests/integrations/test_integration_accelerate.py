@@ -1,4 +1,4 @@
-"""Accelerate's own loop under a recipe: the engine's losses, its accumulation, clipping and checkpoints."""
+"""Accelerate under a recipe: losses, accumulation, clipping and checkpoints match the engine's."""
 
 import pytest
 import torch
@@ -35,12 +35,12 @@ def train(run, data, clip=None):
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "bf16-lean"])
-def test_losses_are_the_engines(recipe):
+def test_losses_match_the_engine(recipe):
     assert same(train(make(recipe), batches()), engine_run(recipe, batches())[0])
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp16"])
-def test_accumulation_is_the_engines(recipe):
+def test_accumulation_matches_the_engine(recipe):
     expected, _ = engine_run(recipe, batches(), accumulate=3)
     assert same(train(make(recipe, accumulate=3), batches()), expected)
 
@@ -58,19 +58,19 @@ def test_clipping_sees_unscaled_gradients():
     assert clipped.item() == pytest.approx(0.5, rel=1e-4)
     optimizer.step()
     assert engine_of(accelerator).report.grad_norm == pytest.approx(0.5, rel=1e-4)
-    # Two ways to round the same clipping: torch multiplies twice, the engine divides once.
+    # The same clipping, rounded differently: torch multiplies twice, the engine divides once.
     train(run, batches()[1:], clip=0.5)
     _, engine = engine_run("fp16", batches(), clip_norm=0.5)
     torch.testing.assert_close(weights(model), weights(engine.model), rtol=1e-3, atol=1e-4)
 
 
-def test_clipping_by_the_engine_is_the_engines():
+def test_clip_norm_matches_the_engine():
     expected, _ = engine_run("fp16", batches(), clip_norm=0.5)
     assert same(train(make("fp16", clip_norm=0.5), batches()), expected)
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "fp16"])
-def test_an_overflow_skips_the_update_and_the_schedule(recipe):
+def test_an_overflow_skips_update_and_schedule(recipe):
     accelerator, model, optimizer = make(recipe)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1, 0.5)
     schedule = accelerator.prepare(schedule)
@@ -117,7 +117,7 @@ def test_preparing_again_keeps_the_engine():
     assert engine_of(accelerator) is engine
 
 
-def test_bad_use_costs_one_line():
+def test_mistakes_give_one_line_errors():
     model = tiny.make_model()
     optimizer = tiny.make_optimizer(model)
     accelerator = accelerate.Accelerator(cpu=True)
@@ -138,7 +138,7 @@ def test_bad_use_costs_one_line():
         adopt(accelerator, "fp32")
 
 
-def test_two_answers_to_one_question_are_refused():
+def test_mixed_precision_with_a_recipe_is_refused():
     accelerate.state.AcceleratorState._reset_state()
     try:
         accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")

@@ -74,7 +74,7 @@ def test_losses_weights_and_reports_are_equal_bit_for_bit(recipe):
 def test_forward_clears_what_layers_share(kind, recipe):
     engine = make(kind, recipe)
     cleared = []
-    engine.conversion.slot.clear = lambda: cleared.append(True)
+    engine.conversion.shared_input.clear = lambda: cleared.append(True)
     backward(engine, batches(1)[0])
     assert len(cleared) == 1
     with pytest.raises(ZeroDivisionError), engine.forward():

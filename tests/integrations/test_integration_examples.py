@@ -1,4 +1,4 @@
-"""The examples do what they say: each compares itself with the plain engine loop and stops where a bit differs."""
+"""The examples run. Each compares its losses with the plain engine loop and fails if a bit differs."""
 
 import re
 import runpy
@@ -19,7 +19,7 @@ NEEDS = {
 
 @pytest.mark.parametrize("name", list(NEEDS))
 @pytest.mark.filterwarnings("default")  # as a user runs them
-def test_an_example_gives_the_engines_losses(name, monkeypatch, capsys):
+def test_example_losses_match_the_engine(name, monkeypatch, capsys):
     pytest.importorskip(NEEDS[name])
     monkeypatch.setattr(sys, "argv", [name])
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
@@ -31,7 +31,7 @@ def test_an_example_gives_the_engines_losses(name, monkeypatch, capsys):
 
 
 @pytest.mark.filterwarnings("default")
-def test_the_code_of_the_page_runs(tmp_path, monkeypatch):
+def test_the_code_of_the_documentation_runs(tmp_path, monkeypatch):
     for library in ("accelerate", "lightning", "transformers"):
         pytest.importorskip(library)
     monkeypatch.chdir(tmp_path)

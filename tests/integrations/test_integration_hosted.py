@@ -1,4 +1,4 @@
-"""The engine in another library's loop: unscaling before clipping, the guard behind it, accumulation, state."""
+"""Hosted, the engine in another library's loop: unscaling, clipping, skipped updates, accumulation, state."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ def backward(engine, batch, share=1.0):
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "fp16"])
-def test_unscaling_in_between_changes_no_bit(recipe):
+def test_unscaling_before_the_step_changes_no_bit(recipe):
     expected, _ = engine_run(recipe, batches())
     engine, losses = make(recipe), []
     for batch in batches():
@@ -36,7 +36,7 @@ def test_unscaling_in_between_changes_no_bit(recipe):
     assert same(losses, expected)
 
 
-def test_unscaled_gradients_are_those_of_the_loss():
+def test_unscaled_gradients_match_plain_torch():
     engine, plain = make("fp16"), tiny.make_model()
     batch = batches(1)[0]
     backward(engine, batch)
@@ -49,7 +49,7 @@ def test_unscaled_gradients_are_those_of_the_loss():
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp16"])
-def test_clipping_by_value_does_not_hide_what_is_not_finite(recipe):
+def test_clipping_by_value_does_not_hide_an_inf(recipe):
     engine = make(recipe)
     before = weights(engine.inner)
     backward(engine, batches(1)[0])
@@ -62,7 +62,7 @@ def test_clipping_by_value_does_not_hide_what_is_not_finite(recipe):
     assert engine.guard.first_bad() == ["3.weight"]
 
 
-def test_the_parameter_at_fault_is_named_though_clipping_made_all_of_them_nan():
+def test_the_bad_parameter_is_named_after_clipping_by_a_nan_norm():
     engine = make("fp16", max_consecutive_skips=2)
     with pytest.raises(ng.TrainingStalled, match=r"first in 5\.bias\. Weights"):
         for batch in batches(2):
@@ -73,7 +73,7 @@ def test_the_parameter_at_fault_is_named_though_clipping_made_all_of_them_nan():
             engine.step()
 
 
-def test_clipping_inside_an_accumulation_keeps_the_scale_of_what_follows():
+def test_clipping_during_an_accumulation_keeps_later_gradients_scaled():
     expected, _ = engine_run("fp16", batches(4), accumulate=2)
     engine, losses = make("fp16"), []
     for number, batch in enumerate(batches(4)):
@@ -85,7 +85,7 @@ def test_clipping_inside_an_accumulation_keeps_the_scale_of_what_follows():
 
 
 @pytest.mark.parametrize("recipe", ["fp16", "fp8"])
-def test_carried_state_goes_on_with_the_same_bits(recipe):
+def test_precision_state_resumes_bit_exactly(recipe):
     data = batches(6, bad=[1])
     expected, _ = engine_run(recipe, data)
     engine = make(recipe)
@@ -113,18 +113,18 @@ def test_carried_state_goes_on_with_the_same_bits(recipe):
         ("bf17", {}, "unknown recipe 'bf17'"),
     ],
 )
-def test_bad_options_cost_one_line(recipe, options, message):
+def test_bad_options_give_one_line_errors(recipe, options, message):
     with pytest.raises(ng.UsageError, match=message) as caught:
         make(recipe, **options)
     assert "\n" not in str(caught.value)
 
 
-def test_a_state_of_something_else_is_refused():
+def test_a_foreign_state_is_refused():
     with pytest.raises(ng.UsageError, match="is not narrowgauge's"):
         make("fp16").load_precision_state_dict({"scale": 65536.0})
 
 
-def test_a_missing_library_costs_one_line():
+def test_a_missing_library_gives_a_one_line_error():
     with pytest.raises(ng.UsageError, match=r"^no_such_library is not installed: pip install it$"):
         import_library("no_such_library", "it")
 

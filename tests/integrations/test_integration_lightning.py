@@ -1,4 +1,4 @@
-"""Lightning's own loops under a recipe: the engine's losses in Fabric and in the Trainer, and what checkpoints keep."""
+"""Lightning Fabric and Trainer under a recipe: losses match the engine's, and checkpoints keep the state."""
 
 import pytest
 import torch
@@ -91,7 +91,7 @@ def loader(data):
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "bf16-lean"])
-def test_fabric_has_the_engines_losses(recipe):
+def test_fabric_losses_match_the_engine(recipe):
     assert same(train_fabric(make_fabric(recipe), batches()), engine_run(recipe, batches())[0])
 
 
@@ -109,7 +109,7 @@ def test_fabric_clips_unscaled_gradients():
     optimizer.step()
     assert plugin.engine.report.grad_norm == pytest.approx(0.5, rel=1e-4)
     train_fabric(run, batches()[1:], clip={"max_norm": 0.5})
-    assert norm.item() < 100  # scaled it would be 65536 times that
+    assert norm.item() < 100  # a scaled norm would be 65536 times larger
     _, engine = engine_run("fp16", batches(), clip_norm=0.5)
     torch.testing.assert_close(weights(model), weights(engine.model), rtol=1e-3, atol=1e-4)
 
@@ -140,14 +140,14 @@ def test_fabric_checkpoints_keep_the_state(recipe, tmp_path):
     assert second[0].engine.skipped == 1
 
 
-def test_fabric_leaves_a_model_that_is_not_trained_alone():
+def test_fabric_runs_a_frozen_model_under_the_recipe():
     _, fabric, model, _ = make_fabric("bf16")
     teacher = fabric.setup(tiny.make_model().requires_grad_(False))
     points = batches(1)[0][0]
     assert torch.equal(teacher(points), model(points))
 
 
-def test_gauges_of_any_host():
+def test_gauges_under_fabric():
     plugin, *_ = run = make_fabric("fp16")
     told = []
     gauges = Gauges(plugin.engine, every=100, tell=told.append)
@@ -158,7 +158,7 @@ def test_gauges_of_any_host():
     assert same(losses, engine_run("fp16", batches(STEPS, bad=[2]))[0])
 
 
-def test_fabric_bad_use_costs_one_line():
+def test_fabric_mistakes_give_one_line_errors():
     _, fabric, model, optimizer = make_fabric("fp16")
     with pytest.raises(ng.UsageError, match="trains one model"):
         fabric.setup(tiny.make_model())
@@ -171,7 +171,7 @@ def test_fabric_bad_use_costs_one_line():
     other = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
     optimizer.step()
     fabric.backward(F.cross_entropy(model(points), labels))
-    with pytest.raises(ng.UsageError, match="another one was stepped before"):
+    with pytest.raises(ng.UsageError, match="another optimizer was stepped before"):
         other.step()
     with pytest.raises(ng.UsageError, match="there is no engine yet"):
         _ = ng_precision("fp16").engine
@@ -179,7 +179,7 @@ def test_fabric_bad_use_costs_one_line():
         ng_precision("fp16", family="torch")
 
 
-def test_fabric_wants_an_optimizer_of_the_whole_model():
+def test_fabric_needs_an_optimizer_over_all_parameters():
     plugin = ng_precision("fp32")
     fabric = lightning.Fabric(accelerator="cpu", devices=1, plugins=plugin)
     model = tiny.make_model()
@@ -190,7 +190,7 @@ def test_fabric_wants_an_optimizer_of_the_whole_model():
         optimizer.step()
 
 
-def test_fabric_says_how_a_lean_recipe_is_set_up():
+def test_fabric_explains_how_to_set_up_a_lean_recipe():
     fabric = lightning.Fabric(accelerator="cpu", devices=1, plugins=ng_precision("bf16-lean"))
     model = fabric.setup(tiny.make_model())
     with pytest.raises(ng.UsageError, match=r"plugin\.setup\(fabric, model, optimizer\)"):
@@ -198,7 +198,7 @@ def test_fabric_says_how_a_lean_recipe_is_set_up():
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "bf16-lean"])
-def test_trainer_has_the_engines_losses(recipe, tmp_path):
+def test_trainer_losses_match_the_engine(recipe, tmp_path):
     model = Classifier()
     make_trainer(recipe, tmp_path).fit(model, loader(batches()))
     assert same(model.losses, engine_run(recipe, batches())[0])
@@ -210,12 +210,12 @@ def test_trainer_accumulates_and_shows_unscaled_gradients(tmp_path):
     expected, engine = engine_run("fp16", batches(), accumulate=2)
     assert same(model.losses, expected)
     assert len(model.norms) == STEPS // 2
-    assert max(model.norms) < 100  # scaled they would be 65536 times that
+    assert max(model.norms) < 100  # scaled norms would be 65536 times larger
     assert engine.updates == STEPS // 2
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
-def test_trainer_clips_unscaled_gradients_and_skips_what_is_not_finite(algorithm, tmp_path):
+def test_trainer_clips_unscaled_gradients_and_skips_nonfinite_ones(algorithm, tmp_path):
     model = Classifier()
     data = batches(STEPS, bad=[2])
     trainer = make_trainer("fp16", tmp_path, gradient_clip_val=0.1, gradient_clip_algorithm=algorithm)
@@ -229,7 +229,7 @@ def test_trainer_clips_unscaled_gradients_and_skips_what_is_not_finite(algorithm
         torch.testing.assert_close(weights(model), weights(plain.model), rtol=1e-3, atol=1e-4)
 
 
-def test_trainer_clips_by_the_engine_bit_for_bit(tmp_path):
+def test_trainer_clip_norm_matches_the_engine(tmp_path):
     model = Classifier()
     make_trainer("fp16", tmp_path, engine_options={"clip_norm": 0.1}).fit(model, loader(batches()))
     assert same(model.losses, engine_run("fp16", batches(), clip_norm=0.1)[0])
@@ -257,7 +257,7 @@ class Validated(Classifier):
         self.logits = self.network(batch[0])
 
 
-def test_trainer_validates_under_the_recipe_and_gives_the_model_back(tmp_path):
+def test_trainer_validates_under_the_recipe_and_restores_the_model(tmp_path):
     model, plain = Validated(), tiny.make_model()
     data = batches(1)
     trainer = make_trainer("bf16", tmp_path)
@@ -271,7 +271,7 @@ def test_trainer_validates_under_the_recipe_and_gives_the_model_back(tmp_path):
 
 
 @pytest.mark.parametrize("recipe", ["fp16", "fp8", "bf16-lean"])
-def test_evaluating_in_between_keeps_the_state(recipe, tmp_path):
+def test_evaluation_after_training_keeps_the_state(recipe, tmp_path):
     model, data = Validated(), batches(3, bad=[1])
     trainer = make_trainer(recipe, tmp_path)
     trainer.fit(model, loader(data), loader(data))
@@ -305,7 +305,7 @@ def test_manual_optimization(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-def test_a_batch_without_a_loss_is_passed_over(tmp_path):
+def test_a_batch_without_a_loss_is_skipped(tmp_path):
     class Picky(Classifier):
         def training_step(self, batch, index):
             return None if index == 1 else super().training_step(batch, index)
@@ -316,7 +316,7 @@ def test_a_batch_without_a_loss_is_passed_over(tmp_path):
     assert same(model.losses, engine_run("fp16", [data[0], data[2]])[0])
 
 
-def test_trainer_bad_use_costs_one_line(tmp_path):
+def test_trainer_mistakes_give_one_line_errors(tmp_path):
     class Two(Classifier):
         def configure_optimizers(self):
             return [tiny.make_optimizer(self.network[0]), tiny.make_optimizer(self.network[3])]
@@ -331,7 +331,7 @@ def test_trainer_bad_use_costs_one_line(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_the_other_family(tmp_path):
+def test_pytorch_lightning_package(tmp_path):
     other = pytest.importorskip("pytorch_lightning")
 
     class Other(other.LightningModule):

@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer under a recipe: the engine's losses, its checkpoints, findings and captures."""
+"""The Hugging Face Trainer under a recipe: losses match the engine's; checkpoints, findings and captures."""
 
 import json
 
@@ -17,7 +17,7 @@ STEPS = 6
 
 
 class Rows(torch.utils.data.IterableDataset):
-    """The batches row by row, in order: a map-style dataset would be shuffled."""
+    """The rows of all batches in order. A map-style dataset would be shuffled."""
 
     def __init__(self, data):
         self.data = data
@@ -28,7 +28,7 @@ class Rows(torch.utils.data.IterableDataset):
                 yield {"points": row, "labels": label}
 
 
-class Listening(transformers.Trainer):
+class LossRecordingTrainer(transformers.Trainer):
     def training_step(self, *args, **kwargs):
         loss = super().training_step(*args, **kwargs)
         self.losses = [*getattr(self, "losses", []), loss.item()]
@@ -44,7 +44,7 @@ def make(folder, data, recipe, accumulate=1, clip=0.0, bad_arguments=None, **opt
         remove_unused_columns=False, **(bad_arguments or {}),
     )  # fmt: skip
     model = Labelled()
-    trainer = Listening(
+    trainer = LossRecordingTrainer(
         model, arguments, train_dataset=Rows(data), optimizers=(tiny.make_optimizer(model), None), callbacks=[]
     )
     trainer.remove_callback(transformers.trainer_callback.PrinterCallback)
@@ -52,17 +52,17 @@ def make(folder, data, recipe, accumulate=1, clip=0.0, bad_arguments=None, **opt
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "bf16-lean"])
-def test_losses_are_the_engines(recipe, tmp_path):
+def test_losses_match_the_engine(recipe, tmp_path):
     trainer = make(tmp_path, batches(STEPS), recipe, watch=2)
     trainer.train()
     assert same(trainer.losses, engine_run(recipe, batches(STEPS))[0])
 
 
-def test_accumulation_is_the_engines(tmp_path):
+def test_accumulation_matches_the_engine(tmp_path):
     trainer = make(tmp_path, batches(STEPS), "fp16", accumulate=2)
     trainer.train()
     expected, _ = engine_run("fp16", batches(STEPS), accumulate=2)
-    assert same([2 * loss for loss in trainer.losses], expected)  # the Trainer shows shares
+    assert same([2 * loss for loss in trainer.losses], expected)  # the Trainer reports loss / accumulate
 
 
 def test_clipping_sees_unscaled_gradients(tmp_path):
@@ -70,12 +70,12 @@ def test_clipping_sees_unscaled_gradients(tmp_path):
     trainer.train()
     _, engine = engine_run("fp16", batches(STEPS), clip_norm=0.1)
     norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
-    assert max(norms) < 100  # scaled they would be 65536 times that
+    assert max(norms) < 100  # scaled norms would be 65536 times larger
     torch.testing.assert_close(weights(trainer.model), weights(engine.model), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp16", "fp8", "fp8-lean"])
-def test_resuming_goes_on_with_the_same_bits(recipe, tmp_path):
+def test_resume_continues_bit_exactly(recipe, tmp_path):
     data = batches(STEPS, bad=[1])
     expected, _ = engine_run(recipe, data)
     first = make(tmp_path, data, recipe)
@@ -123,7 +123,7 @@ def test_evaluation_after_training_runs_under_the_recipe(tmp_path):
     torch.testing.assert_close(logits[: tiny.BATCH], expected, rtol=0.02, atol=0.02)
 
 
-def test_bad_use_costs_one_line(tmp_path):
+def test_mistakes_give_one_line_errors(tmp_path):
     with pytest.raises(ng.UsageError, match=r"expected a transformers\.Trainer, got Labelled"):
         adapt(Labelled())
     with pytest.raises(ng.UsageError, match="mixed_precision='bf16'"):

@@ -35,49 +35,49 @@ def suffix(approximate):
     return "" if approximate == "none" else "_tanh"
 
 
-def by_autograd(function, da, *leaves):
+def by_autograd(function, grad_output, *leaves):
     leaves = [leaf.double().requires_grad_() for leaf in leaves]
     output = function(*leaves)
-    return output.detach(), torch.autograd.grad(output, leaves, da.double())
+    return output.detach(), torch.autograd.grad(output, leaves, grad_output.double())
 
 
 @VARIANTS
 def test_gelu_references_are_torchs_in_double(approximate):
-    u, da = torch.linspace(-12, 12, 4096).view(64, 64), inputs(64, 64)
-    value, (grad,) = by_autograd(lambda x: F.gelu(x, approximate=approximate), da, u)
+    u, grad_output = torch.linspace(-12, 12, 4096).view(64, 64), inputs(64, 64)
+    value, (grad,) = by_autograd(lambda x: F.gelu(x, approximate=approximate), grad_output, u)
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
         forward = pointwise_reference(f"gelu{suffix(approximate)}", u.to(dtype))
-        backward = pointwise_reference(f"gelu_backward{suffix(approximate)}", u.to(dtype), da.to(dtype))
+        backward = pointwise_reference(f"gelu_backward{suffix(approximate)}", u.to(dtype), grad_output.to(dtype))
         torch.testing.assert_close(forward.double(), value, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(backward.double(), grad, rtol=10 * tolerance, atol=10 * tolerance)
 
 
 def test_swiglu_references_are_torchs_in_double():
-    gate_up, da = inputs(64, 96), inputs(64, 48)
-    value, (grad,) = by_autograd(lambda x: F.silu(x.chunk(2, 1)[0]) * x.chunk(2, 1)[1], da, gate_up)
+    gate_up, grad_output = inputs(64, 96), inputs(64, 48)
+    value, (grad,) = by_autograd(lambda x: F.silu(x.chunk(2, 1)[0]) * x.chunk(2, 1)[1], grad_output, gate_up)
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
         packed = gate_up.to(dtype)
         forward = pointwise_reference("swiglu", *packed.chunk(2, 1))
         torch.testing.assert_close(forward.double(), value, rtol=tolerance, atol=tolerance)
-        backward = swiglu_backward_reference(da.to(dtype), packed)
+        backward = swiglu_backward_reference(grad_output.to(dtype), packed)
         torch.testing.assert_close(backward.double(), grad, rtol=tolerance, atol=tolerance)
 
 
 def cases(shape, approximate="none"):
     """Each op as (call, its value in FP32, format)."""
-    u, da, gate_up = inputs(*shape), inputs(shape[0], shape[1]), inputs(shape[0], 2 * shape[1])
+    u, grad_output, gate_up = inputs(*shape), inputs(shape[0], shape[1]), inputs(shape[0], 2 * shape[1])
     tail = suffix(approximate)
     yield lambda *a, **k: gelu(u, *a, approximate=approximate, **k), pointwise_reference(f"gelu{tail}", u), E4M3
     yield (
-        lambda *a, **k: gelu_backward(da, u, *a, approximate=approximate, **k)[:2],
-        pointwise_reference(f"gelu_backward{tail}", u, da),
+        lambda *a, **k: gelu_backward(grad_output, u, *a, approximate=approximate, **k)[:2],
+        pointwise_reference(f"gelu_backward{tail}", u, grad_output),
         E5M2,
     )
     if approximate == "none":
         value = pointwise_reference("swiglu", *gate_up.chunk(2, 1))
         yield lambda *a, **k: swiglu(gate_up, *a, **k), value, E4M3
-        value = swiglu_backward_reference(da, gate_up)
-        yield lambda *a, **k: swiglu_backward(da, gate_up, *a, **k)[:2], value, E5M2
+        value = swiglu_backward_reference(grad_output, gate_up)
+        yield lambda *a, **k: swiglu_backward(grad_output, gate_up, *a, **k)[:2], value, E5M2
 
 
 @KERNEL
@@ -109,11 +109,14 @@ def test_kernels_follow_the_references(shape, approximate):
 @SHAPES
 def test_backward_makes_the_forwards_output_again(shape, approximate):
     """The very bits that forward would have kept, and the gradient as without."""
-    u, da, gate_up = inputs(*shape), inputs(*shape), inputs(shape[0], 2 * shape[1])
+    u, grad_output, gate_up = inputs(*shape), inputs(*shape), inputs(shape[0], 2 * shape[1])
     by = torch.tensor(9.0)
     for forward, backward in (
-        (lambda: gelu(u, by, E4M3, approximate), lambda **k: gelu_backward(da, u, SCALE, E5M2, approximate, **k)),
-        (lambda: swiglu(gate_up, by, E4M3), lambda **k: swiglu_backward(da, gate_up, SCALE, E5M2, **k)),
+        (
+            lambda: gelu(u, by, E4M3, approximate),
+            lambda **k: gelu_backward(grad_output, u, SCALE, E5M2, approximate, **k),
+        ),
+        (lambda: swiglu(gate_up, by, E4M3), lambda **k: swiglu_backward(grad_output, gate_up, SCALE, E5M2, **k)),
     ):
         _, wanted = forward()
         plain, plain_t, none = backward()
@@ -154,19 +157,22 @@ def test_any_strides():
     for u in (wide[:, 8:56], wide.t(), wide[:1].expand(40, 96)):
         assert_same(gelu(u, SCALE, E4M3)[0], gelu(u.contiguous(), SCALE, E4M3)[0])
         assert_same(gelu_backward(u, u, SCALE, E5M2)[0], gelu_backward(u.clone(), u.clone(), SCALE, E5M2)[0])
-        da = u[:, : u.shape[1] // 2]
-        assert_same(swiglu_backward(da, u, SCALE, E5M2)[0], swiglu_backward(da.clone(), u.clone(), SCALE, E5M2)[0])
+        grad_output = u[:, : u.shape[1] // 2]
+        assert_same(
+            swiglu_backward(grad_output, u, SCALE, E5M2)[0],
+            swiglu_backward(grad_output.clone(), u.clone(), SCALE, E5M2)[0],
+        )
 
 
-def everything(u, da, gate_up, amax, counts):
+def everything(u, grad_output, gate_up, amax, counts):
     scale = torch.ones(())
     pairs = (
         gelu(u, scale, E4M3, "none", amax, counts),
         gelu(u, approximate="tanh"),
-        gelu_backward(da, u, scale, E5M2, "tanh", amax, counts)[:2],
-        gelu_backward(da, u, scale, E5M2, transposed=False)[:2],
+        gelu_backward(grad_output, u, scale, E5M2, "tanh", amax, counts)[:2],
+        gelu_backward(grad_output, u, scale, E5M2, transposed=False)[:2],
         swiglu(gate_up, scale, E4M3, amax, None),
-        swiglu_backward(da, gate_up, scale, E5M2, None, counts, forward_scale=scale),
+        swiglu_backward(grad_output, gate_up, scale, E5M2, None, counts, forward_scale=scale),
     )
     return [tensor for pair in pairs for tensor in pair]
 

@@ -6,7 +6,7 @@ import torch
 from narrowgauge import kernels
 from narrowgauge.kernels.adamw import gradient_norms
 from narrowgauge.optim import AdamW, narrow
-from narrowgauge.optim.adamw import full
+from narrowgauge.optim.adamw import join_fp32
 from narrowgauge.optim.split_fp32 import join
 
 SHAPES = [(64, 32), (48, 16), (2048,), (16,)]
@@ -49,7 +49,7 @@ def test_the_kernel_follows_the_reference(monkeypatch, shapes, master, moments):
             torch.testing.assert_close(p, q, rtol=2**-7, atol=0)
         else:
             # A last bit can also carry a narrow moment to its neighbour, which changes an update of 0.01 by a percent.
-            torch.testing.assert_close(full(p), full(q), rtol=1e-5, atol=1e-6 if moments == "fp32" else 5e-4)
+            torch.testing.assert_close(join_fp32(p), join_fp32(q), rtol=1e-5, atol=1e-6 if moments == "fp32" else 5e-4)
         for name in ("exp_avg", "exp_avg_sq"):
             if moments == "8bit":
                 assert (state[name].int() - other[name].int()).abs().max() <= 1
@@ -66,7 +66,7 @@ def test_split_and_whole_masters_are_the_same_bits(monkeypatch):
     halves, _ = run(monkeypatch, True, SHAPES, "split", "fp32")
     copies, states = run(monkeypatch, True, SHAPES, "fp32", "fp32")
     for p, q, state in zip(halves, copies, states, strict=True):
-        assert torch.equal(full(p), state["master"])
+        assert torch.equal(join_fp32(p), state["master"])
         assert torch.equal(p, q)
 
 

@@ -11,7 +11,7 @@ from oracle import KERNEL, assert_same, assert_transposed, draw, hardware_roundi
 from torch._subclasses import FakeTensorMode
 
 from narrowgauge.errors import UsageError
-from narrowgauge.kernels import FP8_MAX, fitting_scale, fp8_tile, use_triton
+from narrowgauge.kernels import FP8_MAX, compute_scale, fp8_tile, use_triton
 from narrowgauge.kernels.cast import (
     cast,
     cast_transpose,
@@ -25,7 +25,7 @@ from narrowgauge.kernels.cast import (
     transpose,
     transpose_reference,
 )
-from narrowgauge.kernels.fp8_tile import FLUSHED, SATURATED, quantize_reference
+from narrowgauge.kernels.fp8_tile import FLUSH_THRESHOLD, SATURATION_THRESHOLD, quantize_reference
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
@@ -48,13 +48,13 @@ def test_reference_is_the_saturating_cast_of_every_bf16_value(dtype):
 def test_limits_are_those_of_the_format(dtype):
     info = torch.finfo(dtype)
     assert info.max == FP8_MAX[dtype]
-    tiny = torch.tensor([FLUSHED[dtype], math.nextafter(FLUSHED[dtype], 1) * (1 + 1e-6)])
+    tiny = torch.tensor([FLUSH_THRESHOLD[dtype], math.nextafter(FLUSH_THRESHOLD[dtype], 1) * (1 + 1e-6)])
     assert quantize_reference(tiny, torch.tensor(1.0), dtype).float().ne(0).tolist() == [False, True]
 
 
 @FORMATS
 def test_statistics_of_the_reference(dtype):
-    limit = SATURATED[dtype]
+    limit = SATURATION_THRESHOLD[dtype]
     x = torch.tensor([[0.0, -limit, limit * 1.01, 1e-30, -1e-30, 1.0, -torch.inf, 3.0]])
     amax, counts = statistics()
     quantize_reference(x[:, :6], torch.tensor(1.0), dtype, amax, counts)
@@ -88,8 +88,8 @@ def test_cast_and_transpose_follow_the_reference(dtype, shape):
 @KERNEL
 @pytest.mark.parametrize("rows", [256, 384, 512, 528, 640])
 def test_rows_beyond_the_grids_second_direction(rows, monkeypatch):
-    monkeypatch.setattr(fp8_tile, "MOST_DOWN", 2)
-    assert fp8_tile.tiles(rows, 64, {"BLOCK_N": 128, "BLOCK_D": 64}) == (1, 2, -(-rows // 256))
+    monkeypatch.setattr(fp8_tile, "MAX_GRID_ROWS", 2)
+    assert fp8_tile.tile_grid(rows, 64, {"BLOCK_N": 128, "BLOCK_D": 64}) == (1, 2, -(-rows // 256))
     x, scale = draw(rows, 64), torch.tensor(3.0)
     (amax, counts), (amax_reference, counts_reference) = statistics(), statistics()
     reference, _ = cast_transpose_reference(x, scale, E5M2, amax_reference, counts_reference)
@@ -169,17 +169,17 @@ def test_max_abs_of_any_shape():
 @FORMATS
 def test_a_fitting_scale_brings_amax_to_the_largest_number(dtype):
     amax = torch.exp2(torch.arange(-80.0, 80.0, 0.37))
-    torch.testing.assert_close(amax * fitting_scale(amax, FP8_MAX[dtype]), torch.full_like(amax, FP8_MAX[dtype]))
+    torch.testing.assert_close(amax * compute_scale(amax, FP8_MAX[dtype]), torch.full_like(amax, FP8_MAX[dtype]))
     odd = torch.tensor([0.0, torch.inf, torch.nan])
-    assert fitting_scale(odd, FP8_MAX[dtype]).tolist() == [1.0, 1.0, 1.0]
-    extreme = fitting_scale(torch.tensor([1e-45, 3e38]), FP8_MAX[dtype])
+    assert compute_scale(odd, FP8_MAX[dtype]).tolist() == [1.0, 1.0, 1.0]
+    extreme = compute_scale(torch.tensor([1e-45, 3e38]), FP8_MAX[dtype])
     assert extreme.isfinite().all()
     assert extreme.reciprocal().isfinite().all()
 
 
 @FORMATS
 def test_what_rounding_brings_to_the_largest_number_is_not_counted_as_saturated(dtype):
-    edge = SATURATED[dtype]
+    edge = SATURATION_THRESHOLD[dtype]
     x = torch.tensor([[FP8_MAX[dtype], edge, edge * 1.001, -edge * 2]])
     counts = torch.zeros(2, dtype=torch.int64)
     stored = cast(x, torch.ones(()), dtype, None, counts)

@@ -19,16 +19,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from narrowgauge.kernels import activation_kernels as activation, cast, cross_entropy_kernels, norm_kernels
-from narrowgauge.kernels import adamw, cast_weights as weight, embedding, tensor_stats as stats
+from narrowgauge.kernels import adamw, cast_weights, embedding, tensor_stats
 
 I32 = "i32"
 NOT_ALIGNED = ("length", "n16", "time", "ignore_index", "rows", "every", "across", "count", "shrink", "smallest")
 POINTERS = {
     "scale_ptr": "*fp32", "inv_scale_ptr": "*fp32", "amax_ptr": "*fp32", "counts_ptr": "*i64", "targets_ptr": "*i64",
     "lse_ptr": "*fp32", "loss_ptr": "*fp32", "factor_ptr": "*fp32", "words_ptr": "*i32", "out_t_ptr": "*i32",
-    "dg_t_ptr": "*i32", "du_t_ptr": "*i32", "mean_ptr": "*fp32", "rstd_ptr": "*fp32", "weight_ptr": "*fp32",
-    "bias_ptr": "*fp32", "dweight_ptr": "*fp32", "dbias_ptr": "*fp32", "residual_ptr": "*fp32",
-    "dresidual_ptr": "*fp32", "dx_ptr": "*fp32", "again_t_ptr": "*i32", "again_scale_ptr": "*fp32",
+    "grad_gate_t_ptr": "*i32", "grad_up_t_ptr": "*i32", "mean_ptr": "*fp32", "rstd_ptr": "*fp32", "weight_ptr": "*fp32",
+    "bias_ptr": "*fp32", "grad_weight_ptr": "*fp32", "grad_bias_ptr": "*fp32", "residual_ptr": "*fp32",
+    "grad_residual_ptr": "*fp32", "grad_input_ptr": "*fp32", "recomputed_t_ptr": "*i32",
+    "recomputed_scale_ptr": "*fp32",
 }
 FP8 = {"*fp8e4nv": dict(LIMIT=448.0, TINY=2.0**-10), "*fp8e5": dict(LIMIT=57344.0, TINY=2.0**-17)}
 
@@ -69,10 +70,11 @@ if kind == "cast":
     for none in ((), ("counts_ptr", "pending_ptr"), ("scale_ptr", "counts_ptr", "pending_ptr"), ("out_t_ptr",)):
         for size in (tile, edge):
             for kind in ("*fp32", "*bf16"):
-                compiled(weight._fit_kernel, none=none, types={**plain, "x_ptr": kind}, LIMIT=448.0, MOST=464.0, **size)
+                compiled(cast_weights._fit_kernel, none=none, types={**plain, "x_ptr": kind}, LIMIT=448.0,
+                SATURATION=464.0, **size)
 elif kind == "activation":
     for op in ("gelu", "gelu_backward", "gelu_tanh", "gelu_tanh_backward", "swiglu"):
-        again = ("again_t_ptr", "again_scale_ptr")
+        again = ("recomputed_t_ptr", "recomputed_scale_ptr")
         alone = ("b_ptr", *again) if op in ("gelu", "gelu_tanh") else again if op == "swiglu" else ()
         for none in ((), ("counts_ptr",)):
             out = "*fp8e5" if op.endswith("backward") else "*fp8e4nv"
@@ -80,26 +82,28 @@ elif kind == "activation":
                 compiled(activation.pointwise_kernel, 8, (*none, *alone), {"out_ptr": out}, OP=op, **FP8[out], **size)
         none = {*alone, *again, "scale_ptr", "amax_ptr", "counts_ptr", "out_t_ptr"}
         compiled(activation.pointwise_kernel, 8, none, OP=op, LIMIT=None, TINY=None, **tile)
-    types = {"dg_ptr": "*fp8e5", "du_ptr": "*fp8e5"}
+    types = {"grad_gate_ptr": "*fp8e5", "grad_up_ptr": "*fp8e5"}
     for none in ((), ("counts_ptr",)):
         for size in (tile, edge):
             compiled(activation.swiglu_backward_kernel, 8, none, types, **FP8["*fp8e5"], **size)
-    none = (*again, "scale_ptr", "amax_ptr", "counts_ptr", "dg_t_ptr", "du_t_ptr")
+    none = (*again, "scale_ptr", "amax_ptr", "counts_ptr", "grad_gate_t_ptr", "grad_up_t_ptr")
     compiled(activation.swiglu_backward_kernel, 8, none, LIMIT=None, TINY=None, **tile)
 elif kind == "norm":
     size = dict(D=768, BLOCK=1024, ROWS=1, STAGES=1)
-    x = {"x_ptr": "*fp32", "out_ptr": "*fp8e4nv", "dx_lp_ptr": "*fp8e5"}
+    x = {"x_ptr": "*fp32", "out_ptr": "*fp8e4nv", "grad_input_lp_ptr": "*fp8e5"}
     for none in (("bias_ptr",), ("mean_ptr", "branch_ptr", "residual_ptr", "bias_ptr", "counts_ptr")):
         compiled(norm_kernels.forward_kernel, 2, none, x, **size, **FP8["*fp8e4nv"])
-    for none in (("dbias_ptr",), ("mean_ptr", "dresidual_ptr", "counts_ptr")):
+    for none in (("grad_bias_ptr",), ("mean_ptr", "grad_residual_ptr", "counts_ptr")):
         compiled(norm_kernels.backward_kernel, 2, none, x, **size, **FP8["*fp8e5"])
     plain = ("scale_ptr", "amax_ptr", "counts_ptr")
     compiled(norm_kernels.forward_kernel, 2, (*plain, "bias_ptr"), {"x_ptr": "*fp32"}, **size, LIMIT=None, TINY=None)
-    compiled(norm_kernels.backward_kernel, 2, (*plain, "dbias_ptr"), **size, LIMIT=None, TINY=None)
-    compiled(norm_kernels.backward_kernel, 2, (*plain, "dbias_ptr", "dx_lp_ptr"), **size, LIMIT=None, TINY=None)
+    compiled(norm_kernels.backward_kernel, 2, (*plain, "grad_bias_ptr"), **size, LIMIT=None, TINY=None)
+    compiled(norm_kernels.backward_kernel, 2, (*plain, "grad_bias_ptr", "grad_input_lp_ptr"), **size, LIMIT=None,
+    TINY=None)
 elif kind == "adamw":
     rates = {name: "fp32" for name in ("rate1", "beta2", "rate2", "eps")}
-    tables = {"places_ptr": "*i64", "owner_ptr": "*i32", "place_ptr": "*i32", "sizes_ptr": "*i64", "seeds_ptr": "*i32"}
+    tables = {"offsets_ptr": "*i64", "tensor_index_ptr": "*i32", "block_index_ptr": "*i32", "sizes_ptr": "*i64",
+    "seeds_ptr": "*i32"}
     tables |= {"ticks_ptr": "*i32", "check_ptr": "*i32", "foreign_ptr": "*i64"}
     tables |= {"steps_ptr": "*fp32", "found_ptr": "*fp32", "first_scale_ptr": "*fp32", "second_scale_ptr": "*fp32"}
     scales = ("first_scale_ptr", "second_scale_ptr")
@@ -123,14 +127,14 @@ elif kind == "stats":
     types = {"inverse_ptr": "*fp32", "counts_ptr": "*i64", "sizes_ptr": "*fp32", "size": "i64", "every": "i32"}
     for x in ("*fp32", "*bf16", "*fp16", "*fp8e4nv", "*fp8e5"):
         for none in ((), ("inverse_ptr",)):
-            compiled(stats._stats_kernel, 4, none, {**types, "x_ptr": x}, BLOCK=4096)
+            compiled(tensor_stats._stats_kernel, 4, none, {**types, "x_ptr": x}, BLOCK=4096)
 else:
     compiled(cross_entropy_kernels.statistics_kernel, BLOCK=2048)
     compiled(cross_entropy_kernels.loss_gradient_kernel, 32, BLOCK=8192)
-    compiled(cross_entropy_kernels.dlogits_kernel, 8, BLOCK_N=16, BLOCK_V=512)
+    compiled(cross_entropy_kernels.grad_logits_kernel, 8, BLOCK_N=16, BLOCK_V=512)
     for out, limits in FP8.items():
         for none in ((), ("counts_ptr", "words_ptr")):
-            compiled(cross_entropy_kernels.dlogits_lp_kernel, 8, none, {"out_ptr": out}, SCALE=256.0, SHIFT=8.0,
+            compiled(cross_entropy_kernels.grad_logits_fp8_kernel, 8, none, {"out_ptr": out}, SCALE=256.0, SHIFT=8.0,
                      COUNT=not none, **limits, **(edge if none else tile))
 """
 

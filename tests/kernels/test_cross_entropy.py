@@ -51,12 +51,12 @@ def assert_cast(lp, exact):
 @pytest.mark.parametrize("padding", [0, 16, 3])
 def test_statistics_are_those_of_double(shape, padding):
     logits, targets = make(*shape, padding=padding)
-    lse, loss = ce.softmax_statistics(logits, targets)
+    lse, loss = ce.compute_softmax_stats(logits, targets)
     assert lse.dtype is loss.dtype is torch.float32
     torch.testing.assert_close(lse.double(), torch.logsumexp(logits.double(), 1), rtol=1e-6, atol=1e-6)
     exact = F.cross_entropy(logits.double(), targets, reduction="none")
     torch.testing.assert_close(loss.double(), exact, rtol=2e-6, atol=4e-6)
-    for mine, theirs in zip((lse, loss), ce.softmax_statistics_reference(logits, targets), strict=True):
+    for mine, theirs in zip((lse, loss), ce.softmax_stats_reference(logits, targets), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=4e-6)
 
 
@@ -68,7 +68,7 @@ def test_statistics_of_extreme_logits():
     logits[2, 7] = torch.nan
     logits[3, 7] = torch.inf
     logits[4] = -30000.0
-    lse, loss = ce.softmax_statistics(logits, targets)
+    lse, loss = ce.compute_softmax_stats(logits, targets)
     exact = F.cross_entropy(logits.double(), targets, reduction="none")
     torch.testing.assert_close(loss.double(), exact, rtol=2e-6, atol=1e-2, equal_nan=True)
     assert torch.isfinite(loss[[0, 1, 4, 5]]).all() and torch.isnan(loss[[2, 3]]).all()
@@ -79,17 +79,17 @@ def test_another_ignore_index():
     logits, targets = make(12, 64)
     targets[targets == ce.IGNORE] = 3
     targets[:4] = 0
-    lse, loss = ce.softmax_statistics(logits, targets, ignore_index=0)
+    lse, loss = ce.compute_softmax_stats(logits, targets, ignore_index=0)
     exact = F.cross_entropy(logits.double(), targets, ignore_index=0, reduction="none")
     torch.testing.assert_close(loss.double(), exact, rtol=2e-6, atol=4e-6)
-    d = ce.dlogits(logits, targets, lse, torch.ones((), device=DEVICE), ignore_index=0)
+    d = ce.compute_grad_logits(logits, targets, lse, torch.ones((), device=DEVICE), ignore_index=0)
     assert not d[targets == 0].any() and d[targets != 0].any(1).all()
 
 
 def test_a_target_outside_the_vocabulary_shows_in_the_loss():
     logits, targets = make(4, 64)
     targets[1], targets[2] = 64, -1
-    loss = ce.softmax_statistics(logits, targets)[1]
+    loss = ce.compute_softmax_stats(logits, targets)[1]
     assert torch.isnan(loss).tolist() == [False, True, True, False]
 
 
@@ -101,8 +101,8 @@ def test_gradient_in_bf16(shape, padding, in_place):
     factor = torch.tensor(1 / 7, device=DEVICE)
     leaf = logits.double().requires_grad_()
     (F.cross_entropy(leaf, targets, reduction="sum") * factor).backward()
-    lse = ce.softmax_statistics(logits, targets)[0]
-    d = ce.dlogits(logits, targets, lse, factor, out=logits if in_place else None)
+    lse = ce.compute_softmax_stats(logits, targets)[0]
+    d = ce.compute_grad_logits(logits, targets, lse, factor, out=logits if in_place else None)
     assert (d is logits) is in_place and d.dtype is torch.bfloat16
     torch.testing.assert_close(d.double(), leaf.grad, rtol=BF16_STEP, atol=1e-7)
     assert not d[targets == ce.IGNORE].any()
@@ -117,13 +117,13 @@ def test_loss_and_gradient_in_one(shape, padding, in_place, monkeypatch):
     leaf = logits.double().requires_grad_()
     exact = F.cross_entropy(leaf, targets, reduction="none")
     (exact.sum() * factor).backward()
-    loss, d = ce.loss_gradient(logits, targets, factor, out=logits if in_place else None)
+    loss, d = ce.compute_loss_and_grad(logits, targets, factor, out=logits if in_place else None)
     assert (d is logits) is in_place and d.dtype is torch.bfloat16 and loss.dtype is torch.float32
     torch.testing.assert_close(loss.double(), exact.detach(), rtol=2e-6, atol=4e-6)
     torch.testing.assert_close(d.double(), leaf.grad, rtol=BF16_STEP, atol=1e-7)
     assert not d[targets == ce.IGNORE].any()
     monkeypatch.setattr(ce, "use_triton", lambda tensor: False)
-    by_torch, d_by_torch = ce.loss_gradient(before, targets, factor)
+    by_torch, d_by_torch = ce.compute_loss_and_grad(before, targets, factor)
     torch.testing.assert_close(loss, by_torch, rtol=1e-6, atol=4e-6)
     torch.testing.assert_close(d, d_by_torch, rtol=2 * BF16_STEP, atol=1e-7)
 
@@ -141,7 +141,7 @@ def test_loss_and_gradient_of_extreme_logits(width):
     leaf = logits[[0, 1, 5]].double().requires_grad_()
     exact = F.cross_entropy(leaf, targets[[0, 1, 5]], reduction="none")
     exact.sum().backward()
-    loss, d = ce.loss_gradient(logits, targets, torch.ones((), device=DEVICE))
+    loss, d = ce.compute_loss_and_grad(logits, targets, torch.ones((), device=DEVICE))
     assert torch.isnan(loss).tolist() == [False, False, True, True, False, False]
     torch.testing.assert_close(loss[[0, 1, 5]].double(), exact.detach(), rtol=1e-5, atol=4e-6)
     torch.testing.assert_close(d[[0, 1, 5]].double(), leaf.grad, rtol=2 * BF16_STEP, atol=1e-6)
@@ -158,10 +158,10 @@ def test_gradient_in_fp8_is_within_a_step(dtype, shape, transposed):
     leaf = logits.double().requires_grad_()
     F.cross_entropy(leaf, targets, reduction="sum").backward()
     scaled = leaf.grad * ce.UNIT_SCALE[dtype]
-    lse = ce.softmax_statistics(logits, targets)[0]
-    d, d_t = ce.dlogits_lp(logits, targets, lse, dtype, transposed=transposed)
+    lse = ce.compute_softmax_stats(logits, targets)[0]
+    d, d_t = ce.compute_grad_logits_fp8(logits, targets, lse, dtype, transposed=transposed)
     assert d.shape == shape and d.dtype is dtype and d.is_contiguous()
-    assert_cast(d, ce.dithered(scaled, dtype))
+    assert_cast(d, ce.dither(scaled, dtype))
     if transposed:
         assert d_t.shape == shape[::-1] and d_t.is_contiguous()
         assert torch.equal(d_t.view(torch.uint8), d.view(torch.uint8).t())
@@ -172,23 +172,23 @@ def test_gradient_in_fp8_is_within_a_step(dtype, shape, transposed):
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_what_is_too_small_for_the_format_is_right_on_average(dtype):
     """Entries of a tenth of the smallest step: over rows, over columns and in all, sums keep them."""
-    step = 2 * ce.FLUSHED[dtype]
+    step = 2 * ce.FLUSH_THRESHOLD[dtype]
     plain = torch.full((512, 384), 0.1 * step, device=DEVICE)
     assert not plain.to(dtype).float().any()
-    cast = ce.dithered(plain, dtype).to(dtype).float() / step
+    cast = ce.dither(plain, dtype).to(dtype).float() / step
     assert cast.mean().item() == pytest.approx(0.1, rel=1e-3)
     assert (cast.mean(0) - 0.1).abs().max() < 0.01 and (cast.mean(1) - 0.1).abs().max() < 0.01
-    assert not ce.dithered(torch.zeros(64, 64, device=DEVICE), dtype).to(dtype).float().any()
+    assert not ce.dither(torch.zeros(64, 64, device=DEVICE), dtype).to(dtype).float().any()
 
 
 @pytest.mark.parametrize(("rows", "width"), [(16, 80), (130, 80), (144, 80), (130, 96), (32, 64), (144, 96)])
 def test_every_tile_is_written_whole_ones_and_those_at_the_edges(rows, width, monkeypatch):
     monkeypatch.setattr(ce, "LP_TILE", {"BLOCK_N": 16, "BLOCK_D": 32, "num_warps": 4})
     logits, targets = make(rows, width)
-    lse = ce.softmax_statistics(logits, targets)[0]
-    d, d_t = ce.dlogits_lp(logits, targets, lse)
-    exact = ce.gradient_reference(logits, targets, lse) * ce.UNIT_SCALE[E4M3]
-    assert_cast(d, ce.dithered(exact, E4M3))
+    lse = ce.compute_softmax_stats(logits, targets)[0]
+    d, d_t = ce.compute_grad_logits_fp8(logits, targets, lse)
+    exact = ce.grad_logits_reference(logits, targets, lse) * ce.UNIT_SCALE[E4M3]
+    assert_cast(d, ce.dither(exact, E4M3))
     assert torch.equal(d_t.view(torch.uint8), d.view(torch.uint8).t())
 
 
@@ -196,11 +196,11 @@ def test_every_tile_is_written_whole_ones_and_those_at_the_edges(rows, width, mo
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
 def test_counts_what_is_flushed(dtype, kind):
     logits, targets = make(50, 300, spread=8.0)
-    lse = ce.softmax_statistics(logits, targets)[0]
+    lse = ce.compute_softmax_stats(logits, targets)[0]
     counts = torch.tensor([3, 5], dtype=kind, device=DEVICE)
-    ce.dlogits_lp(logits, targets, lse, dtype, counts=counts)
+    ce.compute_grad_logits_fp8(logits, targets, lse, dtype, counts=counts)
     expected = torch.tensor([0, 0], device=DEVICE)
-    ce.dlogits_lp_reference(logits, targets, lse, dtype, counts=expected)
+    ce.grad_logits_fp8_reference(logits, targets, lse, dtype, counts=expected)
     saturated, flushed = (counts - torch.tensor([3, 5], device=DEVICE)).tolist()
     assert saturated == 0 and expected[1] > 100
     assert flushed == pytest.approx(expected[1].item(), abs=2)  # exponentials differ in the last bit
@@ -212,8 +212,8 @@ def test_scales_fill_the_formats_and_nothing_saturates():
     logits = torch.full((16, 32), -60.0, dtype=torch.bfloat16, device=DEVICE)
     logits[:, 3] = 60.0  # certain: right in even rows, wrong in odd ones
     targets = torch.tensor([3, 4] * 8, device=DEVICE)
-    lse = ce.softmax_statistics(logits, targets)[0]
-    d, _ = ce.dlogits_lp(logits, targets, lse)
+    lse = ce.compute_softmax_stats(logits, targets)[0]
+    d, _ = ce.compute_grad_logits_fp8(logits, targets, lse)
     assert d[1, 3].float() == ce.UNIT_SCALE[E4M3] and d[1, 4].float() == -ce.UNIT_SCALE[E4M3]
     assert not d[0].float().any()
 
@@ -221,8 +221,8 @@ def test_scales_fill_the_formats_and_nothing_saturates():
 def test_nan_reaches_the_gradient():
     logits, targets = make(16, 32)
     logits[2, 5] = torch.nan
-    lse = ce.softmax_statistics(logits, targets)[0]
-    assert torch.isnan(ce.dlogits(logits, targets, lse, torch.ones((), device=DEVICE))[2]).all()
+    lse = ce.compute_softmax_stats(logits, targets)[0]
+    assert torch.isnan(ce.compute_grad_logits(logits, targets, lse, torch.ones((), device=DEVICE))[2]).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -239,35 +239,37 @@ def test_rescaling(dtype):
 
 def test_no_rows():
     logits, targets = make(0, 32)
-    lse, loss = ce.softmax_statistics(logits, targets)
-    d, d_t = ce.dlogits_lp(logits, targets, lse)
+    lse, loss = ce.compute_softmax_stats(logits, targets)
+    d, d_t = ce.compute_grad_logits_fp8(logits, targets, lse)
     assert lse.shape == loss.shape == (0,) and d.shape == (0, 32) and d_t.shape == (32, 0)
-    assert ce.dlogits(logits, targets, lse, torch.ones((), device=DEVICE)).shape == (0, 32)
-    assert ce.loss_gradient(logits, targets, torch.ones((), device=DEVICE))[0].shape == (0,)
+    assert ce.compute_grad_logits(logits, targets, lse, torch.ones((), device=DEVICE)).shape == (0, 32)
+    assert ce.compute_loss_and_grad(logits, targets, torch.ones((), device=DEVICE))[0].shape == (0,)
 
 
 def test_operators_are_registered_as_torch_wants_them():
     logits, targets = make(16, 32)
-    lse, _ = ce.softmax_statistics(logits, targets)
+    lse, _ = ce.compute_softmax_stats(logits, targets)
     factor, counts = torch.ones((), device=DEVICE), torch.zeros(2, dtype=torch.int64, device=DEVICE)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.narrowgauge.softmax_statistics, (logits, targets, -100), test_utils=checks)
     out = torch.empty_like(logits)
-    torch.library.opcheck(torch.ops.narrowgauge.dlogits, (logits, targets, lse, factor, out, -100), test_utils=checks)
+    torch.library.opcheck(
+        torch.ops.narrowgauge.grad_logits, (logits, targets, lse, factor, out, -100), test_utils=checks
+    )
     torch.library.opcheck(torch.ops.narrowgauge.loss_gradient, (logits, targets, factor, out, -100), test_utils=checks)
     for more in ((counts, True, 0), (None, False, 48)):
         args = (logits, targets, lse, E5M2, -100, *more)
-        torch.library.opcheck(torch.ops.narrowgauge.dlogits_lp, args, test_utils=checks)
+        torch.library.opcheck(torch.ops.narrowgauge.grad_logits_fp8, args, test_utils=checks)
 
 
 def test_fake_tensors_pass_through():
     with FakeTensorMode():
         logits = torch.empty(32, 64, dtype=torch.bfloat16, device=DEVICE)
         targets = torch.empty(32, dtype=torch.int64, device=DEVICE)
-        lse, loss = ce.softmax_statistics(logits, targets)
-        d, d_t = ce.dlogits_lp(logits, targets, lse)
-        assert ce.dlogits(logits, targets, lse, loss.sum(), out=logits) is logits
-        again, over = ce.loss_gradient(logits, targets, loss.sum(), out=logits)
+        lse, loss = ce.compute_softmax_stats(logits, targets)
+        d, d_t = ce.compute_grad_logits_fp8(logits, targets, lse)
+        assert ce.compute_grad_logits(logits, targets, lse, loss.sum(), out=logits) is logits
+        again, over = ce.compute_loss_and_grad(logits, targets, loss.sum(), out=logits)
         assert over is logits and again.shape == (32,) and again.dtype is torch.float32
         ce.rescale_(logits, loss.sum())
     assert lse.shape == loss.shape == (32,) and d.shape == (32, 64) and d_t.shape == (64, 32) and d_t.dtype is E4M3

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from narrowgauge.kernels.embedding import embedding_gradient, embedding_gradient_reference
+from narrowgauge.kernels.embedding import embedding_backward, embedding_backward_reference
 from narrowgauge.nn.fused import embedding
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -23,29 +23,29 @@ def test_it_is_what_torch_adds_up(tokens, words, width, dtype):
     grad, ids = make(tokens, words, width, dtype)
     weight = torch.zeros(words, width, device=DEVICE, dtype=torch.float64, requires_grad=True)
     F.embedding(ids, weight).backward(grad.double())
-    found = embedding_gradient(grad, ids, words)
+    found = embedding_backward(grad, ids, words)
     assert found.dtype is torch.float32
     torch.testing.assert_close(found.double(), weight.grad, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found, embedding_gradient_reference(grad, ids, words), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, embedding_backward_reference(grad, ids, words), rtol=1e-5, atol=1e-5)
 
 
 def test_rows_may_be_apart_or_turned():
     grad, ids = make(16, 6, 32)
     for strided in (grad[:, :20], grad[:, ::2], torch.randn(24, 16, device=DEVICE).t()):
-        wanted = embedding_gradient_reference(strided, ids, 6)
-        torch.testing.assert_close(embedding_gradient(strided, ids, 6), wanted, rtol=1e-5, atol=1e-5)
+        wanted = embedding_backward_reference(strided, ids, 6)
+        torch.testing.assert_close(embedding_backward(strided, ids, 6), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_no_tokens_and_rows_too_wide_for_the_kernel():
     grad, ids = make(0, 4, 8)
-    assert not embedding_gradient(grad, ids, 4).any()
+    assert not embedding_backward(grad, ids, 4).any()
     grad, ids = make(2, 3, 20000)
-    torch.testing.assert_close(embedding_gradient(grad, ids, 3), embedding_gradient_reference(grad, ids, 3))
+    torch.testing.assert_close(embedding_backward(grad, ids, 3), embedding_backward_reference(grad, ids, 3))
 
 
 def test_the_operator_is_registered_as_torch_wants_it():
     grad, ids = make(16, 8, 32)
-    operator = torch.ops.narrowgauge.embedding_gradient
+    operator = torch.ops.narrowgauge.embedding_backward
     torch.library.opcheck(operator, (grad, ids, 8), test_utils=("test_schema", "test_faketensor"))
 
 

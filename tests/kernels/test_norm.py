@@ -34,8 +34,10 @@ def forward(kernel, x, weight, bias=None, eps=1e-5, kind="layer", branch=None, s
     return (module._forward if kernel else norm_reference)(*arguments)
 
 
-def backward(kernel, dout, residual, weight, mean, rstd, dresidual=None, has_bias=False, scale=None, dtype=E5M2, **out):
-    arguments = dout, residual, weight, mean, rstd, dresidual, has_bias, scale, dtype
+def backward(
+    kernel, grad_output, residual, weight, mean, rstd, grad_residual=None, has_bias=False, scale=None, dtype=E5M2, **out
+):
+    arguments = grad_output, residual, weight, mean, rstd, grad_residual, has_bias, scale, dtype
     return (module._backward if kernel else norm_backward_reference)(*arguments, out.get("amax"), out.get("counts"))
 
 
@@ -63,7 +65,7 @@ def watched():
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_references_are_torch_and_its_autograd_in_double(kind, bias):
-    x, branch, dout, dresidual = (draw(17, 40, torch.float64, seed, offset=1.0) for seed in range(4))
+    x, branch, grad_output, grad_residual = (draw(17, 40, torch.float64, seed, offset=1.0) for seed in range(4))
     weight, shift = draw_weight(40, torch.float64).requires_grad_(), draw(1, 40, torch.float64, 5)[0].requires_grad_()
     b = shift if bias else None
     x.requires_grad_()
@@ -72,19 +74,21 @@ def test_references_are_torch_and_its_autograd_in_double(kind, bias):
         expected = F.layer_norm(stream, (40,), weight, b, 1e-5)
     else:
         expected = F.rms_norm(stream, (40,), weight, 1e-5) + (0 if b is None else b)
-    ((expected * dout).sum() + (stream * dresidual).sum()).backward()
+    ((expected * grad_output).sum() + (stream * grad_residual).sum()).backward()
 
     with torch.no_grad():
         out, residual, mean, rstd = forward(False, x, weight, b, kind=kind, branch=branch, dtype=torch.float64)
         mean = mean if kind == "layer" else None
-        dx, dx_lp, dweight, dbias = backward(False, dout, residual, weight, mean, rstd, dresidual, bias)
+        grad_input, grad_input_lp, grad_weight, grad_bias = backward(
+            False, grad_output, residual, weight, mean, rstd, grad_residual, bias
+        )
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(residual, stream)
-    torch.testing.assert_close(dx, x.grad)
-    torch.testing.assert_close(dweight, weight.grad)
+    torch.testing.assert_close(grad_input, x.grad)
+    torch.testing.assert_close(grad_weight, weight.grad)
     if bias:
-        torch.testing.assert_close(dbias, shift.grad)
-    assert dx_lp.numel() == 0
+        torch.testing.assert_close(grad_bias, shift.grad)
+    assert grad_input_lp.numel() == 0
 
 
 # Rows that fill no group, columns that fill no block and no four, one of each, and the widest.
@@ -108,13 +112,17 @@ def test_forward_kernel_is_the_reference(kind, shape):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_backward_kernel_is_the_reference(kind, shape):
-    x, dout, dresidual = draw(*shape, offset=1.0), draw(*shape, torch.bfloat16, 1), draw(*shape, seed=2)
+    x, grad_output, grad_residual = draw(*shape, offset=1.0), draw(*shape, torch.bfloat16, 1), draw(*shape, seed=2)
     weight = draw_weight(shape[1])
     _, _, mean, rstd = forward(False, x, weight, kind=kind, eps=1e-2)
     mean = mean if kind == "layer" else None
-    for options in ({}, {"dresidual": dresidual}, {"dresidual": dresidual.bfloat16(), "has_bias": True}):
-        got = backward(True, dout, x, weight, mean, rstd, **options)
-        expected = backward(False, dout, x, weight, mean, rstd, **options)
+    for options in (
+        {},
+        {"grad_residual": grad_residual},
+        {"grad_residual": grad_residual.bfloat16(), "has_bias": True},
+    ):
+        got = backward(True, grad_output, x, weight, mean, rstd, **options)
+        expected = backward(False, grad_output, x, weight, mean, rstd, **options)
         for ours, theirs in zip(got[:1] + got[2:], expected[:1] + expected[2:], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
@@ -143,20 +151,22 @@ def test_fp8_out_with_amax_and_counts(kind, shape, watched):
 @pytest.mark.parametrize("kind", KINDS)
 def test_fp8_gradient_with_amax_and_counts(kind, watched):
     shape = (37, 100)
-    x, dout, dresidual = draw(*shape, offset=5.0), draw(*shape, torch.bfloat16, 1), draw(*shape, seed=2)
-    dresidual[::4] = 0
-    dout[::4] = 1e-30  # 1e-30 and the like is flushed
+    x, grad_output, grad_residual = draw(*shape, offset=5.0), draw(*shape, torch.bfloat16, 1), draw(*shape, seed=2)
+    grad_residual[::4] = 0
+    grad_output[::4] = 1e-30  # 1e-30 and the like is flushed
     weight = draw_weight(100)
     _, _, mean, rstd = forward(False, x, weight, kind=kind)
     mean = mean if kind == "layer" else None
     scale = torch.tensor([2.0**15], device=DEVICE)
     got, expected = watched(), watched()
-    dx, dx_lp, _, _ = backward(True, dout, x, weight, mean, rstd, dresidual, scale=scale, **got)
-    wide, _, _, _ = backward(False, dout, x, weight, mean, rstd, dresidual, scale=scale, **expected)
-    torch.testing.assert_close(dx, wide, rtol=1e-4, atol=1e-4)
-    assert dx_lp.dtype == E5M2
-    assert_within_a_step(dx_lp, (dx * scale).clamp(-57344, 57344), E5M2)
-    torch.testing.assert_close(got["amax"], dx.abs().max()[None])
+    grad_input, grad_input_lp, _, _ = backward(
+        True, grad_output, x, weight, mean, rstd, grad_residual, scale=scale, **got
+    )
+    wide, _, _, _ = backward(False, grad_output, x, weight, mean, rstd, grad_residual, scale=scale, **expected)
+    torch.testing.assert_close(grad_input, wide, rtol=1e-4, atol=1e-4)
+    assert grad_input_lp.dtype == E5M2
+    assert_within_a_step(grad_input_lp, (grad_input * scale).clamp(-57344, 57344), E5M2)
+    torch.testing.assert_close(got["amax"], grad_input.abs().max()[None])
     assert got["counts"].tolist() == expected["counts"].tolist()
     assert (got["counts"] > 0).all()
 
@@ -195,8 +205,13 @@ def test_bf16_stream_is_normed_as_stored():
     assert got.mean.dtype == got.rstd.dtype == torch.float32
     torch.testing.assert_close(got.residual, (x.float() + branch.float()).bfloat16(), rtol=2**-7, atol=0)
     torch.testing.assert_close(got.mean, got.residual.float().mean(1), rtol=1e-5, atol=1e-6)
-    dx, dx_lp, dweight, dbias = norm_backward(x, got.residual, weight, got.mean, got.rstd)
-    assert (dx.dtype, dx_lp, dweight.dtype, dbias) == (torch.bfloat16, None, torch.float32, None)
+    grad_input, grad_input_lp, grad_weight, grad_bias = norm_backward(x, got.residual, weight, got.mean, got.rstd)
+    assert (grad_input.dtype, grad_input_lp, grad_weight.dtype, grad_bias) == (
+        torch.bfloat16,
+        None,
+        torch.float32,
+        None,
+    )
 
 
 def test_rows_far_from_zero_keep_their_digits():
@@ -209,9 +224,11 @@ def test_rows_far_from_zero_keep_their_digits():
 def test_gradients_in_any_layout():
     x, weight = draw(48, 64), draw_weight(64)
     normed = norm(x, weight, eps=1e-5)
-    dout = draw(64, 48, torch.bfloat16).t()
-    plain = norm_backward(dout.contiguous(), x, weight, normed.mean, normed.rstd)
-    strided = norm_backward(dout, x, weight, normed.mean, normed.rstd, dresidual=x.new_zeros(()).expand(48, 64))
+    grad_output = draw(64, 48, torch.bfloat16).t()
+    plain = norm_backward(grad_output.contiguous(), x, weight, normed.mean, normed.rstd)
+    strided = norm_backward(
+        grad_output, x, weight, normed.mean, normed.rstd, grad_residual=x.new_zeros(()).expand(48, 64)
+    )
     assert torch.equal(plain[0], strided[0])
     assert torch.equal(plain[2], strided[2])
 
@@ -220,10 +237,12 @@ def test_no_rows():
     x, weight = draw(0, 64), draw_weight(64)
     normed = norm(x, weight, eps=1e-5, branch=x, amax=torch.zeros(1, device=DEVICE))
     assert normed.out.shape == (0, 64)
-    dx, _, dweight, dbias = norm_backward(x.bfloat16(), x, weight, normed.mean, normed.rstd, has_bias=True)
-    assert dx.shape == (0, 64)
-    assert not dweight.any()
-    assert not dbias.any()
+    grad_input, _, grad_weight, grad_bias = norm_backward(
+        x.bfloat16(), x, weight, normed.mean, normed.rstd, has_bias=True
+    )
+    assert grad_input.shape == (0, 64)
+    assert not grad_weight.any()
+    assert not grad_bias.any()
 
 
 @pytest.mark.parametrize("interpret", [False, True])
@@ -250,8 +269,10 @@ def test_fake_tensors_and_compile_see_the_op():
         x, weight = torch.empty(6, 32), torch.empty(32)
         normed = norm(x, weight, eps=1e-5, branch=x, scale=torch.ones(1), dtype=E4M3)
         assert (normed.out.shape, normed.out.dtype, normed.rstd.shape) == ((6, 32), E4M3, (6,))
-        dx, dx_lp, dweight, _ = norm_backward(x, x, weight, normed.mean, normed.rstd, scale=torch.ones(1))
-        assert (dx.shape, dx_lp.dtype, dweight.shape) == ((6, 32), E5M2, (32,))
+        grad_input, grad_input_lp, grad_weight, _ = norm_backward(
+            x, x, weight, normed.mean, normed.rstd, scale=torch.ones(1)
+        )
+        assert (grad_input.shape, grad_input_lp.dtype, grad_weight.shape) == ((6, 32), E5M2, (32,))
 
     amax = torch.zeros(1, device=DEVICE)
 
@@ -274,9 +295,9 @@ def test_bad_input_is_said():
         norm(x, weight[1:], eps=1e-5)
     with pytest.raises(UsageError, match=r"\(3, 32\)"):
         norm(x, weight, eps=1e-5, branch=x[1:])
-    with pytest.raises(UsageError, match="FP8 goes with a scale"):
+    with pytest.raises(UsageError, match="FP8 output needs a scale"):
         norm(x, weight, eps=1e-5, dtype=E4M3)
-    with pytest.raises(UsageError, match="FP8 goes with a scale"):
+    with pytest.raises(UsageError, match="FP8 output needs a scale"):
         norm(x, weight, eps=1e-5, scale=scale)
     with pytest.raises(UsageError, match="needs the mean"):
         norm_backward(x, x, weight, None, x[:, 0])

@@ -8,7 +8,7 @@ import torch
 from narrowgauge import kernels
 from narrowgauge.errors import UsageError
 from narrowgauge.optim import AdamW, full_precision, load_full_precision, narrow
-from narrowgauge.optim.adamw import full
+from narrowgauge.optim.adamw import join_fp32
 from narrowgauge.optim.adamw_reference import round_stochastically
 
 
@@ -78,7 +78,7 @@ def test_a_thousand_steps_with_split_masters_are_fp32s_bit_for_bit():
         other.step()
     for p, q in zip(exact, halves, strict=True):
         assert q.dtype is torch.bfloat16
-        assert torch.equal(full(q), p)
+        assert torch.equal(join_fp32(q), p)
 
 
 def test_an_fp32_copy_beside_a_bf16_weight_steps_alike():
@@ -93,8 +93,8 @@ def test_an_fp32_copy_beside_a_bf16_weight_steps_alike():
         other.step()
     for p, q in zip(split, copied, strict=True):
         assert torch.equal(p, q)
-        assert torch.equal(full(p), other.state[q]["master"])
-        assert torch.equal(full(q), full(p))
+        assert torch.equal(join_fp32(p), other.state[q]["master"])
+        assert torch.equal(join_fp32(q), join_fp32(p))
 
 
 @pytest.mark.parametrize("options", [{"moments": "bf16"}, {"moments": "8bit"}, {"moments": "8bit", "master": "split"}])
@@ -113,7 +113,7 @@ def test_narrow_moments_stay_near(options):
         other.step()
     for p, q, start in zip(exact, ours, before, strict=True):
         moved = (p - start).norm()
-        assert (full(q) - p).norm() < 0.05 * moved
+        assert (join_fp32(q) - p).norm() < 0.05 * moved
 
 
 def test_no_master_rounds_so_that_the_mean_is_right():
@@ -297,7 +297,7 @@ def test_strides_change_no_bit_in_any_format(master, moments, by_kernel, monkeyp
         other.step()
     for p, q in zip(turned, plain, strict=True):
         assert p.is_complex() or q.is_contiguous()
-        assert torch.equal(p, q) and torch.equal(full(p), full(q))
+        assert torch.equal(p, q) and torch.equal(join_fp32(p), join_fp32(q))
         assert p.dtype is torch.cfloat or one.state[p]["exp_avg"].is_contiguous()
     assert one.foreign_writes == 0 and turned[0].is_contiguous(memory_format=torch.channels_last)
 

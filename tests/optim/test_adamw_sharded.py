@@ -22,17 +22,17 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from narrowgauge import kernels
 from narrowgauge.errors import UsageError
 from narrowgauge.optim import AdamW, convert_optimizer, full_precision, load_full_precision, narrow, plain_state
-from narrowgauge.optim.adamw import full
-from narrowgauge.optim.gradient_release import Release
-from narrowgauge.optim.saved_states import ELEMENTWISE
-from narrowgauge.optim.sharded import local
+from narrowgauge.optim.adamw import join_fp32
+from narrowgauge.optim.gradient_release import GradientRelease
+from narrowgauge.optim.sharded import to_local
+from narrowgauge.optim.state_dict_format import ELEMENTWISE
 
 MOMENTS = "fp32", "bf16", "8bit"
 FORMS = [*itertools.product(("split", "fp32", "none"), MOMENTS), *(("itself", moments) for moments in MOMENTS)]
 """``itself``: the parameter is FP32 and its own master."""
 
 
-def spread(ranks, job, folder, *arguments):
+def expand_groups(ranks, job, folder, *arguments):
     """Run a job in as many processes; they are forked from one that has imported what they need."""
     preload = [__name__, "narrowgauge.optim", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
     torch.multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
@@ -89,7 +89,7 @@ def run(model, optimizer, steps):
         optimizer.step()
 
 
-def whole(tensor):
+def tiles_evenly(tensor):
     if not isinstance(tensor, DTensor):
         return tensor
     sent = tensor.int() if tensor.dtype is torch.int16 else tensor  # gloo sends no integers of 16 bits
@@ -103,10 +103,10 @@ def same(a, b):
 def check_alike(model, optimizer, reference, other):
     """Every bit of masters, weights and states that do not depend on how the parameters are cut."""
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        assert same(whole(p.detach()), q.detach())
-        assert same(whole(full(p)), full(q))
+        assert same(tiles_evenly(p.detach()), q.detach())
+        assert same(tiles_evenly(join_fp32(p)), join_fp32(q))
         for name in other.state[q]:
-            assert name in ("seed", "check") or same(whole(optimizer.state[p][name]), other.state[q][name]), name
+            assert name in ("seed", "check") or same(tiles_evenly(optimizer.state[p][name]), other.state[q][name]), name
 
 
 def step_all_forms(mesh, forms, by_kernel):
@@ -115,43 +115,43 @@ def step_all_forms(mesh, forms, by_kernel):
         model, reference, shards = build_sharded(mesh), build(), build_sharded(mesh)
         optimizer, other = optimizer_of(model, master, moments), optimizer_of(reference, master, moments)
         optimizer_of(shards, master, moments)
-        mine = [torch.nn.Parameter(local(p).clone()) for p in shards.parameters()]  # a rank's shards as wholes
+        mine = [torch.nn.Parameter(to_local(p).clone()) for p in shards.parameters()]  # a rank's shards as wholes
         for p, q in zip(mine, shards.parameters(), strict=True):
-            p.other_half = None if master == "itself" else local(q.other_half).clone()
+            p.other_half = None if master == "itself" else to_local(q.other_half).clone()
             p.check_words = None if master == "itself" else q.check_words.clone()
         own = AdamW(mine, lr=1e-2, master="fp32" if master == "itself" else master, moments=moments)
         for step in range(5):
             run(model, optimizer, [step])
             run(reference, other, [step])
             for p, q in zip(mine, model.parameters(), strict=True):
-                p.grad = local(q.grad)
+                p.grad = to_local(q.grad)
             own.step()
         for p, q in zip(mine, model.parameters(), strict=True):
             state = optimizer.state[q]
             for name in set(ELEMENTWISE) & set(state):
                 assert isinstance(state[name], DTensor) and not state[name].requires_grad
                 assert (state[name].placements, state[name].shape) == (q.placements, q.shape)
-            assert same(local(q).detach(), p.detach())
+            assert same(to_local(q).detach(), p.detach())
             assert own.state[p].keys() == state.keys()
             for name, value in own.state[p].items():
-                assert value == state[name] if name == "seed" else same(local(state[name]), value)
+                assert value == state[name] if name == "seed" else same(to_local(state[name]), value)
             assert state["step"] == 5
         if master != "none" and moments != "8bit":
             check_alike(model, optimizer, reference, other)
         for p, q, start in zip(model.parameters(), reference.parameters(), build().parameters(), strict=True):
-            far = 2.0**-7 * full(q).norm() if master == "none" else 0.03 * (full(q) - start).norm()
-            assert (whole(full(p)) - full(q)).norm() <= far
+            far = 2.0**-7 * join_fp32(q).norm() if master == "none" else 0.03 * (join_fp32(q) - start).norm()
+            assert (tiles_evenly(join_fp32(p)) - join_fp32(q)).norm() <= far
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_shards_step_as_the_whole_does(ranks, tmp_path):
     """Bit for bit; but for 8-bit moments and rounding noise, which run along a shard: there as its shards alone do."""
-    spread(ranks, step_all_forms, tmp_path, FORMS, False)
+    expand_groups(ranks, step_all_forms, tmp_path, FORMS, False)
 
 
 @pytest.mark.skipif(not kernels.HAVE_TRITON, reason="needs triton")
 def test_the_kernel_steps_shards_too(tmp_path):
-    spread(2, step_all_forms, tmp_path, [("split", "8bit"), ("none", "bf16"), ("itself", "fp32")], True)
+    expand_groups(2, step_all_forms, tmp_path, [("split", "8bit"), ("none", "bf16"), ("itself", "fp32")], True)
 
 
 def train_with_fsdp(mesh):
@@ -180,11 +180,11 @@ def train_with_fsdp(mesh):
         model(x.bfloat16())  # leaves whole parameters in the root, which are not what a checkpoint is of
         state = full_precision(model)
         assert all(isinstance(value, DTensor) and value.dtype is torch.float32 for value in state.values())
-        assert all(same(whole(state[name]), whole(full(p))) for name, p in model.named_parameters())
+        assert all(same(tiles_evenly(state[name]), tiles_evenly(join_fp32(p))) for name, p in model.named_parameters())
 
 
 def test_fsdp_trains_with_split_masters(tmp_path):
-    spread(4, train_with_fsdp, tmp_path)
+    expand_groups(4, train_with_fsdp, tmp_path)
 
 
 def checkpoint(model, optimizer):
@@ -224,13 +224,13 @@ def load(mesh, folder):
             found = plain_state(optimizer.state_dict())["state"]
             for index, wanted in plain_state(other.state_dict())["state"].items():
                 for name, value in wanted.items():
-                    assert (whole(found[index][name]) - value).norm() <= 0.02 * value.norm()
+                    assert (tiles_evenly(found[index][name]) - value).norm() <= 0.02 * value.norm()
 
 
 def test_a_checkpoint_goes_from_4_ranks_to_2_and_to_1(tmp_path):
-    spread(4, save, tmp_path, tmp_path)
+    expand_groups(4, save, tmp_path, tmp_path)
     for ranks in (2, 1):
-        spread(ranks, load, tmp_path, tmp_path)
+        expand_groups(ranks, load, tmp_path, tmp_path)
     load(None, tmp_path)
 
 
@@ -257,13 +257,13 @@ def save_and_set(mesh, folder):
         run(first, one, range(3, 5))
         run(second, other, range(3, 5))
         for p, q in zip(first.parameters(), second.parameters(), strict=True):
-            assert same(local(p), local(q))
-            assert same(local(full(p)), local(full(q)))
-            assert all(same(local(value), local(other.state[q][name])) for name, value in one.state[p].items())
+            assert same(to_local(p), to_local(q))
+            assert same(to_local(join_fp32(p)), to_local(join_fp32(q)))
+            assert all(same(to_local(value), to_local(other.state[q][name])) for name, value in one.state[p].items())
 
 
 def test_torchs_state_dict_helpers_bring_states_back(tmp_path):
-    spread(2, save_and_set, tmp_path, tmp_path)
+    expand_groups(2, save_and_set, tmp_path, tmp_path)
 
 
 def step_distributed(mesh):
@@ -285,7 +285,7 @@ def step_distributed(mesh):
         loaded = optimizer_of(fresh, "split", moments)
         load_full_precision(fresh, full_precision(reference))  # whole weights and states into shards
         loaded.load_state_dict(other.state_dict())
-        assert same(whole(full(fresh[0])), full(reference[0]))
+        assert same(tiles_evenly(join_fp32(fresh[0])), join_fp32(reference[0]))
         back = optimizer_of(torch.nn.ParameterList([values.clone()]), "split", "fp32")
         back.load_state_dict(loaded.state_dict())  # and shards into wholes
         wanted = plain_state(other.state_dict())["state"][0]
@@ -304,23 +304,23 @@ def step_distributed(mesh):
 
 
 def test_distributed_tensors_of_any_placement(tmp_path):
-    spread(2, step_distributed, tmp_path)
+    expand_groups(2, step_distributed, tmp_path)
 
 
 def make_mistakes(mesh):
     model = build_sharded(mesh)
     for q in model.parameters():
         narrow(q)
-    with pytest.raises(UsageError, match="gradients=fp32 is not for sharded"):
+    with pytest.raises(UsageError, match="gradients=fp32 does not support sharded"):
         AdamW(model.parameters(), master="split", gradients="fp32")
-    with pytest.raises(UsageError, match="gradients=released is not for sharded"):
-        Release([AdamW(model.parameters(), master="split")])
+    with pytest.raises(UsageError, match="gradients=released does not support sharded"):
+        GradientRelease([AdamW(model.parameters(), master="split")])
     model = build_sharded(mesh)
-    with pytest.raises(UsageError, match="gradients=fp32 is not for sharded"):
+    with pytest.raises(UsageError, match="gradients=fp32 does not support sharded"):
         convert_optimizer(torch.optim.AdamW(model.parameters()), "split", "8bit", model.parameters(), "fp32")
     assert model[0].weight.dtype is torch.float32
     model(torch.ones(2, 40)).sum().backward()
-    with pytest.raises(UsageError, match="has a gradient already"):
+    with pytest.raises(UsageError, match="already has a gradient"):
         narrow(model[0].weight)
     model.zero_grad()
     with pytest.raises(UsageError, match="before the first forward"):
@@ -335,7 +335,7 @@ def make_mistakes(mesh):
 
 
 def test_what_shards_cannot_do_is_refused(tmp_path):
-    spread(2, make_mistakes, tmp_path)
+    expand_groups(2, make_mistakes, tmp_path)
 
 
 def take_over_and_resume(mesh):
@@ -354,7 +354,7 @@ def take_over_and_resume(mesh):
         other.step()
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         assert p.dtype is torch.bfloat16
-        assert same(whole(full(p)), q.detach())
+        assert same(tiles_evenly(join_fp32(p)), q.detach())
 
 
 def shard_after_narrowing(mesh):
@@ -367,12 +367,12 @@ def shard_after_narrowing(mesh):
     fully_shard(model, mesh=mesh)
     AdamW(model.parameters(), master="split").make_states()
     load_full_precision(model, state)
-    assert all(same(whole(value), wanted[name]) for name, value in full_precision(model).items())
+    assert all(same(tiles_evenly(value), wanted[name]) for name, value in full_precision(model).items())
 
 
 def test_remainders_come_after_fully_shard_too(tmp_path):
-    spread(2, shard_after_narrowing, tmp_path)
+    expand_groups(2, shard_after_narrowing, tmp_path)
 
 
 def test_a_sharded_optimizer_is_taken_over(tmp_path):
-    spread(2, take_over_and_resume, tmp_path)
+    expand_groups(2, take_over_and_resume, tmp_path)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from narrowgauge import Engine, kernels
-from narrowgauge.optim.norms import gradient_norms, total_norm
+from narrowgauge.optim.norms import compute_grad_norms, compute_total_norm
 
 SIZES = [1e-44, 1e-40, 1e-38, 1e-25, 1e-23, 1e-19, 1.0, 1e19, 1e25, 1e36]
 WAYS = [False, True] if kernels.HAVE_TRITON else [False]
@@ -22,7 +22,7 @@ def parameters_with(grads):
 
 def norms_by(by_kernel, monkeypatch, grads):
     monkeypatch.setattr(kernels, "interpreting", by_kernel)
-    return gradient_norms(parameters_with(grads), {}, torch.device("cpu"))
+    return compute_grad_norms(parameters_with(grads), {}, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("by_kernel", WAYS)
@@ -38,7 +38,7 @@ def test_every_size_that_fp32_holds(by_kernel, dtype, monkeypatch):
     found = norms_by(by_kernel, monkeypatch, grads)
     assert found.dtype is torch.float32
     torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-45)
-    total = total_norm(found)
+    total = compute_total_norm(found)
     assert total.item() == pytest.approx(torch.linalg.vector_norm(wanted).item(), rel=1e-6)
 
 
@@ -84,6 +84,9 @@ def test_an_engine_applies_gradients_of_any_size(recipe, size, clip):
 
 
 def test_total_norm_is_none_of_its_squares():
-    assert total_norm(torch.tensor([3e25, 4e25])).item() == pytest.approx(5e25)
-    assert total_norm(torch.tensor([3e-30, 4e-30])).item() == pytest.approx(5e-30)
-    assert total_norm(torch.tensor([1.0, float("nan")])).isnan() and total_norm(torch.tensor([float("inf")])).isinf()
+    assert compute_total_norm(torch.tensor([3e25, 4e25])).item() == pytest.approx(5e25)
+    assert compute_total_norm(torch.tensor([3e-30, 4e-30])).item() == pytest.approx(5e-30)
+    assert (
+        compute_total_norm(torch.tensor([1.0, float("nan")])).isnan()
+        and compute_total_norm(torch.tensor([float("inf")])).isinf()
+    )

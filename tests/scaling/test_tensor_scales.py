@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowgauge.kernels import FP8_MAX, fitting_scale
+from narrowgauge.kernels import FP8_MAX, compute_scale
 from narrowgauge.scaling.tensor import TensorScales
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -26,13 +26,13 @@ def feed(scales, x, g=1.0):
 @given(st.floats(1e-25, 1e25), st.sampled_from([E4M3, E5M2]), st.integers(0, 4))
 def test_a_scale_maps_amax_to_the_largest_number(amax, dtype, margin):
     amax = torch.tensor(amax)
-    scale = fitting_scale(amax, FP8_MAX[dtype], margin).item()
+    scale = compute_scale(amax, FP8_MAX[dtype], margin).item()
     assert amax.item() * scale * 2**margin == pytest.approx(FP8_MAX[dtype], rel=1e-6)
 
 
 @pytest.mark.parametrize("amax", [0.0, math.inf, math.nan])
 def test_an_unusable_amax_gives_a_scale_of_one(amax):
-    assert fitting_scale(torch.tensor(amax), 448.0).item() == 1.0
+    assert compute_scale(torch.tensor(amax), 448.0).item() == 1.0
 
 
 @pytest.mark.parametrize("bad", [0.0, math.inf, math.nan])

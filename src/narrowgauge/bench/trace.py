@@ -31,7 +31,7 @@ KINDS = {
     r"amp_(update|non_finite)|clip_grad",
     "gemm": r"nvjet|gemm|gemv|xmma|cutlass|splitk|cublas|triton_tem|wgrad|dgrad|convol|conv\d|"
     r"::(_scaled_|_grouped_|_int_)?(mm|addmm|bmm|baddbmm|matmul|linear|mv|addmv|dot|einsum)\b|mkldnn_linear",
-    "loss": r"softmax|nll_?loss|cross_entropy|logsumexp|mse_loss|statistics_kernel|dlogits|rescale_kernel|statistics$",
+    "loss": r"softmax|nll_?loss|cross_entropy|logsumexp|mse_loss|statistics_kernel|_logits|rescale_kernel|statistics$",
     "norm": r"layer_?norm|rms_?norm|batch_?norm|group_?norm|native_norm|gammabeta|rowwisemoments|bn_(fw|bw)|"
     r"^(forward|backward|sum)_kernel|narrowgauge::norm",
     "activation": r"gelu|silu|swish|swiglu|glu_|relu|threshold|tanh|sigmoid|^pointwise_kernel|narrowgauge::activation",

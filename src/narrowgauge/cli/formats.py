@@ -1,4 +1,4 @@
-"""``narrowgauge formats [VALUE...]``: what each number format holds, and what it makes of the values."""
+"""``narrowgauge formats [VALUE...]``: the range of each number format, and how it stores the given values."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from narrowgauge.cli.terminal import has_rich, say, show_table
 if TYPE_CHECKING:
     from narrowgauge.formats import Format, Stored
 
-ABOUT = "show what each number format holds, and what it makes of the values you give"
+ABOUT = "show the range of each number format, and how it stores the values you give"
 STYLES = ("bold red", "bold green", "bold cyan")
-"""Colours of the sign, exponent and mantissa bits."""
+"""Colors of the sign, exponent and mantissa bits."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    # argparse takes -1.5 for a number but -1e-5, -inf and -0x1p-3 for options, unless it is told what a number is.
+    """Add the verb's arguments."""
+    # By default argparse takes -1.5 for a number, but -1e-5, -inf and -0x1p-3 for options.
     parser._negative_number_matcher = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
     parser.add_argument("values", nargs="*", metavar="VALUE", help="a number: 1.2e-7, -3, 0x1p-24, inf, nan")
 
 
 def run(args: argparse.Namespace) -> Outcome:
+    """Run the verb."""
     from narrowgauge.formats import FORMATS, parse_value, store
 
     numbers = [parse_value(text) for text in args.values]
@@ -40,8 +42,10 @@ def run(args: argparse.Namespace) -> Outcome:
             "values": [
                 {
                     "text": text,
-                    "value": jsonable(number),
-                    "stored": {name: _outcome(number, outcome, FORMATS[name]) for name, outcome in outcomes.items()},
+                    "value": to_json(number),
+                    "stored": {
+                        name: _describe_outcome(number, outcome, FORMATS[name]) for name, outcome in outcomes.items()
+                    },
                 }
                 for text, number, outcomes in zip(args.values, numbers, stored, strict=True)
             ],
@@ -49,34 +53,34 @@ def run(args: argparse.Namespace) -> Outcome:
     )
 
 
-def jsonable(number: float) -> float | str:
-    """The number, or "inf", "-inf" or "nan", which JSON cannot write as numbers."""
+def to_json(number: float) -> float | str:
+    """Return the number; as text if it is inf or NaN, which JSON lacks."""
     return number if math.isfinite(number) else str(number)
 
 
 def explain(number: float, outcome: Stored, f: Format) -> str:
-    """What happened to a number, in words."""
+    """Describe in words how a format stores a number."""
     lowest = f.min_exponent - f.mantissa_bits
-    fades = ""
+    bits_left = ""
     if 0 < abs(outcome.value) < f.smallest_normal:
         multiple = int(abs(outcome.value) / f.smallest_subnormal)
-        fades = f"{multiple} × 2^{lowest}, {multiple.bit_length()} of {f.mantissa_bits + 1} bits left"
+        bits_left = f"{multiple} × 2^{lowest}, {multiple.bit_length()} of {f.mantissa_bits + 1} bits left"
     match outcome.state:
         case "exact":
-            return f"exact, as a subnormal: {fades}" if fades else "exact"
+            return f"exact, as a subnormal: {bits_left}" if bits_left else "exact"
         case "subnormal":
-            return f"subnormal: {fades}; 2^{lowest - 1} and less becomes 0"
+            return f"subnormal: {bits_left}; 2^{lowest - 1} and less becomes 0"
         case "underflow":
-            return f"underflow: 2^{lowest - 1} and less becomes 0, being nearer to it than to 2^{lowest}"
+            return f"underflow: 2^{lowest - 1} and less becomes 0, which is nearer than 2^{lowest}"
         case "overflow":
             what = "it has no inf" if math.isinf(number) else f"the largest number is {f.max:g}"
-            spared = f"; narrowgauge's FP8 casts saturate, to {math.copysign(f.max, number):g}"
-            return f"overflow: {what}{spared if f.storage_bits == 8 else ''}"
+            saturated = f"; narrowgauge's FP8 casts saturate, to {math.copysign(f.max, number):g}"
+            return f"overflow: {what}{saturated if f.storage_bits == 8 else ''}"
     return "rounded"
 
 
-def draw(bits: str, f: Format) -> tuple[str, str, str]:
-    """The bits as sign, exponent and mantissa."""
+def split_bits(bits: str, f: Format) -> tuple[str, str, str]:
+    """Split the bits into sign, exponent and mantissa."""
     return bits[0], bits[1 : 1 + f.exponent_bits], bits[1 + f.exponent_bits :]
 
 
@@ -87,15 +91,15 @@ def _describe(f: Format) -> dict[str, Any]:
     return {name: getattr(f, name) for name in names}
 
 
-def _outcome(number: float, outcome: Stored, f: Format) -> dict[str, Any]:
+def _describe_outcome(number: float, outcome: Stored, f: Format) -> dict[str, Any]:
     from narrowgauge.formats import spacing
 
     return {
-        "value": jsonable(outcome.value),
+        "value": to_json(outcome.value),
         "bits": outcome.bits,
-        "relative_error": jsonable(outcome.relative_error),
+        "relative_error": to_json(outcome.relative_error),
         "state": outcome.state,
-        "spacing": jsonable(spacing(outcome.value, f)),
+        "spacing": to_json(spacing(outcome.value, f)),
         "detail": explain(number, outcome, f),
     }
 
@@ -112,7 +116,7 @@ def _show_formats(out: TextIO) -> None:
         ]
         count = f"{f.finite_values:,}" if f.bits <= 16 else f"{f.finite_values:.2g}"
         rows.append((f.title, layout, *numbers, f"{f.decimal_digits:.1f}", count))
-    _table("Number formats", columns, rows, out)
+    _print_table("Number formats", columns, rows, out)
     say("", out)
     for f in FORMATS.values():
         say(f"{f.title:<8}  {f.about}", out)
@@ -125,18 +129,18 @@ def _show_value(text: str, number: float, outcomes: dict[str, Stored], out: Text
     for name, outcome in outcomes.items():
         f = FORMATS[name]
         error = f"{outcome.relative_error:.2g}"
-        rows.append((f.title, draw(outcome.bits, f), f"{outcome.value:.6g}", error, outcome.state))
+        rows.append((f.title, split_bits(outcome.bits, f), f"{outcome.value:.6g}", error, outcome.state))
         words = explain(number, outcome, f)
         if words != outcome.state:
             remarks.append(f"{f.title:<8}  {words}")
     say("", out)
-    _table(f"{text} becomes", ("format", "sign|exponent|mantissa", "value", "error", "state"), rows, out)
+    _print_table(f"{text} becomes", ("format", "sign|exponent|mantissa", "value", "error", "state"), rows, out)
     if remarks:
         say("\n" + "\n".join(remarks), out)
 
 
-def _table(title: str, columns: tuple[str, ...], rows: list[tuple[Any, ...]], out: TextIO) -> None:
-    """A table whose second column is bits in three parts: coloured where rich is there, barred in any case."""
+def _print_table(title: str, columns: tuple[str, ...], rows: list[tuple[Any, ...]], out: TextIO) -> None:
+    """Print a table whose second column is bits in three parts, separated by bars and colored by rich."""
     if not has_rich():
         show_table(title, columns, [[row[0], "|".join(row[1]), *row[2:]] for row in rows], stream=out)
         return
@@ -145,7 +149,7 @@ def _table(title: str, columns: tuple[str, ...], rows: list[tuple[Any, ...]], ou
     from rich.table import Table
     from rich.text import Text
 
-    # Narrow on purpose: FP32's 32 bits and four more columns fit the 80 columns of a plain terminal.
+    # Narrow on purpose: FP32's 32 bits and four more columns fit a terminal of 80 characters.
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=box.SIMPLE_HEAD,
                   show_edge=False, padding=(0, 1, 0, 0))  # fmt: skip
     for index, column in enumerate(columns):

@@ -1,4 +1,4 @@
-"""What a person sees: tables and lines on the terminal, with rich where it is installed and plainly where it is not."""
+"""Lines and tables on the terminal, with rich if it is installed."""
 
 from __future__ import annotations
 
@@ -11,16 +11,29 @@ from narrowgauge.errors import printable
 
 
 def has_rich() -> bool:
+    """Return whether rich is installed."""
     return importlib.util.find_spec("rich") is not None
 
 
 def say(text: str = "", stream: TextIO | None = None) -> None:
-    """Print a line for people, on the stream that ``cli.prose`` chose."""
+    """Print a line, with control characters escaped.
+
+    Args:
+        text: The line.
+        stream: Where to print. Default: stdout.
+    """
     print(printable(text), file=stream or sys.stdout, flush=True)
 
 
 def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], stream: TextIO | None = None) -> None:
-    """Draw a table; the first column is left-aligned, the others right-aligned."""
+    """Print a table. The first column is left-aligned, the others are right-aligned.
+
+    Args:
+        title: Printed above the table.
+        columns: Headings.
+        rows: Cells; None is an empty cell.
+        stream: Where to print. Default: stdout.
+    """
     out = stream or sys.stdout
     title, columns = printable(title), [printable(column) for column in columns]
     cells = [["" if cell is None else printable(str(cell)) for cell in row] for row in rows]

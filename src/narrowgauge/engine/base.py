@@ -21,13 +21,13 @@ from narrowgauge.engine.checks import (
 )
 from narrowgauge.engine.updates import Stepper
 from narrowgauge.errors import UsageError
-from narrowgauge.nn.changes import apply_change, remove_changes
 from narrowgauge.nn.compile_forward import compile_forward
 from narrowgauge.nn.convert import Conversion
+from narrowgauge.nn.module_changes import apply_change, remove_changes
 from narrowgauge.nn.recompute import checkpoint_blocks
-from narrowgauge.nn.step_context import OwnStepContext, StepContext, explain
+from narrowgauge.nn.step_context import OpensStepContext, StepContext, explain_error
 from narrowgauge.optim import widen
-from narrowgauge.optim.gradient_release import check_released, hold
+from narrowgauge.optim.gradient_release import check_released, keep_gradient
 from narrowgauge.ranks.distribute import unwrap_ddp
 from narrowgauge.ranks.update_sync import UpdateSync
 from narrowgauge.recipe import Recipe, parse
@@ -81,7 +81,7 @@ class EngineBase:
             mode, recomputation = self.recipe.checkpoint, self.step_context.recomputation()
             self.checkpointed = checkpoint_blocks(self.inner, mode, blocks, recomputation, optional=bf16_weights)
         if bf16_weights:
-            apply_change(self.inner, OwnStepContext(self.step_context))
+            apply_change(self.inner, OpensStepContext(self.step_context))
         self.scaler = setup.make_scaler(self.recipe, self.device, max_consecutive_skips)
         self.guard = self.scaler.guard if self.scaler else SkipGuard(max_consecutive_skips)
         self.watchers: list[Watcher] = []
@@ -171,7 +171,7 @@ class EngineBase:
         """
         remove_changes(self.model)
         for parameter in self.inner.parameters():
-            hold(parameter)
+            keep_gradient(parameter)
             widen(parameter)
         self.watchers.clear()
         return self.model
@@ -189,7 +189,7 @@ class EngineBase:
         try:
             yield
         except RuntimeError as error:
-            explained = explain(error, self.recipe, self.inner)
+            explained = explain_error(error, self.recipe, self.inner)
             if explained is None:
                 raise
             raise explained from error

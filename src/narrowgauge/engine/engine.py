@@ -31,8 +31,8 @@ from narrowgauge.engine.base import EngineBase
 from narrowgauge.engine.checks import check_loss, check_own_optimizer, find_trained
 from narrowgauge.engine.updates import check_norms, list_parameters
 from narrowgauge.errors import UsageError
-from narrowgauge.nn.changes import plain_products
-from narrowgauge.optim.norms import gradient_norms
+from narrowgauge.nn.module_changes import allow_double_backward
+from narrowgauge.optim.norms import compute_grad_norms
 from narrowgauge.step_report import StepReport
 
 
@@ -100,10 +100,10 @@ class Engine(EngineBase):
             self._begin_microbatch()
         with self._explain_errors(), self._notify_watchers("forward"), self.step_context.forward():
             try:
-                with plain_products() if double_backward else contextlib.nullcontext():
+                with allow_double_backward() if double_backward else contextlib.nullcontext():
                     yield
             finally:
-                self.conversion.slot.clear()
+                self.conversion.shared_input.clear()
 
     def _begin_microbatch(self) -> None:
         """Prepare for a forward pass with gradients: tell DDP or FSDP whether its backward sums over the ranks."""
@@ -274,7 +274,7 @@ class Engine(EngineBase):
         self, parameters: Mapping[str, nn.Parameter], released: Mapping[nn.Parameter, Tensor]
     ) -> Tensor:
         """Return the norm of each gradient on this rank. An update is skipped if one is inf or NaN on any rank."""
-        return gradient_norms(parameters.values(), released, self.device)
+        return compute_grad_norms(parameters.values(), released, self.device)
 
     def _compute_factor(self, grad_norm: Tensor, scale: Tensor, share: float, found: Tensor) -> Tensor | None:
         """Return what gradients are divided by: loss scale, missing microbatches and clipping in one. None means 1."""

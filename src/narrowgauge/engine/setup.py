@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from narrowgauge import kernels
 from narrowgauge.hardware import Device
 from narrowgauge.nn.convert import Conversion, convert
-from narrowgauge.nn.keep_fp32 import computed_parameters, keep_modules, keep_recurrent
-from narrowgauge.nn.matrix_inventory import account
+from narrowgauge.nn.keep_fp32 import find_computed_parameters, keep_modules, keep_recurrent
+from narrowgauge.nn.matrix_inventory import list_matrices
 from narrowgauge.optim import AdamW, convert_optimizer
 from narrowgauge.optim.convert_optimizer import can_convert
-from narrowgauge.optim.gradient_release import Release, hold
+from narrowgauge.optim.gradient_release import GradientRelease, keep_gradient
 from narrowgauge.optim.sharded import is_sharded
 from narrowgauge.recipe import Recipe
 from narrowgauge.scaling.loss import LossScaler
@@ -55,7 +55,9 @@ def convert_optimizers(
     parameters that it shards together, so every sharded parameter becomes BF16. An AdamW over shards is replaced under
     any recipe, because torch's fused optimizers take no ``grad_scale`` for DTensors.
     """
-    in_fp32 = {p for path in kept for p in model.get_submodule(path).parameters()} | set(computed_parameters(model))
+    in_fp32 = {p for path in kept for p in model.get_submodule(path).parameters()} | set(
+        find_computed_parameters(model)
+    )
     matrices = [p for p in named.values() if is_sharded(p) or (p.dim() > 1 and p not in in_fp32 and not p.is_complex())]
     to_bf16 = matrices if recipe.master != "fp32" else []
     gradients = "fp32" if recipe.gradients == "fp32" else "bf16"
@@ -74,16 +76,16 @@ def convert_model(model: nn.Module, recipe: Recipe, device: Device, fused: bool 
         fused = recipe.compute == "fp8" or (recipe.compute == "bf16" and on_gpu)
     if fused:
         return convert(model, recipe, device, compile=compile)
-    return Conversion(compute=recipe.compute, matrices=account(model, recipe))
+    return Conversion(compute=recipe.compute, matrices=list_matrices(model, recipe))
 
 
 def make_release(model: nn.Module, recipe: Recipe, optimizers: Iterable[Optimizer], conversion: Conversion) -> Any:
     """Return the ``Release`` that steps parameters during backward, or None if the recipe keeps gradients."""
     for parameter in model.parameters():
-        hold(parameter)  # an earlier engine of the model may have released its gradients
+        keep_gradient(parameter)  # an earlier engine of the model may have released its gradients
     if recipe.gradients != "released":
         return None
-    return Release((optimizer for optimizer in optimizers if isinstance(optimizer, AdamW)), conversion.scales)
+    return GradientRelease((optimizer for optimizer in optimizers if isinstance(optimizer, AdamW)), conversion.scales)
 
 
 def make_scaler(recipe: Recipe, device: torch.device, max_consecutive_skips: int) -> LossScaler | None:

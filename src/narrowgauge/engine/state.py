@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from narrowgauge.errors import UsageError
 from narrowgauge.optim import AdamW, full_precision, load_full_precision, plain_state
-from narrowgauge.optim.convert_optimizer import without_masters
+from narrowgauge.optim.convert_optimizer import drop_masters
 from narrowgauge.recipe import Recipe
 from narrowgauge.scaling.guard import SkipGuard
 from narrowgauge.scaling.loss import LossScaler
@@ -32,7 +32,7 @@ def save_training(model: nn.Module, optimizers: Sequence[Optimizer], lean: bool,
     """
     return {
         "model": full_precision(model, "cpu" if on_cpu else None) if lean else model.state_dict(),
-        "optimizers": [without_masters(optimizer.state_dict()) for optimizer in optimizers],
+        "optimizers": [drop_masters(optimizer.state_dict()) for optimizer in optimizers],
     }
 
 

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from narrowgauge.device_readback import Readback
 from narrowgauge.optim import AdamW
-from narrowgauge.optim.fused_adamw_patch import own_kernel
-from narrowgauge.optim.norms import total_norm
-from narrowgauge.optim.sharded import local
+from narrowgauge.optim.fused_adamw_patch import patch_fused_adamw
+from narrowgauge.optim.norms import compute_total_norm
+from narrowgauge.optim.sharded import to_local
 from narrowgauge.ranks.update_sync import UpdateSync
 from narrowgauge.scaling.tensor import TensorScales
 
@@ -45,7 +45,7 @@ def check_norms(
         update_sync: The ranks.
     """
     norms = update_sync.combine_norms(norms, named)
-    total = total_norm(norms)
+    total = compute_total_norm(norms)
     bad, names = ~torch.isfinite(norms), list(named)
     if scales is not None:
         update_sync.sync_amax(scales)
@@ -118,7 +118,7 @@ class Stepper:
             if fused and (isinstance(optimizer, AdamW) or not sharded):
                 optimizer.grad_scale, optimizer.found_inf = factor, found.float()  # type: ignore[attr-defined]
                 try:
-                    with own_kernel():
+                    with patch_fused_adamw():
                         optimizer.step()
                 finally:
                     del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
@@ -148,7 +148,7 @@ class Stepper:
 
 
 def _divide(grads: list[Tensor], factor: Tensor) -> None:
-    own = [local(grad) for grad in grads]
+    own = [to_local(grad) for grad in grads]
     values = [grad._values() if grad.is_sparse else grad for grad in own]
     if values:
         torch._foreach_mul_(values, factor.reciprocal())

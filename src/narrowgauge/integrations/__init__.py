@@ -1,4 +1,10 @@
-"""narrowgauge inside loops that other libraries run: Lightning, Accelerate, the Hugging Face Trainer.
+"""narrowgauge in training loops that other libraries run: Lightning, Accelerate, the Hugging Face Trainer.
 
-Each library is imported when its file's functions are called, so that narrowgauge needs none of them.
+    lightning.py      ng_precision: a precision plugin for Fabric and the Trainer
+    accelerate.py     prepare, adopt, engine_of: an Accelerator under a recipe
+    transformers.py   adapt, gauges_of, replay_loss: the Hugging Face Trainer under a recipe
+    gauges.py         Gauges: findings and captures in any of these loops
+    hosted.py         Hosted: the engine behind all of them
+
+Each file imports its library when its functions are called, so narrowgauge depends on none of them.
 """

@@ -2,11 +2,11 @@
 
     from narrowgauge.integrations.accelerate import prepare
 
-    accelerator = Accelerator(gradient_accumulation_steps=4)                # mixed_precision="no": the recipe says it
+    accelerator = Accelerator(gradient_accumulation_steps=4)                # mixed_precision="no": the recipe decides
     model, optimizer, loader = prepare(accelerator, model, optimizer, loader, recipe="fp16")
 
-An Accelerator asks its ``scaler`` for everything that differs between precisions: what backward starts from, how an
-optimizer steps, what a checkpoint holds. ``Bridge`` answers in its place with an engine, for every recipe.
+An Accelerator calls its ``scaler`` for everything that differs between precisions: where backward starts, how an
+optimizer steps, what a checkpoint contains. ``EngineScaler`` takes that role with an engine, for every recipe.
 """
 
 from __future__ import annotations
@@ -20,89 +20,130 @@ from torch.optim import Optimizer
 from narrowgauge.errors import UsageError
 from narrowgauge.integrations.gauges import Gauges
 from narrowgauge.integrations.hosted import Hosted, check_options, import_library
-from narrowgauge.nn.changes import Change, apply_change
+from narrowgauge.nn.module_changes import Change, apply_change
 from narrowgauge.ranks.distribute import unwrap_ddp
 from narrowgauge.recipe import Recipe
 
-SPREADS = ("NO", "MULTI_CPU", "MULTI_GPU")
-"""Accelerate's kinds of distribution that leave parameters and optimizer whole."""
+SUPPORTED = ("NO", "MULTI_CPU", "MULTI_GPU")
+"""Accelerate's distributed types that do not shard parameters or optimizer."""
 
 
 def prepare(accelerator: Any, *objects: Any, recipe: str | Recipe = "auto", **options: Any) -> Any:
-    """``accelerator.prepare`` under a recipe: a model, its optimizer, and whatever else there is to prepare.
+    """Call ``accelerator.prepare`` under a recipe.
 
-    ``options`` are the engine's: clip_norm, compile, blocks, fused, max_consecutive_skips.
+    Args:
+        accelerator: An ``accelerate.Accelerator`` with ``mixed_precision="no"``.
+        *objects: A model, its optimizer, and any loaders and schedulers.
+        recipe: A recipe or its text.
+        **options: ``clip_norm``, ``compile``, ``blocks``, ``fused`` and ``max_consecutive_skips`` of ``Engine``.
+
+    Returns:
+        The prepared objects, in the same order.
+
+    Raises:
+        UsageError: The objects, the Accelerator or an option cannot be trained under the recipe.
+
+    Example:
+        >>> model, optimizer, loader = prepare(accelerator, model, optimizer, loader, recipe="bf16")
     """
-    _pair(objects)
+    _find_pair(objects)
     adopt(accelerator, recipe, **options)
     return accelerator.prepare(*objects)
 
 
-def adopt(accelerator: Any, recipe: str | Recipe = "auto", **options: Any) -> Bridge:
-    """Let every later ``accelerator.prepare(model, optimizer, ...)`` train under a recipe."""
+def adopt(accelerator: Any, recipe: str | Recipe = "auto", **options: Any) -> EngineScaler:
+    """Let every later ``accelerator.prepare(model, optimizer, ...)`` train under a recipe.
+
+    Args:
+        accelerator: An ``accelerate.Accelerator`` with ``mixed_precision="no"``.
+        recipe: A recipe or its text.
+        **options: ``clip_norm``, ``compile``, ``blocks``, ``fused`` and ``max_consecutive_skips`` of ``Engine``.
+
+    Returns:
+        The object that replaces the Accelerator's GradScaler.
+
+    Raises:
+        UsageError: The Accelerator has a recipe or a mixed precision already, or shards the optimizer.
+    """
     library = import_library("accelerate", "accelerate")
     if not isinstance(accelerator, library.Accelerator):
         raise UsageError(f"expected an accelerate.Accelerator, got {type(accelerator).__name__}")
-    if isinstance(accelerator.scaler, Bridge):
-        raise UsageError("this Accelerator has a recipe already; make a new one for another")
+    if isinstance(accelerator.scaler, EngineScaler):
+        raise UsageError("this Accelerator has a recipe already; create another Accelerator for another recipe")
     if accelerator.mixed_precision != "no":
         raise UsageError(
-            f"Accelerator(mixed_precision={accelerator.mixed_precision!r}) and a recipe are two answers to one "
-            "question: leave mixed_precision (fp16 and bf16 in TrainingArguments) off"
+            f"Accelerator(mixed_precision={accelerator.mixed_precision!r}) conflicts with a recipe, which sets the "
+            "precision: leave mixed_precision (fp16 and bf16 in TrainingArguments) off"
         )
-    spread = str(accelerator.distributed_type.value)
-    if spread not in SPREADS:
-        raise UsageError(f"{spread} spreads the optimizer in its own way; narrowgauge shards by itself: docs/ranks.md")
+    distributed = str(accelerator.distributed_type.value)
+    if distributed not in SUPPORTED:
+        raise UsageError(
+            f"{distributed} shards the optimizer in its own way, which a recipe does not support; use ng.Engine with "
+            "FSDP2 instead: docs/ranks.md"
+        )
     check_options(recipe, options)
-    return Bridge(accelerator, recipe, options)
+    return EngineScaler(accelerator, recipe, options)
 
 
 def engine_of(accelerator: Any) -> Hosted:
-    """The engine that trains an Accelerator's model: for ``ng.watch``, ``skipped``, ``report``."""
-    bridge = getattr(accelerator, "scaler", None)
-    if not isinstance(bridge, Bridge):
+    """Return the engine that trains an Accelerator's model, for ``ng.watch``, ``skipped`` or ``report``.
+
+    Args:
+        accelerator: An Accelerator that was passed to ``prepare`` or ``adopt``.
+
+    Raises:
+        UsageError: The Accelerator has no recipe, or nothing is prepared yet.
+    """
+    scaler = getattr(accelerator, "scaler", None)
+    if not isinstance(scaler, EngineScaler):
         raise UsageError("this Accelerator has no recipe: prepare its model and optimizer with narrowgauge first")
-    return bridge.engine
+    return scaler.engine
 
 
-class Bridge:
-    """Stands where an Accelerator has its GradScaler, and hands what it is asked to an engine."""
+class EngineScaler:
+    """Replaces an Accelerator's GradScaler, and passes its calls to an engine.
+
+    Attributes:
+        gauges: Receives each batch before its forward, if steps are captured.
+        on_engine: Called with each new engine.
+    """
 
     def __init__(self, accelerator: Any, recipe: str | Recipe, options: dict[str, Any]) -> None:
         self._recipe, self._options = recipe, options
         self._engine: Hosted | None = None
-        self._plain_prepare = accelerator.prepare
+        self._accelerators_prepare = accelerator.prepare
         self.gauges: Gauges | None = None
-        """Who is shown the batches, where captures are wanted."""
         self.on_engine: Callable[[Hosted], None] | None = None
-        """Called with an engine that was just made."""
         accelerator.scaler = self
         accelerator.prepare = self._prepare
-        accelerator.unscale_gradients = self._unscale_gradients  # Accelerate's own asks for mixed_precision="fp16"
+        accelerator.unscale_gradients = self._unscale_gradients  # Accelerate's own requires mixed_precision="fp16"
 
     @property
     def engine(self) -> Hosted:
+        """The engine; UsageError before ``accelerator.prepare``."""
         if self._engine is None:
             raise UsageError("nothing is prepared yet: call accelerator.prepare(model, optimizer) first")
         return self._engine
 
     def _prepare(self, *objects: Any, **kwargs: Any) -> Any:
-        """``accelerator.prepare``; a model that comes with its optimizer gets an engine in between."""
-        if not any(isinstance(thing, Optimizer) for thing in objects):
-            return self._plain_prepare(*objects, **kwargs)
-        model, optimizer = _pair(objects)
-        bare = getattr(optimizer, "optimizer", optimizer)  # what was prepared before comes back in its wrapper
+        """``accelerator.prepare``, which creates an engine for a model that comes with its optimizer."""
+        if not any(isinstance(one, Optimizer) for one in objects):
+            return self._accelerators_prepare(*objects, **kwargs)
+        model, optimizer = _find_pair(objects)
+        bare = getattr(optimizer, "optimizer", optimizer)  # a prepared optimizer is wrapped
         if self._engine is None or bare not in self._engine.optimizers:
-            placed = self._plain_prepare(model)
-            bare = self._make(placed, bare)
+            placed = self._accelerators_prepare(model)
+            bare = self._make_engine(placed, bare)
             objects = tuple(placed if o is model else bare if o is optimizer else o for o in objects)
-        return self._plain_prepare(*objects, **kwargs)
+        return self._accelerators_prepare(*objects, **kwargs)
 
-    def _make(self, model: nn.Module, optimizer: Optimizer) -> Optimizer:
+    def _make_engine(self, model: nn.Module, optimizer: Optimizer) -> Optimizer:
         if self._engine is not None and self._engine.inner is not unwrap_ddp(model):
-            raise UsageError("an Accelerator under a recipe trains one model: one loss scale serves one; make another")
+            raise UsageError(
+                "an Accelerator under a recipe trains one model, because it has one loss scale; create another one"
+            )
         self._engine = engine = Hosted(model, optimizer, self._recipe, **self._options)
-        _surround(self, engine)
+        apply_change(engine.inner, _InStepContext(self, engine))
         if self.on_engine is not None:
             self.on_engine(engine)
         return engine.optimizers[0]
@@ -111,35 +152,42 @@ class Bridge:
         self.engine.unscale()
 
     def scale(self, loss: Tensor) -> _Loss:
+        """Return an object whose ``backward`` the engine runs."""
         return _Loss(self.engine, loss)
 
     def unscale_(self, optimizer: Optimizer) -> None:
+        """Unscale the gradients in place."""
         self.engine.unscale()
 
     def step(self, optimizer: Optimizer, *closure: Any) -> None:
+        """Update the weights."""
         if optimizer not in self.engine.optimizers:
-            raise UsageError("an optimizer that was not prepared with the model cannot be stepped under a recipe")
+            raise UsageError("this optimizer was not prepared with the model, so it cannot be stepped under a recipe")
         self.engine.step(*(one for one in closure if one is not None))
 
     def update(self) -> None:
-        """The engine's step has moved the scale."""
+        """Do nothing: the engine's step has updated the scale."""
 
     def get_scale(self) -> float:
+        """Return the loss scale; 1 if the recipe does not scale the loss."""
         scaler = self.engine.scaler
         return scaler.get_scale() if scaler is not None else 1.0
 
     def is_enabled(self) -> bool:
+        """Return whether the recipe scales the loss."""
         return self.engine.scaler is not None
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the engine's precision state."""
         return self.engine.precision_state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the engine's precision state."""
         self.engine.load_precision_state_dict(state)
 
 
 class _Loss:
-    """What ``scaler.scale(loss)`` gives an Accelerator, which asks it for ``backward`` and nothing else."""
+    """What ``scaler.scale(loss)`` returns: an Accelerator calls its ``backward`` and nothing else."""
 
     def __init__(self, engine: Hosted, loss: Tensor) -> None:
         self._engine, self._loss = engine, loss
@@ -148,38 +196,36 @@ class _Loss:
         self._engine.run_backward(self._loss, lambda scaled: scaled.backward(**kwargs))
 
 
-def _surround(bridge: Bridge, engine: Hosted) -> None:
-    """Run the model's forward in the recipe's surroundings, and hand out FP32: losses are often computed outside."""
-    apply_change(engine.inner, _Surrounded(bridge, engine))
+class _InStepContext(Change):
+    """Runs a model's forward in the engine's context and returns FP32: losses are often computed outside of it.
 
+    A copy of the model has no engine, and keeps only the recipe's context.
+    """
 
-class _Surrounded(Change):
-    """See ``_surround``. A copy of the model, which no engine trains, keeps the surroundings alone."""
-
-    def __init__(self, bridge: Bridge | None, engine: Hosted | None) -> None:
-        self.bridge, self.engine = bridge, engine
+    def __init__(self, scaler: EngineScaler | None, engine: Hosted | None) -> None:
+        self.scaler, self.engine = scaler, engine
         self.step_context = engine.step_context if engine is not None else None
 
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        widen = import_library("accelerate.utils", "accelerate").convert_to_fp32
-        if self.bridge is not None and self.bridge.gauges is not None:
-            self.bridge.gauges.saw({**{str(i): value for i, value in enumerate(args)}, **kwargs})
+        convert_to_fp32 = import_library("accelerate.utils", "accelerate").convert_to_fp32
+        if self.scaler is not None and self.scaler.gauges is not None:
+            self.scaler.gauges.record_batch({**{str(i): value for i, value in enumerate(args)}, **kwargs})
         assert self.step_context is not None
         with self.engine.forward() if self.engine is not None else self.step_context.forward():
             output = inner(*args, **kwargs)
-        return widen(output)
+        return convert_to_fp32(output)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "bridge": None, "engine": None}
+        return {**self.__dict__, "scaler": None, "engine": None}
 
 
-def _pair(objects: tuple[Any, ...]) -> tuple[nn.Module, Optimizer]:
-    """The one model and the one optimizer among what is to be prepared."""
-    models = [thing for thing in objects if isinstance(thing, nn.Module)]
-    optimizers = [thing for thing in objects if isinstance(thing, Optimizer)]
+def _find_pair(objects: tuple[Any, ...]) -> tuple[nn.Module, Optimizer]:
+    """Return the one model and the one optimizer among the objects to prepare."""
+    models = [one for one in objects if isinstance(one, nn.Module)]
+    optimizers = [one for one in objects if isinstance(one, Optimizer)]
     if len(models) != 1 or len(optimizers) != 1:
         raise UsageError(
-            f"a recipe trains one model by one optimizer, prepared together (parameter groups may differ); got "
-            f"{len(models)} models and {len(optimizers)} optimizers. Models that are not trained: accelerator.prepare"
+            f"a recipe trains one model with one optimizer, prepared together (parameter groups may differ); got "
+            f"{len(models)} models and {len(optimizers)} optimizers. Prepare other models with accelerator.prepare"
         )
     return models[0], optimizers[0]

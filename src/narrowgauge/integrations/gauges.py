@@ -1,4 +1,4 @@
-"""Gauges, findings and captures of a hosted engine: told of each update by the engine itself, waiting for nothing."""
+"""Gauges, findings and captures in a host's loop: called by the engine, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -21,11 +21,24 @@ from narrowgauge.step_report import StepReport
 
 
 class Gauges:
-    """Applies narrowgauge's rules to a hosted run; ``findings`` has what they found.
+    """Reads tensors and applies narrowgauge's rules while a host library trains.
 
-    Tensors are read every ``every`` updates. ``captures`` is the folder for steps that went wrong (None: none are
-    kept); a host that shows its batches (``saw``) before their forward can have them. ``tell`` takes a line for each
-    finding and each capture (default: the log, as a warning).
+    Args:
+        engine: The hosted engine.
+        every: Read tensors every so many updates.
+        captures: Folder for captured steps. None: capture nothing. Only a host that calls ``record_batch`` before each
+            forward can capture.
+        tell: Called with one line for each finding and each capture. Default: log a warning.
+
+    Attributes:
+        engine: The hosted engine.
+        examiner: Applies the rules.
+        recorder: Captures steps, or None.
+
+    Example:
+        >>> gauges = Gauges(plugin.engine, every=100)
+        >>> ...  # train
+        >>> gauges.finish()
     """
 
     def __init__(
@@ -44,41 +57,51 @@ class Gauges:
 
     @property
     def findings(self) -> list[Finding]:
+        """All findings so far."""
         return self.examiner.findings
 
-    def saw(self, batch: Any) -> None:
-        """Remember a microbatch, before its forward."""
+    def record_batch(self, batch: Any) -> None:
+        """Remember a microbatch for a capture. Call it before the forward pass.
+
+        Args:
+            batch: What the model is called with.
+        """
         if self.recorder is not None and torch.is_grad_enabled() and self.engine.model.training:
             self.recorder.record_batch(batch)
 
     @contextlib.contextmanager
     def around(self, _: str) -> Iterator[None]:
+        """Do nothing around the phases of a step."""
         yield
 
     def after(self, report: StepReport) -> None:
-        """An update is done; its numbers are on their way, and those of earlier ones may be here."""
-        assert self.engine.loss is not None  # no update without a backward
+        """Send an update's numbers to the host, and examine those of earlier updates that have arrived.
+
+        Args:
+            report: The update's report.
+        """
+        assert self.engine.loss is not None  # every update has a backward
         self._readback.push(report.index, {**report.tensors, "loss": self.engine.loss})
-        self._hear(self._readback.ready())
-        self._told(self.examiner.collect()[2])
+        self._examine(self._readback.ready())
+        self._report(self.examiner.collect()[2])
 
     def finish(self) -> list[Finding]:
-        """Wait for what is still on its way, watch no longer, and return all findings."""
+        """Wait for the numbers of all updates, stop watching, and return all findings."""
         if self in self.engine.watchers:
-            self._hear(self._readback.drain())
-            self._told(self.examiner.collect(wait=True)[2])
+            self._examine(self._readback.drain())
+            self._report(self.examiner.collect(wait=True)[2])
             self.engine.watchers.remove(self)
             self.examiner.watch.stop()
         return self.findings
 
-    def _hear(self, news: list[tuple[Any, dict[str, float]]]) -> None:
-        for number, values in news:
+    def _examine(self, arrived: list[tuple[Any, dict[str, float]]]) -> None:
+        for number, values in arrived:
             applied = values["applied"] > 0
             if self.recorder is not None:
                 self.recorder.check_step(number, values["loss"], applied)
             step = Step(number, values["loss"], values["grad_norm"], values["loss_scale"], applied)
-            self._told(self.examiner.check_step(step))
+            self._report(self.examiner.check_step(step))
 
-    def _told(self, found: list[Finding]) -> None:
+    def _report(self, found: list[Finding]) -> None:
         for finding in found:
             self._tell(f"{finding.severity}: {finding.rule} at {finding.where}: {finding.detail}; {finding.fix}")

@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from narrowgauge.engine import Engine
 from narrowgauge.engine.checks import find_trainable
 from narrowgauge.errors import UsageError
-from narrowgauge.optim.norms import gradient_norms
-from narrowgauge.optim.sharded import local
+from narrowgauge.optim.norms import compute_grad_norms
+from narrowgauge.optim.sharded import to_local
 from narrowgauge.recipe import Recipe, parse
 from narrowgauge.step_report import StepReport
 
@@ -106,7 +106,7 @@ class Hosted(Engine):
         """Divide the gradients by the loss scale, in place, until the next backward or step. Repeating it is safe."""
         if self._unscaled is not None or self._microbatches == 0:
             return
-        finite = torch.isfinite(gradient_norms(self.named.values(), {}, self.device))
+        finite = torch.isfinite(compute_grad_norms(self.named.values(), {}, self.device))
         self._unscaled = _UnscaledGradients(list(self.named), finite)
         if self.scaler is not None:
             self._multiply_gradients(self.scaler.tensor(self.device).double().reciprocal().float())
@@ -119,7 +119,9 @@ class Hosted(Engine):
 
     def _multiply_gradients(self, factor: Tensor) -> None:
         grads = [
-            p.grad._values() if p.grad.is_sparse else local(p.grad) for p in self.named.values() if p.grad is not None
+            p.grad._values() if p.grad.is_sparse else to_local(p.grad)
+            for p in self.named.values()
+            if p.grad is not None
         ]
         if grads:
             torch._foreach_mul_(grads, factor)

@@ -5,9 +5,9 @@
     trainer = adapt(Trainer(model, args, train_dataset=data), recipe="bf16")     # any subclass of Trainer
     trainer.train()
 
-A Trainer runs its steps through an Accelerator, so this is Accelerate's integration (accelerate.py) with a callback:
-accumulation, clipping, schedules, evaluation and checkpoints stay the Trainer's. The loss scale, the counters and the
-FP8 scales are in each checkpoint's ``scaler.pt``, and ``resume_from_checkpoint`` goes on from them.
+A Trainer steps through an Accelerator, so this is Accelerate's integration (accelerate.py) with a callback. The Trainer
+keeps its accumulation, clipping, schedules, evaluation and checkpoints. Each checkpoint's ``scaler.pt`` contains the
+loss scale, the skip counters and the FP8 scales, and ``resume_from_checkpoint`` loads them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from narrowgauge.errors import UsageError
 from narrowgauge.findings import Finding
 from narrowgauge.gauges.watch.watch import EVERY
-from narrowgauge.integrations.accelerate import Bridge, adopt
+from narrowgauge.integrations.accelerate import EngineScaler, adopt
 from narrowgauge.integrations.gauges import Gauges
 from narrowgauge.integrations.hosted import Hosted, import_library
 from narrowgauge.recipe import Recipe
@@ -36,10 +36,24 @@ def adapt(
     captures: str | Path | None = None,
     **options: Any,
 ) -> Any:
-    """Let a Trainer train under a recipe; returns the same Trainer.
+    """Let a Trainer train under a recipe.
 
-    Tensors are read every ``watch`` updates (0: never, and no findings); steps that go wrong are written to the folder
-    ``captures``. ``options`` are the engine's: clip_norm, compile, blocks, fused, max_consecutive_skips.
+    Args:
+        trainer: A ``transformers.Trainer`` or an instance of a subclass, with ``fp16`` and ``bf16`` off.
+        recipe: A recipe or its text.
+        watch: Read tensors every so many updates. 0: never, and report no findings.
+        captures: Folder for steps whose loss or gradients are not finite. None: capture nothing.
+        **options: ``clip_norm``, ``compile``, ``blocks``, ``fused`` and ``max_consecutive_skips`` of ``Engine``.
+
+    Returns:
+        The same Trainer.
+
+    Raises:
+        UsageError: The Trainer or an option cannot be combined with the recipe.
+
+    Example:
+        >>> trainer = adapt(Trainer(model, args, train_dataset=data), recipe="bf16")
+        >>> trainer.train()
     """
     library = import_library("transformers", "'transformers[torch]'")
     if not isinstance(trainer, library.Trainer):
@@ -47,15 +61,24 @@ def adapt(
     if captures is not None and not watch:
         raise UsageError("adapt: captures need watch, an interval of at least 1")
     if getattr(trainer.args, "torch_compile", False):
-        raise UsageError("adapt: torch_compile compiles the model before the recipe is in it; take compile=True here")
-    bridge = adopt(trainer.accelerator, recipe, **options)
-    callback = _callback_class()(bridge, watch, captures)
-    trainer.callback_handler.callbacks.insert(0, callback)  # first, so that reporters see what it adds to the logs
+        raise UsageError(
+            "adapt: torch_compile compiles the model before the recipe changes it; use adapt(..., compile=True)"
+        )
+    scaler = adopt(trainer.accelerator, recipe, **options)
+    callback = _make_callback_class()(scaler, watch, captures)
+    trainer.callback_handler.callbacks.insert(0, callback)  # first, so that reporters see what it adds
     return trainer
 
 
 def gauges_of(trainer: Any) -> Any:
-    """The callback that ``adapt`` gave a Trainer: ``findings``, ``engine``."""
+    """Return the callback that ``adapt`` added to a Trainer. It has ``findings`` and ``engine``.
+
+    Args:
+        trainer: An adapted Trainer.
+
+    Raises:
+        UsageError: The Trainer was not adapted.
+    """
     found = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, _Callback)]
     if not found:
         raise UsageError("this Trainer has no recipe: call narrowgauge.integrations.transformers.adapt first")
@@ -63,43 +86,51 @@ def gauges_of(trainer: Any) -> Any:
 
 
 def replay_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-    """The loss of a captured batch: ``ng.replay(folder, model, replay_loss)``."""
+    """Return the loss of a captured batch, for ``ng.replay(folder, model, replay_loss)``.
+
+    Args:
+        model: A model that returns a dictionary with ``loss``.
+        batch: The captured keyword arguments of its forward.
+    """
     loss: Tensor = model(**batch)["loss"]
     return loss
 
 
 @functools.cache
-def _callback_class() -> type:
+def _make_callback_class() -> type:
     base = import_library("transformers", "'transformers[torch]'").TrainerCallback
     return type("NarrowgaugeCallback", (_Callback, base), {"__module__": __name__})
 
 
 class _Callback:
-    """Watches the engine that a Trainer trains by; logs its loss scale and skips, and warns of what it finds."""
+    """Watches the engine of a Trainer: logs loss scale and skipped updates, and warns of findings."""
 
-    def __init__(self, bridge: Bridge, watch: int, captures: str | Path | None) -> None:
-        self._bridge, self._watch, self._captures = bridge, watch, captures
+    def __init__(self, scaler: EngineScaler, watch: int, captures: str | Path | None) -> None:
+        self._scaler, self._watch, self._captures = scaler, watch, captures
         self._log = logging.getLogger("narrowgauge")
-        bridge.on_engine = self._begin
+        scaler.on_engine = self._start_gauges
 
     @property
     def engine(self) -> Hosted:
-        return self._bridge.engine
+        """The engine that trains the model."""
+        return self._scaler.engine
 
     @property
     def findings(self) -> list[Finding]:
-        return self._bridge.gauges.findings if self._bridge.gauges is not None else []
+        """All findings so far."""
+        return self._scaler.gauges.findings if self._scaler.gauges is not None else []
 
-    def _begin(self, engine: Hosted) -> None:
+    def _start_gauges(self, engine: Hosted) -> None:
         if self._watch:
-            self._bridge.gauges = Gauges(engine, self._watch, self._captures, self._log.warning)
+            self._scaler.gauges = Gauges(engine, self._watch, self._captures, self._log.warning)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Log what runs in which format."""
         engine = self.engine
         self._log.info("recipe %s on %s: %s", engine.recipe, engine.hardware.name, engine.conversion.summary())
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """``loss_scale``, ``skipped_updates`` and ``findings`` beside a training step's numbers."""
+        """Add ``loss_scale``, ``skipped_updates`` and ``findings`` to the numbers of a training step."""
         if logs is None or "loss" not in logs:
             return
         engine = self.engine
@@ -111,5 +142,6 @@ class _Callback:
             state.log_history[-1].update(extra)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._bridge.gauges is not None:
-            self._bridge.gauges.finish()
+        """Report the last findings."""
+        if self._scaler.gauges is not None:
+            self._scaler.gauges.finish()

@@ -1,4 +1,4 @@
-"""Kernels in Triton, each beside its plain-torch reference and its torch custom op; here is what all of them share."""
+"""Triton kernels, each with a plain-torch reference and a torch custom op. This file has what all of them share."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch import Tensor
 from narrowgauge.kernels.dry_run import is_dry_run
 
 FP8_MAX: dict[torch.dtype, float] = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-"""The largest finite value of each FP8 format: casts saturate here."""
+"""The largest finite value of each FP8 format. Casts saturate to it."""
 
 SCALE_RANGE = (2.0**-100, 2.0**100)
-"""Scales stay in here, so that neither they nor their inverses leave FP32 whatever amax a tensor shows."""
+"""Limits of every scale, so that neither a scale nor its inverse overflows or underflows FP32."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 HAVE_TRITON = find_spec("triton") is not None
 
 interpreting = False
-"""Tests of kernels on a CPU set this, with TRITON_INTERPRET=1 in the environment before Triton is imported."""
+"""Kernel tests on a CPU set this to True, with TRITON_INTERPRET=1 set before Triton is imported."""
 
 
 def jit(function: Callable[..., Any], unspecialized: tuple[str, ...] = ()) -> Any:
-    """``triton.jit``; without Triton the function as it is, so that a kernel file can be imported anywhere."""
+    """Apply ``triton.jit``. Without Triton return the function unchanged, so that kernel files import anywhere."""
     if not HAVE_TRITON:
         return function
     import triton
@@ -34,16 +34,16 @@ def jit(function: Callable[..., Any], unspecialized: tuple[str, ...] = ()) -> An
     return triton.jit(function, do_not_specialize=list(unspecialized))
 
 
-def jit_for_any(*names: str) -> Callable[[Callable[..., Any]], Any]:
-    """``jit`` for a kernel that is not compiled anew for other values of these arguments, such as a row count."""
+def jit_unspecialized(*names: str) -> Callable[[Callable[..., Any]], Any]:
+    """Apply ``jit`` to a kernel that must not be recompiled when these arguments (a row count, for example) change."""
     return partial(jit, unspecialized=names)
 
 
-def fitting_scale(amax: Tensor, largest: Tensor | float, margin: int = 0) -> Tensor:
-    """The scale that brings an amax to the format's largest number, lowered by the margin; 1 for 0, inf and NaN."""
+def compute_scale(amax: Tensor, largest: Tensor | float, margin: int = 0) -> Tensor:
+    """Return the scale that maps ``amax`` to ``largest`` / 2**margin; 1 where amax is 0, inf or NaN."""
     good = torch.isfinite(amax) & (amax > 0)
     top = largest if isinstance(largest, Tensor) else torch.full_like(amax, largest, dtype=torch.float32)
-    # A tensor divides with one rounding; torch takes a number divided by a tensor as a product with its inverse.
+    # A tensor divided by a tensor rounds once. torch computes number / tensor as number * (1 / tensor).
     scale = top / torch.where(good, amax.float(), 1.0) / 2.0**margin
     return torch.where(good, scale.clamp(*SCALE_RANGE), 1.0)
 
@@ -54,15 +54,15 @@ def have_triton() -> bool:
 
 
 def use_triton(tensor: Tensor) -> bool:
-    """Whether a call on ``tensor`` launches a kernel: on CUDA, and where tests ask for Triton's interpreter."""
+    """Whether a call on ``tensor`` launches a kernel: on CUDA, or in Triton's interpreter when a test requests it."""
     return (HAVE_TRITON or is_dry_run()) and (tensor.is_cuda or interpreting)
 
 
-def direct(*tensors: Tensor) -> bool:
-    """Whether a call may launch its kernel itself instead of through its custom op, whose dispatch costs 50 us.
+def can_bypass_op(*tensors: Tensor) -> bool:
+    """Whether a call may launch its kernel directly and skip its custom op, whose dispatch costs 50 us.
 
-    Not while compiling, nor where a dispatch mode (FakeTensor, selective recomputation, a FLOP counter) must see the
-    op; FakeTensors and other subclasses handed around outside their mode are told by their type.
+    The op is needed under torch.compile, under a dispatch mode (FakeTensor, selective recomputation, a FLOP counter),
+    and for tensor subclasses, which include FakeTensors used outside their mode.
     """
     return (
         not torch.compiler.is_compiling()
@@ -71,22 +71,22 @@ def direct(*tensors: Tensor) -> bool:
     )
 
 
-class Recording(Generic[F]):
-    """Two custom ops of one function: one that raises the statistics it is given, and one where there are none.
+class OpWithOptionalStats(Generic[F]):
+    """One function as two custom ops: one that updates the statistics passed to it, one for calls without statistics.
 
-    inductor (torch 2.11 and 2.13) fails on an op whose arguments to change are all None.
+    inductor (torch 2.11 and 2.13) fails on an op whose mutated arguments are all None.
     """
 
     def __init__(self, name: str, function: F, fake: F, mutates: tuple[str, ...]) -> None:
-        self._recording = register(name, function, fake, mutates)
-        self._pure = register(f"{name}_unrecorded", function, fake)
+        self._with_stats = register(name, function, fake, mutates)
+        self._without_stats = register(f"{name}_unrecorded", function, fake)
 
-    def of(self, *statistics: Tensor | None) -> F:
-        return self._pure if all(tensor is None for tensor in statistics) else self._recording
+    def select(self, *statistics: Tensor | None) -> F:
+        return self._without_stats if all(tensor is None for tensor in statistics) else self._with_stats
 
 
 def register(name: str, function: F, fake: F, mutates: tuple[str, ...] = ()) -> F:
-    """``function`` as the custom op narrowgauge::``name``, whose results have the shapes that ``fake`` returns."""
+    """Register ``function`` as custom op narrowgauge::``name``; ``fake`` returns empty tensors of the result shapes."""
     torch.library.custom_op(f"narrowgauge::{name}", function, mutates_args=mutates).register_fake(fake)
     op: F = getattr(torch.ops.narrowgauge, name)
     return op

@@ -1,21 +1,21 @@
-"""GELU and SwiGLU, forward and backward, written in FP8 in both layouts or in 16 bits, in one pass.
+"""GELU and SwiGLU, forward and backward, in one pass; the output is FP8 in both layouts, or 16-bit.
 
-    gelu             a  = u Phi(u)                        tanh variant: u sigmoid(s), s = 2 k (u + c u^3)
-    gelu_backward    du = da (Phi(u) + u phi(u))          tanh variant: da (f + u f (1 - f) s'), f = sigmoid(s)
-    swiglu           a  = g f u                           f = sigmoid(g), on a packed [gate, up]
-    swiglu_backward  dg = da u f (1 + g (1 - f)),  du = da g f
+    gelu             a = u Phi(u)                            tanh variant: u sigmoid(s), s = 2 k (u + c u^3)
+    gelu_backward    grad_u = grad_a (Phi(u) + u phi(u))     tanh variant: grad_a (f + u f (1 - f) s'), f = sigmoid(s)
+    swiglu           a = g f u                               f = sigmoid(g), on a packed [gate, up]
+    swiglu_backward  grad_g = grad_a u f (1 + g (1 - f)),  grad_u = grad_a g f
 
-with phi and Phi the normal density and its integral, k = sqrt(2/pi), c = 0.044715. Everything is computed in FP32 and
-rounded once, to the output's format; scales, amax and counts are as in ``cast``.
+phi and Phi are the normal density and its integral, k = sqrt(2/pi), c = 0.044715. Everything is computed in FP32 and
+rounded once, to the output's format. Scales, amax and counts work as in ``cast``.
 
-Phi is not taken from erf, whose instructions would cost more than the bytes. Instead, for z >= 0,
+The instructions of erf would cost more than the memory traffic, so Phi is computed without it. For z >= 0,
 
-    Phi(-z) = 2**Q(z),   Q of degree 7, fitted on [0, 6]: 5e-6 of relative error in FP32, a thousandth of a BF16 step
+    Phi(-z) = 2**Q(z),   Q of degree 7, fitted on [0, 6]: 5e-6 relative error in FP32, a thousandth of a BF16 step
 
-which keeps its relative accuracy in the tail, where 1 + erf cancels; beyond 6 (6e-9) Q goes on falling.
+This keeps its relative accuracy in the tail, where 1 + erf cancels. Beyond 6 (Phi = 6e-9) Q keeps falling.
 
-Where ``forward_scale`` is given, the backward functions make the forward's output once more, transposed and in E4M3, so
-that it need not be kept: the same bits, for one byte more to write.
+With ``forward_scale``, the backward functions also recompute the forward output, transposed and in E4M3. It then does
+not have to be saved: the bits are the same, and backward writes one more byte per element.
 
 Bytes moved per element of BF16 input and FP8 output in both layouts: gelu 4, gelu_backward 6; per element of a: swiglu
 6, swiglu_backward 10.
@@ -29,17 +29,17 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import UsageError
-from narrowgauge.kernels import FP8_MAX, direct, register, use_triton
+from narrowgauge.kernels import FP8_MAX, can_bypass_op, register, use_triton
 from narrowgauge.kernels.activation_kernels import pointwise_kernel, swiglu_backward_kernel
-from narrowgauge.kernels.cast import empty_words, transpose_reference, transposed_copy
-from narrowgauge.kernels.fp8_tile import FLUSHED, quantize_reference, tiles, whole
+from narrowgauge.kernels.cast import allocate_words, finish_transposed, transpose_reference
+from narrowgauge.kernels.fp8_tile import FLUSH_THRESHOLD, quantize_reference, tile_grid, tiles_evenly
 
-# As measured on an H200 (bench/tune_kernels.py): these kernels compute as much as they move.
+# The fastest on an H200 (bench/tune_kernels.py). These kernels are bound by compute as much as by memory.
 TILE: dict[str, int] = {"BLOCK_N": 128, "BLOCK_D": 64, "num_warps": 4}
 PAIR_TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 64, "num_warps": 4}
 GATED_TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 64, "num_warps": 8}
-AGAIN = torch.float8_e4m3fn
-"""The format of forward's output where backward makes it once more."""
+RECOMPUTED_DTYPE = torch.float8_e4m3fn
+"""The format of the forward output when backward recomputes it."""
 SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
 CUBIC = 0.044715
 DENSITY = 1.0 / math.sqrt(2.0 * math.pi)
@@ -54,13 +54,13 @@ def gelu(
     counts: Tensor | None = None,
     transposed: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """GELU of ``u`` [N, F]: [N, F], and for an FP8 ``dtype`` (which needs ``scale``) also [F, N] unless not wanted."""
-    call = _pointwise if direct(u) else _pointwise_op
-    return _given(call(_named("gelu", approximate), u, None, scale, dtype, amax, counts, transposed, None))[:2]
+    """Return GELU of ``u`` [N, F] as [N, F]; an FP8 ``dtype`` needs ``scale``, and adds [F, N] if ``transposed``."""
+    call = _pointwise if can_bypass_op(u) else _pointwise_op
+    return _drop_missing(call(_name_op("gelu", approximate), u, None, scale, dtype, amax, counts, transposed, None))[:2]
 
 
 def gelu_backward(
-    da: Tensor,
+    grad_output: Tensor,
     u: Tensor,
     scale: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
@@ -70,10 +70,10 @@ def gelu_backward(
     transposed: bool = True,
     forward_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradient at GELU's input ``u`` from ``da`` at its output, in the layouts of ``gelu``; and gelu(u) [F, N]."""
-    call = _pointwise if direct(da, u) else _pointwise_op
-    op = _named("gelu_backward", approximate)
-    return _given(call(op, u, da, scale, dtype, amax, counts, transposed, forward_scale))
+    """Return the gradient of ``u`` in the layouts of ``gelu``; with ``forward_scale`` also gelu(u) as [F, N]."""
+    call = _pointwise if can_bypass_op(grad_output, u) else _pointwise_op
+    op = _name_op("gelu_backward", approximate)
+    return _drop_missing(call(op, u, grad_output, scale, dtype, amax, counts, transposed, forward_scale))
 
 
 def swiglu(
@@ -84,14 +84,14 @@ def swiglu(
     counts: Tensor | None = None,
     transposed: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """silu(gate) * up of a packed [N, 2F], gate first: [N, F], and for an FP8 ``dtype`` also [F, N]."""
+    """Return silu(gate) * up of a packed [N, 2F], gate first, as [N, F]; for an FP8 ``dtype`` also as [F, N]."""
     gate, up = gate_up.chunk(2, dim=1)
-    call = _pointwise if direct(gate_up) else _pointwise_op
-    return _given(call("swiglu", gate, up, scale, dtype, amax, counts, transposed, None))[:2]
+    call = _pointwise if can_bypass_op(gate_up) else _pointwise_op
+    return _drop_missing(call("swiglu", gate, up, scale, dtype, amax, counts, transposed, None))[:2]
 
 
 def swiglu_backward(
-    da: Tensor,
+    grad_output: Tensor,
     gate_up: Tensor,
     scale: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
@@ -100,13 +100,13 @@ def swiglu_backward(
     transposed: bool = True,
     forward_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradient at ``gate_up`` [N, 2F] from ``da`` [N, F]: [N, 2F], in FP8 also [2F, N]; and swiglu [F, N]."""
-    call = _swiglu_backward if direct(da, gate_up) else _swiglu_backward_op
-    return _given(call(da, gate_up, scale, dtype, amax, counts, transposed, forward_scale))
+    """Return the gradient of ``gate_up`` as [N, 2F], in FP8 also as [2F, N]; with ``forward_scale`` swiglu [F, N]."""
+    call = _swiglu_backward if can_bypass_op(grad_output, gate_up) else _swiglu_backward_op
+    return _drop_missing(call(grad_output, gate_up, scale, dtype, amax, counts, transposed, forward_scale))
 
 
 def pointwise_reference(op: str, a: Tensor, b: Tensor | None = None) -> Tensor:
-    """The value of an op before its cast: a is u or gate; b is None, da or up. In FP32, or FP64 where that comes in."""
+    """Return an op's value before the cast, in FP32 (FP64 for FP64 input). a: u or gate; b: None, grad_output or up."""
     a = a if a.dtype is torch.float64 else a.float()
     f = torch.sigmoid(a if op == "swiglu" else SLOPE * (a + CUBIC * a**3))
     cdf: Tensor = 0.5 * torch.special.erfc(-a * math.sqrt(0.5))  # not 1 + erf, which cancels in the tail
@@ -119,13 +119,13 @@ def pointwise_reference(op: str, a: Tensor, b: Tensor | None = None) -> Tensor:
     return b * (f + a * f * (1 - f) * SLOPE * (1 + 3 * CUBIC * a**2))
 
 
-def swiglu_backward_reference(da: Tensor, gate_up: Tensor) -> Tensor:
+def swiglu_backward_reference(grad_output: Tensor, gate_up: Tensor) -> Tensor:
     gate, up = (gate_up if gate_up.dtype is torch.float64 else gate_up.float()).chunk(2, dim=1)
     f = torch.sigmoid(gate)
-    return torch.cat([da * up * f * (1 + gate * (1 - f)), da * gate * f], dim=1)
+    return torch.cat([grad_output * up * f * (1 + gate * (1 - f)), grad_output * gate * f], dim=1)
 
 
-def _named(op: str, approximate: str) -> str:
+def _name_op(op: str, approximate: str) -> str:
     if approximate not in ("none", "tanh"):
         raise UsageError(f"{op}: approximate={approximate!r} is unknown; expected 'none' or 'tanh'")
     return op if approximate == "none" else f"{op}_tanh"
@@ -136,44 +136,48 @@ def _check(op: str, dtype: torch.dtype, scale: Tensor | None, a: Tensor, b: Tens
         raise UsageError(f"{op}: output in {dtype} {'needs a' if scale is None else 'takes no'} scale")
     if a.dim() != 2 or b.shape != (a.shape[0], ratio * a.shape[1]):
         raise UsageError(
-            f"{op}: got tensors of shape {tuple(a.shape)} and {tuple(b.shape)}; expected two dimensions (flatten the "
-            f"leading ones), as many rows, and {ratio} times the columns"
+            f"{op}: got tensors of shape {tuple(a.shape)} and {tuple(b.shape)}; expected two dimensions each (flatten "
+            f"the leading ones), the same number of rows, and {ratio} times the columns"
         )
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 else x.contiguous()  # an expanded gradient, say
+def _make_rows_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()  # an expanded gradient, for example
 
 
-def _output(
+def _allocate_output(
     length: int, width: int, like: Tensor, dtype: torch.dtype, transposed: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Memory for the output and for its transposed copy in words."""
+    """Allocate the output, and its transposed copy as 32-bit words."""
     out = torch.empty((length, width), dtype=dtype, device=like.device)
-    return out, empty_words(out) if transposed and dtype in FP8_MAX else None
+    return out, allocate_words(out) if transposed and dtype in FP8_MAX else None
 
 
-def _layouts(
-    out: Tensor, words: Tensor | None, transposed: bool, again: Tensor | None
+def _collect_outputs(
+    out: Tensor, words: Tensor | None, transposed: bool, recomputed: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The output, its transposed copy, and the forward's; an op cannot return None: what is missing is empty."""
-    out_t = transposed_copy(out, words) if transposed and out.dtype in FP8_MAX else out.new_empty(0)
-    return out, out_t, out.new_empty(0, dtype=AGAIN) if again is None else again.view(AGAIN)
+    """Return output, transposed copy and recomputed forward; a missing one is empty, as an op cannot return None."""
+    out_t = finish_transposed(out, words) if transposed and out.dtype in FP8_MAX else out.new_empty(0)
+    return (
+        out,
+        out_t,
+        out.new_empty(0, dtype=RECOMPUTED_DTYPE) if recomputed is None else recomputed.view(RECOMPUTED_DTYPE),
+    )
 
 
-def _forward_again(op: str, a: Tensor, b: Tensor | None, scale: Tensor) -> Tensor:
-    """The forward's output transposed, in passes of its own, where there are no whole words."""
-    return transpose_reference(_pointwise(op, a, b, scale, AGAIN, None, None, False, None)[0])
+def _recompute_forward(op: str, a: Tensor, b: Tensor | None, scale: Tensor) -> Tensor:
+    """Recompute the transposed forward output in separate passes, for a length that is not a multiple of 16."""
+    return transpose_reference(_pointwise(op, a, b, scale, RECOMPUTED_DTYPE, None, None, False, None)[0])
 
 
-def _empty_again(length: int, width: int, like: Tensor, forward_scale: Tensor | None) -> Tensor | None:
-    """Memory for the forward's output transposed, in words; None where it is not wanted or has no whole words."""
+def _allocate_recomputed(length: int, width: int, like: Tensor, forward_scale: Tensor | None) -> Tensor | None:
+    """Allocate the transposed forward output as words; None if not requested or the length is no multiple of 16."""
     if forward_scale is None or length % 16 or not length or not width:
         return None
     return torch.empty((width, length // 4), dtype=torch.int32, device=like.device)
 
 
-def _settle(
+def _store_reference(
     value: Tensor,
     scale: Tensor | None,
     dtype: torch.dtype,
@@ -183,7 +187,7 @@ def _settle(
     forward: Tensor | None,
     forward_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The reference's counterpart of ``emit``."""
+    """Store a value as ``store_tiles`` does, in plain torch."""
     if scale is not None:
         out = quantize_reference(value, scale, dtype, amax, counts)
     else:
@@ -192,8 +196,8 @@ def _settle(
             amax.copy_(torch.maximum(amax, value.abs().amax()))
     out_t = transpose_reference(out) if transposed and dtype in FP8_MAX else out.new_empty(0)
     if forward is None or forward_scale is None:
-        return out, out_t, out.new_empty(0, dtype=AGAIN)
-    return out, out_t, transpose_reference(quantize_reference(forward, forward_scale, AGAIN))
+        return out, out_t, out.new_empty(0, dtype=RECOMPUTED_DTYPE)
+    return out, out_t, transpose_reference(quantize_reference(forward, forward_scale, RECOMPUTED_DTYPE))
 
 
 def _pointwise(
@@ -211,27 +215,28 @@ def _pointwise(
     if not use_triton(a):
         forward = None if forward_scale is None else pointwise_reference(op.replace("_backward", ""), a)
         value = pointwise_reference(op, a, b)
-        return _settle(value, scale, dtype, amax, counts, transposed, forward, forward_scale)
+        return _store_reference(value, scale, dtype, amax, counts, transposed, forward, forward_scale)
     length, width = a.shape
-    out, words = _output(length, width, a, dtype, transposed)
-    again = _empty_again(length, width, a, forward_scale)
+    out, words = _allocate_output(length, width, a, dtype, transposed)
+    recomputed = _allocate_recomputed(length, width, a, forward_scale)
     if not out.numel():
-        return _layouts(out, words, transposed, again)
-    a = _rows(a)
-    b = None if b is None else _rows(b)
+        return _collect_outputs(out, words, transposed, recomputed)
+    a = _make_rows_contiguous(a)
+    b = None if b is None else _make_rows_contiguous(b)
     tile = TILE if b is None else PAIR_TILE
-    pointwise_kernel[tiles(length, width, tile)](
-        a, b, out, words, scale, amax, counts, again, forward_scale,
+    pointwise_kernel[tile_grid(length, width, tile)](
+        a, b, out, words, scale, amax, counts, recomputed, forward_scale,
         length, width, a.stride(0), 0 if b is None else b.stride(0), width, length // 16,
-        OP=op, LIMIT=FP8_MAX.get(dtype), TINY=FLUSHED.get(dtype), WHOLE=whole(length, width, tile), **tile,
+        OP=op, LIMIT=FP8_MAX.get(dtype), TINY=FLUSH_THRESHOLD.get(dtype), WHOLE=tiles_evenly(length, width, tile),
+        **tile,
     )  # fmt: skip
-    if forward_scale is not None and again is None:
-        again = _forward_again(op.replace("_backward", ""), a, None, forward_scale)
-    return _layouts(out, words, transposed, again)
+    if forward_scale is not None and recomputed is None:
+        recomputed = _recompute_forward(op.replace("_backward", ""), a, None, forward_scale)
+    return _collect_outputs(out, words, transposed, recomputed)
 
 
 def _swiglu_backward(
-    da: Tensor,
+    grad_output: Tensor,
     gate_up: Tensor,
     scale: Tensor | None,
     dtype: torch.dtype,
@@ -240,50 +245,52 @@ def _swiglu_backward(
     transposed: bool,
     forward_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check("swiglu_backward", dtype, scale, da, gate_up, ratio=2)
+    _check("swiglu_backward", dtype, scale, grad_output, gate_up, ratio=2)
     if not use_triton(gate_up):
         forward = None if forward_scale is None else pointwise_reference("swiglu", *gate_up.chunk(2, dim=1))
-        value = swiglu_backward_reference(da, gate_up)
-        return _settle(value, scale, dtype, amax, counts, transposed, forward, forward_scale)
-    length, width = da.shape
-    out, words = _output(length, 2 * width, da, dtype, transposed)
-    again = _empty_again(length, width, da, forward_scale)
+        value = swiglu_backward_reference(grad_output, gate_up)
+        return _store_reference(value, scale, dtype, amax, counts, transposed, forward, forward_scale)
+    length, width = grad_output.shape
+    out, words = _allocate_output(length, 2 * width, grad_output, dtype, transposed)
+    recomputed = _allocate_recomputed(length, width, grad_output, forward_scale)
     if not out.numel():
-        return _layouts(out, words, transposed, again)
-    da = _rows(da)
-    gate, up = _rows(gate_up).split(width, dim=1)
-    dg, du = out.split(width, dim=1)
-    dg_t, du_t = (None, None) if words is None else words.split(width)
-    swiglu_backward_kernel[tiles(length, width, GATED_TILE)](
-        da, gate, up, dg, du, dg_t, du_t, scale, amax, counts, again, forward_scale,
-        length, width, da.stride(0), gate.stride(0), 2 * width, length // 16,
-        LIMIT=FP8_MAX.get(dtype), TINY=FLUSHED.get(dtype), WHOLE=whole(length, width, GATED_TILE), **GATED_TILE,
+        return _collect_outputs(out, words, transposed, recomputed)
+    grad_output = _make_rows_contiguous(grad_output)
+    gate, up = _make_rows_contiguous(gate_up).split(width, dim=1)
+    grad_gate, grad_up = out.split(width, dim=1)
+    grad_gate_t, grad_up_t = (None, None) if words is None else words.split(width)
+    swiglu_backward_kernel[tile_grid(length, width, GATED_TILE)](
+        grad_output, gate, up, grad_gate, grad_up, grad_gate_t, grad_up_t, scale, amax, counts, recomputed,
+        forward_scale,
+        length, width, grad_output.stride(0), gate.stride(0), 2 * width, length // 16,
+        LIMIT=FP8_MAX.get(dtype), TINY=FLUSH_THRESHOLD.get(dtype), WHOLE=tiles_evenly(length, width, GATED_TILE),
+        **GATED_TILE,
     )  # fmt: skip
-    if forward_scale is not None and again is None:
-        again = _forward_again("swiglu", gate, up, forward_scale)
-    return _layouts(out, words, transposed, again)
+    if forward_scale is not None and recomputed is None:
+        recomputed = _recompute_forward("swiglu", gate, up, forward_scale)
+    return _collect_outputs(out, words, transposed, recomputed)
 
 
-def _given(made: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """None for what is missing."""
-    out, out_t, again = made
-    return out, out_t if out_t.dim() == 2 else None, again if again.dim() == 2 else None
+def _drop_missing(made: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Replace empty tensors by None."""
+    out, out_t, recomputed = made
+    return out, out_t if out_t.dim() == 2 else None, recomputed if recomputed.dim() == 2 else None
 
 
-def _fake(
-    like: Tensor, width: int | torch.SymInt, dtype: torch.dtype, transposed: bool, again: int | torch.SymInt | None
+def _make_fake(
+    like: Tensor, width: int | torch.SymInt, dtype: torch.dtype, transposed: bool, recomputed: int | torch.SymInt | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     length = like.shape[0]
     out = like.new_empty((length, width), dtype=dtype)
     out_t = out.new_empty((width, length) if transposed and dtype in FP8_MAX else (0,))
-    return out, out_t, out.new_empty((again, length) if again is not None else (0,), dtype=AGAIN)
+    return out, out_t, out.new_empty((recomputed, length) if recomputed is not None else (0,), dtype=RECOMPUTED_DTYPE)
 
 
 _STATISTICS = ("amax", "counts")
 _pointwise_op = register(
     "activation",
     _pointwise,
-    lambda op, a, b, scale, dtype, amax, counts, transposed, forward_scale: _fake(
+    lambda op, a, b, scale, dtype, amax, counts, transposed, forward_scale: _make_fake(
         a, a.shape[1], dtype, transposed, None if forward_scale is None else a.shape[1]
     ),
     _STATISTICS,
@@ -291,8 +298,8 @@ _pointwise_op = register(
 _swiglu_backward_op = register(
     "swiglu_backward",
     _swiglu_backward,
-    lambda da, gate_up, scale, dtype, amax, counts, transposed, forward_scale: _fake(
-        gate_up, gate_up.shape[1], dtype, transposed, None if forward_scale is None else da.shape[1]
+    lambda grad_output, gate_up, scale, dtype, amax, counts, transposed, forward_scale: _make_fake(
+        gate_up, gate_up.shape[1], dtype, transposed, None if forward_scale is None else grad_output.shape[1]
     ),
     _STATISTICS,
 )

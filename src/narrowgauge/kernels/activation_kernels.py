@@ -1,26 +1,26 @@
 """The Triton kernels of GELU and SwiGLU; ``activation`` has their mathematics, references and launches.
 
-A pointer that is None leaves out, when the kernel is compiled, all that belongs to it. ``again_t_ptr`` is where the
-backward kernels write the forward's output once more, transposed and in E4M3, for the product that reads it: they have
-all it takes, so it need not be kept from one to the other.
+A pointer that is None removes its code when the kernel is compiled. The backward kernels recompute the forward output
+into ``recomputed_t_ptr``, transposed and in E4M3, for the product that reads it. They already load what this needs, so
+the output does not have to be saved in forward.
 """
 
 from __future__ import annotations
 
-from narrowgauge.kernels import HAVE_TRITON, jit, jit_for_any
+from narrowgauge.kernels import HAVE_TRITON, jit, jit_unspecialized
 from narrowgauge.kernels.fp8_tile import (
-    add_misfits,
-    emit,
+    add_misfit_counts,
+    count_misfits,
+    finish_tile_stats,
+    init_tile_stats,
+    issue_loads,
     load_four,
     load_rows,
-    misfits,
     pack_fp8,
-    settle,
+    store_tiles,
     store_words,
     tile_origin,
-    under_way,
-    unseen,
-    widen,
+    to_fp32,
 )
 
 if HAVE_TRITON:
@@ -48,25 +48,25 @@ def _normal_integral(u):  # type: ignore[no-untyped-def]
 
 @jit
 def _value(a, b, OP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One output from u, from u and da, or from gate and up; the constants are the references', written out."""
-    a = widen(a)
+    """Compute one output from u, from u and grad_output, or from gate and up; same constants as the references."""
+    a = to_fp32(a)
     if OP == "swiglu":
-        return a * _sigmoid(a) * widen(b)
+        return a * _sigmoid(a) * to_fp32(b)
     elif OP == "gelu":
         return a * _normal_integral(a)
     elif OP == "gelu_backward":
-        density = tl.exp2(a * a * -0.7213475204444817 - 1.3257480647361593)  # of 1 / sqrt(2 pi), the logarithm
-        return widen(b) * (_normal_integral(a) + a * density)
+        density = tl.exp2(a * a * -0.7213475204444817 - 1.3257480647361593)  # log2(1 / sqrt(2 pi))
+        return to_fp32(b) * (_normal_integral(a) + a * density)
     elif OP == "gelu_tanh":
         return a * _sigmoid(1.5957691216057308 * a * (1.0 + 0.044715 * a * a))
     else:
         f = _sigmoid(1.5957691216057308 * a * (1.0 + 0.044715 * a * a))
-        return widen(b) * (f + a * f * (1.0 - f) * (1.5957691216057308 * (1.0 + 0.134145 * a * a)))
+        return to_fp32(b) * (f + a * f * (1.0 - f) * (1.5957691216057308 * (1.0 + 0.134145 * a * a)))
 
 
-@jit_for_any("length", "n16")
+@jit_unspecialized("length", "n16")
 def pointwise_kernel(  # type: ignore[no-untyped-def]
-    a_ptr, b_ptr, out_ptr, out_t_ptr, scale_ptr, amax_ptr, counts_ptr, again_t_ptr, again_scale_ptr,
+    a_ptr, b_ptr, out_ptr, out_t_ptr, scale_ptr, amax_ptr, counts_ptr, recomputed_t_ptr, recomputed_scale_ptr,
     length, width, a_stride, b_stride, out_stride, n16, OP: tl.constexpr,
     LIMIT: tl.constexpr, TINY: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -75,84 +75,89 @@ def pointwise_kernel(  # type: ignore[no-untyped-def]
     b0, b1, b2, b3 = a0, a1, a2, a3
     if b_ptr is not None:
         b0, b1, b2, b3 = load_four(b_ptr, n0, d0, length, width, b_stride, WHOLE, BLOCK_N, BLOCK_D)
-    if again_t_ptr is not None:
-        under_way()
+    if recomputed_t_ptr is not None:
+        issue_loads()
     scale = 1.0 if scale_ptr is None else tl.load(scale_ptr)
-    if again_t_ptr is not None:
+    if recomputed_t_ptr is not None:
         forward: tl.constexpr = "gelu" if OP == "gelu_backward" else "gelu_tanh"
-        by = tl.load(again_scale_ptr)
+        forward_scale = tl.load(recomputed_scale_ptr)
         words = pack_fp8(
-            _value(a0, a0, forward) * by, _value(a1, a1, forward) * by,
-            _value(a2, a2, forward) * by, _value(a3, a3, forward) * by, 448.0,
+            _value(a0, a0, forward) * forward_scale, _value(a1, a1, forward) * forward_scale,
+            _value(a2, a2, forward) * forward_scale, _value(a3, a3, forward) * forward_scale, 448.0,
         )  # fmt: skip
-        store_words(words, again_t_ptr, n0, d0, n16, width, WHOLE, BLOCK_N, BLOCK_D)
-    highest, lowest, nonzero = unseen(BLOCK_N, BLOCK_D)
-    highest, lowest, nonzero = emit(
+        store_words(words, recomputed_t_ptr, n0, d0, n16, width, WHOLE, BLOCK_N, BLOCK_D)
+    highest, lowest, nonzero = init_tile_stats(BLOCK_N, BLOCK_D)
+    highest, lowest, nonzero = store_tiles(
         _value(a0, b0, OP), _value(a1, b1, OP), _value(a2, b2, OP), _value(a3, b3, OP), highest, lowest, nonzero,
         out_ptr, out_t_ptr, scale, amax_ptr, counts_ptr, n0, d0, length, width, out_stride, n16,
         LIMIT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
-    again = settle(highest, lowest, nonzero, BLOCK_N * BLOCK_D, scale, amax_ptr, counts_ptr, LIMIT)
+    recount = finish_tile_stats(highest, lowest, nonzero, BLOCK_N * BLOCK_D, scale, amax_ptr, counts_ptr, LIMIT)
     if counts_ptr is not None:  # noqa: SIM102 (decided when the kernel is compiled)
-        if again:
-            both = 0
+        if recount:
+            counted = 0
             for i in range(4):
                 a = load_rows(a_ptr, n0 + i, d0, length, width, a_stride, WHOLE, BLOCK_N, BLOCK_D)
                 b = a
                 if b_ptr is not None:
                     b = load_rows(b_ptr, n0 + i, d0, length, width, b_stride, WHOLE, BLOCK_N, BLOCK_D)
-                both += misfits(_value(a, b, OP) * scale, LIMIT, TINY)
-            add_misfits(counts_ptr, both)
+                counted += count_misfits(_value(a, b, OP) * scale, LIMIT, TINY)
+            add_misfit_counts(counts_ptr, counted)
 
 
 @jit
-def _swiglu_gradients(da, gate, up):  # type: ignore[no-untyped-def]
-    da = widen(da)
-    gate = widen(gate)
+def _swiglu_gradients(grad_output, gate, up):  # type: ignore[no-untyped-def]
+    grad_output = to_fp32(grad_output)
+    gate = to_fp32(gate)
     f = _sigmoid(gate)
-    return da * widen(up) * f * (1.0 + gate * (1.0 - f)), da * gate * f
+    return grad_output * to_fp32(up) * f * (1.0 + gate * (1.0 - f)), grad_output * gate * f
 
 
-@jit_for_any("length", "n16")
+@jit_unspecialized("length", "n16")
 def swiglu_backward_kernel(  # type: ignore[no-untyped-def]
-    da_ptr, gate_ptr, up_ptr, dg_ptr, du_ptr, dg_t_ptr, du_t_ptr, scale_ptr, amax_ptr, counts_ptr, again_t_ptr,
-    again_scale_ptr, length, width, da_stride, stride, out_stride, n16,
+    grad_output_ptr, gate_ptr, up_ptr, grad_gate_ptr, grad_up_ptr, grad_gate_t_ptr, grad_up_t_ptr, scale_ptr,
+    amax_ptr, counts_ptr, recomputed_t_ptr,
+    recomputed_scale_ptr, length, width, grad_stride, stride, out_stride, n16,
     LIMIT: tl.constexpr, TINY: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     n0, d0 = tile_origin(BLOCK_N, BLOCK_D)
     gate0, gate1, gate2, gate3 = load_four(gate_ptr, n0, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
     up0, up1, up2, up3 = load_four(up_ptr, n0, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
-    da0, da1, da2, da3 = load_four(da_ptr, n0, d0, length, width, da_stride, WHOLE, BLOCK_N, BLOCK_D)
-    under_way()
+    grad0, grad1, grad2, grad3 = load_four(grad_output_ptr, n0, d0, length, width, grad_stride, WHOLE, BLOCK_N, BLOCK_D)
+    issue_loads()
     scale = 1.0 if scale_ptr is None else tl.load(scale_ptr)
-    if again_t_ptr is not None:
-        by = tl.load(again_scale_ptr)
+    if recomputed_t_ptr is not None:
+        forward_scale = tl.load(recomputed_scale_ptr)
         words = pack_fp8(
-            _value(gate0, up0, "swiglu") * by, _value(gate1, up1, "swiglu") * by,
-            _value(gate2, up2, "swiglu") * by, _value(gate3, up3, "swiglu") * by, 448.0,
+            _value(gate0, up0, "swiglu") * forward_scale, _value(gate1, up1, "swiglu") * forward_scale,
+            _value(gate2, up2, "swiglu") * forward_scale, _value(gate3, up3, "swiglu") * forward_scale, 448.0,
         )  # fmt: skip
-        store_words(words, again_t_ptr, n0, d0, n16, width, WHOLE, BLOCK_N, BLOCK_D)
-    dg0, du0 = _swiglu_gradients(da0, gate0, up0)
-    dg1, du1 = _swiglu_gradients(da1, gate1, up1)
-    dg2, du2 = _swiglu_gradients(da2, gate2, up2)
-    dg3, du3 = _swiglu_gradients(da3, gate3, up3)
-    highest, lowest, nonzero = unseen(BLOCK_N, BLOCK_D)
-    highest, lowest, nonzero = emit(
-        dg0, dg1, dg2, dg3, highest, lowest, nonzero, dg_ptr, dg_t_ptr, scale, amax_ptr, counts_ptr,
+        store_words(words, recomputed_t_ptr, n0, d0, n16, width, WHOLE, BLOCK_N, BLOCK_D)
+    grad_gate0, grad_up0 = _swiglu_gradients(grad0, gate0, up0)
+    grad_gate1, grad_up1 = _swiglu_gradients(grad1, gate1, up1)
+    grad_gate2, grad_up2 = _swiglu_gradients(grad2, gate2, up2)
+    grad_gate3, grad_up3 = _swiglu_gradients(grad3, gate3, up3)
+    highest, lowest, nonzero = init_tile_stats(BLOCK_N, BLOCK_D)
+    highest, lowest, nonzero = store_tiles(
+        grad_gate0, grad_gate1, grad_gate2, grad_gate3, highest, lowest, nonzero, grad_gate_ptr, grad_gate_t_ptr,
+        scale, amax_ptr, counts_ptr,
         n0, d0, length, width, out_stride, n16, LIMIT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
-    highest, lowest, nonzero = emit(
-        du0, du1, du2, du3, highest, lowest, nonzero, du_ptr, du_t_ptr, scale, amax_ptr, counts_ptr,
+    highest, lowest, nonzero = store_tiles(
+        grad_up0, grad_up1, grad_up2, grad_up3, highest, lowest, nonzero, grad_up_ptr, grad_up_t_ptr, scale, amax_ptr,
+        counts_ptr,
         n0, d0, length, width, out_stride, n16, LIMIT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
-    again = settle(highest, lowest, nonzero, 2 * BLOCK_N * BLOCK_D, scale, amax_ptr, counts_ptr, LIMIT)
+    recount = finish_tile_stats(highest, lowest, nonzero, 2 * BLOCK_N * BLOCK_D, scale, amax_ptr, counts_ptr, LIMIT)
     if counts_ptr is not None:  # noqa: SIM102 (decided when the kernel is compiled)
-        if again:
-            both = 0
+        if recount:
+            counted = 0
             for i in range(4):
                 gate = load_rows(gate_ptr, n0 + i, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
                 up = load_rows(up_ptr, n0 + i, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
-                da = load_rows(da_ptr, n0 + i, d0, length, width, da_stride, WHOLE, BLOCK_N, BLOCK_D)
-                dg, du = _swiglu_gradients(da, gate, up)
-                both += misfits(dg * scale, LIMIT, TINY) + misfits(du * scale, LIMIT, TINY)
-            add_misfits(counts_ptr, both)
+                grad_output = load_rows(
+                    grad_output_ptr, n0 + i, d0, length, width, grad_stride, WHOLE, BLOCK_N, BLOCK_D
+                )
+                grad_gate, grad_up = _swiglu_gradients(grad_output, gate, up)
+                counted += count_misfits(grad_gate * scale, LIMIT, TINY) + count_misfits(grad_up * scale, LIMIT, TINY)
+            add_misfit_counts(counts_ptr, counted)

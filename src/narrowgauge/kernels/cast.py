@@ -1,13 +1,14 @@
-"""Casts to FP8: saturating, in both layouts, with amax and counts, in one pass over the high-precision tensor.
+"""Casts to FP8 in one pass over the high-precision tensor: saturating, in both layouts, with amax and counts.
 
     y        = x * scale                                      in FP32
     x_lp     = round(clamp(y, -max, max))                     to nearest even; NaN stays NaN
-    x_lp_t   = x_lp transposed                                Hopper's FP8 GEMMs want K contiguous in both operands
-    amax     = max(amax, |x|)                                 of x itself, so it needs no unscaling
+    x_lp_t   = x_lp transposed                                Hopper's FP8 GEMMs need K contiguous in both operands
+    amax     = max(amax, |x|)                                 of x before scaling
     counts  += [#(|y| > max), #(x != 0 and x_lp == 0)]        saturated, flushed to zero
 
 Bytes moved per element of a BF16 x: ``cast`` 3, ``cast_transpose`` and its packed form 4, ``pack`` 4, ``transpose`` 2,
-``max_abs`` 2. How the transposed copy is written: see ``tile``. Weights have a file of their own.
+``max_abs`` 2. ``fp8_tile`` explains how the transposed copy is written. Weights are cast in
+``cast_weights``.
 """
 
 from __future__ import annotations
@@ -18,31 +19,40 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import UsageError
-from narrowgauge.kernels import FP8_MAX, HAVE_TRITON, Recording, direct, jit, jit_for_any, register, use_triton
+from narrowgauge.kernels import (
+    FP8_MAX,
+    HAVE_TRITON,
+    OpWithOptionalStats,
+    can_bypass_op,
+    jit,
+    jit_unspecialized,
+    register,
+    use_triton,
+)
 from narrowgauge.kernels.fp8_tile import (
-    FLUSHED,
+    FLUSH_THRESHOLD,
     abs_bits,
-    add_misfits,
-    emit,
+    add_misfit_counts,
+    count_misfits,
+    finish_tile_stats,
+    init_tile_stats,
     load_four,
     load_rows,
-    misfits,
     pack_bytes,
     quantize_reference,
     record_amax,
-    settle,
+    store_tiles,
     store_words,
+    tile_grid,
     tile_origin,
-    tiles,
-    unseen,
-    whole,
-    widen,
+    tiles_evenly,
+    to_fp32,
 )
 
 if HAVE_TRITON:
     import triton.language as tl
 
-# The best of those that bench/tune_kernels.py tried on an H200.
+# The fastest that bench/tune_kernels.py found on an H200.
 TILE: dict[str, int] = {"BLOCK_N": 128, "BLOCK_D": 64, "num_warps": 4}
 TRANSPOSE_TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 128, "num_warps": 4}
 MAX_TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 128, "num_warps": 4}
@@ -51,15 +61,17 @@ MAX_TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 128, "num_warps": 4}
 def cast(
     x: Tensor, scale: Tensor, dtype: torch.dtype, amax: Tensor | None = None, counts: Tensor | None = None
 ) -> Tensor:
-    """``x`` [N, D] in FP8."""
-    return (_cast if direct(x) else _cast_op.of(amax, counts))(x, scale, dtype, amax, counts)
+    """Cast ``x`` [N, D] to FP8."""
+    return (_cast if can_bypass_op(x) else _cast_op.select(amax, counts))(x, scale, dtype, amax, counts)
 
 
 def cast_transpose(
     x: Tensor, scale: Tensor, dtype: torch.dtype, amax: Tensor | None = None, counts: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``x`` [N, D] in FP8, as [N, D] and as [D, N]."""
-    return (_cast_transpose if direct(x) else _cast_transpose_op.of(amax, counts))(x, scale, dtype, amax, counts)
+    """Cast ``x`` [N, D] to FP8, as [N, D] and as [D, N]."""
+    return (_cast_transpose if can_bypass_op(x) else _cast_transpose_op.select(amax, counts))(
+        x, scale, dtype, amax, counts
+    )
 
 
 def cast_transpose_packed(
@@ -69,27 +81,29 @@ def cast_transpose_packed(
     amax: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Tensors [B, H, T, hd] of any strides, side by side in FP8: [B*T, sum of H*hd], and that transposed.
+    """Cast tensors [B, H, T, hd] of any strides to FP8, concatenated as [B*T, sum of H*hd], and transposed.
 
-    Three parts are attention's dq, dk and dv in the layout of a packed qkv projection's output; one is its output.
-    The parts may differ in H, as under grouped queries.
+    Three parts are attention's gradients of q, k and v, in the layout of a packed qkv projection's output. One part is
+    attention's output. The parts may differ in H, as with grouped queries.
     """
-    return (_packed if direct(*parts) else _packed_op.of(amax, counts))(list(parts), scale, dtype, amax, counts)
+    return (_cast_transpose_packed if can_bypass_op(*parts) else _cast_transpose_packed_op.select(amax, counts))(
+        list(parts), scale, dtype, amax, counts
+    )
 
 
 def pack(parts: Sequence[Tensor]) -> Tensor:
-    """Tensors [B, H, T, hd] side by side in BF16, laid out as by ``cast_transpose_packed``: [B*T, sum of H*hd]."""
-    return (_pack if direct(*parts) else _pack_op)(list(parts))
+    """Concatenate tensors [B, H, T, hd] in BF16, as [B*T, sum of H*hd], like ``cast_transpose_packed``."""
+    return (_pack if can_bypass_op(*parts) else _pack_op)(list(parts))
 
 
 def transpose(x_lp: Tensor) -> Tensor:
-    """``x_lp`` [N, D] in FP8 as [D, N], contiguous."""
-    return (_transpose if direct(x_lp) else _transpose_op)(x_lp)
+    """Return FP8 ``x_lp`` [N, D] as a contiguous [D, N]."""
+    return (_transpose if can_bypass_op(x_lp) else _transpose_op)(x_lp)
 
 
 def max_abs(x: Tensor) -> Tensor:
-    """The largest magnitude in ``x`` as an FP32 scalar on its device; NaN if one is in it."""
-    return (_max_abs if direct(x) else _max_abs_op)(x)
+    """Return the largest magnitude in ``x`` as an FP32 scalar on its device; NaN if ``x`` contains one."""
+    return (_max_abs if can_bypass_op(x) else _max_abs_op)(x)
 
 
 def cast_transpose_reference(
@@ -123,7 +137,7 @@ def _load(  # type: ignore[no-untyped-def]
     ptr, n, d0, length, width, batch_stride, head_stride, stride, time,
     HEAD: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """``load_rows`` from [N, D], or from [B, H, T, HEAD] with row b * T + t and column h * HEAD + e."""
+    """Load rows from [N, D], or from [B, H, T, HEAD] with row b * T + t and column h * HEAD + e."""
     if HEAD is None:
         x = load_rows(ptr, n, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
     else:
@@ -131,7 +145,7 @@ def _load(  # type: ignore[no-untyped-def]
         columns = (d0 + tl.arange(0, BLOCK_D))[None, :]
         if WHOLE and HEAD % BLOCK_D == 0:  # all columns of a tile are in one head
             head = d0 // HEAD
-            # Not d0 % HEAD: of that the compiler does not know that it allows 16-byte loads.
+            # Not d0 % HEAD: the compiler cannot tell that it allows 16-byte loads.
             along = head.to(tl.int64) * head_stride + (d0 - head * HEAD) + tl.arange(0, BLOCK_D)[None, :]
         else:
             along = (columns // HEAD).to(tl.int64) * head_stride + columns % HEAD
@@ -144,7 +158,7 @@ def _load(  # type: ignore[no-untyped-def]
     return x
 
 
-@jit_for_any("length", "time", "n16")
+@jit_unspecialized("length", "time", "n16")
 def _cast_kernel(  # type: ignore[no-untyped-def]
     x_ptr, out_ptr, out_t_ptr, scale_ptr, amax_ptr, counts_ptr, length, width,
     batch_stride, head_stride, stride, time, out_stride, n16,
@@ -157,25 +171,26 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     x2 = _load(x_ptr, n0 + 2, d0, length, width, batch_stride, head_stride, stride, time, HEAD, WHOLE, BLOCK_N, BLOCK_D)
     x3 = _load(x_ptr, n0 + 3, d0, length, width, batch_stride, head_stride, stride, time, HEAD, WHOLE, BLOCK_N, BLOCK_D)
     scale = 1.0 if scale_ptr is None else tl.load(scale_ptr)
-    highest, lowest, nonzero = unseen(BLOCK_N, BLOCK_D)
-    highest, lowest, nonzero = emit(
-        widen(x0), widen(x1), widen(x2), widen(x3), highest, lowest, nonzero, out_ptr, out_t_ptr, scale, amax_ptr,
+    highest, lowest, nonzero = init_tile_stats(BLOCK_N, BLOCK_D)
+    highest, lowest, nonzero = store_tiles(
+        to_fp32(x0), to_fp32(x1), to_fp32(x2), to_fp32(x3), highest, lowest, nonzero, out_ptr, out_t_ptr, scale,
+        amax_ptr,
         counts_ptr, n0, d0, length, width, out_stride, n16, LIMIT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
-    again = settle(highest, lowest, nonzero, BLOCK_N * BLOCK_D, scale, amax_ptr, counts_ptr, LIMIT)
+    recount = finish_tile_stats(highest, lowest, nonzero, BLOCK_N * BLOCK_D, scale, amax_ptr, counts_ptr, LIMIT)
     if counts_ptr is not None:  # noqa: SIM102 (decided when the kernel is compiled)
-        if again:
-            both = 0
+        if recount:
+            counted = 0
             for i in range(4):
                 x = _load(
                     x_ptr, n0 + i, d0, length, width, batch_stride, head_stride, stride, time,
                     HEAD, WHOLE, BLOCK_N, BLOCK_D,
                 )  # fmt: skip
-                both += misfits(widen(x) * scale, LIMIT, TINY)
-            add_misfits(counts_ptr, both)
+                counted += count_misfits(to_fp32(x) * scale, LIMIT, TINY)
+            add_misfit_counts(counts_ptr, counted)
 
 
-@jit_for_any("length", "n16")
+@jit_unspecialized("length", "n16")
 def _transpose_kernel(  # type: ignore[no-untyped-def]
     x_ptr, out_t_ptr, length, width, n16,
     WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -185,7 +200,7 @@ def _transpose_kernel(  # type: ignore[no-untyped-def]
     store_words(pack_bytes(x0, x1, x2, x3), out_t_ptr, n0, d0, n16, width, WHOLE, BLOCK_N, BLOCK_D)
 
 
-@jit_for_any("length")
+@jit_unspecialized("length")
 def _max_abs_kernel(  # type: ignore[no-untyped-def]
     x_ptr, amax_ptr, length, width, stride, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):
@@ -196,19 +211,19 @@ def _max_abs_kernel(  # type: ignore[no-untyped-def]
     record_amax(amax_ptr, abs_bits(x.to(tl.float32)))
 
 
-def empty_words(x_lp: Tensor) -> Tensor | None:
-    """Memory for the transposed copy of ``x_lp`` [N, D], in words; None where N has no whole 16-byte stores."""
+def allocate_words(x_lp: Tensor) -> Tensor | None:
+    """Allocate the transposed copy of ``x_lp`` [N, D] as words; None if N is not a multiple of 16 (bytes a store)."""
     if x_lp.shape[0] % 16 or not x_lp.numel():
         return None
     return x_lp.new_empty((x_lp.shape[1], x_lp.shape[0])).view(torch.int32)
 
 
-def transposed_copy(x_lp: Tensor, words: Tensor | None) -> Tensor:
-    """What a kernel has written into ``words``, or a copy by torch where it could not."""
+def finish_transposed(x_lp: Tensor, words: Tensor | None) -> Tensor:
+    """Return what a kernel wrote into ``words``; without words, transpose with torch."""
     return transpose_reference(x_lp) if words is None else words.view(x_lp.dtype)
 
 
-def launch(
+def launch_cast(
     x: Tensor,
     out: Tensor,
     out_t: Tensor | None,
@@ -219,16 +234,16 @@ def launch(
     length, width = out.shape
     if not length or not width:
         return
-    if x.stride(-1) != 1:  # an expanded gradient, say
+    if x.stride(-1) != 1:  # an expanded gradient, for example
         x = x.contiguous()
     heads = x.dim() == 4
     time = x.shape[2] if heads else 1
-    fits = whole(length, width, TILE) and (not heads or time % TILE["BLOCK_N"] == 0)
-    _cast_kernel[tiles(length, width, TILE)](
+    fits = tiles_evenly(length, width, TILE) and (not heads or time % TILE["BLOCK_N"] == 0)
+    _cast_kernel[tile_grid(length, width, TILE)](
         x, out, out_t, scale, amax, counts, length, width,
         x.stride(0), x.stride(1) if heads else 0, x.stride(2 if heads else 0), time,
         out.stride(0), length // 16, HEAD=x.shape[3] if heads else None,
-        LIMIT=FP8_MAX.get(out.dtype), TINY=FLUSHED.get(out.dtype), WHOLE=fits, **TILE,
+        LIMIT=FP8_MAX.get(out.dtype), TINY=FLUSH_THRESHOLD.get(out.dtype), WHOLE=fits, **TILE,
     )  # fmt: skip
 
 
@@ -245,7 +260,7 @@ def _cast(x: Tensor, scale: Tensor, dtype: torch.dtype, amax: Tensor | None, cou
     if not use_triton(x):
         return quantize_reference(x, scale, dtype, amax, counts)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    launch(x, out, None, scale, amax, counts)
+    launch_cast(x, out, None, scale, amax, counts)
     return out
 
 
@@ -256,12 +271,12 @@ def _cast_transpose(
     if not use_triton(x):
         return cast_transpose_reference(x, scale, dtype, amax, counts)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    words = empty_words(out)
-    launch(x, out, words, scale, amax, counts)
-    return out, transposed_copy(out, words)
+    words = allocate_words(out)
+    launch_cast(x, out, words, scale, amax, counts)
+    return out, finish_transposed(out, words)
 
 
-def _packed(
+def _cast_transpose_packed(
     parts: list[Tensor], scale: Tensor, dtype: torch.dtype, amax: Tensor | None, counts: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     for part in parts:
@@ -271,11 +286,11 @@ def _packed(
     batch, _, time, _ = parts[0].shape
     widths = [part.shape[1] * part.shape[3] for part in parts]
     out = torch.empty((batch * time, sum(widths)), dtype=dtype, device=parts[0].device)
-    words = empty_words(out)
+    words = allocate_words(out)
     word_rows = [None] * len(parts) if words is None else words.split(widths)
     for part, columns, rows in zip(parts, out.split(widths, 1), word_rows, strict=True):
-        launch(part, columns, rows, scale, amax, counts)
-    return out, transposed_copy(out, words)
+        launch_cast(part, columns, rows, scale, amax, counts)
+    return out, finish_transposed(out, words)
 
 
 def _pack(parts: list[Tensor]) -> Tensor:
@@ -287,39 +302,45 @@ def _pack(parts: list[Tensor]) -> Tensor:
     widths = [part.shape[1] * part.shape[3] for part in parts]
     out = torch.empty((batch * time, sum(widths)), dtype=torch.bfloat16, device=parts[0].device)
     for part, columns in zip(parts, out.split(widths, 1), strict=True):
-        launch(part, columns, None, None)
+        launch_cast(part, columns, None, None)
     return out
 
 
 def _transpose(x_lp: Tensor) -> Tensor:
     _check(x_lp, 2, x_lp.dtype)
     length, width = x_lp.shape
-    words = empty_words(x_lp) if use_triton(x_lp) else None
+    words = allocate_words(x_lp) if use_triton(x_lp) else None
     if words is not None:
         source = x_lp.contiguous().view(torch.uint8)
-        _transpose_kernel[tiles(length, width, TRANSPOSE_TILE)](
-            source, words, length, width, length // 16, WHOLE=whole(length, width, TRANSPOSE_TILE), **TRANSPOSE_TILE
+        _transpose_kernel[tile_grid(length, width, TRANSPOSE_TILE)](
+            source,
+            words,
+            length,
+            width,
+            length // 16,
+            WHOLE=tiles_evenly(length, width, TRANSPOSE_TILE),
+            **TRANSPOSE_TILE,
         )
-    return transposed_copy(x_lp, words)
+    return finish_transposed(x_lp, words)
 
 
-def max_abs_of(x: Tensor, amax: Tensor) -> None:
-    """Raise ``amax`` to the largest magnitude in ``x``, by the kernel."""
+def raise_amax_by(x: Tensor, amax: Tensor) -> None:
+    """Raise ``amax`` to the largest magnitude in ``x``, on the GPU."""
     rows = x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous().view(-1, x.shape[-1] if x.dim() else 1)
     length, width = rows.shape
-    _max_abs_kernel[tiles(length, width, MAX_TILE)](rows, amax, length, width, rows.stride(0), **MAX_TILE)
+    _max_abs_kernel[tile_grid(length, width, MAX_TILE)](rows, amax, length, width, rows.stride(0), **MAX_TILE)
 
 
 def _max_abs(x: Tensor) -> Tensor:
     if not use_triton(x) or not x.numel():
         return max_abs_reference(x)
     amax = torch.zeros((), device=x.device)
-    max_abs_of(x, amax)
+    raise_amax_by(x, amax)
     return amax
 
 
 _STATISTICS = ("amax", "counts")
-_cast_op = Recording(
+_cast_op = OpWithOptionalStats(
     "cast", _cast, lambda x, scale, dtype, amax, counts: x.new_empty(x.shape, dtype=dtype), _STATISTICS
 )
 
@@ -328,15 +349,15 @@ def _fake_layouts(like: Tensor, length: int, width: int, dtype: torch.dtype) -> 
     return like.new_empty((length, width), dtype=dtype), like.new_empty((width, length), dtype=dtype)
 
 
-_cast_transpose_op = Recording(
+_cast_transpose_op = OpWithOptionalStats(
     "cast_transpose",
     _cast_transpose,
     lambda x, scale, dtype, amax, counts: _fake_layouts(x, x.shape[0], x.shape[1], dtype),
     _STATISTICS,
 )
-_packed_op = Recording(
+_cast_transpose_packed_op = OpWithOptionalStats(
     "cast_transpose_packed",
-    _packed,
+    _cast_transpose_packed,
     lambda parts, scale, dtype, amax, counts: _fake_layouts(
         parts[0], parts[0].shape[0] * parts[0].shape[2], sum(part.shape[1] * part.shape[3] for part in parts), dtype
     ),

@@ -1,33 +1,33 @@
-"""The Triton kernels of ``cross_entropy``: statistics of a row of logits, and their gradient in BF16 or FP8."""
+"""The Triton kernels of ``cross_entropy``: statistics of a row of logits, and its gradient in BF16 or FP8."""
 
 from __future__ import annotations
 
-from narrowgauge.kernels import HAVE_TRITON, jit, jit_for_any
-from narrowgauge.kernels.fp8_tile import load_four, pack_fp8, store_words, tile_origin, to_fp8, under_way, widen
+from narrowgauge.kernels import HAVE_TRITON, jit, jit_unspecialized
+from narrowgauge.kernels.fp8_tile import issue_loads, load_four, pack_fp8, store_words, tile_origin, to_fp8, to_fp32
 
 LATTICE = 3242174889, 2447445414
-"""2^32 over the plastic number, and over its square: multiples of them fill [0, 2^32) evenly, also as sums."""
+"""2^32 divided by the plastic number and by its square. Their multiples, and sums of those, fill [0, 2^32) evenly."""
 
 if HAVE_TRITON:
     import triton.language as tl
 
-    ROWS_APART, COLUMNS_APART = tl.constexpr(LATTICE[0]), tl.constexpr(LATTICE[1])
+    ROW_STEP, COLUMN_STEP = tl.constexpr(LATTICE[0]), tl.constexpr(LATTICE[1])
 
 
 @jit
-def _log_sum(logits_ptr, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The base-2 logarithm of the sum of a row's exponentials."""
-    LOG2E: tl.constexpr = 1.4426950408889634  # exp2 of a fused multiply-add: 2 instructions, where exp takes 6
+def _log2_sum_exp(logits_ptr, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return log2 of the sum of a row's exponentials."""
+    LOG2E: tl.constexpr = 1.4426950408889634  # exp2 of a fused multiply-add takes 2 instructions, exp takes 6
     columns = tl.arange(0, BLOCK)
-    # The lowest number rather than -inf: a block of logits that are all -inf would give -inf - -inf.
+    # The lowest finite number, not -inf: a block of logits that are all -inf would give -inf - -inf.
     top = tl.full([], -3.4028234663852886e38, tl.float32)
-    # One maximum for all lanes, so that a logit costs one exponential; the lanes' sums stay apart until the end.
+    # One maximum for all lanes, so that a logit costs one exponential. Lanes keep separate sums until the end.
     total = tl.zeros([BLOCK], tl.float32)
     ahead = tl.load(logits_ptr + columns, mask=columns < width, other=float("-inf"))
     for start in range(0, width, BLOCK):
         x = ahead.to(tl.float32)
         following = start + BLOCK + columns
-        ahead = tl.load(logits_ptr + following, mask=following < width, other=float("-inf"))  # under way meanwhile
+        ahead = tl.load(logits_ptr + following, mask=following < width, other=float("-inf"))  # prefetch
         higher = tl.maximum(top, tl.max(x, 0) * LOG2E)
         total = total * tl.exp2(top - higher) + tl.exp2(x * LOG2E - higher)
         top = higher
@@ -35,8 +35,8 @@ def _log_sum(logits_ptr, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped
 
 
 @jit
-def _picked(logits_ptr, target, width):  # type: ignore[no-untyped-def]
-    """The target's logit; NaN where there is no such word."""
+def _pick_target(logits_ptr, target, width):  # type: ignore[no-untyped-def]
+    """Return the target's logit; NaN if the target is outside the vocabulary."""
     return tl.load(logits_ptr + target, mask=(target >= 0) & (target < width), other=float("nan")).to(tl.float32)
 
 
@@ -45,18 +45,19 @@ def statistics_kernel(logits_ptr, targets_ptr, lse_ptr, loss_ptr, width, stride,
     LOG2E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
-    lse = _log_sum(logits_ptr, width, BLOCK) / LOG2E
+    lse = _log2_sum_exp(logits_ptr, width, BLOCK) / LOG2E
     target = tl.load(targets_ptr + row)
     tl.store(lse_ptr + row, lse)
-    picked = _picked(logits_ptr, target, width)
+    picked = _pick_target(logits_ptr, target, width)
     tl.store(loss_ptr + row, tl.where(target != ignore_index, lse - picked, 0.0))
 
 
 @jit
-def _log_sum_quick(logits_ptr, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``_log_sum`` with the first block's maximum for all of the row, so that no block waits for another's.
+def _log2_sum_exp_one_max(logits_ptr, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Compute ``_log2_sum_exp`` with the first block's maximum for the whole row, so that blocks do not wait.
 
-    Only a logit 88 above that maximum leaves FP32; then, and where the first block has none, the row's is found first.
+    FP32 overflows only if a logit is 88 above that maximum. Then, or if the first block has no finite maximum, a second
+    pass finds the row's maximum first.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     columns = tl.arange(0, BLOCK)
@@ -86,16 +87,16 @@ def loss_gradient_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, targets_ptr, loss_ptr, factor_ptr, out_ptr, width, stride, out_stride, ignore_index,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Loss and gradient of a row, which is read twice, but the second time from the cache: the last block first."""
+    """Loss and gradient of a row. The second read starts with the last block, which is still in the cache."""
     LOG2E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     out_ptr += row * out_stride
-    target = tl.load(targets_ptr + row).to(tl.int32)  # first, as two loads that wait for each other take a while
-    picked = _picked(logits_ptr, target, width)
-    power = _log_sum_quick(logits_ptr, width, BLOCK)
+    target = tl.load(targets_ptr + row).to(tl.int32)  # first: the next load depends on it
+    picked = _pick_target(logits_ptr, target, width)
+    power = _log2_sum_exp_one_max(logits_ptr, width, BLOCK)
     tl.store(loss_ptr + row, tl.where(target != ignore_index, power / LOG2E - picked, 0.0))
-    tl.debug_barrier()  # the gradient may be written over the logits, which all must have read
+    tl.debug_barrier()  # the gradient may overwrite the logits, so all threads must have read them
     factor, counts = tl.load(factor_ptr), target != ignore_index
     blocks = tl.cdiv(width, BLOCK)
     for index in range(blocks):
@@ -108,18 +109,18 @@ def loss_gradient_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _gradient(x, targets_ptr, lse_ptr, row, columns, length, ignore_index, scale, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """d * scale for the logits x of some rows, with 2**SHIFT = scale: it joins the exponent, so it costs nothing."""
+def _grad_logits(x, targets_ptr, lse_ptr, row, columns, length, ignore_index, scale, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return d * scale for logits x, with 2**SHIFT = scale; the shift is added to the exponent at no cost."""
     LOG2E: tl.constexpr = 1.4426950408889634
     target = tl.load(targets_ptr + row, mask=row < length, other=ignore_index).to(tl.int32)
     offset = SHIFT - tl.load(lse_ptr + row, mask=row < length, other=0.0) * LOG2E
-    d = tl.exp2(widen(x) * LOG2E + offset[:, None])
+    d = tl.exp2(to_fp32(x) * LOG2E + offset[:, None])
     d = tl.where(columns[None, :] == target[:, None], d - scale, d)
     return tl.where((target != ignore_index)[:, None], d, 0.0)
 
 
 @jit
-def dlogits_kernel(  # type: ignore[no-untyped-def]
+def grad_logits_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, targets_ptr, lse_ptr, factor_ptr, out_ptr, length, width, stride, out_stride, ignore_index,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -129,23 +130,23 @@ def dlogits_kernel(  # type: ignore[no-untyped-def]
     mask = (row < length)[:, None] & (columns < width)[None, :]
     wide = row.to(tl.int64)[:, None]  # GPT-2's 65,536 x 50,304 logits are more than 2^31
     x = tl.load(logits_ptr + wide * stride + columns[None, :], mask=mask, other=0.0)
-    d = _gradient(x, targets_ptr, lse_ptr, row, columns, length, ignore_index, 1.0, 0.0) * tl.load(factor_ptr)
+    d = _grad_logits(x, targets_ptr, lse_ptr, row, columns, length, ignore_index, 1.0, 0.0) * tl.load(factor_ptr)
     tl.store(out_ptr + wide * out_stride + columns[None, :], d.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @jit
-def _put(  # type: ignore[no-untyped-def]
+def _store_rows(  # type: ignore[no-untyped-def]
     x, flushed, targets_ptr, lse_ptr, out_ptr, n, d0, first_row, length, width, ignore_index,
     SCALE: tl.constexpr, SHIFT: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr, COUNT: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Store d * SCALE of every fourth row from n on in FP8, dithered by TINY to either side. COUNT: what becomes 0."""
+    """Store d * SCALE of every fourth row from n in FP8, dithered by up to TINY. COUNT: count values that become 0."""
     below, along = 4 * tl.arange(0, BLOCK_N // 4), tl.arange(0, BLOCK_D)
     row, columns = n + below, d0 + along
-    exact = _gradient(x, targets_ptr, lse_ptr, row, columns, length, ignore_index, SCALE, SHIFT)
-    high = (((row + first_row).to(tl.uint32) * ROWS_APART) >> 9).to(tl.int32)
-    wide = ((columns.to(tl.uint32) * COLUMNS_APART) >> 9).to(tl.int32)
-    # 23 bits as the fraction of a number from 1 to 2: an addition and a logical operation make it.
+    exact = _grad_logits(x, targets_ptr, lse_ptr, row, columns, length, ignore_index, SCALE, SHIFT)
+    high = (((row + first_row).to(tl.uint32) * ROW_STEP) >> 9).to(tl.int32)
+    wide = ((columns.to(tl.uint32) * COLUMN_STEP) >> 9).to(tl.int32)
+    # 23 bits become the fraction of a number from 1 to 2, with one addition and one logical operation.
     even = (((high[:, None] + wide[None, :]) & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
     d = exact + (even - 1.5) * (2.0 * TINY)
     mask = (row < length)[:, None] & (columns < width)[None, :]
@@ -160,30 +161,30 @@ def _put(  # type: ignore[no-untyped-def]
     return d, flushed
 
 
-@jit_for_any("length", "n16", "first_row")
-def dlogits_lp_kernel(  # type: ignore[no-untyped-def]
+@jit_unspecialized("length", "n16", "first_row")
+def grad_logits_fp8_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, targets_ptr, lse_ptr, out_ptr, words_ptr, counts_ptr, length, width, stride, n16,
     ignore_index, first_row, SCALE: tl.constexpr, SHIFT: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr,
     COUNT: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     n0, d0 = tile_origin(BLOCK_N, BLOCK_D)
-    # Every fourth row makes a tile, so that the four bytes of a transposed word are in one thread: see ``tile``.
+    # A tile has every fourth row, so that one thread has the four bytes of a transposed word (see ``fp8_tile``).
     x0, x1, x2, x3 = load_four(logits_ptr, n0, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
-    under_way()
+    issue_loads()
     f = tl.zeros([BLOCK_N // 4, BLOCK_D], tl.int32)
-    y0, f = _put(
+    y0, f = _store_rows(
         x0, f, targets_ptr, lse_ptr, out_ptr, n0, d0, first_row, length, width, ignore_index,
         SCALE, SHIFT, LIMIT, TINY, COUNT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
-    y1, f = _put(
+    y1, f = _store_rows(
         x1, f, targets_ptr, lse_ptr, out_ptr, n0 + 1, d0, first_row, length, width, ignore_index,
         SCALE, SHIFT, LIMIT, TINY, COUNT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
-    y2, f = _put(
+    y2, f = _store_rows(
         x2, f, targets_ptr, lse_ptr, out_ptr, n0 + 2, d0, first_row, length, width, ignore_index,
         SCALE, SHIFT, LIMIT, TINY, COUNT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
-    y3, f = _put(
+    y3, f = _store_rows(
         x3, f, targets_ptr, lse_ptr, out_ptr, n0 + 3, d0, first_row, length, width, ignore_index,
         SCALE, SHIFT, LIMIT, TINY, COUNT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip

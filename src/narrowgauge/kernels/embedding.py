@@ -1,9 +1,9 @@
-"""The gradient of an embedding: each token's is added to its word's row, where torch sorts the tokens first.
+"""The gradient of an embedding: each token's gradient is added to the row of its id. torch sorts the tokens instead.
 
-    out[ids[n]] += grad[n]                                    FP32, by atomic additions in the cache
+    out[ids[n]] += grad[n]                                    FP32, with atomic additions in the cache
 
-Bytes: 4 read for each value of ``grad``, 4 written for each value of ``out``; GPT-2's 65,536 tokens of 768 are 0.35 GB.
-The order of additions is not the same in every run, as in torch's compiled embeddings.
+Bytes: 4 read for each value of ``grad``, 4 written for each value of ``out``; 0.35 GB for GPT-2's 65,536 tokens of 768.
+The order of additions differs between runs, as in torch's compiled embeddings.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from narrowgauge.kernels import HAVE_TRITON, direct, jit, register, use_triton
+from narrowgauge.kernels import HAVE_TRITON, can_bypass_op, jit, register, use_triton
 
 if HAVE_TRITON:
     import triton.language as tl
 
-MOST_COLUMNS = 16384
+MAX_COLUMNS = 16384
 
 
-def embedding_gradient(grad: Tensor, ids: Tensor, words: int) -> Tensor:
-    """The sums [words, D] of the rows of ``grad`` [N, D] by their ``ids`` [N], in FP32."""
-    return (_gradient if direct(grad, ids) else _gradient_op)(grad, ids, words)
+def embedding_backward(grad: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
+    """Sum the rows of ``grad`` [N, D] by their ``ids`` [N]; return [vocab_size, D] in FP32."""
+    return (_embedding_backward if can_bypass_op(grad, ids) else _embedding_backward_op)(grad, ids, vocab_size)
 
 
-def embedding_gradient_reference(grad: Tensor, ids: Tensor, words: int) -> Tensor:
-    out = torch.zeros(words, grad.shape[1], dtype=torch.float32, device=grad.device)
+def embedding_backward_reference(grad: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
+    out = torch.zeros(vocab_size, grad.shape[1], dtype=torch.float32, device=grad.device)
     return out.index_add_(0, ids, grad.float())
 
 
@@ -38,11 +38,11 @@ def add_rows_kernel(grad_ptr, ids_ptr, out_ptr, width, stride, BLOCK: tl.constex
     tl.atomic_add(out_ptr + word * width + columns, g, mask=columns < width, sem="relaxed")
 
 
-def _gradient(grad: Tensor, ids: Tensor, words: int) -> Tensor:
+def _embedding_backward(grad: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
     length, width = grad.shape
-    if not use_triton(grad) or width > MOST_COLUMNS:
-        return embedding_gradient_reference(grad, ids, words)
-    out = torch.zeros(words, width, dtype=torch.float32, device=grad.device)
+    if not use_triton(grad) or width > MAX_COLUMNS:
+        return embedding_backward_reference(grad, ids, vocab_size)
+    out = torch.zeros(vocab_size, width, dtype=torch.float32, device=grad.device)
     rows = grad if grad.stride(1) == 1 else grad.contiguous()
     if length and width:
         block = max(16, 1 << (width - 1).bit_length())
@@ -52,8 +52,8 @@ def _gradient(grad: Tensor, ids: Tensor, words: int) -> Tensor:
     return out
 
 
-_gradient_op = register(
-    "embedding_gradient",
-    _gradient,
-    lambda grad, ids, words: grad.new_empty((words, grad.shape[1]), dtype=torch.float32),
+_embedding_backward_op = register(
+    "embedding_backward",
+    _embedding_backward,
+    lambda grad, ids, vocab_size: grad.new_empty((vocab_size, grad.shape[1]), dtype=torch.float32),
 )

@@ -1,17 +1,17 @@
-"""The tile that casts, activations and others write: FP8 in both layouts, amax and counts, from four FP32 tiles.
+"""Device functions that write a tile in FP8 in both layouts, with amax and counts; casts and activations use them.
 
-A tile of FP8 in registers runs along D; its transposed copy runs along N. Turning bytes over in shared memory would
-take one access a byte, so a program loads four tiles of every fourth row instead: the four values that stand below each
-other in the tensor are in one thread, which converts them straight into a 32-bit word. Words go through shared memory
-and out in 16-byte stores.
+An FP8 tile in registers runs along D, its transposed copy along N. Transposing bytes in shared memory would take one
+access per byte. Instead a program loads four tiles of every fourth row: one thread then has the four values that are
+below each other in the tensor, and converts them directly into a 32-bit word. Words go through shared memory and out in
+16-byte stores.
 
-Each layout has conversions of its own, and no byte is ever taken out of a converted pair: ptxas 12.8 and 12.9, which
-Triton ships for Hopper, miscompile that (triton #11111, torchao #4652). Seen here on an H200 in the first version of
-this file, which shifted converted bytes into words: the row-major copy was right, and the transposed one was strewn
-with 0x60 and 0xFC.
+Each layout has its own conversions, and no byte is ever extracted from a converted pair: ptxas 12.8 and 12.9, which
+Triton ships for Hopper, miscompile that (triton #11111, torchao #4652). The first version of this file shifted
+converted bytes into words. On an H200 its row-major copy was right, and the transposed one had stray 0x60 and 0xFC
+bytes.
 
-Kernels are launched over ``tiles``; they call ``tile_origin``, ``load_four`` for all they need, compute, ``emit``, and
-in the end ``settle``. In plain torch the same is ``quantize_reference``.
+A kernel is launched over ``tile_grid``. It calls ``tile_origin``, ``load_four`` for each input, computes, calls
+``store_tiles``, and at the end ``finish_tile_stats``. ``quantize_reference`` does the same in plain torch.
 """
 
 from __future__ import annotations
@@ -28,73 +28,73 @@ if HAVE_TRITON:
 
     INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
-FLUSHED: dict[torch.dtype, float] = {torch.float8_e4m3fn: 2.0**-10, torch.float8_e5m2: 2.0**-17}
-"""Half the smallest subnormal of each FP8 format: this and everything below becomes 0."""
+FLUSH_THRESHOLD: dict[torch.dtype, float] = {torch.float8_e4m3fn: 2.0**-10, torch.float8_e5m2: 2.0**-17}
+"""Half the smallest subnormal of each FP8 format: values up to this become 0."""
 
 
-SATURATED: dict[torch.dtype, float] = {torch.float8_e4m3fn: 464.0, torch.float8_e5m2: 61440.0}
-"""Half a step beyond the largest number: up to here it is what rounding gives, and only beyond it something is lost."""
+SATURATION_THRESHOLD: dict[torch.dtype, float] = {torch.float8_e4m3fn: 464.0, torch.float8_e5m2: 61440.0}
+"""Half a step above the largest number. Up to here rounding gives that number; only values beyond it are clipped."""
 
 
-MOST_DOWN = 32768
-"""Tiles below each other that a grid holds in its second direction."""
+MAX_GRID_ROWS = 32768
+"""Most rows of tiles in the grid's second dimension."""
 
 
 def quantize_reference(
     x: Tensor, scale: Tensor, dtype: torch.dtype, amax: Tensor | None = None, counts: Tensor | None = None
 ) -> Tensor:
-    """The cast of ``x`` (any shape), with ``amax`` and ``counts`` updated in place."""
+    """Cast ``x`` (any shape), and update ``amax`` and ``counts`` in place."""
     x = x.float()
     scaled = x * scale
     limit = FP8_MAX[dtype]
     x_lp = scaled.clamp(-limit, limit).to(dtype)
     if x.numel():
         if amax is not None:
-            amax.copy_(torch.maximum(amax, x.abs().amax()))  # maximum lets NaN through
+            amax.copy_(torch.maximum(amax, x.abs().amax()))  # maximum propagates NaN
         if counts is not None:
-            counts[0] += (scaled.abs() > SATURATED[dtype]).sum()
+            counts[0] += (scaled.abs() > SATURATION_THRESHOLD[dtype]).sum()
             counts[1] += ((x != 0) & (x_lp.float() == 0)).sum()
     return x_lp
 
 
-def tiles(length: int, width: int, tile: dict[str, int]) -> tuple[int, int, int]:
-    """The grid of a kernel that takes one tile a program; neighbouring programs are neighbours along D.
+def tile_grid(length: int, width: int, tile: dict[str, int]) -> tuple[int, int, int]:
+    """Return the grid of a kernel with one tile per program; neighbouring programs are neighbours along D.
 
-    CUDA allows 65,535 programs in all directions but the first, so that many rows take two of them.
+    CUDA allows 65,535 programs in every dimension but the first, so many rows take two dimensions.
     """
     down = -(-length // tile["BLOCK_N"])
-    return -(-width // tile["BLOCK_D"]), min(down, MOST_DOWN), -(-down // MOST_DOWN)
+    return -(-width // tile["BLOCK_D"]), min(down, MAX_GRID_ROWS), -(-down // MAX_GRID_ROWS)
 
 
-def whole(length: int, width: int, tile: dict[str, int]) -> bool:
-    """Whether no tile reaches beyond the tensor: then a kernel is compiled without all that looks after the edges."""
-    rows = tile["BLOCK_N"] * (MOST_DOWN if length > tile["BLOCK_N"] * MOST_DOWN else 1)
+def tiles_evenly(length: int, width: int, tile: dict[str, int]) -> bool:
+    """Whether no tile reaches beyond the tensor, so that the kernel can be compiled without masks."""
+    rows = tile["BLOCK_N"] * (MAX_GRID_ROWS if length > tile["BLOCK_N"] * MAX_GRID_ROWS else 1)
     return length % rows == 0 and width % tile["BLOCK_D"] == 0
 
 
 @jit
 def record_amax(amax_ptr, bits):  # type: ignore[no-untyped-def]
-    """Raise amax to the largest of a tile of |x|, given as bits: they order like the floats, with NaN above inf."""
+    """Raise amax to the largest of a tile of |x|, given as bits: bits order like floats, with NaN above inf."""
     raise_amax(amax_ptr, tl.max(bits))
 
 
 @jit
 def raise_amax(amax_ptr, highest):  # type: ignore[no-untyped-def]
     amax_bits_ptr = amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    # amax only rises, so a value read late costs an atomic at most; it spares nearly all programs theirs.
+    # amax only rises, so a stale value costs one needless atomic at most. Nearly all programs skip theirs.
     tl.atomic_max(amax_bits_ptr, highest, mask=highest > tl.load(amax_bits_ptr), sem="relaxed")
 
 
 @jit
-def _most(LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``SATURATED`` in a kernel."""
+def _saturation_threshold(LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return ``SATURATION_THRESHOLD`` inside a kernel."""
     return 464.0 if LIMIT == 448.0 else 61440.0
 
 
 @jit
 def saturates(size, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where |x * scale| is beyond ``SATURATED``."""
-    return size > _most(LIMIT)
+    """Where |x * scale| is beyond ``SATURATION_THRESHOLD``."""
+    return size > _saturation_threshold(LIMIT)
 
 
 @jit
@@ -104,9 +104,9 @@ def abs_bits(x):  # type: ignore[no-untyped-def]
 
 @jit
 def to_fp8(y, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """FP32 in FP8, rounded to nearest even and saturated: the hardware's conversion does both, and keeps NaN."""
+    """Convert FP32 to FP8, rounding to nearest even and saturating; the hardware does both, and keeps NaN."""
     dtype: tl.constexpr = tl.float8e4nv if LIMIT == 448.0 else tl.float8e5
-    if INTERPRETED:  # its conversion wraps around beyond the range
+    if INTERPRETED:  # the interpreter's conversion wraps around
         y = tl.clamp(y, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     return y.to(dtype)
 
@@ -118,14 +118,14 @@ def _byte(x_lp):  # type: ignore[no-untyped-def]
 
 @jit
 def pack_bytes(q0, q1, q2, q3):  # type: ignore[no-untyped-def]
-    """Four tiles of bytes as one of words. Only for bytes as they come from memory: see above."""
+    """Pack four tiles of bytes into one of words. Only for bytes loaded from memory: see the file's docstring."""
     words = _byte(q0) | (_byte(q1) << 8) | (_byte(q2) << 16) | (_byte(q3) << 24)
     return words.to(tl.int32, bitcast=True)
 
 
 @jit
 def pack_fp8(y0, y1, y2, y3, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Four tiles of FP32 as one of words of four FP8 values each."""
+    """Convert four FP32 tiles into one tile of words with four FP8 values each."""
     if INTERPRETED:
         return pack_bytes(to_fp8(y0, LIMIT), to_fp8(y1, LIMIT), to_fp8(y2, LIMIT), to_fp8(y3, LIMIT))
     if LIMIT == 448.0:
@@ -154,9 +154,9 @@ def store_words(  # type: ignore[no-untyped-def]
     words, out_t_ptr, n0, d0, n16, width,
     WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile of words, each of rows 4i, 4i + 1, 4i + 2, 4i + 3, transposed.
+    """Store a tile of words transposed; each word has rows 4i, 4i + 1, 4i + 2 and 4i + 3.
 
-    ``n16`` is N / 16: written as n16 * 4 words, the length of a row is known to the compiler to allow 16-byte stores.
+    ``n16`` is N / 16. A row length written as n16 * 4 words tells the compiler that 16-byte stores are allowed.
     """
     columns = tl.arange(0, BLOCK_N // 4)[None, :]
     rows = tl.arange(0, BLOCK_D)[:, None]
@@ -169,7 +169,7 @@ def store_words(  # type: ignore[no-untyped-def]
 
 @jit
 def _nonzero_bytes(words):  # type: ignore[no-untyped-def]
-    """128 times the number of values in each word that are not zero: four at a time, in four instructions."""
+    """Return 128 times the number of nonzero values in each word: four at a time, in four instructions."""
     return tl.inline_asm_elementwise(
         "{ .reg .b32 t; and.b32 t, $1, 0x7F7F7F7F; add.u32 t, t, 0x7F7F7F7F; and.b32 t, t, 0x80808080; "
         "dp4a.u32.u32 $0, t, 0x01010101, 0; }",
@@ -182,76 +182,77 @@ def _nonzero_bytes(words):  # type: ignore[no-untyped-def]
 
 
 @jit
-def misfits(y, LIMIT: tl.constexpr, TINY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many values of a scaled tile saturate, and 2**16 times how many are flushed to zero."""
+def count_misfits(y, LIMIT: tl.constexpr, TINY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Count the values of a scaled tile that saturate, plus 2**16 times those flushed to zero."""
     flushed = (y != 0.0) & (tl.abs(y) <= TINY)
     return tl.sum(saturates(tl.abs(y), LIMIT).to(tl.int32) | (flushed.to(tl.int32) << 16))
 
 
 @jit
-def add_misfits(counts_ptr, both):  # type: ignore[no-untyped-def]
-    saturated = both & 0xFFFF
-    flushed = (both >> 16) & 0xFFFF
+def add_misfit_counts(counts_ptr, counted):  # type: ignore[no-untyped-def]
+    saturated = counted & 0xFFFF
+    flushed = (counted >> 16) & 0xFFFF
     tl.atomic_add(counts_ptr, saturated.to(counts_ptr.dtype.element_ty), mask=saturated > 0, sem="relaxed")
     tl.atomic_add(counts_ptr + 1, flushed.to(counts_ptr.dtype.element_ty), mask=flushed > 0, sem="relaxed")
 
 
 @jit
-def _together(top_a, low_a, sum_a, top_b, low_b, sum_b):  # type: ignore[no-untyped-def]
+def _reduce_three(top_a, low_a, sum_a, top_b, low_b, sum_b):  # type: ignore[no-untyped-def]
     return tl.maximum(top_a, top_b), tl.minimum(low_a, low_b), sum_a + sum_b
 
 
 @jit
-def _both(top_a, sum_a, top_b, sum_b):  # type: ignore[no-untyped-def]
+def _reduce_two(top_a, sum_a, top_b, sum_b):  # type: ignore[no-untyped-def]
     return tl.maximum(top_a, top_b), sum_a + sum_b
 
 
 @jit
-def unseen(BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What ``emit`` adds to: the largest and the smallest size as bits, and 128 times how many values are not zero."""
+def init_tile_stats(BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Start values for ``store_tiles``: largest and smallest magnitude as bits, and 128 times the nonzero count."""
     nothing = tl.zeros((BLOCK_N // 4, BLOCK_D), tl.int32)
     return nothing, nothing + 0x7FFFFFFF, nothing
 
 
 @jit
-def settle(highest, lowest, nonzero, values: tl.constexpr, scale, amax_ptr, counts_ptr, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Raise amax, and count what was flushed; or say that the values must be made again to be counted one by one.
+def finish_tile_stats(highest, lowest, nonzero, values: tl.constexpr, scale, amax_ptr, counts_ptr, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Raise amax and count flushed values; or return True if values must be recomputed and counted one by one.
 
-    Compared one by one, they would cost as many instructions as a GELU. So zeros are counted in the words, which tells
-    what was flushed if there were no zeros to begin with (as at the tensor's edge) and nothing saturates. Gradients in
-    E5M2 reach down to 2**-33 of their largest: there a zero is a zero, and the smallest size need not be known.
+    Comparing every value would cost as many instructions as a GELU. So zeros are counted in the packed words. That is
+    the number of flushed values if the input has no zeros (as at the tensor's edge) and nothing saturates. Gradients
+    in E5M2 reach down to 2**-33 of their largest: there a zero was a zero before, and the smallest magnitude is not
+    needed.
     """
-    again = False
+    recount = False
     if counts_ptr is not None:
         if INTERPRETED:
-            again = True
+            recount = True
             top = tl.max(highest)
         else:
-            if LIMIT == 448.0:  # one wait for all three
-                top, low, nonzero = tl.reduce((highest, lowest, nonzero), None, _together)
+            if LIMIT == 448.0:  # one reduction for all three
+                top, low, nonzero = tl.reduce((highest, lowest, nonzero), None, _reduce_three)
                 plain = low > 0
             else:
-                top, nonzero = tl.reduce((highest, nonzero), None, _both)
+                top, nonzero = tl.reduce((highest, nonzero), None, _reduce_two)
                 plain = nonzero == values * 128
-            plain = plain & (top.to(tl.float32, bitcast=True) * scale <= _most(LIMIT))  # false for NaN
+            plain = plain & (top.to(tl.float32, bitcast=True) * scale <= _saturation_threshold(LIMIT))  # false for NaN
             if LIMIT == 448.0:
                 flushed = values - nonzero // 128
                 some = plain & (flushed > 0)
                 tl.atomic_add(counts_ptr + 1, flushed.to(counts_ptr.dtype.element_ty), mask=some, sem="relaxed")
-            again = not plain
+            recount = not plain
         if amax_ptr is not None:
             raise_amax(amax_ptr, top)
     elif amax_ptr is not None:
         record_amax(amax_ptr, highest)
-    return again
+    return recount
 
 
 @jit
-def _put(  # type: ignore[no-untyped-def]
+def _store_rows(  # type: ignore[no-untyped-def]
     x, highest, lowest, out_ptr, scale, amax_ptr, counts_ptr, n, d0, length, width, out_stride,
     LIMIT: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Scale and store one tile of ``emit``, and fold its sizes into ``highest`` and ``lowest``."""
+    """Scale and store one tile of ``store_tiles``, and update ``highest`` and ``lowest`` with its magnitudes."""
     if amax_ptr is not None or counts_ptr is not None:
         size = abs_bits(x)
         highest = tl.maximum(highest, size)
@@ -274,31 +275,31 @@ def _put(  # type: ignore[no-untyped-def]
 
 
 @jit
-def emit(  # type: ignore[no-untyped-def]
+def store_tiles(  # type: ignore[no-untyped-def]
     x0, x1, x2, x3, highest, lowest, nonzero, out_ptr, out_t_ptr, scale, amax_ptr, counts_ptr,
     n0, d0, length, width, out_stride, n16,
     LIMIT: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write four FP32 tiles (rows n0 + 4i, + 1, + 2, + 3; 0 outside the tensor) in the layouts asked for.
+    """Write four FP32 tiles (rows n0 + 4i, + 1, + 2, + 3; 0 outside the tensor) in the requested layouts.
 
-    LIMIT None stores them unscaled, in the format of ``out_ptr``. ``out_t_ptr`` is None or of int32.
-    ``amax_ptr`` and ``counts_ptr`` may be None. Returns what ``settle`` is to be told after the last tile; where that
-    says so, which is hardly ever, the caller makes the tiles once more and counts their ``misfits`` one by one: kept
-    here for it, they would take half of all registers.
+    LIMIT None stores them unscaled, in the format of ``out_ptr``. ``out_t_ptr`` is None or points to int32.
+    ``amax_ptr`` and ``counts_ptr`` may be None. Returns the arguments of ``finish_tile_stats``, called after the last
+    tile. In the rare case that it returns True, the caller recomputes the tiles and calls ``count_misfits``: keeping
+    the tiles for that would take half of all registers.
     """
-    y0, highest, lowest = _put(
+    y0, highest, lowest = _store_rows(
         x0, highest, lowest, out_ptr, scale, amax_ptr, counts_ptr, n0, d0, length, width, out_stride,
         LIMIT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
-    y1, highest, lowest = _put(
+    y1, highest, lowest = _store_rows(
         x1, highest, lowest, out_ptr, scale, amax_ptr, counts_ptr, n0 + 1, d0, length, width, out_stride,
         LIMIT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
-    y2, highest, lowest = _put(
+    y2, highest, lowest = _store_rows(
         x2, highest, lowest, out_ptr, scale, amax_ptr, counts_ptr, n0 + 2, d0, length, width, out_stride,
         LIMIT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
-    y3, highest, lowest = _put(
+    y3, highest, lowest = _store_rows(
         x3, highest, lowest, out_ptr, scale, amax_ptr, counts_ptr, n0 + 3, d0, length, width, out_stride,
         LIMIT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
@@ -315,10 +316,10 @@ def emit(  # type: ignore[no-untyped-def]
 def load_rows(  # type: ignore[no-untyped-def]
     ptr, n, d0, length, width, stride, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """A tile of every fourth row from ``n`` on, still in its own format: callers load all four before they compute.
+    """Load a tile of every fourth row from ``n``, in its own format. Callers load all four before they compute.
 
-    The tile's place is one number for all threads, and a thread's place in it the same for every tile: computed the
-    other way round, addresses took an eighth of a GELU's instructions.
+    The tile's offset is one number for all threads, and a thread's offset within it is the same for every tile.
+    Computed the other way round, addresses took an eighth of a GELU's instructions.
     """
     rows = 4 * tl.arange(0, BLOCK_N // 4)[:, None]
     columns = tl.arange(0, BLOCK_D)[None, :]
@@ -334,7 +335,7 @@ def load_rows(  # type: ignore[no-untyped-def]
 def load_four(  # type: ignore[no-untyped-def]
     ptr, n0, d0, length, width, stride, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """The rows of a tile as ``emit`` takes them: 4i, 4i + 1, 4i + 2 and 4i + 3."""
+    """Load the rows of a tile as ``store_tiles`` takes them: 4i, 4i + 1, 4i + 2 and 4i + 3."""
     x0 = load_rows(ptr, n0, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
     x1 = load_rows(ptr, n0 + 1, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
     x2 = load_rows(ptr, n0 + 2, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
@@ -343,18 +344,18 @@ def load_four(  # type: ignore[no-untyped-def]
 
 
 @jit
-def under_way():  # type: ignore[no-untyped-def]
-    """After this, all loads before it are on their way.
+def issue_loads():  # type: ignore[no-untyped-def]
+    """Make the compiler issue all loads before this point.
 
-    Left alone, the compiler puts loads where their values are used, to spare registers, and then waits for each: on an
-    H200 a GELU's gradient takes 0.407 ms so and 0.392 with all loads first, that of logits in FP8 0.905 and 0.866.
+    Otherwise it moves loads to where their values are used, to save registers, and waits for each. On an H200 a GELU's
+    gradient takes 0.407 ms that way and 0.392 with all loads first; the gradient of logits in FP8 0.905 and 0.866.
     """
     tl.debug_barrier()
 
 
 @jit
-def widen(x):  # type: ignore[no-untyped-def]
-    """BF16 in FP32, two at a time: on its own, the upper half of a word takes the compiler two instructions."""
+def to_fp32(x):  # type: ignore[no-untyped-def]
+    """Convert BF16 to FP32, two at a time: the compiler would use two instructions for the upper half of a word."""
     if INTERPRETED or x.dtype != tl.bfloat16:
         y = x.to(tl.float32)
     else:
@@ -366,6 +367,6 @@ def widen(x):  # type: ignore[no-untyped-def]
 
 @jit
 def tile_origin(BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """First row and column of this program's tile in a grid by ``tiles``."""
+    """Return the first row and column of this program's tile in a ``tile_grid``."""
     down = tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)
     return down * BLOCK_N, tl.program_id(0) * BLOCK_D

@@ -1,7 +1,7 @@
-"""Many tensors in one launch: a table of their addresses, and which program takes which piece of which tensor.
+"""Many tensors in one launch: a table of their addresses, and of which program handles which block of which tensor.
 
-A program is given one block of one tensor. Sizes seldom change, so that part is kept; addresses of gradients change
-with every backward, so the table is sent anew each time, from pinned memory and without waiting for it.
+A program handles one block of one tensor. Sizes rarely change, so the table of blocks is cached. Addresses of gradients
+change with every backward, so the table of offsets is sent each time, from pinned memory and without waiting.
 """
 
 from __future__ import annotations
@@ -15,46 +15,46 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """How tensors of given sizes are cut into blocks."""
+class BlockTable:
+    """Which program handles which block of which tensor, for tensors of given sizes."""
 
-    owner: Tensor
-    """Of each program: which tensor."""
-    place: Tensor
-    """Of each program: which block of it."""
+    tensor_index: Tensor
+    """For each program, the index of its tensor."""
+    block_index: Tensor
+    """For each program, the index of its block within the tensor."""
     sizes: Tensor
     first: Tensor
-    """Of each tensor: its first program; and one more, the number of programs."""
+    """For each tensor, its first program; the last entry is the number of programs."""
     count: int
 
 
 @lru_cache(maxsize=64)
-def pieces(sizes: tuple[int, ...], block: int, device: torch.device) -> Pieces:
+def pieces(sizes: tuple[int, ...], block: int, device: torch.device) -> BlockTable:
     blocks = torch.tensor([-(-size // block) for size in sizes], dtype=torch.int64)
     first = torch.cat([torch.zeros(1, dtype=torch.int64), blocks.cumsum(0)])
-    owner = torch.repeat_interleave(torch.arange(len(sizes)), blocks)
-    place = torch.arange(int(first[-1])) - first[owner]
-    return Pieces(
-        owner.int().to(device),
-        place.int().to(device),
+    tensor_index = torch.repeat_interleave(torch.arange(len(sizes)), blocks)
+    block_index = torch.arange(int(first[-1])) - first[tensor_index]
+    return BlockTable(
+        tensor_index.int().to(device),
+        block_index.int().to(device),
         torch.tensor(sizes).to(device),
         first.int().to(device),
         int(first[-1]),
     )
 
 
-def is_whole(columns: Sequence[Sequence[Tensor]]) -> bool:
-    """Whether every tensor begins on 16 bytes and has a multiple of 16 values: then accesses of 16 bytes are."""
+def is_aligned(columns: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether every tensor starts at a multiple of 16 bytes and has a multiple of 16 values, for 16-byte accesses."""
     return all(tensor.data_ptr() % 16 == 0 for column in columns for tensor in column) and all(
         tensor.numel() % 16 == 0 for tensor in columns[0]
     )
 
 
-def places(columns: Sequence[Sequence[Tensor]], whole: bool) -> Tensor:
-    """Where each tensor lies, [tensors, columns]: its distance from the first of its column.
+def make_offset_table(columns: Sequence[Sequence[Tensor]], whole: bool) -> Tensor:
+    """Return the offset of each tensor from the first one of its column, as [tensors, columns].
 
-    In 16 bytes where ``whole``, else in values. A kernel is handed the first tensor as a pointer and adds the distance;
-    it then knows the format, and that the sum lies on 16 bytes, which it could not know of an address.
+    Offsets are in units of 16 bytes if ``whole``, else in values. A kernel gets the first tensor as a pointer and adds
+    the offset, so the compiler knows the format and the 16-byte alignment. It would know neither of a plain address.
     """
     rows = []
     for column in columns:

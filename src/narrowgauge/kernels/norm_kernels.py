@@ -1,8 +1,8 @@
 """The Triton kernels of LayerNorm and RMSNorm; ``norm`` has their mathematics, references and launches.
 
-A program walks over every P-th group of rows, where P is the number of programs. That leaves one atomic per program for
-amax and one for each count that is not 0, and one partial sum of dweight per program, which ``sum_kernel`` adds up. A
-pointer that is None leaves out, when the kernel is compiled, all that belongs to it.
+A program handles every P-th group of rows, where P is the number of programs. So each program issues one atomic for
+amax and one for each nonzero count, and writes one partial sum of grad_weight, which ``sum_kernel`` adds up. A pointer
+that is None removes its code when the kernel is compiled.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ if HAVE_TRITON:
 
 
 @jit
-def _watch(  # type: ignore[no-untyped-def]
+def _update_stats(  # type: ignore[no-untyped-def]
     y, scale, largest, saturated, flushed, amax_ptr, counts_ptr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
-    """Running maxima and counts; the four neighbours a thread holds fold into one, to spare registers."""
+    """Update maxima and counts. A thread's four neighbours are reduced to one, to save registers."""
     if amax_ptr is not None:
         largest = tl.maximum(largest, tl.max(tl.max(tl.reshape(abs_bits(y), [ROWS, BLOCK // 4, 4]), 2), 0))
     if counts_ptr is not None:
@@ -32,7 +32,7 @@ def _watch(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _publish(largest, saturated, flushed, amax_ptr, counts_ptr):  # type: ignore[no-untyped-def]
+def _write_stats(largest, saturated, flushed, amax_ptr, counts_ptr):  # type: ignore[no-untyped-def]
     if amax_ptr is not None:
         record_amax(amax_ptr, largest)
     if counts_ptr is not None:
@@ -48,8 +48,8 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     rows, eps, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     LIMIT: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
-    # Told that columns come in fours, Triton gives a thread 4 neighbours of every tensor (16 bytes of FP32, 4 of FP8;
-    # a warp covers whole lines). Left alone it takes 16 for the FP8 store and turns the others through shared memory.
+    # With this hint Triton gives a thread 4 neighbours of every tensor (16 bytes of FP32, 4 of FP8; a warp covers whole
+    # lines). Without it a thread gets 16 for the FP8 store, and the other tensors go through shared memory.
     cols = tl.multiple_of(tl.arange(0, BLOCK), 4)
     inside = cols < D
     weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -79,27 +79,28 @@ def forward_kernel(  # type: ignore[no-untyped-def]
         y = r * rstd[:, None] * weight
         if bias_ptr is not None:
             y += bias
-        y = tl.where(live, y, 0.0)  # rows beyond the end would show the bias, or 0 * inf, to amax
-        largest, saturated, flushed = _watch(
+        y = tl.where(live, y, 0.0)  # rows beyond the end would add the bias, or 0 * inf, to amax
+        largest, saturated, flushed = _update_stats(
             y, scale, largest, saturated, flushed, amax_ptr, counts_ptr, ROWS, BLOCK, LIMIT, TINY
         )
         out = y.to(out_ptr.dtype.element_ty) if scale_ptr is None else to_fp8(y * scale, LIMIT)
         tl.store(out_ptr + first + cols[None, :], out, mask=live)
-    _publish(largest, saturated, flushed, amax_ptr, counts_ptr)
+    _write_stats(largest, saturated, flushed, amax_ptr, counts_ptr)
 
 
 @jit
 def backward_kernel(  # type: ignore[no-untyped-def]
-    dout_ptr, residual_ptr, weight_ptr, mean_ptr, rstd_ptr, dresidual_ptr, scale_ptr, dx_ptr, dx_lp_ptr, dweight_ptr,
-    dbias_ptr, amax_ptr, counts_ptr, rows, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    grad_output_ptr, residual_ptr, weight_ptr, mean_ptr, rstd_ptr, grad_residual_ptr, scale_ptr, grad_input_ptr,
+    grad_input_lp_ptr, grad_weight_ptr,
+    grad_bias_ptr, amax_ptr, counts_ptr, rows, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     STAGES: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
     cols = tl.multiple_of(tl.arange(0, BLOCK), 4)  # as in the forward kernel
     inside = cols < D
     weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
     scale = 1.0 if scale_ptr is None else tl.load(scale_ptr)
-    dweight = tl.zeros([ROWS, BLOCK], tl.float32)
-    dbias = tl.zeros([ROWS, BLOCK], tl.float32)
+    grad_weight = tl.zeros([ROWS, BLOCK], tl.float32)
+    grad_bias = tl.zeros([ROWS, BLOCK], tl.float32)
     largest = tl.zeros([BLOCK // 4], tl.int32)
     saturated = tl.zeros([BLOCK // 4], tl.int32)
     flushed = tl.zeros([BLOCK // 4], tl.int32)
@@ -109,36 +110,40 @@ def backward_kernel(  # type: ignore[no-untyped-def]
         live = there[:, None] & inside[None, :]
         first = row.to(tl.int64)[:, None] * D
         h = tl.load(residual_ptr + first + cols[None, :], mask=live, other=0.0).to(tl.float32)
-        dout = tl.load(dout_ptr + first + cols[None, :], mask=live, other=0.0).to(tl.float32)
-        if dresidual_ptr is not None:
-            dresidual = tl.load(dresidual_ptr + first + cols[None, :], mask=live, other=0.0).to(tl.float32)
+        grad_output = tl.load(grad_output_ptr + first + cols[None, :], mask=live, other=0.0).to(tl.float32)
+        if grad_residual_ptr is not None:
+            grad_residual = tl.load(grad_residual_ptr + first + cols[None, :], mask=live, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + row, mask=there, other=0.0)[:, None]
         if mean_ptr is not None:
             h -= tl.load(mean_ptr + row, mask=there, other=0.0)[:, None]
         h *= rstd
-        dweight += dout * h  # beyond the end dout is 0, and with it every product
-        if dbias_ptr is not None:
-            dbias += dout
-        g = dout * weight
-        dx = g - h * (tl.sum(g * h, 1, keep_dims=True) / D)
+        grad_weight += grad_output * h  # grad_output is 0 beyond the end
+        if grad_bias_ptr is not None:
+            grad_bias += grad_output
+        g = grad_output * weight
+        grad_input = g - h * (tl.sum(g * h, 1, keep_dims=True) / D)
         if mean_ptr is not None:
-            dx -= tl.sum(g, 1, keep_dims=True) / D
-        dx *= rstd
-        if dresidual_ptr is not None:
-            dx += dresidual
-        dx = tl.where(live, dx, 0.0)  # columns beyond the end would show the means to amax
-        tl.store(dx_ptr + first + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=live)
-        largest, saturated, flushed = _watch(
-            dx, scale, largest, saturated, flushed, amax_ptr, counts_ptr, ROWS, BLOCK, LIMIT, TINY
+            grad_input -= tl.sum(g, 1, keep_dims=True) / D
+        grad_input *= rstd
+        if grad_residual_ptr is not None:
+            grad_input += grad_residual
+        grad_input = tl.where(live, grad_input, 0.0)  # columns beyond the end would add the means to amax
+        tl.store(grad_input_ptr + first + cols[None, :], grad_input.to(grad_input_ptr.dtype.element_ty), mask=live)
+        largest, saturated, flushed = _update_stats(
+            grad_input, scale, largest, saturated, flushed, amax_ptr, counts_ptr, ROWS, BLOCK, LIMIT, TINY
         )
-        if dx_lp_ptr is not None:
-            low = dx.to(dx_lp_ptr.dtype.element_ty) if scale_ptr is None else to_fp8(dx * scale, LIMIT)
-            tl.store(dx_lp_ptr + first + cols[None, :], low, mask=live)
+        if grad_input_lp_ptr is not None:
+            low = (
+                grad_input.to(grad_input_lp_ptr.dtype.element_ty)
+                if scale_ptr is None
+                else to_fp8(grad_input * scale, LIMIT)
+            )
+            tl.store(grad_input_lp_ptr + first + cols[None, :], low, mask=live)
     part = tl.program_id(0) * D + cols
-    tl.store(dweight_ptr + part, tl.sum(dweight, 0), mask=inside)
-    if dbias_ptr is not None:
-        tl.store(dbias_ptr + part, tl.sum(dbias, 0), mask=inside)
-    _publish(largest, saturated, flushed, amax_ptr, counts_ptr)
+    tl.store(grad_weight_ptr + part, tl.sum(grad_weight, 0), mask=inside)
+    if grad_bias_ptr is not None:
+        tl.store(grad_bias_ptr + part, tl.sum(grad_bias, 0), mask=inside)
+    _write_stats(largest, saturated, flushed, amax_ptr, counts_ptr)
 
 
 @jit

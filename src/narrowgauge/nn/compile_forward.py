@@ -1,12 +1,12 @@
-"""Compiles a model's forward for one engine, apart from every other engine of the process.
+"""Compiles a model's forward for one engine, separately from every other engine of the process.
 
-Three habits of torch.compile make this more than ``model.compile()``:
-- The attention backend that a context outside allows is no part of what it guards on, so the context is opened inside.
-- torch 2.11 seems to keep compiled graphs on disk under a key that knows whether autocast is on, but not its format: a
-  BF16 loop after an FP16 one got another loss and speed (docs/results.md). So autocast is opened inside, too.
+Three properties of torch.compile make this more than ``model.compile()``:
+- torch.compile does not guard on the allowed attention backend, so that context is opened inside the compiled function.
+- torch 2.11 seems to cache compiled graphs on disk under a key that includes whether autocast is on, but not its dtype:
+  a BF16 loop after an FP16 one had a different loss and speed (docs/results.md). So autocast is opened inside, too.
 - Compiled code belongs to the Python code object, which all models share (``Module._call_impl``). A second engine would
-  be handed the first one's graph where the guards let it, and after eight graphs (``recompile_limit``) torch.compile
-  stops compiling without a word. Each engine therefore gets a code object of its own.
+  get the first one's graph if the guards allow it, and after eight graphs (``recompile_limit``) torch.compile silently
+  stops compiling. Each engine therefore gets its own code object.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from narrowgauge.nn.changes import Change, apply_change, find_change
-from narrowgauge.nn.grouped_mm import own_graphs
+from narrowgauge.nn.grouped_mm import separate_compile_cache
+from narrowgauge.nn.module_changes import Change, apply_change, find_change
 from narrowgauge.nn.step_context import StepContext
 
 
 class CompiledForward(Change):
-    """A model that runs as a compiled graph. A copy of the model runs uncompiled, in the same surroundings."""
+    """A model that runs as a compiled graph. A copy of the model runs uncompiled, in the same step context."""
 
     def __init__(self, step_context: StepContext, mode: str | None = None) -> None:
         self.step_context, self.mode = step_context, mode
@@ -36,11 +36,11 @@ class CompiledForward(Change):
             with self.step_context.attention(), self.step_context.autocast():
                 return inner(*args, **kwargs)
         if self._graph is None:
-            self._graph = self._compiled(inner)
-        with own_graphs():
+            self._graph = self._compile(inner)
+        with separate_compile_cache():
             return self._graph(*args, **kwargs)
 
-    def _compiled(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+    def _compile(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         step_context = self.step_context
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -55,13 +55,13 @@ class CompiledForward(Change):
 
 
 def compile_forward(model: nn.Module, step_context: StepContext, mode: str | None = None) -> None:
-    """Let the model run as a compiled graph; its state dictionary does not change."""
+    """Make the model run as a compiled graph; its state dictionary does not change."""
     apply_change(model, CompiledForward(step_context, mode))
 
 
 @contextlib.contextmanager
-def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Let a model that was compiled run as it was written, for a while: its hooks are then called."""
+def run_uncompiled(model: nn.Module) -> Iterator[None]:
+    """Context manager in which a compiled model runs eagerly, so that its hooks are called."""
     change = find_change(model, CompiledForward)
     if change is None:
         yield

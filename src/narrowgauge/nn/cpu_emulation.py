@@ -1,8 +1,8 @@
-"""Runs 16-bit matrix products on a CPU that has none: operands are widened to FP32, the result is rounded once.
+"""Runs 16-bit matrix products on a CPU without native ones: operands are cast to FP32, the result is rounded once.
 
-That is what tensor cores and AMX do (products of 16-bit operands accumulated in FP32), so the numbers are theirs up to
-the order of accumulation. It is also much faster than torch's own fallback: on a Neoverse-N1 a 256 x 256 x 256 BF16
-product takes 133 ms in torch and 0.82 ms this way. It is still slower than FP32, and says so.
+Tensor cores and AMX do the same (products of 16-bit operands accumulated in FP32), so the results match theirs up to
+the order of accumulation. It is also much faster than torch's fallback: on a Neoverse-N1 a 256 x 256 x 256 BF16 product
+takes 133 ms in torch and 0.82 ms this way. It is still slower than FP32.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 class EmulatedProducts(TorchDispatchMode):
-    """While active, products of 16-bit CPU tensors are computed in FP32 and rounded to the operands' format."""
+    """Dispatch mode that computes products of 16-bit CPU tensors in FP32 and rounds them to the operands' format."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,19 +1,20 @@
-"""Grouped products (the experts of a mixture) in autocast's format, which torch's autocast does not know.
+"""An autocast rule for grouped products (the experts of a mixture), which torch's autocast does not support.
 
 ``torch._grouped_mm`` multiplies tokens, sorted by expert, by a stack of matrices: [S, K] x [E, K, N]. Autocast has no
-rule for it: FP32 experts would run in FP32 beside layers in 16 bits, and 16-bit weights would refuse FP32 tokens. The
-rule is a kernel under autocast's dispatch keys. It acts while an engine's surroundings are open. Otherwise it hands on
-what it was given, so that code outside of engines computes as before. Other operations pay nothing, C++ callers are
-reached, and torch.compile traces through it. Backward needs no rule: it multiplies what forward has kept, in 16 bits.
+rule for it: FP32 experts would run in FP32 while other layers run in 16 bits, and 16-bit weights would reject FP32
+tokens. The rule is a kernel under autocast's dispatch keys. It is active while an engine's step context is open.
+Otherwise it passes its arguments on, so that code outside of engines computes as before. Other operations have no added
+cost, calls from C++ are covered, and torch.compile traces through it. Backward needs no rule: it multiplies what
+forward saved, in 16 bits.
 
-Inside torch.compile transformers calls a loop of its own where weights are in FP32, since torch compiles grouped
-products in BF16 alone. The rule puts the real product in its place. torch.compile keeps graphs on disk under keys that
-know nothing of such rules, so an engine's have a tag of their own (``own_graphs``). A function mode, which graphs would
-show, is no way: torch 2.13 confuses its calls where a graph breaks (``tensor.device`` gave a shape).
+Under torch.compile, transformers replaces grouped products with a loop if weights are FP32, since torch compiles them
+only in BF16. The rule restores the grouped product. torch.compile caches graphs on disk under keys that do not
+include such rules, so an engine's graphs have their own tag (``separate_compile_cache``). A function mode, which graphs
+would include, does not work: torch 2.13 mixes up its calls at graph breaks (``tensor.device`` returned a shape).
 
-To cast a module's parameters before it runs (``functional_call``) would be simpler, but wrong in one case: where tokens
+Casting a module's parameters before it runs (``functional_call``) would be simpler, but wrong in one case: if tokens
 gather their experts' matrices (``weight[index]``, transformers' batched_mm), the gradients of many tokens would be
-added up in 16 bits.
+summed in 16 bits.
 """
 
 from __future__ import annotations
@@ -32,24 +33,24 @@ from torch import Tensor
 aten = torch.ops.aten
 KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
-"""As for autocast's own products: FP64 stays."""
+"""Formats that are cast, as in autocast's own products: FP64 is not."""
 ALIGNMENT_BYTES = 16
-"""Of rows: what grouped kernels ask for. FP32 rows of 4 numbers have it, 16-bit rows need 8."""
+"""Row alignment that grouped kernels need: 4 numbers in FP32, 8 in 16 bits."""
 
 _libraries: dict[str, torch.library.Library] = {}
 _lock = threading.Lock()
 _open = 0
-"""How many surroundings are open in the process, not in this thread: autograd recomputes blocks in its own."""
+"""Open step contexts in the process, not in this thread: autograd recomputes blocks in its own thread."""
 
 
 @contextlib.contextmanager
-def grouped_in_autocast() -> Iterator[None]:
-    """While open, grouped products under autocast run in autocast's format."""
+def autocast_grouped_mm() -> Iterator[None]:
+    """Context manager in which grouped products under autocast run in autocast's dtype."""
     global _open
     with _lock:
         _register("aten", "_grouped_mm", grouped_product)
         if "transformers.integrations.moe" in sys.modules:
-            _register("transformers", "grouped_mm_fallback", _looped_product)
+            _register("transformers", "grouped_mm_fallback", _multiply_looped)
         _open += 1
     try:
         yield
@@ -58,8 +59,8 @@ def grouped_in_autocast() -> Iterator[None]:
             _open -= 1
 
 
-def own_graphs() -> contextlib.AbstractContextManager[Any]:
-    """While open, graphs are compiled apart from those of code that has no rule for grouped products."""
+def separate_compile_cache() -> contextlib.AbstractContextManager[Any]:
+    """Context manager that caches compiled graphs separately from code without this autocast rule."""
     config: Any = torch.compiler.config
     patched: contextlib.AbstractContextManager[Any] = config.patch(cache_key_tag="narrowgauge: grouped products")
     return patched
@@ -73,20 +74,20 @@ def grouped_product(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``torch._grouped_mm`` of operands cast to ``dtype``; None: of the operands as they are."""
+    """Compute ``torch._grouped_mm`` of operands cast to ``dtype``; None does not cast."""
     if dtype is None or a.dtype not in CASTABLE or b.dtype not in CASTABLE:
         product: Tensor = aten._grouped_mm.default(a, b, offs, bias, out_dtype)
         return product
     width = b.shape[-1]
     a, b = a.to(dtype), b.to(dtype)
     if a.dim() == 2 and b.dim() == 3:
-        a, b = _aligned(a, b)
+        a, b = _align(a, b)
     product = aten._grouped_mm.default(a, b, offs, bias, out_dtype)
     return product if product.shape[-1] == width else product[..., :width]
 
 
-def _looped_product(dtype: torch.dtype | None, input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    """The same for transformers' loop, which stays where grouped kernels have no such format."""
+def _multiply_looped(dtype: torch.dtype | None, input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    """Do the same for transformers' loop, which remains for formats that grouped kernels do not support."""
     if dtype is torch.bfloat16:
         return grouped_product(dtype, input, weight, offs)
     if dtype is not None:
@@ -95,8 +96,8 @@ def _looped_product(dtype: torch.dtype | None, input: Tensor, weight: Tensor, of
     return looped
 
 
-def _aligned(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """[S, K] and [E, K, N] with zeros up to whole rows of 16 bytes; they add nothing to the sums."""
+def _align(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Pad [S, K] and [E, K, N] with zeros to rows of a multiple of 16 bytes; zeros add nothing to the sums."""
     step = ALIGNMENT_BYTES // a.element_size()
     depth, width = -a.shape[1] % step, -b.shape[2] % step
     if depth:
@@ -105,14 +106,14 @@ def _aligned(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _register(namespace: str, name: str, rule: Callable[..., Tensor]) -> None:
-    """Once in a process; not where torch has a rule of its own."""
+    """Register a rule once per process, unless torch has its own."""
     if namespace in _libraries:
         return
     library = torch.library.Library(namespace, "IMPL")
     for device, key in KEYS.items():
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"{namespace}::{name}", key):
             library.impl(name, functools.partial(_autocast_kernel, rule, device, key), key)
-    _libraries[namespace] = library  # it takes its kernels with it when it is dropped
+    _libraries[namespace] = library  # deleting it would unregister the kernels
 
 
 def _autocast_kernel(rule: Callable[..., Tensor], device: str, key: str, /, *args: Any, **kwargs: Any) -> Tensor:

@@ -1,9 +1,8 @@
-"""Keepers: what stays in FP32 whatever the recipe computes with, because 16 bits would spoil it.
+"""Functions and modules that run in FP32 under every recipe, because 16 bits are not precise enough for them.
 
 On CUDA torch's autocast already runs norms, softmax, losses and sums in FP32. On the CPU it does not: LayerNorm,
-softmax, sum and exp stay in 16 bits there. ``Fp32Functions`` gives the CPU the same list, so that a run on a CPU says
-something about the same run on a GPU. Beyond the list, users keep whole modules (``recipe.keep``) or single functions
-(``keep_fp32``) in FP32.
+softmax, sum and exp stay in 16 bits there. ``Fp32Functions`` applies CUDA's list on the CPU, so that a CPU run predicts
+the same run on a GPU. Users can also keep whole modules (``recipe.keep``) or single functions (``keep_fp32``) in FP32.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from narrowgauge.errors import UsageError
-from narrowgauge.nn.changes import Change, apply_change
+from narrowgauge.nn.module_changes import Change, apply_change
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -40,26 +39,35 @@ FP32_FUNCTIONS = frozenset(getattr(owner, name) for owner, names in _NAMES.items
 
 
 def to_fp32(nest: Any) -> Any:
-    """The same nest with every 16-bit floating tensor widened."""
+    """Return a nested structure with every FP16 or BF16 tensor cast to FP32."""
     return tree_map_only(Tensor, lambda tensor: tensor.float() if tensor.dtype in HALVES else tensor, nest)
 
 
 class Fp32Functions(TorchFunctionMode):
-    """While active, the functions of CUDA autocast's FP32 list run in FP32 on the CPU too."""
+    """Function mode that runs the functions of CUDA autocast's FP32 list in FP32 on the CPU too."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in FP32_FUNCTIONS or not torch.is_autocast_enabled("cpu"):  # as on CUDA: off means off
+        if func not in FP32_FUNCTIONS or not torch.is_autocast_enabled("cpu"):  # as on CUDA
             return func(*args, **kwargs)
         with torch.autocast("cpu", enabled=False):
             return func(*to_fp32(args), **to_fp32(kwargs))
 
 
 def keep_fp32(function: Function) -> Function:
-    """Make a function (a custom op, a loss) run in FP32: autocast is off inside, and 16-bit arguments are widened.
+    """Decorate a function (a custom op, a loss) so that it runs in FP32 under every recipe.
 
-    >>> @narrowgauge.keep_fp32
-    ... def energy(scores): return torch.logsumexp(scores.square(), -1)
+    Inside the function autocast is off. FP16 and BF16 tensors among its arguments are cast to FP32.
+
+    Args:
+        function: Any function of tensors. Tensors may be nested in lists, tuples and dicts.
+
+    Returns:
+        The wrapped function, with the same signature.
+
+    Example:
+        >>> @narrowgauge.keep_fp32
+        ... def energy(scores): return torch.logsumexp(scores.square(), -1)
     """
 
     @functools.wraps(function)
@@ -71,22 +79,22 @@ def keep_fp32(function: Function) -> Function:
 
 
 class KeptInFp32(Change):
-    """A module that computes in FP32 wherever it is called."""
+    """A module that computes in FP32."""
 
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return keep_fp32(inner)(*args, **kwargs)
 
 
 def keep_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Keep the modules that a pattern names (by path or by class) in FP32; returns their paths."""
-    kept = named_by(model, patterns)
+    """Keep the modules that match a pattern (by path or by class) in FP32; return their paths."""
+    kept = find_modules(model, patterns)
     for module in kept.values():
         apply_change(module, KeptInFp32())
     return sorted(kept)
 
 
-def named_by(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    """The modules that a pattern names, by path."""
+def find_modules(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
+    """Return the modules whose path or class matches a pattern, by path."""
     named: dict[str, nn.Module] = {}
     for pattern in patterns:
         found = {
@@ -97,31 +105,31 @@ def named_by(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
         if not found:
             some = [path for path, _ in model.named_modules() if path][:8]
             raise UsageError(
-                f"recipe: keep={pattern} names no module; modules are {', '.join(some)}, ... (paths or classes)"
+                f"recipe: keep={pattern} names no module; use a path ({', '.join(some)}, ...) or a class name"
             )
         named |= found
     return named
 
 
 def _class_of(module: nn.Module) -> str:
-    """The name of a module's class; FSDP2 derives one of its own from it."""
+    """Return the name of a module's class, without the prefix of FSDP2's derived class."""
     name = type(module).__name__
     return name.removeprefix("FSDP") if hasattr(module, "set_requires_gradient_sync") else name
 
 
 def keep_recurrent(model: nn.Module) -> list[str]:
-    """Keep nn.RNN, nn.LSTM and nn.GRU in FP32 on a CPU without 16-bit products: torch has no others there."""
+    """Keep nn.RNN, nn.LSTM and nn.GRU in FP32 on a CPU without 16-bit products: torch cannot emulate those."""
     kept = {path: module for path, module in model.named_modules() if isinstance(module, nn.RNNBase)}
     for module in kept.values():
         apply_change(module, KeptInFp32())
     return sorted(kept)
 
 
-def computed_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Parameters that modules read by other ways than autocast's products, so that they stay in FP32 in any recipe.
+def find_computed_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield parameters that modules read outside of autocast's products, and that stay in FP32 under every recipe.
 
-    What weights are computed from (parametrizations, the older weight_norm and spectral_norm), a bilinear form, and
-    the weights of recurrent layers, which cuDNN wants in one piece of memory.
+    These are parameters from which weights are computed (parametrizations, the older weight_norm and spectral_norm),
+    nn.Bilinear's, and those of recurrent layers, which cuDNN needs in one contiguous buffer.
     """
     for module in model.modules():
         older = "weight" not in module._parameters and isinstance(getattr(module, "weight", None), Tensor)

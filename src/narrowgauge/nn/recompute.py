@@ -1,9 +1,9 @@
-"""Activation checkpointing: blocks of the model forget their activations and compute them again in backward.
+"""Activation checkpointing: blocks of the model discard their activations and recompute them in backward.
 
-``full`` keeps only a block's input. ``selective`` also keeps the results of matrix products and attention, which are
-expensive to compute, and recomputes what is cheap (norms, activations, casts). Blocks are the modules of every
-ModuleList whose members are of one class: the layers of a transformer. Recomputation happens under the same autocast
-and random state as the first time.
+``full`` saves only a block's input. ``selective`` also saves the results of matrix products and attention, which are
+expensive, and recomputes norms, activations and casts, which are cheap. Blocks are the members of every ModuleList
+whose members share one class: the layers of a transformer. Recomputation uses the same autocast and random state as
+the first forward.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from narrowgauge.errors import UsageError
-from narrowgauge.nn.changes import Change, apply_change, original_class
+from narrowgauge.nn.module_changes import Change, apply_change, original_class
 
 aten = torch.ops.aten
 KEPT_OPS = frozenset(
@@ -39,7 +39,7 @@ KEPT_OPS = frozenset(
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The repeated blocks of a model: members of ModuleLists that hold several modules of one class."""
+    """Return the repeated blocks of a model by path: members of ModuleLists with several modules of one class."""
     blocks: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) > 1 and len({original_class(m) for m in module}) == 1:
@@ -59,10 +59,14 @@ def checkpoint_blocks(
     context: Callable[[], Context] | None = None,
     optional: bool = False,
 ) -> list[str]:
-    """Make blocks recompute their activations; returns their paths. ``blocks`` names those not to be found.
+    """Make blocks recompute their activations; return their paths.
 
-    ``optional``: a model without blocks is left as it is, where recomputation is only one part of being lean.
-    ``context`` makes what recomputation must run in beside autocast, which is restored for it; None: nothing.
+    Args:
+        model: The model to change.
+        mode: "none", "selective" or "full".
+        blocks: Paths of the blocks; None searches for them.
+        context: Makes a context manager for recomputation. torch restores autocast itself.
+        optional: Leave a model without blocks unchanged instead of raising an error.
     """
     if mode == "none":
         return []
@@ -81,7 +85,7 @@ def checkpoint_blocks(
 
 @dataclass
 class Recomputed(Change):
-    """A block that forgets its activations and computes them again in backward."""
+    """A block that discards its activations and recomputes them in backward."""
 
     mode: str
     context: Callable[[], Context] | None
@@ -92,22 +96,22 @@ class Recomputed(Change):
             return inner(*args, **kwargs)
         contexts: dict[str, Any] = {}
         if self.context is not None:
-            contexts["context_fn"] = functools.partial(_both_times, self.mode, self.context)
+            contexts["context_fn"] = functools.partial(_make_contexts, self.mode, self.context)
         elif self.mode == "selective":
             contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
         return checkpoint(inner, *args, use_reentrant=False, **contexts, **kwargs)
 
 
-def _both_times(mode: str, context: Callable[[], Context]) -> tuple[Context, Context]:
-    """The contexts of the first computation and of the second, which autograd runs outside of any mode."""
+def _make_contexts(mode: str, context: Callable[[], Context]) -> tuple[Context, Context]:
+    """Return the contexts of the first forward and of recomputation, which autograd runs outside of any mode."""
     if mode == "selective":
         saving, reusing = create_selective_checkpoint_contexts(_policy)
-        return saving, _Nested(context, reusing)
-    return contextlib.nullcontext(), _Nested(context, contextlib.nullcontext())
+        return saving, _NestedContexts(context, reusing)
+    return contextlib.nullcontext(), _NestedContexts(context, contextlib.nullcontext())
 
 
-class _Nested(contextlib.AbstractContextManager[None]):
-    """Two contexts, one in the other, entered as often as autograd computes again: with ``retain_graph`` twice."""
+class _NestedContexts(contextlib.AbstractContextManager[None]):
+    """Two nested contexts, entered at each recomputation (twice with ``retain_graph``)."""
 
     def __init__(self, outer: Callable[[], Context], inner: Context) -> None:
         self._outer, self._inner = outer, inner

@@ -1,4 +1,4 @@
-"""Optimizers that hold less: exact FP32 masters in 16 + 16 bits, moments in 8, everything stepped at once."""
+"""AdamW with less memory: exact FP32 masters in 16 + 16 bits, 8-bit moments, one launch for all parameters."""
 
 from narrowgauge.optim.adamw import AdamW
 from narrowgauge.optim.convert_optimizer import convert_optimizer, plain_state

@@ -1,15 +1,15 @@
-"""AdamW whose masters, moments and gradients each have a format of their own, stepping all parameters at once.
+"""AdamW with separate formats for masters, moments and gradients; steps all parameters in one launch.
 
-    master     fp32    the parameter itself where it is FP32; beside a BF16 parameter an FP32 copy
-               split   a BF16 parameter and a 16-bit remainder: together the FP32 master, bit for bit (split.py)
-               none    a BF16 parameter alone, rounded stochastically
+    master     fp32    the parameter itself if it is FP32; an FP32 copy of a BF16 parameter
+               split   a BF16 parameter and a 16-bit remainder: together the exact FP32 master (split_fp32.py)
+               none    only a BF16 parameter, rounded stochastically
     moments    fp32, bf16, or 8bit with a scale for every 128 values (moments.py)
-    gradients  of BF16 parameters: bf16, or fp32, in which autograd then sums them
+    gradients  of BF16 parameters: bf16, or fp32, in which autograd then accumulates them
 
-Everything else is torch.optim.AdamW's: groups, schedulers, learning rates as tensors, maximize; ``grad_scale`` and
-``found_inf`` as fused torch optimizers take them, so that unscaling, clipping and skipping cost no pass of their own.
-Parameters may be DTensors (sharded.py), and complex: their real and imaginary parts are then stepped in FP32, as torch
-does. They may have any strides; states are in row-major order.
+Everything else works as in torch.optim.AdamW: groups, schedulers, learning rates as tensors, maximize. ``grad_scale``
+and ``found_inf`` work as in torch's fused optimizers, so unscaling, clipping and skipping need no separate pass.
+Parameters may be DTensors (sharded.py). They may be complex: their real and imaginary parts are stepped in FP32, as in
+torch. They may have any strides; states are in row-major order.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from narrowgauge.kernels import use_triton
 from narrowgauge.optim import moments as eight_bit
 from narrowgauge.optim import sharded
 from narrowgauge.optim.adamw_reference import Rates, update
-from narrowgauge.optim.check_words import master_of, words_of
-from narrowgauge.optim.masters import filled, full, halves, halves_of, keep
-from narrowgauge.optim.multi_tensor_step import step_together
-from narrowgauge.optim.saved_states import from_saved, portable
-from narrowgauge.optim.sharded import like, local
+from narrowgauge.optim.masters import get_or_make_remainder, join_fp32, new_filled, set_other_half, split_master
+from narrowgauge.optim.multi_tensor_step import step_tensors
+from narrowgauge.optim.sharded import shard_like, to_local
+from narrowgauge.optim.state_dict_format import make_portable, restore_state
+from narrowgauge.optim.weight_checksums import compute_checksums, join_master
 
 MASTERS = ("fp32", "split", "none")
 MOMENTS = ("fp32", "bf16", "8bit")
@@ -39,11 +39,30 @@ GRADIENTS = ("bf16", "fp32")
 FORMATS = {"master": MASTERS, "moments": MOMENTS, "gradients": GRADIENTS}
 _STEP = torch.float32
 _COMPLETES = {"split": "remainder", "fp32": "master", "none": "seed"}
-"""What a BF16 parameter's state has for each kind of master."""
+"""The entry of a BF16 parameter's state for each kind of master."""
 
 
 class AdamW(Optimizer):
-    """``torch.optim.AdamW`` with ``master``, ``moments`` and ``gradients``, which may differ between groups."""
+    """``torch.optim.AdamW`` with a choice of formats for masters, moments and gradients, per parameter group.
+
+    With the defaults and FP32 parameters it computes the same bits as torch.optim.AdamW on a CPU. Parameters are FP32,
+    BF16 or complex64.
+
+    Args:
+        params: Parameters or parameter groups, as in torch. A group may set any of the options below.
+        lr: Learning rate; a tensor is allowed.
+        betas: Decay rates of the first and second moments.
+        eps: Added to the denominator.
+        weight_decay: Decoupled weight decay.
+        maximize: Maximize the objective instead of minimizing it.
+        master: Master weights of BF16 parameters. "fp32": an FP32 copy. "split": 16 more bits that complete the
+            parameter to an exact FP32 master. "none": no master; updates are rounded stochastically.
+        moments: "fp32", "bf16", or "8bit" with one scale per 128 values.
+        gradients: Gradients of BF16 parameters: "bf16", or "fp32", in which autograd then accumulates them.
+
+    Raises:
+        UsageError: An option is out of range or unknown, or a parameter has an unsupported dtype.
+    """
 
     _step_supports_amp_scaling = True
     dithers = True
@@ -82,7 +101,7 @@ class AdamW(Optimizer):
         try:
             check_group(self.param_groups[-1])
             for parameter in self.param_groups[-1]["params"]:
-                widen_gradient(parameter, self.param_groups[-1]["gradients"])
+                set_grad_dtype(parameter, self.param_groups[-1]["gradients"])
         except UsageError:
             self.param_groups.pop()
             raise
@@ -107,38 +126,38 @@ class AdamW(Optimizer):
                     raise UsageError("AdamW: a gradient is sparse; train sparse embeddings with torch.optim.SparseAdam")
                 alike.setdefault((parameter.device, parameter.dtype, grad.dtype), []).append(parameter)
             for parameters in alike.values():
-                self.step_some(parameters, group, factor, found)
+                self.step_parameters(parameters, group, factor, found)
         self._opt_called = True
         return loss
 
-    # Schedulers wrap an optimizer's step to learn whether it was called before theirs; this one says so itself.
+    # Schedulers wrap an optimizer's step to see whether it runs before theirs. This one sets the flag itself.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
-    def step_some(
+    def step_parameters(
         self, parameters: list[nn.Parameter], group: dict[str, Any], factor: Tensor | None, found: Tensor | None
     ) -> None:
-        """Step parameters that have a group, a device and formats in common."""
+        """Step parameters of one group that share a device and formats."""
         targets, weights, grads, shards = [], [], [], []
         for parameter in parameters:
             state = self.prepare(parameter, group)
-            weight, grad, shard = sharded.own(parameter, state)
+            weight, grad, shard = sharded.get_shards(parameter, state)
             if weight.numel():
-                weight, grad, shard = _in_real_numbers(weight.detach(), grad, shard)
+                weight, grad, shard = _view_as_real(weight.detach(), grad, shard)
                 targets.append(weight)
                 weights.append(weight.contiguous())
                 grads.append(grad)
                 shards.append((state, shard))
-            else:  # a rank may have nothing of a parameter
+            else:  # a rank's shard may be empty
                 state["step"] += 1.0 if found is None else 1.0 - found
         states = [shard for _, shard in shards]
         if not weights:
             return
-        foreign = self._foreign_on(weights[0].device)
+        foreign = self._get_foreign_count(weights[0].device)
         if use_triton(weights[0]):
-            step_together(weights, grads, states, group, factor, found, foreign)
+            step_tensors(weights, grads, states, group, factor, found, foreign)
         elif found is None or not bool(found.item()):
             for weight, grad, state in zip(weights, grads, states, strict=True):
-                foreign += update(weight, grad, state, _rates(group), factor)
+                foreign += update(weight, grad, state, _get_rates(group), factor)
         for target, weight in zip(targets, weights, strict=True):
             if weight is not target:  # other strides than row-major
                 target.copy_(weight)
@@ -147,10 +166,10 @@ class AdamW(Optimizer):
 
     @property
     def foreign_writes(self) -> Tensor:
-        """How many groups of 128 weights updates have found written by somebody else: on the device, nobody waits.
+        """The number of groups of 128 weights that something other than the optimizer wrote, as a tensor on the device.
 
-        A number that rises with every update says that weights are rewritten every step (a mask, a clamp): split
-        masters then keep no more than BF16 for them, and master="fp32" loses only the values that were changed.
+        If it rises with every update, weights are rewritten every step (by a mask or a clamp). Split masters then have
+        only BF16 precision for them; with master="fp32" only the changed values lose precision.
         """
         counts = list(self.__dict__.get("_foreign", {}).values())
         if not counts:
@@ -161,7 +180,7 @@ class AdamW(Optimizer):
     def has_split_masters(self) -> bool:
         return any(group["master"] == "split" for group in self.param_groups)
 
-    def _foreign_on(self, device: torch.device) -> Tensor:
+    def _get_foreign_count(self, device: torch.device) -> Tensor:
         counts: dict[torch.device, Tensor] = self.__dict__.setdefault("_foreign", {})
         if device not in counts:
             counts[device] = torch.zeros((), dtype=torch.int64, device=device)
@@ -169,74 +188,78 @@ class AdamW(Optimizer):
 
     @torch.no_grad()
     def make_states(self) -> None:
-        """Make the states that the first step would make, for a checkpoint to be loaded into."""
+        """Create the states that the first step would create, so that a checkpoint can be loaded into them."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.requires_grad:
                     self.prepare(parameter, group)
 
     def prepare(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
-        """The parameter's state, made where there is none yet, and completed where the parameter is not as it was."""
+        """Return the parameter's state; create it if missing, and update it if the parameter's format has changed."""
         state: dict[str, Any] = self.state[parameter]
         if state:
             if not _is_complete(parameter, group, state):
-                self._complete(parameter, group, state)
+                self._complete_state(parameter, group, state)
             return state
         state["step"] = torch.zeros((), dtype=_STEP, device=parameter.device)
         if parameter.is_complex():
-            state["exp_avg"] = filled(parameter, 0, parameter.dtype)
-            state["exp_avg_sq"] = filled(parameter, 0, parameter.dtype)
+            state["exp_avg"] = new_filled(parameter, 0, parameter.dtype)
+            state["exp_avg_sq"] = new_filled(parameter, 0, parameter.dtype)
         elif group["moments"] == "8bit":
-            groups = eight_bit.groups_of(local(parameter).numel())
-            state["exp_avg"] = filled(parameter, 0, torch.int8)
-            state["exp_avg_sq"] = filled(parameter, 1, torch.uint8)
+            groups = eight_bit.count_groups(to_local(parameter).numel())
+            state["exp_avg"] = new_filled(parameter, 0, torch.int8)
+            state["exp_avg_sq"] = new_filled(parameter, 1, torch.uint8)
             state["exp_avg_scale"] = torch.zeros(groups, device=parameter.device)
             state["exp_avg_sq_scale"] = torch.zeros(groups, device=parameter.device)
         else:
             dtype = torch.float32 if group["moments"] == "fp32" else torch.bfloat16
-            state["exp_avg"] = filled(parameter, 0, dtype)
-            state["exp_avg_sq"] = filled(parameter, 0, dtype)
-        self._complete(parameter, group, state)
+            state["exp_avg"] = new_filled(parameter, 0, dtype)
+            state["exp_avg_sq"] = new_filled(parameter, 0, dtype)
+        self._complete_state(parameter, group, state)
         return state
 
-    def _complete(self, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> None:
-        """Let the state have what completes a BF16 parameter: from what it has, else from the parameter itself."""
+    def _complete_state(self, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> None:
+        """Give the state the master of a BF16 parameter: from its other entries, else from the parameter."""
         remainder, words, master = (state.pop(name, None) for name in ("remainder", "check", "master"))
         if parameter.dtype is not torch.bfloat16:
             if hasattr(parameter, "other_half"):
-                keep(parameter, None)  # it was BF16 once
+                set_other_half(parameter, None)  # it was BF16 once
             return
-        weight = local(parameter).detach()
+        weight = to_local(parameter).detach()
         if remainder is not None and words is None:
-            words = words_of(weight)
+            words = compute_checksums(weight)
         if group["master"] == "split":
             if remainder is None:
-                remainder, words = halves(parameter) if master is None else halves_of(master)
+                remainder, words = get_or_make_remainder(parameter) if master is None else split_master(master)
             state["remainder"], state["check"] = remainder, words
-            keep(parameter, remainder, words)
+            set_other_half(parameter, remainder, words)
         elif group["master"] == "fp32":
             if master is None and remainder is not None:
-                master = like(master_of(weight, local(remainder), words), parameter)
-            state["master"] = full(parameter) if master is None else master
-            keep(parameter, state["master"])
+                master = shard_like(join_master(weight, to_local(remainder), words), parameter)
+            state["master"] = join_fp32(parameter) if master is None else master
+            set_other_half(parameter, state["master"])
         else:
             state.setdefault("seed", len(self.state))
-            keep(parameter, None)
+            set_other_half(parameter, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, in a form that can be loaded elsewhere (saved_states.py)."""
+        """Return the state as torch does, in a portable form (state_dict_format.py)."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        return portable(super().state_dict(), parameters)
+        return make_portable(super().state_dict(), parameters)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state over in the formats it was saved in; torch would cast every tensor to its parameter's."""
+        """Load a state; torch would cast every tensor to its parameter's dtype.
+
+        Accepts states of this class, of any format, and of torch.optim.AdamW. Options of groups are loaded, except
+        ``master``, ``moments`` and ``gradients``, which keep their current values.
+        """
         before, after = self._optimizer_load_state_dict_pre_hooks, self._optimizer_load_state_dict_post_hooks
         state_dict = state_dict.copy()
         for hook in before.values():
             state_dict = hook(self, state_dict) or state_dict
-        groups = self.param_groups  # schedulers hold them, so they stay the objects they are
+        groups = self.param_groups  # schedulers refer to these objects
         formats = [{name: group[name] for name in FORMATS} for group in groups]
-        try:  # hooks are to see the whole state, and torch gets the groups alone
+        try:  # hooks see the whole state, but torch loads only the groups
             self._optimizer_load_state_dict_pre_hooks, self._optimizer_load_state_dict_post_hooks = (
                 OrderedDict(),
                 OrderedDict(),
@@ -252,16 +275,16 @@ class AdamW(Optimizer):
         for index, (parameter, group) in zip(ids, parameters, strict=True):
             saved = state_dict["state"].get(index)
             if saved:
-                own = from_saved(saved, parameter, group["moments"])
+                own = restore_state(saved, parameter, group["moments"])
                 own["step"] = torch.as_tensor(own["step"], dtype=_STEP, device=parameter.device)
                 self.state[parameter] = own
-                self._complete(parameter, group, own)
+                self._complete_state(parameter, group, own)
         for post_hook in after.values():
             post_hook(self)
 
 
-def _in_real_numbers(weight: Tensor, grad: Tensor, state: dict[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """A complex weight, its gradient and its moments as views of their real and imaginary parts; others as they are."""
+def _view_as_real(weight: Tensor, grad: Tensor, state: dict[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Return a complex weight, its gradient and moments as real views; other dtypes unchanged."""
     if not weight.is_complex():
         return weight, grad, state
     state = {**state, **{name: torch.view_as_real(state[name]) for name in ("exp_avg", "exp_avg_sq")}}
@@ -269,7 +292,7 @@ def _in_real_numbers(weight: Tensor, grad: Tensor, state: dict[str, Any]) -> tup
 
 
 def _is_complete(parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> bool:
-    """Whether a state has what completes its parameter as it is now: others may change its format, or swap it."""
+    """Whether a state matches its parameter, whose dtype or data may have been changed by other code."""
     if parameter.dtype is not torch.bfloat16:
         return "remainder" not in state and "master" not in state
     name = _COMPLETES[group["master"]]
@@ -278,7 +301,7 @@ def _is_complete(parameter: nn.Parameter, group: dict[str, Any], state: dict[str
 
 
 def check_group(group: dict[str, Any]) -> None:
-    """Refuse numbers and parameters that cannot be stepped."""
+    """Raise UsageError for options or parameters that cannot be stepped."""
     beta1, beta2 = group["betas"]
     for name, value, good in (
         ("lr", group["lr"], float(group["lr"]) >= 0),
@@ -293,18 +316,16 @@ def check_group(group: dict[str, Any]) -> None:
             raise UsageError(f"AdamW: {name}={group[name]!r} is unknown; expected one of {', '.join(allowed)}")
     for parameter in group["params"]:
         if parameter.dtype not in (torch.float32, torch.bfloat16, torch.complex64):
-            raise UsageError(
-                f"AdamW: a parameter is of {parameter.dtype}; it steps FP32, BF16 and complex64 parameters"
-            )
+            raise UsageError(f"AdamW: a parameter has dtype {parameter.dtype}; supported are FP32, BF16 and complex64")
 
 
-def _rates(group: dict[str, Any]) -> Rates:
+def _get_rates(group: dict[str, Any]) -> Rates:
     beta1, beta2 = group["betas"]
     return Rates(float(group["lr"]), float(beta1), float(beta2), group["eps"], group["weight_decay"], group["maximize"])
 
 
-def widen_gradient(parameter: nn.Parameter, gradients: str) -> None:
-    """Let autograd keep a BF16 parameter's gradient in FP32, or in BF16 again."""
+def set_grad_dtype(parameter: nn.Parameter, gradients: str) -> None:
+    """Make autograd store a BF16 parameter's gradient in FP32, or in BF16 again."""
     wide = parameter.dtype is torch.bfloat16 and gradients == "fp32"
     if wide:
         sharded.check_gradients(parameter, gradients)
@@ -313,5 +334,5 @@ def widen_gradient(parameter: nn.Parameter, gradients: str) -> None:
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """The format in which autograd keeps a parameter's gradient."""
+    """Return the dtype in which autograd stores a parameter's gradient."""
     return getattr(parameter, "grad_dtype", None) or parameter.dtype

@@ -1,8 +1,8 @@
-"""narrowgauge's kernel beneath torch's fused AdamW: the user's optimizer, its state and its hooks stay what they are.
+"""Runs torch's fused AdamW with narrowgauge's kernel; the user's optimizer, its state and its hooks do not change.
 
-torch's kernel divides gradients by ``grad_scale`` and writes them back, 4 of 32 bytes a parameter; ours leaves them
-alone, and is faster byte for byte (docs/results.md).
-What ours has no form for (amsgrad, other formats, DTensors, several devices' lists) runs as torch wrote it.
+torch's kernel divides gradients by ``grad_scale`` and writes them back, 4 of 32 bytes per parameter. Ours does not
+write gradients, and is faster per byte (docs/results.md). Cases that it does not support (amsgrad, other formats,
+DTensors, lists over several devices) run in torch's kernel.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from narrowgauge.kernels import use_triton
 from narrowgauge.kernels.adamw import Lists, Numbers, adamw
-from narrowgauge.optim.multi_tensor_step import rates_of
+from narrowgauge.optim.multi_tensor_step import compute_step_rates
 
 
 @contextlib.contextmanager
-def own_kernel() -> Iterator[None]:
-    """Inside, ``torch._fused_adamw_``, which torch's optimizers look up at each step, is narrowgauge's."""
+def patch_fused_adamw() -> Iterator[None]:
+    """Context manager that replaces ``torch._fused_adamw_``, which torch's optimizers look up at each step."""
     plain = torch._fused_adamw_
 
     def step(params: list[Tensor], *lists: list[Tensor], **numbers: Any) -> None:
@@ -54,7 +54,7 @@ def _step(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """As ``torch._fused_adamw_``: ``steps`` count this update already."""
+    """Replace ``torch._fused_adamw_``; ``steps`` already count this update."""
     plain_numbers = isinstance(beta1, float) and isinstance(beta2, float) and not amsgrad
     if not (plain_numbers and use_triton(params[0]) and all(map(_fits, params, grads, first, second))):
         plain(
@@ -62,7 +62,7 @@ def _step(
             weight_decay=weight_decay, maximize=maximize, amsgrad=amsgrad, grad_scale=grad_scale, found_inf=found_inf,
         )  # fmt: skip
         return
-    rates = rates_of(torch.stack(steps), lr, weight_decay, beta1, beta2)
+    rates = compute_step_rates(torch.stack(steps), lr, weight_decay, beta1, beta2)
     lists = Lists(*([tensor.detach() for tensor in column] for column in (params, grads, first, second)))
     adamw(lists, Numbers(beta1, beta2, eps, maximize, rates, None, None, grad_scale, found_inf))
 

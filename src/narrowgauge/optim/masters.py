@@ -1,8 +1,8 @@
-"""The FP32 masters of BF16 parameters, as whoever holds the model can have them: joined, exported, sampled, loaded.
+"""The FP32 masters of BF16 parameters: join, export, sample and load them from the model alone.
 
-At the parameter itself is kept what completes it: ``other_half``, a remainder of 16 bits or an FP32 copy, and beside
-remainders ``check_words``, which tell whether somebody else has written the parameter since. It is then its own master.
-Reading changes nothing.
+A parameter has attributes that complete it to FP32: ``other_half``, a 16-bit remainder or an FP32 copy, and for
+remainders ``check_words``, checksums that tell whether something else has written the parameter since. If so, the
+parameter is its own master. Reading changes nothing.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.optim import sharded
-from narrowgauge.optim.check_words import master_of, sample_trusted, words_of
-from narrowgauge.optim.sharded import like, local
-from narrowgauge.optim.split_fp32 import remainder_of, split
+from narrowgauge.optim.sharded import shard_like, to_local
+from narrowgauge.optim.split_fp32 import compute_remainder, split
+from narrowgauge.optim.weight_checksums import compute_checksums, join_master, sample_valid_remainders
 
 
 class OtherHalf(NamedTuple):
-    """What completes a BF16 parameter to FP32."""
+    """The tensors that complete a BF16 parameter to FP32."""
 
     values: Tensor
-    """Remainders (int16) or FP32 copies, sharded as the parameter is."""
+    """Remainders (int16) or FP32 copies, sharded like the parameter."""
     words: Tensor | None
-    """The check words of remainders; None: they are not checked."""
+    """The checksums for remainders; None disables the check."""
 
 
-def keep(parameter: nn.Parameter, values: Tensor | None, words: Tensor | None = None) -> None:
-    """Keep at a parameter what completes it."""
+def set_other_half(parameter: nn.Parameter, values: Tensor | None, words: Tensor | None = None) -> None:
+    """Attach to a parameter the tensors that complete it."""
     parameter.other_half = values  # type: ignore[attr-defined]
     parameter.check_words = words  # type: ignore[attr-defined]
 
 
-def kept(parameter: Tensor) -> OtherHalf | None:
-    """What completes a parameter; None where nothing does, also where it has got another format or shape since."""
+def get_other_half(parameter: Tensor) -> OtherHalf | None:
+    """Return the tensors that complete a parameter; None if there are none, or its dtype or shape has changed."""
     values: Tensor | None = getattr(parameter, "other_half", None)
     if values is None or parameter.dtype is not torch.bfloat16 or values.shape != parameter.shape:
         return None
@@ -43,145 +43,168 @@ def kept(parameter: Tensor) -> OtherHalf | None:
 
 
 def has_master(parameter: Tensor) -> bool:
-    """Whether a BF16 parameter has something that completes it to FP32."""
-    return kept(parameter) is not None
+    """Whether a BF16 parameter has an FP32 master."""
+    return get_other_half(parameter) is not None
 
 
 def narrow(parameter: nn.Parameter) -> nn.Parameter:
-    """Turn an FP32 parameter into a BF16 one with its remainder, in place: no bit of the weight is lost.
+    """Turn an FP32 parameter into a BF16 parameter with a 16-bit remainder, in place and without loss.
 
-    FSDP2 makes parameters of its own, without remainders, so narrow those: after ``fully_shard``, before the first
-    forward.
+    FSDP2 replaces parameters, so call this after ``fully_shard`` and before the first forward.
+
+    Args:
+        parameter: The parameter; other dtypes than FP32 are not changed.
+
+    Returns:
+        The same parameter.
+
+    Raises:
+        UsageError: A sharded parameter has a gradient, or FSDP has already run a forward with it.
     """
     if parameter.dtype is torch.float32:
-        values = local(parameter).detach()
+        values = to_local(parameter).detach()
         weight, remainder = split(values)
-        sharded.replace(parameter, torch.empty_like(values, dtype=torch.bfloat16).copy_(weight))  # strides stay
-        keep(parameter, like(remainder, parameter), words_of(weight))
+        sharded.replace_values(parameter, torch.empty_like(values, dtype=torch.bfloat16).copy_(weight))  # strides stay
+        set_other_half(parameter, shard_like(remainder, parameter), compute_checksums(weight))
     return parameter
 
 
 def widen(parameter: nn.Parameter) -> None:
-    """Turn a BF16 parameter that ``narrow`` has made into the FP32 one that it stands for, in place."""
+    """Turn a BF16 parameter with a master back into an FP32 parameter, in place: the inverse of ``narrow``.
+
+    Args:
+        parameter: The parameter; one without a master is not changed.
+    """
     if has_master(parameter):
-        values = local(full(parameter))
-        keep(parameter, None)
-        sharded.replace(parameter, torch.empty_like(local(parameter), dtype=torch.float32).copy_(values))
+        values = to_local(join_fp32(parameter))
+        set_other_half(parameter, None)
+        sharded.replace_values(parameter, torch.empty_like(to_local(parameter), dtype=torch.float32).copy_(values))
         if getattr(parameter, "grad_dtype", None) is not None:
             parameter.grad_dtype = torch.float32
 
 
 def carry_masters(source: nn.Module, copy: nn.Module) -> None:
-    """Give the parameters of a copied module what completes those of its source: torch copies no attributes."""
+    """Copy masters to the parameters of a copied module, as torch does not copy attributes."""
     for parameter, other in zip(source.parameters(), copy.parameters(), strict=True):
-        found = kept(parameter)
-        if found is not None and kept(other) is None:
-            keep(other, found.values.clone(), None if found.words is None else found.words.clone())
+        found = get_other_half(parameter)
+        if found is not None and get_other_half(other) is None:
+            set_other_half(other, found.values.clone(), None if found.words is None else found.words.clone())
 
 
-def halves(parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
-    """The remainder and the check words of a BF16 parameter; one that never had any gets zeros."""
-    found, weight = kept(parameter), local(parameter).detach()
+def get_or_make_remainder(parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
+    """Return the remainders and checksums of a BF16 parameter; zeros if it has none."""
+    found, weight = get_other_half(parameter), to_local(parameter).detach()
     if found is None:
-        return filled(parameter, 0, torch.int16), words_of(weight)
+        return new_filled(parameter, 0, torch.int16), compute_checksums(weight)
     values = found.values.to(parameter.device)
     if values.dtype is torch.int16:
-        return values, words_of(weight) if found.words is None else found.words.to(parameter.device)
-    return like(remainder_of(weight, master_of(weight, local(values), None)), parameter), words_of(weight)
+        return values, compute_checksums(weight) if found.words is None else found.words.to(parameter.device)
+    return shard_like(
+        compute_remainder(weight, join_master(weight, to_local(values), None)), parameter
+    ), compute_checksums(weight)
 
 
-def halves_of(master: Tensor) -> tuple[Tensor, Tensor]:
-    """The remainder and the check words of weights that are a saved FP32 copy rounded, whatever the model has now."""
-    weight, remainder = split(local(master))
-    return like(remainder, master), words_of(weight)
+def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
+    """Return remainders and checksums of a saved FP32 master, independently of the model's current weight."""
+    weight, remainder = split(to_local(master))
+    return shard_like(remainder, master), compute_checksums(weight)
 
 
-def filled(parameter: Tensor, value: int, dtype: torch.dtype) -> Tensor:
-    """A tensor of one value with the parameter's shape, sharded as it is, in row-major order."""
+def new_filled(parameter: Tensor, value: int, dtype: torch.dtype) -> Tensor:
+    """Return a constant tensor with the parameter's shape and sharding, in row-major order."""
     contiguous = torch.contiguous_format
     return torch.full_like(parameter, value, dtype=dtype, memory_format=contiguous, requires_grad=False)
 
 
-def full(parameter: Tensor, device: torch.device | str | None = None) -> Tensor:
-    """A parameter in FP32, with the bits that its remainder or its copy holds; ``device``: put together there."""
-    found, weight = kept(parameter), parameter.detach().to(device)
+def join_fp32(parameter: Tensor, device: torch.device | str | None = None) -> Tensor:
+    """Return a parameter in FP32, completed by its remainder or copy; computed on ``device`` if given."""
+    found, weight = get_other_half(parameter), parameter.detach().to(device)
     if found is None:
         return weight.float() if weight.is_floating_point() else weight
     values, words = found.values.to(weight.device), None if found.words is None else found.words.to(weight.device)
-    return like(master_of(local(weight), local(values), words), weight)
+    return shard_like(join_master(to_local(weight), to_local(values), words), weight)
 
 
 class Sample(NamedTuple):
-    """Some values of a few parameters, equally many of each: a row for each name."""
+    """Sampled values of parameters, one row per name, equally many of each."""
 
     names: list[str]
     values: Tensor
 
 
 @torch.no_grad()
-def sample_full(parameters: Mapping[str, Tensor], most: int) -> list[Sample]:
-    """Up to ``most`` values of each parameter in FP32, evenly spread over it: the same ones each time.
+def sample_masters(parameters: Mapping[str, Tensor], most: int) -> list[Sample]:
+    """Return up to ``most`` values of each parameter in FP32, evenly spaced, and the same ones in each call.
 
-    Of a complex parameter the real and imaginary parts.
+    Complex parameters give their real and imaginary parts.
     """
     alike: dict[tuple[Any, ...], dict[str, tuple[Tensor, Tensor | None]]] = {}
     for name, parameter in parameters.items():
-        whole, found = local(parameter).detach(), kept(parameter)
+        whole, found = to_local(parameter).detach(), get_other_half(parameter)
         whole = torch.view_as_real(whole.resolve_conj()) if whole.is_complex() else whole
         every = max(1, -(-whole.numel() // most))
         weight, rest = whole.reshape(-1)[::every], None
         if found is not None:
-            rest = local(found.values)
+            rest = to_local(found.values)
             narrow = rest.dtype is torch.int16
-            rest = sample_trusted(whole, rest, found.words, every) if narrow else rest.reshape(-1)[::every]
+            rest = sample_valid_remainders(whole, rest, found.words, every) if narrow else rest.reshape(-1)[::every]
         if weight.numel():
             kind = (weight.numel(), weight.dtype, weight.device, None if rest is None else rest.dtype)
             alike.setdefault(kind, {})[name] = weight, rest
-    return [Sample(list(group), _stacked_full(list(group.values()))) for group in alike.values()]
+    return [Sample(list(group), _join_stacked(list(group.values()))) for group in alike.values()]
 
 
-def _stacked_full(pairs: list[tuple[Tensor, Tensor | None]]) -> Tensor:
+def _join_stacked(pairs: list[tuple[Tensor, Tensor | None]]) -> Tensor:
     weights = torch.stack([weight for weight, _ in pairs])
     rests = [rest for _, rest in pairs if rest is not None]
-    return master_of(weights, torch.stack(rests), None) if rests else weights.float()
+    return join_master(weights, torch.stack(rests), None) if rests else weights.float()
 
 
 def full_precision(model: nn.Module, device: torch.device | str | None = None) -> dict[str, Tensor]:
-    """The model's state dictionary with every BF16 weight as the FP32 number it stands for: what plain torch loads.
+    """Return the model's state dictionary with FP32 masters in place of BF16 weights, as plain PyTorch loads it.
 
-    ``device``: where those are put together, as on a GPU that the model fills they may not fit.
+    Args:
+        model: A model whose weights may be BF16 with masters.
+        device: Where to compute the FP32 weights, for example "cpu" if they do not fit on the GPU.
+
+    Returns:
+        The state dictionary. Other tensors are the model's own.
     """
-    state, parameters = _named(model)
+    state, parameters = _get_named_tensors(model)
     return {
-        name: full(parameters[name], device) if name in parameters and has_master(parameters[name]) else value
+        name: join_fp32(parameters[name], device) if name in parameters and has_master(parameters[name]) else value
         for name, value in state.items()
     }
 
 
 def load_full_precision(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Load an FP32 state dictionary into a model whose weights are split, losing nothing.
+    """Load an FP32 state dictionary into a model with BF16 weights and masters, without loss.
 
-    Where weights are sharded, the state's may be sharded in the same way or whole, on every rank.
+    Args:
+        model: The model.
+        state: From ``full_precision``, or the state dictionary of an FP32 model. For sharded weights its tensors are
+            either sharded in the same way, or full tensors on every rank.
     """
-    _, parameters = _named(model)
+    _, parameters = _get_named_tensors(model)
     state = {
-        name: sharded.place(value, parameters[name]) if name in parameters else value for name, value in state.items()
+        name: sharded.place_like(value, parameters[name]) if name in parameters else value
+        for name, value in state.items()
     }
     model.load_state_dict(state)
     for name, value in state.items():
-        found = kept(parameters[name]) if name in parameters else None
+        found = get_other_half(parameters[name]) if name in parameters else None
         if found is not None:
-            values = local(found.values)
-            master = local(value).detach().to(values.device, torch.float32)
+            values = to_local(found.values)
+            master = to_local(value).detach().to(values.device, torch.float32)
             weight, remainder = split(master)
             with torch.no_grad():
-                local(parameters[name]).copy_(weight)
+                to_local(parameters[name]).copy_(weight)
                 values.copy_(remainder if values.dtype is torch.int16 else master)
                 if found.words is not None:
-                    found.words.copy_(words_of(weight))
+                    found.words.copy_(compute_checksums(weight))
 
 
-def _named(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, nn.Parameter]]:
-    """A model's state and parameters; the state first, as FSDP2 then puts its shards back where it had left wholes."""
+def _get_named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, nn.Parameter]]:
+    """Return a model's state and parameters. Reading the state first makes FSDP2 reshard gathered parameters."""
     state = model.state_dict()
     return state, dict(model.named_parameters(remove_duplicate=False))

@@ -1,12 +1,12 @@
-"""AdamW's moments in 8 bits: one byte a value, one FP32 scale for every 128 neighbours of a flattened parameter.
+"""AdamW's moments in 8 bits: one byte per value, one FP32 scale for every 128 neighbours of a flattened parameter.
 
     first     m = scale * soft(c)               c = -127..127      soft(c) = c / (254 - |c|): finer near zero
     second    v = scale * soft(c)^2             c = 1..255         soft(c) = c / (510 - c): never 0
 
-A v that rounded to 0 would make the update m / eps, so the lowest code is 1. The second moment moves by a thousandth a
-step where its codes are a hundredth apart: rounded to nearest it would stay where it is. It is rounded up as often as
-the remainder says instead, by an even sequence over elements and steps. All of it is arithmetic: a kernel needs no
-table. bench/moments.py has what else was tried, on real gradients.
+If v rounded to 0, the update would be m / eps, so the lowest code is 1. The second moment changes by a thousandth per
+step, and its codes are a hundredth apart: rounding to nearest would never change it. So it is rounded up with a
+frequency given by the remainder, from an evenly distributed sequence over elements and steps. A kernel needs no lookup
+table for this. bench/moments.py compares it with alternatives on real gradients.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch import Tensor
 
 GROUP = 128
 PLASTIC = 3242174889, 2447445414
-"""2^32 over the plastic number, and over its square."""
+"""2^32 divided by the plastic number and by its square."""
 
 
-def groups_of(numel: int) -> int:
-    """How many scales a tensor has."""
+def count_groups(numel: int) -> int:
+    """Return the number of scales of a tensor."""
     return -(-numel // GROUP)
 
 
 def encode_first(m: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes (int8) and scales of a flat FP32 tensor."""
+    """Return codes (int8) and scales of a flat FP32 tensor."""
     rows = _rows(m)
     scale = rows.abs().amax(1)
     share = rows.abs() * _inverse(scale)[:, None]
@@ -41,9 +41,9 @@ def decode_first(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def encode_second(v: Tensor, step: int | None) -> tuple[Tensor, Tensor]:
-    """Codes (uint8) and scales of a flat FP32 tensor that has no negative values, after a step.
+    """Return codes (uint8) and scales of a flat, non-negative FP32 tensor.
 
-    ``step``: None rounds to nearest, which gives what was decoded its codes back.
+    ``step`` selects the rounding thresholds; None rounds to nearest, which restores the codes of decoded values.
     """
     rows = _rows(v)
     scale = rows.amax(1)
@@ -59,13 +59,13 @@ def decode_second(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def _thresholds(numel: int, step: int, device: torch.device) -> Tensor:
-    """What is added before rounding down, in [0, 1): even along elements, along steps and in both (Roberts' R2)."""
+    """Return offsets in [0, 1) to add before rounding down, evenly distributed over elements and steps (R2)."""
     state = (torch.arange(numel, device=device) * PLASTIC[0] + step * PLASTIC[1]) & 0xFFFFFFFF
     return (state >> 8).float() * 2.0**-24
 
 
-def reformat(state: dict[str, Any], moments: str) -> None:
-    """Bring saved moments into another format, in place."""
+def convert_moments(state: dict[str, Any], moments: str) -> None:
+    """Convert the moments of a state to another format, in place."""
     first, second = state["exp_avg"], state["exp_avg_sq"]
     have = "8bit" if "exp_avg_scale" in state else "fp32" if first.dtype is torch.float32 else "bf16"
     if have == moments:
@@ -84,13 +84,13 @@ def reformat(state: dict[str, Any], moments: str) -> None:
 
 
 def _inverse(scale: Tensor) -> Tensor:
-    """1 / scale, kept finite: a group of zeros, or of next to nothing, has zeros for shares."""
+    """Return 1 / scale, or 0 for groups that are almost 0, so that it stays finite."""
     some = scale > 1e-37
     return torch.where(some, 1 / torch.where(some, scale, 1.0), 0.0)
 
 
 def _rows(flat: Tensor) -> Tensor:
-    """A flat tensor in groups, the last one filled up with zeros."""
+    """Return a flat tensor in groups, the last one padded with zeros."""
     missing = -flat.numel() % GROUP
     return torch.nn.functional.pad(flat, (0, missing)).view(-1, GROUP)
 

@@ -1,4 +1,4 @@
-"""One AdamW update of many parameters by the kernel: gathers what it needs without waiting for the device."""
+"""One AdamW update of many parameters by the kernel: collects its arguments without waiting for the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from narrowgauge.kernels.adamw import Lists, Numbers, adamw
 from narrowgauge.optim.moments import PLASTIC
 
 
-def step_together(
+def step_tensors(
     weights: list[Tensor],
     grads: list[Tensor],
     states: list[dict[str, Any]],
@@ -20,11 +20,11 @@ def step_together(
     found: Tensor | None,
     foreign: Tensor,
 ) -> None:
-    """Step parameters that have a group, a device and formats in common; not at all where ``found`` is not 0.
+    """Step parameters that share a group, a device and formats; skip the step if ``found`` is not 0.
 
-    ``foreign`` is raised by the groups of weights that somebody else had written.
+    ``foreign`` is raised by the number of groups of weights that something else had written.
     """
-    steps = _steps(states)
+    steps = _stack_steps(states)
     steps.add_(1.0 if found is None else 1.0 - found)
     beta1, beta2 = (float(beta) for beta in group["betas"])
     low = "remainder" if "remainder" in states[0] else "master"
@@ -43,20 +43,20 @@ def step_together(
     if lists.master == "none":
         own = torch.tensor([state["seed"] for state in states]).to(steps.device, non_blocking=True)
         seeds = (steps.long() * 0x9E3779B1 + own).to(torch.int32)
-    rates = rates_of(steps, group["lr"], group["weight_decay"], beta1, beta2)
+    rates = compute_step_rates(steps, group["lr"], group["weight_decay"], beta1, beta2)
     adamw(lists, Numbers(beta1, beta2, group["eps"], group["maximize"], rates, ticks, seeds, factor, found, foreign))
 
 
-def rates_of(steps: Tensor, lr: float | Tensor, weight_decay: float, beta1: float, beta2: float) -> Tensor:
-    """What depends on the step and the learning rate, [n, 3], reckoned in FP64 on the device."""
+def compute_step_rates(steps: Tensor, lr: float | Tensor, weight_decay: float, beta1: float, beta2: float) -> Tensor:
+    """Return the factors that depend on the step and the learning rate, [n, 3], computed in FP64 on the device."""
     t = steps.double()
     lr = lr.to(steps.device, torch.float64) if isinstance(lr, Tensor) else lr
     keep = torch.ones_like(t) - lr * weight_decay
     return torch.stack([keep, lr / (1 - beta1**t), (1 - beta2**t).rsqrt()], 1).float()
 
 
-def _steps(states: list[dict[str, Any]]) -> Tensor:
-    """The step counts as one vector that the states' own counts are views of, made so where they are not."""
+def _stack_steps(states: list[dict[str, Any]]) -> Tensor:
+    """Return the step counts as one vector, and make the states' counts views of it."""
     first = states[0]["step"]
     flat: Tensor | None = first._base
     together = flat is not None and flat.dim() == 1 and len(flat) == len(states)

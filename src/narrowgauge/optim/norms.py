@@ -1,4 +1,4 @@
-"""The norm of each gradient, in one pass over all that have a device and a format in common."""
+"""The norm of each gradient, in one pass over all gradients that share a device and a format."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.kernels.adamw import norms_of
-from narrowgauge.optim.sharded import is_sharded, local
+from narrowgauge.kernels.adamw import compute_norms
+from narrowgauge.optim.sharded import is_sharded, to_local
 
 
-def gradient_norms(
+def compute_grad_norms(
     parameters: Collection[nn.Parameter], released: Mapping[nn.Parameter, Tensor], device: torch.device
 ) -> Tensor:
-    """The norms of the parameters' gradients, in their order; 0 where there is none; of a shard, its own.
+    """Return the norms of the parameters' gradients, in order; 0 without a gradient; of a shard only the local part.
 
-    ``released``: the norms of gradients that were stepped and freed during backward.
+    ``released`` has the norms of gradients that were applied and freed during backward.
     """
     zero = torch.zeros((), device=device)
     norms = [released.get(parameter, zero).to(device) for parameter in parameters] if released else []
@@ -24,34 +24,34 @@ def gradient_norms(
     alike: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
     for index, parameter in enumerate(parameters):
         if parameter.grad is not None:
-            values = _values(parameter)
+            values = _get_values(parameter)
             if values.numel():
                 alike.setdefault((values.device, values.dtype), []).append((index, values))
     for indexed in alike.values():
-        for (index, _), norm in zip(indexed, norms_of([g for _, g in indexed]), strict=True):
+        for (index, _), norm in zip(indexed, compute_norms([g for _, g in indexed]), strict=True):
             norms[index] = norm.to(device, torch.float32, non_blocking=True)
     return torch.stack(norms)
 
 
-def total_norm(norms: Tensor) -> Tensor:
-    """The norm of all gradients from those of each, in FP32: their squares would leave FP32 at 1.8e19 and 1e-23."""
+def compute_total_norm(norms: Tensor) -> Tensor:
+    """Return the total norm in FP32, computed in FP64: FP32 squares overflow at 1.8e19 and underflow at 1e-23."""
     total: Tensor = torch.linalg.vector_norm(norms, dtype=torch.float64)
     return total.float()
 
 
-def real_values(grad: Tensor) -> Tensor:
-    """A gradient's numbers; of a complex one its real and imaginary parts, which have the same norm."""
+def view_real(grad: Tensor) -> Tensor:
+    """Return a gradient; a complex one as its real and imaginary parts, which have the same norm."""
     return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
 
 
-def _values(parameter: nn.Parameter) -> Tensor:
-    """The numbers of a parameter's gradient that are here."""
+def _get_values(parameter: nn.Parameter) -> Tensor:
+    """Return the local values of a parameter's gradient."""
     grad = parameter.grad
     assert grad is not None
     if is_sharded(grad) and is_sharded(parameter) and grad.placements != parameter.placements:
-        # As under tensor parallelism, where it may be a sum not yet taken.
+        # Under tensor parallelism it may be a partial sum.
         grad = parameter.grad = grad.redistribute(parameter.device_mesh, parameter.placements)
     if grad.is_sparse:
         grad = parameter.grad = grad.coalesce()
-        return real_values(grad._values())
-    return real_values(local(grad))
+        return view_real(grad._values())
+    return view_real(to_local(grad))

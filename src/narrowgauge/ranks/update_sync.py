@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.errors import UsageError
-from narrowgauge.optim.norms import real_values
+from narrowgauge.optim.norms import view_real
 from narrowgauge.optim.sharded import is_sharded
 from narrowgauge.ranks.distribute import reduces_every_microbatch, refuse_fsdp1
 from narrowgauge.scaling.tensor import TensorScales
@@ -76,7 +76,7 @@ class UpdateSync:
         for parameter in (p for p in named.values() if self.sharded and not is_sharded(p)):
             if parameter.grad is None:  # this rank may not have used it
                 parameter.grad = torch.zeros_like(parameter)
-            grad = real_values(parameter.grad)
+            grad = view_real(parameter.grad)
             by_dtype.setdefault(grad.dtype, []).append(grad)
         for grads in by_dtype.values():
             flat = torch.cat([grad.reshape(-1).float() for grad in grads])

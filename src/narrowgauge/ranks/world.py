@@ -38,7 +38,7 @@ class RankLost(UsageError):
 class RefusedByRankZero(UsageError):
     """Rank 0 has refused something and printed the error."""
 
-    said = True
+    already_shown = True
 
 
 @dataclass(frozen=True)

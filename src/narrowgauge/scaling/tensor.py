@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import UsageError
-from narrowgauge.kernels import FP8_MAX, fitting_scale
+from narrowgauge.kernels import FP8_MAX, compute_scale
 
 
 def _make_spaced(count: int, device: torch.device | str, fill: float) -> Tensor:
@@ -125,7 +125,7 @@ class TensorScales:
             self.history.copy_(torch.where(accepted, pushed, self.history))
             reference = self.history.amax(0) if self.take == "max" else self.history[0]
             known = reference > 0
-            scale = fitting_scale(torch.where(known, reference, self.amax), self.largest, self.margin)
+            scale = compute_scale(torch.where(known, reference, self.amax), self.largest, self.margin)
             self.scale.copy_(torch.where(accepted | (good & ~known), scale, self.scale))
             torch.reciprocal(self.scale, out=self.inv_scale)
         self.amax.zero_()

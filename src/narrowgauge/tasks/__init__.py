@@ -53,11 +53,11 @@ def find(spec: str, **options: Any) -> Task:
         from narrowgauge.tasks import language
 
         build = functools.partial(language.make, spec)
-        return build(**task.accepted(build, options, spec))
+        return build(**task.select_options(build, options, spec))
     if spec == "digits":
         from narrowgauge.tasks import digits
 
-        return digits.make(**task.accepted(digits.make, options, spec))
+        return digits.make(**task.select_options(digits.make, options, spec))
     if ":" in spec:
         return task.load(spec, options)
     known = [*LANGUAGE, ANY_GPT, *OTHERS]

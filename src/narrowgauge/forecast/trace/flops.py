@@ -20,7 +20,7 @@ KINDS: dict[str, str] = {
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm"), "product"),
     **dict.fromkeys(("convolution", "convolution_backward"), "convolution"),
     "gradient_norms": "optimizer",
-    **dict.fromkeys(("softmax_statistics", "dlogits", "dlogits_lp", "rescale"), "loss"),
+    **dict.fromkeys(("softmax_statistics", "grad_logits", "grad_logits_fp8", "rescale"), "loss"),
     **dict.fromkeys(
         (
             *(

@@ -22,7 +22,17 @@ from narrowgauge.forecast.trace import flops
 from narrowgauge.forecast.trace.trace import Block, Call, Op, Owner, Piece, Spec, Trace
 
 _NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"}
-_ONLY_WRITTEN = {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "zeros_like", "full_like", "dlogits"}
+_ONLY_WRITTEN = {
+    "copy_",
+    "fill_",
+    "zero_",
+    "normal_",
+    "uniform_",
+    "bernoulli_",
+    "zeros_like",
+    "full_like",
+    "grad_logits",
+}
 
 
 class Recorder(TorchDispatchMode):

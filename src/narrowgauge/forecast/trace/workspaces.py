@@ -18,7 +18,7 @@ from math import prod
 
 from narrowgauge.forecast.trace.trace import Piece
 from narrowgauge.hardware import Gpu
-from narrowgauge.kernels.norm import backward_cut
+from narrowgauge.kernels.norm import choose_backward_launch
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 
@@ -41,7 +41,7 @@ class Workspaces:
             return 4 * prod(query) + 4 * prod(query[:-1])
         if name == "norm_backward":
             rows, columns = reads[1].shape
-            cut = backward_cut(columns)
+            cut = choose_backward_launch(columns)
             return 4 * columns * min(-(-rows // cut.rows), cut.programs * self.gpu.sms)
         if name == "embedding_dense_backward":
             return 4 * 8 * prod(reads[1].shape)

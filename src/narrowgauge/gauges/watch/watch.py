@@ -23,10 +23,10 @@ from narrowgauge.device_readback import TensorReadback
 from narrowgauge.engine import Engine
 from narrowgauge.errors import UsageError
 from narrowgauge.gauges.watch.readings import Reading, read_counts
-from narrowgauge.kernels.tensor_stats import Table, gather
-from narrowgauge.nn.compile_forward import uncompiled
-from narrowgauge.optim.masters import Sample, sample_full
-from narrowgauge.optim.sharded import local
+from narrowgauge.kernels.tensor_stats import StatsTable, add_statistics
+from narrowgauge.nn.compile_forward import run_uncompiled
+from narrowgauge.optim.masters import Sample, sample_masters
+from narrowgauge.optim.sharded import to_local
 from narrowgauge.step_report import StepReport
 
 EVERY = 100
@@ -169,7 +169,7 @@ class Watch:
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(events.listening(table))
-            stack.enter_context(uncompiled(self.engine.model))
+            stack.enter_context(run_uncompiled(self.engine.model))
             for path, module in self._modules:
                 handle = module.register_forward_hook(table.make_hook(path))
                 stack.callback(handle.remove)
@@ -207,7 +207,7 @@ class _UpdateTable(events.Listener):
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.tables: list[Table] = []
+        self.tables: list[StatsTable] = []
         self.rows: dict[tuple[str, str], _Row] = {}
         self._before: list[Sample] = []
         self._measured: dict[str, Tensor] = {}
@@ -217,14 +217,14 @@ class _UpdateTable(events.Listener):
 
         Of a sharded tensor, this rank's shard is read.
         """
-        tensor = local(tensor)
+        tensor = to_local(tensor)
         if not tensor.is_floating_point() or tensor.numel() == 0:
             return
         row = self.rows.setdefault((kind, path), _Row(len(self.rows), NAMES.get(tensor.dtype, "fp32")))
         row.count += tensor.numel()
         if row.index >= _ROWS * len(self.tables):
-            self.tables.append(Table.make(_ROWS, self.engine.device))
-        gather(self.tables[row.index // _ROWS], row.index % _ROWS, tensor.to(self.engine.device), inverse_scale)
+            self.tables.append(StatsTable.make(_ROWS, self.engine.device))
+        add_statistics(self.tables[row.index // _ROWS], row.index % _ROWS, tensor.to(self.engine.device), inverse_scale)
 
     def report_tensor(self, kind: str, path: str, tensor: Tensor, inv_scale: Tensor | None) -> None:
         self.add(kind, path, tensor, inv_scale)
@@ -243,10 +243,10 @@ class _UpdateTable(events.Listener):
             self.add("weight", name, parameter)
             if parameter.grad is not None and not parameter.grad.is_sparse:
                 self.add("weight_gradient", name, parameter.grad)
-        self._before = sample_full(self.engine.named, SAMPLE)
+        self._before = sample_masters(self.engine.named, SAMPLE)
 
     def after_update(self) -> None:
-        for before, after in zip(self._before, sample_full(self.engine.named, SAMPLE), strict=True):
+        for before, after in zip(self._before, sample_masters(self.engine.named, SAMPLE), strict=True):
             changes = after.values - before.values
             self._measured |= zip(before.names, _measure_updates(before.values, changes), strict=True)
             for name, change in zip(before.names, changes, strict=True):

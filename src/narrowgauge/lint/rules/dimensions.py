@@ -119,11 +119,11 @@ def _products(model: nn.Module) -> Iterator[tuple[str, nn.Module, int, int]]:
     """Yield the layers that multiply matrices: path, module, inputs, outputs."""
     from torch import nn
 
-    from narrowgauge.nn.products.linear import is_linear, shape_of
+    from narrowgauge.nn.products.linear import get_weight_shape, is_linear
 
     for path, module in model.named_modules():
         if is_linear(module) or isinstance(module, nn.Linear):
-            outputs, inputs = shape_of(module)
+            outputs, inputs = get_weight_shape(module)
             yield path, module, inputs, outputs
         elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and module.groups == 1:
             yield path, module, module.in_channels, module.out_channels

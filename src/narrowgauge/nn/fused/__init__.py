@@ -1,1 +1,1 @@
-"""Fused blocks, head and norms: transformer parts that run as one function with hand-written backward."""
+"""Fused blocks, head and norms: parts of a transformer that run as one function with a hand-written backward."""

@@ -1,7 +1,7 @@
-"""How the parts of a block write what the next product reads: in FP8 by the kernel that makes it, or cast after it.
+"""Norms, activations and their backward with output in the format of the next product: written directly, or cast.
 
-Where a projection wants an operand in one format only, the norm, the activation or their backward writes that format
-itself. Where its products are mixed, the operand is made in BF16 and cast, so that both are there.
+If a projection reads an operand in one format only, the norm, activation or backward kernel writes that format. If its
+products have mixed formats, the operand is computed in BF16 and cast, so that both exist.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from narrowgauge.kernels import activation, cast, norm
-from narrowgauge.nn.products.gemm import BF16, Caster, GemmChoice, Operand
-from narrowgauge.nn.products.weight_casts import WeightPlan
+from narrowgauge.nn.products.gemm import BF16, Fp8Caster, GemmChoice, Operand
+from narrowgauge.nn.products.weight_casts import WeightCastPlan
 from narrowgauge.scaling.tensor import Site
 
 Stats = tuple[Tensor | None, Tensor]
@@ -23,9 +23,9 @@ Stats = tuple[Tensor | None, Tensor]
 
 @dataclass(frozen=True)
 class Projection:
-    """A linear layer of a block: how its weights are read, the formats of its products, the sites of what they read."""
+    """A linear layer of a block: the casts of its weights, the formats of its products, the sites of their inputs."""
 
-    weight: WeightPlan
+    weight: WeightCastPlan
     choice: GemmChoice
     input: Site | None
     grad: Site | None
@@ -39,17 +39,19 @@ class Projection:
         return {self.choice.grad_input, self.choice.grad_weight}
 
 
-def _direct(formats: set[str], site: Site | None, caster: Caster | None) -> bool:
-    """Whether a producer can write FP8 and nothing else: the scale is known beforehand."""
+def _can_write_fp8(formats: set[str], site: Site | None, caster: Fp8Caster | None) -> bool:
+    """Whether a kernel can write FP8 only, because the scale is known in advance."""
     return formats == {"fp8"} and site is not None and caster is not None and caster.delayed
 
 
-def _recorded(site: Site, caster: Caster) -> dict[str, Any]:
+def _fp8_options(site: Site, caster: Fp8Caster) -> dict[str, Any]:
     return {"scale": site.scale, "dtype": site.dtype, "amax": caster.amax(site), "counts": caster.counts(site)}
 
 
-def as_operand(hp: Tensor, formats: set[str], site: Site | None, caster: Caster | None, transposed: bool) -> Operand:
-    """A high-precision tensor [N, D] as an operand, cast where FP8 is wanted."""
+def make_operand(
+    hp: Tensor, formats: set[str], site: Site | None, caster: Fp8Caster | None, transposed: bool
+) -> Operand:
+    """Make an operand from a high-precision tensor [N, D], cast to FP8 if a product reads that."""
     operand = Operand()
     if "fp8" in formats:
         assert caster is not None and site is not None
@@ -57,85 +59,91 @@ def as_operand(hp: Tensor, formats: set[str], site: Site | None, caster: Caster 
     return operand._replace(hp=hp.to(BF16)) if "bf16" in formats else operand
 
 
-def gradient(writer: Projection, rows: Tensor, caster: Caster | None) -> Operand:
-    """The gradient of a projection's output as its products read it."""
-    return as_operand(rows, writer.grad_formats, writer.grad, caster, True)
+def cast_grad_output(writer: Projection, rows: Tensor, caster: Fp8Caster | None) -> Operand:
+    """Cast the gradient of a projection's output to the formats that its products read."""
+    return make_operand(rows, writer.grad_formats, writer.grad, caster, True)
 
 
-def normed(
+def apply_norm(
     kind: str,
     eps: float,
     rows: Tensor,
     branch: Tensor | None,
     weight: Tensor,
     reader: Projection,
-    caster: Caster | None,
+    caster: Fp8Caster | None,
 ) -> tuple[Operand, Stats, Tensor]:
-    """norm(rows + branch) as the reader wants it, its statistics, and the sum."""
+    """Return norm(rows + branch) in the reader's formats, its statistics, and the sum."""
     options: dict[str, Any] = {"eps": eps, "kind": kind, "branch": branch}
     site = reader.input
-    if _direct(reader.input_formats, site, caster):
+    if _can_write_fp8(reader.input_formats, site, caster):
         assert site is not None and caster is not None
-        made = norm.norm(rows, weight, **options, **_recorded(site, caster))
+        made = norm.norm(rows, weight, **options, **_fp8_options(site, caster))
         operand = Operand(None, made.out, None, site.inv_scale)
     else:
         made = norm.norm(rows, weight, **options)
-        operand = as_operand(made.out, reader.input_formats, site, caster, False)
+        operand = make_operand(made.out, reader.input_formats, site, caster, False)
     return operand, (made.mean, made.rstd), rows if made.residual is None else made.residual
 
 
 def norm_backward(
     kind: str,
-    dout: Tensor,
+    grad_output: Tensor,
     residual: Tensor,
     weight: Tensor,
     stats: Stats,
-    dresidual: Tensor | None,
+    grad_residual: Tensor | None,
     branch: Projection | None,
-    caster: Caster | None,
+    caster: Fp8Caster | None,
 ) -> tuple[Tensor, Operand, Tensor]:
-    """The gradient of the residual stream, the same as the projection that was added there reads it, the weight's."""
-    options: dict[str, Any] = {"kind": kind, "dresidual": dresidual}
+    """Return the gradient of the residual stream, the same as ``branch`` reads it, and the gradient of the weight."""
+    options: dict[str, Any] = {"kind": kind, "grad_residual": grad_residual}
     site, operand = None, Operand()
-    if branch is not None and _direct(branch.grad_formats, branch.grad, caster):
+    if branch is not None and _can_write_fp8(branch.grad_formats, branch.grad, caster):
         site = branch.grad
         assert site is not None and caster is not None
-        options |= _recorded(site, caster)
+        options |= _fp8_options(site, caster)
     elif branch is not None and branch.grad_formats == {"bf16"}:
         options["dtype"] = BF16
-    dx, copy, dweight, _ = norm.norm_backward(dout, residual, weight, *stats, **options)
+    grad_input, copy, grad_weight, _ = norm.norm_backward(grad_output, residual, weight, *stats, **options)
     if site is not None:
         operand = Operand(None, copy, None, site.inv_scale)
     elif branch is not None:
-        operand = Operand(copy) if copy is not None else gradient(branch, dx, caster)
-    return dx, operand, dweight
+        operand = Operand(copy) if copy is not None else cast_grad_output(branch, grad_input, caster)
+    return grad_input, operand, grad_weight
 
 
-def made_in_backward(reader: Projection, caster: Caster | None) -> bool:
-    """Whether ``activation_backward`` makes what the weight's gradient reads, so that forward need not keep it."""
-    return _direct(reader.input_formats, reader.input, caster)
+def is_remade_in_backward(reader: Projection, caster: Fp8Caster | None) -> bool:
+    """Whether ``apply_activation_backward`` recomputes the input of grad_weight, so forward does not save it."""
+    return _can_write_fp8(reader.input_formats, reader.input, caster)
 
 
-def activated(kind: str, u: Tensor, reader: Projection, caster: Caster | None, needed: bool) -> Operand:
-    """act(u) as the reader's first product wants it; ``kind`` is gelu, gelu-tanh or swiglu.
+def apply_activation(kind: str, u: Tensor, reader: Projection, caster: Fp8Caster | None, needed: bool) -> Operand:
+    """Return act(u) in the format of the reader's first product; ``kind`` is gelu, gelu-tanh or swiglu.
 
-    What the weight's gradient reads is left to ``activation_backward`` where that can make it.
+    The input of grad_weight is left to ``apply_activation_backward`` if that can recompute it.
     """
     site = reader.input
-    if _direct(reader.input_formats, site, caster):
+    if _can_write_fp8(reader.input_formats, site, caster):
         assert site is not None and caster is not None
-        lp, _ = _activate(kind, u, transposed=False, **_recorded(site, caster))
+        lp, _ = _run_activation(kind, u, transposed=False, **_fp8_options(site, caster))
         return Operand(None, lp, None, site.inv_scale)
-    hp, _ = _activate(kind, u)
-    return as_operand(hp, reader.input_formats, site, caster, needed)
+    hp, _ = _run_activation(kind, u)
+    return make_operand(hp, reader.input_formats, site, caster, needed)
 
 
-def activation_backward(
-    kind: str, da: Tensor, u: Tensor, a: Operand, reader: Projection, writer: Projection, caster: Caster | None
+def apply_activation_backward(
+    kind: str,
+    grad_output: Tensor,
+    u: Tensor,
+    a: Operand,
+    reader: Projection,
+    writer: Projection,
+    caster: Fp8Caster | None,
 ) -> tuple[Operand, Operand]:
-    """The gradient of u as the products of the projection that wrote u read it; and act(u) as grad_weight reads it.
+    """Return the gradient of u in the formats of ``writer``, the projection that wrote u; and act(u) for grad_weight.
 
-    ``a`` is what forward has kept of act(u), nothing where it is to be made again. No scale has moved since then.
+    ``a`` is what forward saved of act(u); it is recomputed if empty. No scale has changed since forward.
     """
     site, source = writer.grad, reader.input
     options: dict[str, Any] = {}
@@ -143,49 +151,51 @@ def activation_backward(
     if missing:
         assert source is not None
         options["forward_scale"] = source.scale
-    direct = _direct(writer.grad_formats, site, caster)
+    direct = _can_write_fp8(writer.grad_formats, site, caster)
     if direct:
         assert site is not None and caster is not None
-        options |= _recorded(site, caster)
-    out, out_t, again = _activate_backward(kind, da, u, **options)
+        options |= _fp8_options(site, caster)
+    out, out_t, again = _run_activation_backward(kind, grad_output, u, **options)
     if missing:
         assert source is not None
         a = Operand(None, None, again, source.inv_scale)
     if direct:
         assert site is not None
         return Operand(None, out, out_t, site.inv_scale), a
-    return gradient(writer, out, caster), a
+    return cast_grad_output(writer, out, caster), a
 
 
-def _activate(kind: str, u: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+def _run_activation(kind: str, u: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
     if kind == "swiglu":
         return activation.swiglu(u, **options)
-    return activation.gelu(u, approximate=_approximation(kind), **options)
+    return activation.gelu(u, approximate=_get_approximation(kind), **options)
 
 
-def _activate_backward(kind: str, da: Tensor, u: Tensor, **options: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _run_activation_backward(
+    kind: str, grad_output: Tensor, u: Tensor, **options: Any
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     if kind == "swiglu":
-        return activation.swiglu_backward(da, u, **options)
-    return activation.gelu_backward(da, u, approximate=_approximation(kind), **options)
+        return activation.swiglu_backward(grad_output, u, **options)
+    return activation.gelu_backward(grad_output, u, approximate=_get_approximation(kind), **options)
 
 
-def _approximation(kind: str) -> str:
+def _get_approximation(kind: str) -> str:
     return "tanh" if kind == "gelu-tanh" else "none"
 
 
-def heads_as_input(mixed: Tensor, reader: Projection, caster: Caster | None, needed: bool) -> Operand:
-    """Attention's output [B, H, T, S] as the output projection reads it, rows of tokens."""
+def cast_heads_input(mixed: Tensor, reader: Projection, caster: Fp8Caster | None, needed: bool) -> Operand:
+    """Cast attention's output [B, H, T, S] to the output projection's formats, one row per token."""
     if reader.input_formats == {"fp8"}:
         assert caster is not None and reader.input is not None
         scale, inv_scale, amax = caster.scale_of(mixed, reader.input)
         lp, lp_t = cast.cast_transpose_packed((mixed,), scale, reader.input.dtype, amax, caster.counts(reader.input))
         return Operand(None, lp, lp_t, inv_scale)
     rows = mixed.transpose(1, 2).reshape(-1, mixed.shape[1] * mixed.shape[3])
-    return as_operand(rows, reader.input_formats, reader.input, caster, needed)
+    return make_operand(rows, reader.input_formats, reader.input, caster, needed)
 
 
-def heads_as_gradient(parts: tuple[Tensor, ...], writer: Projection, caster: Caster | None) -> Operand:
-    """The gradients of q, k and v [B, H, T, S] as those of a packed projection's output."""
+def cast_heads_grad(parts: tuple[Tensor, ...], writer: Projection, caster: Fp8Caster | None) -> Operand:
+    """Cast the gradients of q, k and v [B, H, T, S] to the gradient of a packed projection's output."""
     site = writer.grad
     if writer.grad_formats == {"fp8"}:
         assert caster is not None and site is not None
@@ -195,4 +205,4 @@ def heads_as_gradient(parts: tuple[Tensor, ...], writer: Projection, caster: Cas
             scale, inv_scale, amax = caster.scale_of(torch.stack([cast.max_abs(part) for part in parts]), site)
         lp, lp_t = cast.cast_transpose_packed(parts, scale, site.dtype, amax, caster.counts(site))
         return Operand(None, lp, lp_t, inv_scale)
-    return gradient(writer, cast.pack(parts), caster)
+    return cast_grad_output(writer, cast.pack(parts), caster)

@@ -1,4 +1,4 @@
-"""An embedding whose gradient is added up by narrowgauge's kernel; lookup and parameters stay what they were."""
+"""An embedding whose gradient is computed by narrowgauge's kernel; lookup and parameters do not change."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from narrowgauge.kernels.embedding import embedding_gradient
-from narrowgauge.nn.changes import Change, apply_change, is_replaced, original_class
+from narrowgauge.kernels.embedding import embedding_backward
+from narrowgauge.nn.module_changes import Change, apply_change, has_own_method, original_class
 
 
 def fits(module: nn.Module) -> bool:
-    """Whether a module is a plain embedding, of FP32, without torch's special ways with gradients."""
-    if original_class(module) is not nn.Embedding or is_replaced(module, "forward"):
+    """Whether a module is a plain FP32 embedding, without torch's special options for gradients."""
+    if original_class(module) is not nn.Embedding or has_own_method(module, "forward"):
         return False
     assert isinstance(module, nn.Embedding)
     special = module.padding_idx is not None or module.max_norm is not None
@@ -23,7 +23,7 @@ def fits(module: nn.Module) -> bool:
 
 
 class ConvertedEmbedding(Change):
-    """An embedding whose gradient ``embedding_gradient`` computes, where that is on a GPU."""
+    """An embedding whose gradient ``embedding_backward`` computes on a GPU."""
 
     differentiable_twice = False
 
@@ -50,4 +50,4 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (ids,) = ctx.saved_tensors
-        return embedding_gradient(grad.reshape(-1, grad.shape[-1]), ids.reshape(-1), ctx.words), None
+        return embedding_backward(grad.reshape(-1, grad.shape[-1]), ids.reshape(-1), ctx.words), None

@@ -1,17 +1,17 @@
-"""The head of a language model and its loss as one step, which never holds all logits at once.
+"""The head of a language model and its loss as one function, which never stores all logits at once.
 
     for each chunk of rows:
-        logits      = x @ weight.T                              BF16, the largest tensor of a step: freed with its chunk
+        logits      = x @ weight.T                              BF16, a step's largest tensor; freed after its chunk
         lse, loss   = statistics(logits)
-        d           = (softmax - onehot) / counted rows         BF16 over the logits, or FP8 in one or both layouts
-        grad_x      = d @ weight
+        d           = (softmax - onehot) / counted rows         BF16 in place, or FP8 in one or both layouts
+        grad_input  = d @ weight
         grad_weight += d.T @ x                                  summed in FP32
     loss = sum of losses / counted rows
 
-A loss is computed to be differentiated, so forward computes the gradients too, while the logits are there; backward
-multiplies them by the gradient of the loss (a loss scale, 1/accumulate), which costs a pass only where it is not 1.
-Without gradients there is only the loss. Eager PyTorch holds the logits in BF16, their FP32 copy, its log-softmax and
-its gradient, up to 14 bytes a logit; here it is at most 4 bytes a logit of one chunk.
+Forward also computes the gradients, while the logits exist. Backward multiplies them by the gradient of the loss (a
+loss scale, 1/accumulate), which costs a pass only if that is not 1. Without gradients only the loss is computed. Eager
+PyTorch stores the logits in BF16, their FP32 copy, its log-softmax and its gradient, up to 14 bytes per logit. Here it
+is at most 4 bytes per logit of one chunk.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from torch import Tensor
 
 from narrowgauge import events
 from narrowgauge.errors import UsageError
-from narrowgauge.kernels import FP8_MAX, cast, fitting_scale
+from narrowgauge.kernels import FP8_MAX, cast, compute_scale
 from narrowgauge.kernels.cross_entropy import (
     IGNORE,
     UNIT_SCALE,
-    dlogits,
-    dlogits_lp,
-    loss_gradient,
+    compute_grad_logits,
+    compute_grad_logits_fp8,
+    compute_loss_and_grad,
+    compute_softmax_stats,
     rescale_,
-    softmax_statistics,
 )
 from narrowgauge.nn.products.gemm import (
     ALL_BF16,
@@ -46,39 +46,46 @@ from narrowgauge.nn.products.gemm import (
     backward_input,
     backward_weight,
     forward_output,
-    graph_is_kept,
+    is_graph_retained,
 )
-from narrowgauge.nn.products.weight_casts import Weight, WeightPlan
+from narrowgauge.nn.products.weight_casts import Weight, WeightCastPlan
 from narrowgauge.optim.adamw import gradient_dtype
 
 HEAD = "lm_head"
-"""The module whose output the logits are."""
+"""Path of the module that computes the logits."""
 CHUNK_BYTES = 4 << 30
-"""Most bytes of BF16 logits at once by default: GPT-2's 65,536 x 50,304 then go in two chunks, each a full GEMM."""
+"""Default limit of BF16 logits stored at once. GPT-2's 65,536 x 50,304 take two chunks, each a full GEMM."""
 CHUNK_MULTIPLE = 128
-"""Rows of a chunk are a multiple of this, a GEMM's tile."""
+"""The rows of a chunk are a multiple of this, the tile of a GEMM."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def head_loss(
+def compute_head_loss(
     x: Tensor,
     weight: Tensor,
     targets: Tensor,
     *,
-    plan: WeightPlan | None = None,
+    plan: WeightCastPlan | None = None,
     precision: GemmChoice = ALL_BF16,
     operand: Operand | None = None,
     ignore_index: int = IGNORE,
     chunk_rows: int | None = None,
 ) -> Tensor:
-    """Mean cross-entropy of ``x @ weight.T`` over the rows whose target is not ``ignore_index``, in FP32.
+    """Return the mean cross-entropy of ``x @ weight.T``, in FP32, over the rows whose target is not ``ignore_index``.
 
-    ``x`` [N, D] is the normed hidden state, to which the gradient flows; ``weight`` [V, D] the parameter, cast by
-    ``plan``, or by its own amax where there is none; ``targets`` [N]. ``operand`` is x in FP8 where its producer wrote
-    that (x is then read by BF16 products alone, so it may be a stand-in without memory of its own); else x is cast here
-    by current scaling. ``precision`` says which of the products run in FP8. torch.compile leaves this function alone.
+    torch.compile does not trace this function.
+
+    Args:
+        x: Normalized hidden state [N, D].
+        weight: The parameter [V, D].
+        targets: Token ids [N].
+        plan: How to cast the weight; None uses its current amax.
+        precision: The format of each of the three products.
+        operand: x in FP8, if its producer wrote that; only BF16 products then read x. None: x is cast here.
+        ignore_index: Rows with this target do not count.
+        chunk_rows: Rows per chunk; None chooses by memory.
     """
-    plan = plan or WeightPlan(gradient_dtype=gradient_dtype(weight))
+    plan = plan or WeightCastPlan(gradient_dtype=gradient_dtype(weight))
     task = _Task.make(x, weight, plan, targets, precision, ignore_index, chunk_rows)
     with torch.autocast(x.device.type, enabled=False):
         if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
@@ -87,8 +94,8 @@ def head_loss(
         return events.run_in_scope(HEAD, task.run, x.detach(), weight, operand, False, False)[0]
 
 
-def default_chunk_rows(rows: int, vocab: int) -> int:
-    """Rows of a chunk: as many as CHUNK_BYTES allow, spread evenly over the chunks."""
+def choose_chunk_rows(rows: int, vocab: int) -> int:
+    """Return the rows per chunk: as many as CHUNK_BYTES allows, divided evenly among the chunks."""
     most = max(CHUNK_MULTIPLE, CHUNK_BYTES // (2 * vocab) // CHUNK_MULTIPLE * CHUNK_MULTIPLE)
     chunks = max(1, -(-rows // most))
     return max(1, -(-rows // (chunks * CHUNK_MULTIPLE))) * CHUNK_MULTIPLE
@@ -96,9 +103,9 @@ def default_chunk_rows(rows: int, vocab: int) -> int:
 
 @dataclass(frozen=True)
 class _Task:
-    """One call of the head: everything but the tensors that gradients flow to."""
+    """One call of the head: everything but the tensors that need gradients."""
 
-    weight: WeightPlan
+    weight: WeightCastPlan
     targets: Tensor
     precision: GemmChoice
     ignore_index: int
@@ -108,7 +115,7 @@ class _Task:
     def make(
         x: Tensor,
         weight: Tensor,
-        plan: WeightPlan,
+        plan: WeightCastPlan,
         targets: Tensor,
         precision: GemmChoice,
         ignore_index: int,
@@ -123,84 +130,84 @@ class _Task:
         lp = "fp8" in tuple(precision)
         if lp and (shape[0] % MULTIPLE or shape[1] % MULTIPLE):
             raise UsageError(
-                f"head_loss: FP8 products need multiples of {MULTIPLE}, but the weight is {list(shape)}; pad the "
-                "vocabulary, or take bf16 for the head"
+                f"head_loss: FP8 products need dimensions that are multiples of {MULTIPLE}, but the weight is "
+                f"{list(shape)}; pad the vocabulary, or use bf16 for the head"
             )
         if chunk_rows is not None and (chunk_rows < 1 or (lp and chunk_rows % MULTIPLE)):
             raise UsageError(f"head_loss: chunk_rows={chunk_rows} must be a positive multiple of {MULTIPLE}")
-        rows = chunk_rows or default_chunk_rows(len(x), shape[0])
+        rows = chunk_rows or choose_chunk_rows(len(x), shape[0])
         return _Task(plan, targets.contiguous(), precision, ignore_index, rows)
 
     @torch.no_grad()
     def run(
-        self, x: Tensor, weight: Tensor, operand: Operand | None, need_x: bool, need_weight: bool
+        self, x: Tensor, weight: Tensor, operand: Operand | None, need_input: bool, need_weight: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The loss and, where needed, the gradients of x (BF16) and of the weight (FP32)."""
+        """Return the loss and, if needed, the gradients of x (BF16) and of the weight (FP32)."""
         rows, targets = len(x), self.targets
-        source = self._source(x, operand or Operand(), need_x or need_weight, need_weight)
+        source = self._make_input_operand(x, operand or Operand(), need_input or need_weight, need_weight)
         if self.precision.grad_weight == "fp8" and need_weight and rows % MULTIPLE:
-            # That product sums over rows. The rows added are ignored, so they count nowhere.
-            source, targets = _padded(source, targets, -rows % MULTIPLE, self.ignore_index)
+            # grad_weight sums over rows. The padding rows have ignored targets, so they add nothing.
+            source, targets = _pad_operand(source, targets, -rows % MULTIPLE, self.ignore_index)
         counted = (targets != self.ignore_index).sum()
         factor = counted.clamp(min=1).float().reciprocal()
 
         total = torch.zeros((), device=x.device)
-        grad_x = torch.empty(rows, x.shape[1], dtype=BF16, device=x.device) if need_x else None
+        grad_input = torch.empty(rows, x.shape[1], dtype=BF16, device=x.device) if need_input else None
         grad_weight: Tensor | None = None
-        use = self.weight.use(weight, record=need_x or need_weight, backward=need_x)
+        use = self.weight.use(weight, record=need_input or need_weight, backward=need_input)
         for start in range(0, len(targets), self.chunk_rows):
             part = slice(start, start + self.chunk_rows)
-            piece = _rows(source, part)
-            loss, d = self._chunk(piece, use, start, targets[part], factor, need_x, need_weight)
+            piece = _slice_rows(source, part)
+            loss, d = self._run_chunk(piece, use, start, targets[part], factor, need_input, need_weight)
             total += loss.sum()
-            if grad_x is not None:
-                into = grad_x[part]
+            if grad_input is not None:
+                into = grad_input[part]
                 into.copy_(backward_input(d, use, self.precision)[: len(into)])
             if need_weight:
                 share = backward_weight(d, piece, self.precision, weight=use)
                 grad_weight = share if grad_weight is None else grad_weight.add_(share)
             del d  # before the next chunk's logits are made
-        return total / counted, grad_x, grad_weight
+        return total / counted, grad_input, grad_weight
 
-    def _chunk(
+    def _run_chunk(
         self,
         x: Operand,
         use: Weight,
         start: int,
         targets: Tensor,
         factor: Tensor,
-        need_x: bool,
+        need_input: bool,
         need_weight: bool,
     ) -> tuple[Tensor, Operand]:
-        """Losses of a chunk's rows, and the gradient of its logits as the products want it; the logits end here."""
+        """Return the losses of a chunk's rows, and the gradient of its logits as an operand; frees the logits."""
         logits = forward_output(x, use, self.precision)
         events.report_tensor("activation", HEAD, logits)
-        formats = {self.precision.grad_input} if need_x else set()
+        formats = {self.precision.grad_input} if need_input else set()
         formats |= {self.precision.grad_weight} if need_weight else set()
         d = Operand()
         if formats == {"bf16"}:
-            loss, hp = loss_gradient(logits, targets, factor, self.ignore_index, out=logits)
+            loss, hp = compute_loss_and_grad(logits, targets, factor, self.ignore_index, out=logits)
             events.report_tensor("gradient", HEAD, hp)
             return loss, Operand(hp)
-        lse, loss = softmax_statistics(logits, targets, self.ignore_index)
+        lse, loss = compute_softmax_stats(logits, targets, self.ignore_index)
         if "fp8" in formats:
             transposed = need_weight and self.precision.grad_weight == "fp8"
-            lp, lp_t = dlogits_lp(logits, targets, lse, E4M3, self.ignore_index, None, transposed, start)
+            lp, lp_t = compute_grad_logits_fp8(logits, targets, lse, E4M3, self.ignore_index, None, transposed, start)
             d = Operand(None, lp, lp_t, factor / UNIT_SCALE[E4M3])
         if "bf16" in formats:
-            d = d._replace(hp=dlogits(logits, targets, lse, factor, self.ignore_index, out=logits))
+            d = d._replace(hp=compute_grad_logits(logits, targets, lse, factor, self.ignore_index, out=logits))
         d.report("gradient", HEAD)
         return loss, d
 
-    def _source(self, x: Tensor, given: Operand, training: bool, need_weight: bool) -> Operand:
-        """x in the formats that its two products read: what was given, and what is missing made from x."""
+    def _make_input_operand(self, x: Tensor, given: Operand, training: bool, need_weight: bool) -> Operand:
+        """Return x in the formats that its two products read; formats missing in ``given`` are made from x."""
         formats = {self.precision.output} | ({self.precision.grad_weight} if need_weight else set())
         transposed = need_weight and self.precision.grad_weight == "fp8"
         if "fp8" in formats and given.lp is None:
             amax = cast.max_abs(x)
             if self.weight.scales is not None and training:
                 self.weight.scales.notice(amax)
-            scale = fitting_scale(amax, FP8_MAX[E4M3])
+            scale = compute_scale(amax, FP8_MAX[E4M3])
             lp, lp_t = cast.cast_transpose(x, scale, E4M3) if transposed else (cast.cast(x, scale, E4M3), None)
             given = Operand(given.hp, lp, lp_t, scale.reciprocal())
         if transposed:
@@ -211,8 +218,8 @@ class _Task:
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, task: _Task, operand: Operand | None) -> Tensor:
-        need_x, need_weight, *_ = ctx.needs_input_grad
-        loss, *ctx.grads = events.run_in_scope(HEAD, task.run, x, weight, operand, need_x, need_weight)
+        need_input, need_weight, *_ = ctx.needs_input_grad
+        loss, *ctx.grads = events.run_in_scope(HEAD, task.run, x, weight, operand, need_input, need_weight)
         ctx.dtypes = x.dtype, gradient_dtype(weight)
         return loss
 
@@ -220,25 +227,25 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         if torch.is_grad_enabled():
             raise UsageError(DOUBLE_BACKWARD)
-        if ctx.grads is None:  # they were scaled in place, and belong to others now
+        if ctx.grads is None:  # they were scaled in place and handed to autograd
             raise UsageError(
-                "head_loss: backward ran twice through one loss; its gradients were made in forward, and were let go: "
-                "give the first one retain_graph=True"
+                "head_loss: backward ran twice through one loss, but the gradients computed in forward are freed after "
+                "the first; pass retain_graph=True to the first backward"
             )
         made = ctx.grads
-        if graph_is_kept():
+        if is_graph_retained():
             made = [None if gradient is None else gradient.clone() for gradient in made]
         else:
             ctx.grads = None
-        grad_x, grad_weight = (
+        grad_input, grad_weight = (
             None if gradient is None else events.run_in_scope(HEAD, rescale_, gradient, grad).to(dtype)
             for gradient, dtype in zip(made, ctx.dtypes, strict=True)
         )
-        return grad_x, grad_weight, None, None
+        return grad_input, grad_weight, None, None
 
 
-def _rows(x: Operand, part: slice) -> Operand:
-    """Some rows of an operand, without a copy."""
+def _slice_rows(x: Operand, part: slice) -> Operand:
+    """Return some rows of an operand without a copy."""
     return Operand(
         x.hp[part] if x.hp is not None else None,
         x.lp[part] if x.lp is not None else None,
@@ -247,8 +254,8 @@ def _rows(x: Operand, part: slice) -> Operand:
     )
 
 
-def _padded(x: Operand, targets: Tensor, more: int, ignore_index: int) -> tuple[Operand, Tensor]:
-    """The operand with rows of zeros added, and ignored targets for them."""
+def _pad_operand(x: Operand, targets: Tensor, more: int, ignore_index: int) -> tuple[Operand, Tensor]:
+    """Add rows of zeros to the operand, and ignored targets for them."""
 
     def below(t: Tensor | None, sides: tuple[int, ...]) -> Tensor | None:
         if t is None:

@@ -1,4 +1,4 @@
-"""A norm as a function of its own, by narrowgauge's kernel: statistics in FP32, BF16 out, one pass each way."""
+"""A norm as an autograd function of narrowgauge's kernel: statistics in FP32, BF16 output, one pass each way."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from narrowgauge.kernels import norm
 
 
 def run_norm(x: Tensor, weight: Tensor, eps: float, kind: str) -> Tensor:
-    """norm(x) * weight for x [..., D], as rows [N, D] in BF16; ``kind`` is layer or rms."""
+    """Return norm(x) * weight for x [..., D], as rows [N, D] in BF16; ``kind`` is layer or rms."""
     with torch.autocast(x.device.type, enabled=False):
         output: Tensor = _Norm.apply(x, weight, eps, kind)  # type: ignore[no-untyped-call]
     return output
@@ -29,5 +29,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         rows, weight, rstd, *mean = ctx.saved_tensors
-        dx, _, dweight, _ = norm.norm_backward(grad, rows, weight, mean[0] if mean else None, rstd, kind=ctx.kind)
-        return dx.view(ctx.shape), dweight, None, None
+        grad_input, _, grad_weight, _ = norm.norm_backward(
+            grad, rows, weight, mean[0] if mean else None, rstd, kind=ctx.kind
+        )
+        return grad_input.view(ctx.shape), grad_weight, None, None

@@ -4,8 +4,8 @@
     grad_input  = grad_output @ weight          [N, O] x [I, O]    (weight transposed)
     grad_weight = grad_output.T @ input         [O, N] x [I, N]    (both transposed)
 
-Hopper's FP8 products want both operands with the summed dimension last, so each is written here as ``a @ b.T`` with a
-and b row-major, and FP8 operands come with a transposed copy where a product needs it. BF16 products read any layout.
+Hopper's FP8 products need the summed dimension last in both operands. So each is written as ``a @ b.T`` with a and b
+row-major, and FP8 operands have a transposed copy if a product needs it. BF16 products read any layout.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from narrowgauge import events
-from narrowgauge.kernels import FP8_MAX, cast, cublas, fitting_scale
+from narrowgauge.kernels import FP8_MAX, cast, compute_scale, cublas
 from narrowgauge.scaling.tensor import Site, TensorScales
 
 BF16 = torch.bfloat16
@@ -29,13 +29,13 @@ MULTIPLE = 16
 
 
 DOUBLE_BACKWARD = (
-    "FP8 products are differentiable once, and create_graph=True asks for gradients of their gradients; compute what "
+    "FP8 products are differentiable only once, but create_graph=True needs second derivatives; compute the part that "
     "is differentiated twice under engine.forward(double_backward=True), where layers compute in 16 bits instead"
 )
 
 
-def graph_is_kept() -> bool:
-    """In a backward: whether it may run once more (``retain_graph=True``), so that nothing may be let go or changed."""
+def is_graph_retained() -> bool:
+    """Whether the current backward may run again (``retain_graph=True``), so that nothing may be freed or changed."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
@@ -52,7 +52,7 @@ ALL_BF16 = GemmChoice("bf16", "bf16", "bf16")
 
 
 class Operand(NamedTuple):
-    """A tensor as products read it: in BF16, in FP8, in FP8 transposed, or in several of these."""
+    """A tensor as input of a product: in BF16, in FP8, in transposed FP8, or in several of these."""
 
     hp: Tensor | None = None
     lp: Tensor | None = None
@@ -60,7 +60,7 @@ class Operand(NamedTuple):
     inv_scale: Tensor | None = None
 
     def transposed(self) -> Operand:
-        """The same with the FP8 copy transposed, which is made now where its producer did not."""
+        """Return the operand with a transposed FP8 copy, made now if it does not exist."""
         if self.lp_t is not None or self.lp is None:
             return self
         return self._replace(lp_t=cast.transpose(self.lp))
@@ -73,15 +73,15 @@ class Operand(NamedTuple):
 
 
 FAST_DEPTH = 8192
-"""Up to so many terms, gradients of inputs are summed by the tensor cores' own accumulation, as the output is at any
-length: products take up to a quarter less time on an H200, and at 3,072 terms 0.001 dB are lost. Gradients of weights
-have as many terms as there are tokens, where it is 0.01 to 0.06 dB for 1% of a step: never."""
+"""Up to this many terms, grad_input uses the tensor cores' fast accumulation, as the output does at any length.
+Products take up to a quarter less time on an H200, and lose 0.001 dB at 3,072 terms. grad_weight has as many terms as
+tokens: there it would lose 0.01 to 0.06 dB and save 1% of a step, so it never uses it."""
 
 
 def product_fp8(
     a: Tensor, b: Tensor, inv_a: Tensor, inv_b: Tensor, out_dtype: torch.dtype = BF16, fast: bool = True
 ) -> Tensor:
-    """a @ b.T of FP8 operands, divided by their scales. ``fast``: the tensor cores' own accumulation, of fewer bits."""
+    """Return a @ b.T of FP8 operands divided by their scales. ``fast``: tensor-core accumulation with fewer bits."""
     if a.is_cuda:
         scaled: dict[str, Any] = {
             "scale_a": inv_a, "scale_b": inv_b, "out_dtype": out_dtype, "use_fast_accum": fast,
@@ -94,7 +94,7 @@ def product_fp8(
 
 
 def product_bf16(a: Tensor, b_t: Tensor, out_dtype: torch.dtype = BF16) -> Tensor:
-    """a @ b_t of BF16 operands in any layout, accumulated in FP32."""
+    """Return a @ b_t of BF16 operands in any layout, accumulated in FP32."""
     if a.is_cuda:
         made = cublas.product(a, b_t, out_dtype, lambda out: _mm(a, b_t, out_dtype, out))
         return _mm(a, b_t, out_dtype) if made is None else made
@@ -105,13 +105,13 @@ def _mm(a: Tensor, b_t: Tensor, out_dtype: torch.dtype, out: Tensor | None = Non
     return torch.mm(a, b_t, out=out) if out_dtype is BF16 else torch.mm(a, b_t, out_dtype=out_dtype, out=out)
 
 
-def address(tensor: Tensor) -> int:
-    """Where a tensor begins in memory; 0 for one that has none."""
+def get_address(tensor: Tensor) -> int:
+    """Return a tensor's address; 0 for a FakeTensor."""
     return 0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()
 
 
 class Weight(Protocol):
-    """What products ask of a weight."""
+    """The interface of a weight that products use."""
 
     def fp8(self) -> Operand: ...
 
@@ -131,7 +131,7 @@ class HasPath(Protocol):
 
 
 def forward_output(x: Operand, weight: Weight, choice: GemmChoice) -> Tensor:
-    """input @ weight.T in BF16."""
+    """Return input @ weight.T in BF16."""
     if events.is_listening():
         return events.run_product("output", weight.path, _forward_output, x, weight, choice)
     return _forward_output(x, weight, choice)
@@ -147,7 +147,7 @@ def _forward_output(x: Operand, weight: Weight, choice: GemmChoice) -> Tensor:
 
 
 def backward_input(grad: Operand, weight: Weight, choice: GemmChoice) -> Tensor:
-    """grad_output @ weight in BF16."""
+    """Return grad_output @ weight in BF16."""
     if events.is_listening():
         return events.run_product("grad_input", weight.path, _backward_input, grad, weight, choice)
     return _backward_input(grad, weight, choice)
@@ -165,7 +165,7 @@ def _backward_input(grad: Operand, weight: Weight, choice: GemmChoice) -> Tensor
 def backward_weight(
     grad: Operand, x: Operand, choice: GemmChoice, out: torch.dtype = torch.float32, weight: HasPath | None = None
 ) -> Tensor:
-    """grad_output.T @ input, in the format of the weight: what the optimizer reads. ``weight`` is for listeners."""
+    """Return grad_output.T @ input, in the dtype of the weight's gradient. ``weight`` names the layer for listeners."""
     if events.is_listening():
         path = "" if weight is None else weight.path
         return events.run_product("grad_weight", path, _backward_weight, grad, x, choice, out)
@@ -183,21 +183,21 @@ def _backward_weight(grad: Operand, x: Operand, choice: GemmChoice, out: torch.d
 
 
 def _pad_columns(x_t: Tensor) -> Tensor:
-    """Columns of zeros up to a multiple of 16, which add nothing to a sum over them."""
+    """Pad with columns of zeros to a multiple of 16; they add nothing to the sum over columns."""
     missing = -x_t.shape[1] % MULTIPLE
     return F.pad(x_t.view(torch.uint8), (0, missing)).view(x_t.dtype) if missing else x_t
 
 
 @dataclass(frozen=True)
-class Caster:
-    """Casts tensors at their sites, by delayed or current scaling, recording what it sees or not."""
+class Fp8Caster:
+    """Casts tensors to FP8 with delayed or current scaling, and optionally records their statistics."""
 
     scales: TensorScales
     record: bool
-    """Whether amax and counts are taken: in training, once a microbatch; not in evaluation or recomputation."""
+    """Whether to record amax and counts: once per microbatch in training, not in evaluation or recomputation."""
     evaluating: bool = False
-    """Whether each tensor is looked at first, by whatever scaling training goes: an evaluation must not saturate where
-    weights of another time or model were loaded, and nobody would hear of it."""
+    """Whether to use current scaling whatever scaling training uses: an evaluation must not saturate silently after
+    weights of another step or model were loaded."""
 
     @property
     def delayed(self) -> bool:
@@ -210,7 +210,7 @@ class Caster:
         return site.counts if self.record else None
 
     def cast(self, x: Tensor, site: Site, transposed: bool) -> Operand:
-        """A BF16 or FP32 tensor [N, D] in FP8, in one pass with delayed scaling and in two with current."""
+        """Cast a BF16 or FP32 tensor [N, D] to FP8: one pass with delayed scaling, two with current scaling."""
         scale, inv_scale, amax = self.scale_of(x, site)
         if transposed:
             lp, lp_t = cast.cast_transpose(x, scale, site.dtype, amax, self.counts(site))
@@ -218,11 +218,11 @@ class Caster:
         return Operand(None, cast.cast(x, scale, site.dtype, amax, self.counts(site)), None, inv_scale)
 
     def scale_of(self, x: Tensor, site: Site) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Scale, inverse scale, and where the cast is to put the amax (None: it is recorded already, or not wanted)."""
+        """Return scale, inverse scale, and the amax tensor the cast should update (None: recorded already, or off)."""
         if self.delayed:
             return site.scale, site.inv_scale, self.amax(site)
         amax = cast.max_abs(x)
         if self.record:
             torch.maximum(site.amax, amax, out=site.amax)
-        scale = fitting_scale(amax, FP8_MAX[site.dtype], self.scales.margin)
+        scale = compute_scale(amax, FP8_MAX[site.dtype], self.scales.margin)
         return scale, scale.reciprocal(), None

@@ -1,4 +1,4 @@
-"""A linear layer whose three products run in FP8 or BF16, for any model; the layer's parameters stay what they were."""
+"""A linear layer whose three products run in FP8 or BF16, for any model; its parameters do not change."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
 from narrowgauge.errors import UsageError
-from narrowgauge.nn.changes import Change, apply_change, is_replaced, original_class
+from narrowgauge.nn.module_changes import Change, apply_change, has_own_method, original_class
 from narrowgauge.nn.products.gemm import (
     BF16,
     DOUBLE_BACKWARD,
     MULTIPLE,
-    Caster,
+    Fp8Caster,
     GemmChoice,
     Operand,
     backward_input,
     backward_weight,
     forward_output,
 )
-from narrowgauge.nn.products.weight_casts import WeightPlan
+from narrowgauge.nn.products.weight_casts import WeightCastPlan
 from narrowgauge.optim.sharded import is_sharded
 from narrowgauge.scaling.tensor import Site, TensorScales
 
@@ -34,24 +34,24 @@ from narrowgauge.scaling.tensor import Site, TensorScales
 class LinearPlan:
     """How one linear layer is computed."""
 
-    weight: WeightPlan
+    weight: WeightCastPlan
     choice: GemmChoice
     input: Site
     grad: Site
     scales: TensorScales
-    slot: Slot | None = None
-    """Where the layer looks first for what others have made of the same input, and leaves it for them."""
+    shared_input: SharedInputCast | None = None
+    """Holds the cast of an input that several layers read."""
     readers: int = 1
-    """How many layers have the input's site, this one included."""
+    """How many layers share the input's site, this one included."""
 
     @property
     def reads(self) -> tuple[str, str]:
-        """The formats of the products that read the input: the first, and the weight's gradient."""
+        """The formats of the products that read the input: output and grad_weight."""
         return self.choice.output, self.choice.grad_weight
 
 
-class Needs(NamedTuple):
-    """Which gradients backward will be asked for; none in evaluation."""
+class NeededGrads(NamedTuple):
+    """Which gradients backward must compute; none in evaluation."""
 
     input: bool
     weight: bool
@@ -59,13 +59,13 @@ class Needs(NamedTuple):
 
     @property
     def of_input(self) -> tuple[bool, bool]:
-        """What decides how an input is cast: whether its site sees it, and whether the weight's gradient reads it."""
+        """What decides how an input is cast: whether statistics are recorded, and whether grad_weight reads it."""
         return any(self), self.weight
 
 
 @dataclass
 class ConvertedLinear(Change):
-    """A linear layer that computes by a plan."""
+    """A linear layer that computes as its plan says."""
 
     plan: LinearPlan
     differentiable_twice = False
@@ -75,16 +75,16 @@ class ConvertedLinear(Change):
         return run_linear(self.plan, x, module.weight, module.bias)
 
 
-class Slot:
-    """The input that one of several layers (query, key and value, say) was given last, and its cast, for the others.
+class SharedInputCast:
+    """The cast of an input that several layers read (query, key and value, for example), shared among them.
 
-    One for a whole model: they are called one after the other, and nothing is held beyond the last of them. Where one
-    reads something else, as in cross-attention, an input and its cast are held until the next group begins, or until
-    the engine's forward is over: a cast must not outlive the scale it was made by. A copy of a model has its own.
+    A model has one: such layers are called one after another, and the last one clears it. If one of them reads another
+    input, as in cross-attention, the input and its cast stay until the next group starts or the engine's forward ends:
+    a cast must not outlive its scale. A copy of a model has its own.
     """
 
     def __reduce__(self) -> Any:
-        return Slot, ()
+        return SharedInputCast, ()
 
     def __init__(self) -> None:
         self.left = 0
@@ -96,9 +96,9 @@ class Slot:
         self.site: Site | None = None
         self.operand = Operand()
 
-    def find(self, plan: LinearPlan, x: Tensor, needs: Needs) -> Operand | None:
-        """What was made of this very input, where it is all that the layer's products read."""
-        if self.x is not x or self.site is not plan.input or self.seen != (_state(plan, x), needs.of_input):
+    def find(self, plan: LinearPlan, x: Tensor, needs: NeededGrads) -> Operand | None:
+        """Return the cast of this input, if it has every format that the layer's products read."""
+        if self.x is not x or self.site is not plan.input or self.seen != (_get_version_key(plan, x), needs.of_input):
             return None
         operand = self.operand
         transposed = needs.weight and plan.choice.grad_weight == "fp8"
@@ -110,52 +110,52 @@ class Slot:
             self.clear()
         return operand
 
-    def put(self, plan: LinearPlan, x: Tensor, needs: Needs, operand: Operand) -> None:
+    def put(self, plan: LinearPlan, x: Tensor, needs: NeededGrads, operand: Operand) -> None:
         if plan.readers > 1:
             self.x, self.site, self.operand = x, plan.input, operand
-            self.seen, self.left = (_state(plan, x), needs.of_input), plan.readers - 1
+            self.seen, self.left = (_get_version_key(plan, x), needs.of_input), plan.readers - 1
 
 
-def _state(plan: LinearPlan, x: Tensor) -> Any:
-    """Of the input's data and of the scales; a graph that is traced is taken to change neither between the readers."""
+def _get_version_key(plan: LinearPlan, x: Tensor) -> Any:
+    """Return versions of the input and the scales; a traced graph is assumed to change neither between readers."""
     return None if torch.compiler.is_compiling() else (x._version, plan.scales.moves)
 
 
 def run_linear(plan: LinearPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x @ weight.T + bias for x of any leading shape, in BF16."""
+    """Return x @ weight.T + bias in BF16, for x of any leading shape."""
     with torch.autocast(x.device.type, enabled=False):
         if not x.numel():  # an expert without tokens
             return _empty_linear(plan, x, weight, bias)
         recorded = torch.is_grad_enabled()
-        needs = Needs(*(recorded and t is not None and t.requires_grad for t in (x, weight, bias)))
-        operand = plan.slot.find(plan, x, needs) if plan.slot is not None else None
+        needs = NeededGrads(*(recorded and t is not None and t.requires_grad for t in (x, weight, bias)))
+        operand = plan.shared_input.find(plan, x, needs) if plan.shared_input is not None else None
         if operand is None:
-            operand = _cast(plan, x, needs)
-            if plan.slot is not None:
-                plan.slot.put(plan, x, needs, operand)
+            operand = _cast_input(plan, x, needs)
+            if plan.shared_input is not None:
+                plan.shared_input.put(plan, x, needs, operand)
         output: Tensor = _Linear.apply(x, weight, bias, plan, needs, *operand)  # type: ignore[no-untyped-call]
     count = x.numel() // x.shape[-1]
     return (output if len(output) == count else output[:count]).view(*x.shape[:-1], -1)
 
 
 def _empty_linear(plan: LinearPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Nothing to multiply: the shapes and the zero gradients that the layer would give."""
-    weight = (weight.t() if plan.weight.turned else weight).to(BF16)
+    """Return an empty output with the layer's shapes and zero gradients."""
+    weight = (weight.t() if plan.weight.transposed_weight else weight).to(BF16)
     return F.linear(x.to(BF16), weight, None if bias is None else bias.to(BF16))
 
 
-def _cast(plan: LinearPlan, x: Tensor, needs: Needs) -> Operand:
-    """The input as the products read it."""
+def _cast_input(plan: LinearPlan, x: Tensor, needs: NeededGrads) -> Operand:
+    """Cast the input to the formats that the products read."""
     rows = _pad_rows(x.detach().reshape(-1, x.shape[-1]))
     operand = Operand()
     if "fp8" in plan.reads:
         transposed, training = needs.weight and plan.choice.grad_weight == "fp8", any(needs)
-        operand = Caster(plan.scales, training, not training).cast(rows, plan.input, transposed)
+        operand = Fp8Caster(plan.scales, training, not training).cast(rows, plan.input, transposed)
     return operand._replace(hp=rows.to(BF16)) if "bf16" in plan.reads else operand
 
 
 class _Linear(torch.autograd.Function):
-    """Gives padded rows: a view that left a Function could not be changed in place, as ``ReLU(inplace=True)`` does."""
+    """Returns padded rows: a view returned by a Function could not be changed in place by ``ReLU(inplace=True)``."""
 
     @staticmethod
     def forward(
@@ -164,7 +164,7 @@ class _Linear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         plan: LinearPlan,
-        needs: Needs,
+        needs: NeededGrads,
         hp: Tensor | None,
         lp: Tensor | None,
         lp_t: Tensor | None,
@@ -176,9 +176,9 @@ class _Linear(torch.autograd.Function):
             output = output + bias.to(BF16)
         if any(needs):
             source: tuple[Tensor | None, ...] = (hp if needs.weight else None, None, None)
-            if needs.weight and plan.choice.grad_weight == "fp8":  # what only the first product read is let go
+            if needs.weight and plan.choice.grad_weight == "fp8":  # free what only the output product read
                 source = (None, lp_t, inv_scale)
-            made = use.for_backward()
+            made = use.get_saved()
             lacking = made[0 if plan.choice.grad_input == "fp8" else 2] is None
             ctx.save_for_backward(*source, weight if needs.input and lacking else None, *made)
             ctx.plan, ctx.shape, ctx.kinds = plan, x.shape, (x.dtype, None if bias is None else bias.dtype)
@@ -197,33 +197,33 @@ class _Linear(torch.autograd.Function):
         operand = Operand()
         if "fp8" in formats:
             transposed = needs_weight and plan.choice.grad_weight == "fp8"
-            operand = Caster(plan.scales, True).cast(grad, plan.grad, transposed)
+            operand = Fp8Caster(plan.scales, True).cast(grad, plan.grad, transposed)
         if "bf16" in formats:
             operand = operand._replace(hp=grad.to(BF16))
-        dx = dweight = dbias = None
+        grad_input = grad_weight = grad_bias = None
         if needs_x:
             count = ctx.shape.numel() // ctx.shape[-1]
             seen = plan.choice.output == "fp8"
-            use = plan.weight.use(*([] if weight is None else [weight]), seen=seen).in_backward(tuple(kept))
-            dx = backward_input(operand, use, plan.choice)[:count].view(ctx.shape).to(ctx.kinds[0])
+            use = plan.weight.use(*([] if weight is None else [weight]), seen=seen).restore_saved(tuple(kept))
+            grad_input = backward_input(operand, use, plan.choice)[:count].view(ctx.shape).to(ctx.kinds[0])
         if needs_weight:
             source = Operand(hp, None, lp_t, inv_scale)
-            dweight = backward_weight(operand, source, plan.choice, ctx.gradient_dtype, plan.weight)
-            dweight = dweight.t() if plan.weight.turned else dweight
+            grad_weight = backward_weight(operand, source, plan.choice, ctx.gradient_dtype, plan.weight)
+            grad_weight = grad_weight.t() if plan.weight.transposed_weight else grad_weight
         if needs_bias:
-            dbias = grad.sum(0, dtype=torch.float32).to(ctx.kinds[1])
-        return dx, dweight, dbias, *[None] * 6
+            grad_bias = grad.sum(0, dtype=torch.float32).to(ctx.kinds[1])
+        return grad_input, grad_weight, grad_bias, *[None] * 6
 
 
 def _pad_rows(rows: Tensor) -> Tensor:
-    """Zero rows up to a multiple of 16, which FP8's grad_weight sums over: they add nothing."""
+    """Pad with zero rows to a multiple of 16, as FP8's grad_weight needs; they add nothing to its sums."""
     missing = -len(rows) % MULTIPLE
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
 def fits(module: nn.Module) -> str | None:
-    """Why a linear layer's shape cannot run in FP8, or None where it can."""
-    outputs, inputs = shape_of(module)
+    """Return why a linear layer's shape cannot run in FP8, or None if it can."""
+    outputs, inputs = get_weight_shape(module)
     for name, size in (("inputs", inputs), ("outputs", outputs)):
         if size % MULTIPLE:
             return f"{size} {name} are not a multiple of {MULTIPLE}, which FP8 products need"
@@ -231,47 +231,47 @@ def fits(module: nn.Module) -> str | None:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module computes as nn.Linear does, also as a subclass that changes nothing about it.
+    """Whether a module computes as nn.Linear does, or as transformers' Conv1D, which has a transposed weight.
 
-    Or as transformers' Conv1D, which is one with its weight turned.
+    Subclasses count if they do not change the computation.
     """
-    return (isinstance(module, nn.Linear) or is_turned(module)) and why_left(module) is None
+    return (isinstance(module, nn.Linear) or has_transposed_weight(module)) and explain_not_converted(module) is None
 
 
-def why_left(module: nn.Module) -> str | None:
-    """Why a linear layer, one by its class, cannot be computed in its own place; None where it can."""
+def explain_not_converted(module: nn.Module) -> str | None:
+    """Return why a module whose class is linear cannot be converted, or None if it can."""
     cls, weight = original_class(module), module._parameters.get("weight")
     if weight is None or is_lazy(weight):
-        return "its weight is computed from others, or not there yet"
+        return "its weight is computed from other parameters, or not initialized yet"
     if has_own_forward(module):
-        return f"{cls.__name__} has a forward of its own; not converted"
+        return f"{cls.__name__} has its own forward; not converted"
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention multiplies its weight itself"
     if hasattr(module, "set_requires_gradient_sync"):
-        return "it is sharded as a unit of its own"
+        return "FSDP shards it as a separate unit"
     if type(weight) is not nn.Parameter and not is_sharded(weight):
         return f"its weight is a {type(weight).__name__}"
-    return None if weight.is_floating_point() else f"its weight is of {str(weight.dtype).removeprefix('torch.')}"
+    return None if weight.is_floating_point() else f"its weight has dtype {str(weight.dtype).removeprefix('torch.')}"
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether a linear layer's class, or somebody on the module itself, has replaced its forward."""
-    if is_replaced(module, "forward"):
+    """Whether a linear layer's forward was replaced, in its class or on the instance."""
+    if has_own_method(module, "forward"):
         return True
     return isinstance(module, nn.Linear) and original_class(module).forward is not nn.Linear.forward
 
 
-def is_turned(module: nn.Module) -> bool:
+def has_transposed_weight(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and isinstance(module._parameters.get("weight"), nn.Parameter)
 
 
-def shape_of(module: nn.Module) -> tuple[int, int]:
-    """Outputs and inputs."""
+def get_weight_shape(module: nn.Module) -> tuple[int, int]:
+    """Return the numbers of outputs and inputs."""
     layer: Any = module
     first, second = layer.weight.shape
-    return (second, first) if is_turned(module) else (first, second)
+    return (second, first) if has_transposed_weight(module) else (first, second)
 
 
 def convert_linear(module: nn.Module, plan: LinearPlan) -> None:
-    """Let the module compute by a plan; parameters, hooks and state dictionary stay."""
+    """Make the module compute as the plan says; parameters, hooks and state dictionary do not change."""
     apply_change(module, ConvertedLinear(plan))

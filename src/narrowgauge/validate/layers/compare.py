@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from narrowgauge import random_state
 from narrowgauge.engine import Engine
 from narrowgauge.errors import UsageError
-from narrowgauge.nn.changes import remove_changes
+from narrowgauge.nn.module_changes import remove_changes
 from narrowgauge.recipe import Recipe
 from narrowgauge.runs.batches import make_batch, to_device
 from narrowgauge.task import Task

@@ -23,7 +23,7 @@ from torch.func import functional_call
 
 from narrowgauge.engine import Engine
 from narrowgauge.formats import find_format
-from narrowgauge.kernels import FP8_MAX, fitting_scale
+from narrowgauge.kernels import FP8_MAX, compute_scale
 from narrowgauge.nn.step_context import StepContext
 from narrowgauge.recipe import Recipe
 from narrowgauge.validate.layers.sqnr import DTYPES, Tally, format_decibels, measure_shares, round_to_format
@@ -144,7 +144,7 @@ class Formats:
         if largest is None or self.scaling == "none":
             gradient = operand == "grad" or (operand == "result" and self.quantity != "output")
             return self.loss_scale if gradient else 1.0
-        return float(fitting_scale(x.abs().amax(), largest, self.margin))
+        return float(compute_scale(x.abs().amax(), largest, self.margin))
 
 
 def find_formats(engine: Engine, path: str, quantity: str, results: ModuleResults, input_format: str | None) -> Formats:

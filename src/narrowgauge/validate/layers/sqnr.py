@@ -17,7 +17,7 @@ from torch import Tensor
 from narrowgauge.formats import find_format
 from narrowgauge.gauges.watch.readings import Reading, Shares, read_counts
 from narrowgauge.kernels import FP8_MAX
-from narrowgauge.kernels.tensor_stats import Table, gather
+from narrowgauge.kernels.tensor_stats import StatsTable, add_statistics
 
 CAP = 200.0
 """The SQNR of equal tensors in JSON; negative for tensors that are not finite."""
@@ -116,8 +116,8 @@ def round_to_format(x: Tensor, format: str | None, scale: float = 1.0, limited: 
 
 def measure_shares(x: Tensor, format: str, scale: float) -> Shares:
     """The shares of a tensor's values that a format flushes, stores as subnormals or overflows at a scale."""
-    table = Table.make(1, x.device)
-    gather(table, 0, x.float())
+    table = StatsTable.make(1, x.device)
+    add_statistics(table, 0, x.float())
     amax, squares = table.sizes[0].tolist()
     fields = read_counts(table.counts[0].tolist(), x.numel(), amax)
     reading = Reading(kind="activation", module="", dtype="fp32", amax=amax, mean_square=squares, **fields)

@@ -23,7 +23,7 @@ from narrowgauge.engine import Engine
 from narrowgauge.nn.convert import Conversion, Layer, convert, is_lean
 from narrowgauge.nn.products import linear
 from narrowgauge.nn.products.gemm import E4M3, E5M2
-from narrowgauge.nn.products.weight_casts import WeightPlan
+from narrowgauge.nn.products.weight_casts import WeightCastPlan
 from narrowgauge.recipe import Recipe
 from narrowgauge.scaling.tensor import TensorScales
 from narrowgauge.task import Task
@@ -104,8 +104,10 @@ def _swap_linears(engine: Engine, layers: list[Layer]) -> Conversion:
         scales = TensorScales(sites, engine.device, mode=get_scaling(layer, recipe), **options)
         source, weight, grad = scales.sites.values()
         module: Any = engine.model.get_submodule(layer.path)
-        turned, lean = linear.is_turned(module), is_lean(recipe)
-        plan = WeightPlan.of(module.weight, site=weight, scales=scales, turned=turned, lean=lean)
+        transposed_weight, lean = linear.has_transposed_weight(module), is_lean(recipe)
+        plan = WeightCastPlan.of(
+            module.weight, site=weight, scales=scales, transposed_weight=transposed_weight, lean=lean
+        )
         linear.convert_linear(module, linear.LinearPlan(plan, layer.choice, source, grad, scales))
     return Conversion(chosen)
 

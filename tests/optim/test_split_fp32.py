@@ -3,7 +3,7 @@
 import numpy
 import torch
 
-from narrowgauge.optim.split_fp32 import CARRIES, belongs, join, remainder_of, split
+from narrowgauge.optim.split_fp32 import CARRIES, compute_remainder, is_rounded_from, join, split
 
 EDGES = (
     0x00000000, 0x00000001, 0x00007FFF, 0x00008000, 0x00008001, 0x0000FFFF, 0x00010000, 0x007FFFFF, 0x00800000,
@@ -90,10 +90,10 @@ def test_any_weight_with_any_remainder_is_a_number_near_the_weight():
 def test_a_copy_belongs_to_the_weight_it_rounds_to_and_to_no_other():
     values = torch.cat([torch.randn(100_000, generator=torch.Generator().manual_seed(2)), from_bits(EDGES[:18])])
     for weight in (split(values)[0], values.to(torch.bfloat16)):  # ties away from zero, and ties to even
-        assert belongs(weight, values).all()
-        apart = (join(weight, remainder_of(weight, values)).view(torch.int32) - values.view(torch.int32)).abs()
+        assert is_rounded_from(weight, values).all()
+        apart = (join(weight, compute_remainder(weight, values)).view(torch.int32) - values.view(torch.int32)).abs()
         assert apart.max() <= 1 and (apart[:100_000] == 0).float().mean() > 0.999
     bits = split(values)[0].view(torch.int16)
     clear = ((values.view(torch.int32) & 0xFFFF) != 0x8000) & (values.abs() > 1e-30)  # no ties, no zeros
     for other in (bits + 1, bits - 1, bits ^ -0x8000):
-        assert not belongs(other.view(torch.bfloat16), values)[clear].any()
+        assert not is_rounded_from(other.view(torch.bfloat16), values)[clear].any()

@@ -8,7 +8,7 @@ from torch import nn
 from narrowgauge import Engine, kernels
 from narrowgauge.kernels import adamw as kernel
 from narrowgauge.models.gpt import GPT, GPTConfig
-from narrowgauge.optim.fused_adamw_patch import own_kernel
+from narrowgauge.optim.fused_adamw_patch import patch_fused_adamw
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = ((64, 32), (48,), (3, 5, 7))
@@ -43,7 +43,7 @@ def train(weights, optimizer, ours, steps=4, factor=None, found=None):
         optimizer.grad_scale = None if factor is None else torch.tensor(factor, device=DEVICE)
         optimizer.found_inf = None if found is None else torch.tensor(found, device=DEVICE)
         if ours:
-            with own_kernel():
+            with patch_fused_adamw():
                 optimizer.step()
         else:
             optimizer.step()
@@ -114,7 +114,7 @@ def test_hooks_run_and_torch_is_put_back_after_an_error():
     optimizer.register_step_post_hook(lambda *_: heard.append("after"))
     train(weights, optimizer, True, steps=1)
     assert heard == ["after"] and torch._fused_adamw_ is plain
-    with pytest.raises(RuntimeError, match="halt"), own_kernel():
+    with pytest.raises(RuntimeError, match="halt"), patch_fused_adamw():
         raise RuntimeError("halt")
     assert torch._fused_adamw_ is plain
 

@@ -10,11 +10,11 @@ from torch._subclasses import FakeTensorMode
 from narrowgauge.kernels import FP8_MAX
 from narrowgauge.kernels.cast_weights import (
     cast_weight,
-    cast_weight_again,
     cast_weight_delayed,
     cast_weight_delayed_reference,
     cast_weight_reference,
-    scale_in_use,
+    choose_weight_scale,
+    recast_weight,
 )
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -67,12 +67,12 @@ def test_a_scale_known_beforehand_is_used_where_it_fits_and_else_made_to_fit(sha
     torch.testing.assert_close(amax, amax_r, equal_nan=True)
     assert torch.equal(counts, counts_r) and not pending.any()
     fits = factor in (1.0, 1.02, 0.3, 0.0) or not math.isfinite(factor)
-    assert bool((scale_in_use(scale, amax, E4M3, margin) == scale).item()) == fits
+    assert bool((choose_weight_scale(scale, amax, E4M3, margin) == scale).item()) == fits
     if math.isfinite(factor):
         assert counts[0] == 0, "nothing saturates, whatever was written into the weights"
         wide, whole = lp.float() * inverse, torch.cat(weights)
         assert (wide - whole).abs().max() <= whole.abs().max() / 16
-    again = cast_weight_again(weights, scale, amax, E4M3, True, margin)
+    again = recast_weight(weights, scale, amax, E4M3, True, margin)
     for one, other in zip(again, (lp, lp_t, inverse), strict=True):
         assert_same(one, other) if one.dtype is E4M3 else torch.testing.assert_close(one, other)
     assert torch.equal(counts, counts_r)
@@ -90,7 +90,7 @@ def test_fake_tensors_see_shapes_and_formats():
         return (
             *cast_weight(weights, E4M3),
             *cast_weight_delayed(weights, scale, amax, counts, pending, E4M3),
-            *cast_weight_again(weights, scale, amax, E4M3),
+            *recast_weight(weights, scale, amax, E4M3),
         )
 
     weights = draw((32, 16), (16, 16))

@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from narrowgauge import Engine
-from narrowgauge.nn.changes import find_change
 from narrowgauge.nn.convert import convert
+from narrowgauge.nn.module_changes import find_change
 from narrowgauge.nn.products import gemm
-from narrowgauge.nn.products.gemm import FAST_DEPTH, Caster, GemmChoice
+from narrowgauge.nn.products.gemm import FAST_DEPTH, Fp8Caster, GemmChoice
 from narrowgauge.nn.products.linear import ConvertedLinear
 
 
@@ -265,8 +265,8 @@ class Attention(nn.Module):
 
 def counted(monkeypatch):
     casts = []
-    plain = Caster.cast
-    monkeypatch.setattr(Caster, "cast", lambda self, x, site, t: casts.append(site) or plain(self, x, site, t))
+    plain = Fp8Caster.cast
+    monkeypatch.setattr(Fp8Caster, "cast", lambda self, x, site, t: casts.append(site) or plain(self, x, site, t))
     return casts
 
 
@@ -284,8 +284,8 @@ def test_one_input_of_several_layers_is_cast_once(monkeypatch):
     model(x, memory=torch.randn(16, 32))
     assert len(casts) == 6, "query reads another input than key and value"
     model(x)
-    (slot,) = {linear_plan(layer).slot for layer in model.children()}
-    assert slot.x is None, "nothing is held behind the last reader"
+    (shared_input,) = {linear_plan(layer).shared_input for layer in model.children()}
+    assert shared_input.x is None, "nothing is held behind the last reader"
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")
@@ -345,7 +345,7 @@ def test_a_cast_does_not_outlive_its_scale():
     report = convert(model, "fp8[products=all]")
     for factor in (1, 8, 8):
         model.k_proj(memory), model.v_proj(memory)
-        assert report.slot.x is memory
+        assert report.shared_input.x is memory
         model(factor * x).sum().backward()
         model.k_proj(memory), model.v_proj(memory)
         report.scales.update()
@@ -358,8 +358,8 @@ def test_the_engine_leaves_nothing_held():
     engine = Engine(model, torch.optim.AdamW(model.parameters()), "fp8[products=all]")
     with engine.forward():
         model(torch.randn(16, 32), memory)
-        assert engine.conversion.slot.x is memory
-    assert engine.conversion.slot.x is None
+        assert engine.conversion.shared_input.x is memory
+    assert engine.conversion.shared_input.x is None
 
 
 def linear_plan(layer):

@@ -6,10 +6,10 @@ import torch
 from narrowgauge.kernels import FP8_MAX
 from narrowgauge.kernels.cast_weights import (
     cast_weight,
-    cast_weight_again,
     cast_weight_delayed,
     cast_weight_delayed_reference,
     cast_weight_reference,
+    recast_weight,
 )
 
 E4M3 = torch.float8_e4m3fn
@@ -51,7 +51,7 @@ def test_weights_by_a_scale_known_beforehand(shapes, dtype, factor):
     assert torch.equal(made[2], wanted[2])
     torch.testing.assert_close(amax, amax_r, equal_nan=True)
     assert torch.equal(counts, counts_r) and not pending.any()
-    for one, other in zip(cast_weight_again(weights, scale, amax, E4M3)[:2], made[:2], strict=True):
+    for one, other in zip(recast_weight(weights, scale, amax, E4M3)[:2], made[:2], strict=True):
         assert torch.equal(bits(one), bits(other))
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from narrowgauge import Engine
 from narrowgauge.errors import UsageError
 from narrowgauge.optim import AdamW, convert_optimizer, full_precision
-from narrowgauge.optim.masters import full
+from narrowgauge.optim.masters import join_fp32
 
 RECIPES = ["bf16-lean", "fp8-lean", "bf16[moments=8bit]", "bf16[moments=bf16]", "bf16[master=split]",
            "bf16[master=none]", "bf16-lean[gradients=released]", "bf16[gradients=released]"]  # fmt: skip
@@ -115,9 +115,9 @@ def test_a_group_added_later_is_trained(recipe):
     model[0].requires_grad_(True)
     optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 1e-3})
     engine.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    before = full(model[0].weight).clone()
+    before = join_fp32(model[0].weight).clone()
     train(engine, 2)
-    assert not torch.equal(full(model[0].weight), before)
+    assert not torch.equal(join_fp32(model[0].weight), before)
     group = optimizer.param_groups[1]
     assert (group["moments"], group["master"]) == (engine.recipe.moments, engine.recipe.master)
     assert optimizer.state[model[0].weight]["step"] == 2
@@ -143,13 +143,14 @@ def test_a_step_of_its_own_is_refused_and_nothing_is_changed(recipe):
     for kind, method in ((Centralised, "step"), (Noted, "state_dict")):
         model, optimizer = make(kind)
         with pytest.raises(
-            UsageError, match=rf"never call the {method}\(\) that {kind.__name__}.*register_step_pre_hook"
+            UsageError,
+            match=rf"AdamW's {method}\(\) and would never call the one that {kind.__name__}.*register_step_pre_hook",
         ):
             Engine(model, optimizer, recipe)
         assert type(optimizer) is kind and model[0].weight.dtype is torch.float32
     model, optimizer = make()
     optimizer.step = lambda closure=None: None
-    with pytest.raises(UsageError, match=r"the step\(\) that AdamW has of its own"):
+    with pytest.raises(UsageError, match=r"never call the one that AdamW defines"):
         Engine(model, optimizer, recipe)
     model, optimizer = make(Centralised, lr=1e-2)
     assert train(Engine(model, optimizer, "bf16"), 2)[1] > 0
@@ -178,17 +179,17 @@ def test_it_can_be_copied_and_pickled(kind):
         assert isinstance(again, kind) and isinstance(again, AdamW)
         for p, q in zip(optimizer.param_groups[0]["params"], again.param_groups[0]["params"], strict=True):
             p.grad, q.grad = torch.ones_like(p), torch.ones_like(p)
-        kept = [full(p).clone() for p in optimizer.param_groups[0]["params"]]
+        kept = [join_fp32(p).clone() for p in optimizer.param_groups[0]["params"]]
         state = copy.deepcopy(optimizer.state_dict())
         weights = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
         optimizer.step()
         again.step()
         for p, q in zip(optimizer.param_groups[0]["params"], again.param_groups[0]["params"], strict=True):
-            assert torch.equal(full(p), full(q))
+            assert torch.equal(join_fp32(p), join_fp32(q))
         for p, weight in zip(optimizer.param_groups[0]["params"], weights, strict=True):
             p.data.copy_(weight)
         optimizer.load_state_dict(state)
-        assert all(torch.equal(full(p), old) for p, old in zip(model.parameters(), kept, strict=True))
+        assert all(torch.equal(join_fp32(p), old) for p, old in zip(model.parameters(), kept, strict=True))
 
 
 def test_a_state_that_torch_had_made_goes_on():

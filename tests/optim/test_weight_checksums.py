@@ -9,8 +9,8 @@ from torch import nn
 from narrowgauge import kernels
 from narrowgauge.kernels import adamw as kernel
 from narrowgauge.optim import AdamW, full_precision, load_full_precision, narrow
-from narrowgauge.optim.check_words import GROUP, own_groups, words_of
-from narrowgauge.optim.masters import full, sample_full
+from narrowgauge.optim.masters import join_fp32, sample_masters
+from narrowgauge.optim.weight_checksums import GROUP, compute_checksums, find_own_groups
 
 BF16 = torch.bfloat16
 
@@ -57,7 +57,7 @@ def test_every_change_is_seen(kind, change):
         bits = (bits > 0).to(BF16).view(torch.int16)
     after = CHANGES[change](bits).contiguous()
     changed = (after != bits).any(1)
-    found = words_of(bits.view(BF16)) != words_of(after.view(BF16))
+    found = compute_checksums(bits.view(BF16)) != compute_checksums(after.view(BF16))
     assert torch.equal(found, changed)
 
 
@@ -67,9 +67,9 @@ def test_every_sign_of_every_value_at_every_place_is_seen():
     for place in range(GROUP):
         rows = torch.zeros(len(values), GROUP, dtype=torch.int16)
         rows[:, place] = values
-        words = words_of(rows.view(BF16))
+        words = compute_checksums(rows.view(BF16))
         rows[:, place] ^= -0x8000
-        assert (words != words_of(rows.view(BF16))).all()
+        assert (words != compute_checksums(rows.view(BF16))).all()
         if place % 16 == 0:
             assert len(words.unique()) >= len(words) - 4, "one value for another: a few collisions of 2**31 pairs"
 
@@ -85,7 +85,7 @@ def test_the_kernel_writes_the_references_words(size, eps, monkeypatch):
     for step in range(3):
         parameter.grad = torch.randn(size, generator=torch.Generator().manual_seed(step)).to(BF16)
         optimizer.step()
-        assert torch.equal(optimizer.state[parameter]["check"], words_of(parameter.detach()))
+        assert torch.equal(optimizer.state[parameter]["check"], compute_checksums(parameter.detach()))
     assert optimizer.foreign_writes == 0
     assert optimizer.state[parameter]["check"].shape == (-(-size // GROUP),)
 
@@ -155,10 +155,10 @@ def test_what_was_written_is_the_master_from_then_on(write, master, by_kernel, m
     WRITES[write](parameter)
     expected = parameter.detach().float().clone()
     if master != "fp32" and write != "a clamp":
-        assert torch.equal(full(parameter), expected)
-        (sample,) = sample_full({"p": parameter}, 100_000)
+        assert torch.equal(join_fp32(parameter), expected)
+        (sample,) = sample_masters({"p": parameter}, 100_000)
         assert torch.equal(sample.values[0], expected.reshape(-1))
-    assert (full(parameter) - expected).abs().max() <= 2.0**-7 * expected.abs().max()
+    assert (join_fp32(parameter) - expected).abs().max() <= 2.0**-7 * expected.abs().max()
     moments = {name: optimizer.state[parameter][name].clone() for name in ("exp_avg", "exp_avg_sq")}
     step(parameter, optimizer, 9)
     exact = nn.Parameter(expected)  # the same update by torch, from what was written
@@ -169,8 +169,8 @@ def test_what_was_written_is_the_master_from_then_on(write, master, by_kernel, m
     close = {"rtol": 2.0**-7, "atol": 0.0} if master == "none" else {"rtol": 1e-5, "atol": 1e-6}
     if write == "a clamp":  # values that it left alone keep their bits in a copy, and lose them beside one it changed
         close = {"rtol": 2.0**-7, "atol": 1e-4}
-    torch.testing.assert_close(full(parameter), exact.detach(), **close)
-    assert torch.isfinite(full(parameter)).all()
+    torch.testing.assert_close(join_fp32(parameter), exact.detach(), **close)
+    assert torch.isfinite(join_fp32(parameter)).all()
     if master != "none":
         assert 0 < optimizer.foreign_writes <= -(-parameter.numel() // GROUP)
 
@@ -182,15 +182,15 @@ def test_groups_that_were_not_touched_keep_every_bit(by_kernel, monkeypatch):
     for seed in range(3):
         step(parameter, optimizer, seed)
         step(other, untouched, seed)
-    before = full(parameter).view(-1).clone()
+    before = join_fp32(parameter).view(-1).clone()
     with torch.no_grad():
         parameter.view(-1)[300] += 1.0  # in the third group of six
-    after = full(parameter).view(-1)
+    after = join_fp32(parameter).view(-1)
     same = torch.arange(650) // GROUP != 2
     assert torch.equal(after[same], before[same]) and not torch.equal(after[~same], before[~same])
     step(parameter, optimizer, 5)
     step(other, untouched, 5)
-    assert torch.equal(full(parameter).view(-1)[same], full(other).view(-1)[same])
+    assert torch.equal(join_fp32(parameter).view(-1)[same], join_fp32(other).view(-1)[same])
     assert optimizer.foreign_writes == 1 and untouched.foreign_writes == 0
     step(parameter, optimizer, 6)
     assert optimizer.foreign_writes == 1, "the next update finds its own weights"
@@ -207,9 +207,9 @@ def test_weights_put_in_for_an_evaluation_and_taken_out_again_cost_nothing(maste
         kept = parameter.detach().clone()
         parameter.data.copy_(kept * 0.9)
         average = parameter.detach().float()
-        assert torch.equal(full(parameter), average) or master == "fp32"
+        assert torch.equal(join_fp32(parameter), average) or master == "fp32"
         parameter.data.copy_(kept)
-    assert torch.equal(full(parameter), full(other)) and optimizer.foreign_writes == 0
+    assert torch.equal(join_fp32(parameter), join_fp32(other)) and optimizer.foreign_writes == 0
 
 
 @pytest.mark.parametrize("by_kernel", [False, True])
@@ -219,9 +219,9 @@ def test_pruned_weights_are_zeros_and_learn_again(by_kernel, monkeypatch):
         step(parameter, optimizer, seed)
     pruned = parameter.detach().abs() < parameter.detach().abs().median()
     parameter.data.mul_(~pruned)
-    assert (full(parameter)[pruned] == 0).all()
+    assert (join_fp32(parameter)[pruned] == 0).all()
     step(parameter, optimizer, 20)
-    assert torch.isfinite(full(parameter)).all() and (parameter[pruned] != 0).float().mean() > 0.99
+    assert torch.isfinite(join_fp32(parameter)).all() and (parameter[pruned] != 0).float().mean() > 0.99
 
 
 @pytest.mark.parametrize("by_kernel", [False, True])
@@ -266,7 +266,7 @@ def test_states_without_words_load_and_belong_to_the_weights_that_are_there():
     fresh = nn.Parameter(parameter.detach().clone())
     other = AdamW([fresh], master="split")
     other.load_state_dict(state)
-    assert torch.equal(full(fresh), full(parameter))
+    assert torch.equal(join_fp32(fresh), join_fp32(parameter))
     step(fresh, other, 3)
     step(parameter, optimizer, 3)
     assert other.foreign_writes == 0
@@ -294,9 +294,9 @@ def test_samples_look_at_the_groups_they_fall_into():
         parameter.view(-1)[::1234] = 3.0
     for most in (7, 300, 5000, 600_000):
         every = -(-500_000 // most)
-        (sample,) = sample_full({"p": parameter}, most)
-        assert torch.equal(sample.values[0], full(parameter).view(-1)[::every])
-    assert not own_groups(parameter.detach(), optimizer.state[parameter]["check"]).all()
+        (sample,) = sample_masters({"p": parameter}, most)
+        assert torch.equal(sample.values[0], join_fp32(parameter).view(-1)[::every])
+    assert not find_own_groups(parameter.detach(), optimizer.state[parameter]["check"]).all()
 
 
 def test_a_parameter_made_fp32_or_bf16_under_the_optimizer_is_still_stepped():
@@ -305,7 +305,7 @@ def test_a_parameter_made_fp32_or_bf16_under_the_optimizer_is_still_stepped():
     optimizer = AdamW(linear.parameters(), master="split", lr=1e-2)
     step(linear.weight, optimizer)
     linear.float()
-    assert torch.equal(full(linear.weight), linear.weight)
+    assert torch.equal(join_fp32(linear.weight), linear.weight)
     before = linear.weight.detach().clone()
     linear.weight.grad = torch.ones(16, 16)
     optimizer.step()
@@ -313,7 +313,7 @@ def test_a_parameter_made_fp32_or_bf16_under_the_optimizer_is_still_stepped():
     linear.to(BF16)
     for seed in range(2):
         step(linear.weight, optimizer, seed)
-    assert torch.equal(full(linear.weight).to(BF16), linear.weight) and optimizer.foreign_writes == 0
+    assert torch.equal(join_fp32(linear.weight).to(BF16), linear.weight) and optimizer.foreign_writes == 0
 
 
 def test_kernel_and_reference_agree_on_the_group():

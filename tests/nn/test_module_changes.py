@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from narrowgauge import Engine
 from narrowgauge.models.gpt import GPT, GPTConfig
 from narrowgauge.models.llama import Llama, LlamaConfig
-from narrowgauge.nn.changes import Change, Changed, apply_change, original_class, remove_changes
+from narrowgauge.nn.module_changes import Change, ChangedModule, apply_change, original_class, remove_changes
 from narrowgauge.optim import full_precision
 
 RECIPES = [
@@ -266,7 +266,7 @@ def test_changes_stand_around_each_other_and_are_taken_back_whole():
     apply_change(layer, Doubled())
     apply_change(layer, Doubled())
     assert torch.equal(layer(x), 4 * plain)
-    assert isinstance(layer, nn.Linear) and isinstance(layer, Changed) and original_class(layer) is nn.Linear
+    assert isinstance(layer, nn.Linear) and isinstance(layer, ChangedModule) and original_class(layer) is nn.Linear
     assert repr(layer) == "Linear(in_features=4, out_features=4, bias=True)"
     assert str(inspect.signature(layer.forward)) == str(inspect.signature(nn.Linear(4, 4).forward))
     assert list(layer.state_dict()) == ["weight", "bias"]
@@ -303,7 +303,7 @@ def test_detach_gives_the_model_back(recipe):
     engine = trained("net", recipe)
     exact = engine.state_dict()["model"]
     model = engine.detach()
-    assert not any(isinstance(module, Changed) for module in model.modules())
+    assert not any(isinstance(module, ChangedModule) for module in model.modules())
     assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
     assert all(torch.equal(value, exact[name]) for name, value in model.state_dict().items())
     loss_of(model, "net").backward()

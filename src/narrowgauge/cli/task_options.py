@@ -1,6 +1,6 @@
-"""The options that a user's task brings along: the parameters of its function, beside those that the verb has itself.
+"""Options of a user's task: the parameters of its function become options of the verb.
 
-The task is looked for among the arguments before they are parsed, so that its options are parsed, checked and listed by
+The task is found among the arguments before they are parsed, so its options are parsed, checked and listed by
 ``--help`` like all others: ``narrowgauge train mine.py:make --width 128 --no-bias``.
 """
 
@@ -22,65 +22,65 @@ RECORDED = {
     "--resume": "run.json",
     "--against": "",
 }
-"""Options that name a folder or file in which the task stands."""
+"""Options whose value is a folder or file that names the task, and the file in that folder."""
 _SPEC = re.compile(r"[^-].*\.py:\w+", re.DOTALL)
 _PREFIX = "option of the task: "
-"""Of the names under which argparse keeps them: no option of a verb has such a name."""
+"""Prefix of the names in argparse's namespace. No option of a verb has it."""
 
 
-def spec_in(argv: Sequence[str]) -> str | None:
-    """The user's task that a command line names, or that what it takes up was made with."""
+def find_task(argv: Sequence[str]) -> str | None:
+    """Return the user's task that a command line names, or that the run or file it resumes was made with."""
     if not argv or argv[0] not in VERBS:
         return None
     for text in argv[1:]:
         if _SPEC.fullmatch(text) and not re.match(r"hf:", text):
             return text
-    for text, after in zip(argv[1:], [*argv[2:], ""], strict=False):  # a verb alone has nothing behind it
+    for text, after in zip(argv[1:], [*argv[2:], ""], strict=False):  # a verb alone has no argument
         option, _, value = text.partition("=")
         if option in RECORDED:
-            return _recorded(Path(value or after, RECORDED[option]))
+            return _read_recorded_task(Path(value or after, RECORDED[option]))
     return None
 
 
-def _recorded(path: Path) -> str | None:
-    with contextlib.suppress(ValueError):  # what is wrong with it, the verb says
+def _read_recorded_task(path: Path) -> str | None:
+    with contextlib.suppress(ValueError):  # the verb reports what is wrong
         saved = files.parse_json(files.read(path))
         if isinstance(saved, dict) and isinstance(saved.get("task"), str) and _SPEC.fullmatch(saved["task"]):
             return str(saved["task"])
     return None
 
 
-def add(parser: argparse.ArgumentParser, spec: str) -> None:
-    """Add the options of a user's task to a verb that has none of these names."""
-    from narrowgauge.task import look_ahead
+def add_options(parser: argparse.ArgumentParser, spec: str) -> None:
+    """Add the options of a user's task to a verb. The verb's own options take precedence."""
+    from narrowgauge.task import read_parameters
 
     group = parser.add_argument_group(f"options of {spec}")
-    for parameter in look_ahead(spec).values():
+    for parameter in read_parameters(spec).values():
         names = list(dict.fromkeys((parameter.option, f"--{parameter.name}")))
         taken = parser._option_string_actions
-        if not parameter.kinds or parameter.name == "seed" or any(name in taken for name in names):
+        if not parameter.types or parameter.name == "seed" or any(name in taken for name in names):
             continue
-        default = "needed" if parameter.required else f"default {parameter.default}".replace("%", "%%")
+        default = "required" if parameter.required else f"default {parameter.default}".replace("%", "%%")
         about: dict[str, Any] = {"dest": _PREFIX + parameter.name, "default": argparse.SUPPRESS, "help": default}
         if parameter.is_switch:
             group.add_argument(*names, action=argparse.BooleanOptionalAction, **about)
         else:
-            group.add_argument(*names, type=_parser(parameter.parse), metavar=parameter.name.upper(), **about)
+            group.add_argument(*names, type=_make_type(parameter.parse), metavar=parameter.name.upper(), **about)
 
 
-def take(args: argparse.Namespace) -> dict[str, Any]:
-    """The task's own options that were given, taken out of the arguments."""
+def take_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Remove the task's options from the arguments and return those that were given."""
     found = {name: value for name, value in vars(args).items() if name.startswith(_PREFIX)}
     for name in found:
         delattr(args, name)
     return {name.removeprefix(_PREFIX): value for name, value in found.items()}
 
 
-def _parser(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    def parsed(text: str) -> Any:
+def _make_type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    def parse_argument(text: str) -> Any:
         try:
             return parse(text)
         except UsageError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
-    return parsed
+    return parse_argument

@@ -8,8 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowgauge import Engine
 from narrowgauge.errors import UsageError
-from narrowgauge.nn.grouped_mm import grouped_in_autocast, own_graphs
-from narrowgauge.nn.step_context import explain
+from narrowgauge.nn.grouped_mm import autocast_grouped_mm, separate_compile_cache
+from narrowgauge.nn.step_context import explain_error
 from narrowgauge.recipe import parse
 
 # Outside of an engine nothing emulates BF16 on a CPU that has none.
@@ -155,17 +155,17 @@ def test_plain_autocast_outside_of_an_engine_computes_as_before():
     gradients(Stack(Experts), "bf16", x)
     after = plain()
     assert before.dtype is after.dtype is torch.float32 and torch.equal(before, after)
-    with grouped_in_autocast():
+    with autocast_grouped_mm():
         assert torch._grouped_mm(x, model.up, offs=offs).dtype is torch.float32  # no autocast, no cast
         assert plain().dtype is torch.bfloat16
-    with pytest.raises(ZeroDivisionError), grouped_in_autocast():
+    with pytest.raises(ZeroDivisionError), autocast_grouped_mm():
         raise ZeroDivisionError
     assert plain().dtype is torch.float32
 
 
 def test_double_and_other_layouts_are_left_to_torch():
     a, b = torch.randn(4, 8, 16), torch.randn(4, 16, 24)
-    with grouped_in_autocast(), torch.autocast("cpu", dtype=torch.bfloat16):
+    with autocast_grouped_mm(), torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch._grouped_mm(a, b).dtype is torch.bfloat16  # one product for each pair
         with pytest.raises(RuntimeError):
             torch._grouped_mm(a.double(), b.double())  # as without autocast
@@ -179,7 +179,7 @@ def test_compiled_code_computes_in_bf16_too():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return model(x)
 
-    with grouped_in_autocast():
+    with autocast_grouped_mm():
         eager = run(x)
         compiled = torch.compile(run, backend="aot_eager", fullgraph=True)(x)
         compiled.square().mean().backward()
@@ -199,7 +199,7 @@ def test_the_loop_that_transformers_compiles_becomes_a_grouped_product():
             return moe._grouped_mm(x, weight, offs)
 
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-    with grouped_in_autocast():
+    with autocast_grouped_mm():
         made = compiled(x, weight)
         made.float().square().sum().backward()  # which the loop's own backward cannot do in one graph
     assert made.dtype is torch.bfloat16 and weight.grad.dtype is torch.float32
@@ -210,7 +210,7 @@ def test_the_loop_that_transformers_compiles_becomes_a_grouped_product():
 
 def test_an_engines_graphs_are_kept_apart_on_disk():
     before = torch.compiler.config.cache_key_tag
-    with own_graphs():
+    with separate_compile_cache():
         assert torch.compiler.config.cache_key_tag not in ("", before)
     assert torch.compiler.config.cache_key_tag == before
 
@@ -222,9 +222,9 @@ def test_what_torch_cannot_compile_is_said_in_a_line():
         with torch.autocast("cpu", dtype=torch.float16):
             return model(x)
 
-    with grouped_in_autocast(), pytest.raises(RuntimeError) as caught:
+    with autocast_grouped_mm(), pytest.raises(RuntimeError) as caught:
         torch.compile(run, backend="aot_eager", fullgraph=True)(x)
-    said = explain(caught.value, parse("fp16"), model)
+    said = explain_error(caught.value, parse("fp16"), model)
     assert isinstance(said, UsageError) and "BF16 alone" in str(said) and "\n" not in str(said)
 
 

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from narrowgauge.errors import UsageError
-from narrowgauge.kernels import FP8_MAX, cast, fitting_scale
+from narrowgauge.kernels import FP8_MAX, cast, compute_scale
 from narrowgauge.kernels import cast_weights as weight_kernel
 from narrowgauge.nn.fused import head
-from narrowgauge.nn.fused.head import default_chunk_rows, head_loss
+from narrowgauge.nn.fused.head import choose_chunk_rows, compute_head_loss
 from narrowgauge.nn.products.gemm import ALL_BF16, ALL_FP8, BF16, E4M3, GemmChoice, Operand
 
 CHOICES = [GemmChoice(*formats) for formats in itertools.product(("bf16", "fp8"), repeat=3)]
@@ -46,7 +46,7 @@ def sqnr(exact, got):
 def test_values_and_gradients_in_every_mix(choice):
     x, weight, targets = make()
     exact, exact_x, exact_weight = plain(x, weight, targets)
-    loss = head_loss(x, weight, targets, precision=choice, chunk_rows=64)
+    loss = compute_head_loss(x, weight, targets, precision=choice, chunk_rows=64)
     assert loss.dtype is torch.float32 and loss.shape == ()
     loss.backward()
     assert x.grad.dtype is BF16 and weight.grad.dtype is torch.float32
@@ -63,7 +63,7 @@ def test_chunks_change_nothing_but_the_order_of_sums(choice, rows):
     results = []
     for chunk_rows in (None, 16, 48, 4096):
         x, weight, targets = make(rows, ignored=0)
-        loss = head_loss(x, weight, targets, precision=choice, chunk_rows=chunk_rows)
+        loss = compute_head_loss(x, weight, targets, precision=choice, chunk_rows=chunk_rows)
         loss.backward()
         results.append((loss.detach(), x.grad, weight.grad))
     for loss, grad_x, grad_weight in results[1:]:
@@ -77,7 +77,7 @@ def test_loss_scaling_is_exact(choice):
     grads = []
     for scale in (1.0, 65536.0):
         x, weight, targets = make()
-        (head_loss(x, weight, targets, precision=choice) * scale).backward()
+        (compute_head_loss(x, weight, targets, precision=choice) * scale).backward()
         grads.append((x.grad.float() / scale, weight.grad / scale))
     assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
 
@@ -85,7 +85,7 @@ def test_loss_scaling_is_exact(choice):
 def test_a_factor_that_is_no_power_of_two():
     x, weight, targets = make()
     _, exact_x, exact_weight = plain(x, weight, targets)
-    (head_loss(x, weight, targets) / 3).backward()
+    (compute_head_loss(x, weight, targets) / 3).backward()
     assert sqnr(exact_x / 3, x.grad) > 35 and sqnr(exact_weight / 3, weight.grad) > 35
 
 
@@ -95,7 +95,7 @@ def test_ignored_rows_count_nowhere(choice):
     exact, exact_x, exact_weight = plain(x, weight, targets)
     with torch.no_grad():
         x[::2] *= 0.5  # what they hold does not matter
-    loss = head_loss(x, weight, targets, precision=choice)
+    loss = compute_head_loss(x, weight, targets, precision=choice)
     loss.backward()
     assert loss.item() == pytest.approx(exact.item(), rel=5e-3)
     assert not x.grad[::2].any()
@@ -105,7 +105,7 @@ def test_ignored_rows_count_nowhere(choice):
 def test_another_ignore_index():
     x, weight, targets = make(ignored=0)
     exact = F.cross_entropy(x.detach().double() @ weight.detach().double().t(), targets, ignore_index=int(targets[0]))
-    loss = head_loss(x, weight, targets, ignore_index=int(targets[0]))
+    loss = compute_head_loss(x, weight, targets, ignore_index=int(targets[0]))
     assert loss.item() == pytest.approx(exact.item(), rel=5e-4)
 
 
@@ -113,7 +113,7 @@ def test_another_ignore_index():
 def test_all_rows_ignored_is_what_pytorch_makes_of_it(choice):
     x, weight, targets = make()
     targets[:] = -100
-    loss = head_loss(x, weight, targets, precision=choice)
+    loss = compute_head_loss(x, weight, targets, precision=choice)
     loss.backward()
     assert torch.isnan(loss) and torch.isnan(F.cross_entropy(x.detach().float() @ weight.detach().t(), targets))
     assert not x.grad.any() and not weight.grad.any()
@@ -122,17 +122,17 @@ def test_all_rows_ignored_is_what_pytorch_makes_of_it(choice):
 @pytest.mark.parametrize("choice", [ALL_BF16, ALL_FP8], ids="-".join)
 def test_without_gradients_there_is_only_the_loss(choice, monkeypatch):
     x, weight, targets = make()
-    trained = head_loss(x, weight, targets, precision=choice)
+    trained = compute_head_loss(x, weight, targets, precision=choice)
 
     def never(*args, **kwargs):
         raise AssertionError("a gradient was computed that nobody asked for")
 
-    for name in ("dlogits", "dlogits_lp", "backward_input", "backward_weight"):
+    for name in ("compute_grad_logits", "compute_grad_logits_fp8", "backward_input", "backward_weight"):
         monkeypatch.setattr(head, name, never)
     with torch.no_grad():
-        loss = head_loss(x, weight, targets, precision=choice)
+        loss = compute_head_loss(x, weight, targets, precision=choice)
     assert torch.equal(loss, trained.detach()) and not loss.requires_grad
-    assert not head_loss(x.detach(), weight.detach(), targets, precision=choice).requires_grad
+    assert not compute_head_loss(x.detach(), weight.detach(), targets, precision=choice).requires_grad
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids="-".join)
@@ -141,22 +141,22 @@ def test_only_what_needs_a_gradient_gets_one(choice, frozen):
     x, weight, targets = make()
     _, exact_x, exact_weight = plain(x, weight, targets)
     (x if frozen == "x" else weight).requires_grad_(False)
-    head_loss(x, weight, targets, precision=choice).backward()
+    compute_head_loss(x, weight, targets, precision=choice).backward()
     assert (x.grad is None) == (frozen == "x") and (weight.grad is None) == (frozen == "weight")
     assert sqnr(exact_weight, weight.grad) > 20 if frozen == "x" else sqnr(exact_x, x.grad) > 20
 
 
 def test_an_operand_in_fp8_is_taken_as_it_is():
     x, weight, targets = make(192)
-    scale = fitting_scale(cast.max_abs(x.detach()), FP8_MAX[E4M3])
+    scale = compute_scale(cast.max_abs(x.detach()), FP8_MAX[E4M3])
     lp, lp_t = cast.cast_transpose(x.detach(), scale, E4M3)
-    made = head_loss(x, weight, targets, precision=ALL_FP8)
+    made = compute_head_loss(x, weight, targets, precision=ALL_FP8)
     made.backward()
     for operand in (Operand(None, lp, lp_t, 1 / scale), Operand(None, lp, None, 1 / scale)):
         # x itself is not read: it may be a stand-in that has a shape and no memory
         stand_in = torch.full((), torch.nan, dtype=BF16, device=DEVICE).expand_as(x).requires_grad_()
         other = weight.detach().clone().requires_grad_()
-        loss = head_loss(stand_in, other, targets, precision=ALL_FP8, operand=operand)
+        loss = compute_head_loss(stand_in, other, targets, precision=ALL_FP8, operand=operand)
         loss.backward()
         torch.testing.assert_close(loss, made, rtol=1e-6, atol=0)
         assert sqnr(x.grad.double(), stand_in.grad) > 60 and sqnr(weight.grad.double(), other.grad) > 60
@@ -170,7 +170,7 @@ def test_a_weight_is_cast_once_for_all_chunks_and_again_for_the_next_loss(monkey
     losses = []
     for factor in (1, 1, 2):
         weight.data.mul_(factor)  # leaves no trace in the tensor's version
-        losses.append(head_loss(x, weight, targets, precision=ALL_FP8, chunk_rows=64))
+        losses.append(compute_head_loss(x, weight, targets, precision=ALL_FP8, chunk_rows=64))
         losses[-1].backward()
     assert len(casts) == 3 and weight.grad is not None
     assert losses[0] == losses[1] != losses[2]
@@ -179,22 +179,22 @@ def test_a_weight_is_cast_once_for_all_chunks_and_again_for_the_next_loss(monkey
 def test_an_fp32_input_gets_an_fp32_gradient():
     x, weight, targets = make()
     wide = x.detach().float().requires_grad_()
-    head_loss(wide, weight, targets).backward()
+    compute_head_loss(wide, weight, targets).backward()
     assert wide.grad.dtype is torch.float32
 
 
 def test_autocast_outside_changes_nothing():
     x, weight, targets = make()
-    expected = head_loss(x, weight, targets, precision=ALL_FP8)
+    expected = compute_head_loss(x, weight, targets, precision=ALL_FP8)
     with torch.autocast(DEVICE, dtype=BF16):
-        loss = head_loss(x, weight, targets, precision=ALL_FP8)
+        loss = compute_head_loss(x, weight, targets, precision=ALL_FP8)
     assert torch.equal(loss, expected)
 
 
 @pytest.mark.parametrize("choice", [ALL_BF16, ALL_FP8], ids="-".join)
 def test_backward_runs_twice_where_the_graph_is_retained_and_else_is_refused(choice):
     x, weight, targets = make()
-    loss = head_loss(x, weight, targets, precision=choice)
+    loss = compute_head_loss(x, weight, targets, precision=choice)
     (3 * loss).backward(retain_graph=True)
     first = weight.grad.clone()
     loss.backward()
@@ -209,7 +209,7 @@ def test_gradients_add_up_over_microbatches():
     for part in range(2):
         rows = slice(96 * part, 96 * part + 96)
         counted = (targets[rows] != -100).sum()
-        (head_loss(x[rows], weight, targets[rows]) * counted).backward()
+        (compute_head_loss(x[rows], weight, targets[rows]) * counted).backward()
     assert sqnr(exact_x, x.grad) > 35 and sqnr(exact_weight, weight.grad) > 35
 
 
@@ -218,7 +218,7 @@ def test_fake_tensors_pass_through(choice):
     with FakeTensorMode():
         x = torch.empty(100, 64, dtype=BF16, device=DEVICE, requires_grad=True)
         weight = torch.empty(304, 64, device=DEVICE, requires_grad=True)
-        loss = head_loss(x, weight, torch.empty(100, dtype=torch.int64, device=DEVICE), precision=choice)
+        loss = compute_head_loss(x, weight, torch.empty(100, dtype=torch.int64, device=DEVICE), precision=choice)
         loss.backward()
     assert x.grad.shape == x.shape and weight.grad.shape == weight.shape
 
@@ -226,7 +226,7 @@ def test_fake_tensors_pass_through(choice):
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at the loss as it goes on after the break
 def test_torch_compile_leaves_it_alone():
     def step(x, weight, targets):
-        return head_loss(x * 1.0, weight, targets, precision=ALL_FP8) * 2.0
+        return compute_head_loss(x * 1.0, weight, targets, precision=ALL_FP8) * 2.0
 
     x, weight, targets = make()
     compiled = torch.compile(step, backend="eager")(x, weight, targets)
@@ -235,11 +235,11 @@ def test_torch_compile_leaves_it_alone():
 
 
 def test_chunks_are_even_and_fit():
-    assert default_chunk_rows(65536, 50304) == 32768
-    assert default_chunk_rows(16384, 50304) == 16384
-    assert default_chunk_rows(0, 50304) == default_chunk_rows(1, 304) == 128
+    assert choose_chunk_rows(65536, 50304) == 32768
+    assert choose_chunk_rows(16384, 50304) == 16384
+    assert choose_chunk_rows(0, 50304) == choose_chunk_rows(1, 304) == 128
     for rows, vocab in [(100_000, 50304), (7777, 128256), (65536, 1 << 25)]:
-        chunk = default_chunk_rows(rows, vocab)
+        chunk = choose_chunk_rows(rows, vocab)
         assert chunk % 128 == 0 and (chunk == 128 or chunk * vocab * 2 <= head.CHUNK_BYTES)
 
 
@@ -259,4 +259,4 @@ def test_mistakes_are_named(change, message):
     x, weight = torch.randn(shapes["x"], device=DEVICE), torch.randn(shapes["weight"], device=DEVICE)
     targets = torch.zeros(shapes["targets"], dtype=torch.int64, device=DEVICE)
     with pytest.raises(UsageError, match=message):
-        head_loss(x, weight, targets, precision=ALL_FP8, chunk_rows=chunk_rows)
+        compute_head_loss(x, weight, targets, precision=ALL_FP8, chunk_rows=chunk_rows)

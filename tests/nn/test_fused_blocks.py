@@ -62,7 +62,7 @@ def converted(name, recipe):
 def test_gradients_are_the_models_own_up_to_the_formats_rounding(name, recipe, least):
     """FP8's bound is for gradients through the whole model, where E5M2's roundings (reckoned at 26 dB each) add up.
 
-    14.8 dB was the worst seen. What one feed-forward must keep, 20 dB, is held in test_fp8_linear.py.
+    14.8 dB was the worst seen. What one feed-forward must keep, 20 dB, is held in test_linear.py.
     """
     model, exact, conversion = converted(name, recipe)
     assert conversion.blocks == ["blocks.0", "blocks.1"]
@@ -116,7 +116,7 @@ def test_a_chain_of_blocks_is_the_blocks_one_by_one(name, recipe):
 
 
 def test_a_gradient_that_was_changed_on_its_way_is_not_taken_from_the_link():
-    link = blocks.Link(None)
+    link = blocks.GradientHandoff(None)
     made, operand = torch.randn(4, 4), Operand(torch.randn(4, 4))
     link.put(made, operand)
     assert link.take(made) is operand

@@ -140,7 +140,7 @@ def test_every_matrix_is_accounted_for_exactly_once(name):
             assert matrix.reason and len(matrix.formats) in (0, 3)
         assert len(str(report).splitlines()) == len(named)
         assert "\n" not in report.summary()
-        ng.nn.changes.remove_changes(model)
+        ng.nn.module_changes.remove_changes(model)
 
 
 def by_path(model, recipe="fp8"):
@@ -180,7 +180,7 @@ def test_each_class_of_module_is_named_with_what_becomes_of_it():
         "experts.up_bias": ("bias", "-"),
     }
     assert "shared with words" in found["head"].reason
-    assert "Doubled has a forward of its own" in found["doubled"].reason and found["doubled"].assumed
+    assert "Doubled has its own forward" in found["doubled"].reason and found["doubled"].assumed
     assert "Bag's own forward" in found["matrix"].reason and found["matrix"].assumed
     assert found["experts.up"].active == 0.25 and found["image"].active is None
 
@@ -370,7 +370,7 @@ def test_the_line_gives_shares_of_parameters_and_of_flops():
     images = nn.Sequential(nn.Conv2d(4, 4, 2, bias=False), nn.Linear(16, 16, bias=False))
     assert convert(images, "fp8").summary() == (
         "FP8 in 3 of 3 products of 1 layers: 80% of the multiplied parameters, 100% of their known FLOPs; "
-        "the rest: 1 convolution in BF16 (20%); FLOPs are not known for 1 convolution"
+        "the rest: 1 convolution in BF16 (20%); FLOPs are unknown for 1 convolution"
     )
     assert convert(nn.Embedding(4, 4), "fp16").summary() == "FP16 in none: no parameter is multiplied"
 

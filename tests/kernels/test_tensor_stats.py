@@ -7,15 +7,15 @@ import torch
 
 from narrowgauge import kernels
 from narrowgauge.kernels import tensor_stats
-from narrowgauge.kernels.tensor_stats import BINS, BLOCK, Table, gather
+from narrowgauge.kernels.tensor_stats import BINS, BLOCK, StatsTable, add_statistics
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPECIAL = [0.0, -0.0, 1.0, -1.5, 2.0**-126, 2.0**-140, 1e18, math.inf, -math.inf, math.nan, 65504.0, 2.0**-24]
 
 
 def read(x, inverse=None):
-    table = Table.make(3, DEVICE)
-    gather(table, 1, x.to(DEVICE), inverse)
+    table = StatsTable.make(3, DEVICE)
+    add_statistics(table, 1, x.to(DEVICE), inverse)
     assert not table.counts[0].any() and not table.counts[2].any() and not table.sizes[[0, 2]].any()
     return table.counts[1].cpu(), table.sizes[1].cpu()
 
@@ -64,11 +64,11 @@ def test_fp8_counts_as_what_it_stands_for(dtype):
 @pytest.mark.usefixtures("either")
 def test_views_and_several_tensors_in_a_row():
     x = torch.randn(64, 48)
-    table = Table.make(1, DEVICE)
+    table = StatsTable.make(1, DEVICE)
     for part in (x.t()[:10], x.t()[10:]):
-        gather(table, 0, part.to(DEVICE))
-    whole = Table.make(1, DEVICE)
-    gather(whole, 0, x.to(DEVICE))
+        add_statistics(table, 0, part.to(DEVICE))
+    whole = StatsTable.make(1, DEVICE)
+    add_statistics(whole, 0, x.to(DEVICE))
     assert torch.equal(table.counts, whole.counts) and table.sizes[0, 0] == whole.sizes[0, 0]
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from narrowgauge import Engine
 from narrowgauge.optim import AdamW, full_precision, narrow, plain_state
-from narrowgauge.optim.masters import full
+from narrowgauge.optim.masters import join_fp32
 
 SHAPES = [(37, 19), (300,), ()]
 
@@ -71,18 +71,18 @@ def test_torch_reads_a_state_rightly_or_says_what_to_do(recipe, kind):
 def test_masters_keep_every_bit_between_formats(first, then, moments):
     parameters, optimizer = make(first, moments)
     step(parameters, optimizer, 0, 3)
-    masters = [full(p).clone() for p in parameters]
+    masters = [join_fp32(p).clone() for p in parameters]
     fresh = [nn.Parameter(p.detach().clone()) for p in parameters]
     other = AdamW(fresh, lr=1e-2, master=then, moments=moments)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert all(torch.equal(full(q), master) for q, master in zip(fresh, masters, strict=True))
+    assert all(torch.equal(join_fp32(q), master) for q, master in zip(fresh, masters, strict=True))
     again = AdamW(fresh, lr=1e-2, master=first, moments=moments)  # and without a state: by what the parameters keep
     again.make_states()
-    assert all(torch.equal(full(q), master) for q, master in zip(fresh, masters, strict=True))
+    assert all(torch.equal(join_fp32(q), master) for q, master in zip(fresh, masters, strict=True))
     again.load_state_dict(other.state_dict())
     step(parameters, optimizer, 5)
     step(fresh, again, 5)
-    assert all(torch.equal(full(q), full(p)) for p, q in zip(parameters, fresh, strict=True))
+    assert all(torch.equal(join_fp32(q), join_fp32(p)) for p, q in zip(parameters, fresh, strict=True))
     assert again.foreign_writes == 0
 
 
@@ -132,4 +132,4 @@ def test_older_states_load():
     other.load_state_dict(state)
     step(parameters, optimizer, 5)
     step(fresh, other, 5)
-    assert all(torch.equal(full(q), full(p)) for p, q in zip(parameters, fresh, strict=True))
+    assert all(torch.equal(join_fp32(q), join_fp32(p)) for p, q in zip(parameters, fresh, strict=True))
