@@ -41,9 +41,9 @@ def test_an_old_record_describes_the_same_run(tmp_path: Path) -> None:
 
 def test_an_old_summary_is_read() -> None:
     end = {"run": "run", "recipe": "fp32", "step": 3, "steps": 3, "parameters": 9}
-    result = Result.reread({**end, "foretold": [PREDICTION], "findings": [{**FINDING, "consequence": "c"}]})
+    result = Result.from_event({**end, "foretold": [PREDICTION], "findings": [{**FINDING, "consequence": "c"}]})
     assert result.predictions == [PREDICTION] and result.findings[0].why == "c"
-    assert Result.reread(result.describe()) == result
+    assert Result.from_event(result.describe()) == result
 
 
 def test_resuming_removes_predictions_of_either_name(tmp_path: Path) -> None:
