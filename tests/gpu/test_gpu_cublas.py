@@ -1,4 +1,4 @@
-"""Products by the fastest algorithm: torch's numbers in every layout and format; torch's own where that is right."""
+"""Products by the fastest algorithm: torch's numbers in every layout and format; torch's searches where that is right."""
 
 import threading
 
@@ -18,7 +18,7 @@ def nothing_known(monkeypatch):
 
 
 @pytest.fixture
-def get_shards(monkeypatch):
+def searches(monkeypatch):
     """Have cuBLASLt's proposals alone, and count the searches."""
     found, plain = [], cublas.pick_fastest
     monkeypatch.setattr(cublas, "pick_fastest", lambda runs, clock: found.append(len(runs)) or plain(runs[1:], clock))
@@ -40,10 +40,10 @@ def exact(a, b):
 @pytest.mark.parametrize("turned_a", [False, True])
 @pytest.mark.parametrize("turned_b", [False, True])
 @pytest.mark.parametrize("sizes", [(8192, 2304, 768), (768, 3072, 16384)])
-def test_bf16_in_any_layout(sizes, turned_a, turned_b, out, own):
+def test_bf16_in_any_layout(sizes, turned_a, turned_b, out, searches):
     a, b = operands(*sizes, turned_a, turned_b)
     made = multiply_bf16(a, b, out)
-    assert own and made.dtype is out and all(cublas._choices.values())
+    assert searches and made.dtype is out and all(cublas._choices.values())
     by_torch = torch.mm(a, b) if out is BF16 else torch.mm(a, b, out_dtype=out)
     right = exact(a, b)
     assert (made - right).abs().max() <= 1.05 * (by_torch - right).abs().max() + 1e-4 * right.abs().max()
@@ -52,12 +52,12 @@ def test_bf16_in_any_layout(sizes, turned_a, turned_b, out, own):
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("out", [BF16, torch.float32])
 @pytest.mark.parametrize("first", [E4M3, E5M2])
-def test_fp8_with_scales(first, out, fast, own):
+def test_fp8_with_scales(first, out, fast, searches):
     a, b_t = operands(8192, 2304, 768, turned_b=True)
     b = b_t.t()
     inv_a, inv_b = torch.tensor(0.5, device="cuda"), torch.tensor(3.0, device="cuda")
     made = multiply_fp8(a.to(first), b.to(E4M3), inv_a, inv_b, out, fast)
-    assert own and made.dtype is out and all(cublas._choices.values())
+    assert searches and made.dtype is out and all(cublas._choices.values())
     by_torch = torch._scaled_mm(
         a.to(first), b.to(E4M3).t(), scale_a=inv_a, scale_b=inv_b, out_dtype=out, use_fast_accum=fast
     )
@@ -65,7 +65,7 @@ def test_fp8_with_scales(first, out, fast, own):
     assert (made - right).abs().max() <= 1.2 * (by_torch - right).abs().max() + 1e-4 * right.abs().max()
 
 
-def test_a_shape_is_searched_once_and_not_during_capture(own):
+def test_a_shape_is_searched_once_and_not_during_capture(searches):
     a, b = operands(8192, 2304, 768)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -73,17 +73,17 @@ def test_a_shape_is_searched_once_and_not_during_capture(own):
         torch.mm(a, b)  # cuBLAS gets ready
     with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
         multiply_bf16(a, b)
-    assert not own
+    assert not searches
     first = multiply_bf16(a, b)
-    assert len(own) == 1 and torch.equal(first, multiply_bf16(a, b)) and len(own) == 1
+    assert len(searches) == 1 and torch.equal(first, multiply_bf16(a, b)) and len(searches) == 1
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         captured = multiply_bf16(a, b)
     graph.replay()
-    assert len(own) == 1 and torch.equal(first, captured)
+    assert len(searches) == 1 and torch.equal(first, captured)
 
 
-def test_threads_have_their_own_descriptions(own):
+def test_threads_have_their_own_descriptions(searches):
     a, b = operands(8192, 2304, 768, turned_b=True)
     one = torch.ones((), device="cuda")
     results = {}
@@ -105,7 +105,7 @@ def test_threads_have_their_own_descriptions(own):
 
 
 @pytest.mark.filterwarnings("ignore:.*eterministic")
-def test_cases_that_go_to_torch(own, monkeypatch):
+def test_cases_that_go_to_torch(searches, monkeypatch):
     small, wide = operands(64, 64, 64), operands(8192, 2304, 776)
     multiply_bf16(*small)
     multiply_bf16(wide[0][:, 8:], wide[1][8:])  # 16 bytes off
@@ -118,7 +118,7 @@ def test_cases_that_go_to_torch(own, monkeypatch):
     assert multiply_bf16(watched, operands(8192, 2304, 768)[1]).requires_grad
     monkeypatch.setattr(cublas, "MOST_SHAPES", 0)
     multiply_bf16(*operands(8192, 2304, 768))
-    assert not own and not cublas._choices
+    assert not searches and not cublas._choices
 
 
 def test_torch_rejects_operands_that_do_not_match():

@@ -8,7 +8,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowgauge import Engine
 
-pytestmark = pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # inductor, of FP32 products
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),  # from Inductor, about FP32 products
+    pytest.mark.filterwarnings("ignore:\\s*Online softmax is disabled"),  # from Inductor
+]
 NARROW = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
