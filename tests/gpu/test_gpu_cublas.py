@@ -1,4 +1,4 @@
-"""Products by the fastest algorithm: torch's numbers in every layout and format; torch's searches where that is right."""
+"""Products by the fastest cuBLASLt algorithm: the numbers of torch in every layout and format; cases that use torch."""
 
 import threading
 
