@@ -121,19 +121,9 @@ def list_public() -> Iterator[tuple[str, Any]]:
 
 
 PUBLIC = dict(list_public())
-PENDING = {
-    "ng.hardware.Device", "ng.hardware.Gpu", "ng.hardware.Interconnect", "ng.hardware.Node",
-    "ng.hardware.describe_gpu", "ng.optim.AdamW",
-}  # fmt: skip
-"""Docstrings that are still being written."""
 
 
-def mark(name: str) -> Any:
-    pending = pytest.mark.xfail(reason="docstrings are still being written", strict=False)
-    return pytest.param(name, marks=pending if name in PENDING else ())
-
-
-@pytest.mark.parametrize("name", [mark(name) for name in PUBLIC])
+@pytest.mark.parametrize("name", list(PUBLIC))
 def test_public_names_are_documented(name: str) -> None:
     gaps = list(find_gaps(name, PUBLIC[name]))
     assert not gaps, "\n".join(gaps)

@@ -49,12 +49,15 @@ class Node:
     """The usual node of a GPU. Rates are bytes per second of one GPU, in one direction."""
 
     gpus: int
+    """GPUs per node."""
     linked: int
     """How many of them NVLink connects; 0 without it."""
     pcie: float
+    """The rate of PCIe."""
     network: float
     """Its share of the node's network cards."""
     source: str
+    """Where the figures come from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +67,19 @@ class Interconnect:
     nvlink_share: Mapping[str, float] = field(hash=False)
     """By architecture."""
     pcie_share: float
+    """The fraction that PCIe reaches."""
     network_share: float
+    """The fraction that the network reaches."""
     start_s: float
+    """Seconds to start a collective."""
     nvlink_hop_s: float
+    """Seconds of latency per step of a ring over NVLink."""
     pcie_hop_s: float
+    """The same over PCIe."""
     network_hop_s: float
+    """The same over the network."""
     source: str
+    """Where the figures come from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,15 +87,21 @@ class Gpu:
     """A GPU's datasheet. Peaks are dense, with FP32 accumulation."""
 
     name: str
+    """The name in the table, such as "H200"."""
     aliases: tuple[str, ...]
+    """Other names that ``find_gpu`` accepts."""
     architecture: str
+    """NVIDIA's name of the architecture, such as "Hopper"."""
     capability: tuple[int, int]
+    """CUDA's compute capability."""
     memory_bytes: int
     """Nominal memory; a process can use a little less."""
     bandwidth: float
     """Memory bandwidth in bytes per second."""
     l2_bytes: int
+    """Size of the L2 cache."""
     sms: int
+    """Number of streaming multiprocessors."""
     shared_memory_bytes: int
     """The most shared memory per SM that a kernel can use."""
     nvlink: float | None
@@ -93,9 +109,13 @@ class Gpu:
     peaks: Mapping[str, float] = field(hash=False)
     """FLOP/s by compute format; a format that is absent is not supported."""
     dense: bool
+    """Whether the datasheet gives the peaks as dense; if not, they were halved."""
     source: str
+    """The datasheet, with its date."""
     note: str
+    """Anything else to know about the figures."""
     node: Node
+    """The usual node of this GPU."""
 
     def peak(self, format: str) -> float:
         """The dense peak of a format in FLOP/s.
@@ -120,9 +140,11 @@ class Device:
     kind: str
     """cuda or cpu."""
     name: str
+    """The name that the driver or the system reports."""
     torch_device: str
     """What torch calls it: "cpu" or "cuda:0"."""
     capability: tuple[int, int] | None
+    """CUDA's compute capability; None for a CPU."""
     memory_bytes: int | None
     """The most memory that a process can use; None where the system does not report it."""
     native: tuple[str, ...]
@@ -264,7 +286,17 @@ def detect(device: str | None = None) -> Device:
 
 
 def describe_gpu(name: str, index: int, capability: tuple[int, int] | None, memory_bytes: int) -> Device:
-    """Make the ``Device`` of a GPU from what CUDA reports about it."""
+    """Make the ``Device`` of a GPU from what CUDA reports about it.
+
+    Args:
+        name: The GPU's name.
+        index: Its number among the visible GPUs.
+        capability: Its compute capability, or None if unknown.
+        memory_bytes: Its memory.
+
+    Returns:
+        The device, with the datasheet of the GPU if the table has it.
+    """
     return Device(
         kind="cuda",
         name=name,

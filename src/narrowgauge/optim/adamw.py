@@ -97,6 +97,14 @@ class AdamW(Optimizer):
         self.grad_scale = self.found_inf = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, as ``torch.optim.Optimizer.add_param_group`` does.
+
+        Args:
+            param_group: The parameters, and the options in which the group differs from the defaults.
+
+        Raises:
+            UsageError: An option is out of range; the group is then not added.
+        """
         super().add_param_group(param_group)
         try:
             check_group(self.param_groups[-1])
@@ -111,6 +119,14 @@ class AdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: A function that computes the loss again, as for other torch optimizers.
+
+        Returns:
+            The loss of the closure, or None.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -136,7 +152,14 @@ class AdamW(Optimizer):
     def step_parameters(
         self, parameters: list[nn.Parameter], group: dict[str, Any], factor: Tensor | None, found: Tensor | None
     ) -> None:
-        """Step parameters of one group that share a device and formats."""
+        """Step parameters of one group that share a device and formats.
+
+        Args:
+            parameters: The parameters; each has a gradient.
+            group: Their parameter group.
+            factor: What the gradients are divided by, as a tensor on the device; None for 1.
+            found: Whether a gradient is not finite, as a tensor; the step then changes nothing. None: not checked.
+        """
         targets, weights, grads, shards = [], [], [], []
         for parameter in parameters:
             state = self.prepare(parameter, group)
@@ -178,6 +201,7 @@ class AdamW(Optimizer):
 
     @property
     def has_split_masters(self) -> bool:
+        """Whether a group stores FP32 masters as BF16 weights plus 16 bits."""
         return any(group["master"] == "split" for group in self.param_groups)
 
     def _get_foreign_count(self, device: torch.device) -> Tensor:
@@ -195,7 +219,15 @@ class AdamW(Optimizer):
                     self.prepare(parameter, group)
 
     def prepare(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
-        """Return the parameter's state; create it if missing, and update it if the parameter's format has changed."""
+        """Return the parameter's state; create it if missing, and update it if the parameter's format has changed.
+
+        Args:
+            parameter: A parameter of this optimizer.
+            group: Its parameter group.
+
+        Returns:
+            The state, as in ``optimizer.state[parameter]``.
+        """
         state: dict[str, Any] = self.state[parameter]
         if state:
             if not _is_complete(parameter, group, state):
