@@ -25,7 +25,7 @@ NEEDED = ["hardware.toml", "peak_fractions.toml", "py.typed", "cli/break_.py"]
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """Build wheel and sdist from a copy of the files of a clean checkout, because the build writes into the source folder."""
+    """Build wheel and sdist from a copy of the files of a clean checkout, as the build writes into the source."""
     copy = tmp_path_factory.mktemp("checkout")
     for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md"):
         shutil.copy(ROOT / name, copy)
