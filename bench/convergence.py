@@ -1,11 +1,11 @@
 """Final evaluation loss of FP8 (in every product) and BF16, same seeds and data, through the learning rate's decay.
 
 usage: python bench/convergence.py TASK STEPS [SEEDS] [BATCH CONTEXT] [RECIPE ...]
-       (e.g. gpt:10x512 2400 3 32 256; recipes to set against the first: bf16 fp8[products=all] by default)
+       (e.g. gpt:10x512 2400 3 32 256; the first recipe is the reference; default bf16 fp8[products=all])
 (JSON to $OUT/convergence-TASK.json where OUT is set)
 
-Each run is evaluated twice on the same batches: as the recipe computes, and its weights alone, all by the same BF16
-arithmetic. The first includes the error of narrow products in evaluation; the second shows only what was learned.
+Each run is evaluated twice on the same batches: under its own recipe, and its weights under plain BF16. The first
+includes the error of narrow products in evaluation; the second shows only the quality of the weights.
 
 On a GPU all runs start at once, one process each: they fit in memory, and only their losses matter, not their time.
 """
@@ -46,7 +46,7 @@ def run(spec: str, steps: int, sizes: dict[str, int], recipe: str, seed: int, de
 
 
 def weights_alone(task: Task, settings: Settings, weights: dict[str, Tensor]) -> float:
-    """The evaluation loss of weights under plain BF16."""
+    """Return the evaluation loss of weights under plain BF16."""
     model = task.model().to(settings.device)
     model.load_state_dict(weights)
     engine = Engine(model, torch.optim.AdamW(model.parameters()), "bf16", fused=False)

@@ -4,8 +4,9 @@ usage: python bench/forecast.py [WORD...] [--predict] [--from PREDICTED.json] [-
        (only the cases whose name contains every WORD: gpt2-124m; fp8; eager; timed, untimed)
 
 Everything is predicted before anything is measured. ``--predict`` stops there and needs no GPU; ``--from`` measures
-what it wrote with ``--json``, on another machine. Memory should be within 5% of ``max_memory_allocated``, time within
-15% for BF16 and FP8 of the built-in models. The file is rewritten after every case.
+cases predicted earlier, perhaps on another machine, and saved with ``--json``. Memory should be within 5% of
+``max_memory_allocated``, time within 15% for BF16 and FP8 of the built-in models. The file is rewritten after every
+case.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ten thousand FP8 steps of a small model with an outlier every 500 steps: no weight may be damaged, all are counted.
+"""Ten thousand FP8 steps of a small model with an outlier every 500 steps: outliers are counted, weights stay finite.
 
 usage: python bench/fp8_soak.py [STEPS]
 """

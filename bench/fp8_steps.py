@@ -1,10 +1,10 @@
-"""Compares FP8 and narrowgauge's fused BF16 with compiled BF16 and torchao, in one process, in turns.
+"""Compares FP8 and narrowgauge's fused BF16 with compiled BF16 and torchao, taking turns in one process.
 
 usage: python bench/fp8_steps.py TASK [ROUNDS] [STEPS] [torchao | tensorwise | rowwise] [ours | fp8-only] [profile]
 (JSON to $OUT/fp8-TASK.json where OUT is set)
 
-ours: without plain compiled BF16, whose compilation takes a minute on deep models. fp8-only: without our own BF16, as
-all contestants' weights and moments are on the GPU at once.
+ours: without plain compiled BF16, whose compilation takes a minute on deep models. fp8-only: without narrowgauge's
+BF16, to save memory: the weights and moments of all contestants are on the GPU at once.
 """
 
 import collections
@@ -32,16 +32,16 @@ def fused(recipe: str, task: Any, model: Any, optimizer: Any, clip_norm: float, 
     return bench.make_engine_step(task, Engine(model, optimizer, recipe, clip_norm=clip_norm, fused=True))
 
 
-peers = {} if "fp8-only" in sys.argv else {"fused bf16": Baseline("bf16", functools.partial(fused, "bf16"))}
+baselines = {} if "fp8-only" in sys.argv else {"fused bf16": Baseline("bf16", functools.partial(fused, "bf16"))}
 if "ours" not in sys.argv:
-    peers |= make_baselines("torch", fp8)
+    baselines |= make_baselines("torch", fp8)
 wants_torchao = bool({"torchao", "tensorwise", "rowwise"} & set(sys.argv))
-for name, peer in make_baselines("torchao", fp8).items() if wants_torchao else ():
+for name, baseline in make_baselines("torchao", fp8).items() if wants_torchao else ():
     if "torchao" in sys.argv or name.rpartition("-")[2] in sys.argv:
-        peers[name] = peer
+        baselines[name] = baseline
 batches = bench.make_batches(task, device)
 torch._functorch.config.enable_autograd_cache = False
-field = bench.measure_recipe(task, fp8, peers, batches, device, settings, lambda line: print(line, flush=True))
+field = bench.measure_recipe(task, fp8, baselines, batches, device, settings, lambda line: print(line, flush=True))
 rows = bench.make_rows(task, field, device)
 plain = "fused bf16" if "ours" in sys.argv else "torch-bf16"
 base = next(row for row in rows if row.name == plain)
@@ -56,14 +56,15 @@ if "OUT" in os.environ:
     path = Path(os.environ["OUT"]) / f"fp8-{spec.replace(':', '-')}.json"
     path.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
 if "profile" in sys.argv:
-    for name, peer in ((str(fp8), None), *((name, peer) for name, peer in peers.items() if name == "fused bf16")):
-        entry = bench.build_entry(name, task, fp8, peer, batches, device, settings)
+    fused_bf16 = [(name, baseline) for name, baseline in baselines.items() if name == "fused bf16"]
+    for name, baseline in ((str(fp8), None), *fused_bf16):
+        entry = bench.build_entry(name, task, fp8, baseline, batches, device, settings)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for index in range(3):
                 entry.step(batches[index])
             torch.cuda.synchronize()
         kernels = collections.Counter({event.key: event.device_time_total / 3e3 for event in profile.key_averages()})
-        print(f"{name}: kernels in all {sum(kernels.values()):.2f} ms", flush=True)
+        print(f"{name}: all kernels {sum(kernels.values()):.2f} ms", flush=True)
         for kernel, milliseconds in kernels.most_common(34):
             print(f"{milliseconds:9.3f} ms  {kernel[:120]}", flush=True)
         entry.step = bench.raise_released

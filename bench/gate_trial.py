@@ -26,7 +26,7 @@ CALIBRATION = 40
 
 
 def plant(share: float) -> None:
-    """Makes every step of the engine longer by this share."""
+    """Make every step of the engine longer by this share."""
     plain = compare.make_engine_step
 
     def slower(task, engine):

@@ -1,9 +1,9 @@
-"""The cost of watching: step time of a task with and without gauges, interleaved in one process.
+"""Overhead of gauges: step time of a task with and without them, interleaved in one process.
 
 usage: python bench/gauges.py [TASK] [RECIPE] [ROUNDS]     (e.g. gpt2-124m fp8 6; JSON to $OUT/gauges.json)
 
-Three engines: without gauges; with only what is read in every update; with a snapshot every ``EVERY`` updates, the
-default. A round has ``EVERY`` updates and therefore one snapshot.
+Three engines: without gauges; with gauges that read only what is read in every update; and with a snapshot every
+``EVERY`` updates, the default. A round has ``EVERY`` updates and therefore one snapshot.
 """
 
 import json

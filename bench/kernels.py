@@ -1,4 +1,4 @@
-"""Bandwidth of each kernel: milliseconds, bytes, share of a copy's bandwidth; and times of GEMMs.
+"""Bandwidth of each kernel (milliseconds, bytes, share of a copy's bandwidth), and times of GEMMs.
 
 usage: python bench/kernels.py [WIDTH] [TOKENS]      (default 768 65536; on a GPU)
 
@@ -39,7 +39,7 @@ def randn(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 big = randn(1 << 28, dtype=torch.float32)
-# Not a copy by name: those in a graph are made by another engine, which is slower.
+# Not tensor.copy_: in a graph it runs on a copy engine, which is slower.
 COPY = 2 * big.numel() * 4 / timed(lambda: big + 0.0) / 1e9
 big = big[:1]
 print(f"{torch.cuda.get_device_name()}  D={D} N={N}  copy {COPY:.2f} TB/s", flush=True)
@@ -49,7 +49,7 @@ weight = torch.rand(D, device=cuda)
 heads = D // 64 if D <= 1024 else D // 128
 parts = tuple(randn(N // 1024, heads, 1024, D // heads) for _ in range(3))
 options: dict[str, Any] = {"amax": amax, "counts": counts}
-# For E5M2, as in training: nothing is flushed, which would be counted slowly.
+# For E5M2, as in training: with this scale nothing is flushed. Counting flushed values is slow.
 large = torch.full((), 1024.0, device=cuda)
 fp8, grad8 = {"scale": one, "dtype": E4M3, **options}, {"scale": large, "dtype": E5M2, **options}
 report("cast bf16", N * D * 3, lambda: cast.cast(x, one, E4M3, **options))
@@ -70,11 +70,11 @@ report("gelu fp8", N * D * 12, lambda: activation.gelu(u, transposed=False, **fp
 report("gelu fp8 both", N * D * 16, lambda: activation.gelu(u, **fp8))
 report("gelu_backward fp8 both", N * D * 24, lambda: activation.gelu_backward(grad_output, u, **grad8))
 again: dict[str, Any] = {"forward_scale": one, **grad8}
-report("gelu_backward fp8 both, gelu again", N * D * 28, lambda: activation.gelu_backward(grad_output, u, **again))
+report("gelu_backward fp8 both, recomputes gelu", N * D * 28, lambda: activation.gelu_backward(grad_output, u, **again))
 report("gelu_backward bf16", N * D * 24, lambda: activation.gelu_backward(grad_output, u, transposed=False))
 report("swiglu fp8 both", N * D * 12, lambda: activation.swiglu(u, **fp8))
 report(
-    "swiglu_backward fp8 both, swiglu again",
+    "swiglu_backward fp8 both, recomputes swiglu",
     N * D * 22,
     lambda: activation.swiglu_backward(grad_output[:, : 2 * D], u, **again),
 )
@@ -94,22 +94,20 @@ report("grad_logits fp8 both", n * V * 4, lambda: cross_entropy.compute_grad_log
 report("grad_logits bf16", n * V * 4, lambda: cross_entropy.compute_grad_logits(logits, targets, lse, one))
 over: dict[str, Any] = {"out": torch.empty_like(logits)}
 report(
-    "loss and grad_logits bf16 in one",
+    "loss and grad_logits bf16, fused",
     n * V * 4,
     lambda: cross_entropy.compute_loss_and_grad(logits, targets, one, **over),
 )
 over = {"out": logits}
-report(
-    "the same, over the logits", n * V * 4, lambda: cross_entropy.compute_loss_and_grad(logits, targets, one, **over)
-)
+report("the same, in place", n * V * 4, lambda: cross_entropy.compute_loss_and_grad(logits, targets, one, **over))
 logits = lse = targets = one
 over.clear()
-ids = (torch.rand(N, device=cuda) ** 4 * V).long()  # some words often, most seldom
+ids = (torch.rand(N, device=cuda) ** 4 * V).long()  # a few ids are frequent, most are rare
 words = functools.partial(embedding.embedding_backward, x32, ids, V)
 by_torch = functools.partial(torch.ops.aten.embedding_dense_backward, x32, ids, V, -1, False)
 report("embedding_gradient", N * D * 4 + V * D * 4, words)
 
-print(f"{'product':28s} {'bf16':>9s} {'fp8 fast':>9s} {'fp8':>9s}  ms;  gain with fast, without", flush=True)
+print(f"{'product':28s} {'bf16':>9s} {'fp8 fast':>9s} {'fp8':>9s}  ms;  speedup with fast, without", flush=True)
 for name, m, width, k, out in (
     ("qkv", N, 3 * D, D, BF16), ("out", N, D, D, BF16), ("up", N, 4 * D, D, BF16), ("down", N, D, 4 * D, BF16),
     ("qkv grad_weight", 3 * D, D, N, torch.float32), ("out grad_weight", D, D, N, torch.float32),

@@ -1,4 +1,4 @@
-"""Kills a rank of a run at random moments while torchrun restarts the ranks: is a checkpoint lost, does a rank hang?
+"""Kills a rank of a run at random moments under torchrun with restarts. No checkpoint may be lost, no rank may hang.
 
 usage: python bench/kill_ranks.py [KILLS] [RANKS] [RECIPE] [fsdp|ddp]      (JSON on stdout)
 

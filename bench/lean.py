@@ -4,7 +4,7 @@ usage: python bench/lean.py TASK RECIPE STEPS [BATCH]      (e.g. llama-7b bf16-l
 (JSON to $OUT/lean-TASK-RECIPE-TOKENS.json where OUT is set)
 
 Weights are initialized on the GPU. Gradients are clipped to a norm of 1, except where they are released. The peak is
-``max_memory_allocated`` over the steps, in GB (10^9); the first step's, which makes states and caches, is in it.
+``max_memory_allocated`` over the steps, in GB (10^9); it includes the first step, which allocates states and caches.
 """
 
 import json
@@ -34,8 +34,8 @@ clip_norm = None if "released" in recipe else 1.0
 engine = Engine(model, optimizer, recipe, clip_norm=clip_norm, compile=True)
 weights, made = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
 count, tokens = sum(p.numel() for p in model.parameters()), task.items_per_batch
-print(f"{spec} {engine.recipe}, {count / 1e9:.2f}B parameters, {tokens} tokens a step", flush=True)
-print(f"made in {time.perf_counter() - begin:.1f} s with a peak of {made / 1e9:.2f} GB", flush=True)
+print(f"{spec} {engine.recipe}, {count / 1e9:.2f}B parameters, {tokens} tokens per step", flush=True)
+print(f"built in {time.perf_counter() - begin:.1f} s with a peak of {made / 1e9:.2f} GB", flush=True)
 torch.cuda.reset_peak_memory_stats()
 losses, times, norms = [], [], []
 for step in range(steps):
@@ -55,10 +55,8 @@ for step in range(steps):
         held = torch.cuda.max_memory_allocated() / 1e9
         print(f"step {step + 1}: {losses[-1]:.4f}, norm {norms[-1]:.3f}, {times[-1]:.3f} s, {held:.2f} GB", flush=True)
 seconds, peak = statistics.median(times[len(times) // 2 :]), torch.cuda.max_memory_allocated()
-print(
-    f"{spec} {recipe}: peak {peak / 1e9:.2f} GB ({peak / count:.2f} bytes a parameter; weights {weights / 1e9:.2f} GB)"
-)
-print(f"{seconds:.3f} s a step, {tokens / seconds:,.0f} tokens/s, skipped {engine.skipped}")
+print(f"{spec} {recipe}: peak {peak / 1e9:.2f} GB ({peak / count:.2f} bytes/parameter; weights {weights / 1e9:.2f} GB)")
+print(f"{seconds:.3f} s per step, {tokens / seconds:,.0f} tokens/s, skipped {engine.skipped}")
 print(f"loss {losses[0]:.3f} to {statistics.mean(losses[-5:]):.3f}", flush=True)
 if "OUT" in os.environ:
     record = {"task": spec, "recipe": recipe, "steps": steps, "tokens": tokens, "parameters": count}

@@ -1,17 +1,17 @@
-"""How to keep AdamW's two moments in 8 bits: the error of the update on real gradients, and the loss it ends in.
+"""Schemes for AdamW's two moments in 8 bits: error of the update on real gradients, and final loss of training.
 
-A GPT is trained in FP32, and every scheme is fed the same gradients (clipped to norm 1) beside the exact moments. As in
-a fused kernel, a step decodes the moments, adds the gradient, makes the update u = m_hat / (sqrt(v_hat) + 1e-8) from
-the FP32 values and only then encodes: u suffers from what earlier steps rounded away. The head is untied from the
-embedding, whose rows then see zero gradients whenever their byte is not in the batch.
+A GPT is trained in FP32, and every scheme gets the same gradients (clipped to norm 1) as the exact moments. As in a
+fused kernel, a step decodes the moments, adds the gradient, computes the update u = m_hat / (sqrt(v_hat) + 1e-8) from
+the FP32 values and then encodes them. So u has only the rounding errors of earlier steps. The head is untied from the
+embedding, so that the embedding's rows get zero gradients whenever their byte is not in the batch.
 
 usage: PYTHONPATH=src python bench/moments.py PART BETA2 [STEPS] [SEED]          (default 300 steps, seed 0)
     PART m: codes of the first moment with an exact second;  v: codes of the second with an exact first;
-    both: pairs of the two;  silent: the same where an eighth of the elements see only zeros from half-way on;
-    train: the loss of training with a few pairs against that of FP32 AdamW
-The table's columns: error of the update at steps 50, 100, (300, 600,) last | the same of the embedding | largest |u_q|,
-share of |u_q| > 2 |u| + 0.1, mean and standard deviation of log2(v_q / v), and update left in silenced elements.
-The numbers join bench/results/moments.json under PART-BETA2-STEPS-SEED.
+    both: pairs of the two;  silent: the same, but an eighth of the elements get zero gradients in the second half;
+    train: the loss of training with a few pairs, compared with FP32 AdamW
+Columns of the table: error of the update at steps 50, 100, (300, 600,) last | the same for the embedding |
+largest |u_q|, share of |u_q| > 2 |u| + 0.1, mean and standard deviation of log2(v_q / v), remaining update of
+silenced elements. Results are added to bench/results/moments.json under PART-BETA2-STEPS-SEED.
 """
 
 from __future__ import annotations
@@ -32,40 +32,40 @@ from narrowgauge import tasks
 RESULTS = Path(__file__).parent / "results" / "moments.json"
 BETA1, EPS, DECAY, CLIP, PEAK, WARMUP = 0.9, 1e-8, 0.1, 1.0, 2e-3, 30
 EMBEDDING = 256 * 128
-"""Where the embedding ends, which comes first."""
+"""Number of elements of the embedding, which is first in the flat vector."""
 ALIGN = 768
 """The flat vector is padded to a multiple of every group size tried (64, 96, 128, 256)."""
 PLASTIC = 3242174889, 2447445414
-"""2^32 over the plastic number and over its square: the sums of their multiples, modulo 2^32, fill the circle evenly
-along elements, along steps and in both (Roberts' R2 sequence)."""
+"""2^32 over the plastic number and over its square: sums of their multiples, modulo 2^32, are evenly distributed
+over elements, over steps and over both (Roberts' R2 sequence)."""
 
 
 @dataclass(frozen=True)
 class Code:
-    """A map of magnitudes 0..top to the reals 0..levels, of which the nearest integer is kept, and back."""
+    """A map of magnitudes 0..top to the reals 0..levels, and back. The nearest integer is stored."""
 
     encode: Callable[[Tensor], Tensor]
     decode: Callable[[Tensor], Tensor]
     levels: int
     low: int = 0
-    """The lowest code: 1 where 0 would decode to 0 and that may not be."""
+    """The lowest code: 1 if no value may decode to 0."""
     top: float = 1.0
     grid: int = 1
     """Snapped scales are powers of 2^(1/grid)."""
 
 
 def power(exponent: float, levels: int, low: int = 0) -> Code:
-    """Keep x^exponent linearly."""
+    """Store x^exponent linearly."""
     return Code(lambda x: x.pow(exponent) * levels, lambda q: (q / levels).pow(1 / exponent), levels, low)
 
 
 def softsign(levels: int) -> Code:
-    """Keep 2x / (1 + x): steps near 0 are a quarter of those near 1."""
+    """Store 2x / (1 + x): steps near 0 are a quarter of those near 1."""
     return Code(lambda x: x * (2 * levels) / (1 + x), lambda q: q / (2 * levels - q), levels)
 
 
 def mu_law(mu: float, levels: int) -> Code:
-    """Keep log(1 + mu x): linear below 1/mu, logarithmic above."""
+    """Store log(1 + mu x): linear below 1/mu, logarithmic above."""
     octaves = math.log2(1 + mu)
     return Code(
         lambda x: (x * mu + 1).log2() * (levels / octaves), lambda q: ((q * (octaves / levels)).exp2() - 1) / mu, levels
@@ -73,7 +73,7 @@ def mu_law(mu: float, levels: int) -> Code:
 
 
 def logarithm(steps_per_octave: int, levels: int = 255) -> Code:
-    """Keep log2 x, down to 2^-(levels / steps per octave): never 0."""
+    """Store log2 x, down to 2^-(levels / steps per octave): never 0."""
     return Code(
         lambda x: x.clamp(min=1e-30).log2() * steps_per_octave + levels,
         lambda q: ((q - levels) / steps_per_octave).exp2(),
@@ -83,9 +83,10 @@ def logarithm(steps_per_octave: int, levels: int = 255) -> Code:
 
 
 def float_bits(mantissa: int, offset: float, levels: int) -> Code:
-    """Keep the leading bits of the FP32 x + offset, less those of the lowest: logarithmic in lines, integer work only.
+    """Store the leading bits of x + offset in FP32, minus those of the lowest value: a piecewise linear logarithm.
 
-    Offset 0 is an unsigned float without a zero (E4M4: 2^-15 .. 1.9375); offset 1 is mu-law in lines, with a zero.
+    It needs integer arithmetic only. Offset 0 is an unsigned float without a zero (E4M4: 2^-15 .. 1.9375); offset 1 is
+    a piecewise linear mu-law with a zero.
     """
     unit = 1 << (23 - mantissa)
     if offset:
@@ -104,7 +105,7 @@ def float_bits(mantissa: int, offset: float, levels: int) -> Code:
 
 
 def cast(dtype: torch.dtype, never_zero: bool) -> Code:
-    """The hardware's FP8 conversion; the code is its bit pattern, which rises with the magnitude."""
+    """Use the hardware's FP8 conversion; the code is the bit pattern, which increases with the magnitude."""
     top = torch.finfo(dtype).max
     levels = int(torch.tensor(top).to(dtype).view(torch.uint8))
     encode, decode = lambda x: x.to(dtype).view(torch.uint8).float(), lambda q: q.to(torch.uint8).view(dtype).float()
@@ -112,7 +113,7 @@ def cast(dtype: torch.dtype, never_zero: bool) -> Code:
 
 
 def soft_root(levels: int) -> Code:
-    """Keep y = sqrt(x) as 2y / (1 + y)."""
+    """Store y = sqrt(x) as 2y / (1 + y)."""
     soft = softsign(levels)
     return Code(lambda x: soft.encode(x.sqrt()), lambda q: soft.decode(q).square(), levels, 1)
 
@@ -149,17 +150,17 @@ CODES_V = {
 
 @dataclass(frozen=True)
 class Keep:
-    """How one moment is kept between steps."""
+    """How one moment is stored between steps."""
 
     code: str
     group: int = 128
     rounding: str = "near"
-    """near: to the nearest; the others round up as often as the remainder says: hash by a fresh random number,
-    lattice by a number of an even sequence over elements and steps, which is a multiplication and an addition."""
+    """near: to the nearest. hash and lattice are stochastic: they round up with the remainder as probability. hash uses
+    a new random number, lattice an evenly distributed sequence over elements and steps (one multiply-add)."""
     snap: bool = False
-    """Scales are powers of two (or of the code's own grid), which stay put while the largest value moves a little."""
+    """Scales are powers of two (or of the code's own grid), so small changes of the largest value leave them."""
     over_root: bool = False
-    """The first moment is kept divided by the square root of the second as kept."""
+    """The first moment is stored divided by the square root of the stored second moment."""
 
     def __str__(self) -> str:
         words = [self.code, str(self.group)]
@@ -171,7 +172,7 @@ Schemes = dict[str, tuple[Keep | None, Keep | None]]
 
 
 def thresholds(keep: Keep, step: int, index: Tensor, salt: int) -> Tensor:
-    """What is added before rounding down, in 0..1: the chance of rounding up is then the remainder."""
+    """Return what is added before rounding down, in 0..1: the probability of rounding up is then the remainder."""
     if keep.rounding == "lattice":
         state = (index + salt) * as_int32(PLASTIC[0]) + as_int32(step * PLASTIC[1])
     else:
@@ -184,7 +185,7 @@ def as_int32(value: int) -> int:
 
 
 def hash32(x: Tensor) -> Tensor:
-    """Two multiplications and three shifts over int32 (Wellons' lowbias32)."""
+    """Hash int32 by two multiplications and three shifts (Wellons' lowbias32)."""
     x = x ^ (x >> 16 & 0xFFFF)
     x = x * 0x7FEB352D
     x = x ^ (x >> 15 & 0x1FFFF)
@@ -192,8 +193,8 @@ def hash32(x: Tensor) -> Tensor:
     return x ^ (x >> 16 & 0xFFFF)
 
 
-def requantise(value: Tensor, keep: Keep, code: Code, step: int, index: Tensor, salt: int) -> Tensor:
-    """Encode and decode: what the next step reads."""
+def requantize(value: Tensor, keep: Keep, code: Code, step: int, index: Tensor, salt: int) -> Tensor:
+    """Encode and decode: return the values that the next step reads."""
     grouped = value.view(-1, keep.group)
     magnitude = grouped.abs()
     scale = magnitude.amax(1, keepdim=True) / code.top
@@ -215,17 +216,17 @@ class Moments:
         self.index = torch.arange(size, dtype=torch.int32)
 
     def update(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Take a gradient; returns the update and the second moment behind it, both before they are rounded."""
+        """Add a gradient; return the update and its second moment, both before rounding."""
         self.step += 1
         m = self.m.mul_(BETA1).add_(gradient, alpha=1 - BETA1)
         v = self.v.mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
         root = (v / (1 - self.beta2**self.step)).sqrt_().add_(EPS)
         u = (m / (1 - BETA1**self.step)).div_(root)
         if self.keep_v:
-            self.v = requantise(v, self.keep_v, CODES_V[self.keep_v.code], self.step, self.index, 0x51ED27)
+            self.v = requantize(v, self.keep_v, CODES_V[self.keep_v.code], self.step, self.index, 0x51ED27)
         if self.keep_m:
             root = self.v.sqrt().clamp_(min=1e-30) if self.keep_m.over_root else 1.0
-            self.m = requantise(m / root, self.keep_m, CODES_M[self.keep_m.code], self.step, self.index, 0) * root
+            self.m = requantize(m / root, self.keep_m, CODES_M[self.keep_m.code], self.step, self.index, 0) * root
         return u, v
 
 
@@ -254,7 +255,7 @@ def silenced(index: Tensor) -> Tensor:
 def train(
     beta2: float, seed: int, steps: int, moments: Moments | None = None, nudge: float = 0.0, silence: bool = False
 ) -> Iterator[tuple[int, float, Tensor, Tensor, Tensor]]:
-    """Train with the moments given (else exact ones); yields step, loss, gradient, u and v of each step."""
+    """Train with the given moments (exact ones by default); yield step, loss, gradient, u and v of each step."""
     task = tasks.find("gpt:3x128", vocab=256, batch=8, context=64, seed=seed)
     torch.manual_seed(seed)
     flat = Flat(task.model())
@@ -277,7 +278,7 @@ def train(
 
 @dataclass
 class Score:
-    """What is seen of one scheme; the errors at the steps looked at, the drifts at the last."""
+    """Measurements of one scheme: errors at the sampled steps, drifts at the last step."""
 
     error: list[float]
     """||u_q - u|| / ||u|| over all parameters."""
@@ -291,27 +292,27 @@ class Score:
     spread: float = 0.0
     """Standard deviation of the same."""
     silent: float = 0.0
-    """Mean |u_q| of the silenced elements over that of the rest: 0 when the first moment dies out as it should."""
+    """Mean |u_q| of the silenced elements over that of the rest: 0 if the first moment decays as it should."""
 
 
 def replay(schemes: Schemes, beta2: float, steps: int, seed: int, silence: bool) -> dict[str, Score]:
     """Feed every scheme the gradients of one FP32 run, live, and compare its updates with the exact ones.
 
-    With ``silence`` an eighth of the elements, strewn over every group, see only zeros from half-way on.
+    With ``silence`` an eighth of the elements, distributed over every group, get zero gradients in the second half.
     """
-    looks = [step for step in (50, 100, 300, 600) if step < steps] + [steps]
+    sampled = [step for step in (50, 100, 300, 600) if step < steps] + [steps]
     scores = {name: Score([], []) for name in schemes}
     states: dict[str, Moments] = {}
     for step, _, gradient, u, v in train(beta2, seed, steps, silence=silence):
         for name, keeps in schemes.items():
             state = states.setdefault(name, Moments(len(gradient), beta2, *keeps))
             u_q, v_q = state.update(gradient)
-            if step in looks:
-                look(scores[name], u_q, u, (v_q / v).log2()[v > 0], silenced(state.index) & (v > 0))
+            if step in sampled:
+                measure(scores[name], u_q, u, (v_q / v).log2()[v > 0], silenced(state.index) & (v > 0))
     return scores
 
 
-def look(score: Score, u_q: Tensor, u: Tensor, log_ratio: Tensor, silent: Tensor) -> None:
+def measure(score: Score, u_q: Tensor, u: Tensor, log_ratio: Tensor, silent: Tensor) -> None:
     score.error.append(float((u_q - u).norm() / u.norm()))
     score.error_embedding.append(float((u_q - u)[:EMBEDDING].norm() / u[:EMBEDDING].norm()))
     score.worst = max(score.worst, float(u_q.abs().max()))
@@ -321,7 +322,7 @@ def look(score: Score, u_q: Tensor, u: Tensor, log_ratio: Tensor, silent: Tensor
 
 
 def schemes_of(part: str) -> Schemes:
-    """The schemes a part compares, by name."""
+    """Return the schemes that a part compares, by name."""
     if part == "m":
         keeps = [Keep(code, over_root=root) for root in (False, True) for code in CODES_M]
         keeps += [Keep("softsign", group, over_root=root) for root in (False, True) for group in (64, 96, 256)]
@@ -357,9 +358,9 @@ def schemes_of(part: str) -> Schemes:
 
 
 def final_losses(schemes: Schemes, beta2: float, steps: int, seed: int) -> dict[str, dict[str, float]]:
-    """Train with each scheme and with FP32 moments; the mean of the last 30 losses.
+    """Train with each scheme and with FP32 moments; return the mean of the last 30 losses.
 
-    FP32 from first weights changed by a hundredth shows how far equally good runs lie apart.
+    FP32 from initial weights changed by 1% shows how much equally good runs differ.
     """
     size = next(len(g) for *_, g, _, _ in train(beta2, seed, 1))
     runs = {"FP32": (0.0, (None, None)), "FP32, nudged": (1e-2, (None, None))}

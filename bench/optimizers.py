@@ -2,9 +2,9 @@
 
 usage: python bench/optimizers.py [LAYERS WIDTH]      (default 24 2048; JSON to $OUT/optimizers.json where OUT is set)
 
-All in one process, one after the other, twice, each with its own tensors; milliseconds of the step alone, and of
-clipping by the norm of all gradients and the step, the better turn of the two. Bytes are of weights, gradients and
-states, at the peak of a step.
+All run in one process, one after the other, each with its own tensors. Each runs twice, and the faster turn counts:
+milliseconds of the step alone, and of clipping by the norm of all gradients with the step. Bytes are those of weights,
+gradients and states, at the peak of a step.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""Times each product of a GPT's step with torch and with the algorithm that narrowgauge chose, in turns (needs a GPU).
+"""Times each product of a GPT's step with torch and with narrowgauge's choice of algorithm, in turns (needs a GPU).
 
 usage: python bench/products.py [TASK...]   (gpt2-124m and gpt:8x4096; JSON to $OUT/products.json where OUT is set)
 """
@@ -24,7 +24,7 @@ rows: list[dict[str, Any]] = []
 
 
 def report(name: str, times: int, ours: Callable[[], Tensor], by_torch: Callable[[], Tensor]) -> None:
-    ours()  # and choose
+    ours()  # the first call chooses the algorithm
     turns = [[cublas._measure_ms(run, 6) for run in (by_torch, ours)] for _ in range(ROUNDS)]
     theirs_ms, ours_ms = (median(turn[index] for turn in turns) for index in (0, 1))
     rows.append({"product": name, "times": times, "torch_ms": theirs_ms, "ours_ms": ours_ms})
@@ -79,6 +79,6 @@ for spec in sys.argv[1:] or ("gpt2-124m", "gpt:8x4096"):
             row for row in rows if spec in row["product"] and kind in row["product"] and "other" not in row["product"]
         ]
         theirs, ours_ = (sum(row["times"] * row[key] for row in own) for key in ("torch_ms", "ours_ms"))
-        print(f"{spec} {kind}: torch {theirs:.2f} ms a step, ours {ours_:.2f} ms, {theirs / ours_:.3f} x", flush=True)
+        print(f"{spec} {kind}: torch {theirs:.2f} ms per step, ours {ours_:.2f} ms, {theirs / ours_:.3f} x", flush=True)
 if "OUT" in os.environ:
     Path(os.environ["OUT"], "products.json").write_text(json.dumps(rows, indent=1))

@@ -1,6 +1,6 @@
 """Writes a million events to a run's record, one at a time as training does, and reads them: time and memory.
 
-python bench/record.py [EVENTS]
+usage: python bench/record.py [EVENTS]
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Times each kernel with different tiles and launch configurations on this GPU; the fastest first.
+"""Times each kernel with different tiles and launch configurations on this GPU and prints the fastest first.
 
 usage: python bench/tune_kernels.py [KIND ...]      (cast, packed, gelu, gelu_backward, swiglu_backward, transpose,
                                                      lp, statistics, loss, norm, norm_backward; all by default)

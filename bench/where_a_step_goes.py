@@ -30,8 +30,6 @@ waited, busy_until = 0.0, spans[0][0]
 for begin, end in spans:
     waited += max(0.0, begin - busy_until)
     busy_until = max(busy_until, end)
-print(
-    f"kernels in all {sum(kernels.values()):.2f} ms, {len(spans) // 3} of them, {waited / 3e3:.2f} ms of waits between"
-)
+print(f"{len(spans) // 3} kernels, {sum(kernels.values()):.2f} ms; {waited / 3e3:.2f} ms of waits between them")
 for name, milliseconds in kernels.most_common(28):
     print(f"{milliseconds:9.3f} ms  {name[:150]}", flush=True)

@@ -1,4 +1,4 @@
-"""Makes the pictures of the documentation from what the commands really print.
+"""Makes the pictures of the documentation from the real output of the commands.
 
 usage: python docs/make_pictures.py [NAME...]      (default: all)
 """
@@ -21,7 +21,7 @@ FOLDER = Path(__file__).parent / "pictures"
 
 
 def draw(name: str, command: str) -> None:
-    """Run a command as if on a terminal and keep what it shows as an SVG."""
+    """Run a command as if in a terminal and save its output as an SVG."""
     environment = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": "100", "TERM": "xterm-256color"}
     arguments = [sys.executable, "-m", *command.split()]
     shown = subprocess.run(arguments, capture_output=True, text=True, check=True, env=environment).stdout
@@ -29,7 +29,7 @@ def draw(name: str, command: str) -> None:
     console.print(Text.from_ansi(shown.rstrip()))
     FOLDER.mkdir(exist_ok=True)
     svg = console.export_svg(title=command)
-    svg = re.sub(r"@font-face\s*\{.*?\}|<!--.*?-->", "", svg, flags=re.DOTALL)  # a picture asks the network for nothing
+    svg = re.sub(r"@font-face\s*\{.*?\}|<!--.*?-->", "", svg, flags=re.DOTALL)  # no requests
     (FOLDER / f"{name}.svg").write_text("\n".join(line.rstrip() for line in svg.splitlines() if line.strip()) + "\n")
 
 

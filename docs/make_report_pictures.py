@@ -54,7 +54,7 @@ def narrowgauge(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def train_all(folder: Path) -> list[Path]:
-    """Trains the runs that do not exist yet."""
+    """Train the runs that do not exist yet."""
     for name, options in RUNS.items():
         if not (folder / name / "run.json").exists():
             common = ["--steps", "160", "--watch", "5", "--device", "cpu", "--checkpoint-every", "0"]
@@ -63,7 +63,7 @@ def train_all(folder: Path) -> list[Path]:
 
 
 def save_all(folder: Path, commands: dict[str, list[str]]) -> list[Path]:
-    """Saves the JSON of other verbs, if it does not exist yet."""
+    """Save the JSON of other commands, if it does not exist yet."""
     paths = []
     for name, command in commands.items():
         path = folder / f"{name}.json"
@@ -103,11 +103,11 @@ class Browser:
         self.run("")
 
     def run(self, script: str) -> None:
-        """Runs a script in the page and waits until it is drawn."""
+        """Run a script in the page and waits until it is drawn."""
         self.chrome.execute_async_script(f"const done = arguments[0]; {script}; setTimeout(done, 300);")
 
     def take(self, name: str, css: str, height: float | None = None) -> None:
-        """Takes a screenshot of an element, or of its upper part, with as many colors as fit into 200 kB."""
+        """Take a screenshot of an element, or of its upper part, with as many colors as fit into 200 kB."""
         box: dict[str, Any] = self.chrome.execute_script(
             "const box = document.querySelector(arguments[0]).getBoundingClientRect();"
             "return { x: box.x + scrollX, y: box.y + scrollY, width: box.width, height: box.height };",
@@ -127,7 +127,7 @@ class Browser:
 
 
 def choose(**values: str) -> str:
-    """A script that sets the select boxes of the page."""
+    """Return a script that sets the select boxes of the page."""
     return "; ".join(
         f"{{ const box = document.getElementById('choose-{name.replace('_', '-')}'); box.value = '{value}';"
         " box.dispatchEvent(new Event('change')) }"

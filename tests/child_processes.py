@@ -26,5 +26,5 @@ def start(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[A
         process.wait(LIMIT_S)
         for stream in (process.stdin, process.stdout, process.stderr):
             if stream is not None:
-                with contextlib.suppress(OSError):  # what is left in the buffer of a closed pipe
+                with contextlib.suppress(OSError):  # data left in the buffer of a closed pipe
                     stream.close()

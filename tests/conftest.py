@@ -1,4 +1,4 @@
-"""What all tests share: child processes find the package and have default signals, and kernels can be interpreted."""
+"""Shared by all tests: child processes find the package and have default signals; kernels can be interpreted."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from narrowgauge.tasks import language
 SOURCE = Path(__file__).parent.parent / "src"
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated; only tests/kernels asks for it
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated; only tests/kernels needs it
 language.SAMPLE_TOKENS = 10  # of 200: writing the sample takes longer than a short training
 
 
@@ -30,7 +30,7 @@ def children_have_default_signals():
 
 @pytest.fixture(autouse=True)
 def mkldnn_stays_on():
-    """A BF16 product that oneDNN cannot do makes torch turn oneDNN off for good, and later products round otherwise."""
+    """Keep oneDNN on: after a BF16 product it cannot do, torch turns it off for good, which changes later rounding."""
     enabled = torch.backends.mkldnn.enabled
     yield
     if torch.backends.mkldnn.enabled != enabled:

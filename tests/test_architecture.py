@@ -108,7 +108,7 @@ def test_files_have_one_subject_and_stay_small():
     for path in FILES:
         text = path.read_text()
         assert len(text.splitlines()) <= 400, path
-        assert not text.strip() or ast.get_docstring(ast.parse(text)), f"{path} does not say what it contains"
+        assert not text.strip() or ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
 
 
 def test_the_package_does_not_mock():

@@ -1,4 +1,4 @@
-"""Events of fused code: every product, copy and launch is reported, and reports cost nothing where nobody listens."""
+"""Events of fused code: every product, copy and launch is reported, at almost no cost without a listener."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_products_are_computed_in_one_place_only() -> None:
         assert not called & names or str(path.relative_to(SOURCE)) in allowed, path
 
 
-def test_all_listeners_hear_until_their_context_ends() -> None:
+def test_listeners_get_events_until_their_context_ends() -> None:
     first, second = ProductLog(), ProductLog()
     with events.listening(first):
         with events.listening(second):
@@ -226,8 +226,8 @@ def test_compiled_code_has_no_events_and_no_guard_on_listeners() -> None:
     assert len(graphs) == 2 and not log.reported, "a graph that is traced under a listener is the same"
 
 
-def test_an_event_costs_little_where_nobody_listens() -> None:
-    """A tenth of a microsecond or two; the bound leaves room for a loaded machine."""
+def test_an_event_costs_little_without_a_listener() -> None:
+    """It takes 0.1 to 0.2 microseconds; the bound leaves room for a loaded machine."""
     nothing = min(timeit.repeat("pass", number=20_000, repeat=20))
     check = min(timeit.repeat(events.is_listening, number=20_000, repeat=20)) - nothing
     assert check / 20_000 < 1e-6

@@ -17,7 +17,7 @@ model name\t: Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz
 flags\t\t: fpu vme avx2 avx512f avx512_bf16 avx512_fp16 amx_bf16 amx_tile amx_int8
 
 processor\t: 1
-model name\t: a second core, which is not looked at
+model name\t: a second core, which is ignored
 flags\t\t: fpu
 """
 ZEN4 = "model name\t: AMD EPYC 9654\nflags\t\t: fpu avx2 avx512f avx512_bf16\n"
@@ -43,13 +43,11 @@ def test_bf16_ridge_points(name: str, ridge: float | None) -> None:
 @pytest.mark.parametrize("gpu", gpus(), ids=lambda gpu: gpu.name)
 def test_each_entry_is_plausible(gpu: hardware.Gpu) -> None:
     assert gpu.dense and gpu.source
-    assert set(gpu.peaks) == set(
-        native_on_gpu(gpu.capability)
-    )  # a peak for what it runs natively, and for nothing else
+    assert set(gpu.peaks) == set(native_on_gpu(gpu.capability))  # a peak for every native format, and for no other
     assert 15 * 2**30 < gpu.memory_bytes < 300 * 2**30 and gpu.memory_bytes % 2**30 == 0
     assert 2e11 < gpu.bandwidth < 1e13
     assert 4 * 2**20 <= gpu.l2_bytes < 2**28 and 40 <= gpu.sms <= 160
-    # Per SM and clock a tensor core generation does a fixed number of FLOPs; a sparse figure stands out as twice it.
+    # Per SM and clock a tensor core generation does a fixed number of FLOPs; a sparse figure would be twice that.
     ratios = {"fp16": gpu.peaks["fp16"] / gpu.peaks["fp32"], "fp8": gpu.peaks.get("fp8", 0) / gpu.peaks["fp16"]}
     assert 1.9 < ratios["fp16"] < (32 if gpu.capability[0] == 10 else 17)
     if "bf16" in gpu.peaks:
@@ -79,7 +77,7 @@ def test_dense_peaks_that_are_often_quoted_wrong() -> None:
     for name in ("H100 SXM", "H200"):
         assert find_gpu(name).peak("tf32") == 494.7e12
         assert find_gpu(name).peak("fp8_e4m3") == find_gpu(name).peak("fp8") == 1978.9e12
-    assert find_gpu("RTX 4090").peak("fp16") == 165.2e12  # with FP32 accumulation; 330 is with FP16's
+    assert find_gpu("RTX 4090").peak("fp16") == 165.2e12  # with FP32 accumulation; 330 is with FP16 accumulation
     with pytest.raises(UsageError, match="unknown compute format 'int8'"):
         find_gpu("H200").peak("int8")
 
@@ -102,7 +100,7 @@ def test_dense_peaks_that_are_often_quoted_wrong() -> None:
         ("NVIDIA L40S", "L40S"),
     ],
 )
-def test_gpus_are_found_by_the_names_of_people_and_of_cuda(given: str, name: str) -> None:
+def test_gpus_are_found_by_common_names_and_by_cuda_names(given: str, name: str) -> None:
     assert find_gpu(given).name == name
 
 

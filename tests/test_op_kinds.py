@@ -1,4 +1,4 @@
-"""Kinds of work by name: one table for operators and kernels."""
+"""Kinds of operations by name: one table for operators and kernels."""
 
 import pytest
 
@@ -38,7 +38,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_names_tell_the_kind(name):
+def test_names_map_to_kinds(name):
     assert op_kinds.classify(name) == NAMES[name]
 
 

@@ -1,4 +1,4 @@
-"""The table of fractions of peak: complete, possible, and the only one."""
+"""The table of fractions of peak: it is complete and plausible, and all code uses it."""
 
 import re
 from pathlib import Path
@@ -16,13 +16,13 @@ H200 = hardware.find_gpu("h200")
 
 
 @pytest.mark.parametrize("entry", load_fractions().values(), ids=lambda entry: entry.name)
-def test_every_fraction_is_possible_and_has_its_source(entry):
+def test_every_fraction_is_plausible_and_names_its_source(entry):
     assert 0 < entry.value <= 1
     assert entry.measured_on in ("H200", "derived") and len(entry.source) > 20 and entry.of
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", entry.date)
 
 
-def test_forecast_choice_of_formats_and_lint_agree():
+def test_forecast_format_choice_and_lint_use_the_same_table():
     rates, costs = ReachableRates(H200), choose_formats.predict_costs(65536, 768, 3072, H200)
     flops = 2 * 65536 * 768 * 3072
     assert costs.bf16[0] == pytest.approx(flops / rates.product("bf16") * 1e3)

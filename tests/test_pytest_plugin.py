@@ -29,7 +29,7 @@ def tiny():
 
 @pytest.fixture(scope="module")
 def imported():
-    """Imports everything that a session needs: pytester drops new modules, and torch cannot be imported twice."""
+    """Import everything that a session needs: pytester drops new modules, and torch cannot be imported twice."""
     names = {}
     exec(TASK, names)
     pytest_plugin.assert_not_slower(names["tiny"](), "fp32", tolerance=0.9, steps=1, rounds=1, device="cpu")
@@ -39,8 +39,8 @@ def imported():
 
 @pytest.fixture
 def session(imported, pytester, monkeypatch):
-    """Runs pytest with the plugin on a test file."""
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # the plugin may be installed: not twice
+    """Run pytest with the plugin on a test file."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # an installed plugin would be loaded twice
     monkeypatch.syspath_prepend(pytester.path)
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(pytester.path / "cache"))
     pytester.makepyfile(mine=TASK)

@@ -54,7 +54,7 @@ def test_every_recipe_parses_back_from_its_text(recipe):
 
 
 def test_every_field_changes_the_text():
-    """The test above means something only if a changed field changes the text."""
+    """The test above is meaningful only if a changed field changes the text."""
     base = NAMED["fp8"]
     changed = {
         "compute": "bf16", "master": "split", "gradients": "released", "moments": "8bit", "scaling": "current",

@@ -95,7 +95,7 @@ class Page:
         self.settle()
 
     def set(self, css: str, value: Any, event: str = "input") -> None:
-        """Sets the value of a control as a user would."""
+        """Set the value of a control as a user would."""
         self.run(
             "const [css, value, event] = arguments; const node = document.querySelector(css); node.value = value;"
             "node.dispatchEvent(new Event(event, { bubbles: true }));",

@@ -1,14 +1,14 @@
-"""The code of the documentation: its blocks, what is to be run of them, and what a reader has beside them.
+"""Extracts the code blocks of the documentation that tests run, and shortens their commands.
 
-A block may have a word in a comment before it, which a reader of the page does not see:
+A comment before a block, which is not rendered, changes how it is run:
 
-    <!-- run: COMMAND -->      for shell and Python: what is run instead, because the block takes long as it stands
-    <!-- before CODE -->       Python that is run before the block: what the page takes for granted
-    <!-- after CODE -->        Python that is run where it stands, to tidy up
-    <!-- not run: WHY -->      needs what a test cannot have; counted, and the number is bounded
+    <!-- run: COMMAND -->      for shell and Python: run this instead, because the block takes too long
+    <!-- before CODE -->       Python that is run before the block: definitions that the page assumes
+    <!-- after CODE -->        Python that is run at this place, to clean up
+    <!-- not run: WHY -->      the block needs something that a test cannot have; the number of these is limited
 
-A Python block whose first line is a comment with a file's name is also that file. Commands that name a built-in
-task, or a file that the reader is taken to have (``my_task.py``), are made small: one layer, two steps, two seeds.
+A Python block whose first line is a comment with a file's name is also written to that file. Commands that name a
+built-in task, or a file that the page assumes (``my_task.py``), are shortened: one layer, two steps, two seeds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _QUICK = {"memory": "--no-search", "roofline": "--quick"}
 
 @dataclass
 class Block:
-    """A piece of a page that is to be executed."""
+    """A part of a page that is executed."""
 
     page: str
     line: int
@@ -59,7 +59,7 @@ class Block:
         return named[1] if named else None
 
     def commands(self) -> list[str]:
-        """The shell's lines, without comments, with continued ones joined."""
+        """Return the shell commands, without comments, with continued lines joined."""
         lines = self.code.replace("\\\n", " ").splitlines()
         stripped = [shlex.join(shlex.split(line, comments=True)) for line in lines]
         return [line for line in stripped if line]
@@ -70,24 +70,26 @@ def pages() -> list[Path]:
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """What is to be executed of a page, in order, with what stands in comments in its place."""
+    """Return the blocks of a page that are executed, in order, with replacements from comments applied."""
     text = page.read_text()
     found: list[Block] = []
-    instead: tuple[str, str] | None = None
+    replacement: tuple[str, str] | None = None
     for part in _PART.finditer(text):
         line = text.count("\n", 0, part.start()) + 1
         word, code = part["word"], part["code"]
         if word in ("before", "after"):
             found.append(Block(page.name, line, "python", part["text"]))
         elif word:
-            instead = (word, part["text"])
+            replacement = (word, part["text"])
         else:
             kind = _kind(part["language"], code)
-            if kind and instead:
-                found.append(Block(page.name, line, "not run" if instead[0] == "not run:" else kind, instead[1]))
+            if kind and replacement:
+                found.append(
+                    Block(page.name, line, "not run" if replacement[0] == "not run:" else kind, replacement[1])
+                )
             elif kind:
                 found.append(Block(page.name, line, kind, code))
-            instead = None
+            replacement = None
     return found
 
 
@@ -98,8 +100,8 @@ def _kind(language: str, code: str) -> str | None:
     return "shell" if language in _SHELL or bare else None
 
 
-def small(words: list[str]) -> list[str]:
-    """A command as it is run here: with a model of one layer and two steps, where the page made no model itself."""
+def shorten(words: list[str]) -> list[str]:
+    """Return the command that the test runs: one layer and two steps, unless the page defines the model itself."""
     verb, *rest = words
     built_in = [word for word in rest if word in _BUILT_IN]
     named = [word for word in rest if word.startswith(("gpt:", *_READERS)) or word.endswith(".py") or ".py:" in word]
@@ -113,7 +115,7 @@ def small(words: list[str]) -> list[str]:
     if ours and verb != "lint":
         rest = _with(rest, {"--batch": "2", "--context": "16"})
         rest += [_QUICK[verb]] if verb in _QUICK else []
-    rest = [word.replace("tf32,", "") for word in rest]  # a mode of tensor cores, refused on a CPU
+    rest = [word.replace("tf32,", "") for word in rest]  # needs tensor cores; refused on a CPU
     if "--capture" in rest:
         rest = _with(rest, {"--capture": "1"})
     if ours or any(word.startswith(_READERS) for word in rest):
@@ -122,7 +124,7 @@ def small(words: list[str]) -> list[str]:
 
 
 def _with(words: list[str], options: dict[str, str]) -> list[str]:
-    """The words with these options, whatever they said about them."""
+    """Return the words with these options set, replacing earlier values."""
     kept: list[str] = []
     skip = False
     for word in words:

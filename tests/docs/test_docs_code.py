@@ -1,4 +1,4 @@
-"""Every block of code in the documentation runs: Python in one namespace a page, commands by the program itself."""
+"""Every code block in the documentation runs: Python in one namespace per page, commands through ``cli.main``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from doc_blocks import ELSEWHERE, Block, blocks_of, pages, small
+from doc_blocks import ELSEWHERE, Block, blocks_of, pages, shorten
 from tokenizers import ByteLevelBPETokenizer
 from torch import nn
 
@@ -36,10 +36,10 @@ EXITS = {
     "narrowgauge report runs/fp8 validation.json --out report.html": 0,
     "narrowgauge doctor": 0,
 }
-"""What a page promises beyond running: an exit code. Others may end with 0 or with a finding (1), never with 2."""
+"""Exit codes that pages document. Other commands may exit with 0 or with a finding (1), never with 2."""
 
 READERS_TASK = '''
-"""What a reader of the pages is taken to have: a small task, one of whose batches is not finite."""
+"""The task that pages assume: a small one. ``bad`` has a batch whose loss is not finite."""
 
 import torch
 import torch.nn.functional as F
@@ -90,12 +90,12 @@ def train(model, optimizer, loader):
 """
 RUN = re.compile(r"runs/[\w.:/-]+|\brun-[ab]\b")
 ran: set[tuple[str, ...]] = set()
-"""Commands that were run for an earlier page and leave nothing behind that a page reads."""
+"""Commands that were run for an earlier page and write nothing that a page reads."""
 
 
 @pytest.fixture(scope="module")
-def belongings(tmp_path_factory):
-    """A folder with a run, its captured step, a saved validation and a saved benchmark; and the cache of all."""
+def assets(tmp_path_factory):
+    """Create a folder with a run, its captured step, a saved validation, a saved benchmark, and their cache."""
     folder = tmp_path_factory.mktemp("reader")
     (folder / "my_task.py").write_text(READERS_TASK)
     task = f"{folder}/my_task.py"
@@ -118,11 +118,11 @@ def belongings(tmp_path_factory):
 
 
 @pytest.fixture
-def reader(belongings, tmp_path, monkeypatch):
-    """An empty folder with the files that pages speak of."""
+def reader(assets, tmp_path, monkeypatch):
+    """Change to an empty folder with the files that pages mention."""
     monkeypatch.chdir(tmp_path)
     for name, value in {
-        "NARROWGAUGE_CACHE": str(belongings / "cache"),
+        "NARROWGAUGE_CACHE": str(assets / "cache"),
         "WANDB_MODE": "offline",
         "COLUMNS": "120",
     }.items():
@@ -130,9 +130,9 @@ def reader(belongings, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(kernels, "interpreting", False)
     for name in ("my_task.py", "task.py", "my.py"):
-        shutil.copy(belongings / "my_task.py", name)
+        shutil.copy(assets / "my_task.py", name)
     for name in ("validation.json", "bench.json", "base.json", "stories.jsonl", "tokenizer.json"):
-        shutil.copy(belongings / name, name)
+        shutil.copy(assets / name, name)
     Path("src").mkdir()
     for path in (Path("train.py"), Path("src/train.py")):
         path.write_text(READERS_SCRIPT)
@@ -144,7 +144,7 @@ def reader(belongings, tmp_path, monkeypatch):
 
 
 def namespace() -> dict[str, object]:
-    """What pages call by name without making it: the reader's own model, optimizer and data."""
+    """Return the names that pages use without defining them: the reader's model, optimizer and data."""
     torch.manual_seed(0)
     model = nn.Sequential(OrderedDict(body=nn.Linear(64, 64), act=nn.GELU(), lm_head=nn.Linear(64, 16)))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -165,10 +165,10 @@ def namespace() -> dict[str, object]:
 
 @pytest.mark.filterwarnings("default")  # as a reader runs it
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_code_of_a_page_runs(page, reader, belongings, capfd):
+def test_the_code_blocks_of_a_page_run(page, reader, assets, capfd):
     space = namespace()
     for block in blocks_of(page):
-        supply(block.code, belongings)
+        provide_runs(block.code, assets)
         if block.kind == "python":
             run_python(block, space)
         elif block.kind == "shell":
@@ -189,7 +189,7 @@ def run_python(block: Block, space: dict[str, object]) -> None:
 
 
 def run_command(command: str, block: Block) -> None:
-    """Run a line as the shell would; what starts other machines is left out, and counted below."""
+    """Run a line as the shell would. Commands that are not run are counted by the last test."""
     words = shlex.split(command)
     environment = dict(os.environ)
     while "=" in words[0]:
@@ -204,19 +204,19 @@ def run_command(command: str, block: Block) -> None:
         done = subprocess.run(arguments, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
     else:
-        run_verb(command, small(words[1:]), block)
+        run_verb(command, shorten(words[1:]), block)
 
 
 def run_verb(command: str, words: list[str], block: Block) -> None:
-    lasting = {"--save", "--out", "--file", "--sarif", "--against", "--resume"} & set(words) or block.file
-    if not lasting and tuple(words) in ran and command not in EXITS:
+    writes = {"--save", "--out", "--file", "--sarif", "--against", "--resume"} & set(words) or block.file
+    if not writes and tuple(words) in ran and command not in EXITS:
         return
     ran.add(tuple(words))
     if words[0] == "train" and not {"--out", "--resume"} & set(words):
-        words = [*words, "--out", f"runs/number-{len(ran)}"]  # named by the second, two of them would be the same run
+        words = [*words, "--out", f"runs/number-{len(ran)}"]  # default names have seconds, so two runs could share one
     try:
         code = main(words)
-    except SystemExit as left:  # argparse: an option that is not there
+    except SystemExit as left:  # argparse: an unknown option
         code = left.code
     expected = (EXITS[command],) if command in EXITS else (0, 1)
     assert code in expected, f"{block.place}: {command!r}, run as {' '.join(words)!r}, exited with {code}"
@@ -227,19 +227,19 @@ def is_run(command: str) -> bool:
     return words[0] in ("narrowgauge", "python", "pytest") and "--serve" not in words
 
 
-def supply(code: str, belongings: Path) -> None:
-    """Put a run where a page speaks of one that nobody has made (``runs/...``)."""
+def provide_runs(code: str, assets: Path) -> None:
+    """Create the runs that a page mentions without creating them (``runs/...``)."""
     made = set(re.findall(r"^narrowgauge .*--out (\S+)", code, re.MULTILINE))
     for name in set(RUN.findall(code)) - made:
         folder, inside = Path(name.split("/captures/")[0]), "/captures/" in name
         if not folder.exists():
-            shutil.copytree(belongings / "run", folder)
+            shutil.copytree(assets / "run", folder)
         if inside and not Path(name).exists():
-            shutil.copytree(next((belongings / "run" / "captures").iterdir()), name)
+            shutil.copytree(next((assets / "run" / "captures").iterdir()), name)
 
 
-def test_little_is_left_out():
-    """What cannot be run here says so, and is little."""
+def test_few_blocks_are_not_run():
+    """Blocks that cannot be run are marked, and there are few."""
     found = [block for page in PAGES for block in blocks_of(page)]
     marked = [f"{block.place}: {block.code}" for block in found if block.kind == "not run"]
     unrun = [
@@ -250,7 +250,7 @@ def test_little_is_left_out():
         if not is_run(command)
     ]
     allowed = [line for line in unrun if ": torchrun " in line or "--serve" in line]
-    assert unrun == allowed, "a command that the test does not know: run it, or say why not"
+    assert unrun == allowed, "an unknown command: run it in run_command, or mark it as not run"
     assert len(marked) + len(unrun) <= NOT_RUN_AT_MOST, "\n".join(marked + unrun)
     assert sum(block.kind == "python" for block in found) >= 30
     assert sum(len(block.commands()) for block in found if block.kind == "shell") >= 60

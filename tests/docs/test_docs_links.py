@@ -21,7 +21,7 @@ import narrowgauge
 PAGES = [*pages(), ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
 API_PAGES = sorted((ROOT / "docs" / "api").glob("*.md"))
 GENERATED = {"index.md", "changelog.md", "contributing.md"}
-"""Pages of the site that docs/make_site.py makes of files of the repository's root."""
+"""Pages of the site that docs/make_site.py makes from files in the repository's root."""
 NEEDS_MKDOCS = pytest.mark.skipif(find_spec("mkdocstrings") is None, reason="mkdocstrings is not installed")
 
 
@@ -37,7 +37,7 @@ def inline(page: Path):
 
 @cache
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as the code host makes them."""
+    """Return the anchors of a page's headings, as the code host makes them."""
     tokens = parsed(page)
     headings = [tokens[i + 1] for i, token in enumerate(tokens) if token.type == "heading_open"]
     found: set[str] = set()
@@ -61,7 +61,7 @@ def test_links_have_targets(page):
         if not file.exists():
             wrong.append(f"{target}: there is no {file}")
         elif anchor and (file.suffix != ".md" or anchor not in anchors(file)):
-            wrong.append(f"{target}: {file.name} has no such heading, but {', '.join(sorted(anchors(file)))}")
+            wrong.append(f"{target}: {file.name} has no such heading; it has {', '.join(sorted(anchors(file)))}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -79,7 +79,7 @@ def test_the_navigation_lists_every_page_once():
 
 
 def test_the_documented_layers_are_the_tested_ones():
-    """docs/inside.md draws the layers that tests/test_architecture.py checks, in the same order."""
+    """docs/inside.md shows the layers that tests/test_architecture.py checks, in the same order."""
     space: dict[str, object] = {}
     text = (ROOT / "tests" / "test_architecture.py").read_text()
     exec(text[text.index("LAYERS = [") : text.index("LAYER_OF")], space)
@@ -92,7 +92,7 @@ def test_the_documented_layers_are_the_tested_ones():
 
 
 class Counter(HTMLParser):
-    """Counts elements, and collects what a browser would fetch; within <article> only, if that is there."""
+    """Counts elements and collects the URLs that a browser would fetch, only within <article> if there is one."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Counter(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The site, built as ``make docs`` builds it; a warning is an error."""
+    """Build the site as ``make docs`` does; a warning is an error."""
     folder = tmp_path_factory.mktemp("site")
     arguments = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}

@@ -1,4 +1,4 @@
-"""What is handed out: wheel and sdist have what the program needs, run where they are put, and have one version."""
+"""Wheel and sdist: they are complete, run from any folder, and all versions agree."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NEEDED = ["hardware.toml", "peak_fractions.toml", "py.typed", "cli/break_.py"]
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """Wheel and sdist, from a copy of what a clean checkout has: building writes beside the source."""
+    """Build wheel and sdist from a copy of the files of a clean checkout, as the build writes into the source."""
     copy = tmp_path_factory.mktemp("checkout")
     for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md"):
         shutil.copy(ROOT / name, copy)
@@ -59,7 +59,7 @@ def test_the_sdist_has_everything(built):
     assert any(name.startswith(f"{home}/src/narrowgauge/report/assets/") for name in inside)
 
 
-def test_the_wheel_runs_where_it_is_put(built, tmp_path):
+def test_the_wheel_runs_from_any_folder(built, tmp_path):
     (wheel,) = built.glob("*.whl")
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-compile"]
     subprocess.run([*install, "--target", str(tmp_path / "there"), str(wheel)], check=True, capture_output=True)
@@ -80,7 +80,7 @@ def test_the_wheel_runs_where_it_is_put(built, tmp_path):
     assert (tmp_path / "there" / "bin" / "narrowgauge").is_file()
 
 
-def test_a_type_checker_takes_its_types_from_the_installed_wheel(built, tmp_path):
+def test_a_type_checker_reads_types_from_the_installed_wheel(built, tmp_path):
     """Without py.typed an installed package is Any to type checkers. torch is left out: it takes mypy half a minute."""
     pytest.importorskip("mypy")
     (wheel,) = built.glob("*.whl")
@@ -95,9 +95,9 @@ def test_a_type_checker_takes_its_types_from_the_installed_wheel(built, tmp_path
     assert "Found 1 error in 1 file" in done.stdout, done.stdout
 
 
-def test_the_changelog_is_about_this_version():
+def test_the_changelog_covers_this_version():
     text = (ROOT / "CHANGELOG.md").read_text()
     newest = re.search(r"^## (.*)$", text, re.MULTILINE)[1]
     assert VERSION in newest, f"the newest heading of CHANGELOG.md is {newest!r}, the version is {VERSION}"
     missing = [verb for verb in VERBS if verb not in text]
-    assert set(missing) <= {"formats"}, f"CHANGELOG.md does not speak of {missing}"
+    assert set(missing) <= {"formats"}, f"CHANGELOG.md does not mention {missing}"

@@ -39,7 +39,9 @@ FILES = sorted(
     for folder in ("src", "tests", "docs", "bench", "examples")
     for path in (ROOT / folder).rglob("*")
     if path.suffix in (".py", ".md", ".js", ".html", ".toml") and "egg-info" not in str(path)
-) + [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "mkdocs.yml", "pyproject.toml")]
+) + [
+    ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "mkdocs.yml", "pyproject.toml")
+]
 
 
 def test_text_is_plain_english():

@@ -1,4 +1,4 @@
-"""Activations on the GPU: the references in FP32 but for the last bit of an exponential."""
+"""Activations on the GPU match the FP32 references, up to the last bit of an exponential."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def draw(*shape):
 
 
 def cases(length, width):
-    """Each op as (call, its value in FP32, format)."""
+    """Return each op as (call, expected value in FP32, format)."""
     u, grad_output, gate_up = draw(length, width), draw(length, width), draw(length, 2 * width)
     for approximate, tail in (("none", ""), ("tanh", "_tanh")):
         yield (
@@ -60,13 +60,13 @@ def test_kernels_match_the_references(shape):
         counts, counts_reference = torch.zeros(2, 2, dtype=torch.int64, device="cuda")
         reference = quantize_reference(value, scale, dtype, amax_reference, counts_reference)
         out, out_t = call(scale, dtype, amax=amax, counts=counts)
-        # A last-bit difference of the exponential can carry a value over the middle between two FP8 values.
+        # A last-bit difference of the exponential can move a value across the midpoint of two FP8 values.
         off = (codes(out) - codes(reference)).abs()
         assert off.max() <= 1
         assert off.float().mean() < (1e-3 if value.numel() > 1000 else 0.1)
         assert torch.equal(out_t.view(torch.uint8), out.view(torch.uint8).t())
         torch.testing.assert_close(amax, amax_reference, rtol=2e-5, atol=0)
-        # In GELU's tail torch's 1 + erf is off by some percent, and that decides what is small enough to be flushed.
+        # In GELU's tail torch's 1 + erf has an error of a few percent, which changes the number of flushed values.
         assert ((counts - counts_reference).abs() <= 4 + counts_reference // 100).all()
         assert torch.equal(codes(call(scale, dtype, transposed=False)[0]), codes(out))
         plain, none = call()
@@ -90,7 +90,7 @@ def test_backward_recomputes_the_forward_output(shape):
         assert torch.equal(out_t.view(torch.uint8), plain_t.view(torch.uint8))
 
 
-def test_the_polynomial_for_the_normal_integral():
+def test_polynomial_of_the_normal_cdf():
     u = torch.linspace(-14, 14, 1 << 20, device="cuda").view(1024, 1024)
     exact = pointwise_reference("gelu", u.double())
     value, _ = gelu(u, dtype=torch.float32)
@@ -102,7 +102,7 @@ def test_the_polynomial_for_the_normal_integral():
     torch.testing.assert_close(grad.double(), slope, rtol=2e-5, atol=3e-6)
 
 
-def test_inductor_sees_one_graph():
+def test_compiles_to_one_graph():
     def step(u, grad_output, scale, amax):
         a, a_t = gelu(u + 1, scale, E4M3, amax=amax)
         du, *_ = gelu_backward(grad_output, u + 1)

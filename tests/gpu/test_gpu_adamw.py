@@ -1,4 +1,4 @@
-"""AdamW on the GPU: its reference's numbers, split masters to the bit, no waiting, nothing allocated that stays."""
+"""AdamW on the GPU: matches its reference, split masters are bit-exact, no synchronization, no extra memory."""
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def test_split_masters_match_fp32_masters_bit_for_bit(moments):
         assert torch.equal(p, split(r.detach())[0])
 
 
-def test_every_pattern_joins_and_splits_in_the_kernel():
+def test_the_kernel_joins_and_splits_every_bit_pattern():
     """A step of size 0 over all high halves with the low halves around a tie."""
     high = torch.arange(1 << 16, dtype=torch.int32, device="cuda")
     values = torch.stack([(high << 16) | low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]).view(torch.float32)
@@ -113,10 +113,10 @@ def test_norms(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norms_of_any_size(dtype):
-    """Wherever FP32 holds the norm, subnormal gradients included; strides do not matter."""
+    """Every norm that FP32 can represent, with subnormal gradients and with any strides."""
     sizes = [1e-44, 1e-40, 1e-38, 1e-25, 1e-19, 1.0, 1e19, 1e25, 1e35]
     if dtype is torch.bfloat16:
-        sizes[0] = 1e-39  # below 9e-41 there is no BF16 number
+        sizes[0] = 1e-39  # BF16 has no numbers below 9e-41
     at = {"device": "cuda", "dtype": torch.float64, "generator": torch.Generator("cuda").manual_seed(0)}
     grads = [(torch.randn(40_000, **at) * size).to(dtype) for size in sizes]
     grads.append(torch.cat(grads))
@@ -147,7 +147,7 @@ WRITES = {
     "negated": lambda p: p.data.neg_(),
     "zeroed": lambda p: p.data.zero_(),
     "scaled": lambda p: p.data.mul_(0.75),
-    "an ulp more": lambda p: p.data.view(torch.int16).add_(1),
+    "one ulp larger": lambda p: p.data.view(torch.int16).add_(1),
     "swapped": lambda p: p.data.copy_(p.data.reshape(-1).flip(0).view_as(p)),
     "replaced": lambda p: setattr(p, "data", p.data * 0.75),
 }
@@ -155,12 +155,12 @@ WRITES = {
 
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("master", ["split", "fp32"])
-def test_overwritten_weights_are_the_masters(master, write):
-    """The step afterwards is that of the reference on a CPU, which the tests there hold against torch's own."""
+def test_overwritten_weights_become_the_masters(master, write):
+    """The next step matches the reference on a CPU, which other tests compare with torch's AdamW."""
     ours, mine = run("cuda", master, "fp32", 3, lr=1e-2)
     theirs, other = run("cpu", master, "fp32", 3, lr=1e-2)
     for p, q in zip(ours, theirs, strict=True):
-        q.data.copy_(p.data)  # the same start to the bit
+        q.data.copy_(p.data)  # a bit-identical start
         for name, value in mine.state[p].items():
             other.state[q][name].copy_(value)
         WRITES[write](p)
@@ -175,8 +175,8 @@ def test_overwritten_weights_are_the_masters(master, write):
     assert mine.foreign_writes.item() == other.foreign_writes.item() > 0
 
 
-def test_all_pairs_of_a_zero_and_a_remainder_decode_to_numbers():
-    """With words that fit, as if a foreign write had not been noticed: the kernel's decoding by itself."""
+def test_all_pairs_of_a_zero_and_a_remainder_decode_to_finite_numbers():
+    """With matching check words, as if a foreign write had not been detected: this tests only the kernel's decoding."""
     low = torch.arange(-0x8000, 0x8000, dtype=torch.int32, device="cuda").to(torch.int16)
     for high in (0x0000, -0x8000, 0x0001, 0x7F7F, -0x8000 + 0x7F7F):
         weight = torch.full_like(low, high).view(torch.bfloat16)
@@ -207,7 +207,7 @@ def test_reading_masters_does_not_synchronize():
 
 @pytest.mark.parametrize("moments", ["fp32", "8bit"])
 def test_strides_and_complex_numbers(moments):
-    """channels_last, transposed and complex parameters against the same numbers in row-major order, to the bit."""
+    """channels_last, transposed and complex parameters give the same bits as row-major ones."""
     torch.manual_seed(0)
     made = [
         torch.randn(32, 16, 3, 3, device="cuda").to(memory_format=torch.channels_last),
@@ -227,11 +227,11 @@ def test_strides_and_complex_numbers(moments):
         other.step()
     assert transposed_weight[0].is_contiguous(memory_format=torch.channels_last)
     assert all(torch.equal(join_fp32(p), join_fp32(q)) for p, q in zip(transposed_weight, plain, strict=True))
-    assert not torch.equal(transposed_weight[2].imag, made[2].imag), "complex parameters move"
+    assert not torch.equal(transposed_weight[2].imag, made[2].imag), "complex parameters did not change"
 
 
 def test_peak_memory_is_mostly_states():
-    """8.094 bytes a parameter for weights, gradients and states, and next to nothing on top while it steps."""
+    """8.094 bytes per parameter for weights, gradients and states, and almost nothing more during a step."""
     torch.cuda.empty_cache()
     start = torch.cuda.memory_allocated()
     count = 64 * 1024 * 1024

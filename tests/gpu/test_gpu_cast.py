@@ -1,4 +1,4 @@
-"""Casts on the GPU: bit for bit the reference, for every BF16 value and over a thousand shapes."""
+"""Casts on the GPU match the reference bit for bit, for every BF16 value and in a thousand shapes."""
 
 import random
 
@@ -22,7 +22,7 @@ FORMATS = pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5
 
 
 def bits(x_lp):
-    """The bytes of FP8 values; the hardware's NaN has no sign, torch's keeps it."""
+    """Return the bytes of FP8 values, without the sign of NaN: torch keeps it, the hardware does not."""
     return torch.where(torch.isnan(x_lp.float()), 127, x_lp.view(torch.uint8))
 
 
@@ -57,7 +57,7 @@ def test_every_bf16_value(dtype, scale):
 
 
 def test_a_thousand_shapes():
-    """Triton once miscompiled transposed FP8 stores in some shapes alone (torchao #4652)."""
+    """Triton once miscompiled transposed FP8 stores in some shapes only (torchao #4652)."""
     rng = random.Random(0)
     torch.manual_seed(0)
     for index in range(1000):
@@ -104,7 +104,7 @@ def test_nan_and_inf_reach_the_amax():
         torch.testing.assert_close(max_abs(x), torch.tensor(value, device="cuda"), equal_nan=True)
 
 
-def test_more_elements_than_int32_counts():
+def test_more_elements_than_int32_offsets():
     """Logits of 65,536 tokens: 3.3e9 elements, so that offsets need 64 bits."""
     length, width = 65536, 50304
     x = torch.randn(1, width, device="cuda", dtype=torch.bfloat16).expand(length, width).contiguous()
@@ -139,7 +139,7 @@ def test_calls_do_not_synchronize_and_can_be_captured():
     assert amax.item() >= x.abs().max().item()
 
 
-def test_inductor_sees_one_graph():
+def test_compiles_to_one_graph():
     def step(x, scale, amax, counts):
         y = x * 2 + 1
         x_lp, x_lp_t = cast_transpose(y, scale, torch.float8_e4m3fn, amax, counts)

@@ -1,4 +1,4 @@
-"""Casts of weights by the kernels against their references, at the shapes of real models."""
+"""The kernels' casts of weights match their references, in the shapes of real models."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def test_weights_with_a_delayed_scale(shapes, dtype, factor):
         assert torch.equal(bits(one), bits(other))
 
 
-def test_a_strided_weight_is_cast_as_its_copy():
+def test_a_strided_weight_is_cast_like_a_contiguous_one():
     weight = torch.randn(256, 512, device="cuda").t()
     for one, other in zip(cast_weight([weight], E4M3)[:2], cast_weight([weight.contiguous()], E4M3)[:2], strict=True):
         assert torch.equal(bits(one), bits(other))

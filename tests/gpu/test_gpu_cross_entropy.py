@@ -1,4 +1,4 @@
-"""Cross-entropy and the fused head on the device: FP8 bits, 64-bit offsets, memory, no waiting for the device."""
+"""Cross-entropy and the fused head on the GPU: FP8 bits, 64-bit offsets, memory, no synchronization."""
 
 import itertools
 import math
@@ -28,7 +28,7 @@ def make(rows, columns, spread=3.0, padding=0):
 
 
 def assert_same_bits(lp, exact):
-    """Cast exactly as torch casts, but where an exponential's last bit decides a tie: few, and one code away."""
+    """Compare with torch's cast. A few values may be one code away, where an exponential's last bit decides a tie."""
     mine, theirs = lp.view(torch.uint8).int(), exact.to(lp.dtype).view(torch.uint8).int()
     zero = ((mine | theirs) & 0x7F) == 0  # +0 and -0
     apart = ((mine - theirs).abs() > 0) & ~zero
@@ -55,7 +55,7 @@ def test_fp8_bits_in_both_layouts(dtype, shape, spread):
 
 
 @pytest.mark.parametrize("shape", [(16, 128), (37, 300), (1024, 50304)])
-def test_bf16_gradient_in_place_of_the_logits(shape):
+def test_bf16_gradient_overwrites_the_logits(shape):
     logits, targets = make(*shape)
     lse, _ = ce.compute_softmax_stats(logits, targets)
     factor = torch.tensor(1 / 37, device="cuda")
@@ -131,8 +131,8 @@ def test_head_does_not_synchronize_and_saves_memory(choice):
         compute_head_loss(x, weight, targets, precision=choice, chunk_rows=4096).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    gradients = weight.numel() * 4 * 2 + x.numel() * 2 * 4  # a sum and its next share; x in its layouts
-    one_chunk = 4 * 4096 * weight.shape[0] + 2 * weight.numel()  # and the weight's copies
+    gradients = weight.numel() * 4 * 2 + x.numel() * 2 * 4  # a sum and its next summand; x in its layouts
+    one_chunk = 4 * 4096 * weight.shape[0] + 2 * weight.numel()  # plus the weight's copies
     assert torch.cuda.max_memory_allocated() - before < (gradients + one_chunk) * 1.1
 
 

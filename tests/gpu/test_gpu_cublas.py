@@ -1,4 +1,4 @@
-"""Products by the fastest cuBLASLt algorithm: the numbers of torch in every layout and format; cases that use torch."""
+"""Products by the fastest cuBLASLt algorithm match torch in every layout and format; cases that fall back to torch."""
 
 import threading
 
@@ -12,24 +12,24 @@ BF16 = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
-def nothing_known(monkeypatch):
+def forget_choices(monkeypatch):
     monkeypatch.setattr(cublas, "_choices", {})
-    monkeypatch.setattr(cublas, "MARGIN", float("inf"))  # the fastest of all, so that torch's is not in the way
+    monkeypatch.setattr(cublas, "MARGIN", float("inf"))  # always take the fastest, even if torch's is close
 
 
 @pytest.fixture
 def searches(monkeypatch):
-    """Have cuBLASLt's proposals alone, and count the searches."""
+    """Count the searches, and search only cuBLASLt's proposals."""
     found, plain = [], cublas.pick_fastest
     monkeypatch.setattr(cublas, "pick_fastest", lambda runs, clock: found.append(len(runs)) or plain(runs[1:], clock))
     return found
 
 
-def operands(m, n, k, turned_a=False, turned_b=False):
+def operands(m, n, k, transposed_a=False, transposed_b=False):
     torch.manual_seed(0)
-    a = torch.randn(*((k, m) if turned_a else (m, k)), device="cuda", dtype=BF16)
-    b = torch.randn(*((n, k) if turned_b else (k, n)), device="cuda", dtype=BF16)
-    return a.t() if turned_a else a, b.t() if turned_b else b
+    a = torch.randn(*((k, m) if transposed_a else (m, k)), device="cuda", dtype=BF16)
+    b = torch.randn(*((n, k) if transposed_b else (k, n)), device="cuda", dtype=BF16)
+    return a.t() if transposed_a else a, b.t() if transposed_b else b
 
 
 def exact(a, b):
@@ -37,11 +37,11 @@ def exact(a, b):
 
 
 @pytest.mark.parametrize("out", [BF16, torch.float32])
-@pytest.mark.parametrize("turned_a", [False, True])
-@pytest.mark.parametrize("turned_b", [False, True])
+@pytest.mark.parametrize("transposed_a", [False, True])
+@pytest.mark.parametrize("transposed_b", [False, True])
 @pytest.mark.parametrize("sizes", [(8192, 2304, 768), (768, 3072, 16384)])
-def test_bf16_in_any_layout(sizes, turned_a, turned_b, out, searches):
-    a, b = operands(*sizes, turned_a, turned_b)
+def test_bf16_in_any_layout(sizes, transposed_a, transposed_b, out, searches):
+    a, b = operands(*sizes, transposed_a, transposed_b)
     made = multiply_bf16(a, b, out)
     assert searches and made.dtype is out and all(cublas._choices.values())
     by_torch = torch.mm(a, b) if out is BF16 else torch.mm(a, b, out_dtype=out)
@@ -53,7 +53,7 @@ def test_bf16_in_any_layout(sizes, turned_a, turned_b, out, searches):
 @pytest.mark.parametrize("out", [BF16, torch.float32])
 @pytest.mark.parametrize("first", [E4M3, E5M2])
 def test_fp8_with_scales(first, out, fast, searches):
-    a, b_t = operands(8192, 2304, 768, turned_b=True)
+    a, b_t = operands(8192, 2304, 768, transposed_b=True)
     b = b_t.t()
     inv_a, inv_b = torch.tensor(0.5, device="cuda"), torch.tensor(3.0, device="cuda")
     made = multiply_fp8(a.to(first), b.to(E4M3), inv_a, inv_b, out, fast)
@@ -70,7 +70,7 @@ def test_a_shape_is_searched_once_and_not_during_capture(searches):
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        torch.mm(a, b)  # cuBLAS gets ready
+        torch.mm(a, b)  # initializes cuBLAS
     with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
         multiply_bf16(a, b)
     assert not searches
@@ -83,8 +83,8 @@ def test_a_shape_is_searched_once_and_not_during_capture(searches):
     assert len(searches) == 1 and torch.equal(first, captured)
 
 
-def test_threads_have_their_own_descriptions(searches):
-    a, b = operands(8192, 2304, 768, turned_b=True)
+def test_threads_have_their_own_descriptors(searches):
+    a, b = operands(8192, 2304, 768, transposed_b=True)
     one = torch.ones((), device="cuda")
     results = {}
 
@@ -105,10 +105,10 @@ def test_threads_have_their_own_descriptions(searches):
 
 
 @pytest.mark.filterwarnings("ignore:.*eterministic")
-def test_cases_that_go_to_torch(searches, monkeypatch):
+def test_cases_that_fall_back_to_torch(searches, monkeypatch):
     small, wide = operands(64, 64, 64), operands(8192, 2304, 776)
     multiply_bf16(*small)
-    multiply_bf16(wide[0][:, 8:], wide[1][8:])  # 16 bytes off
+    multiply_bf16(wide[0][:, 8:], wide[1][8:])  # an offset of 16 bytes
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         multiply_bf16(*operands(8192, 2304, 768))
@@ -130,7 +130,7 @@ def test_torch_rejects_operands_that_do_not_match():
 
 def test_the_chosen_algorithm_is_not_slower_than_torch(monkeypatch):
     monkeypatch.setattr(cublas, "MARGIN", 0.985)
-    a, b = operands(65536, 3072, 768, turned_b=True)
+    a, b = operands(65536, 3072, 768, transposed_b=True)
     multiply_bf16(a, b)
     ours = min(cublas._measure_ms(lambda: multiply_bf16(a, b), 10) for _ in range(5))
     torchs = min(cublas._measure_ms(lambda: torch.mm(a, b), 10) for _ in range(5))

@@ -1,4 +1,4 @@
-"""The engine on a GPU: no waiting in a step, skips decided on the device, fused attention, FP32 where it must be."""
+"""The engine on a GPU: steps without synchronization, skips decided on the device, fused attention, FP32 operations."""
 
 import copy
 import math
@@ -51,28 +51,28 @@ def same(a, b):
 
 
 @pytest.fixture
-def no_waiting():
-    """From here to the end of the test any synchronisation with the device is an error."""
+def forbid_sync():
+    """Return a function that makes any synchronization an error until the end of the test."""
     yield lambda: torch.cuda.set_sync_debug_mode("error")
     torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.fixture
-def repeatable():
-    """From here to the end of the test sums come in the same order each time: no atomic additions."""
+def deterministic():
+    """Return a function that makes torch deterministic (no atomic additions) until the end of the test."""
     yield lambda: torch.use_deterministic_algorithms(True, warn_only=True)
     torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_steady_step_never_waits_for_the_device(recipe, compile, no_waiting):
+def test_steps_do_not_synchronize(recipe, compile, forbid_sync):
     engine = make(recipe, compile=compile, clip_norm=1.0, accumulate=2)
     data = batch()
     for _ in range(4):
         run_step(engine, data)
     torch.cuda.synchronize()
-    no_waiting()
+    forbid_sync()
     reports = [run_step(engine, data)[1] for _ in range(6)]
     skipped = engine.skipped
     torch.cuda.set_sync_debug_mode("default")
@@ -81,16 +81,16 @@ def test_a_steady_step_never_waits_for_the_device(recipe, compile, no_waiting):
     assert skipped >= 0
 
 
-def test_the_test_above_would_notice_a_wait(no_waiting):
+def test_the_test_above_detects_a_synchronization(forbid_sync):
     engine = make("bf16")
     run_step(engine, batch())
-    no_waiting()
+    forbid_sync()
     _, report = run_step(engine, batch())
     with pytest.raises(RuntimeError, match="synchronizing"):
         _ = report.applied
 
 
-def test_loss_scaler_steps_without_waiting(no_waiting):
+def test_loss_scaler_does_not_synchronize(forbid_sync):
     model = torch.nn.Linear(8, 8, device="cuda")
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     scaler, x = LossScaler("cuda"), torch.randn(4, 8, device="cuda")
@@ -107,7 +107,7 @@ def test_loss_scaler_steps_without_waiting(no_waiting):
 
     for _ in range(3):
         step()
-    no_waiting()
+    forbid_sync()
     for _ in range(5):
         step()
 
@@ -225,7 +225,7 @@ print(torch._C._get_sdp_priority_order())
 @pytest.mark.parametrize("inside", ["contextlib.nullcontext()", "torch.device('cuda')"])
 @pytest.mark.parametrize(("fused", "compile"), [(True, False), (False, False), (False, True)])
 def test_an_engine_restores_the_order_of_attention_backends(fused, compile, inside):
-    """In processes of their own: torch decides its order at the first attention, and puts cuDNN first on Hopper."""
+    """In separate processes: torch decides its order at the first attention call, and puts cuDNN first on Hopper."""
 
     def order(engine):
         source = FIRST.format(engine=engine, fused=fused, compile=compile, inside=inside)
@@ -246,10 +246,10 @@ def test_unsupported_attention_raises_one_clear_line():
 
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("mode", ["selective", "full"])
-def test_recomputation_saves_memory_and_changes_no_number(mode, compile, repeatable):
+def test_recomputation_saves_memory_and_keeps_the_loss(mode, compile, deterministic):
     peaks, losses = [], []
     if not compile:
-        repeatable()
+        deterministic()
     for recipe in ("bf16", f"bf16[checkpoint={mode}]"):
         torch._dynamo.reset()
         engine = make(recipe, compile=compile)
@@ -265,8 +265,8 @@ def test_recomputation_saves_memory_and_changes_no_number(mode, compile, repeata
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_resuming_from_a_state_equals_not_stopping(recipe, repeatable):
-    repeatable()
+def test_resume_matches_an_uninterrupted_run(recipe, deterministic):
+    deterministic()
     straight, first = make(recipe, clip_norm=0.5), make(recipe, clip_norm=0.5)
     for engine in (straight, first):
         for step in range(4):

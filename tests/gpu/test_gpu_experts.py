@@ -1,4 +1,4 @@
-"""Experts on a GPU: grouped products in the recipe's 16 bits, right within the format, compiled and recomputed too."""
+"""Experts on a GPU: grouped products in the recipe's 16-bit format, within its error, also compiled and recomputed."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ NARROW = {
 
 
 class Experts(nn.Module):
-    """Tokens in equal shares through two stacks of matrices: routing would tip over between formats."""
+    """Equal numbers of tokens through two stacks of matrices: routing could differ between formats."""
 
     def __init__(self, width=64, hidden=96, experts=4):
         super().__init__()
@@ -62,7 +62,7 @@ class Spy(TorchDispatchMode):
 
 
 def train(recipe, spy=None, sizes=None, **options):
-    """Two steps; the gradients of the first, unscaled, in double."""
+    """Train two steps; return the unscaled gradients of the first in FP64."""
     torch.manual_seed(0)
     model = Model(**(sizes or {})).cuda()
     x = torch.randn(256, model.blocks[0].up.shape[1], device="cuda")
@@ -79,7 +79,7 @@ def train(recipe, spy=None, sizes=None, **options):
     return found
 
 
-def off(found, exact):
+def largest_error(found, exact):
     names = [name for name in exact if name.endswith(("up", "down"))]
     return max(((found[name] - exact[name]).norm() / exact[name].norm()).item() for name in names)
 
@@ -93,17 +93,17 @@ def test_operands_have_the_recipes_format(recipe):
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp16", "bf16[checkpoint=full]", "bf16[checkpoint=selective]"])
 @pytest.mark.parametrize("sizes", [(64, 96), (36, 44)])
-def test_gradients_are_those_of_fp32_within_the_format(recipe, sizes):
+def test_gradients_match_fp32_within_the_formats_error(recipe, sizes):
     sizes = dict(zip(("width", "hidden"), sizes, strict=True))
-    assert off(train(recipe, sizes=sizes), train("fp32", sizes=sizes)) < 0.03
+    assert largest_error(train(recipe, sizes=sizes), train("fp32", sizes=sizes)) < 0.03
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8"])
-def test_compiled_experts_agree_with_eager_ones(recipe):
-    assert off(train(recipe, compile=True), train(recipe)) < 0.05
+def test_compiled_experts_match_eager_ones(recipe):
+    assert largest_error(train(recipe, compile=True), train(recipe)) < 0.05
 
 
-def test_plain_autocast_outside_of_an_engine_computes_as_before():
+def test_autocast_outside_of_an_engine_is_unchanged():
     model, x = Model().cuda(), torch.randn(256, 64, device="cuda")
     train("bf16")
     with torch.autocast("cuda", dtype=torch.bfloat16):
@@ -113,7 +113,7 @@ def test_plain_autocast_outside_of_an_engine_computes_as_before():
 
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp8-lean"])
-def test_a_mixtral_trains_near_fp32(recipe, compile):
+def test_mixtral_losses_are_close_to_fp32(recipe, compile):
     transformers = pytest.importorskip("transformers", minversion="5.0")
     losses = {}
     for name, options in (("fp32", {}), (recipe, {"compile": compile})):

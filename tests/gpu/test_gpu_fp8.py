@@ -1,4 +1,4 @@
-"""FP8 training on a GPU: right within the format, no waiting, the same as its emulation, steady under outliers."""
+"""FP8 training on a GPU: as accurate as the format, no synchronization, matches its emulation, robust to outliers."""
 
 import copy
 import math
@@ -53,7 +53,7 @@ def sqnr(value, reference):
 @pytest.mark.parametrize(
     ("recipe", "least"), [("bf16", 30), ("fp8[products=all]", 14), ("fp8[products=all,scaling=current]", 14)]
 )
-def test_gradients_are_right_within_the_format(build, recipe, least):
+def test_gradients_match_fp64_within_the_formats_error(build, recipe, least):
     engine = make(build, recipe, fused=True)
     exact = copy.deepcopy(make(build, "fp32", "cpu").model).double()
     exact(*batch(device="cpu")).backward()
@@ -70,10 +70,10 @@ def test_gradients_are_right_within_the_format(build, recipe, least):
 
 
 @pytest.mark.parametrize("build", [gpt, llama])
-def test_the_emulation_on_a_cpu_gives_the_same_numbers(build):
-    """Up to the order of accumulation, and what a tie in a cast makes of it.
+def test_the_cpu_emulation_matches(build):
+    """Up to the order of accumulation, whose differences a tie in a cast can amplify.
 
-    The weights stay as they are: Adam's first steps would make a whole step of the sign of any difference.
+    The learning rate is 0: Adam's first steps depend only on the sign, so any difference would become a whole step.
     """
     on_gpu, on_cpu = make(build), make(build, device="cpu")
     for engine in (on_gpu, on_cpu):
@@ -84,8 +84,9 @@ def test_the_emulation_on_a_cpu_gives_the_same_numbers(build):
             engine.step()
     assert on_gpu.results[0] == pytest.approx(on_cpu.results[0], rel=2e-3)
     ratios = {name: sqnr(grad, on_cpu.results[1][name]) for name, grad in on_gpu.results[1].items()}
-    # The emulation against itself, its products disturbed by 2**-11, is alike to 17 dB in all gradients, and to 21 dB
-    # (Llama) and 23 (GPT) in the one that fewest casts lie before: what crosses a tie moves by one of E5M2's steps.
+    # The emulation compared with itself, with products perturbed by 2**-11, has an SQNR of 17 dB over all gradients,
+    # and of 21 dB (Llama) and 23 dB (GPT) in the gradient after the fewest casts: a value that crosses a tie moves by
+    # one E5M2 step.
     assert min(ratios.values()) > 15, ratios
     assert ratios["blocks.1.down.weight"] > 18, ratios
     ratio = on_gpu.conversion.scales.scale.cpu() / on_cpu.conversion.scales.scale
@@ -93,7 +94,7 @@ def test_the_emulation_on_a_cpu_gives_the_same_numbers(build):
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp8[products=all]"])
-def test_a_steady_step_never_waits_for_the_device(recipe):
+def test_steps_do_not_synchronize(recipe):
     engine = make(recipe=recipe, fused=True, clip_norm=1.0, accumulate=2)
     data = batch()
 
@@ -131,7 +132,7 @@ def test_recomputation_changes_nothing_and_saves_memory(build, mode):
     assert results[1][2] < results[0][2]
 
 
-def test_outliers_saturate_are_counted_and_harm_no_weight():
+def test_outliers_saturate_are_counted_and_damage_no_weight():
     engine = make(clip_norm=1.0)
     gain = engine.model.blocks[0].norm1.weight
     counts = engine.conversion.scales.counts

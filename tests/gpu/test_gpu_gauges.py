@@ -1,4 +1,4 @@
-"""Gauges on the device: statistics to the count, no waiting, nothing changed."""
+"""Gauges on the GPU: exact counts, no synchronization, no effect on training."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def run(engine, steps, tokens):
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "fp16", "bf16", "fp8[products=all]", "bf16-lean", "fp8-lean"])
-def test_watching_reads_everything_without_synchronizing(recipe):
+def test_gauges_read_everything_without_synchronizing(recipe):
     tokens = torch.randint(0, 1024, (4, 129), device="cuda")
     engine = make(recipe)
     watch = Watch(engine, every=2)
@@ -71,7 +71,7 @@ def test_watching_reads_everything_without_synchronizing(recipe):
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8[products=all]"])
-def test_watching_changes_nothing(recipe):
+def test_gauges_do_not_change_training(recipe):
     tokens = torch.randint(0, 1024, (4, 129), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     alone, watched = make(recipe), make(recipe)
     watch = Watch(watched, every=1)

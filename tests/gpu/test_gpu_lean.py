@@ -1,4 +1,4 @@
-"""Lean recipes on the device: they train like full ones, wait for nothing, and hold what they say they hold."""
+"""Lean recipes on the GPU: losses match full recipes, no synchronization, memory as documented."""
 
 import gc
 
@@ -37,7 +37,7 @@ def run(engine, steps, first=0):
 
 @pytest.mark.parametrize("recipe", ["bf16-lean", "fp8-lean", "bf16[master=split]", "bf16[master=none,moments=bf16]"])
 def test_lean_recipes_train_like_full_ones(recipe):
-    """The mean of nine steps, three of each batch: where a model learns by heart, a loss is 8% off either way."""
+    """Compares means of nine steps, three per batch: while a model memorizes, single losses differ by up to 8%."""
     wanted, found = run(make("bf16", 1.0), 30), run(make(recipe, 1.0), 30)
     assert wanted[-1] < wanted[0] - 0.7
     assert sum(found[-9:]) == pytest.approx(sum(wanted[-9:]), rel=0.05)
@@ -45,7 +45,7 @@ def test_lean_recipes_train_like_full_ones(recipe):
 
 @pytest.mark.parametrize("recipe", ["bf16-lean", "fp8-lean[products=all]"])
 def test_released_gradients_give_the_same_weights(recipe):
-    """In FP8 a weight stepped in backward is cast by the scale before this step's amaxes: one step older, no more."""
+    """In FP8 a weight stepped in backward is cast with a scale that is one step older, without this step's amax."""
     loosely, closely = {"rtol": 1e-2, "atol": 1e-2}, {"rtol": 1e-4, "atol": 1e-5}
     kept = make(recipe)
     freed = make(recipe[:-1] + ",gradients=released]" if recipe.endswith("]") else recipe + "[gradients=released]")
@@ -72,7 +72,7 @@ def test_pruned_weights_are_zeros_and_training_continues(recipe):
     assert engine.optimizers[0].foreign_writes.item() > 0
     before = engine.optimizers[0].foreign_writes.item()
     run(engine, 2, first=15)
-    assert engine.optimizers[0].foreign_writes.item() == before, "an update finds its own weights"
+    assert engine.optimizers[0].foreign_writes.item() == before, "the update reported its own weights as foreign"
 
 
 @pytest.mark.parametrize("recipe", ["bf16-lean", "fp8-lean", "bf16-lean[gradients=released]"])
@@ -92,20 +92,20 @@ def test_no_synchronization(recipe):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def requested():
-    """Bytes that tensors have: the allocator's blocks are larger, by how much depends on what came before."""
+def requested_bytes():
+    """Return the bytes of all tensors. The allocator's blocks are larger, depending on earlier allocations."""
     return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
 
 @pytest.mark.parametrize(("recipe", "most"), [("bf16-lean", 6.11), ("fp8-lean[products=all]", 6.11)])
 def test_memory_between_steps(recipe, most):
-    """2 + 2 bytes of weight with 1/32 of check words, 2 and 1/16 of moments, and no copies of weights."""
+    """2 + 2 bytes for weights, 1/32 for check words, 2 + 1/16 for moments, and no copies of weights."""
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
-    start = requested()
+    start = requested_bytes()
     engine = make(recipe, layers=12, width=2048, hidden=5632, vocab=8192)
     run(engine, 2)
     count = sum(p.numel() for p in engine.model.parameters())
     torch._C._cuda_clearCublasWorkspaces()
-    keep_for_backward = (requested() - start) / count
+    keep_for_backward = (requested_bytes() - start) / count
     assert keep_for_backward < most

@@ -1,4 +1,4 @@
-"""Norms on a GPU: FP8 to the bit, the same bits on every run, no waiting, and more than 2^31 elements."""
+"""Norms on a GPU: bit-exact FP8, deterministic results, no synchronization, and more than 2^31 elements."""
 
 import pytest
 import torch
@@ -31,8 +31,8 @@ def same_bits(a, b):
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_bf16_value_is_cast_as_torch_casts_it(kind, dtype):
-    """Rows of +-1 have a mean of 0 and an rstd of 1 exactly at eps 0, so the weights themselves come out."""
+def test_every_bf16_value_is_cast_like_torch(kind, dtype):
+    """Rows of +-1 have a mean of 0 and an rstd of 1 exactly at eps 0, so the output is the weights."""
     patterns = torch.arange(65536, device="cuda").to(torch.int16).view(torch.bfloat16).reshape(8, 8192)
     signs = torch.ones(3, 8192, device="cuda")
     signs[:, ::2] = -1
@@ -115,7 +115,7 @@ def test_bf16_stream():
     torch.testing.assert_close(got.out, F.layer_norm((x + branch).float(), (768,)).bfloat16(), rtol=2**-7, atol=1e-5)
 
 
-def test_beyond_32_bit_offsets():
+def test_more_elements_than_32_bit_offsets():
     rows, columns = 2**18 + 3, 8192
     x = torch.zeros(rows, columns, device="cuda", dtype=torch.bfloat16)
     x[-3:] = draw(3, columns, torch.bfloat16)
@@ -130,7 +130,7 @@ def test_beyond_32_bit_offsets():
     assert same_bits(grad_input_lp[-3:], last[1])
 
 
-def test_no_synchronization_and_a_graph_captures_it():
+def test_no_synchronization_and_cuda_graph_capture():
     x, branch, weight = draw(4096, 768), draw(4096, 768, torch.bfloat16, 1), torch.ones(768, device="cuda")
     scale, watch = torch.tensor([16.0], device="cuda"), watched()
 

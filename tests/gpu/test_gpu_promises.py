@@ -1,4 +1,4 @@
-"""Promises on a GPU: no bad value reaches a weight, no write to one is missed, copies have weights of their own."""
+"""Guarantees on a GPU: no inf or NaN reaches a weight, no write to a weight is missed, copies use their own weights."""
 
 import copy
 import io
@@ -88,8 +88,8 @@ def exact(model, name):
         return loss_of(plain, name).item()
 
 
-def spoil(engine, name, value, where):
-    """Put a value into one element of a layer's or a block's input, or of its output's gradient, by hooks."""
+def inject(engine, name, value, where):
+    """Inject a value by hooks into one element of the input of a layer or block, or of the gradient of its output."""
     module = engine.model.get_submodule("layers.1" if name == "net" else "blocks.1")
 
     def one(x):
@@ -113,7 +113,7 @@ def test_a_bad_value_skips_the_update(name, recipe, where):
         before = {key: tensor.clone() for key, tensor in engine.state_dict()["model"].items()}
         scales = engine.conversion.scales
         moved = None if scales is None else scales.scale.clone()
-        handle = None if where == "loss" else spoil(engine, name, value, where)
+        handle = None if where == "loss" else inject(engine, name, value, where)
         report = step(engine, name, value if where == "loss" else 1.0)
         if handle is not None:
             handle.remove()
@@ -125,7 +125,7 @@ def test_a_bad_value_skips_the_update(name, recipe, where):
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8[products=all]"])
-def test_compiled_too(recipe):
+def test_a_bad_value_skips_the_update_when_compiled(recipe):
     engine = make("net", recipe, compile=True, clip_norm=1.0)
     for seed in range(3):
         assert step(engine, "net", seed=seed).applied
@@ -210,7 +210,7 @@ def test_no_write_to_a_weight_is_missed(recipe, write, name, path):
         torch.manual_seed(1)
         WRITES[write](weight, torch.randn(weight.shape, device="cuda") * size)
         assert evaluated(engine, engine.model, name) == pytest.approx(exact(engine.model, name), rel=6e-2)
-    assert step(engine, name).applied or recipe == "fp16"  # whose scale may be too large for weights like these
+    assert step(engine, name).applied or recipe == "fp16"  # its loss scale may be too large for these weights
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8[products=all]"])
@@ -231,7 +231,7 @@ def test_gradient_penalties(recipe):
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8[products=all]", "fp8-lean[products=all]"])
 @pytest.mark.parametrize("name", BUILD)
-def test_a_graph_that_is_retained_runs_twice(name, recipe):
+def test_a_retained_graph_runs_twice(name, recipe):
     engine = make(name, recipe)
     step(engine, name)
     grads = []

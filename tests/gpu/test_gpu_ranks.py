@@ -1,4 +1,4 @@
-"""Shards and copies on a GPU by NCCL: one rank alone must do what no ranks do, without waiting for the device."""
+"""FSDP and DDP on one GPU with NCCL: losses match training without ranks, and steps do not synchronize."""
 
 import os
 import socket
@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
     pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream"),
 ]
-WAYS = {"none": lambda model, recipe: model, "fsdp": shard, "ddp": replicate}
+PARALLEL = {"none": lambda model, recipe: model, "fsdp": shard, "ddp": replicate}
 RECIPES = ("fp32", "bf16", "fp16", "fp8", "bf16-lean", "fp8-lean")
 
 
@@ -31,16 +31,16 @@ def group():
     torch.distributed.destroy_process_group()
 
 
-def curve(recipe, way, strict=False):
+def train_losses(recipe, parallel, forbid_sync=False):
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = GPT(GPTConfig(layers=2, width=256, heads=4, context=128, vocab=512))
-    model = WAYS[way](model, recipe)
+    model = PARALLEL[parallel](model, recipe)
     engine = Engine(model, make_adamw(model, 1e-3, 0.1), recipe, clip_norm=1.0)
     losses = []
     for step in range(10):
         tokens = torch.randint(0, 512, (8, 129), generator=torch.Generator().manual_seed(step)).cuda()
-        torch.cuda.set_sync_debug_mode("error" if strict and step > 2 else "default")
+        torch.cuda.set_sync_debug_mode("error" if forbid_sync and step > 2 else "default")
         try:
             with engine.forward():
                 loss = engine.model(tokens[:, :-1], tokens[:, 1:])
@@ -52,13 +52,13 @@ def curve(recipe, way, strict=False):
     return [loss.item() for loss in losses]
 
 
-@pytest.mark.parametrize("way", ["fsdp", "ddp"])
+@pytest.mark.parametrize("parallel", ["fsdp", "ddp"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_losses_match_those_without_ranks(recipe, way):
+def test_losses_match_those_without_ranks(recipe, parallel):
     exact = recipe == "fp32"
-    assert curve(recipe, way) == pytest.approx(curve(recipe, "none"), rel=1e-5 if exact else 3e-3)
+    assert train_losses(recipe, parallel) == pytest.approx(train_losses(recipe, "none"), rel=1e-5 if exact else 3e-3)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp8-lean"])
 def test_shards_do_not_synchronize(recipe):
-    assert len(curve(recipe, "fsdp", strict=True)) == 10
+    assert len(train_losses(recipe, "fsdp", forbid_sync=True)) == 10

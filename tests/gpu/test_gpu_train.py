@@ -1,4 +1,4 @@
-"""Training on a GPU: pinned batches, compiled steps, checkpoints, and a run that is stopped and taken up again."""
+"""Training on a GPU: pinned batches, compiled steps, checkpoints, and resuming a stopped run."""
 
 import json
 import signal
