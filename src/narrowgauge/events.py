@@ -9,7 +9,7 @@ launched without going through torch's dispatcher. They report here instead:
     launch     a kernel is launched outside of torch's dispatcher
     tensor     an activation or a gradient was computed
 
-Usually nobody listens, and an event then costs one call that checks an empty tuple. Where the arguments of an event
+Without listeners, the usual case, an event costs one call that checks an empty tuple. Where the arguments of an event
 cost something to make, the caller checks ``is_listening`` first. torch.compile traces the check as a constant: compiled
 code has no events and no guard on the listeners.
 """

@@ -1,4 +1,4 @@
-"""The kind of work that an operator or a kernel does, told from its name: one table for forecasts and profiles.
+"""The kind of work that an operator or a kernel does, derived from its name: one table for forecasts and profiles.
 
 Names are those of torch's operators (``aten::mm``), of narrowgauge's (``narrowgauge::cast``), and of the kernels of
 cuBLAS, cuDNN, CUTLASS, Inductor and narrowgauge. A kernel that Inductor fused from several kinds of work counts as the

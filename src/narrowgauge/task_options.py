@@ -55,7 +55,7 @@ class Parameter:
 
     @property
     def expects(self) -> str:
-        """What values the option takes, in words."""
+        """A description of the values that the option takes."""
         words = " or ".join(_DESCRIPTIONS[kind] for kind in self.types)
         if self.choices:
             words = f"one of {', '.join(self.choices)}"

@@ -136,7 +136,7 @@ from narrowgauge.data import hub, pack
 from narrowgauge.data.tokenizer import Bytes
 from narrowgauge.errors import UsageError
 try:
-    pack.pack(hub.open_named("hf:nobody/has-this", None), Bytes(), 16, 100)
+    pack.pack(hub.open_named("hf:no-owner/no-dataset", None), Bytes(), 16, 100)
 except UsageError as error:
     print(error)
 """
@@ -146,7 +146,7 @@ except UsageError as error:
     ("environment", "words"),
     [
         ({"HF_ENDPOINT": "https://no-such-host.invalid"}, "the Hugging Face Hub cannot be reached"),
-        ({"HF_HUB_OFFLINE": "1"}, "hf:nobody/has-this cannot be loaded"),
+        ({"HF_HUB_OFFLINE": "1"}, "hf:no-owner/no-dataset cannot be loaded"),
     ],
 )
 def test_without_a_network_a_one_line_error_comes_quickly(environment, words):

@@ -42,7 +42,7 @@ class Stream(IterableDataset[Tensor]):
             yield torch.tensor([float(index), float(torch.rand(())), random.random(), np.random.rand()])
 
 
-class Again:
+class PlainIterable:
     """An iterable that is not a DataLoader."""
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -59,7 +59,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "persistent": lambda: DataLoader(Noisy(), 4, shuffle=True, num_workers=2, persistent_workers=True),
     "stream": lambda: DataLoader(Stream(), 4),
     "stream, workers": lambda: DataLoader(Stream(), 4, num_workers=2),
-    "iterable": Again,
+    "iterable": PlainIterable,
     "list": lambda: [torch.full((2,), float(n)) for n in range(5)],
 }
 CHEAP = [name for name in LOADERS if "worker" not in name and name != "persistent"]
@@ -80,7 +80,7 @@ def test_a_batch_depends_only_on_its_number(name: str) -> None:
     expected = first(make, 14)
     random.seed(5)
     np.random.seed(6)
-    torch.manual_seed(7)  # what else was drawn has no say
+    torch.manual_seed(7)  # other uses of the generator have no effect
     for start in (9, 5) if name not in CHEAP else range(14):
         resumed = Batches(make(), 0)
         assert equal([resumed(number, "train") for number in range(start, 14)], expected[start:]), start

@@ -86,7 +86,7 @@ def test_every_truncation_of_an_llmc_file_is_refused(tmp_path):
 
 
 def test_a_token_outside_the_vocabulary_is_named_with_its_position(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokens, "BLOCK_TOKENS", 64)  # so that the place lies beyond the first block
+    monkeypatch.setattr(tokens, "BLOCK_TOKENS", 64)  # so that the position is after the first block
     values = np.arange(1000) % 100
     values[777] = 100
     path = write_nano(tmp_path / "x.bin", values)
@@ -171,7 +171,7 @@ def test_a_split_keeps_every_token_in_order(sizes, context):
 
 @pytest.fixture
 def counting():
-    """Two training arrays whose tokens are their own positions, so that a window shows where it is from."""
+    """Return two training arrays whose tokens are their positions, so that a window shows its origin."""
     return TokenData([np.arange(30, dtype=np.uint16), np.arange(100, 140, dtype=np.uint16)], [np.arange(9)], 200)
 
 

@@ -22,11 +22,11 @@ def test_sizes_are_rounded_and_small_ones_share_a_segment() -> None:
 
 def test_large_blocks_have_their_own_segments() -> None:
     memory = CachingAllocator()
-    memory.allocate(5 * MIB)  # of a segment of 20 MiB
+    memory.allocate(5 * MIB)  # from a segment of 20 MiB
     assert (memory.allocated, memory.reserved) == (5 * MIB, 20 * MIB)
     memory.allocate(12 * MIB)
     assert memory.reserved == 20 * MIB, "the rest of the segment serves"
-    memory.allocate(101 * MIB)  # rounded up to 2 MiB; what is left over is too little to part with
+    memory.allocate(101 * MIB)  # rounded up to 2 MiB; the remainder is too small to split off
     assert (memory.allocated, memory.reserved) == (17 * MIB + 102 * MIB, 122 * MIB)
 
 

@@ -55,7 +55,7 @@ def memory(task: Task, recipe: str = "fp32", **options: object) -> Memory:
 
 
 def alive(found: Traced, phase: str) -> dict[str, int]:
-    """Bytes by role that are alive after the last operation of a phase of the second step."""
+    """Return the bytes by role that are alive after the last operation of a phase of the second step."""
     trace, lifetimes = found.trace, find_lifetimes(found.trace)
     last = max(index for index, op in enumerate(trace.ops) if (op.step, op.phase) == (STEPS - 1, phase))
     held: dict[str, int] = {}
@@ -71,21 +71,21 @@ def alive(found: Traced, phase: str) -> dict[str, int]:
 
 def test_only_weights_and_states_stay_between_steps() -> None:
     held = alive(traced(mlp()), "step")
-    small = held["workspace"] + held["activations"] - 4 * ROWS * INPUTS  # the batch is still in hand
+    small = held["workspace"] + held["activations"] - 4 * ROWS * INPUTS  # the batch is still alive
     assert (held["weights"], held["moments"], held["gradients"]) == (4 * WEIGHTS, 8 * WEIGHTS, 0)
     assert 0 <= small < 4096, "counters, norms, the loss"
 
 
 def test_forward_keeps_what_backward_reads_in_fp32() -> None:
     held = alive(traced(mlp()), "forward")
-    kept = ROWS * (INPUTS + HIDDEN + OUTPUTS)  # the batch, relu's result, what is squared
+    kept = ROWS * (INPUTS + HIDDEN + OUTPUTS)  # the batch, relu's result, the input of the square
     assert 0 <= held["activations"] - 4 * kept < 4096
     assert held["gradients"] == 0 and held["weights"] == 4 * WEIGHTS
 
 
 def test_forward_keeps_narrow_copies_in_bf16() -> None:
     held = alive(traced(mlp(), "bf16"), "forward")
-    kept = 4 * ROWS * INPUTS + 2 * ROWS * (INPUTS + HIDDEN + OUTPUTS)  # the batch is there in both formats
+    kept = 4 * ROWS * INPUTS + 2 * ROWS * (INPUTS + HIDDEN + OUTPUTS)  # the batch exists in both formats
     assert 0 <= held["activations"] - kept < 4096
     assert held["master"] == 4 * WEIGHTS, "the parameters are what is updated"
     assert held["weights"] == 2 * OUTPUTS * HIDDEN, "of autocast's copies backward needs the second"

@@ -1,4 +1,4 @@
-"""What torch.compile keeps and allocates in addition, as seen on an H200 (docs/forecast.md)."""
+"""What torch.compile keeps and allocates in addition, as measured on an H200 (docs/forecast.md)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS, WIDTH = 4096, 256
 
 
 class Reader(nn.Module):
-    """Three layers that read one tensor, and a head; as Hugging Face's models do, it returns logits and the loss."""
+    """Three layers that read one tensor, and a head. Returns logits and the loss, like Hugging Face's models."""
 
     def __init__(self, words: int, returns_logits: bool) -> None:
         super().__init__()

@@ -39,7 +39,7 @@ def trace_small(task: Task | None = None, recipe: str = "bf16") -> TracedModel:
 
 
 def test_the_rings_computed_by_hand_in_docs_scale() -> None:
-    """16 H200 on 2 nodes: 450 GB/s of NVLink at 0.824 against 8 times 50 GB/s of network at 0.9."""
+    """16 H200 on 2 nodes: 450 GB/s of NVLink at 0.824, and 8 times 50 GB/s of network at 0.9."""
     ring = Cluster(H200, 16, 2)
     assert ring.within == pytest.approx(370.8e9) and ring.bandwidth == ring.between == pytest.approx(360e9)
     assert ring.via == "network" and ring.latency_s == pytest.approx(8.4e-6 + 14 * 3.4e-6 + 9.6e-6)
@@ -48,7 +48,7 @@ def test_the_rings_computed_by_hand_in_docs_scale() -> None:
     assert ring.gather_s(4 * BLOCK) == pytest.approx(8.979e-3, abs=1e-6)
     node = Cluster(H200, 8)
     assert node.via == "nvlink" and node.gather_s(8e9) == pytest.approx(8.4e-6 + 7 * 3.4e-6 + 7e9 / 370.8e9)
-    tree = 2 * (7 * 3.4e-6 + 9.6e-6)  # sooner than the ring's 2 * 57.2e-6
+    tree = 2 * (7 * 3.4e-6 + 9.6e-6)  # faster than the ring's 2 * 57.2e-6
     assert ring.all_reduce_s(1e9) == pytest.approx(8.4e-6 + tree + 2 * 15 / 16 * 1e9 / 360e9)
 
 
@@ -96,7 +96,7 @@ def test_the_overlap_computed_by_hand_in_docs_scale() -> None:
 
 
 def test_communication_longer_than_computation_bounds_the_step() -> None:
-    """From the second block on each takes as long as its gather, or backward its gather and a scatter."""
+    """From the second block on, each takes as long as its gather, or in backward as its gather and a scatter."""
     messages = {overlap.GATHER: 15.0, overlap.REGATHER: 15.0, overlap.SCATTER: 30.0}
     times = [simulate_fsdp(work(blocks=count, messages=messages)).now for count in range(10, 14)]
     assert {later - sooner for sooner, later in itertools.pairwise(times)} == {15.0 + 45.0}
@@ -192,7 +192,7 @@ def test_extrapolation_from_a_few_blocks_matches_the_whole_model(recipe: str) ->
     assert seconds * 1e3 == pytest.approx(predict_time(whole, RATES).device_ms, rel=0.01)
     for shards in (1, 4):
         own, other = few.memory(shards), TracedModel((whole,), 7, whole.parameters).memory(shards)
-        assert own.total == pytest.approx(other.total, rel=0.03)  # what is left is the allocator's rounding
+        assert own.total == pytest.approx(other.total, rel=0.03)  # the difference is the allocator's rounding
         for part in ("master", "moments", "activations"):
             assert own.largest[part] == pytest.approx(other.largest[part], rel=0.02)
 

@@ -1,4 +1,4 @@
-"""What a rank holds: by hand, for several numbers of ranks, and compared with real FSDP2 in 2 and 4 processes."""
+"""Predicted memory of a rank, compared with sums by hand and with real FSDP2 in 2 and 4 processes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_more_ranks_never_hold_more(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["bf16", "bf16-lean"])
 def test_accumulation_keeps_whole_gradients_on_every_rank(recipe: str) -> None:
     config = LlamaConfig(layers=2, width=128, heads=2, kv_heads=1, hidden=256, context=32, vocab=256)
-    task = dataclasses.replace(tasks.find(SPEC, **SIZES), model=lambda: Llama(config))  # whose gate and up are one
+    task = dataclasses.replace(tasks.find(SPEC, **SIZES), model=lambda: Llama(config))  # one matrix for gate and up
     once, twice = (
         predict_memory(trace_steps(task, parse(recipe), H200, compile=False, accumulate=count), 8).largest["gradients"]
         for count in (1, 2)
@@ -82,7 +82,7 @@ def test_accumulation_keeps_whole_gradients_on_every_rank(recipe: str) -> None:
 
 
 def measure_ranks(ranks: int, recipes: list[str], folder: Path) -> dict[str, dict[str, int]]:
-    """What the rank with the largest shards measures during a step and after it, by recipe."""
+    """Return the bytes that the rank with the largest shards has during and after a step, by recipe."""
     preload = [__name__, "torch.distributed.fsdp"]
     torch.multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     torch.multiprocessing.start_processes(
@@ -152,7 +152,7 @@ def local_bytes(value: object) -> int:
 
 @pytest.mark.parametrize(("ranks", "recipes"), [(2, ["bf16"]), (4, ["bf16", "bf16-lean"])])
 def test_ranks_hold_what_is_predicted(ranks: int, recipes: list[str], tmp_path: Path) -> None:
-    """Real FSDP2: bytes of shards and states, the gathered formats, and whole FP32 gradients between microbatches."""
+    """Real FSDP2: bytes of shards and states, the gathered formats, and full FP32 gradients between microbatches."""
     for recipe, real in measure_ranks(ranks, recipes, tmp_path).items():
         found = traced(recipe)
         wanted = held(found, ranks)

@@ -1,4 +1,4 @@
-"""Predicted time: FLOPs and bytes by hand, peaks, costs, and that a measurement above the peak is an error."""
+"""Predicted time: FLOPs and bytes computed by hand, peaks, costs, and an error for a measurement above the peak."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_operations_can_be_run_again_on_their_own() -> None:
 
 
 def test_indices_reach_the_whole_table_and_stay_within_it() -> None:
-    """A GPU's cache would hold eight rows of a table, which would then seem faster than memory."""
+    """Eight rows of a table would fit into a GPU's cache, and would seem faster than memory."""
     reader = Task(
         model=lambda: nn.Sequential(nn.Embedding(1000, 16), nn.Linear(16, 3)), name="reader",
         batch=lambda step, split: torch.zeros(4000, dtype=torch.long),

@@ -1,4 +1,4 @@
-"""Grouped products in a dry run: in the format they have on a GPU, with the FLOPs of their tokens."""
+"""Grouped products in a dry run have the format of a GPU, and the FLOPs of their tokens."""
 
 import pytest
 import torch

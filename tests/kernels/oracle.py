@@ -1,7 +1,8 @@
-"""FP8 on the CPU as the hardware has it, for kernel tests: Triton's interpreter with ml_dtypes' rounding, and codes.
+"""Helpers for kernel tests on the CPU: hardware rounding in Triton's interpreter, and comparisons of FP8 codes.
 
 The interpreter (3.9) truncates instead of carrying into the exponent (127.4 becomes 64), has no NaN in E4M3, loses
-subnormals and cuts BF16 off; with this fixture it rounds to nearest even, as the GPU does, and tests can be bit-exact.
+subnormals and truncates BF16. ``hardware_rounding`` rounds with ml_dtypes to nearest even, as the GPU does, so that
+tests can be bit-exact.
 """
 
 import numpy as np
@@ -39,12 +40,12 @@ def hardware_rounding(monkeypatch):
         return convert(input, input_dtype, output_dtype, rounding_mode)
 
     monkeypatch.setattr(interpreter, "_convert_float", convert_as_hardware)
-    with np.errstate(all="ignore"):  # a GPU does not warn of an overflow either
+    with np.errstate(all="ignore"):  # a GPU does not warn about overflow either
         yield
 
 
 def codes(x_lp):
-    """FP8 values as integers, neighbours as neighbours; every NaN is 127."""
+    """Map FP8 values to integers in ascending order, without gaps; every NaN is 127."""
     raw = x_lp.view(torch.uint8).int()
     return torch.where(torch.isnan(x_lp.float()), 127, torch.where(raw > 127, 128 - raw, raw))
 
@@ -67,14 +68,14 @@ def statistics():
 
 
 def draw(*shape, dtype=torch.bfloat16, lowest=-24, highest=12):
-    """Values over many binades, so that some saturate and some are flushed."""
+    """Return random values over many binades, so that some saturate and some are flushed."""
     generator = torch.Generator().manual_seed(sum(shape))
     x = torch.randn(shape, generator=generator)
     return (x * torch.exp2(torch.randint(lowest, highest, shape, generator=generator))).to(dtype)
 
 
 def losses(make_engine, by_kernel, monkeypatch):
-    """Of four steps of a language model of 64 words, whose updates alone run by our kernels, or by torch."""
+    """Return the losses of four steps of a small language model; only its updates use our kernels, or torch."""
     monkeypatch.setattr(kernels, "interpreting", False)
     torch.manual_seed(0)
     engine, found = make_engine(), []

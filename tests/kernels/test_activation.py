@@ -1,4 +1,4 @@
-"""Activations: the references against autograd in FP64, the kernels against the references."""
+"""Activations: references match autograd in FP64, and kernels match the references."""
 
 import math
 
@@ -64,7 +64,7 @@ def test_swiglu_references_match_torch_in_fp64():
 
 
 def cases(shape, approximate="none"):
-    """Each op as (call, its value in FP32, format)."""
+    """Return each op as (call, expected value in FP32, format)."""
     u, grad_output, gate_up = inputs(*shape), inputs(shape[0], shape[1]), inputs(shape[0], 2 * shape[1])
     tail = suffix(approximate)
     yield lambda *a, **k: gelu(u, *a, approximate=approximate, **k), pointwise_reference(f"gelu{tail}", u), E4M3
@@ -89,7 +89,7 @@ def test_kernels_match_the_references(shape, approximate):
         (amax, counts), (amax_reference, counts_reference) = statistics(), statistics()
         reference = quantize_reference(value, SCALE, dtype, amax_reference, counts_reference)
         out, out_t = call(SCALE, dtype, amax=amax, counts=counts)
-        # A last-bit difference of the exponential can carry a value over the middle between two FP8 values.
+        # A last-bit difference of the exponential can change to which of two FP8 values a result rounds.
         assert_same(out, reference, steps=1)
         assert (out.float() == reference.float()).float().mean() > 0.98
         assert_transposed(out_t, out)
@@ -108,7 +108,7 @@ def test_kernels_match_the_references(shape, approximate):
 @VARIANTS
 @SHAPES
 def test_backward_recomputes_the_forward_output(shape, approximate):
-    """The very bits that forward would have kept, and the gradient as without."""
+    """The recomputed output has the bits of forward's, and the gradient does not change."""
     u, grad_output, gate_up = inputs(*shape), inputs(*shape), inputs(shape[0], 2 * shape[1])
     by = torch.tensor(9.0)
     for forward, backward in (
@@ -128,7 +128,7 @@ def test_backward_recomputes_the_forward_output(shape, approximate):
 
 
 def test_the_polynomial_for_the_normal_integral():
-    """FP32 in and out shows its error, which no BF16 or FP8 output does: 6e-6 of the value down to -6."""
+    """FP32 input and output show its error, which BF16 and FP8 hide: 6e-6 of the value down to -6."""
     u = torch.linspace(-14, 14, 8192).view(64, 128)
     exact, (slope,) = by_autograd(F.gelu, torch.ones_like(u), u)
     value, _ = gelu(u, dtype=torch.float32)
@@ -164,7 +164,7 @@ def test_any_strides():
         )
 
 
-def everything(u, grad_output, gate_up, amax, counts):
+def run_all_ops(u, grad_output, gate_up, amax, counts):
     scale = torch.ones(())
     pairs = (
         gelu(u, scale, E4M3, "none", amax, counts),
@@ -179,9 +179,9 @@ def everything(u, grad_output, gate_up, amax, counts):
 
 def test_fake_tensors_see_shapes_and_formats():
     tensors = inputs(32, 16), inputs(32, 16), inputs(32, 32)
-    real = everything(*tensors, *statistics())
+    real = run_all_ops(*tensors, *statistics())
     with FakeTensorMode() as mode:
-        fake = everything(*map(mode.from_tensor, tensors), *statistics())
+        fake = run_all_ops(*map(mode.from_tensor, tensors), *statistics())
     for one, other in zip(real, fake, strict=True):
         assert (one is None) == (other is None)
         if one is not None:
@@ -191,8 +191,8 @@ def test_fake_tensors_see_shapes_and_formats():
 def test_compiled_calls_are_one_graph_with_equal_results():
     tensors = inputs(32, 16), inputs(32, 16), inputs(32, 32)
     (amax, counts), (amax_compiled, counts_compiled) = statistics(), statistics()
-    eager = everything(*tensors, amax, counts)
-    compiled = torch.compile(everything, backend="aot_eager", fullgraph=True)(*tensors, amax_compiled, counts_compiled)
+    eager = run_all_ops(*tensors, amax, counts)
+    compiled = torch.compile(run_all_ops, backend="aot_eager", fullgraph=True)(*tensors, amax_compiled, counts_compiled)
     for one, other in zip(eager, compiled, strict=True):
         assert (one is None) == (other is None)
         if one is not None:

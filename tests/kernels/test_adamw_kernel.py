@@ -1,4 +1,4 @@
-"""AdamW's kernel against its reference, and norms against torch's."""
+"""AdamW's kernel matches its reference, and norms match torch's."""
 
 import pytest
 import torch
@@ -39,16 +39,16 @@ def run(monkeypatch, by_kernel, shapes, master, moments, steps=3, **options):
      ("none", "8bit")],
 )  # fmt: skip
 def test_the_kernel_matches_the_reference(monkeypatch, shapes, master, moments):
-    """A skipped step in between leaves no trace in either."""
+    """A skipped step in between changes nothing in either."""
     ours, states = run(monkeypatch, True, shapes, master, moments)
     theirs, wanted = run(monkeypatch, False, shapes, master, moments)
     for p, q, state, other in zip(ours, theirs, states, wanted, strict=True):
         assert state["step"].item() == other["step"].item() == 2
-        if master == "none":  # a last bit can carry a weight over the random threshold
+        if master == "none":  # a last-bit difference can move a weight across the random threshold
             assert (p != q).float().mean() < 0.01
             torch.testing.assert_close(p, q, rtol=2**-7, atol=0)
         else:
-            # A last bit can also carry a narrow moment to its neighbour, which changes an update of 0.01 by a percent.
+            # A last-bit difference can also move a narrow moment to the next value: 1% of an update of 0.01.
             torch.testing.assert_close(join_fp32(p), join_fp32(q), rtol=1e-5, atol=1e-6 if moments == "fp32" else 5e-4)
         for name in ("exp_avg", "exp_avg_sq"):
             if moments == "8bit":
@@ -56,13 +56,13 @@ def test_the_kernel_matches_the_reference(monkeypatch, shapes, master, moments):
                 assert (state[name] != other[name]).float().mean() < 0.01
                 torch.testing.assert_close(state[f"{name}_scale"], other[f"{name}_scale"], rtol=1e-5, atol=0)
             else:
-                # The interpreter cuts BF16 off where it should round.
+                # The interpreter truncates to BF16 where it should round.
                 close = {"rtol": 1e-5, "atol": 1e-7} if moments == "fp32" else {"rtol": 2**-6, "atol": 5e-3}
                 torch.testing.assert_close(state[name], other[name], **close)
 
 
 def test_split_and_fp32_masters_have_the_same_bits(monkeypatch):
-    """Gradients that BF16 holds: the kernel then steps the same FP32 numbers, however they are kept."""
+    """With gradients that BF16 represents, the kernel steps the same FP32 numbers in either form."""
     halves, _ = run(monkeypatch, True, SHAPES, "split", "fp32")
     copies, states = run(monkeypatch, True, SHAPES, "fp32", "fp32")
     for p, q, state in zip(halves, copies, states, strict=True):
@@ -71,7 +71,7 @@ def test_split_and_fp32_masters_have_the_same_bits(monkeypatch):
 
 
 def test_the_kernels_halves_match_the_reference(monkeypatch):
-    """A step of size 0 joins and splits: every special pattern must come back."""
+    """A step of size 0 joins and splits the halves: every special bit pattern must be unchanged."""
     patterns = [0, 1, 0x7FFF, 0x8000, 0x8001, 0x3F808000, 0x7F7FFFFF, 0x7F800000, 0x7FC00000, 0x7FFE8000, 0x7FFFFFFF]
     bits = torch.tensor([*patterns, *(p - (1 << 31) for p in patterns)], dtype=torch.int32)
     values = bits.view(torch.float32).repeat(8)[:160]

@@ -1,4 +1,4 @@
-"""Casts: the reference against ml_dtypes over every BF16 value, the kernels against the reference."""
+"""Casts: the reference matches ml_dtypes for every BF16 value, and the kernels match the reference."""
 
 import math
 import subprocess
@@ -35,12 +35,12 @@ pytestmark = pytest.mark.usefixtures("hardware_rounding")
 @FORMATS
 def test_reference_is_the_saturating_cast_of_every_bf16_value(dtype):
     ml_dtypes = pytest.importorskip("ml_dtypes")
-    oracle = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2}[dtype]
+    exact_dtype = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2}[dtype]
     x = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256)
     x_lp = quantize_reference(x, torch.tensor(1.0), dtype)
     limit = FP8_MAX[dtype]
     with np.errstate(invalid="ignore"):  # NaN is among them
-        expected = np.clip(x.float().numpy(), -limit, limit).astype(oracle).astype(np.float32)
+        expected = np.clip(x.float().numpy(), -limit, limit).astype(exact_dtype).astype(np.float32)
     np.testing.assert_array_equal(x_lp.float().numpy(), expected)
 
 
@@ -201,7 +201,7 @@ def test_mistakes_raise_clear_errors():
         cast_transpose(torch.zeros(2, 3), torch.ones(()), torch.bfloat16)
 
 
-def everything(x, parts, scale, amax, counts):
+def run_all_ops(x, parts, scale, amax, counts):
     return (
         cast(x, scale, E4M3, amax, counts),
         *cast_transpose(x, scale, E5M2, amax, counts),
@@ -213,10 +213,10 @@ def everything(x, parts, scale, amax, counts):
 
 def test_fake_tensors_see_shapes_and_formats():
     x, parts = draw(32, 16), [draw(2, 2, 16, 8), draw(2, 1, 16, 8), draw(2, 1, 16, 8)]
-    real = everything(x, parts, torch.ones(()), *statistics())
+    real = run_all_ops(x, parts, torch.ones(()), *statistics())
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(part) for part in parts]
-        fake = everything(mode.from_tensor(x), fakes, torch.ones(()), *statistics())
+        fake = run_all_ops(mode.from_tensor(x), fakes, torch.ones(()), *statistics())
     for one, other in zip(real, fake, strict=True):
         assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
 
@@ -224,8 +224,8 @@ def test_fake_tensors_see_shapes_and_formats():
 def test_compiled_calls_are_one_graph_with_equal_results():
     x, parts = draw(32, 16), [draw(2, 2, 16, 8), draw(2, 1, 16, 8), draw(2, 1, 16, 8)]
     (amax, counts), (amax_compiled, counts_compiled) = statistics(), statistics()
-    eager = everything(x, parts, torch.ones(()), amax, counts)
-    compiled = torch.compile(everything, backend="aot_eager", fullgraph=True)
+    eager = run_all_ops(x, parts, torch.ones(()), amax, counts)
+    compiled = torch.compile(run_all_ops, backend="aot_eager", fullgraph=True)
     for one, other in zip(eager, compiled(x, parts, torch.ones(()), amax_compiled, counts_compiled), strict=True):
         one, other = (t.view(torch.uint8) if t.dtype in FP8_MAX else t for t in (one, other))
         assert torch.equal(one, other)

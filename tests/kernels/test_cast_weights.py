@@ -1,4 +1,4 @@
-"""Casts of weights: by their own amax or by a scale known beforehand, made to fit where it does not."""
+"""Casts of weights: scaled by their own amax, or by a delayed scale that is recomputed if it does not fit."""
 
 import math
 
@@ -26,8 +26,8 @@ def draw(*shapes, factor=1.0):
     return [torch.randn(shape, generator=generator).clamp(-3, 3) * factor for shape in shapes]
 
 
-def numbers():
-    """amax, counts and pending, as a site has them."""
+def make_statistics():
+    """Return amax, counts and pending with the initial values of a site."""
     return torch.zeros(()), torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
 
 
@@ -56,7 +56,7 @@ def test_weights_are_scaled_by_their_own_amax(shapes, dtype, factor):
 def test_a_delayed_scale_is_used_if_it_fits_and_else_recomputed(shapes, factor, margin):
     scale = FP8_MAX[E4M3] / torch.tensor(3.0) / 2**margin
     weights = draw(*shapes, factor=factor)
-    (amax, counts, pending), (amax_r, counts_r, pending_r) = numbers(), numbers()
+    (amax, counts, pending), (amax_r, counts_r, pending_r) = make_statistics(), make_statistics()
     lp, lp_t, inverse = cast_weight_delayed(weights, scale, amax, counts, pending, E4M3, True, margin)
     reference, _, inverse_r = cast_weight_delayed_reference(
         weights, scale, amax_r, counts_r, pending_r, E4M3, True, margin
@@ -80,13 +80,13 @@ def test_a_delayed_scale_is_used_if_it_fits_and_else_recomputed(shapes, factor, 
 
 def test_empty_weights():
     assert cast_weight([torch.empty(0, 16)], E4M3)[2].item() == 1.0
-    amax, counts, pending = numbers()
+    amax, counts, pending = make_statistics()
     lp, lp_t, inverse = cast_weight_delayed([torch.empty(0, 16)], torch.tensor(2.0), amax, counts, pending, E4M3)
     assert (lp.shape, lp_t.shape, inverse.item()) == ((0, 16), (16, 0), 0.5)
 
 
 def test_fake_tensors_see_shapes_and_formats():
-    def everything(weights, scale, amax, counts, pending):
+    def run_all_ops(weights, scale, amax, counts, pending):
         return (
             *cast_weight(weights, E4M3),
             *cast_weight_delayed(weights, scale, amax, counts, pending, E4M3),
@@ -94,8 +94,8 @@ def test_fake_tensors_see_shapes_and_formats():
         )
 
     weights = draw((32, 16), (16, 16))
-    real = everything(weights, torch.ones(()), *numbers())
+    real = run_all_ops(weights, torch.ones(()), *make_statistics())
     with FakeTensorMode() as mode:
-        fake = everything([mode.from_tensor(weight) for weight in weights], torch.ones(()), *numbers())
+        fake = run_all_ops([mode.from_tensor(weight) for weight in weights], torch.ones(()), *make_statistics())
     for one, other in zip(real, fake, strict=True):
         assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())

@@ -1,6 +1,6 @@
-"""Every kernel compiles for Hopper, with and without what is optional: Triton needs no GPU for that.
+"""Every kernel compiles for Hopper, with and without its optional arguments. Triton needs no GPU for that.
 
-The interpreter runs Python where the compiler decides beforehand, so a kernel can pass there and fail to compile.
+The interpreter evaluates at run time what the compiler decides in advance: a kernel can pass there and not compile.
 """
 
 import importlib.util
@@ -156,7 +156,7 @@ print(json.dumps(failures))
 
 @pytest.fixture(scope="module")
 def failures():
-    """The traceback of every kind that does not compile; one process for all, as Triton takes seconds to import."""
+    """Return the traceback of each kernel that fails. One process compiles all: Triton takes seconds to import."""
     done = subprocess.run(
         [sys.executable, "-c", RUN_ALL, SCRIPT, *KINDS],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Cross-entropy: kernels against their references, references against torch in double."""
+"""Cross-entropy: kernels match their references, and references match torch in FP64."""
 
 import math
 
@@ -12,7 +12,7 @@ from narrowgauge.kernels import cross_entropy as ce
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Triton's interpreter computes with NumPy, which warns of inf - inf where a GPU says nothing.
+# Triton's interpreter computes with NumPy, which warns about inf - inf; a GPU does not.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 # Its cast to BF16 truncates.
 BF16_STEP = 2**-8 if DEVICE == "cuda" else 2**-7
@@ -20,7 +20,7 @@ SHAPES = [(1, 17), (37, 300), (16, 128), (144, 272), (5, 4500)]
 
 
 def make(rows, columns, seed=0, spread=3.0, padding=0):
-    """Logits with a row stride that may exceed the columns, and targets of which every fifth is ignored."""
+    """Return logits whose row stride may exceed the columns, and targets of which every fifth is ignored."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(rows, columns + padding, generator=generator) * spread
     targets = torch.randint(columns, (rows,), generator=generator)
@@ -28,20 +28,20 @@ def make(rows, columns, seed=0, spread=3.0, padding=0):
     return logits.bfloat16().to(DEVICE)[:, :columns], targets.to(DEVICE)
 
 
-def step_of(values, dtype):
-    """The distance between neighbours in a format, at each value."""
+def spacing(values, dtype):
+    """Return the distance to the next representable value, for each value."""
     info = torch.finfo(dtype)
     exponent = torch.floor(torch.log2(values.abs().clamp(min=info.smallest_normal)))
     return torch.exp2(exponent + math.log2(info.eps))
 
 
 def assert_cast(lp, exact):
-    """FP8 values within one step of what they should be.
+    """Check that FP8 values are within one step of the exact ones.
 
-    Triton's interpreter loses the carry where rounding reaches the next power of two (7.9 becomes 4, not 8): there, and
-    only on the CPU, nothing is asked of it.
+    Triton's interpreter loses the carry if rounding reaches the next power of two (7.9 becomes 4, not 8). On the CPU
+    such values are not checked.
     """
-    wrong = (lp.float() - exact.float()).abs() > step_of(exact, lp.dtype)
+    wrong = (lp.float() - exact.float()).abs() > spacing(exact, lp.dtype)
     if DEVICE == "cpu":
         wrong &= torch.frexp(exact.to(lp.dtype).float()).exponent == torch.frexp(exact.float()).exponent
     assert not wrong.any(), f"{exact[wrong][:4].tolist()} became {lp.float()[wrong][:4].tolist()}"
@@ -63,8 +63,8 @@ def test_statistics_match_fp64(shape, padding):
 def test_statistics_of_extreme_logits():
     logits, targets = make(8, 5000)
     targets[:] = 4999
-    logits[0] *= 1000  # far beyond what exp could take
-    logits[1, :4500] = -torch.inf  # a whole block of them, first of all
+    logits[0] *= 1000  # exp would overflow
+    logits[1, :4500] = -torch.inf  # the whole first block
     logits[2, 7] = torch.nan
     logits[3, 7] = torch.inf
     logits[4] = -30000.0
@@ -133,7 +133,7 @@ def test_loss_and_gradient_of_extreme_logits(width):
     logits, targets = make(6, width)
     targets[:] = width - 1
     logits[0] *= 1000
-    logits[1, : width - 500] = -torch.inf  # a first block without a maximum
+    logits[1, : width - 500] = -torch.inf  # the first block has no maximum
     logits[2, 7] = torch.nan
     targets[3], targets[4] = width, ce.IGNORE
     logits[4, 3] = torch.nan
@@ -171,7 +171,7 @@ def test_gradient_in_fp8_is_within_a_step(dtype, shape, transposed):
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_values_too_small_for_the_format_are_right_on_average(dtype):
-    """Entries of a tenth of the smallest step: over rows, over columns and in all, sums keep them."""
+    """Entries of a tenth of the smallest step are kept in the sums over rows, over columns and over all."""
     step = 2 * ce.FLUSH_THRESHOLD[dtype]
     plain = torch.full((512, 384), 0.1 * step, device=DEVICE)
     assert not plain.to(dtype).float().any()
@@ -182,7 +182,7 @@ def test_values_too_small_for_the_format_are_right_on_average(dtype):
 
 
 @pytest.mark.parametrize(("rows", "width"), [(16, 80), (130, 80), (144, 80), (130, 96), (32, 64), (144, 96)])
-def test_every_tile_is_written_whole_ones_and_those_at_the_edges(rows, width, monkeypatch):
+def test_full_tiles_and_tiles_at_the_edges_are_written(rows, width, monkeypatch):
     monkeypatch.setattr(ce, "LP_TILE", {"BLOCK_N": 16, "BLOCK_D": 32, "num_warps": 4})
     logits, targets = make(rows, width)
     lse = ce.compute_softmax_stats(logits, targets)[0]
@@ -210,7 +210,7 @@ def test_scales_fill_the_formats_and_nothing_saturates():
     for dtype, scale in ce.UNIT_SCALE.items():
         assert scale <= FP8_MAX[dtype] < 2 * scale
     logits = torch.full((16, 32), -60.0, dtype=torch.bfloat16, device=DEVICE)
-    logits[:, 3] = 60.0  # certain: right in even rows, wrong in odd ones
+    logits[:, 3] = 60.0  # probability 1: correct in even rows, wrong in odd ones
     targets = torch.tensor([3, 4] * 8, device=DEVICE)
     lse = ce.compute_softmax_stats(logits, targets)[0]
     d, _ = ce.compute_grad_logits_fp8(logits, targets, lse)

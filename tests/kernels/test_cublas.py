@@ -1,4 +1,4 @@
-"""Which algorithm of cuBLASLt is taken; the products themselves are in tests/gpu/test_gpu_cublas.py."""
+"""The choice of cuBLASLt's algorithm; tests/gpu/test_gpu_cublas.py tests the products themselves."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ import torch
 from narrowgauge.kernels import cublas
 
 
-def clock_of(*milliseconds):
-    """Runs that say how long they take, and how often each was timed."""
+def simulate_runs(*milliseconds):
+    """Return simulated runs with these times, a clock for them, and how often each was timed."""
     timed = [0] * len(milliseconds)
 
     def clock(run, repeat):
@@ -31,7 +31,7 @@ def clock_of(*milliseconds):
     ],
 )
 def test_the_fastest_is_chosen_if_the_gain_exceeds_noise(milliseconds, expected):
-    runs, clock, timed = clock_of(*milliseconds)
+    runs, clock, timed = simulate_runs(*milliseconds)
     assert cublas.pick_fastest(runs, clock) == expected
     assert timed[0] == 1 + cublas.ROUNDS, "the usual one is in every round"
     assert sum(count > 1 for count in timed) <= 1 + cublas.FINALISTS

@@ -1,4 +1,4 @@
-"""The embedding's gradient: what torch adds up, for repeated words, odd widths, strided rows and 16-bit gradients."""
+"""The embedding's gradient matches torch's for repeated tokens, odd widths, strided rows and 16-bit gradients."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def make(tokens, words, width, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(words, (tokens,), generator=generator)
-    ids[::2] = 1  # half of all tokens are one word
+    ids[::2] = 1  # half of all tokens are the same
     return torch.randn(tokens, width, generator=generator).to(DEVICE, dtype), ids.to(DEVICE)
 
 

@@ -1,4 +1,4 @@
-"""narrowgauge's kernel beneath torch's fused AdamW: torch's numbers, state and hooks."""
+"""narrowgauge's kernel in torch's fused AdamW keeps torch's numbers, state and hooks."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from narrowgauge.optim.fused_adamw_patch import patch_fused_adamw
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = ((64, 32), (48,), (3, 5, 7))
-# torch's kernel for GPUs takes 1 - beta2 in FP32, which is 1.3e-5 off for 0.999; ours, and torch's for CPUs, do not.
+# torch's GPU kernel computes 1 - beta2 in FP32, an error of 1.3e-5 for 0.999. Ours and torch's CPU kernel do not.
 STATE = {"rtol": 2e-5 if DEVICE == "cuda" else 2e-6, "atol": 1e-7}
 WEIGHTS = {"rtol": 2e-6, "atol": 1e-5 if DEVICE == "cuda" else 2e-7}
 

@@ -1,4 +1,4 @@
-"""Norms: the references against torch's autograd in double, the kernels against the references."""
+"""Norms: references match torch's autograd in FP64, and kernels match the references."""
 
 import math
 
@@ -15,7 +15,7 @@ from narrowgauge.kernels.norm import norm, norm_backward, norm_backward_referenc
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # numpy's, in the interpreter
 KINDS = ["layer", "rms"]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-STEP = {E4M3: 2.0**-3, E5M2: 2.0**-2}  # the largest relative distance of neighbours
+STEP = {E4M3: 2.0**-3, E5M2: 2.0**-2}  # the largest relative distance between adjacent values
 SMALLEST = {E4M3: 2.0**-9, E5M2: 2.0**-16}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -42,10 +42,10 @@ def backward(
 
 
 def assert_within_a_step(lp, hp, dtype):
-    """Triton's interpreter does not round to FP8 as the hardware does.
+    """Compare within one FP8 step, since Triton's interpreter does not round as the hardware does.
 
-    Ties and subnormals are off by up to a step, and a value that rounds up to a power of two loses the carry: 1.95
-    becomes 1. On a GPU the casts are held to the bit in tests/gpu.
+    Ties and subnormals differ by up to a step, and a value that rounds up to a power of two loses the carry: 1.95
+    becomes 1. tests/gpu compares the casts bit for bit.
     """
     lp, hp, right = lp.float(), hp.float(), hp.to(dtype).float()
     near = (lp - hp).abs() <= torch.clamp(STEP[dtype] * hp.abs(), min=SMALLEST[dtype])
@@ -54,8 +54,8 @@ def assert_within_a_step(lp, hp, dtype):
 
 
 @pytest.fixture
-def watched():
-    """A fresh amax and fresh counts at every call."""
+def make_statistics():
+    """Return a function that makes a new amax and new counts."""
     return lambda: {
         "amax": torch.zeros(1, device=DEVICE),
         "counts": torch.zeros(2, dtype=torch.int64, device=DEVICE),
@@ -91,7 +91,7 @@ def test_references_match_torch_and_autograd_in_fp64(kind, bias):
     assert grad_input_lp.numel() == 0
 
 
-# Rows that fill no group, columns that fill no block and no four, one of each, and the widest.
+# Incomplete groups of rows, incomplete blocks of columns, columns not divisible by four, one of each, the widest.
 SHAPES = [(37, 768), (5, 100), (9, 7), (1, 1), (3, 1536), (130, 64), (1, 3000)]
 
 
@@ -129,13 +129,13 @@ def test_backward_kernel_matches_the_reference(kind, shape):
 
 @pytest.mark.parametrize("shape", [(37, 768), (9, 100)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_fp8_output_with_amax_and_counts(kind, shape, watched):
+def test_fp8_output_with_amax_and_counts(kind, shape, make_statistics):
     x, weight, bias = draw(*shape, offset=1.0), draw_weight(shape[1]), draw(1, shape[1], seed=3)[0]
     scale = torch.tensor([200.0], device=DEVICE)  # 448 / 200: some saturate
     bias[::3] = 0
-    x[3, ::2] = x[3, 1::2]  # zeros for the kernel to leave out
+    x[3, ::2] = x[3, 1::2]  # zeros, which the kernel does not count
     weight[::5] = 1e-8  # flushed
-    got, expected = watched(), watched()
+    got, expected = make_statistics(), make_statistics()
     b = None if kind == "rms" else bias
     out = forward(True, x, weight, b, kind=kind, scale=scale, dtype=E4M3, **got)[0]
     wide = forward(False, x, weight, b, kind=kind)[0]
@@ -149,16 +149,16 @@ def test_fp8_output_with_amax_and_counts(kind, shape, watched):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_fp8_gradient_with_amax_and_counts(kind, watched):
+def test_fp8_gradient_with_amax_and_counts(kind, make_statistics):
     shape = (37, 100)
     x, grad_output, grad_residual = draw(*shape, offset=5.0), draw(*shape, torch.bfloat16, 1), draw(*shape, seed=2)
     grad_residual[::4] = 0
-    grad_output[::4] = 1e-30  # 1e-30 and the like is flushed
+    grad_output[::4] = 1e-30  # values near 1e-30 are flushed
     weight = draw_weight(100)
     _, _, mean, rstd = forward(False, x, weight, kind=kind)
     mean = mean if kind == "layer" else None
     scale = torch.tensor([2.0**15], device=DEVICE)
-    got, expected = watched(), watched()
+    got, expected = make_statistics(), make_statistics()
     grad_input, grad_input_lp, _, _ = backward(
         True, grad_output, x, weight, mean, rstd, grad_residual, scale=scale, **got
     )
@@ -172,28 +172,28 @@ def test_fp8_gradient_with_amax_and_counts(kind, watched):
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_amax_keeps_nan_and_inf(value, watched):
+def test_amax_keeps_nan_and_inf(value, make_statistics):
     weight = draw_weight(100)
     weight[99] = value
     for kernel in (True, False):
-        out = watched() | {"counts": None}
+        out = make_statistics() | {"counts": None}
         forward(kernel, draw(5, 100), weight, kind="rms", **out)
         assert not out["amax"].isfinite().any()
         forward(kernel, draw(5, 100), draw_weight(100), kind="rms", **out)  # a later, finite call does not hide it
         assert not out["amax"].isfinite().any()
 
 
-def test_amax_only_rises(watched):
-    out = watched() | {"counts": None}
+def test_amax_only_rises(make_statistics):
+    out = make_statistics() | {"counts": None}
     out["amax"].fill_(100.0)
     forward(True, draw(5, 100), draw_weight(100), **out)
     assert out["amax"].item() == 100.0
 
 
-def test_empty_groups_of_rows_do_not_show_in_amax(watched):
-    """Rows beyond the end hold zeros, whose norm would be 0 * inf at eps 0."""
+def test_empty_groups_of_rows_do_not_change_amax(make_statistics):
+    """Rows beyond the end are zeros: with eps 0, normalizing them would give 0 * inf."""
     for kind in KINDS:
-        out = watched() | {"counts": None}
+        out = make_statistics() | {"counts": None}
         forward(True, draw(9, 64), draw_weight(64), eps=0.0, kind=kind, **out)
         assert out["amax"].isfinite().all()
 
@@ -214,11 +214,11 @@ def test_bf16_stream_is_normed_as_stored():
     )
 
 
-def test_rows_far_from_zero_keep_their_digits():
+def test_rows_with_a_large_mean_stay_accurate():
     x = draw(8, 768, offset=1e4)
     expected = F.layer_norm(x.double(), (768,), eps=1e-5)
     out = norm(x, torch.ones(768, device=DEVICE), eps=1e-5, dtype=torch.float32).out
-    torch.testing.assert_close(out.double(), expected, rtol=1e-3, atol=2e-3)  # x itself is only good to 1e-3
+    torch.testing.assert_close(out.double(), expected, rtol=1e-3, atol=2e-3)  # x itself is only accurate to 1e-3
 
 
 def test_gradients_in_any_layout():
@@ -247,8 +247,8 @@ def test_no_rows():
 
 @pytest.mark.parametrize("interpret", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_ops_are_sound(kind, interpret, monkeypatch):
-    """Schema, fake shapes and mutation as torch checks them, of the kernels and (on a CPU) of the references."""
+def test_ops_pass_opcheck(kind, interpret, monkeypatch):
+    """torch's opcheck of schema, fake shapes and mutation, for the kernels and (on a CPU) the references."""
     monkeypatch.setattr(kernels, "interpreting", interpret)
     x, weight = draw(6, 32), draw_weight(32)
     amax, counts = torch.zeros(1, device=DEVICE), torch.zeros(2, dtype=torch.int32, device=DEVICE)

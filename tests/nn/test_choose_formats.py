@@ -1,4 +1,4 @@
-"""Choosing FP8 per product: it must save more than its casts cost; predicted where no GPU is at hand."""
+"""Choosing FP8 per product: it must save more than its casts cost. Without a GPU the costs are predicted."""
 
 import pytest
 
@@ -63,7 +63,7 @@ def test_shared_casts_are_counted_once():
     assert COSTS.of(ALL_FP8, fused=False) == pytest.approx(3 + 0.5 + 0.6 + 0.2 + 0.3)
     assert COSTS.of(ALL_FP8, fused=True) == pytest.approx(3 + 0.2 + 0.3)
     assert COSTS.of(GemmChoice("fp8", "bf16", "bf16"), fused=False) == pytest.approx(7 + 0.5)
-    # A producer that writes one format leaves the other to a cast.
+    # A producer that writes one format needs a cast for the other.
     assert COSTS.of(GemmChoice("fp8", "fp8", "bf16"), fused=True) == pytest.approx(5 + 0.5 + 0.6)
 
 

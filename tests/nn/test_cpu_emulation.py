@@ -29,7 +29,7 @@ def test_products_are_the_exact_sum_rounded_once(dtype):
     for name, result in results.items():
         assert result.dtype is dtype, name
         want = exact[:, 0] if name == "mv" else exact
-        # FP32 accumulation may tip a tie the other way: at most one unit in the last place, and rarely.
+        # FP32 accumulation may resolve a tie differently: rarely, and by at most one unit in the last place.
         off = (result.double() - rounded_once(want, dtype).double()).abs()
         assert off.max() <= want.abs().max() * torch.finfo(dtype).eps, name
         assert (off > 0).double().mean() < 0.02, name

@@ -1,4 +1,4 @@
-"""Mixtures of experts of transformers train in every narrow recipe, whichever way their experts are computed."""
+"""transformers' mixture-of-experts models train in every narrow recipe, with every experts implementation."""
 
 import pytest
 import torch

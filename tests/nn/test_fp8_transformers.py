@@ -1,4 +1,4 @@
-"""Hugging Face models convert, train and save in FP8: small random ones of four families."""
+"""Small, randomly initialized Hugging Face models of four families convert, train and save in FP8."""
 
 import math
 
@@ -43,7 +43,7 @@ def images(seed):
 
 
 @pytest.mark.parametrize("build", [gpt2, llama, bert, vit])
-def test_it_converts_trains_and_saves(build, tmp_path):
+def test_models_convert_train_and_save(build, tmp_path):
     torch.manual_seed(0)
     model, batch = build()
     names = {name: value.shape for name, value in model.state_dict().items()}

@@ -1,4 +1,4 @@
-"""Fused blocks: the same mathematics as the model's own forward, in BF16 and FP8, with every kind of recomputation."""
+"""Fused blocks match the model's own forward, in BF16 and FP8, with every checkpointing mode."""
 
 import copy
 
@@ -31,8 +31,8 @@ def batch():
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def sharpen(model):
-    """Away from the nearly linear start: larger weights make attention and activations work."""
+def enlarge_weights(model):
+    """Enlarge the weights, so that attention and activations are not nearly linear, as they are at initialization."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:
@@ -52,7 +52,7 @@ def sqnr(value, reference):
 
 
 def converted(name, recipe):
-    model = sharpen(MODELS[name]())
+    model = enlarge_weights(MODELS[name]())
     exact = copy.deepcopy(model).double()
     return model, exact, convert(model, recipe)
 
@@ -60,15 +60,15 @@ def converted(name, recipe):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("recipe", "least"), [("bf16", 35), ("fp8[scaling=current]", 13), ("fp8", 13)])
 def test_gradients_match_the_model_up_to_rounding(name, recipe, least):
-    """FP8's bound is for gradients through the whole model, where E5M2's roundings (reckoned at 26 dB each) add up.
+    """FP8's bound is for gradients through the whole model, where E5M2's rounding errors (about 26 dB each) add up.
 
-    14.8 dB was the worst seen. What one feed-forward must keep, 20 dB, is held in test_linear.py.
+    The worst value observed was 14.8 dB. test_linear.py checks the 20 dB that a single feed-forward must keep.
     """
     model, exact, conversion = converted(name, recipe)
     assert conversion.blocks == ["blocks.0", "blocks.1"]
     wanted_loss, wanted = gradients(exact)
     loss, found = gradients(model)
-    if conversion.scales is not None:  # the second step takes delayed scales
+    if conversion.scales is not None:  # the second step uses delayed scales
         conversion.scales.update()
         loss, found = gradients(model)
     assert loss.item() == pytest.approx(wanted_loss.item(), rel=1e-2)
@@ -97,7 +97,7 @@ def test_recomputation_changes_no_bit(name, mode, recipe):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp8[scaling=current]", "fp8[checkpoint=full]"])
 def test_a_chain_of_blocks_matches_single_blocks(name, recipe):
-    """A hook takes the chain apart, as the block must then be called; no bit may differ, nor any scale."""
+    """A hook splits the chain, because the block must then be called. No bit and no scale may differ."""
     chain, _, first = converted(name, recipe)
     apart, _, second = converted(name, recipe)
     seen = []
@@ -120,7 +120,7 @@ def test_a_changed_gradient_is_not_taken_from_the_handoff():
     made, operand = torch.randn(4, 4), Operand(torch.randn(4, 4))
     link.put(made, operand)
     assert link.take(made) is operand
-    assert link.take(made) is None  # given out once
+    assert link.take(made) is None  # returned only once
     link.put(made, operand)
     assert link.take(made.clone()) is None
     link.put(made, operand)
@@ -165,7 +165,7 @@ def test_only_training_changes_the_delayed_scales_of_weights():
         return seen
 
     first = weight.abs().max().item()
-    assert step() == first  # before there is a scale, by the weight itself, which is recorded
+    assert step() == first  # without a delayed scale, the weight's own amax is used and recorded
     assert site.scale.item() == pytest.approx(448 / first)
     with torch.no_grad():
         model(*batch())
@@ -174,7 +174,7 @@ def test_only_training_changes_the_delayed_scales_of_weights():
     assert second != first
     assert step() == second
     with torch.no_grad():
-        weight.mul_(64)  # by hand: a scale of the steps before would saturate
+        weight.mul_(64)  # a manual change: the scale of earlier steps would saturate
     before = site.counts[0].item()
     gradients(model)
     assert site.counts[0].item() == before
@@ -182,8 +182,8 @@ def test_only_training_changes_the_delayed_scales_of_weights():
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_weights_are_cast_again_after_a_step_of_any_optimizer(fused):
-    """Fused optimizers do not tell of their change by the tensor's version."""
+def test_weights_are_cast_again_after_any_optimizer_step(fused):
+    """Fused optimizers do not increment the tensor's version."""
     model, _, _ = converted("gpt", "fp8")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
     first = gradients(model)[0]
@@ -203,7 +203,7 @@ def test_weights_are_cast_again_after_a_change_in_place():
 
 @pytest.mark.parametrize("keep", ["blocks.1.down", "blocks.1.norm2", "blocks.1"])
 def test_a_block_with_a_part_kept_in_fp32_is_not_fused(keep):
-    """The kept part stays in FP32, and the other layers of its block are swapped one by one, as the report says."""
+    """The kept part stays in FP32; the other layers of its block are converted one by one, as reported."""
     torch.manual_seed(0)
     model = gpt()
     engine = Engine(model, torch.optim.AdamW(model.parameters(), lr=1e-3), f"fp8[keep={keep}]")
@@ -217,7 +217,7 @@ def test_a_block_with_a_part_kept_in_fp32_is_not_fused(keep):
     engine.backward(loss)
     assert engine.step().applied
     seen = dict(zip(engine.conversion.scales.sites, engine.conversion.scales.history[0].tolist(), strict=True))
-    assert all(amax > 0 for amax in seen.values()), seen  # every site that is reported is really cast
+    assert all(amax > 0 for amax in seen.values()), seen  # every reported site is actually cast
 
 
 def test_blocks_wider_than_our_norm_are_converted_layer_by_layer(monkeypatch):

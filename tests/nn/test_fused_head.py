@@ -1,4 +1,4 @@
-"""Head and loss in one: values and gradients against plain PyTorch in double, for every mix of formats."""
+"""The fused head and loss match plain PyTorch in FP64, for every combination of formats."""
 
 import itertools
 import math
@@ -20,7 +20,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def make(rows=200, width=64, vocab=304, seed=0, ignored=7):
-    """A hidden state in BF16, a weight and targets that the two predict somewhat, so that the softmax is peaked."""
+    """Return a BF16 hidden state, a weight, and targets that they partly predict, so that the softmax is peaked."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, width, generator=generator).bfloat16()
     weight = torch.randn(vocab, width, generator=generator) * (2.5 / math.sqrt(width))
@@ -31,7 +31,7 @@ def make(rows=200, width=64, vocab=304, seed=0, ignored=7):
 
 
 def plain(x, weight, targets, **options):
-    """Loss and gradients in double."""
+    """Return loss and gradients in FP64."""
     x, weight = (t.detach().double().requires_grad_() for t in (x, weight))
     loss = F.cross_entropy(x @ weight.t(), targets, **options)
     loss.backward()
@@ -52,7 +52,7 @@ def test_values_and_gradients_in_every_mix(choice):
     assert x.grad.dtype is BF16 and weight.grad.dtype is torch.float32
     output, grad_input, grad_weight = (form == "fp8" for form in choice)
     assert loss.item() == pytest.approx(exact.item(), rel=5e-3 if output else 5e-4)
-    # An FP8 output also costs the gradients: the softmax is that of rounded logits.
+    # An FP8 output also makes gradients less accurate: the softmax uses rounded logits.
     assert sqnr(exact_x, x.grad) > (20 if grad_input or output else 35)
     assert sqnr(exact_weight, weight.grad) > (20 if grad_weight or output else 35)
 
@@ -94,7 +94,7 @@ def test_ignored_rows_do_not_count(choice):
     x, weight, targets = make(ignored=2)
     exact, exact_x, exact_weight = plain(x, weight, targets)
     with torch.no_grad():
-        x[::2] *= 0.5  # what they hold does not matter
+        x[::2] *= 0.5  # their values do not matter
     loss = compute_head_loss(x, weight, targets, precision=choice)
     loss.backward()
     assert loss.item() == pytest.approx(exact.item(), rel=5e-3)
@@ -125,7 +125,7 @@ def test_without_gradients_there_is_only_the_loss(choice, monkeypatch):
     trained = compute_head_loss(x, weight, targets, precision=choice)
 
     def never(*args, **kwargs):
-        raise AssertionError("a gradient was computed that nobody asked for")
+        raise AssertionError("an unneeded gradient was computed")
 
     for name in ("compute_grad_logits", "compute_grad_logits_fp8", "compute_grad_input", "compute_grad_weight"):
         monkeypatch.setattr(head, name, never)
@@ -153,7 +153,7 @@ def test_a_given_fp8_operand_is_used():
     made = compute_head_loss(x, weight, targets, precision=ALL_FP8)
     made.backward()
     for operand in (Operand(None, lp, lp_t, 1 / scale), Operand(None, lp, None, 1 / scale)):
-        # x itself is not read: it may be a stand-in that has a shape and no memory
+        # x itself is not read: it may be a placeholder with a shape and no memory
         stand_in = torch.full((), torch.nan, dtype=BF16, device=DEVICE).expand_as(x).requires_grad_()
         other = weight.detach().clone().requires_grad_()
         loss = compute_head_loss(stand_in, other, targets, precision=ALL_FP8, operand=operand)
@@ -169,7 +169,7 @@ def test_a_weight_is_cast_once_for_all_chunks_and_again_for_the_next_loss(monkey
     monkeypatch.setattr(weight_kernel, "cast_weight", lambda *args: casts.append(1) or original(*args))
     losses = []
     for factor in (1, 1, 2):
-        weight.data.mul_(factor)  # leaves no trace in the tensor's version
+        weight.data.mul_(factor)  # does not increment the tensor's version
         losses.append(compute_head_loss(x, weight, targets, precision=ALL_FP8, chunk_rows=64))
         losses[-1].backward()
     assert len(casts) == 3 and weight.grad is not None
@@ -223,7 +223,7 @@ def test_fake_tensors_pass_through(choice):
     assert x.grad.shape == x.shape and weight.grad.shape == weight.shape
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at the loss as it goes on after the break
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo reads the loss after the graph break
 def test_torch_compile_does_not_trace_the_head():
     def step(x, weight, targets):
         return compute_head_loss(x * 1.0, weight, targets, precision=ALL_FP8) * 2.0

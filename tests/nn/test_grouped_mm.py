@@ -1,4 +1,4 @@
-"""Experts multiply in the recipe's 16 bits inside an engine, in FP32 where they are kept, and as ever outside of it."""
+"""Experts multiply in the recipe's 16-bit format inside an engine, in FP32 if kept, and unchanged outside of it."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from narrowgauge.nn.grouped_mm import autocast_grouped_mm, separate_compile_cach
 from narrowgauge.nn.step_context import explain_error
 from narrowgauge.recipe import parse
 
-# Outside of an engine nothing emulates BF16 on a CPU that has none.
+# Outside of an engine, BF16 is not emulated on a CPU without BF16 support.
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16, "bf16-lean": torch.bfloat16,
           "fp8-lean": torch.bfloat16, "bf16[checkpoint=selective]": torch.bfloat16}  # fmt: skip
@@ -20,7 +20,7 @@ CALLS = {"private": torch._grouped_mm, "public": F.grouped_mm, "operator": torch
 
 
 class Experts(nn.Module):
-    """Tokens, sorted by expert, through two stacks of matrices, as a user would write it."""
+    """Applies two stacks of matrices to tokens sorted by expert, as a user would write it."""
 
     def __init__(self, call=torch._grouped_mm, width=32, hidden=48, experts=4):
         super().__init__()
@@ -40,7 +40,7 @@ class Experts(nn.Module):
 
 
 class Batched(Experts):
-    """Every expert sees every token: torch.bmm, and einsum back."""
+    """Applies every expert to every token, with torch.bmm and then einsum."""
 
     def forward(self, x):
         share = (x @ self.router).float().softmax(-1)
@@ -59,8 +59,8 @@ class Stack(nn.Module):
         return x
 
 
-class Spy(TorchDispatchMode):
-    """Sees the operands of grouped products; entered outside of emulation, where they are widened."""
+class OperandRecorder(TorchDispatchMode):
+    """Records operands of grouped products. Entered outside of emulation, where they are FP32."""
 
     def __init__(self):
         super().__init__()
@@ -79,10 +79,10 @@ def tokens(width=32):
     return torch.randn(40, width, generator=torch.Generator().manual_seed(1))
 
 
-def gradients(model, recipe, x, spy=None):
-    """Of one microbatch, unscaled, in double."""
+def gradients(model, recipe, x, recorder=None):
+    """Return the loss and the unscaled FP64 gradients of one microbatch."""
     engine = Engine(model, torch.optim.AdamW(model.parameters()), recipe)
-    with spy or Spy(), engine.forward():
+    with recorder or OperandRecorder(), engine.forward():
         loss = model(x).float().square().mean()
     engine.backward(loss)
     scale = 1.0 if engine.scaler is None else float(engine.scaler.get_scale_tensor("cpu"))
@@ -91,25 +91,25 @@ def gradients(model, recipe, x, spy=None):
     return loss.item(), found
 
 
-def off(found, exact):
+def relative_error(found, exact):
     return max(((found[name] - exact[name]).norm() / exact[name].norm()).item() for name in exact)
 
 
 @pytest.mark.parametrize("recipe", NARROW)
 @pytest.mark.parametrize("call", CALLS)
 def test_grouped_products_read_operands_of_the_recipes_format(recipe, call):
-    model, spy = Stack(lambda: Experts(CALLS[call])), Spy()
+    model, recorder = Stack(lambda: Experts(CALLS[call])), OperandRecorder()
     engine = Engine(model, torch.optim.AdamW(model.parameters()), recipe)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for step in range(2):
-        with spy, engine.forward():
+        with recorder, engine.forward():
             loss = model(tokens().requires_grad_()).square().mean()
-        with spy:
+        with recorder:
             engine.backward(loss)
         assert engine.step().applied, step
     forward_and_two_gradients = 2 * 2 * 2 * 3
-    assert len(spy.seen) >= forward_and_two_gradients
-    assert all(spy.fit(NARROW[recipe]))
+    assert len(recorder.seen) >= forward_and_two_gradients
+    assert all(recorder.fit(NARROW[recipe]))
     assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
@@ -119,7 +119,7 @@ def test_gradients_are_those_of_fp32_within_the_format(recipe, kind):
     exact_loss, exact = gradients(Stack(kind), "fp32", tokens())
     loss, found = gradients(Stack(kind), recipe, tokens())
     assert loss == pytest.approx(exact_loss, rel=1e-2)
-    assert off(found, exact) < 0.03
+    assert relative_error(found, exact) < 0.03
     assert all(gradient.isfinite().all() for gradient in found.values())
 
 
@@ -131,14 +131,14 @@ def test_sizes_that_16_bit_kernels_do_not_support_are_padded(sizes):
     x = tokens(sizes[0])
     _, exact = gradients(make(), "fp32", x)
     _, found = gradients(make(), "bf16", x)
-    assert off(found, exact) < 0.04
+    assert relative_error(found, exact) < 0.04
 
 
 @pytest.mark.parametrize("kept", ["blocks.0", "Experts"])
 def test_kept_experts_compute_in_fp32(kept):
-    spy = Spy()
-    gradients(Stack(Experts), f"bf16[keep={kept}]", tokens(), spy)
-    fits = spy.fit(torch.bfloat16)
+    recorder = OperandRecorder()
+    gradients(Stack(Experts), f"bf16[keep={kept}]", tokens(), recorder)
+    fits = recorder.fit(torch.bfloat16)
     assert not all(fits[:4])
     assert all(fits[4:]) == (kept == "blocks.0")
 
@@ -166,7 +166,7 @@ def test_plain_autocast_outside_of_an_engine_computes_as_before():
 def test_fp64_and_other_layouts_go_to_torch():
     a, b = torch.randn(4, 8, 16), torch.randn(4, 16, 24)
     with autocast_grouped_mm(), torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch._grouped_mm(a, b).dtype is torch.bfloat16  # one product for each pair
+        assert torch._grouped_mm(a, b).dtype is torch.bfloat16  # one product per pair
         with pytest.raises(RuntimeError):
             torch._grouped_mm(a.double(), b.double())  # as without autocast
 
@@ -201,11 +201,11 @@ def test_the_loop_that_transformers_compiles_becomes_a_grouped_product():
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
     with autocast_grouped_mm():
         made = compiled(x, weight)
-        made.float().square().sum().backward()  # which the loop's own backward cannot do in one graph
+        made.float().square().sum().backward()  # the loop's own backward needs more than one graph
     assert made.dtype is torch.bfloat16 and weight.grad.dtype is torch.float32
     torch.testing.assert_close(made.float(), torch._grouped_mm(x, weight, offs=offs), rtol=0.05, atol=0.05)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.ops.transformers.grouped_mm_fallback(x, weight, offs).dtype is torch.float32  # outside: as ever
+        assert torch.ops.transformers.grouped_mm_fallback(x, weight, offs).dtype is torch.float32  # no engine
 
 
 def test_an_engines_graphs_have_a_separate_disk_cache():

@@ -1,4 +1,4 @@
-"""Keepers: norms, softmax, losses and what the user names run in FP32 on the CPU as autocast does it on CUDA."""
+"""Norms, softmax, losses and modules that the user names run in FP32 on the CPU, as autocast does on CUDA."""
 
 import pytest
 import torch
@@ -67,7 +67,7 @@ def test_decorated_functions_run_in_fp32():
 
 
 def test_layer_norm_runs_in_fp32():
-    """Large mean, small spread: in FP16 the statistics cancel; the keeper gives FP32's answer."""
+    """With a large mean and a small variance the statistics cancel in FP16; the result must be FP32's."""
     x = (torch.arange(8.0) / 8 + 1000).half().expand(2, 8)
     exact = F.layer_norm(x.double(), (8,))
     with engine_for(torch.nn.Linear(8, 8), "fp16").forward():

@@ -1,4 +1,4 @@
-"""FP8 linear layers in any model: right within the format, scales from history, shapes that do not fit left alone."""
+"""FP8 linear layers in any model: accurate within the format, delayed scales, unsupported shapes not converted."""
 
 import pytest
 import torch
@@ -127,7 +127,7 @@ def test_only_short_sums_of_gradients_are_left_to_the_tensor_cores(outputs, quic
     assert seen == [True, quick, False]  # output, grad_input, grad_weight
 
 
-def test_a_sudden_jump_saturates_is_counted_and_followed():
+def test_a_sudden_jump_is_counted_as_saturation_and_updates_the_scale():
     layer = torch.nn.Sequential(torch.nn.Linear(32, 32))
     report = convert(layer, "fp8")
     site = report.scales.sites["0.input"]
@@ -175,7 +175,7 @@ def test_conv1d_of_transformers_is_a_linear_with_a_transposed_weight():
     assert sqnr(model[0].weight.grad, expected) > 20
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch._dynamo itself
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by torch._dynamo itself
 def test_torch_compile_sees_one_graph_with_the_same_numbers():
     from torch._dynamo.utils import counters
 
@@ -196,7 +196,7 @@ def test_torch_compile_sees_one_graph_with_the_same_numbers():
         for a, b in zip(plain.parameters(), compiled.parameters(), strict=True):
             assert torch.equal(a.grad, b.grad)
     assert torch.equal(reports[0].scales.scale, reports[1].scales.scale)
-    assert counters["stats"]["unique_graphs"] == 2  # one before the scales have seen the tensors, one for ever after
+    assert counters["stats"]["unique_graphs"] == 2  # one before there are delayed scales, one for all later steps
 
 
 @pytest.mark.parametrize("rows", [16, 5])
@@ -218,7 +218,7 @@ def test_a_layers_output_can_be_changed_in_place(rows):
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")
 def test_torch_compile_sees_converted_layers_as_one_graph():
-    """Traced bare: the modes of the CPU's emulation, which are not there on a GPU, keep torch.compile away."""
+    """Trace without the CPU's emulation, whose modes a GPU does not have: torch.compile skips code under them."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 32, bias=False))
     engine = Engine(model, torch.optim.AdamW(model.parameters()), "fp8[products=all]")
@@ -238,7 +238,7 @@ def test_torch_compile_sees_converted_layers_as_one_graph():
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")
 @pytest.mark.parametrize("recipe", ["fp8[products=all]", "fp8-lean[products=all]"])
 def test_inductor_compiles_an_evaluation(recipe):
-    """Without statistics to raise: inductor fails on an op whose arguments to change are all None."""
+    """An evaluation updates no statistics, and Inductor fails on an op whose mutable arguments are all None."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32)), torch.randn(16, 32)
     report = convert(model, recipe)
@@ -246,7 +246,7 @@ def test_inductor_compiles_an_evaluation(recipe):
     report.scales.update()
     torch._dynamo.reset()
     with torch.no_grad():
-        assert sqnr(torch.compile(model)(x), model(x).double()) > 25  # fused sums round otherwise, and FP8 shows it
+        assert sqnr(torch.compile(model)(x), model(x).double()) > 25  # fusion rounds sums differently
 
 
 class Attention(nn.Module):
@@ -278,7 +278,7 @@ def test_one_input_of_several_layers_is_cast_once(monkeypatch):
     x = torch.randn(16, 32)
     out = model(x)
     assert len(casts) == 1
-    alone = nn.ModuleList(model.children())  # the same weights and sites, but each with an input of its own
+    alone = nn.ModuleList(model.children())  # the same weights and sites, but each with its own input
     wanted = alone[0](x.clone()) * alone[1](x.clone()) * alone[2](x.clone())
     assert len(casts) == 4 and torch.equal(out, wanted)
     model(x, memory=torch.randn(16, 32))
@@ -338,8 +338,8 @@ def test_an_input_changed_in_place_between_its_readers_is_cast_again(monkeypatch
 
 
 def test_a_cast_does_not_outlive_its_scale():
-    """Key and value read one memory in every step, and leave its cast behind: query, which reads no such thing, cannot
-    take it away."""
+    """Key and value read the same memory in every step and leave its cast behind. Query reads another tensor and cannot
+    remove it."""
     torch.manual_seed(0)
     model, memory, x = Attention(), torch.randn(16, 32), torch.randn(16, 32)
     report = convert(model, "fp8[products=all]")

@@ -1,4 +1,4 @@
-"""The account of matrices: each parameter once, what is multiplied in which format and why, and that it is true."""
+"""The inventory of matrices lists each parameter once, with its format and the reason, and matches the products."""
 
 import types
 
@@ -33,14 +33,14 @@ class Named(nn.Linear):
 
 
 class Doubled(nn.Linear):
-    """A subclass with a own forward."""
+    """A subclass with its own forward."""
 
     def forward(self, x):
         return 2 * F.linear(x, self.weight, self.bias)
 
 
 class LowRank(nn.Module):
-    """A parametrization with matrices of its own."""
+    """A parametrization with its own matrices."""
 
     def __init__(self, width):
         super().__init__()
@@ -51,7 +51,7 @@ class LowRank(nn.Module):
 
 
 class Bag(nn.Module):
-    """One of everything, with matrices of its own, a tied head and a stack of experts."""
+    """One module of every type, with its own matrices, a tied head and a stack of experts."""
 
     def __init__(self):
         super().__init__()
@@ -120,7 +120,7 @@ ZOO = {
 
 
 def matrices_of(model):
-    """Name and size of every matrix, shared ones once."""
+    """Return name and size of every matrix; shared ones are listed once."""
     found = {name: p for name, p in model.named_parameters() if isinstance(p, nn.UninitializedParameter) or p.dim() > 1}
     return {id(p): name for name, p in found.items()}
 
@@ -270,8 +270,8 @@ def test_a_replaced_finish_or_trunk_is_still_called(method):
     assert calls
 
 
-class Spy(TorchDispatchMode):
-    """Sees which matrices products read, by their shapes; entered outside of emulation, where operands are widened."""
+class ProductRecorder(TorchDispatchMode):
+    """Records by shape which matrices products read. Entered outside of emulation, where operands are FP32."""
 
     def __init__(self):
         super().__init__()
@@ -285,7 +285,7 @@ class Spy(TorchDispatchMode):
 
 
 class Called(nn.Module):
-    """A module called in its own way between its input and a mean."""
+    """Calls a module by a given function and returns the mean."""
 
     def __init__(self, inner, call):
         super().__init__()
@@ -295,7 +295,7 @@ class Called(nn.Module):
         return self.call(self.inner, x)
 
 
-TRUE = {
+PRODUCT_MODELS = {
     "convolution": lambda: Called(nn.Conv1d(32, 16, 3), lambda m, x: m(x.t()[None])),
     "transposed": lambda: Called(nn.ConvTranspose1d(32, 16, 3), lambda m, x: m(x.t()[None])),
     "attention": lambda: Called(nn.MultiheadAttention(32, 4), lambda m, x: m(x, x, x)[0]),
@@ -312,19 +312,19 @@ TRUE = {
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8", "bf16-lean"])
-@pytest.mark.parametrize("name", TRUE)
+@pytest.mark.parametrize("name", PRODUCT_MODELS)
 def test_the_inventorys_formats_match_the_products(name, recipe):
     torch.manual_seed(0)
-    model, spy = TRUE[name](), Spy()
+    model, recorder = PRODUCT_MODELS[name](), ProductRecorder()
     recipe = ng.recipe(recipe).replace(keep=("inner",)) if name == "kept" else ng.recipe(recipe)
     engine = Engine(model, torch.optim.AdamW(model.parameters()), recipe)
-    with spy, engine.forward():
+    with recorder, engine.forward():
         loss = model(torch.randn(16, 32)).float().square().mean()
     engine.backward(loss)
     assert engine.step().applied
-    said = {format for matrix in engine.conversion.matrices for format in matrix.formats}
-    assert said in ({"bf16"}, {"fp32"})
-    assert spy.narrow and all(spy.narrow) == (said == {"bf16"}), (said, spy.narrow)
+    listed = {format for matrix in engine.conversion.matrices for format in matrix.formats}
+    assert listed in ({"bf16"}, {"fp32"})
+    assert recorder.narrow and all(recorder.narrow) == (listed == {"bf16"}), (listed, recorder.narrow)
 
 
 def test_a_bilinear_form_after_a_layer_in_16_bits_computes_in_fp32_as_on_cuda():

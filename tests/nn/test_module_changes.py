@@ -1,4 +1,4 @@
-"""A converted model belongs to itself: copies and averages compute with their own weights, and no cast is stale."""
+"""Copies and averages of a converted model compute with their own weights, and no cast is stale."""
 
 import copy
 import inspect
@@ -80,7 +80,7 @@ def evaluated(engine, model, name):
 
 
 def plain_loss(model, name):
-    """What a model of plain torch gives with the same weights."""
+    """Return the loss of an unconverted model with the same weights."""
     plain = BUILD[name]()
     plain.load_state_dict({key: value.float() for key, value in model.state_dict().items()})
     with torch.no_grad():
@@ -122,7 +122,7 @@ def test_a_copy_computes_with_its_own_weights(name, recipe, how):
             parameter.mul_(0.5)
     assert evaluated(engine, twin, name) == pytest.approx(plain_loss(twin, name), rel=6e-2)
     assert evaluated(engine, engine.model, name) == before
-    step(engine, name)  # what the engine does now is nothing to the copy
+    step(engine, name)  # must not affect the copy
     assert evaluated(engine, twin, name) == pytest.approx(plain_loss(twin, name), rel=6e-2)
     assert evaluated(engine, engine.model, name) == pytest.approx(plain_loss(engine.model, name), rel=6e-2)
 
@@ -149,7 +149,7 @@ def test_a_lean_copy_keeps_the_masters(recipe):
     assert any(not torch.equal(value, value.bfloat16().float()) for value in exact.values())
 
 
-@pytest.mark.parametrize("recipe", RECIPES[:-1])  # weights without masters are refused by any engine but the first
+@pytest.mark.parametrize("recipe", RECIPES[:-1])  # a second engine refuses weights without masters
 def test_a_copy_can_have_its_own_engine(recipe):
     engine = trained("net", recipe)
     twin = copy.deepcopy(engine.model)
@@ -214,7 +214,7 @@ WRITES = {
 )
 @pytest.mark.parametrize("write", WRITES)
 def test_no_write_to_a_weight_is_missed(recipe, write):
-    """In evaluation and in training, whoever wrote, and however large the new weights are beside the old ones."""
+    """In evaluation and in training, for every way to write and for weights much larger than the old ones."""
     engine = trained("net", recipe, 2)
     model = engine.model
     evaluated(engine, model, "net")
@@ -227,7 +227,7 @@ def test_no_write_to_a_weight_is_missed(recipe, write):
     with engine.forward():
         loss = loss_of(model, "net")
     assert loss.item() == pytest.approx(plain_loss(model, "net"), rel=3e-2)
-    if write not in ("another Parameter", "load_state_dict(assign)"):  # those the optimizer has lost sight of
+    if write not in ("another Parameter", "load_state_dict(assign)"):  # the optimizer still has the old parameter
         engine.backward(loss)
         assert engine.step().applied
 
@@ -240,7 +240,7 @@ def test_no_write_to_a_weight_of_a_fused_block_or_head_is_missed(name, recipe):
         layer = engine.model.get_submodule(path)
         layer.weight.data.copy_(torch.randn_like(layer.weight, dtype=torch.float32) * 0.3)
         assert evaluated(engine, engine.model, name) == pytest.approx(plain_loss(engine.model, name), rel=3e-2)
-        step(engine, name)  # activations may have saturated once; from now on their scales fit
+        step(engine, name)  # activations may have saturated once; after this step their scales fit
         with engine.forward():
             assert loss_of(engine.model, name).item() == pytest.approx(plain_loss(engine.model, name), rel=6e-2)
 

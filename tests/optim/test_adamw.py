@@ -1,4 +1,4 @@
-"""AdamW: torch's own bits in FP32, the same bits from split masters, and states that come back as they went."""
+"""AdamW matches torch bit for bit in FP32 and with split masters, and states round-trip."""
 
 import copy
 
@@ -23,7 +23,7 @@ def gradients(step, shapes, scale=1.0):
     return [torch.randn(s, generator=generator) * scale * 10 ** (step % 5 - 2) for s in shapes]
 
 
-def give(parameters, step, dtype=None):
+def set_gradients(parameters, step, dtype=None):
     for p, g in zip(parameters, gradients(step, [p.shape for p in parameters]), strict=True):
         p.grad = g.to(dtype or p.dtype)
 
@@ -39,8 +39,8 @@ def test_fp32_matches_torch_bit_for_bit(options):
     ours, theirs = make(), make()
     mine, other = AdamW(ours, **options), torch.optim.AdamW(theirs, foreach=False, fused=False, **options)
     for step in range(30):
-        give(ours, step)
-        give(theirs, step)
+        set_gradients(ours, step)
+        set_gradients(theirs, step)
         mine.step()
         other.step()
     for a, b in zip(ours, theirs, strict=True):
@@ -49,13 +49,13 @@ def test_fp32_matches_torch_bit_for_bit(options):
 
 
 def test_a_learning_rate_may_be_a_tensor():
-    """torch then reckons lr * weight_decay in FP32, so the last bits differ."""
+    """torch then computes lr * weight_decay in FP32, so the last bits differ."""
     ours, theirs = make(), make()
     rate = torch.tensor(2e-3)
     mine, other = AdamW(ours, lr=rate), torch.optim.AdamW(theirs, lr=rate, foreach=False, fused=False)
     for step in range(10):
-        give(ours, step)
-        give(theirs, step)
+        set_gradients(ours, step)
+        set_gradients(theirs, step)
         mine.step()
         other.step()
         rate.mul_(0.9)
@@ -71,7 +71,7 @@ def test_a_thousand_steps_with_split_masters_match_fp32_bit_for_bit():
     one = torch.optim.AdamW(exact, lr=1e-2, foreach=False, fused=False)
     other = AdamW(halves, lr=1e-2, master="split")
     for step in range(1000):
-        give(halves, step, torch.bfloat16)
+        set_gradients(halves, step, torch.bfloat16)
         for p, q in zip(exact, halves, strict=True):
             p.grad = q.grad.float()
         one.step()
@@ -87,8 +87,8 @@ def test_an_fp32_copy_of_a_bf16_weight_steps_like_fp32():
         narrow(p)
     one, other = AdamW(split, master="split"), AdamW(copied, master="fp32")
     for step in range(20):
-        give(split, step)
-        give(copied, step)
+        set_gradients(split, step)
+        set_gradients(copied, step)
         one.step()
         other.step()
     for p, q in zip(split, copied, strict=True):
@@ -129,8 +129,8 @@ def test_stochastic_rounding_has_the_right_mean():
     parameters = make(dtype=torch.bfloat16)
     optimizer = AdamW(parameters, lr=1e-4, master="none")
     start = parameters[0].detach().clone()
-    for _ in range(20):  # steps far below half a BF16 step, which rounding to nearest would lose
-        give(parameters, 0)
+    for _ in range(20):  # updates far below half a BF16 step, which rounding to nearest would lose
+        set_gradients(parameters, 0)
         optimizer.step()
     assert (parameters[0] != start).float().mean() > 0.05
 
@@ -138,8 +138,8 @@ def test_stochastic_rounding_has_the_right_mean():
 def test_scaled_gradients_are_unscaled_and_bad_ones_skip():
     ours, theirs = make(), make()
     mine, other = AdamW(ours), AdamW(theirs)
-    give(ours, 0)
-    give(theirs, 0)
+    set_gradients(ours, 0)
+    set_gradients(theirs, 0)
     for p in ours:
         p.grad.mul_(64)
     mine.grad_scale, mine.found_inf = torch.tensor(64.0), torch.tensor(0.0)
@@ -161,15 +161,15 @@ def test_a_state_round_trips(master, moments):
         narrow(p)
     one = AdamW(straight, master=master, moments=moments)
     for step in range(3):
-        give(straight, step)
+        set_gradients(straight, step)
         one.step()
     saved = copy.deepcopy(one.state_dict())
     resumed = [torch.nn.Parameter(p.detach().clone()) for p in straight]
     other = AdamW(resumed, master=master, moments=moments)
     other.load_state_dict(saved)
     for step in range(3, 6):
-        give(straight, step)
-        give(resumed, step)
+        set_gradients(straight, step)
+        set_gradients(resumed, step)
         one.step()
         other.step()
     for p, q in zip(straight, resumed, strict=True):
@@ -184,8 +184,8 @@ def test_groups_and_schedulers():
     optimizer = AdamW([{"params": first, "lr": 1e-2}, {"params": second, "weight_decay": 0.0, "moments": "8bit"}])
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
     for step in range(3):
-        give(first, step)
-        give(second, step)
+        set_gradients(first, step)
+        set_gradients(second, step)
         optimizer.step()
         schedule.step()
     assert [group["lr"] for group in optimizer.param_groups] == [1e-2 / 8, 1e-3 / 8]
@@ -209,7 +209,7 @@ def test_full_precision_round_trips():
 
 
 def strided():
-    """Weights of other strides than row-major ones: channels_last, transposed, with gaps, and a complex one."""
+    """Return weights that are not row-major: channels_last, transposed, with gaps, and a complex one."""
     torch.manual_seed(0)
     return [
         torch.nn.Parameter(torch.randn(6, 4, 3, 5).to(memory_format=torch.channels_last)),
@@ -220,8 +220,8 @@ def strided():
     ]
 
 
-def give_strided(parameters, step, turned):
-    """Gradients row-major, or with strides of their own, or conjugated."""
+def set_strided_gradients(parameters, step, turned):
+    """Set gradients that are row-major, have other strides, or are conjugated."""
     generator = torch.Generator().manual_seed(step)
     for p in parameters:
         grad = torch.randn(p.shape, generator=generator, dtype=torch.cfloat if p.is_complex() else torch.float32)
@@ -232,7 +232,7 @@ def give_strided(parameters, step, turned):
 
 
 def resolve(parameters):
-    """torch's AdamW does not take conjugated gradients."""
+    """Resolve conjugated gradients, which torch's AdamW does not support."""
     for p in parameters:
         p.grad = p.grad.resolve_conj()
 
@@ -245,8 +245,8 @@ def test_strides_and_complex_numbers_step_as_torchs(turned, by_kernel, monkeypat
     strides = [p.stride() for p in ours]
     mine, other = AdamW(ours, lr=1e-2), torch.optim.AdamW(theirs, lr=1e-2, foreach=False, fused=False)
     for step in range(4):
-        give_strided(ours, step, turned)
-        give_strided(theirs, step, turned)
+        set_strided_gradients(ours, step, turned)
+        set_strided_gradients(theirs, step, turned)
         resolve(theirs)
         mine.step()
         other.step()
@@ -259,8 +259,8 @@ def test_strides_and_complex_numbers_step_as_torchs(turned, by_kernel, monkeypat
         p.data.copy_(q.data)
     taken = AdamW(fresh, lr=1e-2)
     taken.load_state_dict(state)
-    give_strided(fresh, 9, turned)
-    give_strided(theirs, 9, turned)
+    set_strided_gradients(fresh, 9, turned)
+    set_strided_gradients(theirs, 9, turned)
     resolve(theirs)
     taken.step()
     other.step()
@@ -272,7 +272,7 @@ def test_strides_and_complex_numbers_step_as_torchs(turned, by_kernel, monkeypat
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("master", ["itself", "split", "fp32", "none"])
 def test_strides_change_no_bit_in_any_format(master, moments, by_kernel, monkeypatch):
-    """Against the same numbers in row-major order; a state goes from one to the other."""
+    """Compare with the same numbers in row-major order, also after loading the state of one into the other."""
     monkeypatch.setattr(kernels, "interpreting", by_kernel)
     sides = []
     for plain in (False, True):
@@ -288,8 +288,8 @@ def test_strides_change_no_bit_in_any_format(master, moments, by_kernel, monkeyp
             states = copy.deepcopy(one.state_dict()), copy.deepcopy(other.state_dict())
             one.load_state_dict(states[1])
             other.load_state_dict(states[0])
-        give_strided(turned, step, True)
-        give_strided(plain, step, False)
+        set_strided_gradients(turned, step, True)
+        set_strided_gradients(plain, step, False)
         for p in turned:
             if p.is_complex():
                 p.grad = p.grad.conj()

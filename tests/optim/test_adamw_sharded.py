@@ -1,4 +1,4 @@
-"""AdamW on DTensors: the whole's bits from the shards, and checkpoints that go from 4 ranks to 2 and to 1."""
+"""AdamW on DTensors: shards have the bits of full parameters; checkpoints of 4 ranks load on 2 and on 1."""
 
 import copy
 import itertools
@@ -32,17 +32,17 @@ FORMS = [*itertools.product(("split", "fp32", "none"), MOMENTS), *(("itself", mo
 """``itself``: the parameter is FP32 and its own master."""
 
 
-def expand_groups(ranks, job, folder, *arguments):
-    """Run a job in as many processes; they are forked from one that has imported what they need."""
+def run_on_ranks(ranks, job, folder, *arguments):
+    """Run a job in ``ranks`` processes, forked from a server that has imported the modules."""
     preload = [__name__, "narrowgauge.optim", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
     torch.multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     path = folder / f"{job.__name__}-{ranks}"
     torch.multiprocessing.start_processes(
-        begin, args=(ranks, path, job, *arguments), nprocs=ranks, daemon=True, start_method="forkserver"
+        start_rank, args=(ranks, path, job, *arguments), nprocs=ranks, daemon=True, start_method="forkserver"
     )
 
 
-def begin(rank, ranks, path, job, *arguments):
+def start_rank(rank, ranks, path, job, *arguments):
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=ranks)
@@ -53,7 +53,7 @@ def begin(rank, ranks, path, job, *arguments):
 
 
 def build():
-    """Of 4 ranks the last has nothing of most of these, and of 2 it has less than the first."""
+    """With 4 ranks the last has empty shards of most of these; with 2 its shards are smaller than the first's."""
     torch.manual_seed(0)
     linears = torch.nn.Linear(40, 33), torch.nn.Linear(33, 9), torch.nn.Linear(9, 1)
     return torch.nn.Sequential(linears[0], torch.nn.Tanh(), linears[1], torch.nn.Tanh(), linears[2])
@@ -67,15 +67,15 @@ def build_sharded(mesh):
 
 
 def optimizer_of(model, master, moments):
-    """An AdamW of the parameters, narrowed unless they are to be their own masters."""
+    """Return an AdamW of the parameters, narrowed unless they are their own masters."""
     if master != "itself":
         for p in model.parameters():
             narrow(p)
     return AdamW(model.parameters(), lr=1e-2, master="fp32" if master == "itself" else master, moments=moments)
 
 
-def give(parameters, step):
-    """The same gradients to whole and to sharded parameters."""
+def set_gradients(parameters, step):
+    """Set the same gradients on full and on sharded parameters."""
     generator = torch.Generator().manual_seed(1000 + step)
     for p in parameters:
         grad = (torch.randn(p.shape, generator=generator) * 10 ** (step % 3 - 1)).to(p.dtype)
@@ -85,28 +85,28 @@ def give(parameters, step):
 
 def run(model, optimizer, steps):
     for step in steps:
-        give(model.parameters(), step)
+        set_gradients(model.parameters(), step)
         optimizer.step()
 
 
-def tiles_evenly(tensor):
+def gather_full(tensor):
     if not isinstance(tensor, DTensor):
         return tensor
-    sent = tensor.int() if tensor.dtype is torch.int16 else tensor  # gloo sends no integers of 16 bits
+    sent = tensor.int() if tensor.dtype is torch.int16 else tensor  # gloo does not send 16-bit integers
     return sent.full_tensor().to(tensor.dtype)
 
 
-def same(a, b):
+def equal(a, b):
     return a.dtype is b.dtype and torch.equal(a, b)
 
 
-def check_alike(model, optimizer, reference, other):
-    """Every bit of masters, weights and states that do not depend on how the parameters are cut."""
+def assert_equal_states(model, optimizer, reference, other):
+    """Compare bit for bit the masters, weights and states that do not depend on the sharding."""
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        assert same(tiles_evenly(p.detach()), q.detach())
-        assert same(tiles_evenly(join_fp32(p)), join_fp32(q))
+        assert equal(gather_full(p.detach()), q.detach())
+        assert equal(gather_full(join_fp32(p)), join_fp32(q))
         for name in other.state[q]:
-            assert name in ("seed", "check") or same(tiles_evenly(optimizer.state[p][name]), other.state[q][name]), name
+            assert name in ("seed", "check") or equal(gather_full(optimizer.state[p][name]), other.state[q][name]), name
 
 
 def step_all_forms(mesh, forms, by_kernel):
@@ -115,7 +115,7 @@ def step_all_forms(mesh, forms, by_kernel):
         model, reference, shards = build_sharded(mesh), build(), build_sharded(mesh)
         optimizer, other = optimizer_of(model, master, moments), optimizer_of(reference, master, moments)
         optimizer_of(shards, master, moments)
-        mine = [torch.nn.Parameter(to_local(p).clone()) for p in shards.parameters()]  # a rank's shards as wholes
+        mine = [torch.nn.Parameter(to_local(p).clone()) for p in shards.parameters()]  # this rank's shards alone
         for p, q in zip(mine, shards.parameters(), strict=True):
             p.other_half = None if master == "itself" else to_local(q.other_half).clone()
             p.check_words = None if master == "itself" else q.check_words.clone()
@@ -131,27 +131,27 @@ def step_all_forms(mesh, forms, by_kernel):
             for name in set(ELEMENTWISE) & set(state):
                 assert isinstance(state[name], DTensor) and not state[name].requires_grad
                 assert (state[name].placements, state[name].shape) == (q.placements, q.shape)
-            assert same(to_local(q).detach(), p.detach())
+            assert equal(to_local(q).detach(), p.detach())
             assert own.state[p].keys() == state.keys()
             for name, value in own.state[p].items():
-                assert value == state[name] if name == "seed" else same(to_local(state[name]), value)
+                assert value == state[name] if name == "seed" else equal(to_local(state[name]), value)
             assert state["step"] == 5
         if master != "none" and moments != "8bit":
-            check_alike(model, optimizer, reference, other)
+            assert_equal_states(model, optimizer, reference, other)
         for p, q, start in zip(model.parameters(), reference.parameters(), build().parameters(), strict=True):
             far = 2.0**-7 * join_fp32(q).norm() if master == "none" else 0.03 * (join_fp32(q) - start).norm()
-            assert (tiles_evenly(join_fp32(p)) - join_fp32(q)).norm() <= far
+            assert (gather_full(join_fp32(p)) - join_fp32(q)).norm() <= far
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_shards_step_like_the_full_parameter(ranks, tmp_path):
-    """Bit for bit; but for 8-bit moments and rounding noise, which run along a shard: there as its shards alone do."""
-    expand_groups(ranks, step_all_forms, tmp_path, FORMS, False)
+    """Bit for bit. 8-bit moments and rounding noise depend on the shard: they match a step of the shard alone."""
+    run_on_ranks(ranks, step_all_forms, tmp_path, FORMS, False)
 
 
 @pytest.mark.skipif(not kernels.HAVE_TRITON, reason="needs triton")
 def test_the_kernel_steps_shards_too(tmp_path):
-    expand_groups(2, step_all_forms, tmp_path, [("split", "8bit"), ("none", "bf16"), ("itself", "fp32")], True)
+    run_on_ranks(2, step_all_forms, tmp_path, [("split", "8bit"), ("none", "bf16"), ("itself", "fp32")], True)
 
 
 def train_with_fsdp(mesh):
@@ -162,8 +162,8 @@ def train_with_fsdp(mesh):
         losses = []
         for _ in range(8):
             result = model(x.bfloat16())
-            if moments == "fp32":  # FSDP computes with the weights that were stepped
-                assert same(result, reference(x.bfloat16()))
+            if moments == "fp32":  # FSDP computes with the updated weights
+                assert equal(result, reference(x.bfloat16()))
             loss = (result.float() - x[:, :1]).square().mean()
             loss.backward()
             for p, q in zip(model.parameters(), reference.parameters(), strict=True):
@@ -176,15 +176,15 @@ def train_with_fsdp(mesh):
         dist.all_reduce(total)
         assert total[-1] < 0.9 * total[0]
         if moments == "fp32":
-            check_alike(model, optimizer, reference, other)
-        model(x.bfloat16())  # leaves whole parameters in the root, which are not what a checkpoint is of
+            assert_equal_states(model, optimizer, reference, other)
+        model(x.bfloat16())  # leaves full parameters in the root, which a checkpoint must not contain
         state = full_precision(model)
         assert all(isinstance(value, DTensor) and value.dtype is torch.float32 for value in state.values())
-        assert all(same(tiles_evenly(state[name]), tiles_evenly(join_fp32(p))) for name, p in model.named_parameters())
+        assert all(equal(gather_full(state[name]), gather_full(join_fp32(p))) for name, p in model.named_parameters())
 
 
 def test_fsdp_trains_with_split_masters(tmp_path):
-    expand_groups(4, train_with_fsdp, tmp_path)
+    run_on_ranks(4, train_with_fsdp, tmp_path)
 
 
 def checkpoint(model, optimizer):
@@ -200,7 +200,7 @@ def save(mesh, folder):
 
 
 def load(mesh, folder):
-    """On any number of ranks, or with neither ranks nor shards."""
+    """Load on any number of ranks, or in one process without shards."""
     for moments in ("fp32", "8bit"):
         model, reference = build() if mesh is None else build_sharded(mesh), build()
         with torch.no_grad():
@@ -211,31 +211,31 @@ def load(mesh, folder):
         optimizer.make_states()
         state = checkpoint(model, optimizer)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # said where there are no ranks
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # without ranks
             dcp.load(state, checkpoint_id=folder / moments, no_dist=mesh is None)
         load_full_precision(model, state["model"])
         optimizer.load_state_dict(state["optim"])
         if moments == "fp32":
-            check_alike(model, optimizer, reference, other)
+            assert_equal_states(model, optimizer, reference, other)
             run(model, optimizer, range(3, 5))
             run(reference, other, range(3, 5))
-            check_alike(model, optimizer, reference, other)
+            assert_equal_states(model, optimizer, reference, other)
         else:
             found = plain_state(optimizer.state_dict())["state"]
             for index, wanted in plain_state(other.state_dict())["state"].items():
                 for name, value in wanted.items():
-                    assert (tiles_evenly(found[index][name]) - value).norm() <= 0.02 * value.norm()
+                    assert (gather_full(found[index][name]) - value).norm() <= 0.02 * value.norm()
 
 
 def test_a_checkpoint_of_4_ranks_loads_on_2_and_on_1(tmp_path):
-    expand_groups(4, save, tmp_path, tmp_path)
+    run_on_ranks(4, save, tmp_path, tmp_path)
     for ranks in (2, 1):
-        expand_groups(ranks, load, tmp_path, tmp_path)
+        run_on_ranks(ranks, load, tmp_path, tmp_path)
     load(None, tmp_path)
 
 
 def save_and_set(mesh, folder):
-    """torch's own get_state_dict and set_state_dict, with names for parameters, flat or not, sharded or whole."""
+    """Use torch's get_state_dict and set_state_dict, with parameter names, flat or not, sharded or full."""
     options = [
         StateDictOptions(),
         StateDictOptions(flatten_optimizer_state_dict=True),
@@ -252,22 +252,22 @@ def save_and_set(mesh, folder):
             dcp.save({"model": weights, "optim": states}, checkpoint_id=path)
             weights, states = get_state_dict(second, other, options=option)
             dcp.load({"model": weights, "optim": states}, checkpoint_id=path)
-        set_model_state_dict(second, weights, options=option)  # one by one, as set_state_dict takes the empty weights
-        set_optimizer_state_dict(second, other, states, options=option)  # that a rank has here as no weights at all
+        set_model_state_dict(second, weights, options=option)  # separately: set_state_dict treats the empty
+        set_optimizer_state_dict(second, other, states, options=option)  # shards of a rank as missing weights
         run(first, one, range(3, 5))
         run(second, other, range(3, 5))
         for p, q in zip(first.parameters(), second.parameters(), strict=True):
-            assert same(to_local(p), to_local(q))
-            assert same(to_local(join_fp32(p)), to_local(join_fp32(q)))
-            assert all(same(to_local(value), to_local(other.state[q][name])) for name, value in one.state[p].items())
+            assert equal(to_local(p), to_local(q))
+            assert equal(to_local(join_fp32(p)), to_local(join_fp32(q)))
+            assert all(equal(to_local(value), to_local(other.state[q][name])) for name, value in one.state[p].items())
 
 
 def test_torchs_state_dict_helpers_bring_states_back(tmp_path):
-    expand_groups(2, save_and_set, tmp_path, tmp_path)
+    run_on_ranks(2, save_and_set, tmp_path, tmp_path)
 
 
 def step_distributed(mesh):
-    """Parameters that distribute_tensor made: cut unevenly along any dimension, or the same on all ranks."""
+    """Step parameters of distribute_tensor: sharded unevenly along any dimension, or replicated."""
     for placement, moments in itertools.product((Shard(0), Shard(1), Replicate()), ("fp32", "8bit")):
         values = torch.randn(5, 7, 150, generator=torch.Generator().manual_seed(0))
         reference, model = torch.nn.ParameterList([values.clone()]), torch.nn.ParameterList()
@@ -279,35 +279,35 @@ def step_distributed(mesh):
         run(reference, other, range(3))
         exact = moments == "fp32" or placement == Replicate()
         if exact:
-            check_alike(model, optimizer, reference, other)
+            assert_equal_states(model, optimizer, reference, other)
         fresh = torch.nn.ParameterList()
         fresh.append(torch.nn.Parameter(distribute_tensor(values * 2, mesh, [placement], src_data_rank=None)))
         loaded = optimizer_of(fresh, "split", moments)
-        load_full_precision(fresh, full_precision(reference))  # whole weights and states into shards
+        load_full_precision(fresh, full_precision(reference))  # full weights and states into shards
         loaded.load_state_dict(other.state_dict())
-        assert same(tiles_evenly(join_fp32(fresh[0])), join_fp32(reference[0]))
+        assert equal(gather_full(join_fp32(fresh[0])), join_fp32(reference[0]))
         back = optimizer_of(torch.nn.ParameterList([values.clone()]), "split", "fp32")
-        back.load_state_dict(loaded.state_dict())  # and shards into wholes
+        back.load_state_dict(loaded.state_dict())  # and shards into full tensors
         wanted = plain_state(other.state_dict())["state"][0]
         for name, value in plain_state(back.state_dict())["state"][0].items():
-            assert same(value, wanted[name]) if exact else (value - wanted[name]).norm() < 0.02 * value.norm()
+            assert equal(value, wanted[name]) if exact else (value - wanted[name]).norm() < 0.02 * value.norm()
         p, ones = model[0], torch.ones(values.shape, dtype=torch.bfloat16)
-        grads = [DTensor.from_local(ones, mesh, [Partial()])]  # a sum not yet taken
+        grads = [DTensor.from_local(ones, mesh, [Partial()])]  # a pending sum
         if placement == Replicate():
-            grads.append(DTensor.from_local(all_reduce(ones, "sum", mesh), mesh, [placement]))  # still under way
+            grads.append(DTensor.from_local(all_reduce(ones, "sum", mesh), mesh, [placement]))  # an asynchronous result
         for p.grad in grads:
             reference[0].grad = ones * mesh.size()
             optimizer.step()
             other.step()
         if exact:
-            check_alike(model, optimizer, reference, other)
+            assert_equal_states(model, optimizer, reference, other)
 
 
 def test_distributed_tensors_of_any_placement(tmp_path):
-    expand_groups(2, step_distributed, tmp_path)
+    run_on_ranks(2, step_distributed, tmp_path)
 
 
-def make_mistakes(mesh):
+def check_refusals(mesh):
     model = build_sharded(mesh)
     for q in model.parameters():
         narrow(q)
@@ -335,11 +335,11 @@ def make_mistakes(mesh):
 
 
 def test_unsupported_options_of_shards_raise(tmp_path):
-    expand_groups(2, make_mistakes, tmp_path)
+    run_on_ranks(2, check_refusals, tmp_path)
 
 
-def take_over_and_resume(mesh):
-    """As an engine does: the user's torch.optim.AdamW, with a state, becomes a lean one."""
+def convert_and_resume(mesh):
+    """Convert a torch.optim.AdamW that has a state to a lean one, as an engine does."""
     model, reference = build_sharded(mesh), build()
     theirs = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     other = torch.optim.AdamW(reference.parameters(), lr=1e-2, foreach=False)
@@ -354,11 +354,11 @@ def take_over_and_resume(mesh):
         other.step()
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         assert p.dtype is torch.bfloat16
-        assert same(tiles_evenly(join_fp32(p)), q.detach())
+        assert equal(gather_full(join_fp32(p)), q.detach())
 
 
 def shard_after_narrowing(mesh):
-    """fully_shard makes parameters without remainders; the whole FP32 state brings them."""
+    """fully_shard creates parameters without remainders; loading the full FP32 state adds them."""
     model = build()
     wanted = {name: value.clone() for name, value in model.state_dict().items()}
     for p in model.parameters():
@@ -367,12 +367,12 @@ def shard_after_narrowing(mesh):
     fully_shard(model, mesh=mesh)
     AdamW(model.parameters(), master="split").make_states()
     load_full_precision(model, state)
-    assert all(same(tiles_evenly(value), wanted[name]) for name, value in full_precision(model).items())
+    assert all(equal(gather_full(value), wanted[name]) for name, value in full_precision(model).items())
 
 
 def test_remainders_can_be_added_after_fully_shard(tmp_path):
-    expand_groups(2, shard_after_narrowing, tmp_path)
+    run_on_ranks(2, shard_after_narrowing, tmp_path)
 
 
 def test_a_sharded_optimizer_is_converted(tmp_path):
-    expand_groups(2, take_over_and_resume, tmp_path)
+    run_on_ranks(2, convert_and_resume, tmp_path)

@@ -18,7 +18,7 @@ KINDS = [{}, {"fused": True}, {"foreach": True}]
 
 
 class Plain(torch.optim.AdamW):
-    """A subclass that only has arguments and methods of its own."""
+    """A subclass that only adds its own arguments and methods."""
 
     def __init__(self, parameters):
         super().__init__(parameters, lr=1e-2)
@@ -32,7 +32,7 @@ class Centralised(torch.optim.AdamW):
         return super().step(closure)
 
 
-class Noted(torch.optim.AdamW):
+class OwnStateDict(torch.optim.AdamW):
     def state_dict(self):
         return super().state_dict()
 
@@ -70,7 +70,7 @@ def test_the_users_optimizer_saves_and_loads_the_state(recipe, options):
     optimizer.load_state_dict(state)
     assert all(torch.equal(value, masters[name]) for name, value in full_precision(model).items())
     found = train(engine, 3)
-    assert found == wanted or "fp8" in recipe  # scales are the engine's, and have moved on
+    assert found == wanted or "fp8" in recipe  # the engine's scales have changed
     assert optimizer.foreign_writes == 0
 
 
@@ -83,7 +83,7 @@ def test_hooks_and_schedulers_made_before_and_after_work(recipe):
     engine = Engine(model, optimizer, recipe)
     optimizer.register_step_post_hook(lambda one, *_: heard.append(("after", one is optimizer)))
     second = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    for _ in range(2):  # a warning of a scheduler would be an error
+    for _ in range(2):  # a scheduler's warning would be an error
         train(engine)
         first.step()
         second.step()
@@ -140,7 +140,7 @@ def test_a_group_added_after_another_engine_keeps_its_gradients():
 
 @pytest.mark.parametrize("recipe", ["bf16-lean", "bf16[moments=8bit]", "bf16[master=split]"])
 def test_a_subclass_with_its_own_step_is_rejected_unchanged(recipe):
-    for kind, method in ((Centralised, "step"), (Noted, "state_dict")):
+    for kind, method in ((Centralised, "step"), (OwnStateDict, "state_dict")):
         model, optimizer = make(kind)
         with pytest.raises(
             UsageError,

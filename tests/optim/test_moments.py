@@ -1,4 +1,4 @@
-"""Moments in 8 bits: near, never zero, and not stuck where a step is smaller than a code."""
+"""8-bit moments: close, never rounded to zero, and updated even if a change is smaller than a code."""
 
 import pytest
 import torch
@@ -36,10 +36,10 @@ def test_zeros_stay_zeros_and_extremes_stay_finite():
 
 @pytest.mark.parametrize("target", [0.5, 2.0])
 def test_a_second_moment_changes_by_less_than_a_code(target):
-    """It moves by a thousandth of the way a step; codes are up to a hundredth apart."""
+    """It moves by a thousandth of the difference per step; codes are up to a hundredth apart."""
     generator = torch.Generator().manual_seed(0)
     start = torch.rand(4096, generator=generator) + 0.5
-    start[::128] = 4.0  # the largest of each group stays, and with it the scale
+    start[::128] = 4.0  # the largest of each group, and so the scale, is constant
     exact = start.clone()
     codes, scale = moments.encode_second(start, 0)
     goal = torch.where(start == 4.0, 4.0, start * target)

@@ -1,4 +1,4 @@
-"""Norms of gradients wherever FP32 holds them: huge, tiny and subnormal ones, and what is not finite."""
+"""Gradient norms over FP32's whole range: huge, tiny, subnormal and nonfinite values."""
 
 import itertools
 
@@ -29,7 +29,7 @@ def norms_by(by_kernel, monkeypatch, grads):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_size_that_fp32_holds(by_kernel, dtype, monkeypatch):
     generator = torch.Generator().manual_seed(0)
-    # Triton's interpreter reads subnormal BF16 numbers wrongly; tests/gpu has them.
+    # Triton's interpreter reads subnormal BF16 numbers wrongly; tests/gpu tests them.
     sizes = SIZES[3:] if by_kernel and dtype is torch.bfloat16 else SIZES
     grads = [(torch.randn(300, generator=generator).double() * size).to(dtype) for size in sizes]
     grads.append(torch.cat(grads))  # all sizes in one gradient
@@ -44,7 +44,7 @@ def test_every_size_that_fp32_holds(by_kernel, dtype, monkeypatch):
 
 @pytest.mark.parametrize("by_kernel", WAYS)
 @pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
-@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # of the interpreter: the norm that FP32 has not
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # the interpreter's: the norm exceeds FP32
 def test_nonfinite_values_are_found_anywhere(by_kernel, bad, monkeypatch):
     places = (0, 5, 16383, 16384, 19999)
     grads = []

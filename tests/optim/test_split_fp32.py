@@ -1,4 +1,4 @@
-"""Split masters: every number survives, the model has the nearest BF16 number, and any two halves make a number."""
+"""Split masters: every number round-trips, the model has the nearest BF16 number, and any two halves are valid."""
 
 import numpy
 import torch
@@ -17,18 +17,18 @@ def from_bits(patterns):
     return torch.tensor([p - (1 << 32) if p >= 1 << 31 else p for p in patterns], dtype=torch.int32).view(torch.float32)
 
 
-def survives(values):
-    """Bit for bit; of NaNs those of 0x7FFF8000 and above come back as another NaN."""
+def round_trips(values):
+    """Return whether values round-trip bit for bit. NaNs from 0x7FFF8000 may become another NaN."""
     found, wanted = join(*split(values)).view(torch.int32), values.view(torch.int32)
     carries = (wanted & 0x7FFFFFFF) >= CARRIES
     return torch.equal(found[~carries], wanted[~carries]) and bool(found[carries].view(torch.float32).isnan().all())
 
 
-def test_special_values_survive():
+def test_special_values_round_trip():
     values = from_bits([*EDGES, *(pattern | 0x80000000 for pattern in EDGES)])
     weight, remainder = split(values)
     assert (weight.dtype, remainder.dtype) == (torch.bfloat16, torch.int16)
-    assert survives(values)
+    assert round_trips(values)
 
 
 def test_nan_stays_nan_for_the_model_and_infinity_infinite():
@@ -43,14 +43,14 @@ def test_every_high_half_with_the_low_halves_around_a_tie():
     high = torch.arange(1 << 16, dtype=torch.int32)
     lows = [0, 1, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF]
     bits = torch.stack([(high << 16) | low for low in lows])
-    assert survives(bits.view(torch.float32))
+    assert round_trips(bits.view(torch.float32))
 
 
-def test_a_hundred_million_random_patterns_survive():
+def test_a_hundred_million_random_patterns_round_trip():
     generator = numpy.random.default_rng(0)
     for _ in range(50):
         bits = numpy.frombuffer(generator.bytes(8_000_000), numpy.int32)
-        assert survives(torch.from_numpy(bits.copy()).view(torch.float32))
+        assert round_trips(torch.from_numpy(bits.copy()).view(torch.float32))
 
 
 def test_the_weight_is_the_nearest_bf16_number_with_ties_away():
@@ -62,8 +62,8 @@ def test_the_weight_is_the_nearest_bf16_number_with_ties_away():
     assert split(ties)[0].tolist() == from_bits([0x3F810000, 0xBF810000, 0x3F820000]).tolist()
 
 
-def check_total(high, low):
-    """Any pair: finite where the weight is, of its sign, and no further from it than half a step."""
+def check_pairs(high, low):
+    """Check that pairs are finite if the weight is, have its sign, and are within half a step of it."""
     weight = high.to(torch.int16).view(torch.bfloat16)
     joined = join(weight, low.to(torch.int16))
     finite = torch.isfinite(weight)
@@ -78,13 +78,13 @@ def check_total(high, low):
 
 
 def test_any_weight_with_any_remainder_is_a_number_near_the_weight():
-    """All weights with the remainders at the edges, and all remainders with the weights at the edges."""
+    """All weights with extreme remainders, and all remainders with extreme weights."""
     every = torch.arange(-0x8000, 0x8000, dtype=torch.int32)
     for edge in (0, 1, 0x7FFE, 0x7FFF, -1, -2, -0x7FFF, -0x8000, 0x1234, -0x1234):
-        check_total(every, torch.full_like(every, edge))
+        check_pairs(every, torch.full_like(every, edge))
     for edge in (0, 1, 2, 0x7F, 0x80, 0x3F80, 0x7F7E, 0x7F7F, 0x7F80, 0x7F81, 0x7FC0, 0x7FFF):
-        check_total(torch.full_like(every, edge), every)
-        check_total(torch.full_like(every, edge - 0x8000), every)
+        check_pairs(torch.full_like(every, edge), every)
+        check_pairs(torch.full_like(every, edge - 0x8000), every)
 
 
 def test_an_fp32_copy_is_valid_only_for_the_weight_it_rounds_to():

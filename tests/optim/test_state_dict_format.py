@@ -1,4 +1,4 @@
-"""Saved states: torch refuses what it cannot read, other formats and older states load, and no bit is lost."""
+"""Saved states: torch refuses states that it cannot read, other formats and older states load, no bit is lost."""
 
 import copy
 import io
@@ -76,7 +76,7 @@ def test_masters_keep_every_bit_between_formats(first, then, moments):
     other = AdamW(fresh, lr=1e-2, master=then, moments=moments)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert all(torch.equal(join_fp32(q), master) for q, master in zip(fresh, masters, strict=True))
-    again = AdamW(fresh, lr=1e-2, master=first, moments=moments)  # and without a state: by what the parameters keep
+    again = AdamW(fresh, lr=1e-2, master=first, moments=moments)  # and without a state: from the parameters alone
     again.make_states()
     assert all(torch.equal(join_fp32(q), master) for q, master in zip(fresh, masters, strict=True))
     again.load_state_dict(other.state_dict())
@@ -113,7 +113,7 @@ def test_8_bit_codes_round_trip():
 
 
 def test_older_states_load():
-    """8-bit moments by torch's names, remainders without words, and remainders in 32 bits, as shards had them."""
+    """8-bit moments under torch's names, remainders without checksums, and 32-bit remainders, as shards had them."""
     parameters, optimizer = make("split", "8bit")
     step(parameters, optimizer, 0, 5)
     state = copy.deepcopy(optimizer.state_dict())

@@ -1,4 +1,4 @@
-"""Check words: whatever is done to weights from outside is seen, and what was not touched keeps every bit."""
+"""Checksums of weights: every outside change is detected, and unchanged groups keep every bit."""
 
 import copy
 
@@ -62,7 +62,7 @@ def test_every_change_is_detected(kind, change):
 
 
 def test_every_sign_change_is_detected():
-    """The promise of the docstring: all 65,536 values, at each of the 128 places."""
+    """As the docstring guarantees: all 65,536 values at each of the 128 positions."""
     values = torch.arange(-0x8000, 0x8000, dtype=torch.int32).to(torch.int16)
     for place in range(GROUP):
         rows = torch.zeros(len(values), GROUP, dtype=torch.int16)
@@ -77,7 +77,7 @@ def test_every_sign_change_is_detected():
 @pytest.mark.skipif(not kernels.HAVE_TRITON, reason="needs triton")
 @pytest.mark.parametrize("size", [1, 127, 128, 129, 2048, 5000])
 @pytest.mark.parametrize("eps", [1e-8, 0.0])
-@pytest.mark.filterwarnings("ignore:invalid value")  # 0 / 0 beyond the end, as on a GPU
+@pytest.mark.filterwarnings("ignore:invalid value")  # 0 / 0 past the end, as on a GPU
 def test_the_kernel_writes_the_references_checksums(size, eps, monkeypatch):
     monkeypatch.setattr(kernels, "interpreting", True)
     parameter = narrow(nn.Parameter(torch.randn(size, generator=torch.Generator().manual_seed(0))))
@@ -161,13 +161,13 @@ def test_a_written_weight_becomes_the_master(write, master, by_kernel, monkeypat
     assert (join_fp32(parameter) - expected).abs().max() <= 2.0**-7 * expected.abs().max()
     moments = {name: optimizer.state[parameter][name].clone() for name in ("exp_avg", "exp_avg_sq")}
     step(parameter, optimizer, 9)
-    exact = nn.Parameter(expected)  # the same update by torch, from what was written
+    exact = nn.Parameter(expected)  # the same update by torch, from the written values
     torchs = torch.optim.AdamW([exact], lr=1e-2, weight_decay=0.0, foreach=False)
     torchs.state[exact] = {"step": torch.tensor(3.0), **moments}
     exact.grad = parameter.grad.float()
     torchs.step()
     close = {"rtol": 2.0**-7, "atol": 0.0} if master == "none" else {"rtol": 1e-5, "atol": 1e-6}
-    if write == "a clamp":  # values that it left alone keep their bits in a copy, and lose them beside one it changed
+    if write == "a clamp":  # unchanged values keep their bits in a copy, but lose them in a changed group
         close = {"rtol": 2.0**-7, "atol": 1e-4}
     torch.testing.assert_close(join_fp32(parameter), exact.detach(), **close)
     assert torch.isfinite(join_fp32(parameter)).all()

@@ -19,7 +19,7 @@ from narrowgauge.runs.schedule import make_adamw
 RECIPES = ("fp32", "bf16", "fp16", "fp8", "bf16-lean", "fp8-lean", "bf16[keep=LayerNorm+lm_head]")
 
 
-def own(model, recipe):
+def shard_manually(model, recipe):
     """Shard a model as users do: every parameter, gathered in the compute format."""
     gathered = {"fp32": None, "fp16": torch.float16}.get(recipe, torch.bfloat16)
     policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32)
@@ -28,7 +28,7 @@ def own(model, recipe):
     return fully_shard(model, mp_policy=policy)
 
 
-WAYS = {"none": lambda model, recipe: model, "fsdp": shard, "ddp": replicate, "own": own}
+WAYS = {"none": lambda model, recipe: model, "fsdp": shard, "ddp": replicate, "own": shard_manually}
 STEPS = 8
 
 
@@ -99,10 +99,10 @@ def accumulated():
             assert curve("fp32", "fsdp", world, 4)[0] == [pytest.approx(numbers) for numbers in dealt]
         cut = curve("fp32", "fsdp", world, 3)[0]
         other = curve("bf16", "fsdp", world, 1, sgd)[0]
-        return dealt, cut, other, [_sent(way) for way in ("fsdp", "ddp")]
+        return dealt, cut, other, [_count_reductions(way) for way in ("fsdp", "ddp")]
 
 
-def _sent(way):
+def _count_reductions(way):
     """Count the collectives in the backward of each of two microbatches."""
     engine = engine_of("fp32", way, 2)
     counts = []
@@ -124,7 +124,7 @@ def test_microbatches_are_divided_and_gradients_reduced_once(tmp_path):
         assert [loss for loss, _ in losses] == pytest.approx([loss for loss, _ in alone])
     by_sgd = curve("bf16", "none", SINGLE_PROCESS, 1, sgd)[0]
     assert [loss for loss, _ in other] == pytest.approx([loss for loss, _ in by_sgd], rel=1e-3)
-    assert sent[0][0] == 0 and sent[0][1] > 0  # FSDP; DDP's reducer sends below what the counter sees
+    assert sent[0][0] == 0 and sent[0][1] > 0  # FSDP; DDP's reducer is invisible to the counter
     assert sent[1][0] == 0
 
 
@@ -132,7 +132,7 @@ def overflow(way):
     """Make the loss of the third step overflow, on the last rank only."""
     with join_world("cpu") as world:
         engine = engine_of("fp16", way)
-        said = []
+        results = []
         for number in range(5):
             inputs, targets = batch_of(number)
             with engine.forward():
@@ -141,8 +141,8 @@ def overflow(way):
                 loss = loss * 1e30
             engine.backward(loss)
             report = engine.step()
-            said.append((report.applied, engine.scaler.get_scale()))
-        return said
+            results.append((report.applied, engine.scaler.get_scale()))
+        return results
 
 
 @pytest.mark.parametrize("way", ["fsdp", "ddp"])
@@ -158,7 +158,7 @@ def scales_of_ranks():
     with join_world("cpu") as world:
         engine = engine_of("fp8", "fsdp")
         for number in range(3):
-            inputs, targets = batch_of(10 * world.rank + number)  # each rank sees other numbers
+            inputs, targets = batch_of(10 * world.rank + number)  # each rank has different data
             with engine.forward():
                 loss = engine.model(inputs, targets)
             engine.backward(loss)
@@ -172,19 +172,19 @@ def test_fp8_scales_are_equal_on_all_ranks(tmp_path):
 
 
 def refusals():
-    said = []
+    results = []
     with join_world("cpu"):
-        for attempt in (_flushed, _released, _late):
+        for attempt in (_flush_early, _use_released_gradients_with_ddp, _wrap_in_ddp_first):
             with contextlib.suppress(UsageError):
                 try:
                     attempt()
-                    said.append("")
+                    results.append("")
                 except UsageError as error:
-                    said.append(str(error))
-    return said
+                    results.append(str(error))
+    return results
 
 
-def _flushed():
+def _flush_early():
     engine = engine_of("fp32", "fsdp", 2)
     with engine.forward():
         loss = engine.model(*batch_of(0))
@@ -192,11 +192,11 @@ def _flushed():
     engine.flush()
 
 
-def _released():
+def _use_released_gradients_with_ddp():
     engine_of("bf16-lean[gradients=released]", "ddp")
 
 
-def _late():
+def _wrap_in_ddp_first():
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
     Engine(model, torch.optim.AdamW(model.parameters()), "bf16-lean")
 
@@ -206,9 +206,9 @@ def test_unsupported_setups_are_refused(tmp_path):
     assert "whole updates" in flushed and "in BF16" in released and "replicate(model, recipe)" in late
 
 
-def bad_cast(way):
+def cast_inf(way):
     """Put an inf into the activations of one rank, which a cast to FP8 saturates."""
-    said = []
+    results = []
     with join_world("cpu") as world:
         engine = engine_of("fp8[products=all]", way)
         for number in range(4):
@@ -216,25 +216,25 @@ def bad_cast(way):
             handle = None
             if number == 2 and world.rank == 1:
 
-                def spoil(module, arguments):
+                def insert_inf(module, arguments):
                     x = arguments[0].clone()
                     x[0, 0, 0] = torch.inf
                     return (x, *arguments[1:])
 
-                handle = engine.inner.blocks[1].register_forward_pre_hook(spoil)
+                handle = engine.inner.blocks[1].register_forward_pre_hook(insert_inf)
             with engine.forward():
                 loss = engine.model(inputs, targets)
             if handle is not None:
                 handle.remove()
             engine.backward(loss)
             report = engine.step()
-            said.append((report.applied, engine.conversion.scales.scale.tolist()))
-        return said
+            results.append((report.applied, engine.conversion.scales.scale.tolist()))
+        return results
 
 
 @pytest.mark.parametrize("way", ["fsdp", "ddp"])
 def test_a_nonfinite_cast_on_one_rank_is_skipped_by_all(tmp_path, way):
-    answers = run_ranks(2, bad_cast, tmp_path, way)
+    answers = run_ranks(2, cast_inf, tmp_path, way)
     assert answers[0] == answers[1]
     assert [applied for applied, _ in answers[0]] == [True, True, False, True]
     assert answers[0][2][1] == answers[0][1][1], "no scale moves with a skipped update"
@@ -258,7 +258,7 @@ def test_fsdp1_is_refused(tmp_path):
     assert all("FSDP1" in answer and "fully_shard" in answer for answer in run_ranks(2, wrapped_in_fsdp1, tmp_path))
 
 
-def own_no_sync(way):
+def run_no_sync(way):
     """Run microbatches under no_sync, of the engine or of DDP itself: their gradients stay on their rank."""
     with join_world("cpu") as world:
         engine = engine_of("fp32", "ddp")
@@ -277,5 +277,5 @@ def own_no_sync(way):
 
 @pytest.mark.parametrize("way", ["engine", "own"])
 def test_no_sync_keeps_gradients_on_their_rank(tmp_path, way):
-    one, other = run_ranks(2, own_no_sync, tmp_path, way)
+    one, other = run_ranks(2, run_no_sync, tmp_path, way)
     assert one[0] != other[0] and one[1:] == other[1:]

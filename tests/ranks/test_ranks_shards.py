@@ -58,7 +58,7 @@ def test_no_checkpoint_file_is_a_pickle(saved):
         else:  # safetensors: the length of a JSON header, then the header
             data = file.read_bytes()
             json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    assert len({file.stat().st_mode for file in files}) == 1  # as the umask says
+    assert len({file.stat().st_mode for file in files}) == 1  # set by the umask
 
 
 def test_a_pickle_in_place_of_any_file_is_refused(saved, tmp_path):
@@ -72,7 +72,7 @@ def test_a_pickle_in_place_of_any_file_is_refused(saved, tmp_path):
             data = (folder / name).read_bytes()
             manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
             (folder / "manifest.json").write_text(json.dumps(manifest))
-        if not name.startswith("random"):  # which one process does not read
+        if not name.startswith("random"):  # a single process does not read it
             for arguments in (["export", str(run)], ["train", "--resume", str(run)]):
                 code, _, said = cli(*arguments)
                 assert code == 2 and "Traceback" not in said, (name, said)

@@ -42,7 +42,7 @@ def losses(folder, kind="step"):
 
 
 def masters(folder, step):
-    """Load a checkpoint on these ranks, and save its whole weights."""
+    """Load a checkpoint on these ranks, and save its full weights."""
     with join_world("cpu") as world:
         settings = restore_settings(record.read_configuration(folder)["settings"], parallel="fsdp")
         options = record.read_configuration(folder)["options"]
@@ -69,7 +69,7 @@ def test_resume_on_another_number_of_ranks(tmp_path, recipe):
     assert losses(run) == pytest.approx(losses(alone), **close)
     assert losses(run, "eval") == pytest.approx(losses(alone, "eval"), **close)
 
-    saved = checkpoint.load(checkpoint.make_path(run, 6))  # in one process, whole
+    saved = checkpoint.load(checkpoint.make_path(run, 6))  # in one process, unsharded
     for ranks in (2, 1):
         run_ranks(ranks, masters, tmp_path / f"masters-{ranks}", run, 6)
         loaded = torch.load(run / f"masters-{ranks}.pt")

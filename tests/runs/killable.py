@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 
-def live(argv: Sequence[str], log: str) -> None:
+def run_cli(argv: Sequence[str], log: str) -> None:
     """Run ``narrowgauge`` with its output in a file."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)

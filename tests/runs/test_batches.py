@@ -1,4 +1,4 @@
-"""Batches come in order and checked, and do not change the random generators of the training."""
+"""Batches come in order, are checked, and do not change the training's random generators."""
 
 from __future__ import annotations
 

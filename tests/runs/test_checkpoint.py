@@ -77,7 +77,7 @@ def test_damaged_checkpoints_are_reported_and_skipped(tmp_path: Path, name: str,
     data = file.read_bytes()
     if harm == "flip":
         middle = len(data) // 2
-        # in the manifest a flipped digit of a sum is a sum that does not match, and a flipped brace is not JSON
+        # In the manifest, a flipped digit gives a checksum that does not match, and a flipped brace is not JSON.
         file.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
     elif harm == "truncate":
         file.write_bytes(data[:-5])

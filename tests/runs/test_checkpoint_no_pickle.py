@@ -1,6 +1,6 @@
 """No file that narrowgauge reads can run code: pickles are put wherever a file is read, and none is ever loaded.
 
-What is not a task's own source must be JSON, raw numbers or text. Where a pickle lies instead, it costs one line.
+Except for a task's own source, every file must be JSON, raw numbers or text. A pickle in its place is a one-line error.
 """
 
 from __future__ import annotations
@@ -198,10 +198,10 @@ def test_pickle_as_data_is_refused_or_read_as_text(tmp_path: Path, put: Callable
 def test_pickle_in_the_cache_is_never_loaded(
     tmp_path: Path, put: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cache of tokens is raw numbers, and its facts are JSON: anything else there is never loaded."""
+    """A cache of tokens is raw numbers, and its metadata is JSON. Other content is never loaded."""
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": f"text {i} " * 20}) + "\n" for i in range(200)))
-    (tmp_path / "y.txt").write_text("some words to be learnt, again and again. " * 400)
+    (tmp_path / "y.txt").write_text("some words to be learned, again and again. " * 400)
     options = ["--steps", "1", "--recipe", "fp32", "--device", "cpu", "--context", "8", "--log", "none"]
 
     def train(data: str, out: str) -> int:

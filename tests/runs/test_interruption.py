@@ -1,4 +1,4 @@
-"""The first signal asks for an end, the same once more makes it; an ignored SIGINT or SIGHUP stays ignored."""
+"""The first signal requests a stop, the same signal again quits, and an ignored SIGINT or SIGHUP stays ignored."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from narrowgauge.runs.interruption import SIGNALS, Interruption
 
 
 @pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
+def default_handlers() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    for number in SIGNALS:  # as in a process that nobody has told anything
+    for number in SIGNALS:  # the defaults of a new process
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     yield
     for number, handler in before.items():
@@ -28,7 +28,7 @@ def send(*numbers: int) -> None:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_one_is_a_wish(number: signal.Signals) -> None:
+def test_one_signal_requests_a_stop(number: signal.Signals) -> None:
     with Interruption() as stop:
         assert not stop.wanted
         send(number)
@@ -37,7 +37,7 @@ def test_one_is_a_wish(number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_same_again_quits(number: signal.Signals) -> None:
+def test_the_same_signal_again_quits(number: signal.Signals) -> None:
     with pytest.raises(KeyboardInterrupt), Interruption():
         send(number)
         send(number)
@@ -52,14 +52,14 @@ def test_the_same_again_quits(number: signal.Signals) -> None:
         (signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
     ],
 )
-def test_several_at_once_are_still_one_wish(numbers: tuple[signal.Signals, ...]) -> None:
+def test_several_signals_together_request_one_stop(numbers: tuple[signal.Signals, ...]) -> None:
     with Interruption() as stop:
         send(*numbers)
         assert stop.wanted and stop.name == numbers[0].name
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_what_was_ignored_stays_ignored(number: signal.Signals) -> None:
+def test_ignored_signals_stay_ignored(number: signal.Signals) -> None:
     signal.signal(number, signal.SIG_IGN)
     with Interruption() as stop:
         send(number, number)
@@ -76,7 +76,7 @@ def test_sigterm_always_stops() -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 
 
-def test_in_another_thread_handlers_are_left_alone() -> None:
+def test_handlers_do_not_change_in_another_thread() -> None:
     before = {number: signal.getsignal(number) for number in SIGNALS}
     seen: list[bool] = []
 

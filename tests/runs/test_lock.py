@@ -1,4 +1,4 @@
-"""A run folder has one process at a time, and a killed one does not keep it."""
+"""Only one process at a time can use a run folder, and a killed process does not keep the lock."""
 
 from __future__ import annotations
 

@@ -102,13 +102,13 @@ def test_many_events_are_written_and_read_fast_in_little_memory(tmp_path: Path) 
         for step in range(200_000):
             events.append("step", step, **numbers, tokens_per_s=123456.789012, applied=True, time=step * 0.0123)
     assert sum(event["step"] for event in record.read(tmp_path)) == 199_999 * 200_000 // 2
-    assert time.process_time() - start < 4  # a million in 10 s is wanted, and the machine may be busy
+    assert time.process_time() - start < 4  # the goal is a million in 10 s, and the machine may be busy
     tracemalloc.start()
     for _ in record.read(tmp_path):
         pass
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 50e6  # for any length: the file itself has 34 MB here
+    assert peak < 50e6  # for any length: this file has 34 MB
 
 
 @pytest.mark.parametrize("fast", [True, False])

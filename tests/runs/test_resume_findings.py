@@ -29,7 +29,7 @@ def numbered(step: int, split: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def falls_then_rises(model: nn.Module, step: float) -> float:
-    """Stay below half of the first loss: only a run that forgot its first loss would call this divergence."""
+    """Stay below half of the first loss: only a run that lost its first loss would report divergence."""
     return (
         2.0 if step < 30 else max(0.3, 2.0 - (step - 30) * 0.05) if step < 80 else 0.3 + 0.6 * min(1, (step - 80) / 50)
     )
@@ -82,7 +82,7 @@ def test_findings_do_not_depend_on_interruptions(tmp_path: Path, recipe: str, cu
     task = task_of(curve)
     settings = cpu_settings(task, recipe, checkpoint_every=50, eval_every=0, watch_every=20)
     whole = train(task, settings, tmp_path / "whole")
-    stops = [26, 59, 61, 120]  # before, within and after what the curves do; 61 soon after 59
+    stops = [26, 59, 61, 120]  # before, during and after the events of the curves; 61 soon after 59
     result = train(task, settings, tmp_path / "often", observer=StopAt(stops[0]))
     for stop in [*stops[1:], STEPS + 1]:
         assert result.interrupted

@@ -1,4 +1,4 @@
-"""Trackers hold the recorded metrics, after resuming and kills too. A tracker that fails costs one line."""
+"""Trackers have the recorded metrics, also after resuming and kills. A tracker that fails prints one line."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def chunks(path: Path) -> Iterator[bytes]:
             continue
         whole += data[place + 7 : place + 7 + length]
         place += 7 + length
-        if kind in (1, 4):  # whole, or the last piece
+        if kind in (1, 4):  # a full record, or its last piece
             yield whole
             whole = b""
 
@@ -162,7 +162,7 @@ def test_a_resumed_run_keeps_its_wandb_id_and_one_file(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     track_steps("wandb", folder, range(1, 7), close=True)
     (first,) = wandb_files(folder)
-    track_steps("wandb", folder, range(5, 10), attempt=1)  # steps 5 and 6 are taken back
+    track_steps("wandb", folder, range(5, 10), attempt=1)  # steps 5 and 6 are repeated
     (second,) = wandb_files(folder)
     assert second.name == first.name
     assert same(read_wandb(second), recorded(folder))

@@ -16,7 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
-from killable import live
+from killable import run_cli
 from test_train import assert_same_run
 
 from narrowgauge.runs import record
@@ -32,7 +32,7 @@ TASK = f"{Path(__file__).parent / 'tiny_task.py'}:command_line"
 def start(argv: list[str], log: Path) -> BaseProcess:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    process = context.Process(target=live, args=(argv, str(log)))
+    process = context.Process(target=run_cli, args=(argv, str(log)))
     process.start()
     return process
 

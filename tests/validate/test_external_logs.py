@@ -220,7 +220,7 @@ def test_folder_of_runs(tmp_path):
         (tmp_path / "deep" / f"seed{seed}" / "logs").mkdir(parents=True)
         write_lines(tmp_path / "deep" / f"seed{seed}" / "logs" / "x.jsonl", [{"step": 1, "loss": seed}])
     (tmp_path / "readme.txt").write_text("words")
-    (tmp_path / "seed0.csv").write_text("step,loss\n1,0\n")  # another logger's, of the same run
+    (tmp_path / "seed0.csv").write_text("step,loss\n1,0\n")  # from another logger, of the same run
     assert [run.name for run in read_runs(tmp_path)] == ["seed0", "seed1", "seed10"]
     assert [(run.name, run.loss.values[0]) for run in read_runs(tmp_path / "deep")][2] == ("seed10", 10)
     with pytest.raises(UsageError, match="contains several runs, but one was expected: seed0, seed1, seed10"):

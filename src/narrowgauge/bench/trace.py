@@ -1,7 +1,7 @@
 """Where the time of a step goes: a torch.profiler trace of a recipe's steps, and the share of each kind of work.
 
-On a GPU the kernels count, on a CPU the operators with the time each spends in itself. ``op_kinds`` tells the kind of
-work from the name; what it does not know is ``other``.
+On a GPU the kernels count, on a CPU the operators with the time each spends in itself. ``op_kinds`` derives the kind
+of work from the name; unknown names are ``other``.
 """
 
 from __future__ import annotations

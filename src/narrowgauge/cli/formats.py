@@ -59,7 +59,7 @@ def to_json(number: float) -> float | str:
 
 
 def explain(number: float, outcome: Stored, f: Format) -> str:
-    """Describe in words how a format stores a number."""
+    """Describe how a format stores a number."""
     lowest = f.min_exponent - f.mantissa_bits
     bits_left = ""
     if 0 < abs(outcome.value) < f.smallest_normal:

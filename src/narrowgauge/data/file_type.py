@@ -21,7 +21,7 @@ KINDS = {
 }
 """The first bytes of known file types."""
 CHECKED_BYTES = 8192
-"""How many bytes are searched for a zero byte, which is how git tells binary files from text."""
+"""How many bytes are searched for a zero byte, by which git, too, recognizes binary files."""
 
 
 def recognize(start: bytes) -> str | None:

@@ -137,7 +137,7 @@ class EngineBase:
         return {**state.save_training(self.inner, self.optimizers, self.lean, on_cpu), **self.precision_state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what ``state_dict`` returned. It may come from another recipe: what that one lacks starts afresh.
+        """Load what ``state_dict`` returned. It may come from another recipe: missing parts keep their current state.
 
         Args:
             state_dict: The state.

@@ -171,7 +171,7 @@ def _recompute_forward(op: str, a: Tensor, b: Tensor | None, scale: Tensor) -> T
 
 
 def _allocate_recomputed(length: int, width: int, like: Tensor, forward_scale: Tensor | None) -> Tensor | None:
-    """Allocate the transposed forward output as words; None if not requested or the length is no multiple of 16."""
+    """Allocate the transposed forward output as words; None if not requested or length % 16 is not 0."""
     if forward_scale is None or length % 16 or not length or not width:
         return None
     return torch.empty((width, length // 4), dtype=torch.int32, device=like.device)

@@ -156,7 +156,7 @@ def store_words(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Store a tile of words transposed; each word has rows 4i, 4i + 1, 4i + 2 and 4i + 3.
 
-    ``n16`` is N / 16. A row length written as n16 * 4 words tells the compiler that 16-byte stores are allowed.
+    ``n16`` is N / 16. A row length written as n16 * 4 words lets the compiler use 16-byte stores.
     """
     columns = tl.arange(0, BLOCK_N // 4)[None, :]
     rows = tl.arange(0, BLOCK_D)[:, None]

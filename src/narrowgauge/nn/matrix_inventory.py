@@ -248,7 +248,7 @@ def _is_experts(path: str) -> bool:
 
 
 def _is_stack_of_experts(path: str, module: nn.Module, shape: tuple[int, ...]) -> bool:
-    """Decide by the names of the module and its class. For two dimensions only the class tells it from a router."""
+    """Decide by the names of the module and its class. With two dimensions, only the class excludes a router."""
     name = original_class(module).__name__
     if len(shape) == 3:
         return EXPERTS.search(f"{path}.{name}") is not None

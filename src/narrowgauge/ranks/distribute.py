@@ -115,7 +115,7 @@ def replicate(model: nn.Module, recipe: str | Recipe = "fp32") -> nn.Module:
         The wrapped model. It also has the attributes of the model itself.
 
     Raises:
-        UsageError: The recipe asks for released or FP32 gradients, which DDP cannot reduce.
+        UsageError: The recipe uses released or FP32 gradients, which DDP cannot reduce.
     """
     recipe = parse(recipe)
     if recipe.gradients in ("released", "fp32") and recipe.master != "fp32":

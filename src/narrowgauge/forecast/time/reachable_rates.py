@@ -34,7 +34,7 @@ class ReachableRates:
 
     @property
     def source(self) -> str:
-        """Where the rates come from, in words."""
+        """A description of where the rates come from."""
         if self.measured:
             return "measured on this GPU"
         return "measured on an H200" if self.gpu.name == "H200" else "from an H200's shares of the peak"

@@ -203,7 +203,7 @@ class EngineZeroGrad(Detector):
     def on_end(self) -> None:
         engines = self.observations.of("engine")
         for verdict in self.verdicts.of(ENGINE_ZERO_GRAD):
-            # The generator's turn leaves gradients in the discriminator, which somebody has to drop.
+            # The generator's step leaves gradients in the discriminator, which the script has to clear.
             if len(engines) > 1 and verdict.severity != SERIOUS:
                 verdict.good = True
 

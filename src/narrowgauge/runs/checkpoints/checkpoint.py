@@ -10,7 +10,7 @@
     load_newest:    the newest checkpoint whose manifest verifies; each damaged one costs a line
 
 Several ranks write a checkpoint together, as shards in place of the first two files (sharded.py). Any number of ranks
-can load either form, and so can one process. The manifest tells which form it is. A file that the manifest does not
+can load either form, and so can one process. The manifest names the form. A file that the manifest does not
 list is never opened.
 """
 

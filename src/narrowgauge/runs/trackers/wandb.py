@@ -98,7 +98,7 @@ class WandbTracker(Tracker):
         )
 
     def _is_logged_in(self) -> bool:
-        """Check without a prompt, which nobody would see."""
+        """Check without a prompt, which would not be visible."""
         try:
             return bool(self._wandb.login(prompt=False))
         except TypeError:  # an older wandb: login() would prompt, reading the key does not
