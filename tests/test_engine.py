@@ -426,7 +426,7 @@ class TestErrors:
     def test_recipes_that_cannot_run(self):
         self.assert_refused("tensor cores", make, "tf32")
         self.assert_refused(
-            "AdamW with narrow states",
+            "a lean recipe needs AdamW",
             make,
             "bf16[master=split,gradients=bf16]",
             optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
