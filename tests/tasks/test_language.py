@@ -9,6 +9,7 @@ import torch
 from narrowgauge import tasks
 from narrowgauge.data import corpus
 from narrowgauge.errors import UsageError
+from narrowgauge.tasks import language
 
 TEXT = "def keep(self, name):\n    return self.kept[name]\n" * 100
 
@@ -106,7 +107,8 @@ def test_data_too_short_for_the_context_is_refused(text):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_sample_continues_the_prompt_and_restores_the_model(text, training):
+def test_a_sample_continues_the_prompt_and_restores_the_model(text, training, monkeypatch):
+    monkeypatch.setattr(language, "SAMPLE_TOKENS", 200)  # what users get; other tests sample fewer
     task = small(text)
     model = task.model().train(training)
     state = torch.get_rng_state()
