@@ -9,7 +9,7 @@ import random
 import sys
 from pathlib import Path
 
-from narrowgauge.validate.statistics.sample_size import SequentialTest
+from narrowgauge.validate.statistics.sequential_test import SequentialTest
 
 MARGIN, MOST = 0.005, 200
 CASES = [(gap, noise) for gap in (0.0, MARGIN, 3 * MARGIN) for noise in (0.001, 0.003, 0.01)]

@@ -29,7 +29,7 @@ from narrowgauge.validate.curves import paired_runs
 from narrowgauge.validate.curves.paired_runs import Experiment, Run, make_task
 from narrowgauge.validate.curves.run_length import choose_learning_rate, choose_steps
 from narrowgauge.validate.layers.compare import LayerComparison, compare_step
-from narrowgauge.validate.statistics.sample_size import SequentialTest
+from narrowgauge.validate.statistics.sequential_test import SequentialTest
 from narrowgauge.validate.statistics.verdict import Verdict
 
 BUDGET_S = 600.0

@@ -22,7 +22,7 @@ from narrowgauge.runs.train import train
 from narrowgauge.runs.trainer import Observer
 from narrowgauge.task import Task
 from narrowgauge.validate.curves.paired_runs import EVALUATIONS, TEMPORARY, Experiment, hash_content, make_task
-from narrowgauge.validate.statistics.sample_size import FIRST
+from narrowgauge.validate.statistics.sequential_test import FIRST
 
 LENGTHS = (20, 30, 40, 60, 80, 100, 150, 200, 300, 400, 600, 800, 1200, 1600, 2400, 3200, 4800)
 SHARE = 0.85

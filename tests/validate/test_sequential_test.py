@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from narrowgauge.validate.statistics.sample_size import FIRST, LEVELS, SequentialTest
+from narrowgauge.validate.statistics.sequential_test import FIRST, LEVELS, SequentialTest
 from narrowgauge.validate.statistics.verdict import ALPHA
 
 BENCH = Path(__file__).resolve().parents[2] / "bench" / "sequential.py"
