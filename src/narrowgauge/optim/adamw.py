@@ -41,6 +41,8 @@ _STEP = torch.float32
 _COMPLETES = {"split": "remainder", "fp32": "master", "none": "seed"}
 """The entry of a BF16 parameter's state for each kind of master."""
 
+full = join_fp32  # the former name, for existing scripts
+
 
 class AdamW(Optimizer):
     """``torch.optim.AdamW`` with a choice of formats for masters, moments and gradients, per parameter group.
