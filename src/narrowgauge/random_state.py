@@ -43,7 +43,9 @@ def restore(state: dict[str, Any]) -> None:
 
 def seed(value: int) -> None:
     """Seed all generators."""
-    torch.manual_seed(value)  # seeds all GPUs as well
+    torch.default_generator.manual_seed(value)
+    if torch.cuda.is_available():  # without a GPU, torch.manual_seed stores one more call and its stack at each step
+        torch.cuda.manual_seed_all(value)
     random.seed(value)
     np.random.seed(value % 2**32)
 

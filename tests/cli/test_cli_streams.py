@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import io
 import json
 import os
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 
 import child_processes
+import forked
 from narrowgauge.cli import main
 from narrowgauge.cli.output import ProtectedStream, protect_streams
 from narrowgauge.runs import record
@@ -39,6 +41,7 @@ def make():
     return tiny_task.tiny(loss=loss)
 """
 PATIENCE_S = 120
+ENDLESS = f"{TASKS}:command_line", "--checkpoint-every", "0"
 
 
 @pytest.fixture(autouse=True)
@@ -49,9 +52,13 @@ def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "chatty.py").write_text(CHATTY)
 
 
+def arguments(task: str, *more: str, steps: int = 40) -> list[str]:
+    options = ["--steps", str(steps), "--log", "none", "--out", "run", "--eval-every", "10", *more]
+    return ["train", task, "--device", "cpu", "--recipe", "fp32", *options]
+
+
 def command(task: str, *more: str, steps: int = 40) -> list[str]:
-    program = [sys.executable, "-m", "narrowgauge", "train", task, "--device", "cpu", "--recipe", "fp32"]
-    return [*program, "--steps", str(steps), "--log", "none", "--out", "run", "--eval-every", "10", *more]
+    return [sys.executable, "-m", "narrowgauge", *arguments(task, *more, steps=steps)]
 
 
 def assert_finished(steps: int = 40) -> None:
@@ -67,7 +74,9 @@ def assert_finished(steps: int = 40) -> None:
     ids=["quiet", "chatty"],
 )
 def test_a_closed_pipe_does_not_stop_training(task: str, stderr: int) -> None:
-    with child_processes.start(command(task), stdout=subprocess.PIPE, stderr=stderr) as process:
+    start_new = functools.partial(child_processes.start, command(task))
+    start_fork = functools.partial(forked.start_cli, arguments(task))
+    with (start_new if task == "chatty.py:make" else start_fork)(stdout=subprocess.PIPE, stderr=stderr) as process:
         process.stdout.readline()
         process.stdout.close()
         assert process.wait(PATIENCE_S) == 0
@@ -75,8 +84,8 @@ def test_a_closed_pipe_does_not_stop_training(task: str, stderr: int) -> None:
 
 
 def test_the_exit_code_reports_a_finding_despite_closed_pipes() -> None:
-    with child_processes.start(
-        command(f"{TASKS}:diverging", "--json", steps=400), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    with forked.start_cli(
+        arguments(f"{TASKS}:diverging", "--json", steps=400), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         process.stdout.close()
         process.stderr.close()
@@ -90,14 +99,13 @@ def test_a_full_disk_does_not_stop_training(full: str, more: list[str], code: in
     with open("/dev/full", "w") as disk:  # noqa: PTH123
         out = disk if full in ("stdout", "both") else subprocess.PIPE
         err = disk if full in ("stderr", "both") else subprocess.PIPE
-        done = subprocess.run(
-            command("chatty.py:make", *more), stdout=out, stderr=err, text=True, timeout=PATIENCE_S, check=False
-        )
-    assert done.returncode == code, done.stderr
+        with forked.start_cli(arguments("chatty.py:make", *more), stdout=out, stderr=err, text=True) as process:
+            _, errors = process.communicate(PATIENCE_S)
+    assert process.returncode == code, errors
     assert_finished()
     if full == "stdout":
-        assert "standard output cannot be written (No space left on device)" in done.stderr
-        assert "Traceback" not in done.stderr
+        assert "standard output cannot be written (No space left on device)" in errors
+        assert "Traceback" not in errors
 
 
 @pytest.mark.parametrize("closed", [(1,), (0, 1, 2)], ids=str)
@@ -110,14 +118,16 @@ def test_streams_closed_from_the_start_do_not_write_into_the_record(closed: tupl
 
 
 @contextlib.contextmanager
-def start(steps: int = 1_000_000, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+def start(**options: Any) -> Iterator[forked.Child]:
     """A run that has begun to train."""
-    argv = command(f"{TASKS}:command_line", "--checkpoint-every", "0", steps=steps)
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with child_processes.start(argv, **{**quiet, **options}) as process:
-        wait_until(lambda: process.poll() is not None or last_step() > 2)
-        assert process.poll() is None
+    with forked.start_cli(arguments(*ENDLESS, steps=1_000_000), **options) as process:
+        wait_until_it_trains(process)
         yield process
+
+
+def wait_until_it_trains(process: forked.Child | subprocess.Popen[bytes]) -> None:
+    wait_until(lambda: process.poll() is not None or last_step() > 2)
+    assert process.poll() is None
 
 
 def last_step() -> int:
@@ -134,11 +144,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_sigint_and_sighup_that_were_ignored_stay_ignored_and_sigterm_saves() -> None:
-    def ignore() -> None:
-        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-
-    with start(preexec_fn=ignore) as process:
+    with start(ignored=[signal.SIGINT, signal.SIGHUP, signal.SIGTERM]) as process:
         for number in (signal.SIGINT, signal.SIGHUP) * 2:
             before = last_step()
             process.send_signal(number)
@@ -159,7 +165,10 @@ def test_closing_the_terminal_saves_the_run() -> None:
         os.setsid()
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
-    with start(stdin=screen, stdout=screen, stderr=screen, preexec_fn=take_terminal) as process:
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), screen)
+    argv = command(*ENDLESS, steps=1_000_000)
+    with child_processes.start(argv, **streams, preexec_fn=take_terminal) as process:
+        wait_until_it_trains(process)
         os.close(screen)
         os.close(keyboard)
         assert process.wait(PATIENCE_S) == 0

@@ -6,13 +6,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import child_processes
+import forked
 from narrowgauge.cli import main
 from narrowgauge.runs import record
 from narrowgauge.runs.checkpoints import checkpoint
@@ -122,10 +121,10 @@ def test_a_stalled_run_exits_with_1_and_prints_json(capsys: pytest.CaptureFixtur
 def test_sigterm_saves_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """SIGTERM while training saves a checkpoint; a second process on the same run is rejected."""
     steps = "100000"
-    program = [sys.executable, "-m", "narrowgauge", "train", "--device", "cpu", "--json"]
+    program = ["train", "--device", "cpu", "--json"]
     settings = ["--recipe", "fp32", "--steps", steps, "--out", "run", "--eval-every", "0", "--checkpoint-every", "0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with child_processes.start(
+    with forked.start_cli(
         [*program, TASK, *settings], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
         while not (line := process.stderr.readline()).startswith("step 1/"):

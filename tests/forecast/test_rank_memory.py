@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+import forked
 from narrowgauge import hardware, tasks
 from narrowgauge.engine import Engine
 from narrowgauge.forecast.memory.estimate import predict_memory
@@ -83,8 +84,7 @@ def test_accumulation_keeps_whole_gradients_on_every_rank(recipe: str) -> None:
 
 def measure_ranks(ranks: int, recipes: list[str], folder: Path) -> dict[str, dict[str, int]]:
     """Return the bytes that the rank with the largest shards has during and after a step, by recipe."""
-    preload = [__name__, "torch.distributed.fsdp"]
-    torch.multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
+    forked.get_context()
     torch.multiprocessing.start_processes(
         begin, args=(ranks, recipes, folder), nprocs=ranks, daemon=True, start_method="forkserver"
     )

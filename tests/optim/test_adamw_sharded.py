@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+import forked
 from narrowgauge import kernels
 from narrowgauge.errors import UsageError
 from narrowgauge.optim import AdamW, convert_optimizer, full_precision, load_full_precision, narrow, plain_state
@@ -34,8 +35,7 @@ FORMS = [*itertools.product(("split", "fp32", "none"), MOMENTS), *(("itself", mo
 
 def run_on_ranks(ranks, job, folder, *arguments):
     """Run a job in ``ranks`` processes, forked from a server that has imported the modules."""
-    preload = [__name__, "narrowgauge.optim", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
-    torch.multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
+    forked.get_context()
     path = folder / f"{job.__name__}-{ranks}"
     torch.multiprocessing.start_processes(
         start_rank, args=(ranks, path, job, *arguments), nprocs=ranks, daemon=True, start_method="forkserver"

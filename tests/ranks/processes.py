@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
+import forked
 from narrowgauge.tasks import language
 
 
 def run_ranks(ranks: int, job: Callable[..., Any], folder: Path, *arguments: Any) -> list[Any]:
     """Run a job in ``ranks`` processes. Returns what each returned, as JSON values, in the order of ranks."""
-    preload = [__name__, "narrowgauge.runs.train", "narrowgauge.cli.train", "torch.distributed.fsdp"]
-    torch.multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
+    forked.get_context()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

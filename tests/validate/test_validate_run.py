@@ -3,13 +3,12 @@
 import json
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-import child_processes
+import forked
 import narrowgauge as ng
 from narrowgauge.runs import record
 from narrowgauge.validate.curves import paired_runs, run_length
@@ -107,16 +106,18 @@ def test_long_runs_write_checkpoints(steps, update_s, every):
 
 
 def test_interrupted_validation_resumes(tmp_path):
-    command = [sys.executable, "-m", "narrowgauge", "validate", task("healthy"), "--candidates", "bf16", "--seeds", "1"]
+    command = ["validate", task("healthy"), "--candidates", "bf16", "--seeds", "1"]
     command += ["--steps", "200", "--no-layers", "--device", "cpu", "--out", str(tmp_path), "--json"]
-    with child_processes.start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with forked.start_cli(command, **streams) as process:
         while process.poll() is None and not any('"step":1' in f.read_text() for f in tmp_path.glob("*/events.jsonl")):
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     assert process.returncode != 0 and "Traceback" not in err
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert "Traceback" not in done.stderr and done.returncode in (0, 1), done.stderr
-    losses = json.loads(done.stdout)["losses"]
+    with forked.start_cli(command, **streams) as process:
+        out, err = process.communicate(timeout=120)
+    assert "Traceback" not in err and process.returncode in (0, 1), err
+    losses = json.loads(out)["losses"]
     straight = ng.validate(task("healthy"), ["bf16"], device="cpu", seeds=1, steps=200, out=tmp_path / "straight")
     assert losses == straight.describe()["losses"]

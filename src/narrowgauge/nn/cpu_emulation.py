@@ -40,6 +40,13 @@ ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 class EmulatedProducts(TorchDispatchMode):
     """Dispatch mode that computes products of 16-bit CPU tensors in FP32 and rounds them to the operands' format."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Leave out torch's wrapper around ``__torch_dispatch__``: it doubles the cost of every op, and is for code
+        that is compiled inside of it.
+        """
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in PRODUCTS:

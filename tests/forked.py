@@ -1,0 +1,171 @@
+"""Starts processes that have imported torch and narrowgauge already: forks of one server for each process of pytest.
+
+A new interpreter spends five seconds on imports before it does anything. A fork starts in milliseconds, and is a new
+process in everything that these tests ask for: signals, descriptors, exit codes, kills. Tests of the start or of the
+end of an interpreter itself use ``child_processes`` instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.reduction import DupFd
+from typing import IO, Any
+
+import torch
+
+PRELOAD = [
+    "forked", "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict",
+    "narrowgauge.runs.trackers.tensorboard", "narrowgauge.runs.train", "narrowgauge.cli.train",
+]  # fmt: skip
+DEFAULTS = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+    signal.SIGCHLD: signal.SIG_DFL,
+}
+LIMIT_S = 30
+"""How long the kernel may take to end a process that was killed."""
+
+
+def get_context() -> Any:
+    """Return the multiprocessing context of the server. Only the first preload counts, so all tests use this one."""
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
+class Child:
+    """A forked process with the interface of ``subprocess.Popen``."""
+
+    def __init__(self, process: Any, stdout: IO[Any] | None, stderr: IO[Any] | None) -> None:
+        self._process = process
+        self.pid: int = process.pid
+        self.stdout, self.stderr = stdout, stderr
+
+    @property
+    def returncode(self) -> int | None:
+        exitcode: int | None = self._process.exitcode
+        return exitcode
+
+    poll = returncode.fget
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self, timeout: float) -> int:
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout)
+        return self.returncode
+
+    def communicate(self, timeout: float) -> tuple[Any, Any]:
+        """Read both streams to their end, and wait for the process."""
+        with ThreadPoolExecutor(2) as readers:
+            texts = [stream and readers.submit(stream.read) for stream in (self.stdout, self.stderr)]
+            try:
+                self.wait(timeout)
+            finally:
+                self.kill()
+        out, err = (text and text.result() for text in texts)
+        return out, err
+
+
+@contextlib.contextmanager
+def start_cli(
+    argv: Sequence[str],
+    *,
+    stdout: int | IO[Any] = subprocess.DEVNULL,
+    stderr: int | IO[Any] = subprocess.DEVNULL,
+    text: bool = False,
+    ignored: Sequence[int] = (),
+    env: Mapping[str, str] | None = None,
+) -> Iterator[Child]:
+    """Start ``narrowgauge ARGV`` in the current folder. The end of the block kills it.
+
+    Args:
+        argv: The verb and its options.
+        stdout: A file, or ``subprocess.PIPE`` or ``DEVNULL``.
+        stderr: The same, or ``subprocess.STDOUT``.
+        text: Whether pipes are read as text.
+        ignored: Signals that the process ignores from its start, as nohup makes it.
+        env: Its environment; without it, the current one.
+    """
+    with contextlib.ExitStack() as stack:
+        ours: list[IO[Any] | None] = []
+        theirs: list[int] = []
+        for wanted in (stdout, stderr):
+            reader = None
+            if wanted == subprocess.PIPE:
+                read, number = os.pipe()
+                reader = stack.enter_context(open(read, "r" if text else "rb"))  # noqa: PTH123
+            elif wanted == subprocess.STDOUT:
+                number = os.dup(theirs[0])
+            elif wanted == subprocess.DEVNULL:
+                number = os.open(os.devnull, os.O_WRONLY)
+            else:
+                number = os.dup(wanted.fileno())  # type: ignore[union-attr]
+            ours.append(reader)
+            theirs.append(number)
+        environment = dict(os.environ if env is None else env)
+        process = get_context().Process(
+            target=_run_cli,
+            args=([*argv], _Streams(theirs), str(os.getcwd()), environment, [*ignored]),  # noqa: PTH109
+        )
+        process.start()
+        for number in theirs:
+            os.close(number)
+        child = Child(process, *ours)
+        try:
+            yield child
+        finally:
+            process.kill()
+            process.join(LIMIT_S)
+
+
+class _Streams:
+    """Descriptors that become the standard output and error of a child."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.numbers = numbers
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _receive, tuple(DupFd(number) for number in self.numbers)
+
+
+def _receive(*sent: Any) -> _Streams:
+    return _Streams([one.detach() for one in sent])
+
+
+def _run_cli(argv: list[str], streams: _Streams, folder: str, environment: dict[str, str], ignored: list[int]) -> None:
+    """Become a process that looks as if ``python -m narrowgauge`` had started it."""
+    assert "narrowgauge.runs.train" in sys.modules, "the server failed to import it, so every child would"
+    for target, number in enumerate(streams.numbers, 1):
+        os.dup2(number, target)
+        os.close(number)
+    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # type: ignore[misc]  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(  # type: ignore[misc]  # noqa: SIM115
+        2, "w", buffering=1, errors="backslashreplace", closefd=False
+    )
+    for number, handler in DEFAULTS.items():
+        signal.signal(number, signal.SIG_IGN if number in ignored else handler)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = [folder, *environment.get("PYTHONPATH", "").split(os.pathsep)]
+    torch.set_num_threads(1)
+
+    from narrowgauge.cli import main
+
+    sys.argv = ["narrowgauge", *argv]
+    code = main(argv)
+    ctypes.pythonapi.Py_Exit(code)  # as at the end of a script: flushes the streams, and exits with 120 if that fails
