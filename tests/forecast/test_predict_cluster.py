@@ -198,7 +198,7 @@ def test_extrapolation_from_a_few_blocks_matches_the_whole_model(recipe: str) ->
 
 
 def test_blocks_wider_than_the_norm_kernel_are_traced_without_fusion() -> None:
-    config = LlamaConfig(layers=6, width=8704, heads=68, kv_heads=4, hidden=256, context=64, vocab=512)
+    config = LlamaConfig(layers=6, width=16384, heads=128, kv_heads=8, hidden=1024, context=64, vocab=512)
     wide = dataclasses.replace(small(vocab=512, context=64), model=lambda: Llama(config), name="wide")
     scenario = Scenario(task=wide, gpu=H200, cluster=make_cluster(H200, 64))
     for recipe in ("bf16", "fp8"):
