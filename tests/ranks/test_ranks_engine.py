@@ -77,7 +77,7 @@ CASES = {
         *((recipe, way) for recipe in RECIPES for way in ("fsdp", "ddp")),
         *((recipe, "own") for recipe in ("fp32", "fp16", "fp8", "fp8-lean")),  # every format that is gathered
     ],
-    4: [("fp32", "fsdp"), ("fp8-lean", "fsdp")],  # shards of uneven sizes; the rest does not depend on the ranks
+    4: [("fp32", "fsdp"), ("fp8-lean", "fsdp")],  # the simplest and the most complex; 2 ranks have the others
 }
 
 
