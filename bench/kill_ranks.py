@@ -2,7 +2,7 @@
 
 usage: python bench/kill_ranks.py [KILLS] [RANKS] [RECIPE] [fsdp|ddp]      (JSON on stdout)
 
-A second run without kills must end with the same weights, bit for bit.
+A run without kills, whose ranks are started without torchrun, must end with the same weights, bit for bit.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,16 +21,35 @@ from pathlib import Path
 
 import torch
 
+from narrowgauge import cli
 from narrowgauge.runs import record
 from narrowgauge.runs.checkpoints import checkpoint
 
-TASK = ["gpt:2x64", "--context", "32", "--batch", "8", "--checkpoint-every", "7", "--eval-every", "40", "--watch", "0"]
+TASK = [f"{Path(__file__).with_name('small_tasks.py')}:llama", "--device", "cpu", "--tracker", "none", "--watch", "0"]
+TASK += ["--checkpoint-every", "7", "--eval-every", "40"]
+
+
+def run_undisturbed(folder: Path, ranks: int, *options: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.start_processes(
+        run_rank, (ranks, port, ["train", *TASK, "--out", str(folder), *options]), ranks, start_method="forkserver"
+    )
+
+
+def run_rank(rank: int, ranks: int, port: int, argv: list[str]) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with Path(os.devnull).open("w") as nothing, contextlib.redirect_stdout(nothing):
+        assert cli.main(argv) == 0
 
 
 def start(folder: Path, ranks: int, restarts: int, *options: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     command += ["--max-restarts", str(restarts), "--monitor-interval", "0.2", "--standalone"]
-    command += ["-m", "narrowgauge", "train", *TASK, "--device", "cpu", "--out", str(folder), *options]
+    command += ["-m", "narrowgauge", "train", *TASK, "--out", str(folder), *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     return subprocess.Popen(
         command, env=environment, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
@@ -57,14 +77,14 @@ def find_newest_step(folder: Path) -> int:
 
 
 def main(kills: int, ranks: int, recipe: str, parallel: str) -> dict[str, object]:
-    steps = 60 * kills
-    with tempfile.TemporaryDirectory() as room:
+    steps = 40 * kills
+    with tempfile.TemporaryDirectory() as room, contextlib.ExitStack() as at_end:
         options = ["--steps", str(steps), "--recipe", recipe, "--parallel", parallel]
         undisturbed, killed = Path(room) / "undisturbed", Path(room) / "killed"
-        reference = start(undisturbed, ranks, 0, *options)
-        assert reference.wait(600) == 0, reference.stderr
+        run_undisturbed(undisturbed, ranks, *options)
         step_s = list(record.read(undisturbed))[-1]["seconds"] / steps
         process = start(killed, ranks, kills + 2, *options)
+        at_end.callback(process.terminate)  # torchrun then ends its ranks
         waits, lost, done = [], 0, 0
         while done < kills and process.poll() is None:
             size, begin = read_record_size(killed), time.monotonic()
@@ -75,7 +95,7 @@ def main(kills: int, ranks: int, recipe: str, parallel: str) -> dict[str, object
                     raise SystemExit(f"hangs after {done} kills")
             if done:
                 waits.append(time.monotonic() - begin)
-            time.sleep(random.uniform(0, 20 * step_s))  # while the run has steps left
+            time.sleep(random.uniform(0, 15 * step_s))  # while the run has steps left
             alive = list_children(process.pid)
             if not alive:
                 continue

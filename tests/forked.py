@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import keyword
 import os
 import signal
 import subprocess
@@ -20,9 +21,14 @@ from typing import IO, Any
 
 import torch
 
+from narrowgauge.cli import VERBS
+
 PRELOAD = [
     "forked", "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict",
-    "narrowgauge.runs.trackers.tensorboard", "narrowgauge.runs.train", "narrowgauge.cli.train",
+    "torch.distributed.tensor.debug", "tensorboard.compat.proto.event_pb2", "tensorboard.compat.proto.summary_pb2",
+    "tensorboard.summary.writer.record_writer", "narrowgauge.runs.trackers.tensorboard", "narrowgauge.runs.train",
+    "narrowgauge.tasks.language", "narrowgauge.models.gpt", "narrowgauge.cli.progress", "pytest",
+    *(f"narrowgauge.cli.{verb}{'_' * keyword.iskeyword(verb)}" for verb in VERBS),
 ]  # fmt: skip
 DEFAULTS = {
     signal.SIGINT: signal.default_int_handler,

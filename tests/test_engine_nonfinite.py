@@ -96,8 +96,8 @@ def find_injector(model):
 
 
 def everything(engine):
-    weights = {name: value.clone() for name, value in engine.state_dict()["model"].items()}
-    return weights, copy.deepcopy(engine.state_dict()["optimizers"])
+    state = engine.state_dict()
+    return {name: value.clone() for name, value in state["model"].items()}, copy.deepcopy(state["optimizers"])
 
 
 def assert_untouched(before, engine):
@@ -116,24 +116,25 @@ MODELS = {"linears": linears, "hidden": hidden_linears, "gpt": lambda: InGpt("gp
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("where", ["loss", "activation", "gradient"])
-def test_a_bad_value_skips_the_update_and_the_next_good_one_is_applied(model, recipe, where):
+def test_a_bad_value_skips_the_update_and_the_next_good_one_is_applied(model, recipe):
     engine = make(MODELS[model], recipe)
-    for step in range(2):
-        run(engine, seed=step)
+    injector = find_injector(engine.model)
+    run(engine)
+    assert engine.step().applied
+    for seed, where in enumerate(("loss", "activation", "gradient"), 1):
+        run(engine, seed=seed)
         assert engine.step().applied
-    for count, value in enumerate(BAD, 1):
-        before, scales = everything(engine), scales_of(engine)
-        injector = find_injector(engine.model)
-        if where != "loss":
-            injector.value, injector.where = value, where
-        run(engine, value if where == "loss" else 1.0)
-        injector.value = None
-        report = engine.step()
-        assert not report.applied and not math.isfinite(report.grad_norm)
-        assert engine.skipped == count
-        assert_untouched(before, engine)
-        assert all(torch.equal(one, other) for one, other in zip(scales, scales_of(engine), strict=True))
+        before, scales, skipped = everything(engine), scales_of(engine), engine.skipped
+        for count, value in enumerate(BAD, 1):
+            if where != "loss":
+                injector.value, injector.where = value, where
+            run(engine, value if where == "loss" else 1.0)
+            injector.value = None
+            report = engine.step()
+            assert not report.applied and not math.isfinite(report.grad_norm), (where, value)
+            assert engine.skipped == skipped + count
+            assert_untouched(before, engine)
+            assert all(torch.equal(one, other) for one, other in zip(scales, scales_of(engine), strict=True))
     run(engine, seed=9)
     assert engine.step().applied
     assert all(value.isfinite().all() for value in engine.state_dict()["model"].values())

@@ -7,6 +7,7 @@ first kind of the table that its name matches.
 
 from __future__ import annotations
 
+import functools
 import re
 
 KINDS = {
@@ -33,6 +34,7 @@ OTHER = "pointwise"
 _RULES = [(kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in KINDS.items()]
 
 
+@functools.lru_cache(maxsize=4096)
 def classify(name: str) -> str:
     """The kind of work of an operator ("aten::mm") or a kernel ("nvjet_tst_192x192...")."""
     return next((kind for kind, pattern in _RULES if pattern.search(name)), OTHER)

@@ -46,9 +46,9 @@ def test_every_high_half_with_the_low_halves_around_a_tie():
     assert round_trips(bits.view(torch.float32))
 
 
-def test_a_hundred_million_random_patterns_round_trip():
+def test_thirty_million_random_patterns_round_trip():
     generator = numpy.random.default_rng(0)
-    for _ in range(50):
+    for _ in range(15):
         bits = numpy.frombuffer(generator.bytes(8_000_000), numpy.int32)
         assert round_trips(torch.from_numpy(bits.copy()).view(torch.float32))
 

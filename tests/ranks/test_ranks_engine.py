@@ -29,7 +29,7 @@ def shard_manually(model, recipe):
 
 
 WAYS = {"none": lambda model, recipe: model, "fsdp": shard, "ddp": replicate, "own": shard_manually}
-STEPS = 8
+STEPS = 4
 
 
 def engine_of(recipe, way, accumulate=1, optimizer=None):
@@ -72,12 +72,18 @@ def alone():
     return {recipe: curve(recipe, "none")[0] for recipe in RECIPES}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+CASES = {
+    2: [
+        *((recipe, way) for recipe in RECIPES for way in ("fsdp", "ddp")),
+        *((recipe, "own") for recipe in ("fp32", "fp16", "fp8", "fp8-lean")),  # every format that is gathered
+    ],
+    4: [("fp32", "fsdp"), ("fp8-lean", "fsdp")],  # the simplest and the most complex; 2 ranks have the others
+}
+
+
+@pytest.mark.parametrize("ranks", CASES)
 def test_losses_and_norms_match_one_process(tmp_path, alone, ranks):
-    recipes = RECIPES if ranks == 2 else ("fp32", "bf16", "fp8", "bf16-lean", "fp8-lean")
-    ways = ("fsdp", "ddp") if ranks == 2 else ("fsdp",)
-    cases = [(recipe, way) for recipe in recipes for way in ways]
-    cases += [(recipe, "own") for recipe in recipes if ranks == 2 and "keep" not in recipe]
+    cases = CASES[ranks]
     found = run_ranks(ranks, curves_of_ranks, tmp_path, cases)
     assert all(answer == found[0] for answer in found)  # all ranks have the same numbers
     for recipe, way in cases:

@@ -26,7 +26,7 @@ from narrowgauge.runs.trainer import Observer, Trainer
 from narrowgauge.tasks import find
 
 TASK = ["gpt:2x64", "--context", "16", "--batch", "8", "--device", "cpu"]
-STEPS = ["--steps", "12", "--eval-every", "6", "--checkpoint-every", "6"]
+STEPS = ["--steps", "6", "--eval-every", "3", "--checkpoint-every", "3"]
 
 
 def cli(*arguments):
@@ -57,37 +57,37 @@ def masters(folder, step):
     return True
 
 
-@pytest.mark.parametrize("recipe", ["fp32", "fp8-lean"])
-def test_resume_on_another_number_of_ranks(tmp_path, recipe):
+@pytest.mark.parametrize(("recipe", "most", "fewer"), [("fp32", 2, [1]), ("fp8-lean", 4, [2, 1])])
+def test_resume_on_another_number_of_ranks(tmp_path, recipe, most, fewer):
     alone, run = tmp_path / "alone", tmp_path / "run"
     assert cli("train", *TASK, *STEPS, "--recipe", recipe, "--out", str(alone))[0] == 0
     asked = ["train", *TASK, *STEPS, "--recipe", recipe, "--out", str(run), "--parallel", "fsdp", "--json"]
-    answers = run_ranks(4, cli, tmp_path / "four", *asked)
-    assert [code for code, _, _ in answers] == [0] * 4
-    assert json.loads(answers[0][1])["steps"] == 12 and all(out == err == "" for _, out, err in answers[1:])
+    answers = run_ranks(most, cli, tmp_path / "most", *asked)
+    assert [code for code, _, _ in answers] == [0] * most
+    assert json.loads(answers[0][1])["steps"] == 6 and all(out == err == "" for _, out, err in answers[1:])
     close = {"rel": 1e-6 if recipe == "fp32" else 2e-3}
     assert losses(run) == pytest.approx(losses(alone), **close)
     assert losses(run, "eval") == pytest.approx(losses(alone, "eval"), **close)
 
-    saved = checkpoint.load(checkpoint.make_path(run, 6))  # in one process, unsharded
-    for ranks in (2, 1):
-        run_ranks(ranks, masters, tmp_path / f"masters-{ranks}", run, 6)
+    saved = checkpoint.load(checkpoint.make_path(run, 3))  # in one process, unsharded
+    for ranks in fewer:
+        run_ranks(ranks, masters, tmp_path / f"masters-{ranks}", run, 3)
         loaded = torch.load(run / f"masters-{ranks}.pt")
         assert loaded.keys() == saved.weights.keys()
         assert all(torch.equal(loaded[name], saved.weights[name]) for name in loaded)
 
-    for ranks in (2, 1):  # an interrupted run is resumed on fewer ranks
+    for ranks in fewer:  # an interrupted run is resumed on fewer ranks
         resumed = tmp_path / f"resumed-{ranks}"
         subprocess.run(["cp", "-r", str(run), str(resumed)], check=True)
-        subprocess.run(["rm", "-r", str(checkpoint.make_path(resumed, 12))], check=True)
-        record.truncate_after(resumed, 6)
+        subprocess.run(["rm", "-r", str(checkpoint.make_path(resumed, 6))], check=True)
+        record.truncate_after(resumed, 3)
         answers = run_ranks(ranks, cli, tmp_path / f"on-{ranks}", "train", "--resume", str(resumed))
         assert [code for code, _, _ in answers] == [0] * ranks, answers
         assert losses(resumed) == pytest.approx(losses(run), rel=1e-5 if recipe == "fp32" else 2e-3)
 
     code, out, _ = cli("export", str(run), "--json")
     plain = load_file(json.loads(out)["path"])
-    end = checkpoint.load(checkpoint.make_path(run, 12)).weights
+    end = checkpoint.load(checkpoint.make_path(run, 6)).weights
     assert code == 0 and all(torch.equal(plain[name], end[name]) for name in plain) and set(plain) <= set(end)
 
 
@@ -95,11 +95,11 @@ def in_turns(folder):
     """Train as on a GPU that is too small for the model: one rank after the other initializes it."""
     os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
     init_model.is_too_large = lambda parameters, device: True
-    return cli("train", *TASK, "--steps", "4", "--recipe", "bf16", "--parallel", "fsdp", "--out", str(folder))
+    return cli("train", *TASK, "--steps", "3", "--recipe", "bf16", "--parallel", "fsdp", "--out", str(folder))
 
 
 def test_a_model_too_large_for_a_gpu_is_initialized_in_turns(tmp_path):
-    assert cli("train", *TASK, "--steps", "4", "--recipe", "bf16", "--out", str(tmp_path / "alone"))[0] == 0
+    assert cli("train", *TASK, "--steps", "3", "--recipe", "bf16", "--out", str(tmp_path / "alone"))[0] == 0
     (code, _, said), (other, *_) = run_ranks(2, in_turns, tmp_path / "two", tmp_path / "run")
     assert code == other == 0 and "in host memory" in said
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-3)

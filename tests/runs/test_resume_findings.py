@@ -18,10 +18,13 @@ from narrowgauge.errors import UsageError
 from narrowgauge.runs import record
 from narrowgauge.runs.checkpoints import checkpoint
 from narrowgauge.runs.result import Result
+from narrowgauge.runs.settings import Settings
 from narrowgauge.runs.train import train
 from narrowgauge.task import Task
 
-STEPS = 160
+STEPS = 80
+STOPS = (13, 30, 32, 60)
+"""Before, during and after the events of the curves; 32 soon after 30."""
 
 
 def numbered(step: int, split: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -31,24 +34,24 @@ def numbered(step: int, split: str) -> tuple[Tensor, Tensor, Tensor]:
 def falls_then_rises(model: nn.Module, step: float) -> float:
     """Stay below half of the first loss: only a run that lost its first loss would report divergence."""
     return (
-        2.0 if step < 30 else max(0.3, 2.0 - (step - 30) * 0.05) if step < 80 else 0.3 + 0.6 * min(1, (step - 80) / 50)
+        2.0 if step < 15 else max(0.3, 2.0 - (step - 15) * 0.1) if step < 40 else 0.3 + 0.6 * min(1, (step - 40) / 25)
     )
 
 
 def diverges(model: nn.Module, step: float) -> float:
-    return 2.0 - 0.02 * step if step < 50 else 1.0 + 0.1 * (step - 50)
+    return 2.0 - 0.04 * step if step < 25 else 1.0 + 0.2 * (step - 25)
 
 
 def is_nan_once(model: nn.Module, step: float) -> float:
-    return float("nan") if step == 25 and model.training else 2.0 - 0.005 * step
+    return float("nan") if step == 12 and model.training else 2.0 - 0.01 * step
 
 
 def is_nan_for_long(model: nn.Module, step: float) -> float:
-    return float("nan") if 58 <= step < 63 and model.training else 2.0 - 0.005 * step
+    return float("nan") if 29 <= step < 34 and model.training else 2.0 - 0.01 * step
 
 
 def spikes(model: nn.Module, step: float) -> float:
-    return 2.0 - 0.005 * step + (5.0 if step in (45, 90) and model.training else 0.0)
+    return 2.0 - 0.01 * step + (5.0 if step in (23, 45) and model.training else 0.0)
 
 
 def skips(model: nn.Module, step: float) -> float:
@@ -80,11 +83,10 @@ CASES += [("fp16", is_nan_for_long), ("fp16", skips), ("fp8", skips), ("bf16-lea
 @pytest.mark.parametrize(("recipe", "curve"), CASES, ids=lambda value: getattr(value, "__name__", value))
 def test_findings_do_not_depend_on_interruptions(tmp_path: Path, recipe: str, curve: Any) -> None:
     task = task_of(curve)
-    settings = cpu_settings(task, recipe, checkpoint_every=50, eval_every=0, watch_every=20)
+    settings = cpu_settings(task, recipe, checkpoint_every=25, eval_every=0, watch_every=10)
     whole = train(task, settings, tmp_path / "whole")
-    stops = [26, 59, 61, 120]  # before, during and after the events of the curves; 61 soon after 59
-    result = train(task, settings, tmp_path / "often", observer=StopAt(stops[0]))
-    for stop in [*stops[1:], STEPS + 1]:
+    result = train(task, settings, tmp_path / "often", observer=StopAt(STOPS[0]))
+    for stop in [*STOPS[1:], STEPS + 1]:
         assert result.interrupted
         result = train(task, settings, tmp_path / "often", resume=True, observer=StopAt(stop))
     assert findings(result) == findings(whole) and result.serious == whole.serious
@@ -98,10 +100,10 @@ def test_findings_do_not_depend_on_interruptions(tmp_path: Path, recipe: str, cu
 
 def test_findings_after_the_checkpoint_are_found_again(tmp_path: Path) -> None:
     task = task_of(is_nan_for_long)
-    settings = cpu_settings(task, checkpoint_every=50, eval_every=0, keep=9)
+    settings = cpu_settings(task, checkpoint_every=25, eval_every=0, keep=9)
     whole = train(task, settings, tmp_path / "whole")
     run = shutil.copytree(tmp_path / "whole", tmp_path / "run")
-    for step in (100, 150, STEPS):
+    for step in (50, 75, STEPS):
         shutil.rmtree(checkpoint.make_path(run, step))
     events = (run / record.EVENTS).read_text().splitlines(keepends=True)
     (run / record.EVENTS).write_text("".join(events[:-1]))  # the end
@@ -114,14 +116,23 @@ def test_a_checkpoint_of_an_earlier_version_loads(tmp_path: Path) -> None:
     """Earlier versions did not save the state of the rules."""
     task = task_of(falls_then_rises)
     settings = cpu_settings(task, eval_every=0, checkpoint_every=0)
-    train(task, settings, tmp_path / "run", observer=StopAt(20))
-    path = checkpoint.make_path(tmp_path / "run", 20)
+    train(task, settings, tmp_path / "run", observer=StopAt(10))
+    path = checkpoint.make_path(tmp_path / "run", 10)
     old = checkpoint.load(path)
     state = {name: value for name, value in old.state.items() if name not in ("examiner", "recorder")}
     state["result"] = {n: v for n, v in state["result"].items() if n not in ("findings", "captures")}
-    checkpoint.save(tmp_path / "run", 20, old.weights, state)
+    checkpoint.save(tmp_path / "run", 10, old.weights, state)
     result = train(task, settings, tmp_path / "run", resume=True)
     assert result.step == STEPS and not result.interrupted
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Settings, Path]:
+    """A run that was stopped at step 8 of 12; each test resumes a copy."""
+    task, run = tiny_task.tiny(), tmp_path_factory.mktemp("stopped") / "run"
+    settings = cpu_settings(task, steps=12, checkpoint_every=5)
+    train(task, settings, run, observer=StopAt(8))
+    return settings, run
 
 
 def reshaped() -> Task:
@@ -153,16 +164,16 @@ def with_sgd() -> Task:
 
 
 @pytest.mark.parametrize("changed", [reshaped, renamed, reordered, with_sgd])
-def test_a_changed_task_is_a_one_line_error_and_keeps_the_run(tmp_path: Path, changed: Callable[[], Task]) -> None:
-    task = tiny_task.tiny()
-    settings = cpu_settings(task, steps=30, checkpoint_every=10)
-    train(task, settings, tmp_path / "run", observer=StopAt(15))
-    before = (tmp_path / "run" / record.EVENTS).read_bytes()
+def test_a_changed_task_is_a_one_line_error_and_keeps_the_run(
+    tmp_path: Path, stopped: tuple[Settings, Path], changed: Callable[[], Task]
+) -> None:
+    settings, run = stopped[0], shutil.copytree(stopped[1], tmp_path / "run")
+    before = (run / record.EVENTS).read_bytes()
     with pytest.raises(UsageError, match=r"does not fit the task, which has changed since") as caught:
-        train(changed(), settings, tmp_path / "run", resume=True)
+        train(changed(), settings, run, resume=True)
     assert "\n" not in str(caught.value)
-    assert (tmp_path / "run" / record.EVENTS).read_bytes() == before
-    assert train(task, settings, tmp_path / "run", resume=True).step == 30
+    assert (run / record.EVENTS).read_bytes() == before
+    assert train(tiny_task.tiny(), settings, run, resume=True).step == 12
 
 
 NO_EVENTS = (
@@ -178,15 +189,13 @@ NO_EVENTS = (
 
 
 @pytest.mark.parametrize("line", NO_EVENTS)
-def test_an_invalid_event_is_a_one_line_error(tmp_path: Path, line: str) -> None:
-    task = tiny_task.tiny()
-    settings = cpu_settings(task, steps=30, checkpoint_every=10)
-    train(task, settings, tmp_path / "run", observer=StopAt(15))
-    path = tmp_path / "run" / record.EVENTS
+def test_an_invalid_event_is_a_one_line_error(tmp_path: Path, stopped: tuple[Settings, Path], line: str) -> None:
+    settings, run = stopped[0], shutil.copytree(stopped[1], tmp_path / "run")
+    path = run / record.EVENTS
     count = len(path.read_text().splitlines())
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(UsageError, match=rf"damaged in line {count + 1}: not an event"):
-        train(task, settings, tmp_path / "run", resume=True)
+        train(tiny_task.tiny(), settings, run, resume=True)
 
 
 @pytest.mark.parametrize("end", [{}, {"interrupted": False, "findings": 3}, {"metrics": [], "loss_last": "low"}])

@@ -168,7 +168,7 @@ class TensorHistory:
 
 def _make_histogram(row: RecordedReading) -> list[Any]:
     """First exponent, counts (rounded to four digits), amax, scale, number of values, zeros, inf, NaN, format."""
-    counts = [int(float(f"{n:.4g}")) for n in row.counts]
+    counts = [n if n < 10_000 else int(float(f"{n:.4g}")) for n in row.counts]
     return [
         row.first,
         counts,

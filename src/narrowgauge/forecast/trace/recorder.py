@@ -49,6 +49,11 @@ class Recorder(TorchDispatchMode):
         self._node = -1
         self._makers: dict[int, int] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Leave out torch's wrapper around ``__torch_dispatch__``, which is for compiled code: nothing is compiled."""
+        return False
+
     @property
     def path(self) -> str:
         """The module that operations are attributed to now."""
