@@ -18,7 +18,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"
 BF16_STEP = 2**-8 if DEVICE == "cuda" else 2**-7
 SHAPES = [(1, 17), (37, 300), (16, 128), (144, 272), (5, 4500)]
 LP_SHAPES = SHAPES
-if DEVICE == "cpu":  # the interpreter takes the longer the more rows or tiles; these have one, several and incomplete ones
+if (
+    DEVICE == "cpu"
+):  # the interpreter takes the longer the more rows or tiles; these have one, several and incomplete ones
     SHAPES = [(1, 17), (3, 300), (16, 128), (17, 530), (5, 4500)]
     LP_SHAPES = [(1, 17), (37, 72), (16, 128), (144, 72)]
 
