@@ -22,7 +22,7 @@ from narrowgauge.kernels.fp8_tile import quantize_reference
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 VARIANTS = pytest.mark.parametrize("approximate", ["none", "tanh"])
-# Two whole tiles; one incomplete; two by two, incomplete at both ends; lengths that are no multiple of 16; one column.
+# Two whole tiles; one incomplete; two by two, incomplete at both ends; lengths not divisible by 16; one column.
 SHAPES = [(128, 64), (48, 40), (80, 72), (66, 2), (5, 3), (16, 1)]
 # Tiles are the same for all functions, so the tanh variant needs fewer shapes.
 CASES = pytest.mark.parametrize(
