@@ -110,7 +110,7 @@ elif kind == "adamw":
     for master, weight, low in (("split", "*bf16", "*i16"), ("copy", "*bf16", "*fp32"), ("none", "*bf16", "*bf16"),
                                 ("itself", "*fp32", "*fp32")):
         for bits in (True, False):
-            # Both with the two kinds of master that need most and least code.
+            # Both for BF16 weights with a split master, and for FP32 weights.
             for whole in (True, False) if master in ("split", "itself") else (bits,):
                 types = {**rates, **tables, "weight_ptr": weight, "low_ptr": low}
                 types |= {"first_ptr": "*i8" if bits else "*fp32", "second_ptr": "*u8" if bits else "*bf16"}
