@@ -13,6 +13,8 @@ SOURCE = Path(__file__).parent.parent / "src"
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated; only tests/kernels needs it
+    # torch.manual_seed would keep the call for a GPU that may come later, each time with the stack as text: 1 ms.
+    torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = lambda seed: None
 language.SAMPLE_TOKENS = 10  # of 200: writing the sample takes longer than a short training
 
 

@@ -36,6 +36,10 @@ CONVERTED = [
 class ProductLog(TorchDispatchMode, events.Listener):
     """Compares the products that the dispatcher runs with those that are reported."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # no wrapper that doubles the cost of every op: nothing is compiled inside
+
     def __init__(self) -> None:
         super().__init__()
         self.reported: list[tuple[str, str]] = []
@@ -120,8 +124,15 @@ def simulate(task: Task, recipe: str) -> ProductLog:
     return log
 
 
-@pytest.mark.parametrize("recipe", CONVERTED)
-@pytest.mark.parametrize("name", ["gpt", "llama"])
+# Named recipes with both models, each option with one.
+FUSED = [
+    (name, recipe)
+    for number, recipe in enumerate(CONVERTED)
+    for name in (("gpt", "llama") if recipe in NAMED else (("gpt", "llama")[number % 2],))
+]
+
+
+@pytest.mark.parametrize(("name", "recipe"), FUSED)
 def test_every_product_of_fused_blocks_and_head_is_reported(name: str, recipe: str) -> None:
     log = simulate(TASKS[name](), recipe)
     assert not log.unreported and log.depth == 0

@@ -19,7 +19,7 @@ CASES = [*(("regression", recipe) for recipe in RECIPES), ("llama", "fp16"), ("l
 @pytest.mark.parametrize(("name", "recipe"), CASES)
 def test_a_healthy_run_has_no_serious_finding(name, recipe, tmp_path):
     task = tasks.find(f"{BENCH / 'small_tasks.py'}:{name}")
-    steps = 60 if name == "regression" else 25
+    steps = 40 if name == "regression" else 15
     settings = make_settings(task, recipe=recipe, device="cpu", steps=steps, checkpoint_every=0, watch_every=5)
     result = train(task, settings, tmp_path / "run")
     sys.modules.pop("narrowgauge_task_small_tasks", None)

@@ -66,6 +66,7 @@ def words(model, generator):
     return model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
+STEPS = 20
 CASES = {  # name: model, loss, whether FP16 trains, whether FP8 trains
     "plain": (net, classify, True, True),
     "gpt": (gpt, words, True, True),
@@ -111,11 +112,11 @@ def learns(losses, reference):
 @pytest.mark.parametrize("name", CASES)
 def test_predictions_match_what_happens(name):
     build, loss, fp16_trains, fp8_trains = CASES[name]
-    reference, readings = run(build, loss, "fp32", 30, watch=True)
+    reference, readings = run(build, loss, "fp32", STEPS, watch=True)
     fp16, fp8 = predict_formats(readings)
     assert (fp16.survives, fp8.survives) == (fp16_trains, fp8_trains), (fp16, fp8)
     for prediction, recipe in ((fp16, "fp16"), (fp8, "fp8[products=all]")):
-        losses, _ = run(build, loss, recipe, 30)
+        losses, _ = run(build, loss, recipe, STEPS)
         assert learns(losses, reference) == prediction.survives, (recipe, losses)
 
 

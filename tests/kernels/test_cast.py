@@ -70,7 +70,7 @@ def test_statistics_of_the_reference(dtype):
 
 @KERNEL
 @FORMATS
-@pytest.mark.parametrize("shape", [(128, 64), (48, 40), (130, 72), (5, 3), (1, 1), (144, 130), (16, 1)])
+@pytest.mark.parametrize("shape", [(128, 64), (48, 40), (130, 2), (5, 3), (1, 1), (144, 72), (16, 1)])
 def test_cast_and_transpose_match_the_reference(dtype, shape):
     x, scale = draw(*shape), torch.tensor(3.0)
     assert use_triton(x)
@@ -151,7 +151,7 @@ def cast_reference(x, scale, dtype):
 
 @KERNEL
 @FORMATS
-@pytest.mark.parametrize("shape", [(128, 64), (32, 7), (144, 200), (30, 20), (1, 16)])
+@pytest.mark.parametrize("shape", [(128, 64), (32, 7), (80, 130), (30, 20), (1, 16)])
 def test_transpose_moves_every_byte(dtype, shape):
     x_lp = torch.randint(0, 256, shape, dtype=torch.uint8).view(dtype)
     assert_transposed(transpose(x_lp), x_lp)

@@ -31,13 +31,25 @@ def make_statistics():
     return torch.zeros(()), torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
 
 
-SHAPES = pytest.mark.parametrize("shapes", [[(48, 24)], [(48, 32), (32, 32)], [(7, 5)]], ids=["one", "two", "odd"])
+ONE, TWO, ODD = [(48, 24)], [(48, 32), (32, 32)], [(7, 5)]
 
 
+def name_case(value):
+    names = {E4M3: "e4m3", E5M2: "e5m2"}
+    return "+".join(map(str, value)) if isinstance(value, list) else names.get(value, str(value))
+
+
+# Factors choose the scale, shapes the tiles: every value with every other of another parameter, not all three.
 @KERNEL
-@SHAPES
-@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-@pytest.mark.parametrize("factor", [1.0, 1e-6, 1e6, 0.0, 1e-42, math.inf, math.nan])
+@pytest.mark.parametrize(
+    ("factor", "shapes", "dtype"),
+    [
+        *((factor, TWO, E4M3) for factor in (1.0, 1e-6, 1e6, 0.0, 1e-42, math.inf, math.nan)),
+        *((factor, ODD, E5M2) for factor in (1.0, 1e-6, 1e6, 0.0, 1e-42, math.inf, math.nan)),
+        (1.0, ONE, E4M3), (1.0, ODD, E4M3), (1e6, ONE, E5M2), (1e-6, TWO, E5M2),
+    ],
+    ids=name_case,
+)  # fmt: skip
 def test_weights_are_scaled_by_their_own_amax(shapes, dtype, factor):
     weights, seen = draw(*shapes, factor=factor), torch.tensor(0.5)
     lp, lp_t, inv_scale = cast_weight(weights, dtype, True, 1, seen)
@@ -50,9 +62,15 @@ def test_weights_are_scaled_by_their_own_amax(shapes, dtype, factor):
 
 
 @KERNEL
-@SHAPES
-@pytest.mark.parametrize("margin", [0, 2])
-@pytest.mark.parametrize("factor", [1.0, 1.02, 0.3, 64.0, 1 / 64, 1e6, 0.0, math.inf, math.nan])
+@pytest.mark.parametrize(
+    ("factor", "margin", "shapes"),
+    [
+        *((factor, 0, TWO) for factor in (1.0, 1.02, 0.3, 64.0, 1 / 64, 1e6, 0.0, math.inf, math.nan)),
+        *((factor, 2, ODD) for factor in (1.0, 1.02, 0.3, 64.0, 1 / 64, 1e6, 0.0, math.inf, math.nan)),
+        (1.0, 0, ONE), (1.0, 2, TWO), (64.0, 0, ODD), (64.0, 2, ONE),
+    ],
+    ids=name_case,
+)  # fmt: skip
 def test_a_delayed_scale_is_used_if_it_fits_and_else_recomputed(shapes, factor, margin):
     scale = FP8_MAX[E4M3] / torch.tensor(3.0) / 2**margin
     weights = draw(*shapes, factor=factor)

@@ -54,7 +54,8 @@ tile = dict(BLOCK_N=64, BLOCK_D=64, WHOLE=True)
 edge = {**tile, "WHOLE": False}
 if kind == "cast":
     for out, limits in FP8.items():
-        for none in ((), ("counts_ptr",), ("counts_ptr", "amax_ptr"), ("out_t_ptr",)):
+        options = ((), ("counts_ptr",), ("counts_ptr", "amax_ptr"), ("out_t_ptr",))
+        for none in options if out == "*fp8e5" else options[:1]:  # the format changes constants only
             compiled(cast._cast_kernel, none=none, types={"out_ptr": out}, HEAD=None, **limits, **tile)
     compiled(cast._cast_kernel, none=("counts_ptr", "amax_ptr"), types={"out_ptr": out, "x_ptr": "*fp32"}, HEAD=None,
              **limits, **tile)
@@ -68,23 +69,22 @@ if kind == "cast":
     compiled(cast._max_abs_kernel, BLOCK_N=64, BLOCK_D=64)
     plain = {"shrink": "fp32", "smallest": "fp32", "out_ptr": "*fp8e4nv", "pending_ptr": "*i64"}
     for none in ((), ("counts_ptr", "pending_ptr"), ("scale_ptr", "counts_ptr", "pending_ptr"), ("out_t_ptr",)):
-        for size in (tile, edge):
-            for kind in ("*fp32", "*bf16"):
-                compiled(cast_weights._fit_kernel, none=none, types={**plain, "x_ptr": kind}, LIMIT=448.0,
-                SATURATION=464.0, **size)
+        for size, kind in ((tile, "*fp32"), (edge, "*bf16"), *([] if none else [(tile, "*bf16"), (edge, "*fp32")])):
+            compiled(cast_weights._fit_kernel, none=none, types={**plain, "x_ptr": kind}, LIMIT=448.0,
+            SATURATION=464.0, **size)
 elif kind == "activation":
     for op in ("gelu", "gelu_backward", "gelu_tanh", "gelu_tanh_backward", "swiglu"):
         again = ("recomputed_t_ptr", "recomputed_scale_ptr")
         alone = ("b_ptr", *again) if op in ("gelu", "gelu_tanh") else again if op == "swiglu" else ()
-        for none in ((), ("counts_ptr",)):
-            out = "*fp8e5" if op.endswith("backward") else "*fp8e4nv"
-            for size in (tile, edge):
+        out = "*fp8e5" if op.endswith("backward") else "*fp8e4nv"
+        for none, sizes in (((), (tile, edge)), (("counts_ptr",), (tile,))):
+            for size in sizes:
                 compiled(activation.pointwise_kernel, 8, (*none, *alone), {"out_ptr": out}, OP=op, **FP8[out], **size)
         none = {*alone, *again, "scale_ptr", "amax_ptr", "counts_ptr", "out_t_ptr"}
         compiled(activation.pointwise_kernel, 8, none, OP=op, LIMIT=None, TINY=None, **tile)
     types = {"grad_gate_ptr": "*fp8e5", "grad_up_ptr": "*fp8e5"}
-    for none in ((), ("counts_ptr",)):
-        for size in (tile, edge):
+    for none, sizes in (((), (tile, edge)), (("counts_ptr",), (tile,))):
+        for size in sizes:
             compiled(activation.swiglu_backward_kernel, 8, none, types, **FP8["*fp8e5"], **size)
     none = (*again, "scale_ptr", "amax_ptr", "counts_ptr", "grad_gate_t_ptr", "grad_up_t_ptr")
     compiled(activation.swiglu_backward_kernel, 8, none, LIMIT=None, TINY=None, **tile)
@@ -110,7 +110,8 @@ elif kind == "adamw":
     for master, weight, low in (("split", "*bf16", "*i16"), ("copy", "*bf16", "*fp32"), ("none", "*bf16", "*bf16"),
                                 ("itself", "*fp32", "*fp32")):
         for bits in (True, False):
-            for whole in (True, False):
+            # Both for BF16 weights with a split master, and for FP32 weights.
+            for whole in (True, False) if master in ("split", "itself") else (bits,):
                 types = {**rates, **tables, "weight_ptr": weight, "low_ptr": low}
                 types |= {"first_ptr": "*i8" if bits else "*fp32", "second_ptr": "*u8" if bits else "*bf16"}
                 none = () if whole else ("factor_ptr", "found_ptr")

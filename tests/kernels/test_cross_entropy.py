@@ -17,6 +17,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"
 # Its cast to BF16 truncates.
 BF16_STEP = 2**-8 if DEVICE == "cuda" else 2**-7
 SHAPES = [(1, 17), (37, 300), (16, 128), (144, 272), (5, 4500)]
+LP_SHAPES = SHAPES
+if (
+    DEVICE == "cpu"
+):  # the interpreter takes the longer the more rows or tiles; these have one, several and incomplete ones
+    SHAPES = [(1, 17), (3, 300), (16, 128), (17, 530), (5, 4500)]
+    LP_SHAPES = [(1, 17), (37, 72), (16, 128), (144, 72)]
 
 
 def make(rows, columns, seed=0, spread=3.0, padding=0):
@@ -151,14 +157,14 @@ def test_loss_and_gradient_of_extreme_logits(width):
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize(
-    ("shape", "transposed"), [*((shape, True) for shape in SHAPES), *((shape, False) for shape in SHAPES[1:3])]
+    ("shape", "transposed"), [*((shape, True) for shape in LP_SHAPES), *((shape, False) for shape in LP_SHAPES[1:3])]
 )
 def test_gradient_in_fp8_is_within_a_step(dtype, shape, transposed):
     logits, targets = make(*shape, padding=16)
     leaf = logits.double().requires_grad_()
     F.cross_entropy(leaf, targets, reduction="sum").backward()
     scaled = leaf.grad * ce.UNIT_SCALE[dtype]
-    lse = ce.compute_softmax_stats(logits, targets)[0]
+    lse = ce.softmax_stats_reference(logits, targets)[0]
     d, d_t = ce.compute_grad_logits_fp8(logits, targets, lse, dtype, transposed=transposed)
     assert d.shape == shape and d.dtype is dtype and d.is_contiguous()
     assert_cast(d, ce.dither(scaled, dtype))
@@ -181,11 +187,11 @@ def test_values_too_small_for_the_format_are_right_on_average(dtype):
     assert not ce.dither(torch.zeros(64, 64, device=DEVICE), dtype).to(dtype).float().any()
 
 
-@pytest.mark.parametrize(("rows", "width"), [(16, 80), (130, 80), (144, 80), (130, 96), (32, 64), (144, 96)])
+@pytest.mark.parametrize(("rows", "width"), [(16, 80), (34, 80), (48, 80), (34, 96), (32, 64), (48, 96)])
 def test_full_tiles_and_tiles_at_the_edges_are_written(rows, width, monkeypatch):
     monkeypatch.setattr(ce, "LP_TILE", {"BLOCK_N": 16, "BLOCK_D": 32, "num_warps": 4})
     logits, targets = make(rows, width)
-    lse = ce.compute_softmax_stats(logits, targets)[0]
+    lse = ce.softmax_stats_reference(logits, targets)[0]
     d, d_t = ce.compute_grad_logits_fp8(logits, targets, lse)
     exact = ce.grad_logits_reference(logits, targets, lse) * ce.UNIT_SCALE[E4M3]
     assert_cast(d, ce.dither(exact, E4M3))
@@ -195,8 +201,8 @@ def test_full_tiles_and_tiles_at_the_edges_are_written(rows, width, monkeypatch)
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
 def test_counts_what_is_flushed(dtype, kind):
-    logits, targets = make(50, 300, spread=8.0)
-    lse = ce.compute_softmax_stats(logits, targets)[0]
+    logits, targets = make(130, 120, spread=8.0)
+    lse = ce.softmax_stats_reference(logits, targets)[0]
     counts = torch.tensor([3, 5], dtype=kind, device=DEVICE)
     ce.compute_grad_logits_fp8(logits, targets, lse, dtype, counts=counts)
     expected = torch.tensor([0, 0], device=DEVICE)

@@ -116,11 +116,13 @@ def test_backward_kernel_matches_the_reference(kind, shape):
     weight = draw_weight(shape[1])
     _, _, mean, rstd = forward(False, x, weight, kind=kind, eps=1e-2)
     mean = mean if kind == "layer" else None
-    for options in (
+    combinations = (
+        {"grad_residual": grad_residual.bfloat16(), "has_bias": True},
         {},
         {"grad_residual": grad_residual},
-        {"grad_residual": grad_residual.bfloat16(), "has_bias": True},
-    ):
+    )
+    # The interpreter takes one program for each 16 columns of each sum; options do not depend on the width.
+    for options in combinations[: None if DEVICE == "cuda" or shape[1] < 500 else 1]:
         got = backward(True, grad_output, x, weight, mean, rstd, **options)
         expected = backward(False, grad_output, x, weight, mean, rstd, **options)
         for ours, theirs in zip(got[:1] + got[2:], expected[:1] + expected[2:], strict=True):

@@ -70,8 +70,13 @@ def exact():
     return {family: train(family, "fp32", "grouped_mm") for family in FAMILIES}
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp16", "fp8", "bf16-lean", "fp8-lean"])
-@pytest.mark.parametrize("family", FAMILIES)
+# Every family in BF16 and in FP8 with 16-bit weights; the other recipes with two families each.
+CASES = [(family, recipe) for recipe in ("bf16", "fp8-lean") for family in FAMILIES]
+CASES += [("Mixtral", "fp16"), ("DeepseekV3", "fp16"), ("Qwen3Moe", "fp8"), ("DeepseekV3", "fp8")]
+CASES += [("Olmoe", "bf16-lean"), ("Mixtral", "bf16-lean")]
+
+
+@pytest.mark.parametrize(("family", "recipe"), CASES)
 def test_losses_and_the_balancing_loss_stay_near_fp32(family, recipe, exact):
     losses, aux = train(family, recipe, "grouped_mm")
     assert losses == pytest.approx(exact[family][0], rel=0.01)

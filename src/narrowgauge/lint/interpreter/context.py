@@ -10,6 +10,7 @@ import ast
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Concatenate, ParamSpec
 
 from narrowgauge.lint.interpreter.call import Call
 from narrowgauge.lint.interpreter.inferred_types import InferredTypes
@@ -19,6 +20,7 @@ from narrowgauge.lint.interpreter.state import State
 from narrowgauge.lint.interpreter.syntax import imported_libraries, words_of
 from narrowgauge.lint.interpreter.values import OPAQUE, Autocast, Class, Function, Site, Value
 
+P = ParamSpec("P")
 _NONFINITE = ("finite", "inf", "nan")
 
 
@@ -28,6 +30,9 @@ class Context(ABC):
     def __init__(self, tree: ast.Module, observations: Observations) -> None:
         self.tree, self.observations = tree, observations
         self.observers: list[Observer] = []
+        """Complete before the first step is reported."""
+        self._overriding: dict[str, list[Observer]] = {}
+        """The observers that override a method of ``Observer``, by its name."""
         self.inferred = InferredTypes(tree)
         self.frames: list[str] = [""]
         """Functions that were entered, the innermost last; empty for the module."""
@@ -66,10 +71,16 @@ class Context(ABC):
     def assign(self, target: ast.expr, value: Value | None, state: State) -> None:
         """Assign a value to a name, an attribute or a tuple of them."""
 
-    def notify(self, report: Callable[[Observer], None]) -> None:
-        """Report a step to every observer."""
-        for observer in self.observers:
-            report(observer)
+    def notify(self, method: Callable[Concatenate[Observer, P], None], *arguments: P.args, **more: P.kwargs) -> None:
+        """Report a step to every observer, by one of the methods of ``Observer``.
+
+        Observers that do not override it are skipped: a script has many more names and calls than training steps.
+        """
+        name = method.__name__
+        if name not in self._overriding:
+            self._overriding[name] = [one for one in self.observers if getattr(type(one), name) is not method]
+        for observer in self._overriding[name]:
+            getattr(observer, name)(*arguments, **more)
 
     def event(self, kind: str, node: ast.AST, **about: object) -> None:
         """Record that something happens here."""

@@ -13,6 +13,7 @@ import ast
 from narrowgauge.lint.interpreter.call import NOT_HANDLED, Call, Handled
 from narrowgauge.lint.interpreter.context import Context
 from narrowgauge.lint.interpreter.names import words
+from narrowgauge.lint.interpreter.observer import Observer
 from narrowgauge.lint.interpreter.state import State
 from narrowgauge.lint.interpreter.values import (
     Const,
@@ -129,7 +130,7 @@ class Engines:
 
     def _method(self, call: Call, method: EngineMethod) -> Value | None:
         engine, state, name = method.engine, call.state, method.name
-        self.context.notify(lambda observer: observer.on_engine_method(call, engine, name))
+        self.context.notify(Observer.on_engine_method, call, engine, name)
         if name in ("forward", "evaluating"):
             self.observations.contexts.setdefault(call.node, (engine.site, False))
             return EngineContext(engine.site, call.node, name == "evaluating")

@@ -11,6 +11,7 @@ from narrowgauge.lint.interpreter.engines import Engines
 from narrowgauge.lint.interpreter.gradients import Gradients
 from narrowgauge.lint.interpreter.modules import Modules
 from narrowgauge.lint.interpreter.names import HARMLESS
+from narrowgauge.lint.interpreter.observer import Observer
 from narrowgauge.lint.interpreter.state import State
 from narrowgauge.lint.interpreter.syntax import dotted, is_static
 from narrowgauge.lint.interpreter.tensors import Tensors
@@ -63,7 +64,7 @@ class Evaluator:
     def decorator(self, node: ast.expr, state: State) -> Value | None:
         """Return the value of a decorator."""
         value = self.value(node, state)
-        self.context.notify(lambda observer: observer.on_decorator(node, value))
+        self.context.notify(Observer.on_decorator, node, value)
         return value
 
     # Names
@@ -76,7 +77,7 @@ class Evaluator:
         if value is None and node.id in _BUILTINS:
             return Ref(f"builtins.{node.id}")
         value = self.context.inferred.guess(node, value, self.context.frames[-1])
-        self.context.notify(lambda observer: observer.on_name_read(node, value))
+        self.context.notify(Observer.on_name_read, node, value)
         return value
 
     def _attribute(self, node: ast.Attribute, state: State) -> Value | None:
@@ -142,9 +143,9 @@ class Evaluator:
         call.keywords = {given.arg or "**": self.value(given.value, state) for given in node.keywords}
         if isinstance(call.target, Ref):
             call.name = call.target.name
-        self.context.notify(lambda observer: observer.on_call(call))
+        self.context.notify(Observer.on_call, call)
         value = self._result(call)
-        self.context.notify(lambda observer: observer.on_result(call, value))
+        self.context.notify(Observer.on_result, call, value)
         return value
 
     def _result(self, call: Call) -> Value | None:

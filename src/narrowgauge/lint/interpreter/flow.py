@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import narrowgauge
 from narrowgauge.lint.interpreter.branches import assume, decide
 from narrowgauge.lint.interpreter.frames import Frames
+from narrowgauge.lint.interpreter.observer import Observer
 from narrowgauge.lint.interpreter.state import MOST, State, merge
 from narrowgauge.lint.interpreter.syntax import dotted
 from narrowgauge.lint.interpreter.values import (
@@ -46,7 +47,7 @@ class Interpreter(Frames):
     def follow(self) -> None:
         """Follow the whole script, reporting to ``observers``."""
         self.finish("", self.block(self.tree.body, [State()]))
-        self.notify(lambda observer: observer.on_end())
+        self.notify(Observer.on_end)
 
     def block(self, body: Sequence[ast.stmt], states: list[State]) -> list[State]:
         """Follow statements one after the other and return the states at the end of every path."""
@@ -157,7 +158,7 @@ class Interpreter(Frames):
     _asyncwith = _with
 
     def _report_with(self, node: ast.expr, value: Value | None, state: State) -> None:
-        self.notify(lambda observer: observer.on_with(node, value, state))
+        self.notify(Observer.on_with, node, value, state)
 
     def _try(self, node: ast.Try, states: list[State]) -> list[State]:
         entry = [state.fork() for state in states]
@@ -280,7 +281,7 @@ class Interpreter(Frames):
         return self._merged(ends)
 
     def _report_assignment(self, node: ast.Assign, target: ast.expr) -> None:
-        self.notify(lambda observer: observer.on_assignment(node, target))
+        self.notify(Observer.on_assignment, node, target)
 
     def _merged(self, states: list[State]) -> list[State]:
         return merge(states, 1 if self.is_over_budget else MOST)
@@ -313,7 +314,7 @@ class Interpreter(Frames):
             self.evaluator.modules.name_bound(target, value, state)
             if not isinstance(value, Module | Optimizer):
                 state.bind(heap(f"{self.frames[-1]}|{target.id}", "!engine"), None)  # another object of the same name
-            self.notify(lambda observer: observer.on_name_bound(target, value))
+            self.notify(Observer.on_name_bound, target, value)
         elif isinstance(target, ast.Attribute):
             if target.attr == "grad":
                 state.move("lost")

@@ -13,6 +13,7 @@ from narrowgauge.lint.interpreter.call import NOT_HANDLED, Call, Handled
 from narrowgauge.lint.interpreter.context import Context
 from narrowgauge.lint.interpreter.modules import note_trained_format
 from narrowgauge.lint.interpreter.names import CLIPS
+from narrowgauge.lint.interpreter.observer import Observer
 from narrowgauge.lint.interpreter.values import (
     Function,
     Module,
@@ -37,7 +38,7 @@ class Gradients:
         """Apply the effect of a call on gradients."""
         receiver, method = call.receiver, call.method
         if call.name in CLIPS or (method == "clip_grad_norm_" and isinstance(receiver, Module)):
-            self.context.notify(lambda observer: observer.on_clip(call))
+            self.context.notify(Observer.on_clip, call)
             return True, None
         if isinstance(receiver, Scaler):
             return True, self._scaler(call, receiver)
@@ -69,7 +70,7 @@ class Gradients:
             return True, None
         tensor = loss if isinstance(loss, Tensor) else None
         scaler = tensor.scaler if tensor else None
-        self.context.notify(lambda observer: observer.on_backward(call, tensor))
+        self.context.notify(Observer.on_backward, call, tensor)
         self.context.event(
             "backward", call.node, scaler=scaler, value=tensor, text=ast.unparse(call.receiver_node or call.node)
         )
@@ -81,7 +82,7 @@ class Gradients:
         off = scaler.enabled == "False"
         if method == "scale":
             self.context.event("scale", call.node, scaler=scaler.site)
-            self.context.notify(lambda observer: observer.on_scale(call, scaler))
+            self.context.notify(Observer.on_scale, call, scaler)
             given = call.arg(0)
             base = given if isinstance(given, Tensor) else Tensor()
             site = None if off else scaler.site
@@ -98,7 +99,7 @@ class Gradients:
         elif method == "step":
             self._step_by_scaler(call, scaler)
         elif method == "update":
-            self.context.notify(lambda observer: observer.on_scaler_update(call, scaler))
+            self.context.notify(Observer.on_scaler_update, call, scaler)
             self.context.event("update", call.node, scaler=scaler.site)
             state.stages = {pair: stage for pair, stage in state.stages.items() if pair[0] != scaler.site}
         elif not method.startswith(("get_", "set_", "_found_inf")):
@@ -108,14 +109,14 @@ class Gradients:
 
     def _unscale(self, call: Call, scaler: Scaler) -> None:
         optimizer = _optimizer_site(call)
-        self.context.notify(lambda observer: observer.on_unscale(call, scaler, optimizer))
+        self.context.notify(Observer.on_unscale, call, scaler, optimizer)
         self.context.event("unscale", call.node, scaler=scaler.site, optimizer=optimizer)
         call.state.stages[scaler.site, optimizer] = frozenset({"unscaled"})
         call.state.move("unscaled")
 
     def _step_by_scaler(self, call: Call, scaler: Scaler) -> None:
         optimizer, given = _optimizer_site(call), call.arg(0, "optimizer")
-        self.context.notify(lambda observer: observer.on_scaler_step(call, scaler, optimizer))
+        self.context.notify(Observer.on_scaler_step, call, scaler, optimizer)
         if isinstance(given, Optimizer):
             note_trained_format(self.context, given, call.state)
         self.context.event("scaler-step", call.node, scaler=scaler.site, optimizer=optimizer)
@@ -125,7 +126,7 @@ class Gradients:
     def _optimizer(self, call: Call, optimizer: Optimizer) -> Value | None:
         state = call.state
         if call.method == "step":
-            self.context.notify(lambda observer: observer.on_optimizer_step(call, optimizer))
+            self.context.notify(Observer.on_optimizer_step, call, optimizer)
             note_trained_format(self.context, optimizer, state)
             self.context.event("step", call.node, optimizer=optimizer.site)
             state.move("used")

@@ -7,6 +7,7 @@ import ast
 from narrowgauge.lint.interpreter.call import NOT_HANDLED, Call, Handled
 from narrowgauge.lint.interpreter.context import Context
 from narrowgauge.lint.interpreter.names import CASTS, DTYPES
+from narrowgauge.lint.interpreter.observer import Observer
 from narrowgauge.lint.interpreter.state import State
 from narrowgauge.lint.interpreter.values import (
     Cast,
@@ -79,7 +80,7 @@ class Modules:
         dtype = cast_dtype(call)
         if dtype is not None:
             call.state.bind(heap(module.site, "!cast"), Cast(dtype, call.node) if dtype in LOW else None)
-            self.context.notify(lambda observer: observer.on_cast(call, dtype))
+            self.context.notify(Observer.on_cast, call, dtype)
             return True, module
         if call.method in _SAME:
             return True, module

@@ -9,7 +9,7 @@ from narrowgauge.lint.interpreter.call import NOT_HANDLED, Call, Handled
 from narrowgauge.lint.interpreter.context import Context
 from narrowgauge.lint.interpreter.modules import cast_dtype
 from narrowgauge.lint.interpreter.names import LOSS_FUNCTIONS, words
-from narrowgauge.lint.interpreter.observer import Operand
+from narrowgauge.lint.interpreter.observer import Observer, Operand
 from narrowgauge.lint.interpreter.state import State
 from narrowgauge.lint.interpreter.values import Const, LossFunction, Module, Params, Ref, ScaleNumber, Tensor, Value
 
@@ -35,7 +35,7 @@ class Tensors:
         """Return the tensor that a call computes."""
         dtype = cast_dtype(call)
         if dtype is not None and not isinstance(call.receiver, Module | Ref | Params) and not call.name:
-            self.context.notify(lambda observer: observer.on_cast(call, dtype))
+            self.context.notify(Observer.on_cast, call, dtype)
             base = call.receiver if isinstance(call.receiver, Tensor) else Tensor()
             return True, replace(base, dtype=dtype)
         if isinstance(call.target, LossFunction):
@@ -66,7 +66,7 @@ class Tensors:
         return self._operation(call, op, operands)
 
     def _loss(self, call: Call, name: str, summed: bool) -> Value | None:
-        self.context.notify(lambda observer: observer.on_loss(call, name))
+        self.context.notify(Observer.on_loss, call, name)
         given = [value for value in call.values if isinstance(value, Tensor)]
         under = call.state.casting or next((value.under for value in given if value.under is not None), None)
         makers = tuple(dict.fromkeys(site for value in given for site in value.makers))
@@ -80,7 +80,7 @@ class Tensors:
         return self._operation(call, "softmax" if kind == "Softmax" else "dropout", operands)
 
     def _operation(self, call: Call, op: str, operands: list[Operand]) -> Handled:
-        self.context.notify(lambda observer: observer.on_operation(call, op, operands))
+        self.context.notify(Observer.on_operation, call, op, operands)
         node, given = operands[0]
         tensor = given if isinstance(given, Tensor) else Tensor()
         rest = operands[1:]
@@ -126,7 +126,7 @@ class Tensors:
     def _product(self, at: ast.AST, left: Operand, right: Operand, state: State) -> Value | None:
         first, second = left[1], right[1]
         if isinstance(first, Tensor) and first.role == "probs":
-            self.context.notify(lambda observer: observer.on_attention(at, left[0]))
+            self.context.notify(Observer.on_attention, at, left[0])
             return Tensor(under=state.casting)
         turned = isinstance(second, Tensor) and second.role == "transposed"
         if turned and not (isinstance(first, Tensor) and first.role == "transposed"):
@@ -143,12 +143,12 @@ class Tensors:
         (index,) = summed
         weights = operands[0][1]
         if first[-1] == index and isinstance(weights, Tensor) and weights.role == "probs":
-            self.context.notify(lambda observer: observer.on_attention(call.node, operands[0][0]))
+            self.context.notify(Observer.on_attention, call.node, operands[0][0])
             return None
         return Tensor(under=call.state.casting, role="scores") if first[-1] == second[-1] == index else None
 
     def _divide(self, at: ast.AST, left: Tensor, right: Value | None) -> Value | None:
-        self.context.notify(lambda observer: observer.on_division(at, left, right))
+        self.context.notify(Observer.on_division, at, left, right)
         if is_softmax(left, right):
             return replace(left, role="softmax", key="")
         if left.role == "scores":
@@ -157,7 +157,7 @@ class Tensors:
 
     def binary(self, node: ast.BinOp, left: Value | None, right: Value | None, state: State) -> Value | None:
         """Return the value of a binary operator."""
-        self.context.notify(lambda observer: observer.on_binary(node, left, right))
+        self.context.notify(Observer.on_binary, node, left, right)
         if isinstance(node.op, ast.MatMult):
             return self._product(node, (node.left, left), (node.right, right), state)
         if isinstance(left, Const) and isinstance(right, Const):
