@@ -33,7 +33,7 @@ def test_the_plain_loop_marks_five_lines():
 @pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp16"])
 def test_the_digits_example_reaches_97_percent(recipe):
     pytest.importorskip("sklearn")
-    task = tasks.find(f"{EXAMPLES / 'digits.py'}:digits", batch=64)
+    task = tasks.find(f"{EXAMPLES / 'digits.py'}:digits", batch=32)
     torch.manual_seed(0)
     model = task.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.learning_rate, weight_decay=task.weight_decay)
