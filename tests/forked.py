@@ -7,20 +7,20 @@ end of an interpreter itself use ``child_processes`` instead.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import ctypes
 import fcntl
-import gc
 import os
 import runpy
 import signal
 import subprocess
 import sys
 import termios
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import DupFd
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import torch
 
@@ -191,7 +191,6 @@ def _run(
     terminal: bool,
 ) -> None:
     """Become a process that looks as if a new interpreter had started it."""
-    gc.freeze()  # collecting what the server imported takes a second at the end of each process
     assert "narrowgauge.runs.train" in sys.modules, "the server failed to import it, so every child would"
     for target, number in enumerate(streams.numbers, 1):
         os.dup2(number, target)
@@ -212,4 +211,21 @@ def _run(
     sys.path[:0] = [folder, *environment.get("PYTHONPATH", "").split(os.pathsep)]
     torch.set_num_threads(1)
     code = main(argv)
-    ctypes.pythonapi.Py_Exit(code)  # as at the end of a script: flushes the streams, and exits with 120 if that fails
+    _exit(code)
+
+
+def _exit(code: int) -> NoReturn:
+    """End as an interpreter does: wait for threads, call exit functions, flush the streams, 120 if that fails.
+
+    Only the modules are not taken apart: with those of the server that takes a second.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except Exception:
+            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+            code = 120
+    os._exit(code)

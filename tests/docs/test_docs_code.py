@@ -26,6 +26,8 @@ import narrowgauge as ng
 from narrowgauge import kernels
 from narrowgauge.cli import main
 
+pytestmark = pytest.mark.usefixtures("modules_are_not_collected")
+
 PAGES = [page for page in pages() if page.name not in ELSEWHERE]
 NOT_RUN_AT_MOST = 6
 LIMIT_S = 120
