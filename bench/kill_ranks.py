@@ -86,15 +86,17 @@ def main(kills: int, ranks: int, recipe: str, parallel: str) -> dict[str, object
         process = start(killed, ranks, kills + 2, *options)
         at_end.callback(process.terminate)  # torchrun then ends its ranks
         waits, lost, done = [], 0, 0
-        while done < kills and process.poll() is None:
+        while done <= kills and process.poll() is None:
             size, begin = read_record_size(killed), time.monotonic()
             while read_record_size(killed) <= size and process.poll() is None:  # until training continues
                 time.sleep(0.02)
                 if time.monotonic() - begin > 180:
                     process.send_signal(signal.SIGKILL)
                     raise SystemExit(f"hangs after {done} kills")
-            if done:
+            if done and process.poll() is None:
                 waits.append(time.monotonic() - begin)
+            if done == kills:
+                break
             time.sleep(random.uniform(0, 15 * step_s))  # while the run has steps left
             alive = list_children(process.pid)
             if not alive:

@@ -7,17 +7,21 @@ end of an interpreter itself use ``child_processes`` instead.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import ctypes
+import fcntl
 import keyword
 import os
+import runpy
 import signal
 import subprocess
 import sys
+import termios
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import DupFd
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import torch
 
@@ -86,24 +90,33 @@ class Child:
         return out, err
 
 
+def start_cli(argv: Sequence[str], **options: Any) -> contextlib.AbstractContextManager[Child]:
+    """Start ``narrowgauge ARGV`` in the current folder. The end of the block kills it. Options: those of ``start``."""
+    return start(run_verb, argv, **options)
+
+
 @contextlib.contextmanager
-def start_cli(
+def start(
+    main: Callable[[list[str]], int],
     argv: Sequence[str],
     *,
     stdout: int | IO[Any] = subprocess.DEVNULL,
     stderr: int | IO[Any] = subprocess.DEVNULL,
     text: bool = False,
     ignored: Sequence[int] = (),
+    terminal: bool = False,
     env: Mapping[str, str] | None = None,
 ) -> Iterator[Child]:
-    """Start ``narrowgauge ARGV`` in the current folder. The end of the block kills it.
+    """Start a program in the current folder. The end of the block kills it.
 
     Args:
-        argv: The verb and its options.
+        main: Runs the program and returns its exit code: ``run_verb``, ``run_script`` or ``run_pytest``.
+        argv: Its arguments.
         stdout: A file, or ``subprocess.PIPE`` or ``DEVNULL``.
         stderr: The same, or ``subprocess.STDOUT``.
         text: Whether pipes are read as text.
         ignored: Signals that the process ignores from its start, as nohup makes it.
+        terminal: Whether ``stdout`` becomes its controlling terminal and its standard input, as in a new shell.
         env: Its environment; without it, the current one.
     """
     with contextlib.ExitStack() as stack:
@@ -124,8 +137,8 @@ def start_cli(
             theirs.append(number)
         environment = dict(os.environ if env is None else env)
         process = get_context().Process(
-            target=_run_cli,
-            args=([*argv], _Streams(theirs), str(os.getcwd()), environment, [*ignored]),  # noqa: PTH109
+            target=_run,
+            args=(main, [*argv], _Streams(theirs), str(os.getcwd()), environment, [*ignored], terminal),  # noqa: PTH109
         )
         process.start()
         for number in theirs:
@@ -152,8 +165,38 @@ def _receive(*sent: Any) -> _Streams:
     return _Streams([one.detach() for one in sent])
 
 
-def _run_cli(argv: list[str], streams: _Streams, folder: str, environment: dict[str, str], ignored: list[int]) -> None:
-    """Become a process that looks as if ``python -m narrowgauge`` had started it."""
+def run_verb(argv: list[str]) -> int:
+    """As ``python -m narrowgauge``."""
+    from narrowgauge.cli import main
+
+    sys.argv = ["narrowgauge", *argv]
+    return main(argv)
+
+
+def run_script(argv: list[str]) -> int:
+    """As ``python SCRIPT``. An exception gives exit code 1."""
+    sys.argv = argv
+    runpy.run_path(argv[0], run_name="__main__")
+    return 0
+
+
+def run_pytest(argv: list[str]) -> int:
+    """As ``python -m pytest``."""
+    import pytest
+
+    return int(pytest.main(argv))
+
+
+def _run(
+    main: Callable[[list[str]], int],
+    argv: list[str],
+    streams: _Streams,
+    folder: str,
+    environment: dict[str, str],
+    ignored: list[int],
+    terminal: bool,
+) -> None:
+    """Become a process that looks as if a new interpreter had started it."""
     assert "narrowgauge.runs.train" in sys.modules, "the server failed to import it, so every child would"
     for target, number in enumerate(streams.numbers, 1):
         os.dup2(number, target)
@@ -164,14 +207,31 @@ def _run_cli(argv: list[str], streams: _Streams, folder: str, environment: dict[
     )
     for number, handler in DEFAULTS.items():
         signal.signal(number, signal.SIG_IGN if number in ignored else handler)
+    if terminal:
+        os.setsid()
+        fcntl.ioctl(1, termios.TIOCSCTTY, 0)
+        os.dup2(1, 0)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:0] = [folder, *environment.get("PYTHONPATH", "").split(os.pathsep)]
     torch.set_num_threads(1)
-
-    from narrowgauge.cli import main
-
-    sys.argv = ["narrowgauge", *argv]
     code = main(argv)
-    ctypes.pythonapi.Py_Exit(code)  # as at the end of a script: flushes the streams, and exits with 120 if that fails
+    _exit(code)
+
+
+def _exit(code: int) -> NoReturn:
+    """End as an interpreter does: wait for threads, call exit functions, flush the streams, 120 if that fails.
+
+    Only the modules are not taken apart: with those of the server that takes a second.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except Exception:
+            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+            code = 120
+    os._exit(code)

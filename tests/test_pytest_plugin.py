@@ -11,6 +11,8 @@ import pytest
 
 from narrowgauge import pytest_plugin
 
+pytestmark = pytest.mark.usefixtures("modules_are_not_collected")
+
 pytest_plugins = ["pytester"]
 
 TASK = """

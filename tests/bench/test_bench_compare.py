@@ -13,6 +13,8 @@ from narrowgauge.cli import main
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.recipe import parse
 
+pytestmark = pytest.mark.usefixtures("modules_are_not_collected")
+
 TASK_FILE = """
 import torch, torch.nn.functional as F
 import narrowgauge as ng

@@ -16,6 +16,8 @@ from narrowgauge.bench import compare, gate
 from narrowgauge.bench.saved_benchmark import SavedBenchmark
 from narrowgauge.cli import main, make_parser
 
+pytestmark = pytest.mark.usefixtures("modules_are_not_collected")
+
 TASK_FILE = """
 import torch, torch.nn.functional as F
 import narrowgauge as ng

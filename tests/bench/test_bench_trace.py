@@ -11,6 +11,8 @@ from narrowgauge.bench import trace
 from narrowgauge.cli import main
 from narrowgauge.recipe import parse
 
+pytestmark = pytest.mark.usefixtures("modules_are_not_collected")
+
 COPY = "at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda()#3}::operator()() const"
 FUSED_ADAM = "at::native::(anonymous namespace)::FusedAdamMathFunctor<float, 4, (at::native::ADAM_MODE)1, false>"
 NAMES = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import io
 import json
@@ -12,7 +11,6 @@ import pty
 import signal
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -125,7 +123,7 @@ def start(**options: Any) -> Iterator[forked.Child]:
         yield process
 
 
-def wait_until_it_trains(process: forked.Child | subprocess.Popen[bytes]) -> None:
+def wait_until_it_trains(process: forked.Child) -> None:
     wait_until(lambda: process.poll() is not None or last_step() > 2)
     assert process.poll() is None
 
@@ -160,16 +158,9 @@ def test_sigint_and_sighup_that_were_ignored_stay_ignored_and_sigterm_saves() ->
 def test_closing_the_terminal_saves_the_run() -> None:
     """As when ssh is cut: SIGHUP comes, and every write to the terminal fails."""
     keyboard, screen = pty.openpty()
-
-    def take_terminal() -> None:
-        os.setsid()
-        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-    streams = dict.fromkeys(("stdin", "stdout", "stderr"), screen)
-    argv = command(*ENDLESS, steps=1_000_000)
-    with child_processes.start(argv, **streams, preexec_fn=take_terminal) as process:
-        wait_until_it_trains(process)
-        os.close(screen)
+    stream = os.fdopen(screen, "wb", buffering=0)
+    with stream, start(stdout=stream, stderr=stream, terminal=True) as process:
+        stream.close()
         os.close(keyboard)
         assert process.wait(PATIENCE_S) == 0
     events = list(record.read(Path("run")))

@@ -49,7 +49,7 @@ def task_file(tmp_path):
 
 def test_comparison_with_a_saved_validation(capsys, tmp_path, task_file):
     saved = tmp_path / "saved.json"
-    command = ["validate", f"{task_file}:healthy", "--device", "cpu", "--steps", "40", "--seeds", "3", "--json"]
+    command = ["validate", f"{task_file}:healthy", "--device", "cpu", "--steps", "10", "--seeds", "3", "--json"]
     arguments = ["--candidates", "bf16", "--margin", "0.02", "--save", str(saved), "--out", str(tmp_path)]
     assert main([*command, *arguments]) == 0
     capsys.readouterr()

@@ -26,7 +26,7 @@ def validate(tmp_path, name, *candidates, **options):
 
 def test_good_recipes_are_equivalent_and_faulty_ones_worse(tmp_path):
     unscaled, coarse = "fp16[loss_scale=none]", f"fp32@{task('e5m2')}"
-    found = validate(tmp_path, "healthy", "bf16", unscaled, "fp8[scaling=none]", coarse)
+    found = validate(tmp_path, "healthy", "bf16", unscaled, "fp8[scaling=none]", coarse, steps=80)
     verdicts = {name: one.verdict for name, one in found.items()}
     worse = {unscaled: "worse", "fp8[scaling=none]": "worse", coarse: "worse"}
     assert verdicts == {"bf16": "equivalent"} | worse
@@ -40,21 +40,21 @@ def test_good_recipes_are_equivalent_and_faulty_ones_worse(tmp_path):
 
 def test_bf16_without_master_weights_is_worse_at_a_small_learning_rate(tmp_path):
     bad = f"fp32@{task('slow_no_masters')}"
-    found = validate(tmp_path, "slow", "bf16", bad)
+    found = validate(tmp_path, "slow", "bf16", bad, steps=40)
     assert {name: one.verdict for name, one in found.items()} == {"bf16": "equivalent", bad: "worse"}
 
 
 def test_softmax_in_fp16_diverges(tmp_path):
     bad = f"fp16@{task('softmax_fp16')}"
-    found = validate(tmp_path, "softmax", bad, steps=40)
+    found = validate(tmp_path, "softmax", bad, steps=8)
     assert found[bad].verdict == "worse" and found[bad].diverged == (0, 3)
 
 
 def test_two_noisy_pairs_are_inconclusive_and_more_decide(tmp_path):
-    first = validate(tmp_path, "noisy", "bf16", seeds=2, margin=0.02)
+    first = validate(tmp_path, "noisy", "bf16", seeds=2, steps=8, margin=0.02)
     needed = first.tests["bf16"].pairs_needed
     assert first["bf16"].verdict == "inconclusive" and 2 < needed < 100
-    second = validate(tmp_path, "noisy", "bf16", seeds=needed, margin=0.02)
+    second = validate(tmp_path, "noisy", "bf16", seeds=needed, steps=8, margin=0.02)
     assert second["bf16"].verdict == "equivalent"
     assert second.describe()["losses"][:2] == first.describe()["losses"]
     assert not second.runs["fp32", 1].fresh and second.runs["fp32", 2].fresh
@@ -85,8 +85,8 @@ def test_run_length_is_chosen_once(tmp_path, monkeypatch):
 def test_overhead_of_a_run_is_counted(tmp_path):
     assert run_length.Pilot(update_s=0.25, overhead_s=5.0, evaluations=8).updates_within(0.85 * 100) == 320 - 8
     said = []
-    found = validate(tmp_path, "healthy", "bf16", seeds=1, budget_s=600, tell=said.append)
-    assert found.experiment.settings["steps"] == 100
+    found = validate(tmp_path, "noisy", "bf16", seeds=1, budget_s=600, tell=said.append)
+    assert found.experiment.settings["steps"] == 30
     saved = [
         event["step"]
         for run in tmp_path.iterdir()
@@ -94,7 +94,7 @@ def test_overhead_of_a_run_is_counted(tmp_path):
         for event in record.read(run)
         if event["kind"] == "checkpoint"
     ]
-    assert saved == [100, 100], "only at the end"
+    assert saved == [30, 30], "only at the end"
     assert 0 < found.experiment.update_s < 0.2 and " s of overhead" in said[0]
 
 
@@ -107,11 +107,11 @@ def test_long_runs_write_checkpoints(steps, update_s, every):
 
 def test_interrupted_validation_resumes(tmp_path):
     command = ["validate", task("healthy"), "--candidates", "bf16", "--seeds", "1"]
-    command += ["--steps", "200", "--no-layers", "--device", "cpu", "--out", str(tmp_path), "--json"]
+    command += ["--steps", "80", "--no-layers", "--device", "cpu", "--out", str(tmp_path), "--json"]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with forked.start_cli(command, **streams) as process:
         while process.poll() is None and not any('"step":1' in f.read_text() for f in tmp_path.glob("*/events.jsonl")):
-            time.sleep(0.05)
+            time.sleep(0.01)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     assert process.returncode != 0 and "Traceback" not in err
@@ -119,5 +119,5 @@ def test_interrupted_validation_resumes(tmp_path):
         out, err = process.communicate(timeout=120)
     assert "Traceback" not in err and process.returncode in (0, 1), err
     losses = json.loads(out)["losses"]
-    straight = ng.validate(task("healthy"), ["bf16"], device="cpu", seeds=1, steps=200, out=tmp_path / "straight")
+    straight = ng.validate(task("healthy"), ["bf16"], device="cpu", seeds=1, steps=80, out=tmp_path / "straight")
     assert losses == straight.describe()["losses"]

@@ -47,11 +47,12 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"narrowgauge: {one_line(message, 600)} (see {self.prog} --help)\n")
 
 
-def make_parser(user_task: tuple[str, str] | None = None) -> Parser:
-    """Return the parser of all verbs.
+def make_parser(user_task: tuple[str, str] | None = None, verb_names: Sequence[str] = VERBS) -> Parser:
+    """Return the parser of the verbs.
 
     Args:
         user_task: A verb and a user's task, whose options the verb takes as well.
+        verb_names: The verbs that it can parse.
     """
     from narrowgauge.version import __version__
 
@@ -60,7 +61,7 @@ def make_parser(user_task: tuple[str, str] | None = None) -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"narrowgauge {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=Parser)
-    for name in VERBS:
+    for name in verb_names:
         module = importlib.import_module(f"narrowgauge.cli.{name}{'_' * keyword.iskeyword(name)}")
         verb = verbs.add_parser(name, help=module.ABOUT, description=module.ABOUT)
         verb.add_argument("--json", action="store_true", help="print one JSON object, and nothing else, on stdout")
@@ -115,7 +116,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if any("\0" in text for text in argv):
         raise UsageError("an argument contains a zero byte, which no file name can have")
     spec = task_options.find_task(argv)
-    args = make_parser(None if spec is None else (argv[0], spec)).parse_args(argv)
+    wanted = argv[:1] if argv and argv[0] in VERBS else VERBS  # the parsers of all verbs take ten times as long
+    args = make_parser(None if spec is None else (argv[0], spec), wanted).parse_args(argv)
     args.own = task_options.take_options(args)
     _refuse_empty_names(args)
     return args

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 aten = torch.ops.aten
 HALVES = (torch.float16, torch.bfloat16)
@@ -51,11 +50,19 @@ class EmulatedProducts(TorchDispatchMode):
         kwargs = kwargs or {}
         if func not in PRODUCTS:
             return func(*args, **kwargs)
-        low = next((x.dtype for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dtype in HALVES), None)
+        low = next((x.dtype for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dtype in HALVES), None)
         if low is None:
             return func(*args, **kwargs)
-        wide_args, wide_kwargs = tree_map_only(Tensor, lambda x: x.float() if x.dtype in HALVES else x, (args, kwargs))
-        wide = func(*wide_args, **wide_kwargs)
+        # Tensors are never nested in the arguments of a product, and torch's tree functions cost more than the product.
+        wide = func(*map(_widen, args), **{name: _widen(value) for name, value in kwargs.items()})
         if func is ATTENTION:  # (output, logsumexp): the statistics stay in FP32, as in the native kernel
             return wide[0].to(low), *wide[1:]
-        return tree_map_only(Tensor, lambda x: x.to(low) if x.dtype is torch.float32 else x, wide)
+        return _narrow(wide, low) if isinstance(wide, Tensor) else tuple(_narrow(one, low) for one in wide)
+
+
+def _widen(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in HALVES else value
+
+
+def _narrow(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.dtype is torch.float32 else value

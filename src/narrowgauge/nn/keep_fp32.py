@@ -40,6 +40,12 @@ FP32_FUNCTIONS = frozenset(getattr(owner, name) for owner, names in _NAMES.items
 
 def to_fp32(nest: Any) -> Any:
     """Return a nested structure with every FP16 or BF16 tensor cast to FP32."""
+    if isinstance(nest, Tensor):
+        return nest.float() if nest.dtype in HALVES else nest
+    if nest is None or isinstance(nest, int | float | str):
+        return nest
+    if type(nest) is tuple or type(nest) is list:  # torch's tree functions are slow, and this is called for each op
+        return type(nest)([to_fp32(one) for one in nest])
     return tree_map_only(Tensor, lambda tensor: tensor.float() if tensor.dtype in HALVES else tensor, nest)
 
 
@@ -51,7 +57,7 @@ class Fp32Functions(TorchFunctionMode):
         if func not in FP32_FUNCTIONS or not torch.is_autocast_enabled("cpu"):  # as on CUDA
             return func(*args, **kwargs)
         with torch.autocast("cpu", enabled=False):
-            return func(*to_fp32(args), **to_fp32(kwargs))
+            return func(*to_fp32(args), **{name: to_fp32(value) for name, value in kwargs.items()})
 
 
 def keep_fp32(function: Function) -> Function:

@@ -69,12 +69,16 @@ class Settings:
         registry.parse_names(self.log)
         if self.seed >= 2**63:
             raise UsageError(f"--seed {self.seed}: expected a number below 2**63")
-        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
-            raise UsageError(f"--lr {self.learning_rate}: expected a positive number such as 3e-4")
+        check_learning_rate(self.learning_rate)
         if not (math.isfinite(self.clip_norm) and self.clip_norm >= 0):
             raise UsageError(f"--clip {self.clip_norm}: expected a positive number, or 0 for no clipping")
         if self.warmup > self.steps:
             raise UsageError(f"--warmup {self.warmup} is longer than the run of {self.steps} steps; make it shorter")
+
+
+def check_learning_rate(rate: float) -> None:
+    if not (math.isfinite(rate) and rate > 0):
+        raise UsageError(f"--lr {rate}: expected a positive number such as 3e-4")
 
 
 def make_settings(task: Task, *, recipe: str, device: str, **given: Any) -> Settings:

@@ -23,6 +23,7 @@ from narrowgauge.data import cache
 from narrowgauge.errors import UsageError
 from narrowgauge.recipe import parse, refusal
 from narrowgauge.runs.json_lines import replace_nonfinite
+from narrowgauge.runs.settings import check_learning_rate
 from narrowgauge.runs.trainer import Observer
 from narrowgauge.task import Task
 from narrowgauge.validate.curves import paired_runs
@@ -79,6 +80,8 @@ def validate(
     """
     say, start = tell or (lambda line: None), time.monotonic()
     check_arguments(seeds, margin, budget_s)
+    if learning_rate is not None:
+        check_learning_rate(learning_rate)  # before modules are compared, which takes seconds
     found = hardware.detect(device)
     recipes = {name: _check_recipe(name, found) for name in (reference, *candidates)}
     if len(recipes) < len(candidates) + 1:

@@ -10,6 +10,7 @@ import math
 from functools import lru_cache
 
 _TINY = 1e-300
+_ROOT_2 = math.sqrt(2)
 
 
 def t_cdf(t: float, df: float) -> float:
@@ -24,12 +25,14 @@ def t_quantile(p: float, df: float) -> float:
     low, high = -1e6, 1e6
     for _ in range(200):
         middle = (low + high) / 2
+        if middle in (low, high):  # no number is between them
+            break
         low, high = (middle, high) if t_cdf(middle, df) < p else (low, middle)
     return (low + high) / 2
 
 
 def normal_cdf(z: float) -> float:
-    return 0.5 * math.erfc(-z / math.sqrt(2))
+    return 0.5 * math.erfc(-z / _ROOT_2)
 
 
 @lru_cache(maxsize=1024)
