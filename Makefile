@@ -2,13 +2,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test check docs clean
+.PHONY: run test unit check docs clean
 
 run: .venv/installed
 	$(BIN)/narrowgauge doctor
 	$(BIN)/narrowgauge train
 
-test: .venv/installed check
+test: .venv/installed
+	$(MAKE) --no-print-directory --jobs=2 check unit
+
+unit: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
 check: .venv/installed

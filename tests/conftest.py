@@ -19,6 +19,11 @@ if not torch.cuda.is_available():
 language.SAMPLE_TOKENS = 10  # of 200: writing the sample takes longer than a short training
 
 
+def pytest_terminal_summary(terminalreporter):
+    if not torch.cuda.is_available():
+        terminalreporter.write_line("no CUDA device: the tests in tests/gpu were not run")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def children_have_default_signals():
     """Give child processes default signal handling, also where the suite was started with signals ignored.
