@@ -82,6 +82,17 @@ def listening(listener: Listener) -> Iterator[None]:
         _listeners = before
 
 
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Report nothing inside the context: for work that is not part of what listeners observe."""
+    global _listeners
+    before, _listeners = _listeners, ()
+    try:
+        yield
+    finally:
+        _listeners = before
+
+
 def run_in_scope(path: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Call a function whose work belongs to the module at ``path``."""
     if not is_listening():

@@ -41,6 +41,19 @@ def restore(state: dict[str, Any]) -> None:
     np.random.set_state((numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["gauss"]))
 
 
+def get_random_state(device: torch.device) -> torch.Tensor:
+    """Return the state of one device's generator."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def set_random_state(state: torch.Tensor, device: torch.device) -> None:
+    """Restore a state of ``get_random_state``."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
 def seed(value: int) -> None:
     """Seed all generators."""
     torch.default_generator.manual_seed(value)

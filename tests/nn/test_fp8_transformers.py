@@ -48,8 +48,8 @@ def test_models_convert_train_and_save(build, tmp_path):
     model, batch = build()
     names = {name: value.shape for name, value in model.state_dict().items()}
     engine = Engine(model, torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True), "fp8", clip_norm=1.0)
-    swapped = [layer.path for layer in engine.conversion.layers if layer.part_of == "linear"]
-    assert len(swapped) >= 8, engine.conversion
+    converted = [layer.path for layer in engine.conversion.layers if "fp8" in layer.choice]
+    assert len(converted) >= 8 and len(engine.conversion.blocks) == 2, engine.conversion
     losses = []
     for _ in range(12):
         with engine.forward():

@@ -222,10 +222,12 @@ def test_a_block_with_a_part_kept_in_fp32_is_not_fused(keep):
 
 def test_blocks_wider_than_our_norm_are_converted_layer_by_layer(monkeypatch):
     monkeypatch.setattr("narrowgauge.nn.convert.MAX_COLUMNS", 32)
+    monkeypatch.setattr("narrowgauge.nn.fused.make_plan.MAX_COLUMNS", 32)
     torch.manual_seed(0)
     model = GPT(GPTConfig(layers=2, width=64, heads=2, context=16, vocab=128))
     conversion = convert(model, "fp8[products=all]")
     assert not conversion.blocks and {layer.part_of for layer in conversion.layers} == {"linear"}
+    assert "not fused: blocks.0 and 1 more: its norms have 64 columns, more than 32" in str(conversion)
     tokens = torch.randint(0, 128, (2, 16))
     model(tokens, tokens).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())

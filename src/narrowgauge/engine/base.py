@@ -74,7 +74,7 @@ class EngineBase:
         self.update_sync = UpdateSync(model, self.named, lean=bf16_weights)
         sharded = self.update_sync.sharded
         self.optimizers = setup.convert_optimizers(given, self.inner, self.named, self.recipe, self.kept, sharded)
-        self.conversion = self._convert_model(fused, bool(compile))
+        self.conversion = self._convert_model(fused)
         self.release = setup.make_release(self.inner, self.recipe, self.optimizers, self.conversion)
         self.checkpointed = self.conversion.blocks if self.recipe.checkpoint != "none" else []
         if not self.conversion.blocks:
@@ -99,9 +99,9 @@ class EngineBase:
                 )
             compile_forward(model, self.step_context, compile if isinstance(compile, str) else None)
 
-    def _convert_model(self, fused: bool | None, compile: bool) -> Conversion:
+    def _convert_model(self, fused: bool | None) -> Conversion:
         """Convert the layers that the recipe computes differently. Subclasses may extend this."""
-        return setup.convert_model(self.inner, self.recipe, self.hardware, fused, compile)
+        return setup.convert_model(self.inner, self.recipe, self.hardware, fused)
 
     def __repr__(self) -> str:
         size = sum(parameter.numel() for parameter in self.named.values())

@@ -69,13 +69,13 @@ def convert_optimizers(
     ]
 
 
-def convert_model(model: nn.Module, recipe: Recipe, device: Device, fused: bool | None, compile: bool) -> Conversion:
+def convert_model(model: nn.Module, recipe: Recipe, device: Device, fused: bool | None) -> Conversion:
     """Convert the layers that the recipe computes differently, and report on every matrix of the model."""
     if fused is None:
         on_gpu = device.kind == "cuda" and kernels.have_triton()
         fused = recipe.compute == "fp8" or (recipe.compute == "bf16" and on_gpu)
     if fused:
-        return convert(model, recipe, device, compile=compile)
+        return convert(model, recipe, device)
     return Conversion(compute=recipe.compute, matrices=list_matrices(model, recipe))
 
 

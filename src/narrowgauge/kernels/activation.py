@@ -33,6 +33,7 @@ from narrowgauge.kernels import FP8_MAX, can_bypass_op, register, use_triton
 from narrowgauge.kernels.activation_kernels import pointwise_kernel, swiglu_backward_kernel
 from narrowgauge.kernels.cast import allocate_words, finish_transposed, transpose_reference
 from narrowgauge.kernels.fp8_tile import FLUSH_THRESHOLD, quantize_reference, tile_grid, tiles_evenly
+from narrowgauge.kernels.launch import launch_kernel
 
 # The fastest on an H200 (bench/tune_kernels.py). These kernels are bound by compute as much as by memory.
 TILE: dict[str, int] = {"BLOCK_N": 128, "BLOCK_D": 64, "num_warps": 4}
@@ -224,7 +225,8 @@ def _pointwise(
     a = _make_rows_contiguous(a)
     b = None if b is None else _make_rows_contiguous(b)
     tile = TILE if b is None else PAIR_TILE
-    pointwise_kernel[tile_grid(length, width, tile)](
+    launch_kernel(
+        pointwise_kernel, tile_grid(length, width, tile),
         a, b, out, words, scale, amax, counts, recomputed, forward_scale,
         length, width, a.stride(0), 0 if b is None else b.stride(0), width, length // 16,
         OP=op, LIMIT=FP8_MAX.get(dtype), TINY=FLUSH_THRESHOLD.get(dtype), WHOLE=tiles_evenly(length, width, tile),
@@ -259,7 +261,8 @@ def _swiglu_backward(
     gate, up = _make_rows_contiguous(gate_up).split(width, dim=1)
     grad_gate, grad_up = out.split(width, dim=1)
     grad_gate_t, grad_up_t = (None, None) if words is None else words.split(width)
-    swiglu_backward_kernel[tile_grid(length, width, GATED_TILE)](
+    launch_kernel(
+        swiglu_backward_kernel, tile_grid(length, width, GATED_TILE),
         grad_output, gate, up, grad_gate, grad_up, grad_gate_t, grad_up_t, scale, amax, counts, recomputed,
         forward_scale,
         length, width, grad_output.stride(0), gate.stride(0), 2 * width, length // 16,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from narrowgauge import events
 from narrowgauge.kernels import HAVE_TRITON, jit, use_triton
-from narrowgauge.kernels.dry_run import launch
+from narrowgauge.kernels.launch import launch_kernel
 from narrowgauge.kernels.multi_tensor import is_aligned, make_block_table, make_offset_table
 
 if HAVE_TRITON:
@@ -121,12 +121,12 @@ def launch_grad_norms(grads: list[Tensor]) -> Tensor:
     work = make_block_table(tuple(g.numel() for g in grads), NORM_BLOCK, device)
     partial = torch.empty(work.count, device=device, dtype=torch.float64)
     norms = torch.empty(len(grads), device=device)
-    launch(
+    launch_kernel(
         _squares_kernel, (work.count,), grads[0], make_offset_table([grads], whole), work.tensor_index,
         work.block_index, work.sizes, partial,
         WHOLE=whole, UNIT=_unit_size(grads[0], whole), BLOCK=NORM_BLOCK, num_warps=8,
     )  # fmt: skip
-    launch(_norms_kernel, (len(grads),), partial, work.first, norms, BLOCK=1024, num_warps=4)
+    launch_kernel(_norms_kernel, (len(grads),), partial, work.first, norms, BLOCK=1024, num_warps=4)
     return norms
 
 
@@ -138,7 +138,7 @@ def launch_adamw(lists: TensorLists, numbers: StepScalars) -> None:
     columns = lists.columns
     whole = is_aligned(columns)
     work = make_block_table(tuple(w.numel() for w in lists.weight), BLOCK, lists.weight[0].device)
-    launch(
+    launch_kernel(
         _adamw_kernel, (work.count,),
         *(column[0] for column in columns), make_offset_table(columns, whole), work.tensor_index, work.block_index,
         work.sizes,

@@ -48,6 +48,7 @@ from narrowgauge.kernels.fp8_tile import (
     tiles_evenly,
     to_fp32,
 )
+from narrowgauge.kernels.launch import launch_kernel
 
 if HAVE_TRITON:
     import triton.language as tl
@@ -239,7 +240,8 @@ def launch_cast(
     heads = x.dim() == 4
     time = x.shape[2] if heads else 1
     fits = tiles_evenly(length, width, TILE) and (not heads or time % TILE["BLOCK_N"] == 0)
-    _cast_kernel[tile_grid(length, width, TILE)](
+    launch_kernel(
+        _cast_kernel, tile_grid(length, width, TILE),
         x, out, out_t, scale, amax, counts, length, width,
         x.stride(0), x.stride(1) if heads else 0, x.stride(2 if heads else 0), time,
         out.stride(0), length // 16, HEAD=x.shape[3] if heads else None,
@@ -312,7 +314,9 @@ def _transpose(x_lp: Tensor) -> Tensor:
     words = allocate_words(x_lp) if use_triton(x_lp) else None
     if words is not None:
         source = x_lp.contiguous().view(torch.uint8)
-        _transpose_kernel[tile_grid(length, width, TRANSPOSE_TILE)](
+        launch_kernel(
+            _transpose_kernel,
+            tile_grid(length, width, TRANSPOSE_TILE),
             source,
             words,
             length,
@@ -328,7 +332,9 @@ def raise_amax_by(x: Tensor, amax: Tensor) -> None:
     """Raise ``amax`` to the largest magnitude in ``x``, on the GPU."""
     rows = x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous().view(-1, x.shape[-1] if x.dim() else 1)
     length, width = rows.shape
-    _max_abs_kernel[tile_grid(length, width, MAX_TILE)](rows, amax, length, width, rows.stride(0), **MAX_TILE)
+    launch_kernel(
+        _max_abs_kernel, tile_grid(length, width, MAX_TILE), rows, amax, length, width, rows.stride(0), **MAX_TILE
+    )
 
 
 def _max_abs(x: Tensor) -> Tensor:

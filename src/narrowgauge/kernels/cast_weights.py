@@ -45,6 +45,7 @@ from narrowgauge.kernels.fp8_tile import (
     tiles_evenly,
     to_fp32,
 )
+from narrowgauge.kernels.launch import launch_kernel
 
 if HAVE_TRITON:
     import triton.language as tl
@@ -207,7 +208,8 @@ def _launch_fit(
     count = across * -(-length // FIT_TILE["BLOCK_N"])
     programs = count if scale is None else min(count, MAX_PROGRAMS)
     largest = FP8_MAX[out.dtype]
-    _fit_kernel[(programs,)](
+    launch_kernel(
+        _fit_kernel, (programs,),
         x, out, out_t, scale, amax, inv_scale, counts, pending,
         length, width, x.stride(0), out.stride(0), length // 16, across, count,
         2.0**-margin, SMALLEST_SHARE * largest / 2.0**margin, LIMIT=largest, SATURATION=SATURATION_THRESHOLD[out.dtype],

@@ -44,8 +44,9 @@ from narrowgauge.kernels.cross_entropy_kernels import (
     rescale_kernel,
     statistics_kernel,
 )
-from narrowgauge.kernels.dry_run import is_dry_run, launch
+from narrowgauge.kernels.dry_run import is_dry_run
 from narrowgauge.kernels.fp8_tile import FLUSH_THRESHOLD, tile_grid, tiles_evenly
+from narrowgauge.kernels.launch import launch_kernel
 
 IGNORE = -100
 UNIT_SCALE: dict[torch.dtype, float] = {torch.float8_e4m3fn: 256.0, torch.float8_e5m2: 32768.0}
@@ -125,7 +126,7 @@ def rescale_(tensor: Tensor, factor: Tensor) -> Tensor:
         return tensor.copy_(tensor.float() * factor)
     size = tensor.numel()
     events.report_launch("rescale", [tensor], [tensor])
-    launch(rescale_kernel, (-(-size // RESCALE_TILE["BLOCK"]),), tensor, factor, size, **RESCALE_TILE)
+    launch_kernel(rescale_kernel, (-(-size // RESCALE_TILE["BLOCK"]),), tensor, factor, size, **RESCALE_TILE)
     return tensor
 
 
@@ -184,7 +185,9 @@ def _softmax_stats(logits: Tensor, targets: Tensor, ignore_index: int) -> tuple[
     loss = torch.empty_like(lse)
     tile = _fit_tile(STATISTICS_TILE, width)
     if length:
-        statistics_kernel[(length,)](logits, targets, lse, loss, width, logits.stride(0), ignore_index, **tile)
+        launch_kernel(
+            statistics_kernel, (length,), logits, targets, lse, loss, width, logits.stride(0), ignore_index, **tile
+        )
     return lse, loss
 
 
@@ -195,7 +198,8 @@ def _grad_logits(logits: Tensor, targets: Tensor, lse: Tensor, factor: Tensor, o
     length, width = _check_layout(logits, targets)
     grid = (-(-length // GRADIENT_TILE["BLOCK_N"]) * -(-width // GRADIENT_TILE["BLOCK_V"]),)
     if length:
-        grad_logits_kernel[grid](
+        launch_kernel(
+            grad_logits_kernel, grid,
             logits, targets, lse, factor, out, length, width, logits.stride(0), out.stride(0), ignore_index,
             **GRADIENT_TILE,
         )  # fmt: skip
@@ -210,8 +214,19 @@ def _loss_and_grad(logits: Tensor, targets: Tensor, factor: Tensor, out: Tensor,
     loss = torch.empty(length, dtype=torch.float32, device=logits.device)
     tile = _fit_tile(LOSS_GRADIENT_TILE, width)
     if length:
-        loss_gradient_kernel[(length,)](
-            logits, targets, loss, factor, out, width, logits.stride(0), out.stride(0), ignore_index, **tile
+        launch_kernel(
+            loss_gradient_kernel,
+            (length,),
+            logits,
+            targets,
+            loss,
+            factor,
+            out,
+            width,
+            logits.stride(0),
+            out.stride(0),
+            ignore_index,
+            **tile,
         )
     return loss
 
@@ -241,7 +256,8 @@ def _grad_logits_fp8(
     in_words = transposed and length % 16 == 0
     d_t = d.new_empty((width, length) if in_words else 0)
     if length:
-        grad_logits_fp8_kernel[tile_grid(length, width, LP_TILE)](
+        launch_kernel(
+            grad_logits_fp8_kernel, tile_grid(length, width, LP_TILE),
             logits, targets, lse, d, d_t.view(torch.int32) if in_words else None, counts, length, width,
             logits.stride(0), length // 16, ignore_index, first_row,
             SCALE=UNIT_SCALE[dtype], SHIFT=math.log2(UNIT_SCALE[dtype]), LIMIT=FP8_MAX[dtype],

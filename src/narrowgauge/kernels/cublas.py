@@ -34,13 +34,16 @@ MARGIN = 0.985
 """An algorithm must take less than this share of torch's time. A smaller gain is within measurement noise."""
 MOST_SHAPES = 128
 """Batches of varying lengths would search in every step. After this many shapes, all others go to torch."""
+MOST_LAYOUTS = 4096
+"""After as many layouts of operands, new ones go to torch without being looked at."""
 ALIGNMENT = 256
 """Bytes: the address alignment that cuBLASLt assumes by default."""
 
 # From cublasLt.h: cudaDataType, cublasComputeType_t, and the attributes of a product and of a search.
 _TYPES = {torch.float32: 0, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
 _COMPUTE_FP32, _SCALE_FP32 = 68, 0
-_TRANSPOSE_A, _TRANSPOSE_B, _SCALE_A, _SCALE_B, _FAST = 3, 4, 17, 18, 25
+_TRANSPOSE_A, _TRANSPOSE_B, _EPILOGUE, _BIAS, _SCALE_A, _SCALE_B, _FAST, _BIAS_TYPE = 3, 4, 7, 8, 17, 18, 25, 26
+_ADD_BIAS = 4
 _MOST_WORKSPACE, _REDUCTION = 1, 3
 _REDUCE_IN_FP32 = 2
 
@@ -58,7 +61,7 @@ class _Proposal(ctypes.Structure):
 
 
 class _Shape(NamedTuple):
-    """The key of a choice: device, sizes, formats, layouts, and fast (tensor-core) or FP32 accumulation."""
+    """The key of a choice: device, sizes, formats, layouts, fast (tensor-core) or FP32 accumulation, and bias."""
 
     device: int
     sizes: tuple[int, int, int]
@@ -66,6 +69,7 @@ class _Shape(NamedTuple):
     turned: tuple[bool, bool]
     strides: tuple[int, int]
     fast: bool
+    bias: bool
 
 
 def product(
@@ -75,29 +79,45 @@ def product(
     by_torch: Callable[[Tensor], Any],
     inverses: tuple[Tensor, Tensor] | None = None,
     fast: bool = False,
+    bias: Tensor | None = None,
 ) -> Tensor | None:
-    """Return a [M, K] @ b [K, N] in ``out_dtype``, or None if torch should compute it.
+    """Return a [M, K] @ b [K, N] + bias [N] in ``out_dtype``, or None if torch should compute it.
 
-    a and b are each row-major or transposed. ``inverses`` are the inverse scales of FP8 operands. ``by_torch`` computes
-    the same product into the tensor it is given.
+    a and b are each row-major or transposed, a bias is BF16. ``inverses`` are the inverse scales of FP8 operands.
+    ``by_torch`` computes the same product into the tensor it is given.
     """
-    shape = _get_shape(a, b, out_dtype, fast)
-    if shape is None:
+    if not can_bypass_op(a, b) or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)):
+        return None
+    key = (a.device, b.device, a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype, out_dtype, fast)
+    shape = _shapes.get((*key, bias is None), _UNKNOWN)
+    if shape is _UNKNOWN:
+        if len(_shapes) > MOST_LAYOUTS:
+            return None
+        shape = _shapes[*key, bias is None] = _get_shape(a, b, out_dtype, fast, bias)
+    if shape is None or (a.data_ptr() | b.data_ptr()) % ALIGNMENT or torch.are_deterministic_algorithms_enabled():
+        return None
+    if a.device.index != torch._C._cuda_getDevice() or not _is_usable(bias, shape):
         return None
     known = _choices.get(shape, _UNKNOWN)
     if known is None or (known is _UNKNOWN and not _can_search()):
         return None
-    out = torch.empty(a.shape[0], b.shape[1], dtype=out_dtype, device=a.device)
+    out = torch.empty(shape.sizes[:2], dtype=out_dtype, device=a.device)
     try:
         if known is _UNKNOWN:
-            known = _choices[shape] = _choose_algorithm(shape, a, b, out, inverses, by_torch)
+            known = _choices[shape] = _choose_algorithm(shape, a, b, out, inverses, bias, by_torch)
         if known is None:
             return None
-        _get_call(shape).run(known, a, b, out, inverses)
+        _get_call(shape).run(known, a, b, out, inverses, bias)
     except _NotSupported:
         _choices[shape] = None
         return None
     return out
+
+
+def _is_usable(bias: Tensor | None, shape: _Shape) -> bool:
+    if bias is None:
+        return True
+    return bias.dtype is torch.bfloat16 and bias.shape == (shape.sizes[1],) and bias.is_contiguous()
 
 
 def _can_search() -> bool:
@@ -105,6 +125,8 @@ def _can_search() -> bool:
 
 
 _UNKNOWN: Any = object()
+_shapes: dict[Any, _Shape | None] = {}
+"""The shape of each layout of operands; None for those that are torch's."""
 _choices: dict[_Shape, _Proposal | None] = {}
 """The algorithm for each shape; None for torch's own."""
 _thread_local = threading.local()
@@ -114,26 +136,19 @@ class _NotSupported(Exception):
     """cuBLASLt returned an error status."""
 
 
-def _get_shape(a: Tensor, b: Tensor, out_dtype: torch.dtype, fast: bool) -> _Shape | None:
-    if not can_bypass_op(a, b) or not a.is_cuda or torch.are_deterministic_algorithms_enabled():
-        return None
-    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        return None
+def _get_shape(a: Tensor, b: Tensor, out_dtype: torch.dtype, fast: bool, bias: Tensor | None) -> _Shape | None:
+    """Return the shape of a product that is worth a search and possible, else None."""
     (m, k), n = a.shape, b.shape[1]
-    if (
-        2.0 * m * n * k < SMALLEST
-        or a.device != b.device
-        or a.device.index != torch.cuda.current_device()
-        or _library() is None
-    ):
+    if not a.is_cuda or a.device != b.device or 2.0 * m * n * k < SMALLEST or _library() is None:
         return None
-    if (a.data_ptr() | b.data_ptr()) % ALIGNMENT or not {a.dtype, b.dtype, out_dtype} <= _TYPES.keys():
+    if not {a.dtype, b.dtype, out_dtype} <= _TYPES.keys():
         return None
     turned = a.stride(1) != 1, b.stride(1) != 1
     if (turned[0] and a.stride(0) != 1) or (turned[1] and b.stride(0) != 1):
         return None
     strides = a.stride(1 if turned[0] else 0), b.stride(1 if turned[1] else 0)
-    return _Shape(a.device.index, (m, n, k), (a.dtype, b.dtype, out_dtype), turned, strides, fast)
+    types = (a.dtype, b.dtype, out_dtype)
+    return _Shape(a.device.index, (m, n, k), types, turned, strides, fast, bias is not None)
 
 
 @functools.cache
@@ -184,16 +199,24 @@ class _MatmulCall:
     def __init__(self, shape: _Shape) -> None:
         (m, n, k), (a_type, b_type, out_type) = shape.sizes, shape.types
         (a_turned, b_turned), (a_stride, b_stride) = shape.turned, shape.strides
-        self.handle = _handle(shape.device)
+        self.handle, self.device = _handle(shape.device), shape.device
         self.what = _create("MatmulDescCreate", _COMPUTE_FP32, _SCALE_FP32)
         for attribute, turned in ((_TRANSPOSE_A, b_turned), (_TRANSPOSE_B, a_turned)):
             _set("MatmulDescSetAttribute", self.what, attribute, ctypes.c_int(turned))
         if shape.fast:
             _set("MatmulDescSetAttribute", self.what, _FAST, ctypes.c_int8(1))
+        if shape.bias:
+            _set("MatmulDescSetAttribute", self.what, _EPILOGUE, ctypes.c_int(_ADD_BIAS))
+            _set("MatmulDescSetAttribute", self.what, _BIAS_TYPE, ctypes.c_int(_TYPES[torch.bfloat16]))
         self.b = _create_layout(b_type, (k, n) if b_turned else (n, k), b_stride)
         self.a = _create_layout(a_type, (m, k) if a_turned else (k, m), a_stride)
         self.out = _create_layout(out_type, (n, m), n)
-        self.one, self.zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
+        one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
+        self.constants = one, zero
+        self.one, self.zero = ctypes.byref(one), ctypes.byref(zero)
+        # Attributes that change with each call are written to the same memory.
+        self.values = {name: ctypes.c_void_p() for name in (_BIAS, _SCALE_A, _SCALE_B)}
+        self.places = {name: ctypes.byref(value) for name, value in self.values.items()}
 
     def get_proposals(self) -> list[_Proposal]:
         search = _create("MatmulPreferenceCreate")
@@ -207,20 +230,56 @@ class _MatmulCall:
         _call_library("MatmulPreferenceDestroy", search)
         return [one for one in found[: count.value] if not one.status]
 
-    def run(self, how: _Proposal, a: Tensor, b: Tensor, out: Tensor, inverses: tuple[Tensor, Tensor] | None) -> None:
+    def run(
+        self,
+        how: _Proposal,
+        a: Tensor,
+        b: Tensor,
+        out: Tensor,
+        inverses: tuple[Tensor, Tensor] | None,
+        bias: Tensor | None,
+    ) -> None:
+        if bias is not None:
+            self._point(_BIAS, bias)
         if inverses is not None:
-            _set("MatmulDescSetAttribute", self.what, _SCALE_A, ctypes.c_void_p(inverses[1].data_ptr()))
-            _set("MatmulDescSetAttribute", self.what, _SCALE_B, ctypes.c_void_p(inverses[0].data_ptr()))
+            self._point(_SCALE_A, inverses[1])
+            self._point(_SCALE_B, inverses[0])
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
         # The allocator does not reuse this memory before the stream has finished the product.
         space = torch.empty(how.workspace, dtype=torch.uint8, device=out.device) if how.workspace else None
-        result = ctypes.c_void_p(out.data_ptr())
-        _call_library(
-            "Matmul", self.handle, self.what,
-            ctypes.byref(self.one), ctypes.c_void_p(b.data_ptr()), self.b, ctypes.c_void_p(a.data_ptr()), self.a,
-            ctypes.byref(self.zero), result, self.out, result, self.out,
-            ctypes.byref(how.algorithm), ctypes.c_void_p(space.data_ptr() if space is not None else None),
-            ctypes.c_size_t(how.workspace), ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+        result, scratch = out.data_ptr(), None if space is None else space.data_ptr()
+        _run_matmul()(
+            self.handle, self.what, self.one, b.data_ptr(), self.b, a.data_ptr(), self.a, self.zero, result, self.out,
+            result, self.out, ctypes.byref(how.algorithm), scratch, how.workspace, stream,
         )  # fmt: skip
+
+    def _point(self, attribute: int, tensor: Tensor) -> None:
+        self.values[attribute].value = tensor.data_ptr()
+        _set_attribute()(self.what, attribute, self.places[attribute], 8)
+
+
+@functools.cache
+def _run_matmul() -> Callable[..., None]:
+    """Return cublasLtMatmul with declared types, which lets it take addresses as plain integers."""
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    types = [pointer] * 14 + [size, pointer]
+    return _declare("Matmul", types)
+
+
+@functools.cache
+def _set_attribute() -> Callable[..., None]:
+    return _declare("MatmulDescSetAttribute", [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t])
+
+
+def _declare(name: str, types: list[Any]) -> Callable[..., None]:
+    prototype = ctypes.CFUNCTYPE(ctypes.c_int, *types)
+    function = prototype((f"cublasLt{name}", _library()))
+
+    def call(*arguments: Any) -> None:
+        if function(*arguments):
+            raise _NotSupported(name)
+
+    return call
 
 
 def _create_layout(dtype: torch.dtype, sizes: tuple[int, int], stride: int) -> ctypes.c_void_p:
@@ -234,12 +293,13 @@ def _choose_algorithm(
     b: Tensor,
     out: Tensor,
     inverses: tuple[Tensor, Tensor] | None,
+    bias: Tensor | None,
     by_torch: Callable[[Tensor], Any],
 ) -> _Proposal | None:
     call = _get_call(shape)
     runs: list[tuple[_Proposal | None, Callable[[], Any]]] = [(None, lambda: by_torch(out))]
     for proposal in call.get_proposals():
-        run = functools.partial(call.run, proposal, a, b, out, inverses)
+        run = functools.partial(call.run, proposal, a, b, out, inverses, bias)
         try:
             run()
             runs.append((proposal, run))

@@ -1,14 +1,13 @@
 """Runs the Python around kernels without launching them: for forecasts, whose tensors have no data.
 
 Kernels that are custom ops need nothing of this, as torch asks their fake implementations for the results. The others
-go through ``launch``.
+go through ``launch.launch_kernel``.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 from narrowgauge.kernels import multi_tensor
 
@@ -18,12 +17,6 @@ _is_dry = False
 def is_dry_run() -> bool:
     """Whether kernels are not launched now."""
     return _is_dry
-
-
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
-    """Launch a Triton kernel; nothing in a dry run."""
-    if not _is_dry:
-        kernel[grid](*args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.kernels import HAVE_TRITON, can_bypass_op, jit, register, use_triton
+from narrowgauge.kernels.launch import launch_kernel
 
 if HAVE_TRITON:
     import triton.language as tl
@@ -46,8 +47,16 @@ def _embedding_backward(grad: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
     rows = grad if grad.stride(1) == 1 else grad.contiguous()
     if length and width:
         block = max(16, 1 << (width - 1).bit_length())
-        add_rows_kernel[(length,)](
-            rows, ids.contiguous(), out, width, rows.stride(0), BLOCK=block, num_warps=max(1, min(8, block // 256))
+        launch_kernel(
+            add_rows_kernel,
+            (length,),
+            rows,
+            ids.contiguous(),
+            out,
+            width,
+            rows.stride(0),
+            BLOCK=block,
+            num_warps=max(1, min(8, block // 256)),
         )
     return out
 

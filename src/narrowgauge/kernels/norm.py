@@ -31,6 +31,7 @@ from torch import Tensor
 from narrowgauge.errors import UsageError
 from narrowgauge.kernels import FP8_MAX, can_bypass_op, register, use_triton
 from narrowgauge.kernels.fp8_tile import FLUSH_THRESHOLD, quantize_reference
+from narrowgauge.kernels.launch import launch_kernel
 from narrowgauge.kernels.norm_kernels import backward_kernel, forward_kernel, sum_kernel
 
 MAX_COLUMNS = 8192
@@ -231,7 +232,8 @@ def _forward(
     out, residual, mean, rstd = _forward_fake(x, weight, bias, eps, kind, branch, scale, dtype, amax, counts)
     if x.numel():
         config = choose_forward_launch(x.shape[1])
-        forward_kernel[(_count_programs(x, config),)](
+        launch_kernel(
+            forward_kernel, (_count_programs(x, config),),
             x.contiguous(), None if branch is None else branch.contiguous(), weight, bias, scale, out,
             None if branch is None else residual, mean if kind == "layer" else None, rstd, amax, counts,
             x.shape[0], eps, **_launch_constants(x, config, dtype),
@@ -262,7 +264,8 @@ def _backward(
     programs = _count_programs(residual, config)
     partials = [rstd.new_empty(programs, columns) for _ in range(1 + has_bias)]
     if programs:
-        backward_kernel[(programs,)](
+        launch_kernel(
+            backward_kernel, (programs,),
             grad_output.contiguous(), residual.contiguous(), weight, mean, rstd,
             None if grad_residual is None else grad_residual.contiguous(), scale, grad_input,
             grad_input_lp if grad_input_lp.numel() else None,
@@ -271,7 +274,9 @@ def _backward(
         )  # fmt: skip
     for partial, total in zip(partials, (grad_weight, grad_bias), strict=False):
         # 16 columns are two whole sectors. 256 rows at once mean few waits for L2.
-        sum_kernel[(-(-columns // 16),)](partial, total, programs, D=columns, ROWS=256, COLS=16, num_warps=8)
+        launch_kernel(
+            sum_kernel, (-(-columns // 16),), partial, total, programs, D=columns, ROWS=256, COLS=16, num_warps=8
+        )
     return grad_input, grad_input_lp, grad_weight, grad_bias
 
 

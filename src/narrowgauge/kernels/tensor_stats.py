@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.kernels import HAVE_TRITON, jit, use_triton
+from narrowgauge.kernels.launch import launch_kernel
 
 if HAVE_TRITON:
     import triton.language as tl
@@ -59,7 +60,8 @@ def add_statistics(table: StatsTable, row: int, x: Tensor, inverse_scale: Tensor
         flat = flat.float()
     if use_triton(flat):
         grid = (min(-(-flat.numel() // BLOCK), _PROGRAMS),)
-        _stats_kernel[grid](
+        launch_kernel(
+            _stats_kernel, grid,
             flat, inverse_scale, table.counts[row], table.sizes[row], flat.numel(),
             choose_sample_stride(flat.numel()), BLOCK=BLOCK,
             num_warps=4,

@@ -3,8 +3,8 @@
 The model's parameters keep their names, shapes and identity: a converted model saves and loads the checkpoints of an
 unconverted one. Conversion looks for, in this order:
 
-    blocks    modules with norm1, qkv, out, norm2, up (and gate), down and attend, as in the built-in GPT and Llama:
-              computed as one function (fused/blocks.py)
+    blocks    transformer blocks, recognized by what they compute (blocks/find.py): computed as one function
+              (fused/blocks.py)
     head      a model that ends in ``finish(x, targets)`` with norm and lm_head: head and loss as one (fused/head.py)
     trunk     a model whose ``trunk(x, targets, ...)`` runs such blocks and then ``finish``: a chain (fused/blocks.py)
     linears   every other nn.Linear (or transformers' Conv1D): converted one by one (products/linear.py); FP8 only
@@ -19,12 +19,18 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.utils._python_dispatch import _disable_current_modes
 
+from narrowgauge import events
 from narrowgauge.hardware import Device, detect
 from narrowgauge.kernels.norm import MAX_COLUMNS
-from narrowgauge.nn.fused import blocks, embedding
-from narrowgauge.nn.fused.casts import Projection
-from narrowgauge.nn.fused.modules import FusedBlock, FusedHead, FusedTrunk
+from narrowgauge.nn.blocks.find import FoundBlocks, find_blocks
+from narrowgauge.nn.blocks.spec import BlockSpec, NormSpec
+from narrowgauge.nn.fused import embedding
+from narrowgauge.nn.fused.make_plan import find_misfit, make_plan
+from narrowgauge.nn.fused.modules import FusedBlock, FusedHead, FusedTrunk, LazyHead, mark_parts
+from narrowgauge.nn.fused.verify import find_difference
 from narrowgauge.nn.matrix_inventory import LayerUse, Matrix, explain_kept_fp32, list_matrices
 from narrowgauge.nn.matrix_inventory_text import summarize, tabulate
 from narrowgauge.nn.module_changes import apply_change, find_change, has_own_method
@@ -33,7 +39,7 @@ from narrowgauge.nn.products.choose_formats import Decision, decide
 from narrowgauge.nn.products.gemm import ALL_BF16, ALL_FP8, E4M3, E5M2, GemmChoice
 from narrowgauge.nn.products.weight_casts import WeightCastPlan
 from narrowgauge.recipe import Recipe, parse
-from narrowgauge.scaling.tensor import Site, TensorScales
+from narrowgauge.scaling.tensor import TensorScales
 
 SAME_INPUT_NAMES = (
     {"q_proj", "k_proj", "v_proj"}, {"query", "key", "value"}, {"q_lin", "k_lin", "v_lin"}, {"to_q", "to_k", "to_v"},
@@ -41,6 +47,8 @@ SAME_INPUT_NAMES = (
 )  # fmt: skip
 """Names of sibling layers that usually read one input, as in attention and gated MLPs. If they get different inputs,
 each input is cast, with one scale that fits the largest."""
+HEAD_OUTPUTS = 8192
+"""A linear layer with at least as many outputs, and four times as many as inputs, is taken for a head over tokens."""
 DEFAULT_ROWS = 16384
 """Default number of tokens per step; the choice of formats depends little on it."""
 
@@ -69,6 +77,7 @@ class Conversion:
         layers: One entry per linear layer: path, shape, formats of its three products, and the reason.
         scales: The FP8 scales; None if no product runs in FP8.
         blocks: Paths of the transformer blocks that run as one fused function.
+        unfused: Paths of other repeated modules, and why they are not fused.
         shared_input: The cast that layers with a common input share within a forward.
         compute: The recipe's compute format.
         matrices: Every parameter of two or more dimensions, with the formats it is multiplied in.
@@ -77,6 +86,7 @@ class Conversion:
     layers: list[Layer] = field(default_factory=list)
     scales: TensorScales | None = None
     blocks: list[str] = field(default_factory=list)
+    unfused: dict[str, str] = field(default_factory=dict)
     shared_input: linear.SharedInputCast = field(default_factory=linear.SharedInputCast)
     compute: str = "fp32"
     matrices: list[Matrix] = field(default_factory=list)
@@ -92,7 +102,17 @@ class Conversion:
         return head + summarize(self.matrices, self.compute, fused)
 
     def __str__(self) -> str:
-        return tabulate(self.matrices)
+        return "\n".join([tabulate(self.matrices), *self.explain_unfused()])
+
+    def explain_unfused(self) -> list[str]:
+        """Return one line for each reason why repeated modules run layer by layer, with the modules it holds for."""
+        by_reason: dict[str, list[str]] = {}
+        for path, reason in self.unfused.items():
+            by_reason.setdefault(reason, []).append(path)
+        return [
+            f"not fused: {paths[0]}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''}: {reason}"
+            for reason, paths in by_reason.items()
+        ]
 
 
 def convert(
@@ -100,7 +120,6 @@ def convert(
     recipe: str | Recipe = "fp8",
     device: Device | None = None,
     rows: int = DEFAULT_ROWS,
-    compile: bool = False,
 ) -> Conversion:
     """Convert a model in place, so that its layers compute in the recipe's formats.
 
@@ -113,7 +132,6 @@ def convert(
         recipe: A recipe, or its text, such as "fp8" or "bf16[keep=lm_head]".
         device: The device to choose formats for; by default that of the model's parameters.
         rows: Tokens or samples that a linear layer sees per step.
-        compile: Compile the parts of fused blocks that stay the model's own, such as attention with rotary embeddings.
 
     Returns:
         The report, with the FP8 scales.
@@ -125,7 +143,8 @@ def convert(
     recipe = parse(recipe, device)
     if recipe.compute not in ("fp8", "bf16"):
         return Conversion(compute=recipe.compute, matrices=list_matrices(model, recipe))
-    plans = list(_survey(model, recipe, device, rows))
+    found = _find_blocks(model, recipe)
+    plans = list(_survey(model, recipe, device, rows, found.specs))
     leaders = _find_input_leaders(plans)
     sites = {name: dtype for layer in plans if "fp8" in layer.choice for name, dtype in _list_sites(layer, leaders)}
     scales = None
@@ -139,11 +158,15 @@ def convert(
             amax=recipe.amax,
         )
     surveyed = {layer.path: LayerUse(_get_kind(layer), tuple(layer.choice), layer.reason) for layer in plans}
-    result = Conversion(plans, scales, compute=recipe.compute, matrices=list_matrices(model, recipe, surveyed))
+    matrices = list_matrices(model, recipe, surveyed)
+    result = Conversion(plans, scales, unfused=found.reasons, compute=recipe.compute, matrices=matrices)
     by_path = {layer.path: layer for layer in plans}
     for path, module in model.named_modules():
-        if is_block(module) and by_path[f"{path}.qkv"].part_of == "block":
-            _convert_block(module, path, by_path, scales, recipe, compile)
+        if path in found.specs:
+            spec = found.specs[path]
+            plan = make_plan(module, path, spec, by_path, scales, recipe.checkpoint, is_lean(recipe))
+            mark_parts(module, spec)
+            apply_change(module, FusedBlock(plan))
             result.blocks.append(path)
         elif path in by_path and by_path[path].part_of == "linear":
             leader = leaders.get(path, path)
@@ -151,20 +174,26 @@ def convert(
             _convert_linear(module, by_path[path], scales, recipe, f"{leader}.input", result.shared_input, readers)
         elif embedding.fits(module):
             embedding.convert_embedding(module)
+        elif path in by_path and by_path[path].part_of == "lazy head":
+            site = scales.sites.get(f"{path}.weight") if scales is not None else None
+            weight = WeightCastPlan.of(
+                cast(Any, module).weight, site=site, scales=scales, lean=is_lean(recipe), path=path
+            )
+            apply_change(module, LazyHead(weight, by_path[path].choice))
     if "lm_head" in by_path and by_path["lm_head"].part_of == "head":
         end, whole = by_path["lm_head"], cast(Any, model)
         site = scales.sites.get("lm_head.weight") if scales is not None else None
         weight = WeightCastPlan.of(whole.lm_head.weight, site=site, scales=scales, lean=is_lean(recipe), path="lm_head")
-        kind = _get_norm_kind(whole.norm) or "layer"
-        apply_change(model, FusedHead(weight, end.choice, kind))
+        norm = NormSpec("norm", _get_norm_kind(whole.norm) or "layer", whole.norm.eps)
+        apply_change(model, FusedHead(weight, end.choice, norm))
         chained = hasattr(model, "trunk") and not has_own_method(model, "trunk")
         if chained and all(find_change(block, FusedBlock) for block in getattr(model, "blocks", ())):
-            apply_change(model, FusedTrunk(weight, end.choice))
+            apply_change(model, FusedTrunk(weight, end.choice, norm))
     return result
 
 
 def _get_kind(layer: Layer) -> str:
-    return "linear" if layer.part_of == "kept" else layer.part_of
+    return {"kept": "linear", "lazy head": "head"}.get(layer.part_of, layer.part_of)
 
 
 def _find_input_leaders(layers: list[Layer]) -> dict[str, str]:
@@ -193,21 +222,38 @@ def is_lean(recipe: Recipe) -> bool:
     return recipe.master != "fp32"
 
 
-def is_block(module: nn.Module) -> bool:
-    """Whether a module has the parts of a transformer block, without biases, as fused/blocks.py needs."""
-    if not all(hasattr(module, name) for name in ("norm1", "qkv", "out", "norm2", "up", "down", "attend", "heads")):
-        return False
-    linears = [getattr(module, name) for name in list_block_linears(module)]
-    norms = [module.norm1, module.norm2]
-    if any(has_own_method(part, "forward") for part in (module, *norms)):
-        return False
-    return all(type(m) is nn.Linear and linear.is_linear(m) and m.bias is None for m in linears) and all(
-        getattr(m, "bias", None) is None and _norm_fits(m) for m in norms
-    )
+def _find_blocks(model: nn.Module, recipe: Recipe) -> FoundBlocks:
+    """Find the blocks to fuse; those with a part that stays in FP32 are not."""
+    with events.paused(), _disable_current_modes(), torch._C.DisableTorchFunction():  # examples are real, always
+        first = next(model.parameters())
+        real = first.device.type != "meta" and not is_fake(first)
+        found = find_blocks(model, first.device if real else torch.device("cpu"), find_difference)
+    modules = dict(model.named_modules())
+    for path, spec in list(found.specs.items()):
+        reason = find_misfit(modules[path], spec) or _find_fp32_part(path, modules, recipe)
+        if reason is not None:
+            del found.specs[path]
+            found.reasons[path] = reason
+    return found
 
 
-def list_block_linears(module: nn.Module) -> list[str]:
-    return ["qkv", "out", *(["gate"] if hasattr(module, "gate") else []), "up", "down"]
+def _find_fp32_part(path: str, modules: dict[str, nn.Module], recipe: Recipe) -> str | None:
+    for name, _ in modules[path].named_modules():
+        kept = explain_kept_fp32(modules, f"{path}.{name}", recipe) if name else None
+        if kept:
+            return f"{name} stays in FP32: {kept}"
+    return None
+
+
+def _is_head(model: nn.Module, module: nn.Module) -> bool:
+    """Whether a linear layer computes logits: the model says so, its weight is an embedding's, or it is that wide."""
+    if not isinstance(module, nn.Linear) or not linear.is_linear(module):
+        return False
+    stated = getattr(model, "get_output_embeddings", None)
+    if stated is not None:
+        return stated() is module
+    tied = any(isinstance(part, nn.Embedding) and part.weight is module.weight for part in model.modules())
+    return tied or module.out_features >= max(HEAD_OUTPUTS, 4 * module.in_features)
 
 
 def _get_norm_kind(module: Any) -> str | None:
@@ -219,24 +265,29 @@ def _norm_fits(module: Any) -> bool:
     return _get_norm_kind(module) is not None and len(module.weight) <= MAX_COLUMNS
 
 
-def _survey(model: nn.Module, recipe: Recipe, device: Device, rows: int) -> Iterator[Layer]:
-    """Yield the decision for each linear layer."""
-    in_block = {
-        f"{path}.{name}"
-        for path, module in model.named_modules()
-        if is_block(module) and not _has_fp32_parts(path, module, recipe, model)
-        for name in list_block_linears(module)
+def _survey(
+    model: nn.Module, recipe: Recipe, device: Device, rows: int, specs: dict[str, BlockSpec]
+) -> Iterator[Layer]:
+    """Yield the decision for each linear layer. Layers of a block that read one input are one product."""
+    stacked = {
+        f"{path}.{name}": [f"{path}.{member}" for member in group]
+        for path, spec in specs.items()
+        for group in (spec.inputs, (spec.output,), spec.ups, (spec.down,))
+        for name in group
     }
     has_head = all(hasattr(model, name) for name in ("finish", "norm", "lm_head")) and _norm_fits(model.norm)
     has_head = has_head and not has_own_method(model, "finish") and not has_own_method(model.norm, "forward")
     modules = dict(model.named_modules())
+    heads = {path for path, module in modules.items() if specs and _is_head(model, module)}
     for path, module in modules.items():
         if not linear.is_linear(module):
             continue
         shape = linear.get_weight_shape(module)
-        part = "block" if path in in_block else "head" if has_head and path == "lm_head" else "linear"
+        part = "block" if path in stacked else "head" if has_head and path == "lm_head" else "linear"
+        part = "lazy head" if part == "linear" and path in heads else part
+        members = [modules[name] for name in stacked.get(path, [path])]
         kept = explain_kept_fp32(modules, path, recipe)
-        misfit = linear.fits(module) if recipe.compute == "fp8" else None
+        misfit = next(filter(None, map(linear.fits, members)), None) if recipe.compute == "fp8" else None
         if kept:
             yield Layer(path, shape, "kept", ALL_BF16, kept)
         elif recipe.compute == "bf16" or misfit:
@@ -245,19 +296,10 @@ def _survey(model: nn.Module, recipe: Recipe, device: Device, rows: int) -> Iter
         else:
             decision = Decision(ALL_FP8, "the recipe sets FP8 for all products")
             if recipe.products == "fastest":
-                decision = decide(rows, shape[1], shape[0], device, part != "linear")
+                outputs = sum(linear.get_weight_shape(member)[0] for member in members)
+                decision = decide(rows, shape[1], outputs, device, part != "linear")
             part = "kept" if part == "linear" and decision.choice == ALL_BF16 else part
             yield Layer(path, shape, part, decision.choice, decision.reason, decision)
-
-
-def _has_fp32_parts(path: str, block: nn.Module, recipe: Recipe, model: nn.Module) -> bool:
-    """Whether a part of the block is kept in FP32, so that the block cannot be fused."""
-    modules = dict(model.named_modules())
-    return any(
-        explain_kept_fp32(modules, f"{path}.{name}" if path else name, recipe)
-        for name, _ in block.named_modules()
-        if name
-    )
 
 
 def _convert_linear(
@@ -279,42 +321,3 @@ def _convert_linear(
     grad = scales.sites[f"{layer.path}.grad_output"]
     plan = linear.LinearPlan(weight, layer.choice, scales.sites[source], grad, scales, shared_input, readers)
     linear.convert_linear(module, plan)
-
-
-def _convert_block(
-    module: nn.Module,
-    path: str,
-    layers: dict[str, Layer],
-    scales: TensorScales | None,
-    recipe: Recipe,
-    compile: bool,
-) -> None:
-    block: Any = module
-
-    def site(layer: Layer, end: str) -> Site | None:
-        return scales.sites.get(f"{layer.path}.{end}") if scales is not None else None
-
-    def projection(*names: str) -> Projection:
-        # Gate and up are one product: the sites and formats of the gate serve both.
-        layer = layers[f"{path}.{names[0]}"]
-        parameters = (getattr(module, name).weight for name in names)
-        own, lean = site(layer, "weight"), is_lean(recipe)
-        weight = WeightCastPlan.of(*parameters, site=own, scales=scales, lean=lean, path=layer.path)
-        return Projection(weight, layer.choice, site(layer, "input"), site(layer, "grad_output"))
-
-    gated = hasattr(module, "gate")
-    plan = blocks.BlockPlan(
-        kind=_get_norm_kind(block.norm1) or "layer",
-        eps=(block.norm1.eps, block.norm2.eps),
-        activation="swiglu" if gated else "gelu",
-        heads=block.heads,
-        packed=not gated,
-        qkv=projection("qkv"),
-        out=projection("out"),
-        up=projection("gate", "up") if gated else projection("up"),
-        down=projection("down"),
-        scales=scales,
-        checkpoint=recipe.checkpoint,
-        path=path,
-    )
-    apply_change(module, FusedBlock(plan, compile and gated))

@@ -7,16 +7,20 @@ products have mixed formats, the operand is computed in BF16 and cast, so that b
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from narrowgauge.kernels import activation, cast, norm
-from narrowgauge.nn.products.gemm import BF16, Fp8Caster, GemmChoice, Operand
+from narrowgauge.nn.blocks.activations import compute_activation
+from narrowgauge.nn.blocks.spec import BlockSpec, NormSpec
+from narrowgauge.nn.products.gemm import BF16, WIDE, Fp8Caster, GemmChoice, Operand
 from narrowgauge.nn.products.weight_casts import WeightCastPlan
 from narrowgauge.scaling.tensor import Site
 
+KERNELS = ("gelu", "gelu-tanh", "swiglu")
+"""Activations that have a kernel; the others run in torch, followed by a cast."""
 Stats = tuple[Tensor | None, Tensor]
 """Mean (None for RMSNorm) and 1 / standard deviation of each row."""
 
@@ -27,8 +31,8 @@ class Projection:
 
     weight: WeightCastPlan
     choice: GemmChoice
-    input: Site | None
-    grad: Site | None
+    input: Site | None = None
+    grad: Site | None = None
 
     @property
     def input_formats(self) -> set[str]:
@@ -56,7 +60,13 @@ def make_operand(
     if "fp8" in formats:
         assert caster is not None and site is not None
         operand = caster.cast(hp, site, transposed)
-    return operand._replace(hp=hp.to(BF16)) if "bf16" in formats else operand
+    wide = get_wide_dtype(formats)
+    return operand if wide is None else operand._replace(hp=hp.to(wide))
+
+
+def get_wide_dtype(formats: set[str]) -> torch.dtype | None:
+    """Return the dtype of an operand that some product reads without a scale; None if all read FP8."""
+    return next((WIDE[name] for name in ("fp32", "bf16") if name in formats), None)
 
 
 def cast_grad_output(writer: Projection, rows: Tensor, caster: Fp8Caster | None) -> Operand:
@@ -64,40 +74,58 @@ def cast_grad_output(writer: Projection, rows: Tensor, caster: Fp8Caster | None)
     return make_operand(rows, writer.grad_formats, writer.grad, caster, True)
 
 
+class NormWeights(NamedTuple):
+    """A norm with its parameters, as the kernels take them."""
+
+    spec: NormSpec
+    weight: Tensor
+    """With the norm's offset added."""
+    bias: Tensor | None
+
+    @staticmethod
+    def of(spec: NormSpec, weight: Tensor, bias: Tensor | None) -> NormWeights:
+        weight = weight.detach()
+        return NormWeights(spec, weight + spec.offset if spec.offset else weight, bias)
+
+
 def apply_norm(
-    kind: str,
-    eps: float,
-    rows: Tensor,
-    branch: Tensor | None,
-    weight: Tensor,
-    reader: Projection,
-    caster: Fp8Caster | None,
+    norms: NormWeights, rows: Tensor, branch: Tensor | None, reader: Projection, caster: Fp8Caster | None
 ) -> tuple[Operand, Stats, Tensor]:
     """Return norm(rows + branch) in the reader's formats, its statistics, and the sum."""
-    options: dict[str, Any] = {"eps": eps, "kind": kind, "branch": branch}
+    options: dict[str, Any] = {"eps": norms.spec.eps, "kind": norms.spec.kind, "branch": branch}
     site = reader.input
     if _can_write_fp8(reader.input_formats, site, caster):
         assert site is not None and caster is not None
-        made = norm.norm(rows, weight, **options, **_fp8_options(site, caster))
+        made = norm.norm(rows, norms.weight, norms.bias, **options, **_fp8_options(site, caster))
         operand = Operand(None, made.out, None, site.inv_scale)
     else:
-        made = norm.norm(rows, weight, **options)
+        dtype = get_wide_dtype(reader.input_formats) or BF16
+        made = norm.norm(rows, norms.weight, norms.bias, dtype=dtype, **options)
         operand = make_operand(made.out, reader.input_formats, site, caster, False)
     return operand, (made.mean, made.rstd), rows if made.residual is None else made.residual
 
 
+class NormGrads(NamedTuple):
+    """Gradients of a norm and its residual stream."""
+
+    stream: Tensor
+    operand: Operand
+    """The stream's gradient as the projection of the branch reads it."""
+    weight: Tensor
+    bias: Tensor | None
+
+
 def norm_backward(
-    kind: str,
+    norms: NormWeights,
     grad_output: Tensor,
     residual: Tensor,
-    weight: Tensor,
     stats: Stats,
     grad_residual: Tensor | None,
     branch: Projection | None,
     caster: Fp8Caster | None,
-) -> tuple[Tensor, Operand, Tensor]:
-    """Return the gradient of the residual stream, the same as ``branch`` reads it, and the gradient of the weight."""
-    options: dict[str, Any] = {"kind": kind, "grad_residual": grad_residual}
+) -> NormGrads:
+    """Return the gradient of the residual stream, the same as ``branch`` reads it, and those of the parameters."""
+    options: dict[str, Any] = {"kind": norms.spec.kind, "grad_residual": grad_residual}
     site, operand = None, Operand()
     if branch is not None and _can_write_fp8(branch.grad_formats, branch.grad, caster):
         site = branch.grad
@@ -105,35 +133,41 @@ def norm_backward(
         options |= _fp8_options(site, caster)
     elif branch is not None and branch.grad_formats == {"bf16"}:
         options["dtype"] = BF16
-    grad_input, copy, grad_weight, _ = norm.norm_backward(grad_output, residual, weight, *stats, **options)
+    grad_input, copy, grad_weight, grad_bias = norm.norm_backward(
+        grad_output, residual, norms.weight, *stats, has_bias=norms.bias is not None, **options
+    )
     if site is not None:
         operand = Operand(None, copy, None, site.inv_scale)
     elif branch is not None:
         operand = Operand(copy) if copy is not None else cast_grad_output(branch, grad_input, caster)
-    return grad_input, operand, grad_weight
+    return NormGrads(grad_input, operand, grad_weight, grad_bias)
 
 
-def is_remade_in_backward(reader: Projection, caster: Fp8Caster | None) -> bool:
+def is_remade_in_backward(spec: BlockSpec, reader: Projection, caster: Fp8Caster | None) -> bool:
     """Whether ``apply_activation_backward`` recomputes the input of grad_weight, so forward does not save it."""
-    return _can_write_fp8(reader.input_formats, reader.input, caster)
+    return _has_kernel(spec) and _can_write_fp8(reader.input_formats, reader.input, caster)
 
 
-def apply_activation(kind: str, u: Tensor, reader: Projection, caster: Fp8Caster | None, needed: bool) -> Operand:
-    """Return act(u) in the format of the reader's first product; ``kind`` is gelu, gelu-tanh or swiglu.
+def apply_activation(spec: BlockSpec, u: Tensor, reader: Projection, caster: Fp8Caster | None, needed: bool) -> Operand:
+    """Return act(u) in the format of the reader's first product.
 
     The input of grad_weight is left to ``apply_activation_backward`` if that can recompute it.
     """
     site = reader.input
-    if _can_write_fp8(reader.input_formats, site, caster):
+    if _has_kernel(spec) and _can_write_fp8(reader.input_formats, site, caster):
         assert site is not None and caster is not None
-        lp, _ = _run_activation(kind, u, transposed=False, **_fp8_options(site, caster))
+        lp, _ = _run_activation(spec.activation, u, transposed=False, **_fp8_options(site, caster))
         return Operand(None, lp, None, site.inv_scale)
-    hp, _ = _run_activation(kind, u)
+    dtype = get_wide_dtype(reader.input_formats) or BF16
+    if _has_kernel(spec):
+        hp, _ = _run_activation(spec.activation, u, dtype=dtype)
+    else:
+        hp = compute_activation(spec.activation, u.float(), spec.gate_last).to(dtype)
     return make_operand(hp, reader.input_formats, site, caster, needed)
 
 
 def apply_activation_backward(
-    kind: str,
+    spec: BlockSpec,
     grad_output: Tensor,
     u: Tensor,
     a: Operand,
@@ -145,6 +179,12 @@ def apply_activation_backward(
 
     ``a`` is what forward saved of act(u); it is recomputed if empty. No scale has changed since forward.
     """
+    if not _has_kernel(spec):
+        with torch.enable_grad():
+            leaf = u.detach().float().requires_grad_()
+            value = compute_activation(spec.activation, leaf, spec.gate_last)
+        (grad,) = torch.autograd.grad(value, leaf, grad_output.float())
+        return cast_grad_output(writer, grad.to(get_wide_dtype(writer.grad_formats) or BF16), caster), a
     site, source = writer.grad, reader.input
     options: dict[str, Any] = {}
     missing = a.hp is None and a.lp_t is None
@@ -155,7 +195,9 @@ def apply_activation_backward(
     if direct:
         assert site is not None and caster is not None
         options |= _fp8_options(site, caster)
-    out, out_t, again = _run_activation_backward(kind, grad_output, u, **options)
+    else:
+        options["dtype"] = get_wide_dtype(writer.grad_formats) or BF16
+    out, out_t, again = _run_activation_backward(spec.activation, grad_output, u, **options)
     if missing:
         assert source is not None
         a = Operand(None, None, again, source.inv_scale)
@@ -163,6 +205,10 @@ def apply_activation_backward(
         assert site is not None
         return Operand(None, out, out_t, site.inv_scale), a
     return cast_grad_output(writer, out, caster), a
+
+
+def _has_kernel(spec: BlockSpec) -> bool:
+    return spec.activation in KERNELS and not spec.gate_last
 
 
 def _run_activation(kind: str, u: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
@@ -205,4 +251,5 @@ def cast_heads_grad(parts: tuple[Tensor, ...], writer: Projection, caster: Fp8Ca
             scale, inv_scale, amax = caster.scale_of(torch.stack([cast.max_abs(part) for part in parts]), site)
         lp, lp_t = cast.cast_transpose_packed(parts, scale, site.dtype, amax, caster.counts(site))
         return Operand(None, lp, lp_t, inv_scale)
-    return cast_grad_output(writer, cast.pack(parts), caster)
+    packed = cast.pack(parts) if parts[0].dtype is BF16 else cast.pack_reference(list(parts))
+    return cast_grad_output(writer, packed, caster)

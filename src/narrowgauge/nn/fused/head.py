@@ -43,6 +43,7 @@ from narrowgauge.nn.products.gemm import (
     MULTIPLE,
     GemmChoice,
     Operand,
+    compute_grad_bias,
     compute_grad_input,
     compute_grad_weight,
     compute_output,
@@ -70,8 +71,10 @@ def compute_head_loss(
     operand: Operand | None = None,
     ignore_index: int = IGNORE,
     chunk_rows: int | None = None,
+    reduction: str = "mean",
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """Return the mean cross-entropy of ``x @ weight.T``, in FP32, over the rows whose target is not ``ignore_index``.
+    """Return the cross-entropy of ``x @ weight.T + bias``, in FP32, of the rows whose target is not ``ignore_index``.
 
     torch.compile does not trace this function.
 
@@ -84,14 +87,17 @@ def compute_head_loss(
         operand: x in FP8, if its producer wrote that; only BF16 products then read x. None: x is cast here.
         ignore_index: Rows with this target do not count.
         chunk_rows: Rows per chunk; None chooses by memory.
+        reduction: "mean" over the counted rows, or "sum".
+        bias: The head's bias [V], or None.
     """
     plan = plan or WeightCastPlan(gradient_dtype=gradient_dtype(weight))
-    task = _HeadCall.make(x, weight, plan, targets, precision, ignore_index, chunk_rows)
+    task = _HeadCall.make(x, weight, plan, targets, precision, ignore_index, chunk_rows, reduction == "sum")
     with torch.autocast(x.device.type, enabled=False):
-        if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-            loss: Tensor = _HeadLoss.apply(x, weight, task, operand)  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
+            loss: Tensor = _HeadLoss.apply(x, weight, bias, task, operand)  # type: ignore[no-untyped-call]
             return loss
-        return events.run_in_scope(HEAD, task.run, x.detach(), weight, operand, False, False)[0]
+        needs = (False, False, False)
+        return events.run_in_scope(task.path, task.run, x.detach(), weight, bias, operand, needs)[0]
 
 
 def choose_chunk_rows(rows: int, vocab: int) -> int:
@@ -110,6 +116,12 @@ class _HeadCall:
     precision: GemmChoice
     ignore_index: int
     chunk_rows: int
+    summed: bool = False
+    """Whether the losses of rows are added and not averaged."""
+
+    @property
+    def path(self) -> str:
+        return self.weight.path or HEAD
 
     @staticmethod
     def make(
@@ -120,6 +132,7 @@ class _HeadCall:
         precision: GemmChoice,
         ignore_index: int,
         chunk_rows: int | None,
+        summed: bool = False,
     ) -> _HeadCall:
         shape = weight.shape
         if x.dim() != 2 or len(shape) != 2 or x.shape[1] != shape[1] or targets.shape != x.shape[:1]:
@@ -136,29 +149,32 @@ class _HeadCall:
         if chunk_rows is not None and (chunk_rows < 1 or (lp and chunk_rows % MULTIPLE)):
             raise UsageError(f"head_loss: chunk_rows={chunk_rows} must be a positive multiple of {MULTIPLE}")
         rows = chunk_rows or choose_chunk_rows(len(x), shape[0])
-        return _HeadCall(plan, targets.contiguous(), precision, ignore_index, rows)
+        return _HeadCall(plan, targets.contiguous(), precision, ignore_index, rows, summed)
 
     @torch.no_grad()
     def run(
-        self, x: Tensor, weight: Tensor, operand: Operand | None, need_input: bool, need_weight: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the loss and, if needed, the gradients of x (BF16) and of the weight (FP32)."""
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, operand: Operand | None, needs: tuple[bool, bool, bool]
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Return the loss and, if needed, the gradients of x (BF16), of the weight and of the bias (FP32)."""
+        need_input, need_weight, need_bias = needs
         rows, targets = len(x), self.targets
-        source = self._make_input_operand(x, operand or Operand(), need_input or need_weight, need_weight)
+        source = self._make_input_operand(x, operand or Operand(), any(needs), need_weight)
         if self.precision.grad_weight == "fp8" and need_weight and rows % MULTIPLE:
             # grad_weight sums over rows. The padding rows have ignored targets, so they add nothing.
             source, targets = _pad_operand(source, targets, -rows % MULTIPLE, self.ignore_index)
         counted = (targets != self.ignore_index).sum()
-        factor = counted.clamp(min=1).float().reciprocal()
+        factor = torch.ones((), device=x.device) if self.summed else counted.clamp(min=1).float().reciprocal()
+        added = None if bias is None else bias.detach().to(BF16)
 
         total = torch.zeros((), device=x.device)
         grad_input = torch.empty(rows, x.shape[1], dtype=BF16, device=x.device) if need_input else None
         grad_weight: Tensor | None = None
-        use = self.weight.use(weight, record=need_input or need_weight, backward=need_input)
+        grad_bias: Tensor | None = None
+        use = self.weight.use(weight, record=any(needs), backward=need_input)
         for start in range(0, len(targets), self.chunk_rows):
             part = slice(start, start + self.chunk_rows)
             piece = _slice_rows(source, part)
-            loss, d = self._run_chunk(piece, use, start, targets[part], factor, need_input, need_weight)
+            loss, d = self._run_chunk(piece, use, added, start, targets[part], factor, needs)
             total += loss.sum()
             if grad_input is not None:
                 into = grad_input[part]
@@ -166,28 +182,32 @@ class _HeadCall:
             if need_weight:
                 share = compute_grad_weight(d, piece, self.precision, weight=use)
                 grad_weight = share if grad_weight is None else grad_weight.add_(share)
+            if need_bias:
+                share = compute_grad_bias(d)
+                grad_bias = share if grad_bias is None else grad_bias.add_(share)
             del d  # before the next chunk's logits are made
-        return total / counted, grad_input, grad_weight
+        return total if self.summed else total / counted, grad_input, grad_weight, grad_bias
 
     def _run_chunk(
         self,
         x: Operand,
         use: BoundWeight,
+        bias: Tensor | None,
         start: int,
         targets: Tensor,
         factor: Tensor,
-        need_input: bool,
-        need_weight: bool,
+        needs: tuple[bool, bool, bool],
     ) -> tuple[Tensor, Operand]:
         """Return the losses of a chunk's rows, and the gradient of its logits as an operand; frees the logits."""
-        logits = compute_output(x, use, self.precision)
-        events.report_tensor("activation", HEAD, logits)
+        need_input, need_weight, need_bias = needs
+        logits = compute_output(x, use, self.precision, bias)
+        events.report_tensor("activation", self.path, logits)
         formats = {self.precision.grad_input} if need_input else set()
-        formats |= {self.precision.grad_weight} if need_weight else set()
+        formats |= {self.precision.grad_weight} if need_weight or need_bias else set()
         d = Operand()
         if formats == {"bf16"}:
             loss, hp = compute_loss_and_grad(logits, targets, factor, self.ignore_index, out=logits)
-            events.report_tensor("gradient", HEAD, hp)
+            events.report_tensor("gradient", self.path, hp)
             return loss, Operand(hp)
         lse, loss = compute_softmax_stats(logits, targets, self.ignore_index)
         if "fp8" in formats:
@@ -196,7 +216,7 @@ class _HeadCall:
             d = Operand(None, lp, lp_t, factor / UNIT_SCALE[E4M3])
         if "bf16" in formats:
             d = d._replace(hp=compute_grad_logits(logits, targets, lse, factor, self.ignore_index, out=logits))
-        d.report("gradient", HEAD)
+        d.report("gradient", self.path)
         return loss, d
 
     def _make_input_operand(self, x: Tensor, given: Operand, training: bool, need_weight: bool) -> Operand:
@@ -217,10 +237,13 @@ class _HeadCall:
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, task: _HeadCall, operand: Operand | None) -> Tensor:
-        need_input, need_weight, *_ = ctx.needs_input_grad
-        loss, *ctx.grads = events.run_in_scope(HEAD, task.run, x, weight, operand, need_input, need_weight)
-        ctx.dtypes = x.dtype, gradient_dtype(weight)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, task: _HeadCall, operand: Operand | None
+    ) -> Tensor:
+        needs = tuple(ctx.needs_input_grad[:3])
+        loss, *ctx.grads = events.run_in_scope(task.path, task.run, x, weight, bias, operand, needs)
+        ctx.dtypes = x.dtype, gradient_dtype(weight), None if bias is None else bias.dtype
+        ctx.path = task.path
         return loss
 
     @staticmethod
@@ -237,11 +260,11 @@ class _HeadLoss(torch.autograd.Function):
             made = [None if gradient is None else gradient.clone() for gradient in made]
         else:
             ctx.grads = None
-        grad_input, grad_weight = (
-            None if gradient is None else events.run_in_scope(HEAD, rescale_, gradient, grad).to(dtype)
+        grads = [
+            None if gradient is None else events.run_in_scope(ctx.path, rescale_, gradient, grad).to(dtype)
             for gradient, dtype in zip(made, ctx.dtypes, strict=True)
-        )
-        return grad_input, grad_weight, None, None
+        ]
+        return *grads, None, None
 
 
 def _slice_rows(x: Operand, part: slice) -> Operand:

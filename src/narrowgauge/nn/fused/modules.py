@@ -1,18 +1,35 @@
-"""Module changes for models built like the built-in ones: fused blocks, and a fused head with the loss."""
+"""Module changes of fused blocks, and of a fused head with the loss in models built like the built-in ones."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.nn.blocks.find import has_hooks
+from narrowgauge.nn.blocks.spec import BlockSpec, NormSpec
 from narrowgauge.nn.fused import blocks, head
+from narrowgauge.nn.fused.attention import CACHES, BlockCall, PartOfBlock
+from narrowgauge.nn.fused.lazy_logits import HeadSource, make_lazy
 from narrowgauge.nn.fused.norm import run_norm
-from narrowgauge.nn.module_changes import Change, find_change
+from narrowgauge.nn.fused.plan import NO_DROPOUT, BlockPlan, Dropout, get_parts
+from narrowgauge.nn.module_changes import Change, apply_change, find_change, original_class
 from narrowgauge.nn.products.gemm import GemmChoice
 from narrowgauge.nn.products.weight_casts import WeightCastPlan
+
+FOR_ATTENTION = frozenset({
+    "attention_mask", "position_ids", "position_embeddings", "past_key_values", "past_key_value", "layer_past",
+    "use_cache", "cache_position", "cos", "sin", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
+    "attn_mask", "src_mask", "src_key_padding_mask", "is_causal",
+})  # fmt: skip
+"""Arguments that a block passes to its attention. A call with any other runs as it was written, because the argument
+may change something that was not verified: an encoder's output adds cross-attention, for example."""
+HARMLESS = ("position_ids", "cache_position", "use_cache", "position_embeddings", "cos", "sin")
+"""Those that the fast forms of attention need not read: angles already contain the positions."""
 
 
 class FusedBlock(Change):
@@ -20,28 +37,99 @@ class FusedBlock(Change):
 
     differentiable_twice = False
 
-    def __init__(self, plan: blocks.BlockPlan, compile_attention: bool) -> None:
-        self.plan, self.compile_attention = plan, compile_attention
-        self._attend: blocks.Attend | None = None
+    def __init__(self, plan: BlockPlan) -> None:
+        self.plan = plan
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        x, *extra = args
-        if kwargs or not x.numel():
+        plan = self.plan
+        call, x = make_call(module, inner, args, kwargs)
+        parts = get_parts(plan, module)
+        if call is None or not x.numel() or x.dim() != 3 or not parts.are_intact() or call.has_filled_cache(plan.spec):
             return inner(*args, **kwargs)
-        return blocks.run_block(self.plan, x, blocks.get_block_weights(module), self.attend(module), tuple(extra))
+        if plan.spec.attention.kind != "own" and not fits_fast_attention(plan.spec, call):
+            plan = plan.with_own_attention()
+        output = blocks.run_block(plan, x, parts.gather(), call, _read_dropout(module, plan.spec))
+        return (output,) if plan.spec.in_tuple else output
 
-    def attend(self, module: Any) -> blocks.Attend:
-        """Return the module's own attention, compiled on request."""
-        if not self.compile_attention:
-            attend: blocks.Attend = module.attend
-            return attend
-        if self._attend is None:
-            self._attend = torch.compile(module.attend)
-        return self._attend
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_attend": None}
+@functools.cache
+def _get_argument_names(cls: type[Any]) -> tuple[str, ...]:
+    parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
+    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+
+
+def make_call(
+    module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[BlockCall | None, Any]:
+    """Separate the hidden state from a block's other arguments; no call if one of those is unknown."""
+    names = _get_argument_names(original_class(module))  # type: ignore[arg-type]
+    named = dict(zip(names, args, strict=False)) | kwargs
+    x = named.pop(names[0], None) if names else None
+    unknown = any(
+        value is not None and value is not False and name not in FOR_ATTENTION for name, value in named.items()
+    )
+    if not isinstance(x, Tensor) or unknown or len(args) > len(names):
+        return None, x
+    autocast = None
+    if torch.is_autocast_enabled(x.device.type):
+        autocast = torch.get_autocast_dtype(x.device.type)
+    return BlockCall(module, inner, names[0], named, autocast), x
+
+
+def fits_fast_attention(spec: BlockSpec, call: BlockCall) -> bool:
+    """Whether a call asks for no more than the verified form of attention: no mask, at most an empty cache."""
+    if spec.attention.kind == "rotary" and call.find_angles(False) is None:
+        return False
+    known = (*HARMLESS, *CACHES)
+    return all(name in known or value is None or value is False for name, value in call.kwargs.items())
+
+
+def mark_parts(module: nn.Module, spec: BlockSpec) -> None:
+    """Let the norm and projections around attention answer for the fused block while its own attention runs."""
+    for path in (spec.norm1.path, *spec.inputs, spec.output):
+        apply_change(module.get_submodule(path), PartOfBlock())
+
+
+def _read_dropout(module: nn.Module, spec: BlockSpec) -> Dropout:
+    """Return the current probabilities, which a user may have changed since conversion."""
+    if not module.training:
+        return NO_DROPOUT
+    found = []
+    places = [None if path is None else (path, "p") for path in (spec.dropout1, spec.dropout2)]
+    for place in (*places, spec.attention.dropout):
+        part: Any = None if place is None else module.get_submodule(place[0])
+        found.append(0.0 if place is None or not part.training else float(getattr(part, place[1])))
+    return Dropout(*found)
+
+
+class LazyHead(Change):
+    """A head that returns ``LazyLogits``, so that a loss computed from them needs no logits."""
+
+    differentiable_twice = False
+
+    def __init__(self, weight: WeightCastPlan, choice: GemmChoice) -> None:
+        self.weight, self.choice = weight, choice
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        x = args[0] if args else next(iter(kwargs.values()))
+        if not torch.is_grad_enabled() or not module.training or has_hooks(module):
+            return inner(x)
+        kind = x.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        weight, bias = module.weight, module.bias
+
+        def loss(rows: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
+            made: Tensor = head.compute_head_loss(
+                rows, weight, targets, plan=self.weight, precision=self.choice, ignore_index=ignore_index,
+                reduction=reduction, bias=bias,
+            )  # fmt: skip
+            return made
+
+        parameters = (weight,) if bias is None else (weight, bias)
+        source = HeadSource(inner, loss, parameters, weight.shape[0], autocast)
+        return make_lazy(x, source, autocast or x.dtype)
 
 
 class FusedHead(Change):
@@ -50,15 +138,15 @@ class FusedHead(Change):
     method = "finish"
     differentiable_twice = False
 
-    def __init__(self, weight: WeightCastPlan, choice: GemmChoice, kind: str) -> None:
-        self.weight, self.choice, self.kind = weight, choice, kind
+    def __init__(self, weight: WeightCastPlan, choice: GemmChoice, norm: NormSpec) -> None:
+        self.weight, self.choice, self.norm = weight, choice, norm
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         x, targets = args
         if targets is None or not x.numel():
             return inner(x, targets)
-        rows = run_norm(x, module.norm.weight, module.norm.eps, self.kind)
+        rows = run_norm(x, module.norm.weight, self.norm.eps, self.norm.kind)
         return head.compute_head_loss(
             rows, module.lm_head.weight, targets.flatten(), plan=self.weight, precision=self.choice
         )
@@ -70,30 +158,28 @@ class FusedTrunk(Change):
     method = "trunk"
     differentiable_twice = False
 
-    def __init__(self, weight: WeightCastPlan, choice: GemmChoice) -> None:
-        self.weight, self.choice = weight, choice
+    def __init__(self, weight: WeightCastPlan, choice: GemmChoice, norm: NormSpec) -> None:
+        self.weight, self.choice, self.norm = weight, choice, norm
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         x, targets, *extra = args
         chain, last = list(module.blocks), module.norm
         fused = [find_change(block, FusedBlock) for block in chain]
-        whole = all(fused) and x.numel() and not any(_has_hooks(part) for part in (*chain, last, module.lm_head))
+        whole = all(fused) and x.numel() and not any(has_hooks(part) for part in (*chain, last, module.lm_head))
         if targets is None or not whole:
             return inner(*args)
-        changes = [change for change in fused if change is not None]
-        plans = [change.plan for change in changes]
-        attends = [change.attend(block) for change, block in zip(changes, chain, strict=True)]
-        own = [blocks.get_block_weights(block) for block in chain]
-        stream, branch, link = blocks.run_chain(plans, x, own, attends, tuple(extra))
-        rows = blocks.run_last_norm(stream, branch, link, last.weight, last.eps, plans[-1])
+        plans = [change.plan for change in fused if change is not None]
+        calls = []
+        for block in chain:
+            own_forward = functools.partial(original_class(block).forward, block)
+            call, _ = make_call(block, own_forward, (x, *extra), {})
+            assert call is not None
+            calls.append(call)
+        own = [get_parts(plan, block).gather() for plan, block in zip(plans, chain, strict=True)]
+        stream, branch, link = blocks.run_chain(plans, x, own, calls)
+        rows = blocks.run_last_norm(stream, branch, link, last.weight, self.norm, plans[-1])
         loss: Tensor = head.compute_head_loss(
             rows, module.lm_head.weight, targets.flatten(), plan=self.weight, precision=self.choice
         )
         return loss
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks, so that it must be called as a module."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, name, None) for name in hooks)

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from narrowgauge import events
 from narrowgauge.kernels import FP8_MAX, cast, compute_scale, cublas
+from narrowgauge.kernels.sum_rows import sum_rows
 from narrowgauge.scaling.tensor import Site, TensorScales
 
 BF16 = torch.bfloat16
@@ -40,7 +41,7 @@ def is_graph_retained() -> bool:
 
 
 class GemmChoice(NamedTuple):
-    """The format of each of the three products: "fp8" or "bf16"."""
+    """The format of each of the three products: "fp8" or "bf16"; "fp32" where fused code is compared with a model's."""
 
     output: str = "fp8"
     grad_input: str = "fp8"
@@ -49,10 +50,13 @@ class GemmChoice(NamedTuple):
 
 ALL_FP8 = GemmChoice()
 ALL_BF16 = GemmChoice("bf16", "bf16", "bf16")
+ALL_FP32 = GemmChoice("fp32", "fp32", "fp32")
+WIDE = {"bf16": BF16, "fp32": torch.float32}
+"""The dtypes of the formats that need no scale."""
 
 
 class Operand(NamedTuple):
-    """A tensor as input of a product: in BF16, in FP8, in transposed FP8, or in several of these."""
+    """A tensor as input of a product: in BF16 (or FP32), in FP8, in transposed FP8, or in several of these."""
 
     hp: Tensor | None = None
     lp: Tensor | None = None
@@ -79,30 +83,55 @@ tokens: there it would lose 0.01 to 0.06 dB and save 1% of a step, so it never u
 
 
 def multiply_fp8(
-    a: Tensor, b: Tensor, inv_a: Tensor, inv_b: Tensor, out_dtype: torch.dtype = BF16, fast: bool = True
+    a: Tensor,
+    b: Tensor,
+    inv_a: Tensor,
+    inv_b: Tensor,
+    out_dtype: torch.dtype = BF16,
+    fast: bool = True,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """Return a @ b.T of FP8 operands divided by their scales. ``fast``: tensor-core accumulation with fewer bits."""
+    """Return a @ b.T + bias of FP8 operands divided by their scales.
+
+    ``fast``: tensor-core accumulation with fewer bits. ``bias`` is BF16, and needs a BF16 result.
+    """
     if a.is_cuda:
         scaled: dict[str, Any] = {
-            "scale_a": inv_a, "scale_b": inv_b, "out_dtype": out_dtype, "use_fast_accum": fast,
+            "scale_a": inv_a, "scale_b": inv_b, "bias": bias, "out_dtype": out_dtype, "use_fast_accum": fast,
         }  # fmt: skip
         made = cublas.product(
-            a, b.t(), out_dtype, lambda out: torch._scaled_mm(a, b.t(), **scaled, out=out), (inv_a, inv_b), fast
+            a, b.t(), out_dtype, lambda out: torch._scaled_mm(a, b.t(), **scaled, out=out), (inv_a, inv_b), fast, bias
         )
         return torch._scaled_mm(a, b.t(), **scaled) if made is None else made
-    return ((a.float() @ b.float().t()) * (inv_a * inv_b)).to(out_dtype)
+    product = (a.float() @ b.float().t()) * (inv_a * inv_b)
+    return (product if bias is None else product + bias.float()).to(out_dtype)
 
 
-def multiply_bf16(a: Tensor, b_t: Tensor, out_dtype: torch.dtype = BF16) -> Tensor:
-    """Return a @ b_t of BF16 operands in any layout, accumulated in FP32."""
+def multiply_bf16(a: Tensor, b_t: Tensor, out_dtype: torch.dtype = BF16, bias: Tensor | None = None) -> Tensor:
+    """Return a @ b_t + bias of BF16 operands in any layout, accumulated in FP32."""
     if a.is_cuda:
-        made = cublas.product(a, b_t, out_dtype, lambda out: _mm(a, b_t, out_dtype, out))
-        return _mm(a, b_t, out_dtype) if made is None else made
-    return (a.float() @ b_t.float()).to(out_dtype)
+        made = cublas.product(a, b_t, out_dtype, lambda out: _mm(a, b_t, out_dtype, bias, out), bias=bias)
+        return _mm(a, b_t, out_dtype, bias) if made is None else made
+    product = a.float() @ b_t.float()
+    return (product if bias is None else product + bias.float()).to(out_dtype)
 
 
-def _mm(a: Tensor, b_t: Tensor, out_dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+def _mm(
+    a: Tensor, b_t: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    if bias is not None:
+        return torch.addmm(bias, a, b_t, out=out)
     return torch.mm(a, b_t, out=out) if out_dtype is BF16 else torch.mm(a, b_t, out_dtype=out_dtype, out=out)
+
+
+def _multiply_wide(
+    a: Tensor, b_t: Tensor, format: str, out_dtype: torch.dtype | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """Multiply in BF16 or FP32."""
+    if format == "bf16":
+        return multiply_bf16(a, b_t, out_dtype or BF16, bias)
+    product = a @ b_t
+    return product if bias is None else product + bias
 
 
 def get_address(tensor: Tensor) -> int:
@@ -117,7 +146,7 @@ class CastableWeight(Protocol):
 
     def fp8_transposed(self) -> Operand: ...
 
-    def bf16(self) -> Tensor: ...
+    def wide(self, format: str) -> Tensor: ...
 
     @property
     def path(self) -> str: ...
@@ -130,24 +159,24 @@ class HasPath(Protocol):
     def path(self) -> str: ...
 
 
-def compute_output(x: Operand, weight: CastableWeight, choice: GemmChoice) -> Tensor:
-    """Return input @ weight.T in BF16."""
+def compute_output(x: Operand, weight: CastableWeight, choice: GemmChoice, bias: Tensor | None = None) -> Tensor:
+    """Return input @ weight.T + bias in BF16; in FP32 if that is the product's format."""
     if events.is_listening():
-        return events.run_product("output", weight.path, _compute_output, x, weight, choice)
-    return _compute_output(x, weight, choice)
+        return events.run_product("output", weight.path, _compute_output, x, weight, choice, bias)
+    return _compute_output(x, weight, choice, bias)
 
 
-def _compute_output(x: Operand, weight: CastableWeight, choice: GemmChoice) -> Tensor:
+def _compute_output(x: Operand, weight: CastableWeight, choice: GemmChoice, bias: Tensor | None) -> Tensor:
     if choice.output == "fp8":
         w = weight.fp8()
         assert x.lp is not None and x.inv_scale is not None and w.lp is not None and w.inv_scale is not None
-        return multiply_fp8(x.lp, w.lp, x.inv_scale, w.inv_scale)
+        return multiply_fp8(x.lp, w.lp, x.inv_scale, w.inv_scale, bias=bias)
     assert x.hp is not None
-    return multiply_bf16(x.hp, weight.bf16().t())
+    return _multiply_wide(x.hp, weight.wide(choice.output).t(), choice.output, bias=bias)
 
 
 def compute_grad_input(grad: Operand, weight: CastableWeight, choice: GemmChoice) -> Tensor:
-    """Return grad_output @ weight in BF16."""
+    """Return grad_output @ weight in BF16; in FP32 if that is the product's format."""
     if events.is_listening():
         return events.run_product("grad_input", weight.path, _compute_grad_input, grad, weight, choice)
     return _compute_grad_input(grad, weight, choice)
@@ -159,7 +188,7 @@ def _compute_grad_input(grad: Operand, weight: CastableWeight, choice: GemmChoic
         assert grad.lp is not None and grad.inv_scale is not None and w.lp_t is not None and w.inv_scale is not None
         return multiply_fp8(grad.lp, w.lp_t, grad.inv_scale, w.inv_scale, fast=grad.lp.shape[1] <= FAST_DEPTH)
     assert grad.hp is not None
-    return multiply_bf16(grad.hp, weight.bf16())
+    return _multiply_wide(grad.hp, weight.wide(choice.grad_input), choice.grad_input)
 
 
 def compute_grad_weight(
@@ -179,7 +208,16 @@ def _compute_grad_weight(grad: Operand, x: Operand, choice: GemmChoice, out: tor
         g_t, x_t = _pad_columns(g.lp_t), _pad_columns(x.lp_t)
         return multiply_fp8(g_t, x_t, g.inv_scale, x.inv_scale, out, fast=False)
     assert grad.hp is not None and x.hp is not None
-    return multiply_bf16(grad.hp.t(), x.hp, out)
+    return _multiply_wide(grad.hp.t(), x.hp, choice.grad_weight, out)
+
+
+def compute_grad_bias(grad: Operand) -> Tensor:
+    """Return the sum of grad_output over its rows, in FP32: of the values that grad_weight sums as well."""
+    if grad.hp is not None:
+        return grad.hp.sum(0, dtype=torch.float32)
+    lp = grad.lp if grad.lp is not None else grad.lp_t
+    assert lp is not None and grad.inv_scale is not None
+    return sum_rows(lp, transposed=grad.lp is None) * grad.inv_scale
 
 
 def _pad_columns(x_t: Tensor) -> Tensor:

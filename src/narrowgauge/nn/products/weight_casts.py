@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from narrowgauge import events
 from narrowgauge.kernels import cast_weights as kernel
-from narrowgauge.nn.products.gemm import BF16, E4M3, Operand
+from narrowgauge.nn.products.gemm import E4M3, WIDE, Operand
 from narrowgauge.optim.adamw import gradient_dtype
 from narrowgauge.optim.sharded import is_sharded
 from narrowgauge.scaling.tensor import Site, TensorScales
@@ -102,9 +102,10 @@ class BoundWeight:
                 events.report_copy(self.weights, (self._lp.lp, self._lp.lp_t))
         return self._lp
 
-    def bf16(self) -> Tensor:
+    def wide(self, format: str) -> Tensor:
+        """Return the weight in BF16 or FP32."""
         if self._hp is None:
-            self._hp = self._stacked_bf16()
+            self._hp = self._stack(WIDE[format])
             if events.is_listening():
                 events.report_copy(self.weights, (self._hp,))
         return self._hp
@@ -126,6 +127,8 @@ class BoundWeight:
         site, scales = plan.site, plan.scales
         layouts = transposed or transposed_weight
         weights = [weight.detach() for weight in self.weights]
+        if len(weights) > 1 and (joint := view_as_one(weights)) is not None:
+            weights = [joint]
         if site is None or scales is None or not self._record or scales.mode != "delayed" or not scales.delayed:
             margin = 0 if scales is None or scales.mode != "delayed" else scales.margin
             amax = site.amax if site is not None and self._record and not self._seen else None
@@ -142,17 +145,18 @@ class BoundWeight:
             return Operand(None, lp_t, lp if transposed else None, inverse)
         return Operand(None, lp, lp_t, inverse)
 
-    def _stacked_bf16(self) -> Tensor:
+    def _stack(self, dtype: torch.dtype) -> Tensor:
         plain = [weight.detach() for weight in self.weights]
         if len(plain) == 1:
-            return (plain[0].t() if self.plan.transposed_weight else plain[0]).to(BF16)
+            return (plain[0].t() if self.plan.transposed_weight else plain[0]).to(dtype)
         joint = view_as_one(plain)
-        return torch.cat([part.to(BF16) for part in plain]) if joint is None else joint.to(BF16)
+        return torch.cat([part.to(dtype) for part in plain]) if joint is None else joint.to(dtype)
 
 
 def store_contiguously(weights: tuple[nn.Parameter, ...]) -> None:
-    """Move BF16 parameters that are used as one into one buffer, so that no stacked copy is needed."""
-    if len(weights) > 1 and all(weight.dtype is BF16 for weight in weights) and view_as_one(list(weights)) is None:
+    """Move parameters that are used as one into one buffer, so that they are cast as one, and need no stacked copy."""
+    same = len({(weight.dtype, weight.device, weight.shape[1:]) for weight in weights}) == 1
+    if len(weights) > 1 and same and view_as_one(list(weights)) is None:
         joint = torch.cat([weight.detach() for weight in weights])
         for weight, part in zip(weights, joint.split([len(weight) for weight in weights]), strict=True):
             weight.data = part

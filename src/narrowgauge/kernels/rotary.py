@@ -1,0 +1,321 @@
+"""Norms and rotary position embedding of queries and keys, forward and backward, on the output of their projection.
+
+A row of the projection holds H query heads, K key heads and then the values, each of S columns. For each query and key
+head x, in FP32:
+
+    h = x / sqrt(mean(x^2) + eps) * weight            with a norm (Qwen3, Gemma 3); else h = x
+    y = h cos + turned(h) sin                         turned(h) = [-right, left] of the first R columns
+                                                      columns from R on are not rotated
+    grad_h = [gl cos_l + gr sin_r,  gr cos_r - gl sin_l],  and the norm's backward
+
+Rotated queries and keys are one tensor [N, (H + K) S] in the input's dtype, of which queries and keys are views. Bytes
+per element: 4 forward, 4 backward without norms, 6 with. cos and sin are [1 or B, T, R], in any dtype.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from narrowgauge.kernels import HAVE_TRITON, can_bypass_op, jit_unspecialized, register, use_triton
+from narrowgauge.kernels.launch import launch_kernel
+
+if HAVE_TRITON or TYPE_CHECKING:
+    import triton.language as tl
+
+PROGRAMS = 1024
+"""Programs of a backward with norms: each adds up its rows' gradients of the norm weights before it writes them."""
+
+
+class Heads(NamedTuple):
+    """The layout of a row: query heads, key heads, columns of a head."""
+
+    queries: int
+    keys: int
+    size: int
+
+
+def rotate(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: Heads,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Return rotated queries and keys [B, T, (H + K) S] and, with norms, 1 / rms of each head [B T, H + K].
+
+    Args:
+        qkv: Output of the projections [B, T, at least (H + K) S].
+        cos: Cosines [1 or B, T, R].
+        sin: Sines of the same shape.
+        heads: The layout of a row.
+        q_weight: Weight [S] of the queries' norm; None without norms.
+        k_weight: Weight [S] of the keys' norm.
+        eps: Epsilon of the norms.
+    """
+    call = _forward if can_bypass_op(qkv, cos, sin) else _forward_op
+    return call(qkv, cos, sin, *heads, q_weight, k_weight, eps)
+
+
+def rotate_backward(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: Heads,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    rstd: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the gradient of queries and keys [B, T, (H + K) S], and of the norm weights in FP32.
+
+    ``grad_q`` [B, H, T, S] and ``grad_k`` [B, K, T, S] may have any strides with contiguous columns.
+    """
+    call = _backward if can_bypass_op(grad_q, grad_k, qkv) else _backward_op
+    grad, of_q, of_k = call(grad_q, grad_k, qkv, cos, sin, *heads, q_weight, k_weight, rstd)
+    return (grad, None, None) if q_weight is None else (grad, of_q, of_k)
+
+
+def rotate_reference(
+    qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, keys: int, size: int, q_weight: Tensor | None,
+    k_weight: Tensor | None, eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute ``rotate`` in plain torch."""
+    batch, length, _ = qkv.shape
+    wide = torch.promote_types(qkv.dtype, torch.float32)
+    x = qkv[..., : (queries + keys) * size].view(batch, length, queries + keys, size).to(wide)
+    rstd = x.new_empty(0)
+    if q_weight is not None and k_weight is not None:
+        rstd = torch.rsqrt(x.square().mean(-1) + eps)
+        x = x * rstd[..., None] * _stack_weights(q_weight, k_weight, queries, keys).to(wide)
+    turned = cos.shape[-1]
+    c, s = cos[:, :, None].to(wide), sin[:, :, None].to(wide)
+    part = x[..., :turned]
+    left, right = part.chunk(2, -1)
+    y = torch.cat([part * c + torch.cat([-right, left], -1) * s, x[..., turned:]], -1)
+    return y.flatten(2).to(qkv.dtype), rstd.reshape(-1, queries + keys) if rstd.numel() else rstd
+
+
+def rotate_backward_reference(
+    grad_q: Tensor, grad_k: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, keys: int, size: int,
+    q_weight: Tensor | None, k_weight: Tensor | None, rstd: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute ``rotate_backward`` in plain torch; a missing gradient is empty."""
+    batch, length, _ = qkv.shape
+    wide = torch.promote_types(qkv.dtype, torch.float32)
+    g = torch.cat([grad_q, grad_k], 1).transpose(1, 2).to(wide)
+    turned = cos.shape[-1]
+    c, s = cos[:, :, None].to(wide), sin[:, :, None].to(wide)
+    part = g[..., :turned]
+    left, right = (part * s).chunk(2, -1)
+    d = torch.cat([part * c + torch.cat([right, -left], -1), g[..., turned:]], -1)
+    if q_weight is None or k_weight is None or rstd is None:
+        return d.flatten(2).to(qkv.dtype), d.new_empty(0), d.new_empty(0)
+    x = qkv[..., : (queries + keys) * size].view(batch, length, queries + keys, size).to(wide)
+    r = rstd.view(batch, length, queries + keys, 1).to(wide)
+    h = x * r
+    of_q, of_k = ((d * h)[:, :, some].sum((0, 1, 2)) for some in (slice(queries), slice(queries, None)))
+    g = d * _stack_weights(q_weight, k_weight, queries, keys).to(wide)
+    return ((g - h * (g * h).mean(-1, keepdim=True)) * r).flatten(2).to(qkv.dtype), of_q, of_k
+
+
+def _stack_weights(q_weight: Tensor, k_weight: Tensor, queries: int, keys: int) -> Tensor:
+    return torch.cat([q_weight.expand(queries, -1), k_weight.expand(keys, -1)])
+
+
+@jit_unspecialized("length")
+def _forward_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, cos_ptr, sin_ptr, q_weight, k_weight, out_ptr, rstd_ptr, length, stride, angle_stride, eps,
+    H: tl.constexpr, K: tl.constexpr, S: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    HEADS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, HEADS)[:, None]
+    here = head < H + K
+    angle = (row // length) * angle_stride + (row % length) * R
+    i = tl.arange(0, HALF)[None, :]
+    inside = i < R // 2
+    both = here & inside
+    source = x_ptr + row * stride + head * S
+    left = tl.load(source + i, both, 0.0).to(tl.float32)
+    right = tl.load(source + R // 2 + i, both, 0.0).to(tl.float32)
+    j = R + tl.arange(0, REST)[None, :]
+    if R < S:
+        rest = tl.load(source + j, here & (j < S), 0.0).to(tl.float32)
+    if rstd_ptr is not None:
+        total = tl.sum(left * left, 1) + tl.sum(right * right, 1)
+        if R < S:
+            total += tl.sum(rest * rest, 1)
+        rstd = 1.0 / tl.sqrt(total / S + eps)
+        tl.store(rstd_ptr + row * (H + K) + tl.arange(0, HEADS), rstd, tl.arange(0, HEADS) < H + K)
+        rstd = rstd[:, None]
+        is_q = head < H
+        left *= rstd * tl.where(is_q, tl.load(q_weight + i, inside, 0.0), tl.load(k_weight + i, inside, 0.0))
+        right *= rstd * tl.where(
+            is_q, tl.load(q_weight + R // 2 + i, inside, 0.0), tl.load(k_weight + R // 2 + i, inside, 0.0)
+        )
+        if R < S:
+            rest *= rstd * tl.where(is_q, tl.load(q_weight + j, j < S, 0.0), tl.load(k_weight + j, j < S, 0.0))
+    cos_left = tl.load(cos_ptr + angle + i, inside, 0.0).to(tl.float32)
+    cos_right = tl.load(cos_ptr + angle + R // 2 + i, inside, 0.0).to(tl.float32)
+    sin_left = tl.load(sin_ptr + angle + i, inside, 0.0).to(tl.float32)
+    sin_right = tl.load(sin_ptr + angle + R // 2 + i, inside, 0.0).to(tl.float32)
+    target = out_ptr + row * (H + K) * S + head * S
+    tl.store(target + i, left * cos_left - right * sin_left, both)
+    tl.store(target + R // 2 + i, right * cos_right + left * sin_right, both)
+    if R < S:
+        tl.store(target + j, rest, here & (j < S))
+
+
+@jit_unspecialized("rows", "length")
+def _backward_kernel(  # type: ignore[no-untyped-def]
+    dq_ptr, dk_ptr, x_ptr, cos_ptr, sin_ptr, q_weight, k_weight, rstd_ptr, out_ptr, partial_ptr, rows, length,
+    q_batch, q_head, q_time, k_batch, k_head, k_time, stride, angle_stride,
+    H: tl.constexpr, K: tl.constexpr, S: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    HEADS: tl.constexpr,
+):  # fmt: skip
+    head = tl.arange(0, HEADS)[:, None]
+    here, is_q = head < H + K, head < H
+    i = tl.arange(0, HALF)[None, :]
+    inside = i < R // 2
+    both = here & inside
+    j = R + tl.arange(0, REST)[None, :]
+    tail = here & (j < S)
+    if rstd_ptr is not None:
+        w_left = tl.where(is_q, tl.load(q_weight + i, inside, 0.0), tl.load(k_weight + i, inside, 0.0)).to(tl.float32)
+        w_right = tl.where(
+            is_q, tl.load(q_weight + R // 2 + i, inside, 0.0), tl.load(k_weight + R // 2 + i, inside, 0.0)
+        ).to(tl.float32)
+        w_rest = tl.where(is_q, tl.load(q_weight + j, j < S, 0.0), tl.load(k_weight + j, j < S, 0.0)).to(tl.float32)
+        sum_left = tl.zeros((HEADS, HALF), tl.float32)
+        sum_right = tl.zeros((HEADS, HALF), tl.float32)
+        sum_rest = tl.zeros((HEADS, REST), tl.float32)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        batch, time = (row // length).to(tl.int64), (row % length).to(tl.int64)
+        angle = batch * angle_stride + time * R
+        q_source = dq_ptr + batch * q_batch + time * q_time + head * q_head
+        k_source = dk_ptr + batch * k_batch + time * k_time + (head - H) * k_head
+        source = tl.where(is_q, q_source, k_source)
+        left = tl.load(source + i, both, 0.0).to(tl.float32)
+        right = tl.load(source + R // 2 + i, both, 0.0).to(tl.float32)
+        cos_left = tl.load(cos_ptr + angle + i, inside, 0.0).to(tl.float32)
+        cos_right = tl.load(cos_ptr + angle + R // 2 + i, inside, 0.0).to(tl.float32)
+        sin_left = tl.load(sin_ptr + angle + i, inside, 0.0).to(tl.float32)
+        sin_right = tl.load(sin_ptr + angle + R // 2 + i, inside, 0.0).to(tl.float32)
+        d_left = left * cos_left + right * sin_right
+        d_right = right * cos_right - left * sin_left
+        if R < S:
+            d_rest = tl.load(source + j, tail, 0.0).to(tl.float32)
+        if rstd_ptr is not None:
+            at = x_ptr + tl.cast(row, tl.int64) * stride + head * S
+            rstd = tl.load(rstd_ptr + row * (H + K) + head, here, 0.0)
+            x_left = tl.load(at + i, both, 0.0).to(tl.float32) * rstd
+            x_right = tl.load(at + R // 2 + i, both, 0.0).to(tl.float32) * rstd
+            sum_left += d_left * x_left
+            sum_right += d_right * x_right
+            d_left *= w_left
+            d_right *= w_right
+            dot = tl.sum(d_left * x_left, 1) + tl.sum(d_right * x_right, 1)
+            if R < S:
+                x_rest = tl.load(at + j, tail, 0.0).to(tl.float32) * rstd
+                sum_rest += d_rest * x_rest
+                d_rest *= w_rest
+                dot += tl.sum(d_rest * x_rest, 1)
+            mean = (dot / S)[:, None]
+            d_left = (d_left - x_left * mean) * rstd
+            d_right = (d_right - x_right * mean) * rstd
+            if R < S:
+                d_rest = (d_rest - x_rest * mean) * rstd
+        target = out_ptr + tl.cast(row, tl.int64) * (H + K) * S + head * S
+        tl.store(target + i, d_left, both)
+        tl.store(target + R // 2 + i, d_right, both)
+        if R < S:
+            tl.store(target + j, d_rest, tail)
+    if rstd_ptr is not None:
+        flat = tl.arange(0, HALF)
+        end = R + tl.arange(0, REST)
+        for part in tl.static_range(2):
+            mine = is_q if part == 0 else (here & (head >= H))
+            total = partial_ptr + (tl.program_id(0) * 2 + part) * S
+            tl.store(total + flat, tl.sum(tl.where(mine, sum_left, 0.0), 0), flat < R // 2)
+            tl.store(total + R // 2 + flat, tl.sum(tl.where(mine, sum_right, 0.0), 0), flat < R // 2)
+            if R < S:
+                tl.store(total + end, tl.sum(tl.where(mine, sum_rest, 0.0), 0), end < S)
+
+
+def _constants(heads: Heads, turned: int) -> dict[str, Any]:
+    sizes = {"H": heads.queries, "K": heads.keys, "S": heads.size, "R": turned}
+    blocks = {"HALF": turned // 2, "REST": max(heads.size - turned, 1), "HEADS": heads.queries + heads.keys}
+    powers = {name: max(1 << (value - 1).bit_length(), 1) for name, value in blocks.items()}
+    return {**sizes, **powers, "num_warps": 8 if powers["HEADS"] * powers["HALF"] > 2048 else 4}
+
+
+def _forward(
+    qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, keys: int, size: int, q_weight: Tensor | None,
+    k_weight: Tensor | None, eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if not use_triton(qkv):
+        return rotate_reference(qkv, cos, sin, queries, keys, size, q_weight, k_weight, eps)
+    out, rstd = _forward_fake(qkv, cos, sin, queries, keys, size, q_weight, k_weight, eps)
+    batch, length, _ = qkv.shape
+    cos, sin = cos.contiguous(), sin.contiguous()
+    if qkv.numel():
+        launch_kernel(
+            _forward_kernel, (batch * length,),
+            qkv, cos, sin, q_weight, k_weight, out, rstd if rstd.numel() else None, length, qkv.stride(1),
+            cos.stride(0) if len(cos) > 1 else 0, eps, **_constants(Heads(queries, keys, size), cos.shape[-1]),
+        )  # fmt: skip
+    return out, rstd
+
+
+def _forward_fake(
+    qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, keys: int, size: int, q_weight: Tensor | None,
+    k_weight: Tensor | None, eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    batch, length, _ = qkv.shape
+    count = batch * length if q_weight is not None else 0
+    rstd = qkv.new_empty(count, queries + keys if count else 0, dtype=torch.float32)
+    return qkv.new_empty(batch, length, (queries + keys) * size), rstd if count else rstd.view(0)
+
+
+def _backward(
+    grad_q: Tensor, grad_k: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, keys: int, size: int,
+    q_weight: Tensor | None, k_weight: Tensor | None, rstd: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    arguments = grad_q, grad_k, qkv, cos, sin, queries, keys, size, q_weight, k_weight, rstd
+    if not use_triton(qkv) or not qkv.numel():
+        return rotate_backward_reference(*arguments)
+    grad, of_q, of_k = _backward_fake(*arguments)
+    batch, length, _ = qkv.shape
+    rows = batch * length
+    cos, sin = cos.contiguous(), sin.contiguous()
+    grad_q, grad_k = (g if g.stride(3) == 1 else g.contiguous() for g in (grad_q, grad_k))
+    programs = rows if q_weight is None else min(rows, PROGRAMS)
+    partial = None if q_weight is None else qkv.new_empty(programs, 2, size, dtype=torch.float32)
+    launch_kernel(
+        _backward_kernel, (programs,),
+        grad_q, grad_k, qkv, cos, sin, q_weight, k_weight, rstd if q_weight is not None else None, grad, partial, rows,
+        length, *grad_q.stride()[:3], *grad_k.stride()[:3], qkv.stride(1), cos.stride(0) if len(cos) > 1 else 0,
+        **_constants(Heads(queries, keys, size), cos.shape[-1]),
+    )  # fmt: skip
+    if partial is not None:
+        of_q, of_k = partial[:, 0].sum(0), partial[:, 1].sum(0)
+    return grad, of_q, of_k
+
+
+def _backward_fake(
+    grad_q: Tensor, grad_k: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, keys: int, size: int,
+    q_weight: Tensor | None, k_weight: Tensor | None, rstd: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    batch, length, _ = qkv.shape
+    weights = [qkv.new_empty(size if q_weight is not None else 0, dtype=torch.float32) for _ in range(2)]
+    return qkv.new_empty(batch, length, (queries + keys) * size), weights[0], weights[1]
+
+
+_forward_op = register("rotate", _forward, _forward_fake)
+_backward_op = register("rotate_backward", _backward, _backward_fake)

@@ -1,0 +1,100 @@
+"""Lists the forms of attention that a block may have and that we compute faster; each is verified before it is used."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from narrowgauge.nn.blocks.example import Example
+from narrowgauge.nn.blocks.observe import Observation
+from narrowgauge.nn.blocks.recognize import recognize_norm
+from narrowgauge.nn.blocks.spec import AttentionSpec, BlockSpec, NormSpec
+from narrowgauge.nn.products.linear import get_weight_shape
+
+LARGEST_HEAD = 256
+"""Larger heads have no fused attention."""
+
+
+def list_attention_forms(
+    block: nn.Module, spec: BlockSpec, seen: Observation, example: Example
+) -> Iterator[AttentionSpec]:
+    """Yield forms in the order in which to try them."""
+    outputs = [get_weight_shape(block.get_submodule(path))[0] for path in spec.inputs]
+    norms = [norm for call in seen.calls if (norm := recognize_norm(call)) is not None]
+    inner = [norm for norm in norms if norm not in spec.norms]
+    angles = _count_angles(example)
+    for heads, kv_heads, size in _list_layouts(block, outputs):
+        pairs: list[tuple[NormSpec | None, NormSpec | None]] = [(None, None)]
+        sized = [norm for norm in inner if _get_width(block, norm) == size]
+        if len({norm.path for norm in sized}) == 2:
+            one, two = {norm.path: norm for norm in sized}.values()
+            pairs = [(one, two), (two, one)]
+        for q_norm, k_norm in pairs:
+            if q_norm is not None and (k_norm is None or q_norm.eps != k_norm.eps or q_norm.kind != "rms"):
+                continue
+            for dropout, causal in itertools.product((None, *_list_dropouts(block, spec)), (True, False)):
+                common = AttentionSpec("plain", heads, kv_heads, causal, dropout=dropout)
+                if angles is not None and angles <= size:
+                    half = 2 * angles <= size and angles != size
+                    yield replace(common, kind="rotary", half_angles=half, q_norm=q_norm, k_norm=k_norm)
+                    if half:
+                        yield replace(common, kind="rotary", q_norm=q_norm, k_norm=k_norm)
+                if q_norm is None:
+                    yield common
+
+
+def _list_layouts(block: nn.Module, outputs: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield query heads, key heads and head sizes that fit the projections, from the numbers that the block holds."""
+    numbers: list[int] = []
+    for module in block.modules():
+        config = getattr(module, "config", None)
+        for holder in (vars(module), {} if config is None else vars(config)):
+            numbers += [v for v in holder.values() if type(v) is int and 0 < v <= max(outputs) and v not in numbers]
+    total = sum(outputs)
+    seen = set()
+    for size in numbers:
+        if size > LARGEST_HEAD or size % 8 or total % size:
+            continue
+        if len(outputs) == 3:
+            layouts = [(outputs[0] // size, outputs[1] // size)] if not any(o % size for o in outputs) else []
+        elif len(outputs) == 1:
+            count = total // size
+            layouts = [(count - 2 * kv, kv) for kv in numbers if count > 2 * kv and (count - 2 * kv) % kv == 0]
+        else:
+            layouts = []
+        for heads, kv_heads in layouts:
+            if (heads, kv_heads, size) not in seen and heads % max(kv_heads, 1) == 0 and heads in numbers:
+                seen.add((heads, kv_heads, size))
+                yield heads, kv_heads, size
+    for heads in numbers:  # a block may know its heads, and compute their size
+        if len(outputs) in (1, 3) and total % (3 * heads) == 0 and (heads, heads, total // 3 // heads) not in seen:
+            size = total // 3 // heads
+            if 8 <= size <= LARGEST_HEAD and size % 8 == 0 and len(set(outputs)) == 1:
+                seen.add((heads, heads, size))
+                yield heads, heads, size
+
+
+def _list_dropouts(block: nn.Module, spec: BlockSpec) -> Iterator[tuple[str, str]]:
+    """Yield the places of probabilities that may be attention's dropout."""
+    for path, module in block.named_modules():
+        if path in (spec.dropout1, spec.dropout2):
+            continue
+        for name, value in vars(module).items():
+            named = "drop" in name or (isinstance(module, nn.Dropout) and name == "p")
+            if named and isinstance(value, float) and 0 < value < 1:
+                yield path, name
+
+
+def _get_width(block: nn.Module, norm: NormSpec) -> int:
+    weight = block.get_submodule(norm.path).weight
+    assert isinstance(weight, Tensor)
+    return len(weight)
+
+
+def _count_angles(example: Example) -> int | None:
+    """Return how many cosines a token of the example has."""
+    given = example.kwargs.get("position_embeddings") or (example.kwargs.get("cos"),)
+    return given[0].shape[-1] if isinstance(given[0], Tensor) else None

@@ -1,0 +1,52 @@
+"""The arguments of one call of a block, and random angles for those that need them."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.nn.module_changes import original_class
+
+
+class Example(NamedTuple):
+    """The arguments of a call; the hidden state is the first positional one."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Signature(NamedTuple):
+    """Names of a block's arguments, the hidden state's first."""
+
+    required: list[str]
+    optional: list[str]
+
+
+def read_signature(block: nn.Module) -> Signature:
+    """Return the names of the arguments of a block's forward."""
+    parameters = list(inspect.signature(original_class(block).forward).parameters.values())[1:]
+    plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    required = [p.name for p in plain if p.default is p.empty]
+    optional = [p.name for p in plain if p.default is not p.empty]
+    return Signature(required, optional) if required else Signature(optional[:1], optional[1:])
+
+
+def list_head_sizes(block: nn.Module) -> list[int]:
+    """Return the numbers that modules of the block call their head's size, or the rotated part of it."""
+    sizes: list[int] = []
+    for module in block.modules():
+        holders = [module, getattr(module, "config", None)]
+        for name in ("head_dim", "head_size", "rotary_ndims", "rope_n_elem", "rotary_dim"):
+            for holder in holders:
+                size = getattr(holder, name, None)
+                if isinstance(size, int) and size > 1 and size not in sizes:
+                    sizes.append(size)
+    return sizes
+
+
+def make_turns(x: Tensor, size: int) -> Tensor:
+    """Return random angles [T, size]."""
+    return torch.rand(x.shape[1], size, generator=torch.Generator().manual_seed(2)).to(x.device) * 6

@@ -1,0 +1,55 @@
+"""Makes the arguments of one call of a block that nobody has called yet: a random hidden state, and what goes with it.
+
+Most blocks need the hidden state only. A convention for more arguments, which a library or several families share, has
+a file in ``families`` with a function ``make_examples(block, x)``. It returns calls to try in order, or None if it is
+not its block.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import Any
+
+import torch
+from torch import nn
+
+from narrowgauge.nn.blocks import families
+from narrowgauge.nn.blocks.example import Example, read_signature
+from narrowgauge.nn.blocks.recognize import NotABlock
+
+BATCH, LENGTH = 2, 12
+"""Rows and tokens of an example: more than one, and not a multiple of 16."""
+
+
+def make_examples(block: nn.Module, device: torch.device) -> list[Example]:
+    """Return the calls to try.
+
+    Raises:
+        NotABlock: Nobody knows what the block's arguments are.
+    """
+    x = torch.randn(BATCH, LENGTH, find_width(block), generator=torch.Generator().manual_seed(1)).to(device)
+    for family in _list_families():
+        made: list[Example] | None = family.make_examples(block, x)
+        if made:
+            return made
+    required, _ = read_signature(block)
+    unknown = [name for name in required[1:] if name != "attention_mask"]
+    if unknown:
+        raise NotABlock(f"its forward needs {', '.join(unknown)}")
+    return [Example((x,), dict.fromkeys(required[1:]))]
+
+
+def find_width(block: nn.Module) -> int:
+    """Return the width of the residual stream: the most frequent size of the block's norms."""
+    sizes = [len(p) for p in block.parameters() if p.dim() == 1]
+    widths = {size for p in block.parameters() if p.dim() == 2 for size in p.shape}
+    fitting = [size for size in sizes if size in widths]
+    if not fitting:
+        raise NotABlock("no norm has the width of a linear layer")
+    return max(fitting, key=fitting.count)
+
+
+def _list_families() -> list[Any]:
+    names = sorted(info.name for info in pkgutil.iter_modules(families.__path__))
+    return [importlib.import_module(f"{families.__name__}.{name}") for name in names]

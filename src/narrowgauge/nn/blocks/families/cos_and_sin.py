@@ -1,0 +1,23 @@
+"""Blocks that take cosines and sines [T, S] or [T, S/2] as two arguments: the built-in Llama, litGPT."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.nn.blocks.example import Example, list_head_sizes, make_turns, read_signature
+
+
+def make_examples(block: nn.Module, x: Tensor) -> list[Example] | None:
+    """Return calls to try, or None for blocks with other arguments."""
+    required, optional = read_signature(block)
+    names = [*required, *optional]
+    if "cos" not in names or "sin" not in names:
+        return None
+    others = {name: None for name in required[1:] if name not in ("cos", "sin")}
+    made = []
+    for size in list_head_sizes(block):
+        half = make_turns(x, size // 2)
+        for turns in (half, torch.cat([half, half], -1)):
+            made.append(Example((x,), {"cos": turns.cos(), "sin": turns.sin(), **others}))
+    return made

@@ -1,0 +1,285 @@
+"""Attention inside a fused block: from the output of the input projections to the input of the output projection.
+
+    plain    torch's fused attention on views of qkv
+    rotary   the same, with queries and keys normed and rotated by one kernel
+    own      the model's own code, whatever it does: the block's forward is called with its first norm and its input
+             projections replaced by the tensors that exist already, and ends when it reaches the output projection
+
+Forward runs attention in its own autograd graph, with leaves for what it reads. Backward asks that graph for the
+gradients of the leaves. So masks, caches, windows, soft-capping, dropout and relative positions need no code here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from narrowgauge.kernels import rotary
+from narrowgauge.nn.blocks.spec import BlockSpec
+from narrowgauge.nn.fused.casts import cast_grad_output, cast_heads_grad, cast_heads_input, make_operand
+from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors
+from narrowgauge.nn.module_changes import Change
+from narrowgauge.nn.products.gemm import Fp8Caster, Operand, is_graph_retained
+from narrowgauge.nn.products.linear import get_weight_shape
+
+CACHES = ("past_key_values", "past_key_value", "layer_past")
+"""Names of arguments that hold the keys and values of earlier tokens."""
+_active = threading.local()
+
+
+class _OutputReached(Exception):
+    """The model's code has called the output projection, with this tensor."""
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.value = value
+
+
+class PartOfBlock(Change):
+    """A norm or projection of a fused block. While the model's own attention runs, it returns what exists already."""
+
+    def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        answers: dict[int, Callable[[Tensor], Tensor]] | None = getattr(_active, "answers", None)
+        answer = None if answers is None else answers.get(id(module))
+        if answer is None:
+            return inner(*args, **kwargs)
+        return answer(args[0] if args else next(iter(kwargs.values())))
+
+
+@dataclass
+class BlockCall:
+    """One call of a block: the module, its own forward, and the arguments besides the hidden state."""
+
+    module: nn.Module
+    inner: Callable[..., Any]
+    name: str
+    """The hidden state's name."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    autocast: torch.dtype | None = None
+    """The dtype of autocast around the call, in which the model's own code runs."""
+
+    @property
+    def differentiable(self) -> list[Tensor]:
+        """The arguments that need gradients, such as a position bias."""
+        return [value for value in self.kwargs.values() if isinstance(value, Tensor) and value.requires_grad]
+
+    def invoke(self, x: Tensor, replaced: list[Tensor]) -> Any:
+        """Call the block's own forward, with these tensors for the differentiable arguments."""
+        others = iter(replaced)
+        kwargs = {
+            name: next(others) if isinstance(value, Tensor) and value.requires_grad else value
+            for name, value in self.kwargs.items()
+        }
+        return self.inner(**{self.name: x}, **kwargs)
+
+    def find_angles(self, half: bool) -> tuple[Tensor, Tensor] | None:
+        """Return the call's cosines and sines [1 or B, T, R]."""
+        given = self.kwargs.get("position_embeddings") or (self.kwargs.get("cos"), self.kwargs.get("sin"))
+        if not isinstance(given, tuple) or len(given) != 2 or not all(isinstance(part, Tensor) for part in given):
+            return None
+        cos, sin = (part if part.dim() == 3 else part[None] for part in given)
+        return (torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)) if half else (cos, sin)
+
+    def get_cache_number(self, spec: BlockSpec) -> int | None:
+        """Return the layer's number in a cache of keys and values, as its attention module holds it."""
+        owner = self.module.get_submodule(spec.inputs[0].rpartition(".")[0])
+        number = getattr(owner, "layer_idx", None)
+        return number if isinstance(number, int) else None
+
+    def has_filled_cache(self, spec: BlockSpec) -> bool:
+        """Whether a cache was passed that holds keys already, or whose entry for this layer is unknown."""
+        caches = [self.kwargs[name] for name in CACHES if self.kwargs.get(name) is not None]
+        number = self.get_cache_number(spec)
+        return any(number is None or cache.get_seq_length(number) for cache in caches)
+
+    def without_cache(self) -> BlockCall:
+        """Return the call for recomputation, which must not write to a cache again."""
+        kwargs = {name: None if name in CACHES else value for name, value in self.kwargs.items()}
+        return replace(self, kwargs=kwargs)
+
+    def fill_cache(self, spec: BlockSpec, keys: Tensor, values: Tensor) -> None:
+        """Write keys and values to an empty cache that was passed along, as the model's own attention does."""
+        for name in CACHES:
+            cache = self.kwargs.get(name)
+            if cache is not None:
+                cache.update(keys.detach(), values.detach(), self.get_cache_number(spec))
+
+
+@dataclass
+class Attended:
+    """Attention's result, and what its backward needs."""
+
+    mixed: Tensor
+    """[B, H, T, S], or rows of tokens from the model's own code."""
+    leaves: tuple[Tensor, ...] = ()
+    """Leaves of attention's autograd graph: queries, keys and values, or qkv; then differentiable arguments."""
+    rotated: tuple[Tensor, ...] = ()
+    """cos, sin, 1 / rms and, with norms, qkv."""
+
+
+def attend(
+    plan: BlockPlan, qkv: Tensor, call: BlockCall, tensors: BlockTensors, needed: bool, dropout: float = 0.0
+) -> Attended:
+    """Run attention on qkv [B, T, O]."""
+    spec = plan.spec.attention
+    if spec.kind == "own":
+        return _attend_by_own_code(plan.spec, qkv, call, tensors, needed)
+    heads = rotary.Heads(spec.heads, spec.kv_heads, _get_head_size(plan, qkv))
+    rotated: tuple[Tensor, ...] = ()
+    front = qkv
+    if spec.kind == "rotary":
+        angles = call.find_angles(spec.half_angles)
+        assert angles is not None
+        q_weight, k_weight, eps = _get_norms(plan, tensors)
+        front, rstd = rotary.rotate(qkv, *angles, heads, q_weight, k_weight, eps)
+        rotated = (*angles, rstd, *([qkv] if q_weight is not None else []))
+    batch, length, _ = qkv.shape
+    counts = (heads.queries, heads.keys, heads.keys)
+    sources = (front, front, qkv)
+    parts, start = [], 0
+    for count, source in zip(counts, sources, strict=True):
+        view = source[..., start : start + count * heads.size].view(batch, length, count, heads.size).transpose(1, 2)
+        parts.append(view.detach().requires_grad_(needed))
+        start += count * heads.size
+    q, k, v = parts
+    call.fill_cache(plan.spec, k, v)
+    with torch.set_grad_enabled(needed):
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, is_causal=spec.causal, dropout_p=dropout, scale=spec.scale, enable_gqa=heads.queries != heads.keys
+        )
+    return Attended(mixed, tuple(parts), rotated)
+
+
+def attend_backward(
+    plan: BlockPlan,
+    attended: Attended,
+    grad: Tensor,
+    shape: torch.Size,
+    tensors: BlockTensors,
+    caster: Fp8Caster | None,
+    needs_own: tuple[bool, ...],
+) -> tuple[Operand, list[Tensor | None], list[Tensor | None]]:
+    """Return qkv's gradient as products read it, and the gradients of own parameters and differentiable arguments.
+
+    ``grad`` is the gradient of the output projection's input, as rows; ``shape`` is that of the hidden state.
+    """
+    spec, again = plan.spec.attention, is_graph_retained()
+    if spec.kind == "own":
+        own = [p for p, needs in zip(tensors.own, needs_own, strict=True) if needs and p is not None]
+        wanted = [*attended.leaves, *own]
+        found = torch.autograd.grad(
+            attended.mixed, wanted, grad.view(attended.mixed.shape).to(attended.mixed.dtype), retain_graph=again,
+            allow_unused=True,
+        )  # fmt: skip
+        count = len(attended.leaves)
+        of_qkv = found[0]
+        assert of_qkv is not None
+        of_own = iter(found[count:])
+        rows = of_qkv.reshape(-1, of_qkv.shape[-1])
+        return (
+            cast_grad_output(plan.qkv, rows, caster),
+            [
+                next(of_own) if needs and p is not None else None
+                for p, needs in zip(tensors.own, needs_own, strict=True)
+            ],
+            list(found[1:count]),
+        )
+    batch, length, _ = shape
+    size = attended.mixed.shape[-1]
+    grad = grad.view(batch, length, spec.heads, size).transpose(1, 2).to(attended.mixed.dtype)
+    parts = torch.autograd.grad(attended.mixed, attended.leaves, grad, retain_graph=again)
+    grads_own: list[Tensor | None] = [None] * len(tensors.own)
+    if spec.kind == "rotary":
+        heads = rotary.Heads(spec.heads, spec.kv_heads, size)
+        cos, sin, rstd, *source = attended.rotated
+        q_weight, k_weight, _ = _get_norms(plan, tensors)
+        front, of_q, of_k = rotary.rotate_backward(
+            parts[0], parts[1], source[0] if source else _join_shape(parts, batch, length), cos, sin, heads,
+            q_weight, k_weight, rstd,
+        )  # fmt: skip
+        if of_q is not None:
+            grads_own = _place_norm_grads(plan, of_q, of_k)
+        cut = front.view(batch, length, spec.heads + spec.kv_heads, size).transpose(1, 2)
+        parts = (cut[:, : spec.heads], cut[:, spec.heads :], parts[2])
+    return cast_heads_grad(parts, plan.qkv, caster), grads_own, []
+
+
+def make_operand_of(plan: BlockPlan, attended: Attended, caster: Fp8Caster | None, needed: bool) -> Operand:
+    """Return attention's output in the formats of the output projection, one row per token."""
+    mixed, reader = attended.mixed.detach(), plan.out
+    if plan.spec.attention.kind != "own":
+        return cast_heads_input(mixed, reader, caster, needed)
+    return make_operand(mixed.reshape(-1, mixed.shape[-1]), reader.input_formats, reader.input, caster, needed)
+
+
+def _attend_by_own_code(spec: BlockSpec, qkv: Tensor, call: BlockCall, tensors: BlockTensors, needed: bool) -> Attended:
+    module = call.module
+    leaf = qkv.detach().requires_grad_(needed)
+    others = [argument.detach().requires_grad_(needed) for argument in call.differentiable]
+    widths = [get_weight_shape(module.get_submodule(path))[0] for path in spec.inputs]
+    with torch.set_grad_enabled(needed):
+        parts = leaf.split(widths, -1) if len(widths) > 1 else (leaf,)
+        answers: dict[int, Callable[[Tensor], Tensor]] = {}
+        if spec.order != "post":
+            answers[id(module.get_submodule(spec.norm1.path))] = lambda x: x
+        for path, part in zip(spec.inputs, parts, strict=True):
+            answers[id(module.get_submodule(path))] = lambda x, part=part: part.view(*x.shape[:-1], -1)  # type: ignore[misc]
+        answers[id(module.get_submodule(spec.output))] = _stop
+        before, _active.answers = getattr(_active, "answers", None), answers
+        x = qkv.new_empty(()).expand(*qkv.shape[:-1], _get_width(tensors))
+        dtype, kind = call.autocast, qkv.device.type
+        try:
+            with torch.autocast(kind, dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+                call.invoke(x, others)
+        except _OutputReached as reached:
+            return Attended(reached.value, (leaf, *others))
+        finally:
+            _active.answers = before
+    raise RuntimeError("the block's forward no longer reaches its output projection")
+
+
+def _stop(x: Tensor) -> Tensor:
+    raise _OutputReached(x)
+
+
+def _get_width(tensors: BlockTensors) -> int:
+    (weight,) = tensors.norm1
+    assert weight is not None
+    return len(weight)
+
+
+def _get_head_size(plan: BlockPlan, qkv: Tensor) -> int:
+    spec = plan.spec.attention
+    return qkv.shape[-1] // (spec.heads + 2 * spec.kv_heads)
+
+
+def _get_norms(plan: BlockPlan, tensors: BlockTensors) -> tuple[Tensor | None, Tensor | None, float]:
+    spec = plan.spec.attention
+    if spec.q_norm is None or spec.k_norm is None:
+        return None, None, 0.0
+    by_name = dict(zip(plan.own, tensors.own, strict=True))
+    weights = []
+    for norm in (spec.q_norm, spec.k_norm):
+        weight = by_name[f"{norm.path}.weight"]
+        assert weight is not None
+        weights.append(weight.detach() + norm.offset if norm.offset else weight.detach())
+    return weights[0], weights[1], spec.q_norm.eps
+
+
+def _place_norm_grads(plan: BlockPlan, of_q: Tensor, of_k: Tensor | None) -> list[Tensor | None]:
+    spec = plan.spec.attention
+    assert spec.q_norm is not None and spec.k_norm is not None
+    found = {f"{spec.q_norm.path}.weight": of_q, f"{spec.k_norm.path}.weight": of_k}
+    return [found.get(name) for name in plan.own]
+
+
+def _join_shape(parts: tuple[Tensor, ...], batch: int, length: int) -> Tensor:
+    """Return a tensor that has only the shape and dtype of qkv, which a backward without norms does not read."""
+    width = sum(part.shape[1] for part in parts) * parts[0].shape[3]
+    return parts[0].new_empty(()).expand(batch, length, width)

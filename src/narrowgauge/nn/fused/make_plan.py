@@ -1,0 +1,69 @@
+"""Makes the plan of a fused block from its description, the formats chosen for its layers, and the FP8 scales."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import nn
+
+from narrowgauge.kernels.norm import MAX_COLUMNS
+from narrowgauge.nn.blocks.spec import BlockSpec
+from narrowgauge.nn.fused.casts import Projection
+from narrowgauge.nn.fused.plan import BlockPlan, list_classes, list_own_parameters
+from narrowgauge.nn.products.gemm import GemmChoice
+from narrowgauge.nn.products.linear import has_transposed_weight
+from narrowgauge.nn.products.weight_casts import WeightCastPlan
+from narrowgauge.scaling.tensor import Site, TensorScales
+
+
+class ChosenLayer(Protocol):
+    """What a plan needs to know of a converted layer."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def choice(self) -> GemmChoice: ...
+
+
+def find_misfit(block: nn.Module, spec: BlockSpec) -> str | None:
+    """Return why our kernels cannot compute a block, or None if they can."""
+    for norm in spec.norms:
+        weight: Any = block.get_submodule(norm.path).weight
+        if len(weight) > MAX_COLUMNS:
+            return f"its norms have {len(weight)} columns, more than {MAX_COLUMNS}"
+    for group in (spec.inputs, spec.ups):
+        turned = [has_transposed_weight(block.get_submodule(path)) for path in group]
+        if any(turned) and len(turned) > 1:
+            return "several projections with transposed weights read one input"
+    return None
+
+
+def make_plan(
+    block: nn.Module,
+    path: str,
+    spec: BlockSpec,
+    layers: Mapping[str, ChosenLayer],
+    scales: TensorScales | None,
+    checkpoint: str,
+    lean: bool,
+) -> BlockPlan:
+    """Return the plan of the block at ``path``. The first of projections that read one input decides for all."""
+
+    def find_site(layer: ChosenLayer, end: str) -> Site | None:
+        return scales.sites.get(f"{layer.path}.{end}") if scales is not None else None
+
+    def project(*inner: str) -> Projection:
+        layer = layers[f"{path}.{inner[0]}"]
+        modules: list[Any] = [block.get_submodule(name) for name in inner]
+        weight = WeightCastPlan.of(
+            *(module.weight for module in modules), site=find_site(layer, "weight"), scales=scales,
+            transposed_weight=has_transposed_weight(modules[0]), lean=lean, path=layer.path,
+        )  # fmt: skip
+        return Projection(weight, layer.choice, find_site(layer, "input"), find_site(layer, "grad_output"))
+
+    return BlockPlan(
+        spec, project(*spec.inputs), project(spec.output), project(*spec.ups), project(spec.down), scales, checkpoint,
+        path, list_own_parameters(block, spec), list_classes(block),
+    )  # fmt: skip

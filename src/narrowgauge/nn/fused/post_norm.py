@@ -1,0 +1,149 @@
+"""A block whose norms come after the sums (BERT): forward, backward, and what is saved in between.
+
+    qkv = x Wqkv' + bqkv;  o = attend(qkv)
+    r1 = x + o Wout' + bout;  x1 = norm1(r1)
+    u = x1 Wup' + bup;  a = act(u)
+    r2 = x1 + a Wdown' + bdown;  y = norm2(r2)
+
+Branches go through dropout before they are added. The stream keeps its dtype; projections read a cast of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from narrowgauge.kernels import norm as norm_kernel
+from narrowgauge.nn.fused.attention import Attended, attend, attend_backward, make_operand_of
+from narrowgauge.nn.fused.casts import (
+    NormWeights,
+    Projection,
+    Stats,
+    apply_activation,
+    apply_activation_backward,
+    make_operand,
+    norm_backward,
+)
+from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, bind_norm
+from narrowgauge.nn.fused.sublayers import Branch, Run, branch_backward, finish_branch, project, project_backward
+from narrowgauge.nn.products.gemm import Operand, compute_grad_input
+
+
+@dataclass
+class Saved:
+    """Tensors that forward saves for backward."""
+
+    h1: Operand
+    attended: Attended
+    o: Operand
+    branch1: Branch
+    r1: Tensor
+    stats1: Stats
+    h2: Operand
+    u: Tensor
+    a: Operand
+    branch2: Branch
+    r2: Tensor
+    stats2: Stats
+
+
+def forward(run: Run, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Saved]:
+    """Return the block's input, its output, no branch, and what is saved."""
+    assert branch is None
+    plan, tensors, uses, caster, spec = run.plan, run.tensors, run.uses, run.caster, run.plan.spec
+    batch, length, width = x.shape
+    rows = x.reshape(-1, width)
+    h1 = _read(rows, plan.qkv, run)
+    qkv = project(h1, uses.qkv, plan.qkv, tensors.input_biases)
+    attended = attend(plan, qkv.view(batch, length, -1), run.call, tensors, run.needed, run.dropout.attention)
+    o = make_operand_of(plan, attended, caster, run.needed)
+    out, branch1 = finish_branch(
+        project(o, uses.out, plan.out, tensors.out_bias), None, (None,), run.dropout.branch1, run.needed
+    )
+    norm1, norm2 = _bind_norms(run)
+    x1, r1, stats1 = _add_and_norm(norm1, rows, out)
+    h2 = _read(x1, plan.up, run)
+    u = project(h2, uses.up, plan.up, tensors.up_biases)
+    a = apply_activation(spec, u, plan.down, caster, run.needed)
+    down, branch2 = finish_branch(
+        project(a, uses.down, plan.down, tensors.down_bias), None, (None,), run.dropout.branch2, run.needed
+    )
+    y, r2, stats2 = _add_and_norm(norm2, x1, down)
+    return x, y, None, Saved(h1, attended, o, branch1, r1, stats1, h2, u, a, branch2, r2, stats2)
+
+
+def backward(
+    run: Run,
+    saved: Saved,
+    x0: Tensor,
+    grad: Tensor,
+    given: Operand | None,
+    reader: Projection | None,
+    needs: BlockTensors,
+) -> tuple[Tensor, Operand, BlockTensors, list[Tensor | None]]:
+    """Return the gradient of x, nothing for a reader, and the gradients of parameters and of other arguments."""
+    plan, tensors, uses, caster, spec = run.plan, run.tensors, run.uses, run.caster, run.plan.spec
+    norm1, norm2 = _bind_norms(run)
+    direct = saved.branch2.mask is None
+    two = norm_backward(norm2, grad, saved.r2, saved.stats2, None, plan.down if direct else None, caster)
+    g = two.operand
+    if not direct:
+        g, _ = branch_backward(plan.down, two.stream, saved.branch2, None, (None,), run.dropout.branch2, caster)
+    grad_a = compute_grad_input(g, uses.down, plan.down.choice)
+    grad_u, a = apply_activation_backward(spec, grad_a, saved.u, saved.a, plan.down, plan.up, caster)
+    of_down, of_down_bias = project_backward(g, a, uses.down, plan.down, needs.down, needs.down_bias)
+    grad_x1 = two.stream.add_(compute_grad_input(grad_u, uses.up, plan.up.choice))
+    of_ups, of_up_biases = project_backward(grad_u, saved.h2, uses.up, plan.up, needs.ups, needs.up_biases)
+    direct = saved.branch1.mask is None
+    one = norm_backward(norm1, grad_x1, saved.r1, saved.stats1, None, plan.out if direct else None, caster)
+    g1 = one.operand
+    if not direct:
+        g1, _ = branch_backward(plan.out, one.stream, saved.branch1, None, (None,), run.dropout.branch1, caster)
+    grad_o = compute_grad_input(g1, uses.out, plan.out.choice)
+    of_out, of_out_bias = project_backward(g1, saved.o, uses.out, plan.out, needs.out, needs.out_bias)
+    grad_qkv, of_own, of_others = attend_backward(
+        plan, saved.attended, grad_o, x0.shape, tensors, caster, tuple(bool(need) for need in needs.own)
+    )
+    grad_x = one.stream.add_(compute_grad_input(grad_qkv, uses.qkv, plan.qkv.choice))
+    of_inputs, of_input_biases = project_backward(
+        grad_qkv, saved.h1, uses.qkv, plan.qkv, needs.inputs, needs.input_biases
+    )
+    grads = BlockTensors(
+        (one.weight,), (one.bias,), of_inputs, of_input_biases, of_out, of_out_bias, (two.weight,), (two.bias,),
+        of_ups, of_up_biases, of_down, of_down_bias, (None,), (None,), tuple(of_own),
+    )  # fmt: skip
+    return grad_x, Operand(), grads, of_others
+
+
+def drop_unneeded(plan: BlockPlan, saved: Saved) -> Saved:
+    """Drop what only forward's products read."""
+    for name in ("h1", "h2", "o", "a"):
+        operand: Operand = getattr(saved, name)
+        setattr(saved, name, operand._replace(lp=None) if operand.lp_t is not None else operand)
+    return saved
+
+
+def recompute(run: Run, x0: Tensor, saved: Saved) -> Saved:
+    """Return what was saved: this order drops nothing that selective checkpointing could recompute."""
+    return saved
+
+
+def _read(rows: Tensor, reader: Projection, run: Run) -> Operand:
+    return make_operand(rows, reader.input_formats, reader.input, run.caster, run.needed)
+
+
+def _bind_norms(run: Run) -> tuple[NormWeights, NormWeights]:
+    spec, tensors = run.plan.spec, run.tensors
+    return (
+        bind_norm(spec.norm1, tensors.norm1, tensors.norm1_bias),
+        bind_norm(spec.norm2, tensors.norm2, tensors.norm2_bias),
+    )
+
+
+def _add_and_norm(norms: NormWeights, rows: Tensor, branch: Tensor) -> tuple[Tensor, Tensor, Stats]:
+    made = norm_kernel.norm(
+        rows, norms.weight, norms.bias, eps=norms.spec.eps, kind=norms.spec.kind, branch=branch, dtype=rows.dtype
+    )
+    assert made.residual is not None
+    return made.out, made.residual, (made.mean, made.rstd)

@@ -1,0 +1,200 @@
+"""A block whose norms read the residual stream: forward, backward, and what is saved in between.
+
+    h1 = norm1(x + b)                    the norm adds the previous block's branch b, and writes the FP8 operand
+    qkv = h1 Wqkv' + bqkv                BF16 out
+    o = attend(qkv)                      see attention.py
+    x1 = x + b + post1(o Wout' + bout)   added by norm2's kernel, in the residual stream's dtype
+    h2 = norm2(x1)                       written in FP8
+    u = h2 Wup' + bup;  a = act(u)       the activation writes FP8 in both layouts
+    x1, post2(a Wdown' + bdown)          the next block's x and b; their sum for a single block
+
+Branches go through dropout before they are added.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from narrowgauge import events
+from narrowgauge.nn.fused.attention import Attended, attend, attend_backward, make_operand_of
+from narrowgauge.nn.fused.casts import (
+    Projection,
+    Stats,
+    apply_activation,
+    apply_activation_backward,
+    apply_norm,
+    is_remade_in_backward,
+    norm_backward,
+)
+from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, bind_norm
+from narrowgauge.nn.fused.sublayers import (
+    Branch,
+    Run,
+    branch_backward,
+    finish_branch,
+    get_outputs,
+    project,
+    project_backward,
+)
+from narrowgauge.nn.products.gemm import Operand, compute_grad_input
+
+
+@dataclass
+class Saved:
+    """Tensors that forward saves for backward."""
+
+    h1: Operand
+    stats1: Stats
+    attended: Attended
+    o: Operand
+    branch1: Branch
+    x1: Tensor
+    h2: Operand
+    stats2: Stats
+    u: Tensor
+    a: Operand
+    branch2: Branch
+
+
+def forward(run: Run, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Saved]:
+    """Return the residual stream before the block and within it, the block's last branch, and what is saved."""
+    plan, tensors, uses, caster, spec = run.plan, run.tensors, run.uses, run.caster, run.plan.spec
+    batch, length, width = x.shape
+    rows, flat = x.reshape(-1, width), None if branch is None else branch.reshape(-1, width)
+    norm1 = bind_norm(spec.norm1, tensors.norm1, tensors.norm1_bias)
+    norm2 = bind_norm(spec.norm2, tensors.norm2, tensors.norm2_bias)
+    h1, stats1, x0 = apply_norm(norm1, rows, flat, plan.qkv, caster)
+    qkv = project(h1, uses.qkv, plan.qkv, tensors.input_biases)
+    attended = attend(plan, qkv.view(batch, length, -1), run.call, tensors, run.needed, run.dropout.attention)
+    o = make_operand_of(plan, attended, caster, run.needed)
+    out, branch1 = finish_branch(
+        project(o, uses.out, plan.out, tensors.out_bias), spec.post1, tensors.post1, run.dropout.branch1, run.needed
+    )
+    h2, stats2, x1 = apply_norm(norm2, x0, out, plan.up, caster)
+    u = project(h2, uses.up, plan.up, tensors.up_biases)
+    whole = not run.again or spec.post2 is not None
+    a = Operand()
+    if whole or not is_remade_in_backward(spec, plan.down, caster):
+        a = apply_activation(spec, u, plan.down, caster, run.needed)
+    y, branch2 = x1, Branch()
+    if whole:
+        down = project(a, uses.down, plan.down, tensors.down_bias)
+        y, branch2 = finish_branch(down, spec.post2, tensors.post2, run.dropout.branch2, run.needed)
+    elif run.dropout.branch2:  # only what dropout kept is needed, which does not depend on values
+        _, branch2 = finish_branch(torch.empty_like(out), None, (None,), run.dropout.branch2, run.needed)
+    if events.wants_tensors() and run.needed and not run.again:
+        _report_activations(run, h1, qkv, attended, out, h2, u, a, y)
+    saved = Saved(h1, stats1, attended, o, branch1, x1, h2, stats2, u, a, branch2)
+    return x0.view_as(x), x1, y, saved
+
+
+def backward(
+    run: Run,
+    saved: Saved,
+    x0: Tensor,
+    grad: Tensor,
+    given: Operand | None,
+    reader: Projection | None,
+    needs: BlockTensors,
+) -> tuple[Tensor, Operand, BlockTensors, list[Tensor | None]]:
+    """Return the gradient of x + b, the same as ``reader`` reads it, those of parameters and of other arguments.
+
+    Args:
+        run: The forward that is differentiated.
+        saved: What it saved.
+        x0: The residual stream before the block.
+        grad: The gradient of the block's output, as rows.
+        given: The same in the formats of the last projection, if the next block wrote it.
+        reader: The last projection of the block before, which reads the gradient of x + b.
+        needs: Which parameters need gradients: True or False in place of tensors.
+    """
+    plan, tensors, uses, caster, spec = run.plan, run.tensors, run.uses, run.caster, run.plan.spec
+    norm1 = bind_norm(spec.norm1, tensors.norm1, tensors.norm1_bias)
+    norm2 = bind_norm(spec.norm2, tensors.norm2, tensors.norm2_bias)
+    g, of_post2 = given, None
+    if g is None:
+        g, of_post2 = branch_backward(
+            plan.down, grad, saved.branch2, spec.post2, tensors.post2, run.dropout.branch2, caster
+        )
+    grad_a = compute_grad_input(g, uses.down, plan.down.choice)
+    grad_u, a = apply_activation_backward(spec, grad_a, saved.u, saved.a, plan.down, plan.up, caster)
+    of_down, of_down_bias = project_backward(g, a, uses.down, plan.down, needs.down, needs.down_bias)
+    grad_h2 = compute_grad_input(grad_u, uses.up, plan.up.choice)
+    of_ups, of_up_biases = project_backward(grad_u, saved.h2, uses.up, plan.up, needs.ups, needs.up_biases)
+    direct = spec.post1 is None and saved.branch1.mask is None
+    two = norm_backward(norm2, grad_h2, saved.x1, saved.stats2, grad, plan.out if direct else None, caster)
+    g1, of_post1 = two.operand, None
+    if not direct:
+        g1, of_post1 = branch_backward(
+            plan.out, two.stream, saved.branch1, spec.post1, tensors.post1, run.dropout.branch1, caster
+        )
+    grad_o = compute_grad_input(g1, uses.out, plan.out.choice)
+    of_out, of_out_bias = project_backward(g1, saved.o, uses.out, plan.out, needs.out, needs.out_bias)
+    grad_qkv, of_own, of_others = attend_backward(
+        plan, saved.attended, grad_o, x0.shape, tensors, caster, tuple(bool(need) for need in needs.own)
+    )
+    grad_h1 = compute_grad_input(grad_qkv, uses.qkv, plan.qkv.choice)
+    of_inputs, of_input_biases = project_backward(
+        grad_qkv, saved.h1, uses.qkv, plan.qkv, needs.inputs, needs.input_biases
+    )
+    rows = x0.reshape(-1, x0.shape[-1])
+    one = norm_backward(norm1, grad_h1, rows, saved.stats1, two.stream, reader, caster)
+    if events.wants_tensors():
+        shown = ((spec.down, g), (spec.ups[-1], grad_u), (spec.output, g1), (spec.inputs[0], grad_qkv))
+        for name, operand in shown:  # of projections that read one input: one gradient
+            operand.report("gradient", f"{plan.path}.{name}")
+    grads = BlockTensors(
+        (one.weight,), (one.bias,), of_inputs, of_input_biases, of_out, of_out_bias, (two.weight,), (two.bias,),
+        of_ups, of_up_biases, of_down, of_down_bias, (of_post1,), (of_post2,), tuple(of_own),
+    )  # fmt: skip
+    return one.stream, one.operand, grads, of_others
+
+
+def drop_unneeded(plan: BlockPlan, saved: Saved) -> Saved:
+    """Drop what only forward's products read, and what selective checkpointing recomputes."""
+    saved.o = saved.o._replace(lp=None) if saved.o.lp_t is not None else saved.o
+    saved.a = saved.a._replace(lp=None)
+    if plan.checkpoint == "selective":
+        saved.h1 = saved.h2 = saved.a = Operand()
+    return saved
+
+
+def recompute(run: Run, x0: Tensor, saved: Saved) -> Saved:
+    """Recompute what selective checkpointing dropped."""
+    plan, spec, tensors = run.plan, run.plan.spec, run.tensors
+    if plan.checkpoint == "selective":
+        saved = replace(saved)
+        rows = x0.reshape(-1, x0.shape[-1])
+        norm1 = bind_norm(spec.norm1, tensors.norm1, tensors.norm1_bias)
+        norm2 = bind_norm(spec.norm2, tensors.norm2, tensors.norm2_bias)
+        saved.h1, _, _ = apply_norm(norm1, rows, None, plan.qkv, run.caster)
+        saved.h2, _, _ = apply_norm(norm2, saved.x1, None, plan.up, run.caster)
+        if not is_remade_in_backward(spec, plan.down, run.caster):
+            saved.a = apply_activation(spec, saved.u, plan.down, run.caster, True)
+    return saved
+
+
+def _report_activations(
+    run: Run,
+    h1: Operand,
+    qkv: Tensor,
+    attended: Attended,
+    out: Tensor,
+    h2: Operand,
+    u: Tensor,
+    a: Operand,
+    y: Tensor,
+) -> None:
+    spec, path = run.plan.spec, run.plan.path
+    inputs = qkv.split([get_outputs(run.uses.qkv, n) for n in range(len(spec.inputs))], -1)
+    ups = u.split([get_outputs(run.uses.up, n) for n in range(len(spec.ups))], -1)
+    shown: list[tuple[str, Tensor | Operand]] = [
+        (spec.norm1.path, h1), *zip(spec.inputs, inputs, strict=True), ("attention", attended.mixed.detach()),
+        (spec.output, out), (spec.norm2.path, h2), *zip(spec.ups, ups, strict=True), ("act", a), (spec.down, y),
+    ]  # fmt: skip
+    for name, value in shown:
+        operand = value if isinstance(value, Operand) else Operand(value)
+        operand.report("activation", f"{path}.{name}")

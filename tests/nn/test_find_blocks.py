@@ -1,0 +1,175 @@
+"""Blocks are recognized by what they compute: families as they are, traps, and everything that must be respected."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from model_families import LANGUAGE, OTHERS, NanoBlock
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from narrowgauge.nn.blocks.find import FoundBlocks, find_blocks
+from narrowgauge.nn.fused.verify import find_difference
+
+EXPECTED = {
+    "llama": ("pre", "rotary"), "llama-bias": ("pre", "rotary"), "mistral": ("pre", "rotary"),
+    "qwen2": ("pre", "rotary"), "qwen3": ("pre", "rotary"), "gemma2": ("pre", "own"), "gemma3": ("pre", "own"),
+    "phi3": ("pre", "rotary"), "phi": ("parallel", "rotary"), "starcoder2": ("pre", "rotary"),
+    "cohere": ("parallel", "own"), "gpt2": ("pre", "plain"), "gpt-neox": ("parallel", "own"),
+    "bert": ("post", "plain"), "roberta": ("post", "plain"), "distilbert": ("post", "plain"), "nano": ("pre", "plain"),
+    "vit": ("pre", "plain"), "clip": ("pre", "plain"), "siglip": ("pre", "plain"),
+}  # fmt: skip
+
+
+def find(model: nn.Module) -> FoundBlocks:
+    return find_blocks(model, torch.device("cpu"), find_difference)
+
+
+@pytest.mark.parametrize("family", EXPECTED)
+def test_families_are_recognized(family: str) -> None:
+    found = find((LANGUAGE | OTHERS)[family]())
+    assert not found.reasons and len(found.specs) == 2
+    assert {(spec.order, spec.attention.kind) for spec in found.specs.values()} == {EXPECTED[family]}
+
+
+def test_nothing_of_the_model_changes() -> None:
+    model = LANGUAGE["qwen3"]()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    find(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Trap(NanoBlock):
+    """The names of a block that is fused, and one thing that is different."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(64, 4, True)
+        self.what = what
+        self.scale = nn.Parameter(torch.full((64,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        first = self.ln_1(x)
+        parts = self.c_attn(first).split(width, 2)
+        q, k, v = (part.view(batch, length, self.n_head, -1).transpose(1, 2) for part in parts)
+        if self.what == "attention to the future":
+            mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        else:
+            mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        branch = self.c_proj(mixed.transpose(1, 2).reshape(batch, length, width))
+        if self.what == "scaled branch":
+            branch = branch * self.scale
+        x = (x if self.what != "scaled stream" else 0.9 * x) + branch
+        u = self.c_fc(self.ln_1(x) if self.what == "norm used twice" else self.ln_2(x))
+        if self.what == "another activation":
+            u = nn.functional.gelu(u) + 0.01 * u
+        elif self.what == "clamped":
+            u = nn.functional.gelu(u).clamp(max=1.0)
+        else:
+            u = nn.functional.gelu(u)
+        return x + self.c_out(u)
+
+
+REFUSED = {
+    "scaled branch": "no norm reads the sum",
+    "scaled stream": "no norm reads the sum",
+    "norm used twice": "",
+    "another activation": "activation is none of",
+    "clamped": "activation is none of",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_block_with_familiar_names_that_computes_something_else_is_not_fused(what: str) -> None:
+    found = find(nn.ModuleList([Trap(what), Trap(what)]))
+    assert not found.specs
+    assert all(REFUSED[what] in reason for reason in found.reasons.values()) and len(found.reasons) == 2
+
+
+def test_the_mask_of_attention_is_observed() -> None:
+    spec = find(nn.ModuleList([Trap("attention to the future")])).specs["0"]
+    assert spec.attention.kind == "plain" and not spec.attention.causal
+
+
+class Subclass(NanoBlock):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+class Wrapped(nn.Module):
+    """A linear layer with a low-rank addition, as adapters are."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.down, self.up = nn.Linear(base.in_features, 4, bias=False), nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        added: Tensor = self.base_layer(x) + self.up(self.down(x))
+        return added
+
+
+def hooked() -> nn.Module:
+    block = NanoBlock(64, 4, True)
+    block.c_fc.register_forward_hook(lambda module, args, output: None)
+    return block
+
+
+def replaced() -> nn.Module:
+    block = NanoBlock(64, 4, True)
+    own = block.c_fc.forward
+    block.c_fc.forward = lambda x: own(x)  # type: ignore[method-assign]
+    return block
+
+
+def parametrized() -> nn.Module:
+    block = NanoBlock(64, 4, True)
+    parametrizations.weight_norm(block.c_fc)
+    return block
+
+
+def adapted() -> nn.Module:
+    block = NanoBlock(64, 4, True)
+    block.c_attn = Wrapped(block.c_attn)  # type: ignore[assignment]
+    return block
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (lambda: Subclass(64, 4, True), "its output is not the sum"),
+        (hooked, "c_fc has hooks"),
+        (replaced, "the forward of c_fc was replaced"),
+        (parametrized, ""),
+        (adapted, ""),
+    ],
+    ids=["subclass", "hooks", "replaced", "parametrized", "adapter"],
+)
+def test_what_a_user_changed_in_a_block_is_respected(build: Any, reason: str) -> None:
+    found = find(nn.ModuleList([build()]))
+    assert not found.specs and reason in found.reasons["0"]
+
+
+def test_blocks_that_differ_by_their_number_are_not_treated_alike() -> None:
+    class Numbered(NanoBlock):
+        def __init__(self, number: int) -> None:
+            super().__init__(64, 4, True)
+            self.layer_idx = number
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return y if self.layer_idx == 0 else y + 1.0
+
+    found = find(nn.ModuleList([Numbered(0), Numbered(1)]))
+    assert not found.specs
+
+
+def test_convolutional_nets_have_no_blocks() -> None:
+    net = nn.Sequential(*[nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(3)])
+    found = find(net)
+    assert not found.specs and not found.reasons

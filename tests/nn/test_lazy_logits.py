@@ -1,0 +1,214 @@
+"""Logits that are computed when they are read: the loss needs none, and every other use has the right values."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from model_families import LANGUAGE, VOCAB, make_batch, without_dropout
+from torch import Tensor, nn
+
+from narrowgauge import Engine
+from narrowgauge.nn.fused import head
+from narrowgauge.nn.fused.lazy_logits import LazyLogits
+
+
+class Small(nn.Module):
+    """A model that returns logits, as users write them: the loss is in their loop."""
+
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        whole = LANGUAGE["llama"]()
+        self.body = whole.model
+        self.lm_head = nn.Linear(64, VOCAB, bias=bias)
+        self.lm_head.weight = self.body.embed_tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(self.body(tokens).last_hidden_state)
+        return logits
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Count how often the fused loss runs."""
+    calls: list[int] = []
+    own = head.compute_head_loss
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(1)
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(head, "compute_head_loss", counted)
+    return calls
+
+
+def pair(recipe: str = "bf16", bias: bool = False) -> tuple[nn.Module, Engine, nn.Module]:
+    torch.manual_seed(0)
+    model = Small(bias).train()
+    twin = copy.deepcopy(model)
+    return model, Engine(model, torch.optim.AdamW(model.parameters()), recipe, fused=True), twin
+
+
+TOKENS = make_batch()
+TARGETS = torch.roll(TOKENS, -1, 1)
+LOSSES = {
+    "view": lambda logits: F.cross_entropy(logits.view(-1, VOCAB), TARGETS.view(-1)),
+    "flatten": lambda logits: F.cross_entropy(logits.flatten(0, 1), TARGETS.flatten()),
+    "float": lambda logits: F.cross_entropy(logits.float().reshape(-1, logits.size(-1)), TARGETS.reshape(-1)),
+    "shifted": lambda logits: F.cross_entropy(
+        logits[..., :-1, :].contiguous().view(-1, VOCAB), TOKENS[..., 1:].contiguous().view(-1)
+    ),
+    "ignored": lambda logits: F.cross_entropy(
+        logits.view(-1, VOCAB), TARGETS.masked_fill(TARGETS % 3 == 0, -1).view(-1), ignore_index=-1
+    ),
+    "sum": lambda logits: F.cross_entropy(logits.view(-1, VOCAB), TARGETS.view(-1), reduction="sum") / 7,
+    "module": lambda logits: nn.CrossEntropyLoss()(logits.view(-1, VOCAB), TARGETS.view(-1)),
+}
+READ = {
+    "smoothing": lambda logits: F.cross_entropy(logits.view(-1, VOCAB), TARGETS.view(-1), label_smoothing=0.1),
+    "weights": lambda logits: F.cross_entropy(
+        logits.view(-1, VOCAB).float(), TARGETS.view(-1), weight=torch.linspace(0.5, 1.5, VOCAB)
+    ),
+    "none": lambda logits: F.cross_entropy(logits.view(-1, VOCAB), TARGETS.view(-1), reduction="none").mean(),
+    "classes second": lambda logits: F.cross_entropy(logits.transpose(1, 2), TARGETS),
+    "logsumexp": lambda logits: logits.float().logsumexp(-1).mean(),
+    "one token": lambda logits: logits[:, -1].float().square().mean(),
+    "part of the classes": lambda logits: logits[..., :10].float().square().mean(),
+}
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("name", [*LOSSES, *READ])
+def test_losses_and_gradients_match(name: str, bias: bool, made: list[int]) -> None:
+    model, engine, twin = pair(bias=bias)
+    compute = (LOSSES | READ)[name]
+    with engine.forward():
+        loss = compute(model(TOKENS))
+    engine.backward(loss)
+    expected = compute(twin(TOKENS))
+    expected.backward()
+    assert bool(made) == (name in LOSSES)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-2)
+    for (path, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None, path
+        error = (ours.grad - theirs.grad).norm() / theirs.grad.norm().clamp(min=1e-6)
+        assert error < 0.05, (path, error)
+
+
+def test_a_loss_outside_of_the_forward_context(made: list[int]) -> None:
+    model, engine, twin = pair()
+    with engine.forward():
+        logits = model(TOKENS)
+    loss = LOSSES["view"](logits)
+    engine.backward(loss)
+    assert made and loss.item() == pytest.approx(LOSSES["view"](twin(TOKENS)).item(), rel=1e-2)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8", "bf16-lean", "fp8-lean"])
+def test_logits_are_there_when_they_are_read(recipe: str) -> None:
+    model, engine, twin = pair(recipe)
+    with engine.forward():
+        logits = model(TOKENS)
+    assert isinstance(logits, LazyLogits) and isinstance(logits, Tensor)
+    assert logits.shape == (2, 19, VOCAB) and logits.dtype is torch.bfloat16 and logits.requires_grad
+    assert logits.value is None and len(logits) == 2 and logits.device.type == "cpu"
+    expected = twin(TOKENS)
+    tolerance = 0.02 if "bf16" in recipe else 0.15
+    assert (logits.detach().float() - expected).norm() / expected.norm() < tolerance
+    assert logits.argmax(-1).shape == (2, 19)
+    assert logits.tolist() == logits.compute().tolist() and "tensor" in repr(logits)
+    stream = io.BytesIO()
+    torch.save(logits.detach(), stream)
+    assert type(copy.deepcopy(logits)) is Tensor
+
+
+class OwnLoss(torch.autograd.Function):
+    """A loss as users write it with a backward of their own."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(logits.float().softmax(-1))
+        return logits.float().logsumexp(-1).mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (share,) = ctx.saved_tensors
+        return grad * share / share[..., 0].numel()
+
+
+def test_an_autograd_function_of_the_user_gets_logits_and_passes_gradients() -> None:
+    model, engine, twin = pair(bias=True)
+    with engine.forward():
+        loss = OwnLoss.apply(model(TOKENS))  # type: ignore[no-untyped-call]
+    engine.backward(loss)
+    expected = OwnLoss.apply(twin(TOKENS))  # type: ignore[no-untyped-call]
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-2)
+    for (path, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None, path
+        assert (ours.grad - theirs.grad).norm() / theirs.grad.norm().clamp(min=1e-6) < 0.05, path
+
+
+def test_a_hook_on_the_logits_is_called() -> None:
+    model, engine, _ = pair()
+    seen = []
+    with engine.forward():
+        logits = model(TOKENS)
+        logits.register_hook(lambda gradient: seen.append(gradient.shape))
+        loss = LOSSES["view"](logits)
+    engine.backward(loss)
+    assert seen == [(2, 19, VOCAB)]
+
+
+def test_a_changed_input_is_an_error() -> None:
+    model, engine, _ = pair()
+    kept = []
+    model.lm_head.register_forward_pre_hook(lambda module, args: kept.append(args[0]))  # type: ignore[union-attr]
+    with engine.forward():
+        logits = model(TOKENS)
+    assert type(logits) is Tensor, "a hook must see what the head computes"
+    model, engine, _ = pair()
+    body = model.body  # type: ignore[union-attr]
+    body.register_forward_hook(lambda module, args, output: kept.append(output.last_hidden_state))  # type: ignore[union-attr]
+    with engine.forward():
+        logits = model(TOKENS)
+    with torch.no_grad():
+        kept[-1].mul_(2)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        logits.sum()
+
+
+def test_evaluation_has_ordinary_logits() -> None:
+    model, engine, _ = pair()
+    with engine.evaluating():
+        assert type(model(TOKENS)) is Tensor
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "nano"])
+def test_models_with_labels_use_the_fused_loss(family: str, made: list[int]) -> None:
+    model = without_dropout(LANGUAGE[family]()).train()
+    twin = copy.deepcopy(model)
+    engine = Engine(model, torch.optim.AdamW(model.parameters()), "bf16", fused=True)
+    labels = TOKENS.masked_fill(TOKENS % 4 == 0, -1 if family == "nano" else -100)
+    with engine.forward():
+        answer = model(input_ids=TOKENS, labels=labels)
+    engine.backward(answer.loss)
+    expected = twin(input_ids=TOKENS, labels=labels)
+    assert made and answer.loss.item() == pytest.approx(expected.loss.item(), rel=1e-2)
+    assert (answer.logits.float() - expected.logits).norm() / expected.logits.norm() < 0.02
+
+
+def test_tokens_of_the_whole_batch_divide_the_loss(made: list[int]) -> None:
+    """As transformers' Trainer passes it with gradient accumulation."""
+    model = without_dropout(LANGUAGE["qwen3"]()).train()
+    twin = copy.deepcopy(model)
+    engine = Engine(model, torch.optim.AdamW(model.parameters()), "bf16", fused=True)
+    with engine.forward():
+        loss = model(input_ids=TOKENS, labels=TOKENS, num_items_in_batch=torch.tensor(50)).loss
+    engine.backward(loss)
+    expected = twin(input_ids=TOKENS, labels=TOKENS, num_items_in_batch=torch.tensor(50)).loss
+    assert made and loss.item() == pytest.approx(expected.item(), rel=1e-2)
