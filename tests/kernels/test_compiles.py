@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from narrowgauge.kernels import activation_kernels as activation, cast, cross_entropy_kernels, norm_kernels
-from narrowgauge.kernels import adamw, cast_weights, embedding, tensor_stats
+from narrowgauge.kernels import adamw, cast_weights, embedding, rotary, sum_rows, tensor_stats
 
 I32 = "i32"
 NOT_ALIGNED = ("length", "n16", "time", "ignore_index", "rows", "every", "across", "count", "shrink", "smallest")
@@ -124,11 +124,21 @@ elif kind == "embedding":
     for dtype in ("*fp32", "*bf16"):
         types = {"grad_ptr": dtype, "ids_ptr": "*i64", "out_ptr": "*fp32"}
         compiled(embedding.add_rows_kernel, 4, (), types, BLOCK=1024)
+elif kind == "rotary":
+    weights = {"q_weight": "*fp32", "k_weight": "*fp32", "partial_ptr": "*fp32", "cos_ptr": "*fp32", "sin_ptr": "*fp32"}
+    sizes = dict(H=4, K=2, S=64, HEADS=8)
+    for none, turned in ((("q_weight", "k_weight", "rstd_ptr"), dict(R=64, HALF=32, REST=1)),
+                         ((), dict(R=32, HALF=16, REST=32))):
+        compiled(rotary._forward_kernel, 4, none, weights, **sizes, **turned)
+        without = (*none, "partial_ptr") if none else ()
+        compiled(rotary._backward_kernel, 4, without, weights, **sizes, **turned)
+    sums = {"x_ptr": "*fp8e5", "out_ptr": "*fp32"}
+    compiled(sum_rows._sum_kernel, 4, (), sums, D=768, SHARES=64, ROWS=64, COLUMNS=128)
 elif kind == "stats":
     types = {"inverse_ptr": "*fp32", "counts_ptr": "*i64", "sizes_ptr": "*fp32", "size": "i64", "every": "i32"}
-    for x in ("*fp32", "*bf16", "*fp16", "*fp8e4nv", "*fp8e5"):
-        for none in ((), ("inverse_ptr",)):
-            compiled(tensor_stats._stats_kernel, 4, none, {**types, "x_ptr": x}, BLOCK=4096)
+    for x in ("*fp32", "*bf16", "*fp16", "*fp8e4nv", "*fp8e5"):  # only FP8 tensors have an inverse scale
+        none = () if "fp8" in x else ("inverse_ptr",)
+        compiled(tensor_stats._stats_kernel, 4, none, {**types, "x_ptr": x}, BLOCK=4096)
 else:
     compiled(cross_entropy_kernels.statistics_kernel, BLOCK=2048)
     compiled(cross_entropy_kernels.loss_gradient_kernel, 32, BLOCK=8192)
@@ -140,7 +150,7 @@ else:
 """
 
 
-KINDS = ["cast", "activation", "norm", "cross_entropy", "adamw", "embedding", "stats"]
+KINDS = ["cast", "activation", "norm", "cross_entropy", "adamw", "embedding", "rotary", "stats"]
 RUN_ALL = """
 import json, sys, traceback
 script, *kinds = sys.argv[1:]

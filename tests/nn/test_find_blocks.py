@@ -10,6 +10,8 @@ from model_families import LANGUAGE, OTHERS, NanoBlock
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+from narrowgauge.models.gpt import GPT, GPTConfig
+from narrowgauge.models.llama import Llama, LlamaConfig
 from narrowgauge.nn.blocks.find import FoundBlocks, find_blocks
 from narrowgauge.nn.fused.verify import find_difference
 
@@ -167,6 +169,27 @@ def test_blocks_that_differ_by_their_number_are_not_treated_alike() -> None:
 
     found = find(nn.ModuleList([Numbered(0), Numbered(1)]))
     assert not found.specs
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_a_large_built_in_block_is_described_by_a_small_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for forecasts of models that fit no machine: nothing large may be run, or even made."""
+    with torch.device("meta"):
+        if name == "gpt":
+            model: nn.Module = GPT(GPTConfig(layers=2, width=4096, heads=32, context=64, vocab=128))
+        else:
+            sizes = {"layers": 2, "width": 16384, "heads": 128, "kv_heads": 8, "hidden": 53248}
+            model = Llama(LlamaConfig(**sizes, context=64, vocab=128))
+    monkeypatch.setattr("narrowgauge.nn.blocks.find._known", {})
+    spec = find(model).specs["blocks.0"]
+    form = ("plain", 32, 32) if name == "gpt" else ("rotary", 128, 8)
+    assert (spec.attention.kind, spec.attention.heads, spec.attention.kv_heads) == form
+
+
+def test_a_large_block_of_another_family_is_not_compared_on_a_cpu() -> None:
+    with torch.device("meta"):
+        found = find(nn.ModuleList([NanoBlock(2048, 16, True)]))
+    assert not found.specs and "too many to compare" in found.reasons["0"]
 
 
 def test_convolutional_nets_have_no_blocks() -> None:

@@ -40,6 +40,16 @@ def make_examples(block: nn.Module, device: torch.device) -> list[Example]:
     return [Example((x,), dict.fromkeys(required[1:]))]
 
 
+def make_small(block: nn.Module) -> nn.Module | None:
+    """Return a small block that computes what this one does, if its family can make one."""
+    for family in _list_families():
+        make: Any = getattr(family, "make_small", None)
+        made: nn.Module | None = None if make is None else make(block)
+        if made is not None:
+            return made
+    return None
+
+
 def find_width(block: nn.Module) -> int:
     """Return the width of the residual stream: the most frequent size of the block's norms."""
     sizes = [len(p) for p in block.parameters() if p.dim() == 1]

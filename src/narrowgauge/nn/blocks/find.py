@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from narrowgauge.errors import one_line
 from narrowgauge.nn.blocks.attention_forms import list_attention_forms
 from narrowgauge.nn.blocks.example import Example
-from narrowgauge.nn.blocks.examples import make_examples
+from narrowgauge.nn.blocks.examples import make_examples, make_small
 from narrowgauge.nn.blocks.observe import make_random_copy, observe
 from narrowgauge.nn.blocks.recognize import NotABlock, recognize
 from narrowgauge.nn.blocks.spec import BlockSpec
@@ -42,6 +42,8 @@ class FoundBlocks:
     reasons: dict[str, str] = field(default_factory=dict)
 
 
+LARGEST_ON_CPU = 10_000_000
+"""Parameters of the largest block that is run on a CPU, which takes a second. Forecasts describe far larger ones."""
 _known: dict[Any, BlockSpec | str] = {}
 """Descriptions, or reasons against one, of the kinds that this process has seen."""
 
@@ -90,6 +92,12 @@ def _has_inner_list(module: nn.Module) -> bool:
 
 def _describe_members(members: list[tuple[str, nn.Module]], device: torch.device, differs: Differs) -> BlockSpec | str:
     tried = {0, min(1, len(members) - 1), len(members) - 1}
+    size = sum(parameter.numel() for parameter in members[0][1].parameters())
+    if device.type == "cpu" and size > LARGEST_ON_CPU:
+        small = make_small(members[0][1])
+        if small is None:
+            return f"it has {size / 1e6:.0f} million parameters, too many to compare its fused form on a CPU"
+        members, tried = [("", small)], {0}
     spec: BlockSpec | None = None
     for number in sorted(tried):
         try:
