@@ -98,6 +98,24 @@ def test_the_mask_of_attention_is_observed() -> None:
     assert spec.attention.kind == "plain" and not spec.attention.causal
 
 
+class Positioned(NanoBlock):
+    """Attention that depends on position ids, which are optional."""
+
+    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        batch, length, width = x.shape
+        parts = self.c_attn(self.ln_1(x)).split(width, 2)
+        q, k, v = (part.view(batch, length, self.n_head, -1).transpose(1, 2) for part in parts)
+        if position_ids is not None:
+            q = q * (1 + 0.1 * position_ids[:, None, :, None])
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.c_proj(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.c_out(nn.functional.gelu(self.c_fc(self.ln_2(x))))
+
+
+def test_attention_that_reads_positions_stays_the_models_own() -> None:
+    assert find(nn.ModuleList([Positioned(64, 4, True)])).specs["0"].attention.kind == "own"
+
+
 class Subclass(NanoBlock):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * 2

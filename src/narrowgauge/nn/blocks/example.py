@@ -34,6 +34,13 @@ def read_signature(block: nn.Module) -> Signature:
     return Signature(required, optional) if required else Signature(optional[:1], optional[1:])
 
 
+def make_positions(names: list[str], x: Tensor) -> dict[str, Tensor]:
+    """Return position ids for a block that takes them: with an offset, so that a block that uses them shows it."""
+    if "position_ids" not in names:
+        return {}
+    return {"position_ids": (3 + 2 * torch.arange(x.shape[1], device=x.device)).expand(len(x), -1)}
+
+
 def list_head_sizes(block: nn.Module) -> list[int]:
     """Return the numbers that modules of the block call their head's size, or the rotated part of it."""
     sizes: list[int] = []

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from narrowgauge.nn.blocks import families
-from narrowgauge.nn.blocks.example import Example, read_signature
+from narrowgauge.nn.blocks.example import Example, make_positions, read_signature
 from narrowgauge.nn.blocks.recognize import NotABlock
 
 BATCH, LENGTH = 2, 12
@@ -33,11 +33,11 @@ def make_examples(block: nn.Module, device: torch.device) -> list[Example]:
         made: list[Example] | None = family.make_examples(block, x)
         if made:
             return made
-    required, _ = read_signature(block)
-    unknown = [name for name in required[1:] if name != "attention_mask"]
+    required, optional = read_signature(block)
+    unknown = [name for name in required[1:] if name not in ("attention_mask", "position_ids")]
     if unknown:
         raise NotABlock(f"its forward needs {', '.join(unknown)}")
-    return [Example((x,), dict.fromkeys(required[1:]))]
+    return [Example((x,), {**dict.fromkeys(required[1:]), **make_positions([*required, *optional], x)})]
 
 
 def make_small(block: nn.Module) -> nn.Module | None:

@@ -34,7 +34,7 @@ class AttentionSpec:
     """What is computed between the input projections and the output projection."""
 
     kind: str = "own"
-    """own: the model's code; packed: plain attention on heads as they are; rotary: with rotated queries and keys."""
+    """own: the model's code; plain: attention on heads as they are; rotary: with rotated queries and keys."""
     heads: int = 0
     kv_heads: int = 0
     causal: bool = False

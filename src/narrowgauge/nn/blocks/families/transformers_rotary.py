@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.nn.blocks.example import Example, list_head_sizes, make_turns, read_signature
+from narrowgauge.nn.blocks.example import Example, list_head_sizes, make_positions, make_turns, read_signature
 
 
 def make_examples(block: nn.Module, x: Tensor) -> list[Example] | None:
@@ -14,9 +14,10 @@ def make_examples(block: nn.Module, x: Tensor) -> list[Example] | None:
     if "position_embeddings" not in (*required, *optional):
         return None
     masks = {"attention_mask": None} if "attention_mask" in required else {}
+    others = {**masks, **make_positions([*required, *optional], x)}
     made = []
     for size in list_head_sizes(block):
         turns = make_turns(x, size // 2)
         turns = torch.cat([turns, turns], -1).expand(len(x), -1, -1)
-        made.append(Example((x,), {"position_embeddings": (turns.cos(), turns.sin()), **masks}))
+        made.append(Example((x,), {"position_embeddings": (turns.cos(), turns.sin()), **others}))
     return made
