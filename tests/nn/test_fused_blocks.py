@@ -9,7 +9,7 @@ from narrowgauge import Engine
 from narrowgauge.models.gpt import GPT, GPTConfig
 from narrowgauge.models.llama import Llama, LlamaConfig
 from narrowgauge.nn.convert import convert
-from narrowgauge.nn.fused import blocks
+from narrowgauge.nn.fused import blocks, pre_norm
 from narrowgauge.nn.products.gemm import Operand
 
 
@@ -231,3 +231,35 @@ def test_blocks_wider_than_our_norm_are_converted_layer_by_layer(monkeypatch):
     tokens = torch.randint(0, 128, (2, 16))
     model(tokens, tokens).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp8[scaling=current]"])
+@pytest.mark.parametrize("name", MODELS)
+def test_attention_is_kept_while_it_takes_less_memory_than_future_gradients(name, recipe, monkeypatch):
+    kept = []
+    run_rest = pre_norm.run_rest
+    monkeypatch.setattr(pre_norm, "run_rest", lambda *args: kept.append(args) or run_rest(*args))
+    tokens = torch.randint(0, 128, (1, 17), generator=torch.Generator().manual_seed(1))
+    changed = "[checkpoint=full]" if "[" not in recipe else ",checkpoint=full]"
+    found = {}
+    for checkpoint in ("none", "full"):
+        text = recipe if checkpoint == "none" else recipe.rstrip("]") + changed
+        model, _, _ = converted(name, text)
+        for step in range(2):  # gradients of the first step exist in the second, so nothing is kept there
+            kept.clear()
+            model(tokens[:, :-1], tokens[:, 1:]).backward()
+            assert len(kept) == (2 if checkpoint == "full" and step == 0 else 0)
+        found[checkpoint] = [p.grad for p in model.parameters()]
+    for plain, recomputed in zip(found["none"], found["full"], strict=True):
+        assert torch.equal(plain, recomputed)
+
+
+@pytest.mark.parametrize(("recipe", "rows"), [("bf16[checkpoint=full]", 16), ("bf16-lean[gradients=released]", 1)])
+def test_attention_is_not_kept_for_many_tokens_or_released_gradients(recipe, rows, monkeypatch):
+    monkeypatch.setattr(pre_norm, "run_rest", lambda *_: pytest.fail("attention was kept"))
+    model = gpt()
+    engine = Engine(model, torch.optim.AdamW(model.parameters()), recipe, fused=True)
+    tokens = torch.randint(0, 128, (rows, 32), generator=torch.Generator().manual_seed(1))
+    with engine.forward():
+        loss = model(tokens, tokens)
+    engine.backward(loss)

@@ -49,6 +49,7 @@ class EngineBase:
         compile: bool | str = False,
         blocks: Sequence[str] | None = None,
         fused: bool | None = None,
+        cuda_graphs: bool | None = None,
         max_consecutive_skips: int = 50,
     ) -> None:
         self.model = model
@@ -74,7 +75,7 @@ class EngineBase:
         self.update_sync = UpdateSync(model, self.named, lean=bf16_weights)
         sharded = self.update_sync.sharded
         self.optimizers = setup.convert_optimizers(given, self.inner, self.named, self.recipe, self.kept, sharded)
-        self.conversion = self._convert_model(fused)
+        self.conversion = self._convert_model(fused, cuda_graphs)
         self.release = setup.make_release(self.inner, self.recipe, self.optimizers, self.conversion)
         self.checkpointed = self.conversion.blocks if self.recipe.checkpoint != "none" else []
         if not self.conversion.blocks:
@@ -99,9 +100,9 @@ class EngineBase:
                 )
             compile_forward(model, self.step_context, compile if isinstance(compile, str) else None)
 
-    def _convert_model(self, fused: bool | None) -> Conversion:
+    def _convert_model(self, fused: bool | None, cuda_graphs: bool | None) -> Conversion:
         """Convert the layers that the recipe computes differently. Subclasses may extend this."""
-        return setup.convert_model(self.inner, self.recipe, self.hardware, fused)
+        return setup.convert_model(self.inner, self.recipe, self.hardware, fused, cuda_graphs)
 
     def __repr__(self) -> str:
         size = sum(parameter.numel() for parameter in self.named.values())

@@ -54,6 +54,8 @@ class Engine(EngineBase):
             model's ``ModuleList`` of one class.
         fused: Replace blocks and head by narrowgauge's fused functions if the model has the parts they need. Default:
             under FP8, and under BF16 on a GPU, where they are faster.
+        cuda_graphs: Run fused blocks as CUDA graphs, which takes the launching of kernels off the host. Their memory
+            stays allocated between steps. Default: after a few steps, if the GPU was found to wait for the host.
         max_consecutive_skips: Number of consecutive skipped updates after which ``step`` raises ``TrainingStalled``.
 
     Attributes:

@@ -69,13 +69,15 @@ def convert_optimizers(
     ]
 
 
-def convert_model(model: nn.Module, recipe: Recipe, device: Device, fused: bool | None) -> Conversion:
+def convert_model(
+    model: nn.Module, recipe: Recipe, device: Device, fused: bool | None, cuda_graphs: bool | None
+) -> Conversion:
     """Convert the layers that the recipe computes differently, and report on every matrix of the model."""
     if fused is None:
         on_gpu = device.kind == "cuda" and kernels.have_triton()
         fused = recipe.compute == "fp8" or (recipe.compute == "bf16" and on_gpu)
     if fused:
-        return convert(model, recipe, device)
+        return convert(model, recipe, device, cuda_graphs=cuda_graphs)
     return Conversion(compute=recipe.compute, matrices=list_matrices(model, recipe))
 
 

@@ -28,6 +28,7 @@ from narrowgauge.kernels.norm import MAX_COLUMNS
 from narrowgauge.nn.blocks.find import FoundBlocks, find_blocks
 from narrowgauge.nn.blocks.spec import BlockSpec, NormSpec
 from narrowgauge.nn.fused import embedding
+from narrowgauge.nn.fused.graphs import BlockGraphs
 from narrowgauge.nn.fused.make_plan import find_misfit, make_plan
 from narrowgauge.nn.fused.modules import FusedBlock, FusedHead, FusedTrunk, LazyHead, mark_parts
 from narrowgauge.nn.fused.verify import find_difference
@@ -120,6 +121,7 @@ def convert(
     recipe: str | Recipe = "fp8",
     device: Device | None = None,
     rows: int = DEFAULT_ROWS,
+    cuda_graphs: bool | None = None,
 ) -> Conversion:
     """Convert a model in place, so that its layers compute in the recipe's formats.
 
@@ -132,6 +134,7 @@ def convert(
         recipe: A recipe, or its text, such as "fp8" or "bf16[keep=lm_head]".
         device: The device to choose formats for; by default that of the model's parameters.
         rows: Tokens or samples that a linear layer sees per step.
+        cuda_graphs: Whether fused blocks run as CUDA graphs; by default if the GPU waits for the host.
 
     Returns:
         The report, with the FP8 scales.
@@ -161,12 +164,14 @@ def convert(
     matrices = list_matrices(model, recipe, surveyed)
     result = Conversion(plans, scales, unfused=found.reasons, compute=recipe.compute, matrices=matrices)
     by_path = {layer.path: layer for layer in plans}
+    graphs = BlockGraphs(cuda_graphs)
     for path, module in model.named_modules():
         if path in found.specs:
             spec = found.specs[path]
-            plan = make_plan(module, path, spec, by_path, scales, recipe.checkpoint, is_lean(recipe))
+            holds = recipe.gradients != "released"
+            plan = make_plan(module, path, spec, by_path, scales, recipe.checkpoint, is_lean(recipe), holds)
             mark_parts(module, spec)
-            apply_change(module, FusedBlock(plan))
+            apply_change(module, FusedBlock(plan, graphs))
             result.blocks.append(path)
         elif path in by_path and by_path[path].part_of == "linear":
             leader = leaders.get(path, path)

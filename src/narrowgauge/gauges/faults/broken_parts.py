@@ -132,9 +132,9 @@ class FrozenScales(Engine):
 class E4M3Gradients(Engine):
     """Casts gradients to E4M3, whose dynamic range is 1/16,384 of that of E5M2."""
 
-    def _convert_model(self, fused: bool | None) -> Conversion:
+    def _convert_model(self, fused: bool | None, cuda_graphs: bool | None) -> Conversion:
         usual, convert.E5M2 = convert.E5M2, convert.E4M3  # type: ignore[attr-defined]
         try:
-            return super()._convert_model(fused)
+            return super()._convert_model(fused, cuda_graphs)
         finally:
             convert.E5M2 = usual  # type: ignore[attr-defined]

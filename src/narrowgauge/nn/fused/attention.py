@@ -121,6 +121,8 @@ class Attended:
     """Leaves of attention's autograd graph: queries, keys and values, or qkv; then differentiable arguments."""
     rotated: tuple[Tensor, ...] = ()
     """cos, sin, 1 / rms and, with norms, qkv."""
+    recorded: bool = False
+    """Part of a CUDA graph, which runs again: backward must not free anything."""
 
 
 def attend(
@@ -169,7 +171,7 @@ def attend_backward(
 
     ``grad`` is the gradient of the output projection's input, as rows; ``shape`` is that of the hidden state.
     """
-    spec, again = plan.spec.attention, is_graph_retained()
+    spec, again = plan.spec.attention, is_graph_retained() or attended.recorded
     if spec.kind == "own":
         own = [p for p, needs in zip(tensors.own, needs_own, strict=True) if needs and p is not None]
         wanted = [*attended.leaves, *own]

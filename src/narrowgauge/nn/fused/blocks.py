@@ -1,31 +1,26 @@
 """A transformer block as one function with a hand-written backward, so that kernels pass FP8 tensors to each other.
 
-Forward and backward of a block are in the file of its order. This file makes them an autograd function, and connects
-blocks: the backward kernels of a block's first norm write the gradient that the last projection of the block before
-reads (``GradientHandoff``). With ``checkpoint="full"`` only the block's input is saved, and backward runs forward
-again. With ``selective`` the results of products and attention are saved, and norms and activations are recomputed.
+Forward and backward of a block are in ``passes``. This file makes them an autograd function, run as they are or as CUDA
+graphs, and connects blocks: the backward kernels of a block's first norm write the gradient that the last projection of
+the block before reads (``GradientHandoff``).
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from narrowgauge import events
 from narrowgauge.errors import UsageError
 from narrowgauge.kernels import norm
 from narrowgauge.nn.blocks.spec import NormSpec
-from narrowgauge.nn.fused import parallel, post_norm, pre_norm
 from narrowgauge.nn.fused.attention import BlockCall
 from narrowgauge.nn.fused.casts import NormWeights, Projection, norm_backward
-from narrowgauge.nn.fused.plan import NO_DROPOUT, BlockPlan, BlockTensors, BlockWeights, Dropout, bind_weights
-from narrowgauge.nn.fused.sublayers import Run
+from narrowgauge.nn.fused.graphs import BlockGraphs
+from narrowgauge.nn.fused.passes import BlockInput, run_backward, run_forward
+from narrowgauge.nn.fused.plan import NO_DROPOUT, BlockPlan, BlockTensors, Dropout
 from narrowgauge.nn.products.gemm import DOUBLE_BACKWARD, Operand, get_address, is_graph_retained
-from narrowgauge.random_state import get_random_state, set_random_state
 
 
 class GradientHandoff:
@@ -52,14 +47,12 @@ class GradientHandoff:
         return operand if same else None
 
 
-ORDERS: dict[str, Any] = {"pre": pre_norm, "post": post_norm, "parallel": parallel}
-"""The functions of each order: forward, backward, drop_unneeded, recompute."""
 HANDOFF = "narrowgauge_handoff"
 """Attribute of a block's output: the handoff to this block's backward, for whichever block reads the output."""
 
 
 def run_block(
-    plan: BlockPlan, x: Tensor, tensors: BlockTensors, call: BlockCall, dropout: Dropout = NO_DROPOUT
+    plan: BlockPlan, x: Tensor, tensors: BlockTensors, call: BlockCall, dropout: Dropout, graphs: BlockGraphs
 ) -> Tensor:
     """Run a block on the residual stream x [B, T, D]."""
     before: GradientHandoff | None = getattr(x, HANDOFF, None)
@@ -69,14 +62,15 @@ def run_block(
     others = call.differentiable
     with torch.autocast(x.device.type, enabled=False):  # the plan decides every format
         needed = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *flat, *others))
-        output: Tensor = _Block.apply(x, None, plan, needed, (before, after), True, call, dropout, *flat, *others)  # type: ignore[no-untyped-call]
+        given = BlockInput(plan, call, tensors, x, None, needed, dropout, True)
+        output: Tensor = _Block.apply(x, None, given, (before, after), graphs, *flat, *others)  # type: ignore[no-untyped-call]
     if needed and after is not None:
         setattr(output, HANDOFF, after)
     return output
 
 
 def run_chain(
-    plans: list[BlockPlan], x: Tensor, weights: list[BlockTensors], calls: list[BlockCall]
+    plans: list[BlockPlan], x: Tensor, weights: list[BlockTensors], calls: list[BlockCall], graphs: BlockGraphs
 ) -> tuple[Tensor, Tensor, GradientHandoff]:
     """Run blocks in sequence; return the last one's residual stream and branch, not yet added, and its handoff."""
     branch: Tensor | None = None
@@ -86,7 +80,8 @@ def run_chain(
             flat = own.flatten()
             needed = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *flat))
             following = GradientHandoff(plan.down)
-            x, branch = _Block.apply(x, branch, plan, needed, (link, following), False, call, NO_DROPOUT, *flat)  # type: ignore[no-untyped-call]
+            given = BlockInput(plan, call, own, x, branch, needed, NO_DROPOUT, False)
+            x, branch = _Block.apply(x, branch, given, (link, following), graphs, *flat)  # type: ignore[no-untyped-call]
             link = following
     assert branch is not None and link is not None
     return x, branch, link
@@ -107,31 +102,30 @@ class _Block(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         branch: Tensor | None,
-        plan: BlockPlan,
-        needed: bool,
+        given: BlockInput,
         links: tuple[GradientHandoff | None, GradientHandoff | None],
-        summed: bool,
-        call: BlockCall,
-        dropout: Dropout,
+        graphs: BlockGraphs,
         *flat: Tensor | None,
     ) -> Any:
         """Return residual stream and branch, or their sum."""
-        tensors = BlockTensors.unflatten(plan, flat)
-        is_random = any(dropout) or plan.spec.attention.kind == "own"
-        ctx.random = get_random_state(x.device) if is_random and needed and plan.checkpoint == "full" else None
-        caster, uses = plan.caster(needed, not needed), bind_weights(plan, tensors, needed)
-        run = Run(plan, call, tensors, uses, caster, needed, dropout)
-        x0, x1, out, saved = events.run_in_scope(plan.path, ORDERS[plan.spec.order].forward, run, x, branch)
         ctx.set_materialize_grads(False)
-        ctx.plan, ctx.call, ctx.caster, ctx.links, ctx.dropout = plan, call.without_cache(), caster, links, dropout
+        ctx.plan, ctx.links, ctx.graphs, ctx.measured = given.plan, links, graphs, False
         ctx.given = [tensor is not None for tensor in flat]
-        ctx.save_for_backward(x0, *(tensor for tensor in flat if tensor is not None))
-        if needed and plan.checkpoint != "full":
-            ctx.kept, ctx.copies = ORDERS[plan.spec.order].drop_unneeded(plan, saved), [use.get_saved() for use in uses]
-        x1, out = x1.view_as(x), None if out is None else out.view_as(x)
-        if out is None:
-            return x1
-        return x1 + out if summed else (x1, out)
+        reader = links[0].reader if links[0] is not None else None
+        ctx.graph = graphs.find(given, reader)
+        present = [tensor for tensor in flat if tensor is not None]
+        if ctx.graph is not None:
+            outputs, ctx.ticket = ctx.graph.run_forward(given)
+            ctx.x = x  # so that the graph that wrote it does not run again before backward
+            ctx.save_for_backward(*present)
+        else:
+            outputs, left = run_forward(given)
+            ctx.save_for_backward(left.x0, *present)
+            ctx.left = left.without_inputs()
+            ctx.measured = graphs.is_measuring(given, reader)
+            if ctx.measured:
+                graphs.measure_wait()
+        return outputs[0] if len(outputs) == 1 else outputs
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, of_branch: Tensor | None = None) -> Any:
@@ -139,46 +133,31 @@ class _Block(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise UsageError(DOUBLE_BACKWARD)
         plan: BlockPlan = ctx.plan
-        order = ORDERS[plan.spec.order]
-        x0, *present = ctx.saved_tensors
-        rest = iter(present)
-        tensors = BlockTensors.unflatten(plan, [next(rest) if given else None for given in ctx.given])
-        needs = BlockTensors.unflatten(plan, ctx.needs_input_grad[8:])
-        uses = bind_weights(plan, tensors, True, again=True)
-        run = Run(plan, ctx.call, tensors, uses, plan.caster(False), True, ctx.dropout, again=True)
-        if plan.checkpoint == "full":
-            with _repeat_random_numbers(ctx.random, x0.device):
-                *_, kept = events.run_in_scope(plan.path, order.forward, run, x0, None)
-        else:
-            kept = order.recompute(run, x0, ctx.kept)
-            uses = BlockWeights(*(use.restore_saved(copies) for use, copies in zip(uses, ctx.copies, strict=True)))
-            if not is_graph_retained():
-                ctx.kept = ctx.copies = None
-        rows = grad.reshape(-1, grad.shape[-1])
         before, after = ctx.links
-        given = after.take(grad) if after is not None else None
-        run = run._replace(uses=uses, caster=ctx.caster)
-        reader = before.reader if before is not None else None
-        back: tuple[Any, ...] = (run, kept, x0, rows, given, reader, needs)
-        grad_input, operand, grads, others = events.run_in_scope(plan.path, order.backward, *back)
-        grad_input = grad_input.view_as(x0)
+        saved = list(ctx.saved_tensors)
+        x0 = saved.pop(0) if ctx.graph is None else None
+        rest = iter(saved)
+        tensors = BlockTensors.unflatten(plan, [next(rest) if given else None for given in ctx.given])
+        needs = BlockTensors.unflatten(plan, ctx.needs_input_grad[5:])
+        written = after.take(grad) if after is not None else None
+        others: list[Tensor | None] = []
+        if ctx.graph is not None:
+            grad_input, operand, grads = ctx.graph.run_backward(tensors, needs, grad, written)
+            if not is_graph_retained():
+                ctx.ticket.done, ctx.x = True, None
+        else:
+            assert x0 is not None
+            left = ctx.left.with_input(x0)
+            if not is_graph_retained():
+                ctx.left = None
+            reader = before.reader if before is not None else None
+            grad_input, operand, found, others = run_backward(left, tensors, needs, grad, written, reader)
+            grads = found.flatten()
+            if ctx.measured:
+                ctx.graphs.measure_wait()
         if before is not None and plan.spec.order != "post":
             before.put(grad_input, operand)
-        return grad_input, *[None] * 7, *grads.flatten(), *others
-
-
-@contextlib.contextmanager
-def _repeat_random_numbers(state: Tensor | None, device: torch.device) -> Iterator[None]:
-    """Draw the random numbers of a forward again, so that its recomputation drops the same values."""
-    if state is None:
-        yield
-        return
-    before = get_random_state(device)
-    set_random_state(state, device)
-    try:
-        yield
-    finally:
-        set_random_state(before, device)
+        return grad_input, *[None] * 4, *grads, *others
 
 
 class _LastNorm(torch.autograd.Function):

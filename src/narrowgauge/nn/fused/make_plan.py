@@ -48,6 +48,7 @@ def make_plan(
     scales: TensorScales | None,
     checkpoint: str,
     lean: bool,
+    holds_gradients: bool,
 ) -> BlockPlan:
     """Return the plan of the block at ``path``. The first of projections that read one input decides for all."""
 
@@ -65,5 +66,5 @@ def make_plan(
 
     return BlockPlan(
         spec, project(*spec.inputs), project(spec.output), project(*spec.ups), project(spec.down), scales, checkpoint,
-        path, list_own_parameters(block, spec), list_classes(block),
+        holds_gradients, path, list_own_parameters(block, spec), list_classes(block),
     )  # fmt: skip

@@ -14,6 +14,7 @@ from narrowgauge.nn.blocks.find import has_hooks
 from narrowgauge.nn.blocks.spec import BlockSpec, NormSpec
 from narrowgauge.nn.fused import blocks, head
 from narrowgauge.nn.fused.attention import CACHES, BlockCall, PartOfBlock
+from narrowgauge.nn.fused.graphs import BlockGraphs
 from narrowgauge.nn.fused.lazy_logits import HeadSource, make_lazy
 from narrowgauge.nn.fused.norm import run_norm
 from narrowgauge.nn.fused.plan import NO_DROPOUT, BlockPlan, Dropout, get_parts
@@ -37,8 +38,8 @@ class FusedBlock(Change):
 
     differentiable_twice = False
 
-    def __init__(self, plan: BlockPlan) -> None:
-        self.plan = plan
+    def __init__(self, plan: BlockPlan, graphs: BlockGraphs | None = None) -> None:
+        self.plan, self.graphs = plan, graphs or BlockGraphs(False)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -49,7 +50,7 @@ class FusedBlock(Change):
             return inner(*args, **kwargs)
         if plan.spec.attention.kind != "own" and not fits_fast_attention(plan.spec, call):
             plan = plan.with_own_attention()
-        output = blocks.run_block(plan, x, parts.gather(), call, _read_dropout(module, plan.spec))
+        output = blocks.run_block(plan, x, parts.gather(), call, _read_dropout(module, plan.spec), self.graphs)
         return (output,) if plan.spec.in_tuple else output
 
 
@@ -169,7 +170,8 @@ class FusedTrunk(Change):
         whole = all(fused) and x.numel() and not any(has_hooks(part) for part in (*chain, last, module.lm_head))
         if targets is None or not whole:
             return inner(*args)
-        plans = [change.plan for change in fused if change is not None]
+        changes = [change for change in fused if change is not None]
+        plans = [change.plan for change in changes]
         calls = []
         for block in chain:
             own_forward = functools.partial(original_class(block).forward, block)
@@ -177,7 +179,7 @@ class FusedTrunk(Change):
             assert call is not None
             calls.append(call)
         own = [get_parts(plan, block).gather() for plan, block in zip(plans, chain, strict=True)]
-        stream, branch, link = blocks.run_chain(plans, x, own, calls)
+        stream, branch, link = blocks.run_chain(plans, x, own, calls, changes[0].graphs)
         rows = blocks.run_last_norm(stream, branch, link, last.weight, self.norm, plans[-1])
         loss: Tensor = head.compute_head_loss(
             rows, module.lm_head.weight, targets.flatten(), plan=self.weight, precision=self.choice

@@ -29,6 +29,8 @@ class BlockPlan:
     down: Projection
     scales: TensorScales | None = None
     checkpoint: str = "none"
+    holds_gradients: bool = False
+    """Whether gradients of parameters stay until the optimizer's step; not if they are released in backward."""
     path: str = ""
     """Path of the block in the model, for event listeners."""
     own: tuple[str, ...] = ()

@@ -14,6 +14,7 @@ Branches go through dropout before they are added.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +58,43 @@ class Saved:
     u: Tensor
     a: Operand
     branch2: Branch
+
+
+class KeptAttention(NamedTuple):
+    """What is kept of attention if backward runs only the rest of forward again."""
+
+    stats1: Stats
+    attended: Attended
+    x1: Tensor
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory that stay allocated, beyond the block's input."""
+        storages = [t.untyped_storage() for t in (*self.attended.leaves, self.attended.mixed, self.x1)]
+        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def keep_attention(run: Run, saved: Saved) -> KeptAttention | None:
+    """Return what to keep of attention; None for blocks whose attention cannot be kept."""
+    spec = run.plan.spec
+    if spec.attention.kind == "own" or any(run.dropout) or spec.post1 is not None or spec.post2 is not None:
+        return None
+    return KeptAttention(saved.stats1, saved.attended, saved.x1)
+
+
+def run_rest(run: Run, x0: Tensor, kept: KeptAttention) -> Saved:
+    """Run again what follows attention, and the norm before it."""
+    plan, spec, tensors, caster = run.plan, run.plan.spec, run.tensors, run.caster
+    norm1 = bind_norm(spec.norm1, tensors.norm1, tensors.norm1_bias)
+    norm2 = bind_norm(spec.norm2, tensors.norm2, tensors.norm2_bias)
+    h1, _, _ = apply_norm(norm1, x0.reshape(-1, x0.shape[-1]), None, plan.qkv, caster)
+    o = make_operand_of(plan, kept.attended, caster, True)
+    h2, stats2, _ = apply_norm(norm2, kept.x1, None, plan.up, caster)
+    u = project(h2, run.uses.up, plan.up, tensors.up_biases)
+    a = Operand()
+    if not is_remade_in_backward(spec, plan.down, caster):
+        a = apply_activation(spec, u, plan.down, caster, True)
+    return Saved(h1, kept.stats1, kept.attended, o, Branch(), kept.x1, h2, stats2, u, a, Branch())
 
 
 def forward(run: Run, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Saved]:

@@ -1,0 +1,161 @@
+"""Forward and backward of one block as plain functions, which an autograd function runs or a CUDA graph records.
+
+With ``checkpoint="full"`` only the block's input is saved, and backward runs forward again. Attention is kept if that
+takes less memory than the gradients of the block's parameters, which do not exist yet: backward frees the one as it
+makes the other, so that the peak does not change. With ``selective`` the results of products and attention are saved,
+and norms and activations are recomputed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from narrowgauge import events
+from narrowgauge.nn.fused import parallel, post_norm, pre_norm
+from narrowgauge.nn.fused.attention import BlockCall
+from narrowgauge.nn.fused.casts import Projection
+from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, BlockWeights, Dropout, bind_weights
+from narrowgauge.nn.fused.sublayers import Run
+from narrowgauge.nn.products.gemm import Fp8Caster, Operand
+from narrowgauge.random_state import get_random_state, set_random_state
+
+SHARE_OF_GRADIENTS = 0.75
+"""How much of the memory of a block's future gradients its kept attention may take."""
+ORDERS: dict[str, Any] = {"pre": pre_norm, "post": post_norm, "parallel": parallel}
+"""The functions of each order: forward, backward, drop_unneeded, recompute."""
+
+
+class BlockInput(NamedTuple):
+    """What a block's forward is given."""
+
+    plan: BlockPlan
+    call: BlockCall
+    tensors: BlockTensors
+    x: Tensor
+    branch: Tensor | None
+    """What is still to be added to x, in a chain of blocks."""
+    needed: bool
+    """Whether backward will follow."""
+    dropout: Dropout
+    summed: bool
+    """Whether to return the sum of residual stream and branch, or both."""
+
+    def list_stream(self) -> list[Tensor]:
+        """Return the residual stream, and the branch if there is one."""
+        return [self.x] if self.branch is None else [self.x, self.branch]
+
+
+@dataclass
+class Forwarded:
+    """What forward leaves for backward."""
+
+    given: BlockInput
+    caster: Fp8Caster | None
+    x0: Tensor
+    """The residual stream before the block."""
+    random: Tensor | None
+    """The state of the random numbers before a forward that backward repeats."""
+    kept: Any
+    """Saved by the block's order; None if backward runs all of forward again."""
+    copies: list[tuple[Tensor | None, ...]] | None
+    """Saved of the weights' casts."""
+
+    def without_inputs(self) -> Forwarded:
+        """Return the same without tensors that autograd saves."""
+        return replace(self, given=self.given._replace(x=None, branch=None, tensors=None), x0=None)  # type: ignore[arg-type]
+
+    def with_input(self, x0: Tensor) -> Forwarded:
+        return replace(self, x0=x0)
+
+
+def is_repeated_at_random(plan: BlockPlan, dropout: Dropout) -> bool:
+    """Whether backward runs a forward again that draws random numbers."""
+    return plan.checkpoint == "full" and (any(dropout) or plan.spec.attention.kind == "own")
+
+
+def run_forward(given: BlockInput) -> tuple[tuple[Tensor, ...], Forwarded]:
+    """Return residual stream and branch, or their sum; and what backward needs."""
+    plan, x, needed = given.plan, given.x, given.needed
+    order = ORDERS[plan.spec.order]
+    random = get_random_state(x.device) if needed and is_repeated_at_random(plan, given.dropout) else None
+    caster, uses = plan.caster(needed, not needed), bind_weights(plan, given.tensors, needed)
+    run = Run(plan, given.call, given.tensors, uses, caster, needed, given.dropout)
+    x0, x1, out, saved = events.run_in_scope(plan.path, order.forward, run, x, given.branch)
+    left = Forwarded(given._replace(call=given.call.without_cache()), caster, x0, random, None, None)
+    if needed and plan.checkpoint != "full":
+        left.kept, left.copies = order.drop_unneeded(plan, saved), [use.get_saved() for use in uses]
+    elif needed and plan.spec.order == "pre":
+        kept = pre_norm.keep_attention(run, saved)
+        left.kept = kept if kept is not None and kept.size <= _get_future_gradients(given) else None
+    x1, out = x1.view_as(x), None if out is None else out.view_as(x)
+    if out is None:
+        return (x1,), left
+    return (x1 + out,) if given.summed else (x1, out), left
+
+
+def run_backward(
+    left: Forwarded,
+    tensors: BlockTensors,
+    needs: BlockTensors,
+    grad: Tensor,
+    written: Operand | None,
+    reader: Projection | None,
+) -> tuple[Tensor, Operand, BlockTensors, list[Tensor | None]]:
+    """Return the gradient of the input, the same as ``reader`` reads it, and those of parameters and other arguments.
+
+    Args:
+        left: What forward left.
+        tensors: The block's parameters.
+        needs: Which of them need gradients: True or False in place of tensors.
+        grad: The gradient of the block's output.
+        written: The same in the formats of the last projection, if the next block wrote it.
+        reader: The last projection of the block before, which reads the gradient of the input.
+    """
+    plan, x0 = left.given.plan, left.x0
+    order = ORDERS[plan.spec.order]
+    uses = bind_weights(plan, tensors, True, again=True)
+    call = left.given.call
+    run = Run(plan, call, tensors, uses, plan.caster(False), True, left.given.dropout, again=True)
+    if plan.checkpoint == "full" and left.kept is not None:
+        kept = events.run_in_scope(plan.path, pre_norm.run_rest, run, x0, left.kept)
+    elif plan.checkpoint == "full":
+        with _repeat_random_numbers(left.random, x0.device):
+            *_, kept = events.run_in_scope(plan.path, order.forward, run, x0, None)
+    else:
+        assert left.copies is not None
+        kept = order.recompute(run, x0, left.kept)
+        uses = BlockWeights(*(use.restore_saved(copies) for use, copies in zip(uses, left.copies, strict=True)))  # type: ignore[arg-type]
+    rows = grad.reshape(-1, grad.shape[-1])
+    run = run._replace(uses=uses, caster=left.caster)
+    back: tuple[Any, ...] = (run, kept, x0, rows, written, reader, needs)
+    grad_input, operand, grads, others = events.run_in_scope(plan.path, order.backward, *back)
+    return grad_input.view_as(x0), operand, grads, others
+
+
+def _get_future_gradients(given: BlockInput) -> float:
+    """Return the bytes of gradients that backward will allocate, as far as kept tensors may take their place."""
+    parameters = [p for p in given.tensors.flatten() if p is not None and p.requires_grad]
+    dtype = given.plan.qkv.weight.gradient_dtype
+    if dtype is None or not given.plan.holds_gradients or any(p.grad is not None for p in parameters):
+        return 0.0
+    return SHARE_OF_GRADIENTS * dtype.itemsize * sum(p.numel() for p in parameters)
+
+
+@contextlib.contextmanager
+def _repeat_random_numbers(state: Tensor | None, device: torch.device) -> Iterator[None]:
+    """Draw the random numbers of a forward again, so that its recomputation drops the same values."""
+    if state is None:
+        yield
+        return
+    before = get_random_state(device)
+    set_random_state(state, device)
+    try:
+        yield
+    finally:
+        set_random_state(before, device)
