@@ -16,6 +16,7 @@ from narrowgauge.forecast.trace.fake_gpu import describe_device, simulate_gpu
 from narrowgauge.hardware import find_gpu
 from narrowgauge.recipe import NAMED, choose
 
+pytestmark = pytest.mark.filterwarnings("error::narrowgauge.errors.SlowRecipeWarning")
 H200 = describe_device(find_gpu("h200"))
 
 

@@ -19,6 +19,7 @@ from narrowgauge.nn.predict_speed import predict_speed
 from narrowgauge.nn.speed_advice import NEGLIGIBLE_GAIN, explain_slow, no_speed_warnings
 from narrowgauge.recipe import parse
 
+pytestmark = pytest.mark.filterwarnings("error::narrowgauge.errors.SlowRecipeWarning")
 H200 = find_gpu("h200")
 DEVICE = describe_device(H200)
 
