@@ -19,6 +19,11 @@ if not torch.cuda.is_available():
 language.SAMPLE_TOKENS = 10  # of 200: writing the sample takes longer than a short training
 
 
+def pytest_configure(config):
+    # Models of tests are small, so FP8 does not make them faster on a GPU. Tests of the warning turn it on again.
+    config.addinivalue_line("filterwarnings", "ignore::narrowgauge.errors.SlowRecipeWarning")
+
+
 def pytest_terminal_summary(terminalreporter):
     if not torch.cuda.is_available():
         terminalreporter.write_line("no CUDA device: the tests in tests/gpu were not run")

@@ -1,4 +1,4 @@
-"""The errors that users see. Each is one line: what was given, what was expected, what to do."""
+"""The errors and warnings that users see. Each is one line: what was given, what was expected, what to do."""
 
 from __future__ import annotations
 
@@ -32,6 +32,10 @@ class TrainingStalled(NarrowgaugeError, RuntimeError):
     """
 
     exit_code = 1
+
+
+class SlowRecipeWarning(UserWarning):
+    """The recipe is not expected to make the model faster on this GPU. The text says why, and what to do."""
 
 
 def printable(text: str) -> str:

@@ -123,7 +123,7 @@ def assert_not_slower(
     __tracebackhide__ = True
     from narrowgauge import bench, hardware, tasks
     from narrowgauge.bench import gate, saved_benchmark
-    from narrowgauge.recipe import parse
+    from narrowgauge.engine.choose_recipe import choose_for_task
 
     path = None if against == "torch" else Path(against)
     saving = path is not None and bool(_sessions) and _sessions[-1].getoption("narrowgauge_save")
@@ -132,13 +132,13 @@ def assert_not_slower(
     saved = saved_benchmark.SavedBenchmark.read(path) if path is not None and not saving else None
     then = saved.facts if saved else {}
     where = hardware.detect(device)
-    chosen = parse(recipe, where)
     settings = bench.Settings(
         steps=steps or then.get("steps", 5),
         rounds=rounds or gate.ROUNDS,
         compile=compile if compile is not None else then.get("compile", where.kind == "cuda"),
     )
     found = tasks.find(task, batch=batch, context=context) if isinstance(task, str) else task
+    chosen, _ = choose_for_task(recipe, found, where, compile=settings.compile)
     spec = task if isinstance(task, str) else task.name
     facts = saved_benchmark.describe_setup(spec, found, where, settings, ["torch"], batch, context)
     if path is not None and saving:

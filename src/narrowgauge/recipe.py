@@ -10,7 +10,7 @@ fields that differ from it, as in ``bf16[moments=8bit,master=split,checkpoint=se
     fp8             fp8       fp32     fp32        fp32      none         none         (delayed scaling per tensor)
     bf16-lean       bf16      split    bf16        8bit      none         full
     fp8-lean        fp8       split    bf16        8bit      none         full
-    auto            chosen for the device: see ``choose``
+    auto            chosen for the device and the model: see ``choose`` and ``engine/choose_recipe.py``
 """
 
 from __future__ import annotations
@@ -179,12 +179,22 @@ def split(text: str) -> list[str]:
     return [part.strip() for part in parts if part.strip()]
 
 
-def parse(text: str | Recipe, device: Device | None = None) -> Recipe:
+def is_auto(recipe: str | Recipe) -> bool:
+    """Return whether a recipe is chosen automatically: ``auto``, or ``auto[...]`` with some fields fixed.
+
+    Args:
+        recipe: A recipe or its text.
+    """
+    return isinstance(recipe, str) and recipe.partition("[")[0].strip() == "auto"
+
+
+def parse(text: str | Recipe, device: Device | None = None, auto: Recipe | None = None) -> Recipe:
     """Return the recipe of a text. This is ``narrowgauge.recipe``.
 
     Args:
         text: A name (``bf16``), a name with changed fields (``bf16[checkpoint=full]``), or a recipe.
         device: The device that ``auto`` chooses for. Default: the GPU of this machine, or else its CPU.
+        auto: The recipe that ``auto`` stands for. Default: what ``choose`` returns for the device.
 
     Returns:
         The recipe.
@@ -210,7 +220,7 @@ def parse(text: str | Recipe, device: Device | None = None) -> Recipe:
             f"unknown recipe {text!r}: expected one of {', '.join(known)}, "
             f"or one with changed fields such as bf16[checkpoint=full]{hint}"
         )
-    base = choose(device or _detect())[0] if name == "auto" else NAMED[name]
+    base = NAMED[name] if name != "auto" else auto or choose(device or _detect())[0]
     changes: dict[str, Any] = {}
     for part in filter(None, (p.strip() for p in (match["changes"] or "").split(","))):
         field, equals, value = (piece.strip() for piece in part.partition("="))
@@ -223,13 +233,18 @@ def parse(text: str | Recipe, device: Device | None = None) -> Recipe:
 
 
 def choose(device: Device) -> tuple[Recipe, str]:
-    """Return the recipe that ``auto`` chooses on a device, and the reason.
+    """Return the recipe that ``auto`` chooses on a device as long as no model is known, and the reason.
+
+    An engine knows the model as well. On a GPU with FP8 it takes ``fp8`` if that is faster for the model.
 
     Args:
         device: The device.
     """
     if "bf16" in device.native:
-        return NAMED["bf16"], f"{device.name} has native BF16, whose range is FP32's, so it needs no loss scaling"
+        reason = f"{device.name} has native BF16, whose range is FP32's, so it needs no loss scaling"
+        if device.kind == "cuda" and "fp8" in device.native:
+            reason += "; models that FP8 makes faster train in fp8"
+        return NAMED["bf16"], reason
     if device.kind == "cuda" and "fp16" in device.native:
         return NAMED["fp16"], f"{device.name} has FP16 tensor cores but no BF16 ones; the loss is scaled dynamically"
     return NAMED["fp32"], f"{device.name} has no native 16-bit matrix products: anything but FP32 would be slower"

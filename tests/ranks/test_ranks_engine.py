@@ -9,10 +9,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from narrowgauge import Engine
+from narrowgauge.engine import choose_recipe as choosing
 from narrowgauge.errors import UsageError
 from narrowgauge.models.gpt import GPT, GPTConfig
 from narrowgauge.ranks import replicate, shard, update_sync
 from narrowgauge.ranks.world import SINGLE_PROCESS, join_world
+from narrowgauge.recipe import NAMED
 from narrowgauge.runs.rank_batches import RankBatches
 from narrowgauge.runs.schedule import make_adamw
 
@@ -162,7 +164,12 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(tmp_path, way):
 
 def scales_of_ranks():
     with join_world("cpu") as world:
-        engine = engine_of("fp8", "fsdp")
+        # Another GPU may have measured other times: auto takes the choice of the first rank.
+        choosing.depends_on_model = lambda *_: True
+        choosing.choose_for_model = lambda *_, **__: (NAMED["bf16" if world.rank else "fp8"], f"rank {world.rank}")
+        engine = engine_of("auto", "fsdp")
+        assert (str(engine.recipe), engine.recipe_reason) == ("fp8", "rank 0")
+        assert engine.update_sync.is_first == (world.rank == 0)
         for number in range(3):
             inputs, targets = batch_of(10 * world.rank + number)  # each rank has different data
             with engine.forward():
@@ -172,7 +179,7 @@ def scales_of_ranks():
         return engine.conversion.scales.scale.tolist()
 
 
-def test_fp8_scales_are_equal_on_all_ranks(tmp_path):
+def test_recipe_of_auto_and_fp8_scales_are_equal_on_all_ranks(tmp_path):
     one, other = run_ranks(2, scales_of_ranks, tmp_path)
     assert one == other and len(set(one)) > 3
 

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> Outcome:
     for name in ("steps", "rounds"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UsageError(f"--{name} {getattr(args, name)} must be at least 1")
-    from narrowgauge import bench, hardware, tasks
+    from narrowgauge import bench, hardware
     from narrowgauge.bench import gate, saved_benchmark, trace
 
     if args.save:
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> Outcome:
     plan = _make_plan(args, device, saved)
     targets = {} if args.profile is None else trace.choose_trace_paths(args.profile, args.out, plan.recipes)
     judge = gate.Gate(saved, [str(recipe) for recipe in plan.recipes], tolerance, tell) if saved else None
-    task = tasks.find(plan.spec, batch=plan.batch, context=plan.context, **plan.own)
+    task = plan.task
     facts = saved_benchmark.describe_setup(
         plan.spec, task, device, plan.settings, plan.peers, plan.batch, plan.context, plan.own
     )
@@ -103,6 +103,7 @@ class _Plan:
     """What to measure: from the command line, else from the saved benchmark, else the defaults."""
 
     spec: str
+    task: Task
     recipes: list[Recipe]
     peers: list[str]
     batch: int | None
@@ -117,13 +118,15 @@ class _Plan:
 def _make_plan(args: argparse.Namespace, device: Device, saved: SavedBenchmark | None) -> _Plan:
     from narrowgauge import bench, tasks
     from narrowgauge.bench import gate
+    from narrowgauge.engine.choose_recipe import choose_for_task
     from narrowgauge.recipe import parse, split
 
     facts = saved.facts if saved else {}
     if args.profile and args.task is None and args.profile in dict(tasks.names()):
         raise UsageError(f"--profile {args.profile}: that is a task; put it before --profile")
     texts = split(args.recipes) if args.recipes else saved.recipes if saved else ["fp32", "auto"]
-    recipes = list(dict.fromkeys(parse(text, device) for text in texts))
+    for text in texts:
+        parse(text, device)  # refuses what is not a recipe before the task is made
     peers = [peer for peer in args.peers.split(",") if peer] if args.peers is not None else facts.get("peers", [])
     for_gate = bool(saved or args.save) and "torch" in peers
     compile_ = args.compile if args.compile is not None else facts.get("compile", device.kind == "cuda")
@@ -133,13 +136,23 @@ def _make_plan(args: argparse.Namespace, device: Device, saved: SavedBenchmark |
         compile=compile_,
         seed=args.seed,
     )
+    spec = args.task or facts.get("task") or tasks.default(device.kind)
+    batch = args.batch if args.batch is not None else facts.get("batch")
+    context = args.context if args.context is not None else facts.get("context")
+    own = args.own or dict(facts.get("options", {}))
+    task = tasks.find(spec, batch=batch, context=context, **own)
+    chosen = [choose_for_task(text, task, device, compile=compile_) for text in texts]
+    for recipe, reason in chosen:
+        if reason is not None:
+            tell(f"auto is {recipe}: {reason}")
     plan = _Plan(
-        spec=args.task or facts.get("task") or tasks.default(device.kind),
-        recipes=recipes,
+        spec=spec,
+        task=task,
+        recipes=list(dict.fromkeys(recipe for recipe, _ in chosen)),
         peers=peers,
-        batch=args.batch if args.batch is not None else facts.get("batch"),
-        context=args.context if args.context is not None else facts.get("context"),
-        own=args.own or dict(facts.get("options", {})),
+        batch=batch,
+        context=context,
+        own=own,
         settings=settings,
         for_gate=for_gate,
     )

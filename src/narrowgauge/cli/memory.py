@@ -83,8 +83,6 @@ def cluster_for(args: argparse.Namespace, gpu: Gpu) -> Cluster | None:
 
 def run(args: argparse.Namespace) -> Outcome:
     from narrowgauge.forecast.run import Scenario, predict_recipe
-    from narrowgauge.forecast.trace.fake_gpu import describe_device
-    from narrowgauge.recipe import parse
 
     if args.gpu and "," in args.gpu:
         raise UsageError(f"--gpu {args.gpu}: memory takes one GPU; roofline takes several")
@@ -94,7 +92,7 @@ def run(args: argparse.Namespace) -> Outcome:
         task=task, gpu=gpu, accumulate=args.accumulate, compile=args.compile, shards=args.shards, cluster=cluster,
         parallel=args.parallel,
     )  # fmt: skip
-    recipes = list(dict.fromkeys(parse(text, describe_device(gpu)) for text in runnable(args.recipes, gpu, RECIPES)))
+    recipes = scenario.choose_recipes(runnable(args.recipes, gpu, RECIPES), tell)
     search = args.gpu is not None and not args.no_search
     out = prose(args)
     rows: dict[str, dict[str, Any]] = {}

@@ -73,8 +73,6 @@ def _forecast(args: argparse.Namespace, task: Task, gpu: Gpu, device: Device, ou
     from narrowgauge.forecast.run import Scenario
     from narrowgauge.forecast.time.reachable_rates import ReachableRates
     from narrowgauge.forecast.time.roofline import estimate_costs, predict_time, sum_costs
-    from narrowgauge.forecast.trace.fake_gpu import describe_device
-    from narrowgauge.recipe import parse
 
     cluster = cluster_for(args, gpu)
     scenario = Scenario(
@@ -85,7 +83,7 @@ def _forecast(args: argparse.Namespace, task: Task, gpu: Gpu, device: Device, ou
     rates = ReachableRates(gpu, roofs)
     if not args.json:
         _show_gpu(gpu, rates.source, roofs, out)
-    recipes = list(dict.fromkeys(parse(text, describe_device(gpu)) for text in runnable(args.recipes, gpu, RECIPES)))
+    recipes = scenario.choose_recipes(runnable(args.recipes, gpu, RECIPES), tell)
     rows: dict[str, dict[str, Any]] = {}
     layers: list[dict[str, Any]] = []
     last: Traced | None = None

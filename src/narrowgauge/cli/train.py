@@ -138,7 +138,12 @@ def _run(args: argparse.Namespace, world: World) -> Outcome:
                 settings,
                 folder,
                 resume=args.resume is not None,
-                configuration={"task": spec, "options": options, "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")},
+                configuration={
+                    "task": spec,
+                    "options": options,
+                    "began": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                    **({"recipe_reason": why} if why else {}),
+                },
                 observer=make_progress(task.unit) if world.is_first else None,
                 capture=args.capture,
                 world=world,
@@ -159,13 +164,16 @@ def _run(args: argparse.Namespace, world: World) -> Outcome:
 def _begin(args: argparse.Namespace, world: World) -> tuple[Path, str, dict[str, Any], Settings, Task, str | None]:
     """Resolve the options of a new run, and choose its folder."""
     from narrowgauge import hardware, tasks
-    from narrowgauge.recipe import choose, parse
+    from narrowgauge.engine.choose_recipe import depends_on_model
+    from narrowgauge.recipe import choose, is_auto, parse
     from narrowgauge.runs import record
     from narrowgauge.runs.settings import make_settings
 
     device = hardware.detect(args.device)
-    recipe = parse(args.recipe or "auto", device)
-    why = choose(device)[1] if args.recipe in (None, "auto") else None
+    text = args.recipe or "auto"
+    waits = depends_on_model(text, device)  # then the engine chooses, when the model exists
+    recipe = text.replace(" ", "") if waits else str(parse(text, device))
+    why = choose(device)[1] if is_auto(text) and not waits else None
     spec = _resolve_task(args.task or tasks.default(device.kind))
     options = {name: getattr(args, name) for name in FOR_TASK if getattr(args, name) is not None}
     options = _resolve_options(options) | args.own
@@ -186,7 +194,7 @@ def _begin(args: argparse.Namespace, world: World) -> tuple[Path, str, dict[str,
         raise UsageError(f"{folder} already holds a run; resume it with --resume {folder}, or choose another --out")
     task = tasks.find(spec, **options)
     given = {field: getattr(args, name) for name, field in FOR_SETTINGS.items()}
-    settings = make_settings(task, recipe=str(recipe), device=device.torch_device, seed=args.seed, **given)
+    settings = make_settings(task, recipe=recipe, device=device.torch_device, seed=args.seed, **given)
     return folder, spec, options, settings, task, why
 
 
@@ -212,6 +220,7 @@ def _choose_unused(folder: Path) -> Path:
 def _resume(args: argparse.Namespace) -> tuple[Path, str, dict[str, Any], Settings]:
     """Read the options of a recorded run. Only --device, --parallel, --log and --keep can change on resume."""
     from narrowgauge import hardware
+    from narrowgauge.recipe import is_auto
     from narrowgauge.runs import record
     from narrowgauge.runs.settings import restore_settings
 
@@ -230,6 +239,8 @@ def _resume(args: argparse.Namespace) -> tuple[Path, str, dict[str, Any], Settin
     given = {name: getattr(args, name) for name in recorded if name not in ("keep", "parallel", "log")} | args.own
     recorded |= {name: options.get(name) for name in args.own}
     given["task"] = _resolve_task(args.task) if args.task else None
+    if args.recipe is not None and is_auto(args.recipe):
+        given["recipe"] = _keep_choice(args.recipe, recorded["recipe"])
     given = _resolve_options(given)
     if args.seed != 0:
         given["seed"], recorded["seed"] = args.seed, saved.get("seed")
@@ -245,6 +256,13 @@ def _resume(args: argparse.Namespace) -> tuple[Path, str, dict[str, Any], Settin
     }
     changes["device"] = hardware.detect(args.device or saved.get("device")).torch_device
     return folder, spec, options, restore_settings(saved, **changes)
+
+
+def _keep_choice(text: str, recorded: Any) -> str:
+    """What ``auto`` means for a recorded run: what it chose then, not what it would choose now."""
+    from narrowgauge.recipe import NAMED, parse
+
+    return str(parse(text, auto=NAMED[parse(recorded).compute])) if isinstance(recorded, str) else text
 
 
 def _resolve_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -266,9 +284,12 @@ def _resolve_task(spec: str) -> str:
 
 
 def _introduce(task: Task, settings: Settings, folder: Path, why: str | None, out: TextIO) -> None:
+    from narrowgauge.recipe import is_auto
+
     items = task.items_per_batch * settings.accumulate
     say(f"{task.name}: {settings.steps:,} steps of {items:,} {task.unit}s on {settings.device}, in {folder}", out)
-    say(f"recipe {settings.recipe}" + (f": {why}" if why else ""), out)
+    if not is_auto(settings.recipe):  # the trainer tells what auto has chosen, and why
+        say(f"recipe {settings.recipe}" + (f": {why}" if why else ""), out)
 
 
 def _describe(result: Result, facts: dict[str, Any]) -> dict[str, Any]:

@@ -19,18 +19,20 @@ from narrowgauge.engine.checks import (
     check_recipe,
     find_trainable,
 )
+from narrowgauge.engine.choose_recipe import choose_recipe
 from narrowgauge.engine.updates import Stepper
 from narrowgauge.errors import UsageError
 from narrowgauge.nn.compile_forward import compile_forward
 from narrowgauge.nn.convert import Conversion
 from narrowgauge.nn.module_changes import apply_change, remove_changes
 from narrowgauge.nn.recompute import checkpoint_blocks
+from narrowgauge.nn.speed_advice import explain_slow, warn_about_speed
 from narrowgauge.nn.step_context import OpensStepContext, StepContext, explain_error
 from narrowgauge.optim import widen
 from narrowgauge.optim.gradient_release import check_released, keep_gradient
 from narrowgauge.ranks.distribute import unwrap_ddp
 from narrowgauge.ranks.update_sync import UpdateSync
-from narrowgauge.recipe import Recipe, parse
+from narrowgauge.recipe import Recipe
 from narrowgauge.scaling.guard import SkipGuard
 from narrowgauge.step_report import Watcher
 
@@ -59,7 +61,9 @@ class EngineBase:
         check_no_closure(given)
         self.device = next(iter(self.named.values())).device
         self.hardware = hardware.detect(str(self.device))
-        self.recipe = parse(recipe, self.hardware)
+        chosen, why = choose_recipe(recipe, model, self.named, self.hardware, compile=bool(compile), fused=fused)
+        self.recipe = chosen
+        self.recipe_reason = why
         check_recipe(self.recipe, self.hardware, self.named)
         self.clip_norm = check_clip_norm(clip_norm)
         self.accumulate = check_accumulate(accumulate)
@@ -99,6 +103,10 @@ class EngineBase:
                     "see the emulation; use compile=False or recipe fp32"
                 )
             compile_forward(model, self.step_context, compile if isinstance(compile, str) else None)
+        can_compile = not self.conversion.blocks and not sharded
+        self.speed_advice = explain_slow(self.conversion, compiled=self.compiled, can_compile=can_compile)
+        if self.update_sync.is_first:
+            warn_about_speed(self.speed_advice, stacklevel=3)
 
     def _convert_model(self, fused: bool | None, cuda_graphs: bool | None) -> Conversion:
         """Convert the layers that the recipe computes differently. Subclasses may extend this."""
@@ -159,6 +167,8 @@ class EngineBase:
         Raises:
             UsageError: The state was not saved by an engine.
         """
+        if self.recipe_reason is not None:
+            state.warn_of_other_recipe(state_dict.get("recipe"), self.recipe)
         state.load_precision(state_dict, self.scaler, self.guard, self.conversion.scales)
         self._microbatches = 0
 

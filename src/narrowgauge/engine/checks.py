@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ def find_trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad or p.grad is not None}
 
 
-def check_recipe(recipe: Recipe, device: hardware.Device, named: dict[str, nn.Parameter]) -> None:
+def check_recipe(recipe: Recipe, device: hardware.Device, named: Mapping[str, nn.Parameter]) -> None:
     """Raise UsageError if the device cannot run the recipe or the parameters have the wrong dtype."""
     reason = refusal(recipe, device)
     if reason is not None:

@@ -46,7 +46,8 @@ class Engine(EngineBase):
         model: A module with FP32 parameters. It may be wrapped by DDP or sharded by FSDP2.
         optimizer: A torch optimizer over the model's parameters, or a list of them. Recipes with ``master=split``,
             ``master=none``, ``moments=bf16``, ``moments=8bit`` or ``gradients=released`` need AdamW.
-        recipe: A recipe or its text, such as ``"bf16"`` or ``"fp8[keep=head]"``. ``"auto"`` chooses one for the device.
+        recipe: A recipe or its text, such as ``"bf16"`` or ``"fp8[keep=head]"``. ``"auto"`` takes what is fastest for
+            the model on its device: FP8 where that is predicted to pay.
         clip_norm: Clip the norm of all unscaled gradients to this value. None: no clipping.
         accumulate: Number of microbatches per update. ``backward`` divides each loss by it.
         compile: Compile the model: False, True or a mode of ``torch.compile``.
@@ -63,6 +64,7 @@ class Engine(EngineBase):
         inner: The model without its DDP wrapper.
         optimizers: The optimizers, as a list.
         recipe: The parsed ``Recipe``.
+        recipe_reason: Why ``auto`` chose it; None if the recipe was named.
         device: The torch device of the model.
         hardware: What is known about that device, as ``narrowgauge.hardware.Device``.
         clip_norm: The argument.
@@ -73,6 +75,8 @@ class Engine(EngineBase):
         kept: Paths of the modules that compute in FP32.
         checkpointed: Paths of the modules whose activations are recomputed.
         compiled: Whether the model is compiled.
+        speed_advice: One line if FP8 is not expected to make the model faster on its GPU: why, and what to do. Else
+            None. The engine warns with it.
         watchers: Objects that are called around each forward, backward and update (``Watcher``).
 
     Raises:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from narrowgauge import kernels
 from narrowgauge.hardware import Device
-from narrowgauge.nn.convert import Conversion, convert
+from narrowgauge.nn.convert import Conversion, convert_layers
 from narrowgauge.nn.keep_fp32 import find_computed_parameters, keep_modules, keep_recurrent
 from narrowgauge.nn.matrix_inventory import list_matrices
 from narrowgauge.optim import AdamW, convert_optimizer
@@ -77,8 +77,8 @@ def convert_model(
         on_gpu = device.kind == "cuda" and kernels.have_triton()
         fused = recipe.compute == "fp8" or (recipe.compute == "bf16" and on_gpu)
     if fused:
-        return convert(model, recipe, device, cuda_graphs=cuda_graphs)
-    return Conversion(compute=recipe.compute, matrices=list_matrices(model, recipe))
+        return convert_layers(model, recipe, device, cuda_graphs=cuda_graphs)
+    return Conversion(compute=recipe.compute, matrices=list_matrices(model, recipe), gpu=device.gpu)
 
 
 def make_release(model: nn.Module, recipe: Recipe, optimizers: Iterable[Optimizer], conversion: Conversion) -> Any:

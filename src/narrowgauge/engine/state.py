@@ -6,6 +6,7 @@ themselves (Lightning, Accelerate) save it next to them.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -58,6 +59,16 @@ def save_precision(
         "guard": guard.state_dict(),
         "tensor_scales": scales.state_dict() if scales else None,
     }
+
+
+def warn_of_other_recipe(saved: str | None, chosen: Recipe) -> None:
+    """Warn if ``auto`` chose another recipe now than when the state was saved: training would change its formats."""
+    if saved is not None and saved != str(chosen):
+        warnings.warn(
+            f"the state was saved under recipe {saved}, and auto chose {chosen} now; to train on as before, create the "
+            f"engine with recipe={saved!r}",
+            stacklevel=4,
+        )
 
 
 def load_precision(

@@ -6,10 +6,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from narrowgauge import hardware, tasks
+from narrowgauge.engine.choose_recipe import choose_for_task
 from narrowgauge.errors import UsageError
 from narrowgauge.forecast.cluster.collectives import Cluster, make_cluster
 from narrowgauge.forecast.cluster.predict_cluster import PARALLEL, choose_parallel
@@ -56,6 +57,17 @@ class Scenario:
     def gpus(self) -> int:
         """Number of GPUs."""
         return self.cluster.gpus if self.cluster is not None else self.shards
+
+    def choose_recipes(self, recipes: Iterable[str | Recipe], tell: Callable[[str], None]) -> list[Recipe]:
+        """Return the recipes, each once. ``auto`` becomes what trains the task fastest on the GPU."""
+        device, found = describe_device(self.gpu), []
+        for one in recipes:
+            with hardware.assume(device):
+                recipe, reason = choose_for_task(one, self.task, device, compile=self.compile)
+            if reason is not None:
+                tell(f"auto is {recipe}: {reason}")
+            found.append(recipe)
+        return list(dict.fromkeys(found))
 
     def trace(self, recipe: Recipe, batch: int | None = None, fused: bool | None = None) -> Traced:
         """Trace two steps under a recipe. Raises UsageError where the GPU cannot run it."""
@@ -177,11 +189,10 @@ def forecast(
         task=made, gpu=found, batch=batch, accumulate=accumulate, compile=compile, shards=shards, cluster=cluster,
         parallel=parallel,
     )  # fmt: skip
-    device = describe_device(scenario.gpu)
     several = [recipes] if isinstance(recipes, str | Recipe) else recipes
     outlooks: dict[str, RecipeForecast] = {}
     parameters = 0
-    for recipe in dict.fromkeys(parse(one, device) for one in several):
+    for recipe in scenario.choose_recipes(several, tell):
         tell(f"{recipe}: tracing two simulated steps")
         traced = scenario.trace(recipe) if scenario.gpus == 1 else scenario.trace_model(recipe)
         outlooks[str(recipe)] = predict_recipe(scenario, recipe, traced, search, tell)

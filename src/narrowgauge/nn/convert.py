@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import _disable_current_modes
 
 from narrowgauge import events
-from narrowgauge.hardware import Device, detect
+from narrowgauge.hardware import Device, Gpu, detect, is_assumed
 from narrowgauge.kernels.norm import MAX_COLUMNS
 from narrowgauge.nn.blocks.find import FoundBlocks, find_blocks
 from narrowgauge.nn.blocks.spec import BlockSpec, NormSpec
@@ -35,10 +35,12 @@ from narrowgauge.nn.fused.verify import find_difference
 from narrowgauge.nn.matrix_inventory import LayerUse, Matrix, explain_kept_fp32, list_matrices
 from narrowgauge.nn.matrix_inventory_text import summarize, tabulate
 from narrowgauge.nn.module_changes import apply_change, find_change, has_own_method
+from narrowgauge.nn.predict_speed import Speed, predict_speed
 from narrowgauge.nn.products import linear
 from narrowgauge.nn.products.choose_formats import Decision, decide
 from narrowgauge.nn.products.gemm import ALL_BF16, ALL_FP8, E4M3, E5M2, GemmChoice
 from narrowgauge.nn.products.weight_casts import WeightCastPlan
+from narrowgauge.nn.speed_advice import explain_slow, warn_about_speed
 from narrowgauge.recipe import Recipe, parse
 from narrowgauge.scaling.tensor import TensorScales
 
@@ -82,6 +84,7 @@ class Conversion:
         shared_input: The cast that layers with a common input share within a forward.
         compute: The recipe's compute format.
         matrices: Every parameter of two or more dimensions, with the formats it is multiplied in.
+        gpu: The GPU that the formats were chosen for; None for a CPU, and for a GPU that is not in the table.
     """
 
     layers: list[Layer] = field(default_factory=list)
@@ -91,6 +94,7 @@ class Conversion:
     shared_input: linear.SharedInputCast = field(default_factory=linear.SharedInputCast)
     compute: str = "fp32"
     matrices: list[Matrix] = field(default_factory=list)
+    gpu: Gpu | None = None
 
     def summary(self) -> str:
         """Return one line: the share of the model that is multiplied in the recipe's format, and the rest's formats."""
@@ -104,6 +108,18 @@ class Conversion:
 
     def __str__(self) -> str:
         return "\n".join([tabulate(self.matrices), *self.explain_unfused()])
+
+    def predict_speed(self, compiled: bool = False) -> Speed | None:
+        """Predict the speed relative to BF16 with torch.compile; None if the GPU is unknown, or nothing is multiplied.
+
+        Args:
+            compiled: Whether torch.compile compiles what is not fused.
+        """
+        if self.gpu is None:
+            return None
+        decided = {layer.path: layer.decision for layer in self.layers if layer.decision and layer.decision.bf16_ms}
+        measured = {path: decision.chosen_ms / decision.bf16_ms for path, decision in decided.items()}
+        return predict_speed(self.matrices, self.gpu, compiled=compiled, measured=measured)
 
     def explain_unfused(self) -> list[str]:
         """Return one line for each reason why repeated modules run layer by layer, with the modules it holds for."""
@@ -121,6 +137,8 @@ def convert(
     recipe: str | Recipe = "fp8",
     device: Device | None = None,
     rows: int = DEFAULT_ROWS,
+    *,
+    compile: bool = False,
     cuda_graphs: bool | None = None,
 ) -> Conversion:
     """Convert a model in place, so that its layers compute in the recipe's formats.
@@ -134,6 +152,8 @@ def convert(
         recipe: A recipe, or its text, such as "fp8" or "bf16[keep=lm_head]".
         device: The device to choose formats for; by default that of the model's parameters.
         rows: Tokens or samples that a linear layer sees per step.
+        compile: Whether you compile the model afterwards. This changes no format, only the predicted speed: a warning
+            tells if FP8 is not expected to make the model faster.
         cuda_graphs: Whether fused blocks run as CUDA graphs; by default if the GPU waits for the host.
 
     Returns:
@@ -142,17 +162,30 @@ def convert(
     Raises:
         UsageError: The recipe is invalid, or does not run on the device.
     """
+    result = convert_layers(model, recipe, device, rows, cuda_graphs)
+    warn_about_speed(explain_slow(result, compiled=compile, can_compile=True), stacklevel=3)
+    return result
+
+
+def convert_layers(
+    model: nn.Module,
+    recipe: str | Recipe,
+    device: Device | None = None,
+    rows: int = DEFAULT_ROWS,
+    cuda_graphs: bool | None = None,
+) -> Conversion:
+    """Convert a model as ``convert`` does, without a word about its speed."""
     device = device or detect(str(next(model.parameters()).device))
     recipe = parse(recipe, device)
+    result, specs = _plan(model, recipe, device, rows)
     if recipe.compute not in ("fp8", "bf16"):
-        return Conversion(compute=recipe.compute, matrices=list_matrices(model, recipe))
-    found = _find_blocks(model, recipe)
-    plans = list(_survey(model, recipe, device, rows, found.specs))
-    leaders = _find_input_leaders(plans)
-    sites = {name: dtype for layer in plans if "fp8" in layer.choice for name, dtype in _list_sites(layer, leaders)}
+        return result
+    leaders = _find_input_leaders(result.layers)
+    fp8_layers = [layer for layer in result.layers if "fp8" in layer.choice]
+    sites = {name: dtype for layer in fp8_layers for name, dtype in _list_sites(layer, leaders)}
     scales = None
     if sites:
-        scales = TensorScales(
+        scales = result.scales = TensorScales(
             sites,
             next(model.parameters()).device,
             mode=recipe.scaling,
@@ -160,19 +193,15 @@ def convert(
             margin=recipe.margin,
             amax=recipe.amax,
         )
-    surveyed = {layer.path: LayerUse(_get_kind(layer), tuple(layer.choice), layer.reason) for layer in plans}
-    matrices = list_matrices(model, recipe, surveyed)
-    result = Conversion(plans, scales, unfused=found.reasons, compute=recipe.compute, matrices=matrices)
-    by_path = {layer.path: layer for layer in plans}
+    by_path = {layer.path: layer for layer in result.layers}
     graphs = BlockGraphs(cuda_graphs)
     for path, module in model.named_modules():
-        if path in found.specs:
-            spec = found.specs[path]
+        if path in specs:
+            spec = specs[path]
             holds = recipe.gradients != "released"
             plan = make_plan(module, path, spec, by_path, scales, recipe.checkpoint, is_lean(recipe), holds)
             mark_parts(module, spec)
             apply_change(module, FusedBlock(plan, graphs))
-            result.blocks.append(path)
         elif path in by_path and by_path[path].part_of == "linear":
             leader = leaders.get(path, path)
             readers = max(1, sum(one == leader for one in leaders.values()))
@@ -195,6 +224,28 @@ def convert(
         if chained and all(find_change(block, FusedBlock) for block in getattr(model, "blocks", ())):
             apply_change(model, FusedTrunk(weight, end.choice, norm))
     return result
+
+
+def plan_conversion(model: nn.Module, recipe: Recipe, device: Device) -> Conversion:
+    """Return the report of a conversion without converting the model, and so without FP8 scales."""
+    return _plan(model, recipe, device, DEFAULT_ROWS)[0]
+
+
+def _plan(model: nn.Module, recipe: Recipe, device: Device, rows: int) -> tuple[Conversion, dict[str, BlockSpec]]:
+    """Decide how each layer computes. Return the report, and the blocks to fuse by path."""
+    if recipe.compute not in ("fp8", "bf16"):
+        return Conversion(compute=recipe.compute, matrices=list_matrices(model, recipe), gpu=device.gpu), {}
+    found = _find_blocks(model, recipe, device)
+    layers = list(_survey(model, recipe, device, rows, found.specs))
+    surveyed = {layer.path: LayerUse(_get_kind(layer), tuple(layer.choice), layer.reason) for layer in layers}
+    return Conversion(
+        layers,
+        blocks=[path for path, _ in model.named_modules() if path in found.specs],
+        unfused=found.reasons,
+        compute=recipe.compute,
+        matrices=list_matrices(model, recipe, surveyed),
+        gpu=device.gpu,
+    ), found.specs
 
 
 def _get_kind(layer: Layer) -> str:
@@ -227,12 +278,14 @@ def is_lean(recipe: Recipe) -> bool:
     return recipe.master != "fp32"
 
 
-def _find_blocks(model: nn.Module, recipe: Recipe) -> FoundBlocks:
+def _find_blocks(model: nn.Module, recipe: Recipe, device: Device) -> FoundBlocks:
     """Find the blocks to fuse; those with a part that stays in FP32 are not."""
     with events.paused(), _disable_current_modes(), torch._C.DisableTorchFunction():  # examples are real, always
         first = next(model.parameters())
         real = first.device.type != "meta" and not is_fake(first)
-        found = find_blocks(model, first.device if real else torch.device("cpu"), find_difference)
+        installed = device.kind == "cuda" and not is_assumed() and torch.cuda.is_available()
+        place = first.device if real else torch.device(device.torch_device if installed else "cpu")
+        found = find_blocks(model, place, find_difference)
     modules = dict(model.named_modules())
     for path, spec in list(found.specs.items()):
         reason = find_misfit(modules[path], spec) or _find_fp32_part(path, modules, recipe)

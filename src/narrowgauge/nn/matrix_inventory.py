@@ -178,7 +178,8 @@ def _describe_by_class(
         return "bilinear", ("fp32",) * 3, "nn.Bilinear computes in FP32", False
     if isinstance(module, nn.Linear) or has_transposed_weight(module):
         kind = "attention" if isinstance(module, NonDynamicallyQuantizableLinear) else "linear"
-        return kind, narrow, explain_not_converted(module) or f"the recipe computes in {words}", has_own_forward(module)
+        left = "fused=False leaves it to autocast" if recipe.compute == "fp8" else f"the recipe computes in {words}"
+        return kind, narrow, explain_not_converted(module) or left, has_own_forward(module)
     if _is_stack_of_experts(path, module, shape):
         return "experts", narrow, f"expert products run in {words}", False
     return "raw", narrow, f"used by {cls.__name__}'s own forward; not converted", recipe.compute not in ("fp32", "tf32")

@@ -34,14 +34,7 @@ class UpdateSync:
         self.model = model
         self.copied = isinstance(model, DistributedDataParallel)
         sharded = [parameter for parameter in named.values() if is_sharded(parameter)]
-        self.group: dist.ProcessGroup | None = None
-        if self.copied:
-            self.group = model.process_group  # type: ignore[assignment]
-        elif sharded:
-            mesh = sharded[0].device_mesh
-            if any(parameter.device_mesh != mesh for parameter in sharded):
-                raise UsageError("Engine: the model is sharded over several meshes; shard it over one")
-            self.group = mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
+        self.group = find_group(model, named)
         self.sharded = bool(sharded)
         if self.copied and lean and any(p.dim() > 1 and p.dtype is torch.float32 for p in named.values()):
             raise UsageError(
@@ -54,6 +47,11 @@ class UpdateSync:
         self.reduces_every_microbatch = bool(sharded) and _cannot_wait(sharded)
         self._weights: tuple[list[int], Tensor] | None = None
         self._syncs_gradients = True
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of the ranks, which warns for all."""
+        return self.group is None or dist.get_rank(self.group) == 0
 
     def set_gradient_sync(self, last: bool) -> None:
         """Set, before a microbatch, whether its backward reduces gradients over ranks.
@@ -131,6 +129,29 @@ class UpdateSync:
         mean = number.detach().float().clone()
         dist.all_reduce(mean, group=self.group)
         return mean / self.size
+
+
+def find_group(model: nn.Module, named: Mapping[str, nn.Parameter]) -> dist.ProcessGroup | None:
+    """Return the ranks that a model is distributed over by DDP or FSDP2; None if it is on one.
+
+    Args:
+        model: The model, with DDP's wrapper.
+        named: Its trainable parameters, by name.
+
+    Raises:
+        UsageError: It is sharded over several meshes.
+    """
+    if isinstance(model, DistributedDataParallel):
+        copies: dist.ProcessGroup = model.process_group
+        return copies
+    sharded: list[Any] = [parameter for parameter in named.values() if is_sharded(parameter)]
+    if not sharded:
+        return None
+    mesh = sharded[0].device_mesh
+    if any(parameter.device_mesh != mesh for parameter in sharded):
+        raise UsageError("Engine: the model is sharded over several meshes; shard it over one")
+    shards: dist.ProcessGroup = mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
+    return shards
 
 
 def _cannot_wait(sharded: list[Any]) -> bool:

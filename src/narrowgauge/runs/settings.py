@@ -18,7 +18,7 @@ class Settings:
     """How a run is trained."""
 
     recipe: str
-    """The text of the recipe, resolved: never ``auto``."""
+    """The text of the recipe. ``auto`` until the engine has chosen; run.json has what it chose."""
     device: str
     """cpu, cuda or cuda:N."""
     steps: int
@@ -86,7 +86,7 @@ def make_settings(task: Task, *, recipe: str, device: str, **given: Any) -> Sett
 
     Args:
         task: The task that is trained.
-        recipe: The text of the recipe, resolved.
+        recipe: The text of the recipe.
         device: cpu, cuda or cuda:N.
         **given: Fields of ``Settings``. None means: use the default.
 

@@ -78,7 +78,13 @@ def train(
             with world.fail_together():  # refuses bad data before training, and lets tasks fill in their facts
                 trainer.rank_batches.select_rows(make_isolated_batch(task, 0, "train", "step 1", settings.seed))
         if not resume and world.is_first:
-            used = {"settings": dataclasses.asdict(settings), "facts": dict(task.facts), "versions": read_versions()}
+            used: dict[str, Any] = {
+                "settings": dataclasses.asdict(trainer.settings),
+                "facts": dict(task.facts),
+                "versions": read_versions(),
+            }
+            if trainer.engine.recipe_reason is not None:
+                used["recipe_reason"] = trainer.engine.recipe_reason
             record.write_configuration(folder, {**(configuration or {}), **used})
         return trainer.train()
 

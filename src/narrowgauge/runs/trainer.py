@@ -11,6 +11,7 @@ computes what the uninterrupted run would have computed; on a CPU, bit for bit.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from narrowgauge.findings import Finding
 from narrowgauge.gauges.capture import Recorder
 from narrowgauge.gauges.examiner import Examiner
 from narrowgauge.gauges.rules.step_rules import Step
+from narrowgauge.nn.speed_advice import no_speed_warnings
 from narrowgauge.ranks.init_model import make_model
 from narrowgauge.ranks.world import SINGLE_PROCESS, World
 from narrowgauge.runs import record
@@ -78,7 +80,7 @@ class Trainer:
     def __init__(
         self, task: Task, settings: Settings, folder: Path, observer: Observer, world: World = SINGLE_PROCESS
     ) -> None:
-        self.task, self.settings, self.folder, self.observer, self.world = task, settings, folder, observer, world
+        self.task, self.folder, self.observer, self.world = task, folder, observer, world
         model = make_model(
             task.model,
             settings.recipe,
@@ -92,16 +94,22 @@ class Trainer:
         rate = settings.learning_rate
         optimizer = task.optimizer(model, rate) if task.optimizer else make_adamw(model, rate, task.weight_decay)
         self.schedule = Schedule(optimizer, settings.steps, settings.warmup)
-        self.engine = Engine(
-            model,
-            optimizer,
-            recipe=settings.recipe,
-            clip_norm=settings.clip_norm or None,
-            accumulate=self.rank_batches.microbatches,
-            compile=settings.compile,
-        )
+        with no_speed_warnings():
+            self.engine = Engine(
+                model,
+                optimizer,
+                recipe=settings.recipe,
+                clip_norm=settings.clip_norm or None,
+                accumulate=self.rank_batches.microbatches,
+                compile=settings.compile,
+            )
+        self.settings = dataclasses.replace(settings, recipe=str(self.engine.recipe))
+        if self.engine.recipe_reason is not None:
+            observer.notify(f"recipe {self.engine.recipe}: {self.engine.recipe_reason}")
         if self.engine.recipe.compute not in ("fp32", "tf32"):
             observer.notify(self.engine.conversion.summary())
+        if self.engine.speed_advice is not None:
+            observer.notify(self.engine.speed_advice)
         self.readback = Readback()
         self.recorder: Recorder | None = None
         if world.is_single:  # one process cannot replay a step of several ranks

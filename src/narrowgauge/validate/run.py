@@ -14,14 +14,15 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from narrowgauge import hardware
 from narrowgauge.data import cache
+from narrowgauge.engine.choose_recipe import choose_for_task
 from narrowgauge.errors import UsageError
-from narrowgauge.recipe import parse, refusal
+from narrowgauge.recipe import is_auto, parse, refusal
 from narrowgauge.runs.json_lines import replace_nonfinite
 from narrowgauge.runs.settings import check_learning_rate
 from narrowgauge.runs.trainer import Observer
@@ -90,6 +91,7 @@ def validate(
         store = Path(out) if out else Path(temporary) if not isinstance(task, str) else cache.get_folder() / "validate"
         source = {"spec": _resolve_spec(task)} if isinstance(task, str) else {"spec": "", "make": _make_factory(task)}
         experiment = Experiment(device=found, options=dict(options or {}), store=store, **source)
+        recipes |= _choose_recipes(experiment, recipes, say)
         compared = compare_layers(experiment, reference, candidates, recipes, say) if layers else {}
         given = {"learning_rate": learning_rate, "watch_every": 0}
         if steps is None:
@@ -123,6 +125,26 @@ def _check_recipe(name: str, device: hardware.Device) -> str:
     if reason is not None:
         raise UsageError(reason)
     return str(recipe)
+
+
+def _choose_recipes(experiment: Experiment, names: Iterable[str], tell: Tell) -> dict[str, str]:
+    """What ``auto`` trains with for the task, by the name of the candidate that says auto."""
+    chosen = {}
+    for name in names:
+        text = name.partition("@")[0]
+        if is_auto(text):
+            task = make_task(_with_task_of(name, experiment), 0)
+            compile = experiment.device.kind == "cuda"  # as runs do
+            recipe, reason = choose_for_task(text, task, experiment.device, compile=compile)
+            tell(f"  {name} is {recipe}: {reason}")
+            chosen[name] = str(recipe)
+    return chosen
+
+
+def _with_task_of(name: str, experiment: Experiment) -> Experiment:
+    """The experiment of a candidate: another task for ``RECIPE@TASK``."""
+    other = name.partition("@")[2]
+    return dataclasses.replace(experiment, spec=_resolve_spec(other), make=None) if other else experiment
 
 
 def _resolve_spec(spec: str) -> str:
@@ -227,8 +249,7 @@ class Validation(Mapping[str, Verdict]):
             self._tell(f"  {index + 1} of {len(wanted)}: {name} seed {seed}: {result} ({how})")
 
     def _experiment_of(self, name: str) -> Experiment:
-        other = name.partition("@")[2]
-        return dataclasses.replace(self.experiment, spec=_resolve_spec(other), make=None) if other else self.experiment
+        return _with_task_of(name, self.experiment)
 
     def _mean_seconds(self, name: str) -> float:
         own = [run.seconds for (one, _), run in self.runs.items() if one == name]

@@ -33,6 +33,7 @@ from narrowgauge.gauges.replay.nonfinite_flow import (
     read_values,
 )
 from narrowgauge.gauges.replay.op_locations import OpLocator
+from narrowgauge.nn.speed_advice import no_speed_warnings
 from narrowgauge.optim import load_full_precision
 from narrowgauge.recipe import Recipe, parse
 
@@ -214,7 +215,8 @@ class _Replayer:
         model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0)
         recipe = _adapt_to_device(recipe, next(model.parameters()).device.type)
-        engine = Engine(model, optimizer, recipe, accumulate=int(facts["accumulate"]), fused=fused)
+        with no_speed_warnings():
+            engine = Engine(model, optimizer, recipe, accumulate=int(facts["accumulate"]), fused=fused)
         try:
             load_full_precision(model, _without_wrappers(state["model"]))
             for name, buffer in model.named_buffers():

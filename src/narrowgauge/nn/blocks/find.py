@@ -45,7 +45,8 @@ class FoundBlocks:
 LARGEST_ON_CPU = 10_000_000
 """Parameters of the largest block that is run on a CPU, which takes a second. Forecasts describe far larger ones."""
 _known: dict[Any, BlockSpec | str] = {}
-"""Descriptions, or reasons against one, of the kinds that this process has seen."""
+"""Descriptions, or reasons against one, of the kinds that this process has seen, by type of device: a block that is too
+large for a CPU is not too large for a GPU."""
 
 
 def find_blocks(model: nn.Module, device: torch.device, differs: Differs) -> FoundBlocks:
@@ -57,7 +58,7 @@ def find_blocks(model: nn.Module, device: torch.device, differs: Differs) -> Fou
         if reason is not None:
             found.reasons[path] = reason
         else:
-            groups.setdefault(_make_key(module), []).append((path, module))
+            groups.setdefault((device.type, _make_key(module)), []).append((path, module))
     for key, members in groups.items():
         if key not in _known:
             _known[key] = _describe_members(members, device, differs)

@@ -20,10 +20,11 @@ from torch.overrides import TorchFunctionMode
 
 from narrowgauge import hardware, random_state
 from narrowgauge.engine import Engine
-from narrowgauge.nn.convert import Conversion, Layer, convert, is_lean
+from narrowgauge.nn.convert import Conversion, Layer, convert_layers, is_lean
 from narrowgauge.nn.products import linear
 from narrowgauge.nn.products.gemm import E4M3, E5M2
 from narrowgauge.nn.products.weight_casts import WeightCastPlan
+from narrowgauge.nn.speed_advice import no_speed_warnings
 from narrowgauge.recipe import Recipe
 from narrowgauge.scaling.tensor import TensorScales
 from narrowgauge.task import Task
@@ -47,9 +48,11 @@ class StepRunner:
             model = self._make()
             model.load_state_dict(self._state)
         recipe = reduce_recipe(recipe)
-        layers = convert(model, recipe, hardware.detect(str(self.device))).layers if recipe.compute == "fp8" else []
+        device = hardware.detect(str(self.device))
+        layers = convert_layers(model, recipe, device).layers if recipe.compute == "fp8" else []
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0)
-        engine = Engine(model, optimizer, recipe, fused=False)  # undoes the changes of convert
+        with no_speed_warnings():
+            engine = Engine(model, optimizer, recipe, fused=False)  # undoes the changes of convert_layers
         if layers:
             engine.conversion = _swap_linears(engine, layers)
         return engine
