@@ -35,13 +35,13 @@ FP8 = {"*fp8e4nv": dict(LIMIT=448.0, TINY=2.0**-10), "*fp8e5": dict(LIMIT=57344.
 
 
 def compiled(kernel, warps=4, none=(), types=None, **constants):
-    types = types or {}
+    types = {"eps": "fp32", **dict.fromkeys(("multiplier", "cap", "smoothing"), "fp32"), **(types or {})}
     constants |= {name: None for name in none}
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
         kind = types.get(name) or POINTERS.get(name) or ("*bf16" if name.endswith("_ptr") else I32)
-        signature[name] = "constexpr" if name in constants else ("fp32" if name == "eps" else kind)
-        if name not in constants and name != "eps" and name not in NOT_ALIGNED:
+        signature[name] = "constexpr" if name in constants else kind
+        if name not in constants and kind != "fp32" and name not in NOT_ALIGNED:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
@@ -140,13 +140,15 @@ elif kind == "stats":
         none = () if "fp8" in x else ("inverse_ptr",)
         compiled(tensor_stats._stats_kernel, 4, none, {**types, "x_ptr": x}, BLOCK=4096)
 else:
-    compiled(cross_entropy_kernels.statistics_kernel, BLOCK=2048)
-    compiled(cross_entropy_kernels.loss_gradient_kernel, 32, BLOCK=8192)
-    compiled(cross_entropy_kernels.grad_logits_kernel, 8, BLOCK_N=16, BLOCK_V=512)
-    for out, limits in FP8.items():
-        for none in ((), ("counts_ptr", "words_ptr")):
-            compiled(cross_entropy_kernels.grad_logits_fp8_kernel, 8, none, {"out_ptr": out}, SCALE=256.0, SHIFT=8.0,
-                     COUNT=not none, **limits, **(edge if none else tile))
+    plain = ("multiplier", "cap", "smoothing")
+    compiled(cross_entropy_kernels.grad_logits_kernel, 8, plain, BLOCK_N=16, BLOCK_V=512)
+    for form in (plain, ()):  # the form of the loss does not depend on the other options
+        compiled(cross_entropy_kernels.statistics_kernel, 4, form, BLOCK=2048)
+        compiled(cross_entropy_kernels.loss_gradient_kernel, 32, form, BLOCK=8192)
+        for out, limits in FP8.items() if form else [("*fp8e4nv", FP8["*fp8e4nv"])]:
+            for none in ((), ("counts_ptr", "words_ptr")) if form else ((),):
+                compiled(cross_entropy_kernels.grad_logits_fp8_kernel, 8, (*none, *form), {"out_ptr": out},
+                         SCALE=256.0, SHIFT=8.0, COUNT=not none, **limits, **(edge if none else tile))
 """
 
 
