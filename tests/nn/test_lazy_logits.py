@@ -325,3 +325,22 @@ def test_tokens_of_the_whole_batch_divide_the_loss(made: list[int]) -> None:
     engine.backward(loss)
     expected = twin(input_ids=TOKENS, labels=TOKENS, num_items_in_batch=torch.tensor(50)).loss
     assert made and loss.item() == pytest.approx(expected.item(), rel=1e-2)
+
+
+def test_a_classifier_of_sequences_is_no_head_over_tokens() -> None:
+    import transformers as hf
+
+    config = hf.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCAB,
+        num_key_value_heads=2, pad_token_id=0, num_labels=3,
+    )  # fmt: skip
+    model = hf.LlamaForSequenceClassification(config).train()
+    twin = copy.deepcopy(model)
+    engine = Engine(model, torch.optim.AdamW(model.parameters()), "bf16", fused=True)
+    with engine.forward():
+        answer = model(input_ids=TOKENS, labels=torch.tensor([2, 0]))
+    engine.backward(answer.loss)
+    assert type(answer.logits) is Tensor, "three logits of a sequence are cheaper than a fused loss"
+    assert answer.loss.item() == pytest.approx(
+        twin(input_ids=TOKENS, labels=torch.tensor([2, 0])).loss.item(), rel=1e-2
+    )

@@ -175,7 +175,7 @@ class LazyLogits(Tensor):
 
     @classmethod
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*_compute_all(args), **_compute_all(kwargs or {}))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
