@@ -73,21 +73,32 @@ if kind == "cast":
             compiled(cast_weights._fit_kernel, none=none, types={**plain, "x_ptr": kind}, LIMIT=448.0,
             SATURATION=464.0, **size)
 elif kind == "activation":
+    plain = ("gelu_quick", "silu", "relu", "relu_squared")
+    for op in plain:
+        alone, out = ("b_ptr", "recomputed_t_ptr", "recomputed_scale_ptr"), "*fp8e4nv"
+        compiled(activation.pointwise_kernel, 8, alone, {"out_ptr": out}, OP=op, FORWARD=op, **FP8[out], **tile)
+        out = "*fp8e5"
+        compiled(activation.pointwise_kernel, 8, (), {"out_ptr": out}, OP=f"{op}_backward", FORWARD=op, **FP8[out],
+                 **edge)
+    types = {"grad_gate_ptr": "*fp8e5", "grad_up_ptr": "*fp8e5"}
+    for op, name in (("geglu", "gelu"), ("geglu_tanh", "gelu_tanh"), ("reglu", "relu")):
+        compiled(activation.gated_backward_kernel, 8, (), types, NAME=name, FORWARD=op, **FP8["*fp8e5"], **tile)
     for op in ("gelu", "gelu_backward", "gelu_tanh", "gelu_tanh_backward", "swiglu"):
         again = ("recomputed_t_ptr", "recomputed_scale_ptr")
         alone = ("b_ptr", *again) if op in ("gelu", "gelu_tanh") else again if op == "swiglu" else ()
         out = "*fp8e5" if op.endswith("backward") else "*fp8e4nv"
         for none, sizes in (((), (tile, edge)), (("counts_ptr",), (tile,))):
             for size in sizes:
-                compiled(activation.pointwise_kernel, 8, (*none, *alone), {"out_ptr": out}, OP=op, **FP8[out], **size)
+                compiled(activation.pointwise_kernel, 8, (*none, *alone), {"out_ptr": out}, OP=op,
+                         FORWARD=op.removesuffix("_backward"), **FP8[out], **size)
         none = {*alone, *again, "scale_ptr", "amax_ptr", "counts_ptr", "out_t_ptr"}
-        compiled(activation.pointwise_kernel, 8, none, OP=op, LIMIT=None, TINY=None, **tile)
-    types = {"grad_gate_ptr": "*fp8e5", "grad_up_ptr": "*fp8e5"}
+        compiled(activation.pointwise_kernel, 8, none, OP=op, FORWARD=op, LIMIT=None, TINY=None, **tile)
+    silu = dict(NAME="silu", FORWARD="swiglu")
     for none, sizes in (((), (tile, edge)), (("counts_ptr",), (tile,))):
         for size in sizes:
-            compiled(activation.swiglu_backward_kernel, 8, none, types, **FP8["*fp8e5"], **size)
+            compiled(activation.gated_backward_kernel, 8, none, types, **silu, **FP8["*fp8e5"], **size)
     none = (*again, "scale_ptr", "amax_ptr", "counts_ptr", "grad_gate_t_ptr", "grad_up_t_ptr")
-    compiled(activation.swiglu_backward_kernel, 8, none, LIMIT=None, TINY=None, **tile)
+    compiled(activation.gated_backward_kernel, 8, none, **silu, LIMIT=None, TINY=None, **tile)
 elif kind == "norm":
     size = dict(D=768, BLOCK=1024, ROWS=1, STAGES=1)
     x = {"x_ptr": "*fp32", "out_ptr": "*fp8e4nv", "grad_input_lp_ptr": "*fp8e5"}
