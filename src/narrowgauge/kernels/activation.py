@@ -106,10 +106,12 @@ def evaluate_reference(kind: str, x: Tensor) -> tuple[Tensor, Tensor]:
     if kind.startswith("relu"):
         positive = torch.relu(x)
         return (positive, (x > 0).to(x.dtype)) if kind == "relu" else (positive.square(), 2 * positive)
-    inner = {"gelu-tanh": SLOPE * (x + CUBIC * x**3), "gelu-quick": QUICK * x, "silu": x}[kind]
-    change = {"gelu-tanh": SLOPE * (1 + 3 * CUBIC * x**2), "gelu-quick": QUICK, "silu": 1.0}[kind]
-    f = torch.sigmoid(inner)
-    return x * f, f + x * f * (1 - f) * change
+    if kind == "gelu-tanh":
+        f, change = torch.sigmoid(SLOPE * (x + CUBIC * x**3)), SLOPE * (1 + 3 * CUBIC * x**2)
+        return x * f, f + x * f * (1 - f) * change
+    rate = {"gelu-quick": QUICK, "silu": 1.0}[kind]
+    f = torch.sigmoid(rate * x)
+    return x * f, f + x * f * (1 - f) * rate
 
 
 def activate_reference(kind: str, u: Tensor, gate_last: bool = False) -> Tensor:
