@@ -65,19 +65,31 @@ report("cast_weight 4DxD", 4 * D * D * 10, lambda: cast_weight([w], E4M3))
 w_site = (torch.zeros((), device="cuda"), *torch.zeros(2, 2, dtype=torch.int64, device="cuda").unbind())
 w_scale = 448 / w.abs().max()
 report("cast_weight_delayed 4DxD", 4 * D * D * 6, lambda: cast_weight_delayed([w], w_scale, *w_site, E4M3))
-report("gelu bf16", N * D * 16, lambda: activation.gelu(u, transposed=False))
-report("gelu fp8", N * D * 12, lambda: activation.gelu(u, transposed=False, **fp8))
-report("gelu fp8 both", N * D * 16, lambda: activation.gelu(u, **fp8))
-report("gelu_backward fp8 both", N * D * 24, lambda: activation.gelu_backward(grad_output, u, **grad8))
+report("gelu bf16", N * D * 16, lambda: activation.activate("gelu", u, transposed=False))
+report("gelu fp8", N * D * 12, lambda: activation.activate("gelu", u, transposed=False, **fp8))
+report("gelu fp8 both", N * D * 16, lambda: activation.activate("gelu", u, **fp8))
+report("gelu_backward fp8 both", N * D * 24, lambda: activation.activate_backward("gelu", grad_output, u, **grad8))
 again: dict[str, Any] = {"forward_scale": one, **grad8}
-report("gelu_backward fp8 both, recomputes gelu", N * D * 28, lambda: activation.gelu_backward(grad_output, u, **again))
-report("gelu_backward bf16", N * D * 24, lambda: activation.gelu_backward(grad_output, u, transposed=False))
-report("swiglu fp8 both", N * D * 12, lambda: activation.swiglu(u, **fp8))
+report(
+    "gelu_backward fp8 both, recomputes gelu",
+    N * D * 28,
+    lambda: activation.activate_backward("gelu", grad_output, u, **again),
+)
+report("gelu_backward bf16", N * D * 24, lambda: activation.activate_backward("gelu", grad_output, u, transposed=False))
+report("swiglu fp8 both", N * D * 12, lambda: activation.activate("swiglu", u, **fp8))
 report(
     "swiglu_backward fp8 both, recomputes swiglu",
     N * D * 22,
-    lambda: activation.swiglu_backward(grad_output[:, : 2 * D], u, **again),
+    lambda: activation.activate_backward("swiglu", grad_output[:, : 2 * D], u, **again),
 )
+for kind in ("relu", "silu", "gelu-quick"):
+    report(f"{kind} fp8", N * D * 12, functools.partial(activation.activate, kind, u, transposed=False, **fp8))
+    work = functools.partial(activation.activate_backward, kind, grad_output, u, **again)
+    report(f"{kind} backward fp8 both, recomputes", N * D * 28, work)
+for kind in ("geglu", "geglu-tanh"):
+    report(f"{kind} fp8 both", N * D * 12, functools.partial(activation.activate, kind, u, **fp8))
+    work = functools.partial(activation.activate_backward, kind, grad_output[:, : 2 * D], u, **again)
+    report(f"{kind} backward fp8 both, recomputes", N * D * 22, work)
 report("norm fp32 + branch -> fp8", N * D * 11, lambda: norm.norm(x32, weight, eps=1e-5, branch=x, **fp8))
 report("norm fp32 -> fp8", N * D * 5, lambda: norm.norm(x32, weight, eps=1e-5, **fp8))
 report("norm fp32 -> bf16", N * D * 6, lambda: norm.norm(x32, weight, eps=1e-5))
@@ -98,6 +110,12 @@ report(
     n * V * 4,
     lambda: cross_entropy.compute_loss_and_grad(logits, targets, one, **over),
 )
+for name, form in (("smoothed", (None, None, 0.1)), ("capped", (None, 30.0, None))):
+    over["form"] = cross_entropy.LossForm(*form)
+    work = functools.partial(cross_entropy.compute_loss_and_grad, logits, targets, one, **over)
+    report(f"loss and grad_logits bf16, {name}", n * V * 4, work)
+    work = functools.partial(cross_entropy.compute_grad_logits_fp8, logits, targets, lse, form=over["form"])
+    report(f"grad_logits fp8 both, {name}", n * V * 4, work)
 over = {"out": logits}
 report("the same, in place", n * V * 4, lambda: cross_entropy.compute_loss_and_grad(logits, targets, one, **over))
 logits = lse = targets = one

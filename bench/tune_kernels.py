@@ -87,14 +87,16 @@ def cases(kind: str) -> Iterator[Case]:
         yield from with_tile(cast.TILE, FLAT, lambda: cast.cast_transpose_packed(parts, **options_e5m2))
     elif kind == "gelu":
         u = randn(N, 4 * D)
-        yield from with_tile(activation.TILE, FLAT, lambda: activation.gelu(u, transposed=False, **options_e4m3))
+        yield from with_tile(
+            activation.TILE, FLAT, lambda: activation.activate("gelu", u, transposed=False, **options_e4m3)
+        )
     elif kind == "gelu_backward":
         u, grad_output = randn(N, 4 * D), randn(N, 4 * D)
         one = torch.ones((), device="cuda")
         yield from with_tile(
             activation.PAIR_TILE,
             FLAT,
-            lambda: activation.gelu_backward(grad_output, u, forward_scale=one, **options_e5m2),
+            lambda: activation.activate_backward("gelu", grad_output, u, forward_scale=one, **options_e5m2),
         )
     elif kind == "swiglu_backward":
         u, grad_output = randn(N, 4 * D), randn(N, 2 * D)
@@ -102,7 +104,7 @@ def cases(kind: str) -> Iterator[Case]:
         yield from with_tile(
             activation.GATED_TILE,
             FLAT,
-            lambda: activation.swiglu_backward(grad_output, u, forward_scale=one, **options_e5m2),
+            lambda: activation.activate_backward("swiglu", grad_output, u, forward_scale=one, **options_e5m2),
         )
     elif kind in ("lp", "statistics", "loss"):
         logits, targets = randn(N // 4, V), torch.randint(0, V, (N // 4,), device="cuda")

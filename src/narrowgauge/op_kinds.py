@@ -23,7 +23,8 @@ KINDS = {
     r"statistics$|loss_gradient|loss_and_grad",
     "norm": r"layer_?norm|rms_?norm|batch_?norm|group_?norm|native_norm|gammabeta|rowwisemoments|bn_(fw|bw)|"
     r"^(forward|backward|sum)_kernel|narrowgauge::norm",
-    "activation": r"gelu|silu|swish|swiglu|glu_|relu|threshold|tanh|sigmoid|^pointwise_kernel|narrowgauge::activation",
+    "activation": r"gelu|silu|swish|swiglu|glu_|relu|threshold|tanh|sigmoid|^pointwise_kernel|gated_backward|"
+    r"narrowgauge::activation",
     "embedding": r"embedding",
     "cast": r"_cast_kernel|transpose_kernel|_max_abs_kernel|narrowgauge::(cast|transpose|max_abs)",
     "copy": r"copy|clone|contiguous|catarray|::(cat|stack|to)$|narrowgauge::pack|memcpy|memset|fill|zero_$",

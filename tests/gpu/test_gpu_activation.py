@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from narrowgauge.kernels.activation import (
-    gelu,
-    gelu_backward,
-    pointwise_reference,
-    swiglu,
-    swiglu_backward,
-    swiglu_backward_reference,
+    GATES,
+    KINDS,
+    activate,
+    activate_backward,
+    activate_backward_reference,
+    activate_reference,
 )
 from narrowgauge.kernels.fp8_tile import quantize_reference
 
@@ -27,35 +27,27 @@ def draw(*shape):
     return x.to(torch.bfloat16)
 
 
-def cases(length, width):
-    """Return each op as (call, expected value in FP32, format)."""
-    u, grad_output, gate_up = draw(length, width), draw(length, width), draw(length, 2 * width)
-    for approximate, tail in (("none", ""), ("tanh", "_tanh")):
-        yield (
-            lambda *a, approximate=approximate, **k: gelu(u, *a, approximate=approximate, **k),
-            pointwise_reference(f"gelu{tail}", u),
-            E4M3,
-        )
-        yield (
-            lambda *a, approximate=approximate, **k: gelu_backward(grad_output, u, *a, approximate=approximate, **k)[
-                :2
-            ],
-            pointwise_reference(f"gelu_backward{tail}", u, grad_output),
-            E5M2,
-        )
-    yield lambda *a, **k: swiglu(gate_up, *a, **k), pointwise_reference("swiglu", *gate_up.chunk(2, 1)), E4M3
+def draw_case(kind, length, width):
+    return draw(length, width * (2 if kind in GATES else 1)), draw(length, width)
+
+
+def cases(kind, length, width):
+    """Return forward and backward as (call, expected value in FP32, format)."""
+    (u, grad_output), last = draw_case(kind, length, width), kind in GATES and length == 1024
+    yield lambda *a, **k: activate(kind, u, *a, gate_last=last, **k), activate_reference(kind, u, last), E4M3
     yield (
-        lambda *a, **k: swiglu_backward(grad_output, gate_up, *a, **k)[:2],
-        swiglu_backward_reference(grad_output, gate_up),
+        lambda *a, **k: activate_backward(kind, grad_output, u, *a, gate_last=last, **k)[:2],
+        activate_backward_reference(kind, grad_output, u, last),
         E5M2,
     )
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_kernels_match_the_references(shape):
+def test_kernels_match_the_references(shape, kind):
     torch.manual_seed(0)
     scale = torch.tensor(16.0, device="cuda")
-    for call, value, dtype in cases(*shape):
+    for call, value, dtype in cases(kind, *shape):
         amax, amax_reference = torch.zeros(2, 1, device="cuda")
         counts, counts_reference = torch.zeros(2, 2, dtype=torch.int64, device="cuda")
         reference = quantize_reference(value, scale, dtype, amax_reference, counts_reference)
@@ -74,38 +66,35 @@ def test_kernels_match_the_references(shape):
         torch.testing.assert_close(plain.float(), value, rtol=2**-7, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_backward_recomputes_the_forward_output(shape):
-    u, grad_output, gate_up = draw(*shape), draw(*shape), draw(shape[0], 2 * shape[1])
+def test_backward_recomputes_the_forward_output(shape, kind):
+    u, grad_output = draw_case(kind, *shape)
     scale, by = torch.tensor(16.0, device="cuda"), torch.tensor(9.0, device="cuda")
-    for forward, backward in (
-        (gelu(u, by, E4M3), lambda **k: gelu_backward(grad_output, u, scale, E5M2, **k)),
-        (gelu(u, by, E4M3, "tanh"), lambda **k: gelu_backward(grad_output, u, scale, E5M2, "tanh", **k)),
-        (swiglu(gate_up, by, E4M3), lambda **k: swiglu_backward(grad_output, gate_up, scale, E5M2, **k)),
-    ):
-        out, out_t, again = backward(forward_scale=by)
-        assert torch.equal(again.view(torch.uint8), forward[1].view(torch.uint8))
-        plain, plain_t, _ = backward()
-        assert torch.equal(out.view(torch.uint8), plain.view(torch.uint8))
-        assert torch.equal(out_t.view(torch.uint8), plain_t.view(torch.uint8))
+    _, wanted = activate(kind, u, by, E4M3)
+    out, out_t, again = activate_backward(kind, grad_output, u, scale, E5M2, forward_scale=by)
+    assert torch.equal(again.view(torch.uint8), wanted.view(torch.uint8))
+    plain, plain_t, _ = activate_backward(kind, grad_output, u, scale, E5M2)
+    assert torch.equal(out.view(torch.uint8), plain.view(torch.uint8))
+    assert torch.equal(out_t.view(torch.uint8), plain_t.view(torch.uint8))
 
 
 def test_polynomial_of_the_normal_cdf():
     u = torch.linspace(-14, 14, 1 << 20, device="cuda").view(1024, 1024)
-    exact = pointwise_reference("gelu", u.double())
-    value, _ = gelu(u, dtype=torch.float32)
+    exact = activate_reference("gelu", u.double())
+    value, _ = activate("gelu", u, dtype=torch.float32)
     near = u > -6
     torch.testing.assert_close(value.double()[near], exact[near], rtol=2e-5, atol=0)
     assert (value.double() - exact)[~near].abs().max() < 1e-8
-    slope = pointwise_reference("gelu_backward", u.double(), torch.ones_like(u, dtype=torch.float64))
-    grad, *_ = gelu_backward(torch.ones_like(u), u, dtype=torch.float32)
+    slope = activate_backward_reference("gelu", torch.ones_like(u, dtype=torch.float64), u.double())
+    grad, *_ = activate_backward("gelu", torch.ones_like(u), u, dtype=torch.float32)
     torch.testing.assert_close(grad.double(), slope, rtol=2e-5, atol=3e-6)
 
 
 def test_compiles_to_one_graph():
     def step(u, grad_output, scale, amax):
-        a, a_t = gelu(u + 1, scale, E4M3, amax=amax)
-        du, *_ = gelu_backward(grad_output, u + 1)
+        a, a_t = activate("gelu", u + 1, scale, E4M3, amax=amax)
+        du, *_ = activate_backward("gelu", grad_output, u + 1)
         return a, a_t, du
 
     u, grad_output = draw(512, 256), draw(512, 256)

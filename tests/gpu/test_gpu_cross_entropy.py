@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from narrowgauge.kernels import cross_entropy as ce
 from narrowgauge.nn.fused.head import compute_head_loss
-from narrowgauge.nn.products.gemm import ALL_BF16, ALL_FP8, BF16, GemmChoice
+from narrowgauge.nn.products.gemm import ALL_BF16, ALL_FP8, ALL_FP32, BF16, GemmChoice
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 pytestmark = [
@@ -65,6 +65,39 @@ def test_bf16_gradient_overwrites_the_logits(shape):
     torch.testing.assert_close(d.float(), exact, rtol=2**-8, atol=1e-9)
 
 
+FORMS = [
+    ce.LossForm(smoothing=0.1),
+    ce.LossForm(multiplier=0.0625),
+    ce.LossForm(cap=30.0),
+    ce.LossForm(multiplier=1.5, cap=4.0, smoothing=0.2),
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("shape", [(37, 300), (144, 72), (1024, 50304)])
+def test_forms_of_the_loss(form, shape):
+    logits, targets = make(*shape, padding=64)
+    leaf = logits.double().requires_grad_()
+    x = leaf * (form.multiplier or 1.0)
+    x = x if form.cap is None else torch.tanh(x / form.cap) * form.cap
+    exact = F.cross_entropy(x, targets, reduction="none", label_smoothing=form.smoothing or 0.0)
+    exact.sum().backward()
+    unit = leaf.grad / (form.multiplier or 1.0)
+    lse, loss = ce.compute_softmax_stats(logits, targets, form=form)
+    torch.testing.assert_close(loss.double(), exact.detach(), rtol=4e-6, atol=2e-5)
+    factor = torch.tensor(1 / 37, device="cuda")
+    again, d = ce.compute_loss_and_grad(logits, targets, factor, form=form)
+    torch.testing.assert_close(again, loss, rtol=2e-6, atol=1e-5)
+    torch.testing.assert_close(d.double(), unit / 37, rtol=2**-8 + 1e-4, atol=1e-9)
+    torch.testing.assert_close(
+        ce.compute_grad_logits(logits, targets, lse, factor, form=form), d, rtol=2**-7, atol=1e-9
+    )
+    d, d_t = ce.compute_grad_logits_fp8(logits, targets, lse, form=form)
+    exact_d = ce.grad_logits_reference(logits, targets, lse, form=form)
+    assert_same_bits(d, ce.dither(exact_d * ce.UNIT_SCALE[E4M3], E4M3))
+    assert torch.equal(d_t.view(torch.uint8), d.view(torch.uint8).t())
+
+
 def test_more_than_two_to_the_31_logits():
     rows, columns = 43008, 50304
     logits, targets = make(rows, columns)
@@ -116,6 +149,24 @@ def test_head_against_fp32(choice):
     assert loss.item() == pytest.approx(exact.item(), rel=5e-3 if choice.output == "fp8" else 1e-3)
     assert sqnr(wide.grad, x.grad) > (20 if lp else 35)
     assert sqnr(plain.grad, weight.grad) > (20 if lp else 35)
+
+
+@pytest.mark.parametrize("choice", [ALL_FP32, ALL_BF16, ALL_FP8], ids="-".join)
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[3]], ids=str)
+def test_head_with_forms_of_the_loss_against_fp64(choice, form):
+    x, weight, targets = inputs(rows=512, vocab=8192)
+    bias = torch.linspace(-1, 1, len(weight), device="cuda").requires_grad_()
+    leaves = [leaf.detach().double().requires_grad_() for leaf in (x, weight, bias)]
+    logits = (leaves[0] @ leaves[1].t() + leaves[2]) * (form.multiplier or 1.0)
+    logits = logits if form.cap is None else torch.tanh(logits / form.cap) * form.cap
+    exact = F.cross_entropy(logits, targets, label_smoothing=form.smoothing)
+    exact.backward()
+    x = x.detach().to(torch.float32 if choice is ALL_FP32 else BF16).requires_grad_()
+    loss = compute_head_loss(x, weight, targets, bias=bias, precision=choice, chunk_rows=256, form=form)
+    loss.backward()
+    assert loss.item() == pytest.approx(exact.item(), rel=1e-5 if choice is ALL_FP32 else 5e-3)
+    for leaf, ours in zip(leaves, (x, weight, bias), strict=True):
+        assert sqnr(leaf.grad, ours.grad) > (100 if choice is ALL_FP32 else 33 if choice is ALL_BF16 else 18)
 
 
 @pytest.mark.parametrize("choice", [ALL_BF16, ALL_FP8], ids="-".join)

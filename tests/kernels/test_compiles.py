@@ -35,13 +35,13 @@ FP8 = {"*fp8e4nv": dict(LIMIT=448.0, TINY=2.0**-10), "*fp8e5": dict(LIMIT=57344.
 
 
 def compiled(kernel, warps=4, none=(), types=None, **constants):
-    types = types or {}
+    types = {"eps": "fp32", **dict.fromkeys(("multiplier", "cap", "smoothing"), "fp32"), **(types or {})}
     constants |= {name: None for name in none}
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
         kind = types.get(name) or POINTERS.get(name) or ("*bf16" if name.endswith("_ptr") else I32)
-        signature[name] = "constexpr" if name in constants else ("fp32" if name == "eps" else kind)
-        if name not in constants and name != "eps" and name not in NOT_ALIGNED:
+        signature[name] = "constexpr" if name in constants else kind
+        if name not in constants and kind != "fp32" and name not in NOT_ALIGNED:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
@@ -73,21 +73,32 @@ if kind == "cast":
             compiled(cast_weights._fit_kernel, none=none, types={**plain, "x_ptr": kind}, LIMIT=448.0,
             SATURATION=464.0, **size)
 elif kind == "activation":
+    plain = ("gelu_quick", "silu", "relu", "relu_squared")
+    for op in plain:
+        alone, out = ("b_ptr", "recomputed_t_ptr", "recomputed_scale_ptr"), "*fp8e4nv"
+        compiled(activation.pointwise_kernel, 8, alone, {"out_ptr": out}, OP=op, FORWARD=op, **FP8[out], **tile)
+        out = "*fp8e5"
+        compiled(activation.pointwise_kernel, 8, (), {"out_ptr": out}, OP=f"{op}_backward", FORWARD=op, **FP8[out],
+                 **edge)
+    types = {"grad_gate_ptr": "*fp8e5", "grad_up_ptr": "*fp8e5"}
+    for op, name in (("geglu", "gelu"), ("geglu_tanh", "gelu_tanh"), ("reglu", "relu")):
+        compiled(activation.gated_backward_kernel, 8, (), types, NAME=name, FORWARD=op, **FP8["*fp8e5"], **tile)
     for op in ("gelu", "gelu_backward", "gelu_tanh", "gelu_tanh_backward", "swiglu"):
         again = ("recomputed_t_ptr", "recomputed_scale_ptr")
         alone = ("b_ptr", *again) if op in ("gelu", "gelu_tanh") else again if op == "swiglu" else ()
         out = "*fp8e5" if op.endswith("backward") else "*fp8e4nv"
         for none, sizes in (((), (tile, edge)), (("counts_ptr",), (tile,))):
             for size in sizes:
-                compiled(activation.pointwise_kernel, 8, (*none, *alone), {"out_ptr": out}, OP=op, **FP8[out], **size)
+                compiled(activation.pointwise_kernel, 8, (*none, *alone), {"out_ptr": out}, OP=op,
+                         FORWARD=op.removesuffix("_backward"), **FP8[out], **size)
         none = {*alone, *again, "scale_ptr", "amax_ptr", "counts_ptr", "out_t_ptr"}
-        compiled(activation.pointwise_kernel, 8, none, OP=op, LIMIT=None, TINY=None, **tile)
-    types = {"grad_gate_ptr": "*fp8e5", "grad_up_ptr": "*fp8e5"}
+        compiled(activation.pointwise_kernel, 8, none, OP=op, FORWARD=op, LIMIT=None, TINY=None, **tile)
+    silu = dict(NAME="silu", FORWARD="swiglu")
     for none, sizes in (((), (tile, edge)), (("counts_ptr",), (tile,))):
         for size in sizes:
-            compiled(activation.swiglu_backward_kernel, 8, none, types, **FP8["*fp8e5"], **size)
+            compiled(activation.gated_backward_kernel, 8, none, types, **silu, **FP8["*fp8e5"], **size)
     none = (*again, "scale_ptr", "amax_ptr", "counts_ptr", "grad_gate_t_ptr", "grad_up_t_ptr")
-    compiled(activation.swiglu_backward_kernel, 8, none, LIMIT=None, TINY=None, **tile)
+    compiled(activation.gated_backward_kernel, 8, none, **silu, LIMIT=None, TINY=None, **tile)
 elif kind == "norm":
     size = dict(D=768, BLOCK=1024, ROWS=1, STAGES=1)
     x = {"x_ptr": "*fp32", "out_ptr": "*fp8e4nv", "grad_input_lp_ptr": "*fp8e5"}
@@ -140,13 +151,15 @@ elif kind == "stats":
         none = () if "fp8" in x else ("inverse_ptr",)
         compiled(tensor_stats._stats_kernel, 4, none, {**types, "x_ptr": x}, BLOCK=4096)
 else:
-    compiled(cross_entropy_kernels.statistics_kernel, BLOCK=2048)
-    compiled(cross_entropy_kernels.loss_gradient_kernel, 32, BLOCK=8192)
-    compiled(cross_entropy_kernels.grad_logits_kernel, 8, BLOCK_N=16, BLOCK_V=512)
-    for out, limits in FP8.items():
-        for none in ((), ("counts_ptr", "words_ptr")):
-            compiled(cross_entropy_kernels.grad_logits_fp8_kernel, 8, none, {"out_ptr": out}, SCALE=256.0, SHIFT=8.0,
-                     COUNT=not none, **limits, **(edge if none else tile))
+    plain = ("multiplier", "cap", "smoothing")
+    compiled(cross_entropy_kernels.grad_logits_kernel, 8, plain, BLOCK_N=16, BLOCK_V=512)
+    for form in (plain, ()):  # the form of the loss does not depend on the other options
+        compiled(cross_entropy_kernels.statistics_kernel, 4, form, BLOCK=2048)
+        compiled(cross_entropy_kernels.loss_gradient_kernel, 32, form, BLOCK=8192)
+        for out, limits in FP8.items() if form else [("*fp8e4nv", FP8["*fp8e4nv"])]:
+            for none in ((), ("counts_ptr", "words_ptr")) if form else ((),):
+                compiled(cross_entropy_kernels.grad_logits_fp8_kernel, 8, (*none, *form), {"out_ptr": out},
+                         SCALE=256.0, SHIFT=8.0, COUNT=not none, **limits, **(edge if none else tile))
 """
 
 

@@ -243,6 +243,61 @@ def test_rescaling(dtype):
     assert torch.equal(ce.rescale_(turned, torch.tensor(2.0, device=DEVICE)), tensor.t() * 2)
 
 
+FORMS = [
+    ce.LossForm(smoothing=0.1),
+    ce.LossForm(multiplier=0.0625),
+    ce.LossForm(multiplier=-1.5, cap=4.0),
+    ce.LossForm(multiplier=3.0, cap=-5.0, smoothing=0.3),
+]
+
+
+def by_autograd(logits, targets, form):
+    """Return each row's loss and the gradient of their sum in FP64, with the operations that models use."""
+    leaf = logits.double().requires_grad_()
+    x = leaf * (form.multiplier or 1.0)
+    if form.cap:
+        x = torch.tanh(x / form.cap) * form.cap
+    loss = F.cross_entropy(x, targets, reduction="none", label_smoothing=form.smoothing or 0.0)
+    loss.sum().backward()
+    return loss.detach(), leaf.grad / (form.multiplier or 1.0)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_scaled_capped_and_smoothed(form):
+    # The first shape has several blocks, and columns outside of the last; the second has incomplete tiles.
+    for shape in ((2, 4500), (16, 72)):
+        logits, targets = make(*shape, padding=16)
+        exact, d_exact = by_autograd(logits, targets, form)
+        lse, loss = ce.compute_softmax_stats(logits, targets, form=form)
+        torch.testing.assert_close(loss.double(), exact, rtol=4e-6, atol=8e-6)
+        by_torch = ce.softmax_stats_reference(logits, targets, form=form)
+        torch.testing.assert_close((lse, loss), by_torch, rtol=2e-6, atol=8e-6)
+        reference = ce.grad_logits_reference(logits, targets, lse, form=form)
+        torch.testing.assert_close(reference.double(), d_exact, rtol=2e-5, atol=2e-7)
+        factor = torch.tensor(1 / 7, device=DEVICE)
+        again, both = ce.compute_loss_and_grad(logits, targets, factor, form=form)
+        torch.testing.assert_close(again, loss, rtol=2e-6, atol=8e-6)
+        for d in (both, ce.compute_grad_logits(logits, targets, lse, factor, form=form)):
+            torch.testing.assert_close(d.double(), d_exact / 7, rtol=BF16_STEP, atol=1e-7)
+        if shape[1] < 100:
+            d, d_t = ce.compute_grad_logits_fp8(logits, targets, lse, form=form)
+            assert_cast(d, ce.dither(d_exact * ce.UNIT_SCALE[E4M3], E4M3))
+            assert torch.equal(d_t.view(torch.uint8), d.view(torch.uint8).t())
+
+
+def test_extreme_logits_with_a_cap():
+    logits, targets = make(6, 300)
+    targets[:] = 7
+    logits[0] *= 1e30
+    logits[1, 9], logits[2, 9], logits[3, 9] = torch.inf, -torch.inf, torch.nan
+    form = ce.LossForm(1.0, 30.0)
+    exact, d_exact = by_autograd(logits, targets, form)
+    loss, d = ce.compute_loss_and_grad(logits, targets, torch.ones((), device=DEVICE), form=form)
+    torch.testing.assert_close(loss.double(), exact, rtol=4e-6, atol=8e-6, equal_nan=True)
+    assert torch.isnan(loss).tolist() == [False, False, False, True, False, False]
+    torch.testing.assert_close(d.double(), d_exact, rtol=2 * BF16_STEP, atol=1e-6, equal_nan=True)
+
+
 def test_no_rows():
     logits, targets = make(0, 32)
     lse, loss = ce.compute_softmax_stats(logits, targets)
@@ -257,13 +312,11 @@ def test_operators_pass_opcheck():
     lse, _ = ce.compute_softmax_stats(logits, targets)
     factor, counts = torch.ones((), device=DEVICE), torch.zeros(2, dtype=torch.int64, device=DEVICE)
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.narrowgauge.softmax_statistics, (logits, targets, -100), test_utils=checks)
-    out = torch.empty_like(logits)
-    torch.library.opcheck(
-        torch.ops.narrowgauge.grad_logits, (logits, targets, lse, factor, out, -100), test_utils=checks
-    )
-    torch.library.opcheck(torch.ops.narrowgauge.loss_gradient, (logits, targets, factor, out, -100), test_utils=checks)
-    for more in ((counts, True, 0), (None, False, 48)):
+    out, ops, form = torch.empty_like(logits), torch.ops.narrowgauge, ce.LossForm(0.5, 2.0, 0.1)
+    torch.library.opcheck(ops.softmax_statistics, (logits, targets, -100, *ce.PLAIN), test_utils=checks)
+    torch.library.opcheck(ops.grad_logits, (logits, targets, lse, factor, out, -100, *form), test_utils=checks)
+    torch.library.opcheck(ops.loss_gradient, (logits, targets, factor, out, -100, *form), test_utils=checks)
+    for more in ((counts, True, 0, *ce.PLAIN), (None, False, 48, *form)):
         args = (logits, targets, lse, E5M2, -100, *more)
         torch.library.opcheck(torch.ops.narrowgauge.grad_logits_fp8, args, test_utils=checks)
 

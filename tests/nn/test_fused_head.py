@@ -11,9 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from narrowgauge.errors import UsageError
 from narrowgauge.kernels import FP8_MAX, cast, compute_scale
 from narrowgauge.kernels import cast_weights as weight_kernel
+from narrowgauge.kernels.cross_entropy import LossForm
 from narrowgauge.nn.fused import head
 from narrowgauge.nn.fused.head import choose_chunk_rows, compute_head_loss
-from narrowgauge.nn.products.gemm import ALL_BF16, ALL_FP8, BF16, E4M3, GemmChoice, Operand
+from narrowgauge.nn.products.gemm import ALL_BF16, ALL_FP8, ALL_FP32, BF16, E4M3, GemmChoice, Operand
 
 CHOICES = [GemmChoice(*formats) for formats in itertools.product(("bf16", "fp8"), repeat=3)]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -70,6 +71,51 @@ def test_chunks_change_nothing_but_the_order_of_sums(choice, rows):
         torch.testing.assert_close(loss, results[0][0], rtol=1e-6, atol=0)
         torch.testing.assert_close(grad_x, results[0][1], rtol=2**-7, atol=1e-9)
         torch.testing.assert_close(grad_weight, results[0][2], rtol=1e-4, atol=1e-7)
+
+
+FORMS = [
+    LossForm(),
+    LossForm(smoothing=0.1),
+    LossForm(multiplier=0.25),
+    LossForm(multiplier=1.5, cap=3.0),
+    LossForm(multiplier=-2.0, cap=4.0, smoothing=0.2),
+]
+
+
+def compare_form(form, choice, reduction):
+    """Return (name, exact, ours) of the loss and the gradients, for a head with a bias; the exact ones in FP64."""
+    results = []
+    x, weight, targets = make()
+    bias = torch.linspace(-1, 1, len(weight), device=DEVICE)
+    for dtype in (torch.float64, torch.float32 if choice is ALL_FP32 else x.dtype):
+        leaves = [x.detach().to(dtype), weight.detach().to(torch.promote_types(dtype, torch.float32)), bias.clone()]
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+        if dtype is torch.float64:
+            logits = (leaves[0] @ leaves[1].t() + leaves[2]) * (form.multiplier or 1.0)
+            logits = logits if form.cap is None else torch.tanh(logits / form.cap) * form.cap
+            loss = F.cross_entropy(logits, targets, reduction=reduction, label_smoothing=form.smoothing or 0.0)
+        else:
+            loss = compute_head_loss(
+                *leaves[:2], targets, bias=leaves[2], precision=choice, chunk_rows=64, reduction=reduction, form=form
+            )
+        (3 * loss).backward()
+        results.append((loss.detach(), *(leaf.grad for leaf in leaves)))
+    return zip(("loss", "input", "weight", "bias"), *results, strict=True)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_forms_of_the_loss_in_fp32(form, reduction):
+    for name, exact, ours in compare_form(form, ALL_FP32, reduction):
+        error = (exact - ours).norm() / exact.norm()
+        assert error < 1e-5, (name, error)
+
+
+@pytest.mark.parametrize("choice", [*CHOICES[:2], ALL_FP8], ids="-".join)
+@pytest.mark.parametrize("form", FORMS[1:], ids=str)
+def test_forms_of_the_loss_in_16_and_8_bits(form, choice):
+    for name, exact, ours in compare_form(form, choice, "mean"):
+        assert sqnr(exact, ours) > (20 if "fp8" in choice else 34), name
 
 
 @pytest.mark.parametrize("choice", [ALL_BF16, ALL_FP8], ids="-".join)

@@ -13,8 +13,10 @@ from model_families import LANGUAGE, VOCAB, make_batch, without_dropout
 from torch import Tensor, nn
 
 from narrowgauge import Engine
+from narrowgauge.kernels.cross_entropy import PLAIN, LossForm
 from narrowgauge.nn.fused import head
 from narrowgauge.nn.fused.lazy_logits import LazyLogits
+from narrowgauge.nn.fused.logit_steps import Step, combine_steps
 
 
 class Small(nn.Module):
@@ -55,6 +57,7 @@ def pair(recipe: str = "bf16", bias: bool = False) -> tuple[nn.Module, Engine, n
 
 TOKENS = make_batch()
 TARGETS = torch.roll(TOKENS, -1, 1)
+TEACHER = torch.randn(2, 19, VOCAB, generator=torch.Generator().manual_seed(3)).log_softmax(-1)
 LOSSES = {
     "view": lambda logits: F.cross_entropy(logits.view(-1, VOCAB), TARGETS.view(-1)),
     "flatten": lambda logits: F.cross_entropy(logits.flatten(0, 1), TARGETS.flatten()),
@@ -67,9 +70,26 @@ LOSSES = {
     ),
     "sum": lambda logits: F.cross_entropy(logits.view(-1, VOCAB), TARGETS.view(-1), reduction="sum") / 7,
     "module": lambda logits: nn.CrossEntropyLoss()(logits.view(-1, VOCAB), TARGETS.view(-1)),
+    "smoothing": lambda logits: nn.CrossEntropyLoss(label_smoothing=0.1)(logits.view(-1, VOCAB), TARGETS.view(-1)),
+    "multiplied": lambda logits: F.cross_entropy((logits * 0.5).view(-1, VOCAB), TARGETS.view(-1)),
+    "divided": lambda logits: F.cross_entropy(logits.view(-1, VOCAB).float() / 3, TARGETS.view(-1)),
+    "capped": lambda logits: F.cross_entropy(
+        2 * torch.tanh(logits / 2)[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten(), label_smoothing=0.2
+    ),
+    "capped by a sigmoid": lambda logits: F.cross_entropy(
+        (4 * logits.view(-1, VOCAB).div(1.5).sigmoid()).float(), TARGETS.view(-1), reduction="sum"
+    ),
 }
 READ = {
-    "smoothing": lambda logits: F.cross_entropy(logits.view(-1, VOCAB), TARGETS.view(-1), label_smoothing=0.1),
+    "another function": lambda logits: F.cross_entropy(F.softsign(logits).view(-1, VOCAB), TARGETS.view(-1)),
+    "capped twice": lambda logits: F.cross_entropy(logits.tanh().tanh().view(-1, VOCAB), TARGETS.view(-1)),
+    "a tensor as factor": lambda logits: F.cross_entropy(
+        (logits * torch.tensor(0.5)).view(-1, VOCAB), TARGETS.view(-1)
+    ),
+    "distillation": lambda logits: (
+        F.cross_entropy(logits.view(-1, VOCAB), TARGETS.view(-1))
+        + F.kl_div(logits.float().log_softmax(-1), TEACHER, log_target=True, reduction="batchmean")
+    ),
     "weights": lambda logits: F.cross_entropy(
         logits.view(-1, VOCAB).float(), TARGETS.view(-1), weight=torch.linspace(0.5, 1.5, VOCAB)
     ),
@@ -91,7 +111,7 @@ def test_losses_and_gradients_match(name: str, bias: bool, made: list[int]) -> N
     engine.backward(loss)
     expected = compute(twin(TOKENS))
     expected.backward()
-    assert bool(made) == (name in LOSSES)
+    assert bool(made) == (name in LOSSES or name == "distillation")
     assert loss.item() == pytest.approx(expected.item(), rel=1e-2)
     for (path, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert ours.grad is not None and theirs.grad is not None, path
@@ -122,7 +142,9 @@ def test_logits_are_there_when_they_are_read(recipe: str) -> None:
     assert logits.argmax(-1).shape == (2, 19)
     assert logits.tolist() == logits.compute().tolist() and "tensor" in repr(logits)
     stream = io.BytesIO()
-    torch.save(logits.detach(), stream)
+    torch.save(logits, stream)
+    stream.seek(0)
+    assert torch.equal(torch.load(stream), logits.detach())
     assert type(copy.deepcopy(logits)) is Tensor
 
 
@@ -188,7 +210,98 @@ def test_evaluation_has_ordinary_logits() -> None:
         assert type(model(TOKENS)) is Tensor
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "nano"])
+def make_logits() -> tuple[Engine, Tensor]:
+    model, engine, _ = pair()
+    with engine.forward():
+        logits: Tensor = model(TOKENS)
+    assert isinstance(logits, LazyLogits)
+    return engine, logits
+
+
+def test_recorded_calls_run_as_they_were_written() -> None:
+    _, logits = make_logits()
+    capped = (torch.tanh(logits[:, :-1].contiguous() / 2) * 2).float().view(-1, VOCAB)
+    part, turned = logits[0], logits.half()
+    assert all(isinstance(one, LazyLogits) for one in (capped, part, turned))
+    expected = (torch.tanh(logits.detach()[:, :-1].contiguous() / 2) * 2).float().view(-1, VOCAB)
+    assert torch.equal(capped, expected) and capped.dtype is torch.float32
+    assert torch.equal(turned, logits.detach().half()) and turned.dtype is torch.float16
+    assert part.data_ptr() == logits.data_ptr(), "a view, as of any tensor"
+
+
+def test_gradients_are_off_where_the_user_turned_them_off(made: list[int]) -> None:
+    _, logits = make_logits()
+    with torch.no_grad():
+        frozen, rows = logits.float(), logits.view(-1, VOCAB) * 2
+        alone = F.cross_entropy(rows, TARGETS.view(-1))
+    for one in (frozen * 2, F.cross_entropy(rows, TARGETS.view(-1)), alone, frozen.logsumexp(-1)):
+        assert not one.requires_grad
+    assert logits.requires_grad and (logits * 2).requires_grad and len(made) == 2
+
+
+def test_weights_that_changed_before_the_logits_were_read() -> None:
+    engine, logits = make_logits()
+    engine.backward(LOSSES["view"](logits))
+    read = logits.float()
+    kept = read.argmax(-1)
+    _, unread = make_logits()
+    engine.step()
+    assert torch.equal(read.argmax(-1), kept)
+    model, engine, _ = pair()
+    with engine.forward():
+        unread = model(TOKENS)
+    engine.backward(LOSSES["view"](unread))
+    engine.step()
+    for read_late in (lambda: unread.argmax(-1), lambda: LOSSES["view"](unread)):
+        with pytest.raises(RuntimeError, match=r"weight was changed in place.*before optimizer.step"):
+            read_late()
+
+
+def test_logits_that_changed_in_place() -> None:
+    _, logits = make_logits()
+    doubled, rows = logits * 2, logits.view(-1, VOCAB)
+    with torch.no_grad():
+        logits.mul_(3)
+    assert torch.equal(rows, logits.view(-1, VOCAB))
+    with pytest.raises(RuntimeError, match="changed in place after mul"):
+        doubled.sum()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo reads the loss after the graph break
+def test_compiled_code_of_the_user() -> None:
+    """torch.compile does not trace these tensors, and must not trace the code behind them."""
+    torch._dynamo.reset()
+    _, logits = make_logits()
+    loss = torch.compile(LOSSES["capped"], backend="eager")(logits)
+    assert loss.item() == pytest.approx(LOSSES["capped"](logits.detach().float()).item(), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("steps", "form"),
+    [
+        ((), PLAIN),
+        ((("multiply", 0.0625),), LossForm(0.0625)),
+        ((("divide", 8), ("multiply", 2)), LossForm(0.25)),
+        ((("divide", 30), ("tanh",), ("multiply", 30)), LossForm(None, 30)),
+        ((("multiply", 0.5), ("divide", 4), ("tanh",), ("multiply", 3), ("multiply", 2)), LossForm(0.75, 6)),
+        ((("divide", 7.5), ("sigmoid",), ("multiply", 30)), LossForm(1, 15)),
+        ((("divide", 7.5), ("sigmoid",), ("multiply", 15)), LossForm(0.5, 7.5)),
+        ((("tanh",), ("sigmoid",)), None),
+        ((("divide", 0),), None),
+        ((("multiply", 0),), None),
+        ((("multiply", float("inf")),), None),
+    ],
+)
+def test_steps_as_the_form_of_a_loss(steps: tuple[Any, ...], form: LossForm | None) -> None:
+    found = combine_steps(tuple(Step(*step) for step in steps))
+    if form is None or found is None:
+        assert found is form
+    else:
+        plain = LossForm(None if form.multiplier == 1 else form.multiplier, form.cap)
+        assert [one and pytest.approx(one) for one in found] == list(plain)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "nano", "gemma2", "cohere"])
 def test_models_with_labels_use_the_fused_loss(family: str, made: list[int]) -> None:
     model = without_dropout(LANGUAGE[family]()).train()
     twin = copy.deepcopy(model)
@@ -212,3 +325,22 @@ def test_tokens_of_the_whole_batch_divide_the_loss(made: list[int]) -> None:
     engine.backward(loss)
     expected = twin(input_ids=TOKENS, labels=TOKENS, num_items_in_batch=torch.tensor(50)).loss
     assert made and loss.item() == pytest.approx(expected.item(), rel=1e-2)
+
+
+def test_a_classifier_of_sequences_is_no_head_over_tokens() -> None:
+    import transformers as hf
+
+    config = hf.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCAB,
+        num_key_value_heads=2, pad_token_id=0, num_labels=3,
+    )  # fmt: skip
+    model = hf.LlamaForSequenceClassification(config).train()
+    twin = copy.deepcopy(model)
+    engine = Engine(model, torch.optim.AdamW(model.parameters()), "bf16", fused=True)
+    with engine.forward():
+        answer = model(input_ids=TOKENS, labels=torch.tensor([2, 0]))
+    engine.backward(answer.loss)
+    assert type(answer.logits) is Tensor, "three logits of a sequence are cheaper than a fused loss"
+    assert answer.loss.item() == pytest.approx(
+        twin(input_ids=TOKENS, labels=torch.tensor([2, 0])).loss.item(), rel=1e-2
+    )

@@ -1,9 +1,15 @@
-"""GELU and SwiGLU, forward and backward, in one pass; the output is FP8 in both layouts, or 16-bit.
+"""Activations, forward and backward, in one pass; the output is FP8 in both layouts, or 16-bit.
 
-    gelu             a = u Phi(u)                            tanh variant: u sigmoid(s), s = 2 k (u + c u^3)
-    gelu_backward    grad_u = grad_a (Phi(u) + u phi(u))     tanh variant: grad_a (f + u f (1 - f) s'), f = sigmoid(s)
-    swiglu           a = g f u                               f = sigmoid(g), on a packed [gate, up]
-    swiglu_backward  grad_g = grad_a u f (1 + g (1 - f)),  grad_u = grad_a g f
+    plain     a = f(u)          grad_u = grad_a f'(u)
+    gated     a = f(g) u        grad_g = grad_a u f'(g),  grad_u = grad_a f(g)        on a packed [gate, up]
+
+    f             gated         f(x)                                       f'(x)
+    gelu          geglu         x Phi(x)                                   Phi(x) + x phi(x)
+    gelu-tanh     geglu-tanh    x s,  s = sigmoid(2 k (x + c x^3))         s + x s (1 - s) 2 k (1 + 3 c x^2)
+    gelu-quick                  x s,  s = sigmoid(1.702 x)                 s (1 + 1.702 x (1 - s))
+    silu          swiglu        x s,  s = sigmoid(x)                       s (1 + x (1 - s))
+    relu          reglu         max(x, 0)                                  [x > 0]
+    relu-squared                max(x, 0)^2                                2 max(x, 0)
 
 phi and Phi are the normal density and its integral, k = sqrt(2/pi), c = 0.044715. Everything is computed in FP32 and
 rounded once, to the output's format. Scales, amax and counts work as in ``cast``.
@@ -17,8 +23,8 @@ This keeps its relative accuracy in the tail, where 1 + erf cancels. Beyond 6 (P
 With ``forward_scale``, the backward functions also recompute the forward output, transposed and in E4M3. It then does
 not have to be saved: the bits are the same, and backward writes one more byte per element.
 
-Bytes moved per element of BF16 input and FP8 output in both layouts: gelu 4, gelu_backward 6; per element of a: swiglu
-6, swiglu_backward 10.
+Bytes moved per element of BF16 input and FP8 output in both layouts: plain 4, backward 6; per element of a: gated 6,
+backward 10. ReLU's exact zeros make the kernels count flushed values one by one (``finish_tile_stats``).
 """
 
 from __future__ import annotations
@@ -30,7 +36,7 @@ from torch import Tensor
 
 from narrowgauge.errors import UsageError
 from narrowgauge.kernels import FP8_MAX, can_bypass_op, register, use_triton
-from narrowgauge.kernels.activation_kernels import pointwise_kernel, swiglu_backward_kernel
+from narrowgauge.kernels.activation_kernels import gated_backward_kernel, pointwise_kernel
 from narrowgauge.kernels.cast import allocate_words, finish_transposed, transpose_reference
 from narrowgauge.kernels.fp8_tile import FLUSH_THRESHOLD, quantize_reference, tile_grid, tiles_evenly
 from narrowgauge.kernels.launch import launch_kernel
@@ -41,95 +47,105 @@ PAIR_TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 64, "num_warps": 4}
 GATED_TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 64, "num_warps": 8}
 RECOMPUTED_DTYPE = torch.float8_e4m3fn
 """The format of the forward output when backward recomputes it."""
+GATES = {"swiglu": "silu", "geglu": "gelu", "geglu-tanh": "gelu-tanh", "reglu": "relu"}
+"""Gated activations, and the function of the gate."""
+KINDS = ("gelu", "gelu-tanh", "gelu-quick", "silu", "relu", "relu-squared", *GATES)
+"""The activations that have kernels."""
 SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
 CUBIC = 0.044715
+QUICK = 1.702
 DENSITY = 1.0 / math.sqrt(2.0 * math.pi)
 
 
-def gelu(
+def activate(
+    kind: str,
     u: Tensor,
     scale: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
-    approximate: str = "none",
     amax: Tensor | None = None,
     counts: Tensor | None = None,
     transposed: bool = True,
+    gate_last: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return GELU of ``u`` [N, F] as [N, F]; an FP8 ``dtype`` needs ``scale``, and adds [F, N] if ``transposed``."""
-    call = _pointwise if can_bypass_op(u) else _pointwise_op
-    return _drop_missing(call(_name_op("gelu", approximate), u, None, scale, dtype, amax, counts, transposed, None))[:2]
+    """Return the activation of ``u`` as [N, F]; an FP8 ``dtype`` needs ``scale``, and adds [F, N] if ``transposed``.
+
+    ``u`` is [N, F]; for a gated activation [N, 2F], gate first, or up first if ``gate_last``.
+    """
+    op, call = _name_op(kind), _pointwise if can_bypass_op(u) else _pointwise_op
+    a, b = _split_gate(u, gate_last) if kind in GATES else (u, None)
+    return _drop_missing(call(op, a, b, scale, dtype, amax, counts, transposed, None))[:2]
 
 
-def gelu_backward(
+def activate_backward(
+    kind: str,
     grad_output: Tensor,
     u: Tensor,
-    scale: Tensor | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    approximate: str = "none",
-    amax: Tensor | None = None,
-    counts: Tensor | None = None,
-    transposed: bool = True,
-    forward_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradient of ``u`` in the layouts of ``gelu``; with ``forward_scale`` also gelu(u) as [F, N]."""
-    call = _pointwise if can_bypass_op(grad_output, u) else _pointwise_op
-    op = _name_op("gelu_backward", approximate)
-    return _drop_missing(call(op, u, grad_output, scale, dtype, amax, counts, transposed, forward_scale))
-
-
-def swiglu(
-    gate_up: Tensor,
-    scale: Tensor | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    amax: Tensor | None = None,
-    counts: Tensor | None = None,
-    transposed: bool = True,
-) -> tuple[Tensor, Tensor | None]:
-    """Return silu(gate) * up of a packed [N, 2F], gate first, as [N, F]; for an FP8 ``dtype`` also as [F, N]."""
-    gate, up = gate_up.chunk(2, dim=1)
-    call = _pointwise if can_bypass_op(gate_up) else _pointwise_op
-    return _drop_missing(call("swiglu", gate, up, scale, dtype, amax, counts, transposed, None))[:2]
-
-
-def swiglu_backward(
-    grad_output: Tensor,
-    gate_up: Tensor,
     scale: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
     amax: Tensor | None = None,
     counts: Tensor | None = None,
     transposed: bool = True,
     forward_scale: Tensor | None = None,
+    gate_last: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradient of ``gate_up`` as [N, 2F], in FP8 also as [2F, N]; with ``forward_scale`` swiglu [F, N]."""
-    call = _swiglu_backward if can_bypass_op(grad_output, gate_up) else _swiglu_backward_op
-    return _drop_missing(call(grad_output, gate_up, scale, dtype, amax, counts, transposed, forward_scale))
+    """Return the gradient of ``u``, in FP8 also transposed; with ``forward_scale`` also the activation as [F, N]."""
+    op, options = _name_op(kind), (scale, dtype, amax, counts, transposed, forward_scale)
+    direct = can_bypass_op(grad_output, u)
+    if kind in GATES:
+        gated = _gated_backward if direct else _gated_backward_op
+        return _drop_missing(gated(op, grad_output, u, gate_last, *options))
+    call = _pointwise if direct else _pointwise_op
+    return _drop_missing(call(f"{op}_backward", u, grad_output, *options))
 
 
-def pointwise_reference(op: str, a: Tensor, b: Tensor | None = None) -> Tensor:
-    """Return an op's value before the cast, in FP32 (FP64 for FP64 input). a: u or gate; b: None, grad_output or up."""
-    a = a if a.dtype is torch.float64 else a.float()
-    f = torch.sigmoid(a if op == "swiglu" else SLOPE * (a + CUBIC * a**3))
-    cdf: Tensor = 0.5 * torch.special.erfc(-a * math.sqrt(0.5))  # not 1 + erf, which cancels in the tail
-    if b is None:
-        return a * (cdf if op == "gelu" else f)
-    if op == "swiglu":
-        return a * f * b
-    if op == "gelu_backward":
-        return b * (cdf + a * torch.exp(-0.5 * a**2) * DENSITY)
-    return b * (f + a * f * (1 - f) * SLOPE * (1 + 3 * CUBIC * a**2))
+def evaluate_reference(kind: str, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return f(x) and f'(x) of the table above, in the dtype of x."""
+    if kind == "gelu":
+        cdf: Tensor = 0.5 * torch.special.erfc(-x * math.sqrt(0.5))  # not 1 + erf, which cancels in the tail
+        return x * cdf, cdf + x * torch.exp(-0.5 * x**2) * DENSITY
+    if kind.startswith("relu"):
+        positive = torch.relu(x)
+        return (positive, (x > 0).to(x.dtype)) if kind == "relu" else (positive.square(), 2 * positive)
+    if kind == "gelu-tanh":
+        f, change = torch.sigmoid(SLOPE * (x + CUBIC * x**3)), SLOPE * (1 + 3 * CUBIC * x**2)
+        return x * f, f + x * f * (1 - f) * change
+    rate = {"gelu-quick": QUICK, "silu": 1.0}[kind]
+    f = torch.sigmoid(rate * x)
+    return x * f, f + x * f * (1 - f) * rate
 
 
-def swiglu_backward_reference(grad_output: Tensor, gate_up: Tensor) -> Tensor:
-    gate, up = (gate_up if gate_up.dtype is torch.float64 else gate_up.float()).chunk(2, dim=1)
-    f = torch.sigmoid(gate)
-    return torch.cat([grad_output * up * f * (1 + gate * (1 - f)), grad_output * gate * f], dim=1)
+def activate_reference(kind: str, u: Tensor, gate_last: bool = False) -> Tensor:
+    """Return the activation before the cast, in FP32 (FP64 for FP64 input)."""
+    u = _widen(u)
+    if kind not in GATES:
+        return evaluate_reference(kind, u)[0]
+    gate, up = _split_gate(u, gate_last)
+    return evaluate_reference(GATES[kind], gate)[0] * up
 
 
-def _name_op(op: str, approximate: str) -> str:
-    if approximate not in ("none", "tanh"):
-        raise UsageError(f"{op}: approximate={approximate!r} is unknown; expected 'none' or 'tanh'")
-    return op if approximate == "none" else f"{op}_tanh"
+def activate_backward_reference(kind: str, grad_output: Tensor, u: Tensor, gate_last: bool = False) -> Tensor:
+    """Return the gradient of u before the cast, in FP32 (FP64 for FP64 input)."""
+    grad_output, u = _widen(grad_output), _widen(u)
+    if kind not in GATES:
+        return grad_output * evaluate_reference(kind, u)[1]
+    gate, up = _split_gate(u, gate_last)
+    value, slope = evaluate_reference(GATES[kind], gate)
+    return torch.cat([grad_output * up * slope, grad_output * value][:: -1 if gate_last else 1], dim=1)
+
+
+def _widen(x: Tensor) -> Tensor:
+    return x if x.dtype is torch.float64 else x.float()
+
+
+def _split_gate(u: Tensor, gate_last: bool) -> tuple[Tensor, Tensor]:
+    first, second = u.chunk(2, dim=1)
+    return (second, first) if gate_last else (first, second)
+
+
+def _name_op(kind: str) -> str:
+    if kind not in KINDS:
+        raise UsageError(f"activate: {kind!r} is unknown; expected one of {', '.join(KINDS)}")
+    return kind.replace("-", "_")
 
 
 def _check(op: str, dtype: torch.dtype, scale: Tensor | None, a: Tensor, b: Tensor, ratio: int = 1) -> None:
@@ -213,9 +229,12 @@ def _pointwise(
     forward_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check(op, dtype, scale, a, a if b is None else b)
+    plain = op.removesuffix("_backward")
     if not use_triton(a):
-        forward = None if forward_scale is None else pointwise_reference(op.replace("_backward", ""), a)
-        value = pointwise_reference(op, a, b)
+        kind = plain.replace("_", "-")
+        value, slope = evaluate_reference(GATES.get(kind, kind), _widen(a))
+        forward = None if forward_scale is None else value
+        value = value if b is None else _widen(b) * (value if kind in GATES else slope)
         return _store_reference(value, scale, dtype, amax, counts, transposed, forward, forward_scale)
     length, width = a.shape
     out, words = _allocate_output(length, width, a, dtype, transposed)
@@ -229,17 +248,19 @@ def _pointwise(
         pointwise_kernel, tile_grid(length, width, tile),
         a, b, out, words, scale, amax, counts, recomputed, forward_scale,
         length, width, a.stride(0), 0 if b is None else b.stride(0), width, length // 16,
-        OP=op, LIMIT=FP8_MAX.get(dtype), TINY=FLUSH_THRESHOLD.get(dtype), WHOLE=tiles_evenly(length, width, tile),
-        **tile,
+        OP=op, FORWARD=plain, LIMIT=FP8_MAX.get(dtype), TINY=FLUSH_THRESHOLD.get(dtype),
+        WHOLE=tiles_evenly(length, width, tile), **tile,
     )  # fmt: skip
     if forward_scale is not None and recomputed is None:
-        recomputed = _recompute_forward(op.replace("_backward", ""), a, None, forward_scale)
+        recomputed = _recompute_forward(plain, a, None, forward_scale)
     return _collect_outputs(out, words, transposed, recomputed)
 
 
-def _swiglu_backward(
+def _gated_backward(
+    op: str,
     grad_output: Tensor,
     gate_up: Tensor,
+    gate_last: bool,
     scale: Tensor | None,
     dtype: torch.dtype,
     amax: Tensor | None,
@@ -247,10 +268,11 @@ def _swiglu_backward(
     transposed: bool,
     forward_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check("swiglu_backward", dtype, scale, grad_output, gate_up, ratio=2)
+    _check(f"{op}_backward", dtype, scale, grad_output, gate_up, ratio=2)
+    kind = op.replace("_", "-")
     if not use_triton(gate_up):
-        forward = None if forward_scale is None else pointwise_reference("swiglu", *gate_up.chunk(2, dim=1))
-        value = swiglu_backward_reference(grad_output, gate_up)
+        forward = None if forward_scale is None else activate_reference(kind, gate_up, gate_last)
+        value = activate_backward_reference(kind, grad_output, gate_up, gate_last)
         return _store_reference(value, scale, dtype, amax, counts, transposed, forward, forward_scale)
     length, width = grad_output.shape
     out, words = _allocate_output(length, 2 * width, grad_output, dtype, transposed)
@@ -258,19 +280,19 @@ def _swiglu_backward(
     if not out.numel():
         return _collect_outputs(out, words, transposed, recomputed)
     grad_output = _make_rows_contiguous(grad_output)
-    gate, up = _make_rows_contiguous(gate_up).split(width, dim=1)
-    grad_gate, grad_up = out.split(width, dim=1)
-    grad_gate_t, grad_up_t = (None, None) if words is None else words.split(width)
+    gate, up = _split_gate(_make_rows_contiguous(gate_up), gate_last)
+    grad_gate, grad_up = _split_gate(out, gate_last)
+    grad_gate_t, grad_up_t = (None, None) if words is None else words.split(width)[:: -1 if gate_last else 1]
     launch_kernel(
-        swiglu_backward_kernel, tile_grid(length, width, GATED_TILE),
+        gated_backward_kernel, tile_grid(length, width, GATED_TILE),
         grad_output, gate, up, grad_gate, grad_up, grad_gate_t, grad_up_t, scale, amax, counts, recomputed,
         forward_scale,
         length, width, grad_output.stride(0), gate.stride(0), 2 * width, length // 16,
-        LIMIT=FP8_MAX.get(dtype), TINY=FLUSH_THRESHOLD.get(dtype), WHOLE=tiles_evenly(length, width, GATED_TILE),
-        **GATED_TILE,
+        NAME=GATES[kind].replace("-", "_"), FORWARD=op, LIMIT=FP8_MAX.get(dtype), TINY=FLUSH_THRESHOLD.get(dtype),
+        WHOLE=tiles_evenly(length, width, GATED_TILE), **GATED_TILE,
     )  # fmt: skip
     if forward_scale is not None and recomputed is None:
-        recomputed = _recompute_forward("swiglu", gate, up, forward_scale)
+        recomputed = _recompute_forward(op, gate, up, forward_scale)
     return _collect_outputs(out, words, transposed, recomputed)
 
 
@@ -298,10 +320,10 @@ _pointwise_op = register(
     ),
     _STATISTICS,
 )
-_swiglu_backward_op = register(
-    "swiglu_backward",
-    _swiglu_backward,
-    lambda grad_output, gate_up, scale, dtype, amax, counts, transposed, forward_scale: _make_fake(
+_gated_backward_op = register(
+    "gated_backward",
+    _gated_backward,
+    lambda op, grad_output, gate_up, gate_last, scale, dtype, amax, counts, transposed, forward_scale: _make_fake(
         gate_up, gate_up.shape[1], dtype, transposed, None if forward_scale is None else grad_output.shape[1]
     ),
     _STATISTICS,

@@ -1,8 +1,9 @@
-"""The Triton kernels of GELU and SwiGLU; ``activation`` has their mathematics, references and launches.
+"""The Triton kernels of activations; ``activation`` has their mathematics, references and launches.
 
-A pointer that is None removes its code when the kernel is compiled. The backward kernels recompute the forward output
-into ``recomputed_t_ptr``, transposed and in E4M3, for the product that reads it. They already load what this needs, so
-the output does not have to be saved in forward.
+OP names a function of u (gelu), its gradient (gelu_backward), or a function of gate and up (swiglu); FORWARD is the
+function that backward recomputes. A pointer that is None removes its code when the kernel is compiled. The backward
+kernels recompute the forward output into ``recomputed_t_ptr``, transposed and in E4M3, for the product that reads it.
+They already load what this needs, so the output does not have to be saved in forward.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ def _normal_integral(u):  # type: ignore[no-untyped-def]
 
 @jit
 def _value(a, b, OP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Compute one output from u, from u and grad_output, or from gate and up; same constants as the references."""
+    """Compute one output from u, from u and grad_output, or from gate and up; same constants as the references.
+
+    GELU and SwiGLU stay as they were tuned: written like the others below, they would be scheduled differently.
+    """
     a = to_fp32(a)
     if OP == "swiglu":
         return a * _sigmoid(a) * to_fp32(b)
@@ -59,15 +63,67 @@ def _value(a, b, OP: tl.constexpr):  # type: ignore[no-untyped-def]
         return to_fp32(b) * (_normal_integral(a) + a * density)
     elif OP == "gelu_tanh":
         return a * _sigmoid(1.5957691216057308 * a * (1.0 + 0.044715 * a * a))
-    else:
+    elif OP == "gelu_tanh_backward":
         f = _sigmoid(1.5957691216057308 * a * (1.0 + 0.044715 * a * a))
         return to_fp32(b) * (f + a * f * (1.0 - f) * (1.5957691216057308 * (1.0 + 0.134145 * a * a)))
+    elif OP == "geglu":
+        return _function(a, "gelu") * to_fp32(b)
+    elif OP == "geglu_tanh":
+        return _function(a, "gelu_tanh") * to_fp32(b)
+    elif OP == "reglu":
+        return _function(a, "relu") * to_fp32(b)
+    elif OP == "silu_backward":
+        return to_fp32(b) * _slope(a, "silu")
+    elif OP == "gelu_quick_backward":
+        return to_fp32(b) * _slope(a, "gelu_quick")
+    elif OP == "relu_backward":
+        return to_fp32(b) * _slope(a, "relu")
+    elif OP == "relu_squared_backward":
+        return to_fp32(b) * _slope(a, "relu_squared")
+    else:
+        return _function(a, OP)
+
+
+@jit
+def _function(a, NAME: tl.constexpr):  # type: ignore[no-untyped-def]
+    if NAME == "gelu":
+        return a * _normal_integral(a)
+    elif NAME == "gelu_tanh":
+        return a * _sigmoid(1.5957691216057308 * a * (1.0 + 0.044715 * a * a))
+    elif NAME == "gelu_quick":
+        return a * _sigmoid(1.702 * a)
+    elif NAME == "silu":
+        return a * _sigmoid(a)
+    else:
+        tl.static_assert(NAME == "relu" or NAME == "relu_squared")
+        positive = tl.where(a < 0.0, 0.0, a)  # keeps NaN, unlike a maximum
+        return positive * positive if NAME == "relu_squared" else positive
+
+
+@jit
+def _slope(a, NAME: tl.constexpr):  # type: ignore[no-untyped-def]
+    if NAME == "gelu":
+        return _normal_integral(a) + a * tl.exp2(a * a * -0.7213475204444817 - 1.3257480647361593)
+    elif NAME == "gelu_tanh":
+        f = _sigmoid(1.5957691216057308 * a * (1.0 + 0.044715 * a * a))
+        return f + a * f * (1.0 - f) * (1.5957691216057308 * (1.0 + 0.134145 * a * a))
+    elif NAME == "gelu_quick":
+        f = _sigmoid(1.702 * a)
+        return f * (1.0 + 1.702 * a * (1.0 - f))
+    elif NAME == "silu":
+        f = _sigmoid(a)
+        return f * (1.0 + a * (1.0 - f))
+    elif NAME == "relu":
+        return tl.where(a <= 0.0, 0.0, 1.0)
+    else:
+        tl.static_assert(NAME == "relu_squared")
+        return tl.where(a <= 0.0, 0.0, 2.0 * a)
 
 
 @jit_unspecialized("length", "n16")
 def pointwise_kernel(  # type: ignore[no-untyped-def]
     a_ptr, b_ptr, out_ptr, out_t_ptr, scale_ptr, amax_ptr, counts_ptr, recomputed_t_ptr, recomputed_scale_ptr,
-    length, width, a_stride, b_stride, out_stride, n16, OP: tl.constexpr,
+    length, width, a_stride, b_stride, out_stride, n16, OP: tl.constexpr, FORWARD: tl.constexpr,
     LIMIT: tl.constexpr, TINY: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     n0, d0 = tile_origin(BLOCK_N, BLOCK_D)
@@ -79,11 +135,10 @@ def pointwise_kernel(  # type: ignore[no-untyped-def]
         issue_loads()
     scale = 1.0 if scale_ptr is None else tl.load(scale_ptr)
     if recomputed_t_ptr is not None:
-        forward: tl.constexpr = "gelu" if OP == "gelu_backward" else "gelu_tanh"
         forward_scale = tl.load(recomputed_scale_ptr)
         words = pack_fp8(
-            _value(a0, a0, forward) * forward_scale, _value(a1, a1, forward) * forward_scale,
-            _value(a2, a2, forward) * forward_scale, _value(a3, a3, forward) * forward_scale, 448.0,
+            _value(a0, a0, FORWARD) * forward_scale, _value(a1, a1, FORWARD) * forward_scale,
+            _value(a2, a2, FORWARD) * forward_scale, _value(a3, a3, FORWARD) * forward_scale, 448.0,
         )  # fmt: skip
         store_words(words, recomputed_t_ptr, n0, d0, n16, width, WHOLE, BLOCK_N, BLOCK_D)
     highest, lowest, nonzero = init_tile_stats(BLOCK_N, BLOCK_D)
@@ -106,19 +161,24 @@ def pointwise_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _swiglu_gradients(grad_output, gate, up):  # type: ignore[no-untyped-def]
+def _gated_gradients(grad_output, gate, up, NAME: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the gradients of gate and up; NAME is the function of the gate."""
     grad_output = to_fp32(grad_output)
     gate = to_fp32(gate)
-    f = _sigmoid(gate)
-    return grad_output * to_fp32(up) * f * (1.0 + gate * (1.0 - f)), grad_output * gate * f
+    if NAME == "silu":
+        f = _sigmoid(gate)
+        return grad_output * to_fp32(up) * f * (1.0 + gate * (1.0 - f)), grad_output * gate * f
+    else:
+        return grad_output * to_fp32(up) * _slope(gate, NAME), grad_output * _function(gate, NAME)
 
 
 @jit_unspecialized("length", "n16")
-def swiglu_backward_kernel(  # type: ignore[no-untyped-def]
+def gated_backward_kernel(  # type: ignore[no-untyped-def]
     grad_output_ptr, gate_ptr, up_ptr, grad_gate_ptr, grad_up_ptr, grad_gate_t_ptr, grad_up_t_ptr, scale_ptr,
     amax_ptr, counts_ptr, recomputed_t_ptr,
-    recomputed_scale_ptr, length, width, grad_stride, stride, out_stride, n16,
-    LIMIT: tl.constexpr, TINY: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    recomputed_scale_ptr, length, width, grad_stride, stride, out_stride, n16, NAME: tl.constexpr,
+    FORWARD: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     n0, d0 = tile_origin(BLOCK_N, BLOCK_D)
     gate0, gate1, gate2, gate3 = load_four(gate_ptr, n0, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
@@ -129,14 +189,14 @@ def swiglu_backward_kernel(  # type: ignore[no-untyped-def]
     if recomputed_t_ptr is not None:
         forward_scale = tl.load(recomputed_scale_ptr)
         words = pack_fp8(
-            _value(gate0, up0, "swiglu") * forward_scale, _value(gate1, up1, "swiglu") * forward_scale,
-            _value(gate2, up2, "swiglu") * forward_scale, _value(gate3, up3, "swiglu") * forward_scale, 448.0,
+            _value(gate0, up0, FORWARD) * forward_scale, _value(gate1, up1, FORWARD) * forward_scale,
+            _value(gate2, up2, FORWARD) * forward_scale, _value(gate3, up3, FORWARD) * forward_scale, 448.0,
         )  # fmt: skip
         store_words(words, recomputed_t_ptr, n0, d0, n16, width, WHOLE, BLOCK_N, BLOCK_D)
-    grad_gate0, grad_up0 = _swiglu_gradients(grad0, gate0, up0)
-    grad_gate1, grad_up1 = _swiglu_gradients(grad1, gate1, up1)
-    grad_gate2, grad_up2 = _swiglu_gradients(grad2, gate2, up2)
-    grad_gate3, grad_up3 = _swiglu_gradients(grad3, gate3, up3)
+    grad_gate0, grad_up0 = _gated_gradients(grad0, gate0, up0, NAME)
+    grad_gate1, grad_up1 = _gated_gradients(grad1, gate1, up1, NAME)
+    grad_gate2, grad_up2 = _gated_gradients(grad2, gate2, up2, NAME)
+    grad_gate3, grad_up3 = _gated_gradients(grad3, gate3, up3, NAME)
     highest, lowest, nonzero = init_tile_stats(BLOCK_N, BLOCK_D)
     highest, lowest, nonzero = store_tiles(
         grad_gate0, grad_gate1, grad_gate2, grad_gate3, highest, lowest, nonzero, grad_gate_ptr, grad_gate_t_ptr,
@@ -158,6 +218,6 @@ def swiglu_backward_kernel(  # type: ignore[no-untyped-def]
                 grad_output = load_rows(
                     grad_output_ptr, n0 + i, d0, length, width, grad_stride, WHOLE, BLOCK_N, BLOCK_D
                 )
-                grad_gate, grad_up = _swiglu_gradients(grad_output, gate, up)
+                grad_gate, grad_up = _gated_gradients(grad_output, gate, up, NAME)
                 counted += count_misfits(grad_gate * scale, LIMIT, TINY) + count_misfits(grad_up * scale, LIMIT, TINY)
             add_misfit_counts(counts_ptr, counted)

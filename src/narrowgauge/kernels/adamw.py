@@ -149,6 +149,7 @@ def launch_adamw(lists: TensorLists, numbers: StepScalars) -> None:
         BLOCK=BLOCK,
         GROUP=GROUP, num_warps=WARPS,
     )  # fmt: skip
+    torch.autograd.graph.increment_version(lists.weight)  # as torch's in-place functions do
 
 
 def _unit_size(tensor: Tensor, whole: bool) -> int:

@@ -3,6 +3,15 @@
     lse[n]  = log sum_v exp(x[n, v])                        loss[n] = lse[n] - x[n, target[n]]
     d[n, v] = exp(x[n, v] - lse[n]) - [v == target[n]]      in [-1, 1]; 0 in ignored rows
 
+``LossForm`` changes this. A multiplier and a soft cap are applied to the logits z that a head computes, and label
+smoothing eps spreads a part of the target evenly:
+
+    x       = multiplier z, or cap tanh(multiplier z / cap)
+    loss[n] = lse[n] - (1 - eps) x[n, target[n]] - eps / V sum_v x[n, v]
+    d[n, v] = (exp(x[n, v] - lse[n]) - (1 - eps) [v == target[n]] - eps / V) (1 - tanh(multiplier z / cap)^2)
+
+So d is still in [-1, 1], and the gradient of z is multiplier d: callers put the multiplier into the factor.
+
 The kernels compute in FP32 and never store FP32 logits. Bytes per logit: the statistics read 2; the gradient reads 2
 and writes 2 (BF16, in place on request) or 1 per layout (FP8). Forward and backward with both layouts move 6 bytes,
 4.8 ms for GPT-2's 65,536 x 50,304 at an H200's 4.2 TB/s. In BF16 both are one kernel that moves 4, 3.1 ms.
@@ -29,6 +38,7 @@ the number of rows.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +59,20 @@ from narrowgauge.kernels.fp8_tile import FLUSH_THRESHOLD, tile_grid, tiles_evenl
 from narrowgauge.kernels.launch import launch_kernel
 
 IGNORE = -100
+
+
+class LossForm(NamedTuple):
+    """What happens to the logits before their cross-entropy, and to the targets; None is nothing."""
+
+    multiplier: float | None = None
+    """Factor of the logits (Cohere, Granite)."""
+    cap: float | None = None
+    """Limit of the logits after the multiplier: cap * tanh(x / cap) (Gemma 2)."""
+    smoothing: float | None = None
+    """Share of the target that is spread evenly over all classes."""
+
+
+PLAIN = LossForm()
 UNIT_SCALE: dict[torch.dtype, float] = {torch.float8_e4m3fn: 256.0, torch.float8_e5m2: 32768.0}
 """The scale of FP8 gradients of logits: the largest power of two that keeps [-1, 1] within the format."""
 
@@ -63,12 +87,15 @@ LP_TILE: dict[str, int] = {"BLOCK_N": 128, "BLOCK_D": 64, "num_warps": 8}
 RESCALE_TILE: dict[str, int] = {"BLOCK": 4096, "num_warps": 8}
 
 
-def compute_softmax_stats(logits: Tensor, targets: Tensor, ignore_index: int = IGNORE) -> tuple[Tensor, Tensor]:
+def compute_softmax_stats(
+    logits: Tensor, targets: Tensor, ignore_index: int = IGNORE, form: LossForm = PLAIN
+) -> tuple[Tensor, Tensor]:
     """Return log-sum-exp and loss of each row, in FP32, in one pass over the logits; an ignored row has loss 0.
 
     On a GPU a target outside the vocabulary gives a loss of NaN; on the CPU it raises.
     """
-    return (_softmax_stats if can_bypass_op(logits, targets) else _softmax_stats_op)(logits, targets, ignore_index)
+    run = _softmax_stats if can_bypass_op(logits, targets) else _softmax_stats_op
+    return run(logits, targets, ignore_index, *form)
 
 
 def compute_grad_logits(
@@ -78,22 +105,27 @@ def compute_grad_logits(
     factor: Tensor,
     ignore_index: int = IGNORE,
     out: Tensor | None = None,
+    form: LossForm = PLAIN,
 ) -> Tensor:
     """Return d * factor in the logits' format; ``out`` may be the logits themselves, which are then overwritten."""
     out = torch.empty_like(logits) if out is None else out
-    (_grad_logits if can_bypass_op(logits, targets, out) else _grad_logits_op)(
-        logits, targets, lse, factor, out, ignore_index
-    )
+    run = _grad_logits if can_bypass_op(logits, targets, out) else _grad_logits_op
+    run(logits, targets, lse, factor, out, ignore_index, *form)
     return out
 
 
 def compute_loss_and_grad(
-    logits: Tensor, targets: Tensor, factor: Tensor, ignore_index: int = IGNORE, out: Tensor | None = None
+    logits: Tensor,
+    targets: Tensor,
+    factor: Tensor,
+    ignore_index: int = IGNORE,
+    out: Tensor | None = None,
+    form: LossForm = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """Return the loss of each row and d * factor in one pass; ``out`` works as in ``compute_grad_logits``."""
     out = torch.empty_like(logits) if out is None else out
     run = _loss_and_grad if can_bypass_op(logits, targets, out) else _loss_and_grad_op
-    return run(logits, targets, factor, out, ignore_index), out
+    return run(logits, targets, factor, out, ignore_index, *form), out
 
 
 def compute_grad_logits_fp8(
@@ -105,6 +137,7 @@ def compute_grad_logits_fp8(
     counts: Tensor | None = None,
     transposed: bool = True,
     first_row: int = 0,
+    form: LossForm = PLAIN,
 ) -> tuple[Tensor, Tensor | None]:
     """Return d * UNIT_SCALE[dtype] in FP8, dithered, as [N, V] and, if ``transposed``, as [V, N].
 
@@ -112,7 +145,7 @@ def compute_grad_logits_fp8(
     ``counts`` (int64) gets the number of saturated values (always 0) and of values flushed to zero.
     """
     run = _grad_logits_fp8 if can_bypass_op(logits, targets) else _grad_logits_fp8_op
-    d, d_t = run(logits, targets, lse, dtype, ignore_index, counts, transposed, first_row)
+    d, d_t = run(logits, targets, lse, dtype, ignore_index, counts, transposed, first_row, *form)
     return d, d_t if transposed else None
 
 
@@ -130,18 +163,34 @@ def rescale_(tensor: Tensor, factor: Tensor) -> Tensor:
     return tensor
 
 
-def softmax_stats_reference(logits: Tensor, targets: Tensor, ignore_index: int = IGNORE) -> tuple[Tensor, Tensor]:
-    wide, counted = logits.float(), targets != ignore_index
-    lse = torch.logsumexp(wide, 1)
-    picked = wide.gather(1, torch.where(counted, targets, 0)[:, None])[:, 0]
+def shape_logits(logits: Tensor, form: LossForm = PLAIN) -> Tensor:
+    """Return x in FP32."""
+    x = logits.float() if form.multiplier is None else logits.float() * form.multiplier
+    return x if form.cap is None else form.cap * torch.tanh(x / form.cap)
+
+
+def softmax_stats_reference(
+    logits: Tensor, targets: Tensor, ignore_index: int = IGNORE, form: LossForm = PLAIN
+) -> tuple[Tensor, Tensor]:
+    x, counted = shape_logits(logits, form), targets != ignore_index
+    lse = torch.logsumexp(x, 1)
+    picked = x.gather(1, torch.where(counted, targets, 0)[:, None])[:, 0]
+    if form.smoothing is not None:
+        picked = torch.lerp(picked, x.mean(1), form.smoothing)
     return lse, torch.where(counted, lse - picked, 0.0)
 
 
-def grad_logits_reference(logits: Tensor, targets: Tensor, lse: Tensor, ignore_index: int = IGNORE) -> Tensor:
+def grad_logits_reference(
+    logits: Tensor, targets: Tensor, lse: Tensor, ignore_index: int = IGNORE, form: LossForm = PLAIN
+) -> Tensor:
     """Return d in FP32."""
-    counted = (targets != ignore_index)[:, None]
-    d = torch.exp(logits.float() - lse[:, None])
-    d.scatter_add_(1, torch.where(counted, targets[:, None], 0), torch.full_like(lse, -1.0)[:, None])
+    counted, x, smoothing = (targets != ignore_index)[:, None], shape_logits(logits, form), form.smoothing or 0.0
+    d = torch.exp(x - lse[:, None])
+    d.scatter_add_(1, torch.where(counted, targets[:, None], 0), torch.full_like(lse, smoothing - 1.0)[:, None])
+    if smoothing:
+        d -= smoothing / d.shape[1]
+    if form.cap is not None:
+        d *= 1 - (x / form.cap).square()
     return torch.where(counted, d, 0.0)
 
 
@@ -163,8 +212,9 @@ def grad_logits_fp8_reference(
     counts: Tensor | None = None,
     transposed: bool = True,
     first_row: int = 0,
+    form: LossForm = PLAIN,
 ) -> tuple[Tensor, Tensor]:
-    exact = grad_logits_reference(logits, targets, lse, ignore_index)
+    exact = grad_logits_reference(logits, targets, lse, ignore_index, form)
     d = dither(exact * UNIT_SCALE[dtype], dtype, first_row).to(dtype)
     if counts is not None:
         counts[1] += ((exact != 0) & (d.float() == 0)).sum()
@@ -177,23 +227,26 @@ def _check_layout(logits: Tensor, targets: Tensor) -> tuple[int, int]:
     return length, width
 
 
-def _softmax_stats(logits: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+def _softmax_stats(logits: Tensor, targets: Tensor, ignore_index: int, *form: float | None) -> tuple[Tensor, Tensor]:
     if not use_triton(logits):
-        return softmax_stats_reference(logits, targets, ignore_index)
+        return softmax_stats_reference(logits, targets, ignore_index, LossForm(*form))
     length, width = _check_layout(logits, targets)
     lse = torch.empty(length, dtype=torch.float32, device=logits.device)
     loss = torch.empty_like(lse)
     tile = _fit_tile(STATISTICS_TILE, width)
     if length:
         launch_kernel(
-            statistics_kernel, (length,), logits, targets, lse, loss, width, logits.stride(0), ignore_index, **tile
-        )
+            statistics_kernel, (length,),
+            logits, targets, lse, loss, width, logits.stride(0), ignore_index, *form, **tile,
+        )  # fmt: skip
     return lse, loss
 
 
-def _grad_logits(logits: Tensor, targets: Tensor, lse: Tensor, factor: Tensor, out: Tensor, ignore_index: int) -> None:
+def _grad_logits(
+    logits: Tensor, targets: Tensor, lse: Tensor, factor: Tensor, out: Tensor, ignore_index: int, *form: float | None
+) -> None:
     if not use_triton(logits):
-        out.copy_(grad_logits_reference(logits, targets, lse, ignore_index) * factor)
+        out.copy_(grad_logits_reference(logits, targets, lse, ignore_index, LossForm(*form)) * factor)
         return
     length, width = _check_layout(logits, targets)
     grid = (-(-length // GRADIENT_TILE["BLOCK_N"]) * -(-width // GRADIENT_TILE["BLOCK_V"]),)
@@ -201,33 +254,25 @@ def _grad_logits(logits: Tensor, targets: Tensor, lse: Tensor, factor: Tensor, o
         launch_kernel(
             grad_logits_kernel, grid,
             logits, targets, lse, factor, out, length, width, logits.stride(0), out.stride(0), ignore_index,
-            **GRADIENT_TILE,
+            *form, **GRADIENT_TILE,
         )  # fmt: skip
 
 
-def _loss_and_grad(logits: Tensor, targets: Tensor, factor: Tensor, out: Tensor, ignore_index: int) -> Tensor:
+def _loss_and_grad(
+    logits: Tensor, targets: Tensor, factor: Tensor, out: Tensor, ignore_index: int, *form: float | None
+) -> Tensor:
     if not use_triton(logits):
-        lse, loss = softmax_stats_reference(logits, targets, ignore_index)
-        out.copy_(grad_logits_reference(logits, targets, lse, ignore_index) * factor)
+        lse, loss = softmax_stats_reference(logits, targets, ignore_index, LossForm(*form))
+        out.copy_(grad_logits_reference(logits, targets, lse, ignore_index, LossForm(*form)) * factor)
         return loss
     length, width = _check_layout(logits, targets)
     loss = torch.empty(length, dtype=torch.float32, device=logits.device)
     tile = _fit_tile(LOSS_GRADIENT_TILE, width)
     if length:
         launch_kernel(
-            loss_gradient_kernel,
-            (length,),
-            logits,
-            targets,
-            loss,
-            factor,
-            out,
-            width,
-            logits.stride(0),
-            out.stride(0),
-            ignore_index,
-            **tile,
-        )
+            loss_gradient_kernel, (length,),
+            logits, targets, loss, factor, out, width, logits.stride(0), out.stride(0), ignore_index, *form, **tile,
+        )  # fmt: skip
     return loss
 
 
@@ -248,9 +293,12 @@ def _grad_logits_fp8(
     counts: Tensor | None,
     transposed: bool,
     first_row: int,
+    *form: float | None,
 ) -> tuple[Tensor, Tensor]:
     if not use_triton(logits):
-        return grad_logits_fp8_reference(logits, targets, lse, dtype, ignore_index, counts, transposed, first_row)
+        return grad_logits_fp8_reference(
+            logits, targets, lse, dtype, ignore_index, counts, transposed, first_row, LossForm(*form)
+        )
     length, width = _check_layout(logits, targets)
     d = torch.empty(length, width, dtype=dtype, device=logits.device)
     in_words = transposed and length % 16 == 0
@@ -259,7 +307,7 @@ def _grad_logits_fp8(
         launch_kernel(
             grad_logits_fp8_kernel, tile_grid(length, width, LP_TILE),
             logits, targets, lse, d, d_t.view(torch.int32) if in_words else None, counts, length, width,
-            logits.stride(0), length // 16, ignore_index, first_row,
+            logits.stride(0), length // 16, ignore_index, first_row, *form,
             SCALE=UNIT_SCALE[dtype], SHIFT=math.log2(UNIT_SCALE[dtype]), LIMIT=FP8_MAX[dtype],
             TINY=FLUSH_THRESHOLD[dtype],
             COUNT=counts is not None, WHOLE=tiles_evenly(length, width, LP_TILE), **LP_TILE,
@@ -268,46 +316,50 @@ def _grad_logits_fp8(
     return d, transpose_reference(d) if transposed and not in_words else d_t
 
 
+_FORM = "float? multiplier, float? cap, float? smoothing"
 _softmax_stats_op = torch.library.custom_op(
     "narrowgauge::softmax_statistics",
     _softmax_stats,
     mutates_args=(),
-    schema="(Tensor logits, Tensor targets, int ignore_index) -> (Tensor, Tensor)",
+    schema=f"(Tensor logits, Tensor targets, int ignore_index, {_FORM}) -> (Tensor, Tensor)",
 )
 _grad_logits_op = torch.library.custom_op(
     "narrowgauge::grad_logits",
     _grad_logits,
     mutates_args=("out",),
-    schema="(Tensor logits, Tensor targets, Tensor lse, Tensor factor, Tensor(a!) out, int ignore_index) -> ()",
+    schema="(Tensor logits, Tensor targets, Tensor lse, Tensor factor, Tensor(a!) out, int ignore_index, "
+    f"{_FORM}) -> ()",
 )
 _loss_and_grad_op = torch.library.custom_op(
     "narrowgauge::loss_gradient",
     _loss_and_grad,
     mutates_args=("out",),
-    schema="(Tensor logits, Tensor targets, Tensor factor, Tensor(a!) out, int ignore_index) -> Tensor",
+    schema=f"(Tensor logits, Tensor targets, Tensor factor, Tensor(a!) out, int ignore_index, {_FORM}) -> Tensor",
 )
 _grad_logits_fp8_op = torch.library.custom_op(
     "narrowgauge::grad_logits_fp8",
     _grad_logits_fp8,
     mutates_args=("counts",),
     schema="(Tensor logits, Tensor targets, Tensor lse, ScalarType dtype, int ignore_index, Tensor(a!)? counts, "
-    "bool transposed, int first_row) -> (Tensor, Tensor)",
+    f"bool transposed, int first_row, {_FORM}) -> (Tensor, Tensor)",
 )
 
 
 @_softmax_stats_op.register_fake
-def _(logits: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+def _(logits: Tensor, targets: Tensor, ignore_index: int, *form: float | None) -> tuple[Tensor, Tensor]:
     lse = logits.new_empty(logits.shape[0], dtype=torch.float32)
     return lse, torch.empty_like(lse)
 
 
 @_grad_logits_op.register_fake
-def _(logits: Tensor, targets: Tensor, lse: Tensor, factor: Tensor, out: Tensor, ignore_index: int) -> None:
+def _(
+    logits: Tensor, targets: Tensor, lse: Tensor, factor: Tensor, out: Tensor, ignore_index: int, *form: float | None
+) -> None:
     return None
 
 
 @_loss_and_grad_op.register_fake
-def _(logits: Tensor, targets: Tensor, factor: Tensor, out: Tensor, ignore_index: int) -> Tensor:
+def _(logits: Tensor, targets: Tensor, factor: Tensor, out: Tensor, ignore_index: int, *form: float | None) -> Tensor:
     return logits.new_empty(logits.shape[0], dtype=torch.float32)
 
 
@@ -321,6 +373,7 @@ def _(
     counts: Tensor | None,
     transposed: bool,
     first_row: int,
+    *form: float | None,
 ) -> tuple[Tensor, Tensor]:
     d = torch.empty(logits.shape, dtype=dtype, device=logits.device)
     return d, d.new_empty(logits.shape[::-1] if transposed else 0)

@@ -1,4 +1,7 @@
-"""The Triton kernels of ``cross_entropy``: statistics of a row of logits, and its gradient in BF16 or FP8."""
+"""The Triton kernels of ``cross_entropy``: statistics of a row of logits, and its gradient in BF16 or FP8.
+
+``multiplier``, ``cap`` and ``smoothing`` are numbers, or None, which removes their code when the kernel is compiled.
+"""
 
 from __future__ import annotations
 
@@ -15,45 +18,107 @@ if HAVE_TRITON:
 
 
 @jit
-def _log2_sum_exp(logits_ptr, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return log2 of the sum of a row's exponentials."""
+def _decay(x, cap):  # type: ignore[no-untyped-def]
+    return tl.exp2(tl.abs(x / cap) * -2.8853900817779268)  # exp(-2 |x / cap|), which cannot overflow
+
+
+@jit
+def _shape_logits(x, multiplier, cap):  # type: ignore[no-untyped-def]
+    """Return the head's logits, scaled and capped: cap * tanh(multiplier * x / cap)."""
+    if multiplier is not None:
+        x = x * multiplier
+    if cap is not None:
+        e = _decay(x, cap)
+        size = cap * ((1.0 - e) / (1.0 + e))
+        x = tl.where(x / cap < 0.0, -size, size)
+    return x
+
+
+@jit
+def _shape_gradient(d, x, multiplier, cap):  # type: ignore[no-untyped-def]
+    """Multiply d by the slope of the cap at the head's logits x: 1 - tanh^2, written so that nothing cancels."""
+    if cap is not None:
+        if multiplier is not None:
+            x = x * multiplier
+        e = _decay(x, cap)
+        d = d * (4.0 * e / ((1.0 + e) * (1.0 + e)))
+    return d
+
+
+@jit
+def _shape_row(x, inside, multiplier, cap):  # type: ignore[no-untyped-def]
+    """Return scaled and capped logits in FP32; those outside of the row are -inf."""
+    x = x.to(tl.float32)
+    if multiplier is not None or cap is not None:
+        x = tl.where(inside, _shape_logits(x, multiplier, cap), float("-inf"))
+    return x
+
+
+@jit
+def _compute_loss(counts, lse, picked, every, width, smoothing):  # type: ignore[no-untyped-def]
+    """Return a row's loss from log-sum-exp, the target's logit and the sum of all logits."""
+    if smoothing is not None:
+        picked = (1.0 - smoothing) * picked + smoothing / width * every
+    return tl.where(counts, lse - picked, 0.0)
+
+
+@jit
+def _log2_sum_exp(logits_ptr, width, multiplier, cap, smoothing, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return log2 of the sum of a row's exponentials; with smoothing also the sum of its logits."""
     LOG2E: tl.constexpr = 1.4426950408889634  # exp2 of a fused multiply-add takes 2 instructions, exp takes 6
     columns = tl.arange(0, BLOCK)
     # The lowest finite number, not -inf: a block of logits that are all -inf would give -inf - -inf.
     top = tl.full([], -3.4028234663852886e38, tl.float32)
     # One maximum for all lanes, so that a logit costs one exponential. Lanes keep separate sums until the end.
     total = tl.zeros([BLOCK], tl.float32)
+    added = tl.zeros([BLOCK], tl.float32)
     ahead = tl.load(logits_ptr + columns, mask=columns < width, other=float("-inf"))
     for start in range(0, width, BLOCK):
-        x = ahead.to(tl.float32)
+        x = _shape_row(ahead, start + columns < width, multiplier, cap)
+        if smoothing is not None:
+            added += tl.where(start + columns < width, x, 0.0)
         following = start + BLOCK + columns
         ahead = tl.load(logits_ptr + following, mask=following < width, other=float("-inf"))  # prefetch
         higher = tl.maximum(top, tl.max(x, 0) * LOG2E)
         total = total * tl.exp2(top - higher) + tl.exp2(x * LOG2E - higher)
         top = higher
-    return top + tl.log2(tl.sum(total, 0))
+    every = top
+    if smoothing is not None:
+        every = tl.sum(added, 0)
+    return top + tl.log2(tl.sum(total, 0)), every
 
 
 @jit
-def _pick_target(logits_ptr, target, width):  # type: ignore[no-untyped-def]
+def _pick_target(logits_ptr, target, width, multiplier, cap):  # type: ignore[no-untyped-def]
     """Return the target's logit; NaN if the target is outside the vocabulary."""
-    return tl.load(logits_ptr + target, mask=(target >= 0) & (target < width), other=float("nan")).to(tl.float32)
+    x = tl.load(logits_ptr + target, mask=(target >= 0) & (target < width), other=float("nan")).to(tl.float32)
+    return _shape_logits(x, multiplier, cap)
 
 
 @jit
-def statistics_kernel(logits_ptr, targets_ptr, lse_ptr, loss_ptr, width, stride, ignore_index, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def statistics_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr, targets_ptr, lse_ptr, loss_ptr, width, stride, ignore_index, multiplier, cap, smoothing,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     LOG2E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
-    lse = _log2_sum_exp(logits_ptr, width, BLOCK) / LOG2E
+    power, every = _log2_sum_exp(logits_ptr, width, multiplier, cap, smoothing, BLOCK)
+    lse = power / LOG2E
     target = tl.load(targets_ptr + row)
     tl.store(lse_ptr + row, lse)
-    picked = _pick_target(logits_ptr, target, width)
-    tl.store(loss_ptr + row, tl.where(target != ignore_index, lse - picked, 0.0))
+    picked = _pick_target(logits_ptr, target, width, multiplier, cap)
+    tl.store(loss_ptr + row, _compute_loss(target != ignore_index, lse, picked, every, width, smoothing))
 
 
 @jit
-def _log2_sum_exp_one_max(logits_ptr, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_row(logits_ptr, start, columns, width, multiplier, cap):  # type: ignore[no-untyped-def]
+    x = tl.load(logits_ptr + start + columns, mask=start + columns < width, other=float("-inf"))
+    return _shape_row(x, start + columns < width, multiplier, cap)
+
+
+@jit
+def _log2_sum_exp_one_max(logits_ptr, width, multiplier, cap, smoothing, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Compute ``_log2_sum_exp`` with the first block's maximum for the whole row, so that blocks do not wait.
 
     FP32 overflows only if a logit is 88 above that maximum. Then, or if the first block has no finite maximum, a second
@@ -61,31 +126,49 @@ def _log2_sum_exp_one_max(logits_ptr, width, BLOCK: tl.constexpr):  # type: igno
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     columns = tl.arange(0, BLOCK)
-    x = tl.load(logits_ptr + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
+    x = _load_row(logits_ptr, 0, columns, width, multiplier, cap)
     top = tl.max(x, 0) * LOG2E
     total = tl.exp2(x * LOG2E - top)
+    added = tl.zeros([BLOCK], tl.float32)
+    if smoothing is not None:
+        added += tl.where(columns < width, x, 0.0)
     for start in range(BLOCK, width, BLOCK):
-        x = tl.load(logits_ptr + start + columns, mask=start + columns < width, other=float("-inf")).to(tl.float32)
+        x = _load_row(logits_ptr, start, columns, width, multiplier, cap)
         total += tl.exp2(x * LOG2E - top)
+        if smoothing is not None:
+            added += tl.where(start + columns < width, x, 0.0)
     every = tl.sum(total, 0)
     if (every < float("inf")) == 0:  # NaN too
         total = tl.full([BLOCK], -3.4028234663852886e38, tl.float32)
         for start in range(0, width, BLOCK):
-            x = tl.load(logits_ptr + start + columns, mask=start + columns < width, other=float("-inf")).to(tl.float32)
+            x = _load_row(logits_ptr, start, columns, width, multiplier, cap)
             total = tl.maximum(total, x)
         top = tl.max(total, 0) * LOG2E
         total = tl.zeros([BLOCK], tl.float32)
         for start in range(0, width, BLOCK):
-            x = tl.load(logits_ptr + start + columns, mask=start + columns < width, other=float("-inf")).to(tl.float32)
+            x = _load_row(logits_ptr, start, columns, width, multiplier, cap)
             total += tl.exp2(x * LOG2E - top)
         every = tl.sum(total, 0)
-    return top + tl.log2(every)
+    total_logits = top
+    if smoothing is not None:
+        total_logits = tl.sum(added, 0)
+    return top + tl.log2(every), total_logits
+
+
+@jit
+def _subtract_target(d, hit, scale, width, smoothing):  # type: ignore[no-untyped-def]
+    """Subtract the target's distribution, times ``scale``, from the softmax."""
+    if smoothing is not None:
+        d = tl.where(hit, d - scale * (1.0 - smoothing), d) - scale * smoothing / width
+    else:
+        d = tl.where(hit, d - scale, d)
+    return d
 
 
 @jit
 def loss_gradient_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, targets_ptr, loss_ptr, factor_ptr, out_ptr, width, stride, out_stride, ignore_index,
-    BLOCK: tl.constexpr,
+    multiplier, cap, smoothing, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Loss and gradient of a row. The second read starts with the last block, which is still in the cache."""
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -93,36 +176,42 @@ def loss_gradient_kernel(  # type: ignore[no-untyped-def]
     logits_ptr += row * stride
     out_ptr += row * out_stride
     target = tl.load(targets_ptr + row).to(tl.int32)  # first: the next load depends on it
-    picked = _pick_target(logits_ptr, target, width)
-    power = _log2_sum_exp_one_max(logits_ptr, width, BLOCK)
-    tl.store(loss_ptr + row, tl.where(target != ignore_index, power / LOG2E - picked, 0.0))
+    picked = _pick_target(logits_ptr, target, width, multiplier, cap)
+    power, every = _log2_sum_exp_one_max(logits_ptr, width, multiplier, cap, smoothing, BLOCK)
+    tl.store(loss_ptr + row, _compute_loss(target != ignore_index, power / LOG2E, picked, every, width, smoothing))
     tl.debug_barrier()  # the gradient may overwrite the logits, so all threads must have read them
     factor, counts = tl.load(factor_ptr), target != ignore_index
     blocks = tl.cdiv(width, BLOCK)
     for index in range(blocks):
         columns = (blocks - 1 - index) * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
-        d = tl.exp2(x * LOG2E - power)
-        d = tl.where(columns == target, d - 1.0, d)
+        d = tl.exp2(_shape_logits(x, multiplier, cap) * LOG2E - power)
+        d = _subtract_target(d, columns == target, 1.0, width, smoothing)
+        d = _shape_gradient(d, x, multiplier, cap)
         d = tl.where(counts, d * factor, 0.0).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + columns, d, mask=columns < width)
 
 
 @jit
-def _grad_logits(x, targets_ptr, lse_ptr, row, columns, length, ignore_index, scale, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
+def _grad_logits(  # type: ignore[no-untyped-def]
+    x, targets_ptr, lse_ptr, row, columns, length, width, ignore_index, multiplier, cap, smoothing,
+    scale, SHIFT: tl.constexpr,
+):  # fmt: skip
     """Return d * scale for logits x, with 2**SHIFT = scale; the shift is added to the exponent at no cost."""
     LOG2E: tl.constexpr = 1.4426950408889634
     target = tl.load(targets_ptr + row, mask=row < length, other=ignore_index).to(tl.int32)
     offset = SHIFT - tl.load(lse_ptr + row, mask=row < length, other=0.0) * LOG2E
-    d = tl.exp2(to_fp32(x) * LOG2E + offset[:, None])
-    d = tl.where(columns[None, :] == target[:, None], d - scale, d)
+    x = to_fp32(x)
+    d = tl.exp2(_shape_logits(x, multiplier, cap) * LOG2E + offset[:, None])
+    d = _subtract_target(d, columns[None, :] == target[:, None], scale, width, smoothing)
+    d = _shape_gradient(d, x, multiplier, cap)
     return tl.where((target != ignore_index)[:, None], d, 0.0)
 
 
 @jit
 def grad_logits_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, targets_ptr, lse_ptr, factor_ptr, out_ptr, length, width, stride, out_stride, ignore_index,
-    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
+    multiplier, cap, smoothing, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(width, BLOCK_V)
     row = (tl.program_id(0) // across) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -130,20 +219,24 @@ def grad_logits_kernel(  # type: ignore[no-untyped-def]
     mask = (row < length)[:, None] & (columns < width)[None, :]
     wide = row.to(tl.int64)[:, None]  # GPT-2's 65,536 x 50,304 logits are more than 2^31
     x = tl.load(logits_ptr + wide * stride + columns[None, :], mask=mask, other=0.0)
-    d = _grad_logits(x, targets_ptr, lse_ptr, row, columns, length, ignore_index, 1.0, 0.0) * tl.load(factor_ptr)
+    d = _grad_logits(
+        x, targets_ptr, lse_ptr, row, columns, length, width, ignore_index, multiplier, cap, smoothing, 1.0, 0.0
+    ) * tl.load(factor_ptr)  # fmt: skip
     tl.store(out_ptr + wide * out_stride + columns[None, :], d.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @jit
 def _store_rows(  # type: ignore[no-untyped-def]
     x, flushed, targets_ptr, lse_ptr, out_ptr, n, d0, first_row, length, width, ignore_index,
-    SCALE: tl.constexpr, SHIFT: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr, COUNT: tl.constexpr,
-    WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    multiplier, cap, smoothing, SCALE: tl.constexpr, SHIFT: tl.constexpr, LIMIT: tl.constexpr,
+    TINY: tl.constexpr, COUNT: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Store d * SCALE of every fourth row from n in FP8, dithered by up to TINY. COUNT: count values that become 0."""
     below, along = 4 * tl.arange(0, BLOCK_N // 4), tl.arange(0, BLOCK_D)
     row, columns = n + below, d0 + along
-    exact = _grad_logits(x, targets_ptr, lse_ptr, row, columns, length, ignore_index, SCALE, SHIFT)
+    exact = _grad_logits(
+        x, targets_ptr, lse_ptr, row, columns, length, width, ignore_index, multiplier, cap, smoothing, SCALE, SHIFT
+    )
     high = (((row + first_row).to(tl.uint32) * ROW_STEP) >> 9).to(tl.int32)
     wide = ((columns.to(tl.uint32) * COLUMN_STEP) >> 9).to(tl.int32)
     # 23 bits become the fraction of a number from 1 to 2, with one addition and one logical operation.
@@ -164,7 +257,8 @@ def _store_rows(  # type: ignore[no-untyped-def]
 @jit_unspecialized("length", "n16", "first_row")
 def grad_logits_fp8_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, targets_ptr, lse_ptr, out_ptr, words_ptr, counts_ptr, length, width, stride, n16,
-    ignore_index, first_row, SCALE: tl.constexpr, SHIFT: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr,
+    ignore_index, first_row, multiplier, cap, smoothing,
+    SCALE: tl.constexpr, SHIFT: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr,
     COUNT: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     n0, d0 = tile_origin(BLOCK_N, BLOCK_D)
@@ -174,19 +268,19 @@ def grad_logits_fp8_kernel(  # type: ignore[no-untyped-def]
     f = tl.zeros([BLOCK_N // 4, BLOCK_D], tl.int32)
     y0, f = _store_rows(
         x0, f, targets_ptr, lse_ptr, out_ptr, n0, d0, first_row, length, width, ignore_index,
-        SCALE, SHIFT, LIMIT, TINY, COUNT, WHOLE, BLOCK_N, BLOCK_D,
+        multiplier, cap, smoothing, SCALE, SHIFT, LIMIT, TINY, COUNT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     y1, f = _store_rows(
         x1, f, targets_ptr, lse_ptr, out_ptr, n0 + 1, d0, first_row, length, width, ignore_index,
-        SCALE, SHIFT, LIMIT, TINY, COUNT, WHOLE, BLOCK_N, BLOCK_D,
+        multiplier, cap, smoothing, SCALE, SHIFT, LIMIT, TINY, COUNT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     y2, f = _store_rows(
         x2, f, targets_ptr, lse_ptr, out_ptr, n0 + 2, d0, first_row, length, width, ignore_index,
-        SCALE, SHIFT, LIMIT, TINY, COUNT, WHOLE, BLOCK_N, BLOCK_D,
+        multiplier, cap, smoothing, SCALE, SHIFT, LIMIT, TINY, COUNT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     y3, f = _store_rows(
         x3, f, targets_ptr, lse_ptr, out_ptr, n0 + 3, d0, first_row, length, width, ignore_index,
-        SCALE, SHIFT, LIMIT, TINY, COUNT, WHOLE, BLOCK_N, BLOCK_D,
+        multiplier, cap, smoothing, SCALE, SHIFT, LIMIT, TINY, COUNT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     if words_ptr is not None:
         store_words(pack_fp8(y0, y1, y2, y3, LIMIT), words_ptr, n0, d0, n16, width, WHOLE, BLOCK_N, BLOCK_D)

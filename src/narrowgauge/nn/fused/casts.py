@@ -19,8 +19,6 @@ from narrowgauge.nn.products.gemm import BF16, WIDE, Fp8Caster, GemmChoice, Oper
 from narrowgauge.nn.products.weight_casts import WeightCastPlan
 from narrowgauge.scaling.tensor import Site
 
-KERNELS = ("gelu", "gelu-tanh", "swiglu")
-"""Activations that have a kernel; the others run in torch, followed by a cast."""
 Stats = tuple[Tensor | None, Tensor]
 """Mean (None for RMSNorm) and 1 / standard deviation of each row."""
 
@@ -156,11 +154,13 @@ def apply_activation(spec: BlockSpec, u: Tensor, reader: Projection, caster: Fp8
     site = reader.input
     if _has_kernel(spec) and _can_write_fp8(reader.input_formats, site, caster):
         assert site is not None and caster is not None
-        lp, _ = _run_activation(spec.activation, u, transposed=False, **_fp8_options(site, caster))
+        lp, _ = activation.activate(
+            spec.activation, u, transposed=False, gate_last=spec.gate_last, **_fp8_options(site, caster)
+        )
         return Operand(None, lp, None, site.inv_scale)
     dtype = get_wide_dtype(reader.input_formats) or BF16
     if _has_kernel(spec):
-        hp, _ = _run_activation(spec.activation, u, dtype=dtype)
+        hp, _ = activation.activate(spec.activation, u, dtype=dtype, gate_last=spec.gate_last)
     else:
         hp = compute_activation(spec.activation, u.float(), spec.gate_last).to(dtype)
     return make_operand(hp, reader.input_formats, site, caster, needed)
@@ -186,7 +186,7 @@ def apply_activation_backward(
         (grad,) = torch.autograd.grad(value, leaf, grad_output.float())
         return cast_grad_output(writer, grad.to(get_wide_dtype(writer.grad_formats) or BF16), caster), a
     site, source = writer.grad, reader.input
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"gate_last": spec.gate_last}
     missing = a.hp is None and a.lp_t is None
     if missing:
         assert source is not None
@@ -197,7 +197,7 @@ def apply_activation_backward(
         options |= _fp8_options(site, caster)
     else:
         options["dtype"] = get_wide_dtype(writer.grad_formats) or BF16
-    out, out_t, again = _run_activation_backward(spec.activation, grad_output, u, **options)
+    out, out_t, again = activation.activate_backward(spec.activation, grad_output, u, **options)
     if missing:
         assert source is not None
         a = Operand(None, None, again, source.inv_scale)
@@ -208,25 +208,8 @@ def apply_activation_backward(
 
 
 def _has_kernel(spec: BlockSpec) -> bool:
-    return spec.activation in KERNELS and not spec.gate_last
-
-
-def _run_activation(kind: str, u: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
-    if kind == "swiglu":
-        return activation.swiglu(u, **options)
-    return activation.gelu(u, approximate=_get_approximation(kind), **options)
-
-
-def _run_activation_backward(
-    kind: str, grad_output: Tensor, u: Tensor, **options: Any
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    if kind == "swiglu":
-        return activation.swiglu_backward(grad_output, u, **options)
-    return activation.gelu_backward(grad_output, u, approximate=_get_approximation(kind), **options)
-
-
-def _get_approximation(kind: str) -> str:
-    return "tanh" if kind == "gelu-tanh" else "none"
+    """Whether an activation has a kernel; the others run in torch, followed by a cast."""
+    return spec.activation in activation.KINDS
 
 
 def cast_heads_input(mixed: Tensor, reader: Projection, caster: Fp8Caster | None, needed: bool) -> Operand:

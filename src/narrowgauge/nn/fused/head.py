@@ -3,7 +3,7 @@
     for each chunk of rows:
         logits      = x @ weight.T                              BF16, a step's largest tensor; freed after its chunk
         lse, loss   = statistics(logits)
-        d           = (softmax - onehot) / counted rows         BF16 in place, or FP8 in one or both layouts
+        d           = (softmax - targets) / counted rows        BF16 in place, or FP8 in one or both layouts
         grad_input  = d @ weight
         grad_weight += d.T @ x                                  summed in FP32
     loss = sum of losses / counted rows
@@ -28,19 +28,23 @@ from narrowgauge.errors import UsageError
 from narrowgauge.kernels import FP8_MAX, cast, compute_scale
 from narrowgauge.kernels.cross_entropy import (
     IGNORE,
+    PLAIN,
     UNIT_SCALE,
+    LossForm,
     compute_grad_logits,
     compute_grad_logits_fp8,
     compute_loss_and_grad,
     compute_softmax_stats,
     rescale_,
 )
+from narrowgauge.nn.fused.casts import get_wide_dtype
 from narrowgauge.nn.products.gemm import (
     ALL_BF16,
     BF16,
     DOUBLE_BACKWARD,
     E4M3,
     MULTIPLE,
+    WIDE,
     GemmChoice,
     Operand,
     compute_grad_bias,
@@ -73,6 +77,7 @@ def compute_head_loss(
     chunk_rows: int | None = None,
     reduction: str = "mean",
     bias: Tensor | None = None,
+    form: LossForm = PLAIN,
 ) -> Tensor:
     """Return the cross-entropy of ``x @ weight.T + bias``, in FP32, of the rows whose target is not ``ignore_index``.
 
@@ -89,9 +94,10 @@ def compute_head_loss(
         chunk_rows: Rows per chunk; None chooses by memory.
         reduction: "mean" over the counted rows, or "sum".
         bias: The head's bias [V], or None.
+        form: A factor and a soft cap of the logits, and label smoothing.
     """
     plan = plan or WeightCastPlan(gradient_dtype=gradient_dtype(weight))
-    task = _HeadCall.make(x, weight, plan, targets, precision, ignore_index, chunk_rows, reduction == "sum")
+    task = _HeadCall.make(x, weight, plan, targets, precision, ignore_index, chunk_rows, reduction == "sum", form)
     with torch.autocast(x.device.type, enabled=False):
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
             loss: Tensor = _HeadLoss.apply(x, weight, bias, task, operand)  # type: ignore[no-untyped-call]
@@ -118,6 +124,7 @@ class _HeadCall:
     chunk_rows: int
     summed: bool = False
     """Whether the losses of rows are added and not averaged."""
+    form: LossForm = PLAIN
 
     @property
     def path(self) -> str:
@@ -133,6 +140,7 @@ class _HeadCall:
         ignore_index: int,
         chunk_rows: int | None,
         summed: bool = False,
+        form: LossForm = PLAIN,
     ) -> _HeadCall:
         shape = weight.shape
         if x.dim() != 2 or len(shape) != 2 or x.shape[1] != shape[1] or targets.shape != x.shape[:1]:
@@ -149,13 +157,13 @@ class _HeadCall:
         if chunk_rows is not None and (chunk_rows < 1 or (lp and chunk_rows % MULTIPLE)):
             raise UsageError(f"head_loss: chunk_rows={chunk_rows} must be a positive multiple of {MULTIPLE}")
         rows = chunk_rows or choose_chunk_rows(len(x), shape[0])
-        return _HeadCall(plan, targets.contiguous(), precision, ignore_index, rows, summed)
+        return _HeadCall(plan, targets.contiguous(), precision, ignore_index, rows, summed, form)
 
     @torch.no_grad()
     def run(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, operand: Operand | None, needs: tuple[bool, bool, bool]
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """Return the loss and, if needed, the gradients of x (BF16), of the weight and of the bias (FP32)."""
+        """Return the loss and, if needed, the gradients of x (as grad_input writes it), weight and bias (FP32)."""
         need_input, need_weight, need_bias = needs
         rows, targets = len(x), self.targets
         source = self._make_input_operand(x, operand or Operand(), any(needs), need_weight)
@@ -164,10 +172,13 @@ class _HeadCall:
             source, targets = _pad_operand(source, targets, -rows % MULTIPLE, self.ignore_index)
         counted = (targets != self.ignore_index).sum()
         factor = torch.ones((), device=x.device) if self.summed else counted.clamp(min=1).float().reciprocal()
-        added = None if bias is None else bias.detach().to(BF16)
+        if self.form.multiplier is not None:
+            factor = factor * self.form.multiplier
+        added = None if bias is None else bias.detach().to(WIDE.get(self.precision.output, BF16))
 
         total = torch.zeros((), device=x.device)
-        grad_input = torch.empty(rows, x.shape[1], dtype=BF16, device=x.device) if need_input else None
+        made = WIDE.get(self.precision.grad_input, BF16)
+        grad_input = torch.empty(rows, x.shape[1], dtype=made, device=x.device) if need_input else None
         grad_weight: Tensor | None = None
         grad_bias: Tensor | None = None
         use = self.weight.use(weight, record=any(needs), backward=need_input)
@@ -205,17 +216,20 @@ class _HeadCall:
         formats = {self.precision.grad_input} if need_input else set()
         formats |= {self.precision.grad_weight} if need_weight or need_bias else set()
         d = Operand()
-        if formats == {"bf16"}:
-            loss, hp = compute_loss_and_grad(logits, targets, factor, self.ignore_index, out=logits)
+        if formats and "fp8" not in formats:
+            loss, hp = compute_loss_and_grad(logits, targets, factor, self.ignore_index, logits, self.form)
             events.report_tensor("gradient", self.path, hp)
             return loss, Operand(hp)
-        lse, loss = compute_softmax_stats(logits, targets, self.ignore_index)
+        lse, loss = compute_softmax_stats(logits, targets, self.ignore_index, self.form)
         if "fp8" in formats:
             transposed = need_weight and self.precision.grad_weight == "fp8"
-            lp, lp_t = compute_grad_logits_fp8(logits, targets, lse, E4M3, self.ignore_index, None, transposed, start)
+            lp, lp_t = compute_grad_logits_fp8(
+                logits, targets, lse, E4M3, self.ignore_index, None, transposed, start, self.form
+            )
             d = Operand(None, lp, lp_t, factor / UNIT_SCALE[E4M3])
         if "bf16" in formats:
-            d = d._replace(hp=compute_grad_logits(logits, targets, lse, factor, self.ignore_index, out=logits))
+            hp = compute_grad_logits(logits, targets, lse, factor, self.ignore_index, logits, self.form)
+            d = d._replace(hp=hp)
         d.report("gradient", self.path)
         return loss, d
 
@@ -232,7 +246,8 @@ class _HeadCall:
             given = Operand(given.hp, lp, lp_t, scale.reciprocal())
         if transposed:
             given = given.transposed()
-        return given._replace(hp=x.to(BF16)) if "bf16" in formats and given.hp is None else given
+        wide = get_wide_dtype(formats)
+        return given._replace(hp=x.to(wide)) if wide is not None and given.hp is None else given
 
 
 class _HeadLoss(torch.autograd.Function):

@@ -1,9 +1,15 @@
 """Logits that are computed when somebody reads them, and not at all if only their cross-entropy is wanted.
 
 A model's head returns ``LazyLogits``: a tensor with the shape, dtype and device of the logits that holds the hidden
-state instead. Casts, views and slices of tokens are applied to the hidden state. ``F.cross_entropy`` runs the fused
-head and loss. Everything else (reading values, other functions, hooks) computes the logits as the head would have,
-once, and uses them. So library code and training loops need no change, whichever way they compute their loss.
+state instead. What is then called on them is recorded, and results are ``LazyLogits`` again:
+
+    views, slices of tokens         applied to the hidden state
+    casts                           noted
+    * or / by a number, tanh        noted: a factor or a soft cap of the logits
+
+``F.cross_entropy`` runs the fused head and loss, with factor, cap and label smoothing. Everything else (reading values,
+other functions, hooks) runs the head and the recorded calls as they were written, once, and uses their result. So
+library code and training loops need no change, whichever way they compute their loss.
 """
 
 from __future__ import annotations
@@ -11,16 +17,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from narrowgauge.kernels.cross_entropy import LossForm
 from narrowgauge.nn.cpu_emulation import EmulatedProducts
+from narrowgauge.nn.fused.logit_steps import Step, apply_steps, combine_steps, read_step
 
-LossFunction = Callable[..., Tensor]
-"""Computes cross-entropy from hidden rows and targets: (rows, targets, ignore_index, reduction) -> loss."""
+LossFunction = Callable[[Tensor, Tensor, int, str, LossForm], Tensor]
+"""Computes cross-entropy from hidden rows and targets: (rows, targets, ignore_index, reduction, form) -> loss."""
 
 
 @dataclass(frozen=True)
@@ -50,56 +58,124 @@ _METADATA = {_describe_plainly(name) for name in _PROPERTIES} | {
     Tensor.element_size, Tensor.is_complex, Tensor.get_device, torch.is_floating_point, torch.numel, Tensor.__len__,
 }  # fmt: skip
 """What is known without the logits."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS = {Tensor.float: torch.float32, Tensor.bfloat16: torch.bfloat16, Tensor.half: torch.float16}
 _VIEWS = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten}
+
+
+class Recorded(NamedTuple):
+    """A function that was called on logits, with its other arguments."""
+
+    func: Callable[..., Tensor]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def repeat(self, logits: LazyLogits) -> Tensor:
+        """Call the function on computed logits."""
+        value = logits.compute()
+        if value._version != logits.version and self.func not in (*_VIEWS, Tensor.__getitem__):
+            raise RuntimeError(
+                f"logits were changed in place after {self.func.__name__} was called on them and before its result "
+                "was read. narrowgauge computes logits when they are read: change a copy, or clone the result before"
+            )
+        return self.func(value, *self.args, **self.kwargs)
+
+
+class Past(NamedTuple):
+    """Where logits come from."""
+
+    source: HeadSource
+    input: Tensor
+    """The head's input."""
+    versions: tuple[int, ...]
+    """Of the head's input and parameters, when it was called."""
+
+    def check_unchanged(self) -> None:
+        """Raise an error if the logits would not be those of the time when the head was called."""
+        for name, tensor, version in zip(
+            ("input", "weight", "bias"), (self.input, *self.source.parameters), self.versions, strict=False
+        ):
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"the head's {name} was changed in place before its logits were read. narrowgauge computes logits "
+                    "when they are read: read them (logits.detach(), for example) before optimizer.step()"
+                )
 
 
 class LazyLogits(Tensor):
     """A tensor of logits that do not exist yet."""
 
+    past: Past
     hidden: Tensor
-    source: HeadSource
+    """The hidden state in the shape of these logits."""
+    steps: tuple[Step, ...]
+    """What was done to the logits, in order, except for views and casts."""
+    parent: tuple[LazyLogits, Recorded] | None
+    """The logits of which these are a function, until they are computed; None for what the head returns."""
     value: Tensor | None
     version: int
+    """Of the value, when it was computed."""
 
     @staticmethod
-    def __new__(cls, hidden: Tensor, source: HeadSource, dtype: torch.dtype) -> LazyLogits:
+    def __new__(
+        cls, hidden: Tensor, past: Past, dtype: torch.dtype, steps: tuple[Step, ...], parent: Any
+    ) -> LazyLogits:
         made: LazyLogits = Tensor._make_wrapper_subclass(
-            cls,
-            (*hidden.shape[:-1], source.width),
-            dtype=dtype,
-            device=hidden.device,
+            cls, (*hidden.shape[:-1], past.source.width), dtype=dtype, device=hidden.device
         )
-        made.hidden, made.source, made.value, made.version = hidden, source, None, hidden._version
+        made.hidden, made.past, made.steps, made.parent, made.value = hidden, past, steps, parent, None
         return made
 
+    def exist(self) -> bool:
+        """Whether these logits, or some that they are a function of, have been computed."""
+        if self.value is not None:
+            return True
+        return self.parent is not None and self.parent[0].exist()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def compute(self) -> Tensor:
         """Return the logits, computed at the first call."""
         if self.value is None:
-            if self.hidden._version != self.version:
-                raise RuntimeError("the head's input was changed in place before its logits were read")
-            with torch.set_grad_enabled(torch.is_grad_enabled() or self.requires_grad):
-                self.value = _run_head(self.hidden, self.source).to(self.dtype)
+            with torch.set_grad_enabled(self.requires_grad):
+                if self.parent is None:
+                    self.past.check_unchanged()
+                    self.value = _run_head(self.hidden, self.past.source).to(self.dtype)
+                else:
+                    earlier, call = self.parent
+                    self.value = call.repeat(earlier)
+            self.parent, self.version = None, self.value._version  # frees what nobody else refers to
         return self.value
 
-    def with_hidden(self, hidden: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        return make_lazy(hidden, self.source, dtype or self.dtype)
+    def then(
+        self,
+        call: Recorded,
+        hidden: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        step: tuple[Step, ...] = (),
+    ) -> Tensor:
+        """Return the result of a recorded call."""
+        hidden = self.hidden if hidden is None else hidden
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.requires_grad):
+            return _connect(hidden, self.past, dtype or self.dtype, (*self.steps, *step), (self, call))
 
+    # torch.compile must not trace what follows: it compiled these functions with guards that miss their arguments.
     @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args else None
-        if isinstance(first, LazyLogits) and first.value is None:
-            answer = _run_lazily(func, first, args[1:], kwargs)
+        if isinstance(first, LazyLogits) and not first.exist():
+            answer = _run_lazily(first, Recorded(func, args[1:], kwargs))
             if answer is not None:
                 return answer
         return func(*_compute_all(args), **_compute_all(kwargs))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*_compute_all(args), **_compute_all(kwargs or {}))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -132,41 +208,41 @@ def _compute_all(nest: Any) -> Any:
     return nest
 
 
-def _run_lazily(func: Any, logits: LazyLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_lazily(logits: LazyLogits, call: Recorded) -> Any:
     """Return the result of a function that needs no logits, or None if it does."""
+    func, args, kwargs = call
+    step = read_step(func, args, kwargs)
+    if step is not None:
+        return logits.then(call, step=(step,))
     if func in _CASTS and not args and not kwargs:
-        return logits.with_hidden(logits.hidden, _CASTS[func])
-    if (
-        func is Tensor.to
-        and len(args) == 1
-        and not kwargs
-        and args[0] in (torch.float32, torch.bfloat16, logits.device)
-    ):
-        return logits.with_hidden(logits.hidden, args[0] if isinstance(args[0], torch.dtype) else None)
+        return logits.then(call, dtype=_CASTS[func])
+    if func is Tensor.to:
+        target = args[0] if len(args) == 1 and not kwargs else kwargs.get("dtype") if len(kwargs) == 1 else None
+        if isinstance(target, torch.dtype) and target in _DTYPES:
+            return logits.then(call, dtype=target)
+        return logits if isinstance(target, torch.device) and target == logits.device else None
     if func is Tensor.contiguous and not args and not kwargs:
-        return logits
+        return logits.then(call)
     if func in _VIEWS:
         with torch._C.DisableTorchFunctionSubclass():
             shape = func(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
-        if shape[-1:] != (logits.source.width,):
+        if shape[-1:] != (logits.past.source.width,):
             return None
-        return logits.with_hidden(logits.hidden.reshape(*shape[:-1], logits.hidden.shape[-1]))
+        return logits.then(call, logits.hidden.reshape(*shape[:-1], logits.hidden.shape[-1]))
     if func is Tensor.__getitem__:
-        return _index(logits, args[0])
+        return logits.then(call, logits.hidden[args[0]]) if _selects_tokens(logits, args[0]) else None
     if func is F.cross_entropy:
         return _compute_loss(logits, *args, **kwargs)
     return None
 
 
-def _index(logits: LazyLogits, index: Any) -> Tensor | None:
-    """Apply slices of tokens to the hidden state."""
+def _selects_tokens(logits: LazyLogits, index: Any) -> bool:
+    """Whether an index consists of slices and numbers of tokens, and keeps all classes."""
     parts = index if isinstance(index, tuple) else (index,)
     if not all(part is Ellipsis or isinstance(part, slice | int) for part in parts):
-        return None
+        return False
     reaches_end = len([part for part in parts if part is not Ellipsis]) == logits.dim() or Ellipsis in parts
-    if reaches_end and (parts[-1] is Ellipsis or parts[-1] != slice(None)):
-        return None
-    return logits.with_hidden(logits.hidden[index])
+    return not reaches_end or (parts[-1] is not Ellipsis and parts[-1] == slice(None))
 
 
 def _compute_loss(
@@ -180,18 +256,25 @@ def _compute_loss(
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
     """Return the cross-entropy from the hidden state, or None for a form that the fused loss does not have."""
-    plain = weight is None and size_average is None and reduce is None and not label_smoothing
+    form = combine_steps(logits.steps, label_smoothing) if 0.0 <= label_smoothing <= 1.0 else None
+    if form is None or weight is not None or size_average is not None or reduce is not None:
+        return None
     indices = target.dim() == 1 and not target.is_floating_point() and logits.dim() == 2
-    if not plain or not indices or reduction not in ("mean", "sum") or len(target) != len(logits.hidden):
+    if not indices or reduction not in ("mean", "sum") or not len(target) or len(target) != len(logits.hidden):
         return None
-    if not len(target) or logits.hidden._version != logits.version:
-        return None
-    return logits.source.loss(logits.hidden, target, ignore_index, reduction)
+    logits.past.check_unchanged()
+    with torch.set_grad_enabled(torch.is_grad_enabled() and logits.requires_grad):
+        return logits.past.source.loss(logits.hidden, target, ignore_index, reduction, form)
 
 
 def make_lazy(hidden: Tensor, source: HeadSource, dtype: torch.dtype) -> Tensor:
     """Return logits that are computed when they are read."""
-    made: Tensor = _Connect.apply(hidden, source, dtype, *source.parameters)  # type: ignore[no-untyped-call]
+    past = Past(source, hidden, tuple(tensor._version for tensor in (hidden, *source.parameters)))
+    return _connect(hidden, past, dtype, (), None)
+
+
+def _connect(hidden: Tensor, past: Past, dtype: torch.dtype, steps: tuple[Step, ...], parent: Any) -> Tensor:
+    made: Tensor = _Connect.apply(hidden, past, dtype, steps, parent, *past.source.parameters)  # type: ignore[no-untyped-call]
     return made
 
 
@@ -203,18 +286,27 @@ class _Connect(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, source: HeadSource, dtype: torch.dtype, *parameters: Tensor) -> Tensor:
-        ctx.source, ctx.dtype = source, dtype
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        past: Past,
+        dtype: torch.dtype,
+        steps: tuple[Step, ...],
+        parent: Any,
+        *parameters: Tensor,
+    ) -> Tensor:
+        ctx.source, ctx.dtype, ctx.steps = past.source, dtype, steps
         ctx.save_for_backward(hidden)
-        return LazyLogits(hidden, source, dtype)
+        return LazyLogits(hidden, past, dtype, steps, parent)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (hidden,) = ctx.saved_tensors
-        needs, _, _, *others = ctx.needs_input_grad
+        needs, _, _, _, _, *others = ctx.needs_input_grad
         leaf = hidden.detach().requires_grad_(needs)
         wanted = [leaf] * needs + [p for p, needed in zip(ctx.source.parameters, others, strict=True) if needed]
         with torch.enable_grad():
-            logits = _run_head(leaf, ctx.source).to(ctx.dtype)
+            logits = apply_steps(_run_head(leaf, ctx.source).to(ctx.dtype), ctx.steps)
         found = iter(torch.autograd.grad(logits, wanted, grad))
-        return next(found) if needs else None, None, None, *(next(found) if needed else None for needed in others)
+        none = (None,) * 4
+        return next(found) if needs else None, *none, *(next(found) if needed else None for needed in others)

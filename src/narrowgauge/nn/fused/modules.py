@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.kernels.cross_entropy import LossForm
 from narrowgauge.nn.blocks.find import has_hooks
 from narrowgauge.nn.blocks.spec import BlockSpec, NormSpec
 from narrowgauge.nn.fused import blocks, head
@@ -121,10 +122,10 @@ class LazyHead(Change):
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         weight, bias = module.weight, module.bias
 
-        def loss(rows: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
+        def loss(rows: Tensor, targets: Tensor, ignore_index: int, reduction: str, form: LossForm) -> Tensor:
             made: Tensor = head.compute_head_loss(
                 rows, weight, targets, plan=self.weight, precision=self.choice, ignore_index=ignore_index,
-                reduction=reduction, bias=bias,
+                reduction=reduction, bias=bias, form=form,
             )  # fmt: skip
             return made
 
