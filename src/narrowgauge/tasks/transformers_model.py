@@ -14,6 +14,7 @@ import contextlib
 import copy
 import dataclasses
 import difflib
+import importlib
 import importlib.util
 import inspect
 import json
@@ -250,8 +251,7 @@ def _describe(error: BaseException) -> str:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Hide the advice and the progress bars of transformers."""
-    from transformers.utils import logging
-
+    logging: Any = importlib.import_module("transformers.utils.logging")
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
