@@ -161,9 +161,10 @@ def test_contestants_are_what_the_device_and_the_installation_have(monkeypatch):
     hopper = hardware.describe_gpu("NVIDIA H200", 0, (9, 0), 140 << 30)
     ampere = hardware.describe_gpu("NVIDIA A100-SXM4-80GB", 0, (8, 0), 80 << 30)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    assert verb._choose_contestants(hopper) == (["bf16", "fp8"], ["torch", "torchao"])
+    assert verb._choose_contestants(hopper, True) == (["bf16", "fp8"], ["torch", "torchao"])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert verb._choose_contestants(ampere) == (["bf16"], ["torch"])
+    assert verb._choose_contestants(ampere, False) == (["bf16"], ["torch"])
     cpu = hardware.detect("cpu")
     slow = [] if "bf16" in cpu.native else ["fp32"]
-    assert verb._choose_contestants(cpu) == ([*slow, "bf16", "fp8"], ["torch"])
+    assert verb._choose_contestants(cpu, False) == ([*slow, "bf16", "fp8"], ["torch"])
+    assert verb._choose_contestants(cpu, True)[0] == (["fp32"] if slow else ["bf16"])  # emulation cannot be compiled

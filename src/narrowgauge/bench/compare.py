@@ -66,7 +66,7 @@ class Row:
     loss_first: float | None = None
     """The loss of the first step."""
     ready_s: float | None = None
-    """Seconds to make the model and run the first step, including compilation."""
+    """Seconds to make the model and run the first step, with compilation. Later rows may find graphs in caches."""
     joules_per_token: float | None = None
     """Energy of the GPU per token (or other item) that is trained; None on a CPU, or if the GPU does not count it."""
     conversion: dict[str, Any] | None = None

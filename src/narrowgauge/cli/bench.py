@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> Outcome:
     data["losses"] = [{**dataclasses.asdict(gap), "comparable": gap.comparable} for gap in gaps]
     out = prose(args)
     compiled = ", compiled" if plan.settings.compile else ""
-    size = f" ({facts['parameters'] / 1e6:,.4g} million parameters)" if "parameters" in facts else ""
+    size = f" ({facts['parameters']:,} parameters)" if "parameters" in facts else ""
     title = f"{plan.spec}{size} on {device.name}: {task.items_per_batch:,} {task.unit}s per step{compiled}"
     bench_tables.show_rows(title, task, rows, out)
     bench_tables.show_losses(gaps, out)
@@ -152,7 +152,9 @@ def _make_plan(args: argparse.Namespace, device: Device, saved: SavedBenchmark |
     model = args.model or (facts.get("model") if args.task is None else None)
     if args.config is not None and model is None:
         raise UsageError("--config is for --model: give the model, such as --model transformers:Qwen3ForCausalLM")
-    default_texts, default_peers = (["fp32", "auto"], []) if model is None else _choose_contestants(device)
+    default_texts, default_peers = (
+        (["fp32", "auto"], []) if model is None else _choose_contestants(device, bool(args.compile))
+    )
     texts = split(args.recipes) if args.recipes else saved.recipes if saved else default_texts
     recipes = list(dict.fromkeys(parse(text, device) for text in texts))
     given = None if args.peers is None else [peer for peer in args.peers.split(",") if peer]
@@ -189,16 +191,19 @@ def _make_plan(args: argparse.Namespace, device: Device, saved: SavedBenchmark |
     return plan
 
 
-def _choose_contestants(device: Device) -> tuple[list[str], list[str]]:
+def _choose_contestants(device: Device, compiles: bool) -> tuple[list[str], list[str]]:
     """Return the recipes and baselines to race on a model: BF16 and FP8 where they run, and all installed baselines.
 
-    A CPU without BF16 has no fast baseline in it, so FP32 is the comparison there.
+    A CPU without BF16 has no fast baseline in it, so FP32 is the comparison there. Emulated formats cannot be compiled.
     """
+    from narrowgauge.bench.compare import is_slow
     from narrowgauge.recipe import parse, refusal
 
     recipes = [name for name in ("bf16", "fp8") if refusal(parse(name, device), device) is None]
-    if device.kind == "cpu" and "bf16" not in device.native:
+    if is_slow(parse("bf16", device), device):
         recipes.insert(0, "fp32")
+    if compiles:
+        recipes = [name for name in recipes if not is_slow(parse(name, device), device)]
     return recipes, ["torch", "torchao"] if importlib.util.find_spec("torchao") else ["torch"]
 
 
