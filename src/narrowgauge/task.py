@@ -150,11 +150,13 @@ def _make_key(spec: str) -> tuple[Path, str]:
     return files.resolve_path(Path(path)), name
 
 
-def load_function(spec: str) -> Callable[..., Any]:
+def load_function(spec: str, what: str = "task", kind: str = "function") -> Callable[..., Any]:
     """Run a user's file and return the function that ``spec`` names.
 
     Args:
         spec: ``path/to/file.py:function``.
+        what: What it is for, for error messages.
+        kind: What it should be: "function" or "class".
 
     Raises:
         UsageError: The file cannot be read or imported, or has no such function.
@@ -162,10 +164,10 @@ def load_function(spec: str) -> Callable[..., Any]:
     path_text, _, name = spec.rpartition(":")
     path = Path(path_text)
     if why := files.explain_unreadable(path):
-        raise UsageError(f"task {spec!r}: there is no file {path_text!r} that can be read ({why})")
+        raise UsageError(f"{what} {spec!r}: there is no file {path_text!r} that can be read ({why})")
     module_spec = importlib.util.spec_from_file_location(f"narrowgauge_task_{path.stem}", path)
     if module_spec is None or module_spec.loader is None:
-        raise UsageError(f"task {spec!r}: {path_text!r} is not a Python file")
+        raise UsageError(f"{what} {spec!r}: {path_text!r} is not a Python file")
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module
     folder = str(files.resolve_path(path).parent)
@@ -173,18 +175,19 @@ def load_function(spec: str) -> Callable[..., Any]:
     try:
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        what = "it exits the program" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
-        raise UsageError(f"task {spec!r}: {path_text} does not import: {what}{_find_line(error, path)}") from error
+        why = "it exits the program" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
+        raise UsageError(f"{what} {spec!r}: {path_text} does not import: {why}{find_line(error, path)}") from error
     finally:
         sys.path.remove(folder)
     function = getattr(module, name, None)
     if not callable(function):
-        public = sorted(n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__)
-        raise UsageError(f"task {spec!r}: {path_text} has no function {name!r}; it has {', '.join(public) or 'none'}")
+        fits = inspect.isclass if kind == "class" else inspect.isfunction
+        public = sorted(n for n, v in vars(module).items() if fits(v) and v.__module__ == module.__name__)
+        raise UsageError(f"{what} {spec!r}: {path_text} has no {kind} {name!r}; it has {', '.join(public) or 'none'}")
     return cast(Callable[..., Any], function)
 
 
-def _find_line(error: BaseException, path: Path) -> str:
+def find_line(error: BaseException, path: Path) -> str:
     """Return the line of the file that raised an error, as text."""
     frames = traceback.extract_tb(error.__traceback__)
     line = next((frame.lineno for frame in reversed(frames) if Path(frame.filename) == path), None)

@@ -117,7 +117,7 @@ def command(tmp_path, monkeypatch):
         return wall * math.exp(rng.normal(0, set_to.noise))
 
     monkeypatch.setattr(compare, "time_round", time_round)
-    monkeypatch.setattr(compare, "time", SimpleNamespace(process_time=lambda: set_to.now))
+    monkeypatch.setattr(compare, "time", SimpleNamespace(process_time=lambda: set_to.now, perf_counter=lambda: 0.0))
 
     def run(*words, **clocks):
         for name, value in {"wall": 1.0, "cpu": 1.0, "noise": 0.01, **clocks}.items():

@@ -13,6 +13,7 @@ built-in task, or a file that the page assumes (``my_task.py``), are shortened: 
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ _SMALL = {
     "validate": {"--steps": "2", "--seeds": "2"},
     "bench": {"--steps": "1", "--rounds": "2"},
 }
+_SMALL_MODEL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+                "num_key_value_heads": 1, "vocab_size": 64}  # fmt: skip
 _QUICK = {"memory": "--no-search", "roofline": "--quick"}
 
 
@@ -106,7 +109,7 @@ def shorten(words: list[str]) -> list[str]:
     built_in = [word for word in rest if word in _BUILT_IN]
     named = [word for word in rest if word.startswith(("gpt:", *_READERS)) or word.endswith(".py") or ".py:" in word]
     unnamed = verb in ("train", "bench", "validate") and not built_in and not named
-    unnamed = unnamed and not {"--resume", "--against", "--curves"} & set(rest)
+    unnamed = unnamed and not {"--resume", "--against", "--curves", "--model"} & set(rest)
     if unnamed:
         rest = ["gpt:1x64", *rest]
     if built_in and verb != "lint":
@@ -115,6 +118,9 @@ def shorten(words: list[str]) -> list[str]:
     if ours and verb != "lint":
         rest = _with(rest, {"--batch": "2", "--context": "16"})
         rest += [_QUICK[verb]] if verb in _QUICK else []
+    if any(word.startswith("transformers:") for word in rest):
+        small = {"--config": json.dumps(_SMALL_MODEL), "--batch": "2", "--context": "16", "--recipes": "fp32"}
+        rest = _with(rest, small | _SMALL["bench"])
     rest = [word.replace("tf32,", "") for word in rest]  # needs tensor cores; refused on a CPU
     if "--capture" in rest:
         rest = _with(rest, {"--capture": "1"})

@@ -85,9 +85,19 @@ def torch_loop(
 def torchao_loop(
     name: str, task: Task, model: nn.Module, optimizer: Optimizer, clip_norm: float, compile: bool
 ) -> Step:
-    """torchao's FP8 training: all linear layers but the head, as its documentation advises, in the BF16 loop."""
+    """torchao's FP8 training in the BF16 loop: as its documentation advises, all linear layers but the head.
+
+    Layers whose sizes are not multiples of 16 cannot run in FP8 and are left out.
+    """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig.from_recipe_name(name)
-    convert_to_float8_training(model, config=config, module_filter_fn=lambda module, path: "lm_head" not in path)
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = None if get_head is None else get_head()
+
+    def converts(module: nn.Module, path: str) -> bool:
+        fits = isinstance(module, nn.Linear) and module.in_features % 16 == module.out_features % 16 == 0
+        return fits and module is not head and "lm_head" not in path
+
+    convert_to_float8_training(model, config=config, module_filter_fn=converts)
     return torch_loop("bf16", task, model, optimizer, clip_norm, compile)

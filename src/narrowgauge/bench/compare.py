@@ -8,6 +8,7 @@ the rounds.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import statistics
 import time
@@ -20,6 +21,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from narrowgauge.bench.baselines import Baseline, Step, make_baselines
+from narrowgauge.bench.energy import measure_joules_per_step, open_counter
+from narrowgauge.bench.fused_report import describe_conversion
 from narrowgauge.engine import Engine
 from narrowgauge.errors import NarrowgaugeError, UsageError
 from narrowgauge.hardware import Device
@@ -60,6 +63,14 @@ class Row:
     """Throughput relative to the first row."""
     twin_ratio: float | None = None
     """For a recipe: throughput relative to its first baseline, as the median over rounds of paired ratios."""
+    loss_first: float | None = None
+    """The loss of the first step."""
+    ready_s: float | None = None
+    """Seconds to make the model and run the first step, with compilation. Later rows may find graphs in caches."""
+    joules_per_token: float | None = None
+    """Energy of the GPU per token (or other item) that is trained; None on a CPU, or if the GPU does not count it."""
+    conversion: dict[str, Any] | None = None
+    """For a recipe: which blocks run fused, in which form (``describe_conversion``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +97,10 @@ class Entry:
     times_ms: list[float] = field(default_factory=list)
     cpu_ms: list[float] = field(default_factory=list)
     loss: float = float("nan")
+    loss_first: float = float("nan")
+    ready_s: float | None = None
+    joules_per_step: float | None = None
+    conversion: dict[str, Any] | None = None
 
 
 StopRule = Callable[[Sequence[Entry]], bool]
@@ -122,17 +137,12 @@ def measure(
         reason = refusal(recipe, device)
         if reason:
             raise UsageError(reason)
-    baselines = {
-        recipe: {name: one for peer in peers for name, one in make_baselines(peer, recipe).items()}
-        for recipe in recipes
-    }
+    baselines = {recipe: choose_baselines(recipe, peers, device) for recipe in recipes}
     batches = make_batches(task, device)
     finished: list[Entry] = []
-    for recipe in recipes:
-        own = baselines[recipe]
-        if own and device.kind == "cpu" and recipe.compute not in ("fp32", *device.native):
+    for recipe, own in baselines.items():
+        if peers and not own and is_slow(recipe, device):
             tell(f"{recipe}: no baselines, because torch's {recipe.compute} is hundreds of times slower than FP32 here")
-            own = {}
         try:
             with torch._functorch.config.patch(enable_autograd_cache=False), _restore_fp32_mode():
                 finished += measure_recipe(task, recipe, own, batches, device, settings, tell, enough)
@@ -141,6 +151,17 @@ def measure(
                 f"{task.name} in {recipe} does not fit into the memory of {device.name}: use a smaller --batch"
             ) from None
     return make_rows(task, finished, device)
+
+
+def is_slow(recipe: Recipe, device: Device) -> bool:
+    """Whether torch runs a recipe's format far slower than FP32: on a CPU without it."""
+    return device.kind == "cpu" and recipe.compute not in ("fp32", *device.native)
+
+
+def choose_baselines(recipe: Recipe, peers: Sequence[str], device: Device) -> dict[str, Baseline]:
+    """The baselines of a recipe that are worth running on a device, by name."""
+    found = {name: one for peer in peers for name, one in make_baselines(peer, recipe).items()}
+    return {} if is_slow(recipe, device) else found
 
 
 @contextlib.contextmanager
@@ -194,11 +215,19 @@ def measure_recipe(
         begin = end
         if enough is not None and enough(entries):
             break
+    counter = open_counter(device.torch_device)
     for entry in entries:
         entry.loss = float(entry.step(batches[0]).detach())
+        if counter is not None:
+            run_step = functools.partial(_run_step, entry, batches)
+            entry.joules_per_step = measure_joules_per_step(counter, run_step, statistics.median(entry.times_ms))
         entry.step = raise_released
     free_memory(device)
     return entries
+
+
+def _run_step(entry: Entry, batches: list[Any], number: int) -> Tensor:
+    return entry.step(batches[number % BATCHES])
 
 
 def read_attention_backends() -> tuple[Any, ...]:
@@ -229,6 +258,7 @@ def build_entry(
     """Builds the model and the step of a recipe (``baseline`` is None) or of a baseline, and runs the warm-up steps."""
     free_memory(device)
     before = torch.cuda.memory_allocated() if device.kind == "cuda" else 0
+    begin = time.perf_counter()
     torch.manual_seed(settings.seed)
     with torch.device(device.torch_device):
         model = task.model()
@@ -238,11 +268,15 @@ def build_entry(
     optimizer = torch.optim.AdamW(
         model.parameters(), task.learning_rate, betas=(0.9, 0.95), weight_decay=task.weight_decay, fused=True
     )
+    conversion = None
     if baseline is None:
-        step = make_engine_step(task, Engine(model, optimizer, recipe, clip_norm=CLIP_NORM, compile=settings.compile))
+        engine = Engine(model, optimizer, recipe, clip_norm=CLIP_NORM, compile=settings.compile)
+        conversion = describe_conversion(engine.inner, engine.conversion)
+        step = make_engine_step(task, engine)
     else:
         step = baseline.make(task, model, optimizer, CLIP_NORM, settings.compile)
-    step(batches[0])
+    loss_first = float(step(batches[0]).detach())  # waits for the step
+    ready_s = time.perf_counter() - begin
     if device.kind == "cuda":
         torch.cuda.reset_peak_memory_stats()
     for index in range(settings.warmup):
@@ -253,7 +287,9 @@ def build_entry(
             f"{name} changed the default attention backends from {found} to {read_attention_backends()}: the times of "
             "the other entries would not be comparable"
         )
-    return Entry(name, recipe, recipe.compute if baseline is None else baseline.compute, step, peak)
+    compute = recipe.compute if baseline is None else baseline.compute
+    facts: dict[str, Any] = {"loss_first": loss_first, "ready_s": ready_s, "conversion": conversion}
+    return Entry(name, recipe, compute, step, peak, **facts)
 
 
 def make_engine_step(task: Task, engine: Engine) -> Step:
@@ -290,7 +326,7 @@ def make_rows(task: Task, finished: Sequence[Entry], device: Device) -> list[Row
     """The rows of all measured entries."""
     rows: list[Row] = []
     for entry, baseline in _pair_with_baselines(finished):
-        step_ms = statistics.median(entry.times_ms)
+        step_ms, joules = statistics.median(entry.times_ms), entry.joules_per_step
         throughput = task.items_per_batch / step_ms * 1e3
         twin_ratio = None
         if baseline is not None:
@@ -310,6 +346,10 @@ def make_rows(task: Task, finished: Sequence[Entry], device: Device) -> list[Row
                 cpu_ms=tuple(entry.cpu_ms) if min(entry.cpu_ms, default=0.0) > 0 else (),
                 ratio=throughput / rows[0].tokens_per_s if rows else 1.0,
                 twin_ratio=twin_ratio,
+                loss_first=entry.loss_first,
+                ready_s=entry.ready_s,
+                joules_per_token=joules if joules is None else joules / task.items_per_batch,
+                conversion=entry.conversion,
             )
         )
     return rows

@@ -46,6 +46,7 @@ TYPES = {
     "compile": bool,
     "steps": int,
     "options": dict,
+    "model": str | None,
 }
 """Facts that are taken from a saved benchmark if the command line does not set them, with their types."""
 
@@ -114,7 +115,7 @@ class SavedBenchmark:
         try:
             data.setdefault("options", {})  # missing in files of earlier versions
             rows = tuple(_parse_row(row) for row in data.pop("rows"))
-            facts = {key: data[key] for key in (*MUST_MATCH, "torch")}
+            facts = {key: data[key] for key in (*MUST_MATCH, "torch")} | {"model": data.get("model")}
             wrong = [key for key, kind in TYPES.items() if not isinstance(facts[key], kind)]
             if wrong:
                 raise ValueError(f"its {wrong[0]}")
@@ -171,8 +172,9 @@ def rows_to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     found = [dataclasses.asdict(row) for row in rows]
     for row in found:
         row["times_ms"], row["cpu_ms"] = list(row["times_ms"]), list(row["cpu_ms"])
-        if row["loss"] is not None and not math.isfinite(row["loss"]):
-            row["loss"] = None
+        for name in ("loss", "loss_first"):
+            if row[name] is not None and not math.isfinite(row[name]):
+                row[name] = None
     return found
 
 

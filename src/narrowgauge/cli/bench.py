@@ -4,34 +4,44 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from narrowgauge import files
-from narrowgauge.cli import Outcome, prose
+from narrowgauge.cli import Outcome, bench_tables, prose
 from narrowgauge.cli.numbers import number, whole
-from narrowgauge.cli.terminal import say, show_table
+from narrowgauge.cli.terminal import say
 from narrowgauge.errors import UsageError
 
 if TYPE_CHECKING:
-    from narrowgauge.bench.compare import Row, Settings
+    from narrowgauge.bench.compare import Settings
     from narrowgauge.bench.saved_benchmark import SavedBenchmark
-    from narrowgauge.bench.trace import Summary
     from narrowgauge.hardware import Device
     from narrowgauge.recipe import Recipe
     from narrowgauge.task import Task
 
-ABOUT = "measure recipes and baselines side by side: tokens/s, step time, memory, MFU; --against detects regressions"
+ABOUT = "measure recipes and baselines on a task or your model: speed, energy, memory; --against finds regressions"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("task", nargs="?", metavar="TASK", help="built-in name or file.py:function")
-    add("--recipes", help="comma-separated (default: fp32 and the recipe of auto)")
-    add("--peers", help="baselines, comma-separated: torch (the same step in plain PyTorch), torchao (its FP8)")
+    add(
+        "--model",
+        metavar="MODEL",
+        help="your model instead of a task: transformers:CLASS, a folder with config.json, or file.py:Class",
+    )
+    add("--config", metavar="JSON", help="fields of the model's configuration, such as '{\"num_hidden_layers\": 4}'")
+    add("--recipes", help="comma-separated (default: fp32 and the recipe of auto; with --model: bf16,fp8)")
+    add(
+        "--peers",
+        help="baselines, comma-separated: torch (the same step in plain PyTorch), torchao (its FP8); default: none; "
+        "with --model: torch, and torchao if it is installed",
+    )
     add("--batch", type=whole, help="items per batch")
-    add("--context", type=whole, help="tokens per sequence, for language tasks")
+    add("--context", type=whole, help="tokens per sequence, for language models")
     add("--steps", type=whole, help="steps per round (default 5)")
     add(
         "--rounds",
@@ -53,8 +63,10 @@ def run(args: argparse.Namespace) -> Outcome:
     for name in ("steps", "rounds"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UsageError(f"--{name} {getattr(args, name)} must be at least 1")
+    if args.model is not None and args.task is not None:
+        raise UsageError(f"give either the task {args.task} or --model {args.model}, not both")
     from narrowgauge import bench, hardware
-    from narrowgauge.bench import gate, saved_benchmark, trace
+    from narrowgauge.bench import gate, losses, saved_benchmark, trace
 
     if args.save:
         files.refuse_unwritable(Path(args.save), "--save")
@@ -66,10 +78,15 @@ def run(args: argparse.Namespace) -> Outcome:
     plan = _make_plan(args, device, saved)
     targets = {} if args.profile is None else trace.choose_trace_paths(args.profile, args.out, plan.recipes)
     judge = gate.Gate(saved, [str(recipe) for recipe in plan.recipes], tolerance, tell) if saved else None
-    task = plan.task
+    task = _prepare_task(plan, device)
     facts = saved_benchmark.describe_setup(
         plan.spec, task, device, plan.settings, plan.peers, plan.batch, plan.context, plan.own
     )
+    facts["model"] = plan.spec if plan.is_model else None
+    if plan.is_model:
+        facts |= {
+            name: task.facts[name] for name in ("class", "purpose", "parameters", "weights") if name in task.facts
+        }
     if saved:
         saved.check_same_setup(facts)
         if saved.facts["torch"] != facts["torch"]:
@@ -78,16 +95,23 @@ def run(args: argparse.Namespace) -> Outcome:
         tell(f"{facts['threads']} threads: on shared cores OMP_NUM_THREADS=1 gives far less noise")
     enough = judge.enough if judge else gate.make_save_rule(tolerance, tell) if plan.for_gate else None
     rows = bench.measure(task, plan.recipes, plan.peers, device, plan.settings, tell, enough)
+    gaps = losses.compare_losses(rows)
     data: dict[str, Any] = {**facts, "rows": saved_benchmark.rows_to_json(rows)}
+    data["losses"] = [{**dataclasses.asdict(gap), "comparable": gap.comparable} for gap in gaps]
     out = prose(args)
-    _show(plan, task, device, rows, out)
+    compiled = ", compiled" if plan.settings.compile else ""
+    size = f" ({facts['parameters']:,} parameters)" if "parameters" in facts else ""
+    title = f"{plan.spec}{size} on {device.name}: {task.items_per_batch:,} {task.unit}s per step{compiled}"
+    bench_tables.show_rows(title, task, rows, out)
+    bench_tables.show_losses(gaps, out)
+    bench_tables.show_blocks(rows, out)
     if judge:
         data["gate"] = judge.judge_rows(rows)
-        _show_gate(data["gate"], args.against, device, out)
+        bench_tables.show_gate(data["gate"], args.against, device, out)
     if targets:
         found = {str(one): trace.profile(task, one, device, plan.settings, path) for one, path in targets.items()}
         data["profile"] = {name: dataclasses.asdict(summary) for name, summary in found.items()}
-        _show_profile(found, device, out)
+        bench_tables.show_profile(found, device, out)
     if args.save:
         saved_benchmark.save(Path(args.save), data)
     return Outcome(data, exit_code=int(judge is not None and not data["gate"]["ok"]))
@@ -109,7 +133,9 @@ class _Plan:
     batch: int | None
     context: int | None
     own: dict[str, Any]
-    """Options of the task."""
+    """Options of the task; for a model the fields of its configuration, as ``config``."""
+    is_model: bool
+    """Whether ``spec`` is a model rather than a task."""
     settings: Settings
     for_gate: bool
     """Whether the result is compared with a saved benchmark, or saved for a later comparison."""
@@ -120,14 +146,22 @@ def _make_plan(args: argparse.Namespace, device: Device, saved: SavedBenchmark |
     from narrowgauge.bench import gate
     from narrowgauge.engine.choose_recipe import choose_for_task
     from narrowgauge.recipe import parse, split
+    from narrowgauge.tasks import transformers_model
 
     facts = saved.facts if saved else {}
     if args.profile and args.task is None and args.profile in dict(tasks.names()):
         raise UsageError(f"--profile {args.profile}: that is a task; put it before --profile")
-    texts = split(args.recipes) if args.recipes else saved.recipes if saved else ["fp32", "auto"]
+    model = args.model or (facts.get("model") if args.task is None else None)
+    if args.config is not None and model is None:
+        raise UsageError("--config is for --model: give the model, such as --model transformers:Qwen3ForCausalLM")
+    default_texts, default_peers = (
+        (["fp32", "auto"], []) if model is None else _choose_contestants(device, bool(args.compile))
+    )
+    texts = split(args.recipes) if args.recipes else saved.recipes if saved else default_texts
     for text in texts:
         parse(text, device)  # refuses what is not a recipe before the task is made
-    peers = [peer for peer in args.peers.split(",") if peer] if args.peers is not None else facts.get("peers", [])
+    given = None if args.peers is None else [peer for peer in args.peers.split(",") if peer]
+    peers = given if given is not None else facts.get("peers", default_peers)
     for_gate = bool(saved or args.save) and "torch" in peers
     compile_ = args.compile if args.compile is not None else facts.get("compile", device.kind == "cuda")
     settings = bench.Settings(
@@ -136,11 +170,12 @@ def _make_plan(args: argparse.Namespace, device: Device, saved: SavedBenchmark |
         compile=compile_,
         seed=args.seed,
     )
-    spec = args.task or facts.get("task") or tasks.default(device.kind)
+    spec = model or args.task or facts.get("task") or tasks.default(device.kind)
     batch = args.batch if args.batch is not None else facts.get("batch")
     context = args.context if args.context is not None else facts.get("context")
-    own = args.own or dict(facts.get("options", {}))
-    task = tasks.find(spec, batch=batch, context=context, **own)
+    own = args.own if args.config is None else {"config": transformers_model.parse_fields(args.config)}
+    own = own or dict(facts.get("options", {}))
+    task = _find_task(spec, batch, context, own, device, model is not None)
     chosen = [choose_for_task(text, task, device, compile=compile_) for text in texts]
     for recipe, reason in chosen:
         if reason is not None:
@@ -153,6 +188,7 @@ def _make_plan(args: argparse.Namespace, device: Device, saved: SavedBenchmark |
         batch=batch,
         context=context,
         own=own,
+        is_model=model is not None,
         settings=settings,
         for_gate=for_gate,
     )
@@ -168,54 +204,41 @@ def _make_plan(args: argparse.Namespace, device: Device, saved: SavedBenchmark |
     return plan
 
 
-def _show(plan: _Plan, task: Task, device: Device, rows: list[Row], out: TextIO) -> None:
-    compiled = ", compiled" if plan.settings.compile else ""
-    show_table(
-        f"{plan.spec} on {device.name}: {task.items_per_batch:,} {task.unit}s per step{compiled}",
-        ["", f"{task.unit}s/s", "step ms", "fastest-slowest", "peak GiB", "MFU", "x first", "x baseline", "loss"],
-        [
-            [
-                row.name,
-                f"{row.tokens_per_s:,.0f}",
-                f"{row.step_ms:.2f}",
-                f"{row.step_ms_low:.2f}-{row.step_ms_high:.2f}",
-                "" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.1f}",
-                "" if row.mfu is None else f"{row.mfu:.1%}",
-                f"{row.ratio:.2f}",
-                "" if row.twin_ratio is None else f"{row.twin_ratio:.3f}",
-                f"{row.loss:.3f}",
-            ]
-            for row in rows
-        ],
-        out,
-    )
+def _choose_contestants(device: Device, compiles: bool) -> tuple[list[str], list[str]]:
+    """Return the recipes and baselines to race on a model: BF16 and FP8 where they run, and all installed baselines.
+
+    A CPU without BF16 has no fast baseline in it, so FP32 is the comparison there. Emulated formats cannot be compiled.
+    """
+    from narrowgauge.bench.compare import is_slow
+    from narrowgauge.recipe import parse, refusal
+
+    recipes = [name for name in ("bf16", "fp8") if refusal(parse(name, device), device) is None]
+    if is_slow(parse("bf16", device), device):
+        recipes.insert(0, "fp32")
+    if compiles:
+        recipes = [name for name in recipes if not is_slow(parse(name, device), device)]
+    return recipes, ["torch", "torchao"] if importlib.util.find_spec("torchao") else ["torch"]
 
 
-def _show_gate(found: dict[str, Any], path: str, device: Device, out: TextIO) -> None:
-    rows = []
-    for row in found["rows"]:
-        interval = "" if row["interval"] is None else "{:+.2%} to {:+.2%}".format(*row["interval"])
-        memory = "" if row["memory_change"] is None else f"{row['memory_change']:+.1%}"
-        numbers = [f"{row['before']:.4f}", f"{row['now']:.4f}", f"{row['change']:+.2%}", interval, str(row["rounds"])]
-        rows.append([row["name"], row["clock"], *numbers, memory, row["verdict"]])
-    columns = ["time / baseline", "clock", "before", "now", "change", "interval", "rounds", "memory", "verdict"]
-    show_table(f"compared with {path}, tolerance {found['tolerance']:.1%}", columns, rows, out)
-    if device.kind == "cpu":
-        say("memory: not measured on a CPU", out)
-    for row in found["rows"]:
-        if row["verdict"] == "undecided":
-            say(f"{row['name']}: undecided, {row['rounds']} rounds are too noisy; use more --rounds", out)
-    for line in found["failures"]:
-        say(f"FAILED: {line}", out)
+def _find_task(
+    spec: str, batch: int | None, context: int | None, own: dict[str, Any], device: Device, is_model: bool
+) -> Task:
+    from narrowgauge import tasks
+    from narrowgauge.tasks import user_model
+
+    if not is_model:
+        return tasks.find(spec, batch=batch, context=context, **own)
+    return user_model.make_task(spec, own.get("config", {}), batch, context, device.kind == "cpu")
 
 
-def _show_profile(found: dict[str, Summary], device: Device, out: TextIO) -> None:
-    kinds = [kind for kind in next(iter(found.values())).shares if any(one.shares[kind] for one in found.values())]
-    rows = []
-    for name, one in found.items():
-        cores = "" if one.tensor_cores is None else f"{one.tensor_cores:.1%}"
-        rows.append([name, f"{one.total_ms:.2f}", *(f"{one.shares[kind]:.1%}" for kind in kinds), cores])
-    what = "kernels" if device.kind == "cuda" else "operators"
-    show_table("time of a step by kind of work", ["", f"ms in {what}", *kinds, "products on tensor cores"], rows, out)
-    for name, one in found.items():
-        say(f"{name}: {one.trace} (open it in ui.perfetto.dev)", out)
+def _prepare_task(plan: _Plan, device: Device) -> Task:
+    """Return the plan's task; a user's model is checked for its size, and tried on one batch."""
+    if not plan.is_model:
+        return plan.task
+    from narrowgauge.bench.compare import choose_baselines
+    from narrowgauge.bench.memory_check import refuse_too_large
+    from narrowgauge.tasks import user_model
+
+    for recipe in plan.recipes:
+        refuse_too_large(plan.task, recipe, len(choose_baselines(recipe, plan.peers, device)), device)
+    return user_model.try_model(plan.task, device.torch_device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +24,8 @@ RECORDED = {
     "--against": "",
 }
 """Options whose value is a folder or file that names the task, and the file in that folder."""
+MODEL = "--model"
+"""An option whose value may look like a task, but is a model's class in a file."""
 _SPEC = re.compile(r"[^-].*\.py:\w+", re.DOTALL)
 _PREFIX = "option of the task: "
 """Prefix of the names in argparse's namespace. No option of a verb has it."""
@@ -32,8 +35,8 @@ def find_task(argv: Sequence[str]) -> str | None:
     """Return the user's task that a command line names, or that the run or file it resumes was made with."""
     if not argv or argv[0] not in VERBS:
         return None
-    for text in argv[1:]:
-        if _SPEC.fullmatch(text) and not re.match(r"hf:", text):
+    for before, text in itertools.pairwise(argv):
+        if _SPEC.fullmatch(text) and before != MODEL and not re.match(r"hf:", text):
             return text
     for text, after in zip(argv[1:], [*argv[2:], ""], strict=False):  # a verb alone has no argument
         option, _, value = text.partition("=")
@@ -45,8 +48,9 @@ def find_task(argv: Sequence[str]) -> str | None:
 def _read_recorded_task(path: Path) -> str | None:
     with contextlib.suppress(ValueError):  # the verb reports what is wrong
         saved = files.parse_json(files.read(path))
-        if isinstance(saved, dict) and isinstance(saved.get("task"), str) and _SPEC.fullmatch(saved["task"]):
-            return str(saved["task"])
+        named = saved.get("task") if isinstance(saved, dict) and saved.get("model") is None else None
+        if isinstance(named, str) and _SPEC.fullmatch(named):
+            return named
     return None
 
 
