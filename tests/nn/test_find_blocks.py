@@ -65,7 +65,7 @@ class Trap(NanoBlock):
             mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         branch = self.c_proj(mixed.transpose(1, 2).reshape(batch, length, width))
         if self.what == "scaled branch":
-            branch = branch * self.scale
+            branch = branch * self.scale.square()
         x = (x if self.what != "scaled stream" else 0.9 * x) + branch
         u = self.c_fc(self.ln_1(x) if self.what == "norm used twice" else self.ln_2(x))
         if self.what == "another activation":

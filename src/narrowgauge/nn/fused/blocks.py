@@ -23,7 +23,7 @@ from narrowgauge.nn.fused import parallel, post_norm, pre_norm
 from narrowgauge.nn.fused.attention import BlockCall
 from narrowgauge.nn.fused.casts import NormWeights, Projection, norm_backward
 from narrowgauge.nn.fused.plan import NO_DROPOUT, BlockPlan, BlockTensors, BlockWeights, Dropout, bind_weights
-from narrowgauge.nn.fused.sublayers import Run
+from narrowgauge.nn.fused.sublayers import Run, is_added_directly
 from narrowgauge.nn.products.gemm import DOUBLE_BACKWARD, Operand, get_address, is_graph_retained
 from narrowgauge.random_state import get_random_state, set_random_state
 
@@ -63,7 +63,8 @@ def run_block(
 ) -> Tensor:
     """Run a block on the residual stream x [B, T, D]."""
     before: GradientHandoff | None = getattr(x, HANDOFF, None)
-    direct = plan.spec.order != "post" and plan.spec.post2 is None and not dropout.branch2
+    spec = plan.spec
+    direct = spec.order != "post" and is_added_directly(spec.branch2, dropout.branch2, dropout.depth2)
     after = GradientHandoff(plan.down) if direct else None
     flat = tensors.flatten()
     others = call.differentiable
