@@ -134,9 +134,8 @@ def activate(run: Run, u: Tensor, before: Tensor | None = None) -> Activated:
         return Activated(apply_activation(plan.spec, u, plan.down, run.caster, run.needed))
     value = compute_wide_activation(plan.spec, u, plan.down)
     if before is None:
-        value, before = torch.native_dropout(value, probability, True)
-    else:
-        value = torch.ops.aten.native_dropout_backward(value, before, 1.0 / (1.0 - probability))
+        _, before = torch.native_dropout(value, probability, True)
+    value = torch.ops.aten.native_dropout_backward(value, before, 1.0 / (1.0 - probability))  # the same bits both times
     part = plan.down
     return Activated(make_operand(value, part.input_formats, part.input, run.caster, run.needed), before)
 
