@@ -8,6 +8,7 @@ differs.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -46,6 +47,9 @@ def recognize(block: nn.Module, example: Example, seen: Observation) -> BlockSpe
     unused = {path for path, part in block.named_modules() if is_linear(part)} - {call.path for call in linears}
     if unused:
         raise NotABlock(f"{min(unused)} runs only with other arguments, or is used in another way")
+    for one, two in itertools.permutations(linears, 2):
+        if are_close(two.input, one.output):
+            raise NotABlock(f"{two.path} reads the output of {one.path}, as in low-rank adapters")
     norms = [(call, norm) for call in calls if (norm := recognize_norm(call)) is not None]
     if len(linears) < 3 or not norms:
         raise NotABlock("it has fewer than three linear layers, or no norm")
@@ -152,16 +156,10 @@ def _match_pre(run: _Run) -> BlockSpec:
     rest = [call for call in run.linears if call not in inputs]
     if not inputs or len(rest) < 3:
         raise NotABlock("no projection reads the first norm's output, or too few follow")
-    out = rest[0]
-    for one in _list_branches(run, out):
-        x1 = run.x + one.value
-        found = next(((call, norm) for call, norm in run.norms if are_close(call.input, x1)), None)
-        if found is not None:
-            break
-    else:
-        raise NotABlock("no norm reads the sum of the input and attention's branch")
-    second, norm2 = found
-    ups, down = _split_mlp(second.output, rest)
+    out, one = _find_attention_end(run, rest, [call for call, _ in run.norms], "norm")
+    x1 = run.x + one.value
+    second, norm2 = _find_norm(run.norms, x1, "no norm reads the sum")
+    ups, down = _split_mlp(second.output, rest, out)
     activation, ordered, last = _match_activation(ups, down)
     two = _find_branch(run, down, run.output - x1)
     return BlockSpec(
@@ -176,17 +174,13 @@ def _match_normed_branches(run: _Run) -> BlockSpec:
     rest = [call for call in run.linears if call not in inputs]
     if not inputs or len(rest) < 3:
         raise NotABlock("no projection reads the block's input")
-    for one in _list_branches(run, rest[0]):
-        x1 = run.x + one.value
-        if one.spec.norm is not None and any(are_close(call.input, x1) for call in rest[1:]):
-            break
-    else:
-        raise NotABlock("no projection reads the sum of the input and attention's branch")
-    ups, down = _split_mlp(x1, rest)
+    out, one = _find_attention_end(run, rest, rest, "projection")
+    x1 = run.x + one.value
+    ups, down = _split_mlp(x1, rest, out)
     activation, ordered, last = _match_activation(ups, down)
     two = _find_branch(run, down, run.output - x1)
     return BlockSpec(
-        "pre", None, _paths(inputs), AttentionSpec(), rest[0].path, None, ordered, activation, down.path, one.spec, two,
+        "pre", None, _paths(inputs), AttentionSpec(), out.path, None, ordered, activation, down.path, one.spec, two,
         gate_last=last,
     )  # fmt: skip
 
@@ -196,19 +190,19 @@ def _match_post(run: _Run) -> BlockSpec:
     rest = [call for call in run.linears if call not in inputs]
     if not inputs or len(rest) < 3:
         raise NotABlock("no projection reads the block's input")
-    out = rest[0]
-    first, norm1 = _find_norm(
-        run.norms, run.x + out.output, "no norm reads the sum of the input and attention's branch"
-    )
-    ups, down = _split_mlp(first.output, rest)
+    out, one = _find_attention_end(run, rest, [call for call, _ in run.norms], "norm")
+    first, norm1 = _find_norm(run.norms, run.x + one.value, "no norm reads the sum")
+    ups, down = _split_mlp(first.output, rest, out)
     activation, ordered, last = _match_activation(ups, down)
-    second, norm2 = _find_norm(run.norms, first.output + down.output, "no norm reads the sum with the MLP's branch")
-    if not are_close(second.output, run.output):
-        raise NotABlock("its output is not its last norm")
-    return BlockSpec(
-        "post", norm1, _paths(inputs), AttentionSpec(), out.path, norm2, ordered, activation, down.path,
-        gate_last=last,
-    )  # fmt: skip
+    for two in _list_branches(run, down):
+        for second, norm2 in run.norms:
+            added = are_close(second.input, first.output + two.value)
+            if added and are_close(second.output, run.output):
+                return BlockSpec(
+                    "post", norm1, _paths(inputs), AttentionSpec(), out.path, norm2, ordered, activation, down.path,
+                    one.spec, two.spec, gate_last=last,
+                )  # fmt: skip
+    raise NotABlock("its output is not the norm of the sum with the MLP's branch")
 
 
 def _match_parallel(run: _Run) -> BlockSpec:
@@ -254,6 +248,18 @@ def _list_branches(run: _Run, linear: Call) -> Iterator[_Branch]:
             yield _Branch(value * scale, BranchSpec(norm, scale=name))
 
 
+def _find_attention_end(run: _Run, rest: list[Call], readers: list[Call], kind: str) -> tuple[Call, _Branch]:
+    """Return the linear layer that ends attention's branch, so that a reader reads the sum of x and the branch.
+
+    Linear layers that run before it belong to attention's own code, as in multi-head latent attention.
+    """
+    for out in (call for call in rest if call.output.shape == run.x.shape):
+        for branch in _list_branches(run, out):
+            if any(are_close(call.input, run.x + branch.value) for call in readers):
+                return out, branch
+    raise NotABlock(f"no {kind} reads the sum of the input and attention's branch")
+
+
 def _find_branch(run: _Run, linear: Call, added: Tensor) -> BranchSpec:
     largest = float(run.output.abs().max())
     for branch in _list_branches(run, linear):
@@ -262,10 +268,11 @@ def _find_branch(run: _Run, linear: Call, added: Tensor) -> BranchSpec:
     raise NotABlock("its output is not the sum of the residual stream and the MLP's branch")
 
 
-def _split_mlp(source: Tensor, rest: list[Call]) -> tuple[list[Call], Call]:
-    """Return the projections that read the MLP's input, and the last one; ``rest`` begins with attention's output."""
-    ups = [call for call in rest if are_close(call.input, source)]
-    ends = [call for call in rest[1:] if call not in ups]
+def _split_mlp(source: Tensor, rest: list[Call], out: Call) -> tuple[list[Call], Call]:
+    """Return the projections that read the MLP's input, and the last one, of those that run after ``out``."""
+    after = rest[rest.index(out) + 1 :]
+    ups = [call for call in after if are_close(call.input, source)]
+    ends = [call for call in after if call not in ups]
     if not ups or len(ends) != 1:
         raise NotABlock("its MLP is not one or two projections, an activation and one more projection")
     return ups, ends[0]
