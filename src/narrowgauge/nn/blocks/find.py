@@ -1,7 +1,8 @@
 """Finds the blocks of a model, describes each kind once, and shows before use that the fused form computes the same.
 
     candidates   repeated modules (entries of a list) with at least three linear layers and a norm
-    observed     a copy with random FP32 weights runs once; ``recognize`` reads the equations off its tensors
+    observed     a copy with random FP32 weights runs once; ``recognize`` reads the equations off its tensors. It runs
+                 again with large values in its MLP, which must satisfy the activation's equation too
     verified     the fused form and the original, in FP32: outputs and all gradients must agree, else the block stays
                  as it is and the report says why. So must they on variants of the example: with masks, and with packed
                  positions (``variants``). The fast forms of attention are tried the same way, best first.
@@ -26,8 +27,8 @@ from narrowgauge.nn.blocks.attention_forms import list_attention_forms
 from narrowgauge.nn.blocks.example import Example
 from narrowgauge.nn.blocks.examples import make_examples, make_small
 from narrowgauge.nn.blocks.observe import make_random_copy, observe
-from narrowgauge.nn.blocks.projections import count_projections
-from narrowgauge.nn.blocks.recognize import NotABlock, recognize
+from narrowgauge.nn.blocks.projections import count_projections, find_projection
+from narrowgauge.nn.blocks.recognize import NotABlock, has_activation, recognize
 from narrowgauge.nn.blocks.spec import BlockSpec
 from narrowgauge.nn.blocks.variants import make_variants
 from narrowgauge.nn.module_changes import OWN, original_class
@@ -45,6 +46,9 @@ class FoundBlocks:
     reasons: dict[str, str] = field(default_factory=dict)
 
 
+LARGE_ACTIVATIONS, LARGE_SCORES = 16.0, 4.0
+"""Factors of weights that show limits: of ReLU6, of clipped values, of soft-capped scores. Powers of two, so that the
+weights are the same again afterwards."""
 LARGEST_LIST_OF_PARTS = 3
 """Attention, cross-attention and MLP."""
 LARGEST_ON_CPU = 10_000_000
@@ -143,6 +147,9 @@ def _describe(block: nn.Module, device: torch.device, differs: Differs, known: B
             if number == len(examples) - 1:
                 raise
     base = recognize(copy, example, seen)
+    with _scaled(copy, base.ups, LARGE_ACTIVATIONS), torch.no_grad():
+        if not has_activation(observe(copy, *example), base):
+            raise NotABlock(f"its activation is {base.activation} of small values, but not of large ones")
     variants = make_variants(copy, example)
     if known is not None:
         if replace(base, attention=known.attention) != known:
@@ -158,8 +165,24 @@ def _describe(block: nn.Module, device: torch.device, differs: Differs, known: B
         better = replace(base, attention=attention)
         with contextlib.suppress(RuntimeError):  # a guess at the heads that does not fit the tensors
             if _find_difference(copy, better, example, variants, differs) is None:
-                return better
+                with _scaled(copy, base.inputs, LARGE_SCORES):
+                    return better if differs(copy, better, example) is None else base
     return base
+
+
+@contextlib.contextmanager
+def _scaled(block: nn.Module, paths: tuple[str, ...], factor: float) -> Iterator[None]:
+    """Multiply the weights of projections, so that limits show that small values do not reach."""
+    weights = [find_projection(block, path).weight for path in paths]
+    try:
+        with torch.no_grad():
+            for weight in weights:
+                weight.mul_(factor)
+        yield
+    finally:
+        with torch.no_grad():
+            for weight in weights:
+                weight.div_(factor)
 
 
 def _find_difference(

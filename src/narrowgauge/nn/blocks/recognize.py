@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.nn.blocks.activations import ACTIVATIONS, GATED
+from narrowgauge.nn.blocks.activations import ACTIVATIONS, GATED, compute_activation
 from narrowgauge.nn.blocks.example import Example
 from narrowgauge.nn.blocks.observe import Call, Observation, get_rows
 from narrowgauge.nn.blocks.spec import WEIGHTS, AttentionSpec, BlockSpec, BranchSpec, NormSpec, Place
@@ -296,6 +296,13 @@ def _match_activation(ups: list[Call], down: Call) -> tuple[str, tuple[str, ...]
                 if are_close(ACTIVATIONS[of_gate](first.output) * second.output, down.input, EXACT):
                     return name, _paths([first, second]), False
     raise NotABlock("its MLP's activation is none of " + ", ".join((*ACTIVATIONS, *GATED)))
+
+
+def has_activation(seen: Observation, spec: BlockSpec) -> bool:
+    """Whether the last projection's input is the described activation of the MLP's first projections."""
+    calls = {call.path: call for call in seen.calls}
+    u = torch.cat([calls[path].output for path in spec.ups], -1)
+    return are_close(compute_activation(spec.activation, u, spec.gate_last), calls[spec.down].input)
 
 
 def _complete(found: BlockSpec, run: _Run, calls: list[Call], seen: Observation, output: dict[str, Any]) -> BlockSpec:
