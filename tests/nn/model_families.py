@@ -234,7 +234,17 @@ LANGUAGE: dict[str, Any] = {
     "bloom": _hf("BloomForCausalLM", "BloomConfig", n_layer=2, n_head=4),
     "opt": _hf("OPTForCausalLM", "OPTConfig", ffn_dim=96, word_embed_proj_dim=64),
     "t5": _hf("T5ForConditionalGeneration", "T5Config", **_T5),
-    "t5-gated": _hf("T5ForConditionalGeneration", "T5Config", **_T5, feed_forward_proj="gated-gelu"),
+    "deepseek-dense": _hf(
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=16,
+        v_head_dim=16,
+        first_k_dense_replace=2,
+        num_key_value_heads=4,
+    ),
     "torch-post": encoder(),
     "torch-pre": encoder(norm_first=True, batch_first=True, activation="gelu"),
     "timm-style": stack(ImageBlock, 64, 4),
@@ -246,6 +256,7 @@ OTHERS: dict[str, Any] = {
     "clip": _hf("CLIPVisionModel", "CLIPVisionConfig", image_size=32, patch_size=8),
     "siglip": _hf("SiglipVisionModel", "SiglipVisionConfig", image_size=32, patch_size=8),
     "dinov2": _hf("Dinov2Model", "Dinov2Config", image_size=32, patch_size=8, drop_path_rate=0.2),
+    "t5-gated": _hf("T5EncoderModel", "T5Config", **_T5, feed_forward_proj="gated-gelu"),
     "timm-style-all": stack(ImageBlock, 64, 4, qk_norm=True, drop=0.1, drop_path=0.2),
 }
 """Families that are recognized only, mostly of images."""

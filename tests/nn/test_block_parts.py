@@ -104,6 +104,23 @@ def test_masks_are_verified() -> None:
     assert "with attention_mask, its output differs" in found.reasons["0"]
 
 
+class Capped(NanoBlock):
+    """Attention whose scores have a limit that small ones do not reach."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        parts = self.c_attn(self.ln_1(x)).split(width, 2)
+        q, k, v = (part.view(batch, length, self.n_head, -1).transpose(1, 2) for part in parts)
+        scores = (q @ k.transpose(2, 3) / 4).clamp(-20, 20).masked_fill(torch.ones(length, length).triu(1) > 0, -1e9)
+        mixed = (scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, length, width)
+        x = x + self.c_proj(mixed)
+        return x + self.c_out(nn.functional.gelu(self.c_fc(self.ln_2(x))))
+
+
+def test_limits_of_scores_are_seen() -> None:
+    assert find(nn.ModuleList([Capped(64, 4, True)])).specs["0"].attention.kind == "own"
+
+
 class Configured(NanoBlock):
     """Reads its configuration when it runs."""
 

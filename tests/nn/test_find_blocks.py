@@ -24,7 +24,8 @@ EXPECTED = {
     "vit": ("pre", "plain"), "clip": ("pre", "plain"), "siglip": ("pre", "plain"),
     "olmo2": ("pre", "own"), "gpt-j": ("parallel", "own"), "bloom": ("pre", "own"), "opt": ("pre", "plain"),
     "torch-post": ("post", "own"), "torch-pre": ("pre", "plain"), "timm-style": ("pre", "plain"),
-    "litgpt-style": ("pre", "rotary"), "dinov2": ("pre", "plain"), "timm-style-all": ("pre", "own"),
+    "litgpt-style": ("pre", "rotary"), "deepseek-dense": ("pre", "own"), "dinov2": ("pre", "plain"),
+    "timm-style-all": ("pre", "own"), "t5-gated": ("pre", "own"),
 }  # fmt: skip
 
 
