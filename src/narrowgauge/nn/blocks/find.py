@@ -30,7 +30,7 @@ from narrowgauge.nn.blocks.observe import make_random_copy, observe
 from narrowgauge.nn.blocks.projections import count_projections, find_projection
 from narrowgauge.nn.blocks.recognize import NotABlock, has_activation, recognize
 from narrowgauge.nn.blocks.spec import BlockSpec
-from narrowgauge.nn.blocks.variants import make_variants
+from narrowgauge.nn.blocks.variants import PACKED, make_variants
 from narrowgauge.nn.module_changes import OWN, original_class
 from narrowgauge.random_state import get_random_state, set_random_state
 
@@ -161,10 +161,13 @@ def _describe(block: nn.Module, device: torch.device, differs: Differs, known: B
         raise NotABlock(difference)
     if known is not None:
         return base
+    packed = {
+        name: variant for name, variant in variants.items() if name == PACKED
+    }  # with a mask, all forms run as base
     for attention in list_attention_forms(copy, base, seen, example):
         better = replace(base, attention=attention)
         with contextlib.suppress(RuntimeError):  # a guess at the heads that does not fit the tensors
-            if _find_difference(copy, better, example, variants, differs) is None:
+            if _find_difference(copy, better, example, packed, differs) is None:
                 with _scaled(copy, base.inputs, LARGE_SCORES):
                     return better if differs(copy, better, example) is None else base
     return base

@@ -19,6 +19,7 @@ PADDED = 3
 """Tokens of padding at the end of the first row."""
 HIDDEN = -1e4
 """Added to the scores of keys that are not seen."""
+PACKED = "packed positions"
 COMPUTED_IF_MISSING = ("position_bias",)
 """Arguments that a block computes if it is not given them."""
 
@@ -56,7 +57,7 @@ def _list_changes(block: nn.Module, example: Example) -> Iterator[tuple[str, dic
     positions = torch.cat([torch.arange(length - 5), torch.arange(5)]).to(x.device)
     packed = _pack(example, positions)
     if packed:
-        yield "packed positions", packed
+        yield PACKED, packed
     yield from ((f"no {name}", {name: None}) for name in example.kwargs if name in COMPUTED_IF_MISSING)
 
 
