@@ -17,6 +17,9 @@ from narrowgauge.nn.fused.verify import find_difference, make_fp32_plan
 from narrowgauge.nn.module_changes import apply_change, find_change
 
 STEPS = 20
+FEW_STEPS = 4
+LONG = ("llama", "qwen3", "gemma2", "gpt2", "bert", "gpt-neox")
+"""Families that train for more steps."""
 
 
 def fuse_in_fp32(model: nn.Module) -> nn.Module:
@@ -59,21 +62,23 @@ def train_by_engine(model: nn.Module, recipe: str, fused: bool, steps: int = STE
 
 @pytest.mark.parametrize("family", LANGUAGE)
 def test_fp32_losses_agree_step_by_step(family: str) -> None:
-    model = without_dropout(LANGUAGE[family]()).train()
-    expected = train_plainly(copy.deepcopy(model))
-    assert train_plainly(fuse_in_fp32(model)) == pytest.approx(expected, rel=1e-5)
-    assert expected[-1] < expected[0]
+    model, steps = without_dropout(LANGUAGE[family]()).train(), STEPS if family in LONG else FEW_STEPS
+    expected = train_plainly(copy.deepcopy(model), steps)
+    assert train_plainly(fuse_in_fp32(model), steps) == pytest.approx(expected, rel=1e-5)
+    assert expected[(steps - 1) // 3 * 3] < expected[0]  # of the same batch
 
 
 @pytest.mark.parametrize("family", LANGUAGE)
 def test_bf16_and_fp8_losses_agree_step_by_step(family: str) -> None:
-    model = without_dropout(LANGUAGE[family]()).train()
-    expected = train_by_engine(copy.deepcopy(model), "bf16", False)
-    assert train_by_engine(copy.deepcopy(model), "bf16", True) == pytest.approx(expected, rel=1e-2)
-    assert train_by_engine(model, "fp8", True, 5) == pytest.approx(expected[:5], rel=2e-2)
+    model, steps = without_dropout(LANGUAGE[family]()).train(), STEPS if family in LONG else FEW_STEPS
+    expected = train_by_engine(copy.deepcopy(model), "bf16", False, steps)
+    assert train_by_engine(copy.deepcopy(model), "bf16", True, steps) == pytest.approx(expected, rel=1e-2)
+    assert train_by_engine(model, "fp8", True, 3) == pytest.approx(expected[:3], rel=2e-2)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2", "bert", "gpt-neox"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "gemma2", "gpt2", "bert", "gpt-neox", "t5", "bloom", "gpt-j", "olmo2"]
+)
 def test_padding_masks_and_positions_reach_attention(family: str) -> None:
     model = without_dropout(LANGUAGE[family]()).train()
     mask = torch.ones(2, 19, dtype=torch.long)
@@ -86,7 +91,7 @@ def test_padding_masks_and_positions_reach_attention(family: str) -> None:
     assert train_plainly(fuse_in_fp32(model), 4, **inputs) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bert", "phi3"])
+@pytest.mark.parametrize("family", ["gpt2", "bert", "phi3", "opt", "t5", "bloom", "torch-post"])
 def test_dropout_draws_the_same_numbers(family: str) -> None:
     options = {"resid_pdrop": 0.1} if family == "phi3" else {}
     model = LANGUAGE[family](**options).train()
@@ -168,7 +173,7 @@ def test_an_encoders_output_adds_cross_attention() -> None:
         block = whisper.get_submodule(path)
         mark_parts(block, spec)
         apply_change(block, FusedBlock(make_fp32_plan(block, spec)))
-    assert len(found.specs) == 4
+    assert len(found.specs) == 2 and all("runs only with other arguments" in why for why in found.reasons.values())
     torch.testing.assert_close(whisper(**inputs).loss, expected.loss, rtol=1e-5, atol=1e-6)
 
 
@@ -193,13 +198,14 @@ def test_changes_made_after_conversion_are_respected(change: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "gpt-neox"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "gpt-neox", "torch-pre", "timm-style", "olmo2"])
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_recomputation_changes_no_bit(family: str, mode: str) -> None:
     curves = []
     for recipe in ("fp8", f"fp8[checkpoint={mode}]"):
         torch.manual_seed(0)
-        model = LANGUAGE[family]().train()  # with dropout
+        options = {"drop": 0.1, "drop_path": 0.2} if family == "timm-style" else {}
+        model = LANGUAGE[family](**options).train()  # with dropout
         torch.manual_seed(1)
         curves.append(train_by_engine(model, recipe, True, 3))
     assert curves[0] == curves[1]

@@ -22,6 +22,10 @@ EXPECTED = {
     "cohere": ("parallel", "own"), "gpt2": ("pre", "plain"), "gpt-neox": ("parallel", "own"),
     "bert": ("post", "plain"), "roberta": ("post", "plain"), "distilbert": ("post", "plain"), "nano": ("pre", "plain"),
     "vit": ("pre", "plain"), "clip": ("pre", "plain"), "siglip": ("pre", "plain"),
+    "olmo2": ("pre", "own"), "gpt-j": ("parallel", "own"), "bloom": ("pre", "own"), "opt": ("pre", "plain"),
+    "torch-post": ("post", "own"), "torch-pre": ("pre", "plain"), "timm-style": ("pre", "plain"),
+    "litgpt-style": ("pre", "rotary"), "deepseek-dense": ("pre", "own"), "dinov2": ("pre", "plain"),
+    "timm-style-all": ("pre", "own"), "t5-gated": ("pre", "own"),
 }  # fmt: skip
 
 
@@ -65,7 +69,7 @@ class Trap(NanoBlock):
             mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         branch = self.c_proj(mixed.transpose(1, 2).reshape(batch, length, width))
         if self.what == "scaled branch":
-            branch = branch * self.scale
+            branch = branch * self.scale.square()
         x = (x if self.what != "scaled stream" else 0.9 * x) + branch
         u = self.c_fc(self.ln_1(x) if self.what == "norm used twice" else self.ln_2(x))
         if self.what == "another activation":

@@ -45,7 +45,11 @@ def describe_conversion(model: nn.Module, conversion: Conversion) -> dict[str, A
 
 def describe_form(spec: BlockSpec) -> str:
     """Return the form in which a block is computed: its order, norm, attention and activation."""
-    norm = NORMS.get(spec.norm1.kind, spec.norm1.kind)
-    order = ORDERS.get(spec.order, spec.order) + (", norms of the branches" if spec.post1 or spec.post2 else "")
+    of_branches = [branch.norm for branch in (spec.branch1, spec.branch2) if branch.norm is not None]
+    order = ORDERS.get(spec.order, spec.order) if spec.norm1 is not None else "norms of the branches only"
+    if spec.norm1 is not None and of_branches:
+        order += ", norms of the branches"
+    kinds = {norm.kind for norm in spec.norms}
+    norms = " and ".join(NORMS.get(kind, kind) for kind in sorted(kinds))
     attention = ATTENTION.get(spec.attention.kind, spec.attention.kind)
-    return f"{order}, {norm}, {attention}, {spec.activation}"
+    return f"{order}, {norms}, {attention}, {spec.activation}"

@@ -26,6 +26,7 @@ from narrowgauge import events
 from narrowgauge.hardware import Device, Gpu, detect, is_assumed
 from narrowgauge.kernels.norm import MAX_COLUMNS
 from narrowgauge.nn.blocks.find import FoundBlocks, find_blocks
+from narrowgauge.nn.blocks.projections import find_projection
 from narrowgauge.nn.blocks.spec import BlockSpec, NormSpec
 from narrowgauge.nn.fused import embedding
 from narrowgauge.nn.fused.graphs import BlockGraphs
@@ -337,15 +338,15 @@ def _survey(
     has_head = has_head and not has_own_method(model, "finish") and not has_own_method(model.norm, "forward")
     modules = dict(model.named_modules())
     heads = {path for path, module in modules.items() if specs and _is_head(model, module)}
-    for path, module in modules.items():
-        if not linear.is_linear(module):
-            continue
-        shape = linear.get_weight_shape(module)
+    layers = [path for path, module in modules.items() if linear.is_linear(module)]
+    for path in (*layers, *(name for name in stacked if name not in layers)):  # the last are nn.MultiheadAttention's
+        source = find_projection(model, path)
+        shape = source.shape
         part = "block" if path in stacked else "head" if has_head and path == "lm_head" else "linear"
         part = "lazy head" if part == "linear" and path in heads else part
-        members = [modules[name] for name in stacked.get(path, [path])]
-        kept = explain_kept_fp32(modules, path, recipe)
-        misfit = next(filter(None, map(linear.fits, members)), None) if recipe.compute == "fp8" else None
+        members = [find_projection(model, name).shape for name in stacked.get(path, [path])]
+        kept = explain_kept_fp32(modules, source.path, recipe)
+        misfit = next(filter(None, map(linear.explain_misfit, members)), None) if recipe.compute == "fp8" else None
         if kept:
             yield Layer(path, shape, "kept", ALL_BF16, kept)
         elif recipe.compute == "bf16" or misfit:
@@ -354,7 +355,7 @@ def _survey(
         else:
             decision = Decision(ALL_FP8, "the recipe sets FP8 for all products")
             if recipe.products == "fastest":
-                outputs = sum(linear.get_weight_shape(member)[0] for member in members)
+                outputs = sum(member[0] for member in members)
                 decision = decide(rows, shape[1], outputs, device, part != "linear")
             part = "kept" if part == "linear" and decision.choice == ALL_BF16 else part
             yield Layer(path, shape, part, decision.choice, decision.reason, decision)

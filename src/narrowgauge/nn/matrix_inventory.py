@@ -129,7 +129,7 @@ def _describe(
     if unused is not None:
         return Matrix(full, shape, *unused, size)
     kept = explain_kept_fp32(modules, path, recipe)
-    use = surveyed.get(path) if name == "weight" else None
+    use = surveyed.get(path if name == "weight" else f"{path}.{name.removesuffix('_weight')}")
     if use is not None:
         formats = ("fp32",) * 3 if kept else use.formats
         return Matrix(

@@ -9,11 +9,13 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from narrowgauge.nn.blocks.example import Example
-from narrowgauge.nn.blocks.observe import Observation
+from narrowgauge.nn.blocks.observe import Observation, list_probabilities
+from narrowgauge.nn.blocks.projections import find_projection
 from narrowgauge.nn.blocks.recognize import recognize_norm
-from narrowgauge.nn.blocks.spec import AttentionSpec, BlockSpec, NormSpec
-from narrowgauge.nn.products.linear import get_weight_shape
+from narrowgauge.nn.blocks.spec import AttentionSpec, BlockSpec, NormSpec, Place
 
+HARMLESS = ("position_ids", "cache_position", "use_cache", "position_embeddings", "cos", "sin")
+"""Arguments that the fast forms of attention need not read: angles already contain the positions."""
 LARGEST_HEAD = 256
 """Larger heads have no fused attention."""
 
@@ -22,7 +24,9 @@ def list_attention_forms(
     block: nn.Module, spec: BlockSpec, seen: Observation, example: Example
 ) -> Iterator[AttentionSpec]:
     """Yield forms in the order in which to try them."""
-    outputs = [get_weight_shape(block.get_submodule(path))[0] for path in spec.inputs]
+    if any(value is not None and name not in HARMLESS for name, value in example.kwargs.items()):
+        return
+    outputs = [find_projection(block, path).shape[0] for path in spec.inputs]
     norms = [norm for call in seen.calls if (norm := recognize_norm(call)) is not None]
     inner = [norm for norm in norms if norm not in spec.norms]
     angles = _count_angles(example)
@@ -77,15 +81,12 @@ def _list_layouts(block: nn.Module, outputs: list[int]) -> Iterator[tuple[int, i
                 yield heads, heads, size
 
 
-def _list_dropouts(block: nn.Module, spec: BlockSpec) -> Iterator[tuple[str, str]]:
+def _list_dropouts(block: nn.Module, spec: BlockSpec) -> Iterator[Place]:
     """Yield the places of probabilities that may be attention's dropout."""
-    for path, module in block.named_modules():
-        if path in (spec.dropout1, spec.dropout2):
-            continue
-        for name, value in vars(module).items():
-            named = "drop" in name or (isinstance(module, nn.Dropout) and name == "p")
-            if named and isinstance(value, float) and 0 < value < 1:
-                yield path, name
+    for path, name in list_probabilities(block):
+        place = path, name
+        if place not in (spec.branch1.dropout, spec.branch2.dropout) and vars(block.get_submodule(path))[name] > 0:
+            yield place
 
 
 def _get_width(block: nn.Module, norm: NormSpec) -> int:

@@ -46,7 +46,7 @@ def list_head_sizes(block: nn.Module) -> list[int]:
     sizes: list[int] = []
     for module in block.modules():
         holders = [module, getattr(module, "config", None)]
-        for name in ("head_dim", "head_size", "rotary_ndims", "rope_n_elem", "rotary_dim"):
+        for name in ("head_dim", "head_size", "rotary_ndims", "rope_n_elem", "rotary_dim", "qk_rope_head_dim"):
             for holder in holders:
                 size = getattr(holder, name, None)
                 if isinstance(size, int) and size > 1 and size not in sizes:

@@ -51,13 +51,14 @@ def make_small(block: nn.Module) -> nn.Module | None:
 
 
 def find_width(block: nn.Module) -> int:
-    """Return the width of the residual stream: the most frequent size of the block's norms."""
+    """Return the width of the residual stream: the most frequent size of the block's norms, or the larger of two."""
     sizes = [len(p) for p in block.parameters() if p.dim() == 1]
-    widths = {size for p in block.parameters() if p.dim() == 2 for size in p.shape}
-    fitting = [size for size in sizes if size in widths]
+    shapes = [p.shape for p in block.parameters() if p.dim() == 2]
+    read, written = ({shape[side] for shape in shapes} for side in (1, 0))
+    fitting = [size for size in sizes if size in read and size in written]
     if not fitting:
         raise NotABlock("no norm has the width of a linear layer")
-    return max(fitting, key=fitting.count)
+    return max(fitting, key=lambda size: (fitting.count(size), size))
 
 
 def _list_families() -> list[Any]:

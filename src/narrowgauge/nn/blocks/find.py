@@ -1,9 +1,11 @@
 """Finds the blocks of a model, describes each kind once, and shows before use that the fused form computes the same.
 
     candidates   repeated modules (entries of a list) with at least three linear layers and a norm
-    observed     a copy with random FP32 weights runs once; ``recognize`` reads the equations off its tensors
+    observed     a copy with random FP32 weights runs once; ``recognize`` reads the equations off its tensors. It runs
+                 again with large values in its MLP, which must satisfy the activation's equation too
     verified     the fused form and the original, in FP32: outputs and all gradients must agree, else the block stays
-                 as it is and the report says why. The fast forms of attention are tried the same way, best first.
+                 as it is and the report says why. So must they on variants of the example: with masks, and with packed
+                 positions (``variants``). The fast forms of attention are tried the same way, best first.
 
 Blocks of one kind (the same classes, code, shapes and settings) are observed once, also across models; the first, the
 second and the last of a model are verified, since some models treat layers differently by their number.
@@ -12,22 +14,24 @@ second and the last of a model are verified, since some models treat layers diff
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from narrowgauge.errors import one_line
 from narrowgauge.nn.blocks.attention_forms import list_attention_forms
 from narrowgauge.nn.blocks.example import Example
 from narrowgauge.nn.blocks.examples import make_examples, make_small
 from narrowgauge.nn.blocks.observe import make_random_copy, observe
-from narrowgauge.nn.blocks.recognize import NotABlock, recognize
+from narrowgauge.nn.blocks.projections import count_projections, find_projection
+from narrowgauge.nn.blocks.recognize import NotABlock, has_activation, recognize
 from narrowgauge.nn.blocks.spec import BlockSpec
+from narrowgauge.nn.blocks.variants import PACKED, make_variants
 from narrowgauge.nn.module_changes import OWN, original_class
-from narrowgauge.nn.products.linear import is_linear
 from narrowgauge.random_state import get_random_state, set_random_state
 
 Differs = Callable[[nn.Module, BlockSpec, Example], str | None]
@@ -42,6 +46,11 @@ class FoundBlocks:
     reasons: dict[str, str] = field(default_factory=dict)
 
 
+LARGE_ACTIVATIONS, LARGE_SCORES = 16.0, 4.0
+"""Factors of weights that show limits: of ReLU6, of clipped values, of soft-capped scores. Powers of two, so that the
+weights are the same again afterwards."""
+LARGEST_LIST_OF_PARTS = 3
+"""Attention, cross-attention and MLP."""
 LARGEST_ON_CPU = 10_000_000
 """Parameters of the largest block that is run on a CPU, which takes a second. Forecasts describe far larger ones."""
 _known: dict[Any, BlockSpec | str] = {}
@@ -75,20 +84,33 @@ def list_candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the outermost entries of module lists that may be blocks."""
     inside: list[str] = []
     for path, module in model.named_modules():
-        if not path.rpartition(".")[2].isdigit() or any(path.startswith(f"{outer}.") for outer in inside):
+        if not path[-1:].isdigit() or any(path.startswith(f"{outer}.") for outer in inside):
             continue
-        linears = sum(is_linear(part) for part in module.modules())
-        if linears >= 3 and any(p.dim() == 1 for p in module.parameters()) and not _has_inner_list(module):
+        parent, _, name = path.rpartition(".")
+        if not name.isdigit() and not isinstance(model.get_submodule(parent), nn.Sequential | nn.ModuleDict):
+            continue  # an attribute with a number; torchvision numbers the entries of a list in their names
+        if (
+            count_projections(module) >= 3
+            and any(p.dim() == 1 for p in module.parameters())
+            and not _has_inner_list(module)
+        ):
             inside.append(path)
             yield path, module
 
 
 def _has_inner_list(module: nn.Module) -> bool:
-    """Whether a module holds a list of modules with several linear layers each, so that it is a stack of blocks."""
+    """Whether a module holds a list of modules with several linear layers each, so that it is a stack of blocks.
+
+    A short list of different modules (T5's) holds the parts of a block.
+    """
     lists = (
         part for part in module.modules() if isinstance(part, nn.ModuleList | nn.Sequential) and part is not module
     )
-    return any(sum(is_linear(inner) for inner in entry.modules()) >= 3 for part in lists for entry in part)
+    for part in lists:
+        are_parts = len(part) <= LARGEST_LIST_OF_PARTS and len({original_class(entry) for entry in part}) == len(part)
+        if any(count_projections(entry) >= 3 for entry in part) and not (are_parts and len(part) > 1):
+            return True
+    return False
 
 
 def _describe_members(members: list[tuple[str, nn.Module]], device: torch.device, differs: Differs) -> BlockSpec | str:
@@ -125,23 +147,60 @@ def _describe(block: nn.Module, device: torch.device, differs: Differs, known: B
         except (RuntimeError, ValueError, TypeError, IndexError):
             if number == len(examples) - 1:
                 raise
-    base = recognize(example.args[0], seen)
+    base = recognize(copy, example, seen)
+    with _scaled(copy, base.ups, LARGE_ACTIVATIONS), torch.no_grad():
+        if not has_activation(observe(copy, *example), base):
+            raise NotABlock(f"its activation is {base.activation} of small values, but not of large ones")
+    variants = make_variants(copy, example)
     if known is not None:
         if replace(base, attention=known.attention) != known:
             raise NotABlock("blocks of the same class compute different things")
-        if differs(copy, known, example) is None:
+        if _find_difference(copy, known, example, variants, differs) is None:
             return known
-    difference = differs(copy, base, example)
+    difference = _find_difference(copy, base, example, variants, differs)
     if difference is not None:
         raise NotABlock(difference)
     if known is not None:
         return base
+    packed = {
+        name: variant for name, variant in variants.items() if name == PACKED
+    }  # with a mask, all forms run as base
     for attention in list_attention_forms(copy, base, seen, example):
         better = replace(base, attention=attention)
         with contextlib.suppress(RuntimeError):  # a guess at the heads that does not fit the tensors
-            if differs(copy, better, example) is None:
-                return better
+            if _find_difference(copy, better, example, packed, differs) is None:
+                with _scaled(copy, base.inputs, LARGE_SCORES):
+                    return better if differs(copy, better, example) is None else base
     return base
+
+
+@contextlib.contextmanager
+def _scaled(block: nn.Module, paths: tuple[str, ...], factor: float) -> Iterator[None]:
+    """Multiply the weights of projections, so that limits show that small values do not reach."""
+    weights = [find_projection(block, path).weight for path in paths]
+    try:
+        with torch.no_grad():
+            for weight in weights:
+                weight.mul_(factor)
+        yield
+    finally:
+        with torch.no_grad():
+            for weight in weights:
+                weight.div_(factor)
+
+
+def _find_difference(
+    block: nn.Module, spec: BlockSpec, example: Example, variants: dict[str, Example], differs: Differs
+) -> str | None:
+    """Return how the fused form differs on the example, or on a variant that the block itself can run."""
+    difference = differs(block, spec, example)
+    if difference is not None:
+        return difference
+    for name, variant in variants.items():
+        difference = differs(block, spec, variant)
+        if difference is not None:
+            return f"with {name}, {difference}"
+    return None
 
 
 @contextlib.contextmanager
@@ -177,23 +236,34 @@ NUMBERS = ("layer_idx", "layer_id", "layer_number", "layer_index")
 
 
 def _make_key(block: nn.Module) -> Any:
-    """Return what decides how a block computes: classes, code, shapes and simple settings of all its modules."""
+    """Return what decides how a block computes: classes, code, shapes and settings of all its modules."""
     parts = []
+    configs: dict[int, Any] = {}
     for path, module in block.named_modules():
         cls = original_class(module)
         settings = tuple(
-            (name, value)
+            (name, _make_hashable(value))
             for name, value in sorted(vars(module).items())
-            if isinstance(value, int | float | str | bool) and name not in (*NUMBERS, "training")
+            if name not in (*NUMBERS, "training") and (not name.startswith("_") or isinstance(value, int | float | str))
         )
         shapes = tuple((name, None if p is None else tuple(p.shape)) for name, p in module._parameters.items())
         config = getattr(module, "config", None)
-        implementation = getattr(config, "_attn_implementation", None)
-        parts.append((path, cls, cls.forward.__code__, settings, shapes, implementation))
+        if config is not None and id(config) not in configs:
+            configs[id(config)] = _make_hashable(vars(config))
+        parts.append((path, cls, cls.forward.__code__, settings, shapes, configs.get(id(config))))
     return tuple(parts)
 
 
-def get_output(output: Any) -> Tensor:
-    """Return the hidden state of a block's output."""
-    value: Tensor = output[0] if isinstance(output, tuple) else output
-    return value
+def _make_hashable(value: Any) -> Any:
+    """Return a setting so that it can be compared: a number, a name, a list of them, or a function by its code."""
+    if value is None or isinstance(value, int | float | str | torch.dtype):
+        return value
+    if isinstance(value, list | tuple):
+        return tuple(_make_hashable(entry) for entry in value)
+    if isinstance(value, dict):
+        return tuple((str(name), _make_hashable(entry)) for name, entry in value.items())
+    if isinstance(value, functools.partial):
+        return tuple(_make_hashable(part) for part in (value.func, value.args, value.keywords))
+    if callable(value) and hasattr(value, "__qualname__"):
+        return value.__module__, value.__qualname__, getattr(value, "__code__", None)
+    return None

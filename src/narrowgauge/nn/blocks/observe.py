@@ -1,19 +1,24 @@
-"""Runs a module once and records the input and the output of everything inside it."""
+"""Runs a module once and records the input and the output of everything inside it, and where dropout happens."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.overrides import TorchFunctionMode
 
+from narrowgauge.nn.blocks import multihead
+from narrowgauge.nn.blocks.spec import Place
 from narrowgauge.nn.module_changes import CHANGES, OWN, original_class
+from narrowgauge.nn.products.linear import is_linear
 
 SPREAD = 0.05
-"""Standard deviation of random biases, and of the weights of norms around 1."""
+"""Standard deviation of random biases, and of other vectors around 1."""
 
 
 @dataclass
@@ -24,6 +29,17 @@ class Call:
     module: nn.Module
     input: Tensor
     output: Tensor
+    is_projection: bool = False
+    """Whether the module is a linear layer, or the call stands for a product of nn.MultiheadAttention."""
+
+
+@dataclass
+class DropoutCall:
+    """One call of ``F.dropout``, also by nn.Dropout."""
+
+    input: Tensor
+    place: Place | None
+    """Where the block holds the probability; None if it is held elsewhere."""
 
 
 @dataclass
@@ -32,6 +48,7 @@ class Observation:
 
     output: Any
     calls: list[Call] = field(default_factory=list)
+    dropouts: list[DropoutCall] = field(default_factory=list)
 
     def once(self) -> list[Call]:
         """Return the calls of modules that were called exactly once."""
@@ -42,15 +59,18 @@ class Observation:
 
 
 def observe(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Observation:
-    """Run the module and record its submodules, in the order in which they return."""
+    """Run the module and record its submodules, in the order in which they return, and its dropout."""
     seen = Observation(None)
     handles = []
 
     def record(path: str) -> Any:
         def hook(inner: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
             first = next((value for value in (*inputs, *named.values()) if isinstance(value, Tensor)), None)
-            if first is not None and isinstance(output, Tensor):
-                seen.calls.append(Call(path, inner, get_rows(first).clone(), get_rows(output).clone()))
+            if multihead.is_self_attention(inner):
+                seen.calls += _split_multihead(path, inner, multihead.read_arguments(inner, inputs, named), output[0])
+            elif first is not None and isinstance(output, Tensor):
+                rows = get_rows(first).clone(), get_rows(output).clone()
+                seen.calls.append(Call(path, inner, *rows, is_linear(inner)))
 
         return hook
 
@@ -58,11 +78,65 @@ def observe(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         if path:
             handles.append(inner.register_forward_hook(record(path), with_kwargs=True))
     try:
-        seen.output = module(*args, **kwargs)
+        # the caller may have disabled torch functions, for tensors of other subclasses
+        with _label_probabilities(module) as places, torch._C._EnableTorchFunction(), _DropoutRecorder(seen, places):
+            seen.output = module(*args, **kwargs)
     finally:
         for handle in handles:
             handle.remove()
     return seen
+
+
+def _split_multihead(path: str, module: Any, arguments: Mapping[str, Any], output: Tensor) -> list[Call]:
+    """Return the two products of nn.MultiheadAttention as if they were calls of linear layers."""
+    if not multihead.reads_one_tensor(arguments):
+        return []
+    x = arguments["query"]
+    qkv = nn.functional.linear(x, module.in_proj_weight, module.in_proj_bias)
+    mixed = multihead.attend(module, qkv, arguments)
+    return [
+        Call(f"{path}.in_proj", module, get_rows(x).clone(), get_rows(qkv), True),
+        Call(f"{path}.out_proj", module.out_proj, get_rows(mixed), get_rows(output).clone(), True),
+    ]
+
+
+class _DropoutRecorder(TorchFunctionMode):
+    """Records calls of ``F.dropout``."""
+
+    def __init__(self, seen: Observation, places: Mapping[float, Place]) -> None:
+        super().__init__()
+        self._seen, self._places = seen, places
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.dropout:
+            x = args[0] if args else kwargs["input"]
+            p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+            self._seen.dropouts.append(DropoutCall(get_rows(x).clone(), self._places.get(p)))
+        return func(*args, **kwargs)
+
+
+def list_probabilities(block: nn.Module) -> Iterator[Place]:
+    """Yield the places of numbers that may be probabilities of dropout."""
+    for path, module in block.named_modules():
+        for name, value in vars(module).items():
+            named = "drop" in name and isinstance(value, float)
+            if (named or (isinstance(module, nn.Dropout) and name == "p")) and 0 <= value < 1:
+                yield path, name
+
+
+@contextlib.contextmanager
+def _label_probabilities(block: nn.Module) -> Iterator[dict[float, Place]]:
+    """Give every probability its own value, so that a call of dropout shows where its probability is held."""
+    before = {place: vars(block.get_submodule(place[0]))[place[1]] for place in list_probabilities(block)}
+    labels = {(number + 0.618034) / (len(before) + 1): place for number, place in enumerate(before)}
+    try:
+        for label, (path, name) in labels.items():
+            setattr(block.get_submodule(path), name, label)
+        yield labels
+    finally:
+        for (path, name), value in before.items():
+            setattr(block.get_submodule(path), name, value)
 
 
 def get_rows(x: Tensor) -> Tensor:
@@ -110,7 +184,7 @@ def _make_random(name: str, shape: tuple[int, ...], device: torch.device, genera
     if len(shape) > 1:
         value *= shape[-1] ** -0.5  # outputs of about 1, where activations differ from each other
     else:
-        value = value * SPREAD + (1.0 if name == "weight" else 0.0)
+        value = value * SPREAD + (0.0 if "bias" in name else 1.0)
     return nn.Parameter(value.to(device))
 
 

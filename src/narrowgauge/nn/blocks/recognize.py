@@ -8,14 +8,18 @@ differs.
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.nn.blocks.activations import ACTIVATIONS, GATED
+from narrowgauge.nn.blocks.activations import ACTIVATIONS, GATED, compute_activation
+from narrowgauge.nn.blocks.example import Example
 from narrowgauge.nn.blocks.observe import Call, Observation, get_rows
-from narrowgauge.nn.blocks.spec import AttentionSpec, BlockSpec, NormSpec
+from narrowgauge.nn.blocks.spec import WEIGHTS, AttentionSpec, BlockSpec, BranchSpec, NormSpec, Place
 from narrowgauge.nn.products.linear import is_linear
 
 TOLERANCE = 2e-4
@@ -28,31 +32,63 @@ class NotABlock(Exception):
     """Why a module is not a block that can be fused."""
 
 
-def recognize(x: Tensor, seen: Observation) -> BlockSpec:
-    """Describe the block that was run on x.
+def recognize(block: nn.Module, example: Example, seen: Observation) -> BlockSpec:
+    """Describe the block that was run on the example.
 
     Raises:
         NotABlock: It satisfies the equations of no order.
     """
-    output, in_tuple = _get_hidden_state(seen.output, x)
-    x = get_rows(x)
+    output, in_tuple, returned = _read_output(seen.output, example)
+    x = get_rows(example.args[0])
     calls = seen.once()
-    norms = [(call, norm) for call in calls if (norm := recognize_norm(call)) is not None]
-    linears = [call for call in calls if is_linear(call.module)]
-    if len({call.path for call in seen.calls if is_linear(call.module)}) != len(linears):
+    linears = [call for call in calls if call.is_projection]
+    if len({call.path for call in seen.calls if call.is_projection}) != len(linears):
         raise NotABlock("a linear layer inside it runs more than once")
+    unused = {path for path, part in block.named_modules() if is_linear(part)} - {call.path for call in linears}
+    if unused:
+        raise NotABlock(f"{min(unused)} runs only with other arguments, or is used in another way")
+    for one, two in itertools.permutations(linears, 2):
+        if are_close(two.input, one.output):
+            raise NotABlock(f"{two.path} reads the output of {one.path}, as in low-rank adapters")
+    norms = [(call, norm) for call in calls if (norm := recognize_norm(call)) is not None]
     if len(linears) < 3 or not norms:
         raise NotABlock("it has fewer than three linear layers, or no norm")
+    run = _Run(x, output, norms, linears, _list_scales(block, x.shape[-1]))
     reasons = []
-    for match in (_match_pre, _match_post, _match_parallel):
+    for match in (_match_pre, _match_post, _match_parallel, _match_normed_branches):
         try:
-            found = match(x, output, norms, linears)
+            found = match(run)
         except NotABlock as reason:
             reasons.append(str(reason))
             continue
-        dropouts = [call for call in calls if isinstance(call.module, nn.Dropout)]
-        return _complete(found, calls, dropouts, in_tuple)
+        return _complete(found, run, calls, seen, {"in_tuple": in_tuple, "returned": returned})
     raise NotABlock(reasons[0])
+
+
+Norms = list[tuple[Call, NormSpec]]
+
+
+class _Run(NamedTuple):
+    """One run of a block, as rows of tokens."""
+
+    x: Tensor
+    output: Tensor
+    norms: Norms
+    linears: list[Call]
+    scales: list[tuple[str | None, Tensor | float]]
+    """Names and values of what may multiply a branch, first of all nothing."""
+
+
+class _Branch(NamedTuple):
+    """A branch as it is added, without dropout."""
+
+    value: Tensor
+    spec: BranchSpec
+
+
+def _list_scales(block: nn.Module, width: int) -> list[tuple[str | None, Tensor | float]]:
+    found = [(name, p.detach()) for name, p in block.named_parameters() if p.shape == (width,) and "bias" not in name]
+    return [(None, 1.0), *found]
 
 
 def are_close(one: Tensor, other: Tensor, tolerance: float = TOLERANCE) -> bool:
@@ -90,75 +126,96 @@ def _list_eps(module: nn.Module) -> list[float]:
     return [float(eps) for eps in stated if isinstance(eps, float | int)] or [1e-5, 1e-6, 1e-12]
 
 
-def _get_hidden_state(output: Any, x: Tensor) -> tuple[Tensor, bool]:
+def _read_output(output: Any, example: Example) -> tuple[Tensor, bool, tuple[str | None, ...]]:
+    """Return the hidden state as rows, whether it is in a tuple, and what follows it there."""
+    x = example.args[0]
     if isinstance(output, Tensor) and output.shape == x.shape:
-        return get_rows(output), False
+        return get_rows(output), False, ()
     if isinstance(output, tuple) and output and isinstance(output[0], Tensor) and output[0].shape == x.shape:
-        if any(value is not None for value in output[1:]):
-            raise NotABlock("it returns more than the hidden state")
-        return get_rows(output[0]), True
+        return get_rows(output[0]), True, tuple(_name_returned(value, example) for value in output[1:])
     raise NotABlock("it does not return a tensor of its input's shape")
 
 
-Norms = list[tuple[Call, NormSpec]]
+def _name_returned(value: Any, example: Example) -> str | None:
+    if value is None:
+        return None
+    for name, given in example.kwargs.items():
+        if given is value and isinstance(value, Tensor):
+            return name
+    length = example.args[0].shape[1]
+    if isinstance(value, Tensor) and value.dim() == 4 and value.shape[-2:] == (length, length):
+        total = value.sum(-1)
+        if value.min() >= 0 and are_close(total, torch.ones_like(total)):
+            return WEIGHTS
+    raise NotABlock("it returns more than the hidden state")
 
 
-def _match_pre(x: Tensor, output: Tensor, norms: Norms, linears: list[Call]) -> BlockSpec:
-    first, norm1 = _find_norm(norms, x, "no norm reads the block's input")
-    inputs = [call for call in linears if are_close(call.input, first.output)]
-    rest = [call for call in linears if call not in inputs]
+def _match_pre(run: _Run) -> BlockSpec:
+    first, norm1 = _find_norm(run.norms, run.x, "no norm reads the block's input")
+    inputs = [call for call in run.linears if are_close(call.input, first.output)]
+    rest = [call for call in run.linears if call not in inputs]
     if not inputs or len(rest) < 3:
         raise NotABlock("no projection reads the first norm's output, or too few follow")
-    out = rest[0]
-    post1 = _find_post_norm(norms, out)
-    x1 = x + (post1[0].output if post1 else out.output)
-    second, norm2 = _find_norm(norms, x1, "no norm reads the sum of the input and attention's branch")
-    ups = [call for call in rest if are_close(call.input, second.output)]
-    ends = [call for call in rest[1:] if call not in ups]
-    if not ups or len(ends) != 1:
-        raise NotABlock("its MLP is not one or two projections, an activation and one more projection")
-    activation, ordered, last = _match_activation(ups, ends[0])
-    post2 = _find_post_norm(norms, ends[0])
-    if not are_close(x1 + (post2[0].output if post2 else ends[0].output), output):
-        raise NotABlock("its output is not the sum of the residual stream and the MLP's branch")
+    out, one = _find_attention_end(run, rest, [call for call, _ in run.norms], "norm")
+    x1 = run.x + one.value
+    second, norm2 = _find_norm(run.norms, x1, "no norm reads the sum")
+    ups, down = _split_mlp(second.output, rest, out)
+    activation, ordered, last = _match_activation(ups, down)
+    two = _find_branch(run, down, run.output - x1)
     return BlockSpec(
-        "pre", norm1, _paths(inputs), AttentionSpec(), out.path, norm2, ordered, activation, ends[0].path,
-        post1 and post1[1], post2 and post2[1], gate_last=last,
-    )  # fmt: skip
-
-
-def _match_post(x: Tensor, output: Tensor, norms: Norms, linears: list[Call]) -> BlockSpec:
-    inputs = [call for call in linears if are_close(call.input, x)]
-    rest = [call for call in linears if call not in inputs]
-    if not inputs or len(rest) < 3:
-        raise NotABlock("no projection reads the block's input")
-    out = rest[0]
-    first, norm1 = _find_norm(norms, x + out.output, "no norm reads the sum of the input and attention's branch")
-    ups = [call for call in rest if are_close(call.input, first.output)]
-    ends = [call for call in rest[1:] if call not in ups]
-    if not ups or len(ends) != 1:
-        raise NotABlock("its MLP is not one or two projections, an activation and one more projection")
-    activation, ordered, last = _match_activation(ups, ends[0])
-    second, norm2 = _find_norm(norms, first.output + ends[0].output, "no norm reads the sum with the MLP's branch")
-    if not are_close(second.output, output):
-        raise NotABlock("its output is not its last norm")
-    return BlockSpec(
-        "post", norm1, _paths(inputs), AttentionSpec(), out.path, norm2, ordered, activation, ends[0].path,
+        "pre", norm1, _paths(inputs), AttentionSpec(), out.path, norm2, ordered, activation, down.path, one.spec, two,
         gate_last=last,
     )  # fmt: skip
 
 
-def _match_parallel(x: Tensor, output: Tensor, norms: Norms, linears: list[Call]) -> BlockSpec:
-    reading = [(call, norm) for call, norm in norms if are_close(call.input, x)]
+def _match_normed_branches(run: _Run) -> BlockSpec:
+    """The order "pre" without norms of the stream: only its branches are normed (OLMo 2)."""
+    inputs = [call for call in run.linears if are_close(call.input, run.x)]
+    rest = [call for call in run.linears if call not in inputs]
+    if not inputs or len(rest) < 3:
+        raise NotABlock("no projection reads the block's input")
+    out, one = _find_attention_end(run, rest, rest, "projection")
+    x1 = run.x + one.value
+    ups, down = _split_mlp(x1, rest, out)
+    activation, ordered, last = _match_activation(ups, down)
+    two = _find_branch(run, down, run.output - x1)
+    return BlockSpec(
+        "pre", None, _paths(inputs), AttentionSpec(), out.path, None, ordered, activation, down.path, one.spec, two,
+        gate_last=last,
+    )  # fmt: skip
+
+
+def _match_post(run: _Run) -> BlockSpec:
+    inputs = [call for call in run.linears if are_close(call.input, run.x)]
+    rest = [call for call in run.linears if call not in inputs]
+    if not inputs or len(rest) < 3:
+        raise NotABlock("no projection reads the block's input")
+    out, one = _find_attention_end(run, rest, [call for call, _ in run.norms], "norm")
+    first, norm1 = _find_norm(run.norms, run.x + one.value, "no norm reads the sum")
+    ups, down = _split_mlp(first.output, rest, out)
+    activation, ordered, last = _match_activation(ups, down)
+    for two in _list_branches(run, down):
+        for second, norm2 in run.norms:
+            added = are_close(second.input, first.output + two.value)
+            if added and are_close(second.output, run.output):
+                return BlockSpec(
+                    "post", norm1, _paths(inputs), AttentionSpec(), out.path, norm2, ordered, activation, down.path,
+                    one.spec, two.spec, gate_last=last,
+                )  # fmt: skip
+    raise NotABlock("its output is not the norm of the sum with the MLP's branch")
+
+
+def _match_parallel(run: _Run) -> BlockSpec:
+    reading = [(call, norm) for call, norm in run.norms if are_close(call.input, run.x)]
     for first, norm1 in reading:
         for second, norm2 in reading:
-            readers = [call for call in linears if are_close(call.input, first.output)]
-            mlp = [call for call in linears if are_close(call.input, second.output)]
-            rest = [call for call in linears if call not in readers and call not in mlp]
+            readers = [call for call in run.linears if are_close(call.input, first.output)]
+            mlp = [call for call in run.linears if are_close(call.input, second.output)]
+            rest = [call for call in run.linears if call not in readers and call not in mlp]
             if len(rest) != 2 or not readers or not mlp:
                 continue
             for out, down in (rest, rest[::-1]):
-                if not are_close(x + out.output + down.output, output):
+                if not are_close(run.x + out.output + down.output, run.output):
                     continue
                 for count in range(1, 3):
                     ups = [call for call in mlp if norm1 is not norm2 or call in mlp[-count:]]
@@ -182,8 +239,43 @@ def _find_norm(norms: Norms, value: Tensor, otherwise: str) -> tuple[Call, NormS
     raise NotABlock(otherwise)
 
 
-def _find_post_norm(norms: Norms, branch: Call) -> tuple[Call, NormSpec] | None:
-    return next(((call, norm) for call, norm in norms if are_close(call.input, branch.output)), None)
+def _list_branches(run: _Run, linear: Call) -> Iterator[_Branch]:
+    """Yield what a projection's output may become before it is added: it may be normed and scaled."""
+    ends: list[tuple[Tensor, NormSpec | None]] = [(linear.output, None)]
+    ends += [(call.output, norm) for call, norm in run.norms if are_close(call.input, linear.output)]
+    for value, norm in ends:
+        for name, scale in run.scales:
+            yield _Branch(value * scale, BranchSpec(norm, scale=name))
+
+
+def _find_attention_end(run: _Run, rest: list[Call], readers: list[Call], kind: str) -> tuple[Call, _Branch]:
+    """Return the linear layer that ends attention's branch, so that a reader reads the sum of x and the branch.
+
+    Linear layers that run before it belong to attention's own code, as in multi-head latent attention.
+    """
+    for out in (call for call in rest if call.output.shape == run.x.shape):
+        for branch in _list_branches(run, out):
+            if any(are_close(call.input, run.x + branch.value) for call in readers):
+                return out, branch
+    raise NotABlock(f"no {kind} reads the sum of the input and attention's branch")
+
+
+def _find_branch(run: _Run, linear: Call, added: Tensor) -> BranchSpec:
+    largest = float(run.output.abs().max())
+    for branch in _list_branches(run, linear):
+        if bool((branch.value - added).abs().max() <= TOLERANCE * largest):
+            return branch.spec
+    raise NotABlock("its output is not the sum of the residual stream and the MLP's branch")
+
+
+def _split_mlp(source: Tensor, rest: list[Call], out: Call) -> tuple[list[Call], Call]:
+    """Return the projections that read the MLP's input, and the last one, of those that run after ``out``."""
+    after = rest[rest.index(out) + 1 :]
+    ups = [call for call in after if are_close(call.input, source)]
+    ends = [call for call in after if call not in ups]
+    if not ups or len(ends) != 1:
+        raise NotABlock("its MLP is not one or two projections, an activation and one more projection")
+    return ups, ends[0]
 
 
 def _match_activation(ups: list[Call], down: Call) -> tuple[str, tuple[str, ...], bool]:
@@ -206,16 +298,46 @@ def _match_activation(ups: list[Call], down: Call) -> tuple[str, tuple[str, ...]
     raise NotABlock("its MLP's activation is none of " + ", ".join((*ACTIVATIONS, *GATED)))
 
 
-def _complete(found: BlockSpec, calls: list[Call], dropouts: list[Call], in_tuple: bool) -> BlockSpec:
-    """Add the places of dropout, which is the identity in this run."""
+def has_activation(seen: Observation, spec: BlockSpec) -> bool:
+    """Whether the last projection's input is the described activation of the MLP's first projections."""
+    calls = {call.path: call for call in seen.calls}
+    u = torch.cat([calls[path].output for path in spec.ups], -1)
+    return are_close(compute_activation(spec.activation, u, spec.gate_last), calls[spec.down].input)
+
+
+def _complete(found: BlockSpec, run: _Run, calls: list[Call], seen: Observation, output: dict[str, Any]) -> BlockSpec:
+    """Add the places of dropout and stochastic depth, which are identities in this run."""
     outputs = {call.path: call.output for call in calls}
-    places: dict[str, str | None] = {"dropout1": None, "dropout2": None}
-    ends = (("dropout1", found.post1, found.output), ("dropout2", found.post2, found.down))
-    for name, post, linear in ends:
-        branch = outputs[post.path if post is not None else linear]
-        places[name] = next((call.path for call in dropouts if are_close(call.input, branch)), None)
-    fields: dict[str, Any] = {**found.__dict__, **places, "in_tuple": in_tuple}
-    return BlockSpec(**fields)
+    branches = []
+    for spec, linear in ((found.branch1, found.output), (found.branch2, found.down)):
+        value = outputs[linear if spec.norm is None else spec.norm.path]
+        values = [value] if spec.scale is None else [value, value * dict(run.scales)[spec.scale]]
+        place = _find_dropout(seen, values)
+        depth = _find_depth([call for call in seen.calls if place is None or call.path != place[0]], values)
+        branches.append(replace(spec, dropout=place, depth=depth))
+    hidden = next(call.input for call in calls if call.path == found.down)
+    dropout = _find_dropout(seen, [hidden])
+    return replace(found, branch1=branches[0], branch2=branches[1], dropout=dropout, **output)
+
+
+def _find_dropout(seen: Observation, values: list[Tensor]) -> Place | None:
+    for call in seen.dropouts:
+        if any(are_close(call.input, value) for value in values):
+            if call.place is None:
+                raise NotABlock("the probability of a dropout is not an attribute of its modules")
+            return call.place
+    return None
+
+
+def _find_depth(calls: list[Call], values: list[Tensor]) -> str | None:
+    """Return the module that passes a branch on as it is, and is neither nn.Identity nor dropout."""
+    for call in calls:
+        plain = isinstance(call.module, nn.Identity | nn.Dropout) or any(call.module.children())
+        if plain or any(True for _ in call.module.parameters()) or call.is_projection:
+            continue
+        if torch.equal(call.input, call.output) and any(are_close(call.input, value) for value in values):
+            return call.path
+    return None
 
 
 def _paths(calls: list[Call]) -> tuple[str, ...]:

@@ -2,9 +2,12 @@
 
 A block is recognized from a run (``recognize``), not from names, so a description only says what was observed:
 
-    pre       x1 = x + post1(out(attend(inputs(norm1(x)))));  y = x1 + post2(down(act(up(norm2(x1)))))
-    post      x1 = norm1(x + out(attend(inputs(x))));         y = norm2(x1 + down(act(up(x1))))
-    parallel  y  = x + out(attend(inputs(norm1(x)))) + down(act(up(norm2(x))))
+    pre       x1 = x + branch1(out(attend(inputs(norm1(x)))));  y = x1 + branch2(down(act(up(norm2(x1)))))
+    post      x1 = norm1(x + branch1(out(attend(inputs(x)))));  y = norm2(x1 + branch2(down(act(up(x1)))))
+    parallel  y  = x + branch1(out(attend(inputs(norm1(x))))) + branch2(down(act(up(norm2(x)))))
+
+What a branch goes through before it is added is a ``BranchSpec``: a norm, dropout, a scale, stochastic depth. A "pre"
+block whose branches are normed may have no other norms (OLMo 2).
 
 Attention itself is what happens between the input projections and the output projection. It stays the model's own code
 (``own``) unless it was shown to be one of the forms that we compute faster.
@@ -15,6 +18,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ORDERS = ("pre", "post", "parallel")
+WEIGHTS = "attention weights"
+"""In place of a name in ``BlockSpec.returned``."""
+Place = tuple[str, str]
+"""Where a block holds a number: the path of a submodule, and an attribute."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +51,22 @@ class AttentionSpec:
     """Factor of the scores; None for 1 / sqrt(head size)."""
     q_norm: NormSpec | None = None
     k_norm: NormSpec | None = None
-    dropout: tuple[str, str] | None = None
-    """Where the block holds the dropout of attention's weights: a submodule's path, and an attribute."""
+    dropout: Place | None = None
+    """Where the block holds the dropout of attention's weights."""
+
+
+@dataclass(frozen=True)
+class BranchSpec:
+    """What a branch goes through before it is added: depth(scale * dropout(norm(branch)))."""
+
+    norm: NormSpec | None = None
+    """A norm of the branch (Gemma)."""
+    dropout: Place | None = None
+    """Where the block holds the probability of the branch's dropout, of a module or of a call of a function."""
+    scale: str | None = None
+    """The parameter that multiplies the branch (LayerScale)."""
+    depth: str | None = None
+    """The module that drops the branch of whole samples in training (DropPath, stochastic depth)."""
 
 
 @dataclass(frozen=True)
@@ -53,27 +74,29 @@ class BlockSpec:
     """A block: paths are relative to its module."""
 
     order: str
-    norm1: NormSpec
+    norm1: NormSpec | None
     inputs: tuple[str, ...]
-    """Projections into attention: query, key and value, or one for all."""
+    """Projections into attention: query, key and value, or one for all. A path is that of a linear layer, or names a
+    parameter of nn.MultiheadAttention, see ``projections``."""
     attention: AttentionSpec
     output: str
-    norm2: NormSpec
+    norm2: NormSpec | None
     ups: tuple[str, ...]
     """The MLP's first projection; for a gated MLP gate and up, or one for both."""
     activation: str
     """gelu, gelu-tanh, gelu-quick, relu, silu; gated: swiglu, geglu, geglu-tanh."""
     down: str
-    post1: NormSpec | None = None
-    """A norm of attention's branch before it is added (Gemma)."""
-    post2: NormSpec | None = None
-    dropout1: str | None = None
-    """The nn.Dropout of attention's branch."""
-    dropout2: str | None = None
+    branch1: BranchSpec = BranchSpec()
+    branch2: BranchSpec = BranchSpec()
+    dropout: Place | None = None
+    """Where the block holds the probability of dropout after the activation."""
     gate_last: bool = False
     """Whether the second half of a gated projection is the gate, or the second of two."""
     in_tuple: bool = False
     """Whether the block returns a tuple with the hidden state in front."""
+    returned: tuple[str | None, ...] = ()
+    """What a tuple holds after the hidden state: None, an argument's name if the block passes that on or computes it if
+    it is missing (T5's position bias), or ``WEIGHTS``."""
 
     @property
     def linears(self) -> tuple[str, ...]:
@@ -82,4 +105,6 @@ class BlockSpec:
 
     @property
     def norms(self) -> tuple[NormSpec, ...]:
-        return tuple(norm for norm in (self.norm1, self.norm2, self.post1, self.post2) if norm is not None)
+        return tuple(
+            norm for norm in (self.norm1, self.norm2, self.branch1.norm, self.branch2.norm) if norm is not None
+        )

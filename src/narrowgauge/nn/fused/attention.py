@@ -21,16 +21,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowgauge.kernels import rotary
+from narrowgauge.nn.blocks import multihead
+from narrowgauge.nn.blocks.multihead import is_self_attention
+from narrowgauge.nn.blocks.projections import find_projection
 from narrowgauge.nn.blocks.spec import BlockSpec
 from narrowgauge.nn.fused.casts import cast_grad_output, cast_heads_grad, cast_heads_input, make_operand
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors
 from narrowgauge.nn.module_changes import Change
 from narrowgauge.nn.products.gemm import Fp8Caster, Operand, is_graph_retained
-from narrowgauge.nn.products.linear import get_weight_shape
 
 CACHES = ("past_key_values", "past_key_value", "layer_past")
 """Names of arguments that hold the keys and values of earlier tokens."""
 _active = threading.local()
+
+
+Answers = dict[int, Callable[[tuple[Any, ...], dict[str, Any]], Any]]
+"""What modules return instead of computing, from their arguments, by the modules' ids."""
 
 
 class _OutputReached(Exception):
@@ -45,11 +51,9 @@ class PartOfBlock(Change):
     """A norm or projection of a fused block. While the model's own attention runs, it returns what exists already."""
 
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        answers: dict[int, Callable[[Tensor], Tensor]] | None = getattr(_active, "answers", None)
+        answers: Answers | None = getattr(_active, "answers", None)
         answer = None if answers is None else answers.get(id(module))
-        if answer is None:
-            return inner(*args, **kwargs)
-        return answer(args[0] if args else next(iter(kwargs.values())))
+        return inner(*args, **kwargs) if answer is None else answer(args, kwargs)
 
 
 @dataclass
@@ -88,7 +92,7 @@ class BlockCall:
 
     def get_cache_number(self, spec: BlockSpec) -> int | None:
         """Return the layer's number in a cache of keys and values, as its attention module holds it."""
-        owner = self.module.get_submodule(spec.inputs[0].rpartition(".")[0])
+        owner = self.module.get_submodule(spec.output.rpartition(".")[0])
         number = getattr(owner, "layer_idx", None)
         return number if isinstance(number, int) else None
 
@@ -224,36 +228,62 @@ def _attend_by_own_code(spec: BlockSpec, qkv: Tensor, call: BlockCall, tensors: 
     module = call.module
     leaf = qkv.detach().requires_grad_(needed)
     others = [argument.detach().requires_grad_(needed) for argument in call.differentiable]
-    widths = [get_weight_shape(module.get_submodule(path))[0] for path in spec.inputs]
+    x = qkv.new_empty(()).expand(*qkv.shape[:-1], find_projection(module, spec.output).shape[0])
     with torch.set_grad_enabled(needed):
-        parts = leaf.split(widths, -1) if len(widths) > 1 else (leaf,)
-        answers: dict[int, Callable[[Tensor], Tensor]] = {}
-        if spec.order != "post":
-            answers[id(module.get_submodule(spec.norm1.path))] = lambda x: x
-        for path, part in zip(spec.inputs, parts, strict=True):
-            answers[id(module.get_submodule(path))] = lambda x, part=part: part.view(*x.shape[:-1], -1)  # type: ignore[misc]
-        answers[id(module.get_submodule(spec.output))] = _stop
-        before, _active.answers = getattr(_active, "answers", None), answers
-        x = qkv.new_empty(()).expand(*qkv.shape[:-1], _get_width(tensors))
-        dtype, kind = call.autocast, qkv.device.type
         try:
-            with torch.autocast(kind, dtype=dtype or torch.bfloat16, enabled=dtype is not None):
-                call.invoke(x, others)
+            run_with_answers(call, x, _make_answers(spec, module, leaf), others)
         except _OutputReached as reached:
             return Attended(reached.value, (leaf, *others))
-        finally:
-            _active.answers = before
     raise RuntimeError("the block's forward no longer reaches its output projection")
 
 
-def _stop(x: Tensor) -> Tensor:
-    raise _OutputReached(x)
+def run_with_answers(call: BlockCall, x: Tensor, answers: Answers, others: list[Tensor] | None = None) -> Any:
+    """Call the block's own forward while its parts answer; ``others`` replace the differentiable arguments."""
+    before, _active.answers = getattr(_active, "answers", None), answers
+    dtype, fast_path = call.autocast, torch.backends.mha.get_fastpath_enabled()
+    # in evaluation nn.TransformerEncoderLayer may call one kernel for everything, and none of its modules
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.autocast(x.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+            return call.invoke(x, call.differentiable if others is None else others)
+    finally:
+        _active.answers = before
+        torch.backends.mha.set_fastpath_enabled(fast_path)
 
 
-def _get_width(tensors: BlockTensors) -> int:
-    (weight,) = tensors.norm1
-    assert weight is not None
-    return len(weight)
+def _make_answers(spec: BlockSpec, module: nn.Module, qkv: Tensor) -> Answers:
+    """Return what the modules around attention answer: what exists already, and the output projection stops."""
+    answers: Answers = {}
+    if spec.order != "post" and spec.norm1 is not None:
+        answers[id(module.get_submodule(spec.norm1.path))] = get_first
+    sources = [find_projection(module, path) for path in spec.inputs]
+    if is_self_attention(sources[0].owner):
+        owner = sources[0].owner
+
+        def attend_and_stop(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+            raise _OutputReached(multihead.attend(owner, qkv, multihead.read_arguments(owner, args, kwargs)))
+
+        answers[id(owner)] = attend_and_stop
+        return answers
+    parts = qkv.split([source.shape[0] for source in sources], -1) if len(sources) > 1 else (qkv,)
+    for source, part in zip(sources, parts, strict=True):
+        answers[id(source.owner)] = (
+            lambda args, kwargs, part=part: part.view(  # type: ignore[misc]
+                *get_first(args, kwargs).shape[:-1], -1
+            )
+        )
+    answers[id(module.get_submodule(spec.output))] = _stop
+    return answers
+
+
+def get_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return a module's first argument, as the answer of a norm."""
+    first: Tensor = args[0] if args else next(iter(kwargs.values()))
+    return first
+
+
+def _stop(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    raise _OutputReached(get_first(args, kwargs))
 
 
 def _get_head_size(plan: BlockPlan, qkv: Tensor) -> int:

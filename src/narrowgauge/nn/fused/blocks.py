@@ -20,6 +20,7 @@ from narrowgauge.nn.fused.casts import NormWeights, Projection, norm_backward
 from narrowgauge.nn.fused.graphs import BlockGraphs
 from narrowgauge.nn.fused.passes import BlockInput, run_backward, run_forward
 from narrowgauge.nn.fused.plan import NO_DROPOUT, BlockPlan, BlockTensors, Dropout
+from narrowgauge.nn.fused.sublayers import is_added_directly
 from narrowgauge.nn.products.gemm import DOUBLE_BACKWARD, Operand, get_address, is_graph_retained
 
 
@@ -56,7 +57,8 @@ def run_block(
 ) -> Tensor:
     """Run a block on the residual stream x [B, T, D]."""
     before: GradientHandoff | None = getattr(x, HANDOFF, None)
-    direct = plan.spec.order != "post" and plan.spec.post2 is None and not dropout.branch2
+    spec = plan.spec
+    direct = spec.order != "post" and is_added_directly(spec.branch2, dropout.branch2, dropout.depth2)
     after = GradientHandoff(plan.down) if direct else None
     flat = tensors.flatten()
     others = call.differentiable

@@ -87,9 +87,12 @@ class NormWeights(NamedTuple):
 
 
 def apply_norm(
-    norms: NormWeights, rows: Tensor, branch: Tensor | None, reader: Projection, caster: Fp8Caster | None
-) -> tuple[Operand, Stats, Tensor]:
-    """Return norm(rows + branch) in the reader's formats, its statistics, and the sum."""
+    norms: NormWeights | None, rows: Tensor, branch: Tensor | None, reader: Projection, caster: Fp8Caster | None
+) -> tuple[Operand, Stats | None, Tensor]:
+    """Return norm(rows + branch) in the reader's formats, its statistics, and the sum; without a norm only the sum."""
+    if norms is None:
+        total = rows if branch is None else rows + branch
+        return make_operand(total, reader.input_formats, reader.input, caster, False), None, total
     options: dict[str, Any] = {"eps": norms.spec.eps, "kind": norms.spec.kind, "branch": branch}
     site = reader.input
     if _can_write_fp8(reader.input_formats, site, caster):
@@ -109,20 +112,28 @@ class NormGrads(NamedTuple):
     stream: Tensor
     operand: Operand
     """The stream's gradient as the projection of the branch reads it."""
-    weight: Tensor
+    weight: Tensor | None
     bias: Tensor | None
 
 
 def norm_backward(
-    norms: NormWeights,
+    norms: NormWeights | None,
     grad_output: Tensor,
     residual: Tensor,
-    stats: Stats,
+    stats: Stats | None,
     grad_residual: Tensor | None,
     branch: Projection | None,
     caster: Fp8Caster | None,
 ) -> NormGrads:
-    """Return the gradient of the residual stream, the same as ``branch`` reads it, and those of the parameters."""
+    """Return the gradient of the residual stream, the same as ``branch`` reads it, and those of the parameters.
+
+    Without a norm, gradients are only added.
+    """
+    if norms is None or stats is None:
+        total = grad_output.to(residual.dtype)
+        total = total if grad_residual is None else grad_residual + total
+        copied = Operand() if branch is None else cast_grad_output(branch, total, caster)
+        return NormGrads(total, copied, None, None)
     options: dict[str, Any] = {"kind": norms.spec.kind, "grad_residual": grad_residual}
     site, operand = None, Operand()
     if branch is not None and _can_write_fp8(branch.grad_formats, branch.grad, caster):
@@ -158,12 +169,15 @@ def apply_activation(spec: BlockSpec, u: Tensor, reader: Projection, caster: Fp8
             spec.activation, u, transposed=False, gate_last=spec.gate_last, **_fp8_options(site, caster)
         )
         return Operand(None, lp, None, site.inv_scale)
+    return make_operand(compute_wide_activation(spec, u, reader), reader.input_formats, site, caster, needed)
+
+
+def compute_wide_activation(spec: BlockSpec, u: Tensor, reader: Projection) -> Tensor:
+    """Return act(u) in the widest format that the reader's products read, at least BF16."""
     dtype = get_wide_dtype(reader.input_formats) or BF16
     if _has_kernel(spec):
-        hp, _ = activation.activate(spec.activation, u, dtype=dtype, gate_last=spec.gate_last)
-    else:
-        hp = compute_activation(spec.activation, u.float(), spec.gate_last).to(dtype)
-    return make_operand(hp, reader.input_formats, site, caster, needed)
+        return activation.activate(spec.activation, u, dtype=dtype, gate_last=spec.gate_last)[0]
+    return compute_activation(spec.activation, u.float(), spec.gate_last).to(dtype)
 
 
 def apply_activation_backward(

@@ -161,6 +161,8 @@ def can_record(given: BlockInput) -> bool:
         and plan.spec.attention.kind != "own"
         and not events.is_listening()
         and not given.call.differentiable
+        and given.dropout.depth1 is None
+        and given.dropout.depth2 is None
         and not is_repeated_at_random(plan, given.dropout)
         and not (plan.checkpoint == "full" and any(given.call.kwargs.get(name) is not None for name in CACHES))
         and all(part.weight.gradient_dtype is not None for part in (plan.qkv, plan.out, plan.up, plan.down))

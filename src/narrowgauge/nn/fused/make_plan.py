@@ -8,11 +8,11 @@ from typing import Any, Protocol
 from torch import nn
 
 from narrowgauge.kernels.norm import MAX_COLUMNS
+from narrowgauge.nn.blocks.projections import find_projection
 from narrowgauge.nn.blocks.spec import BlockSpec
 from narrowgauge.nn.fused.casts import Projection
 from narrowgauge.nn.fused.plan import BlockPlan, list_classes, list_own_parameters
 from narrowgauge.nn.products.gemm import GemmChoice
-from narrowgauge.nn.products.linear import has_transposed_weight
 from narrowgauge.nn.products.weight_casts import WeightCastPlan
 from narrowgauge.scaling.tensor import Site, TensorScales
 
@@ -34,7 +34,7 @@ def find_misfit(block: nn.Module, spec: BlockSpec) -> str | None:
         if len(weight) > MAX_COLUMNS:
             return f"its norms have {len(weight)} columns, more than {MAX_COLUMNS}"
     for group in (spec.inputs, spec.ups):
-        turned = [has_transposed_weight(block.get_submodule(path)) for path in group]
+        turned = [find_projection(block, path).is_transposed for path in group]
         if any(turned) and len(turned) > 1:
             return "several projections with transposed weights read one input"
     return None
@@ -57,10 +57,10 @@ def make_plan(
 
     def project(*inner: str) -> Projection:
         layer = layers[f"{path}.{inner[0]}"]
-        modules: list[Any] = [block.get_submodule(name) for name in inner]
+        sources = [find_projection(block, name) for name in inner]
         weight = WeightCastPlan.of(
-            *(module.weight for module in modules), site=find_site(layer, "weight"), scales=scales,
-            transposed_weight=has_transposed_weight(modules[0]), lean=lean, path=layer.path,
+            *(source.weight for source in sources), site=find_site(layer, "weight"), scales=scales,
+            transposed_weight=sources[0].is_transposed, lean=lean, path=layer.path,
         )  # fmt: skip
         return Projection(weight, layer.choice, find_site(layer, "input"), find_site(layer, "grad_output"))
 

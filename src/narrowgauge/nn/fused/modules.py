@@ -11,13 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.kernels.cross_entropy import LossForm
+from narrowgauge.nn.blocks.attention_forms import HARMLESS
 from narrowgauge.nn.blocks.find import has_hooks
+from narrowgauge.nn.blocks.projections import find_projection
 from narrowgauge.nn.blocks.spec import BlockSpec, NormSpec
 from narrowgauge.nn.fused import blocks, head
 from narrowgauge.nn.fused.attention import CACHES, BlockCall, PartOfBlock
 from narrowgauge.nn.fused.graphs import BlockGraphs
 from narrowgauge.nn.fused.lazy_logits import HeadSource, make_lazy
 from narrowgauge.nn.fused.norm import run_norm
+from narrowgauge.nn.fused.outputs import complete_arguments, list_passed_on, list_returned
 from narrowgauge.nn.fused.plan import NO_DROPOUT, BlockPlan, Dropout, get_parts
 from narrowgauge.nn.module_changes import Change, apply_change, find_change, original_class
 from narrowgauge.nn.products.gemm import GemmChoice
@@ -26,12 +29,10 @@ from narrowgauge.nn.products.weight_casts import WeightCastPlan
 FOR_ATTENTION = frozenset({
     "attention_mask", "position_ids", "position_embeddings", "past_key_values", "past_key_value", "layer_past",
     "use_cache", "cache_position", "cos", "sin", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
-    "attn_mask", "src_mask", "src_key_padding_mask", "is_causal",
+    "attn_mask", "src_mask", "src_key_padding_mask", "is_causal", "mask", "alibi", "position_bias",
 })  # fmt: skip
 """Arguments that a block passes to its attention. A call with any other runs as it was written, because the argument
 may change something that was not verified: an encoder's output adds cross-attention, for example."""
-HARMLESS = ("position_ids", "cache_position", "use_cache", "position_embeddings", "cos", "sin")
-"""Those that the fast forms of attention need not read: angles already contain the positions."""
 
 
 class FusedBlock(Change):
@@ -47,12 +48,18 @@ class FusedBlock(Change):
         plan = self.plan
         call, x = make_call(module, inner, args, kwargs)
         parts = get_parts(plan, module)
-        if call is None or not x.numel() or x.dim() != 3 or not parts.are_intact() or call.has_filled_cache(plan.spec):
+        if call is None or not is_plain_batch(x) or not parts.are_intact() or call.has_filled_cache(plan.spec):
             return inner(*args, **kwargs)
+        call = complete_arguments(plan.spec, call, x)
         if plan.spec.attention.kind != "own" and not fits_fast_attention(plan.spec, call):
             plan = plan.with_own_attention()
         output = blocks.run_block(plan, x, parts.gather(), call, _read_dropout(module, plan.spec), self.graphs)
-        return (output,) if plan.spec.in_tuple else output
+        return (output, *list_returned(plan.spec, call)) if plan.spec.in_tuple else output
+
+
+def is_plain_batch(x: Tensor) -> bool:
+    """Whether a hidden state has three dimensions, and as many tokens in each row."""
+    return not x.is_nested and x.dim() == 3 and x.numel() > 0
 
 
 @functools.cache
@@ -89,19 +96,26 @@ def fits_fast_attention(spec: BlockSpec, call: BlockCall) -> bool:
 
 def mark_parts(module: nn.Module, spec: BlockSpec) -> None:
     """Let the norm and projections around attention answer for the fused block while its own attention runs."""
-    for path in (spec.norm1.path, *spec.inputs, spec.output):
-        apply_change(module.get_submodule(path), PartOfBlock())
+    whole = bool(list_passed_on(spec))
+    linears = spec.linears if whole else (*spec.inputs, spec.output)
+    norms = spec.norms if whole else (spec.norm1,)
+    for path in (*linears, *(norm.path for norm in norms if norm is not None)):
+        owner = find_projection(module, path).owner
+        if find_change(owner, PartOfBlock) is None:
+            apply_change(owner, PartOfBlock())
 
 
 def _read_dropout(module: nn.Module, spec: BlockSpec) -> Dropout:
     """Return the current probabilities, which a user may have changed since conversion."""
     if not module.training:
         return NO_DROPOUT
-    found = []
-    places = [None if path is None else (path, "p") for path in (spec.dropout1, spec.dropout2)]
-    for place in (*places, spec.attention.dropout):
+    found: list[Any] = []
+    for place in (spec.branch1.dropout, spec.branch2.dropout, spec.attention.dropout, spec.dropout):
         part: Any = None if place is None else module.get_submodule(place[0])
         found.append(0.0 if place is None or not part.training else float(getattr(part, place[1])))
+    for path in (spec.branch1.depth, spec.branch2.depth):
+        part = None if path is None else module.get_submodule(path)
+        found.append(part if part is not None and part.training else None)
     return Dropout(*found)
 
 

@@ -10,7 +10,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.nn.blocks.spec import AttentionSpec, BlockSpec
+from narrowgauge.nn.blocks.observe import list_probabilities
+from narrowgauge.nn.blocks.projections import find_projection
+from narrowgauge.nn.blocks.spec import AttentionSpec, BlockSpec, NormSpec
 from narrowgauge.nn.fused.casts import NormWeights, Projection
 from narrowgauge.nn.module_changes import original_class
 from narrowgauge.nn.products.gemm import Fp8Caster
@@ -49,15 +51,19 @@ class BlockPlan:
     def sizes(self) -> tuple[int, ...]:
         """How many tensors each field of ``BlockTensors`` has."""
         inputs, ups = len(self.spec.inputs), len(self.spec.ups)
-        return (1, 1, inputs, inputs, 1, 1, 1, 1, ups, ups, 1, 1, 1, 1, len(self.own))
+        return (1, 1, inputs, inputs, 1, 1, 1, 1, ups, ups, 1, 1, 1, 1, 1, 1, len(self.own))
 
 
 class Dropout(NamedTuple):
-    """Probabilities in one call: of attention's branch, of the MLP's branch, and of attention's weights."""
+    """Probabilities in one call: of attention's branch, of the MLP's branch, of attention's weights, and after the
+    activation; and the modules that drop whole branches."""
 
     branch1: float = 0.0
     branch2: float = 0.0
     attention: float = 0.0
+    mlp: float = 0.0
+    depth1: nn.Module | None = None
+    depth2: nn.Module | None = None
 
 
 NO_DROPOUT = Dropout()
@@ -81,6 +87,8 @@ class BlockTensors(NamedTuple):
     down_bias: Some
     post1: Some
     post2: Some
+    scale1: Some
+    scale2: Some
     own: Some
 
     def flatten(self) -> tuple[Tensor | None, ...]:
@@ -102,6 +110,7 @@ class BlockParts:
         spec = self.spec = plan.spec
         self._slots: list[list[tuple[dict[str, Any], str]]] = []
         self._edges: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
+        self._probabilities: list[tuple[dict[str, Any], str, float]] = []
         self._is_same = list_classes(module) == plan.classes
         if not self._is_same:
             return
@@ -111,24 +120,30 @@ class BlockParts:
             for name, child in parent._modules.items()
             if child is not None
         ]
-        post1, post2 = (None if norm is None else norm.path for norm in (spec.post1, spec.post2))
-        groups: list[list[tuple[str | None, str]]] = [
-            [(spec.norm1.path, "weight")], [(spec.norm1.path, "bias")],
-            [(path, "weight") for path in spec.inputs], [(path, "bias") for path in spec.inputs],
-            [(spec.output, "weight")], [(spec.output, "bias")],
-            [(spec.norm2.path, "weight")], [(spec.norm2.path, "bias")],
-            [(path, "weight") for path in spec.ups], [(path, "bias") for path in spec.ups],
-            [(spec.down, "weight")], [(spec.down, "bias")],
-            [(post1, "weight")], [(post2, "weight")], [_split(name) for name in plan.own],
+        norms = (spec.norm1, spec.norm2, spec.branch1.norm, spec.branch2.norm)
+        norm1, norm2, post1, post2 = (_name_parameters(module, None if n is None else n.path) for n in norms)
+        inputs, (out,), ups, (down,) = (
+            [_name_parameters(module, path) for path in group]
+            for group in (spec.inputs, (spec.output,), spec.ups, (spec.down,))
+        )
+        groups = [
+            norm1[:1], norm1[1:], [names[0] for names in inputs], [names[1] for names in inputs], out[:1], out[1:],
+            norm2[:1], norm2[1:], [names[0] for names in ups], [names[1] for names in ups], down[:1], down[1:],
+            post1[:1], post2[:1], [spec.branch1.scale], [spec.branch2.scale], plan.own,
         ]  # fmt: skip
-        self._slots = [
-            [(_NOTHING if path is None else module.get_submodule(path)._parameters, name) for path, name in group]
-            for group in groups
-        ]
+        self._slots = [[_find_slot(module, name) for name in group] for group in groups]
+        used = (spec.branch1.dropout, spec.branch2.dropout, spec.dropout, spec.attention.dropout)
+        for path, name in list_probabilities(module):
+            if (path, name) not in used:
+                state = vars(module.get_submodule(path))
+                self._probabilities.append((state, name, state[name]))
 
     def are_intact(self) -> bool:
-        """Whether no submodule was replaced, hooked, or given a forward of its own since conversion."""
-        if not self._is_same:
+        """Whether no submodule was replaced, hooked, or given a forward of its own since conversion.
+
+        Nor may there be another probability of dropout, among those that the block's description does not contain.
+        """
+        if not self._is_same or any(state.get(name) != value for state, name, value in self._probabilities):
             return False
         for siblings, name, child in self._edges:
             state = child.__dict__
@@ -148,9 +163,17 @@ class BlockParts:
 _NOTHING: dict[str, Any] = {}
 
 
-def _split(name: str) -> tuple[str, str]:
+def _name_parameters(module: nn.Module, path: str | None) -> tuple[str | None, str | None]:
+    """Return the names of weight and bias of a norm or a projection."""
+    return (None, None) if path is None else find_projection(module, path).parameters
+
+
+def _find_slot(module: nn.Module, name: str | None) -> tuple[dict[str, Any], str]:
+    """Return the dictionary that holds a parameter, and its key."""
+    if name is None:
+        return _NOTHING, ""
     owner, _, last = name.rpartition(".")
-    return owner, last
+    return module.get_submodule(owner)._parameters, last
 
 
 _parts: WeakKeyDictionary[nn.Module, BlockParts] = WeakKeyDictionary()
@@ -171,7 +194,9 @@ def list_classes(module: nn.Module) -> tuple[tuple[str, type[Any]], ...]:
 
 def list_own_parameters(module: nn.Module, spec: BlockSpec) -> tuple[str, ...]:
     """Return the names of parameters that belong to no norm and no projection of the description."""
-    known = {f"{path}.{name}" for path in (*spec.linears, *(n.path for n in spec.norms)) for name in ("weight", "bias")}
+    paths = (*spec.linears, *(norm.path for norm in spec.norms))
+    known = {name for path in paths for name in find_projection(module, path).parameters}
+    known |= {branch.scale for branch in (spec.branch1, spec.branch2) if branch.scale is not None}
     return tuple(name for name, _ in module.named_parameters() if name not in known)
 
 
@@ -199,10 +224,10 @@ def _present(group: Some) -> list[Tensor]:
     return [tensor for tensor in group if tensor is not None]
 
 
-def bind_norm(spec: Any, weight: Some, bias: Some = (None,)) -> NormWeights:
+def bind_norm(spec: NormSpec | None, weight: Some, bias: Some = (None,)) -> NormWeights | None:
+    """Return a norm with its parameters, or None for a block without it."""
     (w,), (b,) = weight, bias
-    assert w is not None
-    return NormWeights.of(spec, w, b)
+    return None if spec is None or w is None else NormWeights.of(spec, w, b)
 
 
 def join_biases(biases: Some, weights: Some, dtype: torch.dtype, transposed: bool) -> Tensor | None:

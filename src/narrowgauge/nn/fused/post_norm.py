@@ -5,7 +5,7 @@
     u = x1 Wup' + bup;  a = act(u)
     r2 = x1 + a Wdown' + bdown;  y = norm2(r2)
 
-Branches go through dropout before they are added. The stream keeps its dtype; projections read a cast of it.
+Branches end as in ``pre_norm``. The stream keeps its dtype; projections read a cast of it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,21 @@ from narrowgauge.nn.fused.casts import (
     NormWeights,
     Projection,
     Stats,
-    apply_activation,
-    apply_activation_backward,
     make_operand,
     norm_backward,
 )
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, bind_norm
-from narrowgauge.nn.fused.sublayers import Branch, Run, branch_backward, finish_branch, project, project_backward
+from narrowgauge.nn.fused.sublayers import (
+    Activated,
+    Branch,
+    Run,
+    activate,
+    activate_backward,
+    branch_backward,
+    finish_branch,
+    project,
+    project_backward,
+)
 from narrowgauge.nn.products.gemm import Operand, compute_grad_input
 
 
@@ -42,7 +50,7 @@ class Saved:
     stats1: Stats
     h2: Operand
     u: Tensor
-    a: Operand
+    activated: Activated
     branch2: Branch
     r2: Tensor
     stats2: Stats
@@ -51,26 +59,22 @@ class Saved:
 def forward(run: Run, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Saved]:
     """Return the block's input, its output, no branch, and what is saved."""
     assert branch is None
-    plan, tensors, uses, caster, spec = run.plan, run.tensors, run.uses, run.caster, run.plan.spec
+    plan, tensors, uses, caster = run.plan, run.tensors, run.uses, run.caster
     batch, length, width = x.shape
     rows = x.reshape(-1, width)
     h1 = _read(rows, plan.qkv, run)
     qkv = project(h1, uses.qkv, plan.qkv, tensors.input_biases)
     attended = attend(plan, qkv.view(batch, length, -1), run.call, tensors, run.needed, run.dropout.attention)
     o = make_operand_of(plan, attended, caster, run.needed)
-    out, branch1 = finish_branch(
-        project(o, uses.out, plan.out, tensors.out_bias), None, (None,), run.dropout.branch1, run.needed
-    )
+    out, branch1 = finish_branch(run, 1, project(o, uses.out, plan.out, tensors.out_bias), batch)
     norm1, norm2 = _bind_norms(run)
     x1, r1, stats1 = _add_and_norm(norm1, rows, out)
     h2 = _read(x1, plan.up, run)
     u = project(h2, uses.up, plan.up, tensors.up_biases)
-    a = apply_activation(spec, u, plan.down, caster, run.needed)
-    down, branch2 = finish_branch(
-        project(a, uses.down, plan.down, tensors.down_bias), None, (None,), run.dropout.branch2, run.needed
-    )
+    activated = activate(run, u)
+    down, branch2 = finish_branch(run, 2, project(activated.a, uses.down, plan.down, tensors.down_bias), batch)
     y, r2, stats2 = _add_and_norm(norm2, x1, down)
-    return x, y, None, Saved(h1, attended, o, branch1, r1, stats1, h2, u, a, branch2, r2, stats2)
+    return x, y, None, Saved(h1, attended, o, branch1, r1, stats1, h2, u, activated, branch2, r2, stats2)
 
 
 def backward(
@@ -83,23 +87,23 @@ def backward(
     needs: BlockTensors,
 ) -> tuple[Tensor, Operand, BlockTensors, list[Tensor | None]]:
     """Return the gradient of x, nothing for a reader, and the gradients of parameters and of other arguments."""
-    plan, tensors, uses, caster, spec = run.plan, run.tensors, run.uses, run.caster, run.plan.spec
+    plan, tensors, uses, caster = run.plan, run.tensors, run.uses, run.caster
     norm1, norm2 = _bind_norms(run)
-    direct = saved.branch2.mask is None
+    direct = saved.branch2.is_plain
     two = norm_backward(norm2, grad, saved.r2, saved.stats2, None, plan.down if direct else None, caster)
-    g = two.operand
+    g, of_post2, of_scale2 = two.operand, None, None
     if not direct:
-        g, _ = branch_backward(plan.down, two.stream, saved.branch2, None, (None,), run.dropout.branch2, caster)
+        g, of_post2, of_scale2 = branch_backward(run, 2, plan.down, two.stream, saved.branch2)
     grad_a = compute_grad_input(g, uses.down, plan.down.choice)
-    grad_u, a = apply_activation_backward(spec, grad_a, saved.u, saved.a, plan.down, plan.up, caster)
+    grad_u, a = activate_backward(run, grad_a, saved.u, saved.activated)
     of_down, of_down_bias = project_backward(g, a, uses.down, plan.down, needs.down, needs.down_bias)
     grad_x1 = two.stream.add_(compute_grad_input(grad_u, uses.up, plan.up.choice))
     of_ups, of_up_biases = project_backward(grad_u, saved.h2, uses.up, plan.up, needs.ups, needs.up_biases)
-    direct = saved.branch1.mask is None
+    direct = saved.branch1.is_plain
     one = norm_backward(norm1, grad_x1, saved.r1, saved.stats1, None, plan.out if direct else None, caster)
-    g1 = one.operand
+    g1, of_post1, of_scale1 = one.operand, None, None
     if not direct:
-        g1, _ = branch_backward(plan.out, one.stream, saved.branch1, None, (None,), run.dropout.branch1, caster)
+        g1, of_post1, of_scale1 = branch_backward(run, 1, plan.out, one.stream, saved.branch1)
     grad_o = compute_grad_input(g1, uses.out, plan.out.choice)
     of_out, of_out_bias = project_backward(g1, saved.o, uses.out, plan.out, needs.out, needs.out_bias)
     grad_qkv, of_own, of_others = attend_backward(
@@ -111,16 +115,18 @@ def backward(
     )
     grads = BlockTensors(
         (one.weight,), (one.bias,), of_inputs, of_input_biases, of_out, of_out_bias, (two.weight,), (two.bias,),
-        of_ups, of_up_biases, of_down, of_down_bias, (None,), (None,), tuple(of_own),
+        of_ups, of_up_biases, of_down, of_down_bias, (of_post1,), (of_post2,), (of_scale1,), (of_scale2,),
+        tuple(of_own),
     )  # fmt: skip
     return grad_x, Operand(), grads, of_others
 
 
 def drop_unneeded(plan: BlockPlan, saved: Saved) -> Saved:
     """Drop what only forward's products read."""
-    for name in ("h1", "h2", "o", "a"):
+    for name in ("h1", "h2", "o"):
         operand: Operand = getattr(saved, name)
         setattr(saved, name, operand._replace(lp=None) if operand.lp_t is not None else operand)
+    saved.activated = saved.activated.without(forward=saved.activated.a.lp_t is not None)
     return saved
 
 
@@ -135,10 +141,10 @@ def _read(rows: Tensor, reader: Projection, run: Run) -> Operand:
 
 def _bind_norms(run: Run) -> tuple[NormWeights, NormWeights]:
     spec, tensors = run.plan.spec, run.tensors
-    return (
-        bind_norm(spec.norm1, tensors.norm1, tensors.norm1_bias),
-        bind_norm(spec.norm2, tensors.norm2, tensors.norm2_bias),
-    )
+    norm1 = bind_norm(spec.norm1, tensors.norm1, tensors.norm1_bias)
+    norm2 = bind_norm(spec.norm2, tensors.norm2, tensors.norm2_bias)
+    assert norm1 is not None and norm2 is not None
+    return norm1, norm2
 
 
 def _add_and_norm(norms: NormWeights, rows: Tensor, branch: Tensor) -> tuple[Tensor, Tensor, Stats]:

@@ -3,12 +3,13 @@
     h1 = norm1(x + b)                    the norm adds the previous block's branch b, and writes the FP8 operand
     qkv = h1 Wqkv' + bqkv                BF16 out
     o = attend(qkv)                      see attention.py
-    x1 = x + b + post1(o Wout' + bout)   added by norm2's kernel, in the residual stream's dtype
+    x1 = x + b + end1(o Wout' + bout)    added by norm2's kernel, in the residual stream's dtype
     h2 = norm2(x1)                       written in FP8
     u = h2 Wup' + bup;  a = act(u)       the activation writes FP8 in both layouts
-    x1, post2(a Wdown' + bdown)          the next block's x and b; their sum for a single block
+    x1, end2(a Wdown' + bdown)           the next block's x and b; their sum for a single block
 
-Branches go through dropout before they are added.
+Branches end with a norm, dropout, a scale or stochastic depth, where the block has them. Without norm1 and norm2,
+projections read the stream itself.
 """
 
 from __future__ import annotations
@@ -24,19 +25,21 @@ from narrowgauge.nn.fused.attention import Attended, attend, attend_backward, ma
 from narrowgauge.nn.fused.casts import (
     Projection,
     Stats,
-    apply_activation,
-    apply_activation_backward,
     apply_norm,
-    is_remade_in_backward,
     norm_backward,
 )
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, bind_norm
 from narrowgauge.nn.fused.sublayers import (
+    Activated,
     Branch,
     Run,
+    activate,
+    activate_backward,
     branch_backward,
     finish_branch,
     get_outputs,
+    is_activation_remade,
+    needs_values,
     project,
     project_backward,
 )
@@ -48,22 +51,22 @@ class Saved:
     """Tensors that forward saves for backward."""
 
     h1: Operand
-    stats1: Stats
+    stats1: Stats | None
     attended: Attended
     o: Operand
     branch1: Branch
     x1: Tensor
     h2: Operand
-    stats2: Stats
+    stats2: Stats | None
     u: Tensor
-    a: Operand
+    activated: Activated
     branch2: Branch
 
 
 class KeptAttention(NamedTuple):
     """What is kept of attention if backward runs only the rest of forward again."""
 
-    stats1: Stats
+    stats1: Stats | None
     attended: Attended
     x1: Tensor
 
@@ -77,7 +80,7 @@ class KeptAttention(NamedTuple):
 def keep_attention(run: Run, saved: Saved) -> KeptAttention | None:
     """Return what to keep of attention; None for blocks whose attention cannot be kept."""
     spec = run.plan.spec
-    if spec.attention.kind == "own" or any(run.dropout) or spec.post1 is not None or spec.post2 is not None:
+    if spec.attention.kind == "own" or any(run.dropout) or needs_values(spec.branch1) or needs_values(spec.branch2):
         return None
     return KeptAttention(saved.stats1, saved.attended, saved.x1)
 
@@ -91,10 +94,8 @@ def run_rest(run: Run, x0: Tensor, kept: KeptAttention) -> Saved:
     o = make_operand_of(plan, kept.attended, caster, True)
     h2, stats2, _ = apply_norm(norm2, kept.x1, None, plan.up, caster)
     u = project(h2, run.uses.up, plan.up, tensors.up_biases)
-    a = Operand()
-    if not is_remade_in_backward(spec, plan.down, caster):
-        a = apply_activation(spec, u, plan.down, caster, True)
-    return Saved(h1, kept.stats1, kept.attended, o, Branch(), kept.x1, h2, stats2, u, a, Branch())
+    activated = Activated() if is_activation_remade(run) else activate(run, u)
+    return Saved(h1, kept.stats1, kept.attended, o, Branch(), kept.x1, h2, stats2, u, activated, Branch())
 
 
 def forward(run: Run, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Saved]:
@@ -108,24 +109,18 @@ def forward(run: Run, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor,
     qkv = project(h1, uses.qkv, plan.qkv, tensors.input_biases)
     attended = attend(plan, qkv.view(batch, length, -1), run.call, tensors, run.needed, run.dropout.attention)
     o = make_operand_of(plan, attended, caster, run.needed)
-    out, branch1 = finish_branch(
-        project(o, uses.out, plan.out, tensors.out_bias), spec.post1, tensors.post1, run.dropout.branch1, run.needed
-    )
+    out, branch1 = finish_branch(run, 1, project(o, uses.out, plan.out, tensors.out_bias), batch)
     h2, stats2, x1 = apply_norm(norm2, x0, out, plan.up, caster)
     u = project(h2, uses.up, plan.up, tensors.up_biases)
-    whole = not run.again or spec.post2 is not None
-    a = Operand()
-    if whole or not is_remade_in_backward(spec, plan.down, caster):
-        a = apply_activation(spec, u, plan.down, caster, run.needed)
-    y, branch2 = x1, Branch()
+    whole = not run.again or needs_values(spec.branch2)
+    activated = activate(run, u) if whole or not is_activation_remade(run) else Activated()
+    down = torch.empty_like(out)  # of a recomputation, which needs only what was dropped: that depends on no values
     if whole:
-        down = project(a, uses.down, plan.down, tensors.down_bias)
-        y, branch2 = finish_branch(down, spec.post2, tensors.post2, run.dropout.branch2, run.needed)
-    elif run.dropout.branch2:  # only what dropout kept is needed, which does not depend on values
-        _, branch2 = finish_branch(torch.empty_like(out), None, (None,), run.dropout.branch2, run.needed)
+        down = project(activated.a, uses.down, plan.down, tensors.down_bias)
+    y, branch2 = finish_branch(run, 2, down, batch)
     if events.wants_tensors() and run.needed and not run.again:
-        _report_activations(run, h1, qkv, attended, out, h2, u, a, y)
-    saved = Saved(h1, stats1, attended, o, branch1, x1, h2, stats2, u, a, branch2)
+        _report_activations(run, h1, qkv, attended, out, h2, u, activated.a, y)
+    saved = Saved(h1, stats1, attended, o, branch1, x1, h2, stats2, u, activated, branch2)
     return x0.view_as(x), x1, y, saved
 
 
@@ -152,23 +147,19 @@ def backward(
     plan, tensors, uses, caster, spec = run.plan, run.tensors, run.uses, run.caster, run.plan.spec
     norm1 = bind_norm(spec.norm1, tensors.norm1, tensors.norm1_bias)
     norm2 = bind_norm(spec.norm2, tensors.norm2, tensors.norm2_bias)
-    g, of_post2 = given, None
+    g, of_post2, of_scale2 = given, None, None
     if g is None:
-        g, of_post2 = branch_backward(
-            plan.down, grad, saved.branch2, spec.post2, tensors.post2, run.dropout.branch2, caster
-        )
+        g, of_post2, of_scale2 = branch_backward(run, 2, plan.down, grad, saved.branch2)
     grad_a = compute_grad_input(g, uses.down, plan.down.choice)
-    grad_u, a = apply_activation_backward(spec, grad_a, saved.u, saved.a, plan.down, plan.up, caster)
+    grad_u, a = activate_backward(run, grad_a, saved.u, saved.activated)
     of_down, of_down_bias = project_backward(g, a, uses.down, plan.down, needs.down, needs.down_bias)
     grad_h2 = compute_grad_input(grad_u, uses.up, plan.up.choice)
     of_ups, of_up_biases = project_backward(grad_u, saved.h2, uses.up, plan.up, needs.ups, needs.up_biases)
-    direct = spec.post1 is None and saved.branch1.mask is None
+    direct = saved.branch1.is_plain
     two = norm_backward(norm2, grad_h2, saved.x1, saved.stats2, grad, plan.out if direct else None, caster)
-    g1, of_post1 = two.operand, None
+    g1, of_post1, of_scale1 = two.operand, None, None
     if not direct:
-        g1, of_post1 = branch_backward(
-            plan.out, two.stream, saved.branch1, spec.post1, tensors.post1, run.dropout.branch1, caster
-        )
+        g1, of_post1, of_scale1 = branch_backward(run, 1, plan.out, two.stream, saved.branch1)
     grad_o = compute_grad_input(g1, uses.out, plan.out.choice)
     of_out, of_out_bias = project_backward(g1, saved.o, uses.out, plan.out, needs.out, needs.out_bias)
     grad_qkv, of_own, of_others = attend_backward(
@@ -186,7 +177,8 @@ def backward(
             operand.report("gradient", f"{plan.path}.{name}")
     grads = BlockTensors(
         (one.weight,), (one.bias,), of_inputs, of_input_biases, of_out, of_out_bias, (two.weight,), (two.bias,),
-        of_ups, of_up_biases, of_down, of_down_bias, (of_post1,), (of_post2,), tuple(of_own),
+        of_ups, of_up_biases, of_down, of_down_bias, (of_post1,), (of_post2,), (of_scale1,), (of_scale2,),
+        tuple(of_own),
     )  # fmt: skip
     return one.stream, one.operand, grads, of_others
 
@@ -194,9 +186,10 @@ def backward(
 def drop_unneeded(plan: BlockPlan, saved: Saved) -> Saved:
     """Drop what only forward's products read, and what selective checkpointing recomputes."""
     saved.o = saved.o._replace(lp=None) if saved.o.lp_t is not None else saved.o
-    saved.a = saved.a._replace(lp=None)
-    if plan.checkpoint == "selective":
-        saved.h1 = saved.h2 = saved.a = Operand()
+    selective = plan.checkpoint == "selective"
+    saved.activated = saved.activated.without(operand=selective, forward=True)
+    if selective:
+        saved.h1 = saved.h2 = Operand()
     return saved
 
 
@@ -210,8 +203,8 @@ def recompute(run: Run, x0: Tensor, saved: Saved) -> Saved:
         norm2 = bind_norm(spec.norm2, tensors.norm2, tensors.norm2_bias)
         saved.h1, _, _ = apply_norm(norm1, rows, None, plan.qkv, run.caster)
         saved.h2, _, _ = apply_norm(norm2, saved.x1, None, plan.up, run.caster)
-        if not is_remade_in_backward(spec, plan.down, run.caster):
-            saved.a = apply_activation(spec, saved.u, plan.down, run.caster, True)
+        if not is_activation_remade(run):
+            saved.activated = activate(run, saved.u, saved.activated.kept)
     return saved
 
 
@@ -229,9 +222,10 @@ def _report_activations(
     spec, path = run.plan.spec, run.plan.path
     inputs = qkv.split([get_outputs(run.uses.qkv, n) for n in range(len(spec.inputs))], -1)
     ups = u.split([get_outputs(run.uses.up, n) for n in range(len(spec.ups))], -1)
+    norms = [(norm.path, h) for norm, h in ((spec.norm1, h1), (spec.norm2, h2)) if norm is not None]
     shown: list[tuple[str, Tensor | Operand]] = [
-        (spec.norm1.path, h1), *zip(spec.inputs, inputs, strict=True), ("attention", attended.mixed.detach()),
-        (spec.output, out), (spec.norm2.path, h2), *zip(spec.ups, ups, strict=True), ("act", a), (spec.down, y),
+        *norms, *zip(spec.inputs, inputs, strict=True), ("attention", attended.mixed.detach()),
+        (spec.output, out), *zip(spec.ups, ups, strict=True), ("act", a), (spec.down, y),
     ]  # fmt: skip
     for name, value in shown:
         operand = value if isinstance(value, Operand) else Operand(value)

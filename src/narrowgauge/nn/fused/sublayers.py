@@ -1,16 +1,28 @@
-"""What the orders of a block share: one run's settings, projections with biases, and branches with norm and dropout."""
+"""What the orders of a block share: a run's settings, projections with biases, activations, and ends of branches."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from narrowgauge.kernels import norm as norm_kernel
-from narrowgauge.nn.blocks.spec import NormSpec
+from narrowgauge.nn.blocks.spec import BranchSpec
 from narrowgauge.nn.fused.attention import BlockCall
-from narrowgauge.nn.fused.casts import NormGrads, Projection, Stats, cast_grad_output, norm_backward
+from narrowgauge.nn.fused.casts import (
+    NormGrads,
+    NormWeights,
+    Projection,
+    Stats,
+    apply_activation,
+    apply_activation_backward,
+    cast_grad_output,
+    compute_wide_activation,
+    is_remade_in_backward,
+    make_operand,
+    norm_backward,
+)
 from narrowgauge.nn.fused.plan import (
     NO_DROPOUT,
     BlockPlan,
@@ -40,6 +52,15 @@ class Branch(NamedTuple):
     stats: Stats | None = None
     mask: Tensor | None = None
     """What dropout kept."""
+    unscaled: Tensor | None = None
+    """The branch before it was multiplied by a parameter."""
+    kept: Tensor | None = None
+    """Factors [N, 1] of stochastic depth."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the projection's output was added as it is."""
+        return all(saved is None for saved in self)
 
 
 class Run(NamedTuple):
@@ -89,35 +110,109 @@ def project_backward(
     return weights, biases
 
 
-def finish_branch(
-    out: Tensor, spec: NormSpec | None, weight: Some, dropout: float, needed: bool
-) -> tuple[Tensor, Branch]:
-    """Apply the norm and the dropout of a branch."""
-    branch = Branch()
-    if spec is not None:
-        norms = bind_norm(spec, weight)
-        made = norm_kernel.norm(out, norms.weight, eps=spec.eps, kind=spec.kind, dtype=out.dtype)
+class Activated(NamedTuple):
+    """The activation's output with its dropout, as the last projection reads it: saved for backward."""
+
+    a: Operand = Operand()
+    kept: Tensor | None = None
+    """What dropout kept."""
+
+    def without(self, *, operand: bool = False, forward: bool = False) -> Activated:
+        """Return this without the whole operand, or without what only forward's product reads."""
+        return self._replace(a=Operand() if operand else self.a._replace(lp=None) if forward else self.a)
+
+
+def is_activation_remade(run: Run) -> bool:
+    """Whether ``activate_backward`` computes the activation again, so that forward need not save it."""
+    return not run.dropout.mlp and is_remade_in_backward(run.plan.spec, run.plan.down, run.caster)
+
+
+def activate(run: Run, u: Tensor, before: Tensor | None = None) -> Activated:
+    """Return act(u) with dropout; ``before`` is what dropout kept the first time, if this is a recomputation."""
+    plan, probability = run.plan, run.dropout.mlp
+    if not probability:
+        return Activated(apply_activation(plan.spec, u, plan.down, run.caster, run.needed))
+    value = compute_wide_activation(plan.spec, u, plan.down)
+    if before is None:
+        _, before = torch.native_dropout(value, probability, True)
+    value = torch.ops.aten.native_dropout_backward(value, before, 1.0 / (1.0 - probability))  # the same bits both times
+    part = plan.down
+    return Activated(make_operand(value, part.input_formats, part.input, run.caster, run.needed), before)
+
+
+def activate_backward(run: Run, grad: Tensor, u: Tensor, made: Activated) -> tuple[Operand, Operand]:
+    """Return the gradient of u as the first projection's products read it, and the last projection's input."""
+    plan = run.plan
+    if made.kept is not None:
+        grad = torch.ops.aten.native_dropout_backward(grad, made.kept, 1.0 / (1.0 - run.dropout.mlp))
+    return apply_activation_backward(plan.spec, grad, u, made.a, plan.down, plan.up, run.caster)
+
+
+class _BranchParts(NamedTuple):
+    norm: NormWeights | None
+    scale: Tensor | None
+    dropout: float
+    depth: nn.Module | None
+
+
+def _get_branch(run: Run, number: int) -> _BranchParts:
+    spec, tensors, dropout = run.plan.spec, run.tensors, run.dropout
+    if number == 1:
+        parts = spec.branch1, tensors.post1, tensors.scale1, dropout.branch1, dropout.depth1
+    else:
+        parts = spec.branch2, tensors.post2, tensors.scale2, dropout.branch2, dropout.depth2
+    branch, weight, (scale,), probability, depth = parts
+    return _BranchParts(bind_norm(branch.norm, weight), None if scale is None else scale.detach(), probability, depth)
+
+
+def is_added_directly(spec: BranchSpec, probability: float, depth: nn.Module | None) -> bool:
+    """Whether a branch's projection is added as it is, so that its gradient is that of the sum."""
+    return spec.norm is None and spec.scale is None and not probability and depth is None
+
+
+def needs_values(spec: BranchSpec) -> bool:
+    """Whether a branch's backward needs values of the branch, and not only what was dropped."""
+    return spec.norm is not None or spec.scale is not None
+
+
+def finish_branch(run: Run, number: int, out: Tensor, samples: int) -> tuple[Tensor, Branch]:
+    """Apply what branch 1 or 2 goes through before it is added, to rows of tokens of so many samples."""
+    parts, branch = _get_branch(run, number), Branch()
+    if parts.norm is not None:
+        spec = parts.norm.spec
+        made = norm_kernel.norm(out, parts.norm.weight, eps=spec.eps, kind=spec.kind, dtype=out.dtype)
         branch, out = Branch(out, (made.mean, made.rstd)), made.out
-    if dropout:
-        out, mask = torch.native_dropout(out, dropout, True)
+    if parts.dropout:
+        out, mask = torch.native_dropout(out, parts.dropout, True)
         branch = branch._replace(mask=mask)
+    if parts.scale is not None:
+        branch, out = branch._replace(unscaled=out), (out * parts.scale).to(out.dtype)
+    if parts.depth is not None:
+        kept = _draw_depth(parts.depth, out, samples)
+        branch, out = branch._replace(kept=kept), (out * kept).to(out.dtype)
     return out, branch
 
 
+def _draw_depth(module: nn.Module, rows: Tensor, samples: int) -> Tensor:
+    """Return the factor of each row, by the model's own module: it draws one number for each sample."""
+    factors: Tensor = module(rows.new_ones(samples, 1, 1, dtype=torch.float32))
+    return factors.expand(-1, len(rows) // samples, 1).reshape(-1, 1)
+
+
 def branch_backward(
-    part: Projection,
-    grad: Tensor,
-    branch: Branch,
-    spec: NormSpec | None,
-    weight: Some,
-    dropout: float,
-    caster: Fp8Caster | None,
-) -> tuple[Operand, Tensor | None]:
-    """Return the gradient of a branch's projection as its products read it, and that of the branch's norm."""
+    run: Run, number: int, part: Projection, grad: Tensor, branch: Branch
+) -> tuple[Operand, Tensor | None, Tensor | None]:
+    """Return the gradient of a branch's projection as its products read it, those of its norm and of its scale."""
+    parts, of_scale = _get_branch(run, number), None
+    if branch.kept is not None:
+        grad = (grad * branch.kept).to(grad.dtype)
+    if branch.unscaled is not None and parts.scale is not None:
+        of_scale = (grad.float() * branch.unscaled).sum(0).to(parts.scale.dtype)
+        grad = (grad * parts.scale).to(grad.dtype)
     if branch.mask is not None:
-        grad = torch.ops.aten.native_dropout_backward(grad, branch.mask, 1.0 / (1.0 - dropout))
-    if spec is None:
-        return cast_grad_output(part, grad, caster), None
-    assert branch.raw is not None and branch.stats is not None
-    made: NormGrads = norm_backward(bind_norm(spec, weight), grad, branch.raw, branch.stats, None, part, caster)
-    return made.operand, made.weight
+        grad = torch.ops.aten.native_dropout_backward(grad, branch.mask, 1.0 / (1.0 - parts.dropout))
+    if parts.norm is None:
+        return cast_grad_output(part, grad, run.caster), None, of_scale
+    assert branch.raw is not None
+    made: NormGrads = norm_backward(parts.norm, grad, branch.raw, branch.stats, None, part, run.caster)
+    return made.operand, made.weight, of_scale

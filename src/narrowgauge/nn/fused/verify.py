@@ -6,16 +6,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowgauge.nn.blocks.example import Example
-from narrowgauge.nn.blocks.find import get_output
-from narrowgauge.nn.blocks.spec import BlockSpec
+from narrowgauge.nn.blocks.projections import find_projection
+from narrowgauge.nn.blocks.spec import WEIGHTS, BlockSpec
 from narrowgauge.nn.fused.casts import Projection
 from narrowgauge.nn.fused.modules import FusedBlock, mark_parts
+from narrowgauge.nn.fused.outputs import list_passed_on
 from narrowgauge.nn.fused.plan import BlockPlan, list_classes, list_own_parameters
 from narrowgauge.nn.module_changes import apply_change, remove_changes
 from narrowgauge.nn.products.gemm import ALL_FP32
-from narrowgauge.nn.products.linear import has_transposed_weight
 from narrowgauge.nn.products.weight_casts import WeightCastPlan
 
 TOLERANCE = 1e-4
@@ -31,12 +32,12 @@ def find_difference(block: nn.Module, spec: BlockSpec, example: Example) -> str 
     """Return how the fused form of a block in FP32 differs from it, or None if they agree. Removes its own traces."""
     for training in (False, True):
         block.train(training)
-        expected = _run(block, example)
+        expected = _run(block, spec, example)
         plan = make_fp32_plan(block, spec)
         mark_parts(block, spec)
         apply_change(block, FusedBlock(plan))
         try:
-            found = _run(block, example)
+            found = _run(block, spec, example)
         finally:
             remove_changes(block)
         difference = _compare(expected, found)
@@ -49,8 +50,7 @@ def make_fp32_plan(block: nn.Module, spec: BlockSpec) -> BlockPlan:
     """Return a plan with FP32 products."""
 
     def project(*paths: str) -> Projection:
-        modules = [block.get_submodule(path) for path in paths]
-        turned = has_transposed_weight(modules[0])
+        turned = find_projection(block, paths[0]).is_transposed
         return Projection(WeightCastPlan(transposed_weight=turned, gradient_dtype=torch.float32), ALL_FP32)
 
     return BlockPlan(
@@ -59,22 +59,44 @@ def make_fp32_plan(block: nn.Module, spec: BlockSpec) -> BlockPlan:
     )  # fmt: skip
 
 
-def _run(block: nn.Module, example: Example) -> dict[str, Tensor]:
-    """Return the output and all gradients, by name; the same random numbers at every call."""
+def _run(block: nn.Module, spec: BlockSpec, example: Example) -> dict[str, Tensor]:
+    """Return the outputs and all gradients, by name; the same random numbers at every call."""
     x = example.args[0].detach().clone().requires_grad_()
+    passed_on = {name: value for name in list_passed_on(spec) if (value := example.kwargs.get(name)) is not None}
+    leaves = {name: value.detach().clone().requires_grad_() for name, value in passed_on.items()}
     for parameter in block.parameters():
         parameter.grad = None
     _seed(x.device)
-    output = get_output(block(x, *example.args[1:], **example.kwargs))
-    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(3)).to(output)
-    (output.float() * weights).sum().backward()
-    grads: dict[str, Any] = {name: p.grad for name, p in block.named_parameters()}
-    found = {"its output": output.detach(), "the gradient of its input": x.grad, **grads}
-    return {
-        name if " " in name else f"the gradient of {name}": value.clone()
-        for name, value in found.items()
-        if value is not None
-    }
+    with _DropoutInOrder():  # type: ignore[no-untyped-call]
+        returned = block(x, *example.args[1:], **{**example.kwargs, **leaves})
+    outputs = {"its output": returned[0] if isinstance(returned, tuple) else returned}
+    for number, name in enumerate(spec.returned, 1):
+        if name not in (None, WEIGHTS):
+            outputs[f"its output {name}"] = returned[number]
+    generator = torch.Generator().manual_seed(3)
+    loss = torch.zeros((), device=x.device)
+    for value in outputs.values():
+        loss = loss + (value.float() * torch.randn(value.shape, generator=generator).to(x.device)).sum()
+    loss.backward()
+    found: dict[str, Any] = {name: value.detach() for name, value in outputs.items()}
+    found |= {f"the gradient of {name}": leaf.grad for name, leaf in {"its input": x, **leaves}.items()}
+    found |= {f"the gradient of {name}": p.grad for name, p in block.named_parameters()}
+    return {name: value.clone() for name, value in found.items() if value is not None}
+
+
+class _DropoutInOrder(TorchDispatchMode):
+    """Draws dropout in the order of rows and columns, also for tensors that are stored in another order.
+
+    nn.MultiheadAttention returns such tensors. Which values are dropped then differs, but not how many or where.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.bernoulli_.float and not args[0].is_contiguous():
+            drawn = func(args[0].new_empty(args[0].shape), *args[1:], **(kwargs or {}))
+            return args[0].copy_(drawn)
+        if func is torch.ops.aten.native_dropout.default:
+            args = (args[0].contiguous(), *args[1:])
+        return func(*args, **(kwargs or {}))
 
 
 def _seed(device: torch.device) -> None:

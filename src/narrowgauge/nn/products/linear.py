@@ -221,9 +221,9 @@ def _pad_rows(rows: Tensor) -> Tensor:
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
-def fits(module: nn.Module) -> str | None:
-    """Return why a linear layer's shape cannot run in FP8, or None if it can."""
-    outputs, inputs = get_weight_shape(module)
+def explain_misfit(shape: tuple[int, int]) -> str | None:
+    """Return why a product with so many outputs and inputs cannot run in FP8, or None if it can."""
+    outputs, inputs = shape
     for name, size in (("inputs", inputs), ("outputs", outputs)):
         if size % MULTIPLE:
             return f"{size} {name} are not a multiple of {MULTIPLE}, which FP8 products need"

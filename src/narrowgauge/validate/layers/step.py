@@ -100,13 +100,17 @@ def get_loss_scale(engine: Engine) -> float:
 
 def _swap_linears(engine: Engine, layers: list[Layer]) -> Conversion:
     """Converts each linear layer to FP8 separately. A head uses current scaling, as in nn/fused/head.py."""
-    recipe, chosen = engine.recipe, [layer for layer in layers if "fp8" in layer.choice]
+    modules = dict(engine.model.named_modules())
+    alone = {
+        path for path, module in modules.items() if linear.is_linear(module)
+    }  # not nn.MultiheadAttention's weights
+    recipe, chosen = engine.recipe, [layer for layer in layers if "fp8" in layer.choice and layer.path in alone]
     options: dict[str, Any] = {"history": recipe.history, "margin": recipe.margin, "amax": recipe.amax}
     for layer in chosen:
         sites = {f"{layer.path}.{end}": dtype for end, dtype in operand_dtypes(layer).items()}
         scales = TensorScales(sites, engine.device, mode=get_scaling(layer, recipe), **options)
         source, weight, grad = scales.sites.values()
-        module: Any = engine.model.get_submodule(layer.path)
+        module: Any = modules[layer.path]
         transposed_weight, lean = linear.has_transposed_weight(module), is_lean(recipe)
         plan = WeightCastPlan.of(
             module.weight, site=weight, scales=scales, transposed_weight=transposed_weight, lean=lean

@@ -1,4 +1,4 @@
-"""Blocks that take cosines and sines [T, S] or [T, S/2] as two arguments: the built-in Llama, litGPT."""
+"""Blocks that take cosines and sines as two arguments: the built-in Llama [T, S/2], litGPT [B, T, S]."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ def make_examples(block: nn.Module, x: Tensor) -> list[Example] | None:
     made = []
     for size in list_head_sizes(block):
         half = make_turns(x, size // 2)
-        for turns in (half, torch.cat([half, half], -1)):
+        whole = torch.cat([half, half], -1)
+        for turns in (half, whole, whole.expand(len(x), -1, -1)):
             made.append(Example((x,), {"cos": turns.cos(), "sin": turns.sin(), **others}))
     return made

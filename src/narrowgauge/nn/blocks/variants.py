@@ -1,0 +1,75 @@
+"""Variants of an example that a fused block must compute like the original: with masks, and with packed positions.
+
+A block takes masks under the names of its library. Each name has one meaning there, so a mask is made by the name of
+the argument. Calls that the block itself cannot run are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.nn.blocks.example import Example, read_signature
+from narrowgauge.nn.blocks.multihead import is_batch_first
+
+PADDED = 3
+"""Tokens of padding at the end of the first row."""
+HIDDEN = -1e4
+"""Added to the scores of keys that are not seen."""
+PACKED = "packed positions"
+COMPUTED_IF_MISSING = ("position_bias",)
+"""Arguments that a block computes if it is not given them."""
+
+
+def make_variants(block: nn.Module, example: Example) -> dict[str, Example]:
+    """Return variants of an example by name, of those that the block can run."""
+    found = {}
+    for name, changes in _list_changes(block, example):
+        variant = Example(example.args, {**example.kwargs, **changes})
+        try:
+            with torch.no_grad():
+                block(*variant.args, **variant.kwargs)
+        except Exception:  # whatever it raises: the original cannot run this either
+            continue
+        found[name] = variant
+    return found
+
+
+def _list_changes(block: nn.Module, example: Example) -> Iterator[tuple[str, dict[str, Any]]]:
+    names = [name for group in read_signature(block) for name in group]
+    x = example.args[0]
+    rows, length = x.shape[:2] if is_batch_first(block) else x.shape[1::-1]
+    future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+    padding = torch.zeros(rows, length, dtype=torch.bool, device=x.device)
+    padding[0, -PADDED:] = True
+    both = x.new_zeros(rows, 1, length, length).masked_fill_((future | padding[:, None])[:, None], HIDDEN)
+    causal = x.new_zeros(length, length).masked_fill_(future, float("-inf"))
+    masks: dict[str, dict[str, Any]] = {
+        **{name: {name: both} for name in ("attention_mask", "attn_mask", "mask")},
+        "src_mask": {"src_mask": causal},
+        "is_causal": {"src_mask": causal, "is_causal": True},
+        "src_key_padding_mask": {"src_key_padding_mask": padding},  # True means padding
+    }
+    yield from ((name, changes) for name, changes in masks.items() if all(key in names for key in changes))
+    positions = torch.cat([torch.arange(length - 5), torch.arange(5)]).to(x.device)
+    packed = _pack(example, positions)
+    if packed:
+        yield PACKED, packed
+    yield from ((f"no {name}", {name: None}) for name in example.kwargs if name in COMPUTED_IF_MISSING)
+
+
+def _pack(example: Example, positions: Tensor) -> dict[str, Any]:
+    """Return the positions of an example, or their angles, for two documents in a row."""
+    rows = len(example.args[0])
+    packed: dict[str, Any] = {}
+    for name, value in example.kwargs.items():
+        if name == "position_ids" and value is not None:
+            packed[name] = positions.expand(rows, -1)
+        elif name == "position_embeddings" and value is not None:
+            packed[name] = tuple(part[:, positions] for part in value)
+        elif name in ("cos", "sin") and value is not None:
+            packed[name] = value[..., positions, :]
+    return packed
