@@ -16,7 +16,14 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated; only tests/kernels needs it
     # torch.manual_seed would keep the call for a GPU that may come later, each time with the stack as text: 1 ms.
     torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = lambda seed: None
+gc.disable()  # while tests are imported and collected, where it takes 4 s and finds nothing
 language.SAMPLE_TOKENS = 10  # of 200: writing the sample takes longer than a short training
+
+
+def pytest_collection_finish():
+    """Look for garbage seldom: to look through all of torch takes 0.3 s, and a test leaves little."""
+    gc.set_threshold(50_000, 20, 20)
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter):
