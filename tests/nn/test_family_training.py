@@ -68,8 +68,8 @@ def test_fp32_losses_agree_step_by_step(family: str) -> None:
 @pytest.mark.parametrize("family", LANGUAGE)
 def test_bf16_and_fp8_losses_agree_step_by_step(family: str) -> None:
     model = without_dropout(LANGUAGE[family]()).train()
-    expected = train_by_engine(copy.deepcopy(model), "bf16", False)
-    assert train_by_engine(copy.deepcopy(model), "bf16", True) == pytest.approx(expected, rel=1e-2)
+    expected = train_by_engine(copy.deepcopy(model), "bf16", False, 7)
+    assert train_by_engine(copy.deepcopy(model), "bf16", True, 7) == pytest.approx(expected, rel=1e-2)
     assert train_by_engine(model, "fp8", True, 5) == pytest.approx(expected[:5], rel=2e-2)
 
 
