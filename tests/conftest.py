@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
     torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = lambda seed: None
 gc.disable()  # while tests are imported and collected, where it takes 4 s and finds nothing
 language.SAMPLE_TOKENS = 10  # of 200: writing the sample takes longer than a short training
+language.EVAL_BATCHES = 4  # of 8: most of the time of a run of a few steps; 4 ranks can share them
 
 
 def pytest_collection_finish():
