@@ -1,7 +1,6 @@
 """A rank is killed: torchrun restarts the ranks, and they end with the weights of an undisturbed run."""
 
 import contextlib
-import subprocess
 import sys
 from pathlib import Path
 
