@@ -1,5 +1,7 @@
 """Shared by all tests: child processes find the package and have default signals; kernels can be interpreted."""
 
+import dataclasses
+import functools
 import gc
 import os
 import signal
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from narrowgauge import kernels
 from narrowgauge.tasks import language
 
 SOURCE = Path(__file__).parent.parent / "src"
@@ -16,7 +19,15 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated; only tests/kernels needs it
     # torch.manual_seed would keep the call for a GPU that may come later, each time with the stack as text: 1 ms.
     torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = lambda seed: None
+gc.disable()  # while tests are imported and collected, where it takes 4 s and finds nothing
 language.SAMPLE_TOKENS = 10  # of 200: writing the sample takes longer than a short training
+language.EVAL_BATCHES = 4  # of 8: most of the time of a run of a few steps; 4 ranks can share them
+
+
+def pytest_collection_finish():
+    """Look for garbage seldom: to look through all of torch takes 0.3 s, and a test leaves little."""
+    gc.set_threshold(50_000, 20, 20)
+    gc.enable()
 
 
 def pytest_configure(config):
@@ -39,6 +50,47 @@ def children_have_default_signals():
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fast_interpreter():
+    """Leave out what Triton's interpreter does for nothing, which is two thirds of its time.
+
+    Each call of a device function searches all of triton.language for builtins, to replace what the launch has
+    replaced already. For each sum and product of integers it computes whether it overflows, which is only looked at if
+    ``debug`` is set. To find the type of an array it makes a table of all types.
+    """
+    if not kernels.HAVE_TRITON or torch.cuda.is_available():
+        yield
+        return
+    from triton.runtime import interpreter
+
+    launch, replace, replaced = interpreter.GridExecutor.__call__, interpreter._patch_lang, set()
+    find, find_once = interpreter._get_np_dtype, functools.cache(interpreter._get_np_dtype)
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+
+    def launch_anew(self, *args, **kwargs):
+        replaced.clear()  # the launch before has restored the originals
+        return launch(self, *args, **kwargs)
+
+    def replace_once(function):
+        module = function.__globals__["__name__"]
+        if module in replaced:
+            return interpreter._LangPatchScope()
+        scope = replace(function)
+        replaced.add(module)
+        return scope
+
+    def find_dtype(dtype):
+        return find(dtype) if dtype.scalar.is_ptr() else find_once(dtype.scalar)  # a pointer's has no hash
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
+        patch.setattr(interpreter, "_patch_lang", replace_once)
+        patch.setattr(interpreter, "_get_np_dtype", find_dtype)
+        patch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
+        yield
 
 
 @pytest.fixture

@@ -72,6 +72,9 @@ class Child:
     def kill(self) -> None:
         self._process.kill()
 
+    def terminate(self) -> None:
+        self._process.terminate()
+
     def wait(self, timeout: float) -> int:
         self._process.join(timeout)
         if self.returncode is None:

@@ -52,24 +52,30 @@ def compiled(kernel, warps=4, none=(), types=None, **constants):
 kind = sys.argv[1]
 tile = dict(BLOCK_N=64, BLOCK_D=64, WHOLE=True)
 edge = {**tile, "WHOLE": False}
+# Each kernel is compiled at a size that is used, and its other variants at a smaller one, in half the time.
+small = dict(BLOCK_N=32, BLOCK_D=32, WHOLE=True)
+small_edge = {**small, "WHOLE": False}
 if kind == "cast":
     for out, limits in FP8.items():
         options = ((), ("counts_ptr",), ("counts_ptr", "amax_ptr"), ("out_t_ptr",))
         for none in options if out == "*fp8e5" else options[:1]:  # the format changes constants only
-            compiled(cast._cast_kernel, none=none, types={"out_ptr": out}, HEAD=None, **limits, **tile)
+            compiled(cast._cast_kernel, none=none, types={"out_ptr": out}, HEAD=None, **limits,
+                     **(small if none else tile))
     compiled(cast._cast_kernel, none=("counts_ptr", "amax_ptr"), types={"out_ptr": out, "x_ptr": "*fp32"}, HEAD=None,
-             **limits, **tile)
+             **limits, **small)
     for size in (tile, edge):
         made = compiled(cast._cast_kernel, types={"out_ptr": out}, HEAD=64, **limits, **size)
         assert "ld.global.v4" in made and "ld.global.b16" not in made  # 16 bytes at a time
-        compiled(cast._cast_kernel, types={"out_ptr": out}, HEAD=48, **limits, **size)
         compiled(cast._transpose_kernel, types={"x_ptr": "*u8"}, **size)
+    for size in (small, small_edge):
+        compiled(cast._cast_kernel, types={"out_ptr": out}, HEAD=48, **limits, **size)
     none = ("scale_ptr", "amax_ptr", "counts_ptr", "out_t_ptr")
-    compiled(cast._cast_kernel, none=none, HEAD=64, LIMIT=None, TINY=None, **tile)
+    compiled(cast._cast_kernel, none=none, HEAD=64, LIMIT=None, TINY=None, **small)
     compiled(cast._max_abs_kernel, BLOCK_N=64, BLOCK_D=64)
     plain = {"shrink": "fp32", "smallest": "fp32", "out_ptr": "*fp8e4nv", "pending_ptr": "*i64"}
     for none in ((), ("counts_ptr", "pending_ptr"), ("scale_ptr", "counts_ptr", "pending_ptr"), ("out_t_ptr",)):
-        for size, kind in ((tile, "*fp32"), (edge, "*bf16"), *([] if none else [(tile, "*bf16"), (edge, "*fp32")])):
+        both = ((small, "*fp32"), (small_edge, "*bf16"))
+        for size, kind in both if none else ((tile, "*fp32"), (edge, "*bf16"), (small, "*bf16"), (small_edge, "*fp32")):
             compiled(cast_weights._fit_kernel, none=none, types={**plain, "x_ptr": kind}, LIMIT=448.0,
             SATURATION=464.0, **size)
 elif kind == "activation":
@@ -87,18 +93,18 @@ elif kind == "activation":
         again = ("recomputed_t_ptr", "recomputed_scale_ptr")
         alone = ("b_ptr", *again) if op in ("gelu", "gelu_tanh") else again if op == "swiglu" else ()
         out = "*fp8e5" if op.endswith("backward") else "*fp8e4nv"
-        for none, sizes in (((), (tile, edge)), (("counts_ptr",), (tile,))):
+        for none, sizes in (((), (tile, small_edge)), (("counts_ptr",), (small,))):
             for size in sizes:
                 compiled(activation.pointwise_kernel, 8, (*none, *alone), {"out_ptr": out}, OP=op,
                          FORWARD=op.removesuffix("_backward"), **FP8[out], **size)
         none = {*alone, *again, "scale_ptr", "amax_ptr", "counts_ptr", "out_t_ptr"}
-        compiled(activation.pointwise_kernel, 8, none, OP=op, FORWARD=op, LIMIT=None, TINY=None, **tile)
+        compiled(activation.pointwise_kernel, 8, none, OP=op, FORWARD=op, LIMIT=None, TINY=None, **small)
     silu = dict(NAME="silu", FORWARD="swiglu")
-    for none, sizes in (((), (tile, edge)), (("counts_ptr",), (tile,))):
+    for none, sizes in (((), (tile, small_edge)), (("counts_ptr",), (small,))):
         for size in sizes:
             compiled(activation.gated_backward_kernel, 8, none, types, **silu, **FP8["*fp8e5"], **size)
     none = (*again, "scale_ptr", "amax_ptr", "counts_ptr", "grad_gate_t_ptr", "grad_up_t_ptr")
-    compiled(activation.gated_backward_kernel, 8, none, **silu, LIMIT=None, TINY=None, **tile)
+    compiled(activation.gated_backward_kernel, 8, none, **silu, LIMIT=None, TINY=None, **small)
 elif kind == "norm":
     size = dict(D=768, BLOCK=1024, ROWS=1, STAGES=1)
     x = {"x_ptr": "*fp32", "out_ptr": "*fp8e4nv", "grad_input_lp_ptr": "*fp8e5"}
@@ -149,7 +155,7 @@ elif kind == "stats":
     types = {"inverse_ptr": "*fp32", "counts_ptr": "*i64", "sizes_ptr": "*fp32", "size": "i64", "every": "i32"}
     for x in ("*fp32", "*bf16", "*fp16", "*fp8e4nv", "*fp8e5"):  # only FP8 tensors have an inverse scale
         none = () if "fp8" in x else ("inverse_ptr",)
-        compiled(tensor_stats._stats_kernel, 4, none, {**types, "x_ptr": x}, BLOCK=4096)
+        compiled(tensor_stats._stats_kernel, 4, none, {**types, "x_ptr": x}, BLOCK=4096 if x == "*fp32" else 1024)
 else:
     plain = ("multiplier", "cap", "smoothing")
     compiled(cross_entropy_kernels.grad_logits_kernel, 8, plain, BLOCK_N=16, BLOCK_V=512)
@@ -159,7 +165,7 @@ else:
         for out, limits in FP8.items() if form else [("*fp8e4nv", FP8["*fp8e4nv"])]:
             for none in ((), ("counts_ptr", "words_ptr")) if form else ((),):
                 compiled(cross_entropy_kernels.grad_logits_fp8_kernel, 8, (*none, *form), {"out_ptr": out},
-                         SCALE=256.0, SHIFT=8.0, COUNT=not none, **limits, **(edge if none else tile))
+                         SCALE=256.0, SHIFT=8.0, COUNT=not none, **limits, **(small_edge if none else tile))
 """
 
 

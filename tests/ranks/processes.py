@@ -34,6 +34,7 @@ def _start(rank: int, ranks: int, port: int, folder: Path, job: Callable[..., An
     warnings.filterwarnings("ignore", message=".*torch.jit.script_method.*")
     torch.set_num_threads(1)
     language.SAMPLE_TOKENS = 3  # writing the sample takes longer than a step
+    language.EVAL_BATCHES = 4  # as in the process of the test
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     (folder / f"answer-{rank}.json").write_text(json.dumps(job(*arguments)))

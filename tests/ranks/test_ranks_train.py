@@ -26,7 +26,7 @@ from narrowgauge.runs.trainer import Observer, Trainer
 from narrowgauge.tasks import find
 
 TASK = ["gpt:2x64", "--context", "16", "--batch", "8", "--device", "cpu"]
-STEPS = ["--steps", "6", "--eval-every", "3", "--checkpoint-every", "3"]
+STEPS = ["--steps", "4", "--eval-every", "2", "--checkpoint-every", "2"]
 
 
 def cli(*arguments):
@@ -64,14 +64,14 @@ def test_resume_on_another_number_of_ranks(tmp_path, recipe, most, fewer):
     asked = ["train", *TASK, *STEPS, "--recipe", recipe, "--out", str(run), "--parallel", "fsdp", "--json"]
     answers = run_ranks(most, cli, tmp_path / "most", *asked)
     assert [code for code, _, _ in answers] == [0] * most
-    assert json.loads(answers[0][1])["steps"] == 6 and all(out == err == "" for _, out, err in answers[1:])
+    assert json.loads(answers[0][1])["steps"] == 4 and all(out == err == "" for _, out, err in answers[1:])
     close = {"rel": 1e-6 if recipe == "fp32" else 2e-3}
     assert losses(run) == pytest.approx(losses(alone), **close)
     assert losses(run, "eval") == pytest.approx(losses(alone, "eval"), **close)
 
-    saved = checkpoint.load(checkpoint.make_path(run, 3))  # in one process, unsharded
+    saved = checkpoint.load(checkpoint.make_path(run, 2))  # in one process, unsharded
     for ranks in fewer:
-        run_ranks(ranks, masters, tmp_path / f"masters-{ranks}", run, 3)
+        run_ranks(ranks, masters, tmp_path / f"masters-{ranks}", run, 2)
         loaded = torch.load(run / f"masters-{ranks}.pt")
         assert loaded.keys() == saved.weights.keys()
         assert all(torch.equal(loaded[name], saved.weights[name]) for name in loaded)
@@ -79,15 +79,15 @@ def test_resume_on_another_number_of_ranks(tmp_path, recipe, most, fewer):
     for ranks in fewer:  # an interrupted run is resumed on fewer ranks
         resumed = tmp_path / f"resumed-{ranks}"
         subprocess.run(["cp", "-r", str(run), str(resumed)], check=True)
-        subprocess.run(["rm", "-r", str(checkpoint.make_path(resumed, 6))], check=True)
-        record.truncate_after(resumed, 3)
+        subprocess.run(["rm", "-r", str(checkpoint.make_path(resumed, 4))], check=True)
+        record.truncate_after(resumed, 2)
         answers = run_ranks(ranks, cli, tmp_path / f"on-{ranks}", "train", "--resume", str(resumed))
         assert [code for code, _, _ in answers] == [0] * ranks, answers
         assert losses(resumed) == pytest.approx(losses(run), rel=1e-5 if recipe == "fp32" else 2e-3)
 
     code, out, _ = cli("export", str(run), "--json")
     plain = load_file(json.loads(out)["path"])
-    end = checkpoint.load(checkpoint.make_path(run, 6)).weights
+    end = checkpoint.load(checkpoint.make_path(run, 4)).weights
     assert code == 0 and all(torch.equal(plain[name], end[name]) for name in plain) and set(plain) <= set(end)
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from narrowgauge.kernels import HAVE_TRITON, jit, use_triton
 from narrowgauge.kernels.launch import launch_kernel
@@ -67,7 +68,9 @@ def add_statistics(table: StatsTable, row: int, x: Tensor, inverse_scale: Tensor
             num_warps=4,
         )  # fmt: skip
     else:
-        add_statistics_reference(table, row, flat, inverse_scale)
+        # Outside of the modes of a training step on a CPU, in which this may be called: a quarter of the time.
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            add_statistics_reference(table, row, flat, inverse_scale)
 
 
 def choose_sample_stride(size: int) -> int:

@@ -27,6 +27,7 @@ from narrowgauge.task import Task
 GPT2_VOCAB = 50257
 LLAMA_VOCAB = 32000
 SAMPLE_TOKENS = 200
+EVAL_BATCHES = 8
 TEMPERATURE = 0.8
 
 
@@ -206,6 +207,7 @@ def make(
         sample=lambda model: continue_text(model, open_data(), context),
         synthetic=make_synthetic_batch,
         items_per_batch=batch * context,
+        eval_batches=EVAL_BATCHES,
         unit="token",
         flops_per_item=config.flops_per_token(),
         learning_rate=size.learning_rate,
