@@ -239,7 +239,8 @@ class Fp8Caster:
 
     @property
     def delayed(self) -> bool:
-        return self.scales.delayed and (not self.evaluating or self.scales.mode == "none")
+        # In this order: torch.compile guards on what it reads, and an evaluation is not compiled again after an update.
+        return (not self.evaluating or self.scales.mode == "none") and self.scales.delayed
 
     def amax(self, site: Site) -> Tensor | None:
         return site.amax if self.record else None
