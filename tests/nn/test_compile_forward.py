@@ -66,6 +66,19 @@ def test_evaluation_is_one_more_graph_before_and_after_the_first_update(monkeypa
     assert count_graphs() == 2
 
 
+def test_two_forwards_may_precede_their_backwards(monkeypatch):
+    plain, compiled = make(monkeypatch, compiled=False), make(monkeypatch)
+    x = torch.randn(2, 16, 32)
+    for model, scales in (plain, compiled):
+        train(model, scales)
+        first, second = (model(part).float().square().sum() for part in (3 * x[0], x[1]))
+        (first + 2 * second).backward()
+    for ours, theirs in zip(compiled[0].parameters(), plain[0].parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(compiled[1].amax, plain[1].amax)
+    assert torch.equal(compiled[1].counts, plain[1].counts)
+
+
 def test_a_first_update_that_does_not_fit_uncompiled_is_compiled(monkeypatch):
     model, scales = make(monkeypatch)
     change = find_change(model, CompiledForward)

@@ -47,6 +47,8 @@ class CompiledForward(Change):
                 self._fits_uncompiled = False
         if self._graph is None:
             self._graph = self._compile(inner)
+        if self.scales is not None:
+            self.scales.renew_tables()
         with separate_compile_cache():
             return self._graph(*args, **kwargs)
 
