@@ -4,9 +4,9 @@
     record_rows   raises a site's amax and counts by those of the rows, and writes the transposed copy of x_lp
 
 ``cast_rows`` is an op to torch, and arithmetic to inductor (``inductor_lowering``): the producer writes one byte per
-element where it would have written two or four, and no kernel reads them again. Statistics are per row, because inductor
-fuses a reduction of rows with a norm, an activation or a softmax over the same rows, but not a reduction of the whole
-tensor. ``record_rows`` reads one byte per element and writes one.
+element where it would have written two or four, and no kernel reads them again. Statistics are per row: inductor fuses
+a reduction of rows with a norm, an activation or a softmax over the same rows, but not a reduction of a whole tensor.
+``record_rows`` reads one byte per element and writes one.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
 from narrowgauge.errors import UsageError
+from narrowgauge.kernels.inductor_lowering import teach_inductor
 from narrowgauge.nn.module_changes import Change, apply_change, has_own_method, original_class
 from narrowgauge.nn.products.gemm import (
     BF16,
@@ -89,6 +90,7 @@ class ConvertedLinear(InGraph, Change):
 
     def compute(self, *args: Any) -> Tensor:
         """Compute the layer in a graph, from the arguments that ``run`` gives."""
+        teach_inductor()
         _, *needs = args[:4]
         x, weight, bias, *rest = args[4:]
         tables = ScaleTables(*rest)
@@ -159,7 +161,7 @@ def run_linear(plan: LinearPlan, x: Tensor, weight: Tensor, bias: Tensor | None,
                 plan.shared_input.put(plan, x, needs, operand)
         output: Tensor = _Linear.apply(x, weight, bias, plan, needs, *operand)  # type: ignore[no-untyped-call]
     count = x.numel() // x.shape[-1]
-    return (output if len(output) == count else output[:count]).view(*x.shape[:-1], -1)
+    return (output if output.shape[0] == count else output[:count]).view(*x.shape[:-1], -1)
 
 
 def _empty_linear(plan: LinearPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -205,7 +207,8 @@ class _Linear(torch.autograd.Function):
             made = use.get_saved()
             lacking = made[0 if plan.choice.grad_input == "fp8" else 2] is None
             ctx.save_for_backward(*source, weight if needs.input and lacking else None, *made)
-            ctx.plan, ctx.shape, ctx.kinds = plan, x.shape, (x.dtype, None if bias is None else bias.dtype)
+            ctx.plan, ctx.shape, ctx.count = plan, x.shape, x.numel() // x.shape[-1]
+            ctx.kinds = x.dtype, None if bias is None else bias.dtype
             ctx.gradient_dtype = use.gradient_dtype
         return output
 
@@ -226,11 +229,10 @@ class _Linear(torch.autograd.Function):
             operand = operand._replace(hp=grad.to(BF16))
         grad_input = grad_weight = grad_bias = None
         if needs_x:
-            count = ctx.shape.numel() // ctx.shape[-1]
             seen = plan.choice.output == "fp8"
             use = plan.weight.use(*([] if weight is None else [weight]), seen=seen, tables=plan.tables)
             use.restore_saved(tuple(kept))
-            grad_input = compute_grad_input(operand, use, plan.choice)[:count].view(ctx.shape).to(ctx.kinds[0])
+            grad_input = compute_grad_input(operand, use, plan.choice)[: ctx.count].view(ctx.shape).to(ctx.kinds[0])
         if needs_weight:
             source = Operand(hp, None, lp_t, inv_scale)
             grad_weight = compute_grad_weight(operand, source, plan.choice, ctx.gradient_dtype, plan.weight)
@@ -242,7 +244,7 @@ class _Linear(torch.autograd.Function):
 
 def _pad_rows(rows: Tensor) -> Tensor:
     """Pad with zero rows to a multiple of 16, as FP8's grad_weight needs; they add nothing to its sums."""
-    missing = -len(rows) % MULTIPLE
+    missing = -rows.shape[0] % MULTIPLE  # len(rows) would make the number of rows a constant of a compiled graph
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
