@@ -97,8 +97,8 @@ class EngineBase:
                     f"compile: {self.recipe.compute} is emulated on {self.hardware.name}, and torch.compile does not "
                     "see the emulation; use compile=False or recipe fp32"
                 )
-            mode = compile if isinstance(compile, str) else None
-            compile_forward(model, self.step_context, mode, self.conversion.scales)
+            compile_mode = compile if isinstance(compile, str) else None
+            compile_forward(model, self.step_context, compile_mode, self.conversion.scales)
 
     def _convert_model(self, fused: bool | None) -> Conversion:
         """Convert the layers that the recipe computes differently. Subclasses may extend this."""

@@ -91,7 +91,7 @@ class OpWithOptionalStats(Generic[F]):
         return self._without_stats if all(tensor is None for tensor in statistics) else self._with_stats
 
 
-def define_op(name: str, function: F, fake: F, mutates: tuple[str, ...] = ()) -> F:
+def define_op(name: str, function: F, fake: Callable[..., Any], mutates: tuple[str, ...] = ()) -> F:
     """Define an op for compiled graphs as ``register`` does, but without autograd.
 
     torch.library.custom_op adds Python code that makes any op work with autograd. Calls inside of an

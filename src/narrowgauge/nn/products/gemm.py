@@ -298,10 +298,10 @@ class Fp8Caster:
             amax = x.abs().amax(1).amax().float()
             scale, row = compute_scale(amax, FP8_MAX[site.dtype], self.scales.margin).reshape(1), 0
             inv_scale = scale[0].reciprocal()
-        lp, *stats = cast_rows(x, scale, row, site.dtype)
+        lp, row_amax, saturated, flushed = cast_rows(x, scale, row, site.dtype)
         lp_t = None
         if self.record:
-            made = record_rows(lp, *stats, *tables.locate(site), transposed)
+            made = record_rows(lp, row_amax, saturated, flushed, *tables.locate(site), transposed)
             lp_t = made if transposed else None
         elif transposed:
             lp_t = cast.transpose(lp)

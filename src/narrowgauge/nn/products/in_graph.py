@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ def skip_version_checks(tensors: Iterable[Tensor]) -> None:
     raises the same amax, and reads it only to raise it. torch has this setting for tensors that an autograd.Function
     stores without ``save_for_backward``; a version without it fails if two forwards precede their backwards.
     """
-    get_proxies = getattr(proxy_tensor, "_get_proxies", None)
-    for tensor in tensors if get_proxies is not None else ():
+    get_proxies: Callable[[Tensor], list[Any]] = getattr(proxy_tensor, "_get_proxies", lambda _: [])
+    for tensor in tensors:
         for proxy in get_proxies(tensor):
             proxy.node.meta["saved_tensor_with_no_vc_check"] = True
