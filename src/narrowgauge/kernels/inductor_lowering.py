@@ -2,7 +2,8 @@
 
 A lowering is the last step before inductor's scheduler: up to there a cast is one node of the graph, which costs little
 time to trace and partition. inductor's lowerings are not a public interface. If they are not as expected, the op stays
-what it is, and a compiled graph runs it as a separate kernel, with the same result.
+what it is, and a compiled graph runs it in plain torch, with the same result. inductor's cache of compiled graphs does
+not know what a lowering does: if this one changes, so must the name of the op.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
+from narrowgauge import events
 from narrowgauge.errors import UsageError
 from narrowgauge.kernels.inductor_lowering import teach_inductor
 from narrowgauge.nn.module_changes import Change, apply_change, has_own_method, original_class
@@ -217,6 +219,11 @@ class _Linear(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise UsageError(DOUBLE_BACKWARD)
         plan: LinearPlan = ctx.plan
+        with contextlib.nullcontext() if plan.tables is None else events.paused():  # tracing is no event
+            return _Linear._compute_grads(ctx, plan, grad)
+
+    @staticmethod
+    def _compute_grads(ctx: Any, plan: LinearPlan, grad: Tensor) -> Any:
         hp, lp_t, inv_scale, weight, *kept = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         formats = {plan.choice.grad_input} if needs_x else set()
