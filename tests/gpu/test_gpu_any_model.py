@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 from narrowgauge import Engine
+from narrowgauge.kernels.cast_rows import cast_rows, cast_rows_reference, record_rows, record_rows_reference
+from narrowgauge.kernels.inductor_lowering import teach_inductor
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
@@ -75,3 +77,38 @@ def test_compiled_models_train_like_eager_ones(build):
 def test_casts_do_not_synchronize(compile):
     torch._dynamo.reset()
     assert len(train_losses(net, "fp8[products=all]", compile, forbid_sync=True)) == 12
+
+
+def test_a_model_is_compiled_once():
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    train_losses(net, "fp8[products=all]", True, steps=4)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("shape", [(1024, 512), (1040, 136)])
+def test_inductors_casts_match_the_reference(shape, dtype):
+    import torch._inductor.lowering
+    from torch._inductor.utils import run_and_get_code
+
+    def compute(x, scales, amax, counts):
+        x_lp, *stats = cast_rows(2 * x, scales, 1, dtype)
+        return x_lp, record_rows(x_lp, *stats, amax, counts, 2, True)
+
+    assert teach_inductor()
+    torch._dynamo.reset()
+    x = torch.randn(shape).exp().bfloat16()
+    x.view(-1)[:6] = torch.tensor([0.0, 1e30, -1e30, 1e-30, -1e-30, torch.inf])
+    scales, tables = torch.tensor([1.0, 300.0]), (torch.zeros(4), torch.zeros(4, 2, dtype=torch.int64))
+    on_gpu = [tensor.cuda() for tensor in tables]
+    made, code = run_and_get_code(torch.compile(compute, fullgraph=True), x.cuda(), scales.cuda(), *on_gpu)
+    assert "narrowgauge.cast_rows" not in code[0]
+    wanted = cast_rows_reference(2 * x, scales, 1, dtype)
+    wanted_t = record_rows_reference(*wanted, *tables, 2, True)
+    for mine, theirs in zip(made, (wanted[0], wanted_t), strict=True):
+        assert torch.equal(mine.cpu().view(torch.uint8), theirs.view(torch.uint8))
+    for mine, theirs in zip(on_gpu, tables, strict=True):
+        assert torch.equal(mine.cpu(), theirs)

@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from narrowgauge.kernels import activation_kernels as activation, cast, cross_entropy_kernels, norm_kernels
-from narrowgauge.kernels import adamw, cast_weights, embedding, rotary, sum_rows, tensor_stats
+from narrowgauge.kernels import adamw, cast_rows, cast_weights, embedding, rotary, sum_rows, tensor_stats
 
 I32 = "i32"
 NOT_ALIGNED = ("length", "n16", "time", "ignore_index", "rows", "every", "across", "count", "shrink", "smallest")
@@ -72,6 +72,9 @@ if kind == "cast":
     none = ("scale_ptr", "amax_ptr", "counts_ptr", "out_t_ptr")
     compiled(cast._cast_kernel, none=none, HEAD=64, LIMIT=None, TINY=None, **small)
     compiled(cast._max_abs_kernel, BLOCK_N=64, BLOCK_D=64)
+    rows = {"x_ptr": "*u8", "row_amax_ptr": "*fp32", "saturated_ptr": "*i32", "flushed_ptr": "*i32"}
+    for size, none in ((tile, ()), (edge, ()), ({**edge, "BLOCK_N": 1024, "BLOCK_D": 16}, ("out_t_ptr",))):
+        compiled(cast_rows._record_kernel, none=none, types=rows, **size)
     plain = {"shrink": "fp32", "smallest": "fp32", "out_ptr": "*fp8e4nv", "pending_ptr": "*i64"}
     for none in ((), ("counts_ptr", "pending_ptr"), ("scale_ptr", "counts_ptr", "pending_ptr"), ("out_t_ptr",)):
         both = ((small, "*fp32"), (small_edge, "*bf16"))

@@ -102,7 +102,8 @@ class EngineBase:
                     f"compile: {self.recipe.compute} is emulated on {self.hardware.name}, and torch.compile does not "
                     "see the emulation; use compile=False or recipe fp32"
                 )
-            compile_forward(model, self.step_context, compile if isinstance(compile, str) else None)
+            compile_mode = compile if isinstance(compile, str) else None
+            compile_forward(model, self.step_context, compile_mode, self.conversion.scales)
         can_compile = not self.conversion.blocks and not sharded
         self.speed_advice = explain_slow(self.conversion, compiled=self.compiled, can_compile=can_compile)
         if self.update_sync.is_first:

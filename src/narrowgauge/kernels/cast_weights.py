@@ -24,6 +24,7 @@ from narrowgauge.kernels import (
     HAVE_TRITON,
     can_bypass_op,
     compute_scale,
+    define_op,
     jit_unspecialized,
     register,
     use_triton,
@@ -311,4 +312,31 @@ _recast_op = register(
     "cast_weight_again",
     _recast,
     lambda weights, scale, amax, dtype, transposed, margin: _make_fake(weights, dtype, transposed),
+)
+
+
+def _cast_delayed_by_row(
+    weights: list[Tensor],
+    scale: Tensor,
+    amax: Tensor,
+    counts: Tensor,
+    pending: Tensor,
+    row: int,
+    amax_row: int,
+    dtype: torch.dtype,
+    transposed: bool,
+    margin: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``cast_weight_delayed`` for compiled graphs: with tables of all sites, the weight's row there and in ``amax``."""
+    numbers = scale[row], amax[amax_row], counts[amax_row], pending[row]
+    return _cast_delayed(weights, *numbers, dtype, transposed, margin)
+
+
+cast_weight_by_row = define_op(
+    "cast_weight_by_row",
+    _cast_delayed_by_row,
+    lambda weights, scale, amax, counts, pending, row, amax_row, dtype, transposed, margin: _make_fake(
+        weights, dtype, transposed
+    ),
+    ("amax", "counts", "pending"),
 )

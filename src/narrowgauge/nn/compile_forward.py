@@ -7,6 +7,10 @@ Three properties of torch.compile make this more than ``model.compile()``:
 - Compiled code belongs to the Python code object, which all models share (``Module._call_impl``). A second engine would
   get the first one's graph if the guards allow it, and after eight graphs (``recompile_limit``) torch.compile silently
   stops compiling. Each engine therefore gets its own code object.
+
+Under delayed FP8 scaling the first update runs uncompiled: no scale is known yet, and a graph that reads each tensor
+before its cast would serve for one update only, while compiling it takes as long as compiling the other one. If the
+uncompiled model does not fit in memory, the first update is compiled as well.
 """
 
 from __future__ import annotations
@@ -21,24 +25,41 @@ from torch import nn
 from narrowgauge.nn.grouped_mm import separate_compile_cache
 from narrowgauge.nn.module_changes import Change, apply_change, find_change
 from narrowgauge.nn.step_context import StepContext
+from narrowgauge.scaling.tensor import TensorScales
 
 
 class CompiledForward(Change):
     """A model that runs as a compiled graph. A copy of the model runs uncompiled, in the same step context."""
 
-    def __init__(self, step_context: StepContext, mode: str | None = None) -> None:
-        self.step_context, self.mode = step_context, mode
+    def __init__(self, step_context: StepContext, mode: str | None = None, scales: TensorScales | None = None) -> None:
+        self.step_context, self.mode, self.scales = step_context, mode, scales
         self.paused = False
+        self._fits_uncompiled = True
         self._graph: Callable[..., Any] | None = None
 
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self.paused:
-            with self.step_context.attention(), self.step_context.autocast():
-                return inner(*args, **kwargs)
+            return self._run_uncompiled(inner, *args, **kwargs)
+        if self._fits_uncompiled and self.is_waiting_for_scales():
+            try:
+                return self._run_uncompiled(inner, *args, **kwargs)
+            except torch.OutOfMemoryError:  # it holds the tensors of the failed forward until this block ends
+                self._fits_uncompiled = False
         if self._graph is None:
             self._graph = self._compile(inner)
+        if self.scales is not None:
+            self.scales.renew_tables()
         with separate_compile_cache():
             return self._graph(*args, **kwargs)
+
+    def is_waiting_for_scales(self) -> bool:
+        """Whether this forward trains and no update has set the scales yet. An evaluation does not read them."""
+        scales = self.scales
+        return scales is not None and scales.mode == "delayed" and not scales.delayed and torch.is_grad_enabled()
+
+    def _run_uncompiled(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self.step_context.attention(), self.step_context.autocast():
+            return inner(*args, **kwargs)
 
     def _compile(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         step_context = self.step_context
@@ -54,9 +75,18 @@ class CompiledForward(Change):
         return {**self.__dict__, "_graph": None, "paused": True}
 
 
-def compile_forward(model: nn.Module, step_context: StepContext, mode: str | None = None) -> None:
-    """Make the model run as a compiled graph; its state dictionary does not change."""
-    apply_change(model, CompiledForward(step_context, mode))
+def compile_forward(
+    model: nn.Module, step_context: StepContext, mode: str | None = None, scales: TensorScales | None = None
+) -> None:
+    """Make the model run as a compiled graph; its state dictionary does not change.
+
+    Args:
+        model: The model.
+        step_context: The context to compile in.
+        mode: A mode of ``torch.compile``.
+        scales: The model's FP8 scales. While they are unknown, training steps run uncompiled.
+    """
+    apply_change(model, CompiledForward(step_context, mode, scales))
 
 
 @contextlib.contextmanager

@@ -193,6 +193,7 @@ def convert_layers(
             history=recipe.history,
             margin=recipe.margin,
             amax=recipe.amax,
+            in_backward={name for layer in result.layers for name in _list_backward_sites(layer)},
         )
     by_path = {layer.path: layer for layer in result.layers}
     graphs = BlockGraphs(cuda_graphs)
@@ -272,6 +273,12 @@ def _list_sites(layer: Layer, leaders: dict[str, str]) -> Iterator[tuple[str, to
             yield f"{layer.path}.input", E4M3
         yield f"{layer.path}.grad_output", E5M2
     yield f"{layer.path}.weight", E4M3
+
+
+def _list_backward_sites(layer: Layer) -> Iterator[str]:
+    yield f"{layer.path}.grad_output"
+    if layer.choice.output != "fp8":  # then grad_input is the first to cast the weight
+        yield f"{layer.path}.weight"
 
 
 def is_lean(recipe: Recipe) -> bool:

@@ -24,9 +24,9 @@ Evaluation passes no amax at all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,6 +53,39 @@ class Site:
     """Number of saturated values and of values flushed to zero, over the whole run."""
     pending: Tensor
     """The same for a cast that may be repeated with another scale; zeros between casts."""
+    row: int = 0
+    """The site's row in the tables of all sites."""
+
+
+class ScaleTables(NamedTuple):
+    """The numbers of all sites. A compiled graph takes these as inputs, and not the views of each site.
+
+    Sites that are cast in backward have tables of their own. Otherwise backward's graph would continue from the amax
+    that its forward left, and lose what the forward of another microbatch has recorded in between.
+    """
+
+    scale: Tensor
+    inv_scale: Tensor
+    pending: Tensor
+    amax: Tensor
+    counts: Tensor
+    backward_amax: Tensor
+    backward_counts: Tensor
+
+    def locate(self, site: Site) -> tuple[Tensor, Tensor, int]:
+        """Return the tables of amax and counts that have the site, and its row there."""
+        forward = len(self.amax)
+        if site.row < forward:
+            return self.amax, self.counts, site.row
+        return self.backward_amax, self.backward_counts, site.row - forward
+
+    def get_amax(self, site: Site) -> Tensor:
+        amax, _, row = self.locate(site)
+        return amax[row]
+
+    def get_counts(self, site: Site) -> Tensor:
+        _, counts, row = self.locate(site)
+        return counts[row]
 
 
 class TensorScales:
@@ -67,7 +100,12 @@ class TensorScales:
         history: int = 16,
         margin: int = 0,
         amax: str = "max",
+        in_backward: Collection[str] | None = None,
     ) -> None:
+        """``in_backward`` names the sites whose tensors are cast in backward. Default: those in E5M2."""
+        if in_backward is None:
+            in_backward = [name for name, dtype in sites.items() if dtype is torch.float8_e5m2]
+        sites = dict(sorted(sites.items(), key=lambda item: item[0] in in_backward))
         wrong = [str(dtype) for dtype in sites.values() if dtype not in FP8_MAX]
         if wrong:
             raise UsageError(f"FP8 scales are for float8_e4m3fn and float8_e5m2, not for {wrong[0]}")
@@ -88,9 +126,24 @@ class TensorScales:
         This flag changes only once, because a compiled graph is recompiled when a value it read has changed.
         """
         self.sites = {
-            name: Site(name, dtype, self.scale[i], self.inv_scale[i], self.amax[i], self.counts[i], pending[i])
+            name: Site(name, dtype, self.scale[i], self.inv_scale[i], self.amax[i], self.counts[i], pending[i], i)
             for i, (name, dtype) in enumerate(sites.items())
         }
+        self._pending, self._forward = pending, sum(name not in in_backward for name in sites)
+        self.renew_tables()
+
+    def renew_tables(self) -> None:
+        """Make ``tables`` anew, with version counters of their own.
+
+        torch checks the versions of what a graph's forward has saved: a mutation by the backward of another forward, or
+        through another view of the same memory, must not count.
+        """
+        first, last = slice(0, self._forward), slice(self._forward, None)
+        self.tables = ScaleTables(
+            *(self.scale.data, self.inv_scale.data, self._pending.data),
+            *(self.amax[first].data, self.counts[first].data),
+            *(self.amax[last].data, self.counts[last].data),
+        )
 
     def note_amax(self, amax: Tensor) -> None:
         """Note the amax of a tensor without a site, for ``find_nonfinite``."""

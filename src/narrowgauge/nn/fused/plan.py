@@ -211,7 +211,8 @@ class BlockWeights(NamedTuple):
 
 def bind_weights(plan: BlockPlan, tensors: BlockTensors, needed: bool, again: bool = False) -> BlockWeights:
     """Bind the projections' weights; without ``needed`` no site records them."""
-    options = {"record": needed, "seen": again, "backward": needed and (again or plan.checkpoint != "full")}
+    kept = needed and (again or plan.checkpoint != "full")
+    options: dict[str, Any] = {"record": needed, "seen": again, "backward": kept}
     groups = zip(
         (plan.qkv, plan.out, plan.up, plan.down),
         (tensors.inputs, tensors.out, tensors.ups, tensors.down),

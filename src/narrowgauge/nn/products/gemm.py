@@ -19,9 +19,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from narrowgauge import events
-from narrowgauge.kernels import FP8_MAX, cast, compute_scale, cublas
+from narrowgauge.kernels import FP8_MAX, cast, compute_scale, cublas, define_op, is_traced
+from narrowgauge.kernels.cast_rows import cast_rows, record_rows
 from narrowgauge.kernels.sum_rows import sum_rows
-from narrowgauge.scaling.tensor import Site, TensorScales
+from narrowgauge.scaling.tensor import ScaleTables, Site, TensorScales
 
 BF16 = torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -95,6 +96,14 @@ def multiply_fp8(
 
     ``fast``: tensor-core accumulation with fewer bits. ``bias`` is BF16, and needs a BF16 result.
     """
+    if is_traced(a):
+        return _multiply_fp8_op(a, b, inv_a, inv_b, out_dtype, fast, bias)
+    return _multiply_fp8(a, b, inv_a, inv_b, out_dtype, fast, bias)
+
+
+def _multiply_fp8(
+    a: Tensor, b: Tensor, inv_a: Tensor, inv_b: Tensor, out_dtype: torch.dtype, fast: bool, bias: Tensor | None
+) -> Tensor:
     if a.is_cuda:
         scaled: dict[str, Any] = {
             "scale_a": inv_a, "scale_b": inv_b, "bias": bias, "out_dtype": out_dtype, "use_fast_accum": fast,
@@ -109,6 +118,10 @@ def multiply_fp8(
 
 def multiply_bf16(a: Tensor, b_t: Tensor, out_dtype: torch.dtype = BF16, bias: Tensor | None = None) -> Tensor:
     """Return a @ b_t + bias of BF16 operands in any layout, accumulated in FP32."""
+    return (_multiply_bf16_op if is_traced(a) else _multiply_bf16)(a, b_t, out_dtype, bias)
+
+
+def _multiply_bf16(a: Tensor, b_t: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
     if a.is_cuda:
         made = cublas.product(a, b_t, out_dtype, lambda out: _mm(a, b_t, out_dtype, bias, out), bias=bias)
         return _mm(a, b_t, out_dtype, bias) if made is None else made
@@ -122,6 +135,19 @@ def _mm(
     if bias is not None:
         return torch.addmm(bias, a, b_t, out=out)
     return torch.mm(a, b_t, out=out) if out_dtype is BF16 else torch.mm(a, b_t, out_dtype=out_dtype, out=out)
+
+
+# In a compiled graph the products are ops, so that they run with the algorithm that was measured to be the fastest.
+_multiply_fp8_op = define_op(
+    "multiply_fp8",
+    _multiply_fp8,
+    lambda a, b, inv_a, inv_b, out_dtype, fast, bias: a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype),
+)
+_multiply_bf16_op = define_op(
+    "multiply_bf16",
+    _multiply_bf16,
+    lambda a, b_t, out_dtype, bias: a.new_empty((a.shape[0], b_t.shape[1]), dtype=out_dtype),
+)
 
 
 def _multiply_wide(
@@ -236,24 +262,50 @@ class Fp8Caster:
     evaluating: bool = False
     """Whether to use current scaling whatever scaling training uses: an evaluation must not saturate silently after
     weights of another step or model were loaded."""
+    tables: ScaleTables | None = None
+    """The inputs of a compiled graph with the scales."""
 
     @property
     def delayed(self) -> bool:
-        return self.scales.delayed and (not self.evaluating or self.scales.mode == "none")
+        # In this order: torch.compile guards on what it reads, and an evaluation is not compiled again after an update.
+        return (not self.evaluating or self.scales.mode == "none") and self.scales.delayed
 
     def amax(self, site: Site) -> Tensor | None:
+        if torch.compiler.is_compiling():
+            return self.scales.tables.get_amax(site) if self.record else None
         return site.amax if self.record else None
 
     def counts(self, site: Site) -> Tensor | None:
+        if torch.compiler.is_compiling():
+            return self.scales.tables.get_counts(site) if self.record else None
         return site.counts if self.record else None
 
     def cast(self, x: Tensor, site: Site, transposed: bool) -> Operand:
         """Cast a BF16 or FP32 tensor [N, D] to FP8: one pass with delayed scaling, two with current scaling."""
+        if self.tables is not None:
+            return self._cast_in_graph(x, site, transposed, self.tables)
         scale, inv_scale, amax = self.scale_of(x, site)
         if transposed:
             lp, lp_t = cast.cast_transpose(x, scale, site.dtype, amax, self.counts(site))
             return Operand(None, lp, lp_t, inv_scale)
         return Operand(None, cast.cast(x, scale, site.dtype, amax, self.counts(site)), None, inv_scale)
+
+    def _cast_in_graph(self, x: Tensor, site: Site, transposed: bool, tables: ScaleTables) -> Operand:
+        """Cast in a graph that torch.compile makes, where inductor fuses the cast with what computes ``x``."""
+        scale, row = tables.scale, site.row
+        inv_scale = tables.inv_scale[row]
+        if not self.delayed:
+            amax = x.abs().amax(1).amax().float()
+            scale, row = compute_scale(amax, FP8_MAX[site.dtype], self.scales.margin).reshape(1), 0
+            inv_scale = scale[0].reciprocal()
+        lp, row_amax, saturated, flushed = cast_rows(x, scale, row, site.dtype)
+        lp_t = None
+        if self.record:
+            made = record_rows(lp, row_amax, saturated, flushed, *tables.locate(site), transposed)
+            lp_t = made if transposed else None
+        elif transposed:
+            lp_t = cast.transpose(lp)
+        return Operand(None, lp, lp_t, inv_scale)
 
     def scale_of(self, x: Tensor, site: Site) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return scale, inverse scale, and the amax tensor the cast should update (None: recorded already, or off)."""

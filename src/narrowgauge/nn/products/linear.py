@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
+from narrowgauge import events
 from narrowgauge.errors import UsageError
+from narrowgauge.kernels.inductor_lowering import teach_inductor
 from narrowgauge.nn.module_changes import Change, apply_change, has_own_method, original_class
 from narrowgauge.nn.products.gemm import (
     BF16,
@@ -25,9 +28,10 @@ from narrowgauge.nn.products.gemm import (
     compute_grad_weight,
     compute_output,
 )
+from narrowgauge.nn.products.in_graph import InGraph, compute_in_graph, skip_version_checks
 from narrowgauge.nn.products.weight_casts import WeightCastPlan
 from narrowgauge.optim.sharded import is_sharded
-from narrowgauge.scaling.tensor import Site, TensorScales
+from narrowgauge.scaling.tensor import ScaleTables, Site, TensorScales
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,8 @@ class LinearPlan:
     """Holds the cast of an input that several layers read."""
     readers: int = 1
     """How many layers share the input's site, this one included."""
+    tables: ScaleTables | None = None
+    """The tables of all scales as inputs of a graph that torch.compile makes; None outside of it."""
 
     @property
     def reads(self) -> tuple[str, str]:
@@ -64,15 +70,34 @@ class NeededGrads(NamedTuple):
 
 
 @dataclass
-class ConvertedLinear(Change):
+class ConvertedLinear(InGraph, Change):
     """A linear layer that computes as its plan says."""
 
     plan: LinearPlan
     differentiable_twice = False
 
+    def __post_init__(self) -> None:
+        self.enter_registry()
+
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tensor:
         x = args[0] if args else next(iter(kwargs.values()))
-        return run_linear(self.plan, x, module.weight, module.bias)
+        weight, bias = module.weight, module.bias
+        needs = _find_needed_grads(x, weight, bias)
+        if not torch.compiler.is_compiling():
+            return run_linear(self.plan, x, weight, bias, needs)
+        scales = self.plan.scales
+        delayed = any(needs) and scales.delayed  # read here, so that the graph is guarded on it
+        made: Tensor = compute_in_graph(self.graph_key, delayed, *needs, x, weight, bias, *scales.tables)
+        return made
+
+    def compute(self, *args: Any) -> Tensor:
+        """Compute the layer in a graph, from the arguments that ``run`` gives."""
+        teach_inductor()
+        _, *needs = args[:4]
+        x, weight, bias, *rest = args[4:]
+        tables = ScaleTables(*rest)
+        skip_version_checks((tables.backward_amax, tables.backward_counts, tables.pending))
+        return run_linear(replace(self.plan, tables=tables), x, weight, bias, NeededGrads(*needs))
 
 
 class SharedInputCast:
@@ -93,12 +118,12 @@ class SharedInputCast:
 
     def clear(self) -> None:
         self.x: Tensor | None = None
-        self.site: Site | None = None
+        self.site: int | None = None
         self.operand = Operand()
 
     def find(self, plan: LinearPlan, x: Tensor, needs: NeededGrads) -> Operand | None:
         """Return the cast of this input, if it has every format that the layer's products read."""
-        if self.x is not x or self.site is not plan.input or self.seen != (_get_version_key(plan, x), needs.of_input):
+        if self.x is not x or self.site != plan.input.row or self.seen != (_get_version_key(plan, x), needs.of_input):
             return None
         operand = self.operand
         transposed = needs.weight and plan.choice.grad_weight == "fp8"
@@ -112,22 +137,25 @@ class SharedInputCast:
 
     def put(self, plan: LinearPlan, x: Tensor, needs: NeededGrads, operand: Operand) -> None:
         if plan.readers > 1:
-            self.x, self.site, self.operand = x, plan.input, operand
+            self.x, self.site, self.operand = x, plan.input.row, operand
             self.seen, self.left = (_get_version_key(plan, x), needs.of_input), plan.readers - 1
 
 
 def _get_version_key(plan: LinearPlan, x: Tensor) -> Any:
     """Return versions of the input and the scales; a traced graph is assumed to change neither between readers."""
-    return None if torch.compiler.is_compiling() else (x._version, plan.scales.moves)
+    return None if plan.tables is not None else (x._version, plan.scales.moves)
 
 
-def run_linear(plan: LinearPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _find_needed_grads(x: Tensor, weight: Tensor, bias: Tensor | None) -> NeededGrads:
+    recorded = torch.is_grad_enabled()
+    return NeededGrads(*(recorded and t is not None and t.requires_grad for t in (x, weight, bias)))
+
+
+def run_linear(plan: LinearPlan, x: Tensor, weight: Tensor, bias: Tensor | None, needs: NeededGrads) -> Tensor:
     """Return x @ weight.T + bias in BF16, for x of any leading shape."""
     with torch.autocast(x.device.type, enabled=False):
         if not x.numel():  # an expert without tokens
             return _empty_linear(plan, x, weight, bias)
-        recorded = torch.is_grad_enabled()
-        needs = NeededGrads(*(recorded and t is not None and t.requires_grad for t in (x, weight, bias)))
         operand = plan.shared_input.find(plan, x, needs) if plan.shared_input is not None else None
         if operand is None:
             operand = _cast_input(plan, x, needs)
@@ -135,7 +163,7 @@ def run_linear(plan: LinearPlan, x: Tensor, weight: Tensor, bias: Tensor | None)
                 plan.shared_input.put(plan, x, needs, operand)
         output: Tensor = _Linear.apply(x, weight, bias, plan, needs, *operand)  # type: ignore[no-untyped-call]
     count = x.numel() // x.shape[-1]
-    return (output if len(output) == count else output[:count]).view(*x.shape[:-1], -1)
+    return (output if output.shape[0] == count else output[:count]).view(*x.shape[:-1], -1)
 
 
 def _empty_linear(plan: LinearPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -150,7 +178,7 @@ def _cast_input(plan: LinearPlan, x: Tensor, needs: NeededGrads) -> Operand:
     operand = Operand()
     if "fp8" in plan.reads:
         transposed, training = needs.weight and plan.choice.grad_weight == "fp8", any(needs)
-        operand = Fp8Caster(plan.scales, training, not training).cast(rows, plan.input, transposed)
+        operand = Fp8Caster(plan.scales, training, not training, plan.tables).cast(rows, plan.input, transposed)
     return operand._replace(hp=rows.to(BF16)) if "bf16" in plan.reads else operand
 
 
@@ -170,7 +198,7 @@ class _Linear(torch.autograd.Function):
         lp_t: Tensor | None,
         inv_scale: Tensor | None,
     ) -> Tensor:
-        use = plan.weight.use(weight, record=any(needs), backward=needs.input)
+        use = plan.weight.use(weight, record=any(needs), backward=needs.input, tables=plan.tables)
         output = compute_output(Operand(hp, lp, lp_t, inv_scale), use, plan.choice)
         if bias is not None:
             output = output + bias.to(BF16)
@@ -181,7 +209,8 @@ class _Linear(torch.autograd.Function):
             made = use.get_saved()
             lacking = made[0 if plan.choice.grad_input == "fp8" else 2] is None
             ctx.save_for_backward(*source, weight if needs.input and lacking else None, *made)
-            ctx.plan, ctx.shape, ctx.kinds = plan, x.shape, (x.dtype, None if bias is None else bias.dtype)
+            ctx.plan, ctx.shape, ctx.count = plan, x.shape, x.numel() // x.shape[-1]
+            ctx.kinds = x.dtype, None if bias is None else bias.dtype
             ctx.gradient_dtype = use.gradient_dtype
         return output
 
@@ -190,6 +219,11 @@ class _Linear(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise UsageError(DOUBLE_BACKWARD)
         plan: LinearPlan = ctx.plan
+        with contextlib.nullcontext() if plan.tables is None else events.paused():  # tracing is no event
+            return _Linear._compute_grads(ctx, plan, grad)
+
+    @staticmethod
+    def _compute_grads(ctx: Any, plan: LinearPlan, grad: Tensor) -> Any:
         hp, lp_t, inv_scale, weight, *kept = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         formats = {plan.choice.grad_input} if needs_x else set()
@@ -197,15 +231,15 @@ class _Linear(torch.autograd.Function):
         operand = Operand()
         if "fp8" in formats:
             transposed = needs_weight and plan.choice.grad_weight == "fp8"
-            operand = Fp8Caster(plan.scales, True).cast(grad, plan.grad, transposed)
+            operand = Fp8Caster(plan.scales, True, tables=plan.tables).cast(grad, plan.grad, transposed)
         if "bf16" in formats:
             operand = operand._replace(hp=grad.to(BF16))
         grad_input = grad_weight = grad_bias = None
         if needs_x:
-            count = ctx.shape.numel() // ctx.shape[-1]
             seen = plan.choice.output == "fp8"
-            use = plan.weight.use(*([] if weight is None else [weight]), seen=seen).restore_saved(tuple(kept))
-            grad_input = compute_grad_input(operand, use, plan.choice)[:count].view(ctx.shape).to(ctx.kinds[0])
+            use = plan.weight.use(*([] if weight is None else [weight]), seen=seen, tables=plan.tables)
+            use.restore_saved(tuple(kept))
+            grad_input = compute_grad_input(operand, use, plan.choice)[: ctx.count].view(ctx.shape).to(ctx.kinds[0])
         if needs_weight:
             source = Operand(hp, None, lp_t, inv_scale)
             grad_weight = compute_grad_weight(operand, source, plan.choice, ctx.gradient_dtype, plan.weight)
@@ -217,7 +251,7 @@ class _Linear(torch.autograd.Function):
 
 def _pad_rows(rows: Tensor) -> Tensor:
     """Pad with zero rows to a multiple of 16, as FP8's grad_weight needs; they add nothing to its sums."""
-    missing = -len(rows) % MULTIPLE
+    missing = -rows.shape[0] % MULTIPLE  # len(rows) would make the number of rows a constant of a compiled graph
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 

@@ -21,7 +21,7 @@ from narrowgauge.kernels import cast_weights as kernel
 from narrowgauge.nn.products.gemm import E4M3, WIDE, Operand
 from narrowgauge.optim.adamw import gradient_dtype
 from narrowgauge.optim.sharded import is_sharded
-from narrowgauge.scaling.tensor import Site, TensorScales
+from narrowgauge.scaling.tensor import ScaleTables, Site, TensorScales
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,14 @@ class WeightCastPlan:
         dtype = None if sharded else gradient_dtype(weights[0])
         return WeightCastPlan(site, scales, transposed_weight, not (lean or sharded), dtype, path)
 
-    def use(self, *weights: Tensor, record: bool = True, seen: bool = False, backward: bool = True) -> BoundWeight:
+    def use(
+        self,
+        *weights: Tensor,
+        record: bool = True,
+        seen: bool = False,
+        backward: bool = True,
+        tables: ScaleTables | None = None,
+    ) -> BoundWeight:
         """Bind weights for one forward and its backward.
 
         Args:
@@ -63,17 +70,24 @@ class WeightCastPlan:
             record: Record their amax at the site; False in evaluation.
             seen: The site has recorded them already, as in recomputation.
             backward: Whether backward will compute grad_input.
+            tables: The inputs of a compiled graph with the scales.
         """
-        return BoundWeight(self, weights, record, seen, backward)
+        return BoundWeight(self, weights, record, seen, backward, tables)
 
 
 class BoundWeight:
     """A weight bound for one forward and its backward."""
 
     def __init__(
-        self, plan: WeightCastPlan, weights: tuple[Tensor, ...], record: bool, seen: bool, backward: bool
+        self,
+        plan: WeightCastPlan,
+        weights: tuple[Tensor, ...],
+        record: bool,
+        seen: bool,
+        backward: bool,
+        tables: ScaleTables | None,
     ) -> None:
-        self.plan, self.weights = plan, weights
+        self.plan, self.weights, self.tables = plan, weights, tables
         self._record, self._seen, self._backward = record, seen, backward
         self._lp = Operand()
         self._hp: Tensor | None = None
@@ -129,12 +143,25 @@ class BoundWeight:
         weights = [weight.detach() for weight in self.weights]
         if len(weights) > 1 and (joint := view_as_one(weights)) is not None:
             weights = [joint]
+        tables = self.tables
+        if tables is None and scales is not None and torch.compiler.is_compiling():
+            tables = scales.tables
         if site is None or scales is None or not self._record or scales.mode != "delayed" or not scales.delayed:
             margin = 0 if scales is None or scales.mode != "delayed" else scales.margin
-            amax = site.amax if site is not None and self._record and not self._seen else None
+            amax = None
+            if site is not None and self._record and not self._seen:
+                amax = site.amax if tables is None else tables.get_amax(site)
             lp, lp_t, inverse = kernel.cast_weight(weights, E4M3, layouts, margin, amax)
         elif self._seen:
-            lp, lp_t, inverse = kernel.recast_weight(weights, site.scale, site.amax, E4M3, layouts, scales.margin)
+            scale, amax = site.scale, site.amax
+            if tables is not None:
+                scale, amax = tables.scale[site.row], tables.get_amax(site)
+            lp, lp_t, inverse = kernel.recast_weight(weights, scale, amax, E4M3, layouts, scales.margin)
+        elif tables is not None:
+            recorded, counts, row = tables.locate(site)
+            lp, lp_t, inverse = kernel.cast_weight_by_row(
+                weights, tables.scale, recorded, counts, tables.pending, site.row, row, E4M3, layouts, scales.margin
+            )
         else:
             lp, lp_t, inverse = kernel.cast_weight_delayed(
                 weights, site.scale, site.amax, site.counts, site.pending, E4M3, layouts, scales.margin
