@@ -39,7 +39,7 @@ def train(model: nn.Module, recipe: str, fused: bool | None) -> list[float]:
     engine = Engine(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), recipe, fused=fused)
     assert len(engine.conversion.blocks) == (0 if fused is False else 2), engine.conversion.unfused
     losses = []
-    for step in range(10):
+    for step in range(20):
         batch = tokens(step % 3)
         with engine.forward():
             loss = model(input_ids=batch, labels=batch).loss

@@ -60,6 +60,8 @@ HEAD = "lm_head"
 """Path of the module that computes the logits."""
 CHUNK_BYTES = 4 << 30
 """Default limit of BF16 logits stored at once. GPT-2's 65,536 x 50,304 take two chunks, each a full GEMM."""
+PADDED = 64
+"""The columns of logits are padded to a multiple of this."""
 CHUNK_MULTIPLE = 128
 """The rows of a chunk are a multiple of this, the tile of a GEMM."""
 
@@ -181,7 +183,11 @@ class _HeadCall:
         grad_input = torch.empty(rows, x.shape[1], dtype=made, device=x.device) if need_input else None
         grad_weight: Tensor | None = None
         grad_bias: Tensor | None = None
-        use = self.weight.use(weight, record=any(needs), backward=need_input)
+        bound = self.weight.use(weight, record=any(needs), backward=need_input)
+        missing = 0 if "fp8" in self.precision else -len(weight) % PADDED
+        use = _PaddedWeight(bound, missing) if missing else bound
+        if added is not None and missing:
+            added = F.pad(added, (0, missing))
         for start in range(0, len(targets), self.chunk_rows):
             part = slice(start, start + self.chunk_rows)
             piece = _slice_rows(source, part)
@@ -197,12 +203,14 @@ class _HeadCall:
                 share = compute_grad_bias(d)
                 grad_bias = share if grad_bias is None else grad_bias.add_(share)
             del d  # before the next chunk's logits are made
+        if missing:
+            grad_weight, grad_bias = (None if g is None else g[: len(weight)] for g in (grad_weight, grad_bias))
         return total if self.summed else total / counted, grad_input, grad_weight, grad_bias
 
     def _run_chunk(
         self,
         x: Operand,
-        use: BoundWeight,
+        use: BoundWeight | _PaddedWeight,
         bias: Tensor | None,
         start: int,
         targets: Tensor,
@@ -211,7 +219,8 @@ class _HeadCall:
     ) -> tuple[Tensor, Operand]:
         """Return the losses of a chunk's rows, and the gradient of its logits as an operand; frees the logits."""
         need_input, need_weight, need_bias = needs
-        logits = compute_output(x, use, self.precision, bias)
+        whole = compute_output(x, use, self.precision, bias)
+        logits = whole[:, : whole.shape[1] - use.missing] if isinstance(use, _PaddedWeight) else whole
         events.report_tensor("activation", self.path, logits)
         formats = {self.precision.grad_input} if need_input else set()
         formats |= {self.precision.grad_weight} if need_weight or need_bias else set()
@@ -219,7 +228,7 @@ class _HeadCall:
         if formats and "fp8" not in formats:
             loss, hp = compute_loss_and_grad(logits, targets, factor, self.ignore_index, logits, self.form)
             events.report_tensor("gradient", self.path, hp)
-            return loss, Operand(hp)
+            return loss, Operand(whole)  # columns of padding are zero, as the weight's rows are
         lse, loss = compute_softmax_stats(logits, targets, self.ignore_index, self.form)
         if "fp8" in formats:
             transposed = need_weight and self.precision.grad_weight == "fp8"
@@ -248,6 +257,33 @@ class _HeadCall:
             given = given.transposed()
         wide = get_wide_dtype(formats)
         return given._replace(hp=x.to(wide)) if wide is not None and given.hp is None else given
+
+
+class _PaddedWeight:
+    """A weight with rows of zeros below it: products with an odd number of logits take several times as long."""
+
+    def __init__(self, weight: BoundWeight, missing: int) -> None:
+        self._weight, self.missing = weight, missing
+        self._hp: Tensor | None = None
+
+    @property
+    def path(self) -> str:
+        return self._weight.path
+
+    def wide(self, format: str) -> Tensor:
+        """Return the padded weight in BF16 or FP32."""
+        if self._hp is None:
+            (weight,) = self._weight.weights
+            rows, columns = weight.shape
+            self._hp = weight.new_zeros(rows + self.missing, columns, dtype=WIDE[format])
+            self._hp[:rows] = weight
+            events.report_copy(self._weight.weights, (self._hp,))
+        return self._hp
+
+    def fp8(self) -> Operand:
+        raise NotImplementedError("FP8 products need a vocabulary that is a multiple of 16")
+
+    fp8_transposed = fp8
 
 
 class _HeadLoss(torch.autograd.Function):

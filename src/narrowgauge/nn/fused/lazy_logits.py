@@ -43,6 +43,8 @@ class HeadSource:
     """Number of logits of a token."""
     autocast: torch.dtype | None
     """The dtype of autocast when the head was called."""
+    note_late_read: Callable[[], None]
+    """Called when logits are read after the head's parameters have changed."""
 
 
 def _describe_plainly(name: str) -> Any:
@@ -91,15 +93,20 @@ class Past(NamedTuple):
     """Of the head's input and parameters, when it was called."""
 
     def check_unchanged(self) -> None:
-        """Raise an error if the logits would not be those of the time when the head was called."""
-        for name, tensor, version in zip(
-            ("input", "weight", "bias"), (self.input, *self.source.parameters), self.versions, strict=False
-        ):
-            if tensor._version != version:
-                raise RuntimeError(
-                    f"the head's {name} was changed in place before its logits were read. narrowgauge computes logits "
-                    "when they are read: read them (logits.detach(), for example) before optimizer.step()"
-                )
+        """Note if the head's parameters have changed since it was called; raise an error if its input has.
+
+        Many loops read logits after the optimizer's step, for an accuracy. The head then returns ordinary logits from
+        its next call on.
+        """
+        before, *of_parameters = self.versions
+        if self.input._version != before:
+            raise RuntimeError(
+                "the head's input was changed in place before its logits were read. narrowgauge computes logits when "
+                "they are read: read them (logits.detach(), for example) before"
+            )
+        now = [parameter._version for parameter in self.source.parameters]
+        if now != of_parameters:
+            self.source.note_late_read()
 
 
 class LazyLogits(Tensor):

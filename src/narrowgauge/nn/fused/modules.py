@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -119,6 +120,12 @@ def _read_dropout(module: nn.Module, spec: BlockSpec) -> Dropout:
     return Dropout(*found)
 
 
+LATE_READ = (
+    "logits were read after optimizer.step(): these were computed with the new weights of the head. From now on logits "
+    "are computed in every forward, which takes more time and memory; read them before the step to avoid that"
+)
+
+
 class LazyHead(Change):
     """A head that returns ``LazyLogits``, so that a loss computed from them needs no logits."""
 
@@ -126,11 +133,18 @@ class LazyHead(Change):
 
     def __init__(self, weight: WeightCastPlan, choice: GemmChoice) -> None:
         self.weight, self.choice = weight, choice
+        self.is_read_late = False
+        """Whether the loop reads logits after the optimizer's step, so that they must exist before it."""
+
+    def _note_late_read(self) -> None:
+        if not self.is_read_late:
+            self.is_read_late = True
+            warnings.warn(LATE_READ, stacklevel=2)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else next(iter(kwargs.values()))
-        if not torch.is_grad_enabled() or not module.training or has_hooks(module):
+        if self.is_read_late or not torch.is_grad_enabled() or not module.training or has_hooks(module):
             return inner(x)
         kind = x.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -144,7 +158,7 @@ class LazyHead(Change):
             return made
 
         parameters = (weight,) if bias is None else (weight, bias)
-        source = HeadSource(inner, loss, parameters, weight.shape[0], autocast)
+        source = HeadSource(inner, loss, parameters, weight.shape[0], autocast, self._note_late_read)
         return make_lazy(x, source, autocast or x.dtype)
 
 

@@ -20,6 +20,7 @@ from narrowgauge.nn.fused.casts import (
     norm_backward,
 )
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, bind_norm
+from narrowgauge.nn.fused.reports import report_activations, report_gradients
 from narrowgauge.nn.fused.sublayers import (
     Activated,
     Branch,
@@ -66,6 +67,7 @@ def forward(run: Run, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor,
     u = project(h2, uses.up, plan.up, tensors.up_biases)
     activated = activate(run, u)
     down, branch2 = finish_branch(run, 2, project(activated.a, uses.down, plan.down, tensors.down_bias), batch)
+    report_activations(run, (h1, h2), qkv, attended, out, u, activated.a, down)
     return x, rows + out, down, Saved(h1, stats1, attended, o, branch1, h2, stats2, u, activated, branch2)
 
 
@@ -102,6 +104,7 @@ def backward(
     rows = x0.reshape(-1, x0.shape[-1])
     two = norm_backward(norm2, grad_h2, rows, saved.stats2, grad, None, caster)
     one = norm_backward(norm1, grad_h1, rows, saved.stats1, two.stream, reader, caster)
+    report_gradients(run, g, grad_u, g1, grad_qkv)
     grads = BlockTensors(
         (one.weight,), (one.bias,), of_inputs, of_input_biases, of_out, of_out_bias, (two.weight,), (two.bias,),
         of_ups, of_up_biases, of_down, of_down_bias, (of_post1,), (of_post2,), (of_scale1,), (of_scale2,),

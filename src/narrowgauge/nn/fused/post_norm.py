@@ -24,6 +24,7 @@ from narrowgauge.nn.fused.casts import (
     norm_backward,
 )
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, bind_norm
+from narrowgauge.nn.fused.reports import report_activations, report_gradients
 from narrowgauge.nn.fused.sublayers import (
     Activated,
     Branch,
@@ -74,6 +75,7 @@ def forward(run: Run, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor,
     activated = activate(run, u)
     down, branch2 = finish_branch(run, 2, project(activated.a, uses.down, plan.down, tensors.down_bias), batch)
     y, r2, stats2 = _add_and_norm(norm2, x1, down)
+    report_activations(run, (x1, y), qkv, attended, out, u, activated.a, down)
     return x, y, None, Saved(h1, attended, o, branch1, r1, stats1, h2, u, activated, branch2, r2, stats2)
 
 
@@ -113,6 +115,7 @@ def backward(
     of_inputs, of_input_biases = project_backward(
         grad_qkv, saved.h1, uses.qkv, plan.qkv, needs.inputs, needs.input_biases
     )
+    report_gradients(run, g, grad_u, g1, grad_qkv)
     grads = BlockTensors(
         (one.weight,), (one.bias,), of_inputs, of_input_biases, of_out, of_out_bias, (two.weight,), (two.bias,),
         of_ups, of_up_biases, of_down, of_down_bias, (of_post1,), (of_post2,), (of_scale1,), (of_scale2,),

@@ -20,7 +20,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from narrowgauge import events
 from narrowgauge.nn.fused.attention import Attended, attend, attend_backward, make_operand_of
 from narrowgauge.nn.fused.casts import (
     Projection,
@@ -29,6 +28,7 @@ from narrowgauge.nn.fused.casts import (
     norm_backward,
 )
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, bind_norm
+from narrowgauge.nn.fused.reports import report_activations, report_gradients
 from narrowgauge.nn.fused.sublayers import (
     Activated,
     Branch,
@@ -37,7 +37,6 @@ from narrowgauge.nn.fused.sublayers import (
     activate_backward,
     branch_backward,
     finish_branch,
-    get_outputs,
     is_activation_remade,
     needs_values,
     project,
@@ -118,8 +117,7 @@ def forward(run: Run, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor,
     if whole:
         down = project(activated.a, uses.down, plan.down, tensors.down_bias)
     y, branch2 = finish_branch(run, 2, down, batch)
-    if events.wants_tensors() and run.needed and not run.again:
-        _report_activations(run, h1, qkv, attended, out, h2, u, activated.a, y)
+    report_activations(run, (h1, h2), qkv, attended, out, u, activated.a, y)
     saved = Saved(h1, stats1, attended, o, branch1, x1, h2, stats2, u, activated, branch2)
     return x0.view_as(x), x1, y, saved
 
@@ -171,10 +169,7 @@ def backward(
     )
     rows = x0.reshape(-1, x0.shape[-1])
     one = norm_backward(norm1, grad_h1, rows, saved.stats1, two.stream, reader, caster)
-    if events.wants_tensors():
-        shown = ((spec.down, g), (spec.ups[-1], grad_u), (spec.output, g1), (spec.inputs[0], grad_qkv))
-        for name, operand in shown:  # of projections that read one input: one gradient
-            operand.report("gradient", f"{plan.path}.{name}")
+    report_gradients(run, g, grad_u, g1, grad_qkv)
     grads = BlockTensors(
         (one.weight,), (one.bias,), of_inputs, of_input_biases, of_out, of_out_bias, (two.weight,), (two.bias,),
         of_ups, of_up_biases, of_down, of_down_bias, (of_post1,), (of_post2,), (of_scale1,), (of_scale2,),
@@ -206,27 +201,3 @@ def recompute(run: Run, x0: Tensor, saved: Saved) -> Saved:
         if not is_activation_remade(run):
             saved.activated = activate(run, saved.u, saved.activated.kept)
     return saved
-
-
-def _report_activations(
-    run: Run,
-    h1: Operand,
-    qkv: Tensor,
-    attended: Attended,
-    out: Tensor,
-    h2: Operand,
-    u: Tensor,
-    a: Operand,
-    y: Tensor,
-) -> None:
-    spec, path = run.plan.spec, run.plan.path
-    inputs = qkv.split([get_outputs(run.uses.qkv, n) for n in range(len(spec.inputs))], -1)
-    ups = u.split([get_outputs(run.uses.up, n) for n in range(len(spec.ups))], -1)
-    norms = [(norm.path, h) for norm, h in ((spec.norm1, h1), (spec.norm2, h2)) if norm is not None]
-    shown: list[tuple[str, Tensor | Operand]] = [
-        *norms, *zip(spec.inputs, inputs, strict=True), ("attention", attended.mixed.detach()),
-        (spec.output, out), *zip(spec.ups, ups, strict=True), ("act", a), (spec.down, y),
-    ]  # fmt: skip
-    for name, value in shown:
-        operand = value if isinstance(value, Operand) else Operand(value)
-        operand.report("activation", f"{path}.{name}")

@@ -1,0 +1,57 @@
+"""Reports the activations and gradients inside a fused block to listeners, by the paths of the block's own modules."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from narrowgauge import events
+from narrowgauge.nn.fused.attention import Attended
+from narrowgauge.nn.fused.sublayers import Run, get_outputs
+from narrowgauge.nn.products.gemm import Operand
+
+Value = Tensor | Operand
+
+
+def report_activations(
+    run: Run, norms: tuple[Value, Value], qkv: Tensor, attended: Attended, out: Tensor, u: Tensor, a: Operand, y: Tensor
+) -> None:
+    """Report what a forward computed; nothing without a listener, in evaluation, or when a forward is repeated.
+
+    Args:
+        run: The forward.
+        norms: The outputs of both norms.
+        qkv: The output of the input projections.
+        attended: Attention's result.
+        out: Attention's branch.
+        u: The output of the MLP's first projections.
+        a: The activation's output.
+        y: The MLP's branch.
+    """
+    if not events.wants_tensors() or not run.needed or run.again:
+        return
+    spec = run.plan.spec
+    inputs = qkv.split([get_outputs(run.uses.qkv, n) for n in range(len(spec.inputs))], -1)
+    ups = u.split([get_outputs(run.uses.up, n) for n in range(len(spec.ups))], -1)
+    shown: dict[str, Value] = {
+        norm.path: value for norm, value in zip((spec.norm1, spec.norm2), norms, strict=True) if norm is not None
+    }
+    shown |= dict(zip(spec.inputs, inputs, strict=True))
+    shown |= {"attention": attended.mixed.detach(), spec.output: out}
+    shown |= dict(zip(spec.ups, ups, strict=True))
+    shown |= {"act": a, spec.down: y}
+    _report(run, "activation", shown)
+
+
+def report_gradients(run: Run, of_down: Operand, of_ups: Operand, of_output: Operand, of_inputs: Operand) -> None:
+    """Report the gradients of the projections' outputs; of projections that read one input, one gradient."""
+    if not events.wants_tensors():
+        return
+    spec = run.plan.spec
+    shown = {spec.down: of_down, spec.ups[-1]: of_ups, spec.output: of_output, spec.inputs[0]: of_inputs}
+    _report(run, "gradient", shown)
+
+
+def _report(run: Run, kind: str, shown: dict[str, Value] | dict[str, Operand]) -> None:
+    for name, value in shown.items():
+        operand = value if isinstance(value, Operand) else Operand(value)
+        operand.report(kind, f"{run.plan.path}.{name}")
