@@ -85,13 +85,13 @@ elif kind == "activation":
     plain = ("gelu_quick", "silu", "relu", "relu_squared")
     for op in plain:
         alone, out = ("b_ptr", "recomputed_t_ptr", "recomputed_scale_ptr"), "*fp8e4nv"
-        compiled(activation.pointwise_kernel, 8, alone, {"out_ptr": out}, OP=op, FORWARD=op, **FP8[out], **tile)
+        compiled(activation.pointwise_kernel, 8, alone, {"out_ptr": out}, OP=op, FORWARD=op, **FP8[out], **small)
         out = "*fp8e5"
         compiled(activation.pointwise_kernel, 8, (), {"out_ptr": out}, OP=f"{op}_backward", FORWARD=op, **FP8[out],
-                 **edge)
+                 **small_edge)
     types = {"grad_gate_ptr": "*fp8e5", "grad_up_ptr": "*fp8e5"}
     for op, name in (("geglu", "gelu"), ("geglu_tanh", "gelu_tanh"), ("reglu", "relu")):
-        compiled(activation.gated_backward_kernel, 8, (), types, NAME=name, FORWARD=op, **FP8["*fp8e5"], **tile)
+        compiled(activation.gated_backward_kernel, 8, (), types, NAME=name, FORWARD=op, **FP8["*fp8e5"], **small)
     for op in ("gelu", "gelu_backward", "gelu_tanh", "gelu_tanh_backward", "swiglu"):
         again = ("recomputed_t_ptr", "recomputed_scale_ptr")
         alone = ("b_ptr", *again) if op in ("gelu", "gelu_tanh") else again if op == "swiglu" else ()

@@ -18,7 +18,7 @@ from narrowgauge.nn.module_changes import apply_change, find_change
 
 STEPS = 20
 FEW_STEPS = 4
-LONG = ("llama", "qwen3", "gemma2", "gpt2", "bert", "gpt-neox")
+LONG = ("llama", "gpt2", "bert", "gpt-neox")
 """Families that train for more steps."""
 
 
