@@ -7,12 +7,17 @@ import os
 import signal
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
 from narrowgauge import kernels
 from narrowgauge.tasks import language
 
+# `make test` gives the same answer each time. `HYPOTHESIS_PROFILE=search pytest` looks for new failing examples.
+hypothesis.settings.register_profile("same", derandomize=True)
+hypothesis.settings.register_profile("search", deadline=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 SOURCE = Path(__file__).parent.parent / "src"
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))
 if not torch.cuda.is_available():

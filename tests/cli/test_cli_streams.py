@@ -106,9 +106,8 @@ def test_a_full_disk_does_not_stop_training(full: str, more: list[str], code: in
         assert "Traceback" not in errors
 
 
-@pytest.mark.parametrize("closed", [(1,), (0, 1, 2)], ids=str)
-def test_streams_closed_from_the_start_do_not_write_into_the_record(closed: tuple[int, ...]) -> None:
-    redirections = " ".join(f"{number}>&-" for number in closed)
+def test_streams_closed_from_the_start_do_not_write_into_the_record() -> None:
+    redirections = " ".join(f"{number}>&-" for number in (0, 1, 2))
     text = " ".join(command("chatty.py:make"))
     done = subprocess.run(["sh", "-c", f"exec {text} {redirections}"], timeout=PATIENCE_S, check=False)
     assert done.returncode == 0

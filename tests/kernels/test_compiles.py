@@ -77,8 +77,7 @@ if kind == "cast":
         compiled(cast_rows._record_kernel, none=none, types=rows, **size)
     plain = {"shrink": "fp32", "smallest": "fp32", "out_ptr": "*fp8e4nv", "pending_ptr": "*i64"}
     for none in ((), ("counts_ptr", "pending_ptr"), ("scale_ptr", "counts_ptr", "pending_ptr"), ("out_t_ptr",)):
-        both = ((small, "*fp32"), (small_edge, "*bf16"))
-        for size, kind in both if none else ((tile, "*fp32"), (edge, "*bf16"), (small, "*bf16"), (small_edge, "*fp32")):
+        for size, kind in ((small_edge, "*bf16"),) if none else ((tile, "*fp32"), (edge, "*bf16")):
             compiled(cast_weights._fit_kernel, none=none, types={**plain, "x_ptr": kind}, LIMIT=448.0,
             SATURATION=464.0, **size)
 elif kind == "activation":
@@ -96,7 +95,9 @@ elif kind == "activation":
         again = ("recomputed_t_ptr", "recomputed_scale_ptr")
         alone = ("b_ptr", *again) if op in ("gelu", "gelu_tanh") else again if op == "swiglu" else ()
         out = "*fp8e5" if op.endswith("backward") else "*fp8e4nv"
-        for none, sizes in (((), (tile, small_edge)), (("counts_ptr",), (small,))):
+        tanh = op.startswith("gelu_tanh")  # differs from gelu in one function
+        full, uncounted = ((small_edge,), ()) if tanh else ((tile, small_edge), (small,))
+        for none, sizes in (((), full), (("counts_ptr",), uncounted)):
             for size in sizes:
                 compiled(activation.pointwise_kernel, 8, (*none, *alone), {"out_ptr": out}, OP=op,
                          FORWARD=op.removesuffix("_backward"), **FP8[out], **size)
@@ -130,8 +131,8 @@ elif kind == "adamw":
     for master, weight, low in (("split", "*bf16", "*i16"), ("copy", "*bf16", "*fp32"), ("none", "*bf16", "*bf16"),
                                 ("itself", "*fp32", "*fp32")):
         for bits in (True, False):
-            # Both for BF16 weights with a split master, and for FP32 weights.
-            for whole in (True, False) if master in ("split", "itself") else (bits,):
+            # Options in pairs: each value with each master.
+            for whole in (bits,) if master != "itself" else (not bits,):
                 types = {**rates, **tables, "weight_ptr": weight, "low_ptr": low}
                 types |= {"first_ptr": "*i8" if bits else "*fp32", "second_ptr": "*u8" if bits else "*bf16"}
                 none = () if whole else ("factor_ptr", "found_ptr")

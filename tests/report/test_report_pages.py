@@ -12,7 +12,7 @@ from pathlib import Path
 import example_results
 import example_run
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from narrowgauge.errors import UsageError
@@ -152,6 +152,7 @@ def test_unwritable_output_is_refused(tmp_path: Path) -> None:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(SETTINGS, st.lists(EVENTS, max_size=6))
+@example({}, [{"step": 3, "kind": "prediction", "breaks": 1}])
 def test_any_record_gives_a_page(tmp_path: Path, configuration: dict, events: list[dict]) -> None:
     folder = tmp_path / "run"
     folder.mkdir(exist_ok=True)

@@ -30,7 +30,7 @@ def test_the_plain_loop_marks_five_lines():
     assert re.findall(r"# (\d)(?:,|$)", text, re.MULTILINE) == list("12345")
 
 
-@pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("recipe", ["bf16", "fp16"])  # fp32: test_digits_task.py
 def test_the_digits_example_reaches_97_percent(recipe):
     pytest.importorskip("sklearn")
     task = tasks.find(f"{EXAMPLES / 'digits.py'}:digits", batch=32)

@@ -68,8 +68,8 @@ class RunData:
             "eval": self._add_eval,
             "look": self._add_readings,
             "finding": self._add_finding,
-            "prediction": self.predictions.append,
-            "foretelling": self.predictions.append,  # its name in records of earlier versions
+            "prediction": self._add_prediction,
+            "foretelling": self._add_prediction,  # its name in records of earlier versions
             "end": self._add_end,
             "sample": self._add_sample,
             "checkpoint": self._add_mark,
@@ -117,6 +117,9 @@ class RunData:
         if not self.findings:
             for finding in event.get("findings") or ():
                 self._add_finding({"step": event["step"], **finding})
+
+    def _add_prediction(self, event: dict[str, Any]) -> None:
+        self.predictions = [*self.predictions[-1:], _describe_prediction(event)]  # the page shows the last two
 
     def _add_sample(self, event: dict[str, Any]) -> None:
         self.sample = printable(str(event["text"]))
@@ -215,7 +218,7 @@ class RunData:
             "nonfinite": {name: where for name, where in nonfinite.items() if where},
             "marks": self.marks[-_MOST_MARKS:],
             "findings": self.findings[:_MOST_FINDINGS],
-            "predictions": [_describe_prediction(event) for event in self.predictions[-2:]],
+            "predictions": self.predictions,
             "sample": self.sample,
             "damaged": self.damaged,
             **self.tensors.describe(cells, histograms),
