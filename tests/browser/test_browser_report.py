@@ -45,9 +45,9 @@ return [...node.querySelectorAll(".curve, .area, .roof, circle, rect, path[data-
 
 @pytest.fixture(scope="module")
 def long_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 100,000 steps with 40 modules sampled every 500 steps."""
+    """A run of 100,000 steps with 40 modules sampled every 2,000 steps."""
     folder = tmp_path_factory.mktemp("long")
-    return write([example_run.write_run(folder / "run", 100_000, tensors=40, every=500)], folder / "report.html")
+    return write([example_run.write_run(folder / "run", 100_000, tensors=40, every=2000)], folder / "report.html")
 
 
 @pytest.fixture(scope="module")
