@@ -7,6 +7,7 @@ from torch import nn
 from narrowgauge import Engine
 from narrowgauge.kernels.cast_rows import cast_rows, cast_rows_reference, record_rows, record_rows_reference
 from narrowgauge.kernels.inductor_lowering import teach_inductor
+from narrowgauge.nn.convert import convert
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
@@ -95,7 +96,7 @@ def test_inductors_casts_match_the_reference(shape, dtype):
     from torch._inductor.utils import run_and_get_code
 
     def compute(x, scales, amax, counts):
-        x_lp, *stats = cast_rows(2 * x, scales, 1, dtype)
+        x_lp, *stats = cast_rows(2 * x, scales[1], dtype)
         return x_lp, record_rows(x_lp, *stats, amax, counts, 2, True)
 
     assert teach_inductor()
@@ -106,9 +107,31 @@ def test_inductors_casts_match_the_reference(shape, dtype):
     on_gpu = [tensor.cuda() for tensor in tables]
     made, code = run_and_get_code(torch.compile(compute, fullgraph=True), x.cuda(), scales.cuda(), *on_gpu)
     assert "narrowgauge.cast_rows" not in code[0]
-    wanted = cast_rows_reference(2 * x, scales, 1, dtype)
+    wanted = cast_rows_reference(2 * x, scales[1], dtype)
     wanted_t = record_rows_reference(*wanted, *tables, 2, True)
     for mine, theirs in zip(made, (wanted[0], wanted_t), strict=True):
         assert torch.equal(mine.cpu().view(torch.uint8), theirs.view(torch.uint8))
     for mine, theirs in zip(on_gpu, tables, strict=True):
         assert torch.equal(mine.cpu(), theirs)
+
+
+def test_equal_layers_share_the_kernels_that_inductor_writes():
+    """The scale of a cast is no constant of its kernel: else each layer would compile kernels of its own."""
+    from torch._inductor.utils import fresh_cache, run_and_get_code
+
+    def count_kernels(layers):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            *(nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 256), nn.GELU()) for _ in range(layers))
+        )
+        model.cuda()
+        scales = convert(model, "fp8[products=all]").scales
+        x = torch.randn(1024, 256, device="cuda")
+        model(x).float().sum().backward()
+        scales.update()
+        with fresh_cache():
+            _, code = run_and_get_code(lambda: torch.compile(model, fullgraph=True)(x).float().sum().backward())
+        return sum(one.count("async_compile.triton(") for one in code)
+
+    assert count_kernels(4) <= count_kernels(3)

@@ -28,7 +28,7 @@ def test_rows_give_the_bytes_and_statistics_of_a_cast(dtype):
     x = with_extremes(48, 40)
     amax, counts = statistics()
     wanted = quantize_reference(x, SCALES[1], dtype, amax, counts)
-    x_lp, *stats = cast_rows(x, SCALES, 1, dtype)
+    x_lp, *stats = cast_rows(x, SCALES[1], dtype)
     assert_same(x_lp, wanted)
     table = torch.zeros(3), torch.zeros(3, 2, dtype=torch.int64)
     assert_same(record_rows(x_lp, *stats, *table, 2, True), transpose_reference(wanted))
@@ -41,7 +41,7 @@ def test_rows_give_the_bytes_and_statistics_of_a_cast(dtype):
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("shape", [(128, 128), (1040, 24), (7, 3)])
 def test_the_kernel_records_and_transposes_as_the_reference_does(shape, transposed):
-    made = cast_rows(with_extremes(*shape), SCALES, 1, E5M2)
+    made = cast_rows(with_extremes(*shape), SCALES[1], E5M2)
     wanted_tables, tables = make_tables(), make_tables()
     wanted = record_rows_reference(*made, *wanted_tables, 2, transposed)
     assert_same(record_rows(*made, *tables, 2, transposed), wanted)
@@ -59,7 +59,7 @@ def test_inductor_computes_the_cast_in_the_kernel_of_its_producer():
     from torch._inductor.utils import run_and_get_code
 
     def compute(x):
-        x_lp, *stats = cast_rows(2 * x, SCALES, 1, E4M3)
+        x_lp, *stats = cast_rows(2 * x, SCALES[1], E4M3)
         return x_lp.view(torch.uint8), *stats
 
     assert teach_inductor()

@@ -31,21 +31,21 @@ def teach_inductor() -> bool:
 def _register() -> bool:
     aten, prims = torch.ops.aten, torch.ops.prims
     used = (
-        *(prims.convert_element_type.default, aten.select.int, aten.mul.Tensor, aten.abs.default, aten.amax.default),
+        *(prims.convert_element_type.default, aten.mul.Tensor, aten.abs.default, aten.amax.default),
         *(aten.clamp_min.default, aten.clamp_max.default, aten.gt.Scalar, aten.le.Scalar, aten.ne.Scalar),
         *(aten.bitwise_and.Tensor, aten.sum.dim_IntList),
     )
     try:
         from torch._inductor.lowering import lowerings, register_lowering
 
-        convert, select, mul, abs_, amax, at_least, at_most, gt, le, ne, both, sum_ = (lowerings[op] for op in used)
+        convert, mul, abs_, amax, at_least, at_most, gt, le, ne, both, sum_ = (lowerings[op] for op in used)
     except (ImportError, KeyError):
         return False
 
-    def lower(x: Any, scale: Any, row: int, dtype: torch.dtype) -> Any:
+    def lower(x: Any, scale: Any, dtype: torch.dtype) -> Any:
         """``cast_rows_reference`` in inductor's terms."""
         x = convert(x, torch.float32)
-        scaled, limit = mul(x, select(scale, 0, row)), FP8_MAX[dtype]
+        scaled, limit = mul(x, scale), FP8_MAX[dtype]
         size = abs_(scaled)
         x_lp = convert(at_most(at_least(scaled, -limit), limit), dtype)
         x_lp.realize()  # two ops read it, and inductor would write a copy for each

@@ -25,7 +25,7 @@ Evaluation passes no amax at all.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +56,18 @@ class Site:
     row: int = 0
     """The site's row in the tables of all sites."""
 
+    @property
+    def scalars(self) -> tuple[Tensor, Tensor]:
+        """The scale and its inverse, as inputs of their own for a compiled graph, which does not change them.
+
+        If a graph read them from a table, the row would be a constant in the code of a kernel: equal layers would not
+        share their kernels, and compiling would take as many times longer as there are layers.
+        """
+        return self.scale, self.inv_scale
+
+    def replace_scalars(self, scale: Tensor, inv_scale: Tensor) -> Site:
+        return replace(self, scale=scale, inv_scale=inv_scale)
+
 
 class ScaleTables(NamedTuple):
     """The numbers of all sites. A compiled graph takes these as inputs, and not the views of each site.
@@ -65,7 +77,6 @@ class ScaleTables(NamedTuple):
     """
 
     scale: Tensor
-    inv_scale: Tensor
     pending: Tensor
     amax: Tensor
     counts: Tensor
@@ -140,7 +151,7 @@ class TensorScales:
         """
         first, last = slice(0, self._forward), slice(self._forward, None)
         self.tables = ScaleTables(
-            *(self.scale.data, self.inv_scale.data, self._pending.data),
+            *(self.scale.data, self._pending.data),
             *(self.amax[first].data, self.counts[first].data),
             *(self.amax[last].data, self.counts[last].data),
         )

@@ -292,13 +292,11 @@ class Fp8Caster:
 
     def _cast_in_graph(self, x: Tensor, site: Site, transposed: bool, tables: ScaleTables) -> Operand:
         """Cast in a graph that torch.compile makes, where inductor fuses the cast with what computes ``x``."""
-        scale, row = tables.scale, site.row
-        inv_scale = tables.inv_scale[row]
+        scale, inv_scale = site.scalars
         if not self.delayed:
-            amax = x.abs().amax(1).amax().float()
-            scale, row = compute_scale(amax, FP8_MAX[site.dtype], self.scales.margin).reshape(1), 0
-            inv_scale = scale[0].reciprocal()
-        lp, row_amax, saturated, flushed = cast_rows(x, scale, row, site.dtype)
+            scale = compute_scale(x.abs().amax(1).amax().float(), FP8_MAX[site.dtype], self.scales.margin)
+            inv_scale = scale.reciprocal()
+        lp, row_amax, saturated, flushed = cast_rows(x, scale, site.dtype)
         lp_t = None
         if self.record:
             made = record_rows(lp, row_amax, saturated, flushed, *tables.locate(site), transposed)

@@ -24,6 +24,7 @@ from narrowgauge.nn.products.gemm import (
     Fp8Caster,
     GemmChoice,
     Operand,
+    compute_grad_bias,
     compute_grad_input,
     compute_grad_weight,
     compute_output,
@@ -85,19 +86,22 @@ class ConvertedLinear(InGraph, Change):
         needs = _find_needed_grads(x, weight, bias)
         if not torch.compiler.is_compiling():
             return run_linear(self.plan, x, weight, bias, needs)
-        scales = self.plan.scales
+        plan, scales = self.plan, self.plan.scales
         delayed = any(needs) and scales.delayed  # read here, so that the graph is guarded on it
-        made: Tensor = compute_in_graph(self.graph_key, delayed, *needs, x, weight, bias, *scales.tables)
+        tables = *plan.input.scalars, *plan.grad.scalars, *scales.tables
+        made: Tensor = compute_in_graph(self.graph_key, delayed, *needs, x, weight, bias, *tables)
         return made
 
     def compute(self, *args: Any) -> Tensor:
         """Compute the layer in a graph, from the arguments that ``run`` gives."""
         teach_inductor()
         _, *needs = args[:4]
-        x, weight, bias, *rest = args[4:]
-        tables = ScaleTables(*rest)
+        x, weight, bias = args[4:7]
+        plan, tables = self.plan, ScaleTables(*args[11:])
         skip_version_checks((tables.backward_amax, tables.backward_counts, tables.pending))
-        return run_linear(replace(self.plan, tables=tables), x, weight, bias, NeededGrads(*needs))
+        source, grad = plan.input.replace_scalars(*args[7:9]), plan.grad.replace_scalars(*args[9:11])
+        plan = replace(plan, input=source, grad=grad, tables=tables)
+        return run_linear(plan, x, weight, bias, NeededGrads(*needs))
 
 
 class SharedInputCast:
@@ -199,9 +203,8 @@ class _Linear(torch.autograd.Function):
         inv_scale: Tensor | None,
     ) -> Tensor:
         use = plan.weight.use(weight, record=any(needs), backward=needs.input, tables=plan.tables)
-        output = compute_output(Operand(hp, lp, lp_t, inv_scale), use, plan.choice)
-        if bias is not None:
-            output = output + bias.to(BF16)
+        bias_lp = None if bias is None else bias.to(BF16)
+        output = compute_output(Operand(hp, lp, lp_t, inv_scale), use, plan.choice, bias_lp)
         if any(needs):
             source: tuple[Tensor | None, ...] = (hp if needs.weight else None, None, None)
             if needs.weight and plan.choice.grad_weight == "fp8":  # free what only the output product read
@@ -245,7 +248,9 @@ class _Linear(torch.autograd.Function):
             grad_weight = compute_grad_weight(operand, source, plan.choice, ctx.gradient_dtype, plan.weight)
             grad_weight = grad_weight.t() if plan.weight.transposed_weight else grad_weight
         if needs_bias:
-            grad_bias = grad.sum(0, dtype=torch.float32).to(ctx.kinds[1])
+            # from FP8 where it exists: a compiled graph then never writes the gradient in 16 bits
+            source = operand if formats else Operand(hp=grad)
+            grad_bias = compute_grad_bias(source).to(ctx.kinds[1])
         return grad_input, grad_weight, grad_bias, *[None] * 6
 
 
