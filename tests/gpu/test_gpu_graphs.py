@@ -223,6 +223,18 @@ def test_masks_evaluation_and_frozen_layers_between() -> None:
     assert compare(without_dropout(LANGUAGE["llama"]()).to(DEVICE).train(), "fp8", step, 16) >= 2
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "fp8[products=all]", "fp8-lean"])
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_padding_masks_are_inputs_of_a_graph(family: str, recipe: str) -> None:
+    def step(engine: Engine, number: int) -> float:
+        mask = torch.ones(4, 128, dtype=torch.long, device=DEVICE)
+        mask[1, 128 - 7 * (number % 4 + 1) :] = 0
+        return train_step(engine, number, attention_mask=mask)
+
+    model = without_dropout(LANGUAGE[family]()).to(DEVICE).train()
+    assert compare(model, recipe, step) == 2
+
+
 def test_gauges_see_every_block() -> None:
     model = without_dropout(LANGUAGE["llama"]()).to(DEVICE).train()
     engine = make_engine(model, "fp8", True)

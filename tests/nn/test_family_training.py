@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from model_families import LANGUAGE, VOCAB, make_batch, without_dropout
+from model_families import LANGUAGE, OTHERS, VOCAB, make_batch, without_dropout
 from torch import Tensor, nn
 
 from narrowgauge import Engine
+from narrowgauge.nn.blocks.examples import make_examples
 from narrowgauge.nn.blocks.find import find_blocks
+from narrowgauge.nn.fused import attention
 from narrowgauge.nn.fused.modules import FusedBlock, mark_parts
 from narrowgauge.nn.fused.verify import find_difference, make_fp32_plan
 from narrowgauge.nn.module_changes import apply_change, find_change
@@ -230,3 +233,42 @@ def test_state_dict_and_copies() -> None:
     with engine.forward():
         loss, other = model(input_ids=tokens, labels=tokens).loss, twin(input_ids=tokens, labels=tokens).loss
     assert loss != other and loss.item() == pytest.approx(float(torch.log(torch.tensor(float(VOCAB)))), rel=0.1)
+
+
+def fail_in_own_code(*_: Any) -> None:
+    raise AssertionError("the model's own attention ran")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "bert", "vit"])
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_boolean_masks_keep_the_fast_attention(family: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a token sees nothing: transformers makes such masks of padding on the left."""
+    model = without_dropout({**LANGUAGE, **OTHERS}[family]()).train()
+    found = find_blocks(model, torch.device("cpu"), find_difference)
+    path, spec = next(iter(found.specs.items()))
+    block, fused = (copy.deepcopy(model.get_submodule(path)) for _ in range(2))
+    mark_parts(fused, spec)
+    apply_change(fused, FusedBlock(replace(make_fp32_plan(fused, spec), checkpoint=mode)))
+    x, *rest = make_examples(block, torch.device("cpu"))[0].args
+    kwargs = make_examples(block, torch.device("cpu"))[0].kwargs
+    mask = torch.rand(len(x), 1, x.shape[1], x.shape[1], generator=torch.Generator().manual_seed(0)) < 0.5
+    mask[0, :, 2] = False
+    monkeypatch.setattr(attention, "_attend_by_own_code", fail_in_own_code)
+    results = []
+    for one in (block, fused):
+        source = x.clone().requires_grad_()
+        result = one(source, *rest, **{**kwargs, "attention_mask": mask})
+        result = result[0] if isinstance(result, tuple) else result
+        (result * torch.linspace(-1, 1, x.shape[-1])).sum().backward()
+        results.append([result, source.grad, *(p.grad for p in one.parameters())])
+    for expected, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(AssertionError, match="own attention ran"):  # a mask of numbers is the model's own affair
+        fused(x, *rest, **{**kwargs, "attention_mask": torch.zeros(mask.shape).masked_fill_(~mask, -1e4)})
+
+
+def test_a_mask_with_another_meaning_is_left_to_the_model() -> None:
+    """transformers' eager attention adds its mask: True would mean 1."""
+    model = LANGUAGE["llama"](attn_implementation="eager")
+    found = find_blocks(model, torch.device("cpu"), find_difference)
+    assert {(spec.attention.kind, spec.attention.mask) for spec in found.specs.values()} == {("rotary", None)}

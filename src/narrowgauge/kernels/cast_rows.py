@@ -39,9 +39,7 @@ RECORD_ROWS = 1024
 """Rows of a program that only records."""
 
 
-def cast_rows_reference(
-    x: Tensor, scale: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def cast_rows_reference(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cast ``x`` [N, D]; return it with each row's amax, saturated values and flushed values.
 
     ``scale`` is a scalar of its own, not a row of a table: inductor would compile a kernel for each row.

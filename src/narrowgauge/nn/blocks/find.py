@@ -30,7 +30,7 @@ from narrowgauge.nn.blocks.observe import make_random_copy, observe
 from narrowgauge.nn.blocks.projections import count_projections, find_projection
 from narrowgauge.nn.blocks.recognize import NotABlock, has_activation, recognize
 from narrowgauge.nn.blocks.spec import BlockSpec
-from narrowgauge.nn.blocks.variants import PACKED, make_variants
+from narrowgauge.nn.blocks.variants import MASKS, PACKED, make_variants, name_boolean
 from narrowgauge.nn.module_changes import OWN, original_class
 from narrowgauge.random_state import get_random_state, set_random_state
 
@@ -170,8 +170,20 @@ def _describe(block: nn.Module, device: torch.device, differs: Differs, known: B
         with contextlib.suppress(RuntimeError):  # a guess at the heads that does not fit the tensors
             if _find_difference(copy, better, example, packed, differs) is None:
                 with _scaled(copy, base.inputs, LARGE_SCORES):
-                    return better if differs(copy, better, example) is None else base
+                    if differs(copy, better, example) is not None:
+                        return base
+                return _with_mask(copy, better, variants, differs)
     return base
+
+
+def _with_mask(block: nn.Module, spec: BlockSpec, variants: dict[str, Example], differs: Differs) -> BlockSpec:
+    """Return the description with the mask that the fast form of attention can take, if there is one."""
+    for name in MASKS:
+        masked = replace(spec, attention=replace(spec.attention, mask=name))
+        variant = variants.get(name_boolean(name))
+        if variant is not None and differs(block, masked, variant) is None:
+            return masked
+    return spec
 
 
 @contextlib.contextmanager

@@ -53,6 +53,8 @@ class AttentionSpec:
     k_norm: NormSpec | None = None
     dropout: Place | None = None
     """Where the block holds the dropout of attention's weights."""
+    mask: str | None = None
+    """The argument for a boolean mask [B or 1, H or 1, T, T], if attention reads it as torch's fused attention does."""
 
 
 @dataclass(frozen=True)

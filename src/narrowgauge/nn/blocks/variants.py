@@ -20,6 +20,8 @@ PADDED = 3
 HIDDEN = -1e4
 """Added to the scores of keys that are not seen."""
 PACKED = "packed positions"
+MASKS = ("attention_mask", "attn_mask", "mask")
+"""Names of masks over queries and keys."""
 COMPUTED_IF_MISSING = ("position_bias",)
 """Arguments that a block computes if it is not given them."""
 
@@ -38,6 +40,11 @@ def make_variants(block: nn.Module, example: Example) -> dict[str, Example]:
     return found
 
 
+def name_boolean(mask: str) -> str:
+    """Return the name of the variant with a boolean mask."""
+    return f"boolean {mask}"
+
+
 def _list_changes(block: nn.Module, example: Example) -> Iterator[tuple[str, dict[str, Any]]]:
     names = [name for group in read_signature(block) for name in group]
     x = example.args[0]
@@ -47,8 +54,12 @@ def _list_changes(block: nn.Module, example: Example) -> Iterator[tuple[str, dic
     padding[0, -PADDED:] = True
     both = x.new_zeros(rows, 1, length, length).masked_fill_((future | padding[:, None])[:, None], HIDDEN)
     causal = x.new_zeros(length, length).masked_fill_(future, float("-inf"))
+    late = padding.clone()
+    late[-1, :2] = True  # the first tokens of the last row see nothing
+    seen = ~(future | late[:, None])[:, None]
     masks: dict[str, dict[str, Any]] = {
-        **{name: {name: both} for name in ("attention_mask", "attn_mask", "mask")},
+        **{name: {name: both} for name in MASKS},
+        **{name_boolean(name): {name: seen} for name in MASKS},
         "src_mask": {"src_mask": causal},
         "is_causal": {"src_mask": causal, "is_causal": True},
         "src_key_padding_mask": {"src_key_padding_mask": padding},  # True means padding

@@ -24,7 +24,7 @@ from narrowgauge.kernels import rotary
 from narrowgauge.nn.blocks import multihead
 from narrowgauge.nn.blocks.multihead import is_self_attention
 from narrowgauge.nn.blocks.projections import find_projection
-from narrowgauge.nn.blocks.spec import BlockSpec
+from narrowgauge.nn.blocks.spec import AttentionSpec, BlockSpec
 from narrowgauge.nn.fused.casts import cast_grad_output, cast_heads_grad, cast_heads_input, make_operand
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors
 from narrowgauge.nn.module_changes import Change
@@ -89,6 +89,10 @@ class BlockCall:
             return None
         cos, sin = (part if part.dim() == 3 else part[None] for part in given)
         return (torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)) if half else (cos, sin)
+
+    def find_mask(self, spec: AttentionSpec) -> Tensor | None:
+        """Return the mask that the fast forms of attention read."""
+        return None if spec.mask is None else self.kwargs.get(spec.mask)
 
     def get_cache_number(self, spec: BlockSpec) -> int | None:
         """Return the layer's number in a cache of keys and values, as its attention module holds it."""
@@ -155,9 +159,10 @@ def attend(
         start += count * heads.size
     q, k, v = parts
     call.fill_cache(plan.spec, k, v)
+    mask, grouped = call.find_mask(spec), heads.queries != heads.keys
     with torch.set_grad_enabled(needed):
         mixed = F.scaled_dot_product_attention(
-            q, k, v, is_causal=spec.causal, dropout_p=dropout, scale=spec.scale, enable_gqa=heads.queries != heads.keys
+            q, k, v, mask, dropout, is_causal=spec.causal and mask is None, scale=spec.scale, enable_gqa=grouped
         )
     return Attended(mixed, tuple(parts), rotated)
 

@@ -31,7 +31,7 @@ from narrowgauge import events
 from narrowgauge.nn.fused.attention import CACHES
 from narrowgauge.nn.fused.casts import Projection
 from narrowgauge.nn.fused.passes import BlockInput, is_repeated_at_random
-from narrowgauge.nn.fused.recorded import BlockGraph, Recorder, list_angles
+from narrowgauge.nn.fused.recorded import BlockGraph, Recorder, name_arguments
 
 WARM_UP = 2
 """Calls of a block before it is measured: the first ones compile kernels and choose algorithms."""
@@ -131,7 +131,7 @@ class BlockGraphs:
             given.x.shape, given.x.dtype, given.x.requires_grad, given.branch is None, given.dropout, given.summed,
             plan.checkpoint, id(reader),
             tuple(None if t is None else (t.data_ptr(), t.requires_grad) for group in given.tensors for t in group),
-            tuple((t.shape, t.dtype) for t in list_angles(given.call)),
+            tuple((name, t.shape, t.dtype) for name, t in name_arguments(given).items()),
             None if scales is None else (scales.mode, scales.delayed), _get_settings(),
         )  # fmt: skip
         table = self._of_block.setdefault(given.call.module, {})

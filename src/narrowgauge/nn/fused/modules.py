@@ -52,7 +52,7 @@ class FusedBlock(Change):
         if call is None or not is_plain_batch(x) or not parts.are_intact() or call.has_filled_cache(plan.spec):
             return inner(*args, **kwargs)
         call = complete_arguments(plan.spec, call, x)
-        if plan.spec.attention.kind != "own" and not fits_fast_attention(plan.spec, call):
+        if plan.spec.attention.kind != "own" and not fits_fast_attention(plan.spec, call, x):
             plan = plan.with_own_attention()
         output = blocks.run_block(plan, x, parts.gather(), call, _read_dropout(module, plan.spec), self.graphs)
         return (output, *list_returned(plan.spec, call)) if plan.spec.in_tuple else output
@@ -87,12 +87,27 @@ def make_call(
     return BlockCall(module, inner, names[0], named, autocast), x
 
 
-def fits_fast_attention(spec: BlockSpec, call: BlockCall) -> bool:
-    """Whether a call asks for no more than the verified form of attention: no mask, at most an empty cache."""
+def fits_fast_attention(spec: BlockSpec, call: BlockCall, x: Tensor) -> bool:
+    """Whether a call asks for no more than the verified form of attention: its mask, at most an empty cache."""
     if spec.attention.kind == "rotary" and call.find_angles(False) is None:
         return False
-    known = (*HARMLESS, *CACHES)
+    mask = call.find_mask(spec.attention)
+    if mask is not None and not _is_fast_mask(mask, spec.attention.heads, x):
+        return False
+    known = (*HARMLESS, *CACHES, spec.attention.mask)
     return all(name in known or value is None or value is False for name, value in call.kwargs.items())
+
+
+def _is_fast_mask(mask: Any, heads: int, x: Tensor) -> bool:
+    """Whether a mask is boolean, over all queries and keys of the hidden state.
+
+    Masks of numbers are left to the model's code: it decides in which format they are added, and whether the smallest
+    number becomes minus infinity there.
+    """
+    if not isinstance(mask, Tensor) or mask.dtype is not torch.bool or mask.dim() != 4:
+        return False
+    batch, length, _ = x.shape
+    return mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads) and mask.shape[2:] == (length, length)
 
 
 def mark_parts(module: nn.Module, spec: BlockSpec) -> None:

@@ -21,7 +21,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import deterministic
 
 from narrowgauge import events
-from narrowgauge.nn.fused.attention import BlockCall
 from narrowgauge.nn.fused.casts import Projection
 from narrowgauge.nn.fused.passes import BlockInput, Forwarded, run_backward, run_forward
 from narrowgauge.nn.fused.plan import BlockTensors
@@ -298,21 +297,26 @@ class _ParameterGrads:
         return self._view([buffer.clone() for buffer in self._buffers])
 
 
-def list_angles(call: BlockCall) -> list[Tensor]:
-    """Return the call's cosines and sines, if it has any."""
-    given = call.kwargs.get("position_embeddings") or (call.kwargs.get("cos"), call.kwargs.get("sin"))
-    return [part for part in given if isinstance(part, Tensor)]
+def name_arguments(given: BlockInput) -> dict[str, Tensor]:
+    """Return the tensors that attention reads besides qkv, by name: cosines and sines, and a mask."""
+    call = given.call
+    angles = call.kwargs.get("position_embeddings") or (call.kwargs.get("cos"), call.kwargs.get("sin"))
+    named = dict(zip(("cos", "sin"), angles, strict=True))
+    spec = given.plan.spec.attention
+    if spec.mask is not None:
+        named[spec.mask] = call.find_mask(spec)
+    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
 
 def _list_inputs(given: BlockInput) -> list[Tensor]:
-    return [*given.list_stream(), *list_angles(given.call)]
+    return [*given.list_stream(), *name_arguments(given).values()]
 
 
 def _replace_inputs(given: BlockInput, inputs: list[Tensor]) -> BlockInput:
     """Return the same call with other tensors, and without a cache of keys and values."""
     x, *rest = inputs
     branch = rest.pop(0) if given.branch is not None else None
-    kwargs = {"cos": rest[0], "sin": rest[1]} if rest else {}
+    kwargs = dict(zip(name_arguments(given), rest, strict=True))
     return given._replace(x=x, branch=branch, call=replace(given.call, kwargs=kwargs))
 
 
