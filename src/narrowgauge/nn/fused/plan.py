@@ -231,6 +231,14 @@ def bind_norm(spec: NormSpec | None, weight: Some, bias: Some = (None,)) -> Norm
     return None if spec is None or w is None else NormWeights.of(spec, w, b)
 
 
+def bind_norms(spec: BlockSpec, tensors: BlockTensors) -> tuple[NormWeights | None, NormWeights | None]:
+    """Return a block's two norms with their parameters."""
+    return (
+        bind_norm(spec.norm1, tensors.norm1, tensors.norm1_bias),
+        bind_norm(spec.norm2, tensors.norm2, tensors.norm2_bias),
+    )
+
+
 def join_biases(biases: Some, weights: Some, dtype: torch.dtype, transposed: bool) -> Tensor | None:
     """Return the biases of stacked projections as one, with zeros for a projection without; None if none has one."""
     if all(bias is None for bias in biases):

@@ -15,68 +15,52 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from narrowgauge.kernels import norm as norm_kernel
-from narrowgauge.nn.fused.attention import Attended, attend, attend_backward, make_operand_of
-from narrowgauge.nn.fused.casts import (
-    NormWeights,
-    Projection,
-    Stats,
-    make_operand,
-    norm_backward,
+from narrowgauge.nn.fused.attention import Attended
+from narrowgauge.nn.fused.casts import NormWeights, Projection, Stats, make_operand, norm_backward
+from narrowgauge.nn.fused.halves import (
+    AttentionHalf,
+    MlpHalf,
+    attention_backward,
+    collect_grads,
+    drop_forward_operand,
+    end_backward,
+    mlp_backward,
+    run_attention,
+    run_mlp,
 )
-from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, bind_norm
+from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, bind_norms
 from narrowgauge.nn.fused.reports import report_activations, report_gradients
-from narrowgauge.nn.fused.sublayers import (
-    Activated,
-    Branch,
-    Run,
-    activate,
-    activate_backward,
-    branch_backward,
-    finish_branch,
-    project,
-    project_backward,
-)
-from narrowgauge.nn.products.gemm import Operand, compute_grad_input
+from narrowgauge.nn.fused.sublayers import Run
+from narrowgauge.nn.products.gemm import Operand
 
 
 @dataclass
 class Saved:
-    """Tensors that forward saves for backward."""
+    """What forward saves for backward."""
 
-    h1: Operand
-    attended: Attended
-    o: Operand
-    branch1: Branch
+    attention: AttentionHalf
     r1: Tensor
     stats1: Stats
-    h2: Operand
-    u: Tensor
-    activated: Activated
-    branch2: Branch
+    mlp: MlpHalf
     r2: Tensor
     stats2: Stats
+
+    @property
+    def attended(self) -> Attended:
+        return self.attention.attended
 
 
 def forward(run: Run, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Saved]:
     """Return the block's input, its output, no branch, and what is saved."""
     assert branch is None
-    plan, tensors, uses, caster = run.plan, run.tensors, run.uses, run.caster
-    batch, length, width = x.shape
-    rows = x.reshape(-1, width)
-    h1 = _read(rows, plan.qkv, run)
-    qkv = project(h1, uses.qkv, plan.qkv, tensors.input_biases)
-    attended = attend(plan, qkv.view(batch, length, -1), run.call, tensors, run.needed, run.dropout.attention)
-    o = make_operand_of(plan, attended, caster, run.needed)
-    out, branch1 = finish_branch(run, 1, project(o, uses.out, plan.out, tensors.out_bias), batch)
-    norm1, norm2 = _bind_norms(run)
+    plan, (norm1, norm2) = run.plan, bind_norms(run.plan.spec, run.tensors)
+    rows = x.reshape(-1, x.shape[-1])
+    out, qkv, attention = run_attention(run, _read(rows, plan.qkv, run), x.shape)
     x1, r1, stats1 = _add_and_norm(norm1, rows, out)
-    h2 = _read(x1, plan.up, run)
-    u = project(h2, uses.up, plan.up, tensors.up_biases)
-    activated = activate(run, u)
-    down, branch2 = finish_branch(run, 2, project(activated.a, uses.down, plan.down, tensors.down_bias), batch)
+    down, mlp = run_mlp(run, _read(x1, plan.up, run), len(x))
     y, r2, stats2 = _add_and_norm(norm2, x1, down)
-    report_activations(run, (x1, y), qkv, attended, out, u, activated.a, down)
-    return x, y, None, Saved(h1, attended, o, branch1, r1, stats1, h2, u, activated, branch2, r2, stats2)
+    report_activations(run, (x1, y), qkv, attention.attended, out, mlp.u, mlp.activated.a, down)
+    return x, y, None, Saved(attention, r1, stats1, mlp, r2, stats2)
 
 
 def backward(
@@ -89,47 +73,26 @@ def backward(
     needs: BlockTensors,
 ) -> tuple[Tensor, Operand, BlockTensors, list[Tensor | None]]:
     """Return the gradient of x, nothing for a reader, and the gradients of parameters and of other arguments."""
-    plan, tensors, uses, caster = run.plan, run.tensors, run.uses, run.caster
-    norm1, norm2 = _bind_norms(run)
-    direct = saved.branch2.is_plain
+    plan, caster, (norm1, norm2) = run.plan, run.caster, bind_norms(run.plan.spec, run.tensors)
+    direct = saved.mlp.branch.is_plain
     two = norm_backward(norm2, grad, saved.r2, saved.stats2, None, plan.down if direct else None, caster)
-    g, of_post2, of_scale2 = two.operand, None, None
-    if not direct:
-        g, of_post2, of_scale2 = branch_backward(run, 2, plan.down, two.stream, saved.branch2)
-    grad_a = compute_grad_input(g, uses.down, plan.down.choice)
-    grad_u, a = activate_backward(run, grad_a, saved.u, saved.activated)
-    of_down, of_down_bias = project_backward(g, a, uses.down, plan.down, needs.down, needs.down_bias)
-    grad_x1 = two.stream.add_(compute_grad_input(grad_u, uses.up, plan.up.choice))
-    of_ups, of_up_biases = project_backward(grad_u, saved.h2, uses.up, plan.up, needs.ups, needs.up_biases)
-    direct = saved.branch1.is_plain
+    end2 = end_backward(run, 2, saved.mlp.branch, two.stream, two.operand if direct else None)
+    mlp = mlp_backward(run, saved.mlp, end2.grad, needs)
+    direct = saved.attention.branch.is_plain
+    grad_x1 = two.stream.add_(mlp.grad_h)
     one = norm_backward(norm1, grad_x1, saved.r1, saved.stats1, None, plan.out if direct else None, caster)
-    g1, of_post1, of_scale1 = one.operand, None, None
-    if not direct:
-        g1, of_post1, of_scale1 = branch_backward(run, 1, plan.out, one.stream, saved.branch1)
-    grad_o = compute_grad_input(g1, uses.out, plan.out.choice)
-    of_out, of_out_bias = project_backward(g1, saved.o, uses.out, plan.out, needs.out, needs.out_bias)
-    grad_qkv, of_own, of_others = attend_backward(
-        plan, saved.attended, grad_o, x0.shape, tensors, caster, tuple(bool(need) for need in needs.own)
-    )
-    grad_x = one.stream.add_(compute_grad_input(grad_qkv, uses.qkv, plan.qkv.choice))
-    of_inputs, of_input_biases = project_backward(
-        grad_qkv, saved.h1, uses.qkv, plan.qkv, needs.inputs, needs.input_biases
-    )
-    report_gradients(run, g, grad_u, g1, grad_qkv)
-    grads = BlockTensors(
-        (one.weight,), (one.bias,), of_inputs, of_input_biases, of_out, of_out_bias, (two.weight,), (two.bias,),
-        of_ups, of_up_biases, of_down, of_down_bias, (of_post1,), (of_post2,), (of_scale1,), (of_scale2,),
-        tuple(of_own),
-    )  # fmt: skip
-    return grad_x, Operand(), grads, of_others
+    end1 = end_backward(run, 1, saved.attention.branch, one.stream, one.operand if direct else None)
+    attention = attention_backward(run, saved.attention, end1.grad, x0.shape, needs)
+    grad_x = one.stream.add_(attention.grad_h)
+    report_gradients(run, end2.grad, mlp.grad_first, end1.grad, attention.grad_first)
+    return grad_x, Operand(), collect_grads(one, attention, end1, two, mlp, end2), list(attention.others)
 
 
 def drop_unneeded(plan: BlockPlan, saved: Saved) -> Saved:
     """Drop what only forward's products read."""
-    for name in ("h1", "h2", "o"):
-        operand: Operand = getattr(saved, name)
-        setattr(saved, name, operand._replace(lp=None) if operand.lp_t is not None else operand)
-    saved.activated = saved.activated.without(forward=saved.activated.a.lp_t is not None)
+    attention, mlp = saved.attention, saved.mlp
+    attention.h, attention.o, mlp.h = (drop_forward_operand(one) for one in (attention.h, attention.o, mlp.h))
+    mlp.activated = mlp.activated.without(forward=mlp.activated.a.lp_t is not None)
     return saved
 
 
@@ -142,15 +105,8 @@ def _read(rows: Tensor, reader: Projection, run: Run) -> Operand:
     return make_operand(rows, reader.input_formats, reader.input, run.caster, run.needed)
 
 
-def _bind_norms(run: Run) -> tuple[NormWeights, NormWeights]:
-    spec, tensors = run.plan.spec, run.tensors
-    norm1 = bind_norm(spec.norm1, tensors.norm1, tensors.norm1_bias)
-    norm2 = bind_norm(spec.norm2, tensors.norm2, tensors.norm2_bias)
-    assert norm1 is not None and norm2 is not None
-    return norm1, norm2
-
-
-def _add_and_norm(norms: NormWeights, rows: Tensor, branch: Tensor) -> tuple[Tensor, Tensor, Stats]:
+def _add_and_norm(norms: NormWeights | None, rows: Tensor, branch: Tensor) -> tuple[Tensor, Tensor, Stats]:
+    assert norms is not None
     made = norm_kernel.norm(
         rows, norms.weight, norms.bias, eps=norms.spec.eps, kind=norms.spec.kind, branch=branch, dtype=rows.dtype
     )

@@ -1,0 +1,148 @@
+"""The two halves of a block, attention and MLP, as every order computes them: from what the first projection reads to
+the end of the branch, and back. The orders differ in where norms and sums stand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from narrowgauge.nn.fused.attention import Attended, attend, attend_backward, make_operand_of
+from narrowgauge.nn.fused.casts import NormGrads
+from narrowgauge.nn.fused.plan import BlockTensors, Some
+from narrowgauge.nn.fused.sublayers import (
+    Activated,
+    Branch,
+    Run,
+    activate,
+    activate_backward,
+    branch_backward,
+    finish_branch,
+    get_outputs,
+    is_activation_remade,
+    project,
+    project_backward,
+)
+from narrowgauge.nn.products.gemm import Operand, compute_grad_input
+
+
+@dataclass
+class AttentionHalf:
+    """What attention's half saves for backward."""
+
+    h: Operand
+    attended: Attended
+    o: Operand
+    branch: Branch
+
+
+@dataclass
+class MlpHalf:
+    """What the MLP saves for backward."""
+
+    h: Operand
+    u: Tensor
+    activated: Activated
+    branch: Branch
+
+
+class EndGrads(NamedTuple):
+    """Gradients at the end of a branch: of its projection's output, of its norm's weight and of its scale."""
+
+    grad: Operand
+    norm: Tensor | None = None
+    scale: Tensor | None = None
+
+
+class HalfGrads(NamedTuple):
+    """Gradients of a half: of what its first projection reads, of that projection's output, and of parameters."""
+
+    grad_h: Tensor
+    grad_first: Operand
+    first: Some
+    first_biases: Some
+    last: Some
+    last_bias: Some
+    own: Some = ()
+    others: tuple[Tensor | None, ...] = ()
+    """Of differentiable arguments of the block's call."""
+
+
+def run_attention(run: Run, h: Operand, shape: torch.Size) -> tuple[Tensor, Tensor, AttentionHalf]:
+    """Return attention's branch, the output of the input projections, and what is saved."""
+    plan, tensors, uses = run.plan, run.tensors, run.uses
+    batch, length, _ = shape
+    qkv = project(h, uses.qkv, plan.qkv, tensors.input_biases)
+    attended = attend(plan, qkv.view(batch, length, -1), run.call, tensors, run.needed, run.dropout.attention)
+    o = make_operand_of(plan, attended, run.caster, run.needed)
+    out, branch = finish_branch(run, 1, project(o, uses.out, plan.out, tensors.out_bias), batch)
+    return out, qkv, AttentionHalf(h, attended, o, branch)
+
+
+def run_mlp(run: Run, h: Operand, batch: int, whole: bool = True) -> tuple[Tensor, MlpHalf]:
+    """Return the MLP's branch and what is saved.
+
+    Without ``whole``, for a recomputation, the branch has no values. What dropout drops does not depend on them.
+    """
+    plan, tensors, uses = run.plan, run.tensors, run.uses
+    u = project(h, uses.up, plan.up, tensors.up_biases)
+    activated = activate(run, u) if whole or not is_activation_remade(run) else Activated()
+    if whole:
+        down = project(activated.a, uses.down, plan.down, tensors.down_bias)
+    else:
+        down = u.new_empty(len(u), get_outputs(uses.down, 0))
+    y, branch = finish_branch(run, 2, down, batch)
+    return y, MlpHalf(h, u, activated, branch)
+
+
+def end_backward(run: Run, number: int, branch: Branch, grad: Tensor, written: Operand | None) -> EndGrads:
+    """Return the gradients at the end of branch 1 or 2; ``written`` is that of its projection, if it exists."""
+    if written is not None:
+        return EndGrads(written)
+    return EndGrads(*branch_backward(run, number, run.plan.out if number == 1 else run.plan.down, grad, branch))
+
+
+def attention_backward(
+    run: Run, half: AttentionHalf, grad: Operand, shape: torch.Size, needs: BlockTensors
+) -> HalfGrads:
+    """Return the gradients of attention's half, from that of its output projection."""
+    plan, tensors, uses = run.plan, run.tensors, run.uses
+    grad_o = compute_grad_input(grad, uses.out, plan.out.choice)
+    of_out, of_out_bias = project_backward(grad, half.o, uses.out, plan.out, needs.out, needs.out_bias)
+    grad_qkv, of_own, of_others = attend_backward(
+        plan, half.attended, grad_o, shape, tensors, run.caster, tuple(bool(need) for need in needs.own)
+    )
+    grad_h = compute_grad_input(grad_qkv, uses.qkv, plan.qkv.choice)
+    of_inputs, of_biases = project_backward(grad_qkv, half.h, uses.qkv, plan.qkv, needs.inputs, needs.input_biases)
+    return HalfGrads(
+        grad_h, grad_qkv, of_inputs, of_biases, of_out, of_out_bias, tuple(of_own), tuple(of_others)
+    )  # fmt: skip
+
+
+def mlp_backward(run: Run, half: MlpHalf, grad: Operand, needs: BlockTensors) -> HalfGrads:
+    """Return the gradients of the MLP, from that of its last projection."""
+    plan, uses = run.plan, run.uses
+    grad_a = compute_grad_input(grad, uses.down, plan.down.choice)
+    grad_u, a = activate_backward(run, grad_a, half.u, half.activated)
+    of_down, of_down_bias = project_backward(grad, a, uses.down, plan.down, needs.down, needs.down_bias)
+    grad_h = compute_grad_input(grad_u, uses.up, plan.up.choice)
+    of_ups, of_up_biases = project_backward(grad_u, half.h, uses.up, plan.up, needs.ups, needs.up_biases)
+    return HalfGrads(grad_h, grad_u, of_ups, of_up_biases, of_down, of_down_bias)
+
+
+def collect_grads(
+    norm1: NormGrads, attention: HalfGrads, end1: EndGrads, norm2: NormGrads, mlp: HalfGrads, end2: EndGrads
+) -> BlockTensors:
+    """Return the gradients of a block's parameters in their order."""
+    return BlockTensors(
+        (norm1.weight,), (norm1.bias,), attention.first, attention.first_biases, attention.last, attention.last_bias,
+        (norm2.weight,), (norm2.bias,), mlp.first, mlp.first_biases, mlp.last, mlp.last_bias,
+        (end1.norm,), (end2.norm,), (end1.scale,), (end2.scale,), attention.own,
+    )  # fmt: skip
+
+
+def drop_forward_operand(operand: Operand) -> Operand:
+    """Drop the FP8 layout that only forward's product reads, where backward has its own."""
+    return operand._replace(lp=None) if operand.lp_t is not None else operand
