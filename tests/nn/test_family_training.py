@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from narrowgauge import Engine
 from narrowgauge.nn.blocks.examples import make_examples
 from narrowgauge.nn.blocks.find import find_blocks
-from narrowgauge.nn.fused import attention
+from narrowgauge.nn.fused import attention, blocks, passes
 from narrowgauge.nn.fused.modules import FusedBlock, mark_parts
 from narrowgauge.nn.fused.verify import find_difference, make_fp32_plan
 from narrowgauge.nn.module_changes import apply_change, find_change
@@ -203,11 +203,8 @@ def test_changes_made_after_conversion_are_respected(change: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("family", "mode"),
-    [*((one, "full") for one in (*LONG, "torch-pre", "timm-style", "olmo2")), ("llama", "selective"),
-     ("torch-pre", "selective")],
-)  # fmt: skip
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "gpt-neox", "torch-pre", "timm-style", "olmo2"])
+@pytest.mark.parametrize("mode", ["selective", "full"])
 def test_recomputation_changes_no_bit(family: str, mode: str) -> None:
     curves = []
     for recipe in ("fp8", f"fp8[checkpoint={mode}]"):
@@ -272,3 +269,34 @@ def test_a_mask_with_another_meaning_is_left_to_the_model() -> None:
     model = LANGUAGE["llama"](attn_implementation="eager")
     found = find_blocks(model, torch.device("cpu"), find_difference)
     assert {(spec.attention.kind, spec.attention.mask) for spec in found.specs.values()} == {("rotary", None)}
+
+
+def count_saved_bytes(value: Any, seen: set[int]) -> int:
+    """Return the bytes of all tensors that an object holds, in tuples, lists and dataclasses too."""
+    if isinstance(value, Tensor):
+        storage = value.untyped_storage()
+        if storage._cdata in seen:
+            return 0
+        seen.add(storage._cdata)
+        return storage.nbytes()
+    if is_dataclass(value):
+        value = [getattr(value, one.name) for one in fields(value)]
+    return sum(count_saved_bytes(one, seen) for one in value) if isinstance(value, list | tuple) else 0
+
+
+@pytest.mark.parametrize("family", ["llama", "bert", "gpt-neox"])
+def test_selective_checkpointing_saves_less_in_every_order(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    totals = {}
+    run_forward = passes.run_forward
+    for mode in ("none", "selective"):
+        kept: list[Any] = []
+
+        def run(given: Any, kept: list[Any] = kept) -> Any:
+            made, left = run_forward(given)
+            kept.append(left.kept)
+            return made, left
+
+        monkeypatch.setattr(blocks, "run_forward", run)
+        train_by_engine(without_dropout(LANGUAGE[family]()).train(), f"bf16[checkpoint={mode}]", True, 1)
+        totals[mode] = count_saved_bytes(kept, set())
+    assert 0 < totals["selective"] < 0.8 * totals["none"], totals

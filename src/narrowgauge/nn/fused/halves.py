@@ -3,7 +3,7 @@ the end of the branch, and back. The orders differ in where norms and sums stand
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from narrowgauge.nn.fused.attention import Attended, attend, attend_backward, make_operand_of
 from narrowgauge.nn.fused.casts import NormGrads
-from narrowgauge.nn.fused.plan import BlockTensors, Some
+from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, Some
 from narrowgauge.nn.fused.sublayers import (
     Activated,
     Branch,
@@ -143,6 +143,24 @@ def collect_grads(
     )  # fmt: skip
 
 
-def drop_forward_operand(operand: Operand) -> Operand:
+def drop_unneeded(plan: BlockPlan, attention: AttentionHalf, mlp: MlpHalf) -> None:
+    """Drop what only forward's products read, and what selective checkpointing recomputes."""
+    selective = plan.checkpoint == "selective"
+    mlp.activated = mlp.activated.without(operand=selective, forward=True)
+    attention.o = _drop_forward_layout(attention.o)
+    attention.h, mlp.h = (Operand() if selective else _drop_forward_layout(h) for h in (attention.h, mlp.h))
+
+
+def _drop_forward_layout(operand: Operand) -> Operand:
     """Drop the FP8 layout that only forward's product reads, where backward has its own."""
     return operand._replace(lp=None) if operand.lp_t is not None else operand
+
+
+def restore(
+    run: Run, attention: AttentionHalf, mlp: MlpHalf, h1: Operand, h2: Operand
+) -> tuple[AttentionHalf, MlpHalf]:
+    """Return the halves with what selective checkpointing dropped: given, or computed again."""
+    mlp = replace(mlp, h=h2)
+    if not is_activation_remade(run):
+        mlp.activated = activate(run, mlp.u, mlp.activated.kept)
+    return replace(attention, h=h1), mlp

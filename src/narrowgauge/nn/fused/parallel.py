@@ -7,10 +7,11 @@ Both norms may be one module. Branches end as in ``pre_norm``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from narrowgauge.nn.fused import halves
 from narrowgauge.nn.fused.attention import Attended
 from narrowgauge.nn.fused.casts import Projection, Stats, apply_norm, norm_backward
 from narrowgauge.nn.fused.halves import (
@@ -18,7 +19,6 @@ from narrowgauge.nn.fused.halves import (
     MlpHalf,
     attention_backward,
     collect_grads,
-    drop_forward_operand,
     end_backward,
     mlp_backward,
     run_attention,
@@ -80,13 +80,18 @@ def backward(
 
 
 def drop_unneeded(plan: BlockPlan, saved: Saved) -> Saved:
-    """Drop what only forward's products read."""
-    saved.attention.o = drop_forward_operand(saved.attention.o)
-    activated = saved.mlp.activated
-    saved.mlp.activated = activated.without(forward=activated.a.lp_t is not None)
+    """Drop what backward does not need, or computes again."""
+    halves.drop_unneeded(plan, saved.attention, saved.mlp)
     return saved
 
 
 def recompute(run: Run, x0: Tensor, saved: Saved) -> Saved:
-    """Return what was saved: this order drops nothing that selective checkpointing could recompute."""
-    return saved
+    """Recompute what selective checkpointing dropped."""
+    if run.plan.checkpoint != "selective":
+        return saved
+    plan, (norm1, norm2) = run.plan, bind_norms(run.plan.spec, run.tensors)
+    rows = x0.reshape(-1, x0.shape[-1])
+    h1, _, _ = apply_norm(norm1, rows, None, plan.qkv, run.caster)
+    h2, _, _ = apply_norm(norm2, rows, None, plan.up, run.caster)
+    attention, mlp = halves.restore(run, saved.attention, saved.mlp, h1, h2)
+    return replace(saved, attention=attention, mlp=mlp)

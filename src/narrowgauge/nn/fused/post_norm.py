@@ -10,11 +10,12 @@ Branches end as in ``pre_norm``. The stream keeps its dtype; projections read a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from narrowgauge.kernels import norm as norm_kernel
+from narrowgauge.nn.fused import halves
 from narrowgauge.nn.fused.attention import Attended
 from narrowgauge.nn.fused.casts import NormWeights, Projection, Stats, make_operand, norm_backward
 from narrowgauge.nn.fused.halves import (
@@ -22,7 +23,6 @@ from narrowgauge.nn.fused.halves import (
     MlpHalf,
     attention_backward,
     collect_grads,
-    drop_forward_operand,
     end_backward,
     mlp_backward,
     run_attention,
@@ -89,16 +89,20 @@ def backward(
 
 
 def drop_unneeded(plan: BlockPlan, saved: Saved) -> Saved:
-    """Drop what only forward's products read."""
-    attention, mlp = saved.attention, saved.mlp
-    attention.h, attention.o, mlp.h = (drop_forward_operand(one) for one in (attention.h, attention.o, mlp.h))
-    mlp.activated = mlp.activated.without(forward=mlp.activated.a.lp_t is not None)
+    """Drop what backward does not need, or computes again."""
+    halves.drop_unneeded(plan, saved.attention, saved.mlp)
     return saved
 
 
 def recompute(run: Run, x0: Tensor, saved: Saved) -> Saved:
-    """Return what was saved: this order drops nothing that selective checkpointing could recompute."""
-    return saved
+    """Recompute what selective checkpointing dropped."""
+    if run.plan.checkpoint != "selective":
+        return saved
+    plan, (norm1, _) = run.plan, bind_norms(run.plan.spec, run.tensors)
+    h1 = _read(x0.reshape(-1, x0.shape[-1]), plan.qkv, run)
+    x1 = _norm(norm1, saved.r1).out
+    attention, mlp = halves.restore(run, saved.attention, saved.mlp, h1, _read(x1, plan.up, run))
+    return replace(saved, attention=attention, mlp=mlp)
 
 
 def _read(rows: Tensor, reader: Projection, run: Run) -> Operand:
@@ -106,9 +110,14 @@ def _read(rows: Tensor, reader: Projection, run: Run) -> Operand:
 
 
 def _add_and_norm(norms: NormWeights | None, rows: Tensor, branch: Tensor) -> tuple[Tensor, Tensor, Stats]:
-    assert norms is not None
-    made = norm_kernel.norm(
-        rows, norms.weight, norms.bias, eps=norms.spec.eps, kind=norms.spec.kind, branch=branch, dtype=rows.dtype
-    )
+    made = _norm(norms, rows, branch)
     assert made.residual is not None
     return made.out, made.residual, (made.mean, made.rstd)
+
+
+def _norm(norms: NormWeights | None, rows: Tensor, branch: Tensor | None = None) -> norm_kernel.NormOutput:
+    assert norms is not None
+    spec = norms.spec
+    return norm_kernel.norm(
+        rows, norms.weight, norms.bias, eps=spec.eps, kind=spec.kind, branch=branch, dtype=rows.dtype
+    )

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from narrowgauge.nn.fused import halves
 from narrowgauge.nn.fused.attention import Attended, make_operand_of
 from narrowgauge.nn.fused.casts import Projection, Stats, apply_norm, norm_backward
 from narrowgauge.nn.fused.halves import (
@@ -26,7 +27,6 @@ from narrowgauge.nn.fused.halves import (
     MlpHalf,
     attention_backward,
     collect_grads,
-    drop_forward_operand,
     end_backward,
     mlp_backward,
     run_attention,
@@ -134,13 +134,8 @@ def backward(
 
 
 def drop_unneeded(plan: BlockPlan, saved: Saved) -> Saved:
-    """Drop what only forward's products read, and what selective checkpointing recomputes."""
-    attention, mlp = saved.attention, saved.mlp
-    attention.o = drop_forward_operand(attention.o)
-    selective = plan.checkpoint == "selective"
-    mlp.activated = mlp.activated.without(operand=selective, forward=True)
-    if selective:
-        attention.h = mlp.h = Operand()
+    """Drop what backward does not need, or computes again."""
+    halves.drop_unneeded(plan, saved.attention, saved.mlp)
     return saved
 
 
@@ -151,7 +146,5 @@ def recompute(run: Run, x0: Tensor, saved: Saved) -> Saved:
     plan, (norm1, norm2) = run.plan, bind_norms(run.plan.spec, run.tensors)
     h1, _, _ = apply_norm(norm1, x0.reshape(-1, x0.shape[-1]), None, plan.qkv, run.caster)
     h2, _, _ = apply_norm(norm2, saved.x1, None, plan.up, run.caster)
-    mlp = replace(saved.mlp, h=h2)
-    if not is_activation_remade(run):
-        mlp.activated = activate(run, mlp.u, mlp.activated.kept)
-    return replace(saved, attention=replace(saved.attention, h=h1), mlp=mlp)
+    attention, mlp = halves.restore(run, saved.attention, saved.mlp, h1, h2)
+    return replace(saved, attention=attention, mlp=mlp)
