@@ -13,7 +13,7 @@ BENCH = Path(__file__).resolve().parents[2] / "bench"
 RECIPES = ["fp32", "fp16", "bf16", "fp8", "bf16-lean", "fp8-lean", "bf16[master=none,moments=bf16]"]
 
 
-CASES = [*(("regression", recipe) for recipe in RECIPES), ("llama", "fp8-lean")]
+CASES = [*(("regression", recipe) for recipe in RECIPES), ("llama", "fp16"), ("llama", "fp8-lean")]
 
 
 @pytest.mark.parametrize(("name", "recipe"), CASES)

@@ -74,7 +74,7 @@ def test_clipping_sees_unscaled_gradients(tmp_path):
     torch.testing.assert_close(weights(trainer.model), weights(engine.model), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("recipe", ["fp16", "fp8-lean"])
+@pytest.mark.parametrize("recipe", ["bf16", "fp16", "fp8", "fp8-lean"])
 def test_resume_continues_bit_exactly(recipe, tmp_path):
     data = batches(STEPS, bad=[1])
     expected, _ = engine_run(recipe, data)

@@ -57,7 +57,7 @@ def masters(folder, step):
     return True
 
 
-@pytest.mark.parametrize(("recipe", "most", "fewer"), [("fp32", 2, [1]), ("fp8-lean", 4, [2])])
+@pytest.mark.parametrize(("recipe", "most", "fewer"), [("fp32", 2, [1]), ("fp8-lean", 4, [2, 1])])
 def test_resume_on_another_number_of_ranks(tmp_path, recipe, most, fewer):
     alone, run = tmp_path / "alone", tmp_path / "run"
     assert cli("train", *TASK, *STEPS, "--recipe", recipe, "--out", str(alone))[0] == 0

@@ -34,7 +34,9 @@ def simulate(count, deviation, gap, seed=0, trials=TRIALS):
     return {verdict: number / trials for verdict, number in tally.items()}
 
 
-@pytest.mark.parametrize(("count", "deviation"), [(2, 0.001), (2, 0.01), (5, 0.003), (10, 0.01)])
+@pytest.mark.parametrize(
+    ("count", "deviation"), [(2, 0.001), (2, 0.01), (3, 0.003), (5, 0.001), (5, 0.003), (10, 0.003), (10, 0.01)]
+)
 def test_error_rates_stay_below_their_level(count, deviation):
     allowed = 0.05 + 2.5 * math.sqrt(0.05 * 0.95 / TRIALS)
     at_margin = simulate(count, deviation, MARGIN, seed=1)

@@ -14,16 +14,6 @@ from torch import Tensor
 from narrowgauge.nn.fused import halves
 from narrowgauge.nn.fused.attention import Attended
 from narrowgauge.nn.fused.casts import Projection, Stats, apply_norm, norm_backward
-from narrowgauge.nn.fused.halves import (
-    AttentionHalf,
-    MlpHalf,
-    attention_backward,
-    collect_grads,
-    end_backward,
-    mlp_backward,
-    run_attention,
-    run_mlp,
-)
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, bind_norms
 from narrowgauge.nn.fused.reports import report_activations, report_gradients
 from narrowgauge.nn.fused.sublayers import Run, needs_values
@@ -35,9 +25,9 @@ class Saved:
     """What forward saves for backward."""
 
     stats1: Stats | None
-    attention: AttentionHalf
+    attention: halves.AttentionHalf
     stats2: Stats | None
-    mlp: MlpHalf
+    mlp: halves.MlpHalf
 
     @property
     def attended(self) -> Attended:
@@ -50,9 +40,9 @@ def forward(run: Run, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor,
     plan, caster, (norm1, norm2) = run.plan, run.caster, bind_norms(run.plan.spec, run.tensors)
     rows = x.reshape(-1, x.shape[-1])
     h1, stats1, _ = apply_norm(norm1, rows, None, plan.qkv, caster)
-    out, qkv, attention = run_attention(run, h1, x.shape)
+    out, qkv, attention = halves.run_attention(run, h1, x.shape)
     h2, stats2, _ = apply_norm(norm2, rows, None, plan.up, caster)
-    down, mlp = run_mlp(run, h2, len(x), not run.again or needs_values(plan.spec.branch2))
+    down, mlp = halves.run_mlp(run, h2, len(x), not run.again or needs_values(plan.spec.branch2))
     report_activations(run, (h1, h2), qkv, attention.attended, out, mlp.u, mlp.activated.a, down)
     return x, rows + out, down, Saved(stats1, attention, stats2, mlp)
 
@@ -68,15 +58,15 @@ def backward(
 ) -> tuple[Tensor, Operand, BlockTensors, list[Tensor | None]]:
     """Return the gradient of x, the same as ``reader`` reads it, those of parameters and of other arguments."""
     caster, (norm1, norm2) = run.caster, bind_norms(run.plan.spec, run.tensors)
-    end2 = end_backward(run, 2, saved.mlp.branch, grad, given)
-    mlp = mlp_backward(run, saved.mlp, end2.grad, needs)
-    end1 = end_backward(run, 1, saved.attention.branch, grad, None)
-    attention = attention_backward(run, saved.attention, end1.grad, x0.shape, needs)
+    end2 = halves.end_backward(run, 2, saved.mlp.branch, grad, given)
+    mlp = halves.mlp_backward(run, saved.mlp, end2.grad, needs)
+    end1 = halves.end_backward(run, 1, saved.attention.branch, grad, None)
+    attention = halves.attention_backward(run, saved.attention, end1.grad, x0.shape, needs)
     rows = x0.reshape(-1, x0.shape[-1])
     two = norm_backward(norm2, mlp.grad_h, rows, saved.stats2, grad, None, caster)
     one = norm_backward(norm1, attention.grad_h, rows, saved.stats1, two.stream, reader, caster)
     report_gradients(run, end2.grad, mlp.grad_first, end1.grad, attention.grad_first)
-    return one.stream, one.operand, collect_grads(one, attention, end1, two, mlp, end2), list(attention.others)
+    return one.stream, one.operand, halves.collect_grads(one, attention, end1, two, mlp, end2), list(attention.others)
 
 
 def drop_unneeded(plan: BlockPlan, saved: Saved) -> Saved:

@@ -18,16 +18,6 @@ from narrowgauge.kernels import norm as norm_kernel
 from narrowgauge.nn.fused import halves
 from narrowgauge.nn.fused.attention import Attended
 from narrowgauge.nn.fused.casts import NormWeights, Projection, Stats, make_operand, norm_backward
-from narrowgauge.nn.fused.halves import (
-    AttentionHalf,
-    MlpHalf,
-    attention_backward,
-    collect_grads,
-    end_backward,
-    mlp_backward,
-    run_attention,
-    run_mlp,
-)
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, bind_norms
 from narrowgauge.nn.fused.reports import report_activations, report_gradients
 from narrowgauge.nn.fused.sublayers import Run
@@ -38,10 +28,10 @@ from narrowgauge.nn.products.gemm import Operand
 class Saved:
     """What forward saves for backward."""
 
-    attention: AttentionHalf
+    attention: halves.AttentionHalf
     r1: Tensor
     stats1: Stats
-    mlp: MlpHalf
+    mlp: halves.MlpHalf
     r2: Tensor
     stats2: Stats
 
@@ -55,9 +45,9 @@ def forward(run: Run, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor,
     assert branch is None
     plan, (norm1, norm2) = run.plan, bind_norms(run.plan.spec, run.tensors)
     rows = x.reshape(-1, x.shape[-1])
-    out, qkv, attention = run_attention(run, _read(rows, plan.qkv, run), x.shape)
+    out, qkv, attention = halves.run_attention(run, _read(rows, plan.qkv, run), x.shape)
     x1, r1, stats1 = _add_and_norm(norm1, rows, out)
-    down, mlp = run_mlp(run, _read(x1, plan.up, run), len(x))
+    down, mlp = halves.run_mlp(run, _read(x1, plan.up, run), len(x))
     y, r2, stats2 = _add_and_norm(norm2, x1, down)
     report_activations(run, (x1, y), qkv, attention.attended, out, mlp.u, mlp.activated.a, down)
     return x, y, None, Saved(attention, r1, stats1, mlp, r2, stats2)
@@ -76,16 +66,16 @@ def backward(
     plan, caster, (norm1, norm2) = run.plan, run.caster, bind_norms(run.plan.spec, run.tensors)
     direct = saved.mlp.branch.is_plain
     two = norm_backward(norm2, grad, saved.r2, saved.stats2, None, plan.down if direct else None, caster)
-    end2 = end_backward(run, 2, saved.mlp.branch, two.stream, two.operand if direct else None)
-    mlp = mlp_backward(run, saved.mlp, end2.grad, needs)
+    end2 = halves.end_backward(run, 2, saved.mlp.branch, two.stream, two.operand if direct else None)
+    mlp = halves.mlp_backward(run, saved.mlp, end2.grad, needs)
     direct = saved.attention.branch.is_plain
     grad_x1 = two.stream.add_(mlp.grad_h)
     one = norm_backward(norm1, grad_x1, saved.r1, saved.stats1, None, plan.out if direct else None, caster)
-    end1 = end_backward(run, 1, saved.attention.branch, one.stream, one.operand if direct else None)
-    attention = attention_backward(run, saved.attention, end1.grad, x0.shape, needs)
+    end1 = halves.end_backward(run, 1, saved.attention.branch, one.stream, one.operand if direct else None)
+    attention = halves.attention_backward(run, saved.attention, end1.grad, x0.shape, needs)
     grad_x = one.stream.add_(attention.grad_h)
     report_gradients(run, end2.grad, mlp.grad_first, end1.grad, attention.grad_first)
-    return grad_x, Operand(), collect_grads(one, attention, end1, two, mlp, end2), list(attention.others)
+    return grad_x, Operand(), halves.collect_grads(one, attention, end1, two, mlp, end2), list(attention.others)
 
 
 def drop_unneeded(plan: BlockPlan, saved: Saved) -> Saved:

@@ -22,16 +22,6 @@ from torch import Tensor
 from narrowgauge.nn.fused import halves
 from narrowgauge.nn.fused.attention import Attended, make_operand_of
 from narrowgauge.nn.fused.casts import Projection, Stats, apply_norm, norm_backward
-from narrowgauge.nn.fused.halves import (
-    AttentionHalf,
-    MlpHalf,
-    attention_backward,
-    collect_grads,
-    end_backward,
-    mlp_backward,
-    run_attention,
-    run_mlp,
-)
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, bind_norms
 from narrowgauge.nn.fused.reports import report_activations, report_gradients
 from narrowgauge.nn.fused.sublayers import Activated, Branch, Run, activate, is_activation_remade, needs_values, project
@@ -43,10 +33,10 @@ class Saved:
     """What forward saves for backward."""
 
     stats1: Stats | None
-    attention: AttentionHalf
+    attention: halves.AttentionHalf
     x1: Tensor
     stats2: Stats | None
-    mlp: MlpHalf
+    mlp: halves.MlpHalf
 
     @property
     def attended(self) -> Attended:
@@ -83,8 +73,8 @@ def run_rest(run: Run, x0: Tensor, kept: KeptAttention) -> Saved:
     h2, stats2, _ = apply_norm(norm2, kept.x1, None, plan.up, caster)
     u = project(h2, run.uses.up, plan.up, run.tensors.up_biases)
     activated = Activated() if is_activation_remade(run) else activate(run, u)
-    attention = AttentionHalf(h1, kept.attended, o, Branch())
-    return Saved(kept.stats1, attention, kept.x1, stats2, MlpHalf(h2, u, activated, Branch()))
+    attention = halves.AttentionHalf(h1, kept.attended, o, Branch())
+    return Saved(kept.stats1, attention, kept.x1, stats2, halves.MlpHalf(h2, u, activated, Branch()))
 
 
 def forward(run: Run, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Saved]:
@@ -93,9 +83,9 @@ def forward(run: Run, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor,
     width = x.shape[-1]
     rows, flat = x.reshape(-1, width), None if branch is None else branch.reshape(-1, width)
     h1, stats1, x0 = apply_norm(norm1, rows, flat, plan.qkv, caster)
-    out, qkv, attention = run_attention(run, h1, x.shape)
+    out, qkv, attention = halves.run_attention(run, h1, x.shape)
     h2, stats2, x1 = apply_norm(norm2, x0, out, plan.up, caster)
-    y, mlp = run_mlp(run, h2, len(x), not run.again or needs_values(plan.spec.branch2))
+    y, mlp = halves.run_mlp(run, h2, len(x), not run.again or needs_values(plan.spec.branch2))
     report_activations(run, (h1, h2), qkv, attention.attended, out, mlp.u, mlp.activated.a, y)
     return x0.view_as(x), x1, y, Saved(stats1, attention, x1, stats2, mlp)
 
@@ -121,16 +111,16 @@ def backward(
         needs: Which parameters need gradients: True or False in place of tensors.
     """
     plan, caster, (norm1, norm2) = run.plan, run.caster, bind_norms(run.plan.spec, run.tensors)
-    end2 = end_backward(run, 2, saved.mlp.branch, grad, given)
-    mlp = mlp_backward(run, saved.mlp, end2.grad, needs)
+    end2 = halves.end_backward(run, 2, saved.mlp.branch, grad, given)
+    mlp = halves.mlp_backward(run, saved.mlp, end2.grad, needs)
     direct = saved.attention.branch.is_plain
     two = norm_backward(norm2, mlp.grad_h, saved.x1, saved.stats2, grad, plan.out if direct else None, caster)
-    end1 = end_backward(run, 1, saved.attention.branch, two.stream, two.operand if direct else None)
-    attention = attention_backward(run, saved.attention, end1.grad, x0.shape, needs)
+    end1 = halves.end_backward(run, 1, saved.attention.branch, two.stream, two.operand if direct else None)
+    attention = halves.attention_backward(run, saved.attention, end1.grad, x0.shape, needs)
     rows = x0.reshape(-1, x0.shape[-1])
     one = norm_backward(norm1, attention.grad_h, rows, saved.stats1, two.stream, reader, caster)
     report_gradients(run, end2.grad, mlp.grad_first, end1.grad, attention.grad_first)
-    return one.stream, one.operand, collect_grads(one, attention, end1, two, mlp, end2), list(attention.others)
+    return one.stream, one.operand, halves.collect_grads(one, attention, end1, two, mlp, end2), list(attention.others)
 
 
 def drop_unneeded(plan: BlockPlan, saved: Saved) -> Saved:
