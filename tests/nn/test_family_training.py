@@ -234,6 +234,16 @@ def fail_in_own_code(*_: Any) -> None:
     raise AssertionError("the model's own attention ran")
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi", "phi3", "starcoder2", "gpt2", "opt", "bert", "distilbert"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_models_own_calls_use_the_fast_attention(family: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fuse_in_fp32(without_dropout(LANGUAGE[family]()).train())
+    monkeypatch.setattr(attention, "_attend_by_own_code", fail_in_own_code)
+    mask = torch.ones(2, 19, dtype=torch.long)
+    mask[0, 14:] = 0
+    train_plainly(model, 1, **({"attention_mask": mask} if padded else {}))
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "bert", "vit"])
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_boolean_masks_keep_the_fast_attention(family: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:

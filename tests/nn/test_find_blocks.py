@@ -13,7 +13,9 @@ from torch.nn.utils import parametrizations
 from narrowgauge.models.gpt import GPT, GPTConfig
 from narrowgauge.models.llama import Llama, LlamaConfig
 from narrowgauge.nn.blocks.find import FoundBlocks, find_blocks
-from narrowgauge.nn.fused.verify import find_difference
+from narrowgauge.nn.fused.modules import FusedBlock, mark_parts
+from narrowgauge.nn.fused.verify import find_difference, make_fp32_plan
+from narrowgauge.nn.module_changes import apply_change
 
 EXPECTED = {
     "llama": ("pre", "rotary"), "llama-bias": ("pre", "rotary"), "mistral": ("pre", "rotary"),
@@ -218,3 +220,39 @@ def test_convolutional_nets_have_no_blocks() -> None:
     net = nn.Sequential(*[nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(3)])
     found = find(net)
     assert not found.specs and not found.reasons
+
+
+class AddsPositions(nn.Module):
+    """A block with positions that are added, to queries and keys or to the hidden state, and may be missing."""
+
+    def __init__(self, to_stream: bool) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(64), nn.LayerNorm(64)
+        self.q, self.k, self.v, self.out = (nn.Linear(64, 64) for _ in range(4))
+        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
+        self.heads, self.to_stream = 4, to_stream
+
+    def forward(self, x: Tensor, position_embeddings: Tensor | None = None) -> Tensor:
+        added = 0.0 if position_embeddings is None else position_embeddings
+        if self.to_stream:
+            x, added = x + added, 0.0
+        h = self.norm1(x)
+        parts = (self.q(h) + added, self.k(h) + added, self.v(h))
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+
+@pytest.mark.parametrize("to_stream", [False, True])
+def test_positions_that_were_not_verified_are_not_ignored(to_stream: bool) -> None:
+    torch.manual_seed(0)
+    block, x, positions = AddsPositions(to_stream), *torch.randn(2, 2, 12, 64)
+    model = nn.Sequential(block, AddsPositions(to_stream))
+    found = find_blocks(model, torch.device("cpu"), find_difference)
+    assert list(found.specs) == ["0", "1"]
+    expected = block(x), block(x, positions)
+    mark_parts(block, found.specs["0"])
+    apply_change(block, FusedBlock(make_fp32_plan(block, found.specs["0"])))
+    for got, wanted in zip((block(x), block(x, positions)), expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)

@@ -14,8 +14,8 @@ from narrowgauge.nn.blocks.projections import find_projection
 from narrowgauge.nn.blocks.recognize import recognize_norm
 from narrowgauge.nn.blocks.spec import AttentionSpec, BlockSpec, NormSpec, Place
 
-HARMLESS = ("position_ids", "cache_position", "use_cache", "position_embeddings", "cos", "sin")
-"""Arguments that the fast forms of attention need not read: angles already contain the positions."""
+POSITIONS = ("position_ids", "position_embeddings", "cos", "sin")
+"""Arguments that an example may have for the fast forms of attention."""
 LARGEST_HEAD = 256
 """Larger heads have no fused attention."""
 
@@ -24,7 +24,7 @@ def list_attention_forms(
     block: nn.Module, spec: BlockSpec, seen: Observation, example: Example
 ) -> Iterator[AttentionSpec]:
     """Yield forms in the order in which to try them."""
-    if any(value is not None and name not in HARMLESS for name, value in example.kwargs.items()):
+    if any(name not in POSITIONS for name in spec.given):
         return
     outputs = [find_projection(block, path).shape[0] for path in spec.inputs]
     norms = [norm for call in seen.calls if (norm := recognize_norm(call)) is not None]

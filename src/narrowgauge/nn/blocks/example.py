@@ -34,6 +34,12 @@ def read_signature(block: nn.Module) -> Signature:
     return Signature(required, optional) if required else Signature(optional[:1], optional[1:])
 
 
+def takes_any_argument(block: nn.Module) -> bool:
+    """Return whether a block's forward has ``**kwargs``."""
+    parameters = inspect.signature(original_class(block).forward).parameters.values()
+    return any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
 def make_positions(names: list[str], x: Tensor) -> dict[str, Tensor]:
     """Return position ids for a block that takes them: with an offset, so that a block that uses them shows it."""
     if "position_ids" not in names:

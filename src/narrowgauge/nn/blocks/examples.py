@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from narrowgauge.nn.blocks import families
-from narrowgauge.nn.blocks.example import Example, make_positions, read_signature
+from narrowgauge.nn.blocks.example import Example, make_positions, read_signature, takes_any_argument
 from narrowgauge.nn.blocks.recognize import NotABlock
 
 BATCH, LENGTH = 2, 12
@@ -37,7 +37,12 @@ def make_examples(block: nn.Module, device: torch.device) -> list[Example]:
     unknown = [name for name in required[1:] if name not in ("attention_mask", "position_ids")]
     if unknown:
         raise NotABlock(f"its forward needs {', '.join(unknown)}")
-    return [Example((x,), {**dict.fromkeys(required[1:]), **make_positions([*required, *optional], x)})]
+    named = {**dict.fromkeys(required[1:]), **make_positions([*required, *optional], x)}
+    plain = Example((x,), named)
+    if not takes_any_argument(block) or "position_ids" in named:
+        return [plain]
+    # transformers passes positions on to blocks that do not name them (GPT-2's)
+    return [Example((x,), {**named, **make_positions(["position_ids"], x)}), plain]
 
 
 def make_small(block: nn.Module) -> nn.Module | None:

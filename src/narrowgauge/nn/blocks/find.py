@@ -147,7 +147,8 @@ def _describe(block: nn.Module, device: torch.device, differs: Differs, known: B
         except (RuntimeError, ValueError, TypeError, IndexError):
             if number == len(examples) - 1:
                 raise
-    base = recognize(copy, example, seen)
+    given = tuple(name for name, value in example.kwargs.items() if value is not None)
+    base = replace(recognize(copy, example, seen), given=given)
     with _scaled(copy, base.ups, LARGE_ACTIVATIONS), torch.no_grad():
         if not has_activation(observe(copy, *example), base):
             raise NotABlock(f"its activation is {base.activation} of small values, but not of large ones")

@@ -100,6 +100,9 @@ class BlockSpec:
     """What a tuple holds after the hidden state: None, an argument's name if the block passes that on or computes it if
     it is missing (T5's position bias), or ``WEIGHTS``."""
 
+    given: tuple[str, ...] = ()
+    """The arguments of the call that was verified, besides the hidden state."""
+
     @property
     def linears(self) -> tuple[str, ...]:
         """All projections, in the order in which they run."""

@@ -84,7 +84,9 @@ class BlockCall:
 
     def find_angles(self, half: bool) -> tuple[Tensor, Tensor] | None:
         """Return the call's cosines and sines [1 or B, T, R]."""
-        given = self.kwargs.get("position_embeddings") or (self.kwargs.get("cos"), self.kwargs.get("sin"))
+        given = self.kwargs.get("position_embeddings")
+        if given is None:
+            given = self.kwargs.get("cos"), self.kwargs.get("sin")
         if not isinstance(given, tuple) or len(given) != 2 or not all(isinstance(part, Tensor) for part in given):
             return None
         cos, sin = (part if part.dim() == 3 else part[None] for part in given)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.kernels.cross_entropy import LossForm
-from narrowgauge.nn.blocks.attention_forms import HARMLESS
 from narrowgauge.nn.blocks.find import has_hooks
 from narrowgauge.nn.blocks.projections import find_projection
 from narrowgauge.nn.blocks.spec import BlockSpec, NormSpec
@@ -35,6 +34,11 @@ FOR_ATTENTION = frozenset({
 """Arguments that a block passes to its attention. A call with any other runs as it was written, because the argument
 may change something that was not verified: an encoder's output adds cross-attention, for example."""
 
+ANGLES = ("position_embeddings", "cos", "sin")
+"""Arguments that some blocks add to the hidden state instead, so that a block must have been verified with them."""
+NOT_READ = ("use_cache", "cache_position")
+"""Arguments that matter to a cache only."""
+
 
 class FusedBlock(Change):
     """A block that runs as one function."""
@@ -50,6 +54,8 @@ class FusedBlock(Change):
         call, x = make_call(module, inner, args, kwargs)
         parts = get_parts(plan, module)
         if call is None or not is_plain_batch(x) or not parts.are_intact() or call.has_filled_cache(plan.spec):
+            return inner(*args, **kwargs)
+        if any(call.kwargs.get(name) is not None and name not in plan.spec.given for name in ANGLES):
             return inner(*args, **kwargs)
         call = complete_arguments(plan.spec, call, x)
         if plan.spec.attention.kind != "own" and not fits_fast_attention(plan.spec, call, x):
@@ -89,12 +95,13 @@ def make_call(
 
 def fits_fast_attention(spec: BlockSpec, call: BlockCall, x: Tensor) -> bool:
     """Whether a call asks for no more than the verified form of attention: its mask, at most an empty cache."""
-    if spec.attention.kind == "rotary" and call.find_angles(False) is None:
+    angles = [name for name in ANGLES if call.kwargs.get(name) is not None]
+    if (angles or spec.attention.kind == "rotary") and call.find_angles(False) is None:
         return False
     mask = call.find_mask(spec.attention)
     if mask is not None and not _is_fast_mask(mask, spec.attention.heads, x):
         return False
-    known = (*HARMLESS, *CACHES, spec.attention.mask)
+    known = (*spec.given, *NOT_READ, *CACHES, spec.attention.mask)
     return all(name in known or value is None or value is False for name, value in call.kwargs.items())
 
 

@@ -299,10 +299,8 @@ class _ParameterGrads:
 
 def name_arguments(given: BlockInput) -> dict[str, Tensor]:
     """Return the tensors that attention reads besides qkv, by name: cosines and sines, and a mask."""
-    call = given.call
-    angles = call.kwargs.get("position_embeddings") or (call.kwargs.get("cos"), call.kwargs.get("sin"))
-    named = dict(zip(("cos", "sin"), angles, strict=True))
-    spec = given.plan.spec.attention
+    call, spec = given.call, given.plan.spec.attention
+    named: dict[str, Tensor | None] = dict(zip(("cos", "sin"), call.find_angles(False) or (), strict=False))
     if spec.mask is not None:
         named[spec.mask] = call.find_mask(spec)
     return {name: value for name, value in named.items() if isinstance(value, Tensor)}
