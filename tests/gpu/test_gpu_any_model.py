@@ -95,20 +95,21 @@ def test_inductors_casts_match_the_reference(shape, dtype):
     import torch._inductor.lowering
     from torch._inductor.utils import run_and_get_code
 
-    def compute(x, scales, amax, counts):
+    def compute(x, scales, amax, counts, rows):
         x_lp, *stats = cast_rows(2 * x, scales[1], dtype)
-        return x_lp, record_rows(x_lp, *stats, amax, counts, 2, True)
+        return x_lp, record_rows(x_lp, *stats, amax, counts, rows, True)
 
     assert teach_inductor()
     torch._dynamo.reset()
     x = torch.randn(shape).exp().bfloat16()
     x.view(-1)[:6] = torch.tensor([0.0, 1e30, -1e30, 1e-30, -1e-30, torch.inf])
+    rows = torch.tensor([9, 2])
     scales, tables = torch.tensor([1.0, 300.0]), (torch.zeros(4), torch.zeros(4, 2, dtype=torch.int64))
     on_gpu = [tensor.cuda() for tensor in tables]
-    made, code = run_and_get_code(torch.compile(compute, fullgraph=True), x.cuda(), scales.cuda(), *on_gpu)
+    made, code = run_and_get_code(torch.compile(compute, fullgraph=True), x.cuda(), scales.cuda(), *on_gpu, rows)
     assert "narrowgauge.cast_rows" not in code[0]
     wanted = cast_rows_reference(2 * x, scales[1], dtype)
-    wanted_t = record_rows_reference(*wanted, *tables, 2, True)
+    wanted_t = record_rows_reference(*wanted, *tables, rows, True)
     for mine, theirs in zip(made, (wanted[0], wanted_t), strict=True):
         assert torch.equal(mine.cpu().view(torch.uint8), theirs.view(torch.uint8))
     for mine, theirs in zip(on_gpu, tables, strict=True):

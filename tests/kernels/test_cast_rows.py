@@ -31,9 +31,9 @@ def test_rows_give_the_bytes_and_statistics_of_a_cast(dtype):
     x_lp, *stats = cast_rows(x, SCALES[1], dtype)
     assert_same(x_lp, wanted)
     table = torch.zeros(3), torch.zeros(3, 2, dtype=torch.int64)
-    assert_same(record_rows(x_lp, *stats, *table, 2, True), transpose_reference(wanted))
+    assert_same(record_rows(x_lp, *stats, *table, torch.tensor([9, 2]), True), transpose_reference(wanted))
     assert table[0].tolist() == [0, 0, amax.item()] and table[1].tolist() == [[0, 0], [0, 0], counts.tolist()]
-    assert record_rows(x_lp, *stats, *table, 2, False).numel() == 0
+    assert record_rows(x_lp, *stats, *table, torch.tensor([9, 2]), False).numel() == 0
     assert table[1][2].tolist() == (2 * counts).tolist()
 
 
@@ -43,13 +43,13 @@ def test_rows_give_the_bytes_and_statistics_of_a_cast(dtype):
 def test_the_kernel_records_and_transposes_as_the_reference_does(shape, transposed):
     made = cast_rows(with_extremes(*shape), SCALES[1], E5M2)
     wanted_tables, tables = make_tables(), make_tables()
-    wanted = record_rows_reference(*made, *wanted_tables, 2, transposed)
-    assert_same(record_rows(*made, *tables, 2, transposed), wanted)
+    wanted = record_rows_reference(*made, *wanted_tables, torch.tensor([9, 2]), transposed)
+    assert_same(record_rows(*made, *tables, torch.tensor([9, 2]), transposed), wanted)
     for mine, theirs in zip(tables, wanted_tables, strict=True):
         assert torch.equal(mine, theirs)
     broken = [made[0], made[1].clone(), *made[2:]]
     broken[1][-1] = torch.nan
-    record_rows(*broken, *tables, 1, transposed)
+    record_rows(*broken, *tables, torch.tensor([9, 1]), transposed)
     assert tables[0].isnan().tolist() == [False, True, False, False]
 
 

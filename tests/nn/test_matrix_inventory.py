@@ -152,7 +152,7 @@ def test_each_class_of_module_is_listed_with_its_format():
     found = by_path(Bag())
     kinds = {path: (m.kind, m.formats[0] if m.formats else "-") for path, m in found.items()}
     assert kinds == {
-        "head": ("linear", "fp8"),
+        "head": ("head", "fp8"),
         "bag": ("embedding", "-"),
         "empty": ("linear", "fp8"),
         "doubled": ("linear", "bf16"),

@@ -79,6 +79,8 @@ class EngineBase:
         self.update_sync = UpdateSync(model, self.named, lean=bf16_weights)
         sharded = self.update_sync.sharded
         self.optimizers = setup.convert_optimizers(given, self.inner, self.named, self.recipe, self.kept, sharded)
+        blocks_to_compile = setup.find_blocks_to_compile(self.inner, self.recipe, compile)
+        self._one_graph = bool(compile) and not blocks_to_compile
         self.conversion = self._convert_model(fused, cuda_graphs)
         self.release = setup.make_release(self.inner, self.recipe, self.optimizers, self.conversion)
         self.checkpointed = self.conversion.blocks if self.recipe.checkpoint != "none" else []
@@ -103,7 +105,7 @@ class EngineBase:
                     "see the emulation; use compile=False or recipe fp32"
                 )
             compile_mode = compile if isinstance(compile, str) else None
-            compile_forward(model, self.step_context, compile_mode, self.conversion.scales)
+            compile_forward(model, self.step_context, compile_mode, self.conversion.scales, blocks_to_compile)
         can_compile = not self.conversion.blocks and not sharded
         self.speed_advice = explain_slow(self.conversion, compiled=self.compiled, can_compile=can_compile)
         if self.update_sync.is_first:
@@ -111,7 +113,7 @@ class EngineBase:
 
     def _convert_model(self, fused: bool | None, cuda_graphs: bool | None) -> Conversion:
         """Convert the layers that the recipe computes differently. Subclasses may extend this."""
-        return setup.convert_model(self.inner, self.recipe, self.hardware, fused, cuda_graphs)
+        return setup.convert_model(self.inner, self.recipe, self.hardware, fused, cuda_graphs, self._one_graph)
 
     def __repr__(self) -> str:
         size = sum(parameter.numel() for parameter in self.named.values())

@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from narrowgauge import kernels
 from narrowgauge.hardware import Device
 from narrowgauge.nn.convert import Conversion, convert_layers
+from narrowgauge.nn.equal_blocks import find_equal_blocks
+from narrowgauge.nn.find_heads import find_heads
 from narrowgauge.nn.keep_fp32 import find_computed_parameters, keep_modules, keep_recurrent
 from narrowgauge.nn.matrix_inventory import list_matrices
 from narrowgauge.optim import AdamW, convert_optimizer
@@ -69,15 +71,30 @@ def convert_optimizers(
     ]
 
 
+def find_blocks_to_compile(model: nn.Module, recipe: Recipe, compile: bool | str) -> list[nn.Module]:
+    """Return the blocks that are compiled instead of the model, because they are equal and most of it.
+
+    Only for FP8: the other recipes compute what torch.compile would compute without an engine, as one graph.
+    """
+    if not compile or recipe.compute != "fp8":
+        return []
+    return list(find_equal_blocks(model, find_heads(model).values()).values())
+
+
 def convert_model(
-    model: nn.Module, recipe: Recipe, device: Device, fused: bool | None, cuda_graphs: bool | None
+    model: nn.Module,
+    recipe: Recipe,
+    device: Device,
+    fused: bool | None,
+    cuda_graphs: bool | None,
+    one_graph: bool = False,
 ) -> Conversion:
     """Convert the layers that the recipe computes differently, and report on every matrix of the model."""
     if fused is None:
         on_gpu = device.kind == "cuda" and kernels.have_triton()
         fused = recipe.compute == "fp8" or (recipe.compute == "bf16" and on_gpu)
     if fused:
-        return convert_layers(model, recipe, device, cuda_graphs=cuda_graphs)
+        return convert_layers(model, recipe, device, cuda_graphs=cuda_graphs, one_graph=one_graph)
     return Conversion(compute=recipe.compute, matrices=list_matrices(model, recipe), gpu=device.gpu)
 
 

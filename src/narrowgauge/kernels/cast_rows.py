@@ -59,13 +59,21 @@ def record_rows_reference(
     flushed: Tensor,
     amax: Tensor,
     counts: Tensor,
-    row: int,
+    rows: Tensor,
     transposed: bool,
 ) -> Tensor:
-    """Raise ``amax[row]`` and ``counts[row]``; return ``x_lp`` [N, D] as [D, N] if ``transposed``, else nothing."""
+    """Raise a site's amax and counts; return ``x_lp`` [N, D] as [D, N] if ``transposed``, else nothing.
+
+    The second of ``rows``, a tensor on the CPU, is the site's row in ``amax`` and ``counts``.
+    """
+    row = _get_row(rows)
     amax[row] = torch.maximum(amax[row], row_amax.amax())  # maximum propagates NaN
     counts[row] += torch.stack([saturated.sum(), flushed.sum()])
     return finish_transposed(x_lp, None) if transposed else x_lp.new_empty(0)
+
+
+def _get_row(rows: Tensor) -> int:
+    return int(rows[1])
 
 
 @jit_unspecialized("length", "n16")
@@ -95,11 +103,12 @@ def _record_rows(
     flushed: Tensor,
     amax: Tensor,
     counts: Tensor,
-    row: int,
+    rows: Tensor,
     transposed: bool,
 ) -> Tensor:
     if not use_triton(x_lp) or not x_lp.numel():
-        return record_rows_reference(x_lp, row_amax, saturated, flushed, amax, counts, row, transposed)
+        return record_rows_reference(x_lp, row_amax, saturated, flushed, amax, counts, rows, transposed)
+    row = _get_row(rows)
     length, width = x_lp.shape
     words = allocate_words(x_lp) if transposed else None
     tile = TRANSPOSE_TILE
@@ -132,7 +141,7 @@ cast_rows = define_op(
 record_rows = define_op(
     "record_rows",
     _record_rows,
-    lambda x_lp, row_amax, saturated, flushed, amax, counts, row, transposed: x_lp.new_empty(
+    lambda x_lp, row_amax, saturated, flushed, amax, counts, rows, transposed: x_lp.new_empty(
         (x_lp.shape[1], x_lp.shape[0]) if transposed else (0,)
     ),
     ("amax", "counts"),

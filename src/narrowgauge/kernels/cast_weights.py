@@ -24,7 +24,6 @@ from narrowgauge.kernels import (
     HAVE_TRITON,
     can_bypass_op,
     compute_scale,
-    define_op,
     jit_unspecialized,
     register,
     use_triton,
@@ -59,18 +58,13 @@ SMALLEST_SHARE = 1 / 8
 
 
 def cast_weight(
-    weights: Sequence[Tensor], dtype: torch.dtype, transposed: bool = True, margin: int = 0, amax: Tensor | None = None
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Cast weights [O, I] with their current amax; return [sum of O, I], [I, sum of O] and the inverse scale.
-
-    ``amax`` is raised to the largest magnitude of the weights.
-    """
+    weights: Sequence[Tensor], dtype: torch.dtype, transposed: bool = True, margin: int = 0
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Cast weights [O, I] with their amax; return [sum of O, I], [I, sum of O], the inverse scale and the amax."""
     lp, lp_t, inv_scale, seen = (_cast_current if can_bypass_op(*weights) else _cast_current_op)(
         list(weights), dtype, transposed, margin
     )
-    if amax is not None:  # outside the op: inductor (torch 2.11) fails on an op that mutates an argument that is None
-        amax.copy_(torch.maximum(amax, seen))
-    return lp, lp_t if transposed else None, inv_scale
+    return lp, lp_t if transposed else None, inv_scale, seen
 
 
 def cast_weight_delayed(
@@ -88,7 +82,7 @@ def cast_weight_delayed(
     ``amax`` is raised to the largest magnitude of the weights. ``counts`` are raised only if the known scale was used.
     ``pending`` is scratch memory of the same shape, all zeros before and after.
     """
-    lp, lp_t, inv_scale = (_cast_delayed if can_bypass_op(*weights) else _cast_delayed_op)(
+    lp, lp_t, inv_scale = (cast_delayed if can_bypass_op(*weights) else _cast_delayed_op)(
         list(weights), scale, amax, counts, pending, dtype, transposed, margin
     )
     return lp, lp_t if transposed else None, inv_scale
@@ -103,7 +97,7 @@ def recast_weight(
     margin: int = 0,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Repeat a ``cast_weight_delayed`` of the same weights, without changing ``amax`` or counts."""
-    lp, lp_t, inv_scale = (_recast if can_bypass_op(*weights) else _recast_op)(
+    lp, lp_t, inv_scale = (recast if can_bypass_op(*weights) else _recast_op)(
         list(weights), scale, amax, dtype, transposed, margin
     )
     return lp, lp_t if transposed else None, inv_scale
@@ -248,7 +242,7 @@ def _cast_current(
     return out, _finish_transposed(out, words, transposed), inv_scale, seen
 
 
-def _cast_delayed(
+def cast_delayed(
     weights: list[Tensor],
     scale: Tensor,
     amax: Tensor,
@@ -269,7 +263,7 @@ def _cast_delayed(
     return out, _finish_transposed(out, words, transposed), inv_scale
 
 
-def _recast(
+def recast(
     weights: list[Tensor], scale: Tensor, amax: Tensor, dtype: torch.dtype, transposed: bool, margin: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not use_triton(weights[0]) or not all(weight.numel() for weight in weights):
@@ -284,7 +278,7 @@ def _recast(
     return out, _finish_transposed(out, words, transposed), inv_scale
 
 
-def _make_fake(weights: list[Tensor], dtype: torch.dtype, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
+def make_fake(weights: list[Tensor], dtype: torch.dtype, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
     first, outputs = weights[0], sum(weight.shape[0] for weight in weights)
     second = (first.shape[1], outputs) if transposed else (0,)
     return (
@@ -298,45 +292,18 @@ _cast_current_op = register(
     "cast_weight",
     _cast_current,
     lambda weights, dtype, transposed, margin: (
-        *_make_fake(weights, dtype, transposed),
+        *make_fake(weights, dtype, transposed),
         weights[0].new_empty((), dtype=torch.float32),
     ),
 )
 _cast_delayed_op = register(
     "cast_weight_delayed",
-    _cast_delayed,
-    lambda weights, scale, amax, counts, pending, dtype, transposed, margin: _make_fake(weights, dtype, transposed),
+    cast_delayed,
+    lambda weights, scale, amax, counts, pending, dtype, transposed, margin: make_fake(weights, dtype, transposed),
     ("amax", "counts", "pending"),
 )
 _recast_op = register(
     "cast_weight_again",
-    _recast,
-    lambda weights, scale, amax, dtype, transposed, margin: _make_fake(weights, dtype, transposed),
-)
-
-
-def _cast_delayed_by_row(
-    weights: list[Tensor],
-    scale: Tensor,
-    amax: Tensor,
-    counts: Tensor,
-    pending: Tensor,
-    row: int,
-    amax_row: int,
-    dtype: torch.dtype,
-    transposed: bool,
-    margin: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``cast_weight_delayed`` for compiled graphs: with tables of all sites, the weight's row there and in ``amax``."""
-    numbers = scale[row], amax[amax_row], counts[amax_row], pending[row]
-    return _cast_delayed(weights, *numbers, dtype, transposed, margin)
-
-
-cast_weight_by_row = define_op(
-    "cast_weight_by_row",
-    _cast_delayed_by_row,
-    lambda weights, scale, amax, counts, pending, row, amax_row, dtype, transposed, margin: _make_fake(
-        weights, dtype, transposed
-    ),
-    ("amax", "counts", "pending"),
+    recast,
+    lambda weights, scale, amax, dtype, transposed, margin: make_fake(weights, dtype, transposed),
 )

@@ -8,6 +8,9 @@ Three properties of torch.compile make this more than ``model.compile()``:
   get the first one's graph if the guards allow it, and after eight graphs (``recompile_limit``) torch.compile silently
   stops compiling. Each engine therefore gets its own code object.
 
+A model is one graph, or its equal blocks share one: then compiling takes as long as for one block, and what is around
+the blocks runs as without torch.compile, its loss without logits.
+
 Under delayed FP8 scaling the first update runs uncompiled: no scale is known yet, and a graph that reads each tensor
 before its cast would serve for one update only, while compiling it takes as long as compiling the other one. If the
 uncompiled model does not fit in memory, the first update is compiled as well.
@@ -16,16 +19,19 @@ uncompiled model does not fit in memory, the first update is compiled as well.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from narrowgauge.nn.grouped_mm import separate_compile_cache
-from narrowgauge.nn.module_changes import Change, apply_change, find_change
+from narrowgauge.nn.module_changes import Change, apply_change, call_below, count_changes, find_change
 from narrowgauge.nn.step_context import StepContext
 from narrowgauge.scaling.tensor import TensorScales
+
+SPARE_GRAPHS = 8
+"""Graphs of blocks beyond one for each: for evaluation and other lengths. It is torch.compile's own limit."""
 
 
 class CompiledForward(Change):
@@ -45,12 +51,9 @@ class CompiledForward(Change):
                 return self._run_uncompiled(inner, *args, **kwargs)
             except torch.OutOfMemoryError:  # it holds the tensors of the failed forward until this block ends
                 self._fits_uncompiled = False
-        if self._graph is None:
-            self._graph = self._compile(inner)
         if self.scales is not None:
             self.scales.renew_tables()
-        with separate_compile_cache():
-            return self._graph(*args, **kwargs)
+        return self._run_compiled(inner, *args, **kwargs)
 
     def is_waiting_for_scales(self) -> bool:
         """Whether this forward trains and no update has set the scales yet. An evaluation does not read them."""
@@ -61,22 +64,73 @@ class CompiledForward(Change):
         with self.step_context.attention(), self.step_context.autocast():
             return inner(*args, **kwargs)
 
-    def _compile(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        step_context = self.step_context
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            with step_context.attention(), step_context.autocast():
-                return inner(*args, **kwargs)
-
-        forward.__code__ = forward.__code__.replace()  # an equal code object, but this engine's own
-        return torch.compile(forward, mode=self.mode)
+    def _run_compiled(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._graph is None:
+            self._graph = _compile(inner, self.step_context, self.mode)
+        with separate_compile_cache():
+            return self._graph(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_graph": None, "paused": True}
 
 
+class ForwardOfCompiledBlocks(CompiledForward):
+    """A model whose equal blocks run as compiled graphs."""
+
+    compiles = False
+    """Whether the last forward ran its blocks compiled. Recomputation in backward must do the same."""
+    count = 0
+    """Number of blocks."""
+
+    def _run_uncompiled(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.compiles = False
+        return super()._run_uncompiled(inner, *args, **kwargs)
+
+    def _run_compiled(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.compiles = True
+        return super()._run_uncompiled(inner, *args, **kwargs)
+
+    def run_block(self, module: Any, level: int, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a block as a graph, with the first ``level`` changes of the module."""
+        if self._graph is None:
+            self._graph = _compile(call_below, self.step_context, self.mode)
+        limit: Any = torch._dynamo.config.patch(recompile_limit=self.count + SPARE_GRAPHS)
+        with separate_compile_cache(), limit:
+            return self._graph(module, "forward", level, *args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "compiles": False}
+
+
+class CompiledBlock(Change):
+    """A block that runs as a graph, which equal blocks share."""
+
+    def __init__(self, owner: ForwardOfCompiledBlocks, level: int) -> None:
+        self.owner, self.level = owner, level
+
+    def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if not self.owner.compiles or torch.compiler.is_compiling():
+            return inner(*args, **kwargs)
+        return self.owner.run_block(module, self.level, *args, **kwargs)
+
+
+def _compile(function: Callable[..., Any], step_context: StepContext, mode: str | None) -> Callable[..., Any]:
+    """Compile a function in a step context."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with step_context.attention(), step_context.autocast():
+            return function(*args, **kwargs)
+
+    forward.__code__ = forward.__code__.replace()  # an equal code object, but this engine's own
+    return torch.compile(forward, mode=mode)
+
+
 def compile_forward(
-    model: nn.Module, step_context: StepContext, mode: str | None = None, scales: TensorScales | None = None
+    model: nn.Module,
+    step_context: StepContext,
+    mode: str | None = None,
+    scales: TensorScales | None = None,
+    blocks: Collection[nn.Module] = (),
 ) -> None:
     """Make the model run as a compiled graph; its state dictionary does not change.
 
@@ -85,8 +139,16 @@ def compile_forward(
         step_context: The context to compile in.
         mode: A mode of ``torch.compile``.
         scales: The model's FP8 scales. While they are unknown, training steps run uncompiled.
+        blocks: Blocks to compile instead of the model.
     """
-    apply_change(model, CompiledForward(step_context, mode, scales))
+    if not blocks:
+        apply_change(model, CompiledForward(step_context, mode, scales))
+        return
+    owner = ForwardOfCompiledBlocks(step_context, mode, scales)
+    owner.count = len(blocks)
+    for block in blocks:
+        apply_change(block, CompiledBlock(owner, count_changes(block)))
+    apply_change(model, owner)
 
 
 @contextlib.contextmanager

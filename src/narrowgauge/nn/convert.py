@@ -28,6 +28,7 @@ from narrowgauge.kernels.norm import MAX_COLUMNS
 from narrowgauge.nn.blocks.find import FoundBlocks, find_blocks
 from narrowgauge.nn.blocks.projections import find_projection
 from narrowgauge.nn.blocks.spec import BlockSpec, NormSpec
+from narrowgauge.nn.find_heads import find_heads
 from narrowgauge.nn.fused import embedding
 from narrowgauge.nn.fused.graphs import BlockGraphs
 from narrowgauge.nn.fused.make_plan import find_misfit, make_plan
@@ -51,8 +52,6 @@ SAME_INPUT_NAMES = (
 )  # fmt: skip
 """Names of sibling layers that usually read one input, as in attention and gated MLPs. If they get different inputs,
 each input is cast, with one scale that fits the largest."""
-HEAD_OUTPUTS = 8192
-"""A linear layer with at least as many outputs, and four times as many as inputs, is taken for a head over tokens."""
 DEFAULT_ROWS = 16384
 """Default number of tokens per step; the choice of formats depends little on it."""
 
@@ -153,8 +152,8 @@ def convert(
         recipe: A recipe, or its text, such as "fp8" or "bf16[keep=lm_head]".
         device: The device to choose formats for; by default that of the model's parameters.
         rows: Tokens or samples that a linear layer sees per step.
-        compile: Whether you compile the model afterwards. This changes no format, only the predicted speed: a warning
-            tells if FP8 is not expected to make the model faster.
+        compile: Whether you compile the model afterwards. This changes no format, only the predicted speed (a warning
+            tells if FP8 is not expected to make the model faster), and that logits are computed as the model does it.
         cuda_graphs: Whether fused blocks run as CUDA graphs; by default if the GPU waits for the host.
 
     Returns:
@@ -163,7 +162,7 @@ def convert(
     Raises:
         UsageError: The recipe is invalid, or does not run on the device.
     """
-    result = convert_layers(model, recipe, device, rows, cuda_graphs)
+    result = convert_layers(model, recipe, device, rows, cuda_graphs, one_graph=compile)
     warn_about_speed(explain_slow(result, compiled=compile, can_compile=True), stacklevel=3)
     return result
 
@@ -174,11 +173,15 @@ def convert_layers(
     device: Device | None = None,
     rows: int = DEFAULT_ROWS,
     cuda_graphs: bool | None = None,
+    one_graph: bool = False,
 ) -> Conversion:
-    """Convert a model as ``convert`` does, without a word about its speed."""
+    """Convert a model as ``convert`` does, without a word about its speed.
+
+    ``one_graph``: torch.compile will compile the whole model if no block is fused, its head and loss included.
+    """
     device = device or detect(str(next(model.parameters()).device))
     recipe = parse(recipe, device)
-    result, specs = _plan(model, recipe, device, rows)
+    result, specs = _plan(model, recipe, device, rows, one_graph)
     if recipe.compute not in ("fp8", "bf16"):
         return result
     leaders = _find_input_leaders(result.layers)
@@ -230,15 +233,18 @@ def convert_layers(
 
 def plan_conversion(model: nn.Module, recipe: Recipe, device: Device) -> Conversion:
     """Return the report of a conversion without converting the model, and so without FP8 scales."""
-    return _plan(model, recipe, device, DEFAULT_ROWS)[0]
+    return _plan(model, recipe, device, DEFAULT_ROWS, False)[0]
 
 
-def _plan(model: nn.Module, recipe: Recipe, device: Device, rows: int) -> tuple[Conversion, dict[str, BlockSpec]]:
+def _plan(
+    model: nn.Module, recipe: Recipe, device: Device, rows: int, one_graph: bool
+) -> tuple[Conversion, dict[str, BlockSpec]]:
     """Decide how each layer computes. Return the report, and the blocks to fuse by path."""
     if recipe.compute not in ("fp8", "bf16"):
         return Conversion(compute=recipe.compute, matrices=list_matrices(model, recipe), gpu=device.gpu), {}
     found = _find_blocks(model, recipe, device)
-    layers = list(_survey(model, recipe, device, rows, found.specs))
+    lazy = bool(found.specs) or not one_graph
+    layers = list(_survey(model, recipe, device, rows, found.specs, lazy))
     surveyed = {layer.path: LayerUse(_get_kind(layer), tuple(layer.choice), layer.reason) for layer in layers}
     return Conversion(
         layers,
@@ -311,17 +317,6 @@ def _find_fp32_part(path: str, modules: dict[str, nn.Module], recipe: Recipe) ->
     return None
 
 
-def _is_head(model: nn.Module, module: nn.Module) -> bool:
-    """Whether a linear layer computes logits: the model says so, its weight is an embedding's, or it is that wide."""
-    if not isinstance(module, nn.Linear) or not linear.is_linear(module):
-        return False
-    stated = getattr(model, "get_output_embeddings", None)
-    if stated is not None:
-        return stated() is module
-    tied = any(isinstance(part, nn.Embedding) and part.weight is module.weight for part in model.modules())
-    return tied or module.out_features >= max(HEAD_OUTPUTS, 4 * module.in_features)
-
-
 def _get_norm_kind(module: Any) -> str | None:
     return {"LayerNorm": "layer", "RMSNorm": "rms"}.get(type(module).__name__)
 
@@ -332,9 +327,12 @@ def _norm_fits(module: Any) -> bool:
 
 
 def _survey(
-    model: nn.Module, recipe: Recipe, device: Device, rows: int, specs: dict[str, BlockSpec]
+    model: nn.Module, recipe: Recipe, device: Device, rows: int, specs: dict[str, BlockSpec], lazy: bool
 ) -> Iterator[Layer]:
-    """Yield the decision for each linear layer. Layers of a block that read one input are one product."""
+    """Yield the decision for each linear layer. Layers of a block that read one input are one product.
+
+    ``lazy``: heads compute the loss without logits.
+    """
     stacked = {
         f"{path}.{name}": [f"{path}.{member}" for member in group]
         for path, spec in specs.items()
@@ -344,7 +342,7 @@ def _survey(
     has_head = all(hasattr(model, name) for name in ("finish", "norm", "lm_head")) and _norm_fits(model.norm)
     has_head = has_head and not has_own_method(model, "finish") and not has_own_method(model.norm, "forward")
     modules = dict(model.named_modules())
-    heads = {path for path, module in modules.items() if specs and _is_head(model, module)}
+    heads = find_heads(model) if lazy else {}
     layers = [path for path, module in modules.items() if linear.is_linear(module)]
     for path in (*layers, *(name for name in stacked if name not in layers)):  # the last are nn.MultiheadAttention's
         source = find_projection(model, path)

@@ -84,6 +84,11 @@ def remove_changes(model: nn.Module) -> None:
                 module.__class__ = original
 
 
+def count_changes(module: nn.Module) -> int:
+    """Return the number of a module's changes: the level below which they are for ``call_below``."""
+    return len(module.__dict__.get(CHANGES, ()))
+
+
 def find_change(module: nn.Module, kind: type[AnyChange]) -> AnyChange | None:
     """Return the module's first change of a class, or None."""
     return next((change for change in module.__dict__.get(CHANGES, ()) if isinstance(change, kind)), None)
@@ -128,19 +133,19 @@ def _derive_class(original: type[Any]) -> type[Any]:
 def _make_dispatcher(original: type[Any], name: str) -> Callable[..., Any]:
     @functools.wraps(getattr(original, name))  # libraries read the signature of forward
     def method(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return _call(self, name, len(self.__dict__.get(CHANGES, ())), *args, **kwargs)
+        return call_below(self, name, len(self.__dict__.get(CHANGES, ())), *args, **kwargs)
 
     return method
 
 
-def _call(module: Any, method: str, level: int, /, *args: Any, **kwargs: Any) -> Any:
+def call_below(module: Any, method: str, level: int, /, *args: Any, **kwargs: Any) -> Any:
     """Call the method with the first ``level`` changes of the module."""
     changes: list[Change] = module.__dict__.get(CHANGES, [])
     while level > 0:
         level -= 1
         change = changes[level]
         if change.method == method and (change.differentiable_twice or not _differentiable_twice):
-            return change.run(module, functools.partial(_call, module, method, level), *args, **kwargs)
+            return change.run(module, functools.partial(call_below, module, method, level), *args, **kwargs)
     own = module.__dict__.get(OWN, {}).get(method)
     if own is not None:
         return own(*args, **kwargs)

@@ -25,7 +25,7 @@ Evaluation passes no amax at all.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,10 @@ from narrowgauge.kernels import FP8_MAX, compute_scale
 def _make_spaced(count: int, device: torch.device | str, fill: float) -> Tensor:
     """Create numbers 16 bytes apart: Triton recompiles a kernel for a pointer with other alignment."""
     return torch.full((count, 4), fill, device=device)[:, 0]
+
+
+def _make_rows(row: int, forward: int) -> Tensor:
+    return torch.tensor([row, row if row < forward else row - forward], device="cpu")
 
 
 @dataclass(frozen=True)
@@ -53,50 +57,64 @@ class Site:
     """Number of saturated values and of values flushed to zero, over the whole run."""
     pending: Tensor
     """The same for a cast that may be repeated with another scale; zeros between casts."""
-    row: int = 0
-    """The site's row in the tables of all sites."""
+    rows: Tensor
+    """Its row in the table of all pending counts, and its row in ``ScaleTables``: two integers on the CPU."""
+    in_backward: bool = False
+    """Whether backward is the first to cast the tensor."""
 
     @property
-    def scalars(self) -> tuple[Tensor, Tensor]:
-        """The scale and its inverse, as inputs of their own for a compiled graph, which does not change them.
+    def graph_inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What a compiled graph reads of the site, besides the tables of all sites.
 
-        If a graph read them from a table, the row would be a constant in the code of a kernel: equal layers would not
-        share their kernels, and compiling would take as many times longer as there are layers.
+        All are tensors, also the rows: a number would be a constant of the graph, and each of a model's equal layers
+        would need a graph of its own.
         """
-        return self.scale, self.inv_scale
+        return self.scale, self.inv_scale, self.rows
 
-    def replace_scalars(self, scale: Tensor, inv_scale: Tensor) -> Site:
-        return replace(self, scale=scale, inv_scale=inv_scale)
+    @staticmethod
+    def from_graph_inputs(form: SiteForm, scale: Tensor, inv_scale: Tensor, rows: Tensor) -> Site:
+        """Return the site as a graph knows it. Amax and counts are in the tables: here the scale stands for them."""
+        return Site("", form.dtype, scale, inv_scale, scale, scale, scale, rows, form.in_backward)
+
+    @property
+    def form(self) -> SiteForm:
+        return SiteForm(self.dtype, self.in_backward)
+
+
+class SiteForm(NamedTuple):
+    """What sites of equal layers have in common: constants of a compiled graph."""
+
+    dtype: torch.dtype
+    in_backward: bool
+
+
+class ScalingRule(NamedTuple):
+    """How scales are found, without the scales: constants of a compiled graph."""
+
+    mode: str
+    margin: int
+    delayed: bool
+    moves: int = 0
 
 
 class ScaleTables(NamedTuple):
-    """The numbers of all sites. A compiled graph takes these as inputs, and not the views of each site.
+    """The statistics of all sites. A compiled graph changes these inputs, and not the views of each site.
 
     Sites that are cast in backward have tables of their own. Otherwise backward's graph would continue from the amax
     that its forward left, and lose what the forward of another microbatch has recorded in between.
     """
 
-    scale: Tensor
     pending: Tensor
     amax: Tensor
     counts: Tensor
     backward_amax: Tensor
     backward_counts: Tensor
 
-    def locate(self, site: Site) -> tuple[Tensor, Tensor, int]:
-        """Return the tables of amax and counts that have the site, and its row there."""
-        forward = len(self.amax)
-        if site.row < forward:
-            return self.amax, self.counts, site.row
-        return self.backward_amax, self.backward_counts, site.row - forward
-
-    def get_amax(self, site: Site) -> Tensor:
-        amax, _, row = self.locate(site)
-        return amax[row]
-
-    def get_counts(self, site: Site) -> Tensor:
-        _, counts, row = self.locate(site)
-        return counts[row]
+    def locate(self, site: Site) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the tables of amax and counts that have the site, and its rows."""
+        if site.in_backward:
+            return self.backward_amax, self.backward_counts, site.rows
+        return self.amax, self.counts, site.rows
 
 
 class TensorScales:
@@ -136,11 +154,16 @@ class TensorScales:
 
         This flag changes only once, because a compiled graph is recompiled when a value it read has changed.
         """
+        self._pending = pending
+        self._forward = forward = sum(name not in in_backward for name in sites)
         self.sites = {
-            name: Site(name, dtype, self.scale[i], self.inv_scale[i], self.amax[i], self.counts[i], pending[i], i)
+            name: Site(
+                *(name, dtype, self.scale[i], self.inv_scale[i], self.amax[i], self.counts[i], pending[i]),
+                rows=_make_rows(i, forward),
+                in_backward=i >= forward,
+            )
             for i, (name, dtype) in enumerate(sites.items())
         }
-        self._pending, self._forward = pending, sum(name not in in_backward for name in sites)
         self.renew_tables()
 
     def renew_tables(self) -> None:
@@ -151,7 +174,7 @@ class TensorScales:
         """
         first, last = slice(0, self._forward), slice(self._forward, None)
         self.tables = ScaleTables(
-            *(self.scale.data, self._pending.data),
+            self._pending.data,
             *(self.amax[first].data, self.counts[first].data),
             *(self.amax[last].data, self.counts[last].data),
         )

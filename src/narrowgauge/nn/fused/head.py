@@ -55,6 +55,7 @@ from narrowgauge.nn.products.gemm import (
 )
 from narrowgauge.nn.products.weight_casts import BoundWeight, WeightCastPlan
 from narrowgauge.optim.adamw import gradient_dtype
+from narrowgauge.scaling.tensor import TensorScales
 
 HEAD = "lm_head"
 """Path of the module that computes the logits."""
@@ -248,7 +249,7 @@ class _HeadCall:
         transposed = need_weight and self.precision.grad_weight == "fp8"
         if "fp8" in formats and given.lp is None:
             amax = cast.max_abs(x)
-            if self.weight.scales is not None and training:
+            if isinstance(self.weight.scales, TensorScales) and training:
                 self.weight.scales.note_amax(amax)
             scale = compute_scale(amax, FP8_MAX[E4M3])
             lp, lp_t = cast.cast_transpose(x, scale, E4M3) if transposed else (cast.cast(x, scale, E4M3), None)

@@ -118,7 +118,7 @@ def _measure(rows: int, inputs: int, outputs: int) -> Costs:
     one = torch.ones((), device="cuda")
     x8, x8_t = cast.cast_transpose(x, one, E4M3)
     g8, g8_t = cast.cast_transpose(g, one, E5M2)
-    w8, w8_t, inv = cast_weights.cast_weight([w], E4M3)
+    w8, w8_t, inv, _ = cast_weights.cast_weight([w], E4M3)
     assert w8_t is not None
     return Costs(
         bf16=(

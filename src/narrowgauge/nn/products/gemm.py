@@ -22,7 +22,7 @@ from narrowgauge import events
 from narrowgauge.kernels import FP8_MAX, cast, compute_scale, cublas, define_op, is_traced
 from narrowgauge.kernels.cast_rows import cast_rows, record_rows
 from narrowgauge.kernels.sum_rows import sum_rows
-from narrowgauge.scaling.tensor import ScaleTables, Site, TensorScales
+from narrowgauge.scaling.tensor import ScaleTables, ScalingRule, Site, TensorScales
 
 BF16 = torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -256,7 +256,7 @@ def _pad_columns(x_t: Tensor) -> Tensor:
 class Fp8Caster:
     """Casts tensors to FP8 with delayed or current scaling, and optionally records their statistics."""
 
-    scales: TensorScales
+    scales: TensorScales | ScalingRule
     record: bool
     """Whether to record amax and counts: once per microbatch in training, not in evaluation or recomputation."""
     evaluating: bool = False
@@ -271,13 +271,9 @@ class Fp8Caster:
         return (not self.evaluating or self.scales.mode == "none") and self.scales.delayed
 
     def amax(self, site: Site) -> Tensor | None:
-        if torch.compiler.is_compiling():
-            return self.scales.tables.get_amax(site) if self.record else None
         return site.amax if self.record else None
 
     def counts(self, site: Site) -> Tensor | None:
-        if torch.compiler.is_compiling():
-            return self.scales.tables.get_counts(site) if self.record else None
         return site.counts if self.record else None
 
     def cast(self, x: Tensor, site: Site, transposed: bool) -> Operand:
@@ -292,7 +288,7 @@ class Fp8Caster:
 
     def _cast_in_graph(self, x: Tensor, site: Site, transposed: bool, tables: ScaleTables) -> Operand:
         """Cast in a graph that torch.compile makes, where inductor fuses the cast with what computes ``x``."""
-        scale, inv_scale = site.scalars
+        scale, inv_scale = site.scale, site.inv_scale
         if not self.delayed:
             scale = compute_scale(x.abs().amax(1).amax().float(), FP8_MAX[site.dtype], self.scales.margin)
             inv_scale = scale.reciprocal()

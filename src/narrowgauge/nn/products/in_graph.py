@@ -3,13 +3,12 @@
 torch.compile's front end, Dynamo, interprets Python instruction by instruction, and creates a guard for every value it
 reads. For an FP8 linear layer with its backward that took six times as long as for a plain one. Its back end,
 AOTAutograd, runs the Python code itself and records the tensor operations. Such a method must get all its tensors as
-arguments; what else it reads from its object is a constant of the graph.
+arguments; what else it reads from its object is a constant of the graph. Equal layers have equal objects, so that one
+graph serves all equal blocks of a model.
 """
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,31 +20,27 @@ from narrowgauge import events
 
 
 class InGraph:
-    """Base class of objects with such a method, ``compute``. A copy of an object is an object of its own."""
-
-    graph_key: str
-    """Names the object in a graph. A string, because torch.compile may take a number for a variable."""
-
-    def enter_registry(self) -> None:
-        self.graph_key = str(next(_numbers))
-        _objects[self.graph_key] = self
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.enter_registry()
+    """Base class of objects with such a method, ``compute``. Hashable, without tensors, and never freed."""
 
     def compute(self, *args: Any) -> Any:
         """Compute as plain torch would, from tensors, numbers and None."""
         raise NotImplementedError
 
 
-_numbers = itertools.count()
-_objects: weakref.WeakValueDictionary[str, InGraph] = weakref.WeakValueDictionary()
+_keys: dict[InGraph, str] = {}
+_objects: dict[str, InGraph] = {}
+
+
+def get_graph_key(one: InGraph) -> str:
+    """Return the name of all equal objects in a graph. A string: torch.compile may take a number for a variable."""
+    key = _keys.setdefault(one, str(len(_keys)))
+    _objects.setdefault(key, one)
+    return key
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def compute_in_graph(graph_key: str, *args: Any) -> Any:
-    """Call ``compute`` of the object with this key."""
+    """Call ``compute`` of the objects with this key."""
     with events.paused():
         return _objects[graph_key].compute(*args)
 

@@ -29,10 +29,10 @@ from narrowgauge.nn.products.gemm import (
     compute_grad_weight,
     compute_output,
 )
-from narrowgauge.nn.products.in_graph import InGraph, compute_in_graph, skip_version_checks
+from narrowgauge.nn.products.in_graph import InGraph, compute_in_graph, get_graph_key, skip_version_checks
 from narrowgauge.nn.products.weight_casts import WeightCastPlan
 from narrowgauge.optim.sharded import is_sharded
-from narrowgauge.scaling.tensor import ScaleTables, Site, TensorScales
+from narrowgauge.scaling.tensor import ScaleTables, ScalingRule, Site, SiteForm, TensorScales
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class LinearPlan:
     choice: GemmChoice
     input: Site
     grad: Site
-    scales: TensorScales
+    scales: TensorScales | ScalingRule
     shared_input: SharedInputCast | None = None
     """Holds the cast of an input that several layers read."""
     readers: int = 1
@@ -70,15 +70,56 @@ class NeededGrads(NamedTuple):
         return any(self), self.weight
 
 
+@dataclass(frozen=True)
+class LinearForm(InGraph):
+    """What equal layers have in common. ``compute`` is such a layer in a compiled graph."""
+
+    choice: GemmChoice
+    weight: WeightCastPlan
+    """Without site and scales."""
+    sites: tuple[SiteForm, SiteForm, SiteForm | None]
+    """Those of the input, the gradient and, if it has one, the weight."""
+    mode: str
+    margin: int
+    readers: int
+
+    @staticmethod
+    def of(plan: LinearPlan) -> LinearForm:
+        site = plan.weight.site
+        sites = plan.input.form, plan.grad.form, None if site is None else site.form
+        weight = replace(plan.weight, site=None, scales=None, path="")
+        return LinearForm(plan.choice, weight, sites, plan.scales.mode, plan.scales.margin, plan.readers)
+
+    def compute(self, *args: Any) -> Tensor:
+        """Compute the layer from the arguments that ``ConvertedLinear.run`` gives."""
+        teach_inductor()
+        delayed, *needs = args[:4]
+        x, weight, bias = args[4:7]
+        inputs, tables = args[7:-5], ScaleTables(*args[-5:])
+        skip_version_checks((tables.amax, tables.backward_amax, tables.backward_counts, tables.pending))
+        groups = (inputs[start : start + 3] for start in range(0, len(inputs), 3))
+        forms = (form for form in self.sites if form is not None)
+        sites = [Site.from_graph_inputs(form, *group) for form, group in zip(forms, groups, strict=True)]
+        rule = ScalingRule(self.mode, self.margin, delayed)
+        source, grad, *own = sites
+        cast = replace(self.weight, site=own[0] if own else None, scales=rule)
+        plan = LinearPlan(cast, self.choice, source, grad, rule, _shared_in_graph, self.readers, tables)
+        return run_linear(plan, x, weight, bias, NeededGrads(*needs))
+
+
 @dataclass
-class ConvertedLinear(InGraph, Change):
+class ConvertedLinear(Change):
     """A linear layer that computes as its plan says."""
 
     plan: LinearPlan
     differentiable_twice = False
 
     def __post_init__(self) -> None:
-        self.enter_registry()
+        self.graph_key = get_graph_key(LinearForm.of(self.plan))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.__post_init__()  # keys are those of a process, and the scales of a copy have another mode
 
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tensor:
         x = args[0] if args else next(iter(kwargs.values()))
@@ -87,21 +128,14 @@ class ConvertedLinear(InGraph, Change):
         if not torch.compiler.is_compiling():
             return run_linear(self.plan, x, weight, bias, needs)
         plan, scales = self.plan, self.plan.scales
-        delayed = any(needs) and scales.delayed  # read here, so that the graph is guarded on it
-        tables = *plan.input.scalars, *plan.grad.scalars, *scales.tables
-        made: Tensor = compute_in_graph(self.graph_key, delayed, *needs, x, weight, bias, *tables)
+        assert isinstance(scales, TensorScales)
+        # read here, so that the graph is guarded on it; an evaluation reads the tensors first, unless nothing is scaled
+        delayed = (any(needs) or scales.mode == "none") and scales.delayed
+        inputs = [*plan.input.graph_inputs, *plan.grad.graph_inputs]
+        if plan.weight.site is not None:
+            inputs += plan.weight.site.graph_inputs
+        made: Tensor = compute_in_graph(self.graph_key, delayed, *needs, x, weight, bias, *inputs, *scales.tables)
         return made
-
-    def compute(self, *args: Any) -> Tensor:
-        """Compute the layer in a graph, from the arguments that ``run`` gives."""
-        teach_inductor()
-        _, *needs = args[:4]
-        x, weight, bias = args[4:7]
-        plan, tables = self.plan, ScaleTables(*args[11:])
-        skip_version_checks((tables.backward_amax, tables.backward_counts, tables.pending))
-        source, grad = plan.input.replace_scalars(*args[7:9]), plan.grad.replace_scalars(*args[9:11])
-        plan = replace(plan, input=source, grad=grad, tables=tables)
-        return run_linear(plan, x, weight, bias, NeededGrads(*needs))
 
 
 class SharedInputCast:
@@ -122,12 +156,14 @@ class SharedInputCast:
 
     def clear(self) -> None:
         self.x: Tensor | None = None
-        self.site: int | None = None
+        self.rows: Tensor | None = None
         self.operand = Operand()
 
     def find(self, plan: LinearPlan, x: Tensor, needs: NeededGrads) -> Operand | None:
         """Return the cast of this input, if it has every format that the layer's products read."""
-        if self.x is not x or self.site != plan.input.row or self.seen != (_get_version_key(plan, x), needs.of_input):
+        if self.x is not x or self.rows is not plan.input.rows:
+            return None
+        if self.seen != (_get_version_key(plan, x), needs.of_input):
             return None
         operand = self.operand
         transposed = needs.weight and plan.choice.grad_weight == "fp8"
@@ -141,8 +177,12 @@ class SharedInputCast:
 
     def put(self, plan: LinearPlan, x: Tensor, needs: NeededGrads, operand: Operand) -> None:
         if plan.readers > 1:
-            self.x, self.site, self.operand = x, plan.input.row, operand
+            self.x, self.rows, self.operand = x, plan.input.rows, operand
             self.seen, self.left = (_get_version_key(plan, x), needs.of_input), plan.readers - 1
+
+
+_shared_in_graph = SharedInputCast()
+"""That of the graph that is being traced."""
 
 
 def _get_version_key(plan: LinearPlan, x: Tensor) -> Any:

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from narrowgauge import events
 from narrowgauge.kernels import cast_weights as kernel
+from narrowgauge.kernels import cast_weights_in_graph as in_graph
 from narrowgauge.nn.products.gemm import E4M3, WIDE, Operand
 from narrowgauge.optim.adamw import gradient_dtype
 from narrowgauge.optim.sharded import is_sharded
-from narrowgauge.scaling.tensor import ScaleTables, Site, TensorScales
+from narrowgauge.scaling.tensor import ScaleTables, ScalingRule, Site, TensorScales
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class WeightCastPlan:
     """How to cast a layer's weight, or several weights stacked along the outputs."""
 
     site: Site | None = None
-    scales: TensorScales | None = None
+    scales: TensorScales | ScalingRule | None = None
     transposed_weight: bool = False
     """The layer stores its weight as [inputs, outputs] (GPT-2's Conv1D in transformers)."""
     keep_for_backward: bool = True
@@ -144,24 +145,26 @@ class BoundWeight:
         if len(weights) > 1 and (joint := view_as_one(weights)) is not None:
             weights = [joint]
         tables = self.tables
-        if tables is None and scales is not None and torch.compiler.is_compiling():
-            tables = scales.tables
         if site is None or scales is None or not self._record or scales.mode != "delayed" or not scales.delayed:
             margin = 0 if scales is None or scales.mode != "delayed" else scales.margin
-            amax = None
+            lp, lp_t, inverse, seen = kernel.cast_weight(weights, E4M3, layouts, margin)
             if site is not None and self._record and not self._seen:
-                amax = site.amax if tables is None else tables.get_amax(site)
-            lp, lp_t, inverse = kernel.cast_weight(weights, E4M3, layouts, margin, amax)
-        elif self._seen:
-            scale, amax = site.scale, site.amax
-            if tables is not None:
-                scale, amax = tables.scale[site.row], tables.get_amax(site)
-            lp, lp_t, inverse = kernel.recast_weight(weights, scale, amax, E4M3, layouts, scales.margin)
+                if tables is None:
+                    site.amax.copy_(torch.maximum(site.amax, seen))
+                else:
+                    amax, _, rows = tables.locate(site)
+                    in_graph.raise_amax_by_rows(amax, rows, seen)
         elif tables is not None:
-            recorded, counts, row = tables.locate(site)
-            lp, lp_t, inverse = kernel.cast_weight_by_row(
-                weights, tables.scale, recorded, counts, tables.pending, site.row, row, E4M3, layouts, scales.margin
-            )
+            amax, counts, rows = tables.locate(site)
+            form = (E4M3, layouts, scales.margin)
+            if self._seen:
+                lp, lp_t, inverse = in_graph.recast_weight_by_rows(weights, site.scale, amax, rows, *form)
+            else:
+                lp, lp_t, inverse = in_graph.cast_weight_by_rows(
+                    weights, site.scale, amax, counts, tables.pending, rows, *form
+                )
+        elif self._seen:
+            lp, lp_t, inverse = kernel.recast_weight(weights, site.scale, site.amax, E4M3, layouts, scales.margin)
         else:
             lp, lp_t, inverse = kernel.cast_weight_delayed(
                 weights, site.scale, site.amax, site.counts, site.pending, E4M3, layouts, scales.margin
