@@ -5,13 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from narrowgauge import hardware, kernels
 from narrowgauge.forecast.trace.cuda_rules import Rules
 from narrowgauge.forecast.trace.fake_gpu import simulate_gpu
+from narrowgauge.forecast.trace.trace_step import trace_steps
 from narrowgauge.kernels import adamw, dry_run
 from narrowgauge.nn.products import choose_formats
 from narrowgauge.nn.step_context import BACKENDS
+from narrowgauge.recipe import parse
+from narrowgauge.task import Task
 
 H200 = hardware.find_gpu("h200")
 GLOBALS = [
@@ -150,3 +154,26 @@ def test_torchs_own_python_functions_use_fused_attention() -> None:
         x = torch.ones(2, 16, 64)
         out, _ = layer(x, x, x, need_weights=False)
         assert out.dtype is torch.bfloat16 and out.shape == x.shape
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8"])
+def test_logits_that_nobody_reads_are_not_part_of_a_forecast(recipe):
+    """Also on a machine without CUDA, where autograd ends the process for a tensor on a CUDA device."""
+    hf = pytest.importorskip("transformers")
+    config = hf.GPT2Config(n_layer=2, n_embd=256, n_head=4, vocab_size=9216, bos_token_id=0, eos_token_id=0)
+
+    def find_logits(loss):
+        task = Task(
+            model=lambda: hf.GPT2LMHeadModel(config), name="head", loss=loss,
+            batch=lambda *_: torch.zeros(8, 512, dtype=torch.long),
+        )  # fmt: skip
+        traced = trace_steps(task, parse(recipe), H200, compile=False)
+        sizes = [piece.bytes for op in traced.trace.ops for piece in op.writes]
+        return [size for size in sizes if size >= 4 * 8 * 512 * 9216]  # in FP32
+
+    def own_loss(model, ids):
+        return nn.functional.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), ids.flatten())
+
+    assert find_logits(lambda model, ids: model(input_ids=ids).logits.float().square().mean())
+    assert not find_logits(own_loss)
+    assert not find_logits(lambda model, ids: model(input_ids=ids, labels=ids).loss)

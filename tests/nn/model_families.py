@@ -192,7 +192,8 @@ class Stack(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
         x = self.wte(input_ids)
-        angles = torch.outer(torch.arange(x.shape[1]), torch.arange(1, 9) / 9).repeat(1, 2).expand(len(x), -1, -1)
+        places = torch.arange(x.shape[1], device=x.device)
+        angles = torch.outer(places, torch.arange(1, 9, device=x.device) / 9).repeat(1, 2).expand(len(x), -1, -1)
         more = (angles.cos(), angles.sin()) if isinstance(self.blocks[0], RotaryBlock) else ()
         for block in self.blocks:
             x = block(x, *more)

@@ -95,6 +95,7 @@ class EngineBase:
         self._microbatches = 0
         self._stepper = Stepper()
         self._syncs = True
+        self._is_first_forward = True
         self._one = torch.ones((), device=self.device)
         # Fused blocks leave little to compile, and FSDP's hooks cannot be compiled.
         self.compiled = bool(compile) and not self.conversion.blocks and not sharded

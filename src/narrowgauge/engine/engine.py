@@ -104,7 +104,9 @@ class Engine(EngineBase):
         """
         if torch.is_grad_enabled():
             self._begin_microbatch()
-        with self._explain_errors(), self._notify_watchers("forward"), self.step_context.forward():
+        first, self._is_first_forward = self._is_first_forward and not self.compiled, False
+        notice = self.step_context.notice_plain_attention() if first else contextlib.nullcontext()
+        with self._explain_errors(), self._notify_watchers("forward"), self.step_context.forward(), notice:
             try:
                 with allow_double_backward() if double_backward else contextlib.nullcontext():
                     yield

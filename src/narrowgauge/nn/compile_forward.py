@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from narrowgauge.hardware import is_assumed
 from narrowgauge.nn.grouped_mm import separate_compile_cache
 from narrowgauge.nn.module_changes import Change, apply_change, call_below, count_changes, find_change
 from narrowgauge.nn.step_context import StepContext
@@ -32,6 +33,9 @@ from narrowgauge.scaling.tensor import TensorScales
 
 SPARE_GRAPHS = 8
 """Graphs of blocks beyond one for each: for evaluation and other lengths. It is torch.compile's own limit."""
+
+
+WORKERS_TIMEOUT_S = 15
 
 
 class CompiledForward(Change):
@@ -93,6 +97,7 @@ class ForwardOfCompiledBlocks(CompiledForward):
     def run_block(self, module: Any, level: int, /, *args: Any, **kwargs: Any) -> Any:
         """Run a block as a graph, with the first ``level`` changes of the module."""
         if self._graph is None:
+            wait_for_compile_workers(self.step_context.device)
             self._graph = _compile(call_below, self.step_context, self.mode)
         limit: Any = torch._dynamo.config.patch(recompile_limit=self.count + SPARE_GRAPHS)
         with separate_compile_cache(), limit:
@@ -144,11 +149,34 @@ def compile_forward(
     if not blocks:
         apply_change(model, CompiledForward(step_context, mode, scales))
         return
+    start_compile_workers(step_context.device)
     owner = ForwardOfCompiledBlocks(step_context, mode, scales)
     owner.count = len(blocks)
     for block in blocks:
         apply_change(block, CompiledBlock(owner, count_changes(block)))
     apply_change(model, owner)
+
+
+def start_compile_workers(device: torch.device) -> None:
+    """Start inductor's worker processes now, so that they are ready after the first, uncompiled step.
+
+    They need some seconds. Until then inductor compiles one kernel after another in this process, and one block is
+    traced before they are ready. Not a public interface of torch: without it, compiling takes longer.
+    """
+    _call_compile_workers(device, "use_process_pool")  # creates the pool, and gives it a first task
+
+
+def wait_for_compile_workers(device: torch.device) -> None:
+    """Wait until inductor's worker processes are ready, some seconds at most."""
+    _call_compile_workers(device, "wait_pool_ready", WORKERS_TIMEOUT_S)
+
+
+def _call_compile_workers(device: torch.device, method: str, *args: Any) -> None:
+    if device.type == "cuda" and not is_assumed():
+        with contextlib.suppress(ImportError, AttributeError, TimeoutError):
+            from torch._inductor.async_compile import AsyncCompile
+
+            getattr(AsyncCompile, method)(*args)
 
 
 @contextlib.contextmanager

@@ -19,10 +19,12 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from narrowgauge.errors import UsageError
+from narrowgauge.hardware import is_assumed
 from narrowgauge.nn.cpu_emulation import EmulatedProducts
 from narrowgauge.nn.grouped_mm import autocast_grouped_mm
 from narrowgauge.nn.keep_fp32 import Fp32Functions
 from narrowgauge.nn.module_changes import Change
+from narrowgauge.nn.plain_attention import NoticesPlainAttention
 from narrowgauge.recipe import Recipe
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
@@ -97,13 +99,19 @@ class StepContext:
                 stack.enter_context(Fp32Functions())
             yield
 
+    def notice_plain_attention(self) -> contextlib.AbstractContextManager[Any]:
+        """Context manager for an engine's first forward: warns if attention runs in torch's plain implementation."""
+        if self.recipe.attention != "auto" or self.device_type != "cuda" or self.dtype is None or is_assumed():
+            return contextlib.nullcontext()
+        return NoticesPlainAttention()
+
     def attention(self) -> contextlib.AbstractContextManager[None]:
-        """Allow only the attention backends of the recipe."""
+        """Allow only the attention backends of the recipe; with ``auto`` torch's plain one if nothing else fits."""
         choice = self.recipe.attention
         if choice == "any" or (choice == "auto" and (self.device_type != "cuda" or self.dtype is None)):
             return contextlib.nullcontext()
         if choice == "auto":
-            return sdpa_kernel([BACKENDS[name] for name in FUSED], set_priority=True)
+            return sdpa_kernel([BACKENDS[name] for name in (*FUSED, "math")], set_priority=True)
         return sdpa_kernel([BACKENDS[choice]])
 
 
@@ -163,11 +171,9 @@ def explain_error(error: RuntimeError, recipe: Recipe, model: nn.Module) -> Usag
     """Return a clear error for a torch error that is about precision, or None for any other error."""
     first = (str(error).strip().splitlines() or [""])[0]
     if "No available kernel" in first:
-        allowed = " or ".join(FUSED) if recipe.attention == "auto" else recipe.attention
         return UsageError(
-            f"recipe {recipe}: {allowed} attention does not support the given shapes, dtypes or mask; change them (a "
-            "mask must not be expanded along its last dimension, as in a compiled Hugging Face encoder without "
-            "attention_mask), or allow any backend with attention=any"
+            f"recipe {recipe}: {recipe.attention} attention does not support the given shapes, dtypes or mask; change "
+            "them (a mask must not be expanded along its last dimension, or be transposed), or use attention=auto"
         )
     if "selective activation checkpoint has been mutated" in first:
         return UsageError(

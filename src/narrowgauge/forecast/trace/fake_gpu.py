@@ -25,6 +25,7 @@ from narrowgauge.forecast.trace import cuda_rules
 from narrowgauge.forecast.trace.torch_overrides import override_torch
 from narrowgauge.hardware import Device, Gpu
 from narrowgauge.kernels.dry_run import dry_run
+from narrowgauge.nn.fused.lazy_logits import METADATA, LazyLogits
 
 CUDA = torch.device("cuda:0")
 META = torch.device("meta")
@@ -67,6 +68,9 @@ class SimulatedGpu(TorchFunctionMode):
         """How often a value was read from the GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in METADATA and any(issubclass(kind, LazyLogits) for kind in types):
+            with self:  # what they compute is on the GPU as well
+                return LazyLogits.__torch_function__(func, types, args, kwargs)
         kwargs = {name: _replace_cuda(value) if name == "device" else value for name, value in (kwargs or {}).items()}
         getter = _GETTERS.get(getattr(func, "__self__", None)) if getattr(func, "__name__", "") == "__get__" else None
         if getter is not None:

@@ -234,7 +234,10 @@ def make_operand_of(plan: BlockPlan, attended: Attended, caster: Fp8Caster | Non
 def _attend_by_own_code(spec: BlockSpec, qkv: Tensor, call: BlockCall, tensors: BlockTensors, needed: bool) -> Attended:
     module = call.module
     leaf = qkv.detach().requires_grad_(needed)
-    others = [argument.detach().requires_grad_(needed) for argument in call.differentiable]
+    others = [argument.detach() for argument in call.differentiable]
+    if call.autocast is not None:  # a position bias is often transposed in memory: 16-bit kernels do not read it so
+        others = [argument.contiguous() for argument in others]
+    others = [argument.requires_grad_(needed) for argument in others]
     x = qkv.new_empty(()).expand(*qkv.shape[:-1], find_projection(module, spec.output).shape[0])
     with torch.set_grad_enabled(needed):
         try:

@@ -55,7 +55,7 @@ _PROPERTIES = (
     "shape", "dtype", "device", "requires_grad", "is_cuda", "layout", "ndim", "is_sparse", "is_meta", "is_cpu",
     "is_quantized", "is_nested", "itemsize", "nbytes", "is_mps", "is_xpu",
 )  # fmt: skip
-_METADATA = {_describe_plainly(name) for name in _PROPERTIES} | {
+METADATA = {_describe_plainly(name) for name in _PROPERTIES} | {
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.ndimension, Tensor.is_floating_point,
     Tensor.element_size, Tensor.is_complex, Tensor.get_device, torch.is_floating_point, torch.numel, Tensor.__len__,
 }  # fmt: skip
@@ -127,9 +127,9 @@ class LazyLogits(Tensor):
     def __new__(
         cls, hidden: Tensor, past: Past, dtype: torch.dtype, steps: tuple[Step, ...], parent: Any
     ) -> LazyLogits:
-        made: LazyLogits = Tensor._make_wrapper_subclass(
-            cls, (*hidden.shape[:-1], past.source.width), dtype=dtype, device=hidden.device
-        )
+        shape = (*hidden.shape[:-1], past.source.width)
+        with torch._C.DisableTorchFunction():  # which may report a simulated GPU: autograd would end the process
+            made: LazyLogits = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device)
         made.hidden, made.past, made.steps, made.parent, made.value = hidden, past, steps, parent, None
         return made
 
@@ -170,7 +170,7 @@ class LazyLogits(Tensor):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args else None
