@@ -224,5 +224,5 @@ def test_graphs_see_the_documents_of_each_batch(recipe: str) -> None:
             losses.append(loss.item())
         assert losses[0] == pytest.approx(losses[1], rel=2e-3), f"step {number}"
         for one, two in zip(*grads, strict=True):
-            assert find_error(one, two) < 0.2  # 0.7 with the documents of another batch
+            assert find_error(one, two) < 0.2  # with the documents of another batch, 0.25 to 1.4
     assert get_graphs(engines[0]).recorded >= 6 and not get_graphs(engines[1]).recorded  # 2 layers, 3 kinds of calls

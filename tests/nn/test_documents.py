@@ -313,7 +313,7 @@ def test_a_causal_mask_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bounds_are_inputs_of_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recorded block reads the bounds of each batch where it was told to; the mask is no input of it."""
+    """The bounds of each batch are copied to where a recorded block reads them; the mask is not an input."""
     inputs: list[Any] = []
     model = fuse_in_fp32(without_dropout(LANGUAGE["llama"]()).train())
     monkeypatch.setattr(BlockGraphs, "find", lambda self, given, reader: inputs.append(given))
