@@ -1,6 +1,6 @@
 """Attention inside a fused block: from the output of the input projections to the input of the output projection.
 
-    plain    torch's fused attention on views of qkv
+    plain    torch's fused attention on views of qkv; of packed documents, each by itself
     rotary   the same, with queries and keys normed and rotated by one kernel
     own      the model's own code, whatever it does: the block's forward is called with its first norm and its input
              projections replaced by the tensors that exist already, and ends when it reaches the output projection
@@ -21,11 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowgauge.kernels import rotary
+from narrowgauge.kernels.document_attention import attend_documents
 from narrowgauge.nn.blocks import multihead
 from narrowgauge.nn.blocks.multihead import is_self_attention
 from narrowgauge.nn.blocks.projections import find_projection
 from narrowgauge.nn.blocks.spec import AttentionSpec, BlockSpec
 from narrowgauge.nn.fused.casts import cast_grad_output, cast_heads_grad, cast_heads_input, make_operand
+from narrowgauge.nn.fused.documents import Documents
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors
 from narrowgauge.nn.module_changes import Change
 from narrowgauge.nn.products.gemm import Fp8Caster, Operand, is_graph_retained
@@ -67,6 +69,8 @@ class BlockCall:
     kwargs: dict[str, Any] = field(default_factory=dict)
     autocast: torch.dtype | None = None
     """The dtype of autocast around the call, in which the model's own code runs."""
+    documents: Documents | None = None
+    """In place of a mask that says the same."""
 
     @property
     def differentiable(self) -> list[Tensor]:
@@ -161,11 +165,15 @@ def attend(
         start += count * heads.size
     q, k, v = parts
     call.fill_cache(plan.spec, k, v)
-    mask, grouped = call.find_mask(spec), heads.queries != heads.keys
+    mask, grouped, documents = call.find_mask(spec), heads.queries != heads.keys, call.documents
+    causal = documents is not None or (spec.causal and mask is None)
     with torch.set_grad_enabled(needed):
-        mixed = F.scaled_dot_product_attention(
-            q, k, v, mask, dropout, is_causal=spec.causal and mask is None, scale=spec.scale, enable_gqa=grouped
-        )
+        if documents is not None and documents.bounds is not None:
+            mixed = attend_documents(q, k, v, documents.bounds, documents.longest, dropout, spec.scale)
+        else:
+            mixed = F.scaled_dot_product_attention(
+                q, k, v, mask, dropout, is_causal=causal, scale=spec.scale, enable_gqa=grouped
+            )
     return Attended(mixed, tuple(parts), rotated)
 
 

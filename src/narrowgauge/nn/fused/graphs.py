@@ -126,12 +126,13 @@ class BlockGraphs:
         return self.wanted
 
     def _find_calls(self, given: BlockInput, reader: Projection | None) -> _Calls:
-        plan, scales = given.plan, given.plan.scales
+        plan, scales, documents = given.plan, given.plan.scales, given.call.documents
         key = (
             given.x.shape, given.x.dtype, given.x.requires_grad, given.branch is None, given.dropout, given.summed,
             plan.checkpoint, id(reader),
             tuple(None if t is None else (t.data_ptr(), t.requires_grad) for group in given.tensors for t in group),
             tuple((name, t.shape, t.dtype) for name, t in name_arguments(given).items()),
+            None if documents is None else documents.longest,
             None if scales is None else (scales.mode, scales.delayed), _get_settings(),
         )  # fmt: skip
         table = self._of_block.setdefault(given.call.module, {})

@@ -6,24 +6,27 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from narrowgauge.kernels.cross_entropy import LossForm
+from narrowgauge.kernels.document_attention import can_attend
 from narrowgauge.nn.blocks.find import has_hooks
 from narrowgauge.nn.blocks.projections import find_projection
 from narrowgauge.nn.blocks.spec import BlockSpec, NormSpec
 from narrowgauge.nn.fused import blocks, head
 from narrowgauge.nn.fused.attention import CACHES, BlockCall, PartOfBlock
+from narrowgauge.nn.fused.documents import find_documents
 from narrowgauge.nn.fused.graphs import BlockGraphs
 from narrowgauge.nn.fused.lazy_logits import HeadSource, make_lazy
 from narrowgauge.nn.fused.norm import run_norm
 from narrowgauge.nn.fused.outputs import complete_arguments, list_passed_on, list_returned
-from narrowgauge.nn.fused.plan import NO_DROPOUT, BlockPlan, Dropout, get_parts
+from narrowgauge.nn.fused.plan import NO_DROPOUT, BlockPlan, BlockTensors, Dropout, get_parts
 from narrowgauge.nn.module_changes import Change, apply_change, find_change, original_class
-from narrowgauge.nn.products.gemm import GemmChoice
+from narrowgauge.nn.products.gemm import WIDE, GemmChoice
 from narrowgauge.nn.products.weight_casts import WeightCastPlan
 
 FOR_ATTENTION = frozenset({
@@ -57,10 +60,14 @@ class FusedBlock(Change):
             return inner(*args, **kwargs)
         if any(call.kwargs.get(name) is not None and name not in plan.spec.given for name in ANGLES):
             return inner(*args, **kwargs)
-        call = complete_arguments(plan.spec, call, x)
-        if plan.spec.attention.kind != "own" and not fits_fast_attention(plan.spec, call, x):
-            plan = plan.with_own_attention()
-        output = blocks.run_block(plan, x, parts.gather(), call, _read_dropout(module, plan.spec), self.graphs)
+        call = run_call = complete_arguments(plan.spec, call, x)
+        tensors = parts.gather()
+        if plan.spec.attention.kind != "own":
+            if fits_fast_attention(plan.spec, call, x):
+                run_call = separate_documents(plan, call, x, tensors)
+            else:
+                plan = plan.with_own_attention()
+        output = blocks.run_block(plan, x, tensors, run_call, _read_dropout(module, plan.spec), self.graphs)
         return (output, *list_returned(plan.spec, call)) if plan.spec.in_tuple else output
 
 
@@ -115,6 +122,26 @@ def _is_fast_mask(mask: Any, heads: int, x: Tensor) -> bool:
         return False
     batch, length, _ = x.shape
     return mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads) and mask.shape[2:] == (length, length)
+
+
+def separate_documents(plan: BlockPlan, call: BlockCall, x: Tensor, tensors: BlockTensors) -> BlockCall:
+    """Return the call with packed documents in place of a mask, if that is what the mask says and a kernel takes them.
+
+    A mask that is no more than causal is left out, so that the call is the same as one without mask.
+    """
+    spec = plan.spec.attention
+    mask = call.find_mask(spec)
+    documents = None if mask is None else find_documents(mask, len(x))
+    if documents is None:
+        return call
+    outputs = sum(weight.numel() for weight in tensors.inputs if weight is not None) // x.shape[-1]
+    head_size = outputs // (spec.heads + 2 * spec.kv_heads)
+    dtype = WIDE.get(plan.qkv.choice.output, torch.bfloat16)
+    if documents.bounds is not None and not can_attend(x.device, dtype, head_size):
+        return call
+    kwargs = {name: value for name, value in call.kwargs.items() if name != spec.mask}
+    is_implied = documents.bounds is None and spec.causal
+    return replace(call, kwargs=kwargs, documents=None if is_implied else documents)
 
 
 def mark_parts(module: nn.Module, spec: BlockSpec) -> None:

@@ -31,6 +31,8 @@ MOST_BACKWARDS = 8
 """How often the backward of one forward is recorded: gradients can come from several places, in several orders."""
 ALIGNED = 64
 """Gradients start at multiples of this many numbers."""
+BOUNDS = "bounds of documents"
+"""In place of an argument's name."""
 
 
 class Recording(Protocol):
@@ -298,11 +300,13 @@ class _ParameterGrads:
 
 
 def name_arguments(given: BlockInput) -> dict[str, Tensor]:
-    """Return the tensors that attention reads besides qkv, by name: cosines and sines, and a mask."""
+    """Return the tensors that attention reads besides qkv, by name: cosines and sines, and a mask or documents."""
     call, spec = given.call, given.plan.spec.attention
     named: dict[str, Tensor | None] = dict(zip(("cos", "sin"), call.find_angles(False) or (), strict=False))
     if spec.mask is not None:
         named[spec.mask] = call.find_mask(spec)
+    if call.documents is not None:
+        named[BOUNDS] = call.documents.bounds
     return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
 
@@ -315,7 +319,10 @@ def _replace_inputs(given: BlockInput, inputs: list[Tensor]) -> BlockInput:
     x, *rest = inputs
     branch = rest.pop(0) if given.branch is not None else None
     kwargs = dict(zip(name_arguments(given), rest, strict=True))
-    return given._replace(x=x, branch=branch, call=replace(given.call, kwargs=kwargs))
+    bounds, documents = kwargs.pop(BOUNDS, None), given.call.documents
+    if documents is not None:
+        documents = documents.with_bounds(bounds)
+    return given._replace(x=x, branch=branch, call=replace(given.call, kwargs=kwargs, documents=documents))
 
 
 def _copy_inputs(sources: list[Tensor], places: list[Tensor]) -> None:
