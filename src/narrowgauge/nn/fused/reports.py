@@ -42,6 +42,24 @@ def report_activations(
     _report(run, "activation", shown)
 
 
+def report_cross(run: Run, h: Operand, q: Tensor, kv: Tensor, out: Tensor) -> None:
+    """Report what cross-attention computed: its norm, if it has one before, its projections, and its branch."""
+    cross = run.plan.spec.cross
+    if not events.wants_tensors() or not run.needed or run.again or cross is None:
+        return
+    parts = kv.split([get_outputs(run.uses.cross[1], n) for n in range(len(cross.inputs))], -1)
+    shown: dict[str, Value] = {cross.norm.path: h} if run.plan.spec.order == "pre" else {}
+    shown |= {cross.query: q, **dict(zip(cross.inputs, parts, strict=True)), cross.output: out}
+    _report(run, "activation", shown)
+
+
+def report_cross_gradients(run: Run, of_output: Operand, of_query: Operand, of_inputs: Operand) -> None:
+    """Report the gradients of the outputs of cross-attention's projections."""
+    cross = run.plan.spec.cross
+    if events.wants_tensors() and cross is not None:
+        _report(run, "gradient", {cross.output: of_output, cross.query: of_query, cross.inputs[0]: of_inputs})
+
+
 def report_gradients(run: Run, of_down: Operand, of_ups: Operand, of_output: Operand, of_inputs: Operand) -> None:
     """Report the gradients of the projections' outputs; of projections that read one input, one gradient."""
     if not events.wants_tensors():
