@@ -40,7 +40,6 @@ def join(decoder: Any) -> Any:
 FAMILIES: dict[str, Any] = {
     "t5": LANGUAGE["t5"],
     "mt5-gated": _hf("MT5ForConditionalGeneration", "MT5Config", **_T5, feed_forward_proj="gated-gelu"),
-    "umt5": _hf("UMT5ForConditionalGeneration", "UMT5Config", **_T5),
     "whisper": _hf(
         "WhisperForConditionalGeneration", "WhisperConfig", **_ENCODER_DECODER, max_source_positions=16
     ),
@@ -51,15 +50,13 @@ FAMILIES: dict[str, Any] = {
     ),
     "mbart": _hf("MBartForConditionalGeneration", "MBartConfig", **_ENCODER_DECODER),
     "marian": _hf("MarianMTModel", "MarianConfig", **_ENCODER_DECODER, max_position_embeddings=64),
-    "pegasus": _hf("PegasusForConditionalGeneration", "PegasusConfig", **_ENCODER_DECODER),
-    "m2m100": _hf("M2M100ForConditionalGeneration", "M2M100Config", **_ENCODER_DECODER),
     "bert": join(_hf("BertLMHeadModel", "BertConfig", **_DECODER)),
     "gpt2": join(_hf("GPT2LMHeadModel", "GPT2Config", n_embd=64, n_layer=2, n_head=4, **_DECODER)),
 }  # fmt: skip
 EXPECTED = {
-    "t5": ("pre", "own"), "mt5-gated": ("pre", "own"), "umt5": ("pre", "own"), "whisper": ("pre", "plain"),
-    "bart": ("post", "plain"), "bart-eager": ("post", "plain"), "mbart": ("pre", "plain"), "marian": ("post", "plain"),
-    "pegasus": ("pre", "plain"), "m2m100": ("pre", "plain"), "bert": ("post", "plain"), "gpt2": ("pre", "plain"),
+    "t5": ("pre", "own"), "mt5-gated": ("pre", "own"), "whisper": ("pre", "plain"), "bart": ("post", "plain"),
+    "bart-eager": ("post", "plain"), "mbart": ("pre", "plain"), "marian": ("post", "plain"),
+    "bert": ("post", "plain"), "gpt2": ("pre", "plain"),
 }  # fmt: skip
 
 
@@ -127,7 +124,7 @@ def test_losses_and_gradients_are_the_librarys(family: str, calls: list[bool]) -
     assert {(spec.order, spec.attention.kind) for spec in specs} == {EXPECTED[family]}
 
 
-@pytest.mark.parametrize("family", ["t5", "whisper", "bart", "gpt2"])
+@pytest.mark.parametrize("family", ["whisper", "gpt2"])
 def test_bf16_and_fp8_losses_agree_with_layers_one_by_one(family: str) -> None:
     model, curves = without_dropout(FAMILIES[family]()).train(), {}
     for recipe, fused in (("bf16", False), ("bf16", True), ("fp8", True)):
@@ -147,8 +144,7 @@ def test_bf16_and_fp8_losses_agree_with_layers_one_by_one(family: str) -> None:
     assert plain[2] < plain[0] and curves["fp8", True][2] < curves["fp8", True][0]  # of the same batch
 
 
-@pytest.mark.parametrize("family", ["t5", "bart", "whisper"])
-@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize(("family", "mode"), [("t5", "selective"), ("whisper", "full"), ("bart", "selective")])
 def test_recomputation_with_dropout(family: str, mode: str) -> None:
     model = FAMILIES[family]().train()
     expected = compute(copy.deepcopy(model), make_inputs(family))
@@ -334,9 +330,28 @@ class Inline(Block):
         return mixed
 
 
+class Adapted(Block):
+    """A low-rank adapter of the query projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = Adapter(self.query)
+
+
+class Adapter(nn.Module):
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.down, self.up = base, nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        added: Tensor = self.base(x) + self.up(self.down(x))
+        return added
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
+        (Adapted, "low-rank adapters"),
         (Scaled, "no norm reads the sum with the branch of cross-attention"),
         (Normed, "no projection reads|its MLP|runs only"),
         (Inline, "self-attention is not a module of its own"),
