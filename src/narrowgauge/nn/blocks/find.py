@@ -1,8 +1,9 @@
 """Finds the blocks of a model, describes each kind once, and shows before use that the fused form computes the same.
 
     candidates   repeated modules (entries of a list) with at least three linear layers and a norm
-    observed     a copy with random FP32 weights runs once; ``recognize`` reads the equations off its tensors. It runs
-                 again with large values in its MLP, which must satisfy the activation's equation too
+    observed     a copy with random FP32 weights runs once, with all of its linear layers, if need be with an encoder's
+                 output; ``recognize`` reads the equations off its tensors. It runs again with large values in its MLP,
+                 which must satisfy the activation's equation too
     verified     the fused form and the original, in FP32: outputs and all gradients must agree, else the block stays
                  as it is and the report says why. So must they on variants of the example: with masks, and with packed
                  positions (``variants``). The fast forms of attention are tried the same way, best first.

@@ -13,7 +13,7 @@ because the projections of cross-attention return what exists already. The call 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from narrowgauge.nn.fused.casts import (
     norm_backward,
 )
 from narrowgauge.nn.fused.plan import BlockTensors, Some, bind_norm
-from narrowgauge.nn.fused.reports import report_cross, report_cross_gradients
+from narrowgauge.nn.fused.reports import report_cross, report_cross_gradients, report_cross_norm
 from narrowgauge.nn.fused.sublayers import CROSS, Branch, Run, finish_branch, project, project_backward
 from narrowgauge.nn.products.gemm import Operand, compute_grad_input, is_graph_retained
 from narrowgauge.random_state import get_random_state, set_random_state
@@ -66,7 +66,8 @@ class CrossGrads:
     own: Some
     others: tuple[Tensor | None, ...]
     """Of differentiable arguments of the block's call, among them the encoder's output."""
-    norm: NormGrads = field(default_factory=lambda: NormGrads(torch.empty(0), Operand(), None, None))
+    norm: NormGrads | None = None
+    """Of the half's norm, which the orders add."""
 
 
 def get_cross(run: Run) -> CrossSpec:
@@ -92,27 +93,28 @@ def run_cross(run: Run, h: Operand, shape: torch.Size) -> tuple[Tensor, CrossHal
     rows = mixed.detach().reshape(-1, mixed.shape[-1])
     o = make_operand(rows, out.input_formats, out.input, run.caster, run.needed)
     made, branch = finish_branch(run, CROSS, project(o, of_out, out, tensors.cross_out_bias), batch)
-    report_cross(run, h, q, kv, made)
+    report_cross(run, q, kv, made)
     return made, CrossHalf(h, e, mixed, leaves, o, branch)
 
 
 def run_pre(run: Run, x: Tensor, branch: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor, CrossHalf]:
     """Return x + branch, cross-attention's branch of its norm, and what is saved."""
     h, stats, total = apply_norm(bind_cross_norm(run), x, branch, run.plan.cross[0], run.caster)
+    report_cross_norm(run, h)
     made, half = run_cross(run, h, shape)
     return total, made, replace(half, read=total, stats=stats)
 
 
 def backward_pre(
     run: Run, half: CrossHalf, after: NormGrads, before: Branch, shape: torch.Size, needs: BlockTensors
-) -> CrossGrads:
-    """Return the gradients of the half and its norm; ``before`` is the branch that the norm's kernel added.
+) -> tuple[NormGrads, CrossGrads]:
+    """Return the gradients of the half's norm, and of the half.
 
     Args:
         run: The forward that is differentiated.
         half: What it saved.
         after: Gradients of the next norm, which reads the stream with this half's branch.
-        before: Attention's branch.
+        before: Attention's branch, which the half's norm adds.
         shape: That of the hidden state.
         needs: Which parameters need gradients: True or False in place of tensors.
     """
@@ -123,7 +125,7 @@ def backward_pre(
     norm = norm_backward(
         bind_cross_norm(run), grads.grad_h, half.read, half.stats, after.stream, reader, run.caster
     )  # fmt: skip
-    return replace(grads, norm=norm)
+    return norm, replace(grads, norm=norm)
 
 
 def cross_backward(run: Run, half: CrossHalf, grad: Operand, shape: torch.Size, needs: BlockTensors) -> CrossGrads:
@@ -167,6 +169,7 @@ def merge(
     """Add the gradients of cross-attention to those of a block's other parameters and of its arguments."""
     if cross is None:
         return grads, others
+    assert cross.norm is not None
     own = grads.own or (None,) * len(cross.own)
     whole: Any = {**cross.tensors, "cross_norm": (cross.norm.weight,), "cross_norm_bias": (cross.norm.bias,)}
     others = others or [None] * len(cross.others)

@@ -21,7 +21,7 @@ from narrowgauge.nn.fused.attention import Attended
 from narrowgauge.nn.fused.casts import NormWeights, Projection, Stats, make_operand, norm_backward
 from narrowgauge.nn.fused.cross import CrossGrads, CrossHalf
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, bind_norms
-from narrowgauge.nn.fused.reports import report_activations, report_gradients
+from narrowgauge.nn.fused.reports import report_activations, report_cross_norm, report_gradients
 from narrowgauge.nn.fused.sublayers import CROSS, Run
 from narrowgauge.nn.products.gemm import Operand
 
@@ -54,6 +54,7 @@ def forward(run: Run, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor,
     if plan.spec.cross is not None:
         made, half = cross.run_cross(run, _read(x1, plan.cross[0], run), x.shape)
         stream, total, stats = _add_and_norm(cross.bind_cross_norm(run), x1, made)
+        report_cross_norm(run, stream)
         crossed = replace(half, read=total, stats=stats)
     down, mlp = halves.run_mlp(run, _read(stream, plan.up, run), len(x))
     y, r2, stats2 = _add_and_norm(norm2, stream, down)

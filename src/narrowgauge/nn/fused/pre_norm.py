@@ -126,8 +126,7 @@ def backward(
     two = norm_backward(norm2, mlp.grad_h, saved.x1, saved.stats2, grad, writer, caster)
     after, crossed, direct = two, None, saved.attention.branch.is_plain
     if saved.cross is not None:
-        crossed = cross.backward_pre(run, saved.cross, two, saved.attention.branch, x0.shape, needs)
-        after = crossed.norm
+        after, crossed = cross.backward_pre(run, saved.cross, two, saved.attention.branch, x0.shape, needs)
     end1 = halves.end_backward(run, 1, saved.attention.branch, after.stream, after.operand if direct else None)
     attention = halves.attention_backward(run, saved.attention, end1.grad, x0.shape, needs)
     rows = x0.reshape(-1, x0.shape[-1])
