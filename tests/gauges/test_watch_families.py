@@ -10,13 +10,17 @@ from narrowgauge import Engine
 from narrowgauge.gauges.watch.watch import Watch
 
 sys.path.append(str(Path(__file__).parents[1] / "nn"))
-from model_families import LANGUAGE, VOCAB, without_dropout
+from model_families import BLOCKS, LANGUAGE, VOCAB, without_dropout
 
 LINEARS = {
     "llama": ("model.layers.0", ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")),
     "bert": (
         "bert.encoder.layer.0",
         ("attention.self.query", "attention.output.dense", "intermediate.dense", "output.dense"),
+    ),
+    "bart": (
+        "model.decoder.layers.0",
+        ("self_attn.q_proj", "self_attn.out_proj", "encoder_attn.q_proj", "encoder_attn.out_proj", "fc1", "fc2"),
     ),
     "gpt-neox": (
         "gpt_neox.layers.0",
@@ -29,7 +33,7 @@ def read(family, fused):
     torch.manual_seed(0)
     model = without_dropout(LANGUAGE[family]()).train()
     engine = Engine(model, torch.optim.AdamW(model.parameters(), lr=1e-3), "bf16", fused=fused)
-    assert len(engine.conversion.blocks) == (2 if fused else 0)
+    assert len(engine.conversion.blocks) == (BLOCKS.get(family, 2) if fused else 0)
     watch = Watch(engine, every=1)
     tokens = torch.randint(3, VOCAB, (2, 16), generator=torch.Generator().manual_seed(1))
     with engine.forward():

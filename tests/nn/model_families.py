@@ -211,6 +211,10 @@ def stack(make: Any, *args: Any, **fixed: Any) -> Any:
 
 
 GROUPED = {"num_key_value_heads": 2}
+_ENCODER_DECODER = {
+    "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "decoder_start_token_id": 1,
+}  # fmt: skip
 _T5 = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
 LANGUAGE: dict[str, Any] = {
     "llama": _hf("LlamaForCausalLM", "LlamaConfig", **GROUPED),
@@ -235,6 +239,7 @@ LANGUAGE: dict[str, Any] = {
     "bloom": _hf("BloomForCausalLM", "BloomConfig", n_layer=2, n_head=4),
     "opt": _hf("OPTForCausalLM", "OPTConfig", ffn_dim=96, word_embed_proj_dim=64),
     "t5": _hf("T5ForConditionalGeneration", "T5Config", **_T5),
+    "bart": _hf("BartForConditionalGeneration", "BartConfig", **_ENCODER_DECODER),
     "deepseek-dense": _hf(
         "DeepseekV3ForCausalLM",
         "DeepseekV3Config",
@@ -252,6 +257,8 @@ LANGUAGE: dict[str, Any] = {
     "litgpt-style": stack(RotaryBlock, 64, 4, 2),
 }
 """Families that map tokens to a loss."""
+BLOCKS = {"t5": 4, "bart": 4}
+"""How many blocks a family has: two, and two more in a decoder."""
 OTHERS: dict[str, Any] = {
     "vit": _hf("ViTModel", "ViTConfig", image_size=32, patch_size=8),
     "clip": _hf("CLIPVisionModel", "CLIPVisionConfig", image_size=32, patch_size=8),

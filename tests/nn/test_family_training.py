@@ -28,7 +28,7 @@ LONG = ("llama", "gpt2", "bert", "gpt-neox")
 def fuse_in_fp32(model: nn.Module) -> nn.Module:
     """Fuse a model's blocks with FP32 products."""
     found = find_blocks(model, torch.device("cpu"), find_difference)
-    assert len(found.specs) == 2
+    assert len(found.specs) in (2, 4) and not found.reasons
     for path, spec in found.specs.items():
         block = model.get_submodule(path)
         mark_parts(block, spec)
@@ -51,7 +51,8 @@ def train_plainly(model: nn.Module, steps: int = STEPS, **inputs: Any) -> list[f
 
 def train_by_engine(model: nn.Module, recipe: str, fused: bool, steps: int = STEPS, **inputs: Any) -> list[float]:
     engine = Engine(model, torch.optim.AdamW(model.parameters(), lr=1e-3), recipe, fused=fused)
-    assert len(engine.conversion.blocks) == (2 if fused else 0), engine.conversion.unfused
+    assert len(engine.conversion.blocks) in ((2, 4) if fused else (0,)), engine.conversion.unfused
+    assert not fused or not engine.conversion.unfused
     losses = []
     for step in range(steps):
         tokens = make_batch(step % 3)
@@ -94,7 +95,7 @@ def test_padding_masks_and_positions_reach_attention(family: str) -> None:
     assert train_plainly(fuse_in_fp32(model), 4, **inputs) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bert", "phi3", "opt", "t5", "bloom", "torch-post"])
+@pytest.mark.parametrize("family", ["gpt2", "bert", "phi3", "opt", "t5", "bart", "bloom", "torch-post"])
 def test_dropout_draws_the_same_numbers(family: str) -> None:
     options = {"resid_pdrop": 0.1} if family == "phi3" else {}
     model = LANGUAGE[family](**options).train()
@@ -162,24 +163,6 @@ def test_hidden_states_and_attention_weights_are_still_there() -> None:
             torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
 
 
-def test_an_encoders_output_adds_cross_attention() -> None:
-    from model_families import _hf
-
-    sizes = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96}
-    sizes |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_source_positions": 16}
-    whisper = _hf("WhisperForConditionalGeneration", "WhisperConfig", **sizes, decoder_start_token_id=1)()
-    without_dropout(whisper).train()
-    inputs = {"input_features": torch.randn(2, 80, 32), "labels": make_batch(length=9)}
-    expected = whisper(**inputs)
-    found = find_blocks(whisper, torch.device("cpu"), find_difference)
-    for path, spec in found.specs.items():
-        block = whisper.get_submodule(path)
-        mark_parts(block, spec)
-        apply_change(block, FusedBlock(make_fp32_plan(block, spec)))
-    assert len(found.specs) == 2 and all("runs only with other arguments" in why for why in found.reasons.values())
-    torch.testing.assert_close(whisper(**inputs).loss, expected.loss, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("change", ["hook", "forward", "adapter"])
 def test_changes_made_after_conversion_are_respected(change: str) -> None:
     model = without_dropout(LANGUAGE["llama"]()).train()
@@ -201,7 +184,9 @@ def test_changes_made_after_conversion_are_respected(change: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "gpt-neox", "torch-pre", "timm-style", "olmo2"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt2", "bert", "gpt-neox", "torch-pre", "timm-style", "olmo2", "t5", "bart"]
+)
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_recomputation_changes_no_bit(family: str, mode: str) -> None:
     curves = []

@@ -52,4 +52,5 @@ def describe_form(spec: BlockSpec) -> str:
     kinds = {norm.kind for norm in spec.norms}
     norms = " and ".join(NORMS.get(kind, kind) for kind in sorted(kinds))
     attention = ATTENTION.get(spec.attention.kind, spec.attention.kind)
-    return f"{order}, {norms}, {attention}, {spec.activation}"
+    cross = "" if spec.cross is None else ", cross-attention"
+    return f"{order}, {norms}, {attention}{cross}, {spec.activation}"

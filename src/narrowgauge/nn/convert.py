@@ -336,7 +336,7 @@ def _survey(
     stacked = {
         f"{path}.{name}": [f"{path}.{member}" for member in group]
         for path, spec in specs.items()
-        for group in (spec.inputs, (spec.output,), spec.ups, (spec.down,))
+        for group in spec.products
         for name in group
     }
     has_head = all(hasattr(model, name) for name in ("finish", "norm", "lm_head")) and _norm_fits(model.norm)

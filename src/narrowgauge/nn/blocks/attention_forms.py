@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from narrowgauge.nn.blocks.example import Example
+from narrowgauge.nn.blocks.equations import recognize_norm
+from narrowgauge.nn.blocks.example import SOURCE, Example
 from narrowgauge.nn.blocks.observe import Observation, list_probabilities
 from narrowgauge.nn.blocks.projections import find_projection
-from narrowgauge.nn.blocks.recognize import recognize_norm
 from narrowgauge.nn.blocks.spec import AttentionSpec, BlockSpec, NormSpec, Place
 
 POSITIONS = ("position_ids", "position_embeddings", "cos", "sin")
@@ -24,7 +24,7 @@ def list_attention_forms(
     block: nn.Module, spec: BlockSpec, seen: Observation, example: Example
 ) -> Iterator[AttentionSpec]:
     """Yield forms in the order in which to try them."""
-    if any(name not in POSITIONS for name in spec.given):
+    if any(name not in (*POSITIONS, SOURCE) for name in spec.given):
         return
     outputs = [find_projection(block, path).shape[0] for path in spec.inputs]
     norms = [norm for call in seen.calls if (norm := recognize_norm(call)) is not None]
@@ -83,9 +83,10 @@ def _list_layouts(block: nn.Module, outputs: list[int]) -> Iterator[tuple[int, i
 
 def _list_dropouts(block: nn.Module, spec: BlockSpec) -> Iterator[Place]:
     """Yield the places of probabilities that may be attention's dropout."""
+    known = (spec.branch1.dropout, spec.branch2.dropout, None if spec.cross is None else spec.cross.dropout)
     for path, name in list_probabilities(block):
         place = path, name
-        if place not in (spec.branch1.dropout, spec.branch2.dropout) and vars(block.get_submodule(path))[name] > 0:
+        if place not in known and vars(block.get_submodule(path))[name] > 0:
             yield place
 
 

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from narrowgauge.nn.module_changes import original_class
 
+SOURCE = "encoder_hidden_states"
+"""The argument of transformers' blocks for an encoder's output."""
+
 
 class Example(NamedTuple):
     """The arguments of a call; the hidden state is the first positional one."""
@@ -58,6 +61,12 @@ def list_head_sizes(block: nn.Module) -> list[int]:
                 if isinstance(size, int) and size > 1 and size not in sizes:
                     sizes.append(size)
     return sizes
+
+
+def list_head_counts(block: nn.Module) -> list[int]:
+    """Return the numbers that modules of the block call their number of heads."""
+    counts = (getattr(module, name, None) for module in block.modules() for name in ("num_heads", "n_heads"))
+    return [count for count in counts if isinstance(count, int)]
 
 
 def make_turns(x: Tensor, size: int) -> Tensor:

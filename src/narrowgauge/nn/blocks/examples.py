@@ -9,32 +9,69 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from narrowgauge.nn.blocks import families
-from narrowgauge.nn.blocks.example import Example, make_positions, read_signature, takes_any_argument
+from narrowgauge.nn.blocks.example import (
+    SOURCE,
+    Example,
+    list_head_counts,
+    make_positions,
+    read_signature,
+    takes_any_argument,
+)
+from narrowgauge.nn.blocks.projections import find_projection
 from narrowgauge.nn.blocks.recognize import NotABlock
+from narrowgauge.nn.products.linear import is_linear
 
 BATCH, LENGTH = 2, 12
 """Rows and tokens of an example: more than one, and not a multiple of 16."""
+SOURCE_LENGTH = 9
+"""Tokens of an encoder's output."""
+CROSS_BIAS = "encoder_decoder_position_bias"
+"""A bias of the scores of cross-attention (T5)."""
 
 
 def make_examples(block: nn.Module, device: torch.device) -> list[Example]:
-    """Return the calls to try.
+    """Return the calls to try; a block that takes an encoder's output is called without and with one.
 
     Raises:
         NotABlock: Nobody knows what the block's arguments are.
     """
+    made = _make_examples(block, device)
+    return [*made, *(example for one in made for example in _add_source(block, one))]
+
+
+def _add_source(block: nn.Module, example: Example) -> Iterator[Example]:
+    """Yield the example with an encoder's output, of each width that a linear layer reads."""
+    required, optional = read_signature(block)
+    names = [*required, *optional]
+    if SOURCE not in names:
+        return
+    x, generator = example.args[0], torch.Generator().manual_seed(6)
+    rows, length, width = x.shape
+    others: dict[str, Any] = {}
+    if CROSS_BIAS in names:
+        heads = next(iter(list_head_counts(block)), 1)
+        others[CROSS_BIAS] = torch.randn(1, heads, length, SOURCE_LENGTH, generator=generator).to(x.device)
+    sizes = {find_projection(block, path).shape[1] for path, part in block.named_modules() if is_linear(part)}
+    for size in sorted(sizes, key=lambda size: (size != width, size)):
+        source = torch.randn(rows, SOURCE_LENGTH, size, generator=generator).to(x.device)
+        yield Example(example.args, {**example.kwargs, SOURCE: source, **others})
+
+
+def _make_examples(block: nn.Module, device: torch.device) -> list[Example]:
     x = torch.randn(BATCH, LENGTH, find_width(block), generator=torch.Generator().manual_seed(1)).to(device)
     for family in _list_families():
         made: list[Example] | None = family.make_examples(block, x)
         if made:
             return made
     required, optional = read_signature(block)
-    unknown = [name for name in required[1:] if name not in ("attention_mask", "position_ids")]
+    unknown = [name for name in required[1:] if name not in ("attention_mask", "position_ids", SOURCE)]
     if unknown:
         raise NotABlock(f"its forward needs {', '.join(unknown)}")
     named = {**dict.fromkeys(required[1:]), **make_positions([*required, *optional], x)}

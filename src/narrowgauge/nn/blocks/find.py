@@ -1,8 +1,9 @@
 """Finds the blocks of a model, describes each kind once, and shows before use that the fused form computes the same.
 
     candidates   repeated modules (entries of a list) with at least three linear layers and a norm
-    observed     a copy with random FP32 weights runs once; ``recognize`` reads the equations off its tensors. It runs
-                 again with large values in its MLP, which must satisfy the activation's equation too
+    observed     a copy with random FP32 weights runs once, with all of its linear layers, if need be with an encoder's
+                 output; ``recognize`` reads the equations off its tensors. It runs again with large values in its MLP,
+                 which must satisfy the activation's equation too
     verified     the fused form and the original, in FP32: outputs and all gradients must agree, else the block stays
                  as it is and the report says why. So must they on variants of the example: with masks, and with packed
                  positions (``variants``). The fast forms of attention are tried the same way, best first.
@@ -26,11 +27,11 @@ from narrowgauge.errors import one_line
 from narrowgauge.nn.blocks.attention_forms import list_attention_forms
 from narrowgauge.nn.blocks.example import Example
 from narrowgauge.nn.blocks.examples import make_examples, make_small
-from narrowgauge.nn.blocks.observe import make_random_copy, observe
+from narrowgauge.nn.blocks.observe import Observation, make_random_copy, observe
 from narrowgauge.nn.blocks.projections import count_projections, find_projection
-from narrowgauge.nn.blocks.recognize import NotABlock, has_activation, recognize
+from narrowgauge.nn.blocks.recognize import NotABlock, has_activation, list_unused, recognize
 from narrowgauge.nn.blocks.spec import BlockSpec
-from narrowgauge.nn.blocks.variants import MASKS, PACKED, make_variants, name_boolean
+from narrowgauge.nn.blocks.variants import MASKS, PACKED, SOURCE_MASK, make_variants, name_boolean
 from narrowgauge.nn.module_changes import OWN, original_class
 from narrowgauge.random_state import get_random_state, set_random_state
 
@@ -138,15 +139,7 @@ def _describe(block: nn.Module, device: torch.device, differs: Differs, known: B
     """Describe and verify one block; with ``known`` only verify, and fall back to the model's own attention."""
     copy = make_random_copy(block, device)
     copy.eval()
-    examples = make_examples(copy, device)
-    for number, example in enumerate(examples):
-        try:
-            with torch.no_grad():
-                seen = observe(copy, *example)
-                break
-        except (RuntimeError, ValueError, TypeError, IndexError):
-            if number == len(examples) - 1:
-                raise
+    example, seen = _observe_first(copy, make_examples(copy, device))
     given = tuple(name for name, value in example.kwargs.items() if value is not None)
     base = replace(recognize(copy, example, seen), given=given)
     with _scaled(copy, base.ups, LARGE_ACTIVATIONS), torch.no_grad():
@@ -163,9 +156,8 @@ def _describe(block: nn.Module, device: torch.device, differs: Differs, known: B
         raise NotABlock(difference)
     if known is not None:
         return base
-    packed = {
-        name: variant for name, variant in variants.items() if name == PACKED
-    }  # with a mask, all forms run as base
+    # with a mask of self-attention, all forms run as base
+    packed = {name: variant for name, variant in variants.items() if name == PACKED or SOURCE_MASK in name}
     for attention in list_attention_forms(copy, base, seen, example):
         better = replace(base, attention=attention)
         with contextlib.suppress(RuntimeError):  # a guess at the heads that does not fit the tensors
@@ -175,6 +167,26 @@ def _describe(block: nn.Module, device: torch.device, differs: Differs, known: B
                         return base
                 return _with_mask(copy, better, variants, differs)
     return base
+
+
+def _observe_first(block: nn.Module, examples: list[Example]) -> tuple[Example, Observation]:
+    """Return the first example that the block can run with all of its linear layers, or else that it can run."""
+    found: list[tuple[Example, Observation]] = []
+    problem: Exception | None = None
+    for example in examples:
+        try:
+            with torch.no_grad():
+                seen = observe(block, *example)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            problem = problem or error
+            continue
+        if not list_unused(block, seen):
+            return example, seen
+        found.append((example, seen))
+    if not found:
+        assert problem is not None
+        raise problem
+    return found[0]
 
 
 def _with_mask(block: nn.Module, spec: BlockSpec, variants: dict[str, Example], differs: Differs) -> BlockSpec:

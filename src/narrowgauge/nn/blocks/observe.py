@@ -49,6 +49,8 @@ class Observation:
     output: Any
     calls: list[Call] = field(default_factory=list)
     dropouts: list[DropoutCall] = field(default_factory=list)
+    entries: dict[str, int] = field(default_factory=dict)
+    """How many entries the tuples have that modules returned, with a tensor in front; 0 if they returned a tensor."""
 
     def once(self) -> list[Call]:
         """Return the calls of modules that were called exactly once."""
@@ -65,6 +67,10 @@ def observe(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
     def record(path: str) -> Any:
         def hook(inner: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+            if isinstance(output, Tensor):
+                seen.entries[path] = 0
+            elif isinstance(output, tuple) and output and isinstance(output[0], Tensor):
+                seen.entries[path] = len(output)
             first = next((value for value in (*inputs, *named.values()) if isinstance(value, Tensor)), None)
             if multihead.is_self_attention(inner):
                 seen.calls += _split_multihead(path, inner, multihead.read_arguments(inner, inputs, named), output[0])

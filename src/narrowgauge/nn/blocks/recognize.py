@@ -17,15 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.nn.blocks.activations import ACTIVATIONS, GATED, compute_activation
-from narrowgauge.nn.blocks.example import Example
+from narrowgauge.nn.blocks.equations import EXACT, TOLERANCE, are_close, recognize_norm
+from narrowgauge.nn.blocks.example import SOURCE, Example
 from narrowgauge.nn.blocks.observe import Call, Observation, get_rows
-from narrowgauge.nn.blocks.spec import WEIGHTS, AttentionSpec, BlockSpec, BranchSpec, NormSpec, Place
+from narrowgauge.nn.blocks.spec import WEIGHTS, AttentionSpec, BlockSpec, BranchSpec, CrossSpec, NormSpec, Place
 from narrowgauge.nn.products.linear import is_linear
-
-TOLERANCE = 2e-4
-"""Of sums, relative to the largest value: FP32 in another order differs by less, another formula by more."""
-EXACT = 1e-5
-"""Of functions of single values: GELU and its tanh form differ by 1e-4."""
 
 
 class NotABlock(Exception):
@@ -44,7 +40,7 @@ def recognize(block: nn.Module, example: Example, seen: Observation) -> BlockSpe
     linears = [call for call in calls if call.is_projection]
     if len({call.path for call in seen.calls if call.is_projection}) != len(linears):
         raise NotABlock("a linear layer inside it runs more than once")
-    unused = {path for path, part in block.named_modules() if is_linear(part)} - {call.path for call in linears}
+    unused = list_unused(block, seen)
     if unused:
         raise NotABlock(f"{min(unused)} runs only with other arguments, or is used in another way")
     for one, two in itertools.permutations(linears, 2):
@@ -53,7 +49,8 @@ def recognize(block: nn.Module, example: Example, seen: Observation) -> BlockSpe
     norms = [(call, norm) for call in calls if (norm := recognize_norm(call)) is not None]
     if len(linears) < 3 or not norms:
         raise NotABlock("it has fewer than three linear layers, or no norm")
-    run = _Run(x, output, norms, linears, _list_scales(block, x.shape[-1]))
+    source = None if example.kwargs.get(SOURCE) is None else get_rows(example.kwargs[SOURCE])
+    run = _Run(x, output, norms, linears, _list_scales(block, x.shape[-1]), source)
     reasons = []
     for match in (_match_pre, _match_post, _match_parallel, _match_normed_branches):
         try:
@@ -63,6 +60,12 @@ def recognize(block: nn.Module, example: Example, seen: Observation) -> BlockSpe
             continue
         return _complete(found, run, calls, seen, {"in_tuple": in_tuple, "returned": returned})
     raise NotABlock(reasons[0])
+
+
+def list_unused(block: nn.Module, seen: Observation) -> set[str]:
+    """Return the linear layers that did not run."""
+    run = {call.path for call in seen.calls if call.is_projection}
+    return {path for path, part in block.named_modules() if is_linear(part)} - run
 
 
 Norms = list[tuple[Call, NormSpec]]
@@ -77,6 +80,8 @@ class _Run(NamedTuple):
     linears: list[Call]
     scales: list[tuple[str | None, Tensor | float]]
     """Names and values of what may multiply a branch, first of all nothing."""
+    source: Tensor | None = None
+    """An encoder's output."""
 
 
 class _Branch(NamedTuple):
@@ -89,41 +94,6 @@ class _Branch(NamedTuple):
 def _list_scales(block: nn.Module, width: int) -> list[tuple[str | None, Tensor | float]]:
     found = [(name, p.detach()) for name, p in block.named_parameters() if p.shape == (width,) and "bias" not in name]
     return [(None, 1.0), *found]
-
-
-def are_close(one: Tensor, other: Tensor, tolerance: float = TOLERANCE) -> bool:
-    """Whether two tensors are the same up to the rounding of FP32."""
-    if one.shape != other.shape:
-        return False
-    return bool((one - other).abs().max() <= tolerance * max(float(other.abs().max()), 1e-6))
-
-
-def recognize_norm(call: Call) -> NormSpec | None:
-    """Return the description of a module whose output is a norm of its input."""
-    own = dict(call.module.named_parameters(recurse=False))
-    weight, bias = own.pop("weight", None), own.pop("bias", None)
-    if weight is None or own or weight.dim() != 1 or call.input.shape != call.output.shape:
-        return None
-    if call.input.shape[-1] != len(weight):
-        return None
-    for kind in ("layer", "rms"):
-        for eps in _list_eps(call.module):
-            for offset in (0.0, 1.0):
-                if are_close(compute_norm(call.input, weight, bias, kind, eps, offset), call.output):
-                    return NormSpec(call.path, kind, eps, offset)
-    return None
-
-
-def compute_norm(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: float, offset: float) -> Tensor:
-    """Return the norm in plain torch."""
-    centred = x - x.mean(-1, keepdim=True) if kind == "layer" else x
-    y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * (offset + weight)
-    return y if bias is None else y + bias
-
-
-def _list_eps(module: nn.Module) -> list[float]:
-    stated = (getattr(module, name, None) for name in ("eps", "variance_epsilon", "epsilon"))
-    return [float(eps) for eps in stated if isinstance(eps, float | int)] or [1e-5, 1e-6, 1e-12]
 
 
 def _read_output(output: Any, example: Example) -> tuple[Tensor, bool, tuple[str | None, ...]]:
@@ -157,14 +127,19 @@ def _match_pre(run: _Run) -> BlockSpec:
     if not inputs or len(rest) < 3:
         raise NotABlock("no projection reads the first norm's output, or too few follow")
     out, one = _find_attention_end(run, rest, [call for call, _ in run.norms], "norm")
-    x1 = run.x + one.value
+    x1, end = run.x + one.value, out
     second, norm2 = _find_norm(run.norms, x1, "no norm reads the sum")
-    ups, down = _split_mlp(second.output, rest, out)
+    crossed = _find_cross(run, second.output, x1, rest)
+    cross = None
+    if crossed is not None:
+        end, x1 = crossed.out, crossed.total
+        cross, (second, norm2) = crossed.describe(norm2), crossed.reader
+    ups, down = _split_mlp(second.output, rest, end)
     activation, ordered, last = _match_activation(ups, down)
     two = _find_branch(run, down, run.output - x1)
     return BlockSpec(
         "pre", norm1, _paths(inputs), AttentionSpec(), out.path, norm2, ordered, activation, down.path, one.spec, two,
-        gate_last=last,
+        gate_last=last, cross=cross,
     )  # fmt: skip
 
 
@@ -192,15 +167,18 @@ def _match_post(run: _Run) -> BlockSpec:
         raise NotABlock("no projection reads the block's input")
     out, one = _find_attention_end(run, rest, [call for call, _ in run.norms], "norm")
     first, norm1 = _find_norm(run.norms, run.x + one.value, "no norm reads the sum")
-    ups, down = _split_mlp(first.output, rest, out)
+    crossed = _find_cross(run, first.output, first.output, rest)
+    cross, x1, end = None, first.output, out
+    if crossed is not None:
+        cross, x1, end = crossed.describe(crossed.reader[1]), crossed.reader[0].output, crossed.out
+    ups, down = _split_mlp(x1, rest, end)
     activation, ordered, last = _match_activation(ups, down)
     for two in _list_branches(run, down):
         for second, norm2 in run.norms:
-            added = are_close(second.input, first.output + two.value)
-            if added and are_close(second.output, run.output):
+            if are_close(second.input, x1 + two.value) and are_close(second.output, run.output):
                 return BlockSpec(
                     "post", norm1, _paths(inputs), AttentionSpec(), out.path, norm2, ordered, activation, down.path,
-                    one.spec, two.spec, gate_last=last,
+                    one.spec, two.spec, gate_last=last, cross=cross,
                 )  # fmt: skip
     raise NotABlock("its output is not the norm of the sum with the MLP's branch")
 
@@ -230,6 +208,49 @@ def _match_parallel(run: _Run) -> BlockSpec:
                             down.path, gate_last=last,
                         )  # fmt: skip
     raise NotABlock("attention and MLP do not both read norms of the block's input")
+
+
+class _Crossed(NamedTuple):
+    """The projections of cross-attention, and what follows it."""
+
+    query: Call
+    inputs: list[Call]
+    out: Call
+    total: Tensor
+    """The stream with the branch."""
+    reader: tuple[Call, NormSpec]
+    """The norm that reads this sum."""
+
+    def describe(self, norm: NormSpec) -> CrossSpec:
+        return CrossSpec(SOURCE, norm, self.query.path, _paths(self.inputs), self.out.path, "", 0)
+
+
+def _find_cross(run: _Run, read: Tensor, stream: Tensor, rest: list[Call]) -> _Crossed | None:
+    """Return cross-attention whose query projection reads ``read``; None if nothing reads an encoder's output."""
+    inputs = [call for call in run.linears if run.source is not None and are_close(call.input, run.source)]
+    if not inputs:
+        return None
+    queries = [call for call in rest if are_close(call.input, read)]
+    if len(queries) != 1 or len(inputs) > 2:
+        raise NotABlock("its cross-attention does not have one projection for queries, and one or two for the encoder")
+    for out in (call for call in rest if call not in (*queries, *inputs) and call.output.shape == stream.shape):
+        for reader in run.norms:
+            if are_close(reader[0].input, stream + out.output):
+                return _Crossed(queries[0], inputs, out, stream + out.output, reader)
+    raise NotABlock("no norm reads the sum with the branch of cross-attention")
+
+
+def _complete_cross(found: BlockSpec, cross: CrossSpec, calls: list[Call], seen: Observation) -> CrossSpec:
+    """Add the place of dropout, and the module that contains self-attention and nothing else."""
+    branch = next(call.output for call in calls if call.path == cross.output)
+    names = [path.split(".") for path in (*found.inputs, found.output)]
+    shared = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*names, strict=False))
+    before = ".".join(parts[0] for parts in shared)
+    others = (cross.query, *cross.inputs, cross.output, *found.ups, found.down)
+    if before not in seen.entries or any(path.startswith(f"{before}.") for path in others):
+        raise NotABlock("its self-attention is not a module of its own that returns a tensor, or a tuple with one")
+    dropout = _find_dropout(seen, [branch])
+    return replace(cross, before=before, before_entries=seen.entries[before], dropout=dropout)
 
 
 def _find_norm(norms: Norms, value: Tensor, otherwise: str) -> tuple[Call, NormSpec]:
@@ -317,7 +338,8 @@ def _complete(found: BlockSpec, run: _Run, calls: list[Call], seen: Observation,
         branches.append(replace(spec, dropout=place, depth=depth))
     hidden = next(call.input for call in calls if call.path == found.down)
     dropout = _find_dropout(seen, [hidden])
-    return replace(found, branch1=branches[0], branch2=branches[1], dropout=dropout, **output)
+    cross = None if found.cross is None else _complete_cross(found, found.cross, calls, seen)
+    return replace(found, branch1=branches[0], branch2=branches[1], dropout=dropout, cross=cross, **output)
 
 
 def _find_dropout(seen: Observation, values: list[Tensor]) -> Place | None:

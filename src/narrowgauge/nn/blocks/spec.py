@@ -6,6 +6,11 @@ A block is recognized from a run (``recognize``), not from names, so a descripti
     post      x1 = norm1(x + branch1(out(attend(inputs(x)))));  y = norm2(x1 + branch2(down(act(up(x1)))))
     parallel  y  = x + branch1(out(attend(inputs(norm1(x))))) + branch2(down(act(up(norm2(x)))))
 
+Between attention and MLP, a "pre" or "post" block may have cross-attention to an encoder's output e, a ``CrossSpec``:
+
+    pre       x1 = x1 + drop(out(attend(query(norm(x1)), inputs(e))))
+    post      x1 = norm(x1 + drop(out(attend(query(x1), inputs(e)))))
+
 What a branch goes through before it is added is a ``BranchSpec``: a norm, dropout, a scale, stochastic depth. A "pre"
 block whose branches are normed may have no other norms (OLMo 2).
 
@@ -72,6 +77,25 @@ class BranchSpec:
 
 
 @dataclass(frozen=True)
+class CrossSpec:
+    """Cross-attention between attention and MLP. What it does between its projections is the model's own code."""
+
+    source: str
+    """The argument that is the encoder's output."""
+    norm: NormSpec
+    query: str
+    inputs: tuple[str, ...]
+    """Projections of the encoder's output: key and value, or one for both."""
+    output: str
+    before: str
+    """The module that contains self-attention, and runs before."""
+    before_entries: int
+    """How many entries the tuple has that this module returns; 0 if it returns a tensor."""
+    dropout: Place | None = None
+    """Where the block holds the probability of the branch's dropout."""
+
+
+@dataclass(frozen=True)
 class BlockSpec:
     """A block: paths are relative to its module."""
 
@@ -100,16 +124,28 @@ class BlockSpec:
     """What a tuple holds after the hidden state: None, an argument's name if the block passes that on or computes it if
     it is missing (T5's position bias), or ``WEIGHTS``."""
 
+    cross: CrossSpec | None = None
+    """Cross-attention, in blocks of a decoder."""
     given: tuple[str, ...] = ()
     """The arguments of the call that was verified, besides the hidden state."""
 
     @property
+    def products(self) -> tuple[tuple[str, ...], ...]:
+        """Projections that read one input, and are one product, in the order in which they run."""
+        return self.inputs, (self.output,), *self.cross_products, self.ups, (self.down,)
+
+    @property
+    def cross_products(self) -> tuple[tuple[str, ...], ...]:
+        """Those of cross-attention: of the query, of key and value, and of the output."""
+        return () if self.cross is None else ((self.cross.query,), self.cross.inputs, (self.cross.output,))
+
+    @property
     def linears(self) -> tuple[str, ...]:
         """All projections, in the order in which they run."""
-        return (*self.inputs, self.output, *self.ups, self.down)
+        return tuple(path for group in self.products for path in group)
 
     @property
     def norms(self) -> tuple[NormSpec, ...]:
-        return tuple(
-            norm for norm in (self.norm1, self.norm2, self.branch1.norm, self.branch2.norm) if norm is not None
-        )
+        cross = None if self.cross is None else self.cross.norm
+        norms = (self.norm1, self.norm2, self.branch1.norm, self.branch2.norm, cross)
+        return tuple(norm for norm in norms if norm is not None)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.nn.blocks.example import Example, read_signature
+from narrowgauge.nn.blocks.example import SOURCE, Example, read_signature
 from narrowgauge.nn.blocks.multihead import is_batch_first
 
 PADDED = 3
@@ -22,7 +22,9 @@ HIDDEN = -1e4
 PACKED = "packed positions"
 MASKS = ("attention_mask", "attn_mask", "mask")
 """Names of masks over queries and keys."""
-COMPUTED_IF_MISSING = ("position_bias",)
+SOURCE_MASK = "encoder_attention_mask"
+"""A mask over queries and the tokens of an encoder's output."""
+COMPUTED_IF_MISSING = ("position_bias", "encoder_decoder_position_bias")
 """Arguments that a block computes if it is not given them."""
 
 
@@ -64,12 +66,21 @@ def _list_changes(block: nn.Module, example: Example) -> Iterator[tuple[str, dic
         "is_causal": {"src_mask": causal, "is_causal": True},
         "src_key_padding_mask": {"src_key_padding_mask": padding},  # True means padding
     }
+    source = example.kwargs.get(SOURCE)
+    if source is not None:
+        unseen = torch.zeros(rows, 1, length, source.shape[1], dtype=torch.bool, device=x.device)
+        unseen[0, ..., -PADDED:] = True
+        added = x.new_zeros(unseen.shape).masked_fill_(unseen, HIDDEN)
+        masks |= {SOURCE_MASK: {SOURCE_MASK: added}, name_boolean(SOURCE_MASK): {SOURCE_MASK: ~unseen}}
     yield from ((name, changes) for name, changes in masks.items() if all(key in names for key in changes))
     positions = torch.cat([torch.arange(length - 5), torch.arange(5)]).to(x.device)
     packed = _pack(example, positions)
     if packed:
         yield PACKED, packed
-    yield from ((f"no {name}", {name: None}) for name in example.kwargs if name in COMPUTED_IF_MISSING)
+    computed = [name for name in example.kwargs if name in COMPUTED_IF_MISSING]
+    yield from ((f"no {name}", {name: None}) for name in computed)
+    if len(computed) > 1:
+        yield f"no {' and no '.join(computed)}", dict.fromkeys(computed)
 
 
 def _pack(example: Example, positions: Tensor) -> dict[str, Any]:

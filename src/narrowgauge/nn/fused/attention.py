@@ -41,7 +41,7 @@ Answers = dict[int, Callable[[tuple[Any, ...], dict[str, Any]], Any]]
 """What modules return instead of computing, from their arguments, by the modules' ids."""
 
 
-class _OutputReached(Exception):
+class OutputReached(Exception):
     """The model's code has called the output projection, with this tensor."""
 
     def __init__(self, value: Tensor) -> None:
@@ -102,14 +102,17 @@ class BlockCall:
 
     def get_cache_number(self, spec: BlockSpec) -> int | None:
         """Return the layer's number in a cache of keys and values, as its attention module holds it."""
-        owner = self.module.get_submodule(spec.output.rpartition(".")[0])
-        number = getattr(owner, "layer_idx", None)
-        return number if isinstance(number, int) else None
+        owners = [self.module.get_submodule(path.rpartition(".")[0]) for path in (spec.output, spec.inputs[0])]
+        numbers = [getattr(owner, "layer_idx", None) for owner in owners]
+        return next((number for number in numbers if isinstance(number, int)), None)
 
     def has_filled_cache(self, spec: BlockSpec) -> bool:
         """Whether a cache was passed that holds keys already, or whose entry for this layer is unknown."""
         caches = [self.kwargs[name] for name in CACHES if self.kwargs.get(name) is not None]
         number = self.get_cache_number(spec)
+        crossed = [getattr(cache, "is_updated", None) for cache in caches]  # of cross-attention, by layer
+        if any(isinstance(updated, dict) and updated.get(number) for updated in crossed):
+            return True
         return any(number is None or cache.get_seq_length(number) for cache in caches)
 
     def without_cache(self) -> BlockCall:
@@ -122,6 +125,7 @@ class BlockCall:
         for name in CACHES:
             cache = self.kwargs.get(name)
             if cache is not None:
+                cache = getattr(cache, "self_attention_cache", cache)  # of an encoder and a decoder
                 cache.update(keys.detach(), values.detach(), self.get_cache_number(spec))
 
 
@@ -250,7 +254,7 @@ def _attend_by_own_code(spec: BlockSpec, qkv: Tensor, call: BlockCall, tensors: 
     with torch.set_grad_enabled(needed):
         try:
             run_with_answers(call, x, _make_answers(spec, module, leaf), others)
-        except _OutputReached as reached:
+        except OutputReached as reached:
             return Attended(reached.value, (leaf, *others))
     raise RuntimeError("the block's forward no longer reaches its output projection")
 
@@ -279,7 +283,7 @@ def _make_answers(spec: BlockSpec, module: nn.Module, qkv: Tensor) -> Answers:
         owner = sources[0].owner
 
         def attend_and_stop(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-            raise _OutputReached(multihead.attend(owner, qkv, multihead.read_arguments(owner, args, kwargs)))
+            raise OutputReached(multihead.attend(owner, qkv, multihead.read_arguments(owner, args, kwargs)))
 
         answers[id(owner)] = attend_and_stop
         return answers
@@ -290,7 +294,7 @@ def _make_answers(spec: BlockSpec, module: nn.Module, qkv: Tensor) -> Answers:
                 *get_first(args, kwargs).shape[:-1], -1
             )
         )
-    answers[id(module.get_submodule(spec.output))] = _stop
+    answers[id(module.get_submodule(spec.output))] = stop
     return answers
 
 
@@ -300,8 +304,9 @@ def get_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return first
 
 
-def _stop(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    raise _OutputReached(get_first(args, kwargs))
+def stop(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """End the model's own code, as the answer of an output projection."""
+    raise OutputReached(get_first(args, kwargs))
 
 
 def _get_head_size(plan: BlockPlan, qkv: Tensor) -> int:

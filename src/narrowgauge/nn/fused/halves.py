@@ -13,6 +13,7 @@ from narrowgauge.nn.fused.attention import Attended, attend, attend_backward, ma
 from narrowgauge.nn.fused.casts import NormGrads
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, Some
 from narrowgauge.nn.fused.sublayers import (
+    CROSS,
     Activated,
     Branch,
     Run,
@@ -98,10 +99,12 @@ def run_mlp(run: Run, h: Operand, batch: int, whole: bool = True) -> tuple[Tenso
 
 
 def end_backward(run: Run, number: int, branch: Branch, grad: Tensor, written: Operand | None) -> EndGrads:
-    """Return the gradients at the end of branch 1 or 2; ``written`` is that of its projection, if it exists."""
+    """Return the gradients at the end of a branch; ``written`` is that of its projection, if it exists."""
     if written is not None:
         return EndGrads(written)
-    return EndGrads(*branch_backward(run, number, run.plan.out if number == 1 else run.plan.down, grad, branch))
+    plan = run.plan
+    part = plan.cross[-1] if number == CROSS else plan.out if number == 1 else plan.down
+    return EndGrads(*branch_backward(run, number, part, grad, branch))
 
 
 def attention_backward(
@@ -147,11 +150,11 @@ def drop_unneeded(plan: BlockPlan, attention: AttentionHalf, mlp: MlpHalf) -> No
     """Drop what only forward's products read, and what selective checkpointing recomputes."""
     selective = plan.checkpoint == "selective"
     mlp.activated = mlp.activated.without(operand=selective, forward=True)
-    attention.o = _drop_forward_layout(attention.o)
-    attention.h, mlp.h = (Operand() if selective else _drop_forward_layout(h) for h in (attention.h, mlp.h))
+    attention.o = drop_forward_layout(attention.o)
+    attention.h, mlp.h = (Operand() if selective else drop_forward_layout(h) for h in (attention.h, mlp.h))
 
 
-def _drop_forward_layout(operand: Operand) -> Operand:
+def drop_forward_layout(operand: Operand) -> Operand:
     """Drop the FP8 layout that only forward's product reads, where backward has its own."""
     return operand._replace(lp=None) if operand.lp_t is not None else operand
 

@@ -33,7 +33,7 @@ def find_misfit(block: nn.Module, spec: BlockSpec) -> str | None:
         weight: Any = block.get_submodule(norm.path).weight
         if len(weight) > MAX_COLUMNS:
             return f"its norms have {len(weight)} columns, more than {MAX_COLUMNS}"
-    for group in (spec.inputs, spec.ups):
+    for group in spec.products:
         turned = [find_projection(block, path).is_transposed for path in group]
         if any(turned) and len(turned) > 1:
             return "several projections with transposed weights read one input"
@@ -67,4 +67,5 @@ def make_plan(
     return BlockPlan(
         spec, project(*spec.inputs), project(spec.output), project(*spec.ups), project(spec.down), scales, checkpoint,
         holds_gradients, path, list_own_parameters(block, spec), list_classes(block),
+        tuple(project(*group) for group in spec.cross_products),
     )  # fmt: skip

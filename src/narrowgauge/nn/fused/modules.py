@@ -36,6 +36,9 @@ FOR_ATTENTION = frozenset({
 })  # fmt: skip
 """Arguments that a block passes to its attention. A call with any other runs as it was written, because the argument
 may change something that was not verified: an encoder's output adds cross-attention, for example."""
+FOR_CROSS = frozenset({"encoder_hidden_states", "encoder_attention_mask", "encoder_decoder_position_bias"})
+"""Arguments of cross-attention, for blocks that were verified with it."""
+BOTH = FOR_ATTENTION | FOR_CROSS
 
 ANGLES = ("position_embeddings", "cos", "sin")
 """Arguments that some blocks add to the hidden state instead, so that a block must have been verified with them."""
@@ -54,11 +57,13 @@ class FusedBlock(Change):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         plan = self.plan
-        call, x = make_call(module, inner, args, kwargs)
+        call, x = make_call(module, inner, args, kwargs, FOR_ATTENTION if plan.spec.cross is None else BOTH)
         parts = get_parts(plan, module)
         if call is None or not is_plain_batch(x) or not parts.are_intact() or call.has_filled_cache(plan.spec):
             return inner(*args, **kwargs)
         if any(call.kwargs.get(name) is not None and name not in plan.spec.given for name in ANGLES):
+            return inner(*args, **kwargs)
+        if plan.spec.cross is not None and not is_plain_batch(call.kwargs.get(plan.spec.cross.source)):
             return inner(*args, **kwargs)
         call = run_call = complete_arguments(plan.spec, call, x)
         tensors = parts.gather()
@@ -71,9 +76,9 @@ class FusedBlock(Change):
         return (output, *list_returned(plan.spec, call)) if plan.spec.in_tuple else output
 
 
-def is_plain_batch(x: Tensor) -> bool:
+def is_plain_batch(x: Any) -> bool:
     """Whether a hidden state has three dimensions, and as many tokens in each row."""
-    return not x.is_nested and x.dim() == 3 and x.numel() > 0
+    return isinstance(x, Tensor) and not x.is_nested and x.dim() == 3 and x.numel() > 0
 
 
 @functools.cache
@@ -83,15 +88,17 @@ def _get_argument_names(cls: type[Any]) -> tuple[str, ...]:
 
 
 def make_call(
-    module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module,
+    inner: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    known: frozenset[str] = FOR_ATTENTION,
 ) -> tuple[BlockCall | None, Any]:
-    """Separate the hidden state from a block's other arguments; no call if one of those is unknown."""
+    """Separate the hidden state from a block's other arguments; no call if one of those is not ``known``."""
     names = _get_argument_names(original_class(module))  # type: ignore[arg-type]
     named = dict(zip(names, args, strict=False)) | kwargs
     x = named.pop(names[0], None) if names else None
-    unknown = any(
-        value is not None and value is not False and name not in FOR_ATTENTION for name, value in named.items()
-    )
+    unknown = any(value is not None and value is not False and name not in known for name, value in named.items())
     if not isinstance(x, Tensor) or unknown or len(args) > len(names):
         return None, x
     autocast = None
@@ -108,7 +115,7 @@ def fits_fast_attention(spec: BlockSpec, call: BlockCall, x: Tensor) -> bool:
     mask = call.find_mask(spec.attention)
     if mask is not None and not _is_fast_mask(mask, spec.attention.heads, x):
         return False
-    known = (*spec.given, *NOT_READ, *CACHES, spec.attention.mask)
+    known = (*spec.given, *NOT_READ, *CACHES, spec.attention.mask, *(() if spec.cross is None else FOR_CROSS))
     return all(name in known or value is None or value is False for name, value in call.kwargs.items())
 
 
@@ -146,11 +153,14 @@ def separate_documents(plan: BlockPlan, call: BlockCall, x: Tensor, tensors: Blo
 
 def mark_parts(module: nn.Module, spec: BlockSpec) -> None:
     """Let the norm and projections around attention answer for the fused block while its own attention runs."""
-    whole = bool(list_passed_on(spec))
+    whole = bool(list_passed_on(spec)) or spec.cross is not None
     linears = spec.linears if whole else (*spec.inputs, spec.output)
     norms = spec.norms if whole else (spec.norm1,)
-    for path in (*linears, *(norm.path for norm in norms if norm is not None)):
-        owner = find_projection(module, path).owner
+    owners = [find_projection(module, path).owner for path in linears]
+    owners += [module.get_submodule(norm.path) for norm in norms if norm is not None]
+    if spec.cross is not None:
+        owners.append(module.get_submodule(spec.cross.before))
+    for owner in owners:
         if find_change(owner, PartOfBlock) is None:
             apply_change(owner, PartOfBlock())
 
@@ -160,7 +170,8 @@ def _read_dropout(module: nn.Module, spec: BlockSpec) -> Dropout:
     if not module.training:
         return NO_DROPOUT
     found: list[Any] = []
-    for place in (spec.branch1.dropout, spec.branch2.dropout, spec.attention.dropout, spec.dropout):
+    cross = None if spec.cross is None else spec.cross.dropout
+    for place in (spec.branch1.dropout, spec.branch2.dropout, spec.attention.dropout, spec.dropout, cross):
         part: Any = None if place is None else module.get_submodule(place[0])
         found.append(0.0 if place is None or not part.training else float(getattr(part, place[1])))
     for path in (spec.branch1.depth, spec.branch2.depth):

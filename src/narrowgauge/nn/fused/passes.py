@@ -76,7 +76,9 @@ class Forwarded:
 
 def is_repeated_at_random(plan: BlockPlan, dropout: Dropout) -> bool:
     """Whether backward runs a forward again that draws random numbers."""
-    return plan.checkpoint == "full" and (any(dropout) or plan.spec.attention.kind == "own")
+    return plan.checkpoint == "full" and (
+        any(dropout) or plan.spec.attention.kind == "own" or plan.spec.cross is not None
+    )
 
 
 def run_forward(given: BlockInput) -> tuple[tuple[Tensor, ...], Forwarded]:
@@ -89,7 +91,7 @@ def run_forward(given: BlockInput) -> tuple[tuple[Tensor, ...], Forwarded]:
     x0, x1, out, saved = events.run_in_scope(plan.path, order.forward, run, x, given.branch)
     left = Forwarded(given._replace(call=given.call.without_cache()), caster, x0, random, None, None)
     if needed and plan.checkpoint != "full":
-        left.kept, left.copies = order.drop_unneeded(plan, saved), [use.get_saved() for use in uses]
+        left.kept, left.copies = order.drop_unneeded(plan, saved), [use.get_saved() for use in uses.flatten()]
     elif needed and plan.spec.order == "pre":
         kept = pre_norm.keep_attention(run, saved)
         left.kept = kept if kept is not None and kept.size <= _get_future_gradients(given) else None
@@ -130,7 +132,8 @@ def run_backward(
     else:
         assert left.copies is not None
         kept = order.recompute(run, x0, left.kept)
-        uses = BlockWeights(*(use.restore_saved(copies) for use, copies in zip(uses, left.copies, strict=True)))  # type: ignore[arg-type]
+        pairs = zip(uses.flatten(), left.copies, strict=True)
+        uses = BlockWeights.unflatten([use.restore_saved(copies) for use, copies in pairs])  # type: ignore[arg-type]
     rows = grad.reshape(-1, grad.shape[-1])
     run = run._replace(uses=uses, caster=left.caster)
     back: tuple[Any, ...] = (run, kept, x0, rows, written, reader, needs)

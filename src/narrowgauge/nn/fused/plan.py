@@ -39,6 +39,8 @@ class BlockPlan:
     """Names of the parameters that only the model's own attention uses."""
     classes: tuple[tuple[str, type[Any]], ...] = ()
     """Paths and classes of the block's modules when it was converted."""
+    cross: tuple[Projection, ...] = ()
+    """Cross-attention's projections: of the query, of key and value, and of the output."""
 
     def caster(self, record: bool, evaluating: bool = False) -> Fp8Caster | None:
         return Fp8Caster(self.scales, record, evaluating) if self.scales is not None else None
@@ -50,18 +52,20 @@ class BlockPlan:
     @property
     def sizes(self) -> tuple[int, ...]:
         """How many tensors each field of ``BlockTensors`` has."""
-        inputs, ups = len(self.spec.inputs), len(self.spec.ups)
-        return (1, 1, inputs, inputs, 1, 1, 1, 1, ups, ups, 1, 1, 1, 1, 1, 1, len(self.own))
+        inputs, ups, cross = len(self.spec.inputs), len(self.spec.ups), self.spec.cross
+        of_cross = (1, 1, 1, 1, len(cross.inputs), len(cross.inputs), 1, 1) if cross is not None else (0,) * 8
+        return (1, 1, inputs, inputs, 1, 1, 1, 1, ups, ups, 1, 1, 1, 1, 1, 1, len(self.own), *of_cross)
 
 
 class Dropout(NamedTuple):
-    """Probabilities in one call: of attention's branch, of the MLP's branch, of attention's weights, and after the
-    activation; and the modules that drop whole branches."""
+    """Probabilities in one call: of attention's branch, of the MLP's branch, of attention's weights, after the
+    activation, and of cross-attention's branch; and the modules that drop whole branches."""
 
     branch1: float = 0.0
     branch2: float = 0.0
     attention: float = 0.0
     mlp: float = 0.0
+    cross: float = 0.0
     depth1: nn.Module | None = None
     depth2: nn.Module | None = None
 
@@ -90,6 +94,15 @@ class BlockTensors(NamedTuple):
     scale1: Some
     scale2: Some
     own: Some
+    cross_norm: Some = ()
+    cross_norm_bias: Some = ()
+    query: Some = ()
+    query_bias: Some = ()
+    source: Some = ()
+    """Of key and value, which read an encoder's output."""
+    source_biases: Some = ()
+    cross_out: Some = ()
+    cross_out_bias: Some = ()
 
     def flatten(self) -> tuple[Tensor | None, ...]:
         return tuple(tensor for group in self for tensor in group)
@@ -126,13 +139,21 @@ class BlockParts:
             [_name_parameters(module, path) for path in group]
             for group in (spec.inputs, (spec.output,), spec.ups, (spec.down,))
         )
-        groups = [
+        groups: list[Sequence[str | None]] = [
             norm1[:1], norm1[1:], [names[0] for names in inputs], [names[1] for names in inputs], out[:1], out[1:],
             norm2[:1], norm2[1:], [names[0] for names in ups], [names[1] for names in ups], down[:1], down[1:],
             post1[:1], post2[:1], [spec.branch1.scale], [spec.branch2.scale], plan.own,
         ]  # fmt: skip
+        if spec.cross is not None:
+            norm = _name_parameters(module, spec.cross.norm.path)
+            groups += [norm[:1], norm[1:]]
+            for group in spec.cross_products:
+                weights, biases = zip(*(_name_parameters(module, path) for path in group), strict=True)
+                groups += [weights, biases]
+        groups += [()] * (len(BlockTensors._fields) - len(groups))
         self._slots = [[_find_slot(module, name) for name in group] for group in groups]
-        used = (spec.branch1.dropout, spec.branch2.dropout, spec.dropout, spec.attention.dropout)
+        cross = None if spec.cross is None else spec.cross.dropout
+        used = (spec.branch1.dropout, spec.branch2.dropout, spec.dropout, spec.attention.dropout, cross)
         for path, name in list_probabilities(module):
             if (path, name) not in used:
                 state = vars(module.get_submodule(path))
@@ -207,6 +228,16 @@ class BlockWeights(NamedTuple):
     out: BoundWeight
     up: BoundWeight
     down: BoundWeight
+    cross: tuple[BoundWeight, ...] = ()
+    """As in ``BlockPlan.cross``."""
+
+    def flatten(self) -> tuple[BoundWeight, ...]:
+        return self.qkv, self.out, self.up, self.down, *self.cross
+
+    @staticmethod
+    def unflatten(uses: Sequence[BoundWeight]) -> BlockWeights:
+        qkv, out, up, down, *cross = uses
+        return BlockWeights(qkv, out, up, down, tuple(cross))
 
 
 def bind_weights(plan: BlockPlan, tensors: BlockTensors, needed: bool, again: bool = False) -> BlockWeights:
@@ -214,11 +245,11 @@ def bind_weights(plan: BlockPlan, tensors: BlockTensors, needed: bool, again: bo
     kept = needed and (again or plan.checkpoint != "full")
     options: dict[str, Any] = {"record": needed, "seen": again, "backward": kept}
     groups = zip(
-        (plan.qkv, plan.out, plan.up, plan.down),
-        (tensors.inputs, tensors.out, tensors.ups, tensors.down),
-        strict=True,
+        (plan.qkv, plan.out, plan.up, plan.down, *plan.cross),
+        (tensors.inputs, tensors.out, tensors.ups, tensors.down, tensors.query, tensors.source, tensors.cross_out),
+        strict=False,  # without cross-attention there are no parts for its weights
     )
-    return BlockWeights(*(part.weight.use(*_present(weights), **options) for part, weights in groups))
+    return BlockWeights.unflatten([part.weight.use(*_present(weights), **options) for part, weights in groups])
 
 
 def _present(group: Some) -> list[Tensor]:

@@ -5,7 +5,8 @@
     u = x1 Wup' + bup;  a = act(u)
     r2 = x1 + a Wdown' + bdown;  y = norm2(r2)
 
-Branches end as in ``pre_norm``. The stream keeps its dtype; projections read a cast of it.
+In a decoder, cross-attention (``cross``) and its norm follow norm1, and the MLP reads that norm. Branches end as in
+``pre_norm``. The stream keeps its dtype; projections read a cast of it.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from narrowgauge.kernels import norm as norm_kernel
-from narrowgauge.nn.fused import halves
+from narrowgauge.nn.fused import cross, halves
 from narrowgauge.nn.fused.attention import Attended
 from narrowgauge.nn.fused.casts import NormWeights, Projection, Stats, make_operand, norm_backward
+from narrowgauge.nn.fused.cross import CrossGrads, CrossHalf
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, bind_norms
-from narrowgauge.nn.fused.reports import report_activations, report_gradients
-from narrowgauge.nn.fused.sublayers import Run
+from narrowgauge.nn.fused.reports import report_activations, report_cross_norm, report_gradients
+from narrowgauge.nn.fused.sublayers import CROSS, Run
 from narrowgauge.nn.products.gemm import Operand
 
 
@@ -34,6 +36,7 @@ class Saved:
     mlp: halves.MlpHalf
     r2: Tensor
     stats2: Stats
+    cross: CrossHalf | None = None
 
     @property
     def attended(self) -> Attended:
@@ -47,10 +50,16 @@ def forward(run: Run, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor,
     rows = x.reshape(-1, x.shape[-1])
     out, qkv, attention = halves.run_attention(run, _read(rows, plan.qkv, run), x.shape)
     x1, r1, stats1 = _add_and_norm(norm1, rows, out)
-    down, mlp = halves.run_mlp(run, _read(x1, plan.up, run), len(x))
-    y, r2, stats2 = _add_and_norm(norm2, x1, down)
+    stream, crossed = x1, None
+    if plan.spec.cross is not None:
+        made, half = cross.run_cross(run, _read(x1, plan.cross[0], run), x.shape)
+        stream, total, stats = _add_and_norm(cross.bind_cross_norm(run), x1, made)
+        report_cross_norm(run, stream)
+        crossed = replace(half, read=total, stats=stats)
+    down, mlp = halves.run_mlp(run, _read(stream, plan.up, run), len(x))
+    y, r2, stats2 = _add_and_norm(norm2, stream, down)
     report_activations(run, (x1, y), qkv, attention.attended, out, mlp.u, mlp.activated.a, down)
-    return x, y, None, Saved(attention, r1, stats1, mlp, r2, stats2)
+    return x, y, None, Saved(attention, r1, stats1, mlp, r2, stats2, crossed)
 
 
 def backward(
@@ -69,19 +78,37 @@ def backward(
     end2 = halves.end_backward(run, 2, saved.mlp.branch, two.stream, two.operand if direct else None)
     mlp = halves.mlp_backward(run, saved.mlp, end2.grad, needs)
     direct = saved.attention.branch.is_plain
-    grad_x1 = two.stream.add_(mlp.grad_h)
+    grad_x1, crossed = two.stream.add_(mlp.grad_h), None
+    if saved.cross is not None:
+        grad_x1, crossed = _cross_backward(run, saved.cross, grad_x1, x0, needs)
     one = norm_backward(norm1, grad_x1, saved.r1, saved.stats1, None, plan.out if direct else None, caster)
     end1 = halves.end_backward(run, 1, saved.attention.branch, one.stream, one.operand if direct else None)
     attention = halves.attention_backward(run, saved.attention, end1.grad, x0.shape, needs)
     grad_x = one.stream.add_(attention.grad_h)
     report_gradients(run, end2.grad, mlp.grad_first, end1.grad, attention.grad_first)
-    return grad_x, Operand(), halves.collect_grads(one, attention, end1, two, mlp, end2), list(attention.others)
+    grads = halves.collect_grads(one, attention, end1, two, mlp, end2)
+    return grad_x, Operand(), *cross.merge(grads, list(attention.others), crossed)
+
+
+def _cross_backward(
+    run: Run, half: CrossHalf, grad: Tensor, x0: Tensor, needs: BlockTensors
+) -> tuple[Tensor, CrossGrads]:
+    """Return the gradient of what cross-attention and its sum read, from that of the norm after them."""
+    direct = half.branch.is_plain
+    assert half.read is not None
+    norm = norm_backward(
+        cross.bind_cross_norm(run), grad, half.read, half.stats, None, run.plan.cross[-1] if direct else None,
+        run.caster,
+    )  # fmt: skip
+    end = halves.end_backward(run, CROSS, half.branch, norm.stream, norm.operand if direct else None)
+    grads = cross.cross_backward(run, half, end.grad, x0.shape, needs)
+    return norm.stream.add_(grads.grad_h), replace(grads, norm=norm)
 
 
 def drop_unneeded(plan: BlockPlan, saved: Saved) -> Saved:
     """Drop what backward does not need, or computes again."""
     halves.drop_unneeded(plan, saved.attention, saved.mlp)
-    return saved
+    return replace(saved, cross=cross.drop_unneeded(plan.checkpoint == "selective", saved.cross))
 
 
 def recompute(run: Run, x0: Tensor, saved: Saved) -> Saved:
@@ -90,9 +117,13 @@ def recompute(run: Run, x0: Tensor, saved: Saved) -> Saved:
         return saved
     plan, (norm1, _) = run.plan, bind_norms(run.plan.spec, run.tensors)
     h1 = _read(x0.reshape(-1, x0.shape[-1]), plan.qkv, run)
-    x1 = _norm(norm1, saved.r1).out
+    x1, crossed = _norm(norm1, saved.r1).out, None
+    if saved.cross is not None:
+        crossed = cross.restore(run, saved.cross, _read(x1, plan.cross[0], run))
+        assert crossed.read is not None
+        x1 = _norm(cross.bind_cross_norm(run), crossed.read).out
     attention, mlp = halves.restore(run, saved.attention, saved.mlp, h1, _read(x1, plan.up, run))
-    return replace(saved, attention=attention, mlp=mlp)
+    return replace(saved, attention=attention, mlp=mlp, cross=crossed)
 
 
 def _read(rows: Tensor, reader: Projection, run: Run) -> Operand:

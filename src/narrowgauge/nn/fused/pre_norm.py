@@ -8,6 +8,7 @@
     u = h2 Wup' + bup;  a = act(u)       the activation writes FP8 in both layouts
     x1, end2(a Wdown' + bdown)           the next block's x and b; their sum for a single block
 
+In a decoder, cross-attention (``cross``) stands between attention and norm2, and x1 is the stream with its branch.
 Branches end with a norm, dropout, a scale or stochastic depth, where the block has them. Without norm1 and norm2,
 projections read the stream itself.
 """
@@ -19,9 +20,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from narrowgauge.nn.fused import halves
+from narrowgauge.nn.fused import cross, halves
 from narrowgauge.nn.fused.attention import Attended, make_operand_of
 from narrowgauge.nn.fused.casts import Projection, Stats, apply_norm, norm_backward
+from narrowgauge.nn.fused.cross import CrossHalf
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, bind_norms
 from narrowgauge.nn.fused.reports import report_activations, report_gradients
 from narrowgauge.nn.fused.sublayers import Activated, Branch, Run, activate, is_activation_remade, needs_values, project
@@ -37,6 +39,7 @@ class Saved:
     x1: Tensor
     stats2: Stats | None
     mlp: halves.MlpHalf
+    cross: CrossHalf | None = None
 
     @property
     def attended(self) -> Attended:
@@ -60,6 +63,8 @@ class KeptAttention(NamedTuple):
 def keep_attention(run: Run, saved: Saved) -> KeptAttention | None:
     """Return what to keep of attention; None for blocks whose attention cannot be kept."""
     spec = run.plan.spec
+    if spec.cross is not None:
+        return None
     if spec.attention.kind == "own" or any(run.dropout) or needs_values(spec.branch1) or needs_values(spec.branch2):
         return None
     return KeptAttention(saved.stats1, saved.attended, saved.x1)
@@ -84,10 +89,13 @@ def forward(run: Run, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor,
     rows, flat = x.reshape(-1, width), None if branch is None else branch.reshape(-1, width)
     h1, stats1, x0 = apply_norm(norm1, rows, flat, plan.qkv, caster)
     out, qkv, attention = halves.run_attention(run, h1, x.shape)
-    h2, stats2, x1 = apply_norm(norm2, x0, out, plan.up, caster)
+    stream, last, crossed = x0, out, None
+    if plan.spec.cross is not None:
+        stream, last, crossed = cross.run_pre(run, x0, out, x.shape)
+    h2, stats2, x1 = apply_norm(norm2, stream, last, plan.up, caster)
     y, mlp = halves.run_mlp(run, h2, len(x), not run.again or needs_values(plan.spec.branch2))
     report_activations(run, (h1, h2), qkv, attention.attended, out, mlp.u, mlp.activated.a, y)
-    return x0.view_as(x), x1, y, Saved(stats1, attention, x1, stats2, mlp)
+    return x0.view_as(x), x1, y, Saved(stats1, attention, x1, stats2, mlp, crossed)
 
 
 def backward(
@@ -113,20 +121,25 @@ def backward(
     plan, caster, (norm1, norm2) = run.plan, run.caster, bind_norms(run.plan.spec, run.tensors)
     end2 = halves.end_backward(run, 2, saved.mlp.branch, grad, given)
     mlp = halves.mlp_backward(run, saved.mlp, end2.grad, needs)
-    direct = saved.attention.branch.is_plain
-    two = norm_backward(norm2, mlp.grad_h, saved.x1, saved.stats2, grad, plan.out if direct else None, caster)
-    end1 = halves.end_backward(run, 1, saved.attention.branch, two.stream, two.operand if direct else None)
+    before = saved.attention if saved.cross is None else saved.cross
+    writer = (plan.out if saved.cross is None else plan.cross[-1]) if before.branch.is_plain else None
+    two = norm_backward(norm2, mlp.grad_h, saved.x1, saved.stats2, grad, writer, caster)
+    after, crossed, direct = two, None, saved.attention.branch.is_plain
+    if saved.cross is not None:
+        after, crossed = cross.backward_pre(run, saved.cross, two, saved.attention.branch, x0.shape, needs)
+    end1 = halves.end_backward(run, 1, saved.attention.branch, after.stream, after.operand if direct else None)
     attention = halves.attention_backward(run, saved.attention, end1.grad, x0.shape, needs)
     rows = x0.reshape(-1, x0.shape[-1])
-    one = norm_backward(norm1, attention.grad_h, rows, saved.stats1, two.stream, reader, caster)
+    one = norm_backward(norm1, attention.grad_h, rows, saved.stats1, after.stream, reader, caster)
     report_gradients(run, end2.grad, mlp.grad_first, end1.grad, attention.grad_first)
-    return one.stream, one.operand, halves.collect_grads(one, attention, end1, two, mlp, end2), list(attention.others)
+    grads = halves.collect_grads(one, attention, end1, two, mlp, end2)
+    return one.stream, one.operand, *cross.merge(grads, list(attention.others), crossed)
 
 
 def drop_unneeded(plan: BlockPlan, saved: Saved) -> Saved:
     """Drop what backward does not need, or computes again."""
     halves.drop_unneeded(plan, saved.attention, saved.mlp)
-    return saved
+    return replace(saved, cross=cross.drop_unneeded(plan.checkpoint == "selective", saved.cross))
 
 
 def recompute(run: Run, x0: Tensor, saved: Saved) -> Saved:
@@ -137,4 +150,5 @@ def recompute(run: Run, x0: Tensor, saved: Saved) -> Saved:
     h1, _, _ = apply_norm(norm1, x0.reshape(-1, x0.shape[-1]), None, plan.qkv, run.caster)
     h2, _, _ = apply_norm(norm2, saved.x1, None, plan.up, run.caster)
     attention, mlp = halves.restore(run, saved.attention, saved.mlp, h1, h2)
-    return replace(saved, attention=attention, mlp=mlp)
+    crossed = None if saved.cross is None else cross.restore(run, saved.cross)
+    return replace(saved, attention=attention, mlp=mlp, cross=crossed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from narrowgauge import events
@@ -42,6 +44,29 @@ def report_activations(
     _report(run, "activation", shown)
 
 
+def report_cross(run: Run, q: Tensor, kv: Tensor, out: Tensor) -> None:
+    """Report what cross-attention computed: queries, keys and values, and its branch."""
+    cross = run.plan.spec.cross
+    if not events.wants_tensors() or not run.needed or run.again or cross is None:
+        return
+    parts = kv.split([get_outputs(run.uses.cross[1], n) for n in range(len(cross.inputs))], -1)
+    _report(run, "activation", {cross.query: q, **dict(zip(cross.inputs, parts, strict=True)), cross.output: out})
+
+
+def report_cross_norm(run: Run, value: Value) -> None:
+    """Report the output of cross-attention's norm."""
+    cross = run.plan.spec.cross
+    if events.wants_tensors() and run.needed and not run.again and cross is not None:
+        _report(run, "activation", {cross.norm.path: value})
+
+
+def report_cross_gradients(run: Run, of_output: Operand, of_query: Operand, of_inputs: Operand) -> None:
+    """Report the gradients of the outputs of cross-attention's projections."""
+    cross = run.plan.spec.cross
+    if events.wants_tensors() and cross is not None:
+        _report(run, "gradient", {cross.output: of_output, cross.query: of_query, cross.inputs[0]: of_inputs})
+
+
 def report_gradients(run: Run, of_down: Operand, of_ups: Operand, of_output: Operand, of_inputs: Operand) -> None:
     """Report the gradients of the projections' outputs; of projections that read one input, one gradient."""
     if not events.wants_tensors():
@@ -51,7 +76,7 @@ def report_gradients(run: Run, of_down: Operand, of_ups: Operand, of_output: Ope
     _report(run, "gradient", shown)
 
 
-def _report(run: Run, kind: str, shown: dict[str, Value] | dict[str, Operand]) -> None:
+def _report(run: Run, kind: str, shown: Mapping[str, Value]) -> None:
     for name, value in shown.items():
         operand = value if isinstance(value, Operand) else Operand(value)
         operand.report(kind, f"{run.plan.path}.{name}")

@@ -43,6 +43,9 @@ from narrowgauge.nn.products.gemm import (
 )
 from narrowgauge.nn.products.weight_casts import BoundWeight
 
+CROSS = 3
+"""The number of cross-attention's branch, which has dropout only; attention's is 1 and the MLP's 2."""
+
 
 class Branch(NamedTuple):
     """What happened to a projection's output before it was added: saved for backward."""
@@ -157,6 +160,8 @@ class _BranchParts(NamedTuple):
 
 def _get_branch(run: Run, number: int) -> _BranchParts:
     spec, tensors, dropout = run.plan.spec, run.tensors, run.dropout
+    if number == CROSS:
+        return _BranchParts(None, None, dropout.cross, None)
     if number == 1:
         parts = spec.branch1, tensors.post1, tensors.scale1, dropout.branch1, dropout.depth1
     else:

@@ -56,14 +56,16 @@ def make_fp32_plan(block: nn.Module, spec: BlockSpec) -> BlockPlan:
     return BlockPlan(
         spec, project(*spec.inputs), project(spec.output), project(*spec.ups), project(spec.down),
         own=list_own_parameters(block, spec), classes=list_classes(block),
+        cross=tuple(project(*group) for group in spec.cross_products),
     )  # fmt: skip
 
 
 def _run(block: nn.Module, spec: BlockSpec, example: Example) -> dict[str, Tensor]:
     """Return the outputs and all gradients, by name; the same random numbers at every call."""
     x = example.args[0].detach().clone().requires_grad_()
-    passed_on = {name: value for name in list_passed_on(spec) if (value := example.kwargs.get(name)) is not None}
-    leaves = {name: value.detach().clone().requires_grad_() for name, value in passed_on.items()}
+    names = [*list_passed_on(spec), *([] if spec.cross is None else [spec.cross.source])]
+    given = {name: value for name in names if (value := example.kwargs.get(name)) is not None}
+    leaves = {name: value.detach().clone().requires_grad_() for name, value in given.items()}
     for parameter in block.parameters():
         parameter.grad = None
     _seed(x.device)

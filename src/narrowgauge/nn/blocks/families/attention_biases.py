@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.nn.blocks.example import Example, read_signature
+from narrowgauge.nn.blocks.example import Example, list_head_counts, read_signature
 
 
 def make_examples(block: nn.Module, x: Tensor) -> list[Example] | None:
@@ -16,14 +16,9 @@ def make_examples(block: nn.Module, x: Tensor) -> list[Example] | None:
     names = [*required, *optional]
     others: dict[str, Any] = {other: None for other in required[1:] if other in ("attention_mask", "position_ids")}
     rows, length, _ = x.shape
-    for heads in _list_head_counts(block):
+    for heads in list_head_counts(block):
         for name, shape in (("alibi", (rows * heads, 1, length)), ("position_bias", (1, heads, length, length))):
             if name in names:
                 bias = torch.randn(shape, generator=torch.Generator().manual_seed(4)).to(x.device)
                 return [Example((x,), {**others, name: bias})]
     return None
-
-
-def _list_head_counts(block: nn.Module) -> list[int]:
-    counts = (getattr(module, name, None) for module in block.modules() for name in ("num_heads", "n_heads"))
-    return [count for count in counts if isinstance(count, int)]
