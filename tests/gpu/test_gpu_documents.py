@@ -25,6 +25,7 @@ sys.path.append(str(Path(__file__).parents[1] / "nn"))
 from model_families import LANGUAGE, VOCAB, without_dropout
 
 DEVICE = torch.device("cuda")
+pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # first in backward's thread
 ROWS, LENGTH = 2, 128
 PACKED = [[[40, 88], [128]], [[17, 60, 51], [1, 127]], [[64, 64], [100, 27, 1]], [[9, 119], [30, 30, 68]]]
 """Lengths of documents by batch and row."""
@@ -45,12 +46,13 @@ def make_parts(rows: int, length: int, heads: int, keys: int, size: int, dtype: 
 
 
 def find_error(found: Tensor, expected: Tensor) -> float:
-    return float((found.float() - expected.float()).norm() / expected.float().norm())
+    found, expected = found.detach().float(), expected.detach().float()
+    return float((found - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize(("heads", "keys", "size"), [(4, 4, 16), (4, 2, 64), (8, 1, 128), (6, 3, 72), (4, 2, 192)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("lengths", [[[300, 1, 211], [512]], [[37] * 13 + [31], [5, 507]]])
+@pytest.mark.parametrize("lengths", [[[300, 1, 211], [512]], [[37] * 13 + [31], [5, 500, 7]]])
 def test_flash_attention_computes_what_a_mask_says(
     heads: int, keys: int, size: int, dtype: torch.dtype, lengths: list[list[int]]
 ) -> None:
@@ -80,7 +82,7 @@ def test_dropout_drops_weights() -> None:
     assert found is not None and found.bounds is not None
     ones = torch.ones_like(v)
     torch.manual_seed(0)
-    mixed = attend_documents(q, k, ones, found.bounds, found.longest, dropout=0.25)
+    mixed = attend_documents(q, k, ones, found.bounds, found.longest, dropout=0.25).detach()
     assert mixed.float().mean().item() == pytest.approx(1.0, abs=0.02) and mixed.float().std() > 0.01
 
 
@@ -96,7 +98,7 @@ def test_a_mask_is_read_with_one_synchronization() -> None:
             found = find_documents(mask, 2)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert sum("synchroniz" in str(one.message) for one in seen) == 1
+    assert sum("called a synchronizing" in str(one.message) for one in seen) == 1
     assert found is not None and found.bounds is not None
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -113,6 +115,7 @@ def test_a_mask_is_not_read_while_a_graph_is_captured() -> None:
     assert find_documents(mask, 2) is not None
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         assert find_documents(mask, 2) is None
+        mask.logical_not()  # an empty graph would be a warning
 
 
 def make_model(family: str) -> nn.Module:
@@ -173,7 +176,7 @@ def run_apart(model: nn.Module, number: int) -> Tensor:
     ("recipe", "noise", "uses"),
     [
         ("bf16", 0.05, True), ("fp8[products=all]", 0.3, True), ("bf16[checkpoint=full]", 0.05, True),
-        ("bf16[attention=cudnn]", 0.05, False),
+        ("bf16[attention=math]", 0.05, False),
     ],
 )  # fmt: skip
 def test_packed_losses_are_those_of_the_documents_alone(

@@ -21,6 +21,7 @@ sys.path.append(str(Path(__file__).parents[1] / "nn"))
 from model_families import BLOCKS, LANGUAGE, OTHERS, VOCAB, without_dropout
 
 DEVICE = torch.device("cuda")
+pytestmark = pytest.mark.filterwarnings("ignore:.*defaults to a non-deterministic algorithm")
 
 
 @pytest.mark.parametrize("family", LANGUAGE | OTHERS)

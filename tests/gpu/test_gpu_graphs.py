@@ -24,6 +24,7 @@ sys.path.append(str(Path(__file__).parents[1] / "nn"))
 from model_families import LANGUAGE, OTHERS, VOCAB, without_dropout
 
 DEVICE = torch.device("cuda")
+pytestmark = pytest.mark.filterwarnings("ignore:.*defaults to a non-deterministic algorithm")
 RECIPES = ["bf16", "fp8[products=all]", "fp8[products=all,scaling=current]", "bf16-lean", "fp8-lean"]
 
 

@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations
 from narrowgauge.models.gpt import GPT, GPTConfig
 from narrowgauge.models.llama import Llama, LlamaConfig
 from narrowgauge.nn.blocks.find import FoundBlocks, find_blocks
+from narrowgauge.nn.convert import convert
 from narrowgauge.nn.fused.modules import FusedBlock, mark_parts
 from narrowgauge.nn.fused.verify import find_difference, make_fp32_plan
 from narrowgauge.nn.module_changes import apply_change
@@ -256,3 +257,20 @@ def test_positions_that_were_not_verified_are_not_ignored(to_stream: bool) -> No
     apply_change(block, FusedBlock(make_fp32_plan(block, found.specs["0"])))
     for got, wanted in zip((block(x), block(x, positions)), expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_user_who_wants_determinism_gets_fused_blocks_as_well(monkeypatch):
+    def forbid(*args, **kwargs):
+        assert not torch.are_deterministic_algorithms_enabled()
+        return original(*args, **kwargs)
+
+    original = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", forbid)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        model = LANGUAGE["llama"]()
+        assert len(convert(model, "fp8[products=all]").blocks) == 2
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -62,6 +62,7 @@ def attend_by_flash(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, dropout: float, scale: float | None
 ) -> Tensor:
     """Run FlashAttention on tokens [B T, H, S], which are views if q, k and v are parts of a projection's output."""
+    bounds = bounds.data  # with its own version counter: as input of a CUDA graph it changes after a forward, rightly
     output: Tensor = torch.ops.aten._flash_attention_forward(
         _join_rows(q), _join_rows(k), _join_rows(v), bounds, bounds, longest, longest, dropout, True, False, scale=scale
     )[0]
