@@ -19,6 +19,7 @@ from narrowgauge.nn.blocks.projections import find_projection
 from narrowgauge.nn.blocks.spec import BlockSpec, NormSpec
 from narrowgauge.nn.fused import blocks, head
 from narrowgauge.nn.fused.attention import CACHES, BlockCall, PartOfBlock
+from narrowgauge.nn.fused.checkpointed import choose_plan
 from narrowgauge.nn.fused.documents import find_documents
 from narrowgauge.nn.fused.graphs import BlockGraphs
 from narrowgauge.nn.fused.lazy_logits import HeadSource, make_lazy
@@ -72,7 +73,9 @@ class FusedBlock(Change):
                 run_call = separate_documents(plan, call, x, tensors)
             else:
                 plan = plan.with_own_attention()
-        output = blocks.run_block(plan, x, tensors, run_call, _read_dropout(module, plan.spec), self.graphs)
+        plan, saving = choose_plan(plan)
+        with saving:
+            output = blocks.run_block(plan, x, tensors, run_call, _read_dropout(module, plan.spec), self.graphs)
         return (output, *list_returned(plan.spec, call)) if plan.spec.in_tuple else output
 
 
