@@ -159,7 +159,10 @@ def test_checkpointing_of_the_library(family: str, calls: list[bool]) -> None:
     fused.gradient_checkpointing_enable()
     calls.clear()
     assert_same(compute(fused, make_inputs(family)), expected)
-    assert calls.count(True) >= 4  # at least twice each
+    assert calls.count(True) in (
+        2,
+        3,
+    )  # the blocks run again themselves; one of T5's also has the position bias to compute
 
 
 @pytest.mark.parametrize("family", ["t5", "whisper", "bart", "bert"])
