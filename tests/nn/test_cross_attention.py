@@ -162,7 +162,7 @@ def test_checkpointing_of_the_library(family: str, calls: list[bool]) -> None:
     assert calls.count(True) in (
         2,
         3,
-    )  # the blocks run again themselves; one of T5's also has the position bias to compute
+    )  # blocks recompute by themselves; T5 also its position bias
 
 
 @pytest.mark.parametrize("family", ["t5", "whisper", "bart", "bert"])
