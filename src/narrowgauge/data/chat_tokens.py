@@ -17,8 +17,9 @@ turns (Qwen3 adds or removes what the assistant thought) do not fulfil it for th
 counted. Where ``common`` is shorter than ``after``, the template ends the last turn of a conversation in another way
 than earlier ones (Phi-3, gpt-oss).
 
-A token carries loss if it starts within these characters. The space after the token that ends a turn is left out, since
-the model never writes it. A document's first token never carries loss: nothing precedes it.
+A token carries loss if it starts within these characters, apart from a space at its start. White space after the token
+that ends a turn is left out, since the model never writes it. A document's first token never carries loss: nothing
+precedes it.
 """
 
 from __future__ import annotations

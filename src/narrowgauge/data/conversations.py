@@ -170,9 +170,7 @@ def _check_message(item: object, where: str) -> Message:
         message = {"role": SHAREGPT_ROLES[sender], "content": message.pop("value", None), **message}
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
-        raise UsageError(
-            f"{where} has no role; it has {one_line(', '.join(map(str, item))) or 'no fields'}: add a role"
-        )
+        raise UsageError(f"{where} has no role; {_list_fields(item)}: add a role")
     if message.get("weight") == 0:
         raise UsageError(f"{where} has weight 0, which is not supported; leave its conversation out or remove weight")
     if isinstance(content, list):
