@@ -157,7 +157,7 @@ class FinetuningData:
         if facts["turns_without_loss"]:
             lines.append(
                 f"{facts['turns_without_loss']:,} of {facts['turns']:,} assistant turns carry no loss: the chat "
-                "template renders them differently once the conversation continues"
+                "template renders them differently once the conversation continues, or no message precedes them"
             )
         if facts["turns_without_end"]:
             lines.append(
