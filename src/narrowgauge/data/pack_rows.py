@@ -3,7 +3,7 @@
     for each document, from the longest to the shortest:
         put it into the row with the least free space that is enough for it; if there is none, into a new row
 
-This is best-fit decreasing: it needs at most 11/9 of the fewest rows possible, plus one (D. S. Johnson, 1974). No
+This is best-fit decreasing: it needs at most 11/9 of the fewest rows possible, plus 4 (Johnson et al., 1974). No
 document is divided. Documents of the same length come in an order that depends on the seed, and so do the documents of
 a row. Each document has position_ids from 0, by which attention keeps it apart from the others; so has the unused end
 of a row, as one document of its own.
