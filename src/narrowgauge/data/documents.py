@@ -99,7 +99,7 @@ def open_files(path: Path, field: str | None) -> Documents:
     """
     found = list_files(path) if path.is_dir() else [path]
     for file in found:
-        _refuse_wrong_type(file)
+        refuse_wrong_type(file)
     key = cache.fingerprint([files.resolve_path(file) for file in found], "documents", field)
 
     def parts() -> list[Part]:
@@ -116,14 +116,18 @@ def is_for_evaluation(name: str) -> bool:
     return not EVAL_WORDS.isdisjoint(re.split(r"[^a-z]+", name.lower()))
 
 
+def read_jsonl_records(path: Path) -> Generator[tuple[str, dict[str, Any]], None, None]:
+    """Read the objects of a file with one JSON object per line, each with its file and line for error messages."""
+    for number, line in enumerate(_read_lines(path), 1):
+        if line and not line.isspace():
+            where = f"{path} line {number}"
+            yield where, _parse(line, where)
+
+
 def read_jsonl(path: Path, wanted: str | None) -> Texts:
     """Read the texts of a file with one JSON object per line."""
     field = wanted
-    for number, line in enumerate(_read_lines(path), 1):
-        if not line or line.isspace():
-            continue
-        where = f"{path} line {number}"
-        record = _parse(line, where)
+    for where, record in read_jsonl_records(path):
         if field is None or field not in record:
             field = choose_field(record, field, where)
         yield as_text(record[field], field, where)
@@ -167,7 +171,7 @@ def _within(file: Path, root: Path) -> str:
     return file.relative_to(root).as_posix() if root.is_dir() else file.name
 
 
-def _refuse_wrong_type(file: Path) -> None:
+def refuse_wrong_type(file: Path) -> None:
     """Refuse a file that is empty or unreadable, or whose content does not match its name."""
     if why := files.explain_unreadable(file):
         raise UsageError(f"cannot read {file} ({why}); make it readable or leave it out")

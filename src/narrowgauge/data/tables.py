@@ -49,7 +49,7 @@ def is_array(path: Path) -> bool:
 def read_array(path: Path, wanted: str | None) -> Texts:
     """Read the texts of a JSON array of objects or texts."""
     field = wanted
-    for number, item in enumerate(_read_items(path), 1):
+    for number, item in enumerate(read_items(path), 1):
         where = f"{path} item {number}"
         if isinstance(item, str) and wanted is None:
             yield item
@@ -80,7 +80,7 @@ def read_csv(path: Path, wanted: str | None) -> Texts:
         csv.field_size_limit(before)
 
 
-def _read_items(path: Path) -> Iterator[Any]:
+def read_items(path: Path) -> Iterator[Any]:
     """Read the items of an array one by one, keeping text that is not a complete item yet."""
     decoder = json.JSONDecoder()
     with _open(path) as file:
