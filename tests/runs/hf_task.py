@@ -49,6 +49,7 @@ def make(source: str = "") -> Task:
         batch=batch,
         loss=lambda model, tokens: model(input_ids=tokens, labels=tokens).loss,
         name="hf",
-        steps=3,
+        steps=2,
+        eval_batches=1,
         learning_rate=1e-3,
     )

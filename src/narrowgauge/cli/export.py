@@ -68,9 +68,10 @@ def _write_folder(args: argparse.Namespace) -> Outcome:
     folder, out = Path(args.run_folder), prose(args)
     if args.out:
         atomic_files.refuse_filled_folder(Path(args.out))
+    is_checkpoint = not _list_steps(folder, args.step)
+    run_folder = files.resolve_path(folder).parent.parent if is_checkpoint else folder
+    source = find_source(run_folder, args.model)  # before the checkpoint, which takes minutes to verify if it is large
     path = _find_checkpoint(folder, args.step, lambda line: say(line, out))
-    run_folder = path.parent.parent if path == folder else folder
-    source = find_source(run_folder, args.model)
     saved = TensorReader(path)
     source.check(saved.shapes, run_folder)
     target = Path(args.out) if args.out else run_folder / f"{args.format}-{saved.step:08d}"
@@ -93,7 +94,10 @@ def _write_folder(args: argparse.Namespace) -> Outcome:
         f"wrote {written.tensors} tensors of step {saved.step} to {target}: {_say_size(size_bytes)} in {count}, {what}",
         out,
     )
-    say(f"copied from {source.folder}: {', '.join(written.copied) or 'nothing, as it has no tokenizer'}", out)
+    say(
+        f"copied from {source.folder}: {', '.join(written.copied) or 'nothing (no tokenizer or generation settings there)'}",
+        out,
+    )
     data = {"path": str(target), "step": saved.step, "checkpoint": str(path), "tensors": written.tensors}
     more = {"format": args.format, "dtype": dtype, "bytes": size_bytes, "files": written.weights}
     return Outcome({**data, **more, "copied": written.copied, "model": str(source.folder), **written.facts})
@@ -132,9 +136,23 @@ def _find_checkpoint(folder: Path, step: int | None, notify: Callable[[str], Non
     """Find the checkpoint to export, and verify it."""
     from narrowgauge.runs.checkpoints import checkpoint
 
-    if files.is_file(folder / "manifest.json") and step is None:
+    if not _list_steps(folder, step):
         checkpoint.verify(folder)
         return folder
+    if step is not None:
+        checkpoint.verify(checkpoint.make_path(folder, step))
+        return checkpoint.make_path(folder, step)
+    newest = checkpoint.find_newest(folder, notify)
+    assert newest is not None
+    return newest
+
+
+def _list_steps(folder: Path, step: int | None) -> list[int]:
+    """List the checkpoints of a run; none if the folder is itself a checkpoint. Refuse a folder that is neither."""
+    from narrowgauge.runs.checkpoints import checkpoint
+
+    if files.is_file(folder / "manifest.json") and step is None:
+        return []
     steps = checkpoint.list_steps(folder)
     for one in steps:
         manifest = checkpoint.make_path(folder, one) / "manifest.json"
@@ -144,9 +162,4 @@ def _find_checkpoint(folder: Path, step: int | None, notify: Callable[[str], Non
         raise UsageError(f"export {folder}: no checkpoint there; give the folder of a run, or of a checkpoint")
     if step is not None and step not in steps:
         raise UsageError(f"--step {step}: {folder} has checkpoints of steps {', '.join(map(str, steps))}")
-    if step is not None:
-        checkpoint.verify(checkpoint.make_path(folder, step))
-        return checkpoint.make_path(folder, step)
-    newest = checkpoint.find_newest(folder, notify)
-    assert newest is not None
-    return newest
+    return steps
