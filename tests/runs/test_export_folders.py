@@ -121,6 +121,19 @@ def test_files_of_the_tokenizer_are_copied_and_code_is_not(trained: Run, tmp_pat
     assert transformers.GenerationConfig.from_pretrained(tmp_path / "hf").eos_token_id == 2
 
 
+def test_a_checkpoint_folder_and_the_fields_that_the_run_changed(trained: Run, tmp_path: Path) -> None:
+    _, original = trained("Llama", "bf16")
+    run = Path(shutil.copytree(original, tmp_path / "run"))
+    configuration = json.loads((run / "run.json").read_text())
+    configuration["options"]["config"] = {"rms_norm_eps": 0.25}
+    (run / "run.json").write_text(json.dumps(configuration))
+    newest = checkpoint.find_newest(run)
+    assert newest is not None
+    assert export(newest, "--format", "hf") == 0
+    assert load(run / "hf-00000002").config.rms_norm_eps == 0.25
+    assert export(newest, "--format", "hf") == 2  # it is there
+
+
 def test_experts_are_stored_as_transformers_stores_them(trained: Run, tmp_path: Path) -> None:
     source, run = trained("Mixtral", "bf16")
     assert export(run, "--format", "hf", "--out", str(tmp_path / "hf")) == 0

@@ -94,10 +94,7 @@ def _write_folder(args: argparse.Namespace) -> Outcome:
         f"wrote {written.tensors} tensors of step {saved.step} to {target}: {_say_size(size_bytes)} in {count}, {what}",
         out,
     )
-    say(
-        f"copied from {source.folder}: {', '.join(written.copied) or 'nothing (no tokenizer or generation settings there)'}",
-        out,
-    )
+    say(f"copied from {source.folder}: {', '.join(written.copied) or 'nothing (no tokenizer there)'}", out)
     data = {"path": str(target), "step": saved.step, "checkpoint": str(path), "tensors": written.tensors}
     more = {"format": args.format, "dtype": dtype, "bytes": size_bytes, "files": written.weights}
     return Outcome({**data, **more, "copied": written.copied, "model": str(source.folder), **written.facts})

@@ -156,11 +156,14 @@ def find_source(run: Path, given: str | None) -> SourceModel:
         origin = "--model" if given is not None else f"{run} trained the model in"
         hint = "give the folder of its config.json" + ("" if given is not None else " with --model")
         raise UsageError(f"{origin} {spec}: there is no such folder; {hint}")
-    found = transformers_model.find_model(str(folder), _read_fields(options, run))
+    fields = (
+        _read_fields(options, run) if isinstance(options.get("model"), str) else {}
+    )  # else options of a user's task
+    found = transformers_model.find_model(str(folder), fields)
     with torch.device("meta"):
         model = dataclasses.replace(found, weights=None).make()
     stored: dict[str, Any] = files.parse_json(files.read(folder / "config.json"))
-    return SourceModel(folder, {**stored, **_read_fields(options, run)}, model)
+    return SourceModel(folder, {**stored, **fields}, model)
 
 
 def _read_fields(options: Mapping[str, Any], run: Path) -> dict[str, Any]:
