@@ -1,13 +1,15 @@
-"""Replaces files atomically: a crash leaves the old file or the new one. A failed write is explained in one line."""
+"""Writes files and folders atomically: a crash leaves the old state or the new one. A failed write is one line."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from narrowgauge import files
 from narrowgauge.errors import UsageError
 
 _ADVICE = {
@@ -65,3 +67,41 @@ def replace(path: Path, data: bytes) -> None:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+
+
+@contextlib.contextmanager
+def create_folder(path: Path) -> Iterator[Path]:
+    """Yield a hidden folder next to ``path``, and rename it to ``path`` when the block has filled it.
+
+    Raises:
+        UsageError: ``path`` exists and is not an empty folder, or cannot be written.
+    """
+    refuse_filled_folder(path)
+    temporary = path.with_name(f".{path.name[:100]}.{os.getpid()}.tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir()
+        yield temporary
+        for folder, _, names in os.walk(temporary):
+            for name in names:
+                sync(Path(folder) / name)
+            sync(Path(folder))
+        refuse_filled_folder(path)
+        temporary.rename(path)
+        sync(path.parent)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {files.get_reason(error)}; nothing was left there") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def refuse_filled_folder(path: Path) -> None:
+    """Refuse a folder to create that exists with something in it, or is something else."""
+    try:
+        if path.is_symlink() or (path.exists() and not path.is_dir()):
+            raise UsageError(f"{path} exists and is not a folder; give the name of a new one with --out")
+        if path.is_dir() and any(path.iterdir()):
+            raise UsageError(f"{path} is not empty, and is not replaced; give the name of a new folder with --out")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot write {path}: {files.get_reason(error)}; give another folder with --out") from None

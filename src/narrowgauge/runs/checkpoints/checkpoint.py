@@ -222,11 +222,20 @@ def load(path: Path) -> Checkpoint:
     Raises:
         UsageError: The checkpoint is damaged, or has the old format with a pickle.
     """
+    verify(path)
+    return read(path)
+
+
+def verify(path: Path) -> None:
+    """Refuse a checkpoint that is damaged, or has the old format with a pickle.
+
+    Raises:
+        UsageError: It is one of these.
+    """
     refuse_pickle(path)
     wrong = find_damage(path)
     if wrong:
         raise UsageError(f"checkpoint {path} is damaged: {wrong}; use an earlier one")
-    return read(path)
 
 
 def read_step(path: Path) -> int:
