@@ -205,7 +205,9 @@ def _list_tensors(folder: Path, option: str) -> dict[str, StoredTensor]:
             raise UsageError(f"{option}: {INDEX} names {one_line(name)}, which is not there; download it again")
         for tensor in _read_header(folder / name, option).values():
             if tensor.name not in places:
-                raise UsageError(f"{option}: {name} has the tensor {one_line(tensor.name)}, which {INDEX} does not list")
+                raise UsageError(
+                    f"{option}: {name} has the tensor {one_line(tensor.name)}, which {INDEX} does not list"
+                )
             if places[tensor.name] == name:
                 found[tensor.name] = tensor
     lost = next((name for name in places if name not in found), None)

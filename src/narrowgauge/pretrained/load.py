@@ -108,7 +108,7 @@ class FileReader:
         size = tensor.dtype.itemsize
         part = self._buffer[: (stop - start) * size]
         try:
-            self._read_into(tensor.file, tensor.offset + start * size, memoryview(part.numpy()))
+            self._read_into(tensor.file, tensor.offset + start * size, part.numpy().data)
         except OSError as error:
             what = f"{self.option}: {tensor.file.name} cannot be loaded"
             raise UsageError(f"{what}: {files.get_reason(error)}") from None

@@ -89,7 +89,8 @@ class FoundModel:
                 raise
             except Exception as error:
                 what = "has weights that cannot be loaded" if self.weights else "cannot be made"
-                raise UsageError(f"{self.option}: {self.name} {what}: {describe_error(error)}; check --config") from error
+                why = describe_error(error)
+                raise UsageError(f"{self.option}: {self.name} {what}: {why}; check --config") from error
         model: nn.Module = made.float().train()
         return model
 
@@ -131,7 +132,8 @@ def find_class(name: str, option: str) -> Any:
     try:
         found = getattr(transformers, name)
     except AttributeError:
-        near = difflib.get_close_matches(name, [one for one in dir(transformers) if "For" in one or "Model" in one], n=1)
+        models = [one for one in dir(transformers) if "For" in one or "Model" in one]
+        near = difflib.get_close_matches(name, models, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UsageError(f"{option}: transformers {transformers.__version__} has no class {name!r}{hint}") from None
     except Exception as error:  # transformers imports a class on first use, with everything that it needs
