@@ -6,7 +6,7 @@
 
 A value that is BF16 in the file is BF16 in the parameter, and its remainder is 0. Any other is converted to FP32 and
 split. This runs over pieces of ``PIECE`` values, so that besides the model there is never more than one piece: an 8B
-model takes 32 GB, rather than 32 GB in FP32 that become 16 + 16. The engine takes such parameters over as they are.
+model is predicted to take 32.4 GB to load. The engine takes such parameters over as they are.
 
 Files are read, not mapped: the host holds one piece, and a file that ends too early is an error rather than a crash.
 """
@@ -33,8 +33,8 @@ from narrowgauge.pretrained.match import Match, match_folder
 from narrowgauge.pretrained.transformers_model import quiet
 from narrowgauge.recipe import Recipe, is_auto, parse
 
-PIECE = 1 << 22
-"""Values that are converted at once: 16 MB in FP32. A multiple of the groups that checksums are for."""
+PIECE = 1 << 20
+"""Values that are converted at once: 4 MB in FP32. A multiple of the groups that checksums are for."""
 NOTIFY_BYTES = 2_000_000_000
 """At least how much is loaded between two lines of progress."""
 assert PIECE % GROUP == 0
@@ -83,6 +83,9 @@ def load_matched(
 class Reader(Protocol):
     """Reads consecutive values of a stored tensor."""
 
+    def list_pieces(self, tensor: StoredTensor) -> Iterator[tuple[int, int]]:
+        """Yield the pieces to read, as start and stop."""
+
     def read(self, tensor: StoredTensor, start: int, stop: int) -> Tensor:
         """Return values ``start`` to ``stop``, flat, on the device. They are valid until the next call."""
 
@@ -102,6 +105,11 @@ class FileReader:
     def __exit__(self, *error: object) -> None:
         if self._file is not None:
             self._file.close()
+
+    def list_pieces(self, tensor: StoredTensor) -> Iterator[tuple[int, int]]:
+        """Yield the pieces to read, as start and stop."""
+        for start in range(0, tensor.numel, PIECE):
+            yield start, min(start + PIECE, tensor.numel)
 
     def read(self, tensor: StoredTensor, start: int, stop: int) -> Tensor:
         """Return values ``start`` to ``stop``, flat, on the device. They are valid until the next call."""
@@ -134,6 +142,10 @@ class DryReader:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+
+    def list_pieces(self, tensor: StoredTensor) -> Iterator[tuple[int, int]]:
+        """Yield the first piece only: the others would allocate the same again."""
+        yield 0, min(PIECE, tensor.numel)
 
     def read(self, tensor: StoredTensor, start: int, stop: int) -> Tensor:
         """Return a tensor for values ``start`` to ``stop``, flat, on the device."""
@@ -188,7 +200,7 @@ def _load_narrow(tensor: StoredTensor, device: torch.device, reader: Reader) -> 
     weight = torch.empty(tensor.shape, dtype=torch.bfloat16, device=device)
     remainder = torch.zeros(tensor.shape, dtype=torch.int16, device=device)
     words = torch.empty(-(-tensor.numel // GROUP), dtype=torch.int32, device=device)
-    for start, stop in _list_pieces(tensor):
+    for start, stop in reader.list_pieces(tensor):
         values, part = reader.read(tensor, start, stop), weight.view(-1)[start:stop]
         if tensor.dtype is torch.bfloat16:
             part.copy_(values)
@@ -204,20 +216,15 @@ def _load_narrow(tensor: StoredTensor, device: torch.device, reader: Reader) -> 
 
 def _load_values(tensor: StoredTensor, dtype: torch.dtype, device: torch.device, reader: Reader) -> Tensor:
     loaded = torch.empty(tensor.shape, dtype=dtype, device=device)
-    for start, stop in _list_pieces(tensor):
+    for start, stop in reader.list_pieces(tensor):
         loaded.view(-1)[start:stop].copy_(reader.read(tensor, start, stop))
     return loaded
-
-
-def _list_pieces(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
-    for start in range(0, tensor.numel, PIECE):
-        yield start, min(start + PIECE, tensor.numel)
 
 
 def _check_equal(first: StoredTensor, second: StoredTensor, reader: Reader, match: Match) -> None:
     """Refuse two different tensors for one parameter: transformers would train two."""
     same = (first.dtype, first.shape) == (second.dtype, second.shape)
-    for start, stop in _list_pieces(first) if same else ():
+    for start, stop in reader.list_pieces(first) if same else ():
         values = reader.read(first, start, stop).clone()
         same = same and torch.equal(values, reader.read(second, start, stop))
     if not same:
