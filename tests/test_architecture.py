@@ -18,6 +18,7 @@ LAYERS = [  # from top to bottom; a package may import itself and lower layers
     {"runs", "integrations"},
     {"forecast"},
     {"gauges", "tasks", "bench", "lint"},
+    {"pretrained"},
     {"engine", "models"},
     {"ranks"},
     {"nn"},

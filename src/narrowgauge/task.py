@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,11 +21,37 @@ from narrowgauge import files, task_options
 from narrowgauge.errors import UsageError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
 Batch = Any
 """A tensor, or nested tuples, lists and dictionaries of tensors, on the CPU."""
+
+
+class ModelLoader(ABC):
+    """A ``Task.model`` with weights in files, which it can load in the form in which a recipe trains them.
+
+    An ordinary function makes an FP32 model, and the engine converts it. A loader needs no FP32 copy.
+    """
+
+    @abstractmethod
+    def __call__(self) -> nn.Module:
+        """Create the model in FP32, on torch's default device."""
+
+    @abstractmethod
+    def load(self, recipe: Any, device: torch.device | str, notify: Callable[[str], None] | None = None) -> nn.Module:
+        """Load the model in the form in which a recipe trains it.
+
+        Args:
+            recipe: The recipe of the engine, or its text.
+            device: Where to load it to.
+            notify: Is called with lines of progress.
+        """
+
+    @abstractmethod
+    def prepare_dry_run(self) -> Callable[[Any, torch.device | str], nn.Module]:
+        """Return a function that does what ``load`` does on a simulated device, and reads no weights."""
 
 
 def _not_given(step: int, split: str) -> Batch:

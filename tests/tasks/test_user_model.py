@@ -9,7 +9,8 @@ import torch
 import transformers
 
 from narrowgauge import UsageError
-from narrowgauge.tasks import model_inputs, transformers_model, user_model
+from narrowgauge.pretrained import transformers_model
+from narrowgauge.tasks import model_inputs, user_model
 
 SMALL = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 96,

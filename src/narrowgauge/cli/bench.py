@@ -145,8 +145,8 @@ def _make_plan(args: argparse.Namespace, device: Device, saved: SavedBenchmark |
     from narrowgauge import bench, tasks
     from narrowgauge.bench import gate
     from narrowgauge.engine.choose_recipe import choose_for_task
+    from narrowgauge.pretrained import transformers_model
     from narrowgauge.recipe import parse, split
-    from narrowgauge.tasks import transformers_model
 
     facts = saved.facts if saved else {}
     if args.profile and args.task is None and args.profile in dict(tasks.names()):

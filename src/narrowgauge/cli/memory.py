@@ -47,6 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_size_arguments(parser: argparse.ArgumentParser) -> None:
     """Options that ``memory`` and ``roofline`` have in common."""
     add = parser.add_argument
+    add(
+        "--model",
+        metavar="MODEL",
+        help="your model instead of a task: transformers:CLASS, a folder with config.json, or file.py:Class",
+    )
+    add("--config", metavar="JSON", help="fields of the model's configuration, such as '{\"num_hidden_layers\": 4}'")
     add("--batch", type=whole, help="items per batch")
     add("--context", type=whole, help="tokens per sequence, for language tasks")
     add("--accumulate", type=whole, default=1, metavar="N", help="microbatches per update")
@@ -142,8 +148,23 @@ def find(args: argparse.Namespace) -> tuple[Task, Gpu, Device]:
     device = hardware.detect(args.device)
     name = args.gpu.split(",")[0] if args.gpu else device.gpu.name if device.gpu else DEFAULT_GPU
     gpu = hardware.find_gpu(name)
+    if args.model is not None:
+        return _find_model(args), gpu, device
+    if args.config is not None:
+        raise UsageError("--config is for --model: give the model, such as --model transformers:Qwen3ForCausalLM")
     spec = args.task or tasks.default("cuda")
     return tasks.find(spec, batch=args.batch, context=args.context, **args.own), gpu, device
+
+
+def _find_model(args: argparse.Namespace) -> Task:
+    """The task of --model. Of a folder, only config.json and the headers of the weights are read."""
+    from narrowgauge.pretrained.transformers_model import parse_fields
+    from narrowgauge.tasks import user_model
+
+    if args.task is not None:
+        raise UsageError(f"give either the task {args.task} or --model {args.model}, not both")
+    fields = {} if args.config is None else parse_fields(args.config)
+    return user_model.make_task(args.model, fields, args.batch, args.context, small=False)
 
 
 def runnable(text: str, gpu: Gpu, default: str) -> list[str]:

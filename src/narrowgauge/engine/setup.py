@@ -43,6 +43,22 @@ def keep_in_fp32(model: nn.Module, recipe: Recipe, emulated: bool) -> list[str]:
     return kept + keep_recurrent(model) if emulated else kept
 
 
+def find_narrowed(
+    model: nn.Module, named: Mapping[str, nn.Parameter], recipe: Recipe, kept: Iterable[str]
+) -> list[nn.Parameter]:
+    """Return the parameters that are BF16 with a master under a lean recipe.
+
+    These are all but vectors (norms, biases) and modules kept in FP32. FSDP needs one dtype for all parameters that it
+    shards together, so every sharded parameter becomes BF16.
+    """
+    if recipe.master == "fp32":
+        return []
+    in_fp32 = {p for path in kept for p in model.get_submodule(path).parameters()} | set(
+        find_computed_parameters(model)
+    )
+    return [p for p in named.values() if is_sharded(p) or (p.dim() > 1 and p not in in_fp32 and not p.is_complex())]
+
+
 def convert_optimizers(
     optimizers: Sequence[Optimizer],
     model: nn.Module,
@@ -53,15 +69,10 @@ def convert_optimizers(
 ) -> list[Optimizer]:
     """Replace each AdamW by narrowgauge's where the recipe needs its state formats; return all optimizers.
 
-    Weights become BF16, except for vectors (norms, biases) and modules kept in FP32. FSDP needs one dtype for all
-    parameters that it shards together, so every sharded parameter becomes BF16. An AdamW over shards is replaced under
-    any recipe, because torch's fused optimizers take no ``grad_scale`` for DTensors.
+    An AdamW over shards is replaced under any recipe, because torch's fused optimizers take no ``grad_scale`` for
+    DTensors.
     """
-    in_fp32 = {p for path in kept for p in model.get_submodule(path).parameters()} | set(
-        find_computed_parameters(model)
-    )
-    matrices = [p for p in named.values() if is_sharded(p) or (p.dim() > 1 and p not in in_fp32 and not p.is_complex())]
-    to_bf16 = matrices if recipe.master != "fp32" else []
+    to_bf16 = find_narrowed(model, named, recipe, kept)
     gradients = "fp32" if recipe.gradients == "fp32" else "bf16"
     return [
         convert_optimizer(optimizer, recipe.master, recipe.moments, to_bf16, gradients)

@@ -3,6 +3,8 @@
 The task's own code initializes a model, so at first it is whole and in FP32. If that is too large for a GPU, it is
 initialized in host memory. The ranks of a machine take turns, so that the host holds it once: each rank initializes the
 same weights and keeps its shards, which FSDP moves to the GPU block by block.
+
+A ``ModelLoader`` loads a whole model (of a single process, or a copy for DDP) in the recipe's own form instead.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from narrowgauge.optim.sharded import is_sharded
 from narrowgauge.ranks.distribute import SHARDED_FROM, replicate, shard
 from narrowgauge.ranks.world import World
 from narrowgauge.recipe import Recipe
+from narrowgauge.task import ModelLoader
 
 MAX_WHOLE_FRACTION = 0.4
 """Fraction of a GPU's memory that the whole model may take while it is initialized there."""
@@ -45,13 +48,14 @@ def make_model(
         notify: Prints a line for the user.
     """
     if world.is_single:
-        return _init_whole(make, device, seed)
+        return _init_whole(make, device, seed, recipe, notify)
     parameters = count_parameters(make)
     if _decide_sharding(parallel, parameters) and is_too_large(parameters, device):
         notify(f"initializing {4e-9 * parameters:,.0f} GB of weights in host memory, one rank after the other")
         model, sharded = init_in_turns(make, recipe, device, world, seed), True
     else:
-        model = _init_whole(make, device, seed)
+        copied = parameters > 0 and not _decide_sharding(parallel, parameters)
+        model = _init_whole(make, device, seed, recipe if copied else None, notify)
         sharded = _decide_sharding(parallel, sum(parameter.numel() for parameter in model.parameters()))
         model = shard(model, recipe) if sharded else replicate(model, recipe)
     notify(f"{world.size} ranks, each with " + ("its shards (FSDP2)" if sharded else "a copy of the model (DDP)"))
@@ -63,8 +67,17 @@ def _decide_sharding(parallel: str, parameters: int) -> bool:
     return parallel == "fsdp" or (parallel == "auto" and parameters > SHARDED_FROM)
 
 
-def _init_whole(make: Callable[[], nn.Module], device: torch.device, seed: int) -> nn.Module:
+def _init_whole(
+    make: Callable[[], nn.Module],
+    device: torch.device,
+    seed: int,
+    recipe: str | Recipe | None = None,
+    notify: Callable[[str], None] | None = None,
+) -> nn.Module:
+    """Make a model on a device: in FP32, or if a recipe is given and the weights are in files, in its form."""
     random_state.seed(seed)
+    if recipe is not None and isinstance(make, ModelLoader):
+        return make.load(recipe, device, notify)
     with device:
         return make()
 

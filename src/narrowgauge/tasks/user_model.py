@@ -1,6 +1,6 @@
 """A user's model as a task for benchmarks: random batches, the model's own loss, no data.
 
-transformers:CLASS, or a folder with config.json    (transformers_model.py, model_inputs.py)
+transformers:CLASS, or a folder with config.json    (pretrained/, model_inputs.py)
 file.py:Class                                       (model_file.py)
 """
 
@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from narrowgauge.errors import NarrowgaugeError, UsageError
+from narrowgauge.pretrained import PretrainedModel, transformers_model
 from narrowgauge.task import Task
-from narrowgauge.tasks import model_file, model_inputs, transformers_model
+from narrowgauge.tasks import model_file, model_inputs
 from narrowgauge.tasks.model_inputs import Inputs
 
 ROWS, ROWS_ON_CPU = 8, 2
@@ -61,7 +62,8 @@ def make_task(spec: str, fields: Mapping[str, Any], batch: int | None, context: 
         "purpose": purpose,
         "parameters": model.count_parameters(),
     }
-    return _make(spec, model.make, inputs, compute_loss, rows, facts)
+    make = model.make if model.weights is None else PretrainedModel(model)
+    return _make(spec, make, inputs, compute_loss, rows, facts)
 
 
 def _make(spec: str, model: Any, inputs: Inputs, loss: Any, rows: int, facts: dict[str, Any]) -> Task:

@@ -28,7 +28,7 @@ from narrowgauge.forecast.trace.trace_step import CLIP_NORM, make_optimizer
 from narrowgauge.hardware import Device, Gpu
 from narrowgauge.nn.step_context import StepContext
 from narrowgauge.recipe import NAMED, Recipe
-from narrowgauge.task import Task
+from narrowgauge.task import ModelLoader, Task
 
 SQUARE = 8192
 """Rows, columns and depth of the product that measures a format's rate."""
@@ -178,8 +178,11 @@ def measure_run(
     batches = make_batches(task, device)
     before = torch.cuda.memory_allocated()
     torch.manual_seed(0)
-    with torch.device(device.torch_device):
-        model = task.model()
+    if isinstance(task.model, ModelLoader):
+        model = task.model.load(recipe, device.torch_device)
+    else:
+        with torch.device(device.torch_device):
+            model = task.model()
     clip = None if recipe.gradients == "released" else CLIP_NORM
     engine = Engine(model, make_optimizer(task, model), recipe, clip_norm=clip, accumulate=accumulate, compile=compile)
     found = _measure_steps(

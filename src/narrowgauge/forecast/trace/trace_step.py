@@ -7,7 +7,8 @@ the Python of its kernels, autograd, hooks and recomputation are the ones that t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +30,7 @@ from narrowgauge.nn.convert import Layer
 from narrowgauge.nn.recompute import find_blocks
 from narrowgauge.ranks.distribute import find_copied
 from narrowgauge.recipe import Recipe
-from narrowgauge.task import Task
+from narrowgauge.task import ModelLoader, Task
 
 CLIP_NORM = 1.0
 STEPS = 2
@@ -113,12 +114,12 @@ def trace_steps(
         raise UsageError(f"task {task.name}: a batch has no tensors, so nothing can be predicted")
     size = batch or sizes[0]
     recorder = Recorder(Workspaces(gpu))
+    make = _prepare_model(task, recipe)  # here, since a model on the meta device would count as one on the GPU below
     if recipe.gradients == "released":
         clip_norm = None
     try:
         with fake_gpu.simulate_gpu(gpu, recorder.compile) as simulated, recorder:
-            with torch.device("cuda"):
-                model = task.model()
+            model = make()
             owners = _find_owners(model, recipe)
             simulated.rules.on_cast = lambda parameter, copy: recorder.mark(
                 copy, "weights", owners.get(id(parameter)), is_copy=True
@@ -171,6 +172,18 @@ def trace_steps(
         block_paths=paths,
         shard_sizes=parts,
     )
+
+
+def _prepare_model(task: Task, recipe: Recipe) -> Callable[[], nn.Module]:
+    """Return a function that makes the task's model on the simulated GPU, as training would."""
+    if isinstance(task.model, ModelLoader):
+        return functools.partial(task.model.prepare_dry_run(), recipe, torch.device("cuda"))
+
+    def make() -> nn.Module:
+        with torch.device("cuda"):
+            return task.model()
+
+    return make
 
 
 def make_optimizer(task: Task, model: nn.Module) -> Optimizer:

@@ -28,7 +28,7 @@ from torch import nn
 
 from narrowgauge import files
 from narrowgauge.errors import UsageError, one_line
-from narrowgauge.tasks.model_inputs import list_classes
+from narrowgauge.pretrained import folder as model_folder
 
 PREFIX = "transformers:"
 IMPLEMENTATIONS = {
@@ -60,43 +60,57 @@ class FoundModel:
 
     def count_parameters(self) -> int:
         """Return the number of parameters. The model is made without memory for them."""
-        with torch.device("meta"):
-            made = dataclasses.replace(self, weights=None).make()
-        return sum(parameter.numel() for parameter in made.parameters())
+        return sum(parameter.numel() for parameter in self.make_on_meta().parameters())
 
-    def make(self) -> nn.Module:
-        """Make the model in FP32 on torch's default device, in training mode."""
-        with _quiet():
+    def make_on_meta(self) -> nn.Module:
+        """Make the model on the meta device: with shapes, but without weights or memory for them."""
+        with torch.device("meta"):
+            return dataclasses.replace(self, weights=None).make()
+
+    def make(self, strict: bool = False) -> nn.Module:
+        """Make the model in FP32 on torch's default device, in training mode.
+
+        Args:
+            strict: Refuse weights of which some are missing or left over; else these are initialized and ignored.
+        """
+        with quiet():
             try:
                 if self.weights is None:
                     made = self.cls(copy.deepcopy(self.config))
                 else:
-                    made = self.cls.from_pretrained(
+                    made, info = self.cls.from_pretrained(
                         self.weights, config=copy.deepcopy(self.config), dtype=torch.float32, use_safetensors=True,
-                        local_files_only=True, trust_remote_code=False,
+                        local_files_only=True, trust_remote_code=False, output_loading_info=True,
                     )  # fmt: skip
+                    for kind in ("missing_keys", "unexpected_keys") if strict else ():
+                        if info[kind]:
+                            raise ValueError(f"{kind.replace('_', ' ')}: {', '.join(sorted(info[kind])[:3])}")
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
                 what = "has weights that cannot be loaded" if self.weights else "cannot be made"
-                raise UsageError(f"{self.option}: {self.name} {what}: {_describe(error)}; check --config") from error
+                why = describe_error(error)
+                raise UsageError(f"{self.option}: {self.name} {what}: {why}; check --config") from error
         model: nn.Module = made.float().train()
         return model
 
 
-def find_model(spec: str, fields: Mapping[str, Any]) -> FoundModel:
+def find_model(spec: str, fields: Mapping[str, Any], option: str | None = None) -> FoundModel:
     """Find the class and make the configuration of a model.
 
     Args:
         spec: ``transformers:CLASS`` or a folder.
         fields: Fields of the configuration that the user gave.
+        option: How error messages name the model. Default: ``--model`` and the spec.
 
     Raises:
         UsageError: There is no such class or folder, or the configuration is wrong.
     """
-    option = f"--model {spec}"
+    option = option or f"--model {spec}"
     folder = None if spec.startswith(PREFIX) else files.expand_path(spec)
-    stored = {} if folder is None else _read_config(folder, option)
+    stored = {} if folder is None else model_folder.read_config(folder, option)
+    if model_folder.find_quantization(stored) is not None:
+        raise UsageError(f"{option}: its weights are quantized, and cannot be trained; give the original model")
     if importlib.util.find_spec("transformers") is None:
         raise UsageError(f"{option}: transformers is not installed; pip install transformers, or give file.py:Class")
     if folder is None:
@@ -107,7 +121,7 @@ def find_model(spec: str, fields: Mapping[str, Any]) -> FoundModel:
     for source, what in ((stored, f"{option}: config.json"), (fields, "--config")):
         _refuse_downloaded_code(source, what)
     config = _make_config(cls, {**stored, **fields}, option if not fields else f"{option}, --config")
-    has_weights = folder is not None and any(folder.glob("*.safetensors"))
+    has_weights = folder is not None and model_folder.has_weights(folder)
     return FoundModel(option, cls, config, folder if has_weights else None)
 
 
@@ -118,11 +132,12 @@ def find_class(name: str, option: str) -> Any:
     try:
         found = getattr(transformers, name)
     except AttributeError:
-        near = difflib.get_close_matches(name, [one for names in list_classes().values() for one in names], n=1)
+        models = [one for one in dir(transformers) if "For" in one or "Model" in one]
+        near = difflib.get_close_matches(name, models, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UsageError(f"{option}: transformers {transformers.__version__} has no class {name!r}{hint}") from None
     except Exception as error:  # transformers imports a class on first use, with everything that it needs
-        raise UsageError(f"{option}: transformers cannot import {name}: {_describe(error)}") from None
+        raise UsageError(f"{option}: transformers cannot import {name}: {describe_error(error)}") from None
     is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
     if not is_model or getattr(found, "config_class", None) is None:
         raise UsageError(f"{option}: {name} is not a model class; name one such as Qwen3ForCausalLM, or give a folder")
@@ -143,29 +158,6 @@ def parse_fields(text: str) -> dict[str, Any]:
     return fields
 
 
-def _read_config(folder: Path, option: str) -> dict[str, Any]:
-    path = folder / "config.json"
-    if not files.exists(folder):
-        raise UsageError(f"{option}: there is no such folder; give one with a config.json, or {PREFIX}CLASS")
-    if not files.is_folder(folder):
-        raise UsageError(f"{option}: it is not a folder; give one with a config.json, {PREFIX}CLASS or file.py:Class")
-    if files.exists(folder / "adapter_config.json"):
-        raise UsageError(f"{option}: the folder holds an adapter, not a model; merge it into its model first")
-    if not files.exists(path):
-        raise UsageError(f"{option}: the folder has no config.json; give the folder of a Hugging Face model")
-    try:
-        stored = files.parse_json(files.read(path))
-    except UsageError as error:
-        raise UsageError(f"{option}: {error}") from None
-    except ValueError as error:
-        raise UsageError(f"{option}: config.json is not JSON ({one_line(error)})") from None
-    if not isinstance(stored, dict):
-        raise UsageError(f"{option}: config.json is not a JSON object")
-    if stored.get("quantization_config"):
-        raise UsageError(f"{option}: its weights are quantized, and cannot be trained; give the original model")
-    return stored
-
-
 def _find_stored_class(stored: Mapping[str, Any], folder: Path, option: str) -> Any:
     """Return the class that a config.json names."""
     names = stored.get("architectures")
@@ -179,12 +171,7 @@ def _find_stored_class(stored: Mapping[str, Any], folder: Path, option: str) -> 
         raise UsageError(
             f'{option}: config.json names no class in "architectures"; add it, or use --model {PREFIX}CLASS'
         )
-    others = [path for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5") for path in sorted(folder.glob(pattern))]
-    if others and not any(folder.glob("*.safetensors")):
-        raise UsageError(
-            f"{option}: its weights are in {others[0].name}, and only .safetensors files are read, as they cannot run "
-            "code; convert them (model.save_pretrained), or remove them to use random weights"
-        )
+    model_folder.refuse_pickled(folder, option)
     return find_class(name, option)
 
 
@@ -238,18 +225,18 @@ def _make_config(cls: Any, values: dict[str, Any], option: str) -> Any:
     ignored = ("architectures", "auto_map", "model_type", "transformers_version", "torch_dtype", "dtype")
     given = {name: value for name, value in values.items() if name not in ignored}
     try:
-        with _quiet():
+        with quiet():
             return cls.config_class(**given)
     except Exception as error:
-        raise UsageError(f"{option}: not a configuration of {cls.__name__}: {_describe(error)}") from None
+        raise UsageError(f"{option}: not a configuration of {cls.__name__}: {describe_error(error)}") from None
 
 
-def _describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     return one_line(f"{type(error).__name__}: {error}", 300)
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Hide the advice and the progress bars of transformers."""
     logging: Any = importlib.import_module("transformers.utils.logging")
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -1,0 +1,277 @@
+"""Loads a model's weights from its folder directly in the form in which a recipe trains them.
+
+    master=fp32        FP32 parameters
+    other masters      matrices: BF16 parameters with 16-bit remainders, together the FP32 value (optim/masters.py)
+                       vectors, and modules that the recipe keeps in FP32: FP32 parameters
+
+A value that is BF16 in the file is BF16 in the parameter, and its remainder is 0. Any other is converted to FP32 and
+split. This runs over pieces of ``PIECE`` values, so that besides the model there is never more than one piece: an 8B
+model is predicted to take 32.4 GB to load. The engine takes such parameters over as they are.
+
+Files are read, not mapped: the host holds one piece, and a file that ends too early is an error rather than a crash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge import files, hardware
+from narrowgauge.engine.setup import find_narrowed
+from narrowgauge.errors import UsageError
+from narrowgauge.nn.keep_fp32 import find_modules
+from narrowgauge.optim.masters import set_other_half
+from narrowgauge.optim.split_fp32 import split
+from narrowgauge.optim.weight_checksums import GROUP, compute_checksums
+from narrowgauge.pretrained.folder import PretrainedFolder, StoredTensor
+from narrowgauge.pretrained.match import Match, match_folder
+from narrowgauge.pretrained.transformers_model import quiet
+from narrowgauge.recipe import Recipe, is_auto, parse
+
+PIECE = 1 << 20
+"""Values that are converted at once: 4 MB in FP32. A multiple of the groups that checksums are for."""
+NOTIFY_BYTES = 2_000_000_000
+"""At least how much is loaded between two lines of progress."""
+assert PIECE % GROUP == 0
+
+
+def load_model(
+    folder: PretrainedFolder,
+    recipe: str | Recipe,
+    device: torch.device | str,
+    notify: Callable[[str], None] | None = None,
+) -> nn.Module:
+    """Load the model of a folder in the form in which a recipe trains it, without an FP32 copy of the whole.
+
+    Args:
+        folder: From ``open_folder``.
+        recipe: The recipe that the engine will use.
+        device: Where to load it to.
+        notify: Is called with lines of progress.
+
+    Returns:
+        The model, in training mode. Make an ``Engine`` with the same recipe from it.
+
+    Raises:
+        UsageError: The weights are quantized, damaged, or not those of the model that config.json describes.
+    """
+    return load_matched(match_folder(folder), recipe, device, notify)
+
+
+def load_matched(
+    match: Match, recipe: str | Recipe, device: torch.device | str, notify: Callable[[str], None] | None = None
+) -> nn.Module:
+    """Load the weights of a matched model; its model is filled, so a match can be loaded once."""
+    tell = notify or (lambda line: None)
+    target = torch.device(device)
+    if match.conversion is not None:
+        whole = sum(parameter.numel() for parameter in match.model.parameters()) * 4e-9
+        tell(f"loading takes {whole:,.1f} GB for FP32 weights: {match.conversion}")
+        with target:
+            return match.found.make(strict=True)
+    with FileReader(target, match.folder.option) as reader:
+        for first, second in match.twins:
+            _check_equal(first, second, reader, match)
+        return fill(match, recipe, target, reader, tell)
+
+
+class Reader(Protocol):
+    """Reads consecutive values of a stored tensor."""
+
+    def list_pieces(self, tensor: StoredTensor) -> Iterator[tuple[int, int]]:
+        """Yield the pieces to read, as start and stop."""
+
+    def read(self, tensor: StoredTensor, start: int, stop: int) -> Tensor:
+        """Return values ``start`` to ``stop``, flat, on the device. They are valid until the next call."""
+
+
+class FileReader:
+    """Reads values from files through one buffer of the size of a piece."""
+
+    def __init__(self, device: torch.device, option: str) -> None:
+        self.device, self.option = device, option
+        self._buffer = torch.empty(PIECE * 8, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._path: Path | None = None
+        self._file: BinaryIO | None = None
+
+    def __enter__(self) -> FileReader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def list_pieces(self, tensor: StoredTensor) -> Iterator[tuple[int, int]]:
+        """Yield the pieces to read, as start and stop."""
+        for start in range(0, tensor.numel, PIECE):
+            yield start, min(start + PIECE, tensor.numel)
+
+    def read(self, tensor: StoredTensor, start: int, stop: int) -> Tensor:
+        """Return values ``start`` to ``stop``, flat, on the device. They are valid until the next call."""
+        size = tensor.dtype.itemsize
+        part = self._buffer[: (stop - start) * size]
+        try:
+            self._read_into(tensor.file, tensor.offset + start * size, part.numpy().data)
+        except OSError as error:
+            what = f"{self.option}: {tensor.file.name} cannot be loaded"
+            raise UsageError(f"{what}: {files.get_reason(error)}") from None
+        return part.view(tensor.dtype).to(self.device)
+
+    def _read_into(self, path: Path, offset: int, target: memoryview) -> None:
+        if path != self._path:
+            if self._file is not None:
+                self._file.close()
+            self._path, self._file = path, path.open("rb", buffering=0)
+        assert self._file is not None
+        self._file.seek(offset)
+        done = 0
+        while done < len(target):
+            got = self._file.readinto(target[done:])  # type: ignore[attr-defined]
+            if not got:
+                raise OSError(None, "it became shorter while it was read")
+            done += got
+
+
+class DryReader:
+    """Allocates on a simulated device what ``FileReader`` would, and reads nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def list_pieces(self, tensor: StoredTensor) -> Iterator[tuple[int, int]]:
+        """Yield the first piece only: the others would allocate the same again."""
+        yield 0, min(PIECE, tensor.numel)
+
+    def read(self, tensor: StoredTensor, start: int, stop: int) -> Tensor:
+        """Return a tensor for values ``start`` to ``stop``, flat, on the device."""
+        return torch.empty(stop - start, dtype=tensor.dtype, device=self.device)
+
+
+@torch.no_grad()
+def fill(
+    match: Match, recipe: str | Recipe, device: torch.device, reader: Reader, tell: Callable[[str], None]
+) -> nn.Module:
+    """Replace the meta tensors of a matched model by tensors on a device, in the form of a recipe.
+
+    Args:
+        match: The match; it needs no ``conversion``.
+        recipe: The recipe.
+        device: The device.
+        reader: Reads the stored values.
+        tell: Is called with lines of progress.
+    """
+    recipe, model = _choose_form(recipe, device), match.model
+    kept = list(find_modules(model, recipe.keep))
+    narrowed = {id(p) for p in find_narrowed(model, dict(model.named_parameters()), recipe, kept)}
+    expected = model.state_dict(keep_vars=True)
+    progress = _Progress(sum(tensor.nbytes for tensor in match.stored.values()), tell)
+    made: dict[int, Tensor] = {}
+    for name, tensor in match.stored.items():
+        old = expected[name]
+        if id(old) in narrowed:
+            made[id(old)] = _load_narrow(tensor, device, reader)
+        else:
+            dtype = torch.float32 if old.dtype.is_floating_point else old.dtype
+            values = _load_values(tensor, dtype, device, reader)
+            made[id(old)] = nn.Parameter(values, old.requires_grad) if isinstance(old, nn.Parameter) else values
+        progress.add(tensor.nbytes)
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, old_tensor in tensors.items():
+                if old_tensor is not None and id(old_tensor) in made:
+                    tensors[name] = made[id(old_tensor)]  # type: ignore[assignment]
+    _compute_buffers(model, device, list(made.values()))
+    _read_generation_config(model, match.folder.path)
+    return model.train()
+
+
+def _choose_form(recipe: str | Recipe, device: torch.device) -> Recipe:
+    """Return the recipe. For ``auto`` any that it can choose: they all train the same form of weights."""
+    return parse(recipe, hardware.detect(str(device))) if is_auto(recipe) else parse(recipe)
+
+
+def _load_narrow(tensor: StoredTensor, device: torch.device, reader: Reader) -> nn.Parameter:
+    """Load a BF16 parameter with its remainders."""
+    weight = torch.empty(tensor.shape, dtype=torch.bfloat16, device=device)
+    remainder = torch.zeros(tensor.shape, dtype=torch.int16, device=device)
+    words = torch.empty(-(-tensor.numel // GROUP), dtype=torch.int32, device=device)
+    for start, stop in reader.list_pieces(tensor):
+        values, part = reader.read(tensor, start, stop), weight.view(-1)[start:stop]
+        if tensor.dtype is torch.bfloat16:
+            part.copy_(values)
+        else:
+            rounded, rest = split(values.float())
+            part.copy_(rounded)
+            remainder.view(-1)[start:stop].copy_(rest)
+        words[start // GROUP : -(-stop // GROUP)] = compute_checksums(part)
+    parameter = nn.Parameter(weight)
+    set_other_half(parameter, remainder, words)
+    return parameter
+
+
+def _load_values(tensor: StoredTensor, dtype: torch.dtype, device: torch.device, reader: Reader) -> Tensor:
+    loaded = torch.empty(tensor.shape, dtype=dtype, device=device)
+    for start, stop in reader.list_pieces(tensor):
+        loaded.view(-1)[start:stop].copy_(reader.read(tensor, start, stop))
+    return loaded
+
+
+def _check_equal(first: StoredTensor, second: StoredTensor, reader: Reader, match: Match) -> None:
+    """Refuse two different tensors for one parameter: transformers would train two."""
+    same = (first.dtype, first.shape) == (second.dtype, second.shape)
+    for start, stop in reader.list_pieces(first) if same else ():
+        values = reader.read(first, start, stop).clone()
+        same = same and torch.equal(values, reader.read(second, start, stop))
+    if not same:
+        raise UsageError(
+            f"{match.folder.option}: the weights cannot be loaded into {match.found.name}: config.json ties "
+            f"{first.name} and {second.name}, but the stored tensors differ; set tie_word_embeddings to false there"
+        )
+
+
+def _compute_buffers(model: Any, device: torch.device, loaded: list[Any]) -> None:
+    """Let the class compute the buffers that are not stored (rotary frequencies, masks), as from_pretrained does.
+
+    transformers initializes everything in a model except for what has the mark ``_is_hf_initialized``.
+    """
+    for tensor in loaded:
+        tensor._is_hf_initialized = True
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name in module._non_persistent_buffers_set:
+                module._buffers[name] = made.setdefault(id(buffer), torch.empty_like(buffer, device=device))
+    with quiet():
+        model.initialize_weights()
+    for tensor in loaded:
+        del tensor._is_hf_initialized
+
+
+def _read_generation_config(model: Any, folder: Path) -> None:
+    """Read how the model generates text, so that it is saved with the trained model."""
+    if not model.can_generate() or not files.exists(folder / "generation_config.json"):
+        return
+    from transformers import GenerationConfig
+
+    with quiet(), contextlib.suppress(OSError, ValueError, TypeError):  # training does not need it
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+
+
+class _Progress:
+    """Says from time to time how much of a large model is loaded."""
+
+    def __init__(self, total: int, tell: Callable[[str], None]) -> None:
+        self.total, self.tell, self.done = total, tell, 0
+        self.every = max(NOTIFY_BYTES, total // 10)
+        self.next = self.every
+
+    def add(self, size: int) -> None:
+        self.done += size
+        if self.done >= self.next or (self.done == self.total >= self.every):
+            self.tell(f"loaded {self.done / 1e9:.1f} of {self.total / 1e9:.1f} GB")
+            self.next = self.done + self.every
