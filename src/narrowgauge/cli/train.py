@@ -11,24 +11,27 @@ import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from narrowgauge import files
 from narrowgauge.cli import Outcome, prose
 from narrowgauge.cli.numbers import long, number, whole
 from narrowgauge.cli.terminal import say
+from narrowgauge.cli.train_output import describe, introduce, summarise
 from narrowgauge.errors import UsageError
 
 if TYPE_CHECKING:
     from narrowgauge.ranks.world import World
-    from narrowgauge.runs.result import Result
     from narrowgauge.runs.settings import Settings
     from narrowgauge.task import Task
 
 ABOUT = "train a task: progress, record, TensorBoard, checkpoints; resume an interrupted run with --resume"
 RUNS = Path("runs")
 """Default parent folder of runs."""
-FOR_TASK = ("batch", "context", "data", "vocab", "packages", "tokenizer", "field", "max_tokens")
+FOR_TASK = (
+    "batch", "context", "data", "vocab", "packages", "tokenizer", "field", "max_tokens", "model", "epochs", "eval_data",
+    "eval_share",
+)  # fmt: skip
 """Options that are passed to the task if given."""
 FOR_SETTINGS = {
     "steps": "steps",
@@ -58,6 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--context", type=whole, help="tokens per sequence")
     add("--lr", type=number, help="peak learning rate (default: the task's)")
     add("--data", metavar="PATH", help="text, .jsonl, .parquet, .bin, a folder of them, or hf:NAME[:CONFIG][@SPLIT]")
+    add("--model", metavar="PATH", help="fine-tune the model in this Hugging Face folder on --data")
+    add("--epochs", type=number, metavar="N", help="with --model: how often the data is seen (default 1)")
+    add("--eval-data", metavar="PATH", help="with --model: a file for evaluation")
+    add("--eval-share", type=number, metavar="X", help="with --model: share of the data for evaluation (default 0.05)")
     add("--tokenizer", metavar="PATH", help="a tokenizer.json or its folder (default: bytes or a byte-pair encoding)")
     add("--field", metavar="NAME", help="name of the text field in documents (default: text, else content)")
     add("--max-tokens", type=long, metavar="N", help="read at most N tokens (default for hf:NAME: 200 million)")
@@ -114,7 +121,6 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def _run(args: argparse.Namespace, world: World) -> Outcome:
-    from narrowgauge import tasks
     from narrowgauge.cli.progress import make_progress
     from narrowgauge.ranks.world import read_restart_count
     from narrowgauge.runs import record
@@ -129,8 +135,8 @@ def _run(args: argparse.Namespace, world: World) -> Outcome:
             folder, spec, options, settings, task, why = _begin(args, world)
     else:
         folder, spec, options, settings = _resume(args)
-        task, why = tasks.find(spec, **options), None
-    _introduce(task, settings, folder, why, out)
+        task, why = _find_task(spec, options, args, world), None
+    introduce(task, settings, folder, why, out)
     try:
         with _no_empty_folders(folder):
             result = train(
@@ -157,8 +163,8 @@ def _run(args: argparse.Namespace, world: World) -> Outcome:
     if not world.is_first:
         return Outcome(None)
     facts = record.read_configuration(folder).get("facts", {})
-    _summarise(result, facts, folder, out, args.predict)
-    return Outcome(_describe(result, facts), exit_code=1 if result.serious else 0)
+    summarise(result, facts, folder, out, args.predict)
+    return Outcome(describe(result, facts), exit_code=1 if result.serious else 0)
 
 
 def _begin(args: argparse.Namespace, world: World) -> tuple[Path, str, dict[str, Any], Settings, Task, str | None]:
@@ -174,9 +180,11 @@ def _begin(args: argparse.Namespace, world: World) -> tuple[Path, str, dict[str,
     waits = depends_on_model(text, device)  # then the engine chooses, when the model exists
     recipe = text.replace(" ", "") if waits else str(parse(text, device))
     why = choose(device)[1] if is_auto(text) and not waits else None
-    spec = _resolve_task(args.task or tasks.default(device.kind))
+    spec = _resolve_task(_choose_task(args, device.kind))
     options = {name: getattr(args, name) for name in FOR_TASK if getattr(args, name) is not None}
     options = _resolve_options(options) | args.own
+    if spec == tasks.FINETUNE:
+        options["accumulate"] = args.accumulate or 1
     if ".py:" not in spec or args.seed:  # a user's task may have no seed option
         options["seed"] = args.seed
     if args.out is not None:
@@ -184,7 +192,8 @@ def _begin(args: argparse.Namespace, world: World) -> tuple[Path, str, dict[str,
     elif not world.is_single:
         raise UsageError("several ranks need one folder that they find again after a restart: name it with --out RUN")
     else:
-        name = re.sub(r"[^\w.]+", "-", f"{spec.rpartition('.py:')[2]}-{recipe}").strip("-")
+        what = Path(options["model"]).name if spec == tasks.FINETUNE else spec.rpartition(".py:")[2]
+        name = re.sub(r"[^\w.]+", "-", f"{what}-{recipe}").strip("-")
         folder = _choose_unused(RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     if folder.is_symlink() and not folder.exists():
         raise UsageError(f"--out {folder} is a dangling symbolic link; give a folder")
@@ -192,10 +201,36 @@ def _begin(args: argparse.Namespace, world: World) -> tuple[Path, str, dict[str,
         raise UsageError(f"--out {folder} is a file; give a folder")
     if world.is_first and record.holds_run(folder):
         raise UsageError(f"{folder} already holds a run; resume it with --resume {folder}, or choose another --out")
-    task = tasks.find(spec, **options)
+    task = _find_task(spec, options, args, world)
     given = {field: getattr(args, name) for name, field in FOR_SETTINGS.items()}
     settings = make_settings(task, recipe=recipe, device=device.torch_device, seed=args.seed, **given)
     return folder, spec, options, settings, task, why
+
+
+def _choose_task(args: argparse.Namespace, device_kind: str) -> str:
+    """The task's name; with --model it is the task of fine-tuning."""
+    from narrowgauge import tasks
+
+    if args.model is None:
+        lost = next((name for name in ("epochs", "eval_data", "eval_share") if getattr(args, name) is not None), None)
+        if lost is not None:
+            raise UsageError(f"--{lost.replace('_', '-')} is for --model: give the model to fine-tune")
+        return args.task or tasks.default(device_kind)
+    if args.task is not None:
+        raise UsageError(f"train {args.task} --model {args.model}: give a task or a model to fine-tune, not both")
+    if args.data is None:
+        raise UsageError(f"--model {args.model} needs data to fine-tune on: --data FILE, such as chats.jsonl")
+    return tasks.FINETUNE
+
+
+def _find_task(spec: str, options: dict[str, Any], args: argparse.Namespace, world: World) -> Task:
+    """Make the task. Fine-tuning tells what it finds in its data."""
+    from narrowgauge import tasks
+
+    if spec == tasks.FINETUNE:
+        out = prose(args) if world.is_first else io.StringIO()
+        return tasks.find(spec, **options, notify=lambda line: say(line, out))
+    return tasks.find(spec, **options)
 
 
 @contextlib.contextmanager
@@ -272,6 +307,9 @@ def _resolve_options(options: dict[str, Any]) -> dict[str, Any]:
     resolved = dict(options)
     if resolved.get("data") is not None:
         resolved["data"] = resolve_name(resolved["data"])
+    for name in ("model", "eval_data"):
+        if resolved.get(name) is not None:
+            resolved[name] = str(files.resolve_path(files.expand_path(resolved[name])))
     if resolved.get("tokenizer") is not None:
         resolved["tokenizer"] = str(files.resolve_path(files.expand_path(resolved["tokenizer"])))
     return resolved
@@ -281,74 +319,3 @@ def _resolve_task(spec: str) -> str:
     """The task's name; a user's file with its absolute path, so that the run can be resumed from any folder."""
     path, colon, function = spec.rpartition(":")
     return f"{files.resolve_path(Path(path))}{colon}{function}" if path.endswith(".py") else spec
-
-
-def _introduce(task: Task, settings: Settings, folder: Path, why: str | None, out: TextIO) -> None:
-    from narrowgauge.recipe import is_auto
-
-    items = task.items_per_batch * settings.accumulate
-    say(f"{task.name}: {settings.steps:,} steps of {items:,} {task.unit}s on {settings.device}, in {folder}", out)
-    if not is_auto(settings.recipe):  # the trainer tells what auto has chosen, and why
-        say(f"recipe {settings.recipe}" + (f": {why}" if why else ""), out)
-
-
-def _describe(result: Result, facts: dict[str, Any]) -> dict[str, Any]:
-    from narrowgauge.runs.json_lines import replace_nonfinite
-
-    data = result.describe()
-    data["steps"], data["steps_planned"] = data.pop("step"), data["steps"]
-    if "unigram_entropy" in facts:
-        data["unigram_entropy"] = facts["unigram_entropy"]
-    described: dict[str, Any] = replace_nonfinite(data)
-    return described
-
-
-def _describe_prediction(prediction: dict[str, Any]) -> str:
-    """One line: whether a format would work, with which loss scale, what would fail, and the recommended recipe."""
-    survives, scale, breaks = (prediction[name] for name in ("survives", "loss_scale", "breaks"))
-    verdict = "would work" if survives else "would fail"
-    scale = f" with a loss scale up to {scale:g}" if scale and survives else ""
-    worst = "; ".join(f"{one['module']} ({one['kind']}): {one['detail']}" for one in breaks[:3])
-    more = f" and {len(breaks) - 3} more" if len(breaks) > 3 else ""
-    return f"{verdict}{scale}" + (f". {worst}{more}" if worst else "") + f" -> {prediction['recipe']}"
-
-
-def _summarise(result: Result, facts: dict[str, Any], folder: Path, out: TextIO, predict: bool) -> None:
-    def line(name: str, text: str) -> None:
-        say(f"  {name:<12}{text}", out)
-
-    state = "interrupted" if result.interrupted else "finished" if result.step >= result.steps else "ended"
-    say(f"\n{state} after {result.step:,} of {result.steps:,} steps, {result.seconds:.1f} s of training", out)
-    if result.sample:
-        say("\n" + "\n".join(f"  | {text}" for text in result.sample.splitlines()) + "\n", out)
-    line("model", f"{result.parameters:,} parameters, recipe {result.recipe}")
-    if result.loss_first is not None:
-        line("loss", f"{result.loss_first:.4f} -> {result.loss_last:.4f}")
-    if result.loss_eval is not None:
-        metrics = "".join(f", {name} {value:.4g}" for name, value in result.metrics.items())
-        line("evaluation", f"{result.loss_eval:.4f}{metrics}")
-    if "unigram_entropy" in facts:
-        line("", f"{facts['unigram_entropy']:.4f} unigram baseline")
-    if result.tokens_per_s is not None:
-        line("speed", f"{result.tokens_per_s:,.0f} {result.unit}s/s")
-    line("skipped", f"{result.skipped} of {result.step} updates")
-    for captured in result.captures:
-        line("captured", f"to replay it: narrowgauge replay {shlex.quote(captured)}")
-    for finding in result.findings:
-        line(finding.severity, f"{finding.where}: {finding.detail}")
-        if finding.why:
-            line("", finding.why)
-        line("", f"-> {finding.fix}")
-    if not result.findings:
-        line("health", "healthy: nothing to report")
-    for prediction in result.predictions if predict else ():
-        line(prediction["format"], _describe_prediction(prediction))
-    try:
-        from narrowgauge.report import write
-
-        line("report", str(write([folder], folder)))
-    except UsageError as error:  # training succeeded even if the report cannot be written
-        line("report", f"not written: {error}")
-    line("record", f"{folder}/events.jsonl" + (", tensorboard/" if (folder / "tensorboard").is_dir() else ""))
-    if result.step < result.steps:
-        line("resume with", f"narrowgauge train --resume {shlex.quote(str(folder))}")

@@ -22,6 +22,8 @@ LANGUAGE = {
 }
 OTHERS = {"digits": "small convolutional network on scikit-learn's 8x8 images of digits: trains in seconds on a CPU"}
 ANY_GPT = "gpt:LAYERSxWIDTH"
+FINETUNE = "finetune"
+"""The task of ``train --model PATH --data FILE``."""
 
 
 def names() -> list[tuple[str, str]]:
@@ -58,6 +60,10 @@ def find(spec: str, **options: Any) -> Task:
         from narrowgauge.tasks import digits
 
         return digits.make(**task.select_options(digits.make, options, spec))
+    if spec == FINETUNE:
+        from narrowgauge.tasks import finetune
+
+        return finetune.make(**task.select_options(finetune.make, options, spec))
     if ":" in spec:
         return task.load(spec, options)
     known = [*LANGUAGE, ANY_GPT, *OTHERS]

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from narrowgauge import files
 from narrowgauge.errors import UsageError
+from narrowgauge.pretrained import transformers_model
 from narrowgauge.runs import record
-from narrowgauge.tasks import transformers_model
 
 COPIED = (
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",

@@ -1,0 +1,86 @@
+"""What ``narrowgauge train`` prints: a line at the start, and a summary at the end."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from narrowgauge.cli.terminal import say
+from narrowgauge.errors import UsageError
+
+if TYPE_CHECKING:
+    from narrowgauge.runs.result import Result
+    from narrowgauge.runs.settings import Settings
+    from narrowgauge.task import Task
+
+
+def introduce(task: Task, settings: Settings, folder: Path, why: str | None, out: TextIO) -> None:
+    from narrowgauge.recipe import is_auto
+
+    items = task.items_per_batch * settings.accumulate
+    say(f"{task.name}: {settings.steps:,} steps of {items:,} {task.unit}s on {settings.device}, in {folder}", out)
+    if not is_auto(settings.recipe):  # the trainer tells what auto has chosen, and why
+        say(f"recipe {settings.recipe}" + (f": {why}" if why else ""), out)
+
+
+def describe(result: Result, facts: dict[str, Any]) -> dict[str, Any]:
+    from narrowgauge.runs.json_lines import replace_nonfinite
+
+    data = result.describe()
+    data["steps"], data["steps_planned"] = data.pop("step"), data["steps"]
+    if "unigram_entropy" in facts:
+        data["unigram_entropy"] = facts["unigram_entropy"]
+    described: dict[str, Any] = replace_nonfinite(data)
+    return described
+
+
+def _describe_prediction(prediction: dict[str, Any]) -> str:
+    """One line: whether a format would work, with which loss scale, what would fail, and the recommended recipe."""
+    survives, scale, breaks = (prediction[name] for name in ("survives", "loss_scale", "breaks"))
+    verdict = "would work" if survives else "would fail"
+    scale = f" with a loss scale up to {scale:g}" if scale and survives else ""
+    worst = "; ".join(f"{one['module']} ({one['kind']}): {one['detail']}" for one in breaks[:3])
+    more = f" and {len(breaks) - 3} more" if len(breaks) > 3 else ""
+    return f"{verdict}{scale}" + (f". {worst}{more}" if worst else "") + f" -> {prediction['recipe']}"
+
+
+def summarise(result: Result, facts: dict[str, Any], folder: Path, out: TextIO, predict: bool) -> None:
+    def line(name: str, text: str) -> None:
+        say(f"  {name:<12}{text}", out)
+
+    state = "interrupted" if result.interrupted else "finished" if result.step >= result.steps else "ended"
+    say(f"\n{state} after {result.step:,} of {result.steps:,} steps, {result.seconds:.1f} s of training", out)
+    if result.sample:
+        say("\n" + "\n".join(f"  | {text}" for text in result.sample.splitlines()) + "\n", out)
+    line("model", f"{result.parameters:,} parameters, recipe {result.recipe}")
+    if result.loss_first is not None:
+        line("loss", f"{result.loss_first:.4f} -> {result.loss_last:.4f}")
+    if result.loss_eval is not None:
+        metrics = "".join(f", {name} {value:.4g}" for name, value in result.metrics.items())
+        line("evaluation", f"{result.loss_eval:.4f}{metrics}")
+    if "unigram_entropy" in facts:
+        line("", f"{facts['unigram_entropy']:.4f} unigram baseline")
+    if result.tokens_per_s is not None:
+        line("speed", f"{result.tokens_per_s:,.0f} {result.unit}s/s")
+    line("skipped", f"{result.skipped} of {result.step} updates")
+    for captured in result.captures:
+        line("captured", f"to replay it: narrowgauge replay {shlex.quote(captured)}")
+    for finding in result.findings:
+        line(finding.severity, f"{finding.where}: {finding.detail}")
+        if finding.why:
+            line("", finding.why)
+        line("", f"-> {finding.fix}")
+    if not result.findings:
+        line("health", "healthy: nothing to report")
+    for prediction in result.predictions if predict else ():
+        line(prediction["format"], _describe_prediction(prediction))
+    try:
+        from narrowgauge.report import write
+
+        line("report", str(write([folder], folder)))
+    except UsageError as error:  # training succeeded even if the report cannot be written
+        line("report", f"not written: {error}")
+    line("record", f"{folder}/events.jsonl" + (", tensorboard/" if (folder / "tensorboard").is_dir() else ""))
+    if result.step < result.steps:
+        line("resume with", f"narrowgauge train --resume {shlex.quote(str(folder))}")
