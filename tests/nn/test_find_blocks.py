@@ -12,6 +12,7 @@ from torch.nn.utils import parametrizations
 
 from narrowgauge.models.gpt import GPT, GPTConfig
 from narrowgauge.models.llama import Llama, LlamaConfig
+from narrowgauge.nn.blocks import find as find_module
 from narrowgauge.nn.blocks.find import FoundBlocks, find_blocks
 from narrowgauge.nn.convert import convert
 from narrowgauge.nn.fused.modules import FusedBlock, mark_parts
@@ -274,3 +275,18 @@ def test_a_user_who_wants_determinism_gets_fused_blocks_as_well(monkeypatch):
         assert torch.is_deterministic_algorithms_warn_only_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+SHRUNK = ["llama", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "gpt-neox", "bert", "opt", "t5", "bart"]
+
+
+@pytest.mark.parametrize("family", SHRUNK)
+def test_a_block_that_is_too_large_for_a_cpu_is_described_from_a_small_one(family, monkeypatch):
+    """Forecasts describe blocks of any size, without a GPU."""
+    whole = find(LANGUAGE[family]())
+    monkeypatch.setattr(find_module, "_known", {})
+    monkeypatch.setattr(find_module, "LARGEST_ON_CPU", 100)
+    with torch.device("meta"):
+        large = LANGUAGE[family]()
+    found = find(large)
+    assert found.specs == whole.specs and found.specs

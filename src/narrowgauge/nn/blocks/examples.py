@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from narrowgauge.nn.blocks import families
+from narrowgauge.nn.blocks import families, transformers_small
 from narrowgauge.nn.blocks.example import (
     SOURCE,
     Example,
@@ -89,7 +89,7 @@ def make_small(block: nn.Module) -> nn.Module | None:
         made: nn.Module | None = None if make is None else make(block)
         if made is not None:
             return made
-    return None
+    return transformers_small.make_small(block)
 
 
 def find_width(block: nn.Module) -> int:
