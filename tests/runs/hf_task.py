@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from narrowgauge.pretrained.transformers_model import find_model
 from narrowgauge.task import Task
-from narrowgauge.tasks.transformers_model import find_model
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 160, "max_position_embeddings": 32,
