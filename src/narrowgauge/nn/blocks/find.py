@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -312,5 +311,8 @@ def _make_hashable(value: Any) -> Any:
 
 def _list_enclosed(function: Any) -> tuple[Any, ...]:
     """Return the numbers and names that a function has from where it was defined."""
-    cells = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
-    return tuple((name, value) for name, value in cells.items() if isinstance(value, int | float | str))
+    found = []
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # not filled yet
+            found.append(cell.cell_contents)
+    return tuple(value for value in found if isinstance(value, int | float | str))

@@ -60,7 +60,8 @@ def recognize(block: nn.Module, example: Example, seen: Observation) -> BlockSpe
         except NotABlock as reason:
             reasons.append(str(reason))
             continue
-        others = {"in_tuple": in_tuple, "returned": returned, "adapters": adapters}
+        used = tuple(adapter for adapter in adapters if adapter.base in found.linears)  # others are attention's own
+        others = {"in_tuple": in_tuple, "returned": returned, "adapters": used}
         return _complete(found, run, calls, seen, others)
     raise NotABlock(reasons[0])
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from narrowgauge.nn.fused.casts import Projection
 from narrowgauge.nn.fused.plan import BlockTensors
-from narrowgauge.nn.products.gemm import WIDE, Operand, multiply_wide
+from narrowgauge.nn.products.gemm import WIDE, Operand, add_product, multiply_wide
 
 AdapterGrads = dict[int, tuple[Tensor | None, Tensor | None]]
 """Gradients of the weights a and b, by the number of the adapter in its block."""
@@ -56,7 +56,7 @@ class Adapters:
         masks = self.draw_masks(x.hp)
         xa = self._compute_xa(x.hp, masks)
         for plan, b, low in zip(self.part.adapters, self._widen(self._b), self._split(xa), strict=True):
-            y[:, slice(*plan.columns)].addmm_(low, b.t(), alpha=plan.scale)
+            add_product(y[:, slice(*plan.columns)], low, b.t(), plan.scale)
         return AdapterState(xa, masks)
 
     def draw_masks(self, x: Tensor) -> tuple[Tensor | None, ...]:
@@ -72,9 +72,9 @@ class Adapters:
         grad_xa = grad.hp.new_empty(len(grad.hp), sum(ranks))
         parts = grad_xa.split(ranks, 1)
         for plan, b, low in zip(self.part.adapters, self._widen(self._b), parts, strict=True):
-            low.addmm_(grad.hp[:, slice(*plan.columns)], b, beta=0, alpha=plan.scale)
+            add_product(low, grad.hp[:, slice(*plan.columns)], b, plan.scale, replace=True)
         if grad_input is not None and not state.masks:
-            grad_input.addmm_(grad_xa, self._stack())
+            add_product(grad_input, grad_xa, self._stack())
         elif grad_input is not None:
             for number, (low, a) in enumerate(zip(parts, self._widen(self._a), strict=True)):
                 grad_input.add_(self._drop(multiply_wide(low, a, self.part.wide), state.masks, number))
@@ -120,8 +120,8 @@ class Adapters:
 
     def _stack(self) -> Tensor:
         """Return the weights a as one [ranks, I]."""
-        weights = self._widen(self._a)
-        return torch.cat(weights) if len(weights) > 1 else weights[0]
+        weights = [weight.detach() for weight in self._a if weight is not None]
+        return (torch.cat(weights) if len(weights) > 1 else weights[0]).to(WIDE[self.part.wide])
 
     def _compute_xa(self, x: Tensor, masks: tuple[Tensor | None, ...]) -> Tensor:
         if not masks:

@@ -160,6 +160,15 @@ def multiply_wide(
     return product if bias is None else product + bias
 
 
+def add_product(out: Tensor, a: Tensor, b_t: Tensor, factor: float = 1.0, *, replace: bool = False) -> None:
+    """Add factor * a @ b_t to a BF16 or FP32 tensor, which may be columns of another; or replace its values."""
+    if out.is_cuda or out.dtype is not BF16:
+        out.addmm_(a, b_t, beta=0.0 if replace else 1.0, alpha=factor)
+        return
+    product = (a.float() @ b_t.float()) * factor  # torch's BF16 products on a CPU depend on the layouts
+    out.copy_(product if replace else out.float() + product)
+
+
 def get_address(tensor: Tensor) -> int:
     """Return a tensor's address; 0 for a FakeTensor."""
     return 0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()
