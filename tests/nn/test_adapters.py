@@ -19,6 +19,7 @@ from narrowgauge.nn.fused import blocks, sublayers
 from narrowgauge.nn.fused.modules import FusedBlock, mark_parts
 from narrowgauge.nn.fused.verify import find_difference, make_fp32_plan
 from narrowgauge.nn.module_changes import apply_change, remove_changes
+from narrowgauge.nn.products.gemm import add_product
 
 peft = pytest.importorskip("peft")
 CPU = torch.device("cpu")
@@ -373,6 +374,29 @@ def test_recipes(recipe: str) -> None:
     model = adapt("llama", "ranks")
     plain = train(copy.deepcopy(model), "bf16", False)
     assert train(model, recipe, True) == pytest.approx(plain, rel=3e-2)
+
+
+def test_a_base_in_bf16_with_adapters_in_fp32() -> None:
+    def make() -> Any:
+        base = without_dropout(LANGUAGE["llama"]()).bfloat16()
+        return randomize(peft.get_peft_model(base, peft.LoraConfig(target_modules="all-linear"))).train()
+
+    dtypes = {name.rpartition("lora_")[1]: p.dtype for name, p in make().named_parameters() if "layers" in name}
+    assert dtypes == {"": torch.bfloat16, "lora_": torch.float32}
+    plain = train(make(), "bf16-lean", False)
+    assert train(make(), "fp8-lean[products=all]", True) == pytest.approx(plain, rel=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_product_is_added_to_columns(dtype: torch.dtype) -> None:
+    a, b, whole = (torch.randn(shape).to(dtype) for shape in ((12, 4), (4, 6), (12, 16)))
+    product = 0.5 * (a.double() @ b.double())
+    for replace_values in (False, True):
+        found = whole.clone()
+        add_product(found[:, 5:11], a, b, 0.5, replace=replace_values)
+        expected = whole.double()
+        expected[:, 5:11] = product if replace_values else expected[:, 5:11] + product
+        torch.testing.assert_close(found, expected.to(dtype))
 
 
 def test_an_engine_reports_adapters_and_saves_what_peft_loads(tmp_path: Any) -> None:
