@@ -334,7 +334,7 @@ class Inline(Block):
 
 
 class Adapted(Block):
-    """A low-rank adapter of the query projection."""
+    """What is added to the query projection is low-rank, but has a bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -344,7 +344,7 @@ class Adapted(Block):
 class Adapter(nn.Module):
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
-        self.base, self.down, self.up = base, nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False)
+        self.base, self.down, self.up = base, nn.Linear(64, 4, bias=False), nn.Linear(4, 64)
 
     def forward(self, x: Tensor) -> Tensor:
         added: Tensor = self.base(x) + self.up(self.down(x))
@@ -354,7 +354,7 @@ class Adapter(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (Adapted, "low-rank adapters"),
+        (Adapted, "not a low-rank adapter"),
         (Scaled, "no norm reads the sum with the branch of cross-attention"),
         (Normed, "no projection reads|its MLP|runs only"),
         (Inline, "self-attention is not a module of its own"),

@@ -130,12 +130,12 @@ class Subclass(NanoBlock):
 
 
 class Wrapped(nn.Module):
-    """A linear layer with a low-rank addition, as adapters are."""
+    """A linear layer with a low-rank addition that has a bias."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
         self.base_layer = base
-        self.down, self.up = nn.Linear(base.in_features, 4, bias=False), nn.Linear(4, base.out_features, bias=False)
+        self.down, self.up = nn.Linear(base.in_features, 4, bias=False), nn.Linear(4, base.out_features)
 
     def forward(self, x: Tensor) -> Tensor:
         added: Tensor = self.base_layer(x) + self.up(self.down(x))
@@ -174,7 +174,7 @@ def adapted() -> nn.Module:
         (hooked, "c_fc has hooks"),
         (replaced, "the forward of c_fc was replaced"),
         (parametrized, ""),
-        (adapted, ""),
+        (adapted, "c_attn.up reads the output of c_attn.down, but they are not a low-rank adapter"),
     ],
     ids=["subclass", "hooks", "replaced", "parametrized", "adapter"],
 )

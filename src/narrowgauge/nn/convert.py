@@ -227,7 +227,8 @@ def convert_layers(
         norm = NormSpec("norm", _get_norm_kind(whole.norm) or "layer", whole.norm.eps)
         apply_change(model, FusedHead(weight, end.choice, norm))
         chained = hasattr(model, "trunk") and not has_own_method(model, "trunk")
-        if chained and all(find_change(block, FusedBlock) for block in getattr(model, "blocks", ())):
+        adapted = any(spec.adapters for spec in specs.values())  # a chain does not look whether they have changed
+        if chained and not adapted and all(find_change(block, FusedBlock) for block in getattr(model, "blocks", ())):
             apply_change(model, FusedTrunk(weight, end.choice, norm))
     return result
 
@@ -341,6 +342,9 @@ def _survey(
         for group in spec.products
         for name in group
     }
+    adapters = {
+        f"{path}.{name}" for path, spec in specs.items() for adapter in spec.adapters for name in (adapter.a, adapter.b)
+    }
     has_head = all(hasattr(model, name) for name in ("finish", "norm", "lm_head")) and _norm_fits(model.norm)
     has_head = has_head and not has_own_method(model, "finish") and not has_own_method(model.norm, "forward")
     modules = dict(model.named_modules())
@@ -349,13 +353,16 @@ def _survey(
     for path in (*layers, *(name for name in stacked if name not in layers)):  # the last are nn.MultiheadAttention's
         source = find_projection(model, path)
         shape = source.shape
-        part = "block" if path in stacked else "head" if has_head and path == "lm_head" else "linear"
+        in_block = path in stacked or path in adapters
+        part = "block" if in_block else "head" if has_head and path == "lm_head" else "linear"
         part = "lazy head" if part == "linear" and path in heads else part
         members = [find_projection(model, name).shape for name in stacked.get(path, [path])]
         kept = explain_kept_fp32(modules, source.path, recipe)
         misfit = next(filter(None, map(linear.explain_misfit, members)), None) if recipe.compute == "fp8" else None
         if kept:
             yield Layer(path, shape, "kept", ALL_BF16, kept)
+        elif path in adapters:
+            yield Layer(path, shape, part, ALL_BF16, "low-rank adapters compute in BF16")
         elif recipe.compute == "bf16" or misfit:
             part = "kept" if part == "linear" else part
             yield Layer(path, shape, part, ALL_BF16, misfit or "the recipe computes in BF16")

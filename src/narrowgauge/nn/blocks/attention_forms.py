@@ -83,7 +83,8 @@ def _list_layouts(block: nn.Module, outputs: list[int]) -> Iterator[tuple[int, i
 
 def _list_dropouts(block: nn.Module, spec: BlockSpec) -> Iterator[Place]:
     """Yield the places of probabilities that may be attention's dropout."""
-    known = (spec.branch1.dropout, spec.branch2.dropout, None if spec.cross is None else spec.cross.dropout)
+    known = [spec.branch1.dropout, spec.branch2.dropout, None if spec.cross is None else spec.cross.dropout]
+    known += [adapter.dropout for adapter in spec.adapters]
     for path, name in list_probabilities(block):
         place = path, name
         if place not in known and vars(block.get_submodule(path))[name] > 0:

@@ -87,9 +87,14 @@ def make_small(block: nn.Module) -> nn.Module | None:
     for family in _list_families():
         make: Any = getattr(family, "make_small", None)
         made: nn.Module | None = None if make is None else make(block)
-        if made is not None:
+        # a user may have added modules, such as adapters
+        if made is not None and _list_paths(made) == _list_paths(block):
             return made
     return transformers_small.make_small(block)
+
+
+def _list_paths(block: nn.Module) -> list[str]:
+    return [path for path, _ in block.named_modules()]
 
 
 def find_width(block: nn.Module) -> int:

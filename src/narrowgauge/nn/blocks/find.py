@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -142,6 +143,7 @@ def _describe(block: nn.Module, device: torch.device, differs: Differs, known: B
     example, seen = _observe_first(copy, make_examples(copy, device))
     given = tuple(name for name, value in example.kwargs.items() if value is not None)
     base = replace(recognize(copy, example, seen), given=given)
+    _shrink_adapters(copy, base)
     with _scaled(copy, base.ups, LARGE_ACTIVATIONS), torch.no_grad():
         if not has_activation(observe(copy, *example), base):
             raise NotABlock(f"its activation is {base.activation} of small values, but not of large ones")
@@ -197,6 +199,13 @@ def _with_mask(block: nn.Module, spec: BlockSpec, variants: dict[str, Example], 
         if variant is not None and differs(block, masked, variant) is None:
             return masked
     return spec
+
+
+def _shrink_adapters(block: nn.Module, spec: BlockSpec) -> None:
+    """Let adapters add about 1 whatever their scale, as layers do: larger values lose digits in attention's scores."""
+    with torch.no_grad():
+        for adapter in spec.adapters:
+            find_projection(block, adapter.b).weight.div_(max(1.0, abs(adapter.scale)))
 
 
 @contextlib.contextmanager
@@ -258,6 +267,10 @@ def has_hooks(module: nn.Module) -> bool:
 
 NUMBERS = ("layer_idx", "layer_id", "layer_number", "layer_index")
 """Attributes that number the layers."""
+NUMBER_IN_PATH = re.compile(r"\.\d+\.")
+"""The number of a layer in a path, which PEFT's modules hold as an attribute."""
+PRIVATE = (int, float, str, list, tuple)
+"""Types of private attributes that are settings, such as the names of active adapters."""
 
 
 def _make_key(block: nn.Module) -> Any:
@@ -269,7 +282,7 @@ def _make_key(block: nn.Module) -> Any:
         settings = tuple(
             (name, _make_hashable(value))
             for name, value in sorted(vars(module).items())
-            if name not in (*NUMBERS, "training") and (not name.startswith("_") or isinstance(value, int | float | str))
+            if name not in (*NUMBERS, "training") and (not name.startswith("_") or isinstance(value, PRIVATE))
         )
         shapes = tuple((name, None if p is None else tuple(p.shape)) for name, p in module._parameters.items())
         config = getattr(module, "config", None)
@@ -281,7 +294,9 @@ def _make_key(block: nn.Module) -> Any:
 
 def _make_hashable(value: Any) -> Any:
     """Return a setting so that it can be compared: a number, a name, a list of them, or a function by its code."""
-    if value is None or isinstance(value, int | float | str | torch.dtype):
+    if isinstance(value, str):
+        return NUMBER_IN_PATH.sub("..", value)
+    if value is None or isinstance(value, int | float | torch.dtype):
         return value
     if isinstance(value, list | tuple):
         return tuple(_make_hashable(entry) for entry in value)
@@ -290,5 +305,14 @@ def _make_hashable(value: Any) -> Any:
     if isinstance(value, functools.partial):
         return tuple(_make_hashable(part) for part in (value.func, value.args, value.keywords))
     if callable(value) and hasattr(value, "__qualname__"):
-        return value.__module__, value.__qualname__, getattr(value, "__code__", None)
+        return value.__module__, value.__qualname__, getattr(value, "__code__", None), _list_enclosed(value)
     return None
+
+
+def _list_enclosed(function: Any) -> tuple[Any, ...]:
+    """Return the numbers and names that a function has from where it was defined."""
+    found = []
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # not filled yet
+            found.append(cell.cell_contents)
+    return tuple(value for value in found if isinstance(value, int | float | str))

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from torch import nn
 
 from narrowgauge.nn.blocks.multihead import is_self_attention
+from narrowgauge.nn.blocks.spec import BlockSpec
 from narrowgauge.nn.products.linear import has_transposed_weight, is_linear
 
 
@@ -51,6 +52,12 @@ def find_projection(root: nn.Module, path: str) -> ProjectionSource:
     if not path or last in owner._modules:  # no path: the root is the layer itself
         return ProjectionSource(path, root.get_submodule(path))
     return ProjectionSource(parent, owner, f"{last}_weight", f"{last}_bias")
+
+
+def find_called(root: nn.Module, spec: BlockSpec, path: str) -> nn.Module:
+    """Return the module that a block calls for a projection: its linear layer, or the one that adds an adapter."""
+    called = spec.get_called(path)
+    return root.get_submodule(called) if called != path else find_projection(root, path).owner
 
 
 def count_projections(module: nn.Module) -> int:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.nn.blocks.activations import ACTIVATIONS, GATED, compute_activation
+from narrowgauge.nn.blocks.adapters import merge_adapters
 from narrowgauge.nn.blocks.equations import EXACT, TOLERANCE, are_close, recognize_norm
 from narrowgauge.nn.blocks.example import SOURCE, Example
 from narrowgauge.nn.blocks.observe import Call, Observation, get_rows
@@ -36,16 +37,17 @@ def recognize(block: nn.Module, example: Example, seen: Observation) -> BlockSpe
     """
     output, in_tuple, returned = _read_output(seen.output, example)
     x = get_rows(example.args[0])
+    unused = list_unused(block, seen)
+    seen, adapters = merge_adapters(seen)
     calls = seen.once()
     linears = [call for call in calls if call.is_projection]
     if len({call.path for call in seen.calls if call.is_projection}) != len(linears):
         raise NotABlock("a linear layer inside it runs more than once")
-    unused = list_unused(block, seen)
     if unused:
         raise NotABlock(f"{min(unused)} runs only with other arguments, or is used in another way")
     for one, two in itertools.permutations(linears, 2):
         if are_close(two.input, one.output):
-            raise NotABlock(f"{two.path} reads the output of {one.path}, as in low-rank adapters")
+            raise NotABlock(f"{two.path} reads the output of {one.path}, but they are not a low-rank adapter")
     norms = [(call, norm) for call in calls if (norm := recognize_norm(call)) is not None]
     if len(linears) < 3 or not norms:
         raise NotABlock("it has fewer than three linear layers, or no norm")
@@ -58,14 +60,18 @@ def recognize(block: nn.Module, example: Example, seen: Observation) -> BlockSpe
         except NotABlock as reason:
             reasons.append(str(reason))
             continue
-        return _complete(found, run, calls, seen, {"in_tuple": in_tuple, "returned": returned})
+        used = tuple(adapter for adapter in adapters if adapter.base in found.linears)  # others are attention's own
+        others = {"in_tuple": in_tuple, "returned": returned, "adapters": used}
+        return _complete(found, run, calls, seen, others)
     raise NotABlock(reasons[0])
 
 
 def list_unused(block: nn.Module, seen: Observation) -> set[str]:
-    """Return the linear layers that did not run."""
+    """Return the linear layers that did not run, apart from adapters that are not active."""
     run = {call.path for call in seen.calls if call.is_projection}
-    return {path for path, part in block.named_modules() if is_linear(part)} - run
+    adapted = tuple(f"{adapter.path}." for adapter in merge_adapters(seen)[1])
+    linears = {path for path, part in block.named_modules() if is_linear(part)}
+    return {path for path in linears - run if not path.startswith(adapted)}
 
 
 Norms = list[tuple[Call, NormSpec]]
@@ -321,7 +327,7 @@ def _match_activation(ups: list[Call], down: Call) -> tuple[str, tuple[str, ...]
 
 def has_activation(seen: Observation, spec: BlockSpec) -> bool:
     """Whether the last projection's input is the described activation of the MLP's first projections."""
-    calls = {call.path: call for call in seen.calls}
+    calls = {call.path: call for call in merge_adapters(seen)[0].calls}
     u = torch.cat([calls[path].output for path in spec.ups], -1)
     return are_close(compute_activation(spec.activation, u, spec.gate_last), calls[spec.down].input)
 

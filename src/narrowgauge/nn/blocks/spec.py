@@ -11,7 +11,8 @@ Between attention and MLP, a "pre" or "post" block may have cross-attention to a
     pre       x1 = x1 + drop(out(attend(query(norm(x1)), inputs(e))))
     post      x1 = norm(x1 + drop(out(attend(query(x1), inputs(e)))))
 
-What a branch goes through before it is added is a ``BranchSpec``: a norm, dropout, a scale, stochastic depth. A "pre"
+A projection may have a low-rank adapter, an ``AdapterSpec``. What a branch goes through before it is added is a
+``BranchSpec``: a norm, dropout, a scale, stochastic depth. A "pre"
 block whose branches are normed may have no other norms (OLMo 2).
 
 Attention itself is what happens between the input projections and the output projection. It stays the model's own code
@@ -96,6 +97,21 @@ class CrossSpec:
 
 
 @dataclass(frozen=True)
+class AdapterSpec:
+    """A low-rank adapter of a projection: y = base(x) + scale * b(a(dropout(x)))."""
+
+    path: str
+    """The module that computes y."""
+    base: str
+    """The projection without adapter, as the block's other fields name it."""
+    a: str
+    b: str
+    scale: float
+    dropout: Place | None = None
+    """Where the block holds the probability of the dropout."""
+
+
+@dataclass(frozen=True)
 class BlockSpec:
     """A block: paths are relative to its module."""
 
@@ -126,6 +142,8 @@ class BlockSpec:
 
     cross: CrossSpec | None = None
     """Cross-attention, in blocks of a decoder."""
+    adapters: tuple[AdapterSpec, ...] = ()
+    """Low-rank adapters, in the order in which they run."""
     given: tuple[str, ...] = ()
     """The arguments of the call that was verified, besides the hidden state."""
 
@@ -143,6 +161,10 @@ class BlockSpec:
     def linears(self) -> tuple[str, ...]:
         """All projections, in the order in which they run."""
         return tuple(path for group in self.products for path in group)
+
+    def get_called(self, path: str) -> str:
+        """Return the path of the module that the block calls for a projection: the one with the adapter, if any."""
+        return next((adapter.path for adapter in self.adapters if adapter.base == path), path)
 
     @property
     def norms(self) -> tuple[NormSpec, ...]:

@@ -24,9 +24,9 @@ from narrowgauge.kernels import rotary
 from narrowgauge.kernels.document_attention import attend_documents
 from narrowgauge.nn.blocks import multihead
 from narrowgauge.nn.blocks.multihead import is_self_attention
-from narrowgauge.nn.blocks.projections import find_projection
+from narrowgauge.nn.blocks.projections import find_called, find_projection
 from narrowgauge.nn.blocks.spec import AttentionSpec, BlockSpec
-from narrowgauge.nn.fused.casts import cast_grad_output, cast_heads_grad, cast_heads_input, make_operand
+from narrowgauge.nn.fused.casts import cast_grad_output, cast_heads_grad, cast_heads_input, cast_input
 from narrowgauge.nn.fused.documents import Documents
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors
 from narrowgauge.nn.module_changes import Change
@@ -102,7 +102,8 @@ class BlockCall:
 
     def get_cache_number(self, spec: BlockSpec) -> int | None:
         """Return the layer's number in a cache of keys and values, as its attention module holds it."""
-        owners = [self.module.get_submodule(path.rpartition(".")[0]) for path in (spec.output, spec.inputs[0])]
+        called = [spec.get_called(path) for path in (spec.output, spec.inputs[0])]
+        owners = [self.module.get_submodule(path.rpartition(".")[0]) for path in called]
         numbers = [getattr(owner, "layer_idx", None) for owner in owners]
         return next((number for number in numbers if isinstance(number, int)), None)
 
@@ -240,7 +241,7 @@ def make_operand_of(plan: BlockPlan, attended: Attended, caster: Fp8Caster | Non
     mixed, reader = attended.mixed.detach(), plan.out
     if plan.spec.attention.kind != "own":
         return cast_heads_input(mixed, reader, caster, needed)
-    return make_operand(mixed.reshape(-1, mixed.shape[-1]), reader.input_formats, reader.input, caster, needed)
+    return cast_input(reader, mixed.reshape(-1, mixed.shape[-1]), caster, needed)
 
 
 def _attend_by_own_code(spec: BlockSpec, qkv: Tensor, call: BlockCall, tensors: BlockTensors, needed: bool) -> Attended:
@@ -288,13 +289,13 @@ def _make_answers(spec: BlockSpec, module: nn.Module, qkv: Tensor) -> Answers:
         answers[id(owner)] = attend_and_stop
         return answers
     parts = qkv.split([source.shape[0] for source in sources], -1) if len(sources) > 1 else (qkv,)
-    for source, part in zip(sources, parts, strict=True):
-        answers[id(source.owner)] = (
+    for path, part in zip(spec.inputs, parts, strict=True):
+        answers[id(find_called(module, spec, path))] = (
             lambda args, kwargs, part=part: part.view(  # type: ignore[misc]
                 *get_first(args, kwargs).shape[:-1], -1
             )
         )
-    answers[id(module.get_submodule(spec.output))] = stop
+    answers[id(find_called(module, spec, spec.output))] = stop
     return answers
 
 

@@ -6,7 +6,8 @@ products have mixed formats, the operand is computed in BF16 and cast, so that b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,18 @@ Stats = tuple[Tensor | None, Tensor]
 """Mean (None for RMSNorm) and 1 / standard deviation of each row."""
 
 
+class AdapterPlan(NamedTuple):
+    """A low-rank adapter of one of the weights that a projection stacks."""
+
+    number: int
+    """Its place among the block's adapters."""
+    columns: tuple[int, int]
+    """Where it adds to the projection's output: the first column, and the one after the last."""
+    scale: float
+    gradient_dtypes: tuple[torch.dtype | None, torch.dtype | None]
+    """Those of its two weights; None for the dtypes of the weights, as gathered by FSDP."""
+
+
 @dataclass(frozen=True)
 class Projection:
     """A linear layer of a block: the casts of its weights, the formats of its products, the sites of their inputs."""
@@ -31,14 +44,44 @@ class Projection:
     choice: GemmChoice
     input: Site | None = None
     grad: Site | None = None
+    adapters: tuple[AdapterPlan, ...] = ()
+    is_frozen: bool = False
+    """Whether its weights need no gradient, so that no product grad_weight runs."""
+
+    @functools.cached_property
+    def frozen(self) -> Projection:
+        """The same projection without gradient of its weights."""
+        return replace(self, is_frozen=True)
+
+    @property
+    def wide(self) -> str:
+        """The format of the adapters' products."""
+        return "fp32" if "fp32" in self.choice else "bf16"
 
     @property
     def input_formats(self) -> set[str]:
-        return {self.choice.output, self.choice.grad_weight}
+        return {self.choice.output} | self._other_formats
 
     @property
     def grad_formats(self) -> set[str]:
-        return {self.choice.grad_input, self.choice.grad_weight}
+        return {self.choice.grad_input} | self._other_formats
+
+    @property
+    def _other_formats(self) -> set[str]:
+        """The formats in which both the input and the gradient are read."""
+        of_weight = set() if self.is_frozen else {self.choice.grad_weight}
+        return of_weight | ({self.wide} if self.adapters else set())
+
+    @property
+    def reads_transposed(self) -> bool:
+        """Whether grad_weight reads transposed FP8 copies."""
+        return self.choice.grad_weight == "fp8" and not self.is_frozen
+
+    def keep_for_backward(self, x: Operand) -> Operand:
+        """Return what backward reads of the projection's input, without what only forward's product reads."""
+        if self.is_frozen:
+            return Operand(x.hp if self.adapters else None)
+        return x._replace(lp=None) if x.lp_t is not None else x
 
 
 def _can_write_fp8(formats: set[str], site: Site | None, caster: Fp8Caster | None) -> bool:
@@ -69,7 +112,12 @@ def get_wide_dtype(formats: set[str]) -> torch.dtype | None:
 
 def cast_grad_output(writer: Projection, rows: Tensor, caster: Fp8Caster | None) -> Operand:
     """Cast the gradient of a projection's output to the formats that its products read."""
-    return make_operand(rows, writer.grad_formats, writer.grad, caster, True)
+    return make_operand(rows, writer.grad_formats, writer.grad, caster, writer.reads_transposed)
+
+
+def cast_input(reader: Projection, rows: Tensor, caster: Fp8Caster | None, needed: bool) -> Operand:
+    """Cast the input of a projection to the formats that its products read; ``needed``: backward will follow."""
+    return make_operand(rows, reader.input_formats, reader.input, caster, needed and reader.reads_transposed)
 
 
 class NormWeights(NamedTuple):
@@ -169,7 +217,7 @@ def apply_activation(spec: BlockSpec, u: Tensor, reader: Projection, caster: Fp8
             spec.activation, u, transposed=False, gate_last=spec.gate_last, **_fp8_options(site, caster)
         )
         return Operand(None, lp, None, site.inv_scale)
-    return make_operand(compute_wide_activation(spec, u, reader), reader.input_formats, site, caster, needed)
+    return cast_input(reader, compute_wide_activation(spec, u, reader), caster, needed)
 
 
 def compute_wide_activation(spec: BlockSpec, u: Tensor, reader: Projection) -> Tensor:
@@ -191,7 +239,8 @@ def apply_activation_backward(
 ) -> tuple[Operand, Operand]:
     """Return the gradient of u in the formats of ``writer``, the projection that wrote u; and act(u) for grad_weight.
 
-    ``a`` is what forward saved of act(u); it is recomputed if empty. No scale has changed since forward.
+    ``a`` is what forward saved of act(u); it is recomputed if empty and a product reads it. No scale has changed since
+    forward.
     """
     if not _has_kernel(spec):
         with torch.enable_grad():
@@ -201,14 +250,14 @@ def apply_activation_backward(
         return cast_grad_output(writer, grad.to(get_wide_dtype(writer.grad_formats) or BF16), caster), a
     site, source = writer.grad, reader.input
     options: dict[str, Any] = {"gate_last": spec.gate_last}
-    missing = a.hp is None and a.lp_t is None
+    missing = not reader.is_frozen and a.hp is None and a.lp_t is None
     if missing:
         assert source is not None
         options["forward_scale"] = source.scale
     direct = _can_write_fp8(writer.grad_formats, site, caster)
     if direct:
         assert site is not None and caster is not None
-        options |= _fp8_options(site, caster)
+        options |= {**_fp8_options(site, caster), "transposed": writer.reads_transposed}
     else:
         options["dtype"] = get_wide_dtype(writer.grad_formats) or BF16
     out, out_t, again = activation.activate_backward(spec.activation, grad_output, u, **options)
@@ -232,9 +281,9 @@ def cast_heads_input(mixed: Tensor, reader: Projection, caster: Fp8Caster | None
         assert caster is not None and reader.input is not None
         scale, inv_scale, amax = caster.scale_of(mixed, reader.input)
         lp, lp_t = cast.cast_transpose_packed((mixed,), scale, reader.input.dtype, amax, caster.counts(reader.input))
-        return Operand(None, lp, lp_t, inv_scale)
+        return Operand(None, lp, lp_t if reader.reads_transposed else None, inv_scale)
     rows = mixed.transpose(1, 2).reshape(-1, mixed.shape[1] * mixed.shape[3])
-    return make_operand(rows, reader.input_formats, reader.input, caster, needed)
+    return cast_input(reader, rows, caster, needed)
 
 
 def cast_heads_grad(parts: tuple[Tensor, ...], writer: Projection, caster: Fp8Caster | None) -> Operand:
@@ -247,6 +296,6 @@ def cast_heads_grad(parts: tuple[Tensor, ...], writer: Projection, caster: Fp8Ca
         else:
             scale, inv_scale, amax = caster.scale_of(torch.stack([cast.max_abs(part) for part in parts]), site)
         lp, lp_t = cast.cast_transpose_packed(parts, scale, site.dtype, amax, caster.counts(site))
-        return Operand(None, lp, lp_t, inv_scale)
+        return Operand(None, lp, lp_t if writer.reads_transposed else None, inv_scale)
     packed = cast.pack(parts) if parts[0].dtype is BF16 else cast.pack_reference(list(parts))
     return cast_grad_output(writer, packed, caster)

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.nn.blocks.projections import find_projection
+from narrowgauge.nn.blocks.projections import find_called, find_projection
 from narrowgauge.nn.blocks.spec import CrossSpec
 from narrowgauge.nn.fused import halves
+from narrowgauge.nn.fused.adapters import AdapterGrads, AdapterState
 from narrowgauge.nn.fused.attention import Answers, OutputReached, get_first, run_with_answers, stop
 from narrowgauge.nn.fused.casts import (
     NormGrads,
@@ -29,13 +30,22 @@ from narrowgauge.nn.fused.casts import (
     Stats,
     apply_norm,
     cast_grad_output,
-    make_operand,
+    cast_input,
     norm_backward,
 )
-from narrowgauge.nn.fused.plan import BlockTensors, Some, bind_norm
+from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, Some, bind_norm
 from narrowgauge.nn.fused.reports import report_cross, report_cross_gradients, report_cross_norm
-from narrowgauge.nn.fused.sublayers import CROSS, Branch, Run, finish_branch, project, project_backward
-from narrowgauge.nn.products.gemm import Operand, compute_grad_input, is_graph_retained
+from narrowgauge.nn.fused.sublayers import (
+    CROSS,
+    Branch,
+    Run,
+    adapters_backward,
+    finish_branch,
+    input_backward,
+    project,
+    project_backward,
+)
+from narrowgauge.nn.products.gemm import Operand, is_graph_retained
 from narrowgauge.random_state import get_random_state, set_random_state
 
 
@@ -54,6 +64,8 @@ class CrossHalf:
     read: Tensor | None = None
     """What the half's norm reads, as rows."""
     stats: Stats | None = None
+    adapters: tuple[AdapterState, ...] = ()
+    """Of the projections of the query, of key and value, and of the output."""
 
 
 @dataclass
@@ -66,6 +78,7 @@ class CrossGrads:
     own: Some
     others: tuple[Tensor | None, ...]
     """Of differentiable arguments of the block's call, among them the encoder's output."""
+    adapters: AdapterGrads
     norm: NormGrads | None = None
     """Of the half's norm, which the orders add."""
 
@@ -87,14 +100,15 @@ def run_cross(run: Run, h: Operand, shape: torch.Size) -> tuple[Tensor, CrossHal
     tensors, (query, source, out), (of_query, of_source, of_out) = run.tensors, run.plan.cross, run.uses.cross
     batch, length, _ = shape
     e = read_source(run)
-    q = project(h, of_query, query, tensors.query_bias)
-    kv = project(e, of_source, source, tensors.source_biases)
+    q, one = project(run, h, of_query, query, tensors.query_bias)
+    kv, two = project(run, e, of_source, source, tensors.source_biases)
     mixed, leaves = _attend(run, q.view(batch, length, -1), kv.view(*get_source(run).shape[:-1], -1))
     rows = mixed.detach().reshape(-1, mixed.shape[-1])
-    o = make_operand(rows, out.input_formats, out.input, run.caster, run.needed)
-    made, branch = finish_branch(run, CROSS, project(o, of_out, out, tensors.cross_out_bias), batch)
+    o = cast_input(out, rows, run.caster, run.needed)
+    projected, three = project(run, o, of_out, out, tensors.cross_out_bias)
+    made, branch = finish_branch(run, CROSS, projected, batch)
     report_cross(run, q, kv, made)
-    return made, CrossHalf(h, e, mixed, leaves, o, branch)
+    return made, CrossHalf(h, e, mixed, leaves, o, branch, adapters=(one, two, three))
 
 
 def run_pre(run: Run, x: Tensor, branch: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor, CrossHalf]:
@@ -131,7 +145,8 @@ def backward_pre(
 def cross_backward(run: Run, half: CrossHalf, grad: Operand, shape: torch.Size, needs: BlockTensors) -> CrossGrads:
     """Return the gradients of cross-attention's half, from that of its output projection."""
     (query, source, out), (of_query, of_source, of_out) = run.plan.cross, run.uses.cross
-    grad_o = compute_grad_input(grad, of_out, out.choice)
+    one, two, three = half.adapters
+    grad_o, three = input_backward(run, grad, of_out, out, three)
     outs = project_backward(grad, half.o, of_out, out, needs.cross_out, needs.cross_out_bias)
     own = [p for p, need in zip(run.tensors.own, needs.own, strict=True) if need and p is not None]
     found = torch.autograd.grad(
@@ -148,23 +163,29 @@ def cross_backward(run: Run, half: CrossHalf, grad: Operand, shape: torch.Size, 
     e = get_source(run)
     for number, argument in enumerate(run.call.differentiable):
         if argument is e:
-            of_source_input = compute_grad_input(grad_kv, of_source, source.choice)
+            of_source_input, two = input_backward(run, grad_kv, of_source, source, two)
             others[number] = add(others[number], of_source_input.view(e.shape).to(e.dtype))
     report_cross_gradients(run, grad, grad_q, grad_kv)
     of_own = iter(found[len(half.leaves) :])
     names = ("query", "query_bias", "source", "source_biases", "cross_out", "cross_out_bias")
+    grad_h, one = input_backward(run, grad_q, of_query, query, one)
+    triples = ((query, grad_q, half.h, one), (source, grad_kv, half.source, two), (out, grad, half.o, three))
+    adapters: AdapterGrads = {}
+    for part, grad_y, x, state in triples:
+        adapters |= adapters_backward(run, grad_y, x, part, state, needs)
     return CrossGrads(
-        compute_grad_input(grad_q, of_query, query.choice),
+        grad_h,
         dict(zip(names, (*queries, *sources, *outs), strict=True)),
         tuple(
             next(of_own) if need and p is not None else None for p, need in zip(run.tensors.own, needs.own, strict=True)
         ),
         tuple(others),
+        adapters,
     )
 
 
 def merge(
-    grads: BlockTensors, others: list[Tensor | None], cross: CrossGrads | None
+    run: Run, grads: BlockTensors, others: list[Tensor | None], cross: CrossGrads | None
 ) -> tuple[BlockTensors, list[Tensor | None]]:
     """Add the gradients of cross-attention to those of a block's other parameters and of its arguments."""
     if cross is None:
@@ -173,6 +194,7 @@ def merge(
     own = grads.own or (None,) * len(cross.own)
     whole: Any = {**cross.tensors, "cross_norm": (cross.norm.weight,), "cross_norm_bias": (cross.norm.bias,)}
     others = others or [None] * len(cross.others)
+    grads = halves.place_adapters(run, grads, cross.adapters)
     return (
         grads._replace(own=tuple(map(add, own, cross.own)), **whole),
         [add(one, other) for one, other in zip(others, cross.others, strict=True)],
@@ -184,12 +206,18 @@ def add(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     return other if one is None else one if other is None else one + other
 
 
-def drop_unneeded(run_again: bool, half: CrossHalf | None) -> CrossHalf | None:
-    """Drop what only forward's products read, and with ``run_again`` what ``restore`` makes again."""
+def drop_unneeded(plan: BlockPlan, half: CrossHalf | None) -> CrossHalf | None:
+    """Drop what only forward's products read, and with selective checkpointing what ``restore`` makes again."""
     if half is None:
         return None
-    h, source = (Operand() if run_again else halves.drop_forward_layout(part) for part in (half.h, half.source))
-    return replace(half, h=h, source=source, o=halves.drop_forward_layout(half.o))
+    query, source, out = plan.cross
+    again = plan.checkpoint == "selective"
+    return replace(
+        half,
+        h=Operand() if again else query.keep_for_backward(half.h),
+        source=Operand() if again else source.keep_for_backward(half.source),
+        o=out.keep_for_backward(half.o),
+    )
 
 
 def restore(run: Run, half: CrossHalf, h: Operand | None = None) -> CrossHalf:
@@ -208,8 +236,8 @@ def get_source(run: Run) -> Tensor:
 
 def read_source(run: Run) -> Operand:
     """Return the encoder's output in the formats of the projections of keys and values."""
-    e, part = get_source(run).detach(), run.plan.cross[1]
-    return make_operand(e.reshape(-1, e.shape[-1]), part.input_formats, part.input, run.caster, run.needed)
+    e = get_source(run).detach()
+    return cast_input(run.plan.cross[1], e.reshape(-1, e.shape[-1]), run.caster, run.needed)
 
 
 def _attend(run: Run, q: Tensor, kv: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -244,9 +272,9 @@ def _make_answers(run: Run, x: Tensor, q: Tensor, kv: Tensor) -> Answers:
             set_random_state(state, x.device)
         return _answer(q)(args, kwargs)
 
-    answers[id(find_projection(module, cross.query).owner)] = answer_query
-    sources = [find_projection(module, path) for path in cross.inputs]
-    for source, part in zip(sources, kv.split([source.shape[0] for source in sources], -1), strict=True):
-        answers[id(source.owner)] = _answer(part)
-    answers[id(find_projection(module, cross.output).owner)] = stop
+    answers[id(find_called(module, spec, cross.query))] = answer_query
+    sizes = [find_projection(module, path).shape[0] for path in cross.inputs]
+    for path, part in zip(cross.inputs, kv.split(sizes, -1), strict=True):
+        answers[id(find_called(module, spec, path))] = _answer(part)
+    answers[id(find_called(module, spec, cross.output))] = stop
     return answers

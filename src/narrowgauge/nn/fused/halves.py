@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from narrowgauge.nn.fused.adapters import NO_STATE, AdapterGrads, AdapterState
 from narrowgauge.nn.fused.attention import Attended, attend, attend_backward, make_operand_of
 from narrowgauge.nn.fused.casts import NormGrads
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, Some
@@ -19,14 +20,17 @@ from narrowgauge.nn.fused.sublayers import (
     Run,
     activate,
     activate_backward,
+    adapters_backward,
     branch_backward,
     finish_branch,
+    get_inputs,
     get_outputs,
+    input_backward,
     is_activation_remade,
     project,
     project_backward,
 )
-from narrowgauge.nn.products.gemm import Operand, compute_grad_input
+from narrowgauge.nn.products.gemm import Operand
 
 
 @dataclass
@@ -37,6 +41,8 @@ class AttentionHalf:
     attended: Attended
     o: Operand
     branch: Branch
+    of_inputs: AdapterState = NO_STATE
+    of_out: AdapterState = NO_STATE
 
 
 @dataclass
@@ -47,6 +53,8 @@ class MlpHalf:
     u: Tensor
     activated: Activated
     branch: Branch
+    of_ups: AdapterState = NO_STATE
+    of_down: AdapterState = NO_STATE
 
 
 class EndGrads(NamedTuple):
@@ -66,6 +74,7 @@ class HalfGrads(NamedTuple):
     first_biases: Some
     last: Some
     last_bias: Some
+    adapters: AdapterGrads
     own: Some = ()
     others: tuple[Tensor | None, ...] = ()
     """Of differentiable arguments of the block's call."""
@@ -75,11 +84,12 @@ def run_attention(run: Run, h: Operand, shape: torch.Size) -> tuple[Tensor, Tens
     """Return attention's branch, the output of the input projections, and what is saved."""
     plan, tensors, uses = run.plan, run.tensors, run.uses
     batch, length, _ = shape
-    qkv = project(h, uses.qkv, plan.qkv, tensors.input_biases)
+    qkv, of_inputs = project(run, h, uses.qkv, plan.qkv, tensors.input_biases)
     attended = attend(plan, qkv.view(batch, length, -1), run.call, tensors, run.needed, run.dropout.attention)
     o = make_operand_of(plan, attended, run.caster, run.needed)
-    out, branch = finish_branch(run, 1, project(o, uses.out, plan.out, tensors.out_bias), batch)
-    return out, qkv, AttentionHalf(h, attended, o, branch)
+    projected, of_out = project(run, o, uses.out, plan.out, tensors.out_bias)
+    out, branch = finish_branch(run, 1, projected, batch)
+    return out, qkv, AttentionHalf(h, attended, o, branch, of_inputs, of_out)
 
 
 def run_mlp(run: Run, h: Operand, batch: int, whole: bool = True) -> tuple[Tensor, MlpHalf]:
@@ -88,14 +98,17 @@ def run_mlp(run: Run, h: Operand, batch: int, whole: bool = True) -> tuple[Tenso
     Without ``whole``, for a recomputation, the branch has no values. What dropout drops does not depend on them.
     """
     plan, tensors, uses = run.plan, run.tensors, run.uses
-    u = project(h, uses.up, plan.up, tensors.up_biases)
+    u, of_ups = project(run, h, uses.up, plan.up, tensors.up_biases)
     activated = activate(run, u) if whole or not is_activation_remade(run) else Activated()
     if whole:
-        down = project(activated.a, uses.down, plan.down, tensors.down_bias)
+        down, of_down = project(run, activated.a, uses.down, plan.down, tensors.down_bias)
     else:
-        down = u.new_empty(len(u), get_outputs(uses.down, 0))
+        down, of_down = u.new_empty(len(u), get_outputs(uses.down, 0)), NO_STATE
+        if run.dropout.adapters:
+            read = u.new_empty(len(u), get_inputs(uses.down))
+            of_down = AdapterState(masks=run.bind_adapters(plan.down).draw_masks(read))
     y, branch = finish_branch(run, 2, down, batch)
-    return y, MlpHalf(h, u, activated, branch)
+    return y, MlpHalf(h, u, activated, branch, of_ups, of_down)
 
 
 def end_backward(run: Run, number: int, branch: Branch, grad: Tensor, written: Operand | None) -> EndGrads:
@@ -112,51 +125,62 @@ def attention_backward(
 ) -> HalfGrads:
     """Return the gradients of attention's half, from that of its output projection."""
     plan, tensors, uses = run.plan, run.tensors, run.uses
-    grad_o = compute_grad_input(grad, uses.out, plan.out.choice)
+    grad_o, state = input_backward(run, grad, uses.out, plan.out, half.of_out)
+    adapters = adapters_backward(run, grad, half.o, plan.out, state, needs)
     of_out, of_out_bias = project_backward(grad, half.o, uses.out, plan.out, needs.out, needs.out_bias)
     grad_qkv, of_own, of_others = attend_backward(
         plan, half.attended, grad_o, shape, tensors, run.caster, tuple(bool(need) for need in needs.own)
     )
-    grad_h = compute_grad_input(grad_qkv, uses.qkv, plan.qkv.choice)
+    grad_h, state = input_backward(run, grad_qkv, uses.qkv, plan.qkv, half.of_inputs)
+    adapters |= adapters_backward(run, grad_qkv, half.h, plan.qkv, state, needs)
     of_inputs, of_biases = project_backward(grad_qkv, half.h, uses.qkv, plan.qkv, needs.inputs, needs.input_biases)
     return HalfGrads(
-        grad_h, grad_qkv, of_inputs, of_biases, of_out, of_out_bias, tuple(of_own), tuple(of_others)
+        grad_h, grad_qkv, of_inputs, of_biases, of_out, of_out_bias, adapters, tuple(of_own), tuple(of_others)
     )  # fmt: skip
 
 
 def mlp_backward(run: Run, half: MlpHalf, grad: Operand, needs: BlockTensors) -> HalfGrads:
     """Return the gradients of the MLP, from that of its last projection."""
     plan, uses = run.plan, run.uses
-    grad_a = compute_grad_input(grad, uses.down, plan.down.choice)
+    grad_a, state = input_backward(run, grad, uses.down, plan.down, half.of_down)
     grad_u, a = activate_backward(run, grad_a, half.u, half.activated)
+    adapters = adapters_backward(run, grad, a, plan.down, state, needs)
     of_down, of_down_bias = project_backward(grad, a, uses.down, plan.down, needs.down, needs.down_bias)
-    grad_h = compute_grad_input(grad_u, uses.up, plan.up.choice)
+    grad_h, state = input_backward(run, grad_u, uses.up, plan.up, half.of_ups)
+    adapters |= adapters_backward(run, grad_u, half.h, plan.up, state, needs)
     of_ups, of_up_biases = project_backward(grad_u, half.h, uses.up, plan.up, needs.ups, needs.up_biases)
-    return HalfGrads(grad_h, grad_u, of_ups, of_up_biases, of_down, of_down_bias)
+    return HalfGrads(grad_h, grad_u, of_ups, of_up_biases, of_down, of_down_bias, adapters)
 
 
 def collect_grads(
-    norm1: NormGrads, attention: HalfGrads, end1: EndGrads, norm2: NormGrads, mlp: HalfGrads, end2: EndGrads
+    run: Run, norm1: NormGrads, attention: HalfGrads, end1: EndGrads, norm2: NormGrads, mlp: HalfGrads, end2: EndGrads
 ) -> BlockTensors:
     """Return the gradients of a block's parameters in their order."""
-    return BlockTensors(
+    grads = BlockTensors(
         (norm1.weight,), (norm1.bias,), attention.first, attention.first_biases, attention.last, attention.last_bias,
         (norm2.weight,), (norm2.bias,), mlp.first, mlp.first_biases, mlp.last, mlp.last_bias,
         (end1.norm,), (end2.norm,), (end1.scale,), (end2.scale,), attention.own,
     )  # fmt: skip
+    return place_adapters(run, grads, attention.adapters | mlp.adapters)
+
+
+def place_adapters(run: Run, grads: BlockTensors, found: AdapterGrads) -> BlockTensors:
+    """Return a block's gradients with those of its adapters, besides the ones that it has."""
+    numbers = range(len(run.plan.spec.adapters))
+    before: Some = (None,) * len(numbers)
+    pairs = list(zip(grads.adapters_a or before, grads.adapters_b or before, strict=True))
+    placed = [found.get(number, pairs[number]) for number in numbers]
+    return grads._replace(adapters_a=tuple(a for a, _ in placed), adapters_b=tuple(b for _, b in placed))
 
 
 def drop_unneeded(plan: BlockPlan, attention: AttentionHalf, mlp: MlpHalf) -> None:
-    """Drop what only forward's products read, and what selective checkpointing recomputes."""
-    selective = plan.checkpoint == "selective"
-    mlp.activated = mlp.activated.without(operand=selective, forward=True)
-    attention.o = drop_forward_layout(attention.o)
-    attention.h, mlp.h = (Operand() if selective else drop_forward_layout(h) for h in (attention.h, mlp.h))
-
-
-def drop_forward_layout(operand: Operand) -> Operand:
-    """Drop the FP8 layout that only forward's product reads, where backward has its own."""
-    return operand._replace(lp=None) if operand.lp_t is not None else operand
+    """Drop what only forward's products read, and what is recomputed."""
+    selective, made = plan.checkpoint == "selective", mlp.activated
+    remade = selective or (plan.down.is_frozen and made.kept is None)
+    mlp.activated = made._replace(a=Operand() if remade else plan.down.keep_for_backward(made.a)._replace(lp=None))
+    attention.o = plan.out.keep_for_backward(attention.o)
+    attention.h = Operand() if selective else plan.qkv.keep_for_backward(attention.h)
+    mlp.h = Operand() if selective else plan.up.keep_for_backward(mlp.h)
 
 
 def restore(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -10,10 +11,12 @@ from torch import nn
 from narrowgauge.kernels.norm import MAX_COLUMNS
 from narrowgauge.nn.blocks.projections import find_projection
 from narrowgauge.nn.blocks.spec import BlockSpec
-from narrowgauge.nn.fused.casts import Projection
-from narrowgauge.nn.fused.plan import BlockPlan, list_classes, list_own_parameters
+from narrowgauge.nn.fused.casts import AdapterPlan, Projection
+from narrowgauge.nn.fused.plan import BlockPlan, list_classes, list_own_parameters, list_settings
 from narrowgauge.nn.products.gemm import GemmChoice
 from narrowgauge.nn.products.weight_casts import WeightCastPlan
+from narrowgauge.optim.adamw import gradient_dtype
+from narrowgauge.optim.sharded import is_sharded
 from narrowgauge.scaling.tensor import Site, TensorScales
 
 
@@ -62,10 +65,24 @@ def make_plan(
             *(source.weight for source in sources), site=find_site(layer, "weight"), scales=scales,
             transposed_weight=sources[0].is_transposed, lean=lean, path=layer.path,
         )  # fmt: skip
-        return Projection(weight, layer.choice, find_site(layer, "input"), find_site(layer, "grad_output"))
+        sites = find_site(layer, "input"), find_site(layer, "grad_output")
+        return Projection(weight, layer.choice, *sites, plan_adapters(block, spec, inner))
 
     return BlockPlan(
         spec, project(*spec.inputs), project(spec.output), project(*spec.ups), project(spec.down), scales, checkpoint,
         holds_gradients, path, list_own_parameters(block, spec), list_classes(block),
-        tuple(project(*group) for group in spec.cross_products),
+        tuple(project(*group) for group in spec.cross_products), list_settings(block, spec),
     )  # fmt: skip
+
+
+def plan_adapters(block: nn.Module, spec: BlockSpec, paths: tuple[str, ...]) -> tuple[AdapterPlan, ...]:
+    """Return the adapters of projections that are one product, in the order in which they run."""
+    ends = list(itertools.accumulate(find_projection(block, path).shape[0] for path in paths))
+    columns = dict(zip(paths, zip([0, *ends], ends, strict=False), strict=True))
+    found = []
+    for number, adapter in enumerate(spec.adapters):
+        if adapter.base in columns:
+            weights = (find_projection(block, path).weight for path in (adapter.a, adapter.b))
+            one, other = (None if is_sharded(weight) else gradient_dtype(weight) for weight in weights)
+            found.append(AdapterPlan(number, columns[adapter.base], adapter.scale, (one, other)))
+    return tuple(found)

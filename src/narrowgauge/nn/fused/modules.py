@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from narrowgauge.kernels.cross_entropy import LossForm
 from narrowgauge.kernels.document_attention import can_attend
 from narrowgauge.nn.blocks.find import has_hooks
-from narrowgauge.nn.blocks.projections import find_projection
-from narrowgauge.nn.blocks.spec import BlockSpec, NormSpec
+from narrowgauge.nn.blocks.projections import find_called
+from narrowgauge.nn.blocks.spec import BlockSpec, NormSpec, Place
 from narrowgauge.nn.fused import blocks, head
 from narrowgauge.nn.fused.attention import CACHES, BlockCall, PartOfBlock
 from narrowgauge.nn.fused.checkpointed import choose_plan
@@ -159,7 +159,7 @@ def mark_parts(module: nn.Module, spec: BlockSpec) -> None:
     whole = bool(list_passed_on(spec)) or spec.cross is not None
     linears = spec.linears if whole else (*spec.inputs, spec.output)
     norms = spec.norms if whole else (spec.norm1,)
-    owners = [find_projection(module, path).owner for path in linears]
+    owners = [find_called(module, spec, path) for path in linears]
     owners += [module.get_submodule(norm.path) for norm in norms if norm is not None]
     if spec.cross is not None:
         owners.append(module.get_submodule(spec.cross.before))
@@ -172,15 +172,19 @@ def _read_dropout(module: nn.Module, spec: BlockSpec) -> Dropout:
     """Return the current probabilities, which a user may have changed since conversion."""
     if not module.training:
         return NO_DROPOUT
-    found: list[Any] = []
     cross = None if spec.cross is None else spec.cross.dropout
-    for place in (spec.branch1.dropout, spec.branch2.dropout, spec.attention.dropout, spec.dropout, cross):
-        part: Any = None if place is None else module.get_submodule(place[0])
-        found.append(0.0 if place is None or not part.training else float(getattr(part, place[1])))
+    places = (spec.branch1.dropout, spec.branch2.dropout, spec.attention.dropout, spec.dropout, cross)
+    found: list[Any] = [_read_probability(module, place) for place in places]
     for path in (spec.branch1.depth, spec.branch2.depth):
         part = None if path is None else module.get_submodule(path)
         found.append(part if part is not None and part.training else None)
-    return Dropout(*found)
+    adapters = tuple(_read_probability(module, adapter.dropout) for adapter in spec.adapters)
+    return Dropout(*found)._replace(adapters=adapters if any(adapters) else ())
+
+
+def _read_probability(module: nn.Module, place: Place | None) -> float:
+    part: Any = None if place is None else module.get_submodule(place[0])
+    return 0.0 if place is None or not part.training else float(getattr(part, place[1]))
 
 
 LATE_READ = (

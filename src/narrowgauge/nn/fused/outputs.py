@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from narrowgauge.errors import UsageError
-from narrowgauge.nn.blocks.projections import find_projection
+from narrowgauge.nn.blocks.projections import find_called, find_projection
 from narrowgauge.nn.blocks.spec import WEIGHTS, BlockSpec
 from narrowgauge.nn.fused.attention import Answers, BlockCall, get_first, run_with_answers
 from narrowgauge.random_state import get_random_state, set_random_state
@@ -53,9 +53,9 @@ def complete_arguments(spec: BlockSpec, call: BlockCall, x: Tensor) -> BlockCall
         return call
     answers: Answers = {}
     for path in spec.linears:
-        source = find_projection(call.module, path)
-        answers[id(source.owner)] = (
-            lambda args, kwargs, size=source.shape[0]: x.new_zeros(()).expand(  # type: ignore[misc]
+        outputs = find_projection(call.module, path).shape[0]
+        answers[id(find_called(call.module, spec, path))] = (
+            lambda args, kwargs, size=outputs: x.new_zeros(()).expand(  # type: ignore[misc]
                 *get_first(args, kwargs).shape[:-1], size
             )
         )

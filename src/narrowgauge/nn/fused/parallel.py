@@ -66,7 +66,8 @@ def backward(
     two = norm_backward(norm2, mlp.grad_h, rows, saved.stats2, grad, None, caster)
     one = norm_backward(norm1, attention.grad_h, rows, saved.stats1, two.stream, reader, caster)
     report_gradients(run, end2.grad, mlp.grad_first, end1.grad, attention.grad_first)
-    return one.stream, one.operand, halves.collect_grads(one, attention, end1, two, mlp, end2), list(attention.others)
+    grads = halves.collect_grads(run, one, attention, end1, two, mlp, end2)
+    return one.stream, one.operand, grads, list(attention.others)
 
 
 def drop_unneeded(plan: BlockPlan, saved: Saved) -> Saved:

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.nn.blocks.adapters import read_settings
 from narrowgauge.nn.blocks.observe import list_probabilities
 from narrowgauge.nn.blocks.projections import find_projection
 from narrowgauge.nn.blocks.spec import AttentionSpec, BlockSpec, NormSpec
@@ -41,6 +42,8 @@ class BlockPlan:
     """Paths and classes of the block's modules when it was converted."""
     cross: tuple[Projection, ...] = ()
     """Cross-attention's projections: of the query, of key and value, and of the output."""
+    settings: tuple[tuple[str, dict[str, Any]], ...] = ()
+    """Paths and attributes of the modules with adapters when the block was converted."""
 
     def caster(self, record: bool, evaluating: bool = False) -> Fp8Caster | None:
         return Fp8Caster(self.scales, record, evaluating) if self.scales is not None else None
@@ -54,12 +57,30 @@ class BlockPlan:
         """How many tensors each field of ``BlockTensors`` has."""
         inputs, ups, cross = len(self.spec.inputs), len(self.spec.ups), self.spec.cross
         of_cross = (1, 1, 1, 1, len(cross.inputs), len(cross.inputs), 1, 1) if cross is not None else (0,) * 8
-        return (1, 1, inputs, inputs, 1, 1, 1, 1, ups, ups, 1, 1, 1, 1, 1, 1, len(self.own), *of_cross)
+        adapters = (len(self.spec.adapters),) * 2
+        return (1, 1, inputs, inputs, 1, 1, 1, 1, ups, ups, 1, 1, 1, 1, 1, 1, len(self.own), *of_cross, *adapters)
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """All projections, in the order of ``list_groups``."""
+        return self.qkv, self.out, self.up, self.down, *self.cross
+
+    def without_frozen(self, tensors: BlockTensors) -> BlockPlan:
+        """Return the plan for a call with these parameters: without gradients of projections that are frozen."""
+        pairs = list(zip(self.projections, list_groups(tensors), strict=False))
+        trained = [any(weight is not None and weight.requires_grad for weight in group) for _, group in pairs]
+        if all(trained):
+            return self
+        qkv, out, up, down, *cross = [
+            part if is_trained else part.frozen for part, is_trained in zip(self.projections, trained, strict=True)
+        ]
+        return replace(self, qkv=qkv, out=out, up=up, down=down, cross=tuple(cross))
 
 
 class Dropout(NamedTuple):
     """Probabilities in one call: of attention's branch, of the MLP's branch, of attention's weights, after the
-    activation, and of cross-attention's branch; and the modules that drop whole branches."""
+    activation, and of cross-attention's branch; the modules that drop whole branches; and the probabilities of all
+    adapters, or none if they are 0."""
 
     branch1: float = 0.0
     branch2: float = 0.0
@@ -68,6 +89,7 @@ class Dropout(NamedTuple):
     cross: float = 0.0
     depth1: nn.Module | None = None
     depth2: nn.Module | None = None
+    adapters: tuple[float, ...] = ()
 
 
 NO_DROPOUT = Dropout()
@@ -103,6 +125,8 @@ class BlockTensors(NamedTuple):
     source_biases: Some = ()
     cross_out: Some = ()
     cross_out_bias: Some = ()
+    adapters_a: Some = ()
+    adapters_b: Some = ()
 
     def flatten(self) -> tuple[Tensor | None, ...]:
         return tuple(tensor for group in self for tensor in group)
@@ -121,9 +145,11 @@ class BlockParts:
 
     def __init__(self, module: nn.Module, plan: BlockPlan) -> None:
         spec = self.spec = plan.spec
+        self.settings = plan.settings
         self._slots: list[list[tuple[dict[str, Any], str]]] = []
         self._edges: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
         self._probabilities: list[tuple[dict[str, Any], str, float]] = []
+        self._settings: list[tuple[dict[str, Any], str, Any]] = []
         self._is_same = list_classes(module) == plan.classes
         if not self._is_same:
             return
@@ -150,21 +176,29 @@ class BlockParts:
             for group in spec.cross_products:
                 weights, biases = zip(*(_name_parameters(module, path) for path in group), strict=True)
                 groups += [weights, biases]
-        groups += [()] * (len(BlockTensors._fields) - len(groups))
+        groups += [()] * (len(BlockTensors._fields) - 2 - len(groups))
+        groups += [[f"{one.a}.weight" for one in spec.adapters], [f"{one.b}.weight" for one in spec.adapters]]
         self._slots = [[_find_slot(module, name) for name in group] for group in groups]
         cross = None if spec.cross is None else spec.cross.dropout
-        used = (spec.branch1.dropout, spec.branch2.dropout, spec.dropout, spec.attention.dropout, cross)
+        used = [spec.branch1.dropout, spec.branch2.dropout, spec.dropout, spec.attention.dropout, cross]
+        used += [adapter.dropout for adapter in spec.adapters]
         for path, name in list_probabilities(module):
             if (path, name) not in used:
                 state = vars(module.get_submodule(path))
                 self._probabilities.append((state, name, state[name]))
+        for path, values in plan.settings:
+            state = vars(module.get_submodule(path))
+            self._settings += [(state, name, value) for name, value in values.items()]
 
     def are_intact(self) -> bool:
         """Whether no submodule was replaced, hooked, or given a forward of its own since conversion.
 
-        Nor may there be another probability of dropout, among those that the block's description does not contain.
+        Nor may there be another probability of dropout, among those that the block's description does not contain, or
+        another attribute of a module with an adapter.
         """
         if not self._is_same or any(state.get(name) != value for state, name, value in self._probabilities):
+            return False
+        if any(state.get(name) != value for state, name, value in self._settings):
             return False
         for siblings, name, child in self._edges:
             state = child.__dict__
@@ -203,7 +237,7 @@ _parts: WeakKeyDictionary[nn.Module, BlockParts] = WeakKeyDictionary()
 def get_parts(plan: BlockPlan, module: nn.Module) -> BlockParts:
     """Return the parts of a block; a copy of a model has its own."""
     found = _parts.get(module)
-    if found is None or found.spec.linears != plan.spec.linears:
+    if found is None or found.spec.linears != plan.spec.linears or found.settings is not plan.settings:
         found = _parts[module] = BlockParts(module, plan)
     return found
 
@@ -215,10 +249,16 @@ def list_classes(module: nn.Module) -> tuple[tuple[str, type[Any]], ...]:
 
 def list_own_parameters(module: nn.Module, spec: BlockSpec) -> tuple[str, ...]:
     """Return the names of parameters that belong to no norm and no projection of the description."""
-    paths = (*spec.linears, *(norm.path for norm in spec.norms))
+    paths = [*spec.linears, *(norm.path for norm in spec.norms)]
+    paths += [path for adapter in spec.adapters for path in (adapter.a, adapter.b)]
     known = {name for path in paths for name in find_projection(module, path).parameters}
     known |= {branch.scale for branch in (spec.branch1, spec.branch2) if branch.scale is not None}
     return tuple(name for name, _ in module.named_parameters() if name not in known)
+
+
+def list_settings(module: nn.Module, spec: BlockSpec) -> tuple[tuple[str, dict[str, Any]], ...]:
+    """Return the paths and attributes of a block's modules with adapters."""
+    return tuple((adapter.path, read_settings(module.get_submodule(adapter.path))) for adapter in spec.adapters)
 
 
 class BlockWeights(NamedTuple):
@@ -244,12 +284,13 @@ def bind_weights(plan: BlockPlan, tensors: BlockTensors, needed: bool, again: bo
     """Bind the projections' weights; without ``needed`` no site records them."""
     kept = needed and (again or plan.checkpoint != "full")
     options: dict[str, Any] = {"record": needed, "seen": again, "backward": kept}
-    groups = zip(
-        (plan.qkv, plan.out, plan.up, plan.down, *plan.cross),
-        (tensors.inputs, tensors.out, tensors.ups, tensors.down, tensors.query, tensors.source, tensors.cross_out),
-        strict=False,  # without cross-attention there are no parts for its weights
-    )
+    groups = zip(plan.projections, list_groups(tensors), strict=False)
     return BlockWeights.unflatten([part.weight.use(*_present(weights), **options) for part, weights in groups])
+
+
+def list_groups(tensors: BlockTensors) -> tuple[Some, ...]:
+    """Return the weights of each projection; those of cross-attention, which may not exist, at the end."""
+    return tensors.inputs, tensors.out, tensors.ups, tensors.down, tensors.query, tensors.source, tensors.cross_out
 
 
 def _present(group: Some) -> list[Tensor]:

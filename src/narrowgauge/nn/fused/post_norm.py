@@ -18,7 +18,7 @@ from torch import Tensor
 from narrowgauge.kernels import norm as norm_kernel
 from narrowgauge.nn.fused import cross, halves
 from narrowgauge.nn.fused.attention import Attended
-from narrowgauge.nn.fused.casts import NormWeights, Projection, Stats, make_operand, norm_backward
+from narrowgauge.nn.fused.casts import NormWeights, Projection, Stats, cast_input, norm_backward
 from narrowgauge.nn.fused.cross import CrossGrads, CrossHalf
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, bind_norms
 from narrowgauge.nn.fused.reports import report_activations, report_cross_norm, report_gradients
@@ -86,8 +86,8 @@ def backward(
     attention = halves.attention_backward(run, saved.attention, end1.grad, x0.shape, needs)
     grad_x = one.stream.add_(attention.grad_h)
     report_gradients(run, end2.grad, mlp.grad_first, end1.grad, attention.grad_first)
-    grads = halves.collect_grads(one, attention, end1, two, mlp, end2)
-    return grad_x, Operand(), *cross.merge(grads, list(attention.others), crossed)
+    grads = halves.collect_grads(run, one, attention, end1, two, mlp, end2)
+    return grad_x, Operand(), *cross.merge(run, grads, list(attention.others), crossed)
 
 
 def _cross_backward(
@@ -108,7 +108,7 @@ def _cross_backward(
 def drop_unneeded(plan: BlockPlan, saved: Saved) -> Saved:
     """Drop what backward does not need, or computes again."""
     halves.drop_unneeded(plan, saved.attention, saved.mlp)
-    return replace(saved, cross=cross.drop_unneeded(plan.checkpoint == "selective", saved.cross))
+    return replace(saved, cross=cross.drop_unneeded(plan, saved.cross))
 
 
 def recompute(run: Run, x0: Tensor, saved: Saved) -> Saved:
@@ -127,7 +127,7 @@ def recompute(run: Run, x0: Tensor, saved: Saved) -> Saved:
 
 
 def _read(rows: Tensor, reader: Projection, run: Run) -> Operand:
-    return make_operand(rows, reader.input_formats, reader.input, run.caster, run.needed)
+    return cast_input(reader, rows, run.caster, run.needed)
 
 
 def _add_and_norm(norms: NormWeights | None, rows: Tensor, branch: Tensor) -> tuple[Tensor, Tensor, Stats]:

@@ -76,10 +76,10 @@ def run_rest(run: Run, x0: Tensor, kept: KeptAttention) -> Saved:
     h1, _, _ = apply_norm(norm1, x0.reshape(-1, x0.shape[-1]), None, plan.qkv, caster)
     o = make_operand_of(plan, kept.attended, caster, True)
     h2, stats2, _ = apply_norm(norm2, kept.x1, None, plan.up, caster)
-    u = project(h2, run.uses.up, plan.up, run.tensors.up_biases)
+    u, of_ups = project(run, h2, run.uses.up, plan.up, run.tensors.up_biases)
     activated = Activated() if is_activation_remade(run) else activate(run, u)
     attention = halves.AttentionHalf(h1, kept.attended, o, Branch())
-    return Saved(kept.stats1, attention, kept.x1, stats2, halves.MlpHalf(h2, u, activated, Branch()))
+    return Saved(kept.stats1, attention, kept.x1, stats2, halves.MlpHalf(h2, u, activated, Branch(), of_ups))
 
 
 def forward(run: Run, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Saved]:
@@ -132,14 +132,14 @@ def backward(
     rows = x0.reshape(-1, x0.shape[-1])
     one = norm_backward(norm1, attention.grad_h, rows, saved.stats1, after.stream, reader, caster)
     report_gradients(run, end2.grad, mlp.grad_first, end1.grad, attention.grad_first)
-    grads = halves.collect_grads(one, attention, end1, two, mlp, end2)
-    return one.stream, one.operand, *cross.merge(grads, list(attention.others), crossed)
+    grads = halves.collect_grads(run, one, attention, end1, two, mlp, end2)
+    return one.stream, one.operand, *cross.merge(run, grads, list(attention.others), crossed)
 
 
 def drop_unneeded(plan: BlockPlan, saved: Saved) -> Saved:
     """Drop what backward does not need, or computes again."""
     halves.drop_unneeded(plan, saved.attention, saved.mlp)
-    return replace(saved, cross=cross.drop_unneeded(plan.checkpoint == "selective", saved.cross))
+    return replace(saved, cross=cross.drop_unneeded(plan, saved.cross))
 
 
 def recompute(run: Run, x0: Tensor, saved: Saved) -> Saved:

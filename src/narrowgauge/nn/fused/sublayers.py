@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from narrowgauge.kernels import norm as norm_kernel
 from narrowgauge.nn.blocks.spec import BranchSpec
+from narrowgauge.nn.fused.adapters import NO_STATE, AdapterGrads, Adapters, AdapterState
 from narrowgauge.nn.fused.attention import BlockCall
 from narrowgauge.nn.fused.casts import (
     NormGrads,
@@ -18,9 +19,9 @@ from narrowgauge.nn.fused.casts import (
     apply_activation,
     apply_activation_backward,
     cast_grad_output,
+    cast_input,
     compute_wide_activation,
     is_remade_in_backward,
-    make_operand,
     norm_backward,
 )
 from narrowgauge.nn.fused.plan import (
@@ -38,6 +39,7 @@ from narrowgauge.nn.products.gemm import (
     Fp8Caster,
     Operand,
     compute_grad_bias,
+    compute_grad_input,
     compute_grad_weight,
     compute_output,
 )
@@ -79,17 +81,44 @@ class Run(NamedTuple):
     again: bool = False
     """Recomputation in backward, which does not need the last branch."""
 
+    def bind_adapters(self, part: Projection) -> Adapters:
+        """Return the adapters of a projection."""
+        return Adapters(part, self.tensors, self.dropout.adapters)
 
-def project(x: Operand, use: BoundWeight, part: Projection, biases: Some) -> Tensor:
-    """Return a projection's output with its bias."""
+
+def project(run: Run, x: Operand, use: BoundWeight, part: Projection, biases: Some) -> tuple[Tensor, AdapterState]:
+    """Return a projection's output with its bias and adapters, and what these save."""
     dtype = WIDE.get(part.choice.output, torch.bfloat16)
     bias = join_biases(biases, use.weights, dtype, use.plan.transposed_weight)
-    return compute_output(x, use, part.choice, bias)
+    y = compute_output(x, use, part.choice, bias)
+    return y, run.bind_adapters(part).add(x, y) if part.adapters else NO_STATE
+
+
+def input_backward(
+    run: Run, grad: Operand, use: BoundWeight, part: Projection, state: AdapterState
+) -> tuple[Tensor, AdapterState]:
+    """Return the gradient of a projection's input, and what its adapters hold now."""
+    grad_input = compute_grad_input(grad, use, part.choice)
+    if part.adapters:
+        state = run.bind_adapters(part).add_grad_input(grad, state, grad_input)
+    return grad_input, state
+
+
+def adapters_backward(
+    run: Run, grad: Operand, x: Operand, part: Projection, state: AdapterState, needs: BlockTensors
+) -> AdapterGrads:
+    """Return the gradients of a projection's adapters."""
+    return run.bind_adapters(part).compute_grads(grad, x, state, needs) if part.adapters else {}
 
 
 def get_outputs(use: BoundWeight, number: int) -> int:
     """Return the outputs of one of the weights that a projection stacks."""
     return use.weights[number].shape[1 if use.plan.transposed_weight else 0]
+
+
+def get_inputs(use: BoundWeight) -> int:
+    """Return the inputs of a projection."""
+    return use.weights[0].shape[0 if use.plan.transposed_weight else 1]
 
 
 def project_backward(
@@ -120,14 +149,11 @@ class Activated(NamedTuple):
     kept: Tensor | None = None
     """What dropout kept."""
 
-    def without(self, *, operand: bool = False, forward: bool = False) -> Activated:
-        """Return this without the whole operand, or without what only forward's product reads."""
-        return self._replace(a=Operand() if operand else self.a._replace(lp=None) if forward else self.a)
-
 
 def is_activation_remade(run: Run) -> bool:
     """Whether ``activate_backward`` computes the activation again, so that forward need not save it."""
-    return not run.dropout.mlp and is_remade_in_backward(run.plan.spec, run.plan.down, run.caster)
+    plan = run.plan
+    return not run.dropout.mlp and (plan.down.is_frozen or is_remade_in_backward(plan.spec, plan.down, run.caster))
 
 
 def activate(run: Run, u: Tensor, before: Tensor | None = None) -> Activated:
@@ -139,8 +165,7 @@ def activate(run: Run, u: Tensor, before: Tensor | None = None) -> Activated:
     if before is None:
         _, before = torch.native_dropout(value, probability, True)
     value = torch.ops.aten.native_dropout_backward(value, before, 1.0 / (1.0 - probability))  # the same bits both times
-    part = plan.down
-    return Activated(make_operand(value, part.input_formats, part.input, run.caster, run.needed), before)
+    return Activated(cast_input(plan.down, value, run.caster, run.needed), before)
 
 
 def activate_backward(run: Run, grad: Tensor, u: Tensor, made: Activated) -> tuple[Operand, Operand]:
@@ -148,7 +173,10 @@ def activate_backward(run: Run, grad: Tensor, u: Tensor, made: Activated) -> tup
     plan = run.plan
     if made.kept is not None:
         grad = torch.ops.aten.native_dropout_backward(grad, made.kept, 1.0 / (1.0 - run.dropout.mlp))
-    return apply_activation_backward(plan.spec, grad, u, made.a, plan.down, plan.up, run.caster)
+    grad_u, a = apply_activation_backward(plan.spec, grad, u, made.a, plan.down, plan.up, run.caster)
+    if plan.down.adapters and a.hp is None:
+        a = a._replace(hp=compute_wide_activation(plan.spec, u, plan.down))
+    return grad_u, a
 
 
 class _BranchParts(NamedTuple):

@@ -12,9 +12,10 @@ from narrowgauge.nn.blocks.example import Example
 from narrowgauge.nn.blocks.projections import find_projection
 from narrowgauge.nn.blocks.spec import WEIGHTS, BlockSpec
 from narrowgauge.nn.fused.casts import Projection
+from narrowgauge.nn.fused.make_plan import plan_adapters
 from narrowgauge.nn.fused.modules import FusedBlock, mark_parts
 from narrowgauge.nn.fused.outputs import list_passed_on
-from narrowgauge.nn.fused.plan import BlockPlan, list_classes, list_own_parameters
+from narrowgauge.nn.fused.plan import BlockPlan, list_classes, list_own_parameters, list_settings
 from narrowgauge.nn.module_changes import apply_change, remove_changes
 from narrowgauge.nn.products.gemm import ALL_FP32
 from narrowgauge.nn.products.weight_casts import WeightCastPlan
@@ -51,12 +52,13 @@ def make_fp32_plan(block: nn.Module, spec: BlockSpec) -> BlockPlan:
 
     def project(*paths: str) -> Projection:
         turned = find_projection(block, paths[0]).is_transposed
-        return Projection(WeightCastPlan(transposed_weight=turned, gradient_dtype=torch.float32), ALL_FP32)
+        weight = WeightCastPlan(transposed_weight=turned, gradient_dtype=torch.float32)
+        return Projection(weight, ALL_FP32, adapters=plan_adapters(block, spec, paths))
 
     return BlockPlan(
         spec, project(*spec.inputs), project(spec.output), project(*spec.ups), project(spec.down),
         own=list_own_parameters(block, spec), classes=list_classes(block),
-        cross=tuple(project(*group) for group in spec.cross_products),
+        cross=tuple(project(*group) for group in spec.cross_products), settings=list_settings(block, spec),
     )  # fmt: skip
 
 

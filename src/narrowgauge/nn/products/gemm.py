@@ -150,7 +150,7 @@ _multiply_bf16_op = define_op(
 )
 
 
-def _multiply_wide(
+def multiply_wide(
     a: Tensor, b_t: Tensor, format: str, out_dtype: torch.dtype | None = None, bias: Tensor | None = None
 ) -> Tensor:
     """Multiply in BF16 or FP32."""
@@ -158,6 +158,15 @@ def _multiply_wide(
         return multiply_bf16(a, b_t, out_dtype or BF16, bias)
     product = a @ b_t
     return product if bias is None else product + bias
+
+
+def add_product(out: Tensor, a: Tensor, b_t: Tensor, factor: float = 1.0, *, replace: bool = False) -> None:
+    """Add factor * a @ b_t to a BF16 or FP32 tensor, which may be columns of another; or replace its values."""
+    if out.is_cuda or out.dtype is not BF16:
+        out.addmm_(a, b_t, beta=0.0 if replace else 1.0, alpha=factor)
+        return
+    product = (a.float() @ b_t.float()) * factor  # torch's BF16 products on a CPU depend on the layouts
+    out.copy_(product if replace else out.float() + product)
 
 
 def get_address(tensor: Tensor) -> int:
@@ -198,7 +207,7 @@ def _compute_output(x: Operand, weight: CastableWeight, choice: GemmChoice, bias
         assert x.lp is not None and x.inv_scale is not None and w.lp is not None and w.inv_scale is not None
         return multiply_fp8(x.lp, w.lp, x.inv_scale, w.inv_scale, bias=bias)
     assert x.hp is not None
-    return _multiply_wide(x.hp, weight.wide(choice.output).t(), choice.output, bias=bias)
+    return multiply_wide(x.hp, weight.wide(choice.output).t(), choice.output, bias=bias)
 
 
 def compute_grad_input(grad: Operand, weight: CastableWeight, choice: GemmChoice) -> Tensor:
@@ -214,7 +223,7 @@ def _compute_grad_input(grad: Operand, weight: CastableWeight, choice: GemmChoic
         assert grad.lp is not None and grad.inv_scale is not None and w.lp_t is not None and w.inv_scale is not None
         return multiply_fp8(grad.lp, w.lp_t, grad.inv_scale, w.inv_scale, fast=grad.lp.shape[1] <= FAST_DEPTH)
     assert grad.hp is not None
-    return _multiply_wide(grad.hp, weight.wide(choice.grad_input), choice.grad_input)
+    return multiply_wide(grad.hp, weight.wide(choice.grad_input), choice.grad_input)
 
 
 def compute_grad_weight(
@@ -234,7 +243,7 @@ def _compute_grad_weight(grad: Operand, x: Operand, choice: GemmChoice, out: tor
         g_t, x_t = _pad_columns(g.lp_t), _pad_columns(x.lp_t)
         return multiply_fp8(g_t, x_t, g.inv_scale, x.inv_scale, out, fast=False)
     assert grad.hp is not None and x.hp is not None
-    return _multiply_wide(grad.hp.t(), x.hp, choice.grad_weight, out)
+    return multiply_wide(grad.hp.t(), x.hp, choice.grad_weight, out)
 
 
 def compute_grad_bias(grad: Operand) -> Tensor:
