@@ -40,7 +40,9 @@ def recipes(draw):
     if fields["compute"] != "fp8":
         fields.update(scaling="none", history=16, margin=0, amax="max", products="fastest")
     if fields["compute"] not in ("bf16", "fp8"):
-        fields["master"] = "fp32"
+        fields["master"], fields["frozen"] = "fp32", "keep"
+    if fields["compute"] == "bf16" and fields["frozen"] == "fp8":
+        fields["frozen"] = "bf16"
     if fields["gradients"] == "released":
         fields["loss_scale"] = "none"
     if fields["gradients"] == "bf16" and fields["master"] == "fp32":
@@ -59,7 +61,7 @@ def test_every_field_changes_the_text():
     changed = {
         "compute": "bf16", "master": "split", "gradients": "released", "moments": "8bit", "scaling": "current",
         "history": 3, "margin": 2, "amax": "recent", "products": "all", "keep": ("head",),
-        "attention": "flash", "checkpoint": "full",
+        "attention": "flash", "checkpoint": "full", "frozen": "fp8",
     }  # fmt: skip
     for field in dataclasses.fields(Recipe):
         if field.name in ("compute", "loss_scale"):

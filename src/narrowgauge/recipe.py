@@ -37,6 +37,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "products": ("fastest", "all"),
     "attention": ("auto", "any", "cudnn", "flash", "efficient", "math"),
     "checkpoint": ("none", "selective", "full"),
+    "frozen": ("keep", "bf16", "fp8"),
 }
 _PATTERN = re.compile(r"[A-Za-z0-9_.*?-]+")
 _TEXT = re.compile(r"(?P<base>[^\[\]]*)(\[(?P<changes>[^\[\]]*)\])?")
@@ -80,6 +81,9 @@ class Recipe:
     """SDPA backend: auto (the fastest fused one, never silently the unfused one), any (torch chooses), or a name."""
     checkpoint: str = "none"
     """Activation checkpointing: none, selective (keep products, recompute the rest) or full (recompute blocks)."""
+    frozen: str = "keep"
+    """How matrices that are not trained are stored: keep (as they are), bf16, or fp8 (one byte where FP8 products read
+    them, BF16 elsewhere)."""
 
     def __post_init__(self) -> None:
         for field, allowed in CHOICES.items():
@@ -97,6 +101,11 @@ class Recipe:
         if self.master != "fp32" and self.compute not in ("bf16", "fp8"):
             raise UsageError(
                 f"recipe: master={self.master} keeps BF16 weights, but {self.compute} does not compute with them"
+            )
+        if self.frozen not in {"fp8": ("keep", "bf16", "fp8"), "bf16": ("keep", "bf16")}.get(self.compute, ("keep",)):
+            raise UsageError(
+                f"recipe: frozen={self.frozen} stores weights that are not trained in that format, but {self.compute} "
+                "does not compute with it"
             )
         if self.gradients == "bf16" and self.master == "fp32":
             raise UsageError(
