@@ -25,6 +25,7 @@ from narrowgauge.errors import UsageError
 from narrowgauge.nn.compile_forward import compile_forward
 from narrowgauge.nn.convert import Conversion
 from narrowgauge.nn.module_changes import apply_change, remove_changes
+from narrowgauge.nn.products.stored_fp8 import restore_stored
 from narrowgauge.nn.recompute import checkpoint_blocks
 from narrowgauge.nn.speed_advice import explain_slow, warn_about_speed
 from narrowgauge.nn.step_context import OpensStepContext, StepContext, explain_error
@@ -179,12 +180,14 @@ class EngineBase:
     def detach(self) -> nn.Module:
         """Return the model to plain torch: FP32 parameters with every bit, modules of their own classes.
 
+        Weights that ``frozen=fp8`` stored in FP8 become FP32; the bits that they lost are not restored.
         Do not use the engine after this.
 
         Returns:
             The model.
         """
         remove_changes(self.model)
+        restore_stored(self.inner)
         for parameter in self.inner.parameters():
             keep_gradient(parameter)
             widen(parameter)

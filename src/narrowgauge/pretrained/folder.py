@@ -57,6 +57,8 @@ class StoredTensor:
     """Where its first byte is in the file."""
     dtype: torch.dtype
     shape: tuple[int, ...]
+    scale: StoredScale | None = None
+    """For FP8 weights: what the stored numbers are multiplied by."""
 
     @property
     def numel(self) -> int:
@@ -65,6 +67,15 @@ class StoredTensor:
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredScale:
+    """The scales of an FP8 weight."""
+
+    tensor: StoredTensor
+    block: tuple[int, int]
+    """How many rows and columns have one scale."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,9 @@
     other masters      matrices: BF16 parameters with 16-bit remainders, together the FP32 value (optim/masters.py)
                        vectors, and modules that the recipe keeps in FP32: FP32 parameters
 
-A value that is BF16 in the file is BF16 in the parameter, and its remainder is 0. Any other is converted to FP32 and
-split. This runs over pieces of ``PIECE`` values, so that besides the model there is never more than one piece: an 8B
-model is predicted to take 32.4 GB to load. The engine takes such parameters over as they are.
+A value that is BF16 in the file is BF16 in the parameter, and its remainder is 0. Any other is converted to FP32 (FP8
+by its scale) and split. This runs over pieces of ``PIECE`` values, so that besides the model there is never more than
+one piece: an 8B model is predicted to take 32.4 GB to load. The engine takes such parameters over as they are.
 
 Files are read, not mapped: the host holds one piece, and a file that ends too early is an error rather than a crash.
 """
@@ -28,7 +28,8 @@ from narrowgauge.nn.keep_fp32 import find_modules
 from narrowgauge.optim.masters import set_other_half
 from narrowgauge.optim.split_fp32 import split
 from narrowgauge.optim.weight_checksums import GROUP, compute_checksums
-from narrowgauge.pretrained.folder import PretrainedFolder, StoredTensor
+from narrowgauge.pretrained.folder import PretrainedFolder, StoredScale, StoredTensor
+from narrowgauge.pretrained.fp8_weights import apply_scale
 from narrowgauge.pretrained.match import Match, match_folder
 from narrowgauge.pretrained.transformers_model import quiet
 from narrowgauge.recipe import Recipe, is_auto, parse
@@ -58,7 +59,8 @@ def load_model(
         The model, in training mode. Make an ``Engine`` with the same recipe from it.
 
     Raises:
-        UsageError: The weights are quantized, damaged, or not those of the model that config.json describes.
+        UsageError: The weights are damaged, quantized in another way than FP8, or not those of the model that
+            config.json describes.
     """
     return load_matched(match_folder(folder), recipe, device, notify)
 
@@ -98,6 +100,7 @@ class FileReader:
         self._buffer = torch.empty(PIECE * 8, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._path: Path | None = None
         self._file: BinaryIO | None = None
+        self._scales = "", torch.empty(0)
 
     def __enter__(self) -> FileReader:
         return self
@@ -113,6 +116,7 @@ class FileReader:
 
     def read(self, tensor: StoredTensor, start: int, stop: int) -> Tensor:
         """Return values ``start`` to ``stop``, flat, on the device. They are valid until the next call."""
+        scales = None if tensor.scale is None else self._read_scales(tensor.scale)  # before: both use the buffer
         size = tensor.dtype.itemsize
         part = self._buffer[: (stop - start) * size]
         try:
@@ -120,7 +124,16 @@ class FileReader:
         except OSError as error:
             what = f"{self.option}: {tensor.file.name} cannot be loaded"
             raise UsageError(f"{what}: {files.get_reason(error)}") from None
-        return part.view(tensor.dtype).to(self.device)
+        values = part.view(tensor.dtype).to(self.device)
+        return values if scales is None else apply_scale(values, tensor, scales, start)
+
+    def _read_scales(self, scale: StoredScale) -> Tensor:
+        """Return all scales of a tensor in FP32; those of the last tensor are kept."""
+        name, values = self._scales
+        if name != scale.tensor.name:
+            pieces = [self.read(scale.tensor, *piece).float() for piece in self.list_pieces(scale.tensor)]
+            name, values = self._scales = scale.tensor.name, torch.cat(pieces)
+        return values
 
     def _read_into(self, path: Path, offset: int, target: memoryview) -> None:
         if path != self._path:
@@ -149,7 +162,8 @@ class DryReader:
 
     def read(self, tensor: StoredTensor, start: int, stop: int) -> Tensor:
         """Return a tensor for values ``start`` to ``stop``, flat, on the device."""
-        return torch.empty(stop - start, dtype=tensor.dtype, device=self.device)
+        dtype = tensor.dtype if tensor.scale is None else torch.float32
+        return torch.empty(stop - start, dtype=dtype, device=self.device)
 
 
 @torch.no_grad()

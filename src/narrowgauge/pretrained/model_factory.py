@@ -27,7 +27,12 @@ class PretrainedModel(ModelLoader):
     def __call__(self) -> nn.Module:
         """Make the model in FP32 on torch's default device; without weights on the meta device or a simulated GPU."""
         without = hardware.is_assumed() or torch.get_default_device().type == "meta"
-        return replace(self.found, weights=None).make() if without else self.found.make()
+        if without:
+            return replace(self.found, weights=None).make()
+        assert self.found.weights is not None
+        if open_folder(self.found.weights, self.found.option).quantization is not None:
+            return self.load("fp32", torch.get_default_device())
+        return self.found.make()
 
     def match(self) -> Match:
         """Compare the files with the model, without reading weights.

@@ -29,6 +29,7 @@ from torch import nn
 from narrowgauge import files
 from narrowgauge.errors import UsageError, one_line
 from narrowgauge.pretrained import folder as model_folder
+from narrowgauge.pretrained.fp8_weights import explain_unreadable
 
 PREFIX = "transformers:"
 IMPLEMENTATIONS = {
@@ -95,13 +96,16 @@ class FoundModel:
         return model
 
 
-def find_model(spec: str, fields: Mapping[str, Any], option: str | None = None) -> FoundModel:
+def find_model(
+    spec: str, fields: Mapping[str, Any], option: str | None = None, *, quantized: bool = False
+) -> FoundModel:
     """Find the class and make the configuration of a model.
 
     Args:
         spec: ``transformers:CLASS`` or a folder.
         fields: Fields of the configuration that the user gave.
         option: How error messages name the model. Default: ``--model`` and the spec.
+        quantized: Whether FP8 weights are accepted; the configuration is then that of the model without quantization.
 
     Raises:
         UsageError: There is no such class or folder, or the configuration is wrong.
@@ -109,8 +113,12 @@ def find_model(spec: str, fields: Mapping[str, Any], option: str | None = None) 
     option = option or f"--model {spec}"
     folder = None if spec.startswith(PREFIX) else files.expand_path(spec)
     stored = {} if folder is None else model_folder.read_config(folder, option)
-    if model_folder.find_quantization(stored) is not None:
-        raise UsageError(f"{option}: its weights are quantized, and cannot be trained; give the original model")
+    found = model_folder.find_quantization(stored)
+    if found is not None:
+        reason = explain_unreadable(found) if quantized else "its weights are quantized; give the original model"
+        if reason is not None:
+            raise UsageError(f"{option}: {reason}")
+        stored = {name: value for name, value in stored.items() if name != "quantization_config"}
     if importlib.util.find_spec("transformers") is None:
         raise UsageError(f"{option}: transformers is not installed; pip install transformers, or give file.py:Class")
     if folder is None:

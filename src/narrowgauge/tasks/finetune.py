@@ -59,7 +59,7 @@ def make(
     """
     if not 0 < epochs < math.inf:
         raise UsageError(f"--epochs {epochs:g}: give a number above 0")
-    found = find_model(model, {}, f"--model {model}")
+    found = find_model(model, {}, f"--model {model}", quantized=True)
     if found.weights is None:
         raise UsageError(f"--model {model}: fine-tuning needs weights, but the folder has no .safetensors files")
     factory = PretrainedModel(found)

@@ -52,7 +52,7 @@ def make_task(spec: str, fields: Mapping[str, Any], batch: int | None, context: 
         with contextlib.suppress(UsageError), torch.device("meta"):  # not every class can be made without memory
             facts["parameters"] = sum(parameter.numel() for parameter in found.make().parameters())
         return _make(spec, found.make, inputs, model_file.compute_loss, rows, facts)
-    model = transformers_model.find_model(spec, fields)
+    model = transformers_model.find_model(spec, fields, quantized=True)
     purpose = model_inputs.find_purpose(model.cls, model.config.model_type, model.option)
     _prepare_config(model.config, purpose, fields)
     inputs = model_inputs.make_inputs(purpose, model.config, context, small, model.option)

@@ -14,6 +14,7 @@ from narrowgauge.nn.blocks.spec import BlockSpec
 from narrowgauge.nn.fused.casts import AdapterPlan, Projection
 from narrowgauge.nn.fused.plan import BlockPlan, list_classes, list_own_parameters, list_settings
 from narrowgauge.nn.products.gemm import GemmChoice
+from narrowgauge.nn.products.stored_fp8 import get_stored_scale
 from narrowgauge.nn.products.weight_casts import WeightCastPlan
 from narrowgauge.optim.adamw import gradient_dtype
 from narrowgauge.optim.sharded import is_sharded
@@ -64,6 +65,7 @@ def make_plan(
         weight = WeightCastPlan.of(
             *(source.weight for source in sources), site=find_site(layer, "weight"), scales=scales,
             transposed_weight=sources[0].is_transposed, lean=lean, path=layer.path,
+            stored_scale=get_stored_scale(sources[0].owner),
         )  # fmt: skip
         sites = find_site(layer, "input"), find_site(layer, "grad_output")
         return Projection(weight, layer.choice, *sites, plan_adapters(block, spec, inner))

@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from narrowgauge.errors import UsageError
 from narrowgauge.kernels import FP8_MAX, compute_scale
 from narrowgauge.kernels.cast import cast
-from narrowgauge.nn.convert import SAME_INPUT_NAMES
 from narrowgauge.nn.matrix_inventory import explain_kept_fp32
 from narrowgauge.nn.products.linear import explain_misfit
+from narrowgauge.nn.survey import SAME_INPUT_NAMES
 from narrowgauge.recipe import parse
 from narrowgauge.runs.checkpoints.tensor_reader import TensorReader
 from narrowgauge.runs.export.hf_folder import MAX_SHARD_BYTES, WrittenFolder, round_to, write_folder
