@@ -142,9 +142,9 @@ def make_plain_lora():
 
 
 PARTS = {
-    "full": lambda: with_engine(make_model(), "fp8-lean", 1e-5),
-    "full-fast": lambda: with_engine(make_model(), "fp8-lean[checkpoint=none]", 1e-5),
-    "full-selective": lambda: with_engine(make_model(), "fp8-lean[checkpoint=selective]", 1e-5),
+    "full": lambda: with_engine(make_model(torch.float32), "fp8-lean", 1e-5),
+    "full-fast": lambda: with_engine(make_model(torch.float32), "fp8-lean[checkpoint=none]", 1e-5),
+    "full-selective": lambda: with_engine(make_model(torch.float32), "fp8-lean[checkpoint=selective]", 1e-5),
     "liger": make_liger,
     "lora": lambda: with_engine(add_adapters(make_model(), torch.float32), "fp8[frozen=fp8]", 2e-4),
     "lora-bf16": lambda: with_engine(add_adapters(make_model(), torch.float32), "bf16[frozen=bf16]", 2e-4),
