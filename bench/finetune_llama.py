@@ -95,12 +95,20 @@ def count_weight_bytes(model):
     return sum(tensor.numel() * tensor.element_size() for tensor in frozen)
 
 
+def find_graphs(model):
+    from narrowgauge.nn.fused.modules import FusedBlock
+    from narrowgauge.nn.module_changes import find_change
+
+    return next(change.graphs for change in (find_change(m, FusedBlock) for m in model.modules()) if change is not None)
+
+
 def with_engine(model, recipe, learning_rate):
     import narrowgauge
 
     optimizer = torch.optim.AdamW(list_trained(model), learning_rate, fused=True)
     engine = narrowgauge.Engine(model, optimizer, recipe, clip_norm=1.0)
     say("  ", recipe, engine.conversion.summary()[:160], *list(engine.conversion.unfused.values())[:1])
+    graphs[recipe] = find_graphs(model)
 
     def step(batch):
         with engine.forward():
@@ -150,6 +158,7 @@ PARTS = {
     "lora-bf16": lambda: with_engine(add_adapters(make_model(), torch.float32), "bf16[frozen=bf16]", 2e-4),
     "lora-plain": make_plain_lora,
 }
+graphs = {}
 batches = make_batches()
 steps, results = {}, {"options": options, "gpu": torch.cuda.get_device_name(), "parts": {}}
 for name in parts:
@@ -207,5 +216,7 @@ for name in steps:
         f"RESULT {name} {found['step_ms']:.1f} ms {found['tokens_per_s']:,.0f} tokens/s, weights "
         f"{found['weights_gb']:.2f} GB, peak {found['peak_gb']:.1f} GB, ready after {found['ready_s']:.0f} s"
     )
+for recipe, found in graphs.items():
+    say(f"{recipe}: {found.recorded} forwards recorded; the GPU waited {found._idle} of {found._measured} times")
 if os.environ.get("OUT"):
     (Path(os.environ["OUT"]) / f"finetune-llama-{'-'.join(parts)}.json").write_text(json.dumps(results, indent=1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -68,5 +69,5 @@ def test_what_is_kept_changes_no_result(name, monkeypatch):
         assert kept[4:8] == [0] * 4 and kept[12:] == [0] * 4  # gradients of the first batch exist already
         seen.append(kept[:4])
     assert seen[0] == [0] * 4 and seen[3] == [2] * 4
-    assert all(sum(one) <= sum(other) for one, other in zip(seen[:-1], seen[1:], strict=True))
+    assert all(sum(one) <= sum(other) for one, other in itertools.pairwise(seen))
     assert any(0 < sum(one) < 8 for one in seen), seen  # something in between, too

@@ -141,7 +141,9 @@ def run_backward(
 
 
 def _get_future_gradients(given: BlockInput) -> int:
-    """Return the bytes of gradients that backward will allocate."""
+    """Return the bytes of gradients that backward will allocate; 0 in a recording, which frees nothing it has kept."""
+    if given.x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return 0
     parameters = [p for p in given.tensors.flatten() if p is not None and p.requires_grad]
     dtype = given.plan.qkv.weight.gradient_dtype
     if dtype is None or not given.plan.holds_gradients or any(p.grad is not None for p in parameters):
