@@ -189,7 +189,7 @@ def _read_object(path: Path, option: str) -> dict[str, Any]:
 def _list_tensors(folder: Path, option: str) -> dict[str, StoredTensor]:
     refuse_pickled(folder, option)
     if files.exists(folder / WEIGHTS):
-        return _read_header(folder / WEIGHTS, option)
+        return read_header(folder / WEIGHTS, option)
     if not files.exists(folder / INDEX):
         raise UsageError(f"{option}: the folder has no weights; expected {WEIGHTS}, or {INDEX} and its files")
     places = _read_object(folder / INDEX, option).get("weight_map")
@@ -203,7 +203,7 @@ def _list_tensors(folder: Path, option: str) -> dict[str, StoredTensor]:
             )
         if not files.exists(folder / name):
             raise UsageError(f"{option}: {INDEX} names {one_line(name)}, which is not there; download it again")
-        for tensor in _read_header(folder / name, option).values():
+        for tensor in read_header(folder / name, option).values():
             if tensor.name not in places:
                 raise UsageError(
                     f"{option}: {name} has the tensor {one_line(tensor.name)}, which {INDEX} does not list"
@@ -216,8 +216,16 @@ def _list_tensors(folder: Path, option: str) -> dict[str, StoredTensor]:
     return found
 
 
-def _read_header(path: Path, option: str) -> dict[str, StoredTensor]:
-    """Read the header of a .safetensors file, and compare the sizes in it with that of the file."""
+def read_header(path: Path, option: str) -> dict[str, StoredTensor]:
+    """Read the header of a .safetensors file, and compare the sizes in it with that of the file.
+
+    Args:
+        path: The file.
+        option: How error messages name its folder.
+
+    Raises:
+        UsageError: The file is damaged.
+    """
     damaged = f"{option}: {path.name} cannot be loaded"
     try:
         size = path.stat().st_size

@@ -3,6 +3,7 @@
     master=fp32        FP32 parameters
     other masters      matrices: BF16 parameters with 16-bit remainders, together the FP32 value (optim/masters.py)
                        vectors, and modules that the recipe keeps in FP32: FP32 parameters
+    not trained        matrices: as ``frozen`` of the recipe says; all others in FP32
 
 A value that is BF16 in the file is BF16 in the parameter, and its remainder is 0. Any other is converted to FP32 and
 split. This runs over pieces of ``PIECE`` values, so that besides the model there is never more than one piece: an 8B
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge import files, hardware
-from narrowgauge.engine.setup import find_narrowed
+from narrowgauge.engine.setup import find_narrowed, find_stored_narrow
 from narrowgauge.errors import UsageError
 from narrowgauge.nn.keep_fp32 import find_modules
 from narrowgauge.optim.masters import set_other_half
@@ -167,17 +168,21 @@ def fill(
     """
     recipe, model = _choose_form(recipe, device), match.model
     kept = list(find_modules(model, recipe.keep))
-    narrowed = {id(p) for p in find_narrowed(model, dict(model.named_parameters()), recipe, kept)}
-    expected = model.state_dict(keep_vars=True)
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    narrowed = {id(p) for p in find_narrowed(model, named, recipe, kept)}
+    frozen = {id(p) for p in find_stored_narrow(model, recipe, kept)}
+    readers = _list_readers(model)
     progress = _Progress(sum(tensor.nbytes for tensor in match.stored.values()), tell)
     made: dict[int, Tensor] = {}
     for name, tensor in match.stored.items():
-        old = expected[name]
+        old = match.expected[name]
         if id(old) in narrowed:
             made[id(old)] = _load_narrow(tensor, device, reader)
+        elif id(old) in frozen:
+            made[id(old)] = _load_frozen(tensor, readers[id(old)], recipe, device, reader)
         else:
             dtype = torch.float32 if old.dtype.is_floating_point else old.dtype
-            values = _load_values(tensor, dtype, device, reader)
+            values = load_values(tensor, dtype, device, reader)
             made[id(old)] = nn.Parameter(values, old.requires_grad) if isinstance(old, nn.Parameter) else values
         progress.add(tensor.nbytes)
     for module in model.modules():
@@ -214,7 +219,33 @@ def _load_narrow(tensor: StoredTensor, device: torch.device, reader: Reader) -> 
     return parameter
 
 
-def _load_values(tensor: StoredTensor, dtype: torch.dtype, device: torch.device, reader: Reader) -> Tensor:
+def _load_frozen(
+    tensor: StoredTensor, readers: list[nn.Module], recipe: Recipe, device: torch.device, reader: Reader
+) -> nn.Parameter:
+    """Load a matrix that is not trained, in the format of ``recipe.frozen``: BF16.
+
+    Args:
+        tensor: What is stored.
+        readers: The modules that have the parameter; several if it is tied.
+        recipe: The recipe; ``frozen`` is not ``keep``.
+        device: Where to load it to.
+        reader: Reads the stored values.
+    """
+    return nn.Parameter(load_values(tensor, torch.bfloat16, device, reader), requires_grad=False)
+
+
+def _list_readers(model: nn.Module) -> dict[int, list[nn.Module]]:
+    """Return the modules that have each parameter, by its id."""
+    found: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                found.setdefault(id(parameter), []).append(module)
+    return found
+
+
+def load_values(tensor: StoredTensor, dtype: torch.dtype, device: torch.device, reader: Reader) -> Tensor:
+    """Load a tensor in a dtype, rounded to nearest even, piece by piece."""
     loaded = torch.empty(tensor.shape, dtype=dtype, device=device)
     for start, stop in reader.list_pieces(tensor):
         loaded.view(-1)[start:stop].copy_(reader.read(tensor, start, stop))
