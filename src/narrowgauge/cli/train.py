@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--epochs", type=number, metavar="N", help="with --model: how often the data is seen (default 1)")
     add("--eval-data", metavar="PATH", help="with --model: a file for evaluation")
     add("--eval-share", type=number, metavar="X", help="with --model: share of the data for evaluation (default 0.05)")
-    add("--lora", metavar="OPTIONS", help="with --model: train adapters, rank=16,alpha=32,targets=all-linear or a folder")
+    add("--lora", metavar="OPTIONS", help="with --model: train adapters, such as rank=16,alpha=32,targets=all-linear")
     add("--tokenizer", metavar="PATH", help="a tokenizer.json or its folder (default: bytes or a byte-pair encoding)")
     add("--field", metavar="NAME", help="name of the text field in documents (default: text, else content)")
     add("--max-tokens", type=long, metavar="N", help="read at most N tokens (default for hf:NAME: 200 million)")

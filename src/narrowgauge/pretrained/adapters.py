@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,17 @@ def read_config(model: nn.Module) -> dict[str, Any]:
     config = model.peft_config[NAME].to_dict()  # type: ignore[index, union-attr]
     found = {name: config[name] for name in (*UNDERSTOOD, "init_lora_weights") if config.get(name) is not None}
     listed = {name: sorted(value) if isinstance(value, set | list) else value for name, value in found.items()}
-    return {"peft_type": "LORA", **listed}
+    return {"peft_type": "LORA", **listed, "target_modules": _shorten_targets(model, listed["target_modules"])}
+
+
+def _shorten_targets(model: nn.Module, targets: str | list[str]) -> str | list[str]:
+    """Return the last parts of the targets' paths, which other tools prefer, if they name the same layers."""
+    layers = find_layers(model)
+    ends = {path.rpartition(".")[2] for path in layers}
+    inside = tuple(f"{path}." for path in layers)
+    paths = [path for path, _ in model.named_modules() if not path.startswith(inside)]
+    same = {path for path in paths if path.rpartition(".")[2] in ends} == set(layers)
+    return sorted(ends) if same and not isinstance(targets, str) else targets
 
 
 def get_weights(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -197,8 +207,3 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def list_shapes(model: nn.Module) -> Mapping[str, tuple[int, ...]]:
-    """Return the shapes of the adapters' weights by their names in the model."""
-    return {name: tuple(weight.shape) for name, weight in get_weights(model).items()}

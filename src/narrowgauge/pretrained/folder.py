@@ -134,7 +134,9 @@ def read_config(folder: Path, option: str) -> dict[str, Any]:
             f"{option}: it is not a folder; give one with a config.json, transformers:CLASS or file.py:Class"
         )
     if files.exists(folder / "adapter_config.json"):
-        raise UsageError(f"{option}: the folder holds an adapter, not a model; merge it into its model first")
+        raise UsageError(
+            f"{option}: the folder holds an adapter, not a model; give its model, and the adapter with --lora"
+        )
     if not files.exists(path):
         raise UsageError(f"{option}: the folder has no config.json; give the folder of a Hugging Face model")
     return _read_object(path, option)

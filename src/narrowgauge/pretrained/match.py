@@ -36,7 +36,7 @@ class Match:
     stored: Mapping[str, StoredTensor] = field(default_factory=dict)
     """By the model's names; one of the names that share a parameter."""
     expected: Mapping[str, Tensor] = field(default_factory=dict)
-    """The model's state when it was matched. Adapters that are added later rename parameters, but do not replace them."""
+    """The model's state when it was matched. Adapters that are added later rename parameters, but keep the objects."""
     twins: tuple[tuple[StoredTensor, StoredTensor], ...] = ()
     """Pairs of stored tensors of one tied parameter: they have to be equal."""
     conversion: str | None = None
