@@ -9,8 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from narrowgauge import Engine, UsageError
+from narrowgauge.nn.products.stored_fp8 import is_stored
 from narrowgauge.optim import full_precision
 from narrowgauge.pretrained import PretrainedModel, load_model, open_folder
+from narrowgauge.pretrained.lora_options import parse_lora
 from narrowgauge.pretrained.transformers_model import find_model
 
 transformers = pytest.importorskip("transformers")
@@ -147,3 +149,30 @@ def test_scales_that_do_not_fit_are_one_line(original, tmp_path, change, message
     with pytest.raises(UsageError, match=message) as caught:
         load_model(open_folder(tmp_path), "bf16-lean", "cpu")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("layout", [None, "blocks"])
+def test_a_frozen_base_is_loaded_as_the_engine_stores_it(original, tmp_path, layout):
+    """Weights that are read in FP8 piece by piece have the bits of those that an engine makes from BF16 weights."""
+    pytest.importorskip("peft")
+    if layout is not None:
+        save_quantized(original, tmp_path, layout)
+    folder, recipe = str(original if layout is None else tmp_path), "fp8[products=all,frozen=fp8]"
+    made = []
+    for form in (recipe, "fp8[products=all,frozen=bf16]"):
+        lora = parse_lora("rank=4,targets=all-linear")
+        torch.manual_seed(0)
+        model = PretrainedModel(find_model(folder, {}, quantized=True), lora).load(form, "cpu")
+        if form == recipe:
+            read = {name for name, module in model.named_modules() if is_stored(module)}
+            assert len(read) == 15  # seven layers in each block, and the head
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        engine = Engine(model, torch.optim.AdamW(trained, 1e-3), recipe)
+        assert set(engine.conversion.stored) == read
+        made.append(model)
+    one, other = (model.state_dict() for model in made)
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype is other[name].dtype, name
+        same = tensor.view(torch.uint8) if tensor.dtype is E4M3 else tensor
+        assert torch.equal(same, other[name].view(torch.uint8) if tensor.dtype is E4M3 else other[name]), name

@@ -21,6 +21,7 @@ from narrowgauge.cli.train_output import describe, introduce, summarise
 from narrowgauge.errors import UsageError
 
 if TYPE_CHECKING:
+    from narrowgauge.hardware import Device
     from narrowgauge.ranks.world import World
     from narrowgauge.runs.settings import Settings
     from narrowgauge.task import Task
@@ -30,7 +31,7 @@ RUNS = Path("runs")
 """Default parent folder of runs."""
 FOR_TASK = (
     "batch", "context", "data", "vocab", "packages", "tokenizer", "field", "max_tokens", "model", "epochs", "eval_data",
-    "eval_share",
+    "eval_share", "lora",
 )  # fmt: skip
 """Options that are passed to the task if given."""
 FOR_SETTINGS = {
@@ -65,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--epochs", type=number, metavar="N", help="with --model: how often the data is seen (default 1)")
     add("--eval-data", metavar="PATH", help="with --model: a file for evaluation")
     add("--eval-share", type=number, metavar="X", help="with --model: share of the data for evaluation (default 0.05)")
+    add("--lora", metavar="OPTIONS", help="with --model: train adapters, such as rank=16,alpha=32,targets=all-linear")
     add("--tokenizer", metavar="PATH", help="a tokenizer.json or its folder (default: bytes or a byte-pair encoding)")
     add("--field", metavar="NAME", help="name of the text field in documents (default: text, else content)")
     add("--max-tokens", type=long, metavar="N", help="read at most N tokens (default for hf:NAME: 200 million)")
@@ -176,7 +178,7 @@ def _begin(args: argparse.Namespace, world: World) -> tuple[Path, str, dict[str,
     from narrowgauge.runs.settings import make_settings
 
     device = hardware.detect(args.device)
-    text = args.recipe or "auto"
+    text = _complete_recipe(args.recipe or "auto", args.lora, device)
     waits = depends_on_model(text, device)  # then the engine chooses, when the model exists
     recipe = text.replace(" ", "") if waits else str(parse(text, device))
     why = choose(device)[1] if is_auto(text) and not waits else None
@@ -212,7 +214,8 @@ def _choose_task(args: argparse.Namespace, device_kind: str) -> str:
     from narrowgauge import tasks
 
     if args.model is None:
-        lost = next((name for name in ("epochs", "eval_data", "eval_share") if getattr(args, name) is not None), None)
+        for_model = ("epochs", "eval_data", "eval_share", "lora")
+        lost = next((name for name in for_model if getattr(args, name) is not None), None)
         if lost is not None:
             raise UsageError(f"--{lost.replace('_', '-')} is for --model: give the model to fine-tune")
         return args.task or tasks.default(device_kind)
@@ -274,8 +277,11 @@ def _resume(args: argparse.Namespace) -> tuple[Path, str, dict[str, Any], Settin
     given = {name: getattr(args, name) for name in recorded if name not in ("keep", "parallel", "log")} | args.own
     recorded |= {name: options.get(name) for name in args.own}
     given["task"] = _resolve_task(args.task) if args.task else None
-    if args.recipe is not None and is_auto(args.recipe):
-        given["recipe"] = _keep_choice(args.recipe, recorded["recipe"])
+    device = hardware.detect(args.device or saved.get("device"))
+    if args.recipe is not None:
+        given["recipe"] = _complete_recipe(args.recipe, options.get("lora"), device)
+        if is_auto(args.recipe):
+            given["recipe"] = _keep_choice(given["recipe"], recorded["recipe"])
     given = _resolve_options(given)
     if args.seed != 0:
         given["seed"], recorded["seed"] = args.seed, saved.get("seed")
@@ -289,8 +295,17 @@ def _resume(args: argparse.Namespace) -> tuple[Path, str, dict[str, Any], Settin
     changes: dict[str, Any] = {
         name: getattr(args, name) for name in ("keep", "parallel", "log") if getattr(args, name) is not None
     }
-    changes["device"] = hardware.detect(args.device or saved.get("device")).torch_device
+    changes["device"] = device.torch_device
     return folder, spec, options, restore_settings(saved, **changes)
+
+
+def _complete_recipe(text: str, lora: str | None, device: Device) -> str:
+    """The recipe; with --lora, how frozen matrices are stored, unless the text says it."""
+    if lora is None:
+        return text
+    from narrowgauge.pretrained.lora_options import set_frozen
+
+    return set_frozen(text, device)
 
 
 def _keep_choice(text: str, recorded: Any) -> str:
@@ -310,6 +325,10 @@ def _resolve_options(options: dict[str, Any]) -> dict[str, Any]:
     for name in ("model", "eval_data"):
         if resolved.get(name) is not None:
             resolved[name] = str(files.resolve_path(files.expand_path(resolved[name])))
+    if resolved.get("lora") is not None:
+        from narrowgauge.pretrained.lora_options import resolve_lora
+
+        resolved["lora"] = resolve_lora(resolved["lora"])
     if resolved.get("tokenizer") is not None:
         resolved["tokenizer"] = str(files.resolve_path(files.expand_path(resolved["tokenizer"])))
     return resolved

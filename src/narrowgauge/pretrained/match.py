@@ -36,6 +36,8 @@ class Match:
     model: nn.Module
     stored: Mapping[str, StoredTensor] = field(default_factory=dict)
     """By the model's names; one of the names that share a parameter."""
+    expected: Mapping[str, Tensor] = field(default_factory=dict)
+    """The model's state when it was matched. Adapters that are added later rename parameters, but keep the objects."""
     twins: tuple[tuple[StoredTensor, StoredTensor], ...] = ()
     """Pairs of stored tensors of one tied parameter: they have to be equal."""
     conversion: str | None = None
@@ -86,7 +88,7 @@ def match_weights(found: FoundModel, folder: PretrainedFolder) -> Match:
             f"{_describe_mismatch(wrong, missing, unexpected, chosen, expected)}; config.json and the weights do not "
             "belong together"
         )
-    return Match(found=found, folder=folder, model=model, stored=chosen, twins=tuple(twins))
+    return Match(found=found, folder=folder, model=model, stored=chosen, expected=expected, twins=tuple(twins))
 
 
 def _refuse_conversion(folder: PretrainedFolder, why: str) -> None:

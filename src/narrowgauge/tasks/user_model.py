@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from narrowgauge.errors import NarrowgaugeError, UsageError
 from narrowgauge.pretrained import PretrainedModel, transformers_model
+from narrowgauge.pretrained.lora_options import parse_lora
 from narrowgauge.task import Task
 from narrowgauge.tasks import model_file, model_inputs
 from narrowgauge.tasks.model_inputs import Inputs
@@ -29,7 +30,14 @@ LEARNING_RATE = 1e-4
 _FILE = re.compile(r".*\.py:\w+", re.DOTALL)
 
 
-def make_task(spec: str, fields: Mapping[str, Any], batch: int | None, context: int | None, small: bool) -> Task:
+def make_task(
+    spec: str,
+    fields: Mapping[str, Any],
+    batch: int | None,
+    context: int | None,
+    small: bool,
+    lora: str | None = None,
+) -> Task:
     """Make the task of a model.
 
     Args:
@@ -38,6 +46,7 @@ def make_task(spec: str, fields: Mapping[str, Any], batch: int | None, context: 
         batch: Rows of a batch. Default: 8, or 2 if ``small``.
         context: Tokens of a row. Default: as many as the model takes, at most 2048, or 128 if ``small``.
         small: Whether the model will run on a CPU.
+        lora: Train adapters of the model only, as in ``narrowgauge train --lora``.
 
     Raises:
         UsageError: There is no such model, its configuration is wrong, or its inputs are not known.
@@ -46,6 +55,8 @@ def make_task(spec: str, fields: Mapping[str, Any], batch: int | None, context: 
     if rows < 1:
         raise UsageError(f"--batch {rows} must be at least 1")
     if _FILE.fullmatch(spec):
+        if lora is not None:
+            raise UsageError(f"--lora {lora}: adapters are for models of transformers, not for {spec}")
         found = model_file.find_model(spec, fields)
         inputs = model_file.make_inputs(found, context, small)
         facts: dict[str, Any] = {"class": found.name, "weights": "random", "purpose": "tokens and targets"}
@@ -56,14 +67,16 @@ def make_task(spec: str, fields: Mapping[str, Any], batch: int | None, context: 
     purpose = model_inputs.find_purpose(model.cls, model.config.model_type, model.option)
     _prepare_config(model.config, purpose, fields)
     inputs = model_inputs.make_inputs(purpose, model.config, context, small, model.option)
+    factory = PretrainedModel(model, None if lora is None else parse_lora(lora))
+    with torch.device("meta"):
+        without_memory = factory()
     facts = {
         "class": model.name,
         "weights": "safetensors" if model.weights else "random",
         "purpose": purpose,
-        "parameters": model.count_parameters(),
+        "parameters": sum(parameter.numel() for parameter in without_memory.parameters()),
     }
-    make = model.make if model.weights is None else PretrainedModel(model)
-    return _make(spec, make, inputs, compute_loss, rows, facts)
+    return _make(spec, factory if model.weights else factory.__call__, inputs, compute_loss, rows, facts)
 
 
 def _make(spec: str, model: Any, inputs: Inputs, loss: Any, rows: int, facts: dict[str, Any]) -> Task:
