@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge import files
-from narrowgauge.cli import Outcome, prose
+from narrowgauge.cli import Outcome, finetuning, prose
 from narrowgauge.cli.numbers import long, number, whole
 from narrowgauge.cli.terminal import say
 from narrowgauge.cli.train_output import describe, introduce, summarise
@@ -61,10 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--context", type=whole, help="tokens per sequence")
     add("--lr", type=number, help="peak learning rate (default: the task's)")
     add("--data", metavar="PATH", help="text, .jsonl, .parquet, .bin, a folder of them, or hf:NAME[:CONFIG][@SPLIT]")
-    add("--model", metavar="PATH", help="fine-tune the model in this Hugging Face folder on --data")
-    add("--epochs", type=number, metavar="N", help="with --model: how often the data is seen (default 1)")
-    add("--eval-data", metavar="PATH", help="with --model: a file for evaluation")
-    add("--eval-share", type=number, metavar="X", help="with --model: share of the data for evaluation (default 0.05)")
+    finetuning.add_arguments(parser)
     add("--tokenizer", metavar="PATH", help="a tokenizer.json or its folder (default: bytes or a byte-pair encoding)")
     add("--field", metavar="NAME", help="name of the text field in documents (default: text, else content)")
     add("--max-tokens", type=long, metavar="N", help="read at most N tokens (default for hf:NAME: 200 million)")
@@ -211,16 +208,9 @@ def _choose_task(args: argparse.Namespace, device_kind: str) -> str:
     """The task's name; with --model it is the task of fine-tuning."""
     from narrowgauge import tasks
 
-    if args.model is None:
-        lost = next((name for name in ("epochs", "eval_data", "eval_share") if getattr(args, name) is not None), None)
-        if lost is not None:
-            raise UsageError(f"--{lost.replace('_', '-')} is for --model: give the model to fine-tune")
-        return args.task or tasks.default(device_kind)
-    if args.task is not None:
-        raise UsageError(f"train {args.task} --model {args.model}: give a task or a model to fine-tune, not both")
-    if args.data is None:
-        raise UsageError(f"--model {args.model} needs data to fine-tune on: --data FILE, such as chats.jsonl")
-    return tasks.FINETUNE
+    if finetuning.is_chosen(args, "train"):
+        return tasks.FINETUNE
+    return args.task or tasks.default(device_kind)
 
 
 def _find_task(spec: str, options: dict[str, Any], args: argparse.Namespace, world: World) -> Task:
@@ -304,12 +294,9 @@ def _resolve_options(options: dict[str, Any]) -> dict[str, Any]:
     """The options with absolute paths of data and tokenizer."""
     from narrowgauge.data.sources import resolve_name
 
-    resolved = dict(options)
+    resolved = finetuning.resolve_paths(options)
     if resolved.get("data") is not None:
         resolved["data"] = resolve_name(resolved["data"])
-    for name in ("model", "eval_data"):
-        if resolved.get(name) is not None:
-            resolved[name] = str(files.resolve_path(files.expand_path(resolved[name])))
     if resolved.get("tokenizer") is not None:
         resolved["tokenizer"] = str(files.resolve_path(files.expand_path(resolved["tokenizer"])))
     return resolved
