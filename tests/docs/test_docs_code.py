@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from doc_blocks import ELSEWHERE, Block, blocks_of, pages, shorten
 from tokenizers import ByteLevelBPETokenizer
 from torch import nn
@@ -25,6 +26,9 @@ import forked
 import narrowgauge as ng
 from narrowgauge import kernels
 from narrowgauge.cli import main
+
+sys.path.append(str(Path(__file__).parents[1] / "data"))
+from chat_folders import CHATML, chat, make_folder, write_lines
 
 pytestmark = pytest.mark.usefixtures("modules_are_not_collected")
 
@@ -92,6 +96,8 @@ def train(model, optimizer, loader):
         scaler.update()
         optimizer.zero_grad()
 """
+READERS_MODEL = "llama-3.1-8b"
+"""The folder of a model that pages assume: a small one."""
 RUN = re.compile(r"runs/[\w.:/-]+|\brun-[ab]\b")
 ran: set[tuple[str, ...]] = set()
 """Commands that were run for an earlier page and write nothing that a page reads."""
@@ -117,6 +123,13 @@ def assets(tmp_path_factory):
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(stories, vocab_size=300, show_progress=False)
     tokenizer.save(str(folder / "tokenizer.json"))
+    write_lines(folder / "chats.jsonl", [chat(f"What is {n}?", f"It is {n + 1}, I think.") for n in range(40)])
+    make_folder(folder / READERS_MODEL, CHATML, pad_token="</s>")
+    small = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=384, max_position_embeddings=128,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(small).bfloat16().save_pretrained(folder / READERS_MODEL)
     yield folder
     shutil.rmtree(folder)
 
@@ -128,6 +141,7 @@ def reader(assets, tmp_path, monkeypatch):
     for name, value in {
         "NARROWGAUGE_CACHE": str(assets / "cache"),
         "WANDB_MODE": "offline",
+        "HF_DATASETS_CACHE": str(assets / "datasets"),
         "COLUMNS": "120",
     }.items():
         monkeypatch.setenv(name, value)
@@ -135,8 +149,9 @@ def reader(assets, tmp_path, monkeypatch):
     monkeypatch.setattr(kernels, "interpreting", False)
     for name in ("my_task.py", "task.py", "my.py"):
         shutil.copy(assets / "my_task.py", name)
-    for name in ("validation.json", "bench.json", "base.json", "stories.jsonl", "tokenizer.json"):
+    for name in ("validation.json", "bench.json", "base.json", "stories.jsonl", "tokenizer.json", "chats.jsonl"):
         shutil.copy(assets / name, name)
+    Path(READERS_MODEL).symlink_to(assets / READERS_MODEL)
     Path("src").mkdir()
     for path in (Path("train.py"), Path("src/train.py")):
         path.write_text(READERS_SCRIPT)

@@ -78,6 +78,29 @@ def test_dead_layer():
     assert ("dead-layer", "1") in findings(model, "bf16")
 
 
+def test_weights_that_start_at_zero_are_not_dead():
+    """As in low-rank adapters: the first layer has no gradient until the second has changed."""
+
+    class Adapted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base, self.down, self.up = nn.Linear(16, 4), nn.Linear(16, 4, bias=False), nn.Linear(4, 4, bias=False)
+            nn.init.zeros_(self.up.weight)
+
+        def forward(self, x):
+            return self.base(x) + self.up(self.down(x))
+
+    for recipe in ("fp32", "fp16"):
+        torch.manual_seed(0)
+        assert findings(Adapted(), recipe, steps=3) == {}
+    torch.manual_seed(0)
+    model = Adapted()
+    model.up.requires_grad_(False)  # then it stays zero
+    engine_findings = findings(model, "fp32", optimizer=lambda p, lr: torch.optim.AdamW(
+        [one for one in p if one.requires_grad], lr))  # fmt: skip
+    assert ("dead-layer", "up") in engine_findings and ("no-gradient", "down.weight") in engine_findings
+
+
 def test_bf16_weights_without_a_master_stagnate():
     model = net().bfloat16()
     readings = []

@@ -14,6 +14,7 @@ NEEDS = {
     "hf_trainer": "transformers",
     "lightning_fabric_loop": "lightning",
     "lightning_trainer": "lightning",
+    "sft_trainer --lora": "trl",
 }
 
 
@@ -21,8 +22,8 @@ NEEDS = {
 @pytest.mark.filterwarnings("default")  # as a user runs them
 def test_example_losses_match_the_engine(name, monkeypatch, capsys):
     pytest.importorskip(NEEDS[name])
-    monkeypatch.setattr(sys, "argv", [name])
-    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    monkeypatch.setattr(sys, "argv", name.split())
+    runpy.run_path(str(EXAMPLES / f"{name.split()[0]}.py"), run_name="__main__")
     shown = capsys.readouterr().out
     assert "bit for bit" in shown
     if name == "torch_amp_loop":

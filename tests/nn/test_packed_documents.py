@@ -268,6 +268,20 @@ def test_training_on_packed_documents(recipe: str, tolerance: float, monkeypatch
     assert losses["fused"] == pytest.approx(losses["unpacked"], rel=tolerance)
 
 
+def test_bounds_beside_a_mask_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL passes them to all models. Without a mask only the model's own attention knows what they mean."""
+    model = fuse_in_fp32(without_dropout(LANGUAGE["llama"]()).train())
+    bounds = torch.tensor([0, 9, 19, 23, 24, 38], dtype=torch.int32)
+    more = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 14, "max_length_k": 14,
+            "seq_idx": torch.zeros(2, 19, dtype=torch.int32)}  # fmt: skip
+    batch = make_packed()
+    expected = model(**batch).loss
+    monkeypatch.setattr(attention, "_attend_by_own_code", fail_in_own_code)
+    assert torch.equal(model(**batch, **more).loss, expected)
+    with pytest.raises(AssertionError, match="own attention ran"):
+        model(input_ids=batch["input_ids"], use_cache=False, **more)
+
+
 @pytest.mark.parametrize("recipe", ["bf16", "fp8[products=all]", "fp8[checkpoint=full]"])
 def test_gradients_are_those_with_the_mask(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = without_dropout(LANGUAGE["qwen3"]()).train()

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge import files
-from narrowgauge.cli import Outcome, prose
+from narrowgauge.cli import Outcome, finetuning, prose
 from narrowgauge.cli.numbers import long, number, whole
 from narrowgauge.cli.terminal import say
 from narrowgauge.cli.train_output import describe, introduce, summarise
 from narrowgauge.errors import UsageError
 
 if TYPE_CHECKING:
-    from narrowgauge.hardware import Device
     from narrowgauge.ranks.world import World
     from narrowgauge.runs.settings import Settings
     from narrowgauge.task import Task
@@ -62,11 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--context", type=whole, help="tokens per sequence")
     add("--lr", type=number, help="peak learning rate (default: the task's)")
     add("--data", metavar="PATH", help="text, .jsonl, .parquet, .bin, a folder of them, or hf:NAME[:CONFIG][@SPLIT]")
-    add("--model", metavar="PATH", help="fine-tune the model in this Hugging Face folder on --data")
-    add("--epochs", type=number, metavar="N", help="with --model: how often the data is seen (default 1)")
-    add("--eval-data", metavar="PATH", help="with --model: a file for evaluation")
-    add("--eval-share", type=number, metavar="X", help="with --model: share of the data for evaluation (default 0.05)")
-    add("--lora", metavar="OPTIONS", help="with --model: train adapters, such as rank=16,alpha=32,targets=all-linear")
+    finetuning.add_arguments(parser)
     add("--tokenizer", metavar="PATH", help="a tokenizer.json or its folder (default: bytes or a byte-pair encoding)")
     add("--field", metavar="NAME", help="name of the text field in documents (default: text, else content)")
     add("--max-tokens", type=long, metavar="N", help="read at most N tokens (default for hf:NAME: 200 million)")
@@ -178,7 +173,7 @@ def _begin(args: argparse.Namespace, world: World) -> tuple[Path, str, dict[str,
     from narrowgauge.runs.settings import make_settings
 
     device = hardware.detect(args.device)
-    text = _complete_recipe(args.recipe or "auto", args.lora, device)
+    text = finetuning.complete_recipe(args.recipe or "auto", args.lora, device)
     waits = depends_on_model(text, device)  # then the engine chooses, when the model exists
     recipe = text.replace(" ", "") if waits else str(parse(text, device))
     why = choose(device)[1] if is_auto(text) and not waits else None
@@ -213,17 +208,9 @@ def _choose_task(args: argparse.Namespace, device_kind: str) -> str:
     """The task's name; with --model it is the task of fine-tuning."""
     from narrowgauge import tasks
 
-    if args.model is None:
-        for_model = ("epochs", "eval_data", "eval_share", "lora")
-        lost = next((name for name in for_model if getattr(args, name) is not None), None)
-        if lost is not None:
-            raise UsageError(f"--{lost.replace('_', '-')} is for --model: give the model to fine-tune")
-        return args.task or tasks.default(device_kind)
-    if args.task is not None:
-        raise UsageError(f"train {args.task} --model {args.model}: give a task or a model to fine-tune, not both")
-    if args.data is None:
-        raise UsageError(f"--model {args.model} needs data to fine-tune on: --data FILE, such as chats.jsonl")
-    return tasks.FINETUNE
+    if finetuning.is_chosen(args, "train"):
+        return tasks.FINETUNE
+    return args.task or tasks.default(device_kind)
 
 
 def _find_task(spec: str, options: dict[str, Any], args: argparse.Namespace, world: World) -> Task:
@@ -279,7 +266,7 @@ def _resume(args: argparse.Namespace) -> tuple[Path, str, dict[str, Any], Settin
     given["task"] = _resolve_task(args.task) if args.task else None
     device = hardware.detect(args.device or saved.get("device"))
     if args.recipe is not None:
-        given["recipe"] = _complete_recipe(args.recipe, options.get("lora"), device)
+        given["recipe"] = finetuning.complete_recipe(args.recipe, options.get("lora"), device)
         if is_auto(args.recipe):
             given["recipe"] = _keep_choice(given["recipe"], recorded["recipe"])
     given = _resolve_options(given)
@@ -299,15 +286,6 @@ def _resume(args: argparse.Namespace) -> tuple[Path, str, dict[str, Any], Settin
     return folder, spec, options, restore_settings(saved, **changes)
 
 
-def _complete_recipe(text: str, lora: str | None, device: Device) -> str:
-    """The recipe; with --lora, how frozen matrices are stored, unless the text says it."""
-    if lora is None:
-        return text
-    from narrowgauge.pretrained.lora_options import set_frozen
-
-    return set_frozen(text, device)
-
-
 def _keep_choice(text: str, recorded: Any) -> str:
     """What ``auto`` means for a recorded run: what it chose then, not what it would choose now."""
     from narrowgauge.recipe import NAMED, parse
@@ -319,16 +297,9 @@ def _resolve_options(options: dict[str, Any]) -> dict[str, Any]:
     """The options with absolute paths of data and tokenizer."""
     from narrowgauge.data.sources import resolve_name
 
-    resolved = dict(options)
+    resolved = finetuning.resolve_paths(options)
     if resolved.get("data") is not None:
         resolved["data"] = resolve_name(resolved["data"])
-    for name in ("model", "eval_data"):
-        if resolved.get(name) is not None:
-            resolved[name] = str(files.resolve_path(files.expand_path(resolved[name])))
-    if resolved.get("lora") is not None:
-        from narrowgauge.pretrained.lora_options import resolve_lora
-
-        resolved["lora"] = resolve_lora(resolved["lora"])
     if resolved.get("tokenizer") is not None:
         resolved["tokenizer"] = str(files.resolve_path(files.expand_path(resolved["tokenizer"])))
     return resolved

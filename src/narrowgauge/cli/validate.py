@@ -1,4 +1,7 @@
-"""``narrowgauge validate [TASK]``: tests whether a recipe trains as good a model as FP32, with paired runs."""
+"""``narrowgauge validate [TASK]``: tests whether a recipe trains as good a model as FP32, with paired runs.
+
+With ``--model FOLDER --data FILE`` the runs fine-tune that model, and their losses are those on held-out documents.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from narrowgauge import files
-from narrowgauge.cli import Outcome, prose
+from narrowgauge.cli import Outcome, finetuning, prose
 from narrowgauge.cli.numbers import number, whole
 from narrowgauge.cli.terminal import say, show_table
 from narrowgauge.errors import UsageError
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
     from narrowgauge.validate.run import Validation
 
 ABOUT = "test whether a recipe trains as good a model as the reference, with paired runs"
+FOR_TASK = ("batch", "context", "model", "data", "epochs", "eval_data", "eval_share", "accumulate", "lora")
+"""Options that are passed to the task if given."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=whole, metavar="N", help="items per batch")
     add("--context", type=whole, metavar="N", help="tokens per sequence, for language tasks")
     add("--lr", type=number, metavar="RATE", help="peak learning rate (default: the task's)")
+    finetuning.add_arguments(parser)
+    add("--data", metavar="PATH", help="with --model: a file of conversations, completions or texts")
+    add("--accumulate", type=whole, metavar="N", help="with --model: batches per update (default 1)")
     add("--save", metavar="FILE", help="write the result as JSON, for --against")
     add("--against", metavar="FILE", help="train again and compare with a saved validation; exit 1 if worse")
     add("--curves", nargs=2, metavar=("REFERENCE", "CANDIDATE"), help="compare the logs of finished runs instead")
@@ -51,10 +59,11 @@ def _parse_seeds(text: str) -> int | str:
 
 def run(args: argparse.Namespace) -> Outcome:
     if args.curves:
-        if args.task or args.candidates or args.save or args.against:
-            raise UsageError("--curves compares finished runs: omit the task, --candidates, --save and --against")
+        if args.task or args.model or args.candidates or args.save or args.against:
+            raise UsageError(
+                "--curves compares finished runs: omit the task, --model, --candidates, --save and --against"
+            )
         return _compare_logs(args)
-    from narrowgauge import hardware, tasks
     from narrowgauge.recipe import split
     from narrowgauge.validate import gate
     from narrowgauge.validate.run import validate
@@ -65,12 +74,20 @@ def run(args: argparse.Namespace) -> Outcome:
     saved = gate.read_validation(Path(args.against)) if args.against else None
     if saved is not None:
         _apply_saved(args, saved)
-    spec = args.task or tasks.default(hardware.detect(args.device).kind)
+    spec, options = _choose_task(args)
     reference, candidates = args.reference or "fp32", split("bf16" if args.candidates is None else args.candidates)
     if not candidates:
         raise UsageError("--candidates: give at least one recipe, such as bf16,fp8")
-    say(f"{spec}: comparing {', '.join(candidates)} with {reference}, margin {args.margin:.2%}", out)
-    options = {name: getattr(args, name) for name in ("batch", "context") if getattr(args, name) is not None} | args.own
+    if args.lora is not None:
+        from narrowgauge import hardware
+
+        device = hardware.detect(args.device)
+        reference = finetuning.complete_recipe(reference, args.lora, device)
+        candidates = [finetuning.complete_recipe(text, args.lora, device) for text in candidates]
+    what = spec if args.model is None else f"fine-tuning {args.model} on {args.data}"
+    say(f"{what}: comparing {', '.join(candidates)} with {reference}, margin {args.margin:.2%}", out)
+    if args.model is not None:
+        _check_finetuning(options, candidates, out)
     with tempfile.TemporaryDirectory() as temporary:  # --against needs new runs, not cached ones of older code
         validation = validate(
             spec,
@@ -80,6 +97,7 @@ def run(args: argparse.Namespace) -> Outcome:
             margin=args.margin,
             steps=args.steps,
             learning_rate=args.lr,
+            accumulate=options.get("accumulate"),
             options=options,
             budget_s=args.budget * 60,
             device=args.device,
@@ -98,14 +116,43 @@ def run(args: argparse.Namespace) -> Outcome:
     return Outcome(described | {"gate": compared}, exit_code=0 if compared["ok"] else 1)
 
 
+def _choose_task(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    """The task's name, and its options with absolute paths."""
+    from narrowgauge import hardware, tasks
+
+    given = {name: getattr(args, name) for name in FOR_TASK if getattr(args, name) is not None}
+    if finetuning.is_chosen(args, "validate"):
+        given["data"] = str(files.resolve_path(files.expand_path(args.data)))
+        return tasks.FINETUNE, finetuning.resolve_paths(given)
+    lost = next((name for name in ("data", "accumulate") if name in given), None)
+    if lost is not None:
+        raise UsageError(f"--{lost} is for --model: give the model to fine-tune, or omit it")
+    return args.task or tasks.default(hardware.detect(args.device).kind), given | args.own
+
+
+def _check_finetuning(options: dict[str, Any], candidates: list[str], out: TextIO) -> None:
+    """Reads the data once, so that the user sees what is in it, and mistakes are known before anything is trained."""
+    from narrowgauge import tasks
+
+    other = next((name for name in candidates if "@" in name), None)
+    if other is not None:
+        raise UsageError(
+            f"--candidates {other}: all recipes fine-tune the same --model; omit @{other.partition('@')[2]}"
+        )
+    task = tasks.find(tasks.FINETUNE, **options, notify=lambda line: say(line, out))
+    if not task.facts["eval_documents"]:
+        raise UsageError("validate compares losses on held-out documents, and there are none: give --eval-data FILE")
+
+
 def _apply_saved(args: argparse.Namespace, saved: dict[str, Any]) -> None:
     """Fills arguments that were not given with those of the saved validation."""
-    args.task = args.task or saved["task"]
+    if args.task is None and args.model is None and "model" not in saved["options"]:
+        args.task = saved["task"]
     args.reference = args.reference or saved["reference"]
     args.candidates = args.candidates or ",".join(saved["candidates"])
     args.steps = args.steps or saved["steps"]
     args.margin = saved["margin"]
-    for name in ("batch", "context", "lr"):
+    for name in (*FOR_TASK, "lr"):
         if getattr(args, name) is None:
             setattr(args, name, saved["options"].get(name))
     args.own = {name: saved["options"][name] for name in saved["options"] if not hasattr(args, name)} | args.own

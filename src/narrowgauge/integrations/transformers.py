@@ -2,16 +2,20 @@
 
     from narrowgauge.integrations.transformers import adapt
 
-    trainer = adapt(Trainer(model, args, train_dataset=data), recipe="bf16")     # any subclass of Trainer
+    trainer = adapt(Trainer(model, args, train_dataset=data), recipe="bf16")     # any subclass, such as SFTTrainer
     trainer.train()
 
 A Trainer steps through an Accelerator, so this is Accelerate's integration (accelerate.py) with a callback. The Trainer
 keeps its accumulation, clipping, schedules, evaluation and checkpoints. Each checkpoint's ``scaler.pt`` contains the
 loss scale, the skip counters and the FP8 scales, and ``resume_from_checkpoint`` loads them.
+
+``from_pretrained`` loads models in the format of their files, usually BF16. ``adapt`` gives the trained weights the
+form that the recipe trains (trained_weights.py), so nothing has to be converted before.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from pathlib import Path
@@ -24,7 +28,8 @@ from narrowgauge.findings import Finding
 from narrowgauge.gauges.watch.watch import EVERY
 from narrowgauge.integrations.accelerate import EngineScaler, adopt
 from narrowgauge.integrations.gauges import Gauges
-from narrowgauge.integrations.hosted import Hosted, import_library
+from narrowgauge.integrations.hosted import Hosted, check_options, import_library
+from narrowgauge.integrations.trained_weights import convert_weights
 from narrowgauge.recipe import Recipe
 
 
@@ -39,7 +44,8 @@ def adapt(
     """Let a Trainer train under a recipe.
 
     Args:
-        trainer: A ``transformers.Trainer`` or an instance of a subclass, with ``fp16`` and ``bf16`` off.
+        trainer: A ``transformers.Trainer`` or an instance of a subclass, with ``fp16`` and ``bf16`` off. Where ``bf16``
+            is on by default (TRL), it is turned off.
         recipe: A recipe or its text.
         watch: Read tensors every so many updates. 0: never, and report no findings.
         captures: Folder for steps whose loss or gradients are not finite. None: capture nothing.
@@ -64,10 +70,29 @@ def adapt(
         raise UsageError(
             "adapt: torch_compile compiles the model before the recipe changes it; use adapt(..., compile=True)"
         )
+    check_options(recipe, options)
+    _turn_off_default_bf16(trainer, recipe)
     scaler = adopt(trainer.accelerator, recipe, **options)
+    convert_weights(trainer.model, recipe)
     callback = _make_callback_class()(scaler, watch, captures)
     trainer.callback_handler.callbacks.insert(0, callback)  # first, so that reporters see what it adds
     return trainer
+
+
+def _turn_off_default_bf16(trainer: Any, recipe: str | Recipe) -> None:
+    """Turn ``bf16`` off if the configuration turns it on by default, as TRL's do, and make a new Accelerator."""
+    arguments = trainer.args
+    default = {field.name: field.default for field in dataclasses.fields(arguments)}.get("bf16")
+    if not arguments.bf16 or default is not None or isinstance(trainer.accelerator.scaler, EngineScaler):
+        return
+    arguments.bf16, arguments.mixed_precision = False, "no"
+    import_library("accelerate.state", "accelerate").AcceleratorState._reset_state()  # it refuses another precision
+    trainer.create_accelerator_and_postprocess()
+    logging.getLogger("narrowgauge").warning(
+        "%s(bf16=True), which is its default, is turned off: recipe %s sets the formats",
+        type(arguments).__name__,
+        recipe,
+    )
 
 
 def gauges_of(trainer: Any) -> Any:

@@ -47,6 +47,7 @@ def validate(
     margin: float = 0.005,
     steps: int | None = None,
     learning_rate: float | None = None,
+    accumulate: int | None = None,
     options: Mapping[str, Any] | None = None,
     budget_s: float = BUDGET_S,
     device: str | None = None,
@@ -66,6 +67,7 @@ def validate(
         steps: Updates per run. By default the task's own number, or fewer to fit the budget, with a learning rate to
             match.
         learning_rate: Peak learning rate. By default the task's own.
+        accumulate: Batches per update. By default 1.
         options: Options of the task.
         budget_s: Seconds that "auto" may spend.
         device: The device to train on, such as "cpu" or "cuda". By default a GPU if there is one.
@@ -94,6 +96,7 @@ def validate(
         recipes |= _choose_recipes(experiment, recipes, say)
         compared = compare_layers(experiment, reference, candidates, recipes, say) if layers else {}
         given = {"learning_rate": learning_rate, "watch_every": 0}
+        given |= {} if accumulate is None else {"accumulate": accumulate}
         if steps is None:
             left = budget_s - (time.monotonic() - start)
             steps, update_s = choose_steps(

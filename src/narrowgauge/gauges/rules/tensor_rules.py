@@ -60,13 +60,29 @@ def check_finite(context: UpdateContext) -> Iterator[Finding]:
     )  # fmt: skip
 
 
+def find_starting_at_zero(context: UpdateContext) -> set[str]:
+    """Return the modules whose weights are all zero, but get a gradient: the first update changes them.
+
+    Low-rank adapters start like this, and so do the last layers of some residual branches. What is before such a
+    module gets no gradient yet.
+    """
+    learning = {one.module for one in context.select("weight_gradient") if one.zeros < one.count}
+    zero = {one.module for one in context.select("weight") if one.count and one.zeros == one.count}
+    return {name.removesuffix(".weight") for name in zero & learning if name.endswith(".weight")}
+
+
 def check_zeros(context: UpdateContext) -> Iterator[Finding]:
-    """Find modules whose output is all zeros, and parameters whose gradient is, if others are not."""
+    """Find modules whose output is all zeros, and parameters whose gradient is, if others are not.
+
+    While weights start at zero, nothing is said about them and about gradients: the next snapshot shows more.
+    """
+    starting = find_starting_at_zero(context)
     for kind, rule, what in (("activation", "dead-layer", "output"), ("weight_gradient", "no-gradient", "gradient")):
         readings = context.select(kind)
         alive = any(reading.zeros < reading.count for reading in readings)
         for reading in readings if alive else ():
-            if reading.zeros == reading.count:
+            is_expected = reading.module in starting if kind == "activation" else bool(starting)
+            if reading.zeros == reading.count and not is_expected:
                 yield Finding(
                     rule=rule,
                     severity=SERIOUS if kind == "activation" else WARNING,
@@ -93,8 +109,9 @@ def check_logits(context: UpdateContext) -> Iterator[Finding]:
 
 def check_underflow(context: UpdateContext) -> Iterator[Finding]:
     """Find FP16 gradients that are zero or subnormal for the most part."""
+    starting = find_starting_at_zero(context)
     for reading in context.select("gradient"):
-        if reading.dtype != "fp16":
+        if reading.dtype != "fp16" or (starting and reading.zeros == reading.count):
             continue
         shares = reading.shares("fp16")
         if reading.zero_share > 0.999:

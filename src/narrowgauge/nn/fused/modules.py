@@ -33,7 +33,7 @@ from narrowgauge.nn.products.weight_casts import WeightCastPlan
 FOR_ATTENTION = frozenset({
     "attention_mask", "position_ids", "position_embeddings", "past_key_values", "past_key_value", "layer_past",
     "use_cache", "cache_position", "cos", "sin", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
-    "attn_mask", "src_mask", "src_key_padding_mask", "is_causal", "mask", "alibi", "position_bias",
+    "seq_idx", "attn_mask", "src_mask", "src_key_padding_mask", "is_causal", "mask", "alibi", "position_bias",
 })  # fmt: skip
 """Arguments that a block passes to its attention. A call with any other runs as it was written, because the argument
 may change something that was not verified: an encoder's output adds cross-attention, for example."""
@@ -45,6 +45,9 @@ ANGLES = ("position_embeddings", "cos", "sin")
 """Arguments that some blocks add to the hidden state instead, so that a block must have been verified with them."""
 NOT_READ = ("use_cache", "cache_position")
 """Arguments that matter to a cache only."""
+DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Where packed documents begin, for attention without a mask. TRL passes them to all models. Attention with a mask does
+not read them: the mask says the same."""
 
 
 class FusedBlock(Change):
@@ -119,6 +122,7 @@ def fits_fast_attention(spec: BlockSpec, call: BlockCall, x: Tensor) -> bool:
     if mask is not None and not _is_fast_mask(mask, spec.attention.heads, x):
         return False
     known = (*spec.given, *NOT_READ, *CACHES, spec.attention.mask, *(() if spec.cross is None else FOR_CROSS))
+    known = (*known, *(() if mask is None else DOCUMENTS))
     return all(name in known or value is None or value is False for name, value in call.kwargs.items())
 
 

@@ -27,6 +27,7 @@ from narrowgauge.runs.settings import make_settings
 from narrowgauge.runs.train import read_versions, train
 from narrowgauge.runs.trainer import Observer
 from narrowgauge.task import Task
+from narrowgauge.tasks.finetune_inputs import fingerprint_inputs
 
 SMOOTH = 20
 """Steps over which curves are averaged before they are compared."""
@@ -60,6 +61,8 @@ class Experiment:
         source = self.spec.rpartition(":")[0]
         text = Path(source).read_text() if source.endswith(".py") else ""
         known = {"task": self.spec, "file": text, "options": dict(self.options), "versions": read_versions()}
+        if self.spec == tasks.FINETUNE:
+            known["inputs"] = fingerprint_inputs(self.options)
         return known | {"device": self.device.name}
 
 
