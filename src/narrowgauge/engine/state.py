@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from narrowgauge.errors import UsageError
 from narrowgauge.optim import AdamW, full_precision, load_full_precision, plain_state
 from narrowgauge.optim.convert_optimizer import drop_masters
-from narrowgauge.recipe import Recipe
+from narrowgauge.recipe import Recipe, parse
 from narrowgauge.scaling.guard import SkipGuard
 from narrowgauge.scaling.loss import LossScaler
 from narrowgauge.scaling.tensor import TensorScales
@@ -74,7 +74,7 @@ def save_precision(
 
 def warn_of_other_recipe(saved: str | None, chosen: Recipe) -> None:
     """Warn if ``auto`` chose another recipe now than when the state was saved: training would change its formats."""
-    if saved is not None and saved != str(chosen):
+    if saved is not None and parse(saved) != chosen:
         warnings.warn(
             f"the state was saved under recipe {saved}, and auto chose {chosen} now; to train on as before, create the "
             f"engine with recipe={saved!r}",

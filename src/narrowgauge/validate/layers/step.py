@@ -92,6 +92,8 @@ def reduce_recipe(recipe: Recipe) -> Recipe:
     changes: dict[str, Any] = {"checkpoint": "none", "moments": "fp32"}
     if recipe.gradients == "released":  # backward would otherwise update the weights
         changes["gradients"] = "fp32" if recipe.master == "fp32" else "bf16"
+    if recipe.frozen == "fp8":  # the products read the same numbers, cast from BF16
+        changes["frozen"] = "bf16"
     return recipe.replace(**changes)
 
 
