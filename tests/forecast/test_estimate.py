@@ -216,9 +216,7 @@ def test_leaner_recipes_come_in_order_of_cost() -> None:
     names = [str(recipe) for recipe in list_leaner_recipes(parse("fp32"))]
     assert names[:3] == ["bf16", "fp32[checkpoint=selective]", "fp32[checkpoint=full]"]
     assert names[-1] == "bf16-lean[gradients=released]"
-    assert [str(recipe) for recipe in list_leaner_recipes(parse("fp8-lean"))] == [
-        "fp8-lean[gradients=released]"
-    ]
+    assert [str(recipe) for recipe in list_leaner_recipes(parse("fp8-lean"))] == ["fp8-lean[gradients=released]"]
 
 
 def test_a_model_that_needs_its_data_is_rejected_with_one_line() -> None:
