@@ -182,11 +182,56 @@ def test_a_group_with_a_trained_member_is_not_stored():
     train(model, engine)
 
 
-def test_a_weight_of_two_modules_is_not_stored():
+def test_a_weight_of_a_head_and_a_small_embedding_is_not_stored():
     model = adapt(tie_word_embeddings=True)
     engine = make_engine(model, STORED)
     assert engine.conversion.stored and not any("lm_head" in path for path in engine.conversion.stored)
     train(model, engine)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_large_embedding_is_stored_too(tied, monkeypatch):
+    monkeypatch.setattr("narrowgauge.nn.products.stored_fp8.LARGE", 1024)
+    plain, model = adapt(tie_word_embeddings=tied), adapt(tie_word_embeddings=tied)
+    expected = train(plain, make_engine(plain, CAST))
+    engine = make_engine(model, STORED)
+    table, head = (model.get_submodule(f"base_model.model.{name}") for name in ("model.embed_tokens", "lm_head"))
+    assert is_stored(table) and is_stored(head) and (table.weight is head.weight) == tied
+    assert len(engine.conversion.stored) == (15 if tied else 16)
+    assert train(model, engine) == pytest.approx(expected, rel=0.01)  # the rows are rounded to FP8
+    tokens, words = make_batch(0), widen_stored(table, torch.float32)
+    assert torch.equal(table(tokens), words[tokens].to(torch.bfloat16))
+    saved = copy.deepcopy(engine.state_dict())
+    losses = train(model, engine)
+    engine.load_state_dict(saved)
+    assert train(model, engine) == losses
+    engine.detach()
+    assert not list_layers(model) and torch.equal(table.weight, words) and (table.weight is head.weight) == tied
+    assert not any("weight_scale" in name for name in model.state_dict())
+
+
+@pytest.mark.parametrize("option", ["max_norm", "own forward", "trained", "kept"])
+def test_other_embeddings_are_not_stored(option, monkeypatch):
+    monkeypatch.setattr("narrowgauge.nn.products.stored_fp8.LARGE", 64)
+
+    class Scaled(nn.Embedding):
+        def forward(self, ids: Tensor) -> Tensor:
+            return super().forward(ids) * 2
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            cls = Scaled if option == "own forward" else nn.Embedding
+            self.table = cls(64, 32, max_norm=1.0 if option == "max_norm" else None)
+            self.layers = make_layers()
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.layers(self.table(ids))
+
+    model = Words()
+    model.table.requires_grad_(option == "trained")
+    engine = make_engine(model, STORED.replace("]", ",keep=table]") if option == "kept" else STORED)
+    assert engine.conversion.stored == ["layers.first", "layers.second"]
 
 
 @pytest.mark.parametrize("blocks", [True, False])

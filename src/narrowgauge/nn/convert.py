@@ -37,7 +37,7 @@ from narrowgauge.nn.matrix_inventory_text import summarize, tabulate
 from narrowgauge.nn.module_changes import apply_change, find_change, has_own_method
 from narrowgauge.nn.predict_speed import Speed, predict_speed
 from narrowgauge.nn.products import linear
-from narrowgauge.nn.products.stored_fp8 import get_stored_scale, store_in_fp8
+from narrowgauge.nn.products.stored_fp8 import get_stored_scale, share_stored, store_in_fp8
 from narrowgauge.nn.products.weight_casts import WeightCastPlan
 from narrowgauge.nn.speed_advice import explain_slow, warn_about_speed
 from narrowgauge.nn.survey import (
@@ -176,6 +176,7 @@ def convert_layers(
     for group in list_stored_groups(model, recipe, result.layers, specs):
         store_in_fp8([model.get_submodule(path) for path in group])
         result.stored += group
+    share_stored(model, [model.get_submodule(path) for path in result.stored])
     leaders = find_input_leaders(result.layers)
     fp8_layers = [layer for layer in result.layers if "fp8" in layer.choice]
     own = {f"{path}.weight" for path in result.stored}  # they have their scales

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ from narrowgauge.nn.module_changes import has_own_method
 from narrowgauge.nn.products import linear
 from narrowgauge.nn.products.choose_formats import Decision, decide
 from narrowgauge.nn.products.gemm import ALL_BF16, ALL_FP8, E4M3, E5M2, GemmChoice
-from narrowgauge.nn.products.stored_fp8 import can_store
+from narrowgauge.nn.products.stored_fp8 import can_store, is_large_embedding
 from narrowgauge.recipe import Recipe
 
 SAME_INPUT_NAMES = (
@@ -132,18 +131,33 @@ def list_stored_groups(
 ) -> list[list[str]]:
     """Return the paths of frozen layers whose weights are stored in FP8; layers whose products are one, together.
 
-    These are the layers whose weights only FP8 products read.
+    These are the layers whose weights only FP8 products read, and large embeddings. For an embedding that is tied to
+    the head, the head stands in the list.
     """
     if recipe.frozen != "fp8":
         return []
     found = {layer.path: layer for layer in layers if layer.choice[:2] == ("fp8", "fp8")}
     groups = [[f"{path}.{name}" for name in group] for path, spec in specs.items() for group in spec.products]
     groups += [[path] for path, layer in found.items() if layer.part_of in ("linear", "lazy head")]
-    uses = Counter(id(p) for module in model.modules() for p in module._parameters.values())
     modules = dict(model.named_modules())
+    users: dict[int, list[str]] = {}
+    for path, module in modules.items():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users.setdefault(id(parameter), []).append(path)
 
     def fits(path: str) -> bool:
         module = modules.get(path)
-        return module is not None and can_store(module) and uses[id(module._parameters["weight"])] == 1
+        if module is None or not can_store(module) or explain_kept_fp32(modules, path, recipe):
+            return False
+        tied = [other for other in users[id(module._parameters["weight"])] if other != path]
+        return all(is_large_embedding(modules[other]) and can_store(modules[other]) for other in tied)
 
-    return [group for group in groups if all(path in found and fits(path) for path in group)]
+    chosen = [group for group in groups if all(path in found and fits(path) for path in group)]
+    tables = [path for path, module in modules.items() if is_large_embedding(module) and fits(path)]
+    known = {id(modules[path]._parameters["weight"]) for group in chosen for path in group}
+    for path in tables:
+        if id(modules[path]._parameters["weight"]) not in known:
+            known.add(id(modules[path]._parameters["weight"]))
+            chosen.append([path])
+    return chosen

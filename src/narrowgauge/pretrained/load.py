@@ -213,9 +213,11 @@ def fill(
             for name, old_tensor in tensors.items():
                 if old_tensor is not None and id(old_tensor) in made:
                     tensors[name] = made[id(old_tensor)]  # type: ignore[assignment]
-        weight = module._parameters.get("weight")
-        if hasattr(weight, SCALE):
-            module.register_buffer(SCALE, weight.__dict__.pop(SCALE))
+        scale = getattr(module._parameters.get("weight"), SCALE, None)
+        if scale is not None:
+            module.register_buffer(SCALE, scale)
+    for loaded in made.values():
+        vars(loaded).pop(SCALE, None)
     _compute_buffers(model, device, list(made.values()))
     _read_generation_config(model, match.folder.path)
     return model.train()
