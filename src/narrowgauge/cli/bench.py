@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--model",
         metavar="MODEL",
-        help="your model instead of a task: transformers:CLASS, a folder with config.json, or file.py:Class",
+        help="your model instead of a task: transformers:CLASS, a folder with config.json, ORG/NAME on the Hub, or "
+        "file.py:Class",
     )
     add("--config", metavar="JSON", help="fields of the model's configuration, such as '{\"num_hidden_layers\": 4}'")
     add("--recipes", help="comma-separated (default: fp32 and the recipe of auto; with --model: bf16,fp8)")

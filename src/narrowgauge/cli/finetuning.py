@@ -19,7 +19,7 @@ NEEDS_MODEL = ("epochs", "eval_data", "eval_share", "lora")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options to a verb. It has ``--data``, ``--batch``, ``--context`` and ``--accumulate`` of its own."""
     add = parser.add_argument
-    add("--model", metavar="PATH", help="fine-tune the model in this Hugging Face folder on --data")
+    add("--model", metavar="PATH", help="fine-tune this model on --data: a Hugging Face folder, or ORG/NAME on the Hub")
     add("--epochs", type=number, metavar="N", help="with --model: how often the data is seen (default 1)")
     add("--eval-data", metavar="PATH", help="with --model: a file for evaluation")
     add("--eval-share", type=number, metavar="X", help="with --model: share of the data for evaluation (default 0.05)")
@@ -58,11 +58,17 @@ def complete_recipe(text: str, lora: str | None, device: Device) -> str:
 
 
 def resolve_paths(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options with absolute paths of the model, the adapters and the data for evaluation."""
+    """Return the options with absolute paths of the model, the adapters and the data for evaluation.
+
+    A model on the Hub is named with its commit, so that a resumed run takes the same files.
+    """
     resolved = dict(options)
-    for name in ("model", "eval_data"):
-        if resolved.get(name) is not None:
-            resolved[name] = str(files.resolve_path(files.expand_path(resolved[name])))
+    if resolved.get("model") is not None:
+        from narrowgauge.pretrained.hub import pin
+
+        resolved["model"] = pin(resolved["model"])
+    if resolved.get("eval_data") is not None:
+        resolved["eval_data"] = str(files.resolve_path(files.expand_path(resolved["eval_data"])))
     if resolved.get("lora") is not None:
         from narrowgauge.pretrained.lora_options import resolve_lora
 

@@ -50,7 +50,8 @@ def add_size_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--model",
         metavar="MODEL",
-        help="your model instead of a task: transformers:CLASS, a folder with config.json, or file.py:Class",
+        help="your model instead of a task: transformers:CLASS, a folder with config.json, ORG/NAME on the Hub, or "
+        "file.py:Class",
     )
     add("--config", metavar="JSON", help="fields of the model's configuration, such as '{\"num_hidden_layers\": 4}'")
     add("--lora", metavar="OPTIONS", help="with --model: train adapters, as in narrowgauge train, such as rank=16")
@@ -160,14 +161,16 @@ def find(args: argparse.Namespace) -> tuple[Task, Gpu, Device]:
 
 
 def _find_model(args: argparse.Namespace) -> Task:
-    """The task of --model. Of a folder, only config.json and the headers of the weights are read."""
+    """The task of --model. Of a folder, or on the Hub, only config.json and the headers of the weights are read."""
     from narrowgauge.pretrained.transformers_model import parse_fields
     from narrowgauge.tasks import user_model
 
     if args.task is not None:
         raise UsageError(f"give either the task {args.task} or --model {args.model}, not both")
     fields = {} if args.config is None else parse_fields(args.config)
-    return user_model.make_task(args.model, fields, args.batch, args.context, small=False, lora=args.lora)
+    return user_model.make_task(
+        args.model, fields, args.batch, args.context, small=False, lora=args.lora, headers_only=True
+    )
 
 
 def runnable(text: str, gpu: Gpu, default: str, lora: str | None = None) -> list[str]:

@@ -168,6 +168,7 @@ def _begin(args: argparse.Namespace, world: World) -> tuple[Path, str, dict[str,
     """Resolve the options of a new run, and choose its folder."""
     from narrowgauge import hardware, tasks
     from narrowgauge.engine.choose_recipe import depends_on_model
+    from narrowgauge.pretrained.hub import get_short_name
     from narrowgauge.recipe import choose, is_auto, parse
     from narrowgauge.runs import record
     from narrowgauge.runs.settings import make_settings
@@ -189,7 +190,7 @@ def _begin(args: argparse.Namespace, world: World) -> tuple[Path, str, dict[str,
     elif not world.is_single:
         raise UsageError("several ranks need one folder that they find again after a restart: name it with --out RUN")
     else:
-        what = Path(options["model"]).name if spec == tasks.FINETUNE else spec.rpartition(".py:")[2]
+        what = get_short_name(options["model"]) if spec == tasks.FINETUNE else spec.rpartition(".py:")[2]
         name = re.sub(r"[^\w.]+", "-", f"{what}-{recipe}").strip("-")
         folder = _choose_unused(RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     if folder.is_symlink() and not folder.exists():

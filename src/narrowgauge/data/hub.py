@@ -101,7 +101,7 @@ def open_named(spec: str, field: str | None) -> Documents:
     def parts() -> list[Part]:
         datasets = _import_datasets(spec)
         is_offline = folder is None and bool(datasets.config.HF_HUB_OFFLINE)
-        if folder is None and not is_offline and not _can_reach_hub():
+        if folder is None and not is_offline and not can_reach(os.environ.get("HF_ENDPOINT") or HUB):
             raise UsageError(f"{spec}: the Hugging Face Hub cannot be reached; give a file or a folder with --data")
         advice = "check the name, the configuration and the split, and the network"
         with _shorten_errors(f"{spec} cannot be loaded", advice):
@@ -164,9 +164,13 @@ def _make_folder_key(folder: Path, field: str | None, *more: object) -> str:
     return cache.fingerprint(found, "dataset", field, *more)
 
 
-def _can_reach_hub() -> bool:
-    """Whether DNS finds the Hub, or there is a proxy. The library itself takes 20 s to report that it cannot."""
-    host = urlsplit(os.environ.get("HF_ENDPOINT") or HUB).hostname or ""
+def can_reach(endpoint: str) -> bool:
+    """Whether DNS finds the Hub, or there is a proxy. The library itself takes 20 s to report that it cannot.
+
+    Args:
+        endpoint: The Hub's address.
+    """
+    host = urlsplit(endpoint).hostname or ""
     if urllib.request.getproxies():
         return True
     try:

@@ -1,6 +1,8 @@
 """Loads the folder of a Hugging Face model directly in the form in which a recipe trains it.
 
 folder.py                what a folder holds: config.json and the headers of its .safetensors files
+hub.py                   a model on the Hugging Face Hub as a folder in its cache
+hub_headers.py           its weights' headers alone, for forecasts
 transformers_model.py    the class of transformers and its configuration
 match.py                 which stored tensor is which parameter, without reading any
 load.py                  reads the tensors, piece by piece, into BF16 with remainders or into FP32

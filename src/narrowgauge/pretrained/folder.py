@@ -139,7 +139,10 @@ def read_config(folder: Path, option: str) -> dict[str, Any]:
     """
     path = folder / "config.json"
     if not files.exists(folder):
-        raise UsageError(f"{option}: there is no such folder; give one with a config.json, or transformers:CLASS")
+        raise UsageError(
+            f"{option}: there is no such folder; give one with a config.json, ORG/NAME on the Hub, or "
+            "transformers:CLASS"
+        )
     if not files.is_folder(folder):
         raise UsageError(
             f"{option}: it is not a folder; give one with a config.json, transformers:CLASS or file.py:Class"

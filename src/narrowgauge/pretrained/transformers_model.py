@@ -3,9 +3,10 @@
     transformers:CLASS    the class, with its default configuration and the fields of ``--config``; random weights
     FOLDER                the class and the configuration that its config.json names; weights from .safetensors files,
                           if there are any, else random weights
+    ORG/NAME[@REVISION]   the same for a model on the Hub, whose files are downloaded once (hub.py)
 
 A folder can ask for code of its own in three ways, and all of them are refused: ``auto_map`` (Python files beside the
-weights), attention or expert kernels from the hub, and pickled weights. Nothing is downloaded.
+weights), attention or expert kernels from the hub, and pickled weights. Weights are downloaded after these checks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from torch import nn
 from narrowgauge import files
 from narrowgauge.errors import UsageError, one_line
 from narrowgauge.pretrained import folder as model_folder
+from narrowgauge.pretrained import hub
 from narrowgauge.pretrained.fp8_weights import explain_unreadable
+from narrowgauge.pretrained.hub_headers import outline_weights
 
 PREFIX = "transformers:"
 IMPLEMENTATIONS = {
@@ -97,21 +100,28 @@ class FoundModel:
 
 
 def find_model(
-    spec: str, fields: Mapping[str, Any], option: str | None = None, *, quantized: bool = False
+    spec: str,
+    fields: Mapping[str, Any],
+    option: str | None = None,
+    *,
+    quantized: bool = False,
+    headers_only: bool = False,
 ) -> FoundModel:
     """Find the class and make the configuration of a model.
 
     Args:
-        spec: ``transformers:CLASS`` or a folder.
+        spec: ``transformers:CLASS``, a folder, or a name on the Hub.
         fields: Fields of the configuration that the user gave.
         option: How error messages name the model. Default: ``--model`` and the spec.
         quantized: Whether FP8 weights are accepted; the configuration is then that of the model without quantization.
+        headers_only: Of a model on the Hub, read the headers of the weights, but do not download the weights.
 
     Raises:
         UsageError: There is no such class or folder, or the configuration is wrong.
     """
     option = option or f"--model {spec}"
-    folder = None if spec.startswith(PREFIX) else files.expand_path(spec)
+    remote = None if spec.startswith(PREFIX) else hub.find_remote(spec, option)
+    folder = None if spec.startswith(PREFIX) else files.expand_path(spec) if remote is None else remote.folder
     stored = {} if folder is None else model_folder.read_config(folder, option)
     found = model_folder.find_quantization(stored)
     if found is not None:
@@ -129,6 +139,10 @@ def find_model(
     for source, what in ((stored, f"{option}: config.json"), (fields, "--config")):
         _refuse_downloaded_code(source, what)
     config = _make_config(cls, {**stored, **fields}, option if not fields else f"{option}, --config")
+    if remote is not None and headers_only:
+        folder = outline_weights(remote)
+    elif remote is not None:
+        remote.fetch_weights()
     has_weights = folder is not None and model_folder.has_weights(folder)
     return FoundModel(option, cls, config, folder if has_weights else None)
 

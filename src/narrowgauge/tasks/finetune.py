@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from narrowgauge.data.finetuning import FinetuningData, open_finetuning_data
 from narrowgauge.errors import UsageError
 from narrowgauge.pretrained import PretrainedModel, adapters
+from narrowgauge.pretrained.hub import get_short_name
 from narrowgauge.pretrained.lora_options import parse_lora
 from narrowgauge.pretrained.transformers_model import find_model
 from narrowgauge.task import Batch, Task
@@ -48,7 +49,7 @@ def make(
     """Make the task of fine-tuning a model.
 
     Args:
-        model: A local folder with config.json, .safetensors files and a tokenizer.
+        model: A folder with config.json, .safetensors files and a tokenizer, or a name on the Hub.
         data: A file of conversations, of prompts and completions, or of texts.
         context: Tokens per row; by default 2,048, or what the model supports if that is less.
         batch: Rows per batch.
@@ -90,7 +91,7 @@ def make(
     for line in read.describe().splitlines():
         notify(line)
     return Task(
-        name=found.weights.name,
+        name=get_short_name(model),
         model=factory,
         loss=compute_loss,
         batch=batches.batch,

@@ -8,6 +8,7 @@ from typing import Any
 from narrowgauge import files
 from narrowgauge.data import cache
 from narrowgauge.data.records import list_record_files
+from narrowgauge.pretrained.hub import find_folder
 
 
 def fingerprint_inputs(options: Mapping[str, Any]) -> str:
@@ -16,7 +17,8 @@ def fingerprint_inputs(options: Mapping[str, Any]) -> str:
     Args:
         options: The options of the task: ``model``, ``data`` and perhaps ``eval_data``.
     """
-    found = sorted(path for path in files.expand_path(str(options["model"])).iterdir() if files.is_file(path))
+    folder = find_folder(str(options["model"]), f"--model {options['model']}")
+    found = sorted(path for path in folder.iterdir() if files.is_file(path))
     for name in ("data", "eval_data"):
         if options.get(name) is not None:
             found += list_record_files(files.expand_path(str(options[name])))

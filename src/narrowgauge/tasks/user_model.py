@@ -37,16 +37,18 @@ def make_task(
     context: int | None,
     small: bool,
     lora: str | None = None,
+    headers_only: bool = False,
 ) -> Task:
     """Make the task of a model.
 
     Args:
-        spec: ``transformers:CLASS``, a folder, or ``file.py:Class``.
+        spec: ``transformers:CLASS``, a folder, a name on the Hub, or ``file.py:Class``.
         fields: Fields of the model's configuration.
         batch: Rows of a batch. Default: 8, or 2 if ``small``.
         context: Tokens of a row. Default: as many as the model takes, at most 2048, or 128 if ``small``.
         small: Whether the model will run on a CPU.
         lora: Train adapters of the model only, as in ``narrowgauge train --lora``.
+        headers_only: Do not download the weights of a model on the Hub: their shapes are enough.
 
     Raises:
         UsageError: There is no such model, its configuration is wrong, or its inputs are not known.
@@ -63,7 +65,7 @@ def make_task(
         with contextlib.suppress(UsageError), torch.device("meta"):  # not every class can be made without memory
             facts["parameters"] = sum(parameter.numel() for parameter in found.make().parameters())
         return _make(spec, found.make, inputs, model_file.compute_loss, rows, facts)
-    model = transformers_model.find_model(spec, fields, quantized=True)
+    model = transformers_model.find_model(spec, fields, quantized=True, headers_only=headers_only)
     purpose = model_inputs.find_purpose(model.cls, model.config.model_type, model.option)
     _prepare_config(model.config, purpose, fields)
     inputs = model_inputs.make_inputs(purpose, model.config, context, small, model.option)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from narrowgauge import files
 from narrowgauge.errors import UsageError
-from narrowgauge.pretrained import transformers_model
+from narrowgauge.pretrained import hub, transformers_model
 from narrowgauge.runs import record
 
 COPIED = (
@@ -151,7 +151,7 @@ def find_source(run: Path, given: str | None) -> SourceModel:
         task = configuration.get("task")
         what = f"trained {task}, and" if isinstance(task, str) else "has no run.json that"
         raise UsageError(f"{run} {what} names no Hugging Face model; give the model's folder with --model; {ELSEWHERE}")
-    folder = files.expand_path(spec)
+    folder = hub.find_folder(spec, f"--model {spec}")
     if not files.is_folder(folder):
         origin = "--model" if given is not None else f"{run} trained the model in"
         hint = "give the folder of its config.json" + ("" if given is not None else " with --model")
