@@ -5,9 +5,7 @@ usage: narrowgauge bench bench/hf_tasks.py:llama_500m --recipes bf16,fp8 --peers
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,11 +41,6 @@ def _llama(transformers: Any, width: int, hidden: int, layers: int, heads: int) 
 
 
 def _task(name: str, make: Callable[[Any], Any], batch: int, context: int, words: int, padded: bool = True) -> Task:
-    here = Path(
-        __file__
-    ).parent.resolve()  # transformers imports a package named kernels, which must not be bench/kernels.py
-    sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != here]
-
     def model() -> Any:
         import transformers
 

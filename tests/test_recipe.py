@@ -55,6 +55,12 @@ def test_every_recipe_parses_back_from_its_text(recipe):
     assert parse(str(recipe)) == recipe
 
 
+@pytest.mark.parametrize("text", ["fp8-lean[frozen=fp8]", "bf16-lean[gradients=released]", "bf16[moments=8bit]"])
+def test_the_text_names_the_nearest_recipe(text):
+    assert str(parse(text)) == text
+    assert str(parse("fp8[master=split,gradients=bf16,moments=8bit,checkpoint=full]")) == "fp8-lean"
+
+
 def test_every_field_changes_the_text():
     """The test above is meaningful only if a changed field changes the text."""
     base = NAMED["fp8"]

@@ -148,16 +148,17 @@ class Recipe:
         return dataclasses.replace(self, **changes)
 
     def __str__(self) -> str:
-        for name, recipe in NAMED.items():
-            if recipe == self:
-                return name
-        base = NAMED[self.compute]
-        changes = [
+        similar = {name: recipe for name, recipe in NAMED.items() if recipe.compute == self.compute}
+        changes = {name: self._list_changes(recipe) for name, recipe in similar.items()}
+        name = min(changes, key=lambda one: len(changes[one]))  # of equal ones the first, which has the shorter name
+        return f"{name}[{','.join(changes[name])}]" if changes[name] else name
+
+    def _list_changes(self, base: Recipe) -> list[str]:
+        return [
             f"{field.name}={_write(getattr(self, field.name))}"
             for field in dataclasses.fields(self)
             if getattr(self, field.name) != getattr(base, field.name)
         ]
-        return f"{self.compute}[{','.join(changes)}]"
 
 
 _LEAN: dict[str, Any] = {"master": "split", "gradients": "bf16", "moments": "8bit", "checkpoint": "full"}

@@ -35,6 +35,11 @@ class ModelLoader(ABC):
     An ordinary function makes an FP32 model, and the engine converts it. A loader needs no FP32 copy.
     """
 
+    @property
+    def reloads_frozen(self) -> bool:
+        """Whether checkpoints leave out parameters that are not trained, because ``load`` reads them again."""
+        return False
+
     @abstractmethod
     def __call__(self) -> nn.Module:
         """Create the model in FP32, on torch's default device."""

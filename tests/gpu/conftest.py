@@ -7,8 +7,8 @@ collect_ignore_glob = [] if torch.cuda.is_available() else ["test_*.py"]
 
 
 def pytest_collection_modifyitems(items):
-    """Skip what was asked for by name all the same."""
-    if not torch.cuda.is_available():
-        for item in items:
-            if "tests/gpu/" in str(item.path):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    """Skip what was asked for by name all the same. On a new machine, processes race to create torch's cache folder."""
+    raced = pytest.mark.filterwarnings("ignore:Specified kernel cache directory could not be created")
+    for item in items:
+        if "tests/gpu/" in str(item.path):
+            item.add_marker(raced if torch.cuda.is_available() else pytest.mark.skip(reason="needs a CUDA device"))

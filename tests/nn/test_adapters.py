@@ -13,7 +13,7 @@ from model_families import LANGUAGE, NanoBlock, make_batch, without_dropout
 from torch import Tensor, nn
 
 from narrowgauge import Engine
-from narrowgauge.nn.blocks import find
+from narrowgauge.nn.blocks import find, transformers_small
 from narrowgauge.nn.blocks.find import find_blocks
 from narrowgauge.nn.fused import blocks, sublayers
 from narrowgauge.nn.fused.modules import FusedBlock, mark_parts
@@ -173,6 +173,7 @@ def test_any_part_may_be_frozen_or_trained(family: str, frozen: str) -> None:
 
 def test_frozen_layers_save_and_compute_nothing_for_their_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither their products, nor transposed copies, nor an FP8 copy of the input."""
+    find_blocks(adapt("llama"), CPU, find_difference)  # compares gradients, unless an earlier test has
     multiplied, saved = [], []
     compute_grad_weight, forward = sublayers.compute_grad_weight, blocks.run_forward
     monkeypatch.setattr(sublayers, "compute_grad_weight", lambda *a: multiplied.append(1) or compute_grad_weight(*a))
@@ -353,6 +354,20 @@ def test_ones_own_adapter(scale: float) -> None:
     assert ("0" in found.specs) == (scale == 1.0)
     if found.specs:
         assert [adapter.path for adapter in found.specs["0"].adapters] == ["c_fc"]
+
+
+def test_blocks_too_large_for_a_cpu_are_compared_by_a_small_one_with_the_same_adapters() -> None:
+    model = adapt("llama", "ranks", use_rslora=True)
+    block = model.base_model.model.model.layers[0]
+    small: Any = transformers_small.make_small(block)
+    assert [name for name, _ in small.named_parameters()] == [name for name, _ in block.named_parameters()]
+    ranks = {path: part.r for path, part in small.named_modules() if hasattr(part, "lora_A")}
+    assert ranks["self_attn.q_proj"] == {"default": 2} and ranks["mlp.down_proj"] == {"default": 4}
+    assert small.mlp.up_proj.scaling == block.mlp.up_proj.scaling
+    model.merge_adapter()
+    assert transformers_small.make_small(block) is None
+    dora = adapt("llama", use_dora=True).base_model.model.model.layers[0]
+    assert transformers_small.make_small(dora) is None
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -221,7 +221,7 @@ def test_a_block_with_a_part_kept_in_fp32_is_not_fused(keep):
 
 
 def test_blocks_wider_than_our_norm_are_converted_layer_by_layer(monkeypatch):
-    monkeypatch.setattr("narrowgauge.nn.convert.MAX_COLUMNS", 32)
+    monkeypatch.setattr("narrowgauge.nn.survey.MAX_COLUMNS", 32)
     monkeypatch.setattr("narrowgauge.nn.fused.make_plan.MAX_COLUMNS", 32)
     torch.manual_seed(0)
     model = GPT(GPTConfig(layers=2, width=64, heads=2, context=16, vocab=128))

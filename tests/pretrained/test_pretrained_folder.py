@@ -115,7 +115,7 @@ def damage_auto_map(folder):
 
 
 def damage_quantized(folder):
-    change_json(folder / "config.json", quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    change_json(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
 
 
 def damage_no_weights(folder):
@@ -139,7 +139,7 @@ def damage_no_weights(folder):
         (damage_index_lost, "has the tensor model.norm.weight, which .*index.json does not list"),
         (damage_config, "config.json is not JSON"),
         (damage_auto_map, r"\(auto_map\), which is never run"),
-        (damage_quantized, r"its weights are quantized \(fp8\), and cannot be trained"),
+        (damage_quantized, r"its weights are quantized \(gptq\), and only FP8 weights .* can be loaded"),
         (damage_no_weights, "the folder has no weights"),
     ],
 )
@@ -164,7 +164,10 @@ def change_weights(folder, change):
             r"lm_head.weight is float32 \[90, 32\], expected \[96, 32\];",
         ),
         (lambda t: t.update({"lm_head.weight": torch.zeros(96, 32, dtype=torch.int8)}), r"is int8 \[96, 32\], exp"),
-        (lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(torch.float8_e4m3fn)}), r"quantized \(fp8\)"),
+        (
+            lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(torch.float8_e4m3fn)}),
+            "in FP8, but has no scale",
+        ),
     ],
 )
 def test_weights_of_another_model_are_one_line(whole, change, message):

@@ -30,7 +30,7 @@ def run_rank(*command):
 
 
 def test_training_recovers_from_a_killed_rank(monkeypatch):
-    monkeypatch.syspath_prepend(BENCH)  # not for longer: transformers would find bench/kernels.py
+    monkeypatch.syspath_prepend(BENCH)
     import kill_ranks
 
     forked.get_context()  # for the ranks of the undisturbed run; torchrun starts its own

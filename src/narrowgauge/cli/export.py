@@ -3,6 +3,7 @@
 --format safetensors    one file in FP32 (runs/checkpoints/weights_file.py)
 --format hf             a Hugging Face folder (runs/export/hf_folder.py)
 --format fp8            the same in FP8, for inference (runs/export/fp8_folder.py)
+--format peft           the adapters of a run with LoRA (runs/export/peft_folder.py); hf and fp8 merge them
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from narrowgauge.cli.terminal import say
 from narrowgauge.errors import UsageError
 
 ABOUT = "write a run's weights, saved by any number of ranks, as a safetensors file or a Hugging Face folder"
-FORMATS = ("safetensors", "hf", "fp8")
+FORMATS = ("safetensors", "hf", "fp8", "peft")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -28,10 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("run_folder", metavar="RUN", help="the folder of a run, or of one of its checkpoints")
     add("--step", type=whole, metavar="N", help="the checkpoint of this step (default: the newest intact one)")
     add("--format", default="safetensors", choices=FORMATS,
-        help="one FP32 file (default), a Hugging Face folder, or one in FP8 for vLLM and transformers")  # fmt: skip
+        help="one FP32 file (default), a Hugging Face folder, one in FP8 for inference, or LoRA adapters")  # fmt: skip
     add("--file", metavar="FILE", help="where to write (default: RUN/weights-STEP.safetensors, or under --out)")
-    add("--model", metavar="PATH", help="hf, fp8: folder of the model that was trained (default: as in run.json)")
-    add("--dtype", choices=("bf16", "fp16", "fp32"), help="hf: dtype of the weights (default: bf16)")
+    add("--model", metavar="PATH", help="hf, fp8, peft: folder of the model that was trained (default: as in run.json)")
+    add("--dtype", choices=("bf16", "fp16", "fp32"), help="dtype of the weights (default: hf bf16, peft fp32)")
     add("--max-shard-size", type=_parse_size, metavar="SIZE", help="hf, fp8: largest file (default: 5GB)")
 
 
@@ -60,9 +61,11 @@ def _write_file(args: argparse.Namespace) -> Outcome:
 
 def _write_folder(args: argparse.Namespace) -> Outcome:
     from narrowgauge.runs import atomic_files
-    from narrowgauge.runs.checkpoints.tensor_reader import TensorReader
+    from narrowgauge.runs.checkpoints.tensor_reader import TensorReader, WeightReader
+    from narrowgauge.runs.export.adapter_run import MergedWeights, find_adapter_run, read_adapter_config
     from narrowgauge.runs.export.fp8_folder import write_fp8_folder
     from narrowgauge.runs.export.hf_folder import DTYPES, MAX_SHARD_BYTES, write_hf_folder
+    from narrowgauge.runs.export.peft_folder import write_peft_folder
     from narrowgauge.runs.export.source_model import find_source
 
     folder, out = Path(args.run_folder), prose(args)
@@ -70,16 +73,31 @@ def _write_folder(args: argparse.Namespace) -> Outcome:
         atomic_files.refuse_filled_folder(Path(args.out))
     is_checkpoint = not _list_steps(folder, args.step)
     run_folder = files.resolve_path(folder).parent.parent if is_checkpoint else folder
+    if args.format == "peft" and read_adapter_config(run_folder) is None:
+        raise UsageError(
+            f"--format peft is for runs with adapters (train --lora), and {run_folder} trained all weights; use "
+            "--format hf or --format safetensors"
+        )
     source = find_source(run_folder, args.model)  # before the checkpoint, which takes minutes to verify if it is large
+    trained = find_adapter_run(run_folder, args.model)
     path = _find_checkpoint(folder, args.step, lambda line: say(line, out))
-    saved = TensorReader(path)
-    source.check(saved.shapes, run_folder)
+    adapters = TensorReader(path)
+    saved: WeightReader = adapters
+    if trained is not None and args.format != "peft":
+        saved = MergedWeights(adapters, trained)
+    if args.format != "peft":
+        source.check(saved.shapes, run_folder)
     target = Path(args.out) if args.out else run_folder / f"{args.format}-{saved.step:08d}"
     most_bytes = args.max_shard_size or MAX_SHARD_BYTES
     if args.format == "hf":
         dtype = args.dtype or "bf16"
         written = write_hf_folder(saved, source, target, DTYPES[dtype], most_bytes)
         what = dtype.upper()
+    elif args.format == "peft":
+        assert trained is not None
+        dtype = args.dtype or "fp32"
+        written = write_peft_folder(adapters, trained, source, target, DTYPES[dtype])
+        what = f"{dtype.upper()}, adapters of {trained.base}"
     else:
         dtype = "fp8"
         written = write_fp8_folder(saved, source, target, most_bytes)
@@ -105,12 +123,12 @@ def _refuse_other_options(args: argparse.Namespace) -> None:
     folder = args.format != "safetensors"
     if folder and args.file:
         raise UsageError(f"--file is for --format safetensors; --format {args.format} writes a folder: use --out")
-    if args.dtype and args.format != "hf":
+    if args.dtype and args.format not in ("hf", "peft"):
         reason = "writes FP8, and BF16 where FP8 is not used" if folder else "writes FP32"
-        raise UsageError(f"--dtype {args.dtype}: --format {args.format} {reason}; --dtype is for --format hf")
-    for name in ("model", "max_shard_size"):
-        if getattr(args, name) is not None and not folder:
-            raise UsageError(f"--{name.replace('_', '-')} is for --format hf and --format fp8")
+        raise UsageError(f"--dtype {args.dtype}: --format {args.format} {reason}; --dtype is for --format hf and peft")
+    for name, formats in (("model", ("hf", "fp8", "peft")), ("max_shard_size", ("hf", "fp8"))):
+        if getattr(args, name) is not None and args.format not in formats:
+            raise UsageError(f"--{name.replace('_', '-')} is for --format {' and '.join(formats)}")
 
 
 def _parse_size(text: str) -> int:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from narrowgauge import files
 from narrowgauge.cli.numbers import number
 from narrowgauge.errors import UsageError
 
-NEEDS_MODEL = ("epochs", "eval_data", "eval_share")
+if TYPE_CHECKING:
+    from narrowgauge.hardware import Device
+
+NEEDS_MODEL = ("epochs", "eval_data", "eval_share", "lora")
 """Options that have no meaning without ``--model``."""
 
 
@@ -20,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--epochs", type=number, metavar="N", help="with --model: how often the data is seen (default 1)")
     add("--eval-data", metavar="PATH", help="with --model: a file for evaluation")
     add("--eval-share", type=number, metavar="X", help="with --model: share of the data for evaluation (default 0.05)")
+    add("--lora", metavar="OPTIONS", help="with --model: train adapters, such as rank=16,alpha=32,targets=all-linear")
 
 
 def is_chosen(args: argparse.Namespace, verb: str) -> bool:
@@ -44,8 +48,17 @@ def is_chosen(args: argparse.Namespace, verb: str) -> bool:
     return True
 
 
+def complete_recipe(text: str, lora: str | None, device: Device) -> str:
+    """Return the recipe; with ``--lora``, how frozen matrices are stored, unless the text says it."""
+    if lora is None:
+        return text
+    from narrowgauge.pretrained.lora_options import set_frozen
+
+    return set_frozen(text, device)
+
+
 def resolve_paths(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options with absolute paths of the model and the data for evaluation.
+    """Return the options with absolute paths of the model, the adapters and the data for evaluation.
 
     A model on the Hub is named with its commit, so that a resumed run takes the same files.
     """
@@ -56,4 +69,8 @@ def resolve_paths(options: dict[str, Any]) -> dict[str, Any]:
         resolved["model"] = pin(resolved["model"])
     if resolved.get("eval_data") is not None:
         resolved["eval_data"] = str(files.resolve_path(files.expand_path(resolved["eval_data"])))
+    if resolved.get("lora") is not None:
+        from narrowgauge.pretrained.lora_options import resolve_lora
+
+        resolved["lora"] = resolve_lora(resolved["lora"])
     return resolved

@@ -54,6 +54,7 @@ def add_size_arguments(parser: argparse.ArgumentParser) -> None:
         "file.py:Class",
     )
     add("--config", metavar="JSON", help="fields of the model's configuration, such as '{\"num_hidden_layers\": 4}'")
+    add("--lora", metavar="OPTIONS", help="with --model: train adapters, as in narrowgauge train, such as rank=16")
     add("--batch", type=whole, help="items per batch")
     add("--context", type=whole, help="tokens per sequence, for language tasks")
     add("--accumulate", type=whole, default=1, metavar="N", help="microbatches per update")
@@ -99,7 +100,7 @@ def run(args: argparse.Namespace) -> Outcome:
         task=task, gpu=gpu, accumulate=args.accumulate, compile=args.compile, shards=args.shards, cluster=cluster,
         parallel=args.parallel,
     )  # fmt: skip
-    recipes = scenario.choose_recipes(runnable(args.recipes, gpu, RECIPES), tell)
+    recipes = scenario.choose_recipes(runnable(args.recipes, gpu, RECIPES, args.lora), tell)
     search = args.gpu is not None and not args.no_search
     out = prose(args)
     rows: dict[str, dict[str, Any]] = {}
@@ -151,6 +152,8 @@ def find(args: argparse.Namespace) -> tuple[Task, Gpu, Device]:
     gpu = hardware.find_gpu(name)
     if args.model is not None:
         return _find_model(args), gpu, device
+    if args.lora is not None:
+        raise UsageError("--lora is for --model: give the model whose adapters are trained")
     if args.config is not None:
         raise UsageError("--config is for --model: give the model, such as --model transformers:Qwen3ForCausalLM")
     spec = args.task or tasks.default("cuda")
@@ -165,11 +168,13 @@ def _find_model(args: argparse.Namespace) -> Task:
     if args.task is not None:
         raise UsageError(f"give either the task {args.task} or --model {args.model}, not both")
     fields = {} if args.config is None else parse_fields(args.config)
-    return user_model.make_task(args.model, fields, args.batch, args.context, small=False, headers_only=True)
+    return user_model.make_task(
+        args.model, fields, args.batch, args.context, small=False, lora=args.lora, headers_only=True
+    )
 
 
-def runnable(text: str, gpu: Gpu, default: str) -> list[str]:
-    """The recipes of --recipes; of the default ones, those that the GPU can run."""
+def runnable(text: str, gpu: Gpu, default: str, lora: str | None = None) -> list[str]:
+    """The recipes of --recipes; of the default ones, those that the GPU can run. With --lora, with a narrow base."""
     from narrowgauge.forecast.trace.fake_gpu import describe_device
     from narrowgauge.recipe import parse, refusal, split
 
@@ -177,6 +182,10 @@ def runnable(text: str, gpu: Gpu, default: str) -> list[str]:
     if not texts:
         raise UsageError("--recipes is empty; name at least one, such as bf16,fp8-lean")
     device = describe_device(gpu)
+    if lora is not None:
+        from narrowgauge.pretrained.lora_options import set_frozen
+
+        texts = [set_frozen(one, device) for one in texts]
     if text != default:
         return texts
     return [one for one in texts if refusal(parse(one, device), device) is None]

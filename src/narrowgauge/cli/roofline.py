@@ -83,7 +83,7 @@ def _forecast(args: argparse.Namespace, task: Task, gpu: Gpu, device: Device, ou
     rates = ReachableRates(gpu, roofs)
     if not args.json:
         _show_gpu(gpu, rates.source, roofs, out)
-    recipes = scenario.choose_recipes(runnable(args.recipes, gpu, RECIPES), tell)
+    recipes = scenario.choose_recipes(runnable(args.recipes, gpu, RECIPES, args.lora), tell)
     rows: dict[str, dict[str, Any]] = {}
     layers: list[dict[str, Any]] = []
     last: Traced | None = None

@@ -30,7 +30,7 @@ RUNS = Path("runs")
 """Default parent folder of runs."""
 FOR_TASK = (
     "batch", "context", "data", "vocab", "packages", "tokenizer", "field", "max_tokens", "model", "epochs", "eval_data",
-    "eval_share",
+    "eval_share", "lora",
 )  # fmt: skip
 """Options that are passed to the task if given."""
 FOR_SETTINGS = {
@@ -174,7 +174,7 @@ def _begin(args: argparse.Namespace, world: World) -> tuple[Path, str, dict[str,
     from narrowgauge.runs.settings import make_settings
 
     device = hardware.detect(args.device)
-    text = args.recipe or "auto"
+    text = finetuning.complete_recipe(args.recipe or "auto", args.lora, device)
     waits = depends_on_model(text, device)  # then the engine chooses, when the model exists
     recipe = text.replace(" ", "") if waits else str(parse(text, device))
     why = choose(device)[1] if is_auto(text) and not waits else None
@@ -265,8 +265,11 @@ def _resume(args: argparse.Namespace) -> tuple[Path, str, dict[str, Any], Settin
     given = {name: getattr(args, name) for name in recorded if name not in ("keep", "parallel", "log")} | args.own
     recorded |= {name: options.get(name) for name in args.own}
     given["task"] = _resolve_task(args.task) if args.task else None
-    if args.recipe is not None and is_auto(args.recipe):
-        given["recipe"] = _keep_choice(args.recipe, recorded["recipe"])
+    device = hardware.detect(args.device or saved.get("device"))
+    if args.recipe is not None:
+        given["recipe"] = finetuning.complete_recipe(args.recipe, options.get("lora"), device)
+        if is_auto(args.recipe):
+            given["recipe"] = _keep_choice(given["recipe"], recorded["recipe"])
     given = _resolve_options(given)
     if args.seed != 0:
         given["seed"], recorded["seed"] = args.seed, saved.get("seed")
@@ -280,7 +283,7 @@ def _resume(args: argparse.Namespace) -> tuple[Path, str, dict[str, Any], Settin
     changes: dict[str, Any] = {
         name: getattr(args, name) for name in ("keep", "parallel", "log") if getattr(args, name) is not None
     }
-    changes["device"] = hardware.detect(args.device or saved.get("device")).torch_device
+    changes["device"] = device.torch_device
     return folder, spec, options, restore_settings(saved, **changes)
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from narrowgauge.validate.run import Validation
 
 ABOUT = "test whether a recipe trains as good a model as the reference, with paired runs"
-FOR_TASK = ("batch", "context", "model", "data", "epochs", "eval_data", "eval_share", "accumulate")
+FOR_TASK = ("batch", "context", "model", "data", "epochs", "eval_data", "eval_share", "accumulate", "lora")
 """Options that are passed to the task if given."""
 
 
@@ -78,6 +78,12 @@ def run(args: argparse.Namespace) -> Outcome:
     reference, candidates = args.reference or "fp32", split("bf16" if args.candidates is None else args.candidates)
     if not candidates:
         raise UsageError("--candidates: give at least one recipe, such as bf16,fp8")
+    if args.lora is not None:
+        from narrowgauge import hardware
+
+        device = hardware.detect(args.device)
+        reference = finetuning.complete_recipe(reference, args.lora, device)
+        candidates = [finetuning.complete_recipe(text, args.lora, device) for text in candidates]
     what = spec if args.model is None else f"fine-tuning {args.model} on {args.data}"
     say(f"{what}: comparing {', '.join(candidates)} with {reference}, margin {args.margin:.2%}", out)
     if args.model is not None:

@@ -25,6 +25,7 @@ from narrowgauge.errors import UsageError
 from narrowgauge.nn.compile_forward import compile_forward
 from narrowgauge.nn.convert import Conversion
 from narrowgauge.nn.module_changes import apply_change, remove_changes
+from narrowgauge.nn.products.stored_fp8 import restore_stored
 from narrowgauge.nn.recompute import checkpoint_blocks
 from narrowgauge.nn.speed_advice import explain_slow, warn_about_speed
 from narrowgauge.nn.step_context import OpensStepContext, StepContext, explain_error
@@ -75,6 +76,7 @@ class EngineBase:
         self.step_context = StepContext(self.recipe, self.device, emulated)
         remove_changes(model)  # made by an earlier engine of this model
         self.kept = setup.keep_in_fp32(self.inner, self.recipe, emulated)
+        setup.store_frozen(self.inner, self.recipe, self.kept)
         self.lean = setup.is_lean(self.recipe)
         self.update_sync = UpdateSync(model, self.named, lean=bf16_weights)
         sharded = self.update_sync.sharded
@@ -87,7 +89,7 @@ class EngineBase:
         if not self.conversion.blocks:
             mode, recomputation = self.recipe.checkpoint, self.step_context.recomputation()
             self.checkpointed = checkpoint_blocks(self.inner, mode, blocks, recomputation, optional=bf16_weights)
-        if bf16_weights:
+        if bf16_weights or self.recipe.frozen != "keep":
             apply_change(self.inner, OpensStepContext(self.step_context))
         self.scaler = setup.make_scaler(self.recipe, self.device, max_consecutive_skips)
         self.guard = self.scaler.guard if self.scaler else SkipGuard(max_consecutive_skips)
@@ -135,8 +137,12 @@ class EngineBase:
         """Number of updates so far, including skipped ones."""
         return self.guard.updates
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, trained_only: bool = False) -> dict[str, Any]:
         """Return the complete state: FP32 weights, optimizers, loss scale, skip counters and FP8 scales.
+
+        Args:
+            trained_only: Leave out parameters that are not trained, and buffers. ``load_state_dict`` then leaves those
+                of the model as they are.
 
         Raises:
             UsageError: An accumulation is in progress.
@@ -147,7 +153,11 @@ class EngineBase:
                 "call it after a complete step, or call engine.flush() first"
             )
         on_cpu = not self.update_sync.sharded
-        return {**state.save_training(self.inner, self.optimizers, self.lean, on_cpu), **self.precision_state_dict()}
+        saved = state.save_training(self.inner, self.optimizers, self.lean, on_cpu)
+        if trained_only:
+            own = state.list_trained(self.inner)
+            saved["model"] = {name: value for name, value in saved["model"].items() if name in own}
+        return {**saved, **self.precision_state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned. It may come from another recipe: missing parts keep their current state.
@@ -179,12 +189,14 @@ class EngineBase:
     def detach(self) -> nn.Module:
         """Return the model to plain torch: FP32 parameters with every bit, modules of their own classes.
 
+        Weights that ``frozen=fp8`` stored in FP8 become FP32; the bits that they lost are not restored.
         Do not use the engine after this.
 
         Returns:
             The model.
         """
         remove_changes(self.model)
+        restore_stored(self.inner)
         for parameter in self.inner.parameters():
             keep_gradient(parameter)
             widen(parameter)

@@ -19,7 +19,7 @@ from narrowgauge.nn.matrix_inventory import list_matrices
 from narrowgauge.optim import AdamW, convert_optimizer
 from narrowgauge.optim.convert_optimizer import can_convert
 from narrowgauge.optim.gradient_release import GradientRelease, keep_gradient
-from narrowgauge.optim.sharded import is_sharded
+from narrowgauge.optim.sharded import is_sharded, replace_values
 from narrowgauge.recipe import Recipe
 from narrowgauge.scaling.loss import LossScaler
 
@@ -53,10 +53,36 @@ def find_narrowed(
     """
     if recipe.master == "fp32":
         return []
-    in_fp32 = {p for path in kept for p in model.get_submodule(path).parameters()} | set(
-        find_computed_parameters(model)
-    )
+    in_fp32 = _find_kept_parameters(model, kept)
     return [p for p in named.values() if is_sharded(p) or (p.dim() > 1 and p not in in_fp32 and not p.is_complex())]
+
+
+def find_stored_narrow(model: nn.Module, recipe: Recipe, kept: Iterable[str]) -> list[nn.Parameter]:
+    """Return the parameters that are not trained, and that ``recipe.frozen`` stores in fewer bits than FP32.
+
+    These are all but vectors and modules kept in FP32. FSDP chooses the dtype of what it shards.
+    """
+    if recipe.frozen == "keep":
+        return []
+    in_fp32 = _find_kept_parameters(model, kept)
+    frozen = (p for p in model.parameters() if not p.requires_grad and not is_sharded(p))
+    return [p for p in frozen if p.dim() > 1 and p.is_floating_point() and p not in in_fp32]
+
+
+def store_frozen(model: nn.Module, recipe: Recipe, kept: Iterable[str]) -> None:
+    """Round FP32 matrices that are not trained to BF16, in place, if the recipe stores them so.
+
+    Nothing undoes it: what is rounded off is gone.
+    """
+    for parameter in find_stored_narrow(model, recipe, kept):
+        if parameter.dtype is torch.float32:
+            replace_values(parameter, parameter.detach().to(torch.bfloat16))
+
+
+def _find_kept_parameters(model: nn.Module, kept: Iterable[str]) -> set[nn.Parameter]:
+    """Return the parameters that stay in FP32 under every recipe, or because the recipe keeps their modules there."""
+    named = {p for path in kept for p in model.get_submodule(path).parameters()}
+    return named | set(find_computed_parameters(model))
 
 
 def convert_optimizers(

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from narrowgauge.errors import UsageError
 from narrowgauge.optim import AdamW, full_precision, load_full_precision, plain_state
 from narrowgauge.optim.convert_optimizer import drop_masters
-from narrowgauge.recipe import Recipe
+from narrowgauge.recipe import Recipe, parse
 from narrowgauge.scaling.guard import SkipGuard
 from narrowgauge.scaling.loss import LossScaler
 from narrowgauge.scaling.tensor import TensorScales
@@ -37,6 +37,17 @@ def save_training(model: nn.Module, optimizers: Sequence[Optimizer], lean: bool,
     }
 
 
+def list_trained(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that are trained, in the order of the state dict; all names of tied ones."""
+    return {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+
+
+def _is_trained_part(model: nn.Module, weights: Mapping[str, Any]) -> bool:
+    """Whether weights are those that are trained, and no others, of a model that has others."""
+    trained = list_trained(model)
+    return trained == set(weights) and len(trained) < len(model.state_dict())
+
+
 def load_training(model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
     """Load what ``save_training`` returned, under the same recipe or another."""
     if len(state["optimizers"]) != len(optimizers):
@@ -44,7 +55,7 @@ def load_training(model: nn.Module, optimizers: Sequence[Optimizer], state: Mapp
             f"engine.load_state_dict: the state has {len(state['optimizers'])} optimizers, "
             f"the engine has {len(optimizers)}"
         )
-    load_full_precision(model, state["model"])
+    load_full_precision(model, state["model"], strict=not _is_trained_part(model, state["model"]))
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved if isinstance(optimizer, AdamW) else plain_state(saved))
 
@@ -63,7 +74,7 @@ def save_precision(
 
 def warn_of_other_recipe(saved: str | None, chosen: Recipe) -> None:
     """Warn if ``auto`` chose another recipe now than when the state was saved: training would change its formats."""
-    if saved is not None and saved != str(chosen):
+    if saved is not None and parse(saved) != chosen:
         warnings.warn(
             f"the state was saved under recipe {saved}, and auto chose {chosen} now; to train on as before, create the "
             f"engine with recipe={saved!r}",

@@ -13,7 +13,6 @@ unconverted one. Conversion looks for, in this order:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -24,13 +23,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from narrowgauge import events
 from narrowgauge.hardware import Device, Gpu, detect, is_assumed
-from narrowgauge.kernels.norm import MAX_COLUMNS
 from narrowgauge.nn.blocks.example import allow_nondeterminism
 from narrowgauge.nn.blocks.find import FoundBlocks, find_blocks
-from narrowgauge.nn.blocks.projections import find_projection
 from narrowgauge.nn.blocks.spec import BlockSpec, NormSpec
-from narrowgauge.nn.find_heads import find_heads
 from narrowgauge.nn.fused import embedding
+from narrowgauge.nn.fused.gradient_room import GradientRoom
 from narrowgauge.nn.fused.graphs import BlockGraphs
 from narrowgauge.nn.fused.make_plan import find_misfit, make_plan
 from narrowgauge.nn.fused.modules import FusedBlock, FusedHead, FusedTrunk, LazyHead, mark_parts
@@ -40,35 +37,23 @@ from narrowgauge.nn.matrix_inventory_text import summarize, tabulate
 from narrowgauge.nn.module_changes import apply_change, find_change, has_own_method
 from narrowgauge.nn.predict_speed import Speed, predict_speed
 from narrowgauge.nn.products import linear
-from narrowgauge.nn.products.choose_formats import Decision, decide
-from narrowgauge.nn.products.gemm import ALL_BF16, ALL_FP8, E4M3, E5M2, GemmChoice
+from narrowgauge.nn.products.stored_fp8 import get_stored_scale, share_stored, store_in_fp8
 from narrowgauge.nn.products.weight_casts import WeightCastPlan
 from narrowgauge.nn.speed_advice import explain_slow, warn_about_speed
+from narrowgauge.nn.survey import (
+    Layer,
+    find_input_leaders,
+    get_norm_kind,
+    list_backward_sites,
+    list_sites,
+    list_stored_groups,
+    survey_layers,
+)
 from narrowgauge.recipe import Recipe, parse
 from narrowgauge.scaling.tensor import TensorScales
 
-SAME_INPUT_NAMES = (
-    {"q_proj", "k_proj", "v_proj"}, {"query", "key", "value"}, {"q_lin", "k_lin", "v_lin"}, {"to_q", "to_k", "to_v"},
-    {"wq", "wk", "wv"}, {"q", "k", "v"}, {"gate_proj", "up_proj"}, {"w1", "w3"}, {"wi_0", "wi_1"},
-)  # fmt: skip
-"""Names of sibling layers that usually read one input, as in attention and gated MLPs. If they get different inputs,
-each input is cast, with one scale that fits the largest."""
 DEFAULT_ROWS = 16384
 """Default number of tokens per step; the choice of formats depends little on it."""
-
-
-@dataclass(frozen=True)
-class Layer:
-    """The result of conversion for one linear layer."""
-
-    path: str
-    shape: tuple[int, int]
-    """Outputs and inputs."""
-    part_of: str
-    """block, head, linear, or kept (not converted)."""
-    choice: GemmChoice
-    reason: str
-    decision: Decision | None = None
 
 
 @dataclass
@@ -85,6 +70,7 @@ class Conversion:
         shared_input: The cast that layers with a common input share within a forward.
         compute: The recipe's compute format.
         matrices: Every parameter of two or more dimensions, with the formats it is multiplied in.
+        stored: Paths of the layers whose frozen weights are stored in FP8.
         gpu: The GPU that the formats were chosen for; None for a CPU, and for a GPU that is not in the table.
     """
 
@@ -95,6 +81,7 @@ class Conversion:
     shared_input: linear.SharedInputCast = field(default_factory=linear.SharedInputCast)
     compute: str = "fp32"
     matrices: list[Matrix] = field(default_factory=list)
+    stored: list[str] = field(default_factory=list)
     gpu: Gpu | None = None
 
     def summary(self) -> str:
@@ -105,7 +92,8 @@ class Conversion:
             count = sum(layer.choice.count("fp8") for layer in self.layers)
             head += f"{count} of {3 * len(self.layers)} products of {len(self.layers)} layers{fused}: "
             fused = ""
-        return head + summarize(self.matrices, self.compute, fused)
+        stored = f"; {len(self.stored)} frozen weights stored in FP8" if self.stored else ""
+        return head + summarize(self.matrices, self.compute, fused) + stored
 
     def __str__(self) -> str:
         return "\n".join([tabulate(self.matrices), *self.explain_unfused()])
@@ -185,9 +173,14 @@ def convert_layers(
     result, specs = _plan(model, recipe, device, rows, one_graph)
     if recipe.compute not in ("fp8", "bf16"):
         return result
-    leaders = _find_input_leaders(result.layers)
+    for group in list_stored_groups(model, recipe, result.layers, specs):
+        store_in_fp8([model.get_submodule(path) for path in group])
+        result.stored += group
+    share_stored(model, [model.get_submodule(path) for path in result.stored])
+    leaders = find_input_leaders(result.layers)
     fp8_layers = [layer for layer in result.layers if "fp8" in layer.choice]
-    sites = {name: dtype for layer in fp8_layers for name, dtype in _list_sites(layer, leaders)}
+    own = {f"{path}.weight" for path in result.stored}  # they have their scales
+    sites = {name: dtype for layer in fp8_layers for name, dtype in list_sites(layer, leaders) if name not in own}
     scales = None
     if sites:
         scales = result.scales = TensorScales(
@@ -197,15 +190,15 @@ def convert_layers(
             history=recipe.history,
             margin=recipe.margin,
             amax=recipe.amax,
-            in_backward={name for layer in result.layers for name in _list_backward_sites(layer)},
+            in_backward={name for layer in result.layers for name in list_backward_sites(layer)},
         )
     by_path = {layer.path: layer for layer in result.layers}
-    graphs = BlockGraphs(cuda_graphs)
+    graphs, room = BlockGraphs(cuda_graphs), GradientRoom()
     for path, module in model.named_modules():
         if path in specs:
             spec = specs[path]
             holds = recipe.gradients != "released"
-            plan = make_plan(module, path, spec, by_path, scales, recipe.checkpoint, is_lean(recipe), holds)
+            plan = make_plan(module, path, spec, by_path, scales, recipe.checkpoint, is_lean(recipe), holds, room)
             mark_parts(module, spec)
             apply_change(module, FusedBlock(plan, graphs))
         elif path in by_path and by_path[path].part_of == "linear":
@@ -217,20 +210,29 @@ def convert_layers(
         elif path in by_path and by_path[path].part_of == "lazy head":
             site = scales.sites.get(f"{path}.weight") if scales is not None else None
             weight = WeightCastPlan.of(
-                cast(Any, module).weight, site=site, scales=scales, lean=is_lean(recipe), path=path
-            )
+                cast(Any, module).weight, site=site, scales=scales, lean=is_lean(recipe), path=path,
+                stored_scale=get_stored_scale(module),
+            )  # fmt: skip
             apply_change(module, LazyHead(weight, by_path[path].choice))
     if "lm_head" in by_path and by_path["lm_head"].part_of == "head":
         end, whole = by_path["lm_head"], cast(Any, model)
         site = scales.sites.get("lm_head.weight") if scales is not None else None
         weight = WeightCastPlan.of(whole.lm_head.weight, site=site, scales=scales, lean=is_lean(recipe), path="lm_head")
-        norm = NormSpec("norm", _get_norm_kind(whole.norm) or "layer", whole.norm.eps)
+        norm = NormSpec("norm", get_norm_kind(whole.norm) or "layer", whole.norm.eps)
         apply_change(model, FusedHead(weight, end.choice, norm))
         chained = hasattr(model, "trunk") and not has_own_method(model, "trunk")
         adapted = any(spec.adapters for spec in specs.values())  # a chain does not look whether they have changed
         if chained and not adapted and all(find_change(block, FusedBlock) for block in getattr(model, "blocks", ())):
             apply_change(model, FusedTrunk(weight, end.choice, norm))
     return result
+
+
+def find_stored_groups(model: nn.Module, recipe: Recipe, device: Device) -> list[list[str]]:
+    """Return the paths of the layers whose weights a conversion stores in FP8, those with one scale together."""
+    if recipe.frozen != "fp8":
+        return []
+    result, specs = _plan(model, recipe, device, DEFAULT_ROWS, False)
+    return list_stored_groups(model, recipe, result.layers, specs)
 
 
 def plan_conversion(model: nn.Module, recipe: Recipe, device: Device) -> Conversion:
@@ -246,7 +248,7 @@ def _plan(
         return Conversion(compute=recipe.compute, matrices=list_matrices(model, recipe), gpu=device.gpu), {}
     found = _find_blocks(model, recipe, device)
     lazy = bool(found.specs) or not one_graph
-    layers = list(_survey(model, recipe, device, rows, found.specs, lazy))
+    layers = list(survey_layers(model, recipe, device, rows, found.specs, lazy))
     surveyed = {layer.path: LayerUse(_get_kind(layer), tuple(layer.choice), layer.reason) for layer in layers}
     return Conversion(
         layers,
@@ -260,33 +262,6 @@ def _plan(
 
 def _get_kind(layer: Layer) -> str:
     return {"kept": "linear", "lazy head": "head"}.get(layer.part_of, layer.part_of)
-
-
-def _find_input_leaders(layers: list[Layer]) -> dict[str, str]:
-    """Map layers that share an input, by their names, to the first of them, whose site and cast serve all."""
-    found: dict[str, str] = {}
-    first: dict[tuple[str, int, int], str] = {}
-    for layer in layers:
-        parent, _, name = layer.path.rpartition(".")
-        group = next((index for index, names in enumerate(SAME_INPUT_NAMES) if name in names), None)
-        if group is not None and layer.part_of == "linear" and "fp8" in (layer.choice.output, layer.choice.grad_weight):
-            found[layer.path] = first.setdefault((parent, group, layer.shape[1]), layer.path)
-    return found
-
-
-def _list_sites(layer: Layer, leaders: dict[str, str]) -> Iterator[tuple[str, torch.dtype]]:
-    """Yield the tensors of a layer that have scales; the head computes the scale of its input itself."""
-    if layer.part_of in ("block", "linear"):
-        if leaders.get(layer.path, layer.path) == layer.path:
-            yield f"{layer.path}.input", E4M3
-        yield f"{layer.path}.grad_output", E5M2
-    yield f"{layer.path}.weight", E4M3
-
-
-def _list_backward_sites(layer: Layer) -> Iterator[str]:
-    yield f"{layer.path}.grad_output"
-    if layer.choice.output != "fp8":  # then grad_input is the first to cast the weight
-        yield f"{layer.path}.weight"
 
 
 def is_lean(recipe: Recipe) -> bool:
@@ -320,61 +295,6 @@ def _find_fp32_part(path: str, modules: dict[str, nn.Module], recipe: Recipe) ->
     return None
 
 
-def _get_norm_kind(module: Any) -> str | None:
-    return {"LayerNorm": "layer", "RMSNorm": "rms"}.get(type(module).__name__)
-
-
-def _norm_fits(module: Any) -> bool:
-    """Whether our norm kernel supports a module: it keeps a row in registers, up to a maximum width."""
-    return _get_norm_kind(module) is not None and len(module.weight) <= MAX_COLUMNS
-
-
-def _survey(
-    model: nn.Module, recipe: Recipe, device: Device, rows: int, specs: dict[str, BlockSpec], lazy: bool
-) -> Iterator[Layer]:
-    """Yield the decision for each linear layer. Layers of a block that read one input are one product.
-
-    ``lazy``: heads compute the loss without logits.
-    """
-    stacked = {
-        f"{path}.{name}": [f"{path}.{member}" for member in group]
-        for path, spec in specs.items()
-        for group in spec.products
-        for name in group
-    }
-    adapters = {
-        f"{path}.{name}" for path, spec in specs.items() for adapter in spec.adapters for name in (adapter.a, adapter.b)
-    }
-    has_head = all(hasattr(model, name) for name in ("finish", "norm", "lm_head")) and _norm_fits(model.norm)
-    has_head = has_head and not has_own_method(model, "finish") and not has_own_method(model.norm, "forward")
-    modules = dict(model.named_modules())
-    heads = find_heads(model) if lazy else {}
-    layers = [path for path, module in modules.items() if linear.is_linear(module)]
-    for path in (*layers, *(name for name in stacked if name not in layers)):  # the last are nn.MultiheadAttention's
-        source = find_projection(model, path)
-        shape = source.shape
-        in_block = path in stacked or path in adapters
-        part = "block" if in_block else "head" if has_head and path == "lm_head" else "linear"
-        part = "lazy head" if part == "linear" and path in heads else part
-        members = [find_projection(model, name).shape for name in stacked.get(path, [path])]
-        kept = explain_kept_fp32(modules, source.path, recipe)
-        misfit = next(filter(None, map(linear.explain_misfit, members)), None) if recipe.compute == "fp8" else None
-        if kept:
-            yield Layer(path, shape, "kept", ALL_BF16, kept)
-        elif path in adapters:
-            yield Layer(path, shape, part, ALL_BF16, "low-rank adapters compute in BF16")
-        elif recipe.compute == "bf16" or misfit:
-            part = "kept" if part == "linear" else part
-            yield Layer(path, shape, part, ALL_BF16, misfit or "the recipe computes in BF16")
-        else:
-            decision = Decision(ALL_FP8, "the recipe sets FP8 for all products")
-            if recipe.products == "fastest":
-                outputs = sum(member[0] for member in members)
-                decision = decide(rows, shape[1], outputs, device, part != "linear")
-            part = "kept" if part == "linear" and decision.choice == ALL_BF16 else part
-            yield Layer(path, shape, part, decision.choice, decision.reason, decision)
-
-
 def _convert_linear(
     module: Any,
     layer: Layer,
@@ -389,8 +309,9 @@ def _convert_linear(
     site, transposed_weight = scales.sites.get(f"{layer.path}.weight"), linear.has_transposed_weight(module)
     lean, path = is_lean(recipe), layer.path
     weight = WeightCastPlan.of(
-        module.weight, site=site, scales=scales, transposed_weight=transposed_weight, lean=lean, path=path
-    )
+        module.weight, site=site, scales=scales, transposed_weight=transposed_weight, lean=lean, path=path,
+        stored_scale=get_stored_scale(module),
+    )  # fmt: skip
     grad = scales.sites[f"{layer.path}.grad_output"]
     plan = linear.LinearPlan(weight, layer.choice, scales.sites[source], grad, scales, shared_input, readers)
     linear.convert_linear(module, plan)

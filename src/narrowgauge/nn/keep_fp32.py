@@ -138,6 +138,8 @@ def find_computed_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     nn.Bilinear's, and those of recurrent layers, which cuDNN needs in one contiguous buffer.
     """
     for module in model.modules():
-        older = "weight" not in module._parameters and isinstance(getattr(module, "weight", None), Tensor)
+        # A weight that is a parameter is not computed: layers with adapters return that of the layer inside them.
+        weight = None if "weight" in module._parameters else getattr(module, "weight", None)
+        older = isinstance(weight, Tensor) and not isinstance(weight, nn.Parameter)
         if older or is_parametrized(module) or isinstance(module, nn.Bilinear | nn.RNNBase):
             yield from module.parameters()

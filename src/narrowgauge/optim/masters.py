@@ -177,20 +177,21 @@ def full_precision(model: nn.Module, device: torch.device | str | None = None) -
     }
 
 
-def load_full_precision(model: nn.Module, state: dict[str, Tensor]) -> None:
+def load_full_precision(model: nn.Module, state: dict[str, Tensor], strict: bool = True) -> None:
     """Load an FP32 state dictionary into a model with BF16 weights and masters, without loss.
 
     Args:
         model: The model.
         state: From ``full_precision``, or the state dictionary of an FP32 model. For sharded weights its tensors are
             either sharded in the same way, or full tensors on every rank.
+        strict: As for ``Module.load_state_dict``.
     """
     _, parameters = _get_named_tensors(model)
     state = {
         name: sharded.place_like(value, parameters[name]) if name in parameters else value
         for name, value in state.items()
     }
-    model.load_state_dict(state)
+    model.load_state_dict(state, strict=strict)
     for name, value in state.items():
         found = get_other_half(parameters[name]) if name in parameters else None
         if found is not None:

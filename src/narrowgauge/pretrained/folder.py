@@ -57,6 +57,8 @@ class StoredTensor:
     """Where its first byte is in the file."""
     dtype: torch.dtype
     shape: tuple[int, ...]
+    scale: StoredScale | None = None
+    """For FP8 weights: what the stored numbers are multiplied by."""
 
     @property
     def numel(self) -> int:
@@ -65,6 +67,15 @@ class StoredTensor:
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredScale:
+    """The scales of an FP8 weight."""
+
+    tensor: StoredTensor
+    block: tuple[int, int]
+    """How many rows and columns have one scale."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +148,9 @@ def read_config(folder: Path, option: str) -> dict[str, Any]:
             f"{option}: it is not a folder; give one with a config.json, transformers:CLASS or file.py:Class"
         )
     if files.exists(folder / "adapter_config.json"):
-        raise UsageError(f"{option}: the folder holds an adapter, not a model; merge it into its model first")
+        raise UsageError(
+            f"{option}: the folder holds an adapter, not a model; give its model, and the adapter with --lora"
+        )
     if not files.exists(path):
         raise UsageError(f"{option}: the folder has no config.json; give the folder of a Hugging Face model")
     return _read_object(path, option)
@@ -192,7 +205,7 @@ def _read_object(path: Path, option: str) -> dict[str, Any]:
 def _list_tensors(folder: Path, option: str) -> dict[str, StoredTensor]:
     refuse_pickled(folder, option)
     if files.exists(folder / WEIGHTS):
-        return _read_header(folder / WEIGHTS, option)
+        return read_header(folder / WEIGHTS, option)
     if not files.exists(folder / INDEX):
         raise UsageError(f"{option}: the folder has no weights; expected {WEIGHTS}, or {INDEX} and its files")
     places = _read_object(folder / INDEX, option).get("weight_map")
@@ -206,7 +219,7 @@ def _list_tensors(folder: Path, option: str) -> dict[str, StoredTensor]:
             )
         if not files.exists(folder / name):
             raise UsageError(f"{option}: {INDEX} names {one_line(name)}, which is not there; download it again")
-        for tensor in _read_header(folder / name, option).values():
+        for tensor in read_header(folder / name, option).values():
             if tensor.name not in places:
                 raise UsageError(
                     f"{option}: {name} has the tensor {one_line(tensor.name)}, which {INDEX} does not list"
@@ -219,8 +232,16 @@ def _list_tensors(folder: Path, option: str) -> dict[str, StoredTensor]:
     return found
 
 
-def _read_header(path: Path, option: str) -> dict[str, StoredTensor]:
-    """Read the header of a .safetensors file, and compare the sizes in it with that of the file."""
+def read_header(path: Path, option: str) -> dict[str, StoredTensor]:
+    """Read the header of a .safetensors file, and compare the sizes in it with that of the file.
+
+    Args:
+        path: The file.
+        option: How error messages name its folder.
+
+    Raises:
+        UsageError: The file is damaged.
+    """
     damaged = f"{option}: {path.name} cannot be loaded"
     try:
         size = path.stat().st_size

@@ -3,10 +3,11 @@
     master=fp32        FP32 parameters
     other masters      matrices: BF16 parameters with 16-bit remainders, together the FP32 value (optim/masters.py)
                        vectors, and modules that the recipe keeps in FP32: FP32 parameters
+    not trained        matrices: as ``frozen`` of the recipe says; all others in FP32
 
-A value that is BF16 in the file is BF16 in the parameter, and its remainder is 0. Any other is converted to FP32 and
-split. This runs over pieces of ``PIECE`` values, so that besides the model there is never more than one piece: an 8B
-model is predicted to take 32.4 GB to load. The engine takes such parameters over as they are.
+A value that is BF16 in the file is BF16 in the parameter, and its remainder is 0. Any other is converted to FP32 (FP8
+by its scale) and split. This runs over pieces of ``PIECE`` values, so that besides the model there is never more than
+one piece: an 8B model is predicted to take 32.4 GB to load. The engine takes such parameters over as they are.
 
 Files are read, not mapped: the host holds one piece, and a file that ends too early is an error rather than a crash.
 """
@@ -14,7 +15,7 @@ Files are read, not mapped: the host holds one piece, and a file that ends too e
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -22,13 +23,19 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge import files, hardware
-from narrowgauge.engine.setup import find_narrowed
+from narrowgauge.engine.setup import find_narrowed, find_stored_narrow
 from narrowgauge.errors import UsageError
+from narrowgauge.kernels import FP8_MAX, compute_scale
+from narrowgauge.kernels.fp8_tile import quantize_reference
+from narrowgauge.nn.convert import find_stored_groups
 from narrowgauge.nn.keep_fp32 import find_modules
+from narrowgauge.nn.products.gemm import E4M3
+from narrowgauge.nn.products.stored_fp8 import SCALE
 from narrowgauge.optim.masters import set_other_half
 from narrowgauge.optim.split_fp32 import split
 from narrowgauge.optim.weight_checksums import GROUP, compute_checksums
-from narrowgauge.pretrained.folder import PretrainedFolder, StoredTensor
+from narrowgauge.pretrained.folder import PretrainedFolder, StoredScale, StoredTensor
+from narrowgauge.pretrained.fp8_weights import apply_scale
 from narrowgauge.pretrained.match import Match, match_folder
 from narrowgauge.pretrained.transformers_model import quiet
 from narrowgauge.recipe import Recipe, is_auto, parse
@@ -58,7 +65,8 @@ def load_model(
         The model, in training mode. Make an ``Engine`` with the same recipe from it.
 
     Raises:
-        UsageError: The weights are quantized, damaged, or not those of the model that config.json describes.
+        UsageError: The weights are damaged, quantized in another way than FP8, or not those of the model that
+            config.json describes.
     """
     return load_matched(match_folder(folder), recipe, device, notify)
 
@@ -98,6 +106,7 @@ class FileReader:
         self._buffer = torch.empty(PIECE * 8, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._path: Path | None = None
         self._file: BinaryIO | None = None
+        self._scales = "", torch.empty(0)
 
     def __enter__(self) -> FileReader:
         return self
@@ -113,6 +122,7 @@ class FileReader:
 
     def read(self, tensor: StoredTensor, start: int, stop: int) -> Tensor:
         """Return values ``start`` to ``stop``, flat, on the device. They are valid until the next call."""
+        scales = None if tensor.scale is None else self._read_scales(tensor.scale)  # before: both use the buffer
         size = tensor.dtype.itemsize
         part = self._buffer[: (stop - start) * size]
         try:
@@ -120,7 +130,16 @@ class FileReader:
         except OSError as error:
             what = f"{self.option}: {tensor.file.name} cannot be loaded"
             raise UsageError(f"{what}: {files.get_reason(error)}") from None
-        return part.view(tensor.dtype).to(self.device)
+        values = part.view(tensor.dtype).to(self.device)
+        return values if scales is None else apply_scale(values, tensor, scales, start)
+
+    def _read_scales(self, scale: StoredScale) -> Tensor:
+        """Return all scales of a tensor in FP32; those of the last tensor are kept."""
+        name, values = self._scales
+        if name != scale.tensor.name:
+            pieces = [self.read(scale.tensor, *piece).float() for piece in self.list_pieces(scale.tensor)]
+            name, values = self._scales = scale.tensor.name, torch.cat(pieces)
+        return values
 
     def _read_into(self, path: Path, offset: int, target: memoryview) -> None:
         if path != self._path:
@@ -149,7 +168,8 @@ class DryReader:
 
     def read(self, tensor: StoredTensor, start: int, stop: int) -> Tensor:
         """Return a tensor for values ``start`` to ``stop``, flat, on the device."""
-        return torch.empty(stop - start, dtype=tensor.dtype, device=self.device)
+        dtype = tensor.dtype if tensor.scale is None else torch.float32
+        return torch.empty(stop - start, dtype=dtype, device=self.device)
 
 
 @torch.no_grad()
@@ -167,24 +187,37 @@ def fill(
     """
     recipe, model = _choose_form(recipe, device), match.model
     kept = list(find_modules(model, recipe.keep))
-    narrowed = {id(p) for p in find_narrowed(model, dict(model.named_parameters()), recipe, kept)}
-    expected = model.state_dict(keep_vars=True)
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    narrowed = {id(p) for p in find_narrowed(model, named, recipe, kept)}
+    frozen = {id(p) for p in find_stored_narrow(model, recipe, kept)}
+    groups = {name: group for group in _list_fp8_groups(match, recipe, device) for name in group}
     progress = _Progress(sum(tensor.nbytes for tensor in match.stored.values()), tell)
     made: dict[int, Tensor] = {}
     for name, tensor in match.stored.items():
-        old = expected[name]
-        if id(old) in narrowed:
+        old = match.expected[name]
+        progress.add(tensor.nbytes)
+        if name in groups:
+            if id(old) not in made:
+                made |= load_in_fp8({match.expected[one]: match.stored[one] for one in groups[name]}, device, reader)
+        elif id(old) in narrowed:
             made[id(old)] = _load_narrow(tensor, device, reader)
+        elif id(old) in frozen:
+            values = load_values(tensor, torch.bfloat16, device, reader)
+            made[id(old)] = nn.Parameter(values, requires_grad=False)
         else:
             dtype = torch.float32 if old.dtype.is_floating_point else old.dtype
-            values = _load_values(tensor, dtype, device, reader)
+            values = load_values(tensor, dtype, device, reader)
             made[id(old)] = nn.Parameter(values, old.requires_grad) if isinstance(old, nn.Parameter) else values
-        progress.add(tensor.nbytes)
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, old_tensor in tensors.items():
                 if old_tensor is not None and id(old_tensor) in made:
                     tensors[name] = made[id(old_tensor)]  # type: ignore[assignment]
+        scale = getattr(module._parameters.get("weight"), SCALE, None)
+        if scale is not None:
+            module.register_buffer(SCALE, scale)
+    for loaded in made.values():
+        vars(loaded).pop(SCALE, None)
     _compute_buffers(model, device, list(made.values()))
     _read_generation_config(model, match.folder.path)
     return model.train()
@@ -214,7 +247,51 @@ def _load_narrow(tensor: StoredTensor, device: torch.device, reader: Reader) -> 
     return parameter
 
 
-def _load_values(tensor: StoredTensor, dtype: torch.dtype, device: torch.device, reader: Reader) -> Tensor:
+def _list_fp8_groups(match: Match, recipe: Recipe, device: torch.device) -> list[list[str]]:
+    """Return the names of frozen weights that the engine stores in FP8, those with one scale together."""
+    names = {id(tensor): name for name, tensor in match.expected.items() if name in match.stored}
+    groups = find_stored_groups(match.model, recipe, hardware.detect(str(device)))
+    found = [[names.get(id(match.model.get_submodule(path).weight)) for path in group] for group in groups]
+    return [[name for name in group if name is not None] for group in found if None not in group]
+
+
+def load_in_fp8(
+    tensors: Mapping[Tensor, StoredTensor], device: torch.device, reader: Reader
+) -> dict[int, nn.Parameter]:
+    """Load frozen weights [O, I] of layers whose products are one in FP8, with one scale.
+
+    They are read twice: for the largest value, and to be cast. They are rounded to BF16 first, as the engine does with
+    FP32 weights that it stores in FP8.
+
+    Args:
+        tensors: What is stored, by the parameters that it replaces.
+        device: Where to load it to.
+        reader: Reads the stored values.
+
+    Returns:
+        The loaded parameters by the id of those that they replace. They are parts of one tensor, and have their scale
+        as attribute ``weight_scale``.
+    """
+    amax = torch.zeros((), device=device)
+    for tensor in tensors.values():
+        for piece in reader.list_pieces(tensor):
+            amax = torch.maximum(amax, reader.read(tensor, *piece).to(torch.bfloat16).abs().amax().float())
+    scale = compute_scale(amax, FP8_MAX[E4M3])
+    rows = [tensor.shape[0] for tensor in tensors.values()]
+    joint = torch.empty((sum(rows), next(iter(tensors.values())).shape[1]), dtype=E4M3, device=device)
+    made = {}
+    for (old, tensor), part in zip(tensors.items(), joint.split(rows), strict=True):
+        flat = part.view(-1)
+        for start, stop in reader.list_pieces(tensor):
+            values = reader.read(tensor, start, stop).to(torch.bfloat16)
+            flat[start:stop].copy_(quantize_reference(values, scale, E4M3))
+        made[id(old)] = parameter = nn.Parameter(part, requires_grad=False)
+        parameter.weight_scale = scale.reciprocal()  # type: ignore[attr-defined]
+    return made
+
+
+def load_values(tensor: StoredTensor, dtype: torch.dtype, device: torch.device, reader: Reader) -> Tensor:
+    """Load a tensor in a dtype, rounded to nearest even, piece by piece."""
     loaded = torch.empty(tensor.shape, dtype=dtype, device=device)
     for start, stop in reader.list_pieces(tensor):
         loaded.view(-1)[start:stop].copy_(reader.read(tensor, start, stop))

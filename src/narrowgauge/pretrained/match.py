@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from narrowgauge.errors import UsageError, one_line
 from narrowgauge.pretrained.folder import PretrainedFolder, StoredTensor
+from narrowgauge.pretrained.fp8_weights import attach_scales
 from narrowgauge.pretrained.transformers_model import FoundModel, find_model, quiet
 
 OUTDATED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.masked_bias$")
@@ -35,6 +36,8 @@ class Match:
     model: nn.Module
     stored: Mapping[str, StoredTensor] = field(default_factory=dict)
     """By the model's names; one of the names that share a parameter."""
+    expected: Mapping[str, Tensor] = field(default_factory=dict)
+    """The model's state when it was matched. Adapters that are added later rename parameters, but keep the objects."""
     twins: tuple[tuple[StoredTensor, StoredTensor], ...] = ()
     """Pairs of stored tensors of one tied parameter: they have to be equal."""
     conversion: str | None = None
@@ -43,17 +46,7 @@ class Match:
 
 def match_folder(folder: PretrainedFolder) -> Match:
     """Match the weights of a folder with the model that its config.json describes."""
-    refuse_quantized(folder)
-    return match_weights(find_model(str(folder.path), {}, folder.option), folder)
-
-
-def refuse_quantized(folder: PretrainedFolder) -> None:
-    """Refuse quantized weights: they have too few bits to be trained."""
-    if folder.quantization is not None:
-        raise UsageError(
-            f"{folder.option}: its weights are quantized ({folder.quantization.method}), and cannot be trained; give "
-            "the original model"
-        )
+    return match_weights(find_model(str(folder.path), {}, folder.option, quantized=True), folder)
 
 
 def match_weights(found: FoundModel, folder: PretrainedFolder) -> Match:
@@ -64,17 +57,18 @@ def match_weights(found: FoundModel, folder: PretrainedFolder) -> Match:
         folder: The folder.
 
     Raises:
-        UsageError: The weights are quantized, or they are not those of the model.
+        UsageError: The weights are quantized in a way that cannot be read, or they are not those of the model.
     """
-    refuse_quantized(folder)
+    tensors = attach_scales(folder)
     model = found.make_on_meta()
     expected = model.state_dict(keep_vars=True)
-    names, conversion = _translate(model, folder.tensors, expected)
+    names, conversion = _translate(model, tensors, expected)
     if conversion is not None:
+        _refuse_conversion(folder, conversion)
         return Match(found=found, folder=folder, model=model, conversion=conversion)
     stored: dict[str, StoredTensor] = {}
     unexpected = []
-    for name, tensor in folder.tensors.items():
+    for name, tensor in tensors.items():
         if names[name] not in expected or names[name] in stored:
             unexpected.append(name)
         else:
@@ -86,6 +80,7 @@ def match_weights(found: FoundModel, folder: PretrainedFolder) -> Match:
     optional = _list_patterns(model, "missing")
     if missing and not wrong and not unexpected and all(_matches(name, optional) for name in missing):
         why = f"it has no {one_line(missing[0])}, which transformers initializes"
+        _refuse_conversion(folder, why)
         return Match(found=found, folder=folder, model=model, conversion=why)
     if wrong or missing or unexpected:
         raise UsageError(
@@ -93,7 +88,12 @@ def match_weights(found: FoundModel, folder: PretrainedFolder) -> Match:
             f"{_describe_mismatch(wrong, missing, unexpected, chosen, expected)}; config.json and the weights do not "
             "belong together"
         )
-    return Match(found=found, folder=folder, model=model, stored=chosen, twins=tuple(twins))
+    return Match(found=found, folder=folder, model=model, stored=chosen, expected=expected, twins=tuple(twins))
+
+
+def _refuse_conversion(folder: PretrainedFolder, why: str) -> None:
+    if folder.quantization is not None:
+        raise UsageError(f"{folder.option}: its FP8 weights cannot be loaded: {why}; give the original model")
 
 
 def _translate(

@@ -31,6 +31,7 @@ from narrowgauge import files
 from narrowgauge.errors import UsageError, one_line
 from narrowgauge.pretrained import folder as model_folder
 from narrowgauge.pretrained import hub
+from narrowgauge.pretrained.fp8_weights import explain_unreadable
 from narrowgauge.pretrained.hub_headers import outline_weights
 
 PREFIX = "transformers:"
@@ -99,7 +100,12 @@ class FoundModel:
 
 
 def find_model(
-    spec: str, fields: Mapping[str, Any], option: str | None = None, headers_only: bool = False
+    spec: str,
+    fields: Mapping[str, Any],
+    option: str | None = None,
+    *,
+    quantized: bool = False,
+    headers_only: bool = False,
 ) -> FoundModel:
     """Find the class and make the configuration of a model.
 
@@ -107,6 +113,7 @@ def find_model(
         spec: ``transformers:CLASS``, a folder, or a name on the Hub.
         fields: Fields of the configuration that the user gave.
         option: How error messages name the model. Default: ``--model`` and the spec.
+        quantized: Whether FP8 weights are accepted; the configuration is then that of the model without quantization.
         headers_only: Of a model on the Hub, read the headers of the weights, but do not download the weights.
 
     Raises:
@@ -116,8 +123,12 @@ def find_model(
     remote = None if spec.startswith(PREFIX) else hub.find_remote(spec, option)
     folder = None if spec.startswith(PREFIX) else files.expand_path(spec) if remote is None else remote.folder
     stored = {} if folder is None else model_folder.read_config(folder, option)
-    if model_folder.find_quantization(stored) is not None:
-        raise UsageError(f"{option}: its weights are quantized, and cannot be trained; give the original model")
+    found = model_folder.find_quantization(stored)
+    if found is not None:
+        reason = explain_unreadable(found) if quantized else "its weights are quantized; give the original model"
+        if reason is not None:
+            raise UsageError(f"{option}: {reason}")
+        stored = {name: value for name, value in stored.items() if name != "quantization_config"}
     if importlib.util.find_spec("transformers") is None:
         raise UsageError(f"{option}: transformers is not installed; pip install transformers, or give file.py:Class")
     if folder is None:

@@ -4,7 +4,8 @@ The task's own code initializes a model, so at first it is whole and in FP32. If
 initialized in host memory. The ranks of a machine take turns, so that the host holds it once: each rank initializes the
 same weights and keeps its shards, which FSDP moves to the GPU block by block.
 
-A ``ModelLoader`` loads a whole model (of a single process, or a copy for DDP) in the recipe's own form instead.
+A ``ModelLoader`` loads a whole model (of a single process, or a copy for DDP) in the recipe's own form instead. A model
+with adapters on a frozen base is always copied: FSDP needs one dtype for all that it shards together.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from narrowgauge import random_state
+from narrowgauge.errors import UsageError
 from narrowgauge.optim.sharded import is_sharded
 from narrowgauge.ranks.distribute import SHARDED_FROM, replicate, shard
 from narrowgauge.ranks.world import World
@@ -50,6 +52,12 @@ def make_model(
     if world.is_single:
         return _init_whole(make, device, seed, recipe, notify)
     parameters = count_parameters(make)
+    if isinstance(make, ModelLoader) and make.reloads_frozen:
+        if parallel == "fsdp":
+            raise UsageError(
+                "--parallel fsdp does not shard a model with adapters on a frozen base; use --parallel ddp"
+            )
+        parallel = "ddp"
     if _decide_sharding(parallel, parameters) and is_too_large(parameters, device):
         notify(f"initializing {4e-9 * parameters:,.0f} GB of weights in host memory, one rank after the other")
         model, sharded = init_in_turns(make, recipe, device, world, seed), True

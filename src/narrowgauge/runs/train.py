@@ -19,6 +19,7 @@ from narrowgauge.runs.batches import make_isolated_batch
 from narrowgauge.runs.checkpoints import checkpoint
 from narrowgauge.runs.result import Result
 from narrowgauge.runs.settings import Settings
+from narrowgauge.runs.sources import compare_sources
 from narrowgauge.runs.trainer import Observer, Trainer
 from narrowgauge.task import Task
 from narrowgauge.version import __version__
@@ -62,7 +63,7 @@ def train(
             if world.is_first:
                 stack.enter_context(_remove_if_unused(folder))
                 stack.enter_context(lock.hold(folder))
-                path = _prepare(folder, settings, resume, observer)
+                path = _prepare(task, folder, settings, resume, observer)
         path = world.broadcast(path)
         if isinstance(path, Result):
             return path
@@ -89,14 +90,18 @@ def train(
         return trainer.train()
 
 
-def _prepare(folder: Path, settings: Settings, resume: bool, observer: Observer) -> Path | Result | None:
+def _prepare(task: Task, folder: Path, settings: Settings, resume: bool, observer: Observer) -> Path | Result | None:
     """Return the checkpoint to resume from, the result of a finished run, or None to start from scratch."""
     if not resume and record.holds_run(folder):
         raise UsageError(f"{folder} already holds a run; continue it with --resume {folder}, or choose another --out")
     checkpoint.clean(folder)
     if not resume:
         return None
-    _compare_versions(record.read_configuration(folder), observer)
+    configuration = record.read_configuration(folder)
+    facts = configuration.get("facts")
+    recorded = facts.get("sources") if isinstance(facts, dict) else None
+    compare_sources(recorded, task.facts.get("sources"), "restore it to resume the run, or start a new run")
+    _compare_versions(configuration, observer)
     return _read_finished(folder, settings) or checkpoint.find_newest(folder, observer.notify)
 
 

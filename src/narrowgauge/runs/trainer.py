@@ -47,7 +47,7 @@ from narrowgauge.runs.schedule import Schedule, make_adamw
 from narrowgauge.runs.settings import Settings
 from narrowgauge.runs.throughput import Throughput
 from narrowgauge.runs.trackers import registry
-from narrowgauge.task import Task
+from narrowgauge.task import ModelLoader, Task
 
 CAPTURES = "captures"
 """Folder of a run that holds the captured steps: those in which a number went wrong."""
@@ -81,6 +81,7 @@ class Trainer:
         self, task: Task, settings: Settings, folder: Path, observer: Observer, world: World = SINGLE_PROCESS
     ) -> None:
         self.task, self.folder, self.observer, self.world = task, folder, observer, world
+        self.reloads_frozen = isinstance(task.model, ModelLoader) and task.model.reloads_frozen
         model = make_model(
             task.model,
             settings.recipe,
@@ -135,7 +136,8 @@ class Trainer:
         """Resume from a checkpoint. None: the run has no checkpoint yet, and starts again."""
         self.resumed = True
         step = checkpoint.read_step(path) if path is not None else 0
-        state = resuming.restore(path, self.engine, self.world) if path is not None else {"result": {}}
+        only = self.reloads_frozen
+        state = resuming.restore(path, self.engine, self.world, only) if path is not None else {"result": {}}
         found = state["result"].pop("findings", None) if path is not None else []
         if self.world.is_first:  # after restore: a checkpoint that does not fit must not cost events
             record.truncate_after(self.folder, step, None if found is None else len(found))
@@ -342,7 +344,7 @@ class Trainer:
             return
         result.seconds = self.throughput.seconds()
         self.record.sync()  # the events up to a checkpoint must be on disk before the checkpoint is
-        engine = self.engine.state_dict()
+        engine = self.engine.state_dict(self.reloads_frozen)
         weights = engine.pop("model")
         kept = ("loss_first", "loss_last", "loss_eval", "metrics", "skipped", "seconds", "captures")
         findings = [finding.describe() for finding in result.findings]

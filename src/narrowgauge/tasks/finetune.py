@@ -18,14 +18,15 @@ from torch import Tensor, nn
 
 from narrowgauge.data.finetuning import FinetuningData, open_finetuning_data
 from narrowgauge.errors import UsageError
-from narrowgauge.pretrained import PretrainedModel
+from narrowgauge.pretrained import PretrainedModel, adapters
 from narrowgauge.pretrained.hub import get_short_name
+from narrowgauge.pretrained.lora_options import parse_lora
 from narrowgauge.pretrained.transformers_model import find_model
 from narrowgauge.task import Batch, Task
 
 NAME = "finetune"
 CONTEXT, BATCH, EVAL_SHARE, EPOCHS = 2048, 4, 0.05, 1.0
-LEARNING_RATE = 1e-5
+LEARNING_RATE, LORA_LEARNING_RATE = 1e-5, 2e-4
 IGNORED = -100
 """The label of a token without loss."""
 MOST_EVAL_BATCHES = 64
@@ -40,6 +41,7 @@ def make(
     epochs: float = EPOCHS,
     eval_data: str | None = None,
     eval_share: float = EVAL_SHARE,
+    lora: str | None = None,
     accumulate: int = 1,
     seed: int = 0,
     notify: Callable[[str], None] | None = None,
@@ -54,22 +56,27 @@ def make(
         epochs: How often the data is seen; decides the default number of steps.
         eval_data: A file for evaluation, instead of a part of ``data``.
         eval_share: The part of ``data`` that is held out for evaluation.
+        lora: Train adapters only: their options, or the folder of an adapter (``pretrained/lora_options.py``).
         accumulate: Batches per update, over which the loss is averaged.
         seed: Seed of the order of rows.
         notify: Prints a line for the user.
     """
     if not 0 < epochs < math.inf:
         raise UsageError(f"--epochs {epochs:g}: give a number above 0")
-    found = find_model(model, {}, f"--model {model}")
+    found = find_model(model, {}, f"--model {model}", quantized=True)
     if found.weights is None:
         raise UsageError(f"--model {model}: fine-tuning needs weights, but the folder has no .safetensors files")
-    factory = PretrainedModel(found)
-    factory.match()  # damaged files, or weights of another model: known before the data is read
+    factory = PretrainedModel(found, parse_lora(lora) if lora is not None else None)
+    match = factory.match()  # damaged files, or weights of another model: known before the data is read
     limit = getattr(found.config, "max_position_embeddings", None)
     if context is not None and limit is not None and context > limit:
         raise UsageError(f"--context {context:,}: the model supports at most {limit:,} tokens (see its config.json)")
     context = context or min(CONTEXT, limit or CONTEXT)
     notify = notify or (lambda line: None)
+    facts = {"model": str(found.weights), "epochs": epochs}
+    if factory.lora is not None:
+        notify(adapters.describe(match.model, factory.lora))
+        facts |= {"lora": adapters.read_config(match.model), "sources": factory.list_sources(match.folder)}
     read = open_finetuning_data(
         data, found.weights, context=context, batch=batch, eval_share=eval_share, eval_path=eval_data, seed=seed,
         notify=notify,
@@ -90,13 +97,13 @@ def make(
         batch=batches.batch,
         items_per_batch=batch * context,
         unit="token",
-        learning_rate=LEARNING_RATE,
+        learning_rate=LEARNING_RATE if lora is None else LORA_LEARNING_RATE,
         weight_decay=0.0,
         steps=max(1, math.ceil(read.steps_for(epochs) / accumulate)),
         eval_batches=batches.eval_batches,
         reads_ahead=True,
         synthetic=functools.partial(make_random_batch, batch, context, vocabulary),
-        facts={"model": str(found.weights), "epochs": epochs, **read.facts},
+        facts={**facts, **read.facts},
     )
 
 

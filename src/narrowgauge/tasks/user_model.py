@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from narrowgauge.errors import NarrowgaugeError, UsageError
 from narrowgauge.pretrained import PretrainedModel, transformers_model
+from narrowgauge.pretrained.lora_options import parse_lora
 from narrowgauge.task import Task
 from narrowgauge.tasks import model_file, model_inputs
 from narrowgauge.tasks.model_inputs import Inputs
@@ -35,6 +36,7 @@ def make_task(
     batch: int | None,
     context: int | None,
     small: bool,
+    lora: str | None = None,
     headers_only: bool = False,
 ) -> Task:
     """Make the task of a model.
@@ -45,6 +47,7 @@ def make_task(
         batch: Rows of a batch. Default: 8, or 2 if ``small``.
         context: Tokens of a row. Default: as many as the model takes, at most 2048, or 128 if ``small``.
         small: Whether the model will run on a CPU.
+        lora: Train adapters of the model only, as in ``narrowgauge train --lora``.
         headers_only: Do not download the weights of a model on the Hub: their shapes are enough.
 
     Raises:
@@ -54,24 +57,28 @@ def make_task(
     if rows < 1:
         raise UsageError(f"--batch {rows} must be at least 1")
     if _FILE.fullmatch(spec):
+        if lora is not None:
+            raise UsageError(f"--lora {lora}: adapters are for models of transformers, not for {spec}")
         found = model_file.find_model(spec, fields)
         inputs = model_file.make_inputs(found, context, small)
         facts: dict[str, Any] = {"class": found.name, "weights": "random", "purpose": "tokens and targets"}
         with contextlib.suppress(UsageError), torch.device("meta"):  # not every class can be made without memory
             facts["parameters"] = sum(parameter.numel() for parameter in found.make().parameters())
         return _make(spec, found.make, inputs, model_file.compute_loss, rows, facts)
-    model = transformers_model.find_model(spec, fields, headers_only=headers_only)
+    model = transformers_model.find_model(spec, fields, quantized=True, headers_only=headers_only)
     purpose = model_inputs.find_purpose(model.cls, model.config.model_type, model.option)
     _prepare_config(model.config, purpose, fields)
     inputs = model_inputs.make_inputs(purpose, model.config, context, small, model.option)
+    factory = PretrainedModel(model, None if lora is None else parse_lora(lora))
+    with torch.device("meta"):
+        without_memory = factory()
     facts = {
         "class": model.name,
         "weights": "safetensors" if model.weights else "random",
         "purpose": purpose,
-        "parameters": model.count_parameters(),
+        "parameters": sum(parameter.numel() for parameter in without_memory.parameters()),
     }
-    make = model.make if model.weights is None else PretrainedModel(model)
-    return _make(spec, make, inputs, compute_loss, rows, facts)
+    return _make(spec, factory if model.weights else factory.__call__, inputs, compute_loss, rows, facts)
 
 
 def _make(spec: str, model: Any, inputs: Inputs, loss: Any, rows: int, facts: dict[str, Any]) -> Task:

@@ -26,8 +26,8 @@ from narrowgauge.forecast.trace.recorder import Recorder
 from narrowgauge.forecast.trace.trace import Owner, Trace
 from narrowgauge.forecast.trace.workspaces import Workspaces
 from narrowgauge.hardware import Gpu
-from narrowgauge.nn.convert import Layer
 from narrowgauge.nn.recompute import find_blocks
+from narrowgauge.nn.survey import Layer
 from narrowgauge.ranks.distribute import find_copied
 from narrowgauge.recipe import Recipe
 from narrowgauge.task import ModelLoader, Task

@@ -1,13 +1,15 @@
 """Blocks of transformers that are too large to run on a CPU, as in a forecast: a small one of the same class.
 
-It has the same configuration with as many heads, of a smaller size, and a smaller MLP. Where the class has other
-parameters with that configuration, or cannot be made, there is no small block.
+It has the same configuration with as many heads, of a smaller size, and a smaller MLP, and the same LoRA adapters.
+Where the class has other parameters with that configuration, or cannot be made, there is no small block.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import re
+import warnings
 from typing import Any
 
 import torch
@@ -39,15 +41,45 @@ def make_small(block: nn.Module) -> nn.Module | None:
         if isinstance(getattr(config, name, None), int):
             setattr(small, name, size)
     names = {name for name, _ in block.named_parameters()}
+    adapted = {path: part for path, part in block.named_modules() if hasattr(part, "lora_A")}
     for arguments in _list_arguments(cls, block):
         try:
             with torch.device("cpu"):
                 made: nn.Module = cls(small, **arguments)
+                _add_adapters(made, adapted)
         except Exception:  # whatever its code does with such a configuration
             continue
         if {name for name, _ in made.named_parameters()} == names:
             return made
     return None
+
+
+def _add_adapters(small: nn.Module, adapted: dict[str, Any]) -> None:
+    """Add adapters with PEFT that compute what those of the large block do. Raises an error if that is impossible."""
+    if not adapted:
+        return
+    import peft
+
+    layers = list(adapted.values())
+    (name,) = {active for layer in layers for active in layer.active_adapters}
+    first = layers[0]
+    config = peft.LoraConfig(
+        target_modules=list(adapted),
+        rank_pattern={re.escape(path): layer.r[name] for path, layer in adapted.items()},
+        alpha_pattern={re.escape(path): layer.lora_alpha[name] for path, layer in adapted.items()},
+        lora_dropout=getattr(first.lora_dropout[name], "p", 0.0),
+        use_rslora=first.use_rslora[name],
+        fan_in_fan_out=getattr(first, "fan_in_fan_out", False),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft.inject_adapter_in_model(config, small, name)
+    for path, layer in adapted.items():
+        other: Any = small.get_submodule(path)
+        same = type(other) is original_class(layer) and other.scaling == layer.scaling
+        same &= type(other.lora_dropout[name]) is type(layer.lora_dropout[name])
+        if not same or layer.merged or layer.disable_adapters or layer.lora_variant:
+            raise ValueError(f"the adapter of {path} computes something else")
 
 
 def _find_config(block: nn.Module) -> Any:

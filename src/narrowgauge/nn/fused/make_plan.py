@@ -12,8 +12,10 @@ from narrowgauge.kernels.norm import MAX_COLUMNS
 from narrowgauge.nn.blocks.projections import find_projection
 from narrowgauge.nn.blocks.spec import BlockSpec
 from narrowgauge.nn.fused.casts import AdapterPlan, Projection
+from narrowgauge.nn.fused.gradient_room import GradientRoom
 from narrowgauge.nn.fused.plan import BlockPlan, list_classes, list_own_parameters, list_settings
 from narrowgauge.nn.products.gemm import GemmChoice
+from narrowgauge.nn.products.stored_fp8 import get_stored_scale
 from narrowgauge.nn.products.weight_casts import WeightCastPlan
 from narrowgauge.optim.adamw import gradient_dtype
 from narrowgauge.optim.sharded import is_sharded
@@ -52,6 +54,7 @@ def make_plan(
     checkpoint: str,
     lean: bool,
     holds_gradients: bool,
+    room: GradientRoom,
 ) -> BlockPlan:
     """Return the plan of the block at ``path``. The first of projections that read one input decides for all."""
 
@@ -64,6 +67,7 @@ def make_plan(
         weight = WeightCastPlan.of(
             *(source.weight for source in sources), site=find_site(layer, "weight"), scales=scales,
             transposed_weight=sources[0].is_transposed, lean=lean, path=layer.path,
+            stored_scale=get_stored_scale(sources[0].owner),
         )  # fmt: skip
         sites = find_site(layer, "input"), find_site(layer, "grad_output")
         return Projection(weight, layer.choice, *sites, plan_adapters(block, spec, inner))
@@ -71,7 +75,7 @@ def make_plan(
     return BlockPlan(
         spec, project(*spec.inputs), project(spec.output), project(*spec.ups), project(spec.down), scales, checkpoint,
         holds_gradients, path, list_own_parameters(block, spec), list_classes(block),
-        tuple(project(*group) for group in spec.cross_products), list_settings(block, spec),
+        tuple(project(*group) for group in spec.cross_products), list_settings(block, spec), room,
     )  # fmt: skip
 
 

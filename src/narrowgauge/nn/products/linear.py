@@ -82,27 +82,30 @@ class LinearForm(InGraph):
     mode: str
     margin: int
     readers: int
+    is_stored: bool
+    """Whether the weight is stored in FP8."""
 
     @staticmethod
     def of(plan: LinearPlan) -> LinearForm:
         site = plan.weight.site
         sites = plan.input.form, plan.grad.form, None if site is None else site.form
-        weight = replace(plan.weight, site=None, scales=None, path="")
-        return LinearForm(plan.choice, weight, sites, plan.scales.mode, plan.scales.margin, plan.readers)
+        weight = replace(plan.weight, site=None, scales=None, path="", stored_scale=None)
+        is_stored = plan.weight.stored_scale is not None
+        return LinearForm(plan.choice, weight, sites, plan.scales.mode, plan.scales.margin, plan.readers, is_stored)
 
     def compute(self, *args: Any) -> Tensor:
         """Compute the layer from the arguments that ``ConvertedLinear.run`` gives."""
         teach_inductor()
         delayed, *needs = args[:4]
-        x, weight, bias = args[4:7]
-        inputs, tables = args[7:-5], ScaleTables(*args[-5:])
+        x, weight, bias, stored_scale = args[4:8]
+        inputs, tables = args[8:-5], ScaleTables(*args[-5:])
         skip_version_checks((tables.amax, tables.backward_amax, tables.backward_counts, tables.pending))
         groups = (inputs[start : start + 3] for start in range(0, len(inputs), 3))
         forms = (form for form in self.sites if form is not None)
         sites = [Site.from_graph_inputs(form, *group) for form, group in zip(forms, groups, strict=True)]
         rule = ScalingRule(self.mode, self.margin, delayed)
         source, grad, *own = sites
-        cast = replace(self.weight, site=own[0] if own else None, scales=rule)
+        cast = replace(self.weight, site=own[0] if own else None, scales=rule, stored_scale=stored_scale)
         plan = LinearPlan(cast, self.choice, source, grad, rule, _shared_in_graph, self.readers, tables)
         return run_linear(plan, x, weight, bias, NeededGrads(*needs))
 
@@ -134,7 +137,8 @@ class ConvertedLinear(Change):
         inputs = [*plan.input.graph_inputs, *plan.grad.graph_inputs]
         if plan.weight.site is not None:
             inputs += plan.weight.site.graph_inputs
-        made: Tensor = compute_in_graph(self.graph_key, delayed, *needs, x, weight, bias, *inputs, *scales.tables)
+        own = (weight, bias, plan.weight.stored_scale)
+        made: Tensor = compute_in_graph(self.graph_key, delayed, *needs, x, *own, *inputs, *scales.tables)
         return made
 
 

@@ -7,6 +7,8 @@ per FP32 weight, below 1% of a step (docs/results.md).
     forward    fp8()              with the site's scale, in both layouts if backward reads the second
     backward   fp8_transposed()   the second layout, saved by forward; or recomputed if a copy of all weights takes too
                                   much memory: in lean recipes, and for FSDP shards, which are gathered temporarily
+
+Frozen weights may be stored in FP8 (stored_fp8.py): then they are read as they are.
 """
 
 from __future__ import annotations
@@ -17,12 +19,19 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge import events
+from narrowgauge.errors import UsageError
 from narrowgauge.kernels import cast_weights as kernel
 from narrowgauge.kernels import cast_weights_in_graph as in_graph
+from narrowgauge.kernels.cast import transpose
 from narrowgauge.nn.products.gemm import E4M3, WIDE, Operand
 from narrowgauge.optim.adamw import gradient_dtype
 from narrowgauge.optim.sharded import is_sharded
 from narrowgauge.scaling.tensor import ScaleTables, ScalingRule, Site, TensorScales
+
+UNFROZEN = (
+    "{}.weight was frozen when the engine was made, so frozen=fp8 stored it in FP8, which has too few bits to train "
+    "it; unfreeze it before the engine is made"
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,8 @@ class WeightCastPlan:
     """The dtype of the gradient; None for that of the weight, as gathered by FSDP."""
     path: str = ""
     """The layer's path in the model, for listeners."""
+    stored_scale: Tensor | None = None
+    """What weights that are stored in FP8 are multiplied by; None for weights in other formats."""
 
     @staticmethod
     def of(
@@ -48,13 +59,15 @@ class WeightCastPlan:
         transposed_weight: bool = False,
         lean: bool = False,
         path: str = "",
+        stored_scale: Tensor | None = None,
     ) -> WeightCastPlan:
         """Make a plan for weights; reads the gradient's dtype here, as torch.compile cannot."""
         sharded = any(is_sharded(weight) for weight in weights)
         if not sharded:
             store_contiguously(weights)
         dtype = None if sharded else gradient_dtype(weights[0])
-        return WeightCastPlan(site, scales, transposed_weight, not (lean or sharded), dtype, path)
+        keep = not lean and not sharded and stored_scale is None
+        return WeightCastPlan(site, scales, transposed_weight, keep, dtype, path, stored_scale)
 
     def use(
         self,
@@ -72,7 +85,12 @@ class WeightCastPlan:
             seen: The site has recorded them already, as in recomputation.
             backward: Whether backward will compute grad_input.
             tables: The inputs of a compiled graph with the scales.
+
+        Raises:
+            UsageError: A weight that is stored in FP8 was unfrozen.
         """
+        if self.stored_scale is not None and any(weight.requires_grad for weight in weights):
+            raise UsageError(UNFROZEN.format(self.path))
         return BoundWeight(self, weights, record, seen, backward, tables)
 
 
@@ -138,6 +156,8 @@ class BoundWeight:
         return self
 
     def _cast(self, transposed: bool) -> Operand:
+        if self.plan.stored_scale is not None:
+            return self._read_stored(self.plan.stored_scale, transposed)
         plan, transposed_weight = self.plan, self.plan.transposed_weight
         site, scales = plan.site, plan.scales
         layouts = transposed or transposed_weight
@@ -175,7 +195,18 @@ class BoundWeight:
             return Operand(None, lp_t, lp if transposed else None, inverse)
         return Operand(None, lp, lp_t, inverse)
 
+    def _read_stored(self, scale: Tensor, transposed: bool) -> Operand:
+        weights = [weight.detach() for weight in self.weights]
+        joint = weights[0] if len(weights) == 1 else view_as_one(weights)
+        if joint is None:  # a copy of the model, for example
+            joint = torch.cat([weight.view(torch.uint8) for weight in weights]).view(E4M3)
+        return Operand(None, joint, transpose(joint) if transposed else None, scale)
+
     def _stack(self, dtype: torch.dtype) -> Tensor:
+        if self.plan.stored_scale is not None:
+            lp = self._read_stored(self.plan.stored_scale, False).lp
+            assert lp is not None
+            return (lp.float() * self.plan.stored_scale).to(dtype)
         plain = [weight.detach() for weight in self.weights]
         if len(plain) == 1:
             return (plain[0].t() if self.plan.transposed_weight else plain[0]).to(dtype)

@@ -10,12 +10,13 @@ import torch
 
 from narrowgauge import random_state
 from narrowgauge.engine import Engine
+from narrowgauge.engine.state import list_trained
 from narrowgauge.errors import UsageError
 from narrowgauge.ranks.world import World
 from narrowgauge.runs.checkpoints import checkpoint, sharded
 
 
-def restore(path: Path, engine: Engine, world: World) -> dict[str, Any]:
+def restore(path: Path, engine: Engine, world: World, trained_only: bool = False) -> dict[str, Any]:
     """Load a checkpoint into the engine and the random generators.
 
     The generators are only restored on the same number of ranks. On another number they keep their seeds, so random
@@ -25,6 +26,7 @@ def restore(path: Path, engine: Engine, world: World) -> dict[str, Any]:
         path: The checkpoint folder, verified.
         engine: The engine of the run.
         world: The ranks of the run.
+        trained_only: Whether the checkpoint has only the parameters that are trained.
 
     Returns:
         The rest of the state: the counters of the run, its examiner and its recorder.
@@ -34,7 +36,7 @@ def restore(path: Path, engine: Engine, world: World) -> dict[str, Any]:
     """
     with world.fail_together():
         saved = checkpoint.read(path, engine)
-        changed = _find_difference(saved.weights, engine)
+        changed = _find_difference(saved.weights, engine, trained_only)
         if changed is not None:
             raise _refuse(path, changed)
         state: dict[str, Any] = saved.state
@@ -59,12 +61,15 @@ def _refuse(path: Path, changed: str) -> UsageError:
     )
 
 
-def _find_difference(saved: Mapping[str, Any], engine: Engine) -> str | None:
+def _find_difference(saved: Mapping[str, Any], engine: Engine, trained_only: bool) -> str | None:
     """Compare the saved weights with the model's by name, shape and order. None: they match.
 
     Order matters because an optimizer numbers its parameters: two of the same shape would swap their moments.
     """
     own = engine.inner.state_dict()
+    if trained_only:
+        trained = list_trained(engine.inner)
+        own = {name: value for name, value in own.items() if name in trained}
     for name in saved:
         if name not in own:
             return f"its model has no {name}"

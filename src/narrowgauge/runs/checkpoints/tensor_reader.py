@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,6 +16,24 @@ from narrowgauge.errors import UsageError, one_line
 from narrowgauge.runs.checkpoints import checkpoint
 from narrowgauge.runs.checkpoints.layout import STATE, TENSORS, WEIGHTS
 from narrowgauge.serialization import unflatten
+
+
+class WeightReader(Protocol):
+    """Trained weights whose tensors are read one at a time."""
+
+    path: Path
+    step: int
+    shapes: dict[str, tuple[int, ...]]
+    """The shape of each tensor of the model's state dict."""
+
+    def read_weight(self, name: str) -> Tensor:
+        """Read one tensor of the model's state dict, parameters in FP32."""
+
+    def are_one_tensor(self, name: str, other: str) -> bool:
+        """Whether two names of the state dict stand for one stored tensor."""
+
+    def read_engine_state(self, name: str) -> Any:
+        """Read one entry of the engine's state; None if there is none."""
 
 
 class TensorReader:

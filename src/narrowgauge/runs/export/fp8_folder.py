@@ -32,11 +32,11 @@ from torch import Tensor, nn
 from narrowgauge.errors import UsageError
 from narrowgauge.kernels import FP8_MAX, compute_scale
 from narrowgauge.kernels.cast import cast
-from narrowgauge.nn.convert import SAME_INPUT_NAMES
 from narrowgauge.nn.matrix_inventory import explain_kept_fp32
 from narrowgauge.nn.products.linear import explain_misfit
+from narrowgauge.nn.survey import SAME_INPUT_NAMES
 from narrowgauge.recipe import parse
-from narrowgauge.runs.checkpoints.tensor_reader import TensorReader
+from narrowgauge.runs.checkpoints.tensor_reader import WeightReader
 from narrowgauge.runs.export.hf_folder import MAX_SHARD_BYTES, WrittenFolder, round_to, write_folder
 from narrowgauge.runs.export.source_model import SourceModel
 from narrowgauge.runs.export.tensor_files import TensorForm
@@ -59,7 +59,7 @@ class Fp8Plan:
 
 
 def write_fp8_folder(
-    saved: TensorReader, source: SourceModel, path: Path, most_bytes: int = MAX_SHARD_BYTES
+    saved: WeightReader, source: SourceModel, path: Path, most_bytes: int = MAX_SHARD_BYTES
 ) -> WrittenFolder:
     """Write the weights of a checkpoint in FP8.
 
@@ -132,7 +132,7 @@ def round_up_to_bf16(factor: Tensor) -> Tensor:
     return torch.where(near.float() < factor, above, near).float()
 
 
-def plan_layers(saved: TensorReader, source: SourceModel) -> Fp8Plan:
+def plan_layers(saved: WeightReader, source: SourceModel) -> Fp8Plan:
     """Choose the layers to store in FP8, and find the scales of their inputs.
 
     Raises:
@@ -147,9 +147,8 @@ def plan_layers(saved: TensorReader, source: SourceModel) -> Fp8Plan:
                 "(a mixture of experts, for example); use --format hf"
             )
     scales = saved.read_engine_state("tensor_scales")
-    if scales:
-        chosen = {path for path in linears if f"{path}.weight" in scales["sites"]}
-    else:
+    chosen = {path for path in linears if f"{path}.weight" in scales["sites"]} if scales else set()
+    if not chosen:
         recipe = parse(str(saved.read_engine_state("recipe")))
         fitting = [path for path, one in linears.items() if not explain_misfit((one.out_features, one.in_features))]
         chosen = {path for path in fitting if not explain_kept_fp32(modules, path, recipe)}

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from narrowgauge.errors import UsageError
 from narrowgauge.runs import atomic_files
-from narrowgauge.runs.checkpoints.tensor_reader import TensorReader
+from narrowgauge.runs.checkpoints.tensor_reader import WeightReader
 from narrowgauge.runs.export.source_model import SourceModel
 from narrowgauge.runs.export.tensor_files import TensorFiles, TensorForm
 
@@ -41,7 +41,7 @@ class WrittenFolder:
 
 
 def write_hf_folder(
-    saved: TensorReader, source: SourceModel, path: Path, dtype: torch.dtype, most_bytes: int = MAX_SHARD_BYTES
+    saved: WeightReader, source: SourceModel, path: Path, dtype: torch.dtype, most_bytes: int = MAX_SHARD_BYTES
 ) -> WrittenFolder:
     """Write the weights of a checkpoint in one dtype.
 
@@ -66,7 +66,7 @@ def write_hf_folder(
 
 
 def write_folder(
-    saved: TensorReader,
+    saved: WeightReader,
     source: SourceModel,
     path: Path,
     dtype: torch.dtype,
@@ -120,7 +120,7 @@ def _choose_dtype(source: SourceModel, name: str, dtype: torch.dtype, like: Tens
     return source.choose_dtype(name, dtype) if like.is_floating_point() else like.dtype
 
 
-def _refuse_untied(saved: TensorReader, name: str, original: str) -> None:
+def _refuse_untied(saved: WeightReader, name: str, original: str) -> None:
     """Refuse a checkpoint in which weights differ that the model ties: one of them would be lost."""
     stored_once = name not in saved.shapes or saved.are_one_tensor(name, original)
     if not stored_once and not torch.equal(saved.read_weight(name), saved.read_weight(original)):

@@ -20,11 +20,12 @@ from torch.overrides import TorchFunctionMode
 
 from narrowgauge import hardware, random_state
 from narrowgauge.engine import Engine
-from narrowgauge.nn.convert import Conversion, Layer, convert_layers, is_lean
+from narrowgauge.nn.convert import Conversion, convert_layers, is_lean
 from narrowgauge.nn.products import linear
 from narrowgauge.nn.products.gemm import E4M3, E5M2
 from narrowgauge.nn.products.weight_casts import WeightCastPlan
 from narrowgauge.nn.speed_advice import no_speed_warnings
+from narrowgauge.nn.survey import Layer
 from narrowgauge.recipe import Recipe
 from narrowgauge.scaling.tensor import TensorScales
 from narrowgauge.task import Task
@@ -91,6 +92,8 @@ def reduce_recipe(recipe: Recipe) -> Recipe:
     changes: dict[str, Any] = {"checkpoint": "none", "moments": "fp32"}
     if recipe.gradients == "released":  # backward would otherwise update the weights
         changes["gradients"] = "fp32" if recipe.master == "fp32" else "bf16"
+    if recipe.frozen == "fp8":  # the products read the same numbers, cast from BF16
+        changes["frozen"] = "bf16"
     return recipe.replace(**changes)
 
 

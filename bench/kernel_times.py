@@ -1,6 +1,6 @@
 """Bandwidth of each kernel (milliseconds, bytes, share of a copy's bandwidth), and times of GEMMs.
 
-usage: python bench/kernels.py [WIDTH] [TOKENS]      (default 768 65536; on a GPU)
+usage: python bench/kernel_times.py [WIDTH] [TOKENS]      (default 768 65536; on a GPU)
 
 Each is timed as a CUDA graph, because a launch takes longer than a small kernel.
 """
