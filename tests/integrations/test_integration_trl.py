@@ -114,7 +114,7 @@ def test_fp32_has_the_losses_of_the_plain_trainer(name, lora, folder, plain, tmp
     assert gauges_of(trainer).findings == []  # adapters start at zero, which is no fault
 
 
-@pytest.mark.parametrize(("recipe", "lora"), [("fp8", False), ("fp8-lean", True)])
+@pytest.mark.parametrize(("recipe", "lora"), [("fp8", False), ("fp8-lean[frozen=fp8]", True)])
 def test_other_recipes_are_near(recipe, lora, folder, plain, tmp_path):
     trainer = make(folder, tmp_path, recipe, lora, make_model(), save_strategy="no", **SETTINGS["packed"])
     trainer.train()
