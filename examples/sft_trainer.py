@@ -27,7 +27,7 @@ from trl import SFTConfig, SFTTrainer
 
 from narrowgauge.integrations.transformers import adapt, gauges_of
 
-STEPS = 8
+STEPS = 6
 TEMPLATE = """{% for message in messages %}{{ '<|' + message.role + '|>' }}
 {%- if message.role == 'assistant' %}{% generation %}{{ message.content + eos_token }}{% endgeneration %}
 {%- else %}{{ message.content }}{% endif %}{% endfor %}
@@ -50,7 +50,7 @@ def make_model_folder(folder: Path) -> Path:
     wrapped.save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=128,
     )  # fmt: skip
     LlamaForCausalLM(config).bfloat16().save_pretrained(folder)

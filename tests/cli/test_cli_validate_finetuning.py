@@ -34,7 +34,7 @@ COMMAND = [
     "--batch",
     "1",
 ]
-SHORT = ["--steps", "6", "--lr", "0.003", "--out", "runs", "--no-layers", "--seeds"]
+SHORT = ["--steps", "3", "--lr", "0.01", "--out", "runs", "--no-layers", "--seeds"]
 
 
 @pytest.fixture(autouse=True)
@@ -54,13 +54,13 @@ def validate(capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, dict[
 
 
 def test_recipes_are_compared_in_fine_tuning(capsys: pytest.CaptureFixture[str]) -> None:
-    more = ["--candidates", "fp8-lean,fp16[loss_scale=1e-7]", *SHORT, "3", "--margin", "0.02"]
+    more = ["--candidates", "bf16-lean,fp16[loss_scale=1e-7]", *SHORT, "3", "--margin", "0.02"]
     code, data, said = validate(capsys, *more, "--accumulate", "2", "--save", "saved.json")
     assert code == 1  # a loss scale with which all gradients vanish trains nothing
     verdicts = {name: found["verdict"] for name, found in data["candidates"].items()}
-    assert verdicts == {"fp8-lean": "equivalent", "fp16[loss_scale=1e-7]": "worse"}
+    assert verdicts == {"bf16-lean": "equivalent", "fp16[loss_scale=1e-7]": "worse"}
     assert len(set(data["losses"])) == 3 and max(data["losses"]) < 5.9  # the seed changes the order; ln 384 = 5.95
-    assert data["task"] == "finetune" and data["steps"] == 6
+    assert data["task"] == "finetune" and data["steps"] == 3
     assert data["options"]["model"] == str(Path("llama").resolve()) and data["options"]["accumulate"] == 2
     assert "fine-tuning llama on chats.jsonl: comparing" in said and "60 conversations: 5" in said
 
@@ -72,30 +72,14 @@ def test_recipes_are_compared_in_fine_tuning(capsys: pytest.CaptureFixture[str])
 
 
 def test_modules_are_compared_and_a_saved_validation_is_a_gate(capsys: pytest.CaptureFixture[str]) -> None:
-    command = [
-        "--candidates",
-        "fp8",
-        "--steps",
-        "2",
-        "--seeds",
-        "2",
-        "--eval-data",
-        "chats.jsonl",
-        "--save",
-        "saved.json",
-    ]
-    _, data, _ = validate(capsys, *command)
-    modules = json.dumps(data["candidates"]["fp8"]["layers"])
+    write_lines(Path("held-out.jsonl"), [chat("What is 99?", "It is 100, I think.")])
+    command = ["--candidates", "bf16", "--steps", "1", "--seeds", "1", "--eval-data", "held-out.jsonl"]
+    _, data, _ = validate(capsys, *command, "--save", "saved.json")
+    modules = json.dumps(data["candidates"]["bf16"]["layers"])
     assert "model.layers.0" in modules and "lm_head" in modules
     assert main(["validate", "--against", "saved.json", "--device", "cpu", "--no-layers", "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
     assert again["gate"]["ok"] and again["losses"] == data["losses"] and again["options"] == data["options"]
-
-
-def test_the_length_fits_the_budget(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without --steps: one epoch, or less."""
-    _, data, said = validate(capsys, "--candidates", "bf16-lean", "--budget", "0.02", "--no-layers", "--epochs", "0.3")
-    assert 1 <= data["steps"] <= 20 and "an update takes" in said
 
 
 def test_what_cannot_work_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -114,20 +114,19 @@ def test_fp32_has_the_losses_of_the_plain_trainer(name, lora, folder, plain, tmp
     assert gauges_of(trainer).findings == []  # adapters start at zero, which is no fault
 
 
-@pytest.mark.parametrize(("recipe", "lora"), [("fp8", False), ("bf16-lean", False), ("fp8-lean", True)])
+@pytest.mark.parametrize(("recipe", "lora"), [("fp8", False), ("fp8-lean[frozen=fp8]", True)])
 def test_other_recipes_are_near(recipe, lora, folder, plain, tmp_path):
     trainer = make(folder, tmp_path, recipe, lora, make_model(), save_strategy="no", **SETTINGS["packed"])
     trainer.train()
     losses = plain("packed", lora)[0]
     assert trainer.losses == pytest.approx(losses, abs=0.01) and trainer.losses != losses
     assert gauges_of(trainer).findings == []
-    if "fp8" in recipe:  # not BF16: blocks run fused, although TRL passes the bounds of documents to each
-        scales = gauges_of(trainer).engine.conversion.scales
-        used = [name for name, scale in zip(scales.sites, scales.scale.tolist(), strict=True) if scale != 1.0]
-        assert any("q_proj" in name for name in used) and any("down_proj" in name for name in used), used
+    scales = gauges_of(trainer).engine.conversion.scales  # not BF16: TRL's bounds of documents do not stop fused blocks
+    used = [name for name, scale in zip(scales.sites, scales.scale.tolist(), strict=True) if scale != 1.0]
+    assert any("q_proj" in name for name in used) and any("down_proj" in name for name in used), used
 
 
-@pytest.mark.parametrize(("recipe", "lora"), [("fp8-lean", False), ("bf16", False), ("fp8-lean", True)])
+@pytest.mark.parametrize(("recipe", "lora"), [("fp8-lean", False), ("bf16", False), ("bf16-lean", True)])
 def test_a_model_in_bf16_resumes_bit_exactly(recipe, lora, folder, tmp_path):
     whole = make(folder, tmp_path, recipe, lora, **SETTINGS["packed"])
     before = whole.evaluate()["eval_loss"]  # no engine yet
@@ -174,11 +173,11 @@ def test_frozen_weights_stay_as_they_are(folder):
 
 def test_a_trainer_trains_the_adapters_of_a_peft_model(tmp_path):
     losses = []
-    for recipe in (None, "fp32", "fp8"):
+    for recipe in (None, "fp32", "bf16"):
         model = peft.get_peft_model(make_model(), peft.LoraConfig(r=4, target_modules="all-linear"))
         rows = [{"input_ids": torch.arange(n, n + 16), "labels": torch.arange(n, n + 16)} for n in range(16)]
         arguments = transformers.TrainingArguments(
-            str(tmp_path), max_steps=3, per_device_train_batch_size=4, learning_rate=1e-2, report_to="none",
+            str(tmp_path), max_steps=2, per_device_train_batch_size=4, learning_rate=1e-2, report_to="none",
             disable_tqdm=True, use_cpu=True, save_strategy="no", logging_steps=1, gradient_checkpointing=True,
             dataloader_pin_memory=False,
         )  # fmt: skip
@@ -188,7 +187,7 @@ def test_a_trainer_trains_the_adapters_of_a_peft_model(tmp_path):
             adapt(trainer, recipe)
         trainer.train()
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-    assert losses[1] == pytest.approx(losses[0], abs=1e-5) and losses[2] == pytest.approx(losses[0], abs=0.02)
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5) and losses[2] == pytest.approx(losses[0], abs=0.01)
 
 
 def test_mixed_precision_is_the_recipes(folder, tmp_path, caplog):

@@ -30,7 +30,8 @@ from narrowgauge.integrations.accelerate import EngineScaler, adopt
 from narrowgauge.integrations.gauges import Gauges
 from narrowgauge.integrations.hosted import Hosted, check_options, import_library
 from narrowgauge.integrations.trained_weights import convert_weights
-from narrowgauge.recipe import Recipe
+from narrowgauge.nn.module_changes import has_own_method
+from narrowgauge.recipe import Recipe, is_auto, parse
 
 
 def adapt(
@@ -72,11 +73,29 @@ def adapt(
         )
     check_options(recipe, options)
     _turn_off_default_bf16(trainer, recipe)
+    recipe = _keep_head(trainer.model, recipe)
     scaler = adopt(trainer.accelerator, recipe, **options)
     convert_weights(trainer.model, recipe)
     callback = _make_callback_class()(scaler, watch, captures)
     trainer.callback_handler.callbacks.insert(0, callback)  # first, so that reporters see what it adds
     return trainer
+
+
+def _keep_head(model: Any, recipe: str | Recipe) -> str | Recipe:
+    """Keep the head's weight readable where another forward reads it, as TRL's does: a stored FP8 weight is scaled."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if is_auto(recipe) or parse(recipe).frozen != "fp8" or not has_own_method(base, "forward"):
+        return recipe
+    head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    if head is None:
+        return recipe
+    owners = [
+        path
+        for path, module in model.named_modules()
+        if any(parameter is head.weight for parameter in module.parameters(recurse=False))
+    ]
+    found = parse(recipe)
+    return found.replace(keep=tuple(dict.fromkeys((*found.keep, *owners))))
 
 
 def _turn_off_default_bf16(trainer: Any, recipe: str | Recipe) -> None:
