@@ -285,7 +285,7 @@ def load_in_fp8(
         for start, stop in reader.list_pieces(tensor):
             values = reader.read(tensor, start, stop).to(torch.bfloat16)
             flat[start:stop].copy_(quantize_reference(values, scale, E4M3))
-        made[id(old)] = parameter = nn.Parameter(part, requires_grad=False)
+        made[id(old)] = parameter = nn.Parameter(part.view(torch.uint8), requires_grad=False)
         parameter.weight_scale = scale.reciprocal()  # type: ignore[attr-defined]
     return made
 

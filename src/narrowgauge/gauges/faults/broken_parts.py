@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from narrowgauge.engine import Engine
-from narrowgauge.nn import convert
+from narrowgauge.nn import survey
 from narrowgauge.nn.convert import Conversion
 from narrowgauge.optim.adamw import AdamW
 from narrowgauge.step_report import StepReport
@@ -133,8 +133,8 @@ class E4M3Gradients(Engine):
     """Casts gradients to E4M3, whose dynamic range is 1/16,384 of that of E5M2."""
 
     def _convert_model(self, fused: bool | None, cuda_graphs: bool | None) -> Conversion:
-        usual, convert.E5M2 = convert.E5M2, convert.E4M3  # type: ignore[attr-defined]
+        usual, survey.E5M2 = survey.E5M2, survey.E4M3  # type: ignore[attr-defined]
         try:
             return super()._convert_model(fused, cuda_graphs)
         finally:
-            convert.E5M2 = usual  # type: ignore[attr-defined]
+            survey.E5M2 = usual  # type: ignore[attr-defined]

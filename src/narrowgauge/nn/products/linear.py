@@ -57,6 +57,10 @@ class LinearPlan:
         return self.choice.output, self.choice.grad_weight
 
 
+STORED_SCALE = "weight_scale"
+"""Name of the buffer of a layer whose weight is stored in FP8 (stored_fp8.py): what it is multiplied by."""
+
+
 class NeededGrads(NamedTuple):
     """Which gradients backward must compute; none in evaluation."""
 
@@ -334,7 +338,9 @@ def explain_not_converted(module: nn.Module) -> str | None:
         return "FSDP shards it as a separate unit"
     if type(weight) is not nn.Parameter and not is_sharded(weight):
         return f"its weight is a {type(weight).__name__}"
-    return None if weight.is_floating_point() else f"its weight has dtype {str(weight.dtype).removeprefix('torch.')}"
+    if weight.is_floating_point() or STORED_SCALE in module._buffers:
+        return None
+    return f"its weight has dtype {str(weight.dtype).removeprefix('torch.')}"
 
 
 def has_own_forward(module: nn.Module) -> bool:

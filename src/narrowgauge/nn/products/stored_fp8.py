@@ -1,8 +1,9 @@
 """Frozen weights that are stored in FP8, one byte each, instead of being cast at each forward.
 
-A layer's parameter ``weight`` becomes E4M3, and a buffer ``weight_scale`` holds the number that it is multiplied by to
-give the weight: the layout of compressed-tensors, in the state dictionary as well. Layers whose products are one
-(query, key and value; gate and up) have one scale. FP8 products read the parameter itself. The transposed copy for
+A layer's parameter ``weight`` becomes the bytes of E4M3 numbers, and a buffer ``weight_scale`` holds what these are
+multiplied by to give the weight. The dtype is uint8, so that code which does not know of the scale fails: FP8 would be
+cast to BF16 by autocast and ``model.to``, without the scale. Layers whose products are one (query, key and value; gate
+and up) have one scale. FP8 products read the parameter itself. The transposed copy for
 grad_input is made in each backward, and freed after it. Wherever a layer runs as written (in generation with a cache,
 for example), it computes with the wide values, made for that call. Large embeddings are stored in the same way; a
 lookup widens the rows it returns.
@@ -24,15 +25,14 @@ from narrowgauge.kernels.cast_weights import cast_weight
 from narrowgauge.kernels.fp8_tile import SATURATION_THRESHOLD, quantize_reference
 from narrowgauge.nn.module_changes import Change, apply_change, find_change, has_own_method, original_class
 from narrowgauge.nn.products.gemm import BF16, E4M3
-from narrowgauge.nn.products.linear import has_transposed_weight, is_linear
+from narrowgauge.nn.products.linear import STORED_SCALE, has_transposed_weight, is_linear
 from narrowgauge.nn.products.weight_casts import view_as_one
 from narrowgauge.optim.sharded import is_sharded
 
-STORABLE = (torch.float32, torch.float16, BF16, E4M3)
+STORABLE = (torch.float32, torch.float16, BF16)
 LARGE = 1 << 20
 """Numbers of an embedding from which on it is stored in FP8: smaller ones would save little memory."""
-SCALE = "weight_scale"
-"""Name of the buffer: what the stored weight is multiplied by."""
+SCALE = STORED_SCALE
 
 
 class StoredFp8(Change):
@@ -51,8 +51,7 @@ class StoredFp8Lookup(Change):
 
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tensor:
         ids: Tensor = args[0] if args else next(iter(kwargs.values()))
-        rows = module.weight.detach().view(torch.uint8)[ids].view(E4M3)  # torch has no lookup in FP8
-        values: Tensor = rows.float() * module.weight_scale
+        values: Tensor = module.weight.detach()[ids].view(E4M3).float() * module.weight_scale
         return values.to(BF16)
 
 
@@ -61,7 +60,9 @@ def can_store(module: nn.Module) -> bool:
     weight = module._parameters.get("weight")
     if weight is None or has_transposed_weight(module) or is_sharded(weight) or weight.requires_grad:
         return False
-    return (is_linear(module) or is_large_embedding(module)) and weight.dtype in STORABLE
+    if not is_linear(module) and not is_large_embedding(module):
+        return False
+    return weight.dtype in STORABLE or is_stored(module)
 
 
 def is_large_embedding(module: nn.Module) -> bool:
@@ -74,7 +75,7 @@ def is_large_embedding(module: nn.Module) -> bool:
 def is_stored(module: nn.Module) -> bool:
     """Whether a layer's weight is stored in FP8."""
     weight = module._parameters.get("weight")
-    return weight is not None and weight.dtype is E4M3 and SCALE in module._buffers
+    return weight is not None and weight.dtype is torch.uint8 and SCALE in module._buffers
 
 
 def get_stored_scale(module: nn.Module) -> Tensor | None:
@@ -84,7 +85,7 @@ def get_stored_scale(module: nn.Module) -> Tensor | None:
 
 def widen_stored(module: Any, dtype: torch.dtype = BF16) -> Tensor:
     """Return a layer's stored weight in a wider format."""
-    values: Tensor = module.weight.detach().float() * module.weight_scale
+    values: Tensor = module.weight.detach().view(E4M3).float() * module.weight_scale
     return values.to(dtype)
 
 
@@ -128,7 +129,7 @@ def set_stored(modules: Sequence[nn.Module], joint: Tensor, scale: Tensor) -> No
     layers: list[Any] = list(modules)
     sizes = [len(layer.weight) for layer in layers]
     for layer, part in zip(layers, joint.split(sizes), strict=True):
-        layer.weight.data = part
+        layer.weight.data = part.view(torch.uint8)
         layer._buffers.pop(SCALE, None)
         layer.register_buffer(SCALE, scale.detach().clone().reshape(()))
 
@@ -155,17 +156,21 @@ def _convert_loaded(module: Any, state: dict[str, Any], prefix: str, *_: Any) ->
         return
     weight, own = state[f"{prefix}weight"], module.weight_scale
     scale = state.get(f"{prefix}{SCALE}")
-    if scale is None and weight.dtype.itemsize == 1:
-        return  # torch reports the missing scale
+    if weight.dtype.itemsize == 1:
+        if scale is None:
+            return  # torch reports the missing scale
+        weight = weight.view(torch.uint8)
+        if torch.equal(scale.to(own).reshape(()), own):
+            state[f"{prefix}weight"] = weight
+            return
+        weight = weight.view(E4M3)
     values = weight.to(own.device).float()
     if scale is not None:
-        if torch.equal(scale.to(own).reshape(()), own):
-            return
         values = values * scale.to(own)
     if not bool(values.abs().amax() <= SATURATION_THRESHOLD[E4M3] * own):
         raise UsageError(
             f"{prefix}weight: the loaded weight does not fit the scale with which the engine stores it in FP8; load it "
             "before the engine is made"
         )
-    state[f"{prefix}weight"] = quantize_reference(values, own.reciprocal(), E4M3)
+    state[f"{prefix}weight"] = quantize_reference(values, own.reciprocal(), E4M3).view(torch.uint8)
     state[f"{prefix}{SCALE}"] = own.clone()

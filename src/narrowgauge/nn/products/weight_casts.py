@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge import events
-from narrowgauge.errors import UsageError
 from narrowgauge.kernels import cast_weights as kernel
 from narrowgauge.kernels import cast_weights_in_graph as in_graph
 from narrowgauge.kernels.cast import transpose
@@ -27,11 +26,6 @@ from narrowgauge.nn.products.gemm import E4M3, WIDE, Operand
 from narrowgauge.optim.adamw import gradient_dtype
 from narrowgauge.optim.sharded import is_sharded
 from narrowgauge.scaling.tensor import ScaleTables, ScalingRule, Site, TensorScales
-
-UNFROZEN = (
-    "{}.weight was frozen when the engine was made, so frozen=fp8 stored it in FP8, which has too few bits to train "
-    "it; unfreeze it before the engine is made"
-)
 
 
 @dataclass(frozen=True)
@@ -49,7 +43,7 @@ class WeightCastPlan:
     path: str = ""
     """The layer's path in the model, for listeners."""
     stored_scale: Tensor | None = None
-    """What weights that are stored in FP8 are multiplied by; None for weights in other formats."""
+    """What weights that are stored as bytes of FP8 are multiplied by; None for weights in other formats."""
 
     @staticmethod
     def of(
@@ -85,12 +79,7 @@ class WeightCastPlan:
             seen: The site has recorded them already, as in recomputation.
             backward: Whether backward will compute grad_input.
             tables: The inputs of a compiled graph with the scales.
-
-        Raises:
-            UsageError: A weight that is stored in FP8 was unfrozen.
         """
-        if self.stored_scale is not None and any(weight.requires_grad for weight in weights):
-            raise UsageError(UNFROZEN.format(self.path))
         return BoundWeight(self, weights, record, seen, backward, tables)
 
 
@@ -198,9 +187,8 @@ class BoundWeight:
     def _read_stored(self, scale: Tensor, transposed: bool) -> Operand:
         weights = [weight.detach() for weight in self.weights]
         joint = weights[0] if len(weights) == 1 else view_as_one(weights)
-        if joint is None:  # a copy of the model, for example
-            joint = torch.cat([weight.view(torch.uint8) for weight in weights]).view(E4M3)
-        return Operand(None, joint, transpose(joint) if transposed else None, scale)
+        lp = (torch.cat(weights) if joint is None else joint).view(E4M3)
+        return Operand(None, lp, transpose(lp) if transposed else None, scale)
 
     def _stack(self, dtype: torch.dtype) -> Tensor:
         if self.plan.stored_scale is not None:
