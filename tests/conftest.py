@@ -1,5 +1,6 @@
 """Shared by all tests: child processes find the package and have default signals; kernels can be interpreted."""
 
+import atexit
 import dataclasses
 import functools
 import gc
@@ -33,11 +34,8 @@ def pytest_collection_finish():
     """Look for garbage seldom, as a test leaves little, and never in what was imported: that takes 0.3 s each time."""
     gc.set_threshold(50_000, 20, 20)
     gc.freeze()
+    atexit.register(gc.unfreeze)  # or else Triton's bindings list all that is left
     gc.enable()
-
-
-def pytest_unconfigure():
-    gc.unfreeze()  # at the end Python takes modules apart, and Triton's bindings list all that is left
 
 
 def pytest_configure(config):
