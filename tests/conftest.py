@@ -1,5 +1,6 @@
 """Shared by all tests: child processes find the package and have default signals; kernels can be interpreted."""
 
+import atexit
 import dataclasses
 import functools
 import gc
@@ -30,8 +31,10 @@ language.EVAL_BATCHES = 4  # of 8: most of the time of a run of a few steps; 4 r
 
 
 def pytest_collection_finish():
-    """Look for garbage seldom: to look through all of torch takes 0.3 s, and a test leaves little."""
+    """Look for garbage seldom, as a test leaves little, and never in what was imported: that takes 0.3 s each time."""
     gc.set_threshold(50_000, 20, 20)
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # or else Triton's bindings list all that is left
     gc.enable()
 
 
@@ -100,13 +103,12 @@ def fast_interpreter():
 
 @pytest.fixture
 def modules_are_not_collected():
-    """Leave everything imported so far out of garbage collection, which a benchmark starts several times.
+    """Leave out of garbage collection also what tests have imported, for a test that collects several times.
 
-    A collection of all of torch takes 0.3 s.
+    To look through the libraries of all tests takes a second. ``gc.get_objects`` does not list what is left out.
     """
+    gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,7 @@
 """Engine: one training step under a recipe, with any module and any torch optimizer."""
 
 import copy
+import functools
 import math
 
 import pytest
@@ -351,9 +352,11 @@ def test_evaluation_restores_training_mode_and_builds_no_graph():
     assert not engine.model.blocks[0].training
 
 
-def test_compiled_engines_give_the_same_numbers_and_share_no_graph():
+def test_compiled_engines_give_the_same_numbers_and_share_no_graph(monkeypatch):
+    """The graphs run in plain torch, as C++ is slow to compile. tests/gauges/test_watch.py trains with inductor."""
     from torch._dynamo.utils import counters
 
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     counters.clear()
     plain, compiled, other = make("fp32"), make("fp32", compile=True), make("fp32[attention=any]", compile="default")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import random
@@ -49,7 +50,8 @@ def capture(case: Case, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
-def test_planted_cause(case: Case, tmp_path: Path) -> None:
+def test_planted_cause(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # no C++ compiler
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # from torch.compile and reentrant checkpointing
         path = capture(case, tmp_path)

@@ -1,5 +1,7 @@
 """Watching an engine: every kind of tensor at every module is read, without changing the training."""
 
+import copy
+
 import pytest
 import torch
 
@@ -120,17 +122,21 @@ def test_updates_are_compared_with_the_spacing_of_bf16():
 
 
 def test_compiled_models_are_read():
+    torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
-    engine = Engine(model, torch.optim.AdamW(model.parameters()), "fp32", compile="default")
-    watch = Watch(engine, every=2)
-    for _ in range(3):
-        with engine.forward():
-            loss = model(torch.randn(5, 8)).square().mean()
-        engine.backward(loss)
-        engine.step()
-    snapshots = watch.snapshots()
+    plain = copy.deepcopy(model)
+    for one, compile in ((plain, False), (model, "default")):
+        engine = Engine(one, torch.optim.AdamW(one.parameters()), "fp32", compile=compile)
+        watch = Watch(engine, every=2)
+        for step in range(3):
+            with engine.forward():
+                loss = one(torch.randn(5, 8, generator=torch.Generator().manual_seed(step))).square().mean()
+            engine.backward(loss)
+            engine.step()
+        snapshots = watch.snapshots()
     assert [snapshot.update for snapshot in snapshots] == [1, 3]
     assert {"0", "1", "2"} <= {r.module for r in snapshots[1].readings if r.kind == "activation"}
+    torch.testing.assert_close(dict(model.named_parameters()), dict(plain.named_parameters()), rtol=1e-4, atol=1e-5)
 
 
 def test_fp8_sites_are_read_in_every_update():

@@ -19,7 +19,7 @@ from narrowgauge.nn.fused.modules import FusedBlock, mark_parts
 from narrowgauge.nn.fused.verify import find_difference, make_fp32_plan
 from narrowgauge.nn.module_changes import apply_change, find_change
 
-STEPS = 20
+STEPS = 10
 FEW_STEPS = 4
 LONG = ("llama", "gpt2", "bert", "gpt-neox")
 """Families that train for more steps."""
@@ -187,16 +187,15 @@ def test_changes_made_after_conversion_are_respected(change: str) -> None:
 @pytest.mark.parametrize(
     "family", ["llama", "gpt2", "bert", "gpt-neox", "torch-pre", "timm-style", "olmo2", "t5", "bart"]
 )
-@pytest.mark.parametrize("mode", ["selective", "full"])
-def test_recomputation_changes_no_bit(family: str, mode: str) -> None:
+def test_recomputation_changes_no_bit(family: str) -> None:
     curves = []
-    for recipe in ("fp8", f"fp8[checkpoint={mode}]"):
+    for recipe in ("fp8", "fp8[checkpoint=selective]", "fp8[checkpoint=full]"):
         torch.manual_seed(0)
         options = {"drop": 0.1, "drop_path": 0.2} if family == "timm-style" else {}
         model = LANGUAGE[family](**options).train()  # with dropout
         torch.manual_seed(1)
         curves.append(train_by_engine(model, recipe, True, 3))
-    assert curves[0] == curves[1]
+    assert curves[0] == curves[1] == curves[2]
 
 
 def test_state_dict_and_copies() -> None:
