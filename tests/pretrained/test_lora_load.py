@@ -13,6 +13,7 @@ from narrowgauge import hardware
 from narrowgauge.cli import main
 from narrowgauge.errors import UsageError
 from narrowgauge.forecast.run import Scenario
+from narrowgauge.nn.products.stored_fp8 import is_stored
 from narrowgauge.optim.masters import has_master
 from narrowgauge.pretrained import PretrainedModel, adapters, load
 from narrowgauge.pretrained.lora_options import parse_lora
@@ -51,12 +52,14 @@ def test_the_base_is_frozen_in_the_format_of_the_recipe(tmp_path, recipe):
     assert model.training
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     narrow = parse(recipe).frozen != "keep"
+    stored = {name for name, module in model.named_modules() if is_stored(module)}
+    assert len(stored) == (14 if "frozen=fp8" in recipe else 0)
     for name, parameter in model.named_parameters():
         assert not parameter.is_meta and not has_master(parameter)
         assert parameter.requires_grad is ("lora_" in name)
         dtype = torch.bfloat16 if narrow and parameter.dim() > 1 and "lora_" not in name else torch.float32
-        assert parameter.dtype is dtype, name
-        if "lora_" not in name:
+        assert parameter.dtype is (torch.uint8 if name.removesuffix(".weight") in stored else dtype), name
+        if "lora_" not in name and name.removesuffix(".weight") not in stored:
             assert parameter.equal(base.get_parameter(name.replace(".base_layer", "")).to(dtype))
     engine, losses = train(model, recipe)
     assert losses[-1] < losses[0] and engine.lean is ("lean" in recipe)

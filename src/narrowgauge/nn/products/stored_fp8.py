@@ -135,10 +135,8 @@ def set_stored(modules: Sequence[nn.Module], joint: Tensor, scale: Tensor) -> No
 
 
 def _are_stored_as_one(layers: Sequence[Any]) -> bool:
-    if not all(is_stored(layer) for layer in layers):
-        return False
-    same = all(torch.equal(layer.weight_scale, layers[0].weight_scale) for layer in layers[1:])
-    return same and view_as_one([layer.weight for layer in layers]) is not None
+    """Whether the weights of layers are parts of one tensor, and so have one scale."""
+    return all(is_stored(layer) for layer in layers) and view_as_one([layer.weight for layer in layers]) is not None
 
 
 def restore_stored(model: nn.Module) -> None:
