@@ -142,8 +142,7 @@ def test_recomputation_keeps_less() -> None:
     assert memory(gpt(), "fp32[checkpoint=full]").largest["activations"] < 0.8 * eager
 
 
-def test_recomputation_of_blocks_keeps_exactly_the_residual_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("narrowgauge.nn.fused.gradient_room.SHARE", 0.0)
+def test_recomputation_of_blocks_keeps_exactly_the_residual_stream() -> None:
     rows, width = 8 * 128, 128
     more = [
         alive(trace_steps(tasks.find(f"gpt:{layers}x128", batch=8, context=128), parse("bf16[checkpoint=full]"), H200,

@@ -99,10 +99,9 @@ def test_unconverted_layers_have_a_reason():
     [GemmChoice("fp8", "fp8", "bf16"), GemmChoice("bf16", "fp8", "fp8"), GemmChoice("fp8", "bf16", "fp8")],
 )
 def test_products_can_be_mixed(choice, monkeypatch):
-    from narrowgauge.nn import convert as conversion
     from narrowgauge.nn.products.choose_formats import Decision
 
-    monkeypatch.setattr(conversion, "decide", lambda *_: Decision(choice, "told so", {}))
+    monkeypatch.setattr("narrowgauge.nn.survey.decide", lambda *_: Decision(choice, "told so", {}))
     model, exact = mlp(), mlp().double()
     convert(model, "fp8")
     x = torch.randn(16, 32)

@@ -88,7 +88,7 @@ def test_fp8_weights_are_loaded_with_their_scales(original, tmp_path, layout, re
 
 def test_pieces_start_anywhere(original, tmp_path, monkeypatch):
     expected = save_quantized(original, tmp_path, "blocks")
-    monkeypatch.setattr("narrowgauge.pretrained.load.PIECE", 256)
+    monkeypatch.setattr("narrowgauge.pretrained.tensor_readers.PIECE", 256)
     found = load_model(open_folder(tmp_path), "fp32", "cpu").state_dict()
     assert all(torch.equal(found[name], values.float()) for name, values in expected.items())
 

@@ -15,7 +15,7 @@ from narrowgauge.errors import UsageError
 from narrowgauge.forecast.run import Scenario
 from narrowgauge.nn.products.stored_fp8 import is_stored
 from narrowgauge.optim.masters import has_master
-from narrowgauge.pretrained import PretrainedModel, adapters, load
+from narrowgauge.pretrained import PretrainedModel, adapters, tensor_readers
 from narrowgauge.pretrained.lora_options import parse_lora
 from narrowgauge.pretrained.transformers_model import find_model
 from narrowgauge.recipe import parse
@@ -92,7 +92,7 @@ def test_the_seed_decides_the_adapters_by_the_rule_of_peft(tmp_path):
 def test_the_base_is_allocated_once(tmp_path, monkeypatch, recipe, size):
     fields = {**SMALL, "hidden_size": 256, "intermediate_size": 1024, "vocab_size": 16384}
     save(tmp_path, dtype=torch.bfloat16, fields=fields, sharded=True)
-    monkeypatch.setattr(load, "PIECE", 1 << 16)
+    monkeypatch.setattr(tensor_readers, "PIECE", 1 << 16)
     factory = make(tmp_path)
     with CountBytes() as count:
         model = factory.load(recipe, "cpu")
@@ -146,9 +146,9 @@ def test_memory_is_predicted_without_reading_weights(tmp_path, monkeypatch, caps
     def fail(*_):
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(load.FileReader, "read", fail)
+    monkeypatch.setattr(tensor_readers.FileReader, "read", fail)
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", fail)
-    monkeypatch.setattr(load, "PIECE", 1 << 16)
+    monkeypatch.setattr(tensor_readers, "PIECE", 1 << 16)
     wide = {**SMALL, "num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 1024, "vocab_size": 16384}
     save(tmp_path / "llama", dtype=torch.bfloat16, fields=wide)
     task = user_model.make_task(str(tmp_path / "llama"), {}, 1, 32, small=False, lora="rank=4")

@@ -10,7 +10,7 @@ from tiny_folders import EXPERTS, SMALL, save
 from narrowgauge import hardware
 from narrowgauge.cli import main
 from narrowgauge.forecast.run import Scenario
-from narrowgauge.pretrained import load
+from narrowgauge.pretrained import tensor_readers
 from narrowgauge.recipe import parse
 from narrowgauge.tasks import user_model
 
@@ -22,12 +22,12 @@ def no_reading(monkeypatch):
     def fail(*_):
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(load.FileReader, "read", fail)
+    monkeypatch.setattr(tensor_readers.FileReader, "read", fail)
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", fail)
 
 
 def test_loading_is_predicted_without_an_fp32_copy(tmp_path, no_reading, monkeypatch):
-    monkeypatch.setattr(load, "PIECE", 1 << 17)  # in proportion to the model
+    monkeypatch.setattr(tensor_readers, "PIECE", 1 << 17)  # in proportion to the model
     save(tmp_path, dtype=torch.bfloat16, fields=WIDE)
     task = user_model.make_task(str(tmp_path), {}, 1, 32, small=False)
     gpu = hardware.find_gpu("h200")

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import narrowgauge as ng
 from narrowgauge.optim.masters import get_other_half, has_master
-from narrowgauge.pretrained import PretrainedModel, load, load_model, open_folder
+from narrowgauge.pretrained import PretrainedModel, load_model, open_folder, tensor_readers
 from narrowgauge.pretrained.transformers_model import find_model
 from narrowgauge.ranks import init_model
 from narrowgauge.ranks.world import SINGLE_PROCESS
@@ -37,7 +37,7 @@ def load_in_fp32(folder, name):
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Tiny tensors take several pieces, and the last one is not full."""
-    monkeypatch.setattr(load, "PIECE", 384)
+    monkeypatch.setattr(tensor_readers, "PIECE", 384)
 
 
 @pytest.mark.parametrize(("name", "form"), list(itertools.product(FAMILIES, FORMS)))
@@ -135,7 +135,7 @@ class CountBytes(TorchDispatchMode):
 def test_loading_takes_hardly_more_than_the_model(tmp_path, monkeypatch, dtype, recipe):
     fields = {**SMALL, "hidden_size": 256, "intermediate_size": 1024, "vocab_size": 16384}
     save(tmp_path, dtype=dtype, fields=fields, sharded=True)
-    monkeypatch.setattr(load, "PIECE", 1 << 16)  # in proportion to the model: a 64th of the largest tensor
+    monkeypatch.setattr(tensor_readers, "PIECE", 1 << 16)  # in proportion to the model: a 64th of the largest tensor
     folder = open_folder(tmp_path)
     with CountBytes() as count:
         model = load_model(folder, recipe, "cpu")
@@ -196,7 +196,7 @@ def test_progress_is_shown_for_large_models(tmp_path, monkeypatch):
     lines = []
     load_model(open_folder(tmp_path), "fp32", "cpu", lines.append)
     assert not lines
-    monkeypatch.setattr(load, "NOTIFY_BYTES", 1000)
+    monkeypatch.setattr("narrowgauge.pretrained.load.NOTIFY_BYTES", 1000)
     load_model(open_folder(tmp_path), "fp32", "cpu", lines.append)
     assert 5 < len(lines) <= 11
     assert lines[-1] == "loaded 0.0 of 0.0 GB"

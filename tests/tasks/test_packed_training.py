@@ -12,6 +12,7 @@ from narrowgauge.nn.blocks.find import find_blocks
 from narrowgauge.nn.fused.modules import FusedBlock, mark_parts
 from narrowgauge.nn.fused.verify import find_difference, make_fp32_plan
 from narrowgauge.nn.module_changes import apply_change
+from narrowgauge.runs.rank_batches import slice_rows
 from narrowgauge.tasks.finetune import IGNORED, compute_loss
 
 transformers = pytest.importorskip("transformers")
@@ -118,3 +119,15 @@ def test_packed_and_unpacked_documents_train_alike_under_an_engine() -> None:
                 engine.step()
         weights.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
     assert (weights[0] - weights[1]).abs().max() < 1e-5
+
+
+def test_ranks_that_take_rows_of_a_batch_average_to_its_loss() -> None:
+    """Rows have different numbers of tokens with loss, so that a mean of means would be another number."""
+    documents = make_documents()
+    total = sum(int((labels != IGNORED).sum()) for row in documents for _, labels in row)
+    batch = pack(documents, CONTEXT, 0.0) | {"loss_tokens": torch.full((4,), total / 4)}
+    model = make_model("LlamaForCausalLM")
+    whole = compute_loss(model, batch)
+    parts = [compute_loss(model, slice_rows(batch, rank, 2)) for rank in range(2)]
+    assert torch.stack(parts).mean().item() == pytest.approx(whole.item(), rel=1e-6)
+    assert parts[0].item() != pytest.approx(whole.item(), rel=1e-3)

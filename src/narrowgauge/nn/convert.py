@@ -27,7 +27,6 @@ from narrowgauge.nn.blocks.example import allow_nondeterminism
 from narrowgauge.nn.blocks.find import FoundBlocks, find_blocks
 from narrowgauge.nn.blocks.spec import BlockSpec, NormSpec
 from narrowgauge.nn.fused import embedding
-from narrowgauge.nn.fused.gradient_room import GradientRoom
 from narrowgauge.nn.fused.graphs import BlockGraphs
 from narrowgauge.nn.fused.make_plan import find_misfit, make_plan
 from narrowgauge.nn.fused.modules import FusedBlock, FusedHead, FusedTrunk, LazyHead, mark_parts
@@ -193,12 +192,12 @@ def convert_layers(
             in_backward={name for layer in result.layers for name in list_backward_sites(layer)},
         )
     by_path = {layer.path: layer for layer in result.layers}
-    graphs, room = BlockGraphs(cuda_graphs), GradientRoom()
+    graphs = BlockGraphs(cuda_graphs)
     for path, module in model.named_modules():
         if path in specs:
             spec = specs[path]
             holds = recipe.gradients != "released"
-            plan = make_plan(module, path, spec, by_path, scales, recipe.checkpoint, is_lean(recipe), holds, room)
+            plan = make_plan(module, path, spec, by_path, scales, recipe.checkpoint, is_lean(recipe), holds)
             mark_parts(module, spec)
             apply_change(module, FusedBlock(plan, graphs))
         elif path in by_path and by_path[path].part_of == "linear":

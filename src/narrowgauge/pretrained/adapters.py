@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from narrowgauge.errors import UsageError, one_line
 from narrowgauge.pretrained.folder import StoredTensor, read_header
-from narrowgauge.pretrained.load import FileReader, load_values
 from narrowgauge.pretrained.lora_options import ALL_LINEAR, UNDERSTOOD, WEIGHTS, LoraOptions
+from narrowgauge.pretrained.tensor_readers import FileReader, load_values
 from narrowgauge.pretrained.transformers_model import describe_error
 
 NAME = "default"

@@ -12,9 +12,10 @@ from narrowgauge import hardware
 from narrowgauge.pretrained import adapters
 from narrowgauge.pretrained.fingerprint import compute_fingerprint
 from narrowgauge.pretrained.folder import PretrainedFolder, open_folder
-from narrowgauge.pretrained.load import DryReader, fill, load_matched
+from narrowgauge.pretrained.load import fill, load_matched
 from narrowgauge.pretrained.lora_options import CONFIG, WEIGHTS, LoraOptions
 from narrowgauge.pretrained.match import Match, match_weights
+from narrowgauge.pretrained.tensor_readers import DryReader
 from narrowgauge.pretrained.transformers_model import FoundModel
 from narrowgauge.recipe import Recipe
 from narrowgauge.task import ModelLoader

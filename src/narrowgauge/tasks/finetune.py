@@ -118,10 +118,16 @@ class NumberedBatches:
         self._count = functools.lru_cache(maxsize=2)(self._count_group)
 
     def batch(self, step: int, split: str) -> Batch:
-        """Return batch number ``step``, with ``loss_tokens``: the mean over the batches that are averaged with it."""
+        """Return batch number ``step``, with ``loss_tokens``: for each row, its share of what the loss is divided by.
+
+        That is the mean number of tokens of the batches that are averaged with it. Ranks that take some rows of a batch
+        take as much of it.
+        """
         name = self.held_out if split == "eval" else split
         group = -1 if split == "eval" else step // self.accumulate
-        return {**self.data.batch(step, name), "loss_tokens": torch.tensor(self._count(group), dtype=torch.float32)}
+        batch = self.data.batch(step, name)
+        rows = len(batch["input_ids"])
+        return {**batch, "loss_tokens": torch.full((rows,), self._count(group) / rows)}
 
     def _count_group(self, group: int) -> float:
         if group < 0:
@@ -139,7 +145,7 @@ def compute_loss(model: nn.Module, batch: Batch) -> Tensor:
     total = F.cross_entropy(
         logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
     )  # fmt: skip
-    loss: Tensor = total / batch["loss_tokens"]
+    loss: Tensor = total / batch["loss_tokens"].sum()
     return loss
 
 
@@ -150,5 +156,5 @@ def make_random_batch(rows: int, context: int, vocabulary: int, seed: int) -> Ba
     positions = torch.arange(context).expand(rows, context).contiguous()
     labels = tokens.clone()
     labels[:, 0] = IGNORED
-    count = torch.tensor(rows * (context - 1), dtype=torch.float32)
+    count = torch.full((rows,), float(context - 1))
     return {"input_ids": tokens, "labels": labels, "position_ids": positions, "loss_tokens": count}

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from narrowgauge import events
 from narrowgauge.nn.fused.attention import CACHES
 from narrowgauge.nn.fused.casts import Projection
-from narrowgauge.nn.fused.passes import BlockInput, is_repeated_at_random
+from narrowgauge.nn.fused.passes import BlockInput, get_future_gradients, is_repeated_at_random
 from narrowgauge.nn.fused.recorded import BlockGraph, Recorder, name_arguments
 
 WARM_UP = 2
@@ -41,6 +41,8 @@ WAITING_SHARE = 0.25
 """Share of measurements that must have found the GPU waiting. At the start of a step it always waits."""
 MOST_CALLS = 8
 """Different calls of one block that are counted, for batches of different shapes; the oldest is forgotten."""
+LARGEST_RECOMPUTED = 64_000_000
+"""Bytes of gradients of a recomputed block up to which it is recorded without being asked: it keeps nothing then."""
 MOST_RECORDINGS = 8
 """How often one call is recorded again because its input comes from elsewhere, or graphs run in another order."""
 
@@ -81,7 +83,7 @@ class BlockGraphs:
             given: What the block's forward is given.
             reader: The projection that reads the gradient of the block's input.
         """
-        if self.wanted is False or not can_record(given):
+        if self.wanted is False or not can_record(given) or (self.wanted is None and needs_room(given)):
             return None
         calls = self._find_calls(given, reader)
         calls.count += 1
@@ -107,7 +109,7 @@ class BlockGraphs:
 
     def is_measuring(self, given: BlockInput, reader: Projection | None) -> bool:
         """Whether this call, which runs without graph, should be followed by ``measure_wait``."""
-        if self.wanted is not None or not can_record(given):
+        if self.wanted is not None or not can_record(given) or needs_room(given):
             return False
         return WARM_UP < self._find_calls(given, reader).count <= WARM_UP + MEASURED
 
@@ -171,6 +173,11 @@ def can_record(given: BlockInput) -> bool:
         and x.device.index == torch.cuda.current_device()
         and not torch.cuda.is_current_stream_capturing()
     )
+
+
+def needs_room(given: BlockInput) -> bool:
+    """Whether a recomputed block is large, and keeps tensors in the room of its gradients: recorded, it could not."""
+    return given.plan.checkpoint == "full" and get_future_gradients(given) > LARGEST_RECOMPUTED
 
 
 def _get_settings() -> tuple[bool, ...]:

@@ -12,7 +12,6 @@ from narrowgauge.kernels.norm import MAX_COLUMNS
 from narrowgauge.nn.blocks.projections import find_projection
 from narrowgauge.nn.blocks.spec import BlockSpec
 from narrowgauge.nn.fused.casts import AdapterPlan, Projection
-from narrowgauge.nn.fused.gradient_room import GradientRoom
 from narrowgauge.nn.fused.plan import BlockPlan, list_classes, list_own_parameters, list_settings
 from narrowgauge.nn.products.gemm import GemmChoice
 from narrowgauge.nn.products.stored_fp8 import get_stored_scale
@@ -54,7 +53,6 @@ def make_plan(
     checkpoint: str,
     lean: bool,
     holds_gradients: bool,
-    room: GradientRoom,
 ) -> BlockPlan:
     """Return the plan of the block at ``path``. The first of projections that read one input decides for all."""
 
@@ -75,7 +73,7 @@ def make_plan(
     return BlockPlan(
         spec, project(*spec.inputs), project(spec.output), project(*spec.ups), project(spec.down), scales, checkpoint,
         holds_gradients, path, list_own_parameters(block, spec), list_classes(block),
-        tuple(project(*group) for group in spec.cross_products), list_settings(block, spec), room,
+        tuple(project(*group) for group in spec.cross_products), list_settings(block, spec),
     )  # fmt: skip
 
 

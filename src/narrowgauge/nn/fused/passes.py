@@ -1,8 +1,9 @@
 """Forward and backward of one block as plain functions, which an autograd function runs or a CUDA graph records.
 
-With ``checkpoint="full"`` only the block's input is saved, and backward runs forward again. Attention is kept, and the
-MLP's first product, where that takes only memory of gradients that do not exist yet (gradient_room.py). With
-``selective`` the results of products and attention are saved, and norms and activations are recomputed.
+With ``checkpoint="full"`` only the block's input is saved, and backward runs forward again. Attention is kept if that
+takes less memory than the gradients of the block's parameters, which do not exist yet: backward frees the one as it
+makes the other, so that the peak does not change. With ``selective`` the results of products and attention are saved,
+and norms and activations are recomputed.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from narrowgauge.nn.fused.sublayers import Run
 from narrowgauge.nn.products.gemm import Fp8Caster, Operand
 from narrowgauge.random_state import get_random_state, set_random_state
 
+SHARE_OF_GRADIENTS = 0.75
+"""How much of the memory of a block's future gradients its kept attention may take."""
 ORDERS: dict[str, Any] = {"pre": pre_norm, "post": post_norm, "parallel": parallel}
 """The functions of each order: forward, backward, drop_unneeded, recompute."""
 
@@ -90,10 +93,10 @@ def run_forward(given: BlockInput) -> tuple[tuple[Tensor, ...], Forwarded]:
     if needed and plan.checkpoint != "full":
         left.kept, left.copies = order.drop_unneeded(plan, saved), [use.get_saved() for use in uses.flatten()]
     elif needed and plan.spec.order == "pre":
-        plan.room.enter(plan.path, _get_future_gradients(given))
+        capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()  # a recording frees nothing it has kept
+        room = 0.0 if capturing else SHARE_OF_GRADIENTS * get_future_gradients(given)
         kept = pre_norm.keep_attention(run, saved)
-        if kept is not None and plan.room.take(kept.size):
-            left.kept = kept.with_mlp(saved) if plan.room.take(pre_norm.get_mlp_size(saved)) else kept
+        left.kept = kept if kept is not None and kept.size <= room else None
     x1, out = x1.view_as(x), None if out is None else out.view_as(x)
     if out is None:
         return (x1,), left
@@ -140,10 +143,8 @@ def run_backward(
     return grad_input.view_as(x0), operand, grads, others
 
 
-def _get_future_gradients(given: BlockInput) -> int:
-    """Return the bytes of gradients that backward will allocate; 0 in a recording, which frees nothing it has kept."""
-    if given.x.is_cuda and torch.cuda.is_current_stream_capturing():
-        return 0
+def get_future_gradients(given: BlockInput) -> int:
+    """Return the bytes of gradients that backward will allocate."""
     parameters = [p for p in given.tensors.flatten() if p is not None and p.requires_grad]
     dtype = given.plan.qkv.weight.gradient_dtype
     if dtype is None or not given.plan.holds_gradients or any(p.grad is not None for p in parameters):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -15,7 +15,6 @@ from narrowgauge.nn.blocks.observe import list_probabilities
 from narrowgauge.nn.blocks.projections import find_projection
 from narrowgauge.nn.blocks.spec import AttentionSpec, BlockSpec, NormSpec
 from narrowgauge.nn.fused.casts import NormWeights, Projection
-from narrowgauge.nn.fused.gradient_room import GradientRoom
 from narrowgauge.nn.module_changes import original_class
 from narrowgauge.nn.products.gemm import Fp8Caster
 from narrowgauge.nn.products.weight_casts import BoundWeight
@@ -45,8 +44,6 @@ class BlockPlan:
     """Cross-attention's projections: of the query, of key and value, and of the output."""
     settings: tuple[tuple[str, dict[str, Any]], ...] = ()
     """Paths and attributes of the modules with adapters when the block was converted."""
-    room: GradientRoom = field(default_factory=GradientRoom)
-    """What recomputed blocks may keep, together."""
 
     def caster(self, record: bool, evaluating: bool = False) -> Fp8Caster | None:
         return Fp8Caster(self.scales, record, evaluating) if self.scales is not None else None

@@ -21,7 +21,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from narrowgauge.nn.fused import cross, halves
-from narrowgauge.nn.fused.adapters import NO_STATE, AdapterState
 from narrowgauge.nn.fused.attention import Attended, make_operand_of
 from narrowgauge.nn.fused.casts import Projection, Stats, apply_norm, norm_backward
 from narrowgauge.nn.fused.cross import CrossHalf
@@ -48,29 +47,17 @@ class Saved:
 
 
 class KeptAttention(NamedTuple):
-    """What is kept if backward runs only the rest of forward again."""
+    """What is kept of attention if backward runs only the rest of forward again."""
 
     stats1: Stats | None
     attended: Attended
     x1: Tensor
-    u: Tensor | None = None
-    """The MLP before its activation."""
-    of_ups: AdapterState = NO_STATE
-
-    def with_mlp(self, saved: Saved) -> KeptAttention:
-        """Return the same with the MLP's first product, so that only norms run again."""
-        return self._replace(u=saved.mlp.u, of_ups=saved.mlp.of_ups)
 
     @property
     def size(self) -> int:
         """Bytes of memory that stay allocated, beyond the block's input."""
         storages = [t.untyped_storage() for t in (*self.attended.leaves, self.attended.mixed, self.x1)]
         return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-
-
-def get_mlp_size(saved: Saved) -> int:
-    """Return the bytes of the MLP's first product."""
-    return saved.mlp.u.numel() * saved.mlp.u.element_size()
 
 
 def keep_attention(run: Run, saved: Saved) -> KeptAttention | None:
@@ -89,9 +76,7 @@ def run_rest(run: Run, x0: Tensor, kept: KeptAttention) -> Saved:
     h1, _, _ = apply_norm(norm1, x0.reshape(-1, x0.shape[-1]), None, plan.qkv, caster)
     o = make_operand_of(plan, kept.attended, caster, True)
     h2, stats2, _ = apply_norm(norm2, kept.x1, None, plan.up, caster)
-    u, of_ups = kept.u, kept.of_ups
-    if u is None:
-        u, of_ups = project(run, h2, run.uses.up, plan.up, run.tensors.up_biases)
+    u, of_ups = project(run, h2, run.uses.up, plan.up, run.tensors.up_biases)
     activated = Activated() if is_activation_remade(run) else activate(run, u)
     attention = halves.AttentionHalf(h1, kept.attended, o, Branch())
     return Saved(kept.stats1, attention, kept.x1, stats2, halves.MlpHalf(h2, u, activated, Branch(), of_ups))

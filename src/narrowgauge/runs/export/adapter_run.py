@@ -19,10 +19,10 @@ from torch import Tensor
 from narrowgauge.errors import UsageError
 from narrowgauge.pretrained import adapters
 from narrowgauge.pretrained.folder import open_folder
-from narrowgauge.pretrained.load import FileReader, load_values
 from narrowgauge.pretrained.lora_options import restore_lora
 from narrowgauge.pretrained.match import Match, match_weights
 from narrowgauge.pretrained.model_factory import describe_source
+from narrowgauge.pretrained.tensor_readers import FileReader, load_values
 from narrowgauge.pretrained.transformers_model import find_model
 from narrowgauge.runs import record
 from narrowgauge.runs.checkpoints.tensor_reader import TensorReader
