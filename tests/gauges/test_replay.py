@@ -7,7 +7,6 @@ import json
 import logging
 import random
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from replay_cases import CASES, WIDTH, Case, Net, act, draw
+from replay_steps import mean_square, step_until_captured
 from torch import Tensor, nn
 
 import narrowgauge
@@ -63,31 +63,6 @@ def test_planted_cause(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert found.kernel == case.kernel
     assert found.step == 1 and found.found and found.exact == case.exact and found.advice
     assert all(entry.get("nan", 0) == 0 for entry in found.inputs) or found.op in ("input", "parameter")
-
-
-def step_until_captured(
-    model: nn.Module,
-    loss: Callable[[nn.Module, Any], Tensor],
-    batches: list[Any],
-    folder: Path,
-    recipe: str = "fp32",
-    **options: Any,
-) -> Path:
-    engine = Engine(model, torch.optim.AdamW(model.parameters(), lr=1e-3), recipe, **options)
-    recorder = Recorder(engine, folder, tell=lambda line: None)
-    for batch in batches:
-        recorder.record_batch(batch)
-        with engine.forward():
-            value = loss(engine.model, batch)
-        engine.backward(value)
-        path = recorder.record_step(engine.step(), value)
-        if path is not None:
-            return path
-    raise AssertionError("nothing was captured")
-
-
-def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch).float().square().mean()
 
 
 def of_tokens(model: nn.Module, batch: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ Infinities that are put there on purpose (a mask's -inf by masked_fill, where, f
 An op that makes NaN from nothing but deliberate infinities (softmax of a fully masked row, 0 * inf) is itself the
 origin of that NaN. An inf or NaN that never reaches the loss or a gradient is not reported.
 
-A tensor is identified by its storage, which its views share. Whether it is finite is always read from its values.
+A tensor is identified by its storage, which its views share. Whether it is finite is always read from its values. An
+in-place op overwrites its input, so the input is copied first; the copy has the origin of the original tensor.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from narrowgauge import random_state
 from narrowgauge.gauges.replay.op_locations import BATCH, OpLocation, OpLocator, find_running_function
+from narrowgauge.gauges.replay.tensor_values import adds_nonfinite, classify_nonfinite, describe, read_values
 
 FILLS = frozenset(
     {
@@ -83,6 +85,8 @@ class NonfiniteFlow(TorchDispatchMode):
         self._origin_count = 0
         self._origins: dict[int, Origin] = {}
         self._sources: dict[int, Source] = {}
+        self._copied: dict[int, int] = {}
+        """While an in-place op is checked: the storage from which each copy (by id) was made."""
         self._number: Origin | None = None
         """Origin of the last nonfinite number that was read with ``.item()``."""
         self._progress, self._next = progress, time.monotonic() + PROGRESS_S
@@ -96,15 +100,16 @@ class NonfiniteFlow(TorchDispatchMode):
         kind = classify_nonfinite(tensor)
         if kind is None:
             return None
-        known = self._origins.get(_storage_key(tensor))
+        key = self._copied.get(id(tensor)) or _storage_key(tensor)
+        known = self._origins.get(key)
         if known is None:
-            known = self._origins[_storage_key(tensor)] = self._make_unseen(tensor, kind)
+            known = self._origins[key] = self._make_unseen(tensor, kind, key)
         return known
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         traits = _read_traits(func)
-        before = _copy_written(func, args, kwargs) if traits.reads_what_it_writes else (args, kwargs)
+        before = self._copy_written(func, args, kwargs) if traits.reads_what_it_writes else (args, kwargs)
         result = func(*args, **kwargs)
         self._count()
         if traits.is_view:
@@ -124,8 +129,32 @@ class NonfiniteFlow(TorchDispatchMode):
             ]
             found = self._decide_origin(func, traits, before, inputs, kinds)
             for output, _ in kinds:
-                self._origins[_storage_key(output)] = found
+                self._set_origin(output, found, bool(traits.written))
+        self._copied.clear()
         return result
+
+    def _set_origin(self, output: Tensor, found: Origin, in_place: bool) -> None:
+        """Note the origin of an output. If a part of a tensor was written, the rest may have an earlier one."""
+        key = _storage_key(output)
+        known = self._origins.get(key)
+        if in_place and known is not None and known is not found and _is_nonfinite_elsewhere(output):
+            found = choose_origin([known, found]) or found
+        self._origins[key] = found
+
+    def _copy_written(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+        """The call's arguments, with copies of those that it will overwrite."""
+
+        def copy(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            copied = value.clone()
+            self._copied[id(copied)] = _storage_key(value)
+            return copied
+
+        written = _read_traits(func).written
+        names = [argument.name for argument in func._schema.arguments]
+        copied = [tree_map(copy, v) if n in written else v for n, v in zip(names, args, strict=False)]
+        return tuple(copied), {n: tree_map(copy, v) if n in written else v for n, v in kwargs.items()}
 
     def _decide_origin(
         self,
@@ -146,7 +175,7 @@ class NonfiniteFlow(TorchDispatchMode):
         output, kind = max(outputs, key=lambda pair: pair[1] == "nan")
         if bad:
             makes_nan = kind == "nan" and all(classify_nonfinite(tensor) == "inf" for tensor, _ in bad)
-            if not makes_nan and not (traits.pointwise and _adds_nonfinite(output, [tensor for tensor, _ in bad])):
+            if not makes_nan and not (traits.pointwise and adds_nonfinite(output, [tensor for tensor, _ in bad])):
                 return min((origin for _, origin in bad), key=lambda origin: origin.order)
         deliberate = traits.name in FILLS and not bad
         self._origin_count += 1
@@ -164,9 +193,9 @@ class NonfiniteFlow(TorchDispatchMode):
             survives={} if deliberate else _check_wider_formats(func, call, [tensor for tensor, _ in outputs]),
         )
 
-    def _make_unseen(self, tensor: Tensor, kind: str) -> Origin:
+    def _make_unseen(self, tensor: Tensor, kind: str, key: int) -> Origin:
         """Make an origin for a tensor that no observed op produced: data, weights, or memory written elsewhere."""
-        source = self._sources.get(_storage_key(tensor))
+        source = self._sources.get(key)
         described = describe("value", tensor)
         self._origin_count += 1
         if source is None:
@@ -249,18 +278,6 @@ def _list_arguments(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator
             yield name, value
 
 
-def _copy_written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The call's arguments, with copies of those that it will overwrite."""
-
-    def copy(value: Any) -> Any:
-        return value.clone() if isinstance(value, Tensor) else value
-
-    written = _read_traits(func).written
-    names = [argument.name for argument in func._schema.arguments]
-    copied = [tree_map(copy, v) if n in written else v for n, v in zip(names, args, strict=False)]
-    return tuple(copied), {n: tree_map(copy, v) if n in written else v for n, v in kwargs.items()}
-
-
 def _storage_key(tensor: Tensor) -> int:
     try:
         return int(tensor.untyped_storage()._cdata)
@@ -268,58 +285,16 @@ def _storage_key(tensor: Tensor) -> int:
         return id(tensor)
 
 
-def read_values(tensor: Tensor) -> Tensor:
-    """Return a tensor's values in a format and layout that torch can compare and sum."""
-    tensor = tensor.detach()
-    if tensor.layout is torch.sparse_coo:
-        tensor = tensor._values()
-    return tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
-
-
-def classify_nonfinite(tensor: Tensor) -> str | None:
-    """Return "nan" if a tensor has NaN, "inf" if it only has inf, None if it is finite or not floating point."""
-    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0 or tensor.is_meta:
-        return None
-    values = read_values(tensor)
-    if not values.is_complex() and bool(torch.isfinite(values.sum(dtype=torch.float32))):
-        return None  # one pass; an overflowing sum only causes the exact check below
-    if bool(torch.isfinite(values).all()):
-        return None
-    return "nan" if bool(torch.isnan(values).any()) else "inf"
-
-
-def _adds_nonfinite(output: Tensor, bad: list[Tensor]) -> bool:
-    """Whether an elementwise op's output is nonfinite where no input is."""
-    try:
-        inherited = torch.zeros(output.shape, dtype=torch.bool, device=output.device)
-        for tensor in bad:
-            inherited |= ~torch.isfinite(read_values(tensor))
-    except RuntimeError:  # shapes that do not broadcast
+def _is_nonfinite_elsewhere(part: Tensor) -> bool:
+    """Whether the memory of a tensor has more inf and NaN than the tensor, which may be a view of it."""
+    if part.layout != torch.strided or part._is_zerotensor():
         return False
-    return bool((~torch.isfinite(read_values(output)) & ~inherited).any())
-
-
-def describe(name: str, value: Any) -> dict[str, Any]:
-    """Describe a number, or a tensor by the range of its finite values and the counts of inf and NaN."""
-    if not isinstance(value, Tensor):
-        number = float(value)
-        return {"name": name, "value": number if abs(number) < float("inf") else str(number)}
-    values = read_values(value)
-    described: dict[str, Any] = {
-        "name": name,
-        "shape": list(value.shape),
-        "dtype": str(value.dtype).removeprefix("torch."),
-    }
-    values = values.abs() if values.is_complex() else values.double()
-    finite = values[torch.isfinite(values)]
-    described |= {"min": None, "max": None, "amax": None}
-    if finite.numel():
-        low, high = float(finite.min()), float(finite.max())
-        described |= {"min": low, "max": high, "amax": max(abs(low), abs(high))}
-    for kind, count in (("nan", torch.isnan(values)), ("inf", torch.isinf(values))):
-        if bool(count.any()):
-            described[kind] = int(count.sum())
-    return described
+    storage = part.untyped_storage()
+    if storage.nbytes() <= part.numel() * part.element_size():
+        return False
+    whole = torch.empty(0, dtype=part.dtype, device=part.device).set_(storage)
+    bad_in_part, bad_in_whole = (int((~torch.isfinite(read_values(t))).sum()) for t in (part, whole))
+    return bad_in_whole > bad_in_part
 
 
 def _check_wider_formats(func: Any, call: tuple[Any, Any], outputs: list[Tensor]) -> dict[str, bool | None]:

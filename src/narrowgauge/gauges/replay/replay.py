@@ -28,11 +28,10 @@ from narrowgauge.gauges.replay.nonfinite_flow import (
     Origin,
     Source,
     choose_origin,
-    classify_nonfinite,
     make_input_source,
-    read_values,
 )
 from narrowgauge.gauges.replay.op_locations import OpLocator
+from narrowgauge.gauges.replay.tensor_values import classify_nonfinite, read_values
 from narrowgauge.nn.speed_advice import no_speed_warnings
 from narrowgauge.optim import load_full_precision
 from narrowgauge.recipe import Recipe, parse
