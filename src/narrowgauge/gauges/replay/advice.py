@@ -1,69 +1,83 @@
-"""Advice for an op that produced inf or NaN: one line per family of ops."""
+"""Advice for an op that produced inf or NaN: chosen by the exact op, the phase, the kind of value and the inputs."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
+from narrowgauge.gauges.replay import advice_table as table
 from narrowgauge.gauges.replay.nonfinite_flow import Origin
 
-PRECISION = "finite in FP32: keep this module in FP32 (keep=PATTERN in the recipe), or use bf16, which has its range"
-_FAMILIES: list[tuple[tuple[str, ...], str]] = [
-    (("logsoftmax", "crossentropy", "nllloss", "headloss"), "make sure that at least one target is not ignored; keep "
-     "logits small (lower learning rate, soft capping) and the loss in FP32"),
-    (("softmax", "attention"), "softmax of a fully masked row is NaN: leave one position unmasked, or mask with a "
-     "large finite number; in 16 bits, also scale the queries down"),
-    (("logsigmoid",), "use binary_cross_entropy_with_logits instead of a sigmoid and a log"),
-    (("log",), "log of 0 or a negative number: clamp the argument (x.clamp_min(1e-12)), or use log1p, log_softmax or "
-     "logsumexp"),
-    (("layernorm", "batchnorm", "groupnorm", "rmsnorm"), "check the range of the input; norms need FP32 statistics and "
-     "an epsilon that the format can represent"),
-    (("gradient norm",), "find the layer whose gradients explode, and lower the learning rate"),
-    (("sqrt", "norm", "cdist"), "the derivative of a square root is infinite at 0: add an epsilon inside the root, not "
-     "outside"),
-    (("exp", "sinh", "cosh"), "exp overflows FP16 at 11.1 and FP32 at 88.7: subtract the largest value first, or "
-     "clamp"),
-    (("pow",), "a fractional power of a negative base is NaN, and a negative power of 0 is inf: clamp the base away "
-     "from 0"),
-    (("div", "reciprocal"), "division by 0, or by a number too small for the format (FP16 flushes below 6e-8): add an "
-     "epsilon that the format can represent"),
-    (("acos", "asin", "atan", "acosh", "erfinv"), "the derivative is infinite at the edge of the domain: clamp the "
-     "argument inside it"),
-    (("var", "std"), "the variance of one value is 0/0: use more values, or correction=0"),
-    (("mm", "matmul", "dot", "conv", "linear", "einsum", "block"), "the result exceeds the range of the format: scale "
-     "the inputs or weights down, normalize before, or lower the learning rate"),
-    (("sum", "mean", "cumsum", "prod", "add", "mul", "accumulategrad"), "the result exceeds the range of the "
-     "format: compute it in FP32, or scale the inputs down"),
-    (("copy", "cast", "to"), "the value exceeds the range of the target format: leave it in FP32, or scale it first"),
-]  # fmt: skip
-SOURCES = {
-    "input": "fix the data: the batch is not finite before the model sees it",
-    "parameter": "the weights were not finite before this step: resume from an earlier checkpoint and capture an "
-    "earlier step",
-    "buffer": "the buffer was not finite before this step: resume from an earlier checkpoint and capture an "
-    "earlier step",
-    "unseen": "check what writes this tensor: a kernel that bypasses the dispatcher, NumPy, an attribute of the module",
+
+def _has_negative_exponent(origin: Origin) -> bool:
+    exponents = [entry for entry in origin.inputs if entry["name"] == "exponent"]
+    return any(float(entry.get("value", entry.get("min")) or 0) < 0 for entry in exponents)
+
+
+def _list_formats(origin: Origin) -> set[str]:
+    return {str(entry.get("dtype")) for entry in [*origin.inputs, origin.output]}
+
+
+CONDITIONS: dict[str, Callable[[Origin], bool]] = {
+    "empty": lambda origin: any(0 in entry.get("shape", ()) for entry in origin.inputs),
+    "infinite input": lambda origin: any("inf" in entry for entry in origin.inputs),
+    "infinite number": lambda origin: any(entry.get("value") in ("inf", "-inf", "nan") for entry in origin.inputs),
+    "negative exponent": _has_negative_exponent,
+    "16 bits": lambda origin: bool(_list_formats(origin) & {"float16", "bfloat16"}),
 }
+"""Conditions on the inputs that rows of the table may have."""
 
 
-def advise(op: str, origin: Origin, survives: bool) -> str:
+def advise(op: str, origin: Origin, survives: bool, fixed_scale: float | None = None) -> str:
     """Return one line of advice.
 
     Args:
         op: The op as it is shown to the user.
         origin: Where the inf or NaN comes from.
         survives: Whether the op or the step is finite in FP32.
+        fixed_scale: The run's loss scale, if it has one that does not adapt.
     """
-    if origin.op in SOURCES:
-        return SOURCES[origin.op]
+    if origin.op in table.SOURCES:
+        return table.SOURCES[origin.op]
     if origin.deliberate:
-        return "this value was set on purpose and reached the loss or a gradient: check the mask"
-    if any(0 in entry.get("shape", ()) for entry in origin.inputs) and origin.kind == "nan":
-        return "the mean of an empty tensor is 0/0: a selection is empty"
-    if origin.kind == "nan" and any("inf" in entry for entry in origin.inputs) and "softmax" not in origin.op:
-        return "inf - inf and 0 * inf are NaN: apply the mask after this op, or mask with a large finite number"
-    narrow = any(entry.get("dtype") in ("float16", "bfloat16") for entry in [*origin.inputs, origin.output])
-    lines = [PRECISION] if survives and narrow else []
-    for text in (op, origin.op.removeprefix("aten.")):
-        plain = text.lower().replace("_", "")
-        family = next((line for names, line in _FAMILIES if any(name in plain for name in names)), None)
-        if family is not None:
-            return "; ".join([*lines, family])
-    return "; ".join(lines) or "check the ranges of its inputs: one of them is outside the domain of the op"
+        return table.DELIBERATE_NAN if origin.kind == "nan" else table.DELIBERATE
+    formats = _list_formats(origin)
+    lines = []
+    if origin.phase == "backward" and fixed_scale is not None and fixed_scale > 1 and survives and "float16" in formats:
+        lines.append(table.FIXED_SCALE.format(scale=fixed_scale))
+    elif survives and formats & {"float16", "bfloat16"}:
+        module = origin.place.module
+        precision = table.UPCAST if module.startswith("(") else table.KEEP.format(module=module)  # (loss) has no path
+        lines.append(precision + (table.BF16 if "float16" in formats else ""))
+    row = find_row(op, origin)
+    if row is not None:
+        lines.append(row.advice)
+    return "; ".join(lines) or table.GENERAL
+
+
+def find_row(op: str, origin: Origin) -> table.Row | None:
+    """Return the row of the table for an op, or None.
+
+    A backward node is looked up as the derivative of its op. If it has no row, and inside a torch.autograd.Function or
+    a hook, the kernel that ran is looked up as what it is: an op that computes something from its inputs.
+    """
+    node = re.fullmatch(r"(\w+?)Backward\d*", op)
+    for name, phase in ((node[1] if node else op, origin.phase), (origin.op, "forward")):
+        for row in table.ROWS:
+            if _matches(row, _simplify(name), phase, origin):
+                return row
+    return None
+
+
+def _matches(row: table.Row, name: str, phase: str, origin: Origin) -> bool:
+    return (
+        name in map(_simplify, row.ops)
+        and row.phase in (None, phase)
+        and row.kind in (None, origin.kind)
+        and (row.when is None or CONDITIONS[row.when](origin))
+    )
+
+
+def _simplify(name: str) -> str:
+    """One spelling for aten.log_, log and Log; for aten._softmax and Softmax."""
+    return name.removeprefix("aten.").replace("_", "").lower()

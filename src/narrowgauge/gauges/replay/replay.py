@@ -143,6 +143,12 @@ def _read_recipe(held: capture_files.Capture) -> Recipe:
     return recipe.replace(**changes)
 
 
+def _read_fixed_scale(held: capture_files.Capture) -> float | None:
+    """The run's loss scale, if it does not adapt."""
+    scale = parse(held.facts["recipe"]).loss_scale
+    return float(scale) if isinstance(scale, int | float) else None
+
+
 def _adapt_to_device(recipe: Recipe, device: str) -> Recipe:
     """The recipe of a capture from a GPU, changed so that a CPU can run it."""
     if device == "cuda":
@@ -338,7 +344,7 @@ def _make_result(
         op_survives_fp32=origin.survives.get("fp32"),
         step_survives_fp32=survives,
         op_survives_fp64=origin.survives.get("fp64"),
-        advice=advise(op, origin, any(known)),
+        advice=advise(op, origin, any(known), _read_fixed_scale(held)),
         exact=bool(held.facts.get("exact", True)),
         operations=operations,
     )
