@@ -126,6 +126,8 @@ def _show(result: Replay, out: TextIO) -> None:
         f"{answers[result.survives_fp32]} (this op on these inputs: {answers[result.op_survives_fp32]}; the whole step "
         f"in FP32: {answers[result.step_survives_fp32]}; this op in FP64: {answers[result.op_survives_fp64]})",
     )
+    if result.step_fp32_unknown is not None:
+        line("", f"unknown because {result.step_fp32_unknown}")
     line("what to do", str(result.advice))
     if not result.exact:
         line("note", "weights or batches are not exactly those of the step, because its numbers arrived late")

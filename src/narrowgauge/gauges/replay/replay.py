@@ -72,7 +72,9 @@ class Replay:
     op_survives_fp32: bool | None = None
     """Whether this op is finite on these inputs in FP32."""
     step_survives_fp32: bool | None = None
-    """Whether the whole step is finite under recipe fp32 with the same weights."""
+    """Whether the whole step is finite under recipe fp32 with the same weights; None if that is unknown."""
+    step_fp32_unknown: str | None = None
+    """Why it is unknown."""
     op_survives_fp64: bool | None = None
     """Whether this op is finite on these inputs in FP64."""
     advice: str | None = None
@@ -125,8 +127,8 @@ def replay(
                 origin, microbatch = unfused, number
         if origin is None:
             return _make_finite_result(held, replayer.operations)
-        survives = replayer.survives_fp32(recipe)
-    return _make_result(held, origin, microbatch, survives, replayer.operations)
+        survives, reason = replayer.check_fp32(recipe)
+    return _make_result(held, origin, microbatch, survives, reason, replayer.operations)
 
 
 def _read_recipe(held: capture_files.Capture) -> Recipe:
@@ -197,12 +199,19 @@ class _Replayer:
             return flow.make_norm_overflow(name, locator.find_owner(largest), _read_gradient(largest)), count
         return None, 0
 
-    def survives_fp32(self, recipe: Recipe) -> bool | None:
-        """Whether the whole step is finite in FP32; None if the model can no longer run in FP32."""
+    def check_fp32(self, recipe: Recipe) -> tuple[bool | None, str | None]:
+        """Whether the whole step is finite in FP32; None with the reason if that cannot be found out."""
         if recipe.compute == "fp32":
-            return False
+            return False, None
         if isinstance(self._model, nn.Module) and recipe.master != "fp32":
-            return None  # its weights are now BF16
+            return None, "the weights of the given model are now BF16; pass a function that creates the model"
+        try:
+            return self._is_finite_in_fp32(), None
+        except Exception as error:  # for example code with .half(), whose formats do not fit together in FP32
+            reason = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0][:200]
+            return None, f"the step does not run in FP32 ({reason})"
+
+    def _is_finite_in_fp32(self) -> bool:
         engine = self._make_engine(Recipe(), False)
         for number, batch in self._microbatches(engine):
             if self.progress is not None:
@@ -324,7 +333,12 @@ def _make_finite_result(held: capture_files.Capture, operations: int) -> Replay:
 
 
 def _make_result(
-    held: capture_files.Capture, origin: Origin, microbatch: int, survives: bool | None, operations: int
+    held: capture_files.Capture,
+    origin: Origin,
+    microbatch: int,
+    survives: bool | None,
+    reason: str | None,
+    operations: int,
 ) -> Replay:
     op = origin.function or (origin.place.node if origin.phase == "backward" and origin.place.node else origin.op)
     known = [answer for answer in (survives, origin.survives.get("fp32")) if answer is not None]
@@ -343,6 +357,7 @@ def _make_result(
         survives_fp32=any(known) if known else None,
         op_survives_fp32=origin.survives.get("fp32"),
         step_survives_fp32=survives,
+        step_fp32_unknown=reason,
         op_survives_fp64=origin.survives.get("fp64"),
         advice=advise(op, origin, any(known), _read_fixed_scale(held)),
         exact=bool(held.facts.get("exact", True)),
