@@ -44,6 +44,8 @@ class Finding:
     """What happens if it is not fixed."""
     span: Span | None = None
     """The range in a file, for findings in files."""
+    step: int | None = None
+    """The step of a run in which it was found, counted from 1."""
 
     def describe(self) -> dict[str, Any]:
         """Return the fields for JSON; a span becomes ``path`` and ``line``."""
@@ -55,6 +57,7 @@ class Finding:
             "why": self.why,
             "fix": self.fix,
             **({"path": self.span.path, "line": self.span.line} if self.span else {}),
+            **({"step": self.step} if self.step is not None else {}),
         }
 
     @classmethod

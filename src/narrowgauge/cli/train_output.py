@@ -71,7 +71,9 @@ def summarise(result: Result, facts: dict[str, Any], folder: Path, out: TextIO, 
         if finding.why:
             line("", finding.why)
         line("", f"-> {finding.fix}")
-    if not result.findings:
+    if not result.watched:
+        line("health", "not watched (--watch 0): no tensor was read; losses and gradient norms were checked")
+    elif not result.findings:
         line("health", "healthy: nothing to report")
     for prediction in result.predictions if predict else ():
         line(prediction["format"], _describe_prediction(prediction))

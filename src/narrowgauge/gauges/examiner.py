@@ -32,15 +32,17 @@ class Examiner:
 
         Args:
             engine: The engine to watch.
-            every: Updates between two snapshots of its tensors.
+            every: Updates between two snapshots of its tensors. 0: read no tensors, and check steps only.
 
         Raises:
-            UsageError: ``every`` is not an integer of at least 1.
+            UsageError: ``every`` is not an integer of at least 0.
         """
-        self.watch = Watch(engine, every)
+        self.engine = engine
+        self.watch = Watch(engine, every) if every != 0 else None
         scaler, recipe = engine.scaler, engine.recipe
         dynamic = recipe.loss_scale == "dynamic" and scaler is not None
-        self.step_rules = StepRules(dynamic, scaler.floor if dynamic and scaler is not None else 1.0)
+        floor = scaler.floor if dynamic and scaler is not None else 1.0
+        self.step_rules = StepRules(dynamic, floor, clip_norm=engine.clip_norm, recipe=recipe)
         self.fp8_rules = Fp8Rules()
         self.log = FindingLog()
         self.snapshots: deque[Snapshot] = deque(maxlen=_SNAPSHOTS)
@@ -95,11 +97,13 @@ class Examiner:
         Returns:
             The snapshots, the FP8 readings and the new findings.
         """
+        if self.watch is None:
+            return [], [], []
         snapshots, fp8_readings = self.watch.snapshots(wait), self.watch.fp8_readings(wait)
         found = []
         self.snapshots.extend(snapshots)
         for snapshot in snapshots:
-            found += check_tensors(UpdateContext(snapshot, self.watch.engine.accumulate, self._stochastic))
+            found += check_tensors(UpdateContext(snapshot, self.engine.accumulate, self._stochastic))
             self._learn_sizes(snapshot)
         for reading in fp8_readings:
             found += self.fp8_rules.check(reading)
@@ -111,13 +115,13 @@ class Examiner:
         Returns:
             A prediction for each of the two formats. Empty if the run itself is not in FP32, TF32 or BF16.
         """
-        wide = self.watch.engine.recipe.compute in ("fp32", "tf32", "bf16")
+        wide = self.engine.recipe.compute in ("fp32", "tf32", "bf16")
         return predict_formats([snapshot.readings for snapshot in self.snapshots]) if wide and self.snapshots else []
 
     def _learn_sizes(self, snapshot: Snapshot) -> None:
         """Note the size of each FP8 site's tensor: a grad_output is as large as the output, a weight is known."""
         counts = {(reading.kind, reading.module): reading.count for reading in snapshot.readings}
-        scales = self.watch.engine.conversion.scales
+        scales = self.engine.conversion.scales
         for site in scales.sites if scales is not None else ():
             path, _, end = site.rpartition(".")
             name = f"{path}.weight" if end == "weight" else path

@@ -91,7 +91,8 @@ class Gauges:
             self._examine(self._readback.drain())
             self._report(self.examiner.collect(wait=True)[2])
             self.engine.watchers.remove(self)
-            self.examiner.watch.stop()
+            if self.examiner.watch is not None:
+                self.examiner.watch.stop()
         return self.findings
 
     def _examine(self, arrived: list[tuple[Any, dict[str, float]]]) -> None:

@@ -60,6 +60,8 @@ def _make_headline(serious: int, warnings: int, inputs: Inputs) -> str:
         return ", ".join(f"{count} {what}{'s' * (count > 1)}" for count, what in counted if count)
     if not inputs.runs:
         return "No findings"
+    if not all(run.tensors.columns for run in inputs.runs if run.steps):
+        return "No findings, but not all tensors were watched"
     return "Healthy: no findings"
 
 

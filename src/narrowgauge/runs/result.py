@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from narrowgauge.findings import SERIOUS, WARNING, Finding
+from narrowgauge.gauges.rules.nonfinite_advice import advise_on_nonfinite
+from narrowgauge.recipe import parse as parse_recipe
 
 _MANY_SKIPS = 0.1
 
@@ -43,6 +45,8 @@ class Result:
     findings: list[Finding] = field(default_factory=list)
     predictions: list[dict[str, Any]] = field(default_factory=list)
     """Whether the model would train in FP16 and FP8, predicted from a run in FP32 or BF16."""
+    watched: bool = True
+    """Whether tensors were read while it ran (``--watch``)."""
 
     @property
     def serious(self) -> bool:
@@ -72,6 +76,7 @@ def check_result(result: Result) -> list[Finding]:
     found = []
     known = {finding.rule for finding in result.findings}
     last, first = result.loss_last, result.loss_first
+    advice = advise_on_nonfinite(parse_recipe(result.recipe))
     for name, loss in (("training", last), ("evaluation", result.loss_eval)):
         if loss is not None and not math.isfinite(loss) and "loss-not-finite" not in known:
             found.append(
@@ -80,10 +85,11 @@ def check_result(result: Result) -> list[Finding]:
                     severity=SERIOUS,
                     where=f"{name} loss, step {result.step}",
                     detail=f"the last {name} loss is {loss}",
-                    fix="lower the learning rate, or train with --recipe fp32 to see whether the precision is to blame",
+                    fix=advice,
                 )
             )
-    if first is not None and last is not None and last >= first and result.step >= 20 and not found:
+    falls = first is None or last is None or last < first or result.step < 20 or result.interrupted
+    if not falls and not found:
         found.append(
             Finding(
                 rule="loss-did-not-fall",
@@ -93,27 +99,32 @@ def check_result(result: Result) -> list[Finding]:
                 fix="check the data, and try another learning rate",
             )
         )
-    if result.skipped > max(5, _MANY_SKIPS * result.step) and "skipping-too-often" not in known:
+    all_skipped = 0 < result.step == result.skipped
+    many = result.skipped > max(5, _MANY_SKIPS * result.step) and "skipping-too-often" not in known
+    if all_skipped or many:
         found.append(
             Finding(
                 rule="many-skipped-updates",
-                severity=WARNING,
+                severity=SERIOUS if all_skipped else WARNING,
                 where="optimizer step",
                 detail=f"{result.skipped} of {result.step} updates were skipped because gradients were not finite",
-                fix="lower the learning rate, or use a recipe with a wider range such as bf16",
+                why="the weights are still those of the start" if all_skipped else "",
+                fix=advice,
             )
         )
     return found
 
 
-def make_stall_finding(step: int, error: Exception) -> Finding:
+def make_stall_finding(result: Result, error: Exception) -> Finding:
     """Describe training that stopped after too many consecutive skipped steps."""
+    advice = advise_on_nonfinite(parse_recipe(result.recipe))
     return Finding(
         rule="training-stalled",
         severity=SERIOUS,
-        where=f"step {step + 1}",
+        where=f"step {result.step + 1}",
         detail=str(error),
-        fix="lower the learning rate, check the parameters named here, or use a recipe with a wider range",
+        fix=f"check the parameters named here; {advice}",
+        step=result.step + 1,
     )
 
 

@@ -117,8 +117,7 @@ class Trainer:
             self.recorder = Recorder(
                 self.engine, folder / CAPTURES, about=lambda: record.read_configuration(folder), tell=observer.notify
             )
-        watched = settings.watch_every and world.is_first
-        self.examiner = Examiner(self.engine, settings.watch_every) if watched else None
+        self.examiner = Examiner(self.engine, settings.watch_every) if world.is_first else None
         self.saver = make_saver(folder, settings.keep, world)
         self.result = Result(
             run=str(folder),
@@ -127,6 +126,7 @@ class Trainer:
             steps=settings.steps,
             parameters=sum(parameter.numel() for parameter in model.parameters()),
             unit=task.unit,
+            watched=settings.watch_every > 0,
         )
         self.saved_step = self.evaluated_step = -1
         self.resumed = False
@@ -191,7 +191,7 @@ class Trainer:
             except TrainingStalled as error:
                 # No checkpoint: one of a stalled run would only replace those from which it can be resumed.
                 self._drain_metrics()
-                self._add_finding(make_stall_finding(result.step, error))
+                self._add_finding(make_stall_finding(result, error))
             except BadData as error:
                 # The weights are good, so they are saved before the run ends with the error about its data.
                 # The finding is not in the checkpoint: a run that is resumed with good data has none.
@@ -203,7 +203,7 @@ class Trainer:
             for prediction in self.examiner.predict() if self.examiner is not None else ():
                 result.predictions.append(prediction.as_event())
                 self.record.append("prediction", result.step, **prediction.as_event())
-            for finding in check_result(result) if not result.interrupted else ():
+            for finding in check_result(result):
                 self._add_finding(finding)
             result.seconds, result.tokens_per_s = self.throughput.seconds(), self.throughput.rate()
             self.record.append("end", **result.describe())
@@ -264,7 +264,7 @@ class Trainer:
             self.observer.on_metrics({"kind": "step", "step": step, **metrics, "applied": applied}, result.skipped)
             if self.examiner is not None:
                 seen = Step(step, metrics["loss"], values["grad_norm"], values["loss_scale"], applied)
-                self._add_findings(self.examiner.check_step(seen), step)
+                self._add_findings(self.examiner.check_step(seen))
         self._record_readings(wait=False)
 
     def _record_readings(self, wait: bool) -> None:
@@ -275,12 +275,12 @@ class Trainer:
         for snapshot in snapshots:
             readings = [reading.as_event() for reading in snapshot.readings]
             self.record.append("look", snapshot.update, applied=snapshot.applied, readings=readings)
-        self._add_findings(found, snapshots[-1].update if snapshots else self.result.step)
+        self._add_findings(found)
 
-    def _add_findings(self, found: list[Finding], step: int) -> None:
+    def _add_findings(self, found: list[Finding]) -> None:
         for finding in found:
             self._add_finding(finding)
-            self.observer.notify(f"step {step}, {finding.severity}: {finding.where}: {finding.detail}")
+            self.observer.notify(f"step {finding.step}, {finding.severity}: {finding.where}: {finding.detail}")
 
     def _drain_metrics(self) -> None:
         """Wait until the metrics of every step so far are in the record."""
@@ -380,6 +380,8 @@ class Trainer:
         self.record.append("sample", self.result.step, text=self.result.sample)
 
     def _add_finding(self, finding: Finding) -> None:
+        finding = dataclasses.replace(finding, step=finding.step or self.result.step)
         self.result.findings.append(finding)
-        self.record.append("finding", self.result.step, **finding.describe())
-        self.trackers.log_finding(self.result.step, finding.describe())
+        fields = finding.describe()
+        self.record.append("finding", **fields)
+        self.trackers.log_finding(fields["step"], fields)

@@ -15,12 +15,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge.findings import SERIOUS, WARNING, Finding
+from narrowgauge.gauges.rules.nonfinite_advice import REPLAY, advise_on_nonfinite
+from narrowgauge.recipe import Recipe
 
 WINDOW = 200
 """Steps that are kept."""
 RECENT = 50
 ENOUGH = 20
 """Steps needed before a step can be compared with earlier ones."""
+STREAK = 10
+"""Consecutive skipped updates that are too many even for a dynamic loss scale at its start: a factor of 1,024."""
+LARGE_UPDATE = 0.03
+"""Updates of matrices above this share of the weights, while the loss rises, are the cause. Adam's usual is 1e-3."""
+_FP32 = Recipe()
 
 
 @dataclass(frozen=True)
@@ -37,19 +44,25 @@ class Step:
 class StepRules:
     """Checks each step against the steps before it with every rule in ``RULES``."""
 
-    def __init__(self, scaled: bool = False, floor: float = 1.0) -> None:
+    def __init__(
+        self, scaled: bool = False, floor: float = 1.0, *, clip_norm: float | None = None, recipe: Recipe = _FP32
+    ) -> None:
         """Start without a history.
 
         Args:
             scaled: Whether the recipe has a dynamic loss scale.
             floor: The smallest value of that scale.
+            clip_norm: The norm to which gradients are clipped, if they are.
+            recipe: The recipe, which decides what the advice is.
         """
-        self.scaled, self.floor = scaled, floor
+        self.scaled, self.floor, self.clip_norm, self.recipe = scaled, floor, clip_norm, recipe
         self.steps: deque[Step] = deque(maxlen=WINDOW)
         self.first_losses: list[float] = []
         self.lowest_loss = math.inf
         self.nonfinite_since: int | None = None
         """The first step of the current series of steps with a nonfinite loss."""
+        self.update_ratio = 0.0
+        """The largest update of a matrix relative to its weights, in the latest snapshot; 0 if there is none."""
         self.nonfinite_applied = 0
         """How many updates of the series were applied: a loss can be NaN while all gradients are finite."""
 
@@ -61,6 +74,7 @@ class StepRules:
             "lowest": self.lowest_loss,
             "bad": self.nonfinite_since,
             "bad_applied": self.nonfinite_applied,
+            "update_ratio": self.update_ratio,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -68,12 +82,13 @@ class StepRules:
         self.steps = deque((Step(*values) for values in state["steps"]), maxlen=WINDOW)
         self.first_losses, self.lowest_loss = list(state["first"]), state["lowest"]
         self.nonfinite_since, self.nonfinite_applied = state["bad"], state["bad_applied"]
+        self.update_ratio = state.get("update_ratio", 0.0)
 
     def check(self, step: Step) -> list[Finding]:
         """Return the findings of a step and add it to the history."""
         found = [finding for rule in RULES for finding in rule(self, step)]
         self.steps.append(step)
-        return found
+        return [dataclasses.replace(finding, step=finding.step or step.number) for finding in found]
 
     def recent(self, count: int = RECENT) -> list[Step]:
         """Return the last steps before the one that is checked."""
@@ -97,8 +112,8 @@ def check_finite_loss(before: StepRules, step: Step) -> Iterator[Finding]:
             where="loss",
             detail=f"the loss has been {step.loss} since step {before.nonfinite_since}",
             why=_describe_updates(step.number - before.nonfinite_since + 1, before.nonfinite_applied),
-            fix="`narrowgauge replay` names the op that produced the first inf or NaN; a lower learning rate or a "
-            "recipe with a wider range may help",
+            fix=advise_on_nonfinite(before.recipe),
+            step=before.nonfinite_since,
         )
 
 
@@ -113,7 +128,9 @@ def check_loss_level(before: StepRules, step: Step) -> Iterator[Finding]:
         return
     median = statistics.median(recent)
     deviation = statistics.median(abs(loss - median) for loss in recent)
-    if step.loss > median + max(12 * deviation, 0.5 * abs(median)):
+    start = statistics.median(before.first_losses)
+    # A share of the first losses: a hinge loss has a median of 0, and any loss is infinitely larger.
+    if step.loss > median + max(12 * deviation, 0.5 * abs(median), 0.1 * abs(start)):
         yield Finding(
             rule="loss-spike",
             severity=WARNING,
@@ -124,17 +141,19 @@ def check_loss_level(before: StepRules, step: Step) -> Iterator[Finding]:
         )
     latest = statistics.median(recent[-10:])  # robust to one spike
     before.lowest_loss = min(before.lowest_loss, latest)
-    start = statistics.median(before.first_losses)
     if latest > start + 0.1 * abs(start) and latest > before.lowest_loss + 0.5 * abs(before.lowest_loss):
+        destroyed = before.update_ratio > LARGE_UPDATE
         yield Finding(
             rule="loss-diverging",
-            severity=SERIOUS,
+            severity=SERIOUS if destroyed else WARNING,
             where="loss",
             detail=f"median of the last ten losses {latest:.4g}, of the first five {start:.4g}; best "
-            f"{before.lowest_loss:.4g}",
-            why="the model is losing what it has learned",
+            f"{before.lowest_loss:.4g}"
+            + (f"; updates are up to {before.update_ratio:.2g} times as large as the weights" if destroyed else ""),
+            why="the model is losing what it has learned" if destroyed else
+            "the model is losing what it has learned, unless its targets move, as in Q-learning",
             fix="lower the learning rate, use a longer warmup, clip gradients",
-        )
+        )  # fmt: skip
 
 
 def check_gradient_norm(before: StepRules, step: Step) -> Iterator[Finding]:
@@ -152,7 +171,7 @@ def check_gradient_norm(before: StepRules, step: Step) -> Iterator[Finding]:
             why="without clipping, one such step can undo many",
             fix="clip gradients (--clip 1.0), and inspect the batch",
         )
-    if median == 0 and step.grad_norm == 0:
+    if median == 0 and step.grad_norm == 0 and step.loss != 0:  # a hinge loss that has reached 0 needs none
         yield Finding(
             rule="no-gradient",
             severity=SERIOUS,
@@ -209,8 +228,31 @@ def check_loss_scale(before: StepRules, step: Step) -> Iterator[Finding]:
 
 
 def check_skips(before: StepRules, step: Step) -> Iterator[Finding]:
-    """Find runs that skip more than a fifth of their updates."""
+    """Find gradients that are not finite, unless a dynamic loss scale is adapting, and runs that skip many updates."""
+    if step.applied:
+        return
+    advice = advise_on_nonfinite(before.recipe)
+    if not before.scaled and math.isfinite(step.loss):
+        yield Finding(
+            rule="gradient-not-finite",
+            severity=SERIOUS,
+            where="optimizer step",
+            detail=f"a gradient of step {step.number} is inf or NaN, although its loss is {step.loss:.4g}",
+            why="the update was skipped, so the weights are intact; the backward pass of some op has no finite result",
+            fix=advice,
+        )
     recent = [*before.recent(RECENT - 1), step]
+    streak = list(itertools.takewhile(lambda s: not s.applied, reversed(recent)))
+    if len(streak) >= STREAK and all(math.isfinite(s.loss) for s in streak):
+        yield Finding(
+            rule="skips-in-a-row",
+            severity=SERIOUS,
+            where="optimizer step",
+            detail=f"{len(streak)} consecutive updates were skipped because gradients were not finite",
+            why="the model learns nothing in these steps",
+            fix=advice,
+            step=streak[-1].number,
+        )
     skipped = sum(1 for s in recent if not s.applied)
     if len(recent) == RECENT and skipped > 0.2 * RECENT:
         yield Finding(
@@ -219,7 +261,24 @@ def check_skips(before: StepRules, step: Step) -> Iterator[Finding]:
             where="optimizer step",
             detail=f"{skipped} of the last {RECENT} updates were skipped because gradients were not finite",
             why="progress is slower than the step count suggests, and some batches never contribute",
-            fix="lower the learning rate, or use a recipe with a wider range such as bf16",
+            fix=advice,
+        )
+
+
+def check_clipping(before: StepRules, step: Step) -> Iterator[Finding]:
+    """Find gradients that are clipped by more than a factor of 100 in every one of the last 50 steps."""
+    if before.clip_norm is None or not math.isfinite(before.clip_norm):
+        return
+    norms = [s.grad_norm for s in [*before.recent(RECENT - 1), step] if s.applied and math.isfinite(s.grad_norm)]
+    if len(norms) == RECENT and min(norms) > 100 * before.clip_norm:
+        yield Finding(
+            rule="always-clipped",
+            severity=WARNING,
+            where="all parameters",
+            detail=f"the gradient norm was at least {min(norms):.3g} in each of the last {RECENT} steps, and is "
+            f"clipped to {before.clip_norm:g}",
+            why="every update has the same length whatever the gradient: clipping acts as a much lower learning rate",
+            fix="take the mean of the loss instead of its sum, or clip to about the usual norm",
         )
 
 
@@ -229,6 +288,7 @@ RULES: tuple[Callable[[StepRules, Step], Iterator[Finding]], ...] = (
     check_gradient_norm,
     check_loss_scale,
     check_skips,
+    check_clipping,
 )
 
 
@@ -243,8 +303,8 @@ def _describe_bad_batch(step: int, steps: int, applied: int) -> Finding:
         why = (
             f"the {'update was' if steps == 1 else 'updates were'} skipped, so the weights are intact; the data is bad"
         )
-        fix = "inspect that batch (`narrowgauge replay` shows it); fix or remove its bad samples"
-    return Finding(rule="bad-batch", severity=SERIOUS, where=f"step {step}", detail=detail, why=why, fix=fix)
+        fix = f"inspect that batch; fix or remove its bad samples; {REPLAY}"
+    return Finding(rule="bad-batch", severity=SERIOUS, where=f"step {step}", detail=detail, why=why, fix=fix, step=step)
 
 
 def _describe_updates(steps: int, applied: int) -> str:
