@@ -17,12 +17,19 @@ class Span:
 
     path: str
     line: int
+    """In a notebook, the line in the cell."""
     column: int = 1
     end_line: int | None = None
     end_column: int | None = None
+    cell: int | None = None
+    """For a notebook: the number of the cell."""
+    file_line: int | None = None
+    """For a notebook: the line in the file."""
+    code: str = ""
+    """The text of the first line, which identifies it after lines above were added or removed."""
 
     def __str__(self) -> str:
-        return f"{self.path}:{self.line}"
+        return f"{self.path}:{self.line}" if self.cell is None else f"{self.path}:cell {self.cell}:{self.line}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +55,9 @@ class Finding:
     """The step of a run in which it was found, counted from 1."""
 
     def describe(self) -> dict[str, Any]:
-        """Return the fields for JSON; a span becomes ``path`` and ``line``."""
+        """Return the fields for JSON; a span becomes ``path``, ``line`` and, in a notebook, ``cell``."""
+        place = {"path": self.span.path, "line": self.span.line} if self.span else {}
+        cell = {"cell": self.span.cell} if self.span and self.span.cell is not None else {}
         return {
             "rule": self.rule,
             "severity": self.severity,
@@ -56,7 +65,8 @@ class Finding:
             "detail": self.detail,
             "why": self.why,
             "fix": self.fix,
-            **({"path": self.span.path, "line": self.span.line} if self.span else {}),
+            **place,
+            **cell,
             **({"step": self.step} if self.step is not None else {}),
         }
 
@@ -69,5 +79,5 @@ class Finding:
         Raises:
             TypeError: A field is missing or unknown.
         """
-        known = {name: value for name, value in fields.items() if name not in ("consequence", "path", "line")}
+        known = {name: value for name, value in fields.items() if name not in ("consequence", "path", "line", "cell")}
         return cls(**{"why": fields.get("consequence", ""), **known})

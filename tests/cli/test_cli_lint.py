@@ -126,6 +126,12 @@ def test_built_in_tasks_have_no_findings(capsys: pytest.CaptureFixture[str]) -> 
         0,
         {"findings": [], "checked": {"gpt-tiny": "task under fp8"}, "sarif": None},
     )
+
+
+def test_without_arguments_an_empty_folder_checks_the_default_task(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     code, data = lint(capsys, "--device", "cpu")
     assert code == 0 and list(data["checked"]) == ["gpt-tiny"]
     assert "fp32" not in data["checked"]["gpt-tiny"]

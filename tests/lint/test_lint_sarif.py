@@ -25,6 +25,7 @@ def test_required_fields_are_present() -> None:
     driver = run["tool"]["driver"]
     assert driver["name"] == "narrowgauge"
     assert [rule["id"] for rule in driver["rules"]] == list(RULES)
+    assert all(rule["helpUri"].startswith("https://") for rule in driver["rules"])
     assert all(rule["shortDescription"]["text"] and rule["help"]["text"] for rule in driver["rules"])
     assert len(run["results"]) == len(findings)
     for result, finding in zip(run["results"], findings, strict=True):

@@ -55,7 +55,7 @@ def test_every_rule_has_a_planted_script() -> None:
     assert len(CLEAN) >= 5 and EXAMPLES
     model_tests = (HERE / "test_lint_model.py").read_text()
     untested = [name for name in RULES if name not in rules and f'"{name}"' not in model_tests]
-    assert untested == ["syntax"], "a rule without a planted script or a test of a model"
+    assert untested == ["syntax", "unknown-rule"], "a rule without a planted script or a test of a model"
 
 
 def test_rules_in_the_documentation_exist() -> None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from narrowgauge.findings import ORDER, Finding, Span
 
+PYTORCH = "https://docs.pytorch.org/docs/stable"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
@@ -20,6 +22,10 @@ class Rule:
     """What happens if it is not fixed."""
     fix: str
     """How to fix it."""
+    url: str = f"{PYTORCH}/notes/amp_examples.html"
+    """PyTorch's page on the subject, for code hosts."""
+    advice: bool = False
+    """Whether it is about speed or style: the code is correct, so CI does not fail by default."""
 
     def finding(
         self, where: str, detail: str = "", fix: str = "", severity: str = "", span: Span | None = None
@@ -48,8 +54,8 @@ def in_order(findings: list[Finding]) -> list[Finding]:
     """Return the findings by file and line, modules last, without duplicates."""
     unique = list(dict.fromkeys(findings))
 
-    def key(finding: Finding) -> tuple[bool, str, int, int]:
-        span = finding.span
-        return (span is None, span.path if span else "", span.line if span else 0, ORDER[finding.severity])
+    def key(finding: Finding) -> tuple[bool, str, int, int, int]:
+        span, severity = finding.span, ORDER[finding.severity]
+        return (span is None, span.path, span.cell or 0, span.line, severity) if span else (True, "", 0, 0, severity)
 
     return sorted(unique, key=key)

@@ -51,6 +51,7 @@ def _rule(rule: Rule) -> dict[str, Any]:
         "shortDescription": {"text": _sentence(rule.about)},
         "fullDescription": {"text": _sentence(rule.why)},
         "help": {"text": _sentence(rule.fix)},
+        "helpUri": rule.url,
         "defaultConfiguration": {"level": LEVELS[rule.severity]},
     }
 
@@ -60,10 +61,16 @@ def _result(finding: Finding, index: int, root: Path) -> dict[str, Any]:
         "ruleId": finding.rule,
         "ruleIndex": index,
         "level": LEVELS[finding.severity],
-        "message": {"text": f"{_sentence(finding.detail)} {_sentence(finding.why)} Fix: {_sentence(finding.fix)}"},
+        "message": {"text": _message(finding)},
         "locations": [_location(finding, root)],
         "partialFingerprints": {"narrowgauge/v1": _fingerprint(finding)},
     }
+
+
+def _message(finding: Finding) -> str:
+    span = finding.span
+    place = f"Cell {span.cell}, line {span.line}: " if span is not None and span.cell is not None else ""
+    return f"{place}{_sentence(finding.detail)} {_sentence(finding.why)} Fix: {_sentence(finding.fix)}"
 
 
 def _location(finding: Finding, root: Path) -> dict[str, Any]:
@@ -73,6 +80,9 @@ def _location(finding: Finding, root: Path) -> dict[str, Any]:
 
 
 def _place(span: Span, root: Path) -> dict[str, Any]:
+    if span.cell is not None:  # the columns of the cell are not those of the JSON file
+        region = {"startLine": span.file_line or 1}
+        return {"physicalLocation": {"artifactLocation": _artifact(Path(span.path), root), "region": region}}
     region = {"startLine": span.line, "startColumn": span.column}
     if span.end_line is not None and span.end_column is not None:
         region |= {"endLine": span.end_line, "endColumn": span.end_column}

@@ -11,7 +11,7 @@ from narrowgauge.lint.interpreter.context import Context
 from narrowgauge.lint.interpreter.observer import Operand
 from narrowgauge.lint.interpreter.tensors import PASS_THROUGH
 from narrowgauge.lint.interpreter.values import Module, Tensor, Value
-from narrowgauge.lint.rule import Rule
+from narrowgauge.lint.rule import PYTORCH, Rule
 from narrowgauge.lint.verdicts import Verdicts
 
 MANUAL_ATTENTION = Rule(
@@ -20,6 +20,8 @@ MANUAL_ATTENTION = Rule(
     about="attention by hand: softmax(q @ k.T) @ v",
     why="the scores of all pairs are written to memory, read again, and kept for backward; in FP16 they can overflow",
     fix="use F.scaled_dot_product_attention(q, k, v, attn_mask=..., is_causal=...), which selects a fused kernel",
+    url=f"{PYTORCH}/generated/torch.nn.functional.scaled_dot_product_attention.html",
+    advice=True,
 )
 FUSED = ("scaled_dot_product_attention", "flash_attn", "memory_efficient_attention", "flex_attention")
 """Parts of names that show that the script uses fused kernels."""

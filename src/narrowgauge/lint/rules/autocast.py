@@ -10,7 +10,7 @@ from narrowgauge.lint.interpreter.call import Call
 from narrowgauge.lint.interpreter.constructors import init_scale_position, is_old_amp
 from narrowgauge.lint.interpreter.names import AUTOCASTS, DTYPES, SCALERS
 from narrowgauge.lint.interpreter.values import Autocast, Const, Engine, Ref, Scaler, Tensor, Value
-from narrowgauge.lint.rule import Rule
+from narrowgauge.lint.rule import PYTORCH, Rule
 
 AUTOCAST_BACKWARD = Rule(
     name="autocast-backward",
@@ -18,6 +18,7 @@ AUTOCAST_BACKWARD = Rule(
     about="backward runs inside autocast",
     why="backward uses the formats that forward chose; autocast around it is slower and not supported",
     fix="end the with block after the loss, and call backward outside of it",
+    url=f"{PYTORCH}/amp.html#autocasting",
 )
 AUTOCAST_ARGUMENT = Rule(
     name="autocast-argument",
@@ -25,6 +26,7 @@ AUTOCAST_ARGUMENT = Rule(
     about="an argument of autocast or GradScaler is in the wrong position",
     why="the first argument of torch.cuda.amp.autocast is `enabled`, that of torch.cuda.amp.GradScaler is `init_scale`",
     fix="pass it by keyword",
+    url=f"{PYTORCH}/amp.html",
 )
 DEPRECATED_AMP = Rule(
     name="deprecated-amp",
@@ -32,6 +34,8 @@ DEPRECATED_AMP = Rule(
     about="a deprecated part of AMP",
     why="it warns at every call, and will be removed",
     fix="use torch.amp, with the device type as first argument",
+    url=f"{PYTORCH}/amp.html",
+    advice=True,
 )
 BCE_AUTOCAST = Rule(
     name="bce-autocast",
@@ -40,6 +44,7 @@ BCE_AUTOCAST = Rule(
     why="CUDA's autocast raises RuntimeError: binary_cross_entropy is unsafe to autocast",
     fix="remove the sigmoid from the model, and use BCEWithLogitsLoss (F.binary_cross_entropy_with_logits) on the "
     "logits",
+    url=f"{PYTORCH}/amp.html#prefer-binary-cross-entropy-with-logits-over-binary-cross-entropy",
 )
 REPLACEMENTS = {
     "torch.cuda.amp.autocast": "torch.autocast('cuda')",

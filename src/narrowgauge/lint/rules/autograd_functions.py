@@ -12,7 +12,7 @@ from narrowgauge.findings import WARNING
 from narrowgauge.lint.detector import Detector
 from narrowgauge.lint.interpreter.syntax import words_of
 from narrowgauge.lint.interpreter.values import Class
-from narrowgauge.lint.rule import Rule
+from narrowgauge.lint.rule import PYTORCH, Rule
 
 CUSTOM_OP = Rule(
     name="custom-op",
@@ -22,6 +22,7 @@ CUSTOM_OP = Rule(
     "mix or computes in another format than forward",
     fix="decorate forward with torch.amp.custom_fwd(device_type='cuda') and backward with torch.amp.custom_bwd, or "
     "use narrowgauge.keep_fp32",
+    url=f"{PYTORCH}/notes/amp_examples.html#functions-with-multiple-inputs-or-autocastable-ops",
 )
 _PRODUCTS = {"matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "linear", "conv1d", "conv2d", "conv3d",
              "conv1d_input", "conv2d_input", "conv1d_weight", "conv2d_weight", "conv_transpose2d"}  # fmt: skip

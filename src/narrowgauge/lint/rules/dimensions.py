@@ -22,6 +22,7 @@ OFF_MULTIPLE = Rule(
     about="a dimension that is not a multiple of what tensor cores need",
     why="matrix products need rows of 16 bytes: multiples of 8 in FP16 and BF16; FP8 accepts only multiples of 16",
     fix="pad the dimension",
+    advice=True,
 )
 SCRIPT_LEAST, SCRIPT_LARGE = 256, 1024
 """In scripts, dimensions below the first are not reported; from the second on they are a warning, else a note."""

@@ -11,7 +11,7 @@ from narrowgauge.lint.interpreter.call import Call
 from narrowgauge.lint.interpreter.constructors import init_scale_position
 from narrowgauge.lint.interpreter.names import SCALERS
 from narrowgauge.lint.interpreter.values import Const, Scaler, Tensor, Value
-from narrowgauge.lint.rule import Rule
+from narrowgauge.lint.rule import PYTORCH, Rule
 
 SCALER_WITH_BF16 = Rule(
     name="scaler-with-bf16",
@@ -27,6 +27,7 @@ FP16_WITHOUT_SCALER = Rule(
     about="backward runs on an FP16 loss without a loss scale",
     why="gradients below 6e-8 become zero in FP16, and layers stop learning without an error",
     fix="scale the loss with torch.amp.GradScaler('cuda'), or use dtype=torch.bfloat16, which needs no scale",
+    url=f"{PYTORCH}/amp.html#gradient-scaling",
 )
 SCALE_SETTINGS = Rule(
     name="scale-settings",
@@ -36,6 +37,7 @@ SCALE_SETTINGS = Rule(
     "scale that grows every few steps overflows and skips steps just as often",
     fix="keep the defaults (init_scale=65536, growth_interval=2000): a scale that is too high is corrected within "
     "seconds",
+    url=f"{PYTORCH}/amp.html#gradient-scaling",
 )
 FOUND_INF_TRUTHY = Rule(
     name="found-inf-truthy",

@@ -11,7 +11,7 @@ from narrowgauge.lint.interpreter.call import Call
 from narrowgauge.lint.interpreter.observer import Operand
 from narrowgauge.lint.interpreter.tensors import is_softmax
 from narrowgauge.lint.interpreter.values import Const, Tensor, Value
-from narrowgauge.lint.rule import Rule
+from narrowgauge.lint.rule import PYTORCH, Rule
 
 MANUAL_SOFTMAX = Rule(
     name="manual-softmax",
@@ -19,6 +19,7 @@ MANUAL_SOFTMAX = Rule(
     about="softmax by hand: exp(x) / exp(x).sum()",
     why="exp overflows above 11 in FP16 and above 88 in FP32 and BF16: inf / inf is NaN",
     fix="use torch.softmax(x, dim), which subtracts the maximum first and runs in FP32 under autocast",
+    url=f"{PYTORCH}/generated/torch.softmax.html",
 )
 LOG_SOFTMAX = Rule(
     name="log-softmax",
@@ -27,6 +28,7 @@ LOG_SOFTMAX = Rule(
     why="a probability that was rounded to zero (below 6e-8 in FP16) gives -inf, and an epsilon against that is "
     "rounded to zero as well",
     fix="use torch.log_softmax(x, dim) (F.logsigmoid for a sigmoid), or F.cross_entropy on the logits",
+    url=f"{PYTORCH}/generated/torch.nn.functional.log_softmax.html",
 )
 HALF_LOSS = Rule(
     name="half-loss",
@@ -34,6 +36,7 @@ HALF_LOSS = Rule(
     about="the loss is computed from 16-bit numbers outside autocast",
     why="sums over classes and samples keep two to three digits, and a large sum overflows FP16",
     fix="cast to FP32 first, loss_fn(logits.float(), targets), or compute the loss inside autocast, which does that",
+    url=f"{PYTORCH}/amp.html#cuda-ops-that-autocast-to-float32",
 )
 NAN_MASK = Rule(
     name="nan-mask",

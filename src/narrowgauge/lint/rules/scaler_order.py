@@ -8,7 +8,7 @@ from narrowgauge.lint.interpreter.call import Call
 from narrowgauge.lint.interpreter.engines import engine_of
 from narrowgauge.lint.interpreter.syntax import has_modulo
 from narrowgauge.lint.interpreter.values import Optimizer, ScaleNumber, Scaler, Site
-from narrowgauge.lint.rule import Rule
+from narrowgauge.lint.rule import PYTORCH, Rule
 
 CLIP_BEFORE_UNSCALE = Rule(
     name="clip-before-unscale",
@@ -17,6 +17,7 @@ CLIP_BEFORE_UNSCALE = Rule(
     why="the norm is 65,536 times too large, so nearly every step is clipped, and after unscaling the update is 65,536 "
     "times too small: the model hardly learns, and nothing fails",
     fix="call scaler.unscale_(optimizer) between backward and clipping",
+    url=f"{PYTORCH}/notes/amp_examples.html#gradient-clipping",
 )
 CLIP_AFTER_STEP = Rule(
     name="clip-after-step",
@@ -24,6 +25,7 @@ CLIP_AFTER_STEP = Rule(
     about="gradients are clipped after the step that used them",
     why="the step used unclipped gradients; clipping them afterwards has no effect",
     fix="clip between backward (or unscale_) and the step",
+    url=f"{PYTORCH}/notes/amp_examples.html#gradient-clipping",
 )
 UNSCALE_TWICE = Rule(
     name="unscale-twice",
@@ -31,6 +33,7 @@ UNSCALE_TWICE = Rule(
     about="gradients are unscaled twice between two updates",
     why="GradScaler raises RuntimeError: unscale_() has already been called on this optimizer since the last update()",
     fix="unscale once per update; with gradient accumulation, inside the branch that steps",
+    url=f"{PYTORCH}/notes/amp_examples.html#gradient-accumulation",
 )
 SCALER_WITHOUT_SCALE = Rule(
     name="scaler-without-scale",

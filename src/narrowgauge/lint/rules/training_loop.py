@@ -9,7 +9,7 @@ from narrowgauge.lint.detector import Detector
 from narrowgauge.lint.interpreter.observations import Event
 from narrowgauge.lint.interpreter.syntax import has_modulo
 from narrowgauge.lint.interpreter.values import Tensor
-from narrowgauge.lint.rule import Rule
+from narrowgauge.lint.rule import PYTORCH, Rule
 
 ACCUMULATE_UNDIVIDED = Rule(
     name="accumulate-undivided",
@@ -18,6 +18,7 @@ ACCUMULATE_UNDIVIDED = Rule(
     why="the gradient is the sum instead of the mean: clipping, epsilon and SGD's learning rate have another effect, "
     "and FP16 overflows earlier",
     fix="loss = loss / accumulation_steps before backward",
+    url=f"{PYTORCH}/notes/amp_examples.html#gradient-accumulation",
 )
 SYNC_IN_LOOP = Rule(
     name="sync-in-loop",
