@@ -203,7 +203,8 @@ class Trainer:
             for prediction in self.examiner.predict() if self.examiner is not None else ():
                 result.predictions.append(prediction.as_event())
                 self.record.append("prediction", result.step, **prediction.as_event())
-            for finding in check_result(result):
+            short = self.examiner.finish() if self.examiner is not None and not result.interrupted else []
+            for finding in [*short, *check_result(result)]:
                 self._add_finding(finding)
             result.seconds, result.tokens_per_s = self.throughput.seconds(), self.throughput.rate()
             self.record.append("end", **result.describe())
