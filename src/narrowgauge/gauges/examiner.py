@@ -13,6 +13,7 @@ from narrowgauge.gauges.finding_log import FindingLog
 from narrowgauge.gauges.rules.fp8_rules import Fp8Rules
 from narrowgauge.gauges.rules.lasting import LastingFindings
 from narrowgauge.gauges.rules.predict_formats import Prediction, predict_formats
+from narrowgauge.gauges.rules.silent_rules import MATRIX, ModelHistory, find_silent_faults
 from narrowgauge.gauges.rules.step_rules import Step, StepRules
 from narrowgauge.gauges.rules.tensor_rules import UpdateContext, check_tensors
 from narrowgauge.gauges.rules.zero_rules import find_zeros
@@ -22,8 +23,6 @@ from narrowgauge.gauges.watch.watch import EVERY, Fp8Reading, Snapshot, Watch
 _SNAPSHOTS = 32
 _LOSSES = 64
 """Steps whose losses are kept: a snapshot arrives a step or two after its loss."""
-_MATRIX = 64
-"""Parameters with fewer values (most biases) say little about the size of updates."""
 _KIND_OF_SITE = {"input": "activation", "grad_output": "gradient", "weight": "weight"}
 
 
@@ -54,6 +53,7 @@ class Examiner:
         self.lasting = LastingFindings()
         self.log = FindingLog()
         self._losses: dict[int, float] = {}
+        self._facts: dict[tuple[str, str], float] = {}
         self._first_weights: dict[str, float] = {}
         """The mean square of each parameter in the first snapshot that has it."""
         self.snapshots: deque[Snapshot] = deque(maxlen=_SNAPSHOTS)
@@ -134,11 +134,14 @@ class Examiner:
         context = UpdateContext(snapshot, self.engine.accumulate, self._stochastic, loss)
         self._note_first_weights(snapshot)
         zero = {name for name, mean_square in self._first_weights.items() if mean_square == 0}
-        updates = [one for one in context.select("update") if one.count >= _MATRIX and one.module not in zero]
+        updates = [one for one in context.select("update") if one.count >= MATRIX and one.module not in zero]
         self.step_rules.update_ratio = max((one.ratio or 0.0 for one in updates), default=0.0)
         found = [replace(finding, step=snapshot.update) for finding in check_tensors(context)]
         if snapshot.applied:  # a skipped update shows nothing about what the next one changes
-            found += self.lasting.add(snapshot.update, *find_zeros(context))
+            zeros, explained = find_zeros(context)
+            silent = find_silent_faults(context, ModelHistory(self._first_weights, self._facts)) if loss != 0 else []
+            found += self.lasting.add(snapshot.update, [*zeros, *silent], explained)
+        self._facts = snapshot.facts
         return found
 
     def predict(self) -> list[Prediction]:

@@ -22,6 +22,9 @@ LOOKS = 3
 UPDATES = 5
 """Updates that they must span: with a snapshot in every update, three are too early to tell."""
 
+_CERTAIN = ("dead-layer", "no-gradient", "underflow")
+"""Rules that a run of one or two snapshots reports as warnings; the others need more to say anything."""
+
 
 class LastingFindings:
     """Counts candidates from snapshot to snapshot, and returns those that last."""
@@ -75,4 +78,4 @@ class LastingFindings:
     def finish(self) -> list[Finding]:
         """Return, as warnings, the candidates of a run that was too short to prove them."""
         found, self._pending = list(self._pending.values()), {}
-        return found if self._looks < LOOKS else []
+        return [one for one in found if one.rule in _CERTAIN] if self._looks < LOOKS else []
