@@ -126,3 +126,46 @@ def test_gradients_that_are_always_clipped():
 def test_faults_are_found_in_a_watched_run_with_bf16():
     torch.manual_seed(0)
     assert set(train(TwoParts(cut=True), "bf16", batch=make_batch)) == {("no-gradient", "encoder")}
+
+
+def test_a_model_that_has_fitted_its_data_is_healthy():
+    """One batch, fitted until gradients are below Adam's eps and batch norm statistics no longer change."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(16), nn.Linear(16, 16))
+    x = make_batch(0)[0]
+    found = train(model, steps=250, every=10, batch=lambda _: (x, x.clone()), lr=3e-2)
+    assert not {rule for rule, _ in found} & {"adam-eps-too-large", "batchnorm-not-updated"}
+    assert not [finding for finding in found.values() if finding.severity == SERIOUS]
+
+
+def test_other_healthy_models():
+    """Tied embeddings, a recurrent layer, and experts of which a batch uses a few."""
+
+    class Tokens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.rnn, self.head = nn.Embedding(50, 32), nn.GRU(32, 32, batch_first=True), nn.Linear(32, 50)
+            self.head.weight = self.embed.weight
+
+        def forward(self, tokens):
+            return self.head(self.rnn(self.embed(tokens))[0])
+
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.router, self.experts = nn.Linear(16, 4), nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+        def forward(self, x):
+            weight, chosen = self.router(x[:2]).softmax(-1).max(-1)
+            return torch.stack([self.experts[int(i)](x) * w for w, i in zip(weight, chosen, strict=True)]).sum(0)
+
+    def tokens(step):
+        rows = torch.randint(0, 50, (16, 9), generator=torch.Generator().manual_seed(step))
+        return rows[:, :-1], rows[:, 1:]
+
+    torch.manual_seed(0)
+    assert (
+        train(Tokens(), batch=tokens, loss=lambda m, x, y: F.cross_entropy(m(x).flatten(0, 1).float(), y.flatten()))
+        == {}
+    )
+    assert not [finding for finding in train(Experts()).values() if finding.severity == SERIOUS]

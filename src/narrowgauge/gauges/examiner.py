@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -53,7 +54,6 @@ class Examiner:
         self.lasting = LastingFindings()
         self.log = FindingLog()
         self._losses: dict[int, float] = {}
-        self._facts: dict[tuple[str, str], float] = {}
         self._first_weights: dict[str, float] = {}
         """The mean square of each parameter in the first snapshot that has it."""
         self.snapshots: deque[Snapshot] = deque(maxlen=_SNAPSHOTS)
@@ -139,9 +139,10 @@ class Examiner:
         found = [replace(finding, step=snapshot.update) for finding in check_tensors(context)]
         if snapshot.applied:  # a skipped update shows nothing about what the next one changes
             zeros, explained = find_zeros(context)
-            silent = find_silent_faults(context, ModelHistory(self._first_weights, self._facts)) if loss != 0 else []
+            first = self.step_rules.first_losses
+            history = ModelHistory(self._first_weights, statistics.median(first) if first else None)
+            silent = find_silent_faults(context, history)
             found += self.lasting.add(snapshot.update, [*zeros, *silent], explained)
-        self._facts = snapshot.facts
         return found
 
     def predict(self) -> list[Prediction]:

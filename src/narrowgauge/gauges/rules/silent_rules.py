@@ -18,6 +18,8 @@ MATRIX = 64
 _DEAD_UNITS = 0.95
 _OUT_OF_PROPORTION, _LARGE = 100.0, 0.05
 """An update this many times the median of the others, relative to its weights, and at least this share of them."""
+_CONVERGED = 1e-4
+"""Share of the first loss below which gradients are small because there is nothing left to learn."""
 _VANISHED = 1e-6
 _DEEP = 8
 """Matrices that a model must have for its depth to be judged."""
@@ -29,12 +31,14 @@ class ModelHistory:
 
     first_weights: Mapping[str, float] = field(default_factory=dict)
     """The mean square of each parameter in the first snapshot."""
-    facts: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    """The facts of the snapshot before."""
+    first_loss: float | None = None
+    """The median of the first losses."""
 
 
 def find_silent_faults(context: UpdateContext, before: ModelHistory) -> list[Finding]:
-    """Return what every rule in ``RULES`` finds in one snapshot."""
+    """Return what every rule in ``RULES`` finds in one snapshot; nothing once the loss has all but reached zero."""
+    if context.loss is not None and abs(context.loss) <= _CONVERGED * abs(before.first_loss or 0.0):
+        return []
     return [finding for rule in RULES for finding in rule(context, before)]
 
 
@@ -66,15 +70,15 @@ def check_optimized(context: UpdateContext, _: ModelHistory) -> Iterator[Finding
         )
 
 
-def check_batch_norms(context: UpdateContext, before: ModelHistory) -> Iterator[Finding]:
-    """Find batch norms in training mode whose running statistics do not move."""
+def check_batch_norms(context: UpdateContext, _: ModelHistory) -> Iterator[Finding]:
+    """Find batch norms in training mode whose running statistics are still the initial ones."""
     for (name, path), value in context.snapshot.facts.items():
-        if name == "statistics" and before.facts.get((name, path)) == value:
+        if name == "statistics" and value == 0:
             yield Finding(
                 rule="batchnorm-not-updated",
                 severity=SERIOUS,
                 where=path,
-                detail="its running mean and variance do not change, although it is in training mode",
+                detail="its running mean is still 0 and its running variance 1, although it is in training mode",
                 why="evaluation normalizes with statistics that are not those of the data",
                 fix="check its momentum (0 never updates; the default is 0.1)",
             )

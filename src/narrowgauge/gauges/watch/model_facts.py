@@ -4,7 +4,7 @@
     no_gradient    of a parameter: 1 if its optimizer steps, but it has no gradient at all (None)
     no_optimizer   of a parameter: 1 if it has a gradient, but is in no optimizer
     adam_root      of a parameter: the root of the mean second moment of Adam, divided by eps
-    statistics     of a batch norm in training: a sum that changes whenever its running statistics do
+    statistics     of a batch norm in training: how far its running statistics are from their initial 0 and 1
 
 Each fact is one number, computed on the device and copied to the host with the other numbers of the snapshot.
 """
@@ -69,7 +69,8 @@ class ModelFacts:
                         self.values["adam_root", names[id(parameter)]] = root.to(self.engine.device)
         for path, module in _training_batch_norms(self.engine.inner):
             assert module.running_mean is not None and module.running_var is not None
-            self.values["statistics", path] = module.running_mean.sum() + module.running_var.sum()
+            mean, variance = module.running_mean, module.running_var
+            self.values["statistics", path] = mean.abs().sum() + (variance - 1).abs().sum()
 
     def stack(self) -> Tensor:
         """Return all values as one tensor, in the order of their names."""
