@@ -23,8 +23,9 @@ def test_a_dead_layer_and_what_it_cuts_off():
 def test_skips_follow_from_what_is_not_finite():
     rules = ["skips-in-a-row", "overflow", "skipping-too-often", "training-stalled"]
     steps = [11, 2, 50, 51]
-    (group,) = group_by_cause([make(rule, step=step) for rule, step in zip(rules, steps, strict=True)])
-    assert group.rule == "overflow" and len(group.consequences) == 3
+    group, end = group_by_cause([make(rule, step=step) for rule, step in zip(rules, steps, strict=True)])
+    assert group.rule == "overflow" and len(group.consequences) == 2
+    assert end.rule == "training-stalled" and not end.consequences  # why the run ended
 
 
 def test_unrelated_findings_stay_apart():

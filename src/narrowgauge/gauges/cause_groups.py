@@ -5,7 +5,8 @@
     root                 follow causes until a finding has none
     group                the root with the severity of its worst member; the others are its consequences
 
-CAUSES only leads from effects to rules earlier in the chain of computation, so there are no cycles.
+``training-stalled`` says why a run ended, and stays on its own. CAUSES only leads from effects to rules earlier in the
+chain of computation, so there are no cycles.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ CAUSES: dict[str, tuple[str, ...]] = {
     "skips-in-a-row": (*_BAD_NUMBERS, *_SCALE),
     "skipping-too-often": (*_BAD_NUMBERS, *_SCALE, "skips-in-a-row"),
     "many-skipped-updates": (*_BAD_NUMBERS, *_SCALE, "skips-in-a-row"),
-    "training-stalled": (*_BAD_NUMBERS, *_SCALE, "skips-in-a-row", "skipping-too-often"),
     "loss-did-not-fall": (*_BAD_NUMBERS, *_SCALE, "dead-layer", "underflow", "no-gradient", "stagnating-updates"),
 }
 """For the rule of a finding: the rules that can be its cause."""
