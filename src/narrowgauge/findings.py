@@ -32,6 +32,16 @@ class Span:
         return f"{self.path}:{self.line}" if self.cell is None else f"{self.path}:cell {self.cell}:{self.line}"
 
 
+@dataclass(frozen=True)
+class Consequence:
+    """Another finding that follows from the same cause."""
+
+    rule: str
+    where: str
+    detail: str
+    step: int | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     """A problem that a rule found in a run, a model or a script."""
@@ -53,6 +63,8 @@ class Finding:
     """The range in a file, for findings in files."""
     step: int | None = None
     """The step of a run in which it was found, counted from 1."""
+    consequences: tuple[Consequence, ...] = ()
+    """Other findings of the run that follow from this one."""
 
     def describe(self) -> dict[str, Any]:
         """Return the fields for JSON; a span becomes ``path``, ``line`` and, in a notebook, ``cell``."""
@@ -68,6 +80,7 @@ class Finding:
             **place,
             **cell,
             **({"step": self.step} if self.step is not None else {}),
+            **({"consequences": [dict(vars(one)) for one in self.consequences]} if self.consequences else {}),
         }
 
     @classmethod
@@ -80,4 +93,5 @@ class Finding:
             TypeError: A field is missing or unknown.
         """
         known = {name: value for name, value in fields.items() if name not in ("consequence", "path", "line", "cell")}
-        return cls(**{"why": fields.get("consequence", ""), **known})
+        consequences = tuple(Consequence(**one) for one in known.pop("consequences", ()))
+        return cls(**{"why": fields.get("consequence", ""), "consequences": consequences, **known})

@@ -8,7 +8,9 @@ import pytest
 
 from narrowgauge.findings import SERIOUS, Finding
 from narrowgauge.gauges.finding_log import FindingLog
+from narrowgauge.gauges.rules.nonfinite_advice import advise_on_nonfinite
 from narrowgauge.gauges.rules.step_rules import Step, StepRules
+from narrowgauge.recipe import parse
 
 
 def run(steps, scaled=False):
@@ -146,3 +148,19 @@ def test_findings_of_older_states_load():
         Finding(rule="loss-spike", severity="warning", where="step 3", detail="d", fix="f", why="c")
     ]
     assert log.add(log.findings) == []
+
+
+def test_skipped_updates_with_and_without_a_dynamic_loss_scale():
+    """A dynamic scale may skip a few updates in a row, not ten; without one, a single skip has a cause in the model."""
+    few, many = (list(changed(healthy(), applied=(100, last, False))) for last in (104, 109))
+    assert run(few, scaled=True) == []
+    (found,) = run(many, scaled=True)
+    assert (found.rule, found.severity, found.step) == ("skips-in-a-row", SERIOUS, 100)
+    (found,) = run(few)
+    assert (found.rule, found.severity, found.step) == ("gradient-not-finite", SERIOUS, 100)
+
+
+def test_advice_fits_the_recipe():
+    for name, expected in [("fp32", "FP32 has"), ("bf16", "BF16 has"), ("fp16", "use bf16"), ("fp8", "bf16 to see"),
+                           ("fp16[loss_scale=1024]", "dynamic loss scale")]:  # fmt: skip
+        assert expected in advise_on_nonfinite(parse(name))

@@ -71,9 +71,11 @@ def test_the_same_run_without_the_bad_pair_is_healthy(tmp_path):
 
 
 def test_all_updates_skipped_is_serious_and_advice_fits_the_recipe(tmp_path):
-    result, _ = run(tmp_path, equal_at=range(10))
-    found = serious(result)["many-skipped-updates"]
-    assert result.skipped == 10 and "10 of 10" in found.detail and "bf16" not in found.fix
+    result, text = run(tmp_path, equal_at=range(10))
+    (found,) = result.findings
+    assert (found.rule, found.severity, found.step) == ("gradient-not-finite", SERIOUS, 1)
+    assert result.skipped == 10 and "10 of 10 updates were skipped" in text and "bf16" not in found.fix
+    assert {one.rule for one in found.consequences} == {"skips-in-a-row", "many-skipped-updates"}
 
 
 @pytest.mark.parametrize("bad", [(3,), (9,), (2, 3, 4, 5)])

@@ -94,6 +94,8 @@ def test_findings_do_not_depend_on_interruptions(tmp_path: Path, recipe: str, cu
     assert_same_run(tmp_path / "whole", tmp_path / "often", STEPS)
     if curve is falls_then_rises:
         assert not whole.serious
+    elif curve is diverges:  # small updates, as in Q-learning, whose targets move: not certain enough to be serious
+        assert "loss-diverging" in {finding.rule for finding in whole.findings}
     elif curve is not spikes:
         assert whole.serious
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from narrowgauge.runs.settings import Settings
     from narrowgauge.task import Task
 
+_MOST_CONSEQUENCES = 4
+
 
 def introduce(task: Task, settings: Settings, folder: Path, why: str | None, out: TextIO) -> None:
     from narrowgauge.recipe import is_auto
@@ -71,6 +73,10 @@ def summarise(result: Result, facts: dict[str, Any], folder: Path, out: TextIO, 
         if finding.why:
             line("", finding.why)
         line("", f"-> {finding.fix}")
+        for one in finding.consequences[:_MOST_CONSEQUENCES]:
+            line("", f"follows from it: {one.where}: {one.detail}")
+        if len(finding.consequences) > _MOST_CONSEQUENCES:
+            line("", f"and {len(finding.consequences) - _MOST_CONSEQUENCES} more findings")
     if not result.watched:
         line("health", "not watched (--watch 0): no tensor was read; losses and gradient norms were checked")
     elif not result.findings:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from narrowgauge.engine import Engine
 from narrowgauge.findings import Finding
 from narrowgauge.gauges.finding_log import FindingLog
 from narrowgauge.gauges.rules.fp8_rules import Fp8Rules
+from narrowgauge.gauges.rules.lasting import LastingFindings
 from narrowgauge.gauges.rules.predict_formats import Prediction, predict_formats
+from narrowgauge.gauges.rules.silent_rules import MATRIX, ModelHistory, find_silent_faults
 from narrowgauge.gauges.rules.step_rules import Step, StepRules
 from narrowgauge.gauges.rules.tensor_rules import UpdateContext, check_tensors
+from narrowgauge.gauges.rules.zero_rules import find_zeros
 from narrowgauge.gauges.watch.readings import Reading
 from narrowgauge.gauges.watch.watch import EVERY, Fp8Reading, Snapshot, Watch
 
 _SNAPSHOTS = 32
+_LOSSES = 64
+"""Steps whose losses are kept: a snapshot arrives a step or two after its loss."""
 _KIND_OF_SITE = {"input": "activation", "grad_output": "gradient", "weight": "weight"}
 
 
@@ -44,7 +51,11 @@ class Examiner:
         floor = scaler.floor if dynamic and scaler is not None else 1.0
         self.step_rules = StepRules(dynamic, floor, clip_norm=engine.clip_norm, recipe=recipe)
         self.fp8_rules = Fp8Rules()
+        self.lasting = LastingFindings()
         self.log = FindingLog()
+        self._losses: dict[int, float] = {}
+        self._first_weights: dict[str, float] = {}
+        """The mean square of each parameter in the first snapshot that has it."""
         self.snapshots: deque[Snapshot] = deque(maxlen=_SNAPSHOTS)
         """The latest snapshots, which predictions are made from."""
         self._stochastic = recipe.master == "none" and all(getattr(o, "dithers", False) for o in engine.optimizers)
@@ -57,7 +68,7 @@ class Examiner:
     def state_dict(self) -> dict[str, Any]:
         """Return what the rules remember, as plain values. Without it, a resumed run is judged like a new one."""
         steps, sites = self.step_rules.state_dict(), self.fp8_rules.state_dict()
-        return {"steps": steps, "sites": sites, "found": self.log.state_dict()}
+        return {"steps": steps, "sites": sites, "lasting": self.lasting.state_dict(), "found": self.log.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any], snapshots: Iterable[Mapping[str, Any]] = ()) -> None:
         """Restore what the rules remember.
@@ -70,9 +81,12 @@ class Examiner:
         for event in snapshots:
             readings = [Reading.from_event(reading) for reading in event["readings"]]
             self.snapshots.append(Snapshot(event["step"], readings, bool(event["applied"])))
+            self._note_first_weights(self.snapshots[-1])
         if state:
             self.step_rules.load_state_dict(state["steps"])
             self.fp8_rules.load_state_dict(state["sites"])
+            if "lasting" in state:  # not in older checkpoints
+                self.lasting.load_state_dict(state["lasting"])
             self.log.load_state_dict(state["found"])
 
     def check_step(self, step: Step) -> list[Finding]:
@@ -84,6 +98,8 @@ class Examiner:
         Returns:
             The new findings.
         """
+        self._losses[step.number] = step.loss
+        self._losses.pop(step.number - _LOSSES, None)
         return self.log.add(self.step_rules.check(step))
 
     see = check_step  # the former name, for existing scripts
@@ -100,14 +116,34 @@ class Examiner:
         if self.watch is None:
             return [], [], []
         snapshots, fp8_readings = self.watch.snapshots(wait), self.watch.fp8_readings(wait)
-        found = []
+        found: list[Finding] = []
         self.snapshots.extend(snapshots)
         for snapshot in snapshots:
-            found += check_tensors(UpdateContext(snapshot, self.engine.accumulate, self._stochastic))
+            found += self._check_snapshot(snapshot)
             self._learn_sizes(snapshot)
         for reading in fp8_readings:
-            found += self.fp8_rules.check(reading)
+            found += [replace(finding, step=reading.update) for finding in self.fp8_rules.check(reading)]
         return snapshots, fp8_readings, self.log.add(found)
+
+    def finish(self) -> list[Finding]:
+        """Return the new findings at the end of a run: what it was too short to prove, as warnings."""
+        return self.log.add(self.lasting.finish())
+
+    def _check_snapshot(self, snapshot: Snapshot) -> list[Finding]:
+        loss = self._losses.get(snapshot.update)
+        context = UpdateContext(snapshot, self.engine.accumulate, self._stochastic, loss)
+        self._note_first_weights(snapshot)
+        zero = {name for name, mean_square in self._first_weights.items() if mean_square == 0}
+        updates = [one for one in context.select("update") if one.count >= MATRIX and one.module not in zero]
+        self.step_rules.update_ratio = max((one.ratio or 0.0 for one in updates), default=0.0)
+        found = [replace(finding, step=snapshot.update) for finding in check_tensors(context)]
+        if snapshot.applied:  # a skipped update shows nothing about what the next one changes
+            zeros, explained = find_zeros(context)
+            first = self.step_rules.first_losses
+            history = ModelHistory(self._first_weights, statistics.median(first) if first else None)
+            silent = find_silent_faults(context, history)
+            found += self.lasting.add(snapshot.update, [*zeros, *silent], explained)
+        return found
 
     def predict(self) -> list[Prediction]:
         """Predict how FP16 and FP8 would do.
@@ -117,6 +153,11 @@ class Examiner:
         """
         wide = self.engine.recipe.compute in ("fp32", "tf32", "bf16")
         return predict_formats([snapshot.readings for snapshot in self.snapshots]) if wide and self.snapshots else []
+
+    def _note_first_weights(self, snapshot: Snapshot) -> None:
+        for reading in snapshot.readings:
+            if reading.kind == "weight":
+                self._first_weights.setdefault(reading.module, reading.mean_square)
 
     def _learn_sizes(self, snapshot: Snapshot) -> None:
         """Note the size of each FP8 site's tensor: a grad_output is as large as the output, a weight is known."""

@@ -90,6 +90,7 @@ class Gauges:
         if self in self.engine.watchers:
             self._examine(self._readback.drain())
             self._report(self.examiner.collect(wait=True)[2])
+            self._report(self.examiner.finish())
             self.engine.watchers.remove(self)
             if self.examiner.watch is not None:
                 self.examiner.watch.stop()

@@ -25,6 +25,7 @@ from narrowgauge.engine import Engine
 from narrowgauge.errors import TrainingStalled
 from narrowgauge.findings import Finding
 from narrowgauge.gauges.capture import Recorder
+from narrowgauge.gauges.cause_groups import group_by_cause
 from narrowgauge.gauges.examiner import Examiner
 from narrowgauge.gauges.rules.step_rules import Step
 from narrowgauge.nn.speed_advice import no_speed_warnings
@@ -203,8 +204,10 @@ class Trainer:
             for prediction in self.examiner.predict() if self.examiner is not None else ():
                 result.predictions.append(prediction.as_event())
                 self.record.append("prediction", result.step, **prediction.as_event())
-            for finding in check_result(result):
+            short = self.examiner.finish() if self.examiner is not None and not result.interrupted else []
+            for finding in [*short, *check_result(result)]:
                 self._add_finding(finding)
+            result.findings = group_by_cause(result.findings)
             result.seconds, result.tokens_per_s = self.throughput.seconds(), self.throughput.rate()
             self.record.append("end", **result.describe())
             self.record.sync()

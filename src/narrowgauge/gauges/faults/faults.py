@@ -137,6 +137,7 @@ def train_setup(setup: Setup, steps: int = STEPS, every: int = 5) -> Outcome:
     except TrainingStalled:
         outcome.stalled = True
     examiner.collect(wait=True)
+    examiner.finish()
     outcome.findings = list(examiner.findings)
     return outcome
 

@@ -142,14 +142,13 @@ def check_loss_level(before: StepRules, step: Step) -> Iterator[Finding]:
     latest = statistics.median(recent[-10:])  # robust to one spike
     before.lowest_loss = min(before.lowest_loss, latest)
     if latest > start + 0.1 * abs(start) and latest > before.lowest_loss + 0.5 * abs(before.lowest_loss):
-        destroyed = before.update_ratio > LARGE_UPDATE
+        destroyed = before.update_ratio > LARGE_UPDATE or latest > 1000 * abs(start) > 0
         yield Finding(
             rule="loss-diverging",
             severity=SERIOUS if destroyed else WARNING,
             where="loss",
             detail=f"median of the last ten losses {latest:.4g}, of the first five {start:.4g}; best "
-            f"{before.lowest_loss:.4g}"
-            + (f"; updates are up to {before.update_ratio:.2g} times as large as the weights" if destroyed else ""),
+            f"{before.lowest_loss:.4g}; updates are up to {before.update_ratio:.2g} of the weights",
             why="the model is losing what it has learned" if destroyed else
             "the model is losing what it has learned, unless its targets move, as in Q-learning",
             fix="lower the learning rate, use a longer warmup, clip gradients",

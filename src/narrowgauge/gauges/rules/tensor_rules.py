@@ -10,10 +10,6 @@ from narrowgauge.formats import find_format
 from narrowgauge.gauges.watch.readings import Reading
 from narrowgauge.gauges.watch.watch import Snapshot
 
-_CROWDED = 0.25
-"""Share of FP16 values in the subnormal range above which a tensor counts as underflowing, if its largest is small."""
-_SMALL = 2.0**-8
-"""If the largest gradient is above this, what FP16 flushes is at most a hundredth of it and does no harm."""
 _MANY = 16
 """Microbatches whose sum in BF16, with 8 significant bits, no longer changes when a small one is added."""
 
@@ -27,6 +23,9 @@ class UpdateContext:
     """Microbatches per update."""
     stochastic_rounding: bool = False
     """Weights without masters are rounded stochastically: most do not change in one step, but are right on average."""
+
+    loss: float | None = None
+    """The loss of the update, if it is known."""
 
     def select(self, kind: str) -> list[Reading]:
         """Return the readings of a kind, in the order of computation."""
@@ -60,39 +59,6 @@ def check_finite(context: UpdateContext) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def find_starting_at_zero(context: UpdateContext) -> set[str]:
-    """Return the modules whose weights are all zero, but get a gradient: the first update changes them.
-
-    Low-rank adapters start like this, and so do the last layers of some residual branches. What is before such a
-    module gets no gradient yet.
-    """
-    learning = {one.module for one in context.select("weight_gradient") if one.zeros < one.count}
-    zero = {one.module for one in context.select("weight") if one.count and one.zeros == one.count}
-    return {name.removesuffix(".weight") for name in zero & learning if name.endswith(".weight")}
-
-
-def check_zeros(context: UpdateContext) -> Iterator[Finding]:
-    """Find modules whose output is all zeros, and parameters whose gradient is, if others are not.
-
-    While weights start at zero, nothing is said about them and about gradients: the next snapshot shows more.
-    """
-    starting = find_starting_at_zero(context)
-    for kind, rule, what in (("activation", "dead-layer", "output"), ("weight_gradient", "no-gradient", "gradient")):
-        readings = context.select(kind)
-        alive = any(reading.zeros < reading.count for reading in readings)
-        for reading in readings if alive else ():
-            is_expected = reading.module in starting if kind == "activation" else bool(starting)
-            if reading.zeros == reading.count and not is_expected:
-                yield Finding(
-                    rule=rule,
-                    severity=SERIOUS if kind == "activation" else WARNING,
-                    where=reading.module,
-                    detail=f"all {reading.count} values of its {what} are zero",
-                    why="it contributes nothing, and layers before it get no gradient through it",
-                    fix="check its weights and inputs; in FP16, also the loss scale",
-                )
-
-
 def check_logits(context: UpdateContext) -> Iterator[Finding]:
     """Find a head with very large outputs."""
     heads = [reading for reading in context.select("activation") if reading.module.endswith(("head", "logits"))]
@@ -105,35 +71,6 @@ def check_logits(context: UpdateContext) -> Iterator[Finding]:
             why="softmax becomes one-hot; gradients vanish except in a few rows, and then spike",
             fix="lower the learning rate, add a z-loss or weight decay on the head",
         )
-
-
-def check_underflow(context: UpdateContext) -> Iterator[Finding]:
-    """Find FP16 gradients that are zero or subnormal for the most part."""
-    starting = find_starting_at_zero(context)
-    for reading in context.select("gradient"):
-        if reading.dtype != "fp16" or (starting and reading.zeros == reading.count):
-            continue
-        shares = reading.shares("fp16")
-        if reading.zero_share > 0.999:
-            yield Finding(
-                rule="underflow",
-                severity=SERIOUS,
-                where=reading.module,
-                detail=f"{reading.zeros} of {reading.count} gradients are zero at a loss scale of {reading.scale:g}",
-                why="this layer and those before it learn nothing",
-                fix="use a dynamic loss scale (recipe fp16), or bf16, which needs none",
-            )
-        elif shares.subnormal > _CROWDED and reading.amax < _SMALL:
-            best = reading.best_scale("fp16") * reading.scale
-            yield Finding(
-                rule="underflow",
-                severity=SERIOUS if shares.subnormal > 2 * _CROWDED else WARNING,
-                where=reading.module,
-                detail=f"{shares.subnormal:.0%} of its nonzero gradients are FP16 subnormals and "
-                f"{reading.zero_share:.0%} of all are zero at a loss scale of {reading.scale:g}",
-                why="small gradients are lost: the layer learns slowly, or not at all",
-                fix=f"use a dynamic loss scale (recipe fp16), or a fixed one of up to {best:g}; bf16 needs none",
-            )
 
 
 def check_fp16_limit(context: UpdateContext) -> Iterator[Finding]:
@@ -202,9 +139,7 @@ def check_updates(context: UpdateContext) -> Iterator[Finding]:
 
 RULES: tuple[Callable[[UpdateContext], Iterator[Finding]], ...] = (
     check_finite,
-    check_zeros,
     check_logits,
-    check_underflow,
     check_fp16_limit,
     check_accumulation,
     check_updates,

@@ -58,6 +58,11 @@ class Reading:
         """Share of all values that are zero."""
         return self.zeros / self.count if self.count else 0.0
 
+    @property
+    def is_zero(self) -> bool:
+        """Whether all values are zero."""
+        return self.zeros == self.count
+
     def shares(self, format: str, scale: float = 1.0) -> Shares:
         """Compute what a format would lose of the tensor.
 

@@ -22,6 +22,7 @@ from narrowgauge import events
 from narrowgauge.device_readback import TensorReadback
 from narrowgauge.engine import Engine
 from narrowgauge.errors import UsageError
+from narrowgauge.gauges.watch.model_facts import ModelFacts
 from narrowgauge.gauges.watch.readings import Reading, read_counts
 from narrowgauge.kernels.tensor_stats import StatsTable, add_statistics
 from narrowgauge.nn.compile_forward import run_uncompiled
@@ -53,6 +54,8 @@ class Snapshot:
     readings: list[Reading]
     applied: bool
     """False if the update was skipped."""
+    facts: dict[tuple[str, str], float] = field(default_factory=dict)
+    """Facts about units, parameters and optimizer states, by name and place (``model_facts``)."""
 
 
 @dataclass
@@ -211,6 +214,7 @@ class _UpdateTable(events.Listener):
         self.rows: dict[tuple[str, str], _Row] = {}
         self._before: list[Sample] = []
         self._measured: dict[str, Tensor] = {}
+        self._facts = ModelFacts(engine)
 
     def add(self, kind: str, path: str, tensor: Tensor, inverse_scale: Tensor | None = None) -> None:
         """Add a tensor. Several with one name (chunks, a module that is called twice) share a row.
@@ -230,7 +234,8 @@ class _UpdateTable(events.Listener):
         self.add(kind, path, tensor, inv_scale)
 
     def make_hook(self, path: str) -> Any:
-        def read_output(_: nn.Module, __: Any, output: Any) -> None:
+        def read_output(module: nn.Module, _: Any, output: Any) -> None:
+            self._facts.read_units(path, module, output)
             for tensor in _tensors(output):
                 self.add("activation", path, tensor)
                 if tensor.requires_grad:
@@ -243,6 +248,7 @@ class _UpdateTable(events.Listener):
             self.add("weight", name, parameter)
             if parameter.grad is not None and not parameter.grad.is_sparse:
                 self.add("weight_gradient", name, parameter.grad)
+        self._facts.before_update()
         self._before = sample_masters(self.engine.named, SAMPLE)
 
     def after_update(self) -> None:
@@ -251,6 +257,7 @@ class _UpdateTable(events.Listener):
             self._measured |= zip(before.names, _measure_updates(before.values, changes), strict=True)
             for name, change in zip(before.names, changes, strict=True):
                 self.add("update", name, change)
+        self._facts.after_update()
 
     def send(self, readback: TensorReadback, report: StepReport) -> None:
         tensors = {f"counts{i}": table.counts for i, table in enumerate(self.tables)}
@@ -258,7 +265,9 @@ class _UpdateTable(events.Listener):
         tensors |= {name: report.tensors[name] for name in ("applied", "loss_scale")}
         if self._measured:
             tensors["measured"] = torch.stack(list(self._measured.values()))
-        readback.push((report.index, self.rows, list(self._measured)), tensors)
+        if self._facts.values:
+            tensors["facts"] = self._facts.stack()
+        readback.push((report.index, self.rows, list(self._measured), list(self._facts.values)), tensors)
 
 
 def _measure_updates(weights: Tensor, changes: Tensor) -> Tensor:
@@ -270,8 +279,10 @@ def _measure_updates(weights: Tensor, changes: Tensor) -> Tensor:
     return torch.stack([lost, ratio], 1)
 
 
-def _make_snapshot(tag: tuple[int, dict[tuple[str, str], _Row], list[str]], tensors: dict[str, Tensor]) -> Snapshot:
-    update, rows, parameters = tag
+def _make_snapshot(
+    tag: tuple[int, dict[tuple[str, str], _Row], list[str], list[tuple[str, str]]], tensors: dict[str, Tensor]
+) -> Snapshot:
+    update, rows, parameters, names = tag
     tables = len([name for name in tensors if name.startswith("counts")])
     counts = torch.cat([tensors[f"counts{i}"] for i in range(tables)]).tolist() if tables else []
     sizes = torch.cat([tensors[f"sizes{i}"] for i in range(tables)]).tolist() if tables else []
@@ -292,7 +303,8 @@ def _make_snapshot(tag: tuple[int, dict[tuple[str, str], _Row], list[str]], tens
             "mean_square": squares / finite,
         }
         readings.append(Reading(**common, scale=own_scale, lost=lost, ratio=ratio, **fields))
-    return Snapshot(update, readings, bool(tensors["applied"]))
+    facts = dict(zip(names, tensors["facts"].tolist(), strict=True)) if "facts" in tensors else {}
+    return Snapshot(update, readings, bool(tensors["applied"]), facts)
 
 
 def _watched_modules(engine: Engine) -> Iterator[tuple[str, nn.Module]]:
