@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import math
+import re
 
 from narrowgauge.findings import NOTE, SERIOUS, WARNING
 from narrowgauge.lint.detector import Detector
 from narrowgauge.lint.interpreter.call import Call
+from narrowgauge.lint.interpreter.context import Context
 from narrowgauge.lint.interpreter.observer import Operand
 from narrowgauge.lint.interpreter.tensors import is_softmax
 from narrowgauge.lint.interpreter.values import Const, Tensor, Value
@@ -51,6 +53,17 @@ _LOW = ("fp16", "bf16")
 _KINDS = {"softmax": "softmax", "probs": "softmax", "sigmoid": "sigmoid"}
 
 
+_LOG_PROBABILITIES = ("nllloss", "nll_loss", "kldivloss", "kl_div", "ctcloss", "ctc_loss")
+"""Losses of log-probabilities: autocast computes log_softmax, the last operation of such a model, in FP32."""
+_METRICS = re.compile(r"(^|_)(eval|evaluate|val|valid|validate|validation|test|metrics?|psnr|accuracy|score|predict)")
+
+
+def _is_metric(context: Context, call: Call) -> bool:
+    """Return whether a loss function computes a number to be shown: in an evaluation, or read at once."""
+    functions = [frame.partition(":")[0] for frame in context.frames]
+    return any(_METRICS.search(name.lower()) for name in functions) or call.node in context.read_at_once
+
+
 class ManualSoftmax(Detector):
     """Checks divisions of exp by its sum."""
 
@@ -83,10 +96,17 @@ class HalfLoss(Detector):
         given = [value for value in call.values if isinstance(value, Tensor)]
         short = name.split(".")[-1]
         cast = next((value.dtype for value in given if value.dtype in _LOW), None)
+        if _is_metric(self.context, call):
+            return
         outputs = [value for value in given if value.output and value.dtype is None and value.under is not None]
         if cast is not None:
             self.judge(HALF_LOSS, call.node, True, f"{short} gets numbers that were cast to {cast.upper()}")
-        elif outputs and outputs[0].under is not None and outputs[0].under.dtype in _LOW:
+        elif (
+            outputs
+            and short.lower() not in _LOG_PROBABILITIES
+            and outputs[0].under is not None
+            and outputs[0].under.dtype in _LOW
+        ):
             detail = (
                 f"{short} runs after the autocast block, on the output of a model inside of it: "
                 f"{outputs[0].under.dtype.upper()}, unless the model casts its output to FP32 itself"

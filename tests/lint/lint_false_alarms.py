@@ -1,0 +1,183 @@
+"""Correct code that resembles a pitfall, of kinds that were once reported by mistake in public scripts."""
+
+STEP = """
+    opt.zero_grad(); loss.backward(); opt.step()
+"""
+FP16_HEAD = """
+model = nn.Linear(8, 8)
+opt = torch.optim.SGD(model.parameters(), 0.1)
+"""
+FALSE_ALARMS = {
+    "accelerate runs backward": f"""
+from accelerate import Accelerator
+accelerator = Accelerator()
+{FP16_HEAD}
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x).sum()
+    if accelerated: accelerator.backward(loss)
+    else: loss.backward()
+    opt.step()
+""",
+    "deepspeed engine": f"""
+import deepspeed
+{FP16_HEAD}
+engine, *_ = deepspeed.initialize(model=model, optimizer=opt)
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = engine(x).sum()
+    loss.backward(); opt.step()
+""",
+    "scaler of timm": f"""
+from timm.utils import NativeScaler
+loss_scaler = NativeScaler()
+{FP16_HEAD}
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x).sum()
+    if loss_scaler is not None: loss_scaler(loss, opt, parameters=model.parameters())
+    else: loss.backward(); opt.step()
+""",
+    "scaler as an attribute of unknown type": f"""
+{FP16_HEAD}
+def run(self, loader):
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x).sum()
+        if self.amp:
+            self.grad_scaler.scale(loss).backward(); self.grad_scaler.step(opt); self.grad_scaler.update()
+        else:
+            loss.backward(); opt.step()
+""",
+    "scale set by hand": """
+scaler = torch.amp.GradScaler("cuda", init_scale=1.0)
+for step, loss in enumerate(losses):
+    scaler.scale(loss).backward(); scaler.step(opt)
+    if step == 100: scaler.update(1024.0)
+    else: scaler.update()
+""",
+    "gaussian kernel": """
+def kernel(x, sigma):
+    k = torch.exp(-x ** 2 / (2 * sigma ** 2))
+    return k / k.sum()
+def kernel_pow(x, mean, sigma):
+    g = torch.exp(-(x - mean).pow(2) / (2 * sigma * sigma))
+    return g / torch.sum(g)
+def kernel_half(x, sigma):
+    pdf = torch.exp(-0.5 * (x / sigma).pow(2))
+    return pdf / pdf.sum()
+""",
+    "weights from distances": """
+def soft_assign(a, b, temperature):
+    dist = torch.cdist(a, b)
+    w = torch.exp(-dist / temperature)
+    return w / w.sum(-1, keepdim=True)
+def laplace(x, width):
+    w = (-x.abs() / width).exp()
+    return w / w.sum()
+def squares(x, y):
+    d = ((x - y) ** 2).sum(-1)
+    e = torch.exp(-d)
+    return e / e.sum()
+""",
+    "log_softmax under autocast, NLL outside": """
+for x, y in loader:
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        logp = F.log_softmax(model(x), dim=-1)
+    loss = F.nll_loss(logp, y)
+    loss.backward(); opt.step(); opt.zero_grad()
+""",
+    "model that ends with log_softmax": """
+criterion = nn.NLLLoss()
+for x, y in loader:
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        logp = model(x)
+    loss = criterion(logp, y)
+    loss.backward(); opt.step(); opt.zero_grad()
+""",
+    "loss as a metric": """
+def validate(model, loader):
+    for x, y in loader:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            out = model(x)
+        print(F.mse_loss(out, y))
+def show(model, x, y):
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        out = model(x)
+    print(F.mse_loss(out, y).item(), float(F.l1_loss(out, y)))
+""",
+    "bf16 weights under DeepSpeed": """
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+model = AutoModelForCausalLM.from_pretrained("x", torch_dtype=torch.bfloat16)
+Trainer(model=model, args=TrainingArguments("out", bf16=True, deepspeed="zero3.json")).train()
+""",
+    "bf16 weights, evaluation only": """
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+model = AutoModelForCausalLM.from_pretrained("x", torch_dtype=torch.bfloat16)
+print(Trainer(model=model, args=TrainingArguments("out", bf16=True)).evaluate())
+""",
+    "lightning: deepspeed and inference": """
+import lightning as L
+L.Trainer(precision="bf16-true", strategy="deepspeed_stage_3").fit(module)
+""",
+    "fabric for inference": """
+import lightning as L
+fabric = L.Fabric(precision="bf16-true")
+model = fabric.setup(module)
+print(model(x))
+""",
+    "channel attention": """
+class Channels(nn.Module):
+    def forward(self, x):
+        B, C, H, W = x.size()
+        q = x.view(B, C, -1)
+        k = x.view(B, C, -1).permute(0, 2, 1)
+        weights = torch.softmax(torch.bmm(q, k), dim=-1)
+        return torch.bmm(weights, x.view(B, C, -1))
+class Heads(nn.Module):
+    def forward(self, q, k, v):
+        q, k, v = (t.reshape(b, heads, c, h * w) for t in (q, k, v))
+        q = q.reshape(b, heads, c, h * w)
+        k = k.reshape(b, heads, c, h * w)
+        return (q @ k.transpose(-2, -1)).softmax(-1) @ v
+""",
+    "clip in the else of if amp, loops with break": """
+def train(model, opt, loader, args, scaler):
+    step = 0
+    while True:
+        for i, (x, y) in enumerate(loader):
+            if args.amp:
+                with torch.autocast('cuda', dtype=torch.float16):
+                    loss = model(x)
+                scaler.scale(loss).backward()
+            else:
+                loss = model(x)
+                loss.backward()
+            if (i + 1) % args.n != 0:
+                continue
+            if args.clip:
+                if args.amp:
+                    scaler.unscale_(opt)
+                    nn.utils.clip_grad_norm_(model.parameters(), 1.)
+                else:
+                    nn.utils.clip_grad_norm_(model.parameters(), 1.)
+            if args.amp:
+                scaler.step(opt)
+                scaler.update()
+            else:
+                opt.step()
+            opt.zero_grad()
+            step += 1
+            if step % args.log == 0:
+                print(1)
+            if step % args.val == 0:
+                r = validate(model)
+                if r > best:
+                    best = r
+                    torch.save(model)
+            if step > args.total:
+                break
+        if step > args.total:
+            break
+""",
+}
