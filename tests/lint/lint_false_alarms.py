@@ -181,3 +181,79 @@ def train(model, opt, loader, args, scaler):
             break
 """,
 }
+FALSE_ALARMS |= {
+    "forward that returns FP32": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+    def forward(self, x):
+        return self.first(x).float()
+model = Net()
+opt = torch.optim.SGD(model.parameters(), 0.1)
+for x, y in loader:
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        out = model(x)
+    loss = F.cross_entropy(out, y)
+    loss.backward(); opt.step(); opt.zero_grad()
+""",
+    "BCE in FP32 inside forward": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+    def forward(self, x, y):
+        p = torch.sigmoid(self.first(x))
+        with torch.autocast("cuda", enabled=False):
+            return F.binary_cross_entropy(p.float(), y)
+model = Net()
+with torch.autocast("cuda", dtype=torch.bfloat16):
+    loss = model(x, y)
+""",
+    "a scaler for each fold, with its model": """
+for fold in folds:
+    model = nn.Linear(8, 8)
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        opt.zero_grad()
+        scaler.scale(model(x).sum()).backward()
+        scaler.step(opt); scaler.update()
+""",
+    "penalty after unscaling": """
+def penalty(model, scaler, loss):
+    grads = torch.autograd.grad(scaler.scale(loss), model.parameters(), create_graph=True)
+    inv_scale = 1.0 / scaler.get_scale()
+    return sum((g * inv_scale).pow(2).sum() for g in grads).sqrt()
+""",
+    "zero_grad at every fourth batch": """
+model = nn.Linear(8, 8)
+opt = torch.optim.SGD(model.parameters(), 0.1)
+for i, (x, y) in enumerate(loader):
+    if i % 4 == 0:
+        opt.zero_grad()
+    loss = F.mse_loss(model(x), y) / 4
+    loss.backward()
+    if (i + 1) % 4 == 0:
+        opt.step()
+""",
+    "masks in BF16 and infinite ones": """
+def mask_scores(q, k, mask):
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        scores = q @ k.transpose(-2, -1)
+        scores[mask] = -1e9
+        scores = torch.where(mask, scores, float("-inf"))
+    with torch.autocast("cuda", dtype=torch.float16):
+        scores = q @ k.transpose(-2, -1)
+        scores[mask] = float("-inf")
+        return torch.where(mask, scores, -1e4)
+""",
+    "clamped after unscaling": """
+def step(model, opt, scaler, loss):
+    scaler.scale(loss).backward()
+    scaler.unscale_(opt)
+    for p in model.parameters():
+        p.grad.clamp_(-1, 1)
+    scaler.step(opt); scaler.update()
+""",
+}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 from dataclasses import replace
 
 from narrowgauge.lint.interpreter.call import NOT_HANDLED, Call, Handled
@@ -140,6 +141,7 @@ class Tensors:
         if op in PASS_THROUGH:
             return (True, tensor) if isinstance(given, Tensor) else NOT_HANDLED
         if op == "item":
+            self.context.notify(Observer.on_number_read, call, tensor)
             self.read_number(call)
             return True, None
         if isinstance(given, Tensor) and (tensor.under is not None or tensor.loss or tensor.makers):
@@ -207,6 +209,17 @@ class Tensors:
         if name in ("shape", "device", "dtype", "grad", "requires_grad", "T"):
             return None
         return owner if owner.output or name in ("values", "data") else None
+
+    def read_float(self, call: Call) -> Value | None:
+        """Return the value of ``float(...)`` of a literal; of a tensor, record that it is read."""
+        given = call.arg(0)
+        if isinstance(given, Tensor):
+            self.context.notify(Observer.on_number_read, call, given)
+            self.read_number(call)
+        if isinstance(given, Const) and isinstance(given.value, int | float | str):
+            with contextlib.suppress(ValueError, OverflowError):
+                return Const(float(given.value))
+        return None
 
     def read_number(self, call: Call) -> None:
         """Record that the script reads a tensor's value, with ``item()`` or ``float()``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import re
+from typing import TypeGuard
 
 from narrowgauge.findings import NOTE, SERIOUS, WARNING
 from narrowgauge.lint.detector import Detector
@@ -118,11 +119,33 @@ class HalfLoss(Detector):
             self.judge(HALF_LOSS, call.node, True, f"the loss is cast to {dtype.upper()}")
 
 
+def _is_too_large(value: object) -> TypeGuard[float]:
+    """Return whether a number is finite, but not in FP16."""
+    return isinstance(value, int | float) and math.isfinite(value) and abs(value) > LARGEST_FP16
+
+
+def _is_fp16_scores(value: Value | None) -> bool:
+    """Return whether a tensor is certainly FP16: by a cast, or as the scores of attention under autocast."""
+    if not isinstance(value, Tensor) or value.dtype not in (None, "fp16"):
+        return False
+    is_under = value.under is not None and value.under.dtype == "fp16" and value.role == "scores"
+    return value.dtype == "fp16" or is_under
+
+
 class NanMask(Detector):
     """Checks fill values of masks, in scripts that compute in FP16."""
 
+    def on_item_assigned(self, target: ast.Subscript, owner: Value | None, value: Value | None) -> None:
+        if _is_fp16_scores(owner) and isinstance(value, Const) and _is_too_large(value.value):
+            self.judge(NAN_MASK, target, True, f"masked scores are set to {value.value:g}")
+
     def on_operation(self, call: Call, op: str, operands: list[Operand]) -> None:
         fill, state = call.arg(1, "value"), call.state
+        if op == "where" and any(_is_fp16_scores(value) for value in call.args):
+            for value in call.args:
+                if isinstance(value, Const) and _is_too_large(value.value):
+                    detail = f"torch.where sets masked scores to {value.value:g}, which is -inf in FP16"
+                    self.judge(NAN_MASK, call.node, True, detail)
         if op not in ("masked_fill", "masked_fill_") or not isinstance(fill, Const):
             return
         if not isinstance(fill.value, int | float):

@@ -258,6 +258,9 @@ class PureBf16(Detector):
                 "needs FP32 parameters for mixed precision"
             )
             fix = "load it in torch.float32: the Trainer casts for the matrix products itself"
+            if cast.dtype == arguments.mixed == "fp16":  # the Trainer's scaler refuses FP16 gradients
+                self.judge(HALF_WITH_SCALER, cast.node, True, detail, fix)
+                return
             self.judge(BF16_TRUE, cast.node, True, detail, fix)
 
     def on_end(self) -> None:
