@@ -257,3 +257,27 @@ def step(model, opt, scaler, loss):
     scaler.step(opt); scaler.update()
 """,
 }
+FALSE_ALARMS |= {
+    "gaussian kernel from a grid, a name that another function uses": """
+def grid_of(n):
+    grid = make(n)
+    return grid
+def kernel_2d(x, y, sigma):
+    grid = (x**2 + y**2) / (2 * sigma**2)
+    k = torch.exp(-grid)
+    k = k / k.sum()
+    return k
+""",
+    "channel attention with einops": """
+from einops import rearrange
+class Channels(nn.Module):
+    def forward(self, q, k, v, temperature):
+        q = rearrange(q, 'b (head c) h w -> b head c (h w)', head=4)
+        k = rearrange(k, 'b (head c) h w -> b head c (h w)', head=4)
+        v = rearrange(v, 'b (head c) h w -> b head c (h w)', head=4)
+        q = F.normalize(q, dim=-1)
+        k = F.normalize(k, dim=-1)
+        attn = (q @ k.transpose(-2, -1)) * temperature
+        return attn.softmax(dim=-1) @ v
+""",
+}

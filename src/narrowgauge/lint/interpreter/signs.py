@@ -3,7 +3,7 @@
     -(x ** 2) / (2 * sigma ** 2)     not positive: a square is not negative, and a minus turns it around
     -torch.cdist(a, b) / width       not positive: widths, variances and temperatures are taken as positive
 
-A name has the sign that everything assigned to it in the script has.
+A name has the sign that everything assigned to it in the same function has.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Signs:
         if isinstance(node, ast.Name):
             if node.id in _DISTANCES:
                 return 1
-            signs = {self.of(value, depth + 3) for value in self._assigned.get(node.id, ())}
+            signs = {self.of(value, depth + 3) for value in self._values_of(node)}
             return signs.pop() if len(signs) == 1 else 0
         return 0
 
@@ -85,15 +85,30 @@ class Signs:
             return self.of(operands[0], depth + 1) * (right or int(name == "div"))
         return self.of(operands[0], depth + 1) if name in _KEEPS and operands else 0
 
+    def _values_of(self, name: ast.Name) -> list[ast.expr]:
+        """Return what the function around a name assigns to it; if it assigns nothing, what the module does."""
+        around = [one for one in self._functions if one[0] <= name.lineno <= one[1]]
+        inner = max(around, default=(0, 0))
+        values = self._assigned.get((*inner, name.id))
+        return values if values is not None else self._assigned.get((0, 0, name.id), [])
+
     @functools.cached_property
-    def _assigned(self) -> dict[str, list[ast.expr]]:
-        """What the script assigns to each name."""
-        found: dict[str, list[ast.expr]] = {}
+    def _functions(self) -> list[tuple[int, int]]:
+        """The first and last line of each function."""
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+        nodes = [node for node in ast.walk(self._tree) if isinstance(node, kinds)]
+        return [(node.lineno, node.end_lineno or node.lineno) for node in nodes]
+
+    @functools.cached_property
+    def _assigned(self) -> dict[tuple[int, int, str], list[ast.expr]]:
+        """What is assigned to each name, by the lines of the function; (0, 0) for the module."""
+        found: dict[tuple[int, int, str], list[ast.expr]] = {}
         for node in ast.walk(self._tree):
             if isinstance(node, ast.Assign):
+                around = max((one for one in self._functions if one[0] <= node.lineno <= one[1]), default=(0, 0))
                 for target in node.targets:
                     if isinstance(target, ast.Name):
-                        found.setdefault(target.id, []).append(node.value)
+                        found.setdefault((*around, target.id), []).append(node.value)
         return found
 
 

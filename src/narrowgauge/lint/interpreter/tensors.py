@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import re
 from dataclasses import replace
 
 from narrowgauge.lint.interpreter.call import NOT_HANDLED, Call, Handled
@@ -58,6 +59,8 @@ class Tensors:
         if isinstance(call.target, Module) and call.method != "forward":
             return self._layer(call, call.target.name.split(".")[-1])
         first = call.arg(0, "input")
+        if call.name == "einops.rearrange" and _ends_with_pixels(call.arg(1, "pattern")):
+            return True, Tensor(under=call.state.casting, role="channels")
         if call.name:
             prefix, _, op = call.name.rpartition(".")
             if f"{prefix}." not in _PLAIN:
@@ -118,6 +121,8 @@ class Tensors:
             return True, replace(plain, role="sigmoid")
         if op == "log":
             return True, plain
+        if op == "normalize" and tensor.role == "channels":
+            return True, tensor
         if op in ("view", "reshape") and _is_over_channels([one for one, _ in rest]):
             return True, replace(plain, role="channels")
         if op in ("transpose", "swapaxes", "permute") and tensor.role == "channels":
@@ -242,6 +247,14 @@ def _is_over_channels(shape: list[ast.expr]) -> bool:
     last = ast.unparse(shape[-1]).replace(" ", "").lower()
     is_flat = last == "-1" or set(last.split("*")) in ({"h", "w"}, {"height", "width"})
     return is_flat and name in _CHANNELS
+
+
+def _ends_with_pixels(pattern: Value | None) -> bool:
+    """Return whether a pattern of einops ends with channels and pixels: ``b (head c) h w -> b head c (h w)``."""
+    if not isinstance(pattern, Const) or not isinstance(pattern.value, str):
+        return False
+    *_, channels, pixels = ["", "", *re.findall(r"\([^)]*\)|\S+", pattern.value.partition("->")[2])]
+    return pixels in ("(h w)", "(x y)", "(height width)") and channels.lower() in (*_CHANNELS, "d")
 
 
 def _is_last(call: Call) -> bool:
