@@ -46,7 +46,7 @@ NAN_MASK = Rule(
     severity=SERIOUS,
     about="a mask is filled with a number that FP16 cannot represent",
     why="the largest FP16 number is 65,504: masked_fill raises RuntimeError: value cannot be converted to type Half "
-    "without overflow",
+    "without overflow; torch.where and an assignment store -inf, and softmax of a fully masked row is then NaN",
     fix="fill with float('-inf') or torch.finfo(scores.dtype).min",
 )
 LARGEST_FP16 = 65504.0
@@ -137,7 +137,8 @@ class NanMask(Detector):
 
     def on_item_assigned(self, target: ast.Subscript, owner: Value | None, value: Value | None) -> None:
         if _is_fp16_scores(owner) and isinstance(value, Const) and _is_too_large(value.value):
-            self.judge(NAN_MASK, target, True, f"masked scores are set to {value.value:g}")
+            detail = f"masked scores are set to {value.value:g}, which is -inf in FP16"
+            self.judge(NAN_MASK, target, True, detail, severity=NOTE)
 
     def on_operation(self, call: Call, op: str, operands: list[Operand]) -> None:
         fill, state = call.arg(1, "value"), call.state
@@ -145,7 +146,7 @@ class NanMask(Detector):
             for value in call.args:
                 if isinstance(value, Const) and _is_too_large(value.value):
                     detail = f"torch.where sets masked scores to {value.value:g}, which is -inf in FP16"
-                    self.judge(NAN_MASK, call.node, True, detail)
+                    self.judge(NAN_MASK, call.node, True, detail, severity=NOTE)
         if op not in ("masked_fill", "masked_fill_") or not isinstance(fill, Const):
             return
         if not isinstance(fill.value, int | float):
