@@ -61,6 +61,13 @@ def test_magics_are_skipped_and_lines_stay_correct(tmp_path: Path) -> None:
     assert places(check(tmp_path, text)) == [("clip-before-unscale", 10, 2)]
 
 
+def test_indented_cells_and_commands_without_a_magic(tmp_path: Path) -> None:
+    indented = "\n".join(f"    {line}" for line in STEP.splitlines())
+    assert places(check(tmp_path, notebook("ls -l text.txt", f"cd /tmp\n{SETUP}", SCALER, indented))) == [
+        ("clip-before-unscale", 8, 2)
+    ]
+
+
 def test_text_that_looks_like_a_magic_is_kept(tmp_path: Path) -> None:
     text = notebook(SETUP, f'note = """\n%matplotlib\n!ls"""\nrest = (7\n%4)\n{SCALER}\n{STEP}')
     assert places(check(tmp_path, text)) == [("clip-before-unscale", 4, 9)]

@@ -6,6 +6,7 @@ IPython's own syntax becomes Python with as many lines, so that line numbers sta
     x = !command, x = %magic        x = None
     %%time and similar              the first line becomes pass, and the rest of the cell is code
     %%bash and all others           the whole cell is skipped
+    an indented cell                without the indent of its first line
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from typing import Any
 from narrowgauge import files
 from narrowgauge.errors import UsageError
 
-_LINE_MAGIC = re.compile(r"^(\s*)(?:[%!]|\?)|^(\s*)[\w.%]+\?{1,2}\s*$")
+_LINE_MAGIC = re.compile(
+    r"^(\s*)(?:[%!?]|(?:ls|cd|pwd|cat|mkdir|rm|cp|mv|less|man|pip|conda)(?:\s+[\w./~*-].*)?$|[\w.%]+\?{1,2}\s*$)"
+)
+"""Magics, help, and commands of the shell that IPython accepts without a magic."""
 _ASSIGNED_MAGIC = re.compile(r"^(\s*[\w.,\s\[\]'\"]+=)\s*[%!]")
 _CODE_MAGICS = ("%%time", "%%timeit", "%%capture", "%%prun", "%%memit", "%%wandb")
 """Cell magics whose cell is Python code."""
@@ -142,7 +146,10 @@ def _without_magics(lines: list[str]) -> list[str]:
         at = next(index for index, line in enumerate(lines) if line.strip())
         lines = [*lines[:at], "pass", *lines[at + 1 :]]
     # Code that is valid as it is may contain a line that looks like a magic, for example in a string.
-    return lines if syntax_error(lines) is None else list(_replace_magics(lines))
+    if syntax_error(lines) is None:
+        return lines
+    indent = re.match(r"\s*", next((line for line in lines if line.strip()), ""))
+    return list(_replace_magics([line.removeprefix(indent[0] if indent else "") for line in lines]))
 
 
 def _replace_magics(lines: list[str]) -> Iterator[str]:
@@ -158,6 +165,6 @@ def _replace_magics(lines: list[str]) -> Iterator[str]:
             continue
         continues = line.rstrip().endswith("\\")
         if magic is not None:
-            yield f"{magic[1] or magic[2] or ''}pass"
+            yield f"{magic[1]}pass"
         elif assigned is not None:
             yield f"{assigned[1]} None"

@@ -55,7 +55,8 @@ class Constructors:
         dtype: str | None
         written = call.written(1, "dtype")
         if written is None:
-            dtype = {"cuda": "fp16", "cpu": "bf16"}.get(device or "")
+            # A device that the script chooses at run time may be a GPU, where the default is FP16.
+            dtype = {"cuda": "fp16", "cpu": "bf16", None: "fp16"}.get(device)
         else:
             known = call.arg(1, "dtype")
             dtype = DTYPES.get(known.name) if isinstance(known, Ref) else None
@@ -94,7 +95,8 @@ class Constructors:
             return True, None
         if library == "transformers" and kind.endswith("TrainingArguments"):
             mixed = [kind for kind in ("bf16", "fp16") if call.arg(-1, kind) == Const(True)]
-            return True, Arguments(mixed[0]) if mixed else None
+            # DeepSpeed keeps FP32 master weights.
+            return True, Arguments(mixed[0]) if mixed and call.written(-1, "deepspeed") is None else None
         if library == "transformers" and kind.endswith("Trainer"):
             return True, None
         return NOT_HANDLED

@@ -113,6 +113,19 @@ class Context(ABC):
         return set(words_of(self.tree))
 
     @functools.cached_property
+    def read_at_once(self) -> set[ast.AST]:
+        """Calls whose result becomes a number in the same expression: ``loss_fn(x, y).item()``, ``float(...)``."""
+        found: set[ast.AST] = set()
+        for node in ast.walk(self.tree):
+            if not isinstance(node, ast.Call):
+                continue
+            if isinstance(node.func, ast.Attribute) and node.func.attr in ("item", "tolist", "detach"):
+                found.add(node.func.value)
+            elif isinstance(node.func, ast.Name) and node.func.id == "float":
+                found.update(node.args)
+        return found
+
+    @functools.cached_property
     def libraries(self) -> set[str]:
         """The packages that the script imports."""
         return imported_libraries(self.tree)

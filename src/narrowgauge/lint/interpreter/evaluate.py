@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 
 from narrowgauge.lint.interpreter.call import Call
 from narrowgauge.lint.interpreter.constructors import Constructors
@@ -164,7 +165,7 @@ class Evaluator:
             return self._create(target, call)
         made = Tensor(under=state.casting, output=True, makers=self.engines.makers(call))
         if isinstance(target, Module):
-            return made
+            return self._forward(target, call, made)
         if call.name.startswith("builtins."):
             if call.name == "builtins.exec":
                 state.env = {key: value for key, value in state.env.items() if not isinstance(value, Const)}
@@ -172,12 +173,28 @@ class Evaluator:
                 return made
             elif call.name in ("builtins.list", "builtins.filter", "builtins.tuple"):
                 return next((value for value in call.args if isinstance(value, Params)), None)
-            elif call.name == "builtins.float" and isinstance(call.arg(0), Tensor):
-                self.tensors.read_number(call)
+            elif call.name == "builtins.float":
+                return self.tensors.read_float(call)
             return None
         if not call.name.startswith("torch."):
             self._escape(call)
         return made if made.makers or (state.casting is not None and not call.name.startswith("torch.")) else None
+
+    def _forward(self, module: Module, call: Call, made: Tensor) -> Value | None:
+        """Return the output of a model; the forward of a class of the script is followed under autocast."""
+        found = self._find_method(module.definition, "forward") if module.definition is not None else None
+        if found is None or made.makers:
+            return made
+        function = self.method(module, found)
+        casting = function.autocast if function.autocast is not None and function.autocast.active else made.under
+        if casting is None:
+            return made
+        result = self.context.call(function, call, self._arguments(function, call))
+        known = result if isinstance(result, Tensor) else Tensor()
+        output = replace(known, under=known.under or casting, output=True, role="", key="")
+        if self.context.splitting is call.node:
+            self.context.spilled = [(end, output) for end, _ in self.context.spilled]
+        return output
 
     def _escape(self, call: Call) -> None:
         """Forget what is known about arguments of an unknown function, which may change them."""

@@ -321,7 +321,9 @@ class Interpreter(Frames):
             state.forget_tests_of(target.attr)
             state.bind(self.attribute_key(target, state), value)
         elif isinstance(target, ast.Subscript):
-            self.value(target, state)
+            owner = self.value(target.value, state)
+            self.value(target.slice, state)
+            self.notify(Observer.on_item_assigned, target, owner, value)
 
     def attribute_key(self, node: ast.Attribute, state: State) -> str:
         """Return the key of an attribute: the object's if it is known, else one made of the text."""

@@ -54,8 +54,13 @@ class Gradients:
             return True, None
         owner = call.receiver_node
         changes = method.endswith("_") and not method.startswith("_")
+        if isinstance(owner, ast.Attribute) and owner.attr == "data":
+            owner = owner.value
         if isinstance(owner, ast.Attribute) and owner.attr == "grad" and changes:
-            call.state.move("lost")
+            if method in ("clamp_", "clip_"):
+                self.context.notify(Observer.on_clip, call)
+            else:
+                call.state.move("lost")
             return True, None
         if call.name.startswith("torch._foreach_") and call.name.endswith("_"):
             call.state.move("lost")
@@ -131,6 +136,7 @@ class Gradients:
             self.context.event("step", call.node, optimizer=optimizer.site)
             state.move("used")
         elif call.method == "zero_grad":
+            self.context.event("zero-grad", call.node, optimizer=optimizer.site)
             state.grads = frozenset(
                 ("wiped", optimizer.site) if phase in _FRESH else (("start", None) if phase == "used" else (phase, of))
                 for phase, of in state.grads

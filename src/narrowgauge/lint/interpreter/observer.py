@@ -85,6 +85,12 @@ class Observer:
     def on_division(self, node: ast.AST, left: Tensor, right: Value | None) -> None:
         """A tensor is divided, by an operator or a function."""
 
+    def on_number_read(self, call: Call, tensor: Tensor) -> None:
+        """The script reads a tensor's value, with ``item()`` or ``float()``."""
+
+    def on_item_assigned(self, target: ast.Subscript, owner: Value | None, value: Value | None) -> None:
+        """A part of ``owner`` is set: ``scores[mask] = -1e9``."""
+
     def on_attention(self, node: ast.AST, weights: ast.expr) -> None:
         """Attention weights, the softmax of ``q @ k.T``, are multiplied with the values."""
 

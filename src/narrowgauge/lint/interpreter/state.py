@@ -14,7 +14,7 @@ Paths with equal states are merged. If there are too many, they become one path 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from narrowgauge.lint.interpreter.values import Autocast, Site, Value
@@ -110,10 +110,17 @@ def merge(states: Iterable[State], most: int = MOST) -> list[State]:
             known.assumed = {test: way for test, way in known.assumed.items() if state.assumed.get(test) == way}
     if len(kept) <= most:
         return kept
-    by_flow: dict[object, list[State]] = {}
-    for state in kept:
-        by_flow.setdefault((state.flow, state.autocast, state.contexts), []).append(state)
-    return [_union(group) for group in by_flow.values()]
+    # Paths with equal gradients first: what they assumed about the branch that scaled the loss stays known.
+    if most > 1:
+        kept = _unite(kept, lambda state: (state.flow, state.autocast, state.contexts, state.grads))
+    return kept if len(kept) <= most else _unite(kept, lambda state: (state.flow, state.autocast, state.contexts))
+
+
+def _unite(states: list[State], key: Callable[[State], object]) -> list[State]:
+    groups: dict[object, list[State]] = {}
+    for state in states:
+        groups.setdefault(key(state), []).append(state)
+    return [_union(group) for group in groups.values()]
 
 
 def _union(states: list[State]) -> State:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import re
 from dataclasses import replace
 
 from narrowgauge.lint.interpreter.call import NOT_HANDLED, Call, Handled
 from narrowgauge.lint.interpreter.context import Context
 from narrowgauge.lint.interpreter.modules import cast_dtype
-from narrowgauge.lint.interpreter.names import LOSS_FUNCTIONS, words
+from narrowgauge.lint.interpreter.names import DTYPES, LOSS_FUNCTIONS, words
 from narrowgauge.lint.interpreter.observer import Observer, Operand
+from narrowgauge.lint.interpreter.signs import Signs
 from narrowgauge.lint.interpreter.state import State
+from narrowgauge.lint.interpreter.syntax import dotted
 from narrowgauge.lint.interpreter.values import Const, LossFunction, Module, Params, Ref, ScaleNumber, Tensor, Value
 
 PASS_THROUGH = frozenset(
@@ -20,8 +24,18 @@ PASS_THROUGH = frozenset(
     )
 )
 """Operations that keep a tensor's part in the computation."""
+AUTOCAST_FP32 = frozenset(
+    words(
+        "log_softmax softmax softmin log log10 log2 log1p exp expm1 pow prod sum cumsum cumprod norm dist cdist renorm "
+        "rsqrt reciprocal softplus sinh cosh tan acos asin erfinv layer_norm group_norm"
+    )
+)
+"""Operations that CUDA's autocast computes in FP32, with an FP32 result."""
+_OWN_ROLE = frozenset(words("softmax log exp sum"))
+"""Those with a part in softmax, which are handled on their own."""
 _TURNED = {(-2, -1), (-1, -2), (1, 2), (2, 1), (2, 3), (3, 2)}
 _TURNED_ALL = {(0, 2, 1), (0, 1, 3, 2), (0, 2, 3, 1)}
+_CHANNELS = ("c", "ch", "channel", "channels", "n_channels", "num_channels", "in_channels", "inner_channels", "c_in")
 _PLAIN = ("torch.", "torch.nn.functional.", "torch.special.")
 
 
@@ -29,7 +43,7 @@ class Tensors:
     """Handles calls and operators on tensors."""
 
     def __init__(self, context: Context) -> None:
-        self.context = context
+        self.context, self._signs = context, Signs(context.tree)
 
     def call(self, call: Call) -> Handled:
         """Return the tensor that a call computes."""
@@ -45,6 +59,8 @@ class Tensors:
         if isinstance(call.target, Module) and call.method != "forward":
             return self._layer(call, call.target.name.split(".")[-1])
         first = call.arg(0, "input")
+        if call.name == "einops.rearrange" and _ends_with_pixels(call.arg(1, "pattern")):
+            return True, Tensor(under=call.state.casting, role="channels")
         if call.name:
             prefix, _, op = call.name.rpartition(".")
             if f"{prefix}." not in _PLAIN:
@@ -85,18 +101,31 @@ class Tensors:
         tensor = given if isinstance(given, Tensor) else Tensor()
         rest = operands[1:]
         plain = replace(tensor, role="", key="")
+        if op == "exp" and self._signs.of(node) < 0:
+            return True, plain
         if op == "exp":
             role = "exp-shifted" if tensor.role == "shifted" else "exp"
             return True, replace(tensor, role=role, key=ast.unparse(node))
+        if op in AUTOCAST_FP32 and call.state.casting is not None and op not in _OWN_ROLE:
+            return True, replace(plain, dtype="fp32", under=tensor.under or call.state.casting)
         if op == "sum" and tensor.role.startswith("exp"):
             return True, replace(tensor, role="exp-sum")
         if op in ("max", "amax"):
             return True, replace(plain, role="max")
+        if op == "log_softmax" and (tensor.dtype is not None or "dtype" in call.keywords):
+            wanted = call.keywords.get("dtype")
+            return True, replace(plain, dtype=DTYPES.get(wanted.name) if isinstance(wanted, Ref) else tensor.dtype)
         if op == "softmax":
             return True, replace(plain, role="probs" if tensor.role == "scores" and _is_last(call) else "softmax")
         if op == "sigmoid":
             return True, replace(plain, role="sigmoid")
         if op == "log":
+            return True, plain
+        if op == "normalize" and tensor.role == "channels":
+            return True, tensor
+        if op in ("view", "reshape") and _is_over_channels([one for one, _ in rest]):
+            return True, replace(plain, role="channels")
+        if op in ("transpose", "swapaxes", "permute") and tensor.role == "channels":
             return True, plain
         if op in ("transpose", "swapaxes", "permute"):
             dims = tuple(value.value for _, value in rest if isinstance(value, Const))
@@ -117,6 +146,7 @@ class Tensors:
         if op in PASS_THROUGH:
             return (True, tensor) if isinstance(given, Tensor) else NOT_HANDLED
         if op == "item":
+            self.context.notify(Observer.on_number_read, call, tensor)
             self.read_number(call)
             return True, None
         if isinstance(given, Tensor) and (tensor.under is not None or tensor.loss or tensor.makers):
@@ -129,7 +159,7 @@ class Tensors:
             self.context.notify(Observer.on_attention, at, left[0])
             return Tensor(under=state.casting)
         turned = isinstance(second, Tensor) and second.role == "transposed"
-        if turned and not (isinstance(first, Tensor) and first.role == "transposed"):
+        if turned and not (isinstance(first, Tensor) and first.role in ("transposed", "channels")):
             wide = any(isinstance(one, Tensor) and one.dtype == "fp32" for one in (first, second))
             return Tensor(dtype="fp32" if wide else None, under=state.casting, role="scores")
         return None
@@ -185,6 +215,17 @@ class Tensors:
             return None
         return owner if owner.output or name in ("values", "data") else None
 
+    def read_float(self, call: Call) -> Value | None:
+        """Return the value of ``float(...)`` of a literal; of a tensor, record that it is read."""
+        given = call.arg(0)
+        if isinstance(given, Tensor):
+            self.context.notify(Observer.on_number_read, call, given)
+            self.read_number(call)
+        if isinstance(given, Const) and isinstance(given.value, int | float | str):
+            with contextlib.suppress(ValueError, OverflowError):
+                return Const(float(given.value))
+        return None
+
     def read_number(self, call: Call) -> None:
         """Record that the script reads a tensor's value, with ``item()`` or ``float()``."""
         owner = call.receiver_node if call.method == "item" else call.node.args[0]
@@ -196,6 +237,24 @@ def is_softmax(left: Tensor, right: Value | None) -> bool:
     """Return whether a division is exp(x) by the sum of the same exp(x)."""
     divisor = right if isinstance(right, Tensor) and right.role == "exp-sum" else None
     return left.role in ("exp", "exp-shifted") and divisor is not None and divisor.key == left.key
+
+
+def _is_over_channels(shape: list[ast.expr]) -> bool:
+    """Return whether a new shape is (..., channels, pixels): attention over it relates channels, not positions."""
+    if len(shape) < 3:
+        return False
+    name = (dotted(shape[-2]) or "").split(".")[-1].lower()
+    last = ast.unparse(shape[-1]).replace(" ", "").lower()
+    is_flat = last == "-1" or set(last.split("*")) in ({"h", "w"}, {"height", "width"})
+    return is_flat and name in _CHANNELS
+
+
+def _ends_with_pixels(pattern: Value | None) -> bool:
+    """Return whether a pattern of einops ends with channels and pixels: ``b (head c) h w -> b head c (h w)``."""
+    if not isinstance(pattern, Const) or not isinstance(pattern.value, str):
+        return False
+    *_, channels, pixels = ["", "", *re.findall(r"\([^)]*\)|\S+", pattern.value.partition("->")[2])]
+    return pixels in ("(h w)", "(x y)", "(height width)") and channels.lower() in (*_CHANNELS, "d")
 
 
 def _is_last(call: Call) -> bool:

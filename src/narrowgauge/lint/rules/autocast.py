@@ -121,5 +121,5 @@ class BceAutocast(Detector):
 
     def on_loss(self, call: Call, name: str) -> None:
         casting = call.state.casting
-        if name in _BCE and casting is not None and casting.device == "cuda":
+        if name in _BCE and casting is not None and casting.device in ("cuda", None):
             self.judge(BCE_AUTOCAST, call.node, True, f"{name.split('.')[-1]} is called under CUDA's autocast")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from narrowgauge.findings import NOTE, SERIOUS, WARNING, Finding
@@ -10,6 +11,7 @@ from narrowgauge.lint.detector import Detector, ModelCheck, TrainingSetup
 from narrowgauge.lint.interpreter.call import Call
 from narrowgauge.lint.interpreter.constructors import init_scale_position
 from narrowgauge.lint.interpreter.names import SCALERS
+from narrowgauge.lint.interpreter.syntax import dotted
 from narrowgauge.lint.interpreter.values import Const, Scaler, Tensor, Value
 from narrowgauge.lint.rule import PYTORCH, Rule
 
@@ -54,10 +56,14 @@ SCALER_NOT_SAVED = Rule(
     fix="save scaler.state_dict() together with the optimizer's, and load it",
 )
 FRAMEWORKS = frozenset({
-    "accelerate", "deepspeed", "apex", "lightning", "pytorch_lightning", "colossalai", "fairscale", "ignite",
-    "narrowgauge", "composer", "torchtune", "megatron",
+    "lightning", "pytorch_lightning", "colossalai", "fairscale", "ignite", "narrowgauge", "composer", "torchtune",
+    "megatron",
 })  # fmt: skip
-"""Libraries that scale losses themselves: a script that imports one may need no scaler."""
+"""Libraries that run the training loop and scale the loss themselves."""
+_ENGINES = ("deepspeed.initialize", "deepspeed.init_inference", "apex.amp.scale_loss", "apex.fp16_utils.FP16_Optimizer")
+"""Calls after which another object scales the loss."""
+_SCALING = frozenset({"scale", "step", "unscale_", "backward", "scale_loss"})
+_SCALER_NAME = re.compile(r"(?<!up)(?<!down)(?<!standard)(?<!minmax)(?<!robust)scaler", re.IGNORECASE)
 
 
 class ScalerWithBf16(Detector):
@@ -91,23 +97,49 @@ class ScalerWithBf16(Detector):
 class Fp16WithoutScaler(Detector):
     """Checks the format of every loss on which backward runs unscaled."""
 
+    _scales = False
+
     def on_backward(self, call: Call, loss: Tensor | None) -> None:
         if loss is not None and loss.scaler is not None:
             return
         under = loss.under if loss else None
-        always = under is not None and under.dtype == "fp16" and not under.enabled
-        is_bad = always and loss is not None and not loss.multiplied
+        is_fp16 = under is not None and under.dtype == "fp16" and under.enabled != "**"
+        is_bad = is_fp16 and loss is not None and not loss.multiplied
         detail = "the loss was computed under autocast in FP16, and backward() is called on it unscaled"
         self.judge(FP16_WITHOUT_SCALER, call.node, is_bad, detail)
 
+    def on_call(self, call: Call) -> None:
+        if call.name in _ENGINES or call.method == "scale_loss":
+            self._scales = True
+
     def on_end(self) -> None:
-        scaled = any("scaler" in name.lower() for name in self.context.words)
-        if scaled or self.context.libraries & FRAMEWORKS or not self.observations.of("step", "scaler-step"):
+        """Withdraw the verdicts if the script really scales a loss somewhere, or passes it on to a library."""
+        seen = self.observations
+        elsewhere = any(event.text == "elsewhere" for event in seen.of("backward"))
+        used = seen.of("scale", "scaler-step") or seen.escaped or elsewhere or self._scales
+        if used or self.context.libraries & FRAMEWORKS or self._uses_own_scaler() or not seen.of("step"):
             self.verdicts.clear(FP16_WITHOUT_SCALER)
+
+    def _uses_own_scaler(self) -> bool:
+        """Return whether a scaler of another file is used: ``loss_scaler(loss, optimizer)``, ``scaler.scale(loss)``."""
+        for node in ast.walk(self.context.tree):
+            if not isinstance(node, ast.Call) or not (node.args or node.keywords):
+                continue
+            owner = node.func.value if isinstance(node.func, ast.Attribute) else None
+            scales = owner is not None and getattr(node.func, "attr", "") in _SCALING
+            if scales and owner is not None and _SCALER_NAME.search((dotted(owner) or "").split(".")[-1]):
+                return True
+            name = (dotted(node.func) or "").split(".")[-1]
+            given = " ".join(ast.unparse(arg) for arg in node.args[:1])
+            if _SCALER_NAME.search(name) and not name[:1].isupper() and "loss" in given.lower():
+                return True
+        return False
 
 
 class ScaleSettings(Detector):
-    """Checks the arguments of scalers."""
+    """Checks the arguments of scalers, unless the script sets the scale itself with ``update(new_scale)``."""
+
+    _is_set_by_hand = False
 
     def on_result(self, call: Call, value: Value | None) -> None:
         if call.name not in SCALERS or not isinstance(value, Scaler) or value.enabled == "False":
@@ -121,6 +153,14 @@ class ScaleSettings(Detector):
         if isinstance(interval, Const) and isinstance(interval.value, int) and interval.value <= 10:
             detail = f"the scale doubles after every {interval.value} good steps, and each overflow skips one"
             self.judge(SCALE_SETTINGS, call.node, True, detail)
+
+    def on_scaler_update(self, call: Call, scaler: Scaler) -> None:
+        if call.node.args or call.node.keywords:
+            self._is_set_by_hand = True
+
+    def on_end(self) -> None:
+        if self._is_set_by_hand:
+            self.verdicts.clear(SCALE_SETTINGS)
 
 
 class FoundInfTruthy(Detector):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import math
+import re
+from typing import TypeGuard
 
 from narrowgauge.findings import NOTE, SERIOUS, WARNING
 from narrowgauge.lint.detector import Detector
 from narrowgauge.lint.interpreter.call import Call
+from narrowgauge.lint.interpreter.context import Context
 from narrowgauge.lint.interpreter.observer import Operand
 from narrowgauge.lint.interpreter.tensors import is_softmax
 from narrowgauge.lint.interpreter.values import Const, Tensor, Value
@@ -43,12 +46,23 @@ NAN_MASK = Rule(
     severity=SERIOUS,
     about="a mask is filled with a number that FP16 cannot represent",
     why="the largest FP16 number is 65,504: masked_fill raises RuntimeError: value cannot be converted to type Half "
-    "without overflow",
+    "without overflow; torch.where and an assignment store -inf, and softmax of a fully masked row is then NaN",
     fix="fill with float('-inf') or torch.finfo(scores.dtype).min",
 )
 LARGEST_FP16 = 65504.0
 _LOW = ("fp16", "bf16")
 _KINDS = {"softmax": "softmax", "probs": "softmax", "sigmoid": "sigmoid"}
+
+
+_LOG_PROBABILITIES = ("nllloss", "nll_loss", "kldivloss", "kl_div", "ctcloss", "ctc_loss")
+"""Losses of log-probabilities: autocast computes log_softmax, the last operation of such a model, in FP32."""
+_METRICS = re.compile(r"(^|_)(eval|evaluate|val|valid|validate|validation|test|metrics?|psnr|accuracy|score|predict)")
+
+
+def _is_metric(context: Context, call: Call) -> bool:
+    """Return whether a loss function computes a number to be shown: in an evaluation, or read at once."""
+    functions = [frame.partition(":")[0] for frame in context.frames]
+    return any(_METRICS.search(name.lower()) for name in functions) or call.node in context.read_at_once
 
 
 class ManualSoftmax(Detector):
@@ -83,10 +97,17 @@ class HalfLoss(Detector):
         given = [value for value in call.values if isinstance(value, Tensor)]
         short = name.split(".")[-1]
         cast = next((value.dtype for value in given if value.dtype in _LOW), None)
+        if _is_metric(self.context, call):
+            return
         outputs = [value for value in given if value.output and value.dtype is None and value.under is not None]
         if cast is not None:
             self.judge(HALF_LOSS, call.node, True, f"{short} gets numbers that were cast to {cast.upper()}")
-        elif outputs and outputs[0].under is not None and outputs[0].under.dtype in _LOW:
+        elif (
+            outputs
+            and short.lower() not in _LOG_PROBABILITIES
+            and outputs[0].under is not None
+            and outputs[0].under.dtype in _LOW
+        ):
             detail = (
                 f"{short} runs after the autocast block, on the output of a model inside of it: "
                 f"{outputs[0].under.dtype.upper()}, unless the model casts its output to FP32 itself"
@@ -98,11 +119,34 @@ class HalfLoss(Detector):
             self.judge(HALF_LOSS, call.node, True, f"the loss is cast to {dtype.upper()}")
 
 
+def _is_too_large(value: object) -> TypeGuard[float]:
+    """Return whether a number is finite, but not in FP16."""
+    return isinstance(value, int | float) and math.isfinite(value) and abs(value) > LARGEST_FP16
+
+
+def _is_fp16_scores(value: Value | None) -> bool:
+    """Return whether a tensor is certainly FP16: by a cast, or as the scores of attention under autocast."""
+    if not isinstance(value, Tensor) or value.dtype not in (None, "fp16"):
+        return False
+    is_under = value.under is not None and value.under.dtype == "fp16" and value.role == "scores"
+    return value.dtype == "fp16" or is_under
+
+
 class NanMask(Detector):
     """Checks fill values of masks, in scripts that compute in FP16."""
 
+    def on_item_assigned(self, target: ast.Subscript, owner: Value | None, value: Value | None) -> None:
+        if _is_fp16_scores(owner) and isinstance(value, Const) and _is_too_large(value.value):
+            detail = f"masked scores are set to {value.value:g}, which is -inf in FP16"
+            self.judge(NAN_MASK, target, True, detail, severity=NOTE)
+
     def on_operation(self, call: Call, op: str, operands: list[Operand]) -> None:
         fill, state = call.arg(1, "value"), call.state
+        if op == "where" and any(_is_fp16_scores(value) for value in call.args):
+            for value in call.args:
+                if isinstance(value, Const) and _is_too_large(value.value):
+                    detail = f"torch.where sets masked scores to {value.value:g}, which is -inf in FP16"
+                    self.judge(NAN_MASK, call.node, True, detail, severity=NOTE)
         if op not in ("masked_fill", "masked_fill_") or not isinstance(fill, Const):
             return
         if not isinstance(fill.value, int | float):

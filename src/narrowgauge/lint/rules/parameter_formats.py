@@ -242,7 +242,9 @@ class PureBf16(Detector):
         library, kind = call.name.split(".")[0], call.name.split(".")[-1]
         if library in LIGHTNING and kind in ("Trainer", "Fabric"):
             precision = call.arg(-1, "precision")
-            if isinstance(precision, Const) and precision.value in ("bf16-true", "16-true"):
+            strategy = call.written(-1, "strategy")
+            has_masters = strategy is not None and "deepspeed" in ast.unparse(strategy).lower()
+            if isinstance(precision, Const) and precision.value in ("bf16-true", "16-true") and not has_masters:
                 self.context.event("true-precision", call.node, text=str(precision.value))
         elif library == "transformers" and kind.endswith("Trainer"):
             self._check_trainer(call)
@@ -256,10 +258,15 @@ class PureBf16(Detector):
                 "needs FP32 parameters for mixed precision"
             )
             fix = "load it in torch.float32: the Trainer casts for the matrix products itself"
+            if cast.dtype == arguments.mixed == "fp16":  # the Trainer's scaler refuses FP16 gradients
+                self.judge(HALF_WITH_SCALER, cast.node, True, detail, fix)
+                return
             self.judge(BF16_TRUE, cast.node, True, detail, fix)
 
     def on_end(self) -> None:
-        if not {"fit", "backward", "setup"} & self.context.words:
+        if "train" not in self.context.words or "deepspeed" in self.context.libraries:
+            self.verdicts.clear(BF16_TRUE)
+        if not {"fit", "backward"} & self.context.words:
             return
         for event in self.observations.of("true-precision"):
             bits, mixed = ("BF16", "bf16-mixed") if event.text == "bf16-true" else ("FP16", "16-mixed")

@@ -10,6 +10,7 @@ from narrowgauge.lint.interpreter.observations import Event
 from narrowgauge.lint.interpreter.syntax import has_modulo
 from narrowgauge.lint.interpreter.values import Tensor
 from narrowgauge.lint.rule import PYTORCH, Rule
+from narrowgauge.lint.rules.scaler_order import ZERO_GRAD_ORDER
 
 ACCUMULATE_UNDIVIDED = Rule(
     name="accumulate-undivided",
@@ -41,6 +42,24 @@ class UndividedLoss(Detector):
             if isinstance(loss, Tensor) and loss.loss not in ("", "summed") and not loss.divided:
                 detail = f"backward() runs for every batch, the step in line {steps[0].line} only for every n-th"
                 self.judge(ACCUMULATE_UNDIVIDED, backward.node, True, detail)
+
+
+class LostBatches(Detector):
+    """Checks loops that clear the gradients at every batch and step only at every n-th."""
+
+    def on_end(self) -> None:
+        seen = self.observations
+        for cleared in seen.of("zero-grad"):
+            steps = [event for event in seen.of("step", "scaler-step") if event.optimizer == cleared.optimizer]
+            inside = [event for event in seen.of("backward") if event.loop == cleared.loop and not event.guards]
+            rare = steps and all(event.loop == cleared.loop and _is_every_nth(event) for event in steps)
+            if cleared.loop and not cleared.guards and inside and rare:
+                detail = (
+                    f"zero_grad() runs for every batch, the step in line {steps[0].line} only for every n-th: the "
+                    "gradients of the other batches are lost"
+                )
+                fix = "call zero_grad() after the step, inside the same condition"
+                self.verdicts.judge(ZERO_GRAD_ORDER, cleared.node, True, detail, fix, certain=True)
 
 
 class LossRead(Detector):
