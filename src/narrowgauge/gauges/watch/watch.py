@@ -22,6 +22,7 @@ from narrowgauge import events
 from narrowgauge.device_readback import TensorReadback
 from narrowgauge.engine import Engine
 from narrowgauge.errors import UsageError
+from narrowgauge.gauges.transforms import unwrap_transforms
 from narrowgauge.gauges.watch.readings import Reading, read_counts
 from narrowgauge.kernels.tensor_stats import StatsTable, add_statistics
 from narrowgauge.nn.compile_forward import run_uncompiled
@@ -217,7 +218,7 @@ class _UpdateTable(events.Listener):
 
         Of a sharded tensor, this rank's shard is read.
         """
-        tensor = to_local(_unwrap_transforms(tensor))
+        tensor = to_local(unwrap_transforms(tensor))
         if not tensor.is_floating_point() or tensor.numel() == 0:
             return
         row = self.rows.setdefault((kind, path), _Row(len(self.rows), NAMES.get(tensor.dtype, "fp32")))
@@ -231,7 +232,7 @@ class _UpdateTable(events.Listener):
 
     def make_hook(self, path: str) -> Any:
         def read_output(_: nn.Module, __: Any, output: Any) -> None:
-            for tensor in map(_unwrap_transforms, _tensors(output)):
+            for tensor in map(unwrap_transforms, _tensors(output)):
                 self.add("activation", path, tensor)
                 if tensor.requires_grad:
                     tensor.register_hook(lambda grad: self.add("gradient", path, grad))
@@ -259,13 +260,6 @@ class _UpdateTable(events.Listener):
         if self._measured:
             tensors["measured"] = torch.stack(list(self._measured.values()))
         readback.push((report.index, self.rows, list(self._measured)), tensors)
-
-
-def _unwrap_transforms(tensor: Tensor) -> Tensor:
-    """The plain tensor behind those that torch.func's transforms (vmap, grad) make, with all samples of a vmap."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
 
 
 def _measure_updates(weights: Tensor, changes: Tensor) -> Tensor:
