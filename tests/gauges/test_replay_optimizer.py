@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -129,6 +130,13 @@ HEALTHY: list[Callable[[Any], Optimizer]] = [
 def test_healthy_settings(number: int) -> None:
     settings = read_settings([HEALTHY[number]([nn.Parameter(torch.ones(2))])])
     assert find_faulty_setting({"last_update": settings, "this_step": settings}) is None
+
+
+def test_a_rate_from_numpy() -> None:
+    optimizer = SGD([nn.Parameter(torch.ones(2))], 0.1)
+    optimizer.param_groups[0]["lr"] = np.float32("nan")
+    fault = find_faulty_setting({"last_update": read_settings([optimizer]), "this_step": None})
+    assert fault is not None and fault.text == "SGD lr=nan"
 
 
 def test_captures_of_older_versions_have_no_settings() -> None:

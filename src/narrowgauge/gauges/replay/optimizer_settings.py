@@ -14,6 +14,7 @@ Only settings that must destroy weights are named:
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,16 +76,16 @@ def find_faulty_setting(facts: Mapping[str, Any] | None) -> FaultySetting | None
 def _check_group(group: Mapping[str, Any]) -> Iterator[FaultySetting]:
     name = str(group[OPTIMIZER])
     settings = {setting: value for setting, value in group.items() if setting != OPTIMIZER}
-    numbers = {setting: float(v) for setting, v in settings.items() if not isinstance(v, list | tuple | bool)}
+    values = {setting: float(v) for setting, v in settings.items() if not isinstance(v, list | tuple | bool)}
     betas = [float(beta) for beta in group.get("betas") or ()]
-    rate, decay = numbers.get("lr", 0.0), numbers.get("weight_decay", 0.0)
-    adaptive = bool(betas) and "eps" in numbers
-    for setting, value in [*numbers.items(), *(("betas", beta) for beta in betas)]:
+    rate, decay = values.get("lr", 0.0), values.get("weight_decay", 0.0)
+    adaptive = bool(betas) and "eps" in values
+    for setting, value in [*values.items(), *(("betas", beta) for beta in betas)]:
         if not math.isfinite(value):
             yield FaultySetting(f"{name} {setting}={value}", "an update with it makes weights NaN or inf", True)
-    if numbers.get("eps", 1.0) == 0 and (adaptive or name in COUPLED):
+    if values.get("eps", 1.0) == 0 and (adaptive or name in COUPLED):
         yield FaultySetting(f"{name} eps=0", "the update of a weight whose gradient is always 0 is 0/0", True)
-    for setting, value in [*(("betas", beta) for beta in betas), ("momentum", numbers.get("momentum", 0.0))]:
+    for setting, value in [*(("betas", beta) for beta in betas), ("momentum", values.get("momentum", 0.0))]:
         if 1 <= value < math.inf:
             yield FaultySetting(f"{name} {setting}={value:g}", "it must be less than 1, or updates never stop growing",
                                 setting == "betas")  # fmt: skip
@@ -100,5 +101,5 @@ def _check_group(group: Mapping[str, Any]) -> Iterator[FaultySetting]:
 
 def _is_number(value: Any) -> bool:
     if isinstance(value, list | tuple):
-        return all(isinstance(item, int | float) for item in value)
-    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+        return all(isinstance(item, numbers.Real) for item in value)
+    return isinstance(value, numbers.Real) or (isinstance(value, Tensor) and value.numel() == 1)
