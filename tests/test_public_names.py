@@ -51,7 +51,7 @@ REVEALED = {
     "ng.watch(engine)": "narrowgauge.gauges.watch.watch.Watch",
     "ng.forecast('gpt2-124m')": "narrowgauge.forecast.run.Forecast",
     "ng.validate('gpt-tiny', ['bf16'], seeds=3)": "narrowgauge.validate.run.Validation",
-    "ng.replay('run', lambda: model, lambda m, b: m(b).sum())": "narrowgauge.gauges.replay.replay.Replay",
+    "ng.replay('run', lambda: model, lambda m, b: m(b).sum())": "narrowgauge.gauges.replay.result.Replay",
     "ng.keep_fp32(ng.hardware.find_gpu)('h200')": "narrowgauge.hardware.Gpu",
     "ng.formats.store(1.0, 'fp16')": "narrowgauge.formats.Stored",
     "ng.hardware.detect()": "narrowgauge.hardware.Device",

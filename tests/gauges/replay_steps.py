@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from narrowgauge import Engine
 from narrowgauge.gauges.capture import Recorder
-from narrowgauge.gauges.replay.replay import Replay, replay
+from narrowgauge.gauges.replay.replay import replay
+from narrowgauge.gauges.replay.result import Replay
 
 Loss = Callable[[nn.Module, Any], Tensor]
 

@@ -21,7 +21,8 @@ import narrowgauge
 from narrowgauge import Engine, UsageError
 from narrowgauge.cli import main
 from narrowgauge.gauges.capture import Recorder
-from narrowgauge.gauges.replay.replay import Replay, replay
+from narrowgauge.gauges.replay.replay import replay
+from narrowgauge.gauges.replay.result import Replay
 from narrowgauge.models.gpt import GPT, GPTConfig
 from narrowgauge.runs.batches import to_device
 

@@ -18,7 +18,7 @@ from narrowgauge.gauges.replay import advice_table
 from narrowgauge.gauges.replay.advice import CONDITIONS, advise, find_row
 from narrowgauge.gauges.replay.nonfinite_flow import Origin
 from narrowgauge.gauges.replay.op_locations import OpLocation
-from narrowgauge.gauges.replay.replay import Replay
+from narrowgauge.gauges.replay.result import Replay
 
 WIDTH = 4
 

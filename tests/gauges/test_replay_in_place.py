@@ -227,3 +227,16 @@ def test_in_place_on_a_list_of_tensors(tmp_path: Path) -> None:
 
     found = capture_and_replay(lambda: nn.Conv1d(2, 2, 1), tmp_path, draw(), together)
     assert (found.module, found.op) == ("(loss)", "aten.log"), found.message
+
+
+def root_of_a_view(x: Tensor) -> Tensor:
+    y = x * 1
+    y[:, 2].mul_(0).sqrt_()
+    return y
+
+
+def test_the_derivative_of_an_in_place_op_on_a_view(tmp_path: Path) -> None:
+    """Autograd hides it in a node CopySlices."""
+    found = capture_and_replay(lambda: Signal(root_of_a_view, torch.cos), tmp_path, draw())
+    assert (found.module, found.op, found.phase) == ("fault", "CopySlices of sqrt_", "backward")
+    assert "the derivative of a square root" in str(found.advice)

@@ -17,8 +17,9 @@ from test_train import StopAt, cpu_settings
 
 from narrowgauge import random_state
 from narrowgauge.errors import UsageError
-from narrowgauge.runs.batches import BadData, BatchReader, check_finite, make_isolated_batch, to_device
+from narrowgauge.runs.batches import BatchReader, make_isolated_batch, to_device
 from narrowgauge.runs.checkpoints import checkpoint
+from narrowgauge.runs.finite_batches import BadData, check_finite
 from narrowgauge.runs.rank_batches import RankBatches
 from narrowgauge.runs.train import train
 from narrowgauge.task import Task

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from narrowgauge.gauges.replay.capture_files import Capture
-    from narrowgauge.gauges.replay.replay import Replay
+    from narrowgauge.gauges.replay.result import Replay
     from narrowgauge.task import Task
 
 ABOUT = "replay a captured step op by op and name the op that produced the first inf or NaN"

@@ -1,7 +1,8 @@
 """Recorder: captures the first step in which a number is inf or NaN, so that it can be replayed op by op.
 
     record_batch(batch)        before each microbatch's forward: keep the batch and the random states; at the first
-                               microbatch of a step also the loss scale, the FP8 scales and the buffers
+                               microbatch of a step also the loss scale, the FP8 scales, the buffers and the
+                               optimizer's settings
     record_step(report, loss)  after each step: start copying "applied" and the loss to the host, without blocking
     check_step(step, ...)      when they have arrived: drop earlier steps; write a capture if
                                    the loss is not finite, or
@@ -33,7 +34,7 @@ from narrowgauge import random_state
 from narrowgauge.device_readback import Readback
 from narrowgauge.engine import Engine
 from narrowgauge.errors import UsageError
-from narrowgauge.gauges.replay import capture_files
+from narrowgauge.gauges.replay import capture_files, optimizer_settings
 from narrowgauge.step_report import StepReport
 from narrowgauge.version import __version__
 
@@ -62,6 +63,10 @@ class _StepStart:
     buffers: dict[str, Tensor]
     weights: dict[str, Any] | None = None
     """Weights before the step, if its capture was requested."""
+    settings: list[dict[str, Any]] = field(default_factory=list)
+    """Settings of the optimizer."""
+    last_settings: list[dict[str, Any]] | None = None
+    """Those of the step before: its update made the weights of this step."""
     microbatches: list[_Microbatch] = field(default_factory=list)
 
     def nbytes(self) -> int:
@@ -116,6 +121,7 @@ class Recorder:
         self._streak = 0
         self._in_trouble = False
         self._large: dict[str, tuple[int, Tensor]] = {}
+        self._settings: list[dict[str, Any]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters that decide, with a step's own numbers, whether it is captured."""
@@ -207,6 +213,22 @@ class Recorder:
         self._in_trouble = self._in_trouble or not (finite and applied)
         return self._capture(step, reason, loss, applied)
 
+    def capture_bad_batch(self, batch: Any) -> Path | None:
+        """Capture the next step with a batch that is not finite, which will therefore not be trained on.
+
+        Returns:
+            The folder of the capture if one was written.
+        """
+        self._starts.clear()
+        self.record_batch(batch)
+        step = self._starts[-1].step
+        try:
+            self._starts[-1].weights = self._copy_weights()
+        except Exception as error:  # for example out of memory: the error about the data must be shown
+            self._fail(step, error)
+            return None
+        return self._capture(step, "its batch is not finite", math.nan, False)
+
     def _check_all(self, arrived: list[tuple[Any, dict[str, float]]]) -> Path | None:
         written = None
         for step, values in arrived:
@@ -227,7 +249,10 @@ class Recorder:
         engine = self.engine
         scale = engine.scaler.get_scale_tensor(engine.device).clone() if engine.scaler is not None else None
         scales = engine.conversion.scales.state_dict() if engine.conversion.scales is not None else None
-        self._starts.append(_StepStart(step, scale, scales, self._copy_buffers()))
+        settings, before = optimizer_settings.read_settings(engine.optimizers), self._settings
+        self._settings = settings
+        start = _StepStart(step, scale, scales, self._copy_buffers(), settings=settings, last_settings=before)
+        self._starts.append(start)
         if step in self._requested:
             try:
                 self._starts[-1].weights = self._copy_weights()
@@ -319,6 +344,10 @@ class Recorder:
             "recipe": str(engine.recipe),
             "accumulate": engine.accumulate,
             "loss_scale": None if start.loss_scale is None else float(start.loss_scale.item()),
+            "optimizer": {
+                "last_update": optimizer_settings.to_numbers(start.last_settings),
+                "this_step": optimizer_settings.to_numbers(start.settings),
+            },
             "fused": bool(engine.conversion.layers),
             "weights_of_step": start.step + since,
             # An engine that steps during backward has changed some weights before it finds that others are bad.

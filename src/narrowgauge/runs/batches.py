@@ -26,12 +26,9 @@ from torch import Tensor
 
 from narrowgauge import random_state
 from narrowgauge.errors import UsageError
+from narrowgauge.runs.finite_batches import BadData, check_finite
 from narrowgauge.runs.rank_batches import RankBatches, map_tensors
 from narrowgauge.task import Task
-
-
-class BadData(UsageError):
-    """The task made a batch that cannot be trained on."""
 
 
 class BatchReader:
@@ -154,7 +151,7 @@ def _pin(tensor: Tensor) -> Tensor:
 
 
 def make_batch(task: Task, number: int, split: str, where: str) -> Any:
-    """Make a batch and check that it is finite.
+    """Make a batch and check that it is finite (``finite_batches``).
 
     Args:
         task: Makes the batch.
@@ -169,7 +166,11 @@ def make_batch(task: Task, number: int, split: str, where: str) -> Any:
         batch = task.batch(number, split)
     except UsageError as error:
         raise BadData(f"data of {where}: {error}") from error
-    check_finite(batch, where, f"{split} batch {number}")
+    try:
+        check_finite(batch, where, f"{split} batch {number}")
+    except BadData as error:
+        error.batch = batch if split == "train" else None
+        raise
     return batch
 
 
@@ -182,20 +183,3 @@ def make_isolated_batch(task: Task, number: int, split: str, where: str, seed: i
 def to_device(batch: Any, device: torch.device) -> Any:
     """Copy the tensors of a batch to a device, without waiting for the copy."""
     return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
-
-
-def check_finite(batch: Any, where: str, name: str) -> None:
-    """Raise BadData if a batch holds NaN or infinity, which no precision can train on."""
-    if isinstance(batch, Tensor):
-        if batch.is_floating_point() and not bool(torch.isfinite(batch).all()):
-            broken = int((~torch.isfinite(batch)).sum())
-            raise BadData(
-                f"data of {where} is not finite: {name} (shape {tuple(batch.shape)}) holds {broken} NaN or "
-                "infinite values; fix the data, then train again or continue with --resume"
-            )
-    elif isinstance(batch, dict):
-        for key, item in batch.items():
-            check_finite(item, where, f"{name}[{key!r}]")
-    elif isinstance(batch, list | tuple):
-        for index, item in enumerate(batch):
-            check_finite(item, where, f"{name}[{index}]")

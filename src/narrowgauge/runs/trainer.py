@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,11 @@ from narrowgauge.nn.speed_advice import no_speed_warnings
 from narrowgauge.ranks.init_model import make_model
 from narrowgauge.ranks.world import SINGLE_PROCESS, World
 from narrowgauge.runs import record
-from narrowgauge.runs.batches import BadData, BatchReader, make_isolated_batch, to_device
+from narrowgauge.runs.batches import BatchReader, make_isolated_batch, to_device
 from narrowgauge.runs.checkpoints import checkpoint, resuming
 from narrowgauge.runs.checkpoints.saving import make_saver
+from narrowgauge.runs.evaluation import Evaluation
+from narrowgauge.runs.finite_batches import BadData
 from narrowgauge.runs.interruption import Interruption
 from narrowgauge.runs.rank_batches import RankBatches
 from narrowgauge.runs.result import (
@@ -112,6 +114,7 @@ class Trainer:
             observer.notify(self.engine.conversion.summary())
         if self.engine.speed_advice is not None:
             observer.notify(self.engine.speed_advice)
+        self.evaluation = Evaluation(self.engine, task, observer.notify)
         self.readback = Readback()
         self.recorder: Recorder | None = None
         if world.is_single:  # one process cannot replay a step of several ranks
@@ -199,6 +202,8 @@ class Trainer:
                 self._drain_metrics()
                 self._save_checkpoint()
                 self._record_saved(wait=True)
+                if self.recorder is not None and error.batch is not None:
+                    self._add_capture(result.step + 1, self.recorder.capture_bad_batch(error.batch))
                 self._add_finding(make_data_finding(result.step, error))
                 raise
             for prediction in self.examiner.predict() if self.examiner is not None else ():
@@ -258,9 +263,7 @@ class Trainer:
             applied = bool(values.pop("applied"))
             result.skipped += not applied
             captured = self.recorder.check_step(step, values["loss"], applied) if self.recorder is not None else None
-            if captured is not None:
-                result.captures.append(str(captured))
-                self.record.append("capture", step, path=str(captured))
+            self._add_capture(step, captured)
             metrics = {"loss": values.pop("loss"), "lr": learning_rate, **values, "tokens_per_s": rate}
             self.record.append("step", step, **metrics, applied=applied, time=self.throughput.seconds())
             self.trackers.log_metrics("train", step, {name: v for name, v in metrics.items() if v is not None})
@@ -317,20 +320,17 @@ class Trainer:
 
     def _evaluate(self) -> None:
         """Average loss and metrics over the fixed evaluation batches, and restore the random generators."""
-        sums: dict[str, Tensor] = {}
         count, world = self.settings.eval_batches, self.world
         # If the batches do not divide among the ranks, every rank evaluates all of them.
         own = RankBatches(world.rank, world.size if count % world.size == 0 else 1, count)
-        with random_state.preserve(), self.engine.evaluating():
+        where = f"the evaluation after step {self.result.step}"
+
+        def make_batches() -> Iterator[Any]:
             for number in own.batch_numbers(0) if own.size > 1 else range(count):
-                where = f"the evaluation after step {self.result.step}"
                 batch = make_isolated_batch(self.task, number, "eval", where, self.settings.seed)
-                batch = to_device(batch, self.engine.device)
-                values = {"loss": self.task.loss(self.engine.model, batch)}
-                if self.task.metrics is not None:
-                    values |= self.task.metrics(self.engine.model, batch)
-                for name, value in values.items():
-                    sums[name] = sums[name] + value.detach().double() if name in sums else value.detach().double()
+                yield to_device(batch, self.engine.device)
+
+        sums = self.evaluation.sum(make_batches)
         totals = [float(value) for value in sums.values()]
         totals = world.sum(totals) if own.size > 1 else totals
         means = {name: total / count for name, total in zip(sums, totals, strict=True)}
@@ -381,6 +381,11 @@ class Trainer:
             self._add_finding(make_sample_finding(self.result.step, error))
             return
         self.record.append("sample", self.result.step, text=self.result.sample)
+
+    def _add_capture(self, step: int, path: Path | None) -> None:
+        if path is not None:
+            self.result.captures.append(str(path))
+            self.record.append("capture", step, path=str(path))
 
     def _add_finding(self, finding: Finding) -> None:
         finding = dataclasses.replace(finding, step=finding.step or self.result.step)

@@ -61,7 +61,7 @@ def find_row(op: str, origin: Origin) -> table.Row | None:
     A backward node is looked up as the derivative of its op. If it has no row, and inside a torch.autograd.Function or
     a hook, the kernel that ran is looked up as what it is: an op that computes something from its inputs.
     """
-    node = re.fullmatch(r"(\w+?)Backward\d*", op)
+    node = re.fullmatch(r"(\w+?)Backward\d*", op) or re.fullmatch(r"CopySlices of (\w+)", op)
     for name, phase in ((node[1] if node else op, origin.phase), (origin.op, "forward")):
         for row in table.ROWS:
             if _matches(row, _simplify(name), phase, origin):

@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from narrowgauge.gauges.transforms import list_levels
+
 LOSS, MODEL, BATCH, HOOK = "(loss)", "(model)", "(batch)", "(hook)"
 """Locations without a module path: code outside the model, the outermost module, the data, and gradient hooks."""
 _PACKAGE = Path(__file__).parents[2]
@@ -121,16 +123,23 @@ class OpLocator:
         """Return the path of the module that has the parameter."""
         return self._owners.get(id(parameter), LOSS)
 
-    def assign_nodes(self, values: Any, location: OpLocation | None = None) -> None:
-        """Assign all new nodes behind these tensors to the running module, or to ``location``."""
-        todo = [leaf.grad_fn for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    def assign_nodes(self, values: Any, location: OpLocation | None = None, called: str | None = None) -> None:
+        """Assign all new nodes behind these tensors to the running module, or to ``location``.
+
+        ``called`` is the torch function that created them. The derivative of an in-place op on a view is hidden in a
+        node CopySlices, which is named after the function.
+        """
+        tensors = [level for leaf in tree_leaves(values) if isinstance(leaf, Tensor) for level in list_levels(leaf)]
+        todo = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
         place = location
         while todo:
             node = todo.pop()
             if node in self._nodes:
                 continue
             place = place or OpLocation(self._stack[-1] if self._stack else LOSS, find_source_line())
-            name = node.name()
+            name = node.name().removeprefix("torch::autograd::")
+            if name == "CopySlices" and called is not None and not called.startswith("__"):
+                name = f"{name} of {called}"
             if name.endswith("AccumulateGrad"):  # belongs to the parameter and outlives the graph
                 variable: Tensor = node.variable  # type: ignore[attr-defined]
                 own = OpLocation(self.find_owner(variable), None, "AccumulateGrad")
@@ -179,14 +188,15 @@ class OpLocator:
 
 
 class _FunctionMode(TorchFunctionMode):
-    def __init__(self, assign_nodes: Callable[[Any], None]) -> None:
+    def __init__(self, assign_nodes: Callable[[Any, OpLocation | None, str | None], None]) -> None:
         super().__init__()
         self._assign_nodes = assign_nodes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if torch.is_grad_enabled():
-            self._assign_nodes((args[:1], result))  # an in-place op may return nothing
+            name = getattr(func, "__name__", None)
+            self._assign_nodes((args[:1], result), None, name)  # an in-place op may return nothing
         return result
 
 

@@ -11,7 +11,6 @@ if there is a producer: run the whole step under recipe fp32, to find out whethe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from narrowgauge import random_state
 from narrowgauge.engine import Engine
 from narrowgauge.errors import NarrowgaugeError, UsageError
 from narrowgauge.gauges.replay import capture_files
-from narrowgauge.gauges.replay.advice import advise
 from narrowgauge.gauges.replay.nonfinite_flow import (
     NonfiniteFlow,
     Origin,
@@ -31,6 +29,7 @@ from narrowgauge.gauges.replay.nonfinite_flow import (
     make_input_source,
 )
 from narrowgauge.gauges.replay.op_locations import OpLocator
+from narrowgauge.gauges.replay.result import Replay, make_finite_result, make_result
 from narrowgauge.gauges.replay.tensor_values import classify_nonfinite, read_values
 from narrowgauge.nn.speed_advice import no_speed_warnings
 from narrowgauge.optim import load_full_precision
@@ -40,58 +39,6 @@ Model = nn.Module | Callable[[], nn.Module]
 Loss = Callable[[nn.Module, Any], Tensor]
 FUSED = ("_Block", "_LastNorm", "_HeadLoss")
 """narrowgauge's own autograd functions that replace several modules."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Replay:
-    """The result of replaying a captured step. If all was finite, fields that describe an op are None."""
-
-    step: int
-    message: str
-    """The result in one sentence."""
-    module: str | None = None
-    """Path of the module that ran the op; (model) for the outermost, (loss) outside the model, (batch) for the data."""
-    op: str | None = None
-    """The aten op in forward, the autograd node in backward, or the torch.autograd.Function that contains it."""
-    kernel: str | None = None
-    """The aten op that was dispatched."""
-    phase: str | None = None
-    """forward or backward."""
-    kind: str | None = None
-    """inf or nan."""
-    inputs: list[dict[str, Any]] = field(default_factory=list)
-    """Name, shape, dtype, min, max and amax of each input."""
-    output: dict[str, Any] | None = None
-    """The same for the output."""
-    microbatch: int | None = None
-    """Number of the microbatch in the step, counted from 1."""
-    source: str | None = None
-    """file:line of the code that called the op (in backward: its forward op)."""
-    survives_fp32: bool | None = None
-    """Whether this op or the whole step is finite in FP32."""
-    op_survives_fp32: bool | None = None
-    """Whether this op is finite on these inputs in FP32."""
-    step_survives_fp32: bool | None = None
-    """Whether the whole step is finite under recipe fp32 with the same weights; None if that is unknown."""
-    step_fp32_unknown: str | None = None
-    """Why it is unknown."""
-    op_survives_fp64: bool | None = None
-    """Whether this op is finite on these inputs in FP64."""
-    advice: str | None = None
-    """How to fix it, in one line."""
-    exact: bool = True
-    """False if weights or batches are from a later step."""
-    operations: int = 0
-    """Number of ops that were run."""
-
-    @property
-    def found(self) -> bool:
-        """Whether an op was found that produced inf or NaN."""
-        return self.kind is not None
-
-    def describe(self) -> dict[str, Any]:
-        """Return the fields as plain values for JSON."""
-        return asdict(self)
 
 
 def replay(
@@ -126,9 +73,9 @@ def replay(
             if unfused is not None:
                 origin, microbatch = unfused, number
         if origin is None:
-            return _make_finite_result(held, replayer.operations)
+            return make_finite_result(held, replayer.operations)
         survives, reason = replayer.check_fp32(recipe)
-    return _make_result(held, origin, microbatch, survives, reason, replayer.operations)
+    return make_result(held, origin, microbatch, survives, reason, replayer.operations)
 
 
 def _read_recipe(held: capture_files.Capture) -> Recipe:
@@ -143,12 +90,6 @@ def _read_recipe(held: capture_files.Capture) -> Recipe:
     if held.facts.get("loss_scale") is not None:
         changes["loss_scale"] = float(held.facts["loss_scale"])
     return recipe.replace(**changes)
-
-
-def _read_fixed_scale(held: capture_files.Capture) -> float | None:
-    """The run's loss scale, if it does not adapt."""
-    scale = parse(held.facts["recipe"]).loss_scale
-    return float(scale) if isinstance(scale, int | float) else None
 
 
 def _adapt_to_device(recipe: Recipe, device: str) -> Recipe:
@@ -320,65 +261,3 @@ def _without_wrappers(state: dict[str, Any]) -> dict[str, Any]:
     if all(name.startswith("_orig_mod.") for name in state):
         return {name.removeprefix("_orig_mod."): value for name, value in state.items()}
     return state
-
-
-def _make_finite_result(held: capture_files.Capture, operations: int) -> Replay:
-    why = held.facts.get("why", "")
-    message = f"step {held.step} replays finite: no op produced an inf or NaN that reached the loss or a gradient"
-    if not held.facts.get("exact", True):
-        message += "; its weights or batches are not exactly those of the step, because its numbers arrived late"
-    elif why and why not in capture_files.REQUESTED:
-        message += f", although it was captured because {why}: the result may depend on the device or on compiled code"
-    return Replay(step=held.step, message=message, exact=bool(held.facts.get("exact", True)), operations=operations)
-
-
-def _make_result(
-    held: capture_files.Capture,
-    origin: Origin,
-    microbatch: int,
-    survives: bool | None,
-    reason: str | None,
-    operations: int,
-) -> Replay:
-    op = origin.function or (origin.place.node if origin.phase == "backward" and origin.place.node else origin.op)
-    known = [answer for answer in (survives, origin.survives.get("fp32")) if answer is not None]
-    return Replay(
-        step=held.step,
-        message=_write_message(held, origin, op, microbatch),
-        module=origin.place.module,
-        op=op,
-        kernel=origin.op,
-        phase=origin.phase,
-        kind=origin.kind,
-        inputs=origin.inputs,
-        output=origin.output,
-        microbatch=microbatch,
-        source=origin.place.source,
-        survives_fp32=any(known) if known else None,
-        op_survives_fp32=origin.survives.get("fp32"),
-        step_survives_fp32=survives,
-        step_fp32_unknown=reason,
-        op_survives_fp64=origin.survives.get("fp64"),
-        advice=advise(op, origin, any(known), _read_fixed_scale(held)),
-        exact=bool(held.facts.get("exact", True)),
-        operations=operations,
-    )
-
-
-def _write_message(held: capture_files.Capture, origin: Origin, op: str, microbatch: int) -> str:
-    kind = "NaN" if origin.kind == "nan" else "inf"
-    count = len(held.state["microbatches"])
-    when = f"step {held.step}" + (f", microbatch {microbatch} of {count}" if count > 1 else "")
-    if origin.op == "input":
-        return f"{when}: {origin.inputs[0]['name']} contains {kind}: it comes from the data"
-    if origin.op in ("parameter", "buffer"):
-        return f"{when}: {origin.op} {origin.inputs[0]['name']} contains {kind} before the step"
-    if origin.op == "gradient norm":
-        return (
-            f"{when}: every gradient is finite, but their norm overflows FP32: {origin.inputs[0]['name']} has a "
-            f"gradient of {origin.inputs[0]['amax']:.3g}"
-        )
-    verb = "set" if origin.deliberate else "produced"
-    if origin.op == "unseen":
-        return f"{when}: {kind} reaches {origin.place.module} in a tensor that no observed op produced"
-    return f"{when}: {op} {verb} {kind} in the {origin.phase} of {origin.place.module}"

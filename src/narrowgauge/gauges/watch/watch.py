@@ -22,6 +22,7 @@ from narrowgauge import events
 from narrowgauge.device_readback import TensorReadback
 from narrowgauge.engine import Engine
 from narrowgauge.errors import UsageError
+from narrowgauge.gauges.transforms import unwrap_transforms
 from narrowgauge.gauges.watch.model_facts import ModelFacts
 from narrowgauge.gauges.watch.readings import Reading, read_counts
 from narrowgauge.kernels.tensor_stats import StatsTable, add_statistics
@@ -221,7 +222,7 @@ class _UpdateTable(events.Listener):
 
         Of a sharded tensor, this rank's shard is read.
         """
-        tensor = to_local(tensor)
+        tensor = to_local(unwrap_transforms(tensor))
         if not tensor.is_floating_point() or tensor.numel() == 0:
             return
         row = self.rows.setdefault((kind, path), _Row(len(self.rows), NAMES.get(tensor.dtype, "fp32")))
@@ -235,8 +236,8 @@ class _UpdateTable(events.Listener):
 
     def make_hook(self, path: str) -> Any:
         def read_output(module: nn.Module, _: Any, output: Any) -> None:
-            self._facts.read_units(path, module, output)
-            for tensor in _tensors(output):
+            self._facts.read_units(path, module, unwrap_transforms(output) if isinstance(output, Tensor) else output)
+            for tensor in map(unwrap_transforms, _tensors(output)):
                 self.add("activation", path, tensor)
                 if tensor.requires_grad:
                     tensor.register_hook(lambda grad: self.add("gradient", path, grad))
