@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from narrowgauge.findings import SERIOUS, Finding
+from narrowgauge.findings import SERIOUS, WARNING, Finding
 from narrowgauge.gauges.finding_log import FindingLog
 from narrowgauge.gauges.rules.nonfinite_advice import advise_on_nonfinite
 from narrowgauge.gauges.rules.step_rules import Step, StepRules
@@ -158,6 +158,9 @@ def test_skipped_updates_with_and_without_a_dynamic_loss_scale():
     assert (found.rule, found.severity, found.step) == ("skips-in-a-row", SERIOUS, 100)
     (found,) = run(few)
     assert (found.rule, found.severity, found.step) == ("gradient-not-finite", SERIOUS, 100)
+    first = next(iter(healthy())).number
+    (found,) = run(list(changed(healthy(), applied=(first, first + 9, False))), scaled=True)
+    assert (found.rule, found.severity) == ("skips-in-a-row", WARNING)  # a scale that started too high
 
 
 def test_advice_fits_the_recipe():

@@ -24,7 +24,8 @@ RECENT = 50
 ENOUGH = 20
 """Steps needed before a step can be compared with earlier ones."""
 STREAK = 10
-"""Consecutive skipped updates that are too many even for a dynamic loss scale at its start: a factor of 1,024."""
+"""Consecutive skipped updates that are too many for a dynamic loss scale: a factor of 1,024. At the start of a run,
+where a summed loss may need that, they are a warning."""
 LARGE_UPDATE = 0.03
 """Updates of matrices above this share of the weights, while the loss rises, are the cause. Adam's usual is 1e-3."""
 _FP32 = Recipe()
@@ -245,7 +246,7 @@ def check_skips(before: StepRules, step: Step) -> Iterator[Finding]:
     if len(streak) >= STREAK and all(math.isfinite(s.loss) for s in streak):
         yield Finding(
             rule="skips-in-a-row",
-            severity=SERIOUS,
+            severity=WARNING if before.scaled and len(streak) == step.number else SERIOUS,
             where="optimizer step",
             detail=f"{len(streak)} consecutive updates were skipped because gradients were not finite",
             why="the model learns nothing in these steps",
