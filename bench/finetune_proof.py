@@ -1,8 +1,8 @@
 """Is fine-tuning in low precision as good as in FP32? Pre-trains on Python source, and fine-tunes on docstrings.
 
-usage: python bench/finetune_proof.py FOLDER [pretrain=1500] [steps=200] [seeds=3] [layers=12] [width=768] ...
+usage: python bench/finetune_proof.py FOLDER [pretrain=600] [steps=200] [rows=4] [seeds=3] [layers=12] ...
 
-    code        Python files of the standard library and of torch: the text for pre-training
+    code        Python files of the standard library and of torch, in pieces: the text for pre-training
     docstrings  functions of transformers without their docstring as prompt, the docstring as completion
     model       transformers' Llama, 124 million parameters, with a byte-pair encoding of 32,768 tokens of the code
 
@@ -23,14 +23,16 @@ from pathlib import Path
 
 folder = Path(sys.argv[1])
 options = {
-    "pretrain": 1500, "steps": 200, "seeds": 3, "layers": 12, "width": 768, "hidden": 2560, "vocabulary": 32768,
-    "context": 1024, "batch": 32, "megabytes": 60,
+    "pretrain": 600, "steps": 200, "rows": 4, "seeds": 3, "layers": 12, "width": 768, "hidden": 2560,
+    "vocabulary": 32768, "context": 1024, "batch": 32, "megabytes": 60,
 }  # fmt: skip
 for argument in sys.argv[2:]:
     name, _, value = argument.partition("=")
     options[name] = int(value)
 LONGEST = 2000
 """Characters of a function that are given as prompt."""
+PIECE = 3000
+"""Characters of a piece of a file: less than the context, so that nothing is cut."""
 
 
 def say(*words):
@@ -65,12 +67,12 @@ def write_code(path):
         text = read(file)
         if "site-packages/transformers" in str(file) or not 200 < len(text) < 200_000:
             continue
-        records.append({"text": text})
+        records += [{"text": text[start : start + PIECE]} for start in range(0, len(text), PIECE)]
         left -= len(text)
         if left < 0:
             break
     write_lines(path, records)
-    say(f"code: {len(records)} files, {sum(len(record['text']) for record in records) / 1e6:.1f} MB")
+    say(f"code: {len(records)} pieces, {sum(len(record['text']) for record in records) / 1e6:.1f} MB")
 
 
 def list_docstrings(text):
@@ -154,7 +156,7 @@ if not (folder / "pretrained").exists():
     run("export", folder / "run", "--format", "hf", "--dtype", "fp32", "--out", folder / "pretrained", "--json")
 common = [
     "validate", "--model", folder / "pretrained", "--data", folder / "docstrings.jsonl", "--steps", options["steps"],
-    "--seeds", options["seeds"], "--context", options["context"], "--batch", 8, "--no-layers", "--json",
+    "--seeds", options["seeds"], "--context", options["context"], "--batch", options["rows"], "--no-layers", "--json",
 ]  # fmt: skip
 for name, more in {
     "all weights": ["--candidates", "bf16-lean,fp8-lean,bf16[master=none]", "--lr", "3e-5"],

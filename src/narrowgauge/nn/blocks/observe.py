@@ -155,7 +155,7 @@ def make_random_copy(module: nn.Module, device: torch.device) -> nn.Module:
 
     Freshly initialized models have zero biases and norm weights of one, which would hide how they are used.
     """
-    return _copy(module, device, torch.Generator().manual_seed(0), {})
+    return _copy(module, device, torch.Generator(device).manual_seed(0), {})
 
 
 def _copy(module: nn.Module, device: torch.device, generator: torch.Generator, known: dict[int, Any]) -> nn.Module:
@@ -186,12 +186,12 @@ def _get_plain_class(module: nn.Module) -> type[Any]:
 
 
 def _make_random(name: str, shape: tuple[int, ...], device: torch.device, generator: torch.Generator) -> nn.Parameter:
-    value = torch.randn(shape, generator=generator)
+    value = torch.randn(shape, generator=generator, device=device)
     if len(shape) > 1:
         value *= shape[-1] ** -0.5  # outputs of about 1, where activations differ from each other
     else:
         value = value * SPREAD + (0.0 if "bias" in name else 1.0)
-    return nn.Parameter(value.to(device))
+    return nn.Parameter(value)
 
 
 def _copy_buffer(buffer: Tensor, device: torch.device) -> Tensor:

@@ -28,6 +28,9 @@ NEGLIGIBLE = 0.05
 """Share of the largest gradient below which differences are not relative: a key's bias has a gradient of zero, up to
 rounding."""
 
+LARGE = 1 << 24
+"""Values above which a gradient is not kept whole."""
+
 
 def find_difference(block: nn.Module, spec: BlockSpec, example: Example) -> str | None:
     """Return how the fused form of a block in FP32 differs from it, or None if they agree. Removes its own traces."""
@@ -84,8 +87,21 @@ def _run(block: nn.Module, spec: BlockSpec, example: Example) -> dict[str, Tenso
     loss.backward()
     found: dict[str, Any] = {name: value.detach() for name, value in outputs.items()}
     found |= {f"the gradient of {name}": leaf.grad for name, leaf in {"its input": x, **leaves}.items()}
-    found |= {f"the gradient of {name}": p.grad for name, p in block.named_parameters()}
-    return {name: value.clone() for name, value in found.items() if value is not None}
+    for name, parameter in block.named_parameters():
+        if parameter.grad is not None:
+            found[f"the gradient of {name}"] = _condense(parameter.grad)
+            parameter.grad = None
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _condense(gradient: Tensor) -> Tensor:
+    """Return a gradient, or of a large matrix its products with a few random vectors: a wrong value changes them, and
+    a model that fills its GPU has room for the comparison."""
+    if gradient.dim() != 2 or gradient.numel() <= LARGE:
+        return gradient
+    generator = torch.Generator(gradient.device).manual_seed(7)
+    vectors = [torch.randn(gradient.shape[1], generator=generator, device=gradient.device) for _ in range(4)]
+    return torch.stack([gradient.mv(vector) for vector in vectors])  # mv: not on tensor cores, so never in TF32
 
 
 class _DropoutInOrder(TorchDispatchMode):
