@@ -105,6 +105,8 @@ class Fp16WithoutScaler(Detector):
         under = loss.under if loss else None
         is_fp16 = under is not None and under.dtype == "fp16" and under.enabled != "**"
         is_bad = is_fp16 and loss is not None and not loss.multiplied
+        if under is None:
+            return  # not under autocast, or unknown
         detail = "the loss was computed under autocast in FP16, and backward() is called on it unscaled"
         self.judge(FP16_WITHOUT_SCALER, call.node, is_bad, detail)
 
