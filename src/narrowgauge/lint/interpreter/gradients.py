@@ -60,7 +60,7 @@ class Gradients:
         if isinstance(owner, ast.Attribute) and owner.attr == "grad" and changes:
             if method in ("clamp_", "clip_") or (method in ("mul_", "div_") and self._is_clip(call)):
                 self.context.notify(Observer.on_clip, call)
-            else:
+            elif method not in ("add_", "sub_", "nan_to_num_"):  # these do not change the scale
                 call.state.move("lost")
             return True, None
         if call.name.startswith("torch._foreach_") and call.name.endswith("_"):

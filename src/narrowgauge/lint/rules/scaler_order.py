@@ -157,8 +157,8 @@ class ScalerOrder(Detector):
             joint = len(inside) == len(updates) and all(event.loop == unscale.loop for event in updates)
             if unscale.node in self._again and unscale.loop and updates and joint:
                 detail = (
-                    f"a path through the loop skips update() in line {updates[0].line}: the next batch calls unscale_() a "
-                    "second time"
+                    f"a path through the loop skips update() in line {updates[0].line}: the next batch calls "
+                    "unscale_() a second time"
                 )
                 fix = "call scaler.update() on every path after unscale_(), also if the step is skipped"
                 self.verdicts.judge(UNSCALE_TWICE, unscale.node, True, detail, fix, certain=True)
