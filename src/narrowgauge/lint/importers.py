@@ -18,7 +18,7 @@ from pathlib import Path
 from narrowgauge.errors import UsageError
 from narrowgauge.lint import source
 from narrowgauge.lint.interpreter.names import DTYPES
-from narrowgauge.lint.interpreter.syntax import dotted
+from narrowgauge.lint.interpreter.syntax import dotted, nodes_of
 from narrowgauge.lint.interpreter.values import Autocast
 
 _WORD = b"autocast"
@@ -43,7 +43,7 @@ class Importers:
         return self._called.get(path.resolve(), {}) if self._called else {}
 
     def _note(self, path: Path, tree: ast.Module, modules: dict[str, list[Path]]) -> None:
-        for node in ast.walk(tree):
+        for node in nodes_of(tree):
             if not isinstance(node, ast.ImportFrom) or not node.module:
                 continue
             steps = node.module.split(".")
@@ -77,7 +77,7 @@ def _autocast_of(tree: ast.Module, name: str) -> Autocast | None:
     """Return the autocast under which objects of a class are called; None if they are not, or not always."""
     objects = {
         target
-        for node in ast.walk(tree)
+        for node in nodes_of(tree)
         if isinstance(node, ast.Assign) and _creates(node.value, name)
         for target in map(dotted, node.targets)
         if target

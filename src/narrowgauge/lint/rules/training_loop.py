@@ -7,7 +7,7 @@ import ast
 from narrowgauge.findings import NOTE
 from narrowgauge.lint.detector import Detector
 from narrowgauge.lint.interpreter.observations import Event
-from narrowgauge.lint.interpreter.syntax import dotted, words_of
+from narrowgauge.lint.interpreter.syntax import dotted, nodes_of, words_of
 from narrowgauge.lint.interpreter.values import Module, Tensor
 from narrowgauge.lint.rule import PYTORCH, Rule
 from narrowgauge.lint.rules.scaler_order import ZERO_GRAD_ORDER
@@ -109,7 +109,7 @@ def _is_counter(test: ast.expr, tree: ast.Module) -> bool:
         return False
     name = dotted(test.left)
     counted = reset = False
-    for node in ast.walk(tree) if name else ():
+    for node in nodes_of(tree) if name else ():
         if isinstance(node, ast.AugAssign) and dotted(node.target) == name:
             counted = counted or (isinstance(node.value, ast.Constant) and node.value.value == 1)
         elif isinstance(node, ast.Assign) and dotted(node.targets[0]) == name and node.lineno > test.lineno:
@@ -119,7 +119,7 @@ def _is_counter(test: ast.expr, tree: ast.Module) -> bool:
 
 def _loops_around(loop: int, tree: ast.Module) -> set[int]:
     """Return the loops around a loop."""
-    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While)]
+    loops = [node for node in nodes_of(tree) if isinstance(node, ast.For | ast.While)]
     inner = next((node for node in loops if id(node) == loop), None)
     if inner is None:
         return set()
@@ -128,7 +128,7 @@ def _loops_around(loop: int, tree: ast.Module) -> set[int]:
 
 def _is_over_microbatches(loop: int, tree: ast.Module) -> bool:
     """Return whether a loop is ``for ... in range(accumulation_steps)``."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if id(node) == loop and isinstance(node, ast.For) and isinstance(node.iter, ast.Call):
             is_range = isinstance(node.iter.func, ast.Name) and node.iter.func.id == "range"
             return is_range and any("accum" in word or "micro" in word for word in words_of(node.iter))

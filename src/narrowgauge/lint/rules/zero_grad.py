@@ -8,6 +8,7 @@ import re
 from narrowgauge.findings import WARNING
 from narrowgauge.lint.detector import Detector
 from narrowgauge.lint.interpreter.observations import Event
+from narrowgauge.lint.interpreter.syntax import nodes_of
 from narrowgauge.lint.rule import PYTORCH, Rule
 from narrowgauge.lint.rules.loss_scaling import FRAMEWORKS
 
@@ -30,7 +31,7 @@ class MissingZeroGrad(Detector):
         backwards = [event for event in self.observations.of("backward") if event.text not in ("elsewhere", "engine")]
         if len({event.optimizer for event in steps}) != 1 or self.context.libraries & {*FRAMEWORKS, "deepspeed"}:
             return
-        calls = [node for node in ast.walk(self.context.tree) if isinstance(node, ast.Call)]
+        calls = [node for node in nodes_of(self.context.tree) if isinstance(node, ast.Call)]
         cleared = [node.lineno for node in calls if getattr(node.func, "attr", "") == "zero_grad"]
         others = {word for word in self.context.words if _CLEARS.search(word)} - {"zero_grad"}
         if others or self._assigns_grad():
@@ -41,14 +42,14 @@ class MissingZeroGrad(Detector):
                 if event.loop in loops:
                     detail = "backward() and a step run for every batch, and nothing in the script clears the gradients"
                     self.judge(MISSING_ZERO_GRAD, event.node, True, detail)
-        for node in ast.walk(self.context.tree) if cleared else ():
+        for node in nodes_of(self.context.tree) if cleared else ():
             if isinstance(node, ast.If) and node.orelse:
                 self._check_branches(node, cleared, backwards, steps)
 
     def _assigns_grad(self) -> bool:
         return any(
             isinstance(target, ast.Attribute) and target.attr == "grad"
-            for node in ast.walk(self.context.tree)
+            for node in nodes_of(self.context.tree)
             if isinstance(node, ast.Assign)
             for target in node.targets
         )
