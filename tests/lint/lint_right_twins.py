@@ -92,6 +92,13 @@ for x, y in loader:{STEP}
     if scaler.get_scale() >= before:
         scheduler.step()
 """,
+    "schedules of other numbers": f"""
+for x, y in loader:{STEP}
+    scaler.step(optimizer)
+    scaler.update()
+    weight_scheduler.step()
+    noise_scheduler.step(x, 1, y)
+""",
     "scheduler without a scaler": """
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
 for x, y in loader:

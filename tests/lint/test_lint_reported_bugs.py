@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,11 @@ def test_correct_files_of_a_folder_have_no_findings(name: str, tmp_path: Path) -
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(text)
     assert script.check_folder(tmp_path) == []
+
+
+def test_ten_thousand_lines_take_a_few_seconds() -> None:
+    scripts = [code for _, code in REPORTED.values() if "# file: " not in code]
+    text = HEAD + "\n".join(scripts * (10_000 // sum(code.count("\n") + 1 for code in scripts) + 1))
+    began = time.process_time()
+    assert script.check_text(text)
+    assert (time.process_time() - began) * 10_000 / text.count("\n") < 5

@@ -8,7 +8,7 @@ from narrowgauge.findings import NOTE
 from narrowgauge.lint.detector import Detector
 from narrowgauge.lint.interpreter.observations import Event
 from narrowgauge.lint.interpreter.syntax import dotted, nodes_of, words_of
-from narrowgauge.lint.interpreter.values import Module, Tensor
+from narrowgauge.lint.interpreter.values import Tensor
 from narrowgauge.lint.rule import PYTORCH, Rule
 from narrowgauge.lint.rules.scaler_order import ZERO_GRAD_ORDER
 
@@ -34,13 +34,13 @@ class UndividedLoss(Detector):
     """Checks losses in loops that step only at every n-th batch, and in loops over microbatches."""
 
     def on_end(self) -> None:
+        every = self.observations.of("step", "scaler-step")
         for backward in self.observations.of("backward"):
             loss = backward.value
             if not backward.loop or backward.guards or not isinstance(loss, Tensor):
                 continue
             if loss.loss in ("", "summed") or loss.divided:
                 continue
-            every = self.observations.of("step", "scaler-step")
             steps = [event for event in every if event.loop == backward.loop]
             if steps and all(is_every_nth(step, self.context.tree) for step in steps):
                 detail = f"backward() runs for every batch, the step in line {steps[0].line} only for every n-th"
@@ -54,15 +54,21 @@ class LostBatches(Detector):
     """Checks loops that clear the gradients at every batch and step only at every n-th, or after the loop."""
 
     def on_end(self) -> None:
-        seen = self.observations
-        for cleared in seen.of("zero-grad", "model-zero-grad"):
-            steps = [event for event in seen.of("step", "scaler-step") if self._is_cleared(event, cleared)]
-            inside = [event for event in seen.of("backward") if event.loop == cleared.loop and not event.guards]
-            if not cleared.loop or cleared.guards or not inside or not steps:
+        every, backwards = self.observations.of("step", "scaler-step"), self.observations.of("backward")
+        is_single = len({event.optimizer for event in every}) == 1
+        for cleared in self.observations.of("zero-grad", "model-zero-grad"):
+            inside = [event for event in backwards if event.loop == cleared.loop and not event.guards]
+            if not cleared.loop or cleared.guards or not inside:
+                continue
+            of_model = cleared.kind == "model-zero-grad" and is_single
+            steps = [event for event in every if of_model or event.optimizer == cleared.optimizer]
+            if not steps:
                 continue
             rare = all(event.loop == cleared.loop and is_every_nth(event, self.context.tree) for event in steps)
-            around = _loops_around(cleared.loop, self.context.tree)
-            later = all(event.loop in around for event in steps) and len(inside) == len(seen.of("backward"))
+            later = len(inside) == len(backwards)
+            if later and not rare:
+                around = _loops_around(cleared.loop, self.context.tree)
+                later = all(event.loop in around for event in steps)
             if rare or later:
                 when = "only for every n-th" if rare else "after all of them"
                 detail = (
@@ -71,13 +77,6 @@ class LostBatches(Detector):
                 )
                 fix = "call zero_grad() after the step, inside the same condition" if rare else "call it after the step"
                 self.verdicts.judge(ZERO_GRAD_ORDER, cleared.node, True, detail, fix, certain=True)
-
-    def _is_cleared(self, step: Event, cleared: Event) -> bool:
-        """Return whether a step uses the gradients that a call clears."""
-        if cleared.kind == "zero-grad":
-            return step.optimizer == cleared.optimizer
-        steps = self.observations.of("step", "scaler-step")
-        return isinstance(cleared.value, Module) and len({event.optimizer for event in steps}) == 1
 
 
 class LossRead(Detector):
@@ -123,7 +122,7 @@ def _loops_around(loop: int, tree: ast.Module) -> set[int]:
     inner = next((node for node in loops if id(node) == loop), None)
     if inner is None:
         return set()
-    return {id(one) for one in loops if one.lineno < inner.lineno <= inner.lineno <= (one.end_lineno or 0)}
+    return {id(one) for one in loops if one.lineno < inner.lineno <= (one.end_lineno or 0)}
 
 
 def _is_over_microbatches(loop: int, tree: ast.Module) -> bool:
