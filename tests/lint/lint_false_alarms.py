@@ -18,6 +18,7 @@ for x in loader:
     if accelerated: accelerator.backward(loss)
     else: loss.backward()
     opt.step()
+    opt.zero_grad()
 """,
     "deepspeed engine": f"""
 import deepspeed
@@ -37,6 +38,7 @@ for x in loader:
         loss = model(x).sum()
     if loss_scaler is not None: loss_scaler(loss, opt, parameters=model.parameters())
     else: loss.backward(); opt.step()
+    opt.zero_grad()
 """,
     "scaler as an attribute of unknown type": f"""
 {FP16_HEAD}
@@ -48,6 +50,7 @@ def run(self, loader):
             self.grad_scaler.scale(loss).backward(); self.grad_scaler.step(opt); self.grad_scaler.update()
         else:
             loss.backward(); opt.step()
+        opt.zero_grad()
 """,
     "scale set by hand": """
 scaler = torch.amp.GradScaler("cuda", init_scale=1.0)
@@ -55,6 +58,7 @@ for step, loss in enumerate(losses):
     scaler.scale(loss).backward(); scaler.step(opt)
     if step == 100: scaler.update(1024.0)
     else: scaler.update()
+    opt.zero_grad()
 """,
     "gaussian kernel": """
 def kernel(x, sigma):

@@ -13,6 +13,7 @@ for x, y in loader:
     nn.utils.clip_grad_value_(model.parameters(), 0.5)  # lint: clip-before-unscale
     scaler.step(optimizer)
     scaler.update()
+    optimizer.zero_grad()
 """,
     "three methods of a class": """
 class Trainer:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from narrowgauge.findings import Finding
+    from narrowgauge.lint.importers import Importers
     from narrowgauge.lint.settings import Settings
     from narrowgauge.recipe import Recipe
     from narrowgauge.task import Task
@@ -130,6 +131,7 @@ def _check_all(
     """
     from narrowgauge.lint import script
     from narrowgauge.lint.discovery import find_scripts, is_excluded
+    from narrowgauge.lint.importers import Importers
 
     recipe = _given_recipe(args)
     found: list[Finding] = []
@@ -146,9 +148,10 @@ def _check_all(
             checked[target], parts, was_read = "excluded", [], True
         else:
             parts = [target]
+        importers = Importers(Path(part) for part in parts) if len(parts) > 1 else Importers()
         for part in parts:
             try:
-                new, what = _check(str(part), args, recipe)
+                new, what = _check(str(part), args, recipe, importers)
             except UsageError as error:
                 errors.append(error)
                 found.append(script.unreadable(Path(part), error))
@@ -176,7 +179,9 @@ def _given_recipe(args: argparse.Namespace) -> Recipe | None:
     return parse(args.recipe, hardware.detect(args.device))
 
 
-def _check(target: str, args: argparse.Namespace, recipe: Recipe | None) -> tuple[list[Finding], str]:
+def _check(
+    target: str, args: argparse.Namespace, recipe: Recipe | None, importers: Importers
+) -> tuple[list[Finding], str]:
     """Return the findings in one file or task, and which of them it is."""
     from narrowgauge.findings import Span
     from narrowgauge.lint import script, source
@@ -187,7 +192,7 @@ def _check(target: str, args: argparse.Namespace, recipe: Recipe | None) -> tupl
         data = sys.stdin.buffer.read(files.LARGEST)
         return script.check_source(source.decode(data, args.stdin_filename or "<stdin>"), formats), "stdin"
     if files.is_file(path):
-        return script.check(path, formats), "notebook" if path.suffix in (".ipynb", ".json") else "script"
+        return script.check(path, formats, importers), "notebook" if path.suffix in (".ipynb", ".json") else "script"
     is_task = ".py:" in target
     if not is_task and (path.suffix in (".py", ".ipynb", ".json") or "/" in target):
         raise UsageError(f"lint: there is no file or folder {target!r}")

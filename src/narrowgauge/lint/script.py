@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from narrowgauge import files
 from narrowgauge.errors import UsageError
 from narrowgauge.findings import Finding, Span
 from narrowgauge.lint import discovery, source
+from narrowgauge.lint.importers import Importers
 from narrowgauge.lint.interpreter.flow import Interpreter
 from narrowgauge.lint.interpreter.observations import Observations
 from narrowgauge.lint.interpreter.syntax import imported_libraries
+from narrowgauge.lint.interpreter.values import Autocast
 from narrowgauge.lint.rule import in_order
 from narrowgauge.lint.rules import DETECTORS
 from narrowgauge.lint.rules.syntax import SYNTAX
@@ -27,26 +29,29 @@ DEEP = 10_000
 """Recursion limit: an expression of a thousand terms is a thousand levels deep."""
 
 
-def check(path: Path, formats: Iterable[str] = ()) -> list[Finding]:
+def check(path: Path, formats: Iterable[str] = (), importers: Importers | None = None) -> list[Finding]:
     """Return the findings in one file.
 
     Args:
         path: the script or notebook.
         formats: formats that it will be trained in, in addition to those it names itself.
+        importers: what other files do with its classes.
 
     Raises:
         UsageError: the file cannot be read, or is not valid Python.
     """
-    return check_source(source.read(path), formats)
+    return check_source(source.read(path), formats, importers.called_under(path) if importers else {})
 
 
 def check_folder(folder: Path, formats: Iterable[str] = (), exclude: Sequence[str] = ()) -> list[Finding]:
     """Return the findings in every script and notebook of a folder; a file that cannot be parsed is a finding."""
     formats = tuple(formats)
     found: list[Finding] = []
-    for path in discovery.find_scripts(folder, exclude):
+    paths = discovery.find_scripts(folder, exclude)
+    importers = Importers(paths)
+    for path in paths:
         try:
-            found += check(path, formats)
+            found += check(path, formats, importers)
         except UsageError as error:
             found.append(unreadable(path, error))
     return found
@@ -72,8 +77,15 @@ def check_text(text: str, path: str = "<script>", formats: Iterable[str] = ()) -
     return check_source(Source(path, text), formats)
 
 
-def check_source(given: Source, formats: Iterable[str] = ()) -> list[Finding]:
+def check_source(
+    given: Source, formats: Iterable[str] = (), called_under: Mapping[str, Autocast] | None = None
+) -> list[Finding]:
     """Return the findings in a script or notebook that was read.
+
+    Args:
+        given: what was read.
+        formats: formats that it will be trained in, in addition to those it names itself.
+        called_under: classes that other files call under autocast.
 
     Raises:
         UsageError: it is not valid Python.
@@ -83,17 +95,18 @@ def check_source(given: Source, formats: Iterable[str] = ()) -> list[Finding]:
     suppressions = Suppressions(given, tree)
     found += suppressions.unknown()
     if _RELEVANT & imported_libraries(tree):
-        for verdict in _follow(tree, formats).bad():
+        for verdict in _follow(tree, formats, called_under or {}).bad():
             if not suppressions.hides(verdict.rule.name, verdict.node):
                 span = given.span(verdict.node)
                 found.append(verdict.rule.finding(str(span), verdict.detail, verdict.fix, verdict.severity, span))
     return in_order(found)
 
 
-def _follow(tree: ast.Module, formats: Iterable[str]) -> Verdicts:
+def _follow(tree: ast.Module, formats: Iterable[str], called_under: Mapping[str, Autocast]) -> Verdicts:
     """Return the verdicts of all detectors on a script."""
     verdicts = Verdicts()
-    interpreter = Interpreter(tree, Observations(formats=set(formats) & {"fp16", "bf16", "fp8"}))
+    known = {*formats, *(cast.dtype for cast in called_under.values() if cast.dtype)} & {"fp16", "bf16", "fp8"}
+    interpreter = Interpreter(tree, Observations(formats=known, called_under=called_under))
     interpreter.observers += [detector(interpreter, verdicts) for detector in DETECTORS]
     limit = sys.getrecursionlimit()
     try:

@@ -1,7 +1,8 @@
 """Verdicts of rules on lines, over all paths that reach a line.
 
 A line is reported if some path to it is wrong and none is right. A script that does it right on one path probably does
-so on purpose, and its paths may depend on each other in a way that reading does not show.
+so on purpose, and its paths may depend on each other in a way that reading does not show. A rule that excludes this
+calls its verdict certain.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ class Verdict:
     """Some path is wrong."""
     good: bool = False
     """Some path is right."""
+    certain: bool = False
+    """It is wrong even if another path is right."""
 
     @property
     def line(self) -> int:
@@ -66,7 +69,7 @@ class Verdicts:
         verdict = self._all.setdefault(place, Verdict(rule, node))
         if bad:
             verdict.bad, verdict.detail, verdict.fix, verdict.severity = True, detail, fix, severity
-            verdict.good = verdict.good and not certain
+            verdict.certain = verdict.certain or certain
         else:
             verdict.good = True
 
@@ -78,14 +81,14 @@ class Verdicts:
         """Withdraw the verdicts of rules, because something else in the script makes the lines right."""
         for rule in rules:
             for verdict in self.of(rule):
-                verdict.good = True
+                verdict.good, verdict.certain = True, False
 
     def bad(self) -> Iterator[Verdict]:
         """Yield the verdicts to report, each rule and place once."""
         seen: set[tuple[str, ast.AST]] = set()
         for verdict in self._all.values():
             key = (verdict.rule.name, verdict.node)
-            if verdict.bad and not verdict.good and key not in seen:
+            if verdict.bad and (verdict.certain or not verdict.good) and key not in seen:
                 seen.add(key)
                 yield verdict
 

@@ -43,7 +43,7 @@ def assume(context: Context, test: ast.expr, state: State, way: bool) -> None:
             assume(context, part, state, way)
     if not way and isinstance(test, ast.Name | ast.Attribute) and isinstance(context.value(test, state), Scaler):
         unscaled = frozenset(phase for phase in state.grads if phase[0] not in ("scaled", "unscaled"))
-        state.grads = unscaled or state.grads
+        state.grads = unscaled or frozenset({("plain", None)})
 
 
 @functools.lru_cache(maxsize=4096)

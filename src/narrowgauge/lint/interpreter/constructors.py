@@ -7,7 +7,7 @@ import ast
 from narrowgauge.lint.interpreter.call import NOT_HANDLED, Call, Handled
 from narrowgauge.lint.interpreter.context import Context
 from narrowgauge.lint.interpreter.modules import note_trained_format
-from narrowgauge.lint.interpreter.names import AUTOCASTS, DTYPES, LOSS_CLASSES, SCALERS, is_optimizer
+from narrowgauge.lint.interpreter.names import AUTOCASTS, CLIPS, DTYPES, LOSS_CLASSES, SCALERS, is_optimizer
 from narrowgauge.lint.interpreter.values import (
     Arguments,
     Autocast,
@@ -17,9 +17,11 @@ from narrowgauge.lint.interpreter.values import (
     Params,
     Ref,
     Scaler,
+    Scheduler,
     heap,
 )
 
+_CLIPS = frozenset(Ref(name) for name in CLIPS)
 LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 
 
@@ -42,6 +44,13 @@ class Constructors:
             return True, self._optimizer(call)
         if name in LOSS_CLASSES:
             return True, LossFunction(name, call.arg(-1, "reduction") == Const("sum"))
+        if name.startswith("torch.optim.lr_scheduler.") and not name.endswith("ReduceLROnPlateau"):
+            return True, Scheduler()
+        given = call.arg(0)
+        if name == "torch.finfo" and isinstance(given, Ref):
+            return True, Ref(f"torch.finfo({DTYPES.get(given.name)})")
+        if name == "functools.partial" and isinstance(given, Ref) and given in _CLIPS:
+            return True, given
         if name == "contextlib.nullcontext":
             return True, Ref("contextlib.nullcontext()")
         return self._framework(call)

@@ -17,10 +17,12 @@ from narrowgauge.lint.interpreter.inferred_types import InferredTypes
 from narrowgauge.lint.interpreter.observations import Event, Observations
 from narrowgauge.lint.interpreter.observer import Observer
 from narrowgauge.lint.interpreter.state import State
-from narrowgauge.lint.interpreter.syntax import imported_libraries, words_of
+from narrowgauge.lint.interpreter.syntax import dotted, imported_libraries, nodes_of, words_of
 from narrowgauge.lint.interpreter.values import OPAQUE, Autocast, Class, Function, Site, Value
 
 P = ParamSpec("P")
+MIXED: dict[object, str] = {16: "fp16", "16": "fp16", "16-mixed": "fp16", "bf16": "bf16", "bf16-mixed": "bf16"}
+"""Lightning's names of mixed precision, and the formats."""
 _NONFINITE = ("finite", "inf", "nan")
 
 
@@ -116,7 +118,7 @@ class Context(ABC):
     def read_at_once(self) -> set[ast.AST]:
         """Calls whose result becomes a number in the same expression: ``loss_fn(x, y).item()``, ``float(...)``."""
         found: set[ast.AST] = set()
-        for node in ast.walk(self.tree):
+        for node in nodes_of(self.tree):
             if not isinstance(node, ast.Call):
                 continue
             if isinstance(node.func, ast.Attribute) and node.func.attr in ("item", "tolist", "detach"):
@@ -124,6 +126,17 @@ class Context(ABC):
             elif isinstance(node.func, ast.Name) and node.func.id == "float":
                 found.update(node.args)
         return found
+
+    @functools.cached_property
+    def trainer_autocast(self) -> Autocast | None:
+        """The autocast of Lightning's Trainer around training_step, if the script creates one with mixed precision."""
+        for node in nodes_of(self.tree):
+            if isinstance(node, ast.Call) and (dotted(node.func) or "").split(".")[-1] == "Trainer":
+                for given in node.keywords:
+                    value = given.value.value if isinstance(given.value, ast.Constant) else None
+                    if given.arg == "precision" and value in MIXED:
+                        return Autocast(MIXED[value], "cuda")
+        return None
 
     @functools.cached_property
     def libraries(self) -> set[str]:

@@ -11,7 +11,7 @@ from narrowgauge.lint.interpreter.context import Context
 from narrowgauge.lint.interpreter.engines import Engines
 from narrowgauge.lint.interpreter.gradients import Gradients
 from narrowgauge.lint.interpreter.modules import Modules
-from narrowgauge.lint.interpreter.names import HARMLESS
+from narrowgauge.lint.interpreter.names import HARMLESS, LARGEST, PRODUCTS
 from narrowgauge.lint.interpreter.observer import Observer
 from narrowgauge.lint.interpreter.state import State
 from narrowgauge.lint.interpreter.syntax import dotted, is_static
@@ -85,6 +85,8 @@ class Evaluator:
         return self._attribute_of(self.value(node.value, state), node, state)
 
     def _attribute_of(self, owner: Value | None, node: ast.Attribute, state: State) -> Value | None:
+        if isinstance(owner, Ref) and owner.name in LARGEST and node.attr in ("max", "min"):
+            return Const(LARGEST[owner.name] if node.attr == "max" else -LARGEST[owner.name])
         if isinstance(owner, Ref):
             known = self.context.lookup(dotted(node) or "", state)
             return self.context.inferred.guess(node, known or Ref(f"{owner.name}.{node.attr}"), self.context.frames[-1])
@@ -104,6 +106,8 @@ class Evaluator:
             return Function(found, owner.frame) if found is not None else None
         if isinstance(owner, Engine):
             return self.engines.attribute(owner, node.attr)
+        if isinstance(owner, Params) and node.attr == "data":
+            return owner
         if isinstance(owner, Tensor):
             return self.tensors.attribute(owner, node.attr)
         if node.attr == "mT" and owner is None:
@@ -163,7 +167,8 @@ class Evaluator:
             return self.context.call(target, call, self._arguments(target, call))
         if isinstance(target, Class):
             return self._create(target, call)
-        made = Tensor(under=state.casting, output=True, makers=self.engines.makers(call))
+        is_product = isinstance(target, Module) and target.name.startswith(PRODUCTS)
+        made = Tensor(under=state.casting, output=True, product=is_product, makers=self.engines.makers(call))
         if isinstance(target, Module):
             return self._forward(target, call, made)
         if call.name.startswith("builtins."):
@@ -171,6 +176,8 @@ class Evaluator:
                 state.env = {key: value for key, value in state.env.items() if not isinstance(value, Const)}
             elif call.name == "builtins.sum" and made.makers:
                 return made
+            elif call.name == "builtins.zip" and any(isinstance(value, Params) for value in call.args):
+                return Seq(tuple(call.args))
             elif call.name in ("builtins.list", "builtins.filter", "builtins.tuple"):
                 return next((value for value in call.args if isinstance(value, Params)), None)
             elif call.name == "builtins.float":

@@ -27,6 +27,7 @@ from narrowgauge.lint.interpreter.values import (
     Instance,
     Module,
     Optimizer,
+    Params,
     Ref,
     Scaler,
     Seq,
@@ -96,9 +97,8 @@ class Interpreter(Frames):
         return ends
 
     def _for(self, node: ast.For | ast.AsyncFor, states: list[State]) -> list[State]:
-        for state in states:
-            self.value(node.iter, state)
-        return self._loop(node, states, node.target)
+        values = [self.value(node.iter, state) for state in states]
+        return self._loop(node, states, node.target, _element(node.iter, values[0]))
 
     _asyncfor = _for
 
@@ -106,7 +106,11 @@ class Interpreter(Frames):
         return self._loop(node, states, None)
 
     def _loop(
-        self, node: ast.For | ast.AsyncFor | ast.While, states: list[State], target: ast.expr | None
+        self,
+        node: ast.For | ast.AsyncFor | ast.While,
+        states: list[State],
+        target: ast.expr | None,
+        element: Value | None = None,
     ) -> list[State]:
         self.loops.append(id(node))
         left: list[State] = []
@@ -115,7 +119,7 @@ class Interpreter(Frames):
                 if isinstance(node, ast.While):
                     self.value(node.test, state)
                 if target is not None:
-                    self.assign(target, None, state)
+                    self.assign(target, element, state)
             states = self.block(node.body, states)
             left += [state for state in states if state.flow in ("break", "return", "raise")]
             states = [state for state in states if state.flow in ("", "continue")]
@@ -335,3 +339,12 @@ class Interpreter(Frames):
     def _bind_all(self, name: str, value: Value, states: Iterable[State]) -> None:
         for state in states:
             state.bind(f"{self.frames[-1]}|{name}", value)
+
+
+def _element(node: ast.expr, value: Value | None) -> Value | None:
+    """Return what a loop over parameters gives its names."""
+    method = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
+    if isinstance(value, Params):
+        return Seq((None, value)) if method == "named_parameters" else value
+    is_zip = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "zip"
+    return value if is_zip else None

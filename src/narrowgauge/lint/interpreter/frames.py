@@ -145,6 +145,7 @@ class Frames(Context):
         own = Module(site, value.node.name, value.node) if is_module(value) else Instance(site, value.node)
         methods = [child for child in value.node.body if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)]
         methods.sort(key=lambda method: method.name != "__init__")
+        is_lightning = any(name.endswith("LightningModule") for name in value.bases)
         state = base.fork()
         for method in methods:
             if method in self.reached and method.name != "__init__":
@@ -155,6 +156,9 @@ class Frames(Context):
             self.reached.add(method)
             function = self.evaluator.method(own, method)
             inner = state.fork()
+            if method.name in ("forward", "training_step"):
+                under = self.trainer_autocast if is_lightning else self.observations.called_under.get(value.node.name)
+                inner.autocast = (under,) if under is not None else ()
             if method.args.args and not is_static(method):
                 inner.bind(f"{frame}|{method.args.args[0].arg}", own)
             ends = self._body(function, frame, inner)

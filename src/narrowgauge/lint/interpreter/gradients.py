@@ -49,6 +49,7 @@ class Gradients:
         if method == "backward" or call.name == "torch.autograd.backward":
             return self._backward(call)
         if method == "zero_grad" and isinstance(receiver, Module):
+            self.context.event("model-zero-grad", call.node, value=receiver)
             if any(phase in _FRESH for phase, _ in call.state.grads):
                 call.state.move("lost")
             return True, None
@@ -57,14 +58,24 @@ class Gradients:
         if isinstance(owner, ast.Attribute) and owner.attr == "data":
             owner = owner.value
         if isinstance(owner, ast.Attribute) and owner.attr == "grad" and changes:
-            if method in ("clamp_", "clip_"):
+            if method in ("clamp_", "clip_") or (method in ("mul_", "div_") and self._is_clip(call)):
                 self.context.notify(Observer.on_clip, call)
-            else:
+            elif method not in ("add_", "sub_", "nan_to_num_"):  # these do not change the scale
                 call.state.move("lost")
             return True, None
         if call.name.startswith("torch._foreach_") and call.name.endswith("_"):
             call.state.move("lost")
         return NOT_HANDLED
+
+    def _is_clip(self, call: Call) -> bool:
+        """Return whether gradients are multiplied by a factor that was compared with a limit: clipped by hand."""
+        factors = {node.id for arg in call.node.args for node in ast.walk(arg) if isinstance(node, ast.Name)}
+        for _, test in self.context.guards:
+            if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Lt | ast.Gt | ast.LtE | ast.GtE):
+                compared = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)}
+                if factors & compared:
+                    return True
+        return any("clip" in name for name in factors)
 
     def _backward(self, call: Call) -> Handled:
         loss = call.receiver if call.method == "backward" else call.arg(0)

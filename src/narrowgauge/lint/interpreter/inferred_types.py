@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from narrowgauge.lint.interpreter.syntax import dotted
+from narrowgauge.lint.interpreter.syntax import dotted, nodes_of
 from narrowgauge.lint.interpreter.values import Module, Optimizer, Ref, Scaler, Value
 
 
@@ -16,7 +16,7 @@ class InferredTypes:
         self._given: dict[str, set[str]] = {}
         """Names that are passed to a method as its first argument, by the method's owner and name."""
         scaled: set[str] = set()
-        for node in ast.walk(tree):
+        for node in nodes_of(tree):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
                 continue
             owner, method = dotted(node.func.value), node.func.attr
@@ -73,9 +73,9 @@ def _given_to_engines(tree: ast.Module) -> tuple[set[str], set[str]]:
     """Return the names that are passed to narrowgauge's Engine as model and as optimizers."""
     models: set[str] = set()
     optimizers: set[str] = set()
-    if not any(_imports_narrowgauge(node) for node in ast.walk(tree)):
+    if not any(_imports_narrowgauge(node) for node in nodes_of(tree)):
         return models, optimizers
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Call) and (dotted(node.func) or "").split(".")[-1] == "Engine":
             given = dict(zip(("model", "optimizer"), node.args, strict=False))
             given |= {one.arg: one.value for one in node.keywords if one.arg}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 
 from narrowgauge.lint.interpreter.call import NOT_HANDLED, Call, Handled
 from narrowgauge.lint.interpreter.context import Context
@@ -48,6 +49,8 @@ class Modules:
             if isinstance(given, Module) and name == "torch.compile":
                 call.state.bind(heap(given.site, "!compiled"), Const(call.node.lineno))
             return (True, given) if isinstance(given, Module) else NOT_HANDLED
+        if name == "copy.deepcopy" and isinstance(call.arg(0), Module):
+            return True, self._copied(call, call.arg(0))
         if call.method == "from_pretrained" and name.startswith("transformers."):
             return True, self._pretrained(call)
         if name.startswith("torch.nn.") and name.split(".")[-1][:1].isupper() and not name.endswith("Parameter"):
@@ -67,6 +70,13 @@ class Modules:
 
     def _site(self, call: Call) -> Site:
         return self.context.site(call.node)
+
+    def _copied(self, call: Call, given: Value | None) -> Module:
+        assert isinstance(given, Module)
+        made = replace(given, site=self._site(call))
+        call.state.bind(heap(made.site, "!cast"), call.state.env.get(heap(given.site, "!cast")))
+        call.state.bind(heap(made.site, "!engine"), None)
+        return made
 
     def _pretrained(self, call: Call) -> Module:
         module = self.create(Module(self._site(call), "transformers."), call)

@@ -44,10 +44,14 @@ LOSS_CLASSES = frozenset(
         "SoftMarginLoss TripletMarginLoss CTCLoss GaussianNLLLoss"
     )
 )
+PRODUCTS = ("torch.nn.Linear", "torch.nn.Conv", "torch.nn.Bilinear")
+"""Prefixes of layers that autocast computes in 16 bits."""
 DTYPES = {
     "torch.float16": "fp16", "torch.half": "fp16", "torch.bfloat16": "bf16", "torch.float32": "fp32",
     "torch.float": "fp32", "torch.float64": "fp64", "torch.double": "fp64",
 }  # fmt: skip
+LARGEST = {"torch.finfo(fp32)": 3.4028234663852886e38, "torch.finfo(bf16)": 3.3895313892515355e38}
+"""The largest numbers of formats, by the name of ``torch.finfo(...)``."""
 CASTS = {"half": "fp16", "bfloat16": "bf16", "float": "fp32", "double": "fp64"}
 """Methods that cast."""
 HARMLESS = frozenset(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from narrowgauge.lint.interpreter.values import Autocast, Site, Value
@@ -45,6 +46,8 @@ class Observations:
     """Calls of an engine's forward() or evaluating(): the engine, and whether a ``with`` statement enters it."""
     formats: set[str] = field(default_factory=set)
     """Low-precision formats that the script certainly computes in."""
+    called_under: Mapping[str, Autocast] = field(default_factory=dict)
+    """Classes of the script that other files call under autocast."""
     _seen: set[tuple[str, ast.AST, int]] = field(default_factory=set)
 
     def record(self, event: Event) -> None:

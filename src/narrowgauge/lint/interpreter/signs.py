@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import functools
 
-from narrowgauge.lint.interpreter.syntax import dotted
+from narrowgauge.lint.interpreter.syntax import dotted, nodes_of
 
 _NOT_NEGATIVE = frozenset({
     "abs", "square", "norm", "cdist", "pdist", "exp", "sqrt", "relu", "softplus", "sigmoid", "softmax", "var", "std",
@@ -96,14 +96,14 @@ class Signs:
     def _functions(self) -> list[tuple[int, int]]:
         """The first and last line of each function."""
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-        nodes = [node for node in ast.walk(self._tree) if isinstance(node, kinds)]
+        nodes = [node for node in nodes_of(self._tree) if isinstance(node, kinds)]
         return [(node.lineno, node.end_lineno or node.lineno) for node in nodes]
 
     @functools.cached_property
     def _assigned(self) -> dict[tuple[int, int, str], list[ast.expr]]:
         """What is assigned to each name, by the lines of the function; (0, 0) for the module."""
         found: dict[tuple[int, int, str], list[ast.expr]] = {}
-        for node in ast.walk(self._tree):
+        for node in nodes_of(self._tree):
             if isinstance(node, ast.Assign):
                 around = max((one for one in self._functions if one[0] <= node.lineno <= one[1]), default=(0, 0))
                 for target in node.targets:

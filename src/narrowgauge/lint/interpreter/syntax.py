@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterable, Iterator
+
+
+@functools.lru_cache(maxsize=2)
+def nodes_of(tree: ast.Module) -> tuple[ast.AST, ...]:
+    """Return all nodes of a script. Many rules ask for them, so the last scripts' are kept."""
+    return tuple(ast.walk(tree))
 
 
 def dotted(node: ast.expr) -> str | None:
@@ -19,7 +26,7 @@ def dotted(node: ast.expr) -> str | None:
 
 def words_of(node: ast.AST) -> Iterator[str]:
     """Yield every name, attribute and imported name inside a node."""
-    for child in ast.walk(node):
+    for child in nodes_of(node) if isinstance(node, ast.Module) else ast.walk(node):
         if isinstance(child, ast.Name):
             yield child.id
         elif isinstance(child, ast.Attribute):
@@ -31,7 +38,7 @@ def words_of(node: ast.AST) -> Iterator[str]:
 def imported_libraries(tree: ast.Module) -> set[str]:
     """Return the top-level packages that a script imports."""
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

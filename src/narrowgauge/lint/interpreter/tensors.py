@@ -36,6 +36,13 @@ _OWN_ROLE = frozenset(words("softmax log exp sum"))
 _TURNED = {(-2, -1), (-1, -2), (1, 2), (2, 1), (2, 3), (3, 2)}
 _TURNED_ALL = {(0, 2, 1), (0, 1, 3, 2), (0, 2, 3, 1)}
 _CHANNELS = ("c", "ch", "channel", "channels", "n_channels", "num_channels", "in_channels", "inner_channels", "c_in")
+_NOT_FLOATS = frozenset(
+    words(
+        "size dim numel argmax argmin long int bool nonzero element_size stride eq ne gt lt ge le any all isnan isinf "
+        "isfinite tolist numpy argsort is_contiguous"
+    )
+)
+"""Methods whose result is not a tensor of the same format."""
 _PLAIN = ("torch.", "torch.nn.functional.", "torch.special.")
 
 
@@ -100,7 +107,11 @@ class Tensors:
         node, given = operands[0]
         tensor = given if isinstance(given, Tensor) else Tensor()
         rest = operands[1:]
+        wide = call.state.casting is not None and op in AUTOCAST_FP32
+        tensor = replace(tensor, product=False) if wide else tensor
         plain = replace(tensor, role="", key="")
+        if op in ("pow", "square", "float_power") and not wide and (op == "square" or _is_two(rest)):
+            return True, replace(plain, role="square")
         if op == "exp" and self._signs.of(node) < 0:
             return True, plain
         if op == "exp":
@@ -149,7 +160,8 @@ class Tensors:
             self.context.notify(Observer.on_number_read, call, tensor)
             self.read_number(call)
             return True, None
-        if isinstance(given, Tensor) and (tensor.under is not None or tensor.loss or tensor.makers):
+        known = tensor.under is not None or tensor.loss or tensor.makers or tensor.dtype == "fp16"
+        if isinstance(given, Tensor) and known and op not in _NOT_FLOATS:
             return True, plain
         return NOT_HANDLED
 
@@ -161,8 +173,8 @@ class Tensors:
         turned = isinstance(second, Tensor) and second.role == "transposed"
         if turned and not (isinstance(first, Tensor) and first.role in ("transposed", "channels")):
             wide = any(isinstance(one, Tensor) and one.dtype == "fp32" for one in (first, second))
-            return Tensor(dtype="fp32" if wide else None, under=state.casting, role="scores")
-        return None
+            return Tensor(dtype="fp32" if wide else None, under=state.casting, role="scores", product=not wide)
+        return Tensor(under=state.casting, product=True) if state.casting is not None else None
 
     def _einsum(self, call: Call, equation: str, operands: list[Operand]) -> Value | None:
         inputs, _, output = equation.replace(" ", "").partition("->")
@@ -203,8 +215,10 @@ class Tensors:
             return first
         if isinstance(node.op, ast.Add | ast.Sub | ast.Mult):
             return _combine(node, first, second)
-        if isinstance(node.op, ast.Pow) and first is not None and first.makers:
-            return replace(first, role="", key="")
+        if isinstance(node.op, ast.Pow) and first is not None:
+            square = isinstance(right, Const) and right.value == 2 and state.casting is None
+            if square or first.makers:
+                return replace(first, role="square" if square else "", key="", product=first.product and square)
         return None
 
     def attribute(self, owner: Tensor, name: str) -> Value | None:
@@ -213,6 +227,8 @@ class Tensors:
             return replace(owner, role="transposed", key="")
         if name in ("shape", "device", "dtype", "grad", "requires_grad", "T"):
             return None
+        if owner.output and name == "loss":
+            return replace(owner, loss="model")
         return owner if owner.output or name in ("values", "data") else None
 
     def read_float(self, call: Call) -> Value | None:
@@ -272,13 +288,27 @@ def _combine(node: ast.BinOp, first: Tensor | None, second: Tensor | None) -> Va
         other = node.right if main is first else node.left
         return None if is_product and "mask" in ast.unparse(other) else main
     makers = tuple(dict.fromkeys(site for one in (first, second) if one for site in one.makers))
+    if is_product and first is not None and first == second and ast.dump(node.left) == ast.dump(node.right):
+        return replace(first, role="square", key="", divided=True, multiplied=True)
+    if first is not None and second is not None and first.dtype == second.dtype == "fp16" and not main.loss:
+        return replace(main, role="", key="", makers=makers)
     if main.loss or main.under is not None or makers:
         both = first is not None and second is not None
         under = main.under if not both or (first and second and first.under == second.under) else None
         divided = main.divided or bool(first and first.divided) or bool(second and second.divided) or is_product
         multiplied = main.multiplied or is_product
-        return replace(main, role="", key="", under=under, divided=divided, multiplied=multiplied, makers=makers)
+        other = node.right if main is first else node.left
+        product = bool(first and second and first.product and second.product) or (
+            main.product and not both and isinstance(other, ast.Constant)
+        )
+        main = replace(main, role="", key="", under=under, divided=divided, multiplied=multiplied, makers=makers)
+        return replace(main, product=product)
     return None
+
+
+def _is_two(rest: list[Operand]) -> bool:
+    """Return whether an exponent is 2."""
+    return bool(rest) and isinstance(rest[0][1], Const) and rest[0][1].value == 2
 
 
 def _fold(op: ast.operator, left: object, right: object) -> Value | None:
@@ -287,4 +317,6 @@ def _fold(op: ast.operator, left: object, right: object) -> Value | None:
         return None
     if isinstance(op, ast.Mult):
         return Const(left * right)
+    if isinstance(op, ast.Pow) and abs(left) <= 1024 and 0 <= right <= 64:
+        return Const(left**right)
     return Const(left + right) if isinstance(op, ast.Add) else Const(left - right) if isinstance(op, ast.Sub) else None

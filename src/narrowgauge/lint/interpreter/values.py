@@ -173,7 +173,7 @@ class Tensor(Value):
     """The autocast it was computed under."""
     role: str = ""
     """Its part in a known computation: exp, exp-shifted, exp-sum, shifted, max, transposed, scores, probs, softmax,
-    sigmoid."""
+    sigmoid, square."""
     key: str = ""
     """For exp: the text of its argument, to recognise the sum of the same exp."""
     loss: str = ""
@@ -182,10 +182,24 @@ class Tensor(Value):
     """The scaler that multiplied it."""
     divided: bool = False
     multiplied: bool = False
+    product: bool = False
+    """Whether it is a matrix product or convolution, or computed from one without an operation in FP32: under autocast
+    it has autocast's format."""
     output: bool = False
     """Whether it is the output of a model."""
     makers: tuple[Site, ...] = ()
     """Models of engines that it was computed by, with gradients."""
+
+    @property
+    def is_fp16(self) -> bool:
+        """Whether it is certainly in FP16: by a cast, or as a product under autocast."""
+        computed = self.product and self.under is not None and self.under.dtype == "fp16"
+        return self.dtype == "fp16" or (self.dtype is None and computed)
+
+
+@dataclass(frozen=True)
+class Scheduler(Value):
+    """A learning-rate scheduler that steps without arguments."""
 
 
 @dataclass(frozen=True)
@@ -243,6 +257,8 @@ def join(first: Value | None, second: Value | None) -> Value | None:
     """Return what is known if the value is one of two. A scaler or None stays a scaler that may be None."""
     if first == second:
         return first
+    if isinstance(first, Tensor) and isinstance(second, Tensor) and (first.scaler is None) != (second.scaler is None):
+        return first if first.scaler is not None else second  # scaler.scale(loss) if scaler else loss
     for one, other in ((first, second), (second, first)):
         if other == Const(None) or other == Ref("contextlib.nullcontext()"):
             if isinstance(one, Scaler):

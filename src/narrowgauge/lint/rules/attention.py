@@ -9,6 +9,7 @@ from narrowgauge.lint.detector import Detector
 from narrowgauge.lint.interpreter.call import Call
 from narrowgauge.lint.interpreter.context import Context
 from narrowgauge.lint.interpreter.observer import Operand
+from narrowgauge.lint.interpreter.syntax import nodes_of
 from narrowgauge.lint.interpreter.tensors import PASS_THROUGH
 from narrowgauge.lint.interpreter.values import Module, Tensor, Value
 from narrowgauge.lint.rule import PYTORCH, Rule
@@ -77,7 +78,7 @@ class ManualAttention(Detector):
     def _returned(self) -> set[str]:
         """Return the functions that return attention weights in a tuple."""
         found: set[str] = set()
-        for function in ast.walk(self.context.tree):
+        for function in nodes_of(self.context.tree):
             if isinstance(function, ast.FunctionDef):
                 frame = f"{function.name}:{function.lineno}"
                 names = self._names.get(frame, set())

@@ -11,7 +11,7 @@ from narrowgauge.lint.interpreter.call import Call
 from narrowgauge.lint.interpreter.context import Context
 from narrowgauge.lint.interpreter.engines import backward_loss, engine_of, engines_of, is_plain_backward
 from narrowgauge.lint.interpreter.names import CLIPS
-from narrowgauge.lint.interpreter.syntax import has_modulo
+from narrowgauge.lint.interpreter.syntax import has_modulo, nodes_of
 from narrowgauge.lint.interpreter.values import Engine, Module, Optimizer, Params, Scaler, Tensor, heap
 from narrowgauge.lint.rule import Rule
 from narrowgauge.lint.verdicts import Verdicts
@@ -283,7 +283,7 @@ def _assigns(node: ast.Assign | ast.AugAssign, name: str) -> bool:
 
 
 def _functions(tree: ast.Module) -> Iterator[ast.AST]:
-    yield from (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    yield from (node for node in nodes_of(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def _contains(scope: ast.AST, line: int) -> bool:

@@ -11,7 +11,7 @@ from narrowgauge.lint.detector import Detector, ModelCheck, TrainingSetup
 from narrowgauge.lint.interpreter.call import Call
 from narrowgauge.lint.interpreter.constructors import init_scale_position
 from narrowgauge.lint.interpreter.names import SCALERS
-from narrowgauge.lint.interpreter.syntax import dotted
+from narrowgauge.lint.interpreter.syntax import dotted, nodes_of
 from narrowgauge.lint.interpreter.values import Const, Scaler, Tensor, Value
 from narrowgauge.lint.rule import PYTORCH, Rule
 
@@ -105,6 +105,8 @@ class Fp16WithoutScaler(Detector):
         under = loss.under if loss else None
         is_fp16 = under is not None and under.dtype == "fp16" and under.enabled != "**"
         is_bad = is_fp16 and loss is not None and not loss.multiplied
+        if under is None:
+            return  # not under autocast, or unknown
         detail = "the loss was computed under autocast in FP16, and backward() is called on it unscaled"
         self.judge(FP16_WITHOUT_SCALER, call.node, is_bad, detail)
 
@@ -122,7 +124,7 @@ class Fp16WithoutScaler(Detector):
 
     def _uses_own_scaler(self) -> bool:
         """Return whether a scaler of another file is used: ``loss_scaler(loss, optimizer)``, ``scaler.scale(loss)``."""
-        for node in ast.walk(self.context.tree):
+        for node in nodes_of(self.context.tree):
             if not isinstance(node, ast.Call) or not (node.args or node.keywords):
                 continue
             owner = node.func.value if isinstance(node.func, ast.Attribute) else None
@@ -167,7 +169,7 @@ class FoundInfTruthy(Detector):
     """Checks conditions on GradScaler's private dictionaries."""
 
     def on_end(self) -> None:
-        for node in ast.walk(self.context.tree):
+        for node in nodes_of(self.context.tree):
             if isinstance(node, ast.If | ast.While | ast.IfExp | ast.Assert):
                 test = node.test.operand if isinstance(node.test, ast.UnaryOp) else node.test
                 asked = test.func.attr if isinstance(test, ast.Call) and isinstance(test.func, ast.Attribute) else ""

@@ -49,6 +49,14 @@ NAN_MASK = Rule(
     "without overflow; torch.where and an assignment store -inf, and softmax of a fully masked row is then NaN",
     fix="fill with float('-inf') or torch.finfo(scores.dtype).min",
 )
+HALF_VARIANCE = Rule(
+    name="half-variance",
+    severity=WARNING,
+    about="a mean of squares is computed in FP16: a variance or RMSNorm by hand",
+    why="the square of 256 is above the largest FP16 number, so the mean is inf and the normalized output 0 or NaN",
+    fix="square in FP32: x.float().pow(2).mean(-1, keepdim=True), or use nn.RMSNorm or nn.LayerNorm under autocast",
+    url=f"{PYTORCH}/generated/torch.nn.RMSNorm.html",
+)
 LARGEST_FP16 = 65504.0
 _LOW = ("fp16", "bf16")
 _KINDS = {"softmax": "softmax", "probs": "softmax", "sigmoid": "sigmoid"}
@@ -86,6 +94,15 @@ class LogSoftmax(Detector):
     def on_end(self) -> None:
         if not self.observations.computes_low:
             self.verdicts.clear(LOG_SOFTMAX)
+
+
+class HalfVariance(Detector):
+    """Checks means of squares."""
+
+    def on_operation(self, call: Call, op: str, operands: list[Operand]) -> None:
+        given = operands[0][1]
+        if op == "mean" and isinstance(given, Tensor) and given.role == "square":
+            self.judge(HALF_VARIANCE, call.node, given.is_fp16, "the mean of squares of a tensor in FP16")
 
 
 class HalfLoss(Detector):

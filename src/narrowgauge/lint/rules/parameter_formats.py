@@ -12,6 +12,7 @@ from narrowgauge.lint.interpreter.constructors import LIGHTNING
 from narrowgauge.lint.interpreter.context import Context
 from narrowgauge.lint.interpreter.modules import casts_of
 from narrowgauge.lint.interpreter.names import OPTIMIZER_EPS, is_optimizer, words
+from narrowgauge.lint.interpreter.observer import Operand
 from narrowgauge.lint.interpreter.state import State
 from narrowgauge.lint.interpreter.syntax import dotted
 from narrowgauge.lint.interpreter.values import (
@@ -23,6 +24,7 @@ from narrowgauge.lint.interpreter.values import (
     Optimizer,
     Ref,
     Scaler,
+    Seq,
     Site,
     Tensor,
     Value,
@@ -111,6 +113,12 @@ class TrainedFormats(Detector):
         if is_optimizer(call.name) and isinstance(value, Optimizer):
             self._eps[value.site] = _eps_of(call)
             self._check(value, call.state, "create")
+            given, eps = call.arg(0, "params"), self._eps[value.site]
+            tensors = given.items if isinstance(given, Seq) else ()
+            is_half = any(isinstance(one, Tensor) and one.dtype == "fp16" for one in tensors)
+            if is_half and eps is not None and eps < SMALLEST_FP16:
+                detail = f"eps={eps:g} of {value.name} is 0 in FP16, the format of the tensor that it updates"
+                self.judge(EPS_BELOW_FORMAT, call.node, True, detail)
 
     def on_optimizer_step(self, call: Call, optimizer: Optimizer) -> None:
         self._check(optimizer, call.state, "step")
@@ -119,9 +127,20 @@ class TrainedFormats(Detector):
         given = call.arg(0, "optimizer")
         if isinstance(given, Optimizer):
             self._check(given, call.state, "step")
-            half = [cast for _, cast in casts_of(given, call.state) if cast.dtype == "fp16"]
+            casts = casts_of(given, call.state) or self._casts_of_layers(given, call.state)
+            half = [cast for _, cast in casts if cast.dtype == "fp16"]
             detail = f"the parameters were cast to FP16 in line {getattr(half[0].node, 'lineno', 0)}" if half else ""
-            self.judge(HALF_WITH_SCALER, call.node, bool(half), detail)
+            always = scaler.enabled == "" and scaler.sure and not self.context.guards
+            self.verdicts.judge(HALF_WITH_SCALER, call.node, bool(half), detail, certain=always)
+
+    def _casts_of_layers(self, optimizer: Optimizer, state: State) -> list[tuple[Site, Cast]]:
+        """Return the casts of single layers of the models that an optimizer updates, if the script freezes none."""
+        if {"requires_grad", "requires_grad_"} & self.context.words:
+            return []
+        owners = tuple(heap(site, "") for site in optimizer.models)
+        layers = [value for key, value in state.env.items() if owners and key.startswith(owners)]
+        casts = [(one.site, state.env.get(heap(one.site, "!cast"))) for one in layers if isinstance(one, Module)]
+        return [(site, cast) for site, cast in casts if isinstance(cast, Cast)]
 
     def _check(self, optimizer: Optimizer, state: State, when: str) -> None:
         node = self.observations.optimizers.get(optimizer.site)
@@ -228,11 +247,20 @@ class EpsInFp16(Detector):
     """Checks epsilons that are added to FP16 tensors."""
 
     def on_binary(self, node: ast.BinOp, left: Value | None, right: Value | None) -> None:
-        if not isinstance(node.op, ast.Add) or not isinstance(left, Tensor) or left.dtype != "fp16":
+        if not isinstance(node.op, ast.Add) or not isinstance(left, Tensor) or not left.is_fp16:
             return
         if isinstance(right, Const) and isinstance(right.value, float) and 0 < right.value < SMALLEST_FP16:
             detail = f"{right.value:g} is added to a tensor in FP16, where it is 0"
             self.judge(EPS_BELOW_FORMAT, node, True, detail)
+
+    def on_operation(self, call: Call, op: str, operands: list[Operand]) -> None:
+        given = operands[0][1]
+        if op not in ("clamp", "clamp_", "clamp_min", "clip") or not isinstance(given, Tensor) or not given.is_fp16:
+            return
+        least = call.keywords.get("min") or (operands[1][1] if len(operands) > 1 else None)
+        if isinstance(least, Const) and isinstance(least.value, float) and 0 < least.value < SMALLEST_FP16:
+            detail = f"a tensor in FP16 is clamped to at least {least.value:g}, which is 0 in FP16"
+            self.judge(EPS_BELOW_FORMAT, call.node, True, detail)
 
 
 class PureBf16(Detector):

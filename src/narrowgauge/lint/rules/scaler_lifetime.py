@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+
 from narrowgauge.findings import SERIOUS, WARNING
 from narrowgauge.lint.detector import Detector
 from narrowgauge.lint.interpreter.call import Call
@@ -36,6 +38,21 @@ SCALED_LOSS_READ = Rule(
 )
 
 
+SCALED_NORM_READ = Rule(
+    name="scaled-norm-read",
+    severity=WARNING,
+    about="the norm of gradients is computed while they are multiplied by the loss scale",
+    why="it is 65,536 times too large at the start, and jumps whenever the scale changes",
+    fix="call scaler.unscale_(optimizer) before, or divide the norm by scaler.get_scale()",
+    url=f"{PYTORCH}/notes/amp_examples.html#working-with-unscaled-gradients",
+)
+
+
+def _is_option(tests: tuple[ast.expr, ...]) -> bool:
+    """Return whether conditions are plain options, ``if args.amp``, and not ``if scaler is None``."""
+    return all(isinstance(test, ast.Name | ast.Attribute) for test in tests)
+
+
 class ScalerRecreated(Detector):
     """Checks scalers that are created in a loop in which no optimizer is created: not for each model or fold."""
 
@@ -50,7 +67,7 @@ class ScalerRecreated(Detector):
         with_optimizer = {event.loop for event in seen.of("optimizer-made")}
         stepped = {event.scaler for event in seen.of("scaler-step")}
         for event in seen.of("scaler-made"):
-            if event.loop and event.loop not in with_optimizer and not event.guards and event.scaler in stepped:
+            if event.loop and event.loop not in with_optimizer and _is_option(event.guards) and event.scaler in stepped:
                 detail = "the scaler is created inside a loop, and the optimizer outside of it"
                 self.judge(SCALER_RECREATED, event.node, True, detail)
 
@@ -73,3 +90,26 @@ class ScaledLossRead(Detector):
     def on_number_read(self, call: Call, tensor: Tensor) -> None:
         if tensor.scaler is not None and "get_scale" not in self.context.words:
             self.judge(SCALED_LOSS_READ, call.node, True, "the loss that is read was multiplied by the loss scale")
+
+
+class ScaledNormRead(Detector):
+    """Checks norms of gradients, in scripts that never read the scale."""
+
+    def on_call(self, call: Call) -> None:
+        if call.method not in ("norm", "vector_norm") or "get_scale" in self.context.words:
+            return
+        if any(_is_gradient(node) for node in (call.receiver_node, *call.node.args)):
+            phases = {phase for phase, _ in call.state.grads}
+            if phases & {"scaled", "unscaled"}:
+                self.judge(SCALED_NORM_READ, call.node, phases == {"scaled"}, SCALED_NORM_READ.about)
+
+
+def _is_gradient(node: ast.expr | None) -> bool:
+    """Return whether an expression is ``p.grad``, ``p.grad.data`` or ``p.grad.detach()``."""
+    while isinstance(node, ast.Call | ast.Attribute):
+        if isinstance(node, ast.Attribute) and node.attr == "grad":
+            return True
+        if isinstance(node, ast.Attribute) and node.attr not in ("data", "detach", "float", "view", "flatten"):
+            return False
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return False

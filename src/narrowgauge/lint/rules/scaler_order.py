@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+
 from narrowgauge.findings import SERIOUS, WARNING
 from narrowgauge.lint.detector import Detector
 from narrowgauge.lint.interpreter.call import Call
+from narrowgauge.lint.interpreter.context import Context
 from narrowgauge.lint.interpreter.engines import engine_of
 from narrowgauge.lint.interpreter.syntax import has_modulo
 from narrowgauge.lint.interpreter.values import Optimizer, ScaleNumber, Scaler, Site
 from narrowgauge.lint.rule import PYTORCH, Rule
+from narrowgauge.lint.verdicts import Verdicts
 
 CLIP_BEFORE_UNSCALE = Rule(
     name="clip-before-unscale",
@@ -97,11 +101,18 @@ class ClipOrder(Detector):
 class ScalerOrder(Detector):
     """Checks the order of the scaler's methods."""
 
+    def __init__(self, context: Context, verdicts: Verdicts) -> None:
+        super().__init__(context, verdicts)
+        self._again: set[ast.AST] = set()
+        """Calls of unscale_() that some path reaches without an update since the last one."""
+
     def on_unscale(self, call: Call, scaler: Scaler, optimizer: Site) -> None:
         for stage in call.state.stages.get((scaler.site, optimizer), _READY):
             before = "unscale_()" if stage == "unscaled" else "step()"
             detail = f"unscale_() is called after {before}, without update() in between"
             self.judge(UNSCALE_TWICE, call.node, stage != "ready", detail)
+        if call.state.stages.get((scaler.site, optimizer)) == frozenset({"unscaled"}):
+            self._again.add(call.node)
         self._check_scaled(call, "unscale_()")
 
     def on_scaler_step(self, call: Call, scaler: Scaler, optimizer: Site) -> None:
@@ -140,6 +151,17 @@ class ScalerOrder(Detector):
                     "batch finds gradients that are already unscaled"
                 )
                 self.verdicts.judge(UNSCALE_TWICE, unscale.node, True, detail, certain=True)
+            # The same conditions lead to both, so a path from one unscale_() to the next is possible.
+            conditions = set(map(ast.unparse, unscale.guards))
+            inside = [event for event in updates if conditions <= set(map(ast.unparse, event.guards))]
+            joint = len(inside) == len(updates) and all(event.loop == unscale.loop for event in updates)
+            if unscale.node in self._again and unscale.loop and updates and joint:
+                detail = (
+                    f"a path through the loop skips update() in line {updates[0].line}: the next batch calls "
+                    "unscale_() a second time"
+                )
+                fix = "call scaler.update() on every path after unscale_(), also if the step is skipped"
+                self.verdicts.judge(UNSCALE_TWICE, unscale.node, True, detail, fix, certain=True)
 
 
 class StepOrder(Detector):

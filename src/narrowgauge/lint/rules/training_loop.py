@@ -7,7 +7,7 @@ import ast
 from narrowgauge.findings import NOTE
 from narrowgauge.lint.detector import Detector
 from narrowgauge.lint.interpreter.observations import Event
-from narrowgauge.lint.interpreter.syntax import has_modulo
+from narrowgauge.lint.interpreter.syntax import dotted, nodes_of, words_of
 from narrowgauge.lint.interpreter.values import Tensor
 from narrowgauge.lint.rule import PYTORCH, Rule
 from narrowgauge.lint.rules.scaler_order import ZERO_GRAD_ORDER
@@ -31,34 +31,51 @@ SYNC_IN_LOOP = Rule(
 
 
 class UndividedLoss(Detector):
-    """Checks losses in loops that step only at every n-th batch."""
+    """Checks losses in loops that step only at every n-th batch, and in loops over microbatches."""
 
     def on_end(self) -> None:
+        every = self.observations.of("step", "scaler-step")
         for backward in self.observations.of("backward"):
             loss = backward.value
-            steps = [event for event in self.observations.of("step", "scaler-step") if event.loop == backward.loop]
-            if not backward.loop or backward.guards or not steps or not all(_is_every_nth(step) for step in steps):
+            if not backward.loop or backward.guards or not isinstance(loss, Tensor):
                 continue
-            if isinstance(loss, Tensor) and loss.loss not in ("", "summed") and not loss.divided:
+            if loss.loss in ("", "summed") or loss.divided:
+                continue
+            steps = [event for event in every if event.loop == backward.loop]
+            if steps and all(is_every_nth(step, self.context.tree) for step in steps):
                 detail = f"backward() runs for every batch, the step in line {steps[0].line} only for every n-th"
                 self.judge(ACCUMULATE_UNDIVIDED, backward.node, True, detail)
+            elif not steps and _is_over_microbatches(backward.loop, self.context.tree):
+                detail = "backward() runs for every microbatch, and the step after all of them"
+                self.judge(ACCUMULATE_UNDIVIDED, backward.node, bool(every), detail)
 
 
 class LostBatches(Detector):
-    """Checks loops that clear the gradients at every batch and step only at every n-th."""
+    """Checks loops that clear the gradients at every batch and step only at every n-th, or after the loop."""
 
     def on_end(self) -> None:
-        seen = self.observations
-        for cleared in seen.of("zero-grad"):
-            steps = [event for event in seen.of("step", "scaler-step") if event.optimizer == cleared.optimizer]
-            inside = [event for event in seen.of("backward") if event.loop == cleared.loop and not event.guards]
-            rare = steps and all(event.loop == cleared.loop and _is_every_nth(event) for event in steps)
-            if cleared.loop and not cleared.guards and inside and rare:
+        every, backwards = self.observations.of("step", "scaler-step"), self.observations.of("backward")
+        is_single = len({event.optimizer for event in every}) == 1
+        for cleared in self.observations.of("zero-grad", "model-zero-grad"):
+            inside = [event for event in backwards if event.loop == cleared.loop and not event.guards]
+            if not cleared.loop or cleared.guards or not inside:
+                continue
+            of_model = cleared.kind == "model-zero-grad" and is_single
+            steps = [event for event in every if of_model or event.optimizer == cleared.optimizer]
+            if not steps:
+                continue
+            rare = all(event.loop == cleared.loop and is_every_nth(event, self.context.tree) for event in steps)
+            later = len(inside) == len(backwards)
+            if later and not rare:
+                around = _loops_around(cleared.loop, self.context.tree)
+                later = all(event.loop in around for event in steps)
+            if rare or later:
+                when = "only for every n-th" if rare else "after all of them"
                 detail = (
-                    f"zero_grad() runs for every batch, the step in line {steps[0].line} only for every n-th: the "
-                    "gradients of the other batches are lost"
+                    f"zero_grad() runs for every batch, the step in line {steps[0].line} {when}: the gradients of the "
+                    "other batches are lost"
                 )
-                fix = "call zero_grad() after the step, inside the same condition"
+                fix = "call zero_grad() after the step, inside the same condition" if rare else "call it after the step"
                 self.verdicts.judge(ZERO_GRAD_ORDER, cleared.node, True, detail, fix, certain=True)
 
 
@@ -76,11 +93,42 @@ class LossRead(Detector):
                     self.judge(SYNC_IN_LOOP, event.node, True, f"{event.text} is read for every batch")
 
 
-def _is_every_nth(event: Event) -> bool:
-    """Return whether a step runs at every n-th batch: one condition ``... % n == ...``, with an n other than 1."""
-    tests = [test for test in event.guards if has_modulo([test])]
-    for test in tests:
+def is_every_nth(event: Event, tree: ast.Module) -> bool:
+    """Return whether a step runs at every n-th batch: ``... % n == ...`` with an n other than 1, or a counter."""
+    for test in event.guards:
         for node in ast.walk(test):
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
                 return not (isinstance(node.right, ast.Constant) and node.right.value == 1)
+    return any(_is_counter(test, tree) for test in event.guards)
+
+
+def _is_counter(test: ast.expr, tree: ast.Module) -> bool:
+    """Return whether a condition is ``count >= n``, and the count goes up by 1 and is set to 0 after the condition."""
+    if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.GtE | ast.Eq | ast.Gt):
+        return False
+    name = dotted(test.left)
+    counted = reset = False
+    for node in nodes_of(tree) if name else ():
+        if isinstance(node, ast.AugAssign) and dotted(node.target) == name:
+            counted = counted or (isinstance(node.value, ast.Constant) and node.value.value == 1)
+        elif isinstance(node, ast.Assign) and dotted(node.targets[0]) == name and node.lineno > test.lineno:
+            reset = reset or (isinstance(node.value, ast.Constant) and node.value.value == 0)
+    return counted and reset
+
+
+def _loops_around(loop: int, tree: ast.Module) -> set[int]:
+    """Return the loops around a loop."""
+    loops = [node for node in nodes_of(tree) if isinstance(node, ast.For | ast.While)]
+    inner = next((node for node in loops if id(node) == loop), None)
+    if inner is None:
+        return set()
+    return {id(one) for one in loops if one.lineno < inner.lineno <= (one.end_lineno or 0)}
+
+
+def _is_over_microbatches(loop: int, tree: ast.Module) -> bool:
+    """Return whether a loop is ``for ... in range(accumulation_steps)``."""
+    for node in nodes_of(tree):
+        if id(node) == loop and isinstance(node, ast.For) and isinstance(node.iter, ast.Call):
+            is_range = isinstance(node.iter.func, ast.Name) and node.iter.func.id == "range"
+            return is_range and any("accum" in word or "micro" in word for word in words_of(node.iter))
     return False
