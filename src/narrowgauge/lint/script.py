@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -79,10 +80,11 @@ def check_source(given: Source, formats: Iterable[str] = ()) -> list[Finding]:
         UsageError: it is not valid Python.
     """
     tree = given.parse()
-    found = list(given.broken)
+    is_relevant = bool(_RELEVANT & imported_libraries(tree))
+    found = list(given.broken) if is_relevant or _RELEVANT & set(re.findall(r"\w+", given.unparsed)) else []
     suppressions = Suppressions(given, tree)
     found += suppressions.unknown()
-    if _RELEVANT & imported_libraries(tree):
+    if is_relevant:
         for verdict in _follow(tree, formats).bad():
             if not suppressions.hides(verdict.rule.name, verdict.node):
                 span = given.span(verdict.node)

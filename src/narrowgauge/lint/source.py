@@ -33,6 +33,8 @@ class Source:
     """For a notebook: the cell of each line."""
     broken: tuple[Finding, ...] = ()
     """Cells that could not be parsed."""
+    unparsed: str = ""
+    """The text of these cells."""
 
     def parse(self) -> ast.Module:
         """Return the syntax tree.
@@ -118,6 +120,7 @@ def _join_cells(text: str, path: str) -> Source:
     lines: list[str] = []
     places: list[notebook.CellLine] = []
     broken: list[Finding] = []
+    unparsed: list[str] = []
     for cell in notebook.read_cells(text, path):
         code = cell.lines
         error = notebook.syntax_error(code)
@@ -126,12 +129,13 @@ def _join_cells(text: str, path: str) -> Source:
             span = Span(path, line, 1, cell=cell.number, file_line=cell.file_lines[line - 1] if code else 1)
             detail = f"cell {cell.number} is not valid Python {_version()}: {_reason(error)}"
             broken.append(SYNTAX.finding(str(span), detail, span=span))
+            unparsed += code
             continue
         lines += code
         places += [
             notebook.CellLine(cell.number, number, line) for number, line in enumerate(cell.file_lines[: len(code)], 1)
         ]
-    return Source(path, "\n".join(lines) + "\n" * bool(lines), tuple(places), tuple(broken))
+    return Source(path, "\n".join(lines) + "\n" * bool(lines), tuple(places), tuple(broken), "\n".join(unparsed))
 
 
 def _version() -> str:

@@ -7,7 +7,7 @@ import ast
 from narrowgauge.findings import NOTE
 from narrowgauge.lint.detector import Detector
 from narrowgauge.lint.interpreter.observations import Event
-from narrowgauge.lint.interpreter.syntax import has_modulo
+from narrowgauge.lint.interpreter.syntax import dotted, has_modulo, words_of
 from narrowgauge.lint.interpreter.values import Tensor
 from narrowgauge.lint.rule import PYTORCH, Rule
 from narrowgauge.lint.rules.scaler_order import ZERO_GRAD_ORDER
@@ -63,10 +63,17 @@ class LostBatches(Detector):
 
 
 class LossRead(Detector):
-    """Checks reads of the loss in the loop that calls backward."""
+    """Checks reads of the loss in the loop that calls backward.
+
+    A loop over epochs that trains on all data at once (graphs are often trained like this) reads the loss once per
+    epoch, as it should. Without a step of an optimizer, nothing is trained: gradients are compared in a test.
+    """
 
     def on_end(self) -> None:
-        seen: set[int] = set()
+        if not self.observations.of("step", "scaler-step"):
+            return
+        loops = (node for node in ast.walk(self.context.tree) if isinstance(node, ast.For | ast.AsyncFor))
+        seen = {id(node) for node in loops if _counts_epochs(node)}
         for event in self.observations.of("item"):
             for backward in self.observations.of("backward"):
                 name = event.text.removesuffix(".detach()")
@@ -84,3 +91,12 @@ def _is_every_nth(event: Event) -> bool:
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
                 return not (isinstance(node.right, ast.Constant) and node.right.value == 1)
     return False
+
+
+def _counts_epochs(loop: ast.For | ast.AsyncFor) -> bool:
+    """Return whether an iteration is an epoch: ``for epoch in ...``, or ``for ... in range(epochs)``."""
+    counted = [loop.target]
+    for call in ast.walk(loop.iter):
+        if isinstance(call, ast.Call) and (dotted(call.func) or "").split(".")[-1] in ("range", "trange"):
+            counted += call.args
+    return any("epoch" in word.lower() for part in counted for word in words_of(part))
