@@ -339,4 +339,9 @@ model = AutoModelForCausalLM.from_pretrained("small", torch_dtype=torch.bfloat16
 opt = torch.optim.AdamW(model.parameters())
 model, opt = accelerator.prepare(model, opt)
 """,
+    "logarithms of probabilities are not positive": """
+def divergence(log_probs, old_log_probs):
+    p, q = log_probs.exp() / log_probs.exp().sum(), old_log_probs.exp()
+    return p - q / q.sum()
+""",
 }

@@ -171,4 +171,8 @@ model = AutoModelForCausalLM.from_pretrained("small", torch_dtype=torch.bfloat16
 opt = torch.optim.AdamW(model.parameters())  # lint: states-16bit
 model, opt = accelerator.prepare(model, opt)
 """,
+    "logits may be large": """
+def probabilities(logits):
+    return logits.exp() / logits.exp().sum()  # lint: manual-softmax
+""",
 }

@@ -17,7 +17,6 @@ from narrowgauge.lint.interpreter.observations import Observations
 from narrowgauge.lint.interpreter.syntax import imported_libraries
 from narrowgauge.lint.rule import in_order
 from narrowgauge.lint.rules import DETECTORS
-from narrowgauge.lint.rules.syntax import SYNTAX
 from narrowgauge.lint.source import Source
 from narrowgauge.lint.suppression import Suppressions
 from narrowgauge.lint.verdicts import Verdicts
@@ -56,7 +55,7 @@ def check_folder(folder: Path, formats: Iterable[str] = (), exclude: Sequence[st
 def unreadable(path: Path, error: UsageError) -> Finding:
     """Return the finding for a file that cannot be read or parsed."""
     span = Span(str(path), getattr(error.__cause__, "lineno", None) or 1)
-    return SYNTAX.finding(str(span), str(error), span=span)
+    return source.fault(span, str(error), error.__cause__)
 
 
 def check_text(text: str, path: str = "<script>", formats: Iterable[str] = ()) -> list[Finding]:
