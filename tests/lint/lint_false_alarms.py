@@ -344,4 +344,14 @@ def divergence(log_probs, old_log_probs):
     p, q = log_probs.exp() / log_probs.exp().sum(), old_log_probs.exp()
     return p - q / q.sum()
 """,
+    "16-bit weights in a test": """
+from lightning import Trainer
+def test_one_epoch_of_training():
+    trainer = Trainer(precision="bf16-true", max_epochs=1, overfit_batches=2)
+    trainer.fit(model, loader)
+def test_optimizer_takes_bf16():
+    layer = nn.Linear(8, 8).bfloat16()
+    opt = torch.optim.AdamW(layer.parameters())
+    layer(x).sum().backward(); opt.step()
+""",
 }

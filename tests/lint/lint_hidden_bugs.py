@@ -175,4 +175,11 @@ model, opt = accelerator.prepare(model, opt)
 def probabilities(logits):
     return logits.exp() / logits.exp().sum()  # lint: manual-softmax
 """,
+    "16-bit weights beside a test": """
+def testing_is_later():
+    layer = nn.Linear(8, 8).bfloat16()
+    opt = torch.optim.AdamW(layer.parameters())  # lint: states-16bit
+    for x in loader:
+        opt.zero_grad(); layer(x).sum().backward(); opt.step()
+""",
 }

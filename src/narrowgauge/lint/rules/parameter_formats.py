@@ -125,7 +125,7 @@ class TrainedFormats(Detector):
 
     def _check(self, optimizer: Optimizer, state: State, when: str) -> None:
         node = self.observations.optimizers.get(optimizer.site)
-        if node is None or not optimizer.models:
+        if node is None or not optimizer.models or self.context.is_in_test:
             return
         casts = casts_of(optimizer, state)
         if not casts:
@@ -247,7 +247,7 @@ class PureBf16(Detector):
             strategy = call.written(-1, "strategy")
             has_masters = strategy is not None and "deepspeed" in ast.unparse(strategy).lower()
             text = str(precision.value) if isinstance(precision, Const) else ""
-            is_true = text in ("bf16-true", "16-true")
+            is_true = text in ("bf16-true", "16-true") and not self.context.is_in_test
             if is_true and not has_masters and _may_train(call.node, self.context.scopes[-1]):
                 self.context.event("true-precision", call.node, text=text)
         elif library == "transformers" and kind.endswith("Trainer"):
