@@ -115,6 +115,8 @@ class Fp16WithoutScaler(Detector):
     def on_end(self) -> None:
         """Withdraw the verdicts if the script really scales a loss somewhere, or passes it on to a library."""
         seen = self.observations
+        if not self.verdicts.are_bad(FP16_WITHOUT_SCALER):
+            return
         elsewhere = any(event.text == "elsewhere" for event in seen.of("backward"))
         used = seen.of("scale", "scaler-step") or seen.escaped or elsewhere or self._scales
         if used or self.context.libraries & FRAMEWORKS or self._uses_own_scaler() or not seen.of("step"):
@@ -195,6 +197,8 @@ class ScalerNotSaved(Detector):
 
     def on_end(self) -> None:
         seen = self.observations
+        if not seen.of("optimizer-state"):
+            return
         calls = [node for node in ast.walk(self.context.tree) if isinstance(node, ast.Call)]
         loads = [node for node in calls if isinstance(node.func, ast.Attribute) and node.func.attr == "load_state_dict"]
         copied = {argument for node in loads for argument in node.args}

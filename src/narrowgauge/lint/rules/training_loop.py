@@ -70,7 +70,7 @@ class LossRead(Detector):
     """
 
     def on_end(self) -> None:
-        if not self.observations.of("step", "scaler-step"):
+        if not self.observations.of("step", "scaler-step") or not self.observations.of("item"):
             return
         loops = (node for node in ast.walk(self.context.tree) if isinstance(node, ast.For | ast.AsyncFor))
         seen = {id(node) for node in loops if _counts_epochs(node)}
