@@ -284,4 +284,78 @@ class Channels(nn.Module):
         attn = (q @ k.transpose(-2, -1)) * temperature
         return attn.softmax(dim=-1) @ v
 """,
+    "loss read once per epoch": """
+model = nn.Linear(8, 8)
+opt = torch.optim.Adam(model.parameters())
+def fit_all():
+    opt.zero_grad(); loss = F.mse_loss(model(graph), y)
+    loss.backward(); opt.step()
+    return float(loss)
+for epoch in range(1, 201):
+    print(epoch, fit_all())
+for step in tqdm(range(args.num_epochs), desc="training"):
+    loss = F.mse_loss(model(graph), y)
+    opt.zero_grad(); loss.backward(); opt.step()
+    print(step, loss.item())
+""",
+    "gradients compared without training": """
+for size in (3, 5):
+    x = torch.randn(size, requires_grad=True)
+    loss = F.mse_loss(layer(x), y)
+    loss.backward()
+    assert abs(loss.item() - expected) < 1e-3
+""",
+    "state copied to another optimizer": """
+model = nn.Linear(8, 8)
+opt, other = torch.optim.Adam(model.parameters()), torch.optim.Adam(model.parameters())
+scaler = torch.amp.GradScaler("cuda")
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.float16): loss = model(x).sum()
+    opt.zero_grad(); scaler.scale(loss).backward(); scaler.step(opt); scaler.update()
+other.load_state_dict(opt.state_dict())
+""",
+    "settings of a scaler that are loaded": """
+from project.checkpoints import load_checkpoint
+scaler = torch.amp.GradScaler("cuda", init_scale=1.0)
+load_checkpoint("last.pt", model, scaler=scaler)
+second = torch.amp.GradScaler("cuda", growth_interval=1)
+second.load_state_dict(torch.load("last.pt")["scaler"])
+""",
+    "true precision without training": """
+from lightning import Fabric, Trainer
+def check_shards():
+    fabric = Fabric(devices=2, precision="16-true")
+    fabric.launch()
+    sharded = fabric.setup(model)
+    assert sharded(x).shape == (2, 8)
+def score():
+    trainer = Trainer(precision="bf16-true")
+    trainer.test(model, loader)
+def train():
+    trainer = Trainer(precision="bf16-mixed")
+    trainer.fit(model, loader)
+""",
+    "accelerate shards FP32 copies": """
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from transformers import AutoModelForCausalLM
+accelerator = Accelerator(mixed_precision="bf16", fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+model = AutoModelForCausalLM.from_pretrained("small", torch_dtype=torch.bfloat16)
+opt = torch.optim.AdamW(model.parameters())
+model, opt = accelerator.prepare(model, opt)
+""",
+    "logarithms of probabilities are not positive": """
+def divergence(log_probs, old_log_probs):
+    p, q = log_probs.exp() / log_probs.exp().sum(), old_log_probs.exp()
+    return p - q / q.sum()
+""",
+    "16-bit weights in a test": """
+from lightning import Trainer
+def test_one_epoch_of_training():
+    trainer = Trainer(precision="bf16-true", max_epochs=1, overfit_batches=2)
+    trainer.fit(model, loader)
+def test_optimizer_takes_bf16():
+    layer = nn.Linear(8, 8).bfloat16()
+    opt = torch.optim.AdamW(layer.parameters())
+    layer(x).sum().backward(); opt.step()
+""",
 }

@@ -127,4 +127,59 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 model = AutoModelForCausalLM.from_pretrained("x", torch_dtype=torch.float16)  # lint: half-with-scaler
 Trainer(model=model, args=TrainingArguments("out", fp16=True)).train()
 """,
+    "loss read per batch in an epoch": """
+model = nn.Linear(8, 8)
+opt = torch.optim.Adam(model.parameters())
+for epoch in range(epochs):
+    for x in tqdm(loader, desc=f"epoch {epoch}"):
+        loss = F.mse_loss(model(x), y)
+        opt.zero_grad(); loss.backward(); opt.step()
+        total += loss.item()  # lint: sync-in-loop
+""",
+    "state saved and copied": """
+model = nn.Linear(8, 8)
+opt, other = torch.optim.Adam(model.parameters()), torch.optim.Adam(model.parameters())
+scaler = torch.amp.GradScaler("cuda")
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.float16): loss = model(x).sum()
+    opt.zero_grad(); scaler.scale(loss).backward(); scaler.step(opt); scaler.update()
+other.load_state_dict(opt.state_dict())
+torch.save({"optimizer": opt.state_dict()}, "last.pt")  # lint: scaler-not-saved
+""",
+    "settings of a scaler that are loaded in resumed runs only": """
+from project.checkpoints import load_checkpoint
+scaler = torch.amp.GradScaler("cuda", init_scale=1.0)  # lint: scale-settings
+if args.resume:
+    load_checkpoint("last.pt", model, scaler=scaler)
+""",
+    "true precision with training": """
+from lightning import Fabric, Trainer
+def pretrain():
+    fabric = Fabric(devices=2, precision="bf16-true")  # lint: bf16-true
+    fabric.launch(main)
+def tune():
+    trainer = Trainer(precision="16-true")  # lint: bf16-true
+    trainer.fit(model, loader)
+def build():
+    return Trainer(precision="bf16-true")  # lint: bf16-true
+""",
+    "accelerate without shards": """
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM
+accelerator = Accelerator(mixed_precision="bf16")
+model = AutoModelForCausalLM.from_pretrained("small", torch_dtype=torch.bfloat16)
+opt = torch.optim.AdamW(model.parameters())  # lint: states-16bit
+model, opt = accelerator.prepare(model, opt)
+""",
+    "logits may be large": """
+def probabilities(logits):
+    return logits.exp() / logits.exp().sum()  # lint: manual-softmax
+""",
+    "16-bit weights beside a test": """
+def testing_is_later():
+    layer = nn.Linear(8, 8).bfloat16()
+    opt = torch.optim.AdamW(layer.parameters())  # lint: states-16bit
+    for x in loader:
+        opt.zero_grad(); layer(x).sum().backward(); opt.step()
+""",
 }

@@ -79,6 +79,12 @@ def test_a_cell_with_a_syntax_error_does_not_hide_the_others(tmp_path: Path) -> 
     assert "cell 6 is not valid Python" in findings[0].detail
 
 
+def test_cells_of_commands_in_a_notebook_without_torch(tmp_path: Path) -> None:
+    assert check(tmp_path, notebook("gh repo clone team/project", "git checkout main", "import json")) == []
+    assert [finding.rule for finding in check(tmp_path, notebook("gh repo clone team/project", SETUP))] == ["syntax"]
+    assert [finding.rule for finding in check(tmp_path, notebook("import torch\nmodel = (", "x = 1"))] == ["syntax"]
+
+
 def test_suppression_in_a_cell(tmp_path: Path) -> None:
     quiet = STEP.replace("1.0)", "1.0)  # narrowgauge: ignore[clip-before-unscale]")
     assert check(tmp_path, notebook(SETUP, SCALER, quiet)) == []

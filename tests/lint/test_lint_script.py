@@ -6,6 +6,7 @@ import asyncio
 import email
 import json
 import re
+import sys
 import time
 from pathlib import Path
 
@@ -233,6 +234,15 @@ def test_a_folder_with_a_broken_file_is_checked_completely(tmp_path: Path) -> No
         ("a.py", "syntax"),
         ("b.py", "deprecated-amp"),
     ]
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="this Python accepts the syntax of 3.12")
+@pytest.mark.parametrize("line", ["type Row = int", "class Box[T]: pass", "def f[T](x: T): pass", "f'{d['a']}'"])
+def test_syntax_of_a_newer_python_is_a_note(tmp_path: Path, line: str) -> None:
+    (tmp_path / "new.py").write_text(f"import torch\n{line}\n")
+    (tmp_path / "wrong.py").write_text("import torch\ntype(x) = int\n")
+    severities = {Path(f.span.path).name: f.severity for f in script.check_folder(tmp_path) if f.span}
+    assert severities == {"new.py": "note", "wrong.py": "warning"}
 
 
 def test_encodings_and_line_endings(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,6 @@ from narrowgauge.lint.interpreter.syntax import imported_libraries
 from narrowgauge.lint.interpreter.values import Autocast
 from narrowgauge.lint.rule import in_order
 from narrowgauge.lint.rules import DETECTORS
-from narrowgauge.lint.rules.syntax import SYNTAX
 from narrowgauge.lint.source import Source
 from narrowgauge.lint.suppression import Suppressions
 from narrowgauge.lint.verdicts import Verdicts
@@ -60,7 +60,7 @@ def check_folder(folder: Path, formats: Iterable[str] = (), exclude: Sequence[st
 def unreadable(path: Path, error: UsageError) -> Finding:
     """Return the finding for a file that cannot be read or parsed."""
     span = Span(str(path), getattr(error.__cause__, "lineno", None) or 1)
-    return SYNTAX.finding(str(span), str(error), span=span)
+    return source.fault(span, str(error), error.__cause__)
 
 
 def check_text(text: str, path: str = "<script>", formats: Iterable[str] = ()) -> list[Finding]:
@@ -91,10 +91,11 @@ def check_source(
         UsageError: it is not valid Python.
     """
     tree = given.parse()
-    found = list(given.broken)
+    is_relevant = bool(_RELEVANT & imported_libraries(tree))
+    found = list(given.broken) if is_relevant or _RELEVANT & set(re.findall(r"\w+", given.unparsed)) else []
     suppressions = Suppressions(given, tree)
     found += suppressions.unknown()
-    if _RELEVANT & imported_libraries(tree):
+    if is_relevant:
         for verdict in _follow(tree, formats, called_under or {}).bad():
             if not suppressions.hides(verdict.rule.name, verdict.node):
                 span = given.span(verdict.node)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import io
+import re
 import sys
 import tokenize
 import warnings
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from narrowgauge import files
 from narrowgauge.errors import UsageError
-from narrowgauge.findings import Finding, Span
+from narrowgauge.findings import NOTE, Finding, Span
 from narrowgauge.lint import notebook
 from narrowgauge.lint.rules.syntax import SYNTAX
 
@@ -21,6 +22,7 @@ LARGEST = 16 << 20
 """Maximum size of a script in bytes; larger ones are generated. Notebooks may be larger, because of their outputs."""
 SUFFIXES = (".py", ".ipynb")
 """Endings of the files in a folder that are checked."""
+_OF_3_12 = re.compile(r"\s*(type\s+\w+\s*[=\[]|class\s+\w+\s*\[|(async\s+)?def\s+\w+\s*\[)")
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class Source:
     """For a notebook: the cell of each line."""
     broken: tuple[Finding, ...] = ()
     """Cells that could not be parsed."""
+    unparsed: str = ""
+    """The text of these cells."""
 
     def parse(self) -> ast.Module:
         """Return the syntax tree.
@@ -117,7 +121,8 @@ def _join_cells(text: str, path: str) -> Source:
     """Return the code of a notebook as one script. A cell that is not valid Python is left out and reported."""
     lines: list[str] = []
     places: list[notebook.CellLine] = []
-    broken: list[Finding] = []
+    faults: list[Finding] = []
+    unparsed: list[str] = []
     for cell in notebook.read_cells(text, path):
         code = cell.lines
         error = notebook.syntax_error(code)
@@ -125,13 +130,29 @@ def _join_cells(text: str, path: str) -> Source:
             line = min(getattr(error, "lineno", None) or 1, max(len(code), 1))
             span = Span(path, line, 1, cell=cell.number, file_line=cell.file_lines[line - 1] if code else 1)
             detail = f"cell {cell.number} is not valid Python {_version()}: {_reason(error)}"
-            broken.append(SYNTAX.finding(str(span), detail, span=span))
+            faults.append(fault(span, detail, error))
+            unparsed += code
             continue
         lines += code
         places += [
             notebook.CellLine(cell.number, number, line) for number, line in enumerate(cell.file_lines[: len(code)], 1)
         ]
-    return Source(path, "\n".join(lines) + "\n" * bool(lines), tuple(places), tuple(broken))
+    return Source(path, "\n".join(lines) + "\n" * bool(lines), tuple(places), tuple(faults), "\n".join(unparsed))
+
+
+def fault(span: Span, detail: str, error: BaseException | None) -> Finding:
+    """Return the finding for code that cannot be read or parsed: a note if a newer Python may accept it."""
+    if not _needs_newer_python(error):
+        return SYNTAX.finding(str(span), detail, span=span)
+    fix = f"run narrowgauge with the Python of the project: this one is {_version()}"
+    return SYNTAX.finding(str(span), detail, fix, NOTE, span)
+
+
+def _needs_newer_python(error: BaseException | None) -> bool:
+    """Return whether the error is at syntax of Python 3.12: ``type X = ...``, ``class X[T]``, quotes in f-strings."""
+    if not isinstance(error, SyntaxError) or tuple(sys.version_info) >= (3, 12):
+        return False
+    return error.msg.startswith("f-string") or _OF_3_12.match(error.text or "") is not None
 
 
 def _version() -> str:

@@ -104,6 +104,11 @@ class Context(ABC):
             frame = self.parents.get(frame, "")
 
     @property
+    def is_in_test(self) -> bool:
+        """Whether the line is in a function of pytest, where nobody uses the weights that are trained."""
+        return any(getattr(scope, "name", "").startswith("test_") for scope in self.scopes)
+
+    @property
     def checks_nonfinite(self) -> bool:
         """Whether a condition around the line looks for inf or NaN."""
         tests = " ".join(ast.unparse(test) for _, test in self.guards)

@@ -2,6 +2,7 @@
 
     -(x ** 2) / (2 * sigma ** 2)     not positive: a square is not negative, and a minus turns it around
     -torch.cdist(a, b) / width       not positive: widths, variances and temperatures are taken as positive
+    log_probs                        not positive, by its name
 
 A name has the sign that everything assigned to it in the same function has.
 """
@@ -49,6 +50,8 @@ class Signs:
         if isinstance(node, ast.Name):
             if node.id in _DISTANCES:
                 return 1
+            if "log_prob" in node.id or "logprob" in node.id:
+                return -1
             signs = {self.of(value, depth + 3) for value in self._values_of(node)}
             return signs.pop() if len(signs) == 1 else 0
         return 0

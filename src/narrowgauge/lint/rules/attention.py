@@ -67,7 +67,7 @@ class ManualAttention(Detector):
         self._products.append((self.context.frames[-1], node))
 
     def on_end(self) -> None:
-        if any(part in name for name in self.context.words for part in FUSED):
+        if not self._products or any(part in name for name in self.context.words for part in FUSED):
             return
         used = {frame for node, frame in self._reads.items() if node not in self._consumed} | self._returned()
         for frame, node in self._products:

@@ -117,6 +117,8 @@ class Fp16WithoutScaler(Detector):
     def on_end(self) -> None:
         """Withdraw the verdicts if the script really scales a loss somewhere, or passes it on to a library."""
         seen = self.observations
+        if not self.verdicts.are_bad(FP16_WITHOUT_SCALER):
+            return
         elsewhere = any(event.text == "elsewhere" for event in seen.of("backward"))
         used = seen.of("scale", "scaler-step") or seen.escaped or elsewhere or self._scales
         if used or self.context.libraries & FRAMEWORKS or self._uses_own_scaler() or not seen.of("step"):
@@ -139,9 +141,21 @@ class Fp16WithoutScaler(Detector):
 
 
 class ScaleSettings(Detector):
-    """Checks the arguments of scalers, unless the script sets the scale itself with ``update(new_scale)``."""
+    """Checks the arguments of scalers, unless the script replaces them.
+
+    ``update(new_scale)`` sets the scale by hand. Loading a checkpoint into the scaler replaces all settings; under a
+    condition (``if resume:``) only those of resumed runs.
+    """
 
     _is_set_by_hand = False
+
+    def on_call(self, call: Call) -> None:
+        name = call.method or call.name.split(".")[-1] or (dotted(call.node.func) or "")
+        if "load" in name.split("_") and not self.context.guards:
+            given = (call.receiver, *call.values)
+            places = [self.observations.scalers.get(value.site) for value in given if isinstance(value, Scaler)]
+            for place in (place for place in places if place is not None):
+                self.judge(SCALE_SETTINGS, place, False)
 
     def on_result(self, call: Call, value: Value | None) -> None:
         if call.name not in SCALERS or not isinstance(value, Scaler) or value.enabled == "False":
@@ -178,11 +192,19 @@ class FoundInfTruthy(Detector):
 
 
 class ScalerNotSaved(Detector):
-    """Checks that the scaler is saved where the optimizer is."""
+    """Checks that the scaler is saved where the optimizer is.
+
+    A state that goes straight into ``load_state_dict`` is copied to another optimizer and not saved.
+    """
 
     def on_end(self) -> None:
         seen = self.observations
-        saved = seen.of("optimizer-state")
+        if not seen.of("optimizer-state"):
+            return
+        calls = [node for node in ast.walk(self.context.tree) if isinstance(node, ast.Call)]
+        loads = [node for node in calls if isinstance(node.func, ast.Attribute) and node.func.attr == "load_state_dict"]
+        copied = {argument for node in loads for argument in node.args}
+        saved = [event for event in seen.of("optimizer-state") if event.node not in copied]
         used = {event.scaler for event in seen.of("scale")}
         if saved and used and not seen.of("scaler-state") and not (used & seen.escaped):
             self.judge(SCALER_NOT_SAVED, saved[0].node, True, "optimizer.state_dict() is saved, the scaler's is not")

@@ -144,7 +144,7 @@ class TrainedFormats(Detector):
 
     def _check(self, optimizer: Optimizer, state: State, when: str) -> None:
         node = self.observations.optimizers.get(optimizer.site)
-        if node is None or not optimizer.models:
+        if node is None or not optimizer.models or self.context.is_in_test:
             return
         casts = casts_of(optimizer, state)
         if not casts:
@@ -170,6 +170,8 @@ class TrainedFormats(Detector):
             self._consequences[node, "norms"] = (HALF_NORMS, cast.node, detail)
 
     def on_end(self) -> None:
+        if "FullyShardedDataParallelPlugin" in self.context.words:  # Accelerate shards FP32 copies of the parameters
+            self.verdicts.clear(STATES_16BIT)
         certain = {verdict.node for verdict in self.verdicts.are_bad(STATES_16BIT)}
         for (optimizer, _), (rule, node, detail) in self._consequences.items():
             if optimizer in certain:
@@ -272,8 +274,10 @@ class PureBf16(Detector):
             precision = call.arg(-1, "precision")
             strategy = call.written(-1, "strategy")
             has_masters = strategy is not None and "deepspeed" in ast.unparse(strategy).lower()
-            if isinstance(precision, Const) and precision.value in ("bf16-true", "16-true") and not has_masters:
-                self.context.event("true-precision", call.node, text=str(precision.value))
+            text = str(precision.value) if isinstance(precision, Const) else ""
+            is_true = text in ("bf16-true", "16-true") and not self.context.is_in_test
+            if is_true and not has_masters and _may_train(call.node, self.context.scopes[-1]):
+                self.context.event("true-precision", call.node, text=text)
         elif library == "transformers" and kind.endswith("Trainer"):
             self._check_trainer(call)
 
@@ -300,6 +304,23 @@ class PureBf16(Detector):
             bits, mixed = ("BF16", "bf16-mixed") if event.text == "bf16-true" else ("FP16", "16-mixed")
             detail = f"precision='{event.text}' trains in {bits} alone, without FP32 weights"
             self.judge(BF16_TRUE, event.node, True, detail, f"precision='{mixed}'")
+
+
+def _may_train(created: ast.Call, scope: ast.AST) -> bool:
+    """Return whether a Trainer or Fabric trains where it is created, or is passed on to code that may."""
+    nodes = list(ast.walk(scope))
+    targets = [node.targets[0] for node in nodes if isinstance(node, ast.Assign) and node.value is created]
+    if not targets or not isinstance(targets[0], ast.Name):
+        return True
+    name = targets[0].id
+    launched = {node.func for node in nodes if isinstance(node, ast.Call) and node.args}  # fabric.launch(function)
+    methods: dict[ast.expr, ast.Attribute] = {node.value: node for node in nodes if isinstance(node, ast.Attribute)}
+    for node in nodes:
+        if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load):
+            used = methods.get(node)
+            if used is None or used.attr in ("fit", "backward") or (used.attr == "launch" and used in launched):
+                return True
+    return False
 
 
 class ModelFormats(ModelCheck):

@@ -80,10 +80,17 @@ class LostBatches(Detector):
 
 
 class LossRead(Detector):
-    """Checks reads of the loss in the loop that calls backward."""
+    """Checks reads of the loss in the loop that calls backward.
+
+    A loop over epochs that trains on all data at once (graphs are often trained like this) reads the loss once per
+    epoch, as it should. Without a step of an optimizer, nothing is trained: gradients are compared in a test.
+    """
 
     def on_end(self) -> None:
-        seen: set[int] = set()
+        if not self.observations.of("step", "scaler-step") or not self.observations.of("item"):
+            return
+        loops = (node for node in ast.walk(self.context.tree) if isinstance(node, ast.For | ast.AsyncFor))
+        seen = {id(node) for node in loops if _counts_epochs(node)}
         for event in self.observations.of("item"):
             for backward in self.observations.of("backward"):
                 name = event.text.removesuffix(".detach()")
@@ -132,3 +139,12 @@ def _is_over_microbatches(loop: int, tree: ast.Module) -> bool:
             is_range = isinstance(node.iter.func, ast.Name) and node.iter.func.id == "range"
             return is_range and any("accum" in word or "micro" in word for word in words_of(node.iter))
     return False
+
+
+def _counts_epochs(loop: ast.For | ast.AsyncFor) -> bool:
+    """Return whether an iteration is an epoch: ``for epoch in ...``, or ``for ... in range(epochs)``."""
+    counted = [loop.target]
+    for call in ast.walk(loop.iter):
+        if isinstance(call, ast.Call) and (dotted(call.func) or "").split(".")[-1] in ("range", "trange"):
+            counted += call.args
+    return any("epoch" in word.lower() for part in counted for word in words_of(part))
