@@ -11,6 +11,7 @@ from typing import Any
 from narrowgauge.engine import Engine
 from narrowgauge.findings import Finding
 from narrowgauge.gauges.finding_log import FindingLog
+from narrowgauge.gauges.rules.forward_rules import find_forward_faults
 from narrowgauge.gauges.rules.fp8_rules import Fp8Rules
 from narrowgauge.gauges.rules.lasting import LastingFindings
 from narrowgauge.gauges.rules.predict_formats import Prediction, predict_formats
@@ -56,6 +57,9 @@ class Examiner:
         self._losses: dict[int, float] = {}
         self._first_weights: dict[str, float] = {}
         """The mean square of each parameter in the first snapshot that has it."""
+        self._decayed: dict[str, float] = {}
+        self._first_logits: dict[str, float] = {}
+        self._previous_update = 0
         self.snapshots: deque[Snapshot] = deque(maxlen=_SNAPSHOTS)
         """The latest snapshots, which predictions are made from."""
         self._stochastic = recipe.master == "none" and all(getattr(o, "dithers", False) for o in engine.optimizers)
@@ -133,6 +137,7 @@ class Examiner:
         loss = self._losses.get(snapshot.update)
         context = UpdateContext(snapshot, self.engine.accumulate, self._stochastic, loss)
         self._note_first_weights(snapshot)
+        self._note_history(snapshot)
         zero = {name for name, mean_square in self._first_weights.items() if mean_square == 0}
         updates = [one for one in context.select("update") if one.count >= MATRIX and one.module not in zero]
         self.step_rules.update_ratio = max((one.ratio or 0.0 for one in updates), default=0.0)
@@ -140,8 +145,9 @@ class Examiner:
         if snapshot.applied:  # a skipped update shows nothing about what the next one changes
             zeros, explained = find_zeros(context)
             first = self.step_rules.first_losses
-            history = ModelHistory(self._first_weights, statistics.median(first) if first else None)
-            silent = find_silent_faults(context, history)
+            first_loss = statistics.median(first) if first else None
+            history = ModelHistory(self._first_weights, first_loss, self._decayed, self._first_logits)
+            silent = [*find_silent_faults(context, history), *find_forward_faults(context, history)]
             found += self.lasting.add(snapshot.update, [*zeros, *silent], explained)
         return found
 
@@ -153,6 +159,16 @@ class Examiner:
         """
         wide = self.engine.recipe.compute in ("fp32", "tf32", "bf16")
         return predict_formats([snapshot.readings for snapshot in self.snapshots]) if wide and self.snapshots else []
+
+    def _note_history(self, snapshot: Snapshot) -> None:
+        """Note the first attention logits, and how much weight decay has shrunk norms since the last snapshot."""
+        updates = snapshot.update - (self._previous_update or snapshot.update)
+        self._previous_update = snapshot.update
+        for (name, place), value in snapshot.facts.items():
+            if name == "norm_decay":
+                self._decayed[place] = self._decayed.get(place, 0.0) + value * updates
+            elif name == "attention_logits":
+                self._first_logits.setdefault(place, value)
 
     def _note_first_weights(self, snapshot: Snapshot) -> None:
         for reading in snapshot.readings:
