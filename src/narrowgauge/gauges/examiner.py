@@ -13,6 +13,7 @@ from narrowgauge.findings import Finding
 from narrowgauge.gauges.finding_log import FindingLog
 from narrowgauge.gauges.rules.forward_rules import find_forward_faults
 from narrowgauge.gauges.rules.fp8_rules import Fp8Rules
+from narrowgauge.gauges.rules.keep_modules import ModelParts
 from narrowgauge.gauges.rules.lasting import LastingFindings
 from narrowgauge.gauges.rules.predict_formats import Prediction, predict_formats
 from narrowgauge.gauges.rules.silent_rules import MATRIX, ModelHistory, find_silent_faults
@@ -83,8 +84,8 @@ class Examiner:
                 they are in the record anyway and would make every checkpoint larger.
         """
         for event in snapshots:
-            readings = [Reading.from_event(reading) for reading in event["readings"]]
-            self.snapshots.append(Snapshot(event["step"], readings, bool(event["applied"])))
+            readings, extra = (list(map(Reading.from_event, event.get(name, ()))) for name in ("readings", "extra"))
+            self.snapshots.append(Snapshot(event["step"], readings, bool(event["applied"]), extra=extra))
             self._note_first_weights(self.snapshots[-1])
         if state:
             self.step_rules.load_state_dict(state["steps"])
@@ -157,8 +158,12 @@ class Examiner:
         Returns:
             A prediction for each of the two formats. Empty if the run itself is not in FP32, TF32 or BF16.
         """
-        wide = self.engine.recipe.compute in ("fp32", "tf32", "bf16")
-        return predict_formats([snapshot.readings for snapshot in self.snapshots]) if wide and self.snapshots else []
+        if self.engine.recipe.compute not in ("fp32", "tf32", "bf16") or not self.snapshots:
+            return []
+        history = [[*snapshot.readings, *snapshot.extra] for snapshot in self.snapshots]
+        updates = [snapshot.update for snapshot in self.snapshots]
+        parts = ModelParts.from_model(self.engine.inner, history, self.snapshots[-1].stays_fp32)
+        return predict_formats(history, updates=updates, parts=parts)
 
     def _note_history(self, snapshot: Snapshot) -> None:
         """Note the first attention logits, and how much weight decay has shrunk norms since the last snapshot."""
