@@ -59,7 +59,7 @@ class ModelFacts:
         """Read which parameters have gradients. Without gradients that last until the update, nothing is known."""
         engine = self.engine
         if engine.loss_in_16_bits:
-            self.values["loss_format", "loss"] = torch.ones(())
+            self.values["loss_format", "loss"] = torch.ones((), device=engine.device)
         if engine.release is not None:
             return
         names = {id(parameter): name for name, parameter in engine.named.items()}
@@ -90,7 +90,7 @@ class ModelFacts:
             for path, module in self.engine.inner.named_modules():
                 weight = module._parameters.get("weight") if "Norm" in type(module).__name__ else None
                 if weight is not None and decays.get(id(weight)):
-                    self.values["norm_decay", f"{path}.weight"] = torch.tensor(decays[id(weight)])
+                    self.values["norm_decay", f"{path}.weight"] = torch.full((), decays[id(weight)], device=self.engine.device)
         for path, module in _training_batch_norms(self.engine.inner):
             assert module.running_mean is not None and module.running_var is not None
             mean, variance = module.running_mean, module.running_var
