@@ -1,11 +1,15 @@
 """Silent faults of the forward pass are found; the healthy counterpart of each has no finding."""
 
+import json
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from zero_start_models import make_batch, train
 
+from narrowgauge import Engine
+from narrowgauge.gauges.examiner import Examiner
 from narrowgauge.gauges.watch.function_reader import has_compiled_parts
 
 
@@ -199,3 +203,22 @@ def test_a_margin_that_is_satisfied_is_no_dead_unit():
 def test_parts_that_the_user_compiled_are_recognized():
     assert has_compiled_parts(nn.Sequential(torch.compile(nn.Linear(16, 16)), nn.ReLU()))
     assert not has_compiled_parts(nn.Sequential(nn.Linear(16, 16), nn.ReLU()))
+
+
+def test_what_is_remembered_about_the_model_round_trips():
+    def make():
+        model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
+        return Examiner(Engine(model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)), every=1)
+
+    examiner = make()
+    for step in range(3):
+        with examiner.engine.forward():
+            loss = examiner.engine.model(make_batch(step)[0]).square().mean()
+        examiner.engine.backward(loss)
+        examiner.engine.step()
+    examiner.collect(wait=True)
+    state = json.loads(json.dumps(examiner.state_dict()))
+    assert state["history"]["decayed"]["1.weight"] == pytest.approx(2 * 0.05) and state["history"]["update"] == 3
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == examiner.state_dict()

@@ -73,7 +73,9 @@ class Examiner:
     def state_dict(self) -> dict[str, Any]:
         """Return what the rules remember, as plain values. Without it, a resumed run is judged like a new one."""
         steps, sites = self.step_rules.state_dict(), self.fp8_rules.state_dict()
-        return {"steps": steps, "sites": sites, "lasting": self.lasting.state_dict(), "found": self.log.state_dict()}
+        history = {"decayed": dict(self._decayed), "logits": dict(self._first_logits), "update": self._previous_update}
+        own = {"lasting": self.lasting.state_dict(), "found": self.log.state_dict(), "history": history}
+        return {"steps": steps, "sites": sites, **own}
 
     def load_state_dict(self, state: Mapping[str, Any], snapshots: Iterable[Mapping[str, Any]] = ()) -> None:
         """Restore what the rules remember.
@@ -92,6 +94,9 @@ class Examiner:
             self.fp8_rules.load_state_dict(state["sites"])
             if "lasting" in state:  # not in older checkpoints
                 self.lasting.load_state_dict(state["lasting"])
+            history = state.get("history", {})
+            self._decayed, self._first_logits = dict(history.get("decayed", {})), dict(history.get("logits", {}))
+            self._previous_update = history.get("update", 0)
             self.log.load_state_dict(state["found"])
 
     def check_step(self, step: Step) -> list[Finding]:

@@ -90,7 +90,8 @@ class ModelFacts:
             for path, module in self.engine.inner.named_modules():
                 weight = module._parameters.get("weight") if "Norm" in type(module).__name__ else None
                 if weight is not None and decays.get(id(weight)):
-                    self.values["norm_decay", f"{path}.weight"] = torch.full((), decays[id(weight)], device=self.engine.device)
+                    decay = torch.full((), decays[id(weight)], device=self.engine.device)
+                    self.values["norm_decay", f"{path}.weight"] = decay
         for path, module in _training_batch_norms(self.engine.inner):
             assert module.running_mean is not None and module.running_var is not None
             mean, variance = module.running_mean, module.running_var
