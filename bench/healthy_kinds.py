@@ -20,6 +20,8 @@ sys.path.insert(0, str(HERE.parent / "tests" / "gauges"))
 from healthy_models import CASES  # noqa: E402
 from zero_start_models import train  # noqa: E402
 
+from narrowgauge.errors import UsageError  # noqa: E402
+
 RECIPES = ("fp32", "fp16", "bf16", "fp8[products=all]")
 STEPS, EVERY = 30, 3
 
@@ -35,15 +37,20 @@ def main() -> None:
     for name, make in CASES.items():
         for recipe in RECIPES:
             found: collections.Counter[str] = collections.Counter()
-            accused = 0
+            accused = trained = 0
             for seed in range(seeds):
                 torch.manual_seed(seed)
                 run = make()
                 run["batch"] = functools.partial(draw_shifted, run["batch"], 100_003 * seed)
-                findings = train(recipe=recipe, steps=STEPS, every=EVERY, **run).values()
+                try:
+                    findings = train(recipe=recipe, steps=STEPS, every=EVERY, **run).values()
+                except UsageError as error:  # second derivatives in FP8, for example
+                    print(f"{name:24s} {recipe:20s} not possible: {str(error)[:60]}", flush=True)
+                    continue
+                trained += 1
                 found.update(f"{finding.rule} ({finding.severity})" for finding in findings)
                 accused += any(finding.severity == "serious" for finding in findings)
-            rows.append({"kind": name, "recipe": recipe, "runs": seeds, "accused": accused, "found": dict(found)})
+            rows.append({"kind": name, "recipe": recipe, "runs": trained, "accused": accused, "found": dict(found)})
             if found:
                 print(f"{name:24s} {recipe:20s} {dict(found)}", flush=True)
     runs = {recipe: sum(row["runs"] for row in rows if row["recipe"] == recipe) for recipe in RECIPES}
