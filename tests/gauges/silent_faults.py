@@ -162,8 +162,3 @@ def average_in_bf16():
 @fault(None)
 def labels_of_another_sample():
     return run(mlp(16, 32, 16), batch=lambda step: (vectors(step)[0], vectors(step)[1].roll(1, 0)))
-
-
-@fault(None)
-def evaluation_with_other_inputs():
-    return run(nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.0), nn.ReLU(), nn.Linear(32, 16)))

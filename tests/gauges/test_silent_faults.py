@@ -1,4 +1,4 @@
-"""Of twenty silent faults, at least 13 in 17 must be noticed; those that no rule can tell are listed as such."""
+"""Of nineteen silent faults, at least 13 in 17 must be noticed; those that no rule can tell are listed as such."""
 
 import pytest
 import torch
