@@ -40,7 +40,8 @@ def describe(result: Result, facts: dict[str, Any]) -> dict[str, Any]:
 def _describe_prediction(prediction: dict[str, Any]) -> str:
     """One line: whether a format would work, with which loss scale, what would fail, and the recommended recipe."""
     survives, scale, breaks = (prediction[name] for name in ("survives", "loss_scale", "breaks"))
-    verdict = "would work" if survives else "would fail"
+    reach = f" up to update {prediction['updates']:,}" if prediction.get("updates") else ""
+    verdict = f"would work{reach}" if survives else "would fail"
     scale = f" with a loss scale up to {scale:g}" if scale and survives else ""
     worst = "; ".join(f"{one['module']} ({one['kind']}): {one['detail']}" for one in breaks[:3])
     more = f" and {len(breaks) - 3} more" if len(breaks) > 3 else ""

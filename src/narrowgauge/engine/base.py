@@ -94,6 +94,8 @@ class EngineBase:
         self.scaler = setup.make_scaler(self.recipe, self.device, max_consecutive_skips)
         self.guard = self.scaler.guard if self.scaler else SkipGuard(max_consecutive_skips)
         self.watchers: list[Watcher] = []
+        self.loss_in_16_bits = False
+        """Whether one of torch's loss functions has computed the latest loss in 16 bits."""
         self._microbatches = 0
         self._stepper = Stepper()
         self._syncs = True

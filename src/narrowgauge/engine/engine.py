@@ -31,9 +31,13 @@ from narrowgauge.engine.base import EngineBase
 from narrowgauge.engine.checks import check_loss, check_own_optimizer, find_trained
 from narrowgauge.engine.updates import check_norms, list_parameters
 from narrowgauge.errors import UsageError
+from narrowgauge.nn.keep_fp32 import HALVES
 from narrowgauge.nn.module_changes import allow_double_backward
 from narrowgauge.optim.norms import compute_grad_norms
 from narrowgauge.step_report import StepReport
+
+_LOSS_NODES = ("NllLoss", "MseLoss", "BinaryCrossEntropy", "SmoothL1Loss", "HuberLoss", "KlDiv", "SoftMarginLoss")
+"""Beginnings of the names of autograd's nodes for loss functions that autocast runs in FP32."""
 
 
 class Engine(EngineBase):
@@ -176,6 +180,7 @@ class Engine(EngineBase):
             run: Called with the scaled loss, in the recipe's context.
         """
         scaled = self.scaled(loss)
+        self.loss_in_16_bits = loss.dtype in HALVES and type(loss.grad_fn).__name__.startswith(_LOSS_NODES)
         with self._explain_errors(), self._notify_watchers("backward"), self.step_context.backward():
             run(scaled)
         self._microbatches += 1

@@ -11,7 +11,9 @@ from typing import Any
 from narrowgauge.engine import Engine
 from narrowgauge.findings import Finding
 from narrowgauge.gauges.finding_log import FindingLog
+from narrowgauge.gauges.rules.forward_rules import find_forward_faults
 from narrowgauge.gauges.rules.fp8_rules import Fp8Rules
+from narrowgauge.gauges.rules.keep_modules import ModelParts
 from narrowgauge.gauges.rules.lasting import LastingFindings
 from narrowgauge.gauges.rules.predict_formats import Prediction, predict_formats
 from narrowgauge.gauges.rules.silent_rules import MATRIX, ModelHistory, find_silent_faults
@@ -56,6 +58,9 @@ class Examiner:
         self._losses: dict[int, float] = {}
         self._first_weights: dict[str, float] = {}
         """The mean square of each parameter in the first snapshot that has it."""
+        self._decayed: dict[str, float] = {}
+        self._first_logits: dict[str, float] = {}
+        self._previous_update = 0
         self.snapshots: deque[Snapshot] = deque(maxlen=_SNAPSHOTS)
         """The latest snapshots, which predictions are made from."""
         self._stochastic = recipe.master == "none" and all(getattr(o, "dithers", False) for o in engine.optimizers)
@@ -68,7 +73,9 @@ class Examiner:
     def state_dict(self) -> dict[str, Any]:
         """Return what the rules remember, as plain values. Without it, a resumed run is judged like a new one."""
         steps, sites = self.step_rules.state_dict(), self.fp8_rules.state_dict()
-        return {"steps": steps, "sites": sites, "lasting": self.lasting.state_dict(), "found": self.log.state_dict()}
+        history = {"decayed": dict(self._decayed), "logits": dict(self._first_logits), "update": self._previous_update}
+        own = {"lasting": self.lasting.state_dict(), "found": self.log.state_dict(), "history": history}
+        return {"steps": steps, "sites": sites, **own}
 
     def load_state_dict(self, state: Mapping[str, Any], snapshots: Iterable[Mapping[str, Any]] = ()) -> None:
         """Restore what the rules remember.
@@ -79,14 +86,17 @@ class Examiner:
                 they are in the record anyway and would make every checkpoint larger.
         """
         for event in snapshots:
-            readings = [Reading.from_event(reading) for reading in event["readings"]]
-            self.snapshots.append(Snapshot(event["step"], readings, bool(event["applied"])))
+            readings, extra = (list(map(Reading.from_event, event.get(name, ()))) for name in ("readings", "extra"))
+            self.snapshots.append(Snapshot(event["step"], readings, bool(event["applied"]), extra=extra))
             self._note_first_weights(self.snapshots[-1])
         if state:
             self.step_rules.load_state_dict(state["steps"])
             self.fp8_rules.load_state_dict(state["sites"])
             if "lasting" in state:  # not in older checkpoints
                 self.lasting.load_state_dict(state["lasting"])
+            history = state.get("history", {})
+            self._decayed, self._first_logits = dict(history.get("decayed", {})), dict(history.get("logits", {}))
+            self._previous_update = history.get("update", 0)
             self.log.load_state_dict(state["found"])
 
     def check_step(self, step: Step) -> list[Finding]:
@@ -133,6 +143,7 @@ class Examiner:
         loss = self._losses.get(snapshot.update)
         context = UpdateContext(snapshot, self.engine.accumulate, self._stochastic, loss)
         self._note_first_weights(snapshot)
+        self._note_history(snapshot)
         zero = {name for name, mean_square in self._first_weights.items() if mean_square == 0}
         updates = [one for one in context.select("update") if one.count >= MATRIX and one.module not in zero]
         self.step_rules.update_ratio = max((one.ratio or 0.0 for one in updates), default=0.0)
@@ -140,8 +151,9 @@ class Examiner:
         if snapshot.applied:  # a skipped update shows nothing about what the next one changes
             zeros, explained = find_zeros(context)
             first = self.step_rules.first_losses
-            history = ModelHistory(self._first_weights, statistics.median(first) if first else None)
-            silent = find_silent_faults(context, history)
+            first_loss = statistics.median(first) if first else None
+            history = ModelHistory(self._first_weights, first_loss, self._decayed, self._first_logits)
+            silent = [*find_silent_faults(context, history), *find_forward_faults(context, history)]
             found += self.lasting.add(snapshot.update, [*zeros, *silent], explained)
         return found
 
@@ -151,8 +163,22 @@ class Examiner:
         Returns:
             A prediction for each of the two formats. Empty if the run itself is not in FP32, TF32 or BF16.
         """
-        wide = self.engine.recipe.compute in ("fp32", "tf32", "bf16")
-        return predict_formats([snapshot.readings for snapshot in self.snapshots]) if wide and self.snapshots else []
+        if self.engine.recipe.compute not in ("fp32", "tf32", "bf16") or not self.snapshots:
+            return []
+        history = [[*snapshot.readings, *snapshot.extra] for snapshot in self.snapshots]
+        updates = [snapshot.update for snapshot in self.snapshots]
+        parts = ModelParts.from_model(self.engine.inner, history, self.snapshots[-1].stays_fp32)
+        return predict_formats(history, updates=updates, parts=parts)
+
+    def _note_history(self, snapshot: Snapshot) -> None:
+        """Note the first attention logits, and how much weight decay has shrunk norms since the last snapshot."""
+        updates = snapshot.update - (self._previous_update or snapshot.update)
+        self._previous_update = snapshot.update
+        for (name, place), value in snapshot.facts.items():
+            if name == "norm_decay":
+                self._decayed[place] = self._decayed.get(place, 0.0) + value * updates
+            elif name == "attention_logits":
+                self._first_logits.setdefault(place, value)
 
     def _note_first_weights(self, snapshot: Snapshot) -> None:
         for reading in snapshot.readings:

@@ -8,7 +8,7 @@ included):
     checkpoint  path
     resume      the run was resumed from the checkpoint of this step
     capture     path of a step that can be replayed
-    look        a reading of the tensors (``gauges.watch.readings``), applied
+    look        a reading of the tensors (``gauges.watch.readings``), applied, extra (readings for predictions)
     prediction  for another format: format, survives, recipe, loss_scale, breaks (``foretelling`` in older records)
     finding     rule, severity, where, detail, fix, why (``consequence`` in older records)
     sample      text

@@ -280,7 +280,8 @@ class Trainer:
         snapshots, _, found = self.examiner.collect(wait)
         for snapshot in snapshots:
             readings = [reading.as_event() for reading in snapshot.readings]
-            self.record.append("look", snapshot.update, applied=snapshot.applied, readings=readings)
+            extra = {"extra": [reading.as_event() for reading in snapshot.extra]} if snapshot.extra else {}
+            self.record.append("look", snapshot.update, applied=snapshot.applied, readings=readings, **extra)
         self._add_findings(found)
 
     def _add_findings(self, found: list[Finding]) -> None:

@@ -6,6 +6,7 @@ from what healthy training shows; a healthy counterpart of each is in tests/gaug
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ _OUT_OF_PROPORTION, _LARGE = 100.0, 0.05
 _CONVERGED = 1e-4
 """Share of the first loss below which gradients are small because there is nothing left to learn."""
 _VANISHED = 1e-6
+_HALVED = 2.0
 _DEEP = 8
 """Matrices that a model must have for its depth to be judged."""
 
@@ -33,6 +35,10 @@ class ModelHistory:
     """The mean square of each parameter in the first snapshot."""
     first_loss: float | None = None
     """The median of the first losses."""
+    decayed: Mapping[str, float] = field(default_factory=dict)
+    """By the weight of a norm: learning rate times weight decay, summed over the updates so far."""
+    first_logits: Mapping[str, float] = field(default_factory=dict)
+    """By attention: its logits in the first snapshot."""
 
 
 def find_silent_faults(context: UpdateContext, before: ModelHistory) -> list[Finding]:
@@ -85,14 +91,14 @@ def check_batch_norms(context: UpdateContext, _: ModelHistory) -> Iterator[Findi
 
 
 def check_units(context: UpdateContext, _: ModelHistory) -> Iterator[Finding]:
-    """Find a ReLU with hardly a unit that is ever active."""
+    """Find an activation with hardly a unit that is ever active."""
     for (name, path), share in context.snapshot.facts.items():
         if name == "dead_units" and _DEAD_UNITS <= share < 1:  # all of them: a dead layer
             yield Finding(
                 rule="dead-units",
                 severity=WARNING,
                 where=path,
-                detail=f"{share:.0%} of its units are zero for every sample of the batch",
+                detail=f"{share:.0%} of its units are inactive for every sample of the batch",
                 why="dead units get no gradient and do not recover",
                 fix="lower the learning rate or the bias; use GELU, SiLU or LeakyReLU; check the scale of the inputs",
             )
@@ -155,6 +161,26 @@ def check_depth(context: UpdateContext, _: ModelHistory) -> Iterator[Finding]:
         )
 
 
+def check_norm_decay(context: UpdateContext, before: ModelHistory) -> Iterator[Finding]:
+    """Find norms whose weights weight decay has halved, and still shrinks."""
+    weights = {one.module: one.mean_square for one in context.select("weight")}
+    for name, decayed in before.decayed.items():
+        first, now = before.first_weights.get(name, 0.0), weights.get(name, 0.0)
+        if now <= 0 or first <= 0 or ("norm_decay", name) not in context.snapshot.facts:
+            continue
+        fallen = 0.5 * math.log(first / now)
+        if fallen > math.log(_HALVED) and decayed > 0.7 * fallen:
+            yield Finding(
+                rule="decay-on-norm",
+                severity=WARNING,
+                where=name,
+                detail=f"it has shrunk {math.exp(fallen):.3g} times, of which weight decay explains "
+                f"{math.exp(decayed):.3g} times",
+                why="decay pulls the scale of a norm to 0, and the signal after it vanishes",
+                fix="put norms and biases into a parameter group with weight_decay=0",
+            )
+
+
 RULES: tuple[Callable[[UpdateContext, ModelHistory], Iterator[Finding]], ...] = (
     check_missing_gradients,
     check_optimized,
@@ -163,6 +189,7 @@ RULES: tuple[Callable[[UpdateContext, ModelHistory], Iterator[Finding]], ...] = 
     check_epsilon,
     check_proportions,
     check_depth,
+    check_norm_decay,
 )
 
 

@@ -111,7 +111,8 @@ def check_updates(context: UpdateContext) -> Iterator[Finding]:
     gradients = {reading.module: reading for reading in context.select("weight_gradient")}
     for reading in context.select("update"):
         weight, gradient = weights.get(reading.module), gradients.get(reading.module)
-        learns = gradient is None or gradient.zeros < 0.5 * gradient.count
+        # Gradients that are released during backward are not read. Otherwise, without one its optimizer did not step.
+        learns = not gradients if gradient is None else gradient.zeros < 0.5 * gradient.count
         narrow = weight is not None and weight.dtype in ("bf16", "fp16") and not context.stochastic_rounding
         if weight is not None and narrow and reading.zero_share > 0.5 and learns:
             yield Finding(

@@ -1,10 +1,12 @@
-"""ModelFacts: what a snapshot tells about units, parameters and optimizer states besides the statistics of tensors.
+"""ModelFacts: what a snapshot tells about parameters, optimizers and batch norms besides the statistics of tensors.
 
-    dead_units     of a ReLU: the share of its units that are zero for every sample of the microbatch
     no_gradient    of a parameter: 1 if its optimizer steps, but it has no gradient at all (None)
     no_optimizer   of a parameter: 1 if it has a gradient, but is in no optimizer
     adam_root      of a parameter: the root of the mean second moment of Adam, divided by eps
     statistics     of a batch norm in training: how far its running statistics are from their initial 0 and 1
+    offset, spread of a batch norm in training: the distance of its running mean and deviation from those of the batch
+    norm_decay     of the weight of a norm: learning rate times weight decay
+    loss_format    1 if one of torch's loss functions has computed the loss in 16 bits
 
 Each fact is one number, computed on the device and copied to the host with the other numbers of the snapshot.
 """
@@ -20,7 +22,9 @@ from torch import Tensor, nn
 from narrowgauge.engine import Engine
 from narrowgauge.optim.sharded import to_local
 
-_MIN_UNITS, _MIN_SAMPLES = 16, 16
+_MIN_SAMPLES = 16
+_TRACKED = 50
+"""Batches that running statistics must have averaged to be compared with those of a batch."""
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -31,18 +35,31 @@ class ModelFacts:
         self.engine = engine
         self.values: dict[tuple[str, str], Tensor] = {}
 
-    def read_units(self, path: str, module: nn.Module, output: Any) -> None:
-        """Read the output of a module; only that of a ReLU matters."""
-        if not isinstance(module, nn.ReLU) or not isinstance(output, Tensor) or output.dim() < 2:
+    def read_batch_norm(self, path: str, module: nn.Module, inputs: Any) -> None:
+        """Compare the running statistics of a batch norm in training mode with those of the batch that it got.
+
+        Evaluation normalizes with the former, training with the latter. The median over channels is compared, as single
+        channels may have outliers. Averages of few batches say nothing: they are reported as 0.
+        """
+        x = inputs[0] if inputs else None
+        if not isinstance(x, Tensor) or not isinstance(module, _BATCH_NORMS) or not module.training:
             return
-        units = output.detach().transpose(1, -1) if output.dim() >= 4 else output.detach()  # channels of images
-        units = units.reshape(-1, units.shape[-1])
-        if units.shape[0] >= _MIN_SAMPLES and units.shape[1] >= _MIN_UNITS:
-            self.values["dead_units", path] = (units == 0).all(0).float().mean()
+        if module.running_mean is None or module.running_var is None or module.momentum is None:
+            return
+        x = x.detach().transpose(0, 1).flatten(1).float()
+        if x.shape[1] < _MIN_SAMPLES or not float(module.momentum) or module.num_batches_tracked is None:
+            return
+        deviation = (module.running_var.float() + module.eps).sqrt()
+        known = module.num_batches_tracked >= max(_TRACKED, 3 / float(module.momentum))
+        offset = ((x.mean(1) - module.running_mean.float()) / deviation).abs().median()
+        spread = ((x.var(1) + module.eps).sqrt() / deviation).log2().abs().median()
+        self.values["offset", path], self.values["spread", path] = offset * known, spread * known
 
     def before_update(self) -> None:
         """Read which parameters have gradients. Without gradients that last until the update, nothing is known."""
         engine = self.engine
+        if engine.loss_in_16_bits:
+            self.values["loss_format", "loss"] = torch.ones((), device=engine.device)
         if engine.release is not None:
             return
         names = {id(parameter): name for name, parameter in engine.named.items()}
@@ -59,7 +76,7 @@ class ModelFacts:
                 self.values["no_optimizer", name] = one
 
     def after_update(self) -> None:
-        """Read the second moments of Adam, and the running statistics of batch norms."""
+        """Read the second moments of Adam, the decay of norms, and the running statistics of batch norms."""
         names = {id(parameter): name for name, parameter in self.engine.named.items()}
         for optimizer in self.engine.optimizers:
             for group in optimizer.param_groups:
@@ -67,6 +84,14 @@ class ModelFacts:
                     root = _compute_root(optimizer.state.get(parameter, {}), group)
                     if root is not None and id(parameter) in names:
                         self.values["adam_root", names[id(parameter)]] = root.to(self.engine.device)
+        for optimizer in self.engine.optimizers:
+            decays = {id(p): float(g["lr"]) * float(g.get("weight_decay") or 0)
+                      for g in optimizer.param_groups for p in g["params"]}  # fmt: skip
+            for path, module in self.engine.inner.named_modules():
+                weight = module._parameters.get("weight") if "Norm" in type(module).__name__ else None
+                if weight is not None and decays.get(id(weight)):
+                    decay = torch.full((), decays[id(weight)], device=self.engine.device)
+                    self.values["norm_decay", f"{path}.weight"] = decay
         for path, module in _training_batch_norms(self.engine.inner):
             assert module.running_mean is not None and module.running_var is not None
             mean, variance = module.running_mean, module.running_var
@@ -74,7 +99,7 @@ class ModelFacts:
 
     def stack(self) -> Tensor:
         """Return all values as one tensor, in the order of their names."""
-        return torch.stack([value.detach().float().reshape(()) for value in self.values.values()])
+        return torch.stack([v.detach().float().reshape(()).to(self.engine.device) for v in self.values.values()])
 
 
 def _compute_root(state: Any, group: dict[str, Any]) -> Tensor | None:

@@ -23,7 +23,9 @@ from narrowgauge.device_readback import TensorReadback
 from narrowgauge.engine import Engine
 from narrowgauge.errors import UsageError
 from narrowgauge.gauges.transforms import unwrap_transforms
+from narrowgauge.gauges.watch.function_reader import FunctionReader, has_compiled_parts
 from narrowgauge.gauges.watch.model_facts import ModelFacts
+from narrowgauge.gauges.watch.prediction_inputs import LayerInputs, separate_extra
 from narrowgauge.gauges.watch.readings import Reading, read_counts
 from narrowgauge.kernels.tensor_stats import StatsTable, add_statistics
 from narrowgauge.nn.compile_forward import run_uncompiled
@@ -56,7 +58,11 @@ class Snapshot:
     applied: bool
     """False if the update was skipped."""
     facts: dict[tuple[str, str], float] = field(default_factory=dict)
-    """Facts about units, parameters and optimizer states, by name and place (``model_facts``)."""
+    """Facts about units, parameters and optimizer states, by name and place (``model_facts``, ``function_reader``)."""
+    extra: list[Reading] = field(default_factory=list)
+    """Inputs of layers and large results of functions, from which predictions are made (``prediction_inputs``)."""
+    stays_fp32: frozenset[str] = frozenset()
+    """Modules whose output would be in FP32 under FP16 autocast."""
 
 
 @dataclass
@@ -91,7 +97,9 @@ class Watch:
         self._table: _UpdateTable | None = None
         self._first_microbatch = True
         self._snapshots, self._fp8_readings = TensorReadback(), TensorReadback()
-        self._modules = list(_watched_modules(engine))
+        self._called = list(_called_modules(engine))
+        self._modules = [(path, module) for path, module in self._called if path and _is_leaf(module)]
+        self._reads_functions = not has_compiled_parts(engine.inner)
         engine.watchers.append(self)
 
     def stop(self) -> None:
@@ -174,9 +182,15 @@ class Watch:
         with contextlib.ExitStack() as stack:
             stack.enter_context(events.listening(table))
             stack.enter_context(run_uncompiled(self.engine.model))
+            reader = table.functions
+            for path, module in self._called if self._reads_functions else ():
+                stack.callback(module.register_forward_pre_hook(reader.enter(path)).remove)
+                stack.callback(module.register_forward_hook(reader.leave, always_call=True).remove)
             for path, module in self._modules:
                 handle = module.register_forward_hook(table.make_hook(path))
                 stack.callback(handle.remove)
+            if self._reads_functions:
+                stack.enter_context(reader)
             yield
 
 
@@ -216,6 +230,8 @@ class _UpdateTable(events.Listener):
         self._before: list[Sample] = []
         self._measured: dict[str, Tensor] = {}
         self._facts = ModelFacts(engine)
+        self.functions = FunctionReader(self._facts.values, engine.step_context.dtype is not None)
+        self.inputs = LayerInputs()
 
     def add(self, kind: str, path: str, tensor: Tensor, inverse_scale: Tensor | None = None) -> None:
         """Add a tensor. Several with one name (chunks, a module that is called twice) share a row.
@@ -235,8 +251,12 @@ class _UpdateTable(events.Listener):
         self.add(kind, path, tensor, inv_scale)
 
     def make_hook(self, path: str) -> Any:
-        def read_output(module: nn.Module, _: Any, output: Any) -> None:
-            self._facts.read_units(path, module, unwrap_transforms(output) if isinstance(output, Tensor) else output)
+        def read_output(module: nn.Module, inputs: Any, output: Any) -> None:
+            if torch.is_grad_enabled():
+                self._facts.read_batch_norm(path, module, inputs)
+                if self.inputs.needs_reading(path, module, inputs):
+                    self.add("input", path, inputs[0])
+                self.inputs.add_output(path, output, self.functions.flow)
             for tensor in map(unwrap_transforms, _tensors(output)):
                 self.add("activation", path, tensor)
                 if tensor.requires_grad:
@@ -268,7 +288,8 @@ class _UpdateTable(events.Listener):
             tensors["measured"] = torch.stack(list(self._measured.values()))
         if self._facts.values:
             tensors["facts"] = self._facts.stack()
-        readback.push((report.index, self.rows, list(self._measured), list(self._facts.values)), tensors)
+        tag = report.index, self.rows, list(self._measured), list(self._facts.values), self.inputs
+        readback.push(tag, tensors)
 
 
 def _measure_updates(weights: Tensor, changes: Tensor) -> Tensor:
@@ -281,9 +302,10 @@ def _measure_updates(weights: Tensor, changes: Tensor) -> Tensor:
 
 
 def _make_snapshot(
-    tag: tuple[int, dict[tuple[str, str], _Row], list[str], list[tuple[str, str]]], tensors: dict[str, Tensor]
+    tag: tuple[int, dict[tuple[str, str], _Row], list[str], list[tuple[str, str]], LayerInputs],
+    tensors: dict[str, Tensor],
 ) -> Snapshot:
-    update, rows, parameters, names = tag
+    update, rows, parameters, names, inputs = tag
     tables = len([name for name in tensors if name.startswith("counts")])
     counts = torch.cat([tensors[f"counts{i}"] for i in range(tables)]).tolist() if tables else []
     sizes = torch.cat([tensors[f"sizes{i}"] for i in range(tables)]).tolist() if tables else []
@@ -305,18 +327,22 @@ def _make_snapshot(
         }
         readings.append(Reading(**common, scale=own_scale, lost=lost, ratio=ratio, **fields))
     facts = dict(zip(names, tensors["facts"].tolist(), strict=True)) if "facts" in tensors else {}
-    return Snapshot(update, readings, bool(tensors["applied"]), facts)
+    own, extra, facts = separate_extra(readings, facts, inputs)
+    return Snapshot(update, own, bool(tensors["applied"]), facts, extra, frozenset(inputs.stays_fp32))
 
 
-def _watched_modules(engine: Engine) -> Iterator[tuple[str, nn.Module]]:
-    """Leaf modules, except those that a fused part replaces and that are therefore never called."""
+def _called_modules(engine: Engine) -> Iterator[tuple[str, nn.Module]]:
+    """All modules except fused blocks, which hooks would change, and what a fused part replaces and never calls."""
     converted = engine.conversion
     inside = {f"{block}." for block in converted.blocks}
     chained = {"norm", "lm_head"} if any(layer.part_of == "head" for layer in converted.layers) else set()
     for path, module in engine.inner.named_modules():
-        leaf = path and not any(True for _ in module.children())
-        if leaf and path not in chained and not any(path.startswith(block) for block in inside):
+        if path not in chained and not any(f"{path}.".startswith(block) for block in inside):
             yield path, module
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    return not any(True for _ in module.children())
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
