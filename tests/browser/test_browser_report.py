@@ -450,7 +450,7 @@ def test_phone_tables_keep_their_first_column(page: Page, full_page: Path) -> No
             "return [before, cell.getBoundingClientRect().left, cell.getBoundingClientRect().width]",
             section,
         )
-        assert before == after and width < 200, section
+        assert before == after and 90 < width < 200, section
     clipped = page.run(
         "return [...document.querySelectorAll('#validation svg text')].filter((one) => {"
         " const box = one.getBoundingClientRect(); return box.left < 0 || box.right > innerWidth; })"
@@ -459,6 +459,20 @@ def test_phone_tables_keep_their_first_column(page: Page, full_page: Path) -> No
     assert clipped == []
     words = page.run("return [...document.querySelectorAll('#layers td.words')].map((n) => n.scrollWidth > 390)")
     assert words and not any(words), "the summary wraps"
+
+
+def test_phone_labels_of_candidates_are_whole(page: Page, tmp_path: Path) -> None:
+    saved = example_results.validation()
+    one = next(iter(saved["candidates"].values()))
+    names = [f"fp8[keep=blocks.{number}.up]" for number in range(3)]
+    saved["candidates"] = dict.fromkeys(names, one)
+    page.open(write(example_results.save(tmp_path, validation=saved), tmp_path / "report.html"), width=390)
+    labels = page.run(
+        "return [...document.querySelectorAll('#chart-gaps text.strong')].map((one) => {"
+        " const box = one.getBoundingClientRect();"
+        " return [one.textContent, box.left >= 0 && box.right <= innerWidth]; })"
+    )
+    assert labels == [[name, True] for name in names]
 
 
 def test_print_shows_whole_tables_in_light_colors(page: Page, full_page: Path) -> None:
