@@ -23,8 +23,7 @@ FOLDER, IDENTITY = "wandb", "run-id"
 MIN_FREE_BYTES = 4096
 OFFLINE = ("offline", "dryrun")
 PATIENCE_S = 300
-"""How long W&B may take to start its process and a run: 30 and 90 s by default, which a busy machine exceeds. Training
-does not wait for it."""
+"""How long W&B may take to start its process (30 s by default) and a run, for busy machines. Training does not wait."""
 SUMMARY = ("steps", "seconds", "tokens_per_s", "loss_first", "loss_last", "loss_eval", "skipped", "interrupted")
 
 

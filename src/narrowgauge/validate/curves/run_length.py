@@ -1,7 +1,7 @@
 """Chooses the length of validation runs without ``--steps``: the task's own length, or less to fit the time budget.
 
 A pilot run of every recipe measures the time of an update and the overhead of a run: building, compiling, evaluating.
-FP8 that is emulated on a CPU takes three times as long as FP32, so the reference alone would say too little. The length
+FP8 that is emulated on a CPU takes longer than FP32, so the reference alone would say too little. The length
 is the longest in a fixed list with which the first pairs fit into most of the budget. The choice is cached
 with the runs, so that repeating a validation uses the same runs.
 """
