@@ -141,7 +141,7 @@ class Rules:
     def _backend(self, query: Tensor, key: Tensor, mask: Tensor | None) -> SDPBackend:
         """The first enabled backend that supports the format, head size and mask.
 
-        cuDNN has no gradient for a bias, which T5 learns. That torch takes the next kernel then is assumed, not checked.
+        cuDNN has no gradient for a bias, which T5 learns. That torch takes the next kernel is assumed, not checked.
         """
         size, half, grouped = query.shape[-1], query.dtype in HALVES, query.shape[-3] != key.shape[-3]
         modern = self.capability >= (8, 0)

@@ -23,7 +23,7 @@ FOLDER, IDENTITY = "wandb", "run-id"
 MIN_FREE_BYTES = 4096
 OFFLINE = ("offline", "dryrun")
 PATIENCE_S = 300
-"""How long W&B may take to start its process (30 s by default) and a run, for busy machines. Training does not wait."""
+"""How long W&B may take to start its process (30 s by default) and a run, for busy machines."""
 SUMMARY = ("steps", "seconds", "tokens_per_s", "loss_first", "loss_last", "loss_eval", "skipped", "interrupted")
 
 
