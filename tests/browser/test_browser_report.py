@@ -123,7 +123,7 @@ def test_tabs_work_with_pointer_and_keys(page: Page, full_page: Path) -> None:
     assert page.text("#curves [aria-selected=true]") == "accuracy" and page.run(DRAWN, "metric") >= 2
     assert "H200" in page.text("#roofline [aria-selected=true]")
     before = page.text("#chart-hierarchy")
-    assert "4.8 TB/s" in before and "141 GiB" in before
+    assert "4.8 TB/s" in before and "151.40 GB" in before
     page.press("#roofline [aria-selected=true]", RIGHT)
     assert page.text("#roofline [aria-selected=true]") == "B200" and "7.7 TB/s" in page.text("#chart-hierarchy")
     assert "B200" in page.run("return document.querySelector('[data-chart=roofline]').getAttribute('aria-label')")
@@ -361,3 +361,155 @@ def test_live_page_follows_the_run(page: Page, running: tuple[live.Server, Path]
     assert page.text("#curves [aria-selected=true]") == "Gradient norm", "the selection is kept"
     assert page.run("return document.activeElement.id") == "tab-signal-1", "the focus is kept"
     assert page.run(DRAWN, "grad-norm") >= 1
+
+
+RECIPES = ("fp32", "bf16", "fp16", "fp8", "bf16-lean")
+LOOK = """
+return [...document.querySelectorAll('#chart-loss path.curve')].map((one) => {
+  const style = getComputedStyle(one);
+  return [style.stroke, style.strokeDasharray];
+});
+"""
+"""Color and dashes of every curve."""
+
+
+@pytest.fixture(scope="module")
+def five_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five recipes whose losses end within two percent of each other."""
+    folder = tmp_path_factory.mktemp("five")
+    runs = [
+        example_run.write_run(folder / name, 600, recipe=name, seed=number, learning_rate=number + 1.0)
+        for number, name in enumerate(RECIPES)
+    ]
+    return write(runs, folder / "report.html")
+
+
+def _to_linear(channel: int) -> float:
+    value = channel / 255
+    return value / 12.92 if value <= 0.04045 else float(((value + 0.055) / 1.055) ** 2.4)
+
+
+def test_five_runs_can_be_told_apart(page: Page, five_page: Path) -> None:
+    page.open(five_page)
+    looks = list(dict.fromkeys(map(tuple, page.run(LOOK))))
+    assert len({color for color, _ in looks}) == 5 and len({dashes for _, dashes in looks}) == 5
+    samples = page.run(
+        "return [...document.querySelectorAll('#chart-loss .legend svg.swatch line')]"
+        ".map((one) => [getComputedStyle(one).stroke, getComputedStyle(one).strokeDasharray])"
+    )
+    assert {tuple(one) for one in samples} == set(looks), "the legend shows the same lines"
+    tops = page.run(
+        "return [...document.querySelectorAll('#chart-loss .legend button')].slice(0, 5).map((one) =>"
+        " Math.abs(one.firstElementChild.getBoundingClientRect().bottom - one.getBoundingClientRect().bottom))"
+    )
+    assert max(tops) < 14, "a line stands beside its name, not above it"
+    # Protanopia (Viénot 1999) keeps only these two mixtures: no two colors may coincide in both.
+    seen = []
+    for color, _ in looks:
+        red, green, blue = (_to_linear(int(part)) for part in color.removeprefix("rgb(").rstrip(")").split(",")[:3])
+        seen.append((0.11238 * red + 0.88762 * green, 0.00401 * red - 0.00401 * green + blue))
+    assert all(math.dist(one, other) > 0.04 for i, one in enumerate(seen) for other in seen[:i]), seen
+
+
+def test_the_difference_view_separates_runs_that_end_close_together(page: Page, five_page: Path) -> None:
+    page.open(five_page)
+    page.click("#check-loss-difference")
+    names = page.run("return [...document.querySelectorAll('#chart-loss .legend button')].map((n) => n.textContent)")
+    assert names == ["bf16", "fp16", "fp8", "bf16-lean"], "each is compared with fp32"
+    label = page.run("return document.querySelector('#plot-loss').getAttribute('aria-label')")
+    assert "difference of 4 losses from fp32" in label
+    ticks = page.run("return [...document.querySelectorAll('#chart-loss svg text')].map((one) => one.textContent)")
+    assert any(tick.endswith("%") for tick in ticks)
+    page.click("#check-loss-difference")
+    assert len(set(map(tuple, page.run(LOOK)))) == 5
+
+
+def test_a_spike_of_one_step_is_visible(page: Page, long_page: Path, tmp_path: Path) -> None:
+    """The band reaches the value of a single step, and its edge is at least a pixel wide."""
+    for path in (long_page, write([example_run.write_run(tmp_path / "run", 900)], tmp_path / "short.html")):
+        page.open(path)
+        box, top, stroke = page.run(
+            "const area = [...document.querySelectorAll('#chart-loss path.area')];"
+            "const tops = area.map((one) => one.getBBox().y);"
+            "const style = getComputedStyle(area[0]);"
+            "return [document.querySelector('#plot-loss svg').getBoundingClientRect().height, Math.min(...tops),"
+            " [style.stroke, style.strokeWidth, style.strokeOpacity]]"
+        )
+        assert top < 0.2 * box, "the spike of 40 is the largest value"
+        assert stroke[0] != "none" and float(stroke[1].rstrip("px")) >= 1 and float(stroke[2]) >= 0.4
+
+
+def test_phone_tables_keep_their_first_column(page: Page, full_page: Path) -> None:
+    page.open(full_page, width=390)
+    assert page.run("return document.documentElement.scrollWidth") <= 390
+    for section in ("layers", "validation"):
+        before, after, width = page.run(
+            "const box = document.querySelector(`#${arguments[0]} .scroll:has(tbody tr)`);"
+            "const cell = box.querySelector('tbody td');"
+            "const before = cell.getBoundingClientRect().left; box.scrollLeft = 200;"
+            "return [before, cell.getBoundingClientRect().left, cell.getBoundingClientRect().width]",
+            section,
+        )
+        assert before == after and 90 < width < 200, section
+    clipped = page.run(
+        "return [...document.querySelectorAll('#validation svg text')].filter((one) => {"
+        " const box = one.getBoundingClientRect(); return box.left < 0 || box.right > innerWidth; })"
+        ".map((one) => one.textContent)"
+    )
+    assert clipped == []
+    words = page.run("return [...document.querySelectorAll('#layers td.words')].map((n) => n.scrollWidth > 390)")
+    assert words and not any(words), "the summary wraps"
+
+
+def test_phone_labels_of_candidates_are_whole(page: Page, tmp_path: Path) -> None:
+    saved = example_results.validation()
+    one = next(iter(saved["candidates"].values()))
+    names = [f"fp8[keep=blocks.{number}.up]" for number in range(3)]
+    saved["candidates"] = dict.fromkeys(names, one)
+    page.open(write(example_results.save(tmp_path, validation=saved), tmp_path / "report.html"), width=390)
+    labels = page.run(
+        "return [...document.querySelectorAll('#chart-gaps text.strong')].map((one) => {"
+        " const box = one.getBoundingClientRect();"
+        " return [one.textContent, box.left >= 0 && box.right <= innerWidth]; })"
+    )
+    assert labels == [[name, True] for name in names]
+
+
+def test_print_shows_whole_tables_in_light_colors(page: Page, full_page: Path) -> None:
+    import base64
+
+    page.open(full_page, dark=True)
+    page.run("document.documentElement.dataset.theme = 'dark'")
+    command = page.driver.execute_cdp_cmd
+    command("Emulation.setEmulatedMedia", {"media": "print", "features": []})
+    command(
+        "Emulation.setDeviceMetricsOverride", {"width": 720, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
+    )
+    page.settle()
+    try:
+        back, ink = page.run("const s = getComputedStyle(document.body); return [s.backgroundColor, s.color]")
+        assert back == "rgb(255, 255, 255)" and ink == "rgb(0, 0, 0)"
+        hidden = page.run(
+            "return [...document.querySelectorAll('nav, #theme, .tabs, #formats, .controls input')]"
+            ".filter((one) => one.getBoundingClientRect().height > 0).map((one) => one.outerHTML.slice(0, 80))"
+        )
+        assert hidden == [], "nothing that has to be clicked"
+        cut = page.run(
+            "return [...document.querySelectorAll('.scroll')].filter((one) => one.scrollHeight > one.clientHeight + 2"
+            " && getComputedStyle(one).overflow !== 'visible').length"
+        )
+        assert cut == 0
+        assert page.run("return document.documentElement.scrollWidth") <= 720
+        document = base64.b64decode(command("Page.printToPDF", {"printBackground": True})["data"])
+        assert document.startswith(b"%PDF") and 2 <= document.count(b"/Type /Page\n") <= 14
+    finally:
+        command("Emulation.setEmulatedMedia", {"media": "", "features": []})
+
+
+def test_memory_has_the_units_of_the_command_line(page: Page, full_page: Path) -> None:
+    from narrowgauge.cli.memory import gigabytes
+
+    page.open(full_page)
+    for value in (3_200_000, 99_999_999, 100_000_000, 12_345_678_901, 151_397_597_184):
+        assert page.run("return narrowgauge.bytes(arguments[0])", value) == gigabytes(value)
+    assert "GiB" not in page.text("#memory")

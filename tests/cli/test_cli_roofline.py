@@ -42,6 +42,16 @@ def test_the_text_names_layers_bounds_and_what_fusions_save(capsys: pytest.Captu
     assert "unfused" not in capsys.readouterr().out
 
 
+def test_a_step_that_does_not_fit_is_said_not_to(capsys: pytest.CaptureFixture[str]) -> None:
+    large = ["roofline", "gpt:2x4096", "--batch", "512", "--context", "1024", "--device", "cpu", "--quick"]
+    assert cli.main([*large, "--recipes", "bf16", "--gpu", "l4"]) == 0
+    text = capsys.readouterr().out
+    assert "bf16 does NOT fit into L4" in text and "narrowgauge memory says what to change" in text
+    assert cli.main([*SMALL, "--recipes", "bf16", "--quick", "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)["recipes"]["bf16"]
+    assert row["fits"] is True and row["peak"] > 0 and row["notes"] == []
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -16,7 +16,10 @@ from narrowgauge.report.inputs import open_inputs
 def test_serious_findings_come_first(tmp_path: Path) -> None:
     run = example_run.write_run(tmp_path / "run", 100)
     summary = headline.summarize(open_inputs([run, *example_results.save_all(tmp_path)]), ["run"])
-    assert summary["headline"] == "2 serious findings, 1 warning" and summary["state"] == "serious"
+    assert (
+        summary["headline"] == ("2 serious findings, 1 warning: verdict worse in fp8 of validation, and others")
+        and summary["state"] == "serious"
+    )
     ranks = [one["severity"] for one in summary["findings"]]
     assert ranks == ["serious", "serious", "warning", "note", "good"]
     assert {one["rule"] for one in summary["findings"]} == {
@@ -28,7 +31,7 @@ def test_serious_findings_come_first(tmp_path: Path) -> None:
 def test_healthy_run_is_reported_as_healthy(tmp_path: Path) -> None:
     folder = example_run.write_run(tmp_path / "run", 50, tensors=3, every=10, end=False)
     summary = headline.summarize(open_inputs([folder]), ["run"])
-    assert summary["headline"] == "Healthy: no findings" and summary["state"] == "healthy"
+    assert summary["headline"] == "Healthy: no findings in run" and summary["state"] == "healthy"
     failing: dict[str, Any] = example_results.bench() | {"gate": {"failures": ["fp8 is 9% slower"]}}
     [path] = example_results.save(tmp_path, gate=failing)
     summary = headline.summarize(open_inputs([path]), [])
@@ -55,5 +58,8 @@ def test_equal_findings_are_grouped(tmp_path: Path) -> None:
     ]
     [path] = example_results.save(tmp_path, many={"findings": found})
     summary = headline.summarize(open_inputs([path]), [])
-    assert summary["headline"] == "5 serious findings" and len(summary["findings"]) == 1
+    assert (
+        summary["headline"] == "5 serious findings: underflow in m0 of many, and others"
+        and len(summary["findings"]) == 1
+    )
     assert [place["where"] for place in summary["findings"][0]["also"]] == ["m1", "m2", "m3", "m4"]

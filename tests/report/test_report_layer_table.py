@@ -51,6 +51,23 @@ def test_layers_of_different_tasks_are_not_joined(tmp_path: Path) -> None:
     assert rows["odd.*"]["ms bf16"] == 1 and "blocks.*.qkv" not in rows
 
 
+def test_work_that_moved_to_another_layer_is_not_a_saving(tmp_path: Path) -> None:
+    """A trace may attribute FP8 products to the model: its layers then take no time, but nothing is saved."""
+    work = {"kind": "product", "phase": "forward"}
+    layers = [
+        {"path": "blocks.0.up", "recipe": "bf16", "ms": 2.0, "flops": 4e11, **work},
+        {"path": "blocks.0.up", "recipe": "fp8", "ms": 0.1, "flops": 1e6, "kind": "cast", "phase": "forward"},
+        {"path": "", "recipe": "fp8", "ms": 1.1, "flops": 4e11, **work},
+        {"path": "blocks.0.down", "recipe": "bf16", "ms": 2.0, "flops": 4e11, **work},
+        {"path": "blocks.0.down", "recipe": "fp8", "ms": 1.1, "flops": 4e11, **work},
+    ]
+    [table] = layer_table.build_tables(
+        open_inputs(example_results.save(tmp_path, moved=example_results.roofline() | {"layers": layers}))
+    )
+    rows = {row["module"]: row for row in table["rows"]}
+    assert "saved fp8" not in rows["blocks.0.up"] and rows["blocks.0.down"]["saved fp8"] == pytest.approx(0.9)
+
+
 def test_layers_are_joined_and_summarized(tmp_path: Path) -> None:
     run = example_run.write_run(tmp_path / "run", 100, tensors=8, every=10)
     sources = open_inputs([run, *example_results.save_all(tmp_path)])

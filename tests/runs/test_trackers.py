@@ -35,6 +35,8 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # set here, so that it is unset after the test
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    monkeypatch.setenv("WANDB__SERVICE_WAIT", "300")
+    monkeypatch.setattr(background, "CLOSE_TIMEOUT_S", 600.0)  # no time limit of ours under load
 
 
 def numbers(step: int, attempt: int = 0) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """Validations with real training: bad candidates are worse, good ones are equivalent, runs are cached."""
 
 import json
+import re
 import signal
 import subprocess
 import time
@@ -82,8 +83,33 @@ def test_run_length_is_chosen_once(tmp_path, monkeypatch):
     assert again.experiment.settings["steps"] == run_length.LENGTHS[0] and not again.runs["bf16", 0].fresh
 
 
+def test_the_budget_covers_candidates_that_are_slower_than_the_reference(tmp_path):
+    """FP8 is emulated on a CPU and takes several times as long as FP32."""
+    said, start = [], time.monotonic()
+    small = {"batch": 2, "context": 32}
+    found = ng.validate(
+        "gpt:2x64", ["fp8", "bf16"], device="cpu", out=tmp_path, budget_s=30, tell=said.append, options=small
+    )
+    seconds = time.monotonic() - start
+    times = dict(re.findall(r"(\w+) ([\d.e-]+) s", said[0].split(";")[0]))
+    assert list(times) == ["fp32", "fp8", "bf16"] and float(times["fp8"]) > float(times["fp32"])
+    assert "3 pairs first, about" in said[0] and "(budget 0.5)" in said[0]
+    assert found["fp8"].seeds >= 1 and found.experiment.settings["steps"] in run_length.LENGTHS
+    assert seconds < 30 * 1.2, said
+
+
+def test_pairs_that_would_exceed_the_budget_are_not_started(tmp_path):
+    said = []
+    found = validate(tmp_path, "healthy", "bf16", steps=40, budget_s=1e-3, tell=said.append)
+    assert found["bf16"].seeds == 1 and found["bf16"].verdict == "inconclusive"
+    assert any("the next pair would exceed the budget" in line for line in said)
+    assert found.describe()["candidates"]["bf16"]["seeds_needed"]
+    fixed = validate(tmp_path, "healthy", "bf16", steps=40, budget_s=1e-3, seeds=2)
+    assert fixed["bf16"].seeds == 2, "a given number of pairs is trained"
+
+
 def test_overhead_of_a_run_is_counted(tmp_path):
-    assert run_length.Pilot(update_s=0.25, overhead_s=5.0, evaluations=8).updates_within(0.85 * 100) == 320 - 8
+    assert run_length.Pilot(update_s=0.25, overhead_s=5.0, evaluations=8).seconds_for(320 - 8) == 85
     said = []
     found = validate(tmp_path, "noisy", "bf16", seeds=1, budget_s=600, tell=said.append)
     assert found.experiment.settings["steps"] == 30

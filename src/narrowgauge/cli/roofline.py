@@ -24,6 +24,7 @@ from narrowgauge.errors import UsageError
 
 if TYPE_CHECKING:
     from narrowgauge.forecast.compare import AttentionCost, Saving
+    from narrowgauge.forecast.extrapolate import TracedModel
     from narrowgauge.forecast.run import Scenario
     from narrowgauge.forecast.time.roofline import Cost, Layer, Roofline
     from narrowgauge.forecast.trace.trace_step import Traced
@@ -94,7 +95,7 @@ def _forecast(args: argparse.Namespace, task: Task, gpu: Gpu, device: Device, ou
         costs = estimate_costs(last, rates)
         roofline = predict_time(last, rates) if traced_model is None else sum_costs(last, traced_model.costs(rates))
         real = _measure(args, scenario, last, costs, device) if installed else None
-        rows[str(recipe)] = _describe(roofline, args, real)
+        rows[str(recipe)] = _describe(roofline, args, real) | _describe_memory(scenario, traced_model or last)
         if traced_model is not None:
             rows[str(recipe)]["scale"] = describe_scale(scenario, traced_model, rates, args)
         own = [_describe_layer(layer, str(recipe)) for layer in collapse(roofline.layers)]
@@ -211,7 +212,20 @@ def _describe(roofline: Roofline, args: argparse.Namespace, real: dict[str, Any]
         "cost": None if args.price is None else roofline.cost(items, args.price),
         "measured_ms": real["step_ms"] if real else None,
         "error": roofline.step_ms / real["step_ms"] - 1 if real else None,
+        "notes": roofline.notes,
     }
+
+
+def _describe_memory(scenario: Scenario, traced: Traced | TracedModel) -> dict[str, Any]:
+    """Whether the step whose time is predicted fits into the GPU."""
+    from narrowgauge.forecast.extrapolate import TracedModel
+    from narrowgauge.forecast.memory.estimate import fits, predict_memory
+
+    if isinstance(traced, TracedModel):
+        memory = traced.memory(scenario.shards_of(traced))
+    else:
+        memory = predict_memory(traced)
+    return {"peak": memory.peak, "fits": fits(memory, scenario.gpu)}
 
 
 def _describe_layer(layer: Layer, recipe: str) -> dict[str, Any]:
@@ -290,6 +304,12 @@ def _show_recipes(rows: dict[str, dict[str, Any]], task: Task, gpu: Gpu, args: a
     items = args.tokens or 1e9
     alone = "one " if any("scale" in row for row in rows.values()) else ""
     show_table(f"{task.name} on {alone}{gpu.name}; hours and cost for {items:,.0f} {task.unit}s", columns, cells, out)
+    for name, row in rows.items():
+        if not row["fits"]:
+            size = f"{gigabytes(row['peak'])} of {gigabytes(gpu.memory_bytes)}"
+            say(f"{name} does NOT fit into {gpu.name} ({size}): narrowgauge memory says what to change", out)
+        for note in row["notes"]:
+            say(f"{name}: {note}", out)
 
 
 def _show_extras(extras: dict[str, Any], recipe: str, out: TextIO) -> None:

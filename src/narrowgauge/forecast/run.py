@@ -26,8 +26,12 @@ from narrowgauge.recipe import Recipe, parse, refusal
 from narrowgauge.task import Task
 
 DEFAULT_GPU = "H200"
-MOST_TRACES = 6
-"""The most batch sizes that a search tries."""
+MOST_TRACES = 24
+"""The most batch sizes that a search tries; a model whose memory is linear in the batch needs three or four."""
+MOST_GROWTH = 8
+"""How many times larger than all before the next batch of a search may be."""
+LARGEST_BATCH = 1 << 20
+"""Where a search ends if memory does not grow with the batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,32 +232,43 @@ def predict_recipe(
 def find_largest_batch(
     scenario: Scenario, recipe: Recipe, memory: Memory, tell: Callable[[str], None] = lambda line: None
 ) -> int:
-    """Find the largest batch that fits.
+    """Find the largest batch that fits, to within half a percent.
 
-    Two traces give the memory per item, and a third one checks the result. Where memory does not grow linearly (the
-    head works in chunks), the slope is computed again from the nearest batches, a few times.
+    Memory per item follows from the two batches nearest to the limit. It does not have to be linear: small batches may
+    take no more than the optimizer's step, the head works in chunks, and a contrastive loss grows with the square. So a
+    batch is at most ``MOST_GROWTH`` times the largest one tried, and where the line through a batch that fits and one
+    that does not has closed less than half of the interval between them, the interval is halved instead.
     """
     limit = get_usable_bytes(scenario.gpu)
     known = {memory.batch: memory.peak}
-    low, high = 0, 0  # the largest that is known to fit, the smallest that is known not to
+    low = memory.batch if memory.peak <= limit else 0  # the largest that is known to fit
+    high = 0 if low else memory.batch  # the smallest that is known not to
     guess = max(1, memory.batch // 2) if memory.batch > 1 else 2
+    halve = False
     for _ in range(MOST_TRACES):
         if guess not in known:
             tell(f"{recipe}: trying a batch of {guess}")
             known[guess] = scenario.predict_memory(recipe, guess).peak
+        before = high - low
         low = max((batch for batch, peak in known.items() if peak <= limit), default=0)
-        high = min((batch for batch, peak in known.items() if peak > limit), default=0)
-        first, second = sorted(known)[:2] if high and not low else sorted(known)[-2:]
-        if low and high:
+        high = min((batch for batch, peak in known.items() if peak > limit and batch > low), default=0)
+        if (high and high - low <= max(1, low // 200)) or low >= LARGEST_BATCH:
+            break
+        if high and low:
             first, second = low, high
+        else:
+            first, second = sorted(known)[:2] if high else sorted(known)[-2:]
         slope = (known[second] - known[first]) / (second - first)
-        if slope <= 0:
+        if low and high and limit - known[low] < slope and high - low <= 2:
             break
-        guess = first + int((limit - known[first]) / slope)
-        guess = max(low + 1, min(guess, high - 1)) if high else max(guess, low + 1)
-        if guess < 1 or (high and high - low <= 1):
-            break
-        if low and (limit - known[low]) < slope:  # not one item more
+        halve = bool(high and before and before > 0 and not halve and high - low > before // 2)
+        if halve or slope <= 0:
+            guess = round((max(low, 1) * high) ** 0.5) if high else low * MOST_GROWTH
+        else:
+            guess = first + int((limit - known[first]) / slope)
+        most = high - 1 if high else min(MOST_GROWTH * max(known), LARGEST_BATCH)
+        guess = max(low + 1, min(guess, most))
+        if high == 1:
             break
     return low
 

@@ -5,6 +5,7 @@ Findings come from runs, from lint and break, from the verdicts of validations a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from narrowgauge.findings import SERIOUS, WARNING
@@ -37,7 +38,7 @@ def summarize(inputs: Inputs, names: list[str]) -> dict[str, Any]:
     )
     found.sort(key=lambda one: (_RANK.get(one["severity"], 1), one["step"] or 0))
     return {
-        "headline": _make_headline(serious, warnings, inputs),
+        "headline": _make_headline(serious, warnings, inputs, found, names),
         "state": "serious" if serious else "warning" if warnings else "healthy",
         "findings": found[:_MOST_FINDINGS],
         "more": max(0, len(found) - _MOST_FINDINGS),
@@ -54,15 +55,27 @@ def _group_findings(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(groups.values())
 
 
-def _make_headline(serious: int, warnings: int, inputs: Inputs) -> str:
+def _make_headline(
+    serious: int, warnings: int, inputs: Inputs, found: list[dict[str, Any]], names: Sequence[str]
+) -> str:
+    """The numbers of findings, and what the first of them is about: a module, a line of code or a run."""
     if serious or warnings:
         counted = [(serious, "serious finding"), (warnings, "warning")]
-        return ", ".join(f"{count} {what}{'s' * (count > 1)}" for count, what in counted if count)
+        numbers = ", ".join(f"{count} {what}{'s' * (count > 1)}" for count, what in counted if count)
+        return f"{numbers}: {_name_subject(found[0])}" + (", and others" if serious + warnings > 1 else "")
     if not inputs.runs:
         return "No findings"
-    if not all(run.tensors.columns for run in inputs.runs if run.steps):
-        return "No findings, but not all tensors were watched"
-    return "Healthy: no findings"
+    whose = names[0] if len(names) == 1 else f"all {len(names)} runs"
+    unwatched = [name for run, name in zip(inputs.runs, names, strict=True) if run.steps and not run.tensors.columns]
+    if unwatched:
+        return f"No findings, but not all tensors were watched in {', '.join(unwatched[:3])}"
+    return f"Healthy: no findings in {whose}"
+
+
+def _name_subject(one: dict[str, Any]) -> str:
+    where, rule = str(one["where"] or "").strip(), str(one["rule"]).replace("-", " ")
+    place = f"{where} of {one['source']}" if where and where != one["source"] else str(one["source"])
+    return f"{rule} in {place}"
 
 
 def _make_notes(run: RunData, name: str) -> list[dict[str, Any]]:

@@ -24,6 +24,8 @@ _UNDERFLOW = (
 """The shares shown: FP16 loses gradients; FP8 uses E4M3 in the forward pass and E5M2 for gradients."""
 _WIDE = ("bf16", "fp16", "tf32", "fp32")
 """Recipes that time savings are relative to: the first one available."""
+_PRODUCTS = ("product", "convolution")
+"""Kinds of work whose FLOPs do not depend on the recipe."""
 
 
 def build_tables(inputs: Inputs) -> list[dict[str, Any]]:
@@ -78,6 +80,7 @@ class _LayerTable:
         times: dict[str, dict[str, float]] = {}
         saved_ms: dict[str, float] = {}
         bounds: dict[str, Counter[str]] = {}
+        work: dict[str, dict[str, float]] = {}
         for layer in saved["layers"]:
             modules = self._match_modules(layer["name"])
             for name in modules:
@@ -86,6 +89,9 @@ class _LayerTable:
                     own[layer["recipe"]] = own.get(layer["recipe"], 0.0) + layer["ms"] / len(modules)
                 if layer["saved_ms"] is not None:
                     saved_ms[name] = saved_ms.get(name, 0.0) + layer["saved_ms"] / len(modules)
+                if layer["kind"] in _PRODUCTS and layer["flops"]:
+                    done = work.setdefault(name, {})
+                    done[layer["recipe"]] = done.get(layer["recipe"], 0.0) + layer["flops"] / len(modules)
                 if layer["bound"]:
                     bounds.setdefault(name, Counter())[layer["bound"]] += layer["ms"] or 1
         recipes = list(dict.fromkeys(recipe for own in times.values() for recipe in own))
@@ -99,7 +105,7 @@ class _LayerTable:
         for name, own in times.items():
             for recipe, ms in own.items():
                 self._set(name, f"ms {recipe}", round_number(ms))
-                if reference in own and recipe not in _WIDE:
+                if reference in own and recipe not in _WIDE and _is_same_work(work.get(name, {}), reference, recipe):
                     self._set(name, f"saved {recipe}", round_number(own[reference] - ms))
         for name, ms in saved_ms.items():
             self._set(name, "saved_ms", round_number(ms))
@@ -129,6 +135,16 @@ class _LayerTable:
         for row in rows:
             row["summary"] = _summarize(row)
         return {"columns": known, "rows": rows}
+
+
+def _is_same_work(flops: dict[str, float], reference: str, recipe: str) -> bool:
+    """Whether a layer computes the same products under both recipes.
+
+    If not, its products were merged with, or attributed to, another layer under one of them, and a difference of times
+    is not a saving.
+    """
+    one, other = flops.get(reference, 0.0), flops.get(recipe, 0.0)
+    return abs(one - other) <= 0.01 * max(one, other)
 
 
 def _strip_parameter(name: str) -> str:

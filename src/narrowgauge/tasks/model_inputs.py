@@ -16,6 +16,7 @@ from narrowgauge.errors import UsageError
 
 CAUSAL, MASKED, SEQ2SEQ = "causal LM", "masked LM", "seq2seq LM"
 SEQUENCES, TOKENS, IMAGES = "sequence classification", "token classification", "image classification"
+SPEECH = "speech recognition"
 MAPPINGS = {
     SEQ2SEQ: "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     CAUSAL: "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -23,12 +24,15 @@ MAPPINGS = {
     SEQUENCES: "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
     TOKENS: "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
     IMAGES: "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    SPEECH: "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
 }
 """The tables of transformers that list the classes of each purpose; BART is in several, and the first one counts."""
 MASKED_SHARE = 0.15
 """The share of tokens that a masked language model predicts."""
 IMAGE_SIZE = 224
 """Height and width for a model that takes images of any size."""
+SPECTROGRAMS = ("whisper",)
+"""The speech models whose input is known: a spectrogram of twice as many frames as the encoder has positions."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,8 @@ def list_classes() -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for purpose, table in MAPPINGS.items():
         for model_type, names in getattr(modeling_auto, table, {}).items():
+            if purpose == SPEECH and model_type not in SPECTROGRAMS:
+                continue
             for name in [names] if isinstance(names, str) else names:
                 found.setdefault(purpose, {})[name] = model_type
     return found
@@ -101,6 +107,9 @@ def make_inputs(purpose: str, config: Any, context: int | None, small: bool, opt
     def make(rows: int, seed: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(seed)
         tokens = draw_tokens((rows, length), vocab, getattr(text, "pad_token_id", None), generator)
+        if purpose == SPEECH:
+            frames = torch.randn(rows, config.num_mel_bins, 2 * config.max_source_positions, generator=generator)
+            return {"input_features": frames, "labels": tokens}
         return {"input_ids": tokens, "labels": _make_labels(purpose, config, tokens, vocab, generator)}
 
     return Inputs(make, "token", (2 if purpose == SEQ2SEQ else 1) * length, purpose == CAUSAL)
@@ -116,7 +125,7 @@ def draw_tokens(shape: tuple[int, ...], vocab: int, padding: Any, generator: tor
 
 def _get_limit(text: Any) -> int | None:
     """Return the largest number of tokens; None: unknown or unlimited."""
-    limit = getattr(text, "max_position_embeddings", None)
+    limit = getattr(text, "max_position_embeddings", getattr(text, "max_target_positions", None))
     return limit if isinstance(limit, int) and limit > 0 else None
 
 

@@ -31,7 +31,7 @@ from narrowgauge.validate.curves import paired_runs
 from narrowgauge.validate.curves.paired_runs import Experiment, Run, make_task
 from narrowgauge.validate.curves.run_length import choose_learning_rate, choose_steps
 from narrowgauge.validate.layers.compare import LayerComparison, compare_step
-from narrowgauge.validate.statistics.sequential_test import SequentialTest
+from narrowgauge.validate.statistics.sequential_test import FIRST, SequentialTest
 from narrowgauge.validate.statistics.verdict import Verdict
 
 BUDGET_S = 600.0
@@ -99,9 +99,9 @@ def validate(
         given |= {} if accumulate is None else {"accumulate": accumulate}
         if steps is None:
             left = budget_s - (time.monotonic() - start)
-            steps, update_s = choose_steps(
-                experiment, recipes[reference], given, 1 + len(candidates), left, budget_s, say
-            )
+            runs = [(name, recipes[name], _with_task_of(name, experiment)) for name in (reference, *candidates)]
+            pairs = seeds if isinstance(seeds, int) else FIRST
+            steps, update_s = choose_steps(runs, given, pairs, left, budget_s, say)
             given["learning_rate"] = learning_rate or choose_learning_rate(make_task(experiment, 0), steps, say)
             experiment = dataclasses.replace(experiment, update_s=update_s)
         experiment = dataclasses.replace(experiment, settings={"steps": steps, **given})
@@ -201,8 +201,8 @@ class Validation(Mapping[str, Verdict]):
     ) -> None:
         self.experiment, self.reference, self.candidates, self.margin = experiment, reference, candidates, margin
         self.recipes, self.budget_s = recipes, budget_s
-        fixed = seeds if isinstance(seeds, int) else None
-        self.tests = {name: SequentialTest(margin, fixed) for name in candidates}
+        self._fixed = seeds if isinstance(seeds, int) else None
+        self.tests = {name: SequentialTest(margin, self._fixed) for name in candidates}
         self.runs: dict[tuple[str, int], Run] = {}
         self.layers: dict[str, LayerComparison] = {}
         self._tell, self._start = tell, start
@@ -224,25 +224,36 @@ class Validation(Mapping[str, Verdict]):
         return all(verdict.is_good for verdict in self.values())
 
     def run(self) -> None:
-        """Trains the pairs that the tests need, starting with the candidate that needs the fewest."""
+        """Trains the pairs that the tests need, starting with the candidate that needs the fewest.
+
+        A pair that would exceed the budget is not started, except for the first one: without it there is no result.
+        The number of pairs then depends on the time they take, not on their losses, so the test remains valid.
+        """
         while undecided := [(one.pairs_wanted, name) for name, one in self.tests.items() if one.pairs_wanted]:
             count = min(wanted for wanted, _ in undecided)
             names = [name for wanted, name in undecided if wanted == count]
-            self._train([self.reference, *names], count)
+            count = self._train([self.reference, *names], count)
             for name in names:
                 test = self.tests[name]
                 test.update(
                     self._losses(self.reference, count), self._losses(name, count), self._affordable_pairs(name, count)
                 )
+                if test.pairs_wanted is not None and test.pairs_wanted <= count:
+                    test.pairs_wanted = None
                 if test.pairs_wanted:
                     self._tell(f"{name} is undecided after {count} pairs; continuing to {test.pairs_wanted}")
 
     def _losses(self, name: str, count: int) -> list[float]:
         return [self.runs[name, seed].loss for seed in range(count)]
 
-    def _train(self, names: list[str], count: int) -> None:
+    def _train(self, names: list[str], count: int) -> int:
+        """Trains the missing runs of so many pairs; returns the number of pairs that the budget allowed."""
         wanted = [(name, seed) for seed in range(count) for name in names if (name, seed) not in self.runs]
         for index, (name, seed) in enumerate(wanted):
+            if name == next(one for one, its_seed in wanted if its_seed == seed) and self._is_spent(wanted, seed):
+                spent = (time.monotonic() - self._start) / 60
+                self._tell(f"  the next pair would exceed the budget ({spent:.2g} minutes spent): stopping at {seed}")
+                return seed
             observer = _ProgressLines(f"  {name} seed {seed}", self._tell)
             experiment = self._experiment_of(name)
             self.runs[name, seed] = one = paired_runs.get_run(experiment, self.recipes[name], seed, observer)
@@ -250,6 +261,14 @@ class Validation(Mapping[str, Verdict]):
             how = f"{one.seconds:.0f} s, about {left:.0f} s left" if one.fresh else "cached"
             result = f"loss {one.loss:.5g}" if math.isfinite(one.loss) else "diverged"
             self._tell(f"  {index + 1} of {len(wanted)}: {name} seed {seed}: {result} ({how})")
+        return count
+
+    def _is_spent(self, wanted: Sequence[tuple[str, int]], seed: int) -> bool:
+        """Whether the runs of one more seed would exceed the budget. Cached runs take no time, so they never do."""
+        if self._fixed or not seed or not any(run.fresh for run in self.runs.values()):
+            return False
+        cost = sum(self._mean_seconds(name) for name, its_seed in wanted if its_seed == seed)
+        return time.monotonic() - self._start + cost > self.budget_s
 
     def _experiment_of(self, name: str) -> Experiment:
         return _with_task_of(name, self.experiment)

@@ -139,6 +139,8 @@ def _notes(traced: Traced, shards: int, parameters: int) -> list[str]:
                 "before it is sharded, the whole model is initialized in host memory, one rank after the other: "
                 f"{whole / 1e9:.0f} GB"
             )
+    if traced.balances_experts:
+        notes.append("how many tokens an expert gets depends on the data: every expert was given the same number")
     if traced.values_read > 2 * STEPS:
         notes.append(f"the model reads {traced.values_read // STEPS} values from the GPU per step; each was assumed 0")
     return notes

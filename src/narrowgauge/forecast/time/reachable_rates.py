@@ -50,6 +50,10 @@ class ReachableRates:
             return self.measured[format] * get_fraction(f"product.{known}") / get_fraction(f"square_product.{known}")
         return self._peak(format) * get_fraction(f"product.{format}")
 
+    def convolution(self, format: str) -> float:
+        """FLOP/s of convolutions, forward and backward together: an estimate from one published figure."""
+        return self.product(format) * get_fraction("convolution")
+
     def attention(self, backend: str, format: str, head: int) -> float:
         """FLOP/s of a fused attention kernel; ``head`` is the size of a head."""
         if format in ("fp32", "tf32"):

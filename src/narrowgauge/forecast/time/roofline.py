@@ -81,6 +81,8 @@ class Roofline:
     """Milliseconds of each kind of work."""
     by_bound: dict[str, float] = field(default_factory=dict)
     layers: list[Layer] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What the forecast assumes, for the user."""
 
     def cost(self, items: float, price_per_hour: float) -> float:
         """The cost of training on so many items, at a price per GPU hour."""
@@ -116,7 +118,21 @@ def sum_costs(traced: Traced, costs: list[tuple[Cost, float]]) -> Roofline:
         by_kind=_largest_first(by_kind),
         by_bound=_largest_first(by_bound),
         layers=_layers(costs),
+        notes=_notes(traced, by_kind, device_s * 1e3),
     )
+
+
+def _notes(traced: Traced, by_kind: dict[str, float], device_ms: float) -> list[str]:
+    notes = []
+    share = by_kind.get("convolution", 0.0) / device_ms if device_ms else 0.0
+    if share >= 0.05:
+        notes.append(
+            f"convolutions ({share:.0%} of the time) are an estimate: their rate follows from one published ResNet-50 "
+            "on an A100 and was not measured"
+        )
+    if traced.balances_experts:
+        notes.append("how many tokens an expert gets depends on the data: every expert was given the same number")
+    return notes
 
 
 def compute_mfu(traced: Traced, items_per_s: float) -> float | None:
@@ -145,7 +161,8 @@ def _cost(op: Op, rates: ReachableRates, lifetimes: Lifetimes, tf32: bool) -> Co
     compute_s = 0.0
     format = "tf32" if tf32 and op.format == "fp32" else op.format
     if op.kind in ("product", "convolution"):
-        rate = rates.product(format) * _filled(op, rates.gpu.sms)
+        rate = rates.convolution(format) if op.kind == "convolution" else rates.product(format)
+        rate *= 1.0 if op.kind == "convolution" else _filled(op, rates.gpu.sms)
         compute_s = op.flops / (rate if op.compiled or _is_aligned(op) else rate * get_fraction("unaligned_product"))
     elif op.kind == "attention" and op.reads:
         backend = next((name for name in ("cudnn", "flash") if name in op.name), "efficient")

@@ -118,7 +118,8 @@ class Rules:
             )
             return plain
         backend = self._backend(query, key, attn_mask)
-        needs = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        learns = [tensor for tensor in (query, key, value, attn_mask) if tensor is not None and tensor.requires_grad]
+        needs = torch.is_grad_enabled() and bool(learns)
         mask = _as_bias(attn_mask, query, key)
         if backend is SDPBackend.CUDNN_ATTENTION:
             made = aten._scaled_dot_product_cudnn_attention(
@@ -138,12 +139,18 @@ class Rules:
         return output
 
     def _backend(self, query: Tensor, key: Tensor, mask: Tensor | None) -> SDPBackend:
-        """The first enabled backend that supports the format, head size and mask."""
+        """The first enabled backend that supports the format, head size and mask.
+
+        cuDNN has no gradient for a bias, which T5 learns. That torch takes the next kernel is assumed, not checked.
+        """
         size, half, grouped = query.shape[-1], query.dtype in HALVES, query.shape[-3] != key.shape[-3]
         modern = self.capability >= (8, 0)
+        learned = mask is not None and mask.requires_grad and torch.is_grad_enabled()
         cuda = torch.backends.cuda
         can = {
-            SDPBackend.CUDNN_ATTENTION: cuda.cudnn_sdp_enabled() and half and modern and size <= 128 and not size % 8,
+            SDPBackend.CUDNN_ATTENTION: (
+                cuda.cudnn_sdp_enabled() and half and modern and size <= 128 and not size % 8 and not learned
+            ),
             SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled() and half and modern and size <= 256 and mask is None,
             SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled() and not grouped,
             SDPBackend.MATH: cuda.math_sdp_enabled(),

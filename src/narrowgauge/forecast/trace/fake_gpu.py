@@ -7,7 +7,8 @@ machine (``hardware.detect``, ``torch.cuda``, Triton) is answered from the table
 alternative, cannot run autograd for CUDA on a PyTorch that was built without it.
 
 Tensors on the host stay real, so that what the host computes (sizes, tables of addresses) is computed. A value that is
-read from the GPU is 0: gradients are then finite and nothing is skipped. ``values_read`` counts these reads.
+read from the GPU is 0: gradients are then finite and nothing is skipped. ``values_read`` counts these reads. Numbers of
+tokens per expert are those of balanced experts instead (``expert_counts``).
 """
 
 from __future__ import annotations
@@ -21,25 +22,26 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from narrowgauge import hardware
-from narrowgauge.forecast.trace import cuda_rules
+from narrowgauge.forecast.trace import cuda_rules, expert_counts
 from narrowgauge.forecast.trace.torch_overrides import override_torch
 from narrowgauge.hardware import Device, Gpu
 from narrowgauge.kernels.dry_run import dry_run
 from narrowgauge.nn.fused.lazy_logits import METADATA, LazyLogits
 
+_SELECTS = (Tensor.__getitem__, Tensor.__setitem__)
 CUDA = torch.device("cuda:0")
 META = torch.device("meta")
 _READS: dict[Any, Callable[[Tensor], Any]] = {
-    Tensor.item: lambda t: t.new_zeros((), device="cpu").item(),
-    Tensor.tolist: lambda t: torch.zeros(t.shape, dtype=t.dtype).tolist(),
-    Tensor.numpy: lambda t: torch.zeros(t.shape, dtype=t.dtype).numpy(),
-    Tensor.cpu: lambda t: torch.zeros(t.shape, dtype=t.dtype),
-    Tensor.__bool__: lambda t: False,
-    Tensor.__int__: lambda t: 0,
-    Tensor.__index__: lambda t: 0,
-    Tensor.__float__: lambda t: 0.0,
+    Tensor.item: lambda t: t.item(),
+    Tensor.tolist: lambda t: t.tolist(),
+    Tensor.numpy: lambda t: t.numpy(),
+    Tensor.cpu: lambda t: t,
+    Tensor.__bool__: bool,
+    Tensor.__int__: int,
+    Tensor.__index__: lambda t: t.__index__(),
+    Tensor.__float__: float,
 }
-"""Functions that read values, and the zeros they return instead."""
+"""Functions that read values, and what they return for host values in place of those of the GPU."""
 
 
 def describe_device(gpu: Gpu) -> Device:
@@ -66,6 +68,8 @@ class SimulatedGpu(TorchFunctionMode):
         self.rules = rules
         self.values_read = 0
         """How often a value was read from the GPU."""
+        self.balances_experts = False
+        """Whether numbers of tokens per expert were read."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in METADATA and any(issubclass(kind, LazyLogits) for kind in types):
@@ -81,11 +85,30 @@ class SimulatedGpu(TorchFunctionMode):
             kwargs["pin_memory"] = False
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if first is not None and first.device.type == "meta" and func in _READS:
-            self.values_read += 1
-            return _READS[func](first)
+            return _READS[func](self.read(first))
+        if func in _SELECTS and isinstance(args[1], Tensor | tuple):
+            args = args[0], self._read_positions(args[1]), *args[2:]
         if func in _MOVES:
             return _MOVES[func](self, func, *args, **kwargs)
         return self.rules.run(func, args, kwargs)
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """The values of a tensor of the GPU, on the host: zeros, or those of balanced experts."""
+        known = expert_counts.get_values(tensor)
+        if known is not None:
+            self.balances_experts = True
+            return known
+        self.values_read += 1
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+    def _read_positions(self, index: Any) -> Any:
+        """A position that is a single number on the GPU is read, as torch does: ``weights[expert]``."""
+        if isinstance(index, tuple):
+            return tuple(self._read_positions(one) for one in index)
+        is_number = isinstance(index, Tensor) and index.dim() == 0 and index.device.type == "meta"
+        if not is_number or index.dtype is torch.bool or index.is_floating_point():
+            return index
+        return int(self.read(index))
 
     def _backward(self, loss: Tensor, gradient: Tensor | None = None, *rest: Any, **options: Any) -> None:
         """Tensor.backward, whose own body would run the whole backward pass outside of this mode."""
@@ -111,16 +134,14 @@ def _move(mode: SimulatedGpu, func: Any, tensor: Tensor, *args: Any, **kwargs: A
     targets = (*args, *kwargs.values())
     leaves = any(str(target).startswith("cpu") for target in targets if isinstance(target, str | torch.device))
     if tensor.device.type == "meta" and leaves:
-        mode.values_read += 1
-        return torch.zeros(tensor.shape, dtype=next((t for t in targets if isinstance(t, torch.dtype)), tensor.dtype))
+        return mode.read(tensor).to(next((t for t in targets if isinstance(t, torch.dtype)), tensor.dtype))
     return func(tensor, *args, **kwargs)
 
 
 def _copy(mode: SimulatedGpu, func: Any, target: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Tensor.copy_: a host tensor that receives values from the GPU becomes zeros."""
     if target.device.type == "cpu" and source.device.type == "meta":
-        mode.values_read += 1
-        return target.zero_()
+        return target.copy_(mode.read(source))
     copied: Tensor = func(target, source, *args, **kwargs)
     return copied
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from narrowgauge.forecast.trace import flops
+from narrowgauge.forecast.trace import expert_counts, flops
 from narrowgauge.forecast.trace.trace import Call, MemoryBlock, Op, Owner, Spec, TensorRef, Trace
 from narrowgauge.op_kinds import classify
 
@@ -42,6 +42,8 @@ class Recorder(TorchDispatchMode):
         self.trace = Trace()
         self.phase, self.step = "build", -1
         self.compiling = False
+        self.balances_experts = False
+        """Whether the number of tokens per expert was needed, and assumed to be equal."""
         self._workspace = workspace or (lambda name, reads, writes: 0)
         self._paths: list[str] = [""]
         self._live: dict[int, tuple[int, Any]] = {}
@@ -124,7 +126,9 @@ class Recorder(TorchDispatchMode):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         where, compiled = self._locate()
-        result = _call(func, args, kwargs)
+        result, balanced = _call(func, args, kwargs)
+        expert_counts.track(func, args, kwargs, result)
+        self.balances_experts |= balanced
         tensors, made = _tensors(args) + _tensors(tuple(kwargs.values())), _tensors(result)
         if not any(tensor.device.type == "meta" for tensor in (*tensors, *made)):
             return result  # on the host
@@ -210,19 +214,22 @@ class Recorder(TorchDispatchMode):
         return TensorRef(known[0] if known else -1, count * tensor.element_size(), tuple(tensor.shape), tensor.dtype)
 
 
-def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation without data; for those that some versions of torch cannot, return what they would."""
+def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
+    """Run an operation without data; for those that some versions of torch cannot, return what they would.
+
+    The second value says whether its tokens were assumed to be divided equally among experts.
+    """
     if func is torch.ops.aten._grouped_mm.default and args[0].is_meta and args[0].dtype is not torch.bfloat16:
         # Its kernels support FP32 and FP16 as well, its meta function does not.
         shapes = [x.new_empty_strided(x.shape, x.stride(), dtype=torch.bfloat16) for x in args[:2]]
-        return func(*shapes, *args[2:], **kwargs).to(args[0].dtype)
+        return func(*shapes, *args[2:], **kwargs).to(args[0].dtype), True
     try:
-        return func(*args, **kwargs)
+        return expert_counts.call(func, args, kwargs)
     except NotImplementedError:
         if func is torch.ops.aten.mm.dtype:
-            return args[0].new_empty((args[0].shape[0], args[1].shape[1]), dtype=args[2])
+            return args[0].new_empty((args[0].shape[0], args[1].shape[1]), dtype=args[2]), False
         if func is torch.ops.aten._amp_update_scale_.default:
-            return args[0]
+            return args[0], False
         raise
 
 

@@ -68,8 +68,9 @@ def _overrides(
         "memory_allocated": 0,
         "max_memory_allocated": 0,
         "current_stream": _FinishedWork(),
+        "get_rng_state": torch.get_rng_state(),
         "device": contextlib.nullcontext(),
-        **dict.fromkeys(("synchronize", "empty_cache", "reset_peak_memory_stats", "set_device")),
+        **dict.fromkeys(("synchronize", "empty_cache", "reset_peak_memory_stats", "set_device", "set_rng_state")),
     }
     for name, answer in answers.items():
         yield torch.cuda, name, functools.partial(_answer, answer)

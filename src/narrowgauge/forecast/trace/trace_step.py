@@ -77,6 +77,8 @@ class Traced:
     """Parameters outside of blocks: embeddings, the head."""
     values_read: int = 0
     """How often the program read a value from the GPU, and got 0."""
+    balances_experts: bool = False
+    """Whether every expert was assumed to get the same number of tokens, which depends on data."""
     block_paths: list[str] = field(default_factory=list)
     """The modules that a sharded run gathers one at a time, in order."""
     shard_sizes: ShardSizes | None = None
@@ -169,6 +171,7 @@ def trace_steps(
         block_parameters=sizes_of[0],
         other_parameters=sizes_of[1],
         values_read=simulated.values_read,
+        balances_experts=recorder.balances_experts or simulated.balances_experts,
         block_paths=paths,
         shard_sizes=parts,
     )

@@ -54,12 +54,15 @@ function shorten(text, room) {
 function gapChart(id, label, rows, margin, band) {
   const plot = el("div", { class: "plot", role: "img", "aria-label": label, "data-chart": id });
   drawWithin(plot, (width) => {
-    const left = Math.min(150, width * 0.34);
+    // On a phone a name stands above its interval, where it has the whole width.
+    const narrow = width < 520;
+    const left = narrow ? 12 : Math.min(220, width * 0.34);
+    const rowHeight = narrow ? 50 : 38;
     const known = rows
       .flatMap((row) => [row.gap, row.low, row.high])
       .filter((value) => value !== null && value !== undefined);
     const reach = Math.max(margin * 1.5, ...known.map(Math.abs)) * 1.08 || 0.01;
-    const height = rows.length * 38 + 52;
+    const height = rows.length * rowHeight + 52;
     const box = { left, right: width - 14, top: 18, bottom: height - 34 };
     const x = linearScale(-reach, reach, box.left, box.right);
     const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, "aria-hidden": "true" });
@@ -83,19 +86,26 @@ function gapChart(id, label, rows, margin, band) {
       svg("path", { d: `M${box.left},${box.bottom}H${box.right}` }),
       svg("line", { x1: x(0), x2: x(0), y1: box.top, y2: box.bottom }),
     );
-    for (const tick of x.ticks(Math.max(2, Math.floor((box.right - box.left) / 85)))) {
+    for (const tick of x.ticks(Math.max(4, Math.floor((box.right - box.left) / 85)))) {
       axis.append(svg("line", { x1: x(tick), x2: x(tick), y1: box.bottom, y2: box.bottom + 4 }));
       drawing.append(svg("text", { x: x(tick), y: box.bottom + 17, "text-anchor": "middle" }, signed(tick)));
     }
     drawing.append(axis);
     rows.forEach((row, index) => {
-      const y = box.top + 20 + index * 38;
+      const y = box.top + (narrow ? 34 : 20) + index * rowHeight;
       const tint =
         row.verdict === "worse" ? "var(--serious)" : row.verdict === "inconclusive" ? "var(--warning)" : "var(--good)";
-      drawing.append(
-        svg("text", { class: "strong", x: left - 10, y: y + 1, "text-anchor": "end" }, shorten(row.name, left)),
-        svg("text", { x: left - 10, y: y + 14, "text-anchor": "end" }, row.verdict),
-      );
+      if (narrow) {
+        const room = width - 24 - 7.2 * (row.verdict.length + 2);
+        drawing.append(
+          svg("text", { class: "strong", x: left, y: y - 13 }, shorten(row.name, room)),
+          svg("text", { x: box.right, y: y - 13, "text-anchor": "end" }, row.verdict),
+        );
+      } else
+        drawing.append(
+          svg("text", { class: "strong", x: left - 10, y: y + 1, "text-anchor": "end" }, shorten(row.name, left)),
+          svg("text", { x: left - 10, y: y + 14, "text-anchor": "end" }, row.verdict),
+        );
       if (row.low !== null && row.low !== undefined) {
         drawing.append(
           svg("line", { class: "whisker", stroke: tint, x1: x(row.low), x2: x(row.high), y1: y, y2: y }),

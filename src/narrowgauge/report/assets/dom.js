@@ -26,6 +26,21 @@ const choice = (name, fallback) => (chosen.has(name) ? chosen.get(name) : fallba
 const choose = (name, value) => chosen.set(name, value);
 
 const color = (index) => `var(--s${index % 8})`;
+
+// Dashes tell curves apart without color; with eight colors, forty pairs differ.
+const DASHES = ["", "7 4", "2 3", "10 3 2 3", "5 2 1 2"];
+const dash = (index) => DASHES[index % DASHES.length];
+
+// The sample of a curve in a legend: a line with its dashes, or a square.
+function swatch(one) {
+  if (one.dash === undefined || one.points)
+    return el("span", { class: one.points ? "swatch round" : "swatch", style: { background: one.color } });
+  return svg(
+    "svg",
+    { class: "swatch line", viewBox: "0 0 26 8", "aria-hidden": "true" },
+    svg("line", { x1: 0, x2: 26, y1: 4, y2: 4, stroke: one.color, "stroke-dasharray": one.dash || "none" }),
+  );
+}
 const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 

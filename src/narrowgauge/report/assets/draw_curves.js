@@ -87,7 +87,7 @@ function drawSeries(one, drawn, x, y, options) {
     for (const run of findSegments(drawn, (i) => ok(drawn.lo[i]) && ok(drawn.hi[i]))) {
       const top = run.map((i) => `${x(drawn.x[i]).toFixed(1)},${y(drawn.hi[i]).toFixed(1)}`);
       const bottom = run.map((i) => `${x(drawn.x[i]).toFixed(1)},${y(drawn.lo[i]).toFixed(1)}`).reverse();
-      parts.push(svg("path", { class: "area", d: `M${top.join("L")}L${bottom.join("L")}Z`, fill: one.color }));
+      parts.push(svg("path", { class: "area", d: `M${top.join("L")}L${bottom.join("L")}Z`, fill: one.color, stroke: one.color }));
     }
   }
   if (!one.points) {
@@ -98,7 +98,10 @@ function drawSeries(one, drawn, x, y, options) {
       const path = run
         .map((i, n) => link([x(drawn.x[i]).toFixed(1), y(drawn.y[i]).toFixed(1)], i, n))
         .join(one.stepped ? "" : "L");
-      parts.push(svg("path", { class: one.dashed ? "curve second" : "curve", d: `M${path}`, stroke: one.color }));
+      const dashes = one.dash && !one.dashed ? { "stroke-dasharray": one.dash } : {};
+      parts.push(
+        svg("path", { class: one.dashed ? "curve second" : "curve", d: `M${path}`, stroke: one.color, ...dashes }),
+      );
     }
   }
   if (one.points || drawn.x.length === 1) {

@@ -1,6 +1,6 @@
 // Curves over steps: a smoothed line in a band of its extremes, with hover, zoom and keyboard control.
 //
-// series: {name, x, y, lo, hi, per, color, dashed, points (drawn as dots), stepped, group (band over seeds), nonfinite}
+// series: {name, x, y, lo, hi, per, color, dash, dashed, points (drawn as dots), stepped, group (band over seeds), nonfinite}
 
 function lineChart(id, options) {
   const series = options.series.filter((one) => one.x.length);
@@ -70,7 +70,7 @@ function lineChart(id, options) {
         el(
           "span",
           { class: "value" },
-          el("span", { class: "swatch", style: { background: one.color } }),
+          swatch(one),
           `${one.name} `,
           el("b", {}, value),
           range,
@@ -86,7 +86,7 @@ function lineChart(id, options) {
       const button = el(
         "button",
         { type: "button", "aria-pressed": String(!state.hidden.has(one.name)) },
-        el("span", { class: "swatch", style: { background: one.color } }),
+        swatch(one),
         one.name,
       );
       button.addEventListener("click", () => {

@@ -35,16 +35,15 @@ function large(value, unit = "") {
   return `${Number(value.toPrecision(3))}${unit ? " " : ""}${unit}`;
 }
 
+// Memory as the command line prints it, in powers of ten.
 function bytes(value) {
   if (value === null || value === undefined) return "";
-  const steps = [
-    [2 ** 40, "TiB"],
-    [2 ** 30, "GiB"],
-    [2 ** 20, "MiB"],
-    [2 ** 10, "KiB"],
-  ];
-  for (const [size, unit] of steps) if (value >= size) return `${Number((value / size).toPrecision(3))} ${unit}`;
-  return `${whole.format(value)} B`;
+  return value >= 1e8 ? `${(value / 1e9).toFixed(2)} GB` : `${(value / 1e6).toFixed(1)} MB`;
+}
+
+// Caches, which are sized in powers of two, as on the command line.
+function cacheBytes(value) {
+  return value >= 2 ** 20 ? `${whole.format(value / 2 ** 20)} MiB` : `${whole.format(value / 2 ** 10)} KiB`;
 }
 
 function percent(share, digits = 2) {

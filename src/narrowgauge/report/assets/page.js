@@ -87,5 +87,5 @@ function replaceData(data) {
 const first = JSON.parse(document.getElementById("data").textContent);
 setUpTheme();
 buildPage(first);
-window.narrowgauge = { data: first, store, shares, parseNumber, shareOf, unpack };
+window.narrowgauge = { data: first, store, shares, parseNumber, shareOf, unpack, bytes };
 if (document.body.dataset.live === "true") pollUpdates(first.version);

@@ -195,7 +195,7 @@ function hierarchy(gpu) {
       `256 KiB in each of ${gpu.sms} SMs`,
       "128 bytes per clock in each SM (32 banks of 4)",
     ],
-    ["Shared memory", gpu.shared_bytes, `${bytes(gpu.shared_bytes / gpu.sms)} in each SM`, "bandwidth not published"],
+    ["Shared memory", gpu.shared_bytes, `${cacheBytes(gpu.shared_bytes / gpu.sms)} in each SM`, "bandwidth not published"],
     ["L2 cache", gpu.l2_bytes, "one for all SMs", large(gpu.bandwidth, "B/s")],
     [
       "Memory",
@@ -213,7 +213,7 @@ function hierarchy(gpu) {
         "div",
         { class: "level" },
         el("b", {}, name),
-        el("div", { class: "track" }, room, el("span", {}, el("span", { class: "size" }, bytes(size)), ` · ${about}`)),
+        el("div", { class: "track" }, room, el("span", {}, el("span", { class: "size" }, index < 3 ? cacheBytes(size) : bytes(size)), ` · ${about}`)),
       ),
       el("p", { class: "link" }, link),
     ];

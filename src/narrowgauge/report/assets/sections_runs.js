@@ -82,7 +82,7 @@ function runsSection(data) {
       el(
         "h3",
         {},
-        el("span", {}, el("span", { class: "swatch", style: { background: color(index) } }), run.name),
+        el("span", {}, swatch({ color: color(index), dash: dash(index) }), run.name),
         el("span", { class: "mono" }, run.folder),
       ),
       tiles,
@@ -138,17 +138,20 @@ function isSpiky(data) {
 function lossChart(data) {
   const host = el("div");
   const name = "log-loss";
+  const minus = "loss-difference";
+  const first = data.bands.length ? data.bands[0].name : data.runs.length > 1 ? data.runs[0].name : null;
   const draw = () => {
     const inBand = new Set(data.bands.flatMap((band) => band.runs));
     const series = [];
     const place = (name) => data.runs.findIndex((run) => run.name === name);
-    data.bands.forEach((band) => series.push({ ...band, color: color(place(band.runs[0])), group: true }));
+    data.bands.forEach((band) => series.push({ ...band, color: color(place(band.runs[0])), dash: dash(place(band.runs[0])), group: true }));
     data.runs.forEach((run, index) => {
       if (!run.curves.loss || inBand.has(run.name)) return;
       series.push({
         name: run.name,
         ...run.curves.loss,
         color: color(index),
+        dash: dash(index),
         nonfinite: run.nonfinite.loss,
       });
     });
@@ -163,6 +166,11 @@ function lossChart(data) {
           color: color(index),
         });
     });
+    if (first !== null && choice(minus, false)) {
+      host.replaceChildren(differenceChart(series, first));
+      forgetDetached();
+      return;
+    }
     const noise = noiseBands(data);
     const marks =
       data.runs.length === 1
@@ -193,10 +201,56 @@ function lossChart(data) {
     );
   if (data.runs.some((run) => run.nonfinite.loss)) notes.push("A red triangle marks a loss that was inf or NaN.");
   return [
-    el("div", { class: "controls" }, checkBox(name, "Logarithmic", isSpiky(data), draw)),
+    el(
+      "div",
+      { class: "controls" },
+      checkBox(name, "Logarithmic", isSpiky(data), draw),
+      first === null ? null : checkBox(minus, `Difference from ${first}`, false, draw),
+    ),
     host,
     notes.length ? el("p", { class: "note" }, notes.join(" ")) : null,
   ].filter(Boolean);
+}
+
+// The relative gap of every smoothed curve to that of the first run: five runs that end within a percent of each other
+// are one line in the chart of losses, and five lines here.
+function differenceChart(series, first) {
+  const reference = smoothed(series.find((one) => one.name === first));
+  const gaps = series
+    .filter((one) => one.name !== first && !one.points)
+    .map((one) => {
+      const own = smoothed(one);
+      const kept = own.x.map((_, i) => i).filter((i) => own.x[i] >= reference.x[0] && own.x[i] <= reference.x.at(-1));
+      const y = kept.map((i) => {
+        const other = valueAt(reference, own.x[i]);
+        return own.y[i] === null || !other ? null : (own.y[i] - other) / Math.abs(other);
+      });
+      return { name: one.name, x: kept.map((i) => own.x[i]), y, color: one.color, dash: one.dash, group: true };
+    });
+  return lineChart("loss", {
+    label: `Relative difference of ${gaps.length} losses from ${first} over steps`,
+    series: gaps,
+    yText: (v) => signed(v, 3) || "0%",
+    yLabel: `loss minus that of ${first}`,
+    bands: [],
+  });
+}
+
+// A moving average over a fiftieth of the curve.
+function smoothed(one) {
+  const reach = Math.max(1, Math.round(one.x.length / 100));
+  const y = one.y.map((value, i) => {
+    const near = one.y.slice(Math.max(0, i - reach), i + reach + 1).filter((v) => v !== null);
+    return value === null || !near.length ? null : near.reduce((a, b) => a + b, 0) / near.length;
+  });
+  return { x: one.x, y };
+}
+
+function valueAt(one, x) {
+  const i = one.x.findIndex((each) => each >= x);
+  if (i <= 0 || one.x[i] === x || one.y[i] === null || one.y[i - 1] === null) return one.y[Math.max(i, 0)];
+  const share = (x - one.x[i - 1]) / (one.x[i] - one.x[i - 1]);
+  return one.y[i - 1] + share * (one.y[i] - one.y[i - 1]);
 }
 
 // The standard deviation of the reference over seeds at the end of training, from validations of the same task.
@@ -226,6 +280,7 @@ function signalChart(data, key) {
           name: run.name,
           ...run.curves[key],
           color: color(index),
+          dash: dash(index),
           stepped: one.stepped,
           nonfinite: run.nonfinite[key],
         },
@@ -250,6 +305,7 @@ function metricChart(data, name) {
       y: points.map((p) => p[1]),
       points: points.length < 60,
       color: color(index),
+      dash: dash(index),
     };
   });
   return lineChart("metric", { label: `${name} over steps`, series, yText: (v) => number(v), yLabel: name });
@@ -267,6 +323,7 @@ function scaleSection(data) {
       x: curve.x,
       y: curve.y,
       color: color(data.runs.indexOf(run)),
+      dash: dash(data.runs.indexOf(run)),
       stepped: true,
       skips: run.skips,
     };

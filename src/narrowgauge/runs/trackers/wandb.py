@@ -22,6 +22,8 @@ PROJECT = "narrowgauge"
 FOLDER, IDENTITY = "wandb", "run-id"
 MIN_FREE_BYTES = 4096
 OFFLINE = ("offline", "dryrun")
+PATIENCE_S = 300
+"""How long W&B may take to start its process (30 s by default) and a run, for busy machines."""
 SUMMARY = ("steps", "seconds", "tokens_per_s", "loss_first", "loss_last", "loss_eval", "skipped", "interrupted")
 
 
@@ -32,6 +34,7 @@ class WandbTracker(Tracker):
 
     def __init__(self, folder: Path, configuration: Mapping[str, Any], first_step: int, notify: Notify) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # send nothing that the user did not ask for
+        os.environ.setdefault("WANDB__SERVICE_WAIT", str(PATIENCE_S))
         try:
             self._wandb = importlib.import_module("wandb")
         except ImportError:
@@ -83,7 +86,9 @@ class WandbTracker(Tracker):
             self._notify(f"Weights & Biases: {why}; logging offline; upload with: {upload}")
         if mode == "offline":
             _rename_superseded(self._folder / FOLDER, self._id)
-        quiet = self._wandb.Settings(console="off", silent=True, disable_git=True, save_code=False)
+        quiet = self._wandb.Settings(
+            console="off", silent=True, disable_git=True, save_code=False, init_timeout=PATIENCE_S
+        )
         return self._wandb.init(
             project=os.environ.get("WANDB_PROJECT") or PROJECT,
             name=os.environ.get("WANDB_NAME") or self._folder.name,

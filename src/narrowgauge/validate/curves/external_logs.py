@@ -1,19 +1,15 @@
-"""Reads logs: JSON lines, CSV, Hugging Face's trainer_state.json, TensorBoard, and narrowgauge's own runs.
+"""Reads logs: JSON lines, CSV, Hugging Face's trainer_state.json, TensorBoard, W&B, and narrowgauge's own runs.
 
 Every tool has its own name for the loss. Known names are tried in order, and the output says which was used.
-TensorBoard files are parsed here, because TensorBoard's own reader computes checksums in Python and takes ten times as
-long.
 """
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import itertools
 import json
 import math
 import re
-import struct
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -26,6 +22,7 @@ from numpy.typing import NDArray
 from narrowgauge import files
 from narrowgauge.errors import UsageError
 from narrowgauge.runs import record
+from narrowgauge.validate.curves import tensorboard_files, wandb_files
 
 Names = tuple[str, ...]
 STEP: Names = ("step", "global_step", "iteration", "iter", "_step", "num_updates", "current_steps")
@@ -101,23 +98,29 @@ def read_runs(path: Path, tag: str | None = None) -> list[Curves]:
         UsageError: If there is no run, or one cannot be read.
     """
     if not files.exists(path):
-        raise UsageError(f"{path} does not exist: expected a log (.jsonl, .json, .csv, TensorBoard) or a folder")
+        raise UsageError(f"{path} does not exist: expected a log (.jsonl, .json, .csv, TensorBoard, W&B) or a folder")
     if not path.is_dir() and (why := files.explain_unreadable(path)):
         raise UsageError(f"{path} cannot be read: {why}")
     if path.name == record.EVENTS and record.holds_run(path.parent):
         path = path.parent
-    runs = []
+    runs, exports = [], dict[str, _Log]()
+    default_name = path.resolve().name if path.is_dir() else path.stem
     try:
         for name, parts in (_find_runs(path, _MAX_DEPTH) if path.is_dir() else {"": [("", path)]}).items():
+            if all(_fill_from_export(exports, part, tag) for _, part in parts):
+                continue
             log = _Log(tag)
             for prefix, part in parts:
                 _fill(log, part, prefix)
-            default_name = path.resolve().name if path.is_dir() else path.stem
-            runs.append(log.finish(name or default_name, parts[0][1] if len(parts) == 1 else parts[0][1].parent))
+            source = parts[0][1] if len(parts) == 1 else parts[0][1].parent
+            runs.append(log.finish(log.name or name or default_name, source))
+        runs += [log.finish(name, path) for name, log in exports.items()]
     except OSError as error:
         raise UsageError(f"{error.filename or path} cannot be read: {error.strerror or error}") from None
     if not runs:
-        raise UsageError(f"{path} contains no run: no .jsonl or .csv file, no trainer_state.json, no TensorBoard files")
+        raise UsageError(
+            f"{path} contains no run: no .jsonl or .csv file, no trainer_state.json, no TensorBoard or W&B files"
+        )
     return runs
 
 
@@ -128,6 +131,7 @@ def _find_runs(folder: Path, depth: int) -> dict[str, _Parts]:
     inside = sorted((one for one in folder.iterdir() if one.name[0] != "."), key=lambda one: natural_sort_key(one.name))
     files, folders = [one for one in inside if one.is_file()], [one for one in inside if one.is_dir()]
     boards = [("", one) for one in files if "tfevents" in one.name]
+    boards = boards or [("", one) for one in files if one.suffix == ".wandb"][:1]
     if boards:
         return {"": boards}
     states = [one / "trainer_state.json" for one in (*folders, folder) if one == folder or "checkpoint" in one.name]
@@ -138,6 +142,8 @@ def _find_runs(folder: Path, depth: int) -> dict[str, _Parts]:
         runs: dict[str, _Parts] = {one.stem: [("", one)] for one in files if one.suffix.lower() == suffix}
         if runs:
             return _join_splits(runs)
+    # wandb/latest-run is a link to one of its neighbours; a resumed run of narrowgauge supersedes its older files
+    folders = [one for one in folders if not one.is_symlink() and not one.name.startswith("superseded-")]
     for one in folders if depth else ():
         below = _find_runs(one, depth - 1)
         runs |= {one.name if len(below) == 1 else f"{one.name}/{name}": parts for name, parts in below.items()}
@@ -163,24 +169,49 @@ def _fill(log: _Log, path: Path, prefix: str) -> None:
         _fill_from_run(log, path)
     elif "tfevents" in path.name:
         _fill_from_board(log, path, prefix)
+    elif path.suffix == ".wandb":
+        for row in wandb_files.read_offline_run(path):
+            if isinstance(row, str):
+                log.name = row
+            else:
+                log.add(row)
     elif _is_binary(path):
         raise UsageError(f"{path} is not a log: it is a binary file")
     elif path.suffix.lower() in (".csv", ".tsv"):
-        with path.open(encoding="utf-8-sig", errors="replace", newline="") as text:
-            start = text.readline()
-            lines = csv.reader(itertools.chain([start], text), delimiter=max(",;\t", key=start.count))
-            try:
-                header = next(lines, [])
-                for cells in lines:
-                    log.add({key: cell for key, cell in zip(header, cells, strict=False) if cell}, prefix=prefix)
-            except csv.Error as error:
-                raise UsageError(f"{path} is not CSV: {error} in line {lines.line_num}") from None
+        lines = _csv_lines(path)
+        header = next(lines, [])
+        for cells in lines:
+            log.add({key: cell for key, cell in zip(header, cells, strict=False) if cell}, prefix=prefix)
     else:
         for row in itertools.chain.from_iterable(_json_rows(path)):
             if isinstance(row, dict):
                 log.add(row, prefix=prefix)
             else:
                 log.unread += 1
+
+
+def _csv_lines(path: Path) -> Iterator[list[str]]:
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as text:
+        start = text.readline()
+        lines = csv.reader(itertools.chain([start], text), delimiter=max(",;\t", key=start.count))
+        try:
+            yield from lines
+        except csv.Error as error:
+            raise UsageError(f"{path} is not CSV: {error} in line {lines.line_num}") from None
+
+
+def _fill_from_export(exports: dict[str, _Log], path: Path, tag: str | None) -> bool:
+    """Add the runs of a chart that W&B exported as CSV; False for other files. Charts of the same runs are joined."""
+    if path.suffix.lower() != ".csv" or path.is_dir():
+        return False
+    lines = _csv_lines(path)
+    header = next(lines, [])
+    if not wandb_files.is_export(header):
+        return False
+    for cells in lines:
+        for run, row in wandb_files.split_export(header, cells).items():
+            exports.setdefault(run, _Log(tag)).add(row)
+    return True
 
 
 def _fill_from_run(log: _Log, folder: Path) -> None:
@@ -228,36 +259,18 @@ def _parse(text: bytes) -> Any:
 
 
 def _fill_from_board(log: _Log, path: Path, prefix: str) -> None:
-    try:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.util.tensor_util import make_ndarray
-    except ImportError:
-        raise UsageError(f"{path} cannot be read: TensorBoard is not installed (pip install tensorboard)") from None
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        while len(head := file.read(12)) == 12 and (length := struct.unpack("<Q", head[:8])[0]) <= size:
-            try:
-                event = Event.FromString(file.read(length + 4)[:length])
-            except Exception:  # protobuf's own type: the bytes are not an event, or an incomplete one
-                return
-            if event.session_log.status == SessionLog.START:
-                log.drop_from(event.step)
-            row = {}
-            for value in event.summary.value:
-                if value.HasField("simple_value"):
-                    row[value.tag] = value.simple_value
-                elif value.HasField("tensor") and not value.tensor.tensor_shape.dim:
-                    with contextlib.suppress(TypeError, ValueError):
-                        row[value.tag] = make_ndarray(value.tensor).item()
-            if row:
-                log.add(row, event.step, prefix)
+    for step, row in tensorboard_files.read_events(path):
+        if row is None:
+            log.drop_from(step)
+        else:
+            log.add(row, step, prefix)
 
 
 class _Log:
     """Collects the known values from rows. A row without a step belongs to the last step."""
 
     def __init__(self, tag: str | None) -> None:
-        self.tag, self.unread, self.duplicates = tag, 0, 0
+        self.tag, self.unread, self.duplicates, self.name = tag, 0, 0, ""
         self.points: dict[str, tuple[int, array[float], array[float]]] = {}
         self.skipped: int | None = None
         self.stalled = False

@@ -1,7 +1,8 @@
 """Chooses the length of validation runs without ``--steps``: the task's own length, or less to fit the time budget.
 
-A pilot run of the reference measures the time of an update and the overhead of a run: building, compiling, evaluating.
-The length is the longest in a fixed list with which the first pairs fit into most of the budget. The choice is cached
+A pilot run of every recipe measures the time of an update and the overhead of a run: building, compiling, evaluating.
+FP8 that is emulated on a CPU takes longer than FP32, so the reference alone would say too little. The length
+is the longest in a fixed list with which the first pairs fit into most of the budget. The choice is cached
 with the runs, so that repeating a validation uses the same runs.
 """
 
@@ -12,7 +13,7 @@ import dataclasses
 import json
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,8 @@ from narrowgauge.runs.train import train
 from narrowgauge.runs.trainer import Observer
 from narrowgauge.task import Task
 from narrowgauge.validate.curves.paired_runs import EVALUATIONS, TEMPORARY, Experiment, hash_content, make_task
-from narrowgauge.validate.statistics.sequential_test import FIRST
 
-LENGTHS = (20, 30, 40, 60, 80, 100, 150, 200, 300, 400, 600, 800, 1200, 1600, 2400, 3200, 4800)
+LENGTHS = (10, 20, 30, 40, 60, 80, 100, 150, 200, 300, 400, 600, 800, 1200, 1600, 2400, 3200, 4800)
 SHARE = 0.85
 """The share of the budget for the first pairs; the rest is for more pairs if the noise is high."""
 LEAST_RATE = 0.25
@@ -33,6 +33,8 @@ _UPDATES = 4
 _QUICK_S = 0.25
 """Updates faster than this are timed again over more updates: the first ones are slow, above all on a GPU."""
 _SECOND_S = 3.0
+_SECOND_SHARE = 0.02
+"""The most that timing a recipe again takes, in seconds and of the budget."""
 _MOST_UPDATES = 100
 
 
@@ -46,9 +48,9 @@ class Pilot:
     evaluations: float
     """The cost of evaluations that is not part of ``overhead_s``, in updates."""
 
-    def updates_within(self, seconds: float) -> float:
-        """The number of updates of a run that takes this long."""
-        return (seconds - self.overhead_s) / max(self.update_s, 1e-6) - self.evaluations
+    def seconds_for(self, updates: int) -> float:
+        """The time of a run of so many updates."""
+        return self.overhead_s + (updates + self.evaluations) * self.update_s
 
 
 def choose_learning_rate(task: Task, steps: int, tell: Callable[[str], None]) -> float | None:
@@ -65,10 +67,9 @@ def choose_learning_rate(task: Task, steps: int, tell: Callable[[str], None]) ->
 
 
 def choose_steps(
-    experiment: Experiment,
-    recipe: str,
+    experiments: Sequence[tuple[str, str, Experiment]],
     given: Mapping[str, Any],
-    recipes: int,
+    pairs: int,
     left_s: float,
     budget_s: float,
     tell: Callable[[str], None],
@@ -76,45 +77,55 @@ def choose_steps(
     """Chooses the number of updates per run.
 
     Args:
-        experiment: The task and its settings.
-        recipe: The recipe of the pilot run.
+        experiments: Name, recipe and experiment of the reference and of each candidate.
         given: Settings of the runs that are already fixed.
-        recipes: The number of recipes to train, including the reference.
+        pairs: The number of pairs that have to fit.
         left_s: Seconds left in the budget.
         budget_s: The whole budget, which is part of the cache key.
         tell: Called with a line of progress.
 
     Returns:
-        The number of updates, and the seconds per update.
+        The number of updates, and the seconds per update of the reference.
     """
+    start = time.monotonic()
+    experiment = experiments[0][2]
     task = make_task(experiment, 0)
-    key = {**experiment.describe_content(), "contestants": recipes, "budget": budget_s}
+    who = [f"{recipe} {one.spec}" for _, recipe, one in experiments]
+    key = {**experiment.describe_content(), "contestants": who, "budget": budget_s, "pairs": pairs}
     cached = experiment.store / f"length-{hash_content(key)}"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         known = json.loads(cached.read_text())
         return int(known["steps"]), float(known["update_s"])
-    start = time.monotonic()
-    pilot = _run_pilot(experiment, task, recipe, given)
-    room = pilot.updates_within(SHARE * (left_s - (time.monotonic() - start)) / (FIRST * recipes))
-    fitting = [length for length in LENGTHS if length <= room]
+    second_s = min(_SECOND_S, _SECOND_SHARE * budget_s)
+    pilots = [_run_pilot(one, make_task(one, 0), recipe, given, second_s) for _, recipe, one in experiments]
+    room_s = SHARE * (left_s - (time.monotonic() - start))
+
+    def predict_s(updates: int) -> float:
+        return pairs * sum(pilot.seconds_for(updates) for pilot in pilots)
+
+    fitting = [length for length in LENGTHS if predict_s(length) <= room_s]
     steps = min(task.steps, fitting[-1] if fitting else LENGTHS[0])
+    times = ", ".join(f"{name} {pilot.update_s:.3g} s" for (name, _, _), pilot in zip(experiments, pilots, strict=True))
     tell(
-        f"an update takes {pilot.update_s:.3g} s, and a run has {pilot.overhead_s:.3g} s of overhead: training runs of "
-        f"{steps} updates ({FIRST} pairs first, budget {budget_s / 60:g} minutes)"
+        f"an update takes {times}; a run has up to {max(pilot.overhead_s for pilot in pilots):.3g} s of overhead: "
+        f"training runs of {steps} updates, {pairs} {'pair' if pairs == 1 else 'pairs'} first, about "
+        f"{predict_s(steps) / 60:.2g} minutes (budget {budget_s / 60:g})"
     )
+    if predict_s(steps) > room_s / SHARE:
+        tell(f"  even runs of {steps} updates exceed the budget: a longer --budget or fewer --candidates would help")
     with contextlib.suppress(OSError):
         experiment.store.mkdir(parents=True, exist_ok=True)
-        cached.write_text(json.dumps({"steps": steps, "update_s": pilot.update_s}))
-    return steps, pilot.update_s
+        cached.write_text(json.dumps({"steps": steps, "update_s": pilots[0].update_s}))
+    return steps, pilots[0].update_s
 
 
-def _run_pilot(experiment: Experiment, task: Task, recipe: str, given: Mapping[str, Any]) -> Pilot:
+def _run_pilot(experiment: Experiment, task: Task, recipe: str, given: Mapping[str, Any], second_s: float) -> Pilot:
     first = _time_run(experiment, task, recipe, {**given, "steps": _UPDATES, "eval_every": 0, "eval_batches": 1})
-    if first.update_s >= _QUICK_S:
+    if first.update_s >= _QUICK_S or second_s < 2 * _UPDATES * first.update_s:
         return dataclasses.replace(
             first, evaluations=EVALUATIONS * task.eval_batches / 3
         )  # a forward pass is a third of an update
-    updates = min(_MOST_UPDATES, max(2 * _UPDATES, int(_SECOND_S / max(first.update_s, 1e-6))))
+    updates = min(_MOST_UPDATES, max(2 * _UPDATES, int(second_s / max(first.update_s, 1e-6))))
     return _time_run(experiment, task, recipe, {**given, "steps": updates, "eval_every": -(-updates // EVALUATIONS)})
 
 
