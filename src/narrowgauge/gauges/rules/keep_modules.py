@@ -13,11 +13,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import nn
-
-from narrowgauge.gauges.watch.prediction_inputs import is_linear
 from narrowgauge.gauges.watch.readings import Reading
+
+if TYPE_CHECKING:  # reports read this file without torch
+    from torch import nn
 
 _KEPT = 8
 """If more modules than this fail, the format does not suit the model."""
@@ -39,6 +40,8 @@ class ModelParts:
     @staticmethod
     def from_model(model: nn.Module, history: Sequence[Sequence[Reading]], stays_fp32: Iterable[str]) -> ModelParts:
         """Describe a model and what was read of it."""
+        from narrowgauge.gauges.watch.prediction_inputs import is_linear
+
         named = dict(model.named_modules())
         linears = frozenset(path for path, module in named.items() if is_linear(module))
         return ModelParts(frozenset(named), linears, frozenset(stays_fp32), _find_read(history))
