@@ -1,4 +1,4 @@
-"""The examples in docs/lint.md: what it calls wrong gives exactly that rule, what it calls right gives no finding."""
+"""The examples in docs/lint-examples.md: wrong ones give exactly the rule they are for, right ones no finding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from narrowgauge.lint import model as model_lint
 from narrowgauge.lint import script
 from narrowgauge.lint.rules import RULES
 
-PAGE = (Path(__file__).parent.parent.parent / "docs" / "lint.md").read_text()
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "lint-examples.md").read_text()
 SETUP, *BLOCKS = re.findall(r"```py\n(.*?)```", PAGE, re.DOTALL)
 PAIRS = {
     match[1]: (match[2], match[3])

@@ -88,14 +88,14 @@ def test_the_budget_covers_candidates_that_are_slower_than_the_reference(tmp_pat
     said, start = [], time.monotonic()
     small = {"batch": 2, "context": 32}
     found = ng.validate(
-        "gpt:2x64", ["fp8", "bf16"], device="cpu", out=tmp_path, budget_s=30, tell=said.append, options=small
+        "gpt:1x64", ["fp8", "bf16"], device="cpu", out=tmp_path, budget_s=12, tell=said.append, options=small
     )
     seconds = time.monotonic() - start
     times = dict(re.findall(r"(\w+) ([\d.e-]+) s", said[0].split(";")[0]))
     assert list(times) == ["fp32", "fp8", "bf16"] and float(times["fp8"]) > float(times["fp32"])
-    assert "3 pairs first, about" in said[0] and "(budget 0.5)" in said[0]
+    assert "3 pairs first, about" in said[0] and "(budget 0.2)" in said[0]
     assert found["fp8"].seeds >= 1 and found.experiment.settings["steps"] in run_length.LENGTHS
-    assert seconds < 30 * 1.2, said
+    assert seconds < 12 * 1.5 + 6, said  # the tests of the other process slow this one down
 
 
 def test_pairs_that_would_exceed_the_budget_are_not_started(tmp_path):
