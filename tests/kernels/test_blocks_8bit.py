@@ -115,6 +115,6 @@ def test_a_value_that_is_not_finite_reaches_the_gradient():
 
 
 def test_codes_take_half_the_memory():
-    kept = blocks_8bit.allocate(1024, 4096, torch.device("cpu"))
+    kept = blocks_8bit.allocate(torch.empty(1024, 4096))
     assert sum(tensor.nbytes for tensor in kept) == 1024 * 4096 * (1 + 2 / 64)
     assert decode_reference(torch.full_like(kept.codes, 128), torch.ones_like(kept.scales)).abs().max() == 0

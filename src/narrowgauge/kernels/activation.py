@@ -96,7 +96,7 @@ def activate_and_keep(
     """Return the activation of ``u`` as ``activate`` does, and ``u`` in 8 bits."""
     op, call = _name_op(kind), _pointwise if can_bypass_op(u) else _pointwise_op
     a, b = _split_gate(u, gate_last) if kind in GATES else (u, None)
-    kept = tuple(blocks_8bit.allocate(*part.shape, u.device) for part in (a, b) if part is not None)
+    kept = tuple(blocks_8bit.allocate(part) for part in (a, b) if part is not None)
     codes = [tensor for blocks in kept for tensor in blocks]
     return call(op, a, b, scale, dtype, amax, counts, False, None, None, *codes)[0], kept
 
@@ -120,15 +120,15 @@ def activate_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the gradient of ``u``, in FP8 also transposed; with ``forward_scale`` also the activation as [F, N]."""
     op, options = _name_op(kind), (scale, dtype, amax, counts, transposed, forward_scale)
-    read = (u,) if isinstance(u, Tensor) else tuple(blocks.codes for blocks in u)
-    scales = () if isinstance(u, Tensor) else tuple(blocks.scales for blocks in u)
-    direct = can_bypass_op(grad_output, *read)
+    direct = can_bypass_op(grad_output, u if isinstance(u, Tensor) else u[0].codes)
     if kind in GATES:
         gated = _gated_backward if direct else _gated_backward_op
-        parts = _split_gate(read[0], gate_last) if isinstance(u, Tensor) else read
-        return _drop_missing(gated(op, grad_output, *parts, gate_last, *options, *scales))
+        gate, up = _split_gate(u, gate_last) if isinstance(u, Tensor) else (u[0].codes, u[1].codes)
+        of_gate, of_up = (None, None) if isinstance(u, Tensor) else (u[0].scales, u[1].scales)
+        return _drop_missing(gated(op, grad_output, gate, up, gate_last, *options, of_gate, of_up))
     call = _pointwise if direct else _pointwise_op
-    return _drop_missing(call(f"{op}_backward", *read, grad_output, *options, *scales))
+    codes, scales = (u, None) if isinstance(u, Tensor) else u[0]
+    return _drop_missing(call(f"{op}_backward", codes, grad_output, *options, scales))
 
 
 def evaluate_reference(kind: str, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -289,7 +289,8 @@ def _pointwise(
     launch_kernel(
         pointwise_kernel, tile_grid(length, width, tile),
         a, b, out, words, scale, amax, counts, recomputed, forward_scale,
-        a_scales, a_codes, a_codes_scales, b_codes, b_codes_scales, length, width, a.stride(0), 0 if b is None else b.stride(0), width, length // 16,
+        a_scales, a_codes, a_codes_scales, b_codes, b_codes_scales,
+        length, width, a.stride(0), 0 if b is None else b.stride(0), width, length // 16,
         OP=op, FORWARD=plain, LIMIT=FP8_MAX.get(dtype), TINY=FLUSH_THRESHOLD.get(dtype),
         WHOLE=tiles_evenly(length, width, tile), **tile,
     )  # fmt: skip

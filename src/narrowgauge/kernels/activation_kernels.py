@@ -152,7 +152,8 @@ def _store_four(  # type: ignore[no-untyped-def]
 @jit_unspecialized("length", "n16")
 def pointwise_kernel(  # type: ignore[no-untyped-def]
     a_ptr, b_ptr, out_ptr, out_t_ptr, scale_ptr, amax_ptr, counts_ptr, recomputed_t_ptr, recomputed_scale_ptr,
-    a_scales_ptr, a_codes_ptr, a_codes_scales_ptr, b_codes_ptr, b_codes_scales_ptr, length, width, a_stride, b_stride, out_stride, n16, OP: tl.constexpr, FORWARD: tl.constexpr,
+    a_scales_ptr, a_codes_ptr, a_codes_scales_ptr, b_codes_ptr, b_codes_scales_ptr,
+    length, width, a_stride, b_stride, out_stride, n16, OP: tl.constexpr, FORWARD: tl.constexpr,
     LIMIT: tl.constexpr, TINY: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     n0, d0 = tile_origin(BLOCK_N, BLOCK_D)

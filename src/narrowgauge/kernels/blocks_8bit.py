@@ -48,8 +48,9 @@ class Blocks8(NamedTuple):
         return decode_reference(self.codes, self.scales).to(dtype)
 
 
-def allocate(length: int, width: int, device: torch.device) -> Blocks8:
-    """Return codes and scales for a matrix [length, width], not yet written."""
+def allocate(like: Tensor) -> Blocks8:
+    """Return codes and scales for a matrix, not yet written."""
+    (length, width), device = like.shape, like.device
     scales = torch.empty((-(-width // BLOCK), length), dtype=torch.bfloat16, device=device)
     return Blocks8(torch.empty((length, width), dtype=torch.uint8, device=device), scales)
 

@@ -220,6 +220,17 @@ def apply_activation(spec: BlockSpec, u: Tensor, reader: Projection, caster: Fp8
     return cast_input(reader, compute_wide_activation(spec, u, reader), caster, needed)
 
 
+def apply_activation_and_keep(
+    spec: BlockSpec, u: Tensor, reader: Projection, caster: Fp8Caster | None
+) -> tuple[Operand, activation.Kept]:
+    """Return act(u) where ``is_remade_in_backward`` holds, and u in 8 bits for that."""
+    site = reader.input
+    assert site is not None and caster is not None
+    options = _fp8_options(site, caster)
+    lp, kept = activation.activate_and_keep(spec.activation, u, gate_last=spec.gate_last, **options)
+    return Operand(None, lp, None, site.inv_scale), kept
+
+
 def compute_wide_activation(spec: BlockSpec, u: Tensor, reader: Projection) -> Tensor:
     """Return act(u) in the widest format that the reader's products read, at least BF16."""
     dtype = get_wide_dtype(reader.input_formats) or BF16
@@ -231,7 +242,7 @@ def compute_wide_activation(spec: BlockSpec, u: Tensor, reader: Projection) -> T
 def apply_activation_backward(
     spec: BlockSpec,
     grad_output: Tensor,
-    u: Tensor,
+    u: Tensor | activation.Kept,
     a: Operand,
     reader: Projection,
     writer: Projection,
@@ -243,6 +254,7 @@ def apply_activation_backward(
     forward.
     """
     if not _has_kernel(spec):
+        assert isinstance(u, Tensor)
         with torch.enable_grad():
             leaf = u.detach().float().requires_grad_()
             value = compute_activation(spec.activation, leaf, spec.gate_last)
@@ -275,10 +287,23 @@ def _has_kernel(spec: BlockSpec) -> bool:
     return spec.activation in activation.KINDS
 
 
-def cast_heads_input(mixed: Tensor, reader: Projection, caster: Fp8Caster | None, needed: bool) -> Operand:
-    """Cast attention's output [B, H, T, S] to the output projection's formats, one row per token."""
+def is_remade_from_heads(reader: Projection, caster: Fp8Caster | None) -> bool:
+    """Whether ``cast_heads_input`` gives the same bits in backward, so that its result need not be kept."""
+    return _can_write_fp8(reader.input_formats, reader.input, caster)
+
+
+def cast_heads_input(
+    mixed: Tensor, reader: Projection, caster: Fp8Caster | None, needed: bool, transposed: bool = True
+) -> Operand:
+    """Cast attention's output [B, H, T, S] to the output projection's formats, one row per token.
+
+    Without ``transposed``, a copy for grad_weight is left to backward.
+    """
     if reader.input_formats == {"fp8"}:
         assert caster is not None and reader.input is not None
+        rows = mixed.transpose(1, 2)
+        if not transposed and rows.is_contiguous():
+            return caster.cast(rows.flatten(2).flatten(0, 1), reader.input, False)
         scale, inv_scale, amax = caster.scale_of(mixed, reader.input)
         lp, lp_t = cast.cast_transpose_packed((mixed,), scale, reader.input.dtype, amax, caster.counts(reader.input))
         return Operand(None, lp, lp_t if reader.reads_transposed else None, inv_scale)
