@@ -140,16 +140,23 @@ elif kind == "activation":
     compiled(activation.gated_backward_kernel, 8, none, **silu, LIMIT=None, TINY=None, **small)
 elif kind == "norm":
     size = dict(D=768, BLOCK=1024, ROWS=1, STAGES=1)
-    x = {"x_ptr": "*fp32", "out_ptr": "*fp8e4nv", "grad_input_lp_ptr": "*fp8e5"}
-    for none in (("bias_ptr",), ("mean_ptr", "branch_ptr", "residual_ptr", "bias_ptr", "counts_ptr")):
+    back = dict(**size, LAYER=True, NORMALIZED=False)
+    again = ("bias_ptr", "again_ptr", "again_scale_ptr")
+    x = {"x_ptr": "*fp32", "out_ptr": "*fp8e4nv", "grad_input_lp_ptr": "*fp8e5", "again_ptr": "*fp8e4nv",
+         "again_scale_ptr": "*fp32"}
+    kept = {**x, "residual_ptr": "*bf16"}
+    for none in (("bias_ptr", "normalized_ptr"), ("mean_ptr", "branch_ptr", "residual_ptr", "bias_ptr", "counts_ptr")):
         compiled(norm_kernels.forward_kernel, 2, none, x, **size, **FP8["*fp8e4nv"])
-    for none in (("grad_bias_ptr",), ("mean_ptr", "grad_residual_ptr", "counts_ptr")):
-        compiled(norm_kernels.backward_kernel, 2, none, x, **size, **FP8["*fp8e5"])
-    plain = ("scale_ptr", "amax_ptr", "counts_ptr")
+    for none in (("grad_bias_ptr", *again), ("grad_residual_ptr", "counts_ptr", *again)):
+        compiled(norm_kernels.backward_kernel, 2, none, x, **back, **FP8["*fp8e5"])
+    compiled(norm_kernels.backward_kernel, 2, ("mean_ptr",), kept, **size, LAYER=True, NORMALIZED=True, **FP8["*fp8e5"])
+    none = ("mean_ptr", "bias_ptr", "grad_bias_ptr")
+    compiled(norm_kernels.backward_kernel, 2, none, kept, **size, LAYER=False, NORMALIZED=True, **FP8["*fp8e5"])
+    plain = ("scale_ptr", "amax_ptr", "counts_ptr", "normalized_ptr")
     compiled(norm_kernels.forward_kernel, 2, (*plain, "bias_ptr"), {"x_ptr": "*fp32"}, **size, LIMIT=None, TINY=None)
-    compiled(norm_kernels.backward_kernel, 2, (*plain, "grad_bias_ptr"), **size, LIMIT=None, TINY=None)
-    compiled(norm_kernels.backward_kernel, 2, (*plain, "grad_bias_ptr", "grad_input_lp_ptr"), **size, LIMIT=None,
-    TINY=None)
+    plain = ("scale_ptr", "amax_ptr", "counts_ptr", "grad_bias_ptr", *again)
+    compiled(norm_kernels.backward_kernel, 2, plain, **back, LIMIT=None, TINY=None)
+    compiled(norm_kernels.backward_kernel, 2, (*plain, "grad_input_lp_ptr"), **back, LIMIT=None, TINY=None)
 elif kind == "adamw":
     rates = {name: "fp32" for name in ("rate1", "beta2", "rate2", "eps")}
     tables = {"offsets_ptr": "*i64", "tensor_index_ptr": "*i32", "block_index_ptr": "*i32", "sizes_ptr": "*i64",

@@ -43,6 +43,8 @@ class AttentionHalf:
     branch: Branch
     of_inputs: AdapterState = NO_STATE
     of_out: AdapterState = NO_STATE
+    is_h_remade: bool = False
+    """Whether the norm's backward computes h again."""
 
 
 @dataclass
@@ -56,6 +58,8 @@ class MlpHalf:
     branch: Branch
     of_ups: AdapterState = NO_STATE
     of_down: AdapterState = NO_STATE
+    is_h_remade: bool = False
+    """Whether the norm's backward computes h again."""
 
 
 class EndGrads(NamedTuple):
@@ -137,6 +141,9 @@ def attention_backward(
         plan, half.attended, grad_o, shape, tensors, run.caster, tuple(bool(need) for need in needs.own)
     )
     grad_h, state = input_backward(run, grad_qkv, uses.qkv, plan.qkv, half.of_inputs)
+    if half.is_h_remade:
+        own, others = tuple(of_own), tuple(of_others)
+        return HalfGrads(grad_h, grad_qkv, (), (), of_out, of_out_bias, adapters, own, others)
     adapters |= adapters_backward(run, grad_qkv, half.h, plan.qkv, state, needs)
     of_inputs, of_biases = project_backward(grad_qkv, half.h, uses.qkv, plan.qkv, needs.inputs, needs.input_biases)
     return HalfGrads(
@@ -145,16 +152,31 @@ def attention_backward(
 
 
 def mlp_backward(run: Run, half: MlpHalf, grad: Operand, needs: BlockTensors) -> HalfGrads:
-    """Return the gradients of the MLP, from that of its last projection."""
+    """Return the gradients of the MLP, from that of its last projection; those of its first weights may follow later
+    (``finish_mlp``)."""
     plan, uses = run.plan, run.uses
     grad_a, state = input_backward(run, grad, uses.down, plan.down, half.of_down)
     grad_u, a = activate_backward(run, grad_a, half.u, half.activated)
     adapters = adapters_backward(run, grad, a, plan.down, state, needs)
     of_down, of_down_bias = project_backward(grad, a, uses.down, plan.down, needs.down, needs.down_bias)
     grad_h, state = input_backward(run, grad_u, uses.up, plan.up, half.of_ups)
+    if half.is_h_remade:
+        return HalfGrads(grad_h, grad_u, (), (), of_down, of_down_bias, adapters)
     adapters |= adapters_backward(run, grad_u, half.h, plan.up, state, needs)
     of_ups, of_up_biases = project_backward(grad_u, half.h, uses.up, plan.up, needs.ups, needs.up_biases)
     return HalfGrads(grad_h, grad_u, of_ups, of_up_biases, of_down, of_down_bias, adapters)
+
+
+def finish_attention(run: Run, grads: HalfGrads, h: Operand, needs: BlockTensors) -> HalfGrads:
+    """Return the gradients of attention's half with those of its first weights, from what their product reads."""
+    made = project_backward(grads.grad_first, h, run.uses.qkv, run.plan.qkv, needs.inputs, needs.input_biases)
+    return grads._replace(first=made[0], first_biases=made[1])
+
+
+def finish_mlp(run: Run, grads: HalfGrads, h: Operand, needs: BlockTensors) -> HalfGrads:
+    """Return the gradients of the MLP with those of its first weights, from what their product reads."""
+    made = project_backward(grads.grad_first, h, run.uses.up, run.plan.up, needs.ups, needs.up_biases)
+    return grads._replace(first=made[0], first_biases=made[1])
 
 
 def collect_grads(
@@ -187,8 +209,8 @@ def drop_unneeded(plan: BlockPlan, attention: AttentionHalf, mlp: MlpHalf) -> No
     a = Operand() if remade else plan.down.keep_for_backward(made.a)._replace(lp=None)
     mlp.activated = made._replace(a=a)
     attention.o = plan.out.keep_for_backward(attention.o)
-    attention.h = Operand() if selective else plan.qkv.keep_for_backward(attention.h)
-    mlp.h = Operand() if selective else plan.up.keep_for_backward(mlp.h)
+    attention.h = Operand() if selective or attention.is_h_remade else plan.qkv.keep_for_backward(attention.h)
+    mlp.h = Operand() if selective or mlp.is_h_remade else plan.up.keep_for_backward(mlp.h)
 
 
 def restore(
