@@ -160,11 +160,18 @@ def is_activation_remade(run: Run) -> bool:
     return not run.dropout.mlp and (plan.down.is_frozen or is_remade_in_backward(plan.spec, plan.down, run.caster))
 
 
+def _is_input_kept_short(run: Run) -> bool:
+    """Whether the activation's input is kept in 8 bits: only where kernels write and read it directly."""
+    plan = run.plan
+    short = plan.activations == "8bit" and plan.checkpoint != "full" and run.needed and not run.again
+    return short and is_remade_in_backward(plan.spec, plan.down, run.caster)
+
+
 def activate(run: Run, u: Tensor, before: Tensor | None = None) -> Activated:
     """Return act(u) with dropout; ``before`` is what dropout kept the first time, if this is a recomputation."""
     plan, probability = run.plan, run.dropout.mlp
     if not probability:
-        if plan.activations == "8bit" and run.needed and not run.again and is_activation_remade(run):
+        if _is_input_kept_short(run):
             a, codes = apply_activation_and_keep(plan.spec, u, plan.down, run.caster)
             return Activated(a, codes=codes)
         return Activated(apply_activation(plan.spec, u, plan.down, run.caster, run.needed))
