@@ -46,7 +46,7 @@ batches = bench.make_batches(task, device)
 torch._functorch.config.enable_autograd_cache = False
 field = bench.measure_recipe(task, fp8, baselines, batches, device, settings, lambda line: print(line, flush=True))
 rows = bench.make_rows(task, field, device)
-plain = "fused bf16" if "ours" in sys.argv else "torch-bf16"
+plain = "torch-bf16" if "ours" not in sys.argv else "fp8" if "fp8-only" in sys.argv else "fused bf16"
 base = next(row for row in rows if row.name == plain)
 for row in rows:
     spread, peak = f"{row.step_ms_low:.2f}-{row.step_ms_high:.2f}", (row.peak_bytes or 0) / 2**30
