@@ -186,7 +186,7 @@ elif kind == "rotary":
     sizes = dict(H=4, K=2, S=64, HEADS=8)
     for none, turned in ((("q_weight", "k_weight", "rstd_ptr"), dict(R=64, HALF=32, REST=1)),
                          ((), dict(R=32, HALF=16, REST=32))):
-        compiled(rotary._forward_kernel, 4, none, weights, **sizes, **turned)
+        compiled(rotary._forward_kernel, 4, none, weights, **sizes, **turned, IN_PLACE=bool(none))
         without = (*none, "partial_ptr") if none else ()
         compiled(rotary._backward_kernel, 4, without, weights, **sizes, **turned)
     sums = {"x_ptr": "*fp8e5", "out_ptr": "*fp32"}

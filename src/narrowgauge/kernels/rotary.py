@@ -136,7 +136,7 @@ def _stack_weights(q_weight: Tensor, k_weight: Tensor, queries: int, keys: int) 
 def _forward_kernel(  # type: ignore[no-untyped-def]
     x_ptr, cos_ptr, sin_ptr, q_weight, k_weight, out_ptr, rstd_ptr, length, stride, out_stride, angle_stride, eps,
     H: tl.constexpr, K: tl.constexpr, S: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
-    HEADS: tl.constexpr,
+    HEADS: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
@@ -170,7 +170,8 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     sin_left = tl.load(sin_ptr + angle + i, inside, 0.0).to(tl.float32)
     sin_right = tl.load(sin_ptr + angle + R // 2 + i, inside, 0.0).to(tl.float32)
     target = out_ptr + row * out_stride + head * S
-    tl.debug_barrier()  # out may be x: no thread stores before all have loaded
+    if IN_PLACE:
+        tl.debug_barrier()  # no thread stores before all have loaded
     tl.store(target + i, left * cos_left - right * sin_left, both)
     tl.store(target + R // 2 + i, right * cos_right + left * sin_right, both)
     if R < S:
@@ -277,7 +278,7 @@ def _forward(
             _forward_kernel, (batch * length,),
             qkv, cos, sin, q_weight, k_weight, out, rstd if rstd.numel() else None, length, qkv.stride(1),
             out.stride(1), cos.stride(0) if len(cos) > 1 else 0, eps,
-            **_constants(Heads(queries, keys, size), cos.shape[-1]),
+            **_constants(Heads(queries, keys, size), cos.shape[-1]), IN_PLACE=in_place,
         )  # fmt: skip
     return out, rstd
 
