@@ -1,10 +1,12 @@
 """Compares FP8 and narrowgauge's fused BF16 with compiled BF16 and torchao, taking turns in one process.
 
 usage: python bench/fp8_steps.py TASK [ROUNDS] [STEPS] [torchao | tensorwise | rowwise] [ours | fp8-only] [profile]
+                                [fp8[FIELD=VALUE]...]
 (JSON to $OUT/fp8-TASK.json where OUT is set)
 
 ours: without plain compiled BF16, whose compilation takes a minute on deep models. fp8-only: without narrowgauge's
-BF16, to save memory: the weights and moments of all contestants are on the GPU at once.
+BF16, to save memory: the weights and moments of all contestants are on the GPU at once. Recipes with changed fields,
+such as fp8[activations=8bit], take part too.
 """
 
 import collections
@@ -35,6 +37,7 @@ def fused(recipe: str, task: Any, model: Any, optimizer: Any, clip_norm: float, 
 baselines = {} if "fp8-only" in sys.argv else {"fused bf16": Baseline("bf16", functools.partial(fused, "bf16"))}
 if "ours" not in sys.argv:
     baselines |= make_baselines("torch", fp8)
+baselines |= {text: Baseline("fp8", functools.partial(fused, text)) for text in sys.argv if text.startswith("fp8[")}
 wants_torchao = bool({"torchao", "tensorwise", "rowwise"} & set(sys.argv))
 for name, baseline in make_baselines("torchao", fp8).items() if wants_torchao else ():
     if "torchao" in sys.argv or name.rpartition("-")[2] in sys.argv:
@@ -43,7 +46,7 @@ batches = bench.make_batches(task, device)
 torch._functorch.config.enable_autograd_cache = False
 field = bench.measure_recipe(task, fp8, baselines, batches, device, settings, lambda line: print(line, flush=True))
 rows = bench.make_rows(task, field, device)
-plain = "fused bf16" if "ours" in sys.argv else "torch-bf16"
+plain = "torch-bf16" if "ours" not in sys.argv else "fp8" if "fp8-only" in sys.argv else "fused bf16"
 base = next(row for row in rows if row.name == plain)
 for row in rows:
     spread, peak = f"{row.step_ms_low:.2f}-{row.step_ms_high:.2f}", (row.peak_bytes or 0) / 2**30

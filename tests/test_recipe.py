@@ -41,6 +41,8 @@ def recipes(draw):
         fields.update(scaling="none", history=16, margin=0, amax="max", products="fastest")
     if fields["compute"] not in ("bf16", "fp8"):
         fields["master"], fields["frozen"] = "fp32", "keep"
+    if fields["compute"] != "fp8":
+        fields["activations"] = "bf16"
     if fields["compute"] == "bf16" and fields["frozen"] == "fp8":
         fields["frozen"] = "bf16"
     if fields["gradients"] == "released":
@@ -67,7 +69,7 @@ def test_every_field_changes_the_text():
     changed = {
         "compute": "bf16", "master": "split", "gradients": "released", "moments": "8bit", "scaling": "current",
         "history": 3, "margin": 2, "amax": "recent", "products": "all", "keep": ("head",),
-        "attention": "flash", "checkpoint": "full", "frozen": "fp8",
+        "attention": "flash", "checkpoint": "full", "frozen": "fp8", "activations": "8bit",
     }  # fmt: skip
     for field in dataclasses.fields(Recipe):
         if field.name in ("compute", "loss_scale"):
@@ -107,6 +109,7 @@ def test_recipes_are_frozen():
         ("fp16[loss_scale=nan]", "positive number"),
         ("fp16[loss_scale=much]", "positive number"),
         ("fp16[master=split]", "BF16 weights"),
+        ("bf16[activations=8bit]", "belongs to fp8"),
         ("bf16[gradients=bf16]", "needs master=split"),
         ("bf16[history=4]", "belong to fp8"),
         ("fp8[history=0]", "1 to 4096"),

@@ -38,6 +38,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "attention": ("auto", "any", "cudnn", "flash", "efficient", "math"),
     "checkpoint": ("none", "selective", "full"),
     "frozen": ("keep", "bf16", "fp8"),
+    "activations": ("bf16", "8bit"),
 }
 _PATTERN = re.compile(r"[A-Za-z0-9_.*?-]+")
 _TEXT = re.compile(r"(?P<base>[^\[\]]*)(\[(?P<changes>[^\[\]]*)\])?")
@@ -84,6 +85,9 @@ class Recipe:
     frozen: str = "keep"
     """How matrices that are not trained are stored: keep (as they are), bf16, or fp8 (one byte where FP8 products read
     them, BF16 elsewhere)."""
+    activations: str = "bf16"
+    """What fused blocks keep for backward besides their input: bf16 (as it was computed), or 8bit (the input of the
+    activation in 8 bits)."""
 
     def __post_init__(self) -> None:
         for field, allowed in CHOICES.items():
@@ -107,6 +111,8 @@ class Recipe:
                 f"recipe: frozen={self.frozen} stores weights that are not trained in that format, but {self.compute} "
                 "does not compute with it"
             )
+        if self.activations == "8bit" and self.compute != "fp8":
+            raise UsageError(f"recipe: activations=8bit belongs to fp8, not {self.compute}")
         if self.gradients == "bf16" and self.master == "fp32":
             raise UsageError(
                 "recipe: gradients=bf16 needs master=split or master=none: FP32 weights have FP32 gradients"

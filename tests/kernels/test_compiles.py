@@ -96,19 +96,22 @@ if kind == "cast":
             compiled(cast_weights._fit_kernel, none=none, types={**plain, "x_ptr": kind}, LIMIT=448.0,
             SATURATION=464.0, **size)
 elif kind == "activation":
+    kept = ("a_codes_ptr", "a_codes_scales_ptr", "b_codes_ptr", "b_codes_scales_ptr")
+    codes, both = (*kept, "a_scales_ptr"), ("gate_scales_ptr", "up_scales_ptr")
     plain = ("gelu_quick", "silu", "relu", "relu_squared")
     for op in plain:
-        alone, out = ("b_ptr", "recomputed_t_ptr", "recomputed_scale_ptr"), "*fp8e4nv"
+        alone, out = ("b_ptr", "recomputed_t_ptr", "recomputed_scale_ptr", *codes), "*fp8e4nv"
         compiled(activation.pointwise_kernel, 8, alone, {"out_ptr": out}, OP=op, FORWARD=op, **FP8[out], **small)
         out = "*fp8e5"
-        compiled(activation.pointwise_kernel, 8, (), {"out_ptr": out}, OP=f"{op}_backward", FORWARD=op, **FP8[out],
+        compiled(activation.pointwise_kernel, 8, codes, {"out_ptr": out}, OP=f"{op}_backward", FORWARD=op, **FP8[out],
                  **small_edge)
     types = {"grad_gate_ptr": "*fp8e5", "grad_up_ptr": "*fp8e5"}
     for op, name in (("geglu", "gelu"), ("geglu_tanh", "gelu_tanh"), ("reglu", "relu")):
-        compiled(activation.gated_backward_kernel, 8, (), types, NAME=name, FORWARD=op, **FP8["*fp8e5"], **small)
+        compiled(activation.gated_backward_kernel, 8, both, types, NAME=name, FORWARD=op, **FP8["*fp8e5"], **small)
     for op in ("gelu", "gelu_backward", "gelu_tanh", "gelu_tanh_backward", "swiglu"):
         again = ("recomputed_t_ptr", "recomputed_scale_ptr")
         alone = ("b_ptr", *again) if op in ("gelu", "gelu_tanh") else again if op == "swiglu" else ()
+        alone = (*alone, *codes)
         out = "*fp8e5" if op.endswith("backward") else "*fp8e4nv"
         tanh = op.startswith("gelu_tanh")  # differs from gelu in one function
         full, uncounted = ((small_edge,), ()) if tanh else ((tile, small_edge), (small,))
@@ -119,23 +122,41 @@ elif kind == "activation":
         none = {*alone, *again, "scale_ptr", "amax_ptr", "counts_ptr", "out_t_ptr"}
         compiled(activation.pointwise_kernel, 8, none, OP=op, FORWARD=op, LIMIT=None, TINY=None, **small)
     silu = dict(NAME="silu", FORWARD="swiglu")
-    for none, sizes in (((), (tile, small_edge)), (("counts_ptr",), (small,))):
+    bytes_8 = {name: "*u8" for name in ("a_codes_ptr", "b_codes_ptr")}
+    one, two = ("b_ptr", "b_codes_ptr", "b_codes_scales_ptr"), ("recomputed_t_ptr", "recomputed_scale_ptr",
+                                                                "out_t_ptr", "a_scales_ptr")
+    for op, none, size in (("gelu", (*one, *two), tile), ("gelu", (*one, *two), edge), ("swiglu", two, tile)):
+        compiled(activation.pointwise_kernel, 4, none, {"out_ptr": "*fp8e4nv", **bytes_8}, OP=op, FORWARD=op,
+                 **FP8["*fp8e4nv"], **size)
+    for size in (tile, edge):
+        compiled(activation.pointwise_kernel, 4, kept, {"out_ptr": "*fp8e5", "a_ptr": "*u8"}, OP="gelu_backward",
+                 FORWARD="gelu", **FP8["*fp8e5"], **size)
+        compiled(activation.gated_backward_kernel, 8, (), {**types, "gate_ptr": "*u8", "up_ptr": "*u8"}, **silu,
+                 **FP8["*fp8e5"], **size)
+    for none, sizes in ((both, (tile, small_edge)), (("counts_ptr", *both), (small,))):
         for size in sizes:
             compiled(activation.gated_backward_kernel, 8, none, types, **silu, **FP8["*fp8e5"], **size)
-    none = (*again, "scale_ptr", "amax_ptr", "counts_ptr", "grad_gate_t_ptr", "grad_up_t_ptr")
+    none = (*again, *both, "scale_ptr", "amax_ptr", "counts_ptr", "grad_gate_t_ptr", "grad_up_t_ptr")
     compiled(activation.gated_backward_kernel, 8, none, **silu, LIMIT=None, TINY=None, **small)
 elif kind == "norm":
     size = dict(D=768, BLOCK=1024, ROWS=1, STAGES=1)
-    x = {"x_ptr": "*fp32", "out_ptr": "*fp8e4nv", "grad_input_lp_ptr": "*fp8e5"}
-    for none in (("bias_ptr",), ("mean_ptr", "branch_ptr", "residual_ptr", "bias_ptr", "counts_ptr")):
+    back = dict(**size, LAYER=True, NORMALIZED=False)
+    again = ("bias_ptr", "again_ptr", "again_scale_ptr")
+    x = {"x_ptr": "*fp32", "out_ptr": "*fp8e4nv", "grad_input_lp_ptr": "*fp8e5", "again_ptr": "*fp8e4nv",
+         "again_scale_ptr": "*fp32"}
+    kept = {**x, "residual_ptr": "*bf16"}
+    for none in (("bias_ptr", "normalized_ptr"), ("mean_ptr", "branch_ptr", "residual_ptr", "bias_ptr", "counts_ptr")):
         compiled(norm_kernels.forward_kernel, 2, none, x, **size, **FP8["*fp8e4nv"])
-    for none in (("grad_bias_ptr",), ("mean_ptr", "grad_residual_ptr", "counts_ptr")):
-        compiled(norm_kernels.backward_kernel, 2, none, x, **size, **FP8["*fp8e5"])
-    plain = ("scale_ptr", "amax_ptr", "counts_ptr")
+    for none in (("grad_bias_ptr", *again), ("grad_residual_ptr", "counts_ptr", *again)):
+        compiled(norm_kernels.backward_kernel, 2, none, x, **back, **FP8["*fp8e5"])
+    compiled(norm_kernels.backward_kernel, 2, ("mean_ptr",), kept, **size, LAYER=True, NORMALIZED=True, **FP8["*fp8e5"])
+    none = ("mean_ptr", "bias_ptr", "grad_bias_ptr")
+    compiled(norm_kernels.backward_kernel, 2, none, kept, **size, LAYER=False, NORMALIZED=True, **FP8["*fp8e5"])
+    plain = ("scale_ptr", "amax_ptr", "counts_ptr", "normalized_ptr")
     compiled(norm_kernels.forward_kernel, 2, (*plain, "bias_ptr"), {"x_ptr": "*fp32"}, **size, LIMIT=None, TINY=None)
-    compiled(norm_kernels.backward_kernel, 2, (*plain, "grad_bias_ptr"), **size, LIMIT=None, TINY=None)
-    compiled(norm_kernels.backward_kernel, 2, (*plain, "grad_bias_ptr", "grad_input_lp_ptr"), **size, LIMIT=None,
-    TINY=None)
+    plain = ("scale_ptr", "amax_ptr", "counts_ptr", "grad_bias_ptr", *again)
+    compiled(norm_kernels.backward_kernel, 2, plain, **back, LIMIT=None, TINY=None)
+    compiled(norm_kernels.backward_kernel, 2, (*plain, "grad_input_lp_ptr"), **back, LIMIT=None, TINY=None)
 elif kind == "adamw":
     rates = {name: "fp32" for name in ("rate1", "beta2", "rate2", "eps")}
     tables = {"offsets_ptr": "*i64", "tensor_index_ptr": "*i32", "block_index_ptr": "*i32", "sizes_ptr": "*i64",
@@ -165,7 +186,7 @@ elif kind == "rotary":
     sizes = dict(H=4, K=2, S=64, HEADS=8)
     for none, turned in ((("q_weight", "k_weight", "rstd_ptr"), dict(R=64, HALF=32, REST=1)),
                          ((), dict(R=32, HALF=16, REST=32))):
-        compiled(rotary._forward_kernel, 4, none, weights, **sizes, **turned)
+        compiled(rotary._forward_kernel, 4, none, weights, **sizes, **turned, IN_PLACE=bool(none))
         without = (*none, "partial_ptr") if none else ()
         compiled(rotary._backward_kernel, 4, without, weights, **sizes, **turned)
     sums = {"x_ptr": "*fp8e5", "out_ptr": "*fp32"}

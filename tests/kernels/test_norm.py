@@ -10,7 +10,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from narrowgauge import kernels
 from narrowgauge.errors import UsageError
 from narrowgauge.kernels import norm as module
-from narrowgauge.kernels.norm import norm, norm_backward, norm_backward_reference, norm_reference
+from narrowgauge.kernels.norm import (
+    norm,
+    norm_backward,
+    norm_backward_normalized,
+    norm_backward_reference,
+    norm_reference,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # numpy's, in the interpreter
 KINDS = ["layer", "rms"]
@@ -303,3 +309,34 @@ def test_bad_input_raises():
         norm(x, weight, eps=1e-5, scale=scale)
     with pytest.raises(UsageError, match="needs the mean"):
         norm_backward(x, x, weight, None, x[:, 0])
+
+
+@pytest.mark.parametrize("interpret", [False, True], ids=["reference", "kernel"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(7, 96), (130, 64), (3, 1000)], ids=str)
+def test_backward_from_normalized_rows(kind, shape, interpret, monkeypatch):
+    """BF16 rows give the gradients of the FP32 stream to -55 dB, and forward's output within one FP8 step."""
+    monkeypatch.setattr(kernels, "interpreting", interpret)
+    decibels = 45 if interpret and DEVICE == "cpu" else 55  # the interpreter truncates to BF16
+    x, grad_output, grad_residual = draw(*shape, offset=0.5), draw(*shape, torch.bfloat16, 1), draw(*shape, seed=2)
+    weight, bias = draw_weight(shape[1]), draw(1, shape[1], seed=3)[0]
+    by, scale = torch.tensor(32.0, device=DEVICE), torch.tensor([2.0**10], device=DEVICE)
+    for b in (None, bias):
+        made = norm(x, weight, b, eps=1e-5, kind=kind, scale=by, dtype=E4M3, keep=True)
+        plain = forward(False, x, torch.ones_like(weight), kind=kind)[0]
+        torch.testing.assert_close(made.normalized.float(), plain, rtol=2**-7, atol=1e-5)
+        wanted = norm_backward(
+            grad_output, x, weight, made.mean, made.rstd, kind=kind, grad_residual=grad_residual, has_bias=b is not None
+        )
+        got = norm_backward_normalized(
+            grad_output, made.normalized, weight, b, made.rstd, x.dtype, kind=kind, grad_residual=grad_residual,
+            scale=scale, forward_scale=by,
+        )  # fmt: skip
+        for one, other in zip((got[0], got[2], got[3]), (wanted[0], wanted[2], wanted[3]), strict=True):
+            assert (one is None) == (other is None)
+            if one is not None and other is not None:
+                assert one.dtype is torch.float32
+                assert (one - other).norm() <= 10 ** (-decibels / 20) * other.norm()
+        assert got[1].dtype is E5M2
+        assert_within_a_step(got[4], made.out.float(), E4M3)
+        assert (got[4].float() == made.out.float()).float().mean() > 0.9

@@ -23,6 +23,9 @@ This keeps its relative accuracy in the tail, where 1 + erf cancels. Beyond 6 (P
 With ``forward_scale``, the backward functions also recompute the forward output, transposed and in E4M3. It then does
 not have to be saved: the bits are the same, and backward writes one more byte per element.
 
+Instead of u, backward can read it in 8 bits (``blocks_8bit``), as ``activate_and_keep`` writes it: half the memory
+between forward and backward. Forward then writes one more byte per element of u, and backward reads one less.
+
 Bytes moved per element of BF16 input and FP8 output in both layouts: plain 4, backward 6; per element of a: gated 6,
 backward 10. ReLU's exact zeros make the kernels count flushed values one by one (``finish_tile_stats``).
 """
@@ -35,8 +38,9 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import UsageError
-from narrowgauge.kernels import FP8_MAX, can_bypass_op, register, use_triton
+from narrowgauge.kernels import FP8_MAX, blocks_8bit, can_bypass_op, register, use_triton
 from narrowgauge.kernels.activation_kernels import gated_backward_kernel, pointwise_kernel
+from narrowgauge.kernels.blocks_8bit import Blocks8, decode_reference, encode_reference
 from narrowgauge.kernels.cast import allocate_words, finish_transposed, transpose_reference
 from narrowgauge.kernels.fp8_tile import FLUSH_THRESHOLD, quantize_reference, tile_grid, tiles_evenly
 from narrowgauge.kernels.launch import launch_kernel
@@ -76,10 +80,36 @@ def activate(
     return _drop_missing(call(op, a, b, scale, dtype, amax, counts, transposed, None))[:2]
 
 
+Kept = tuple[Blocks8, ...]
+"""The input of an activation in 8 bits: of a gated one gate and up."""
+
+
+def activate_and_keep(
+    kind: str,
+    u: Tensor,
+    scale: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    amax: Tensor | None = None,
+    counts: Tensor | None = None,
+    gate_last: bool = False,
+) -> tuple[Tensor, Kept]:
+    """Return the activation of ``u`` as ``activate`` does, and ``u`` in 8 bits."""
+    op, call = _name_op(kind), _pointwise if can_bypass_op(u) else _pointwise_op
+    a, b = _split_gate(u, gate_last) if kind in GATES else (u, None)
+    kept = tuple(blocks_8bit.allocate(part) for part in (a, b) if part is not None)
+    codes = [tensor for blocks in kept for tensor in blocks]
+    return call(op, a, b, scale, dtype, amax, counts, False, None, None, *codes)[0], kept
+
+
+def decode(kept: Kept, gate_last: bool = False, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Return what ``activate_and_keep`` kept as one tensor."""
+    return torch.cat([blocks.decode(dtype) for blocks in kept[:: -1 if gate_last else 1]], dim=1)
+
+
 def activate_backward(
     kind: str,
     grad_output: Tensor,
-    u: Tensor,
+    u: Tensor | Kept,
     scale: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
     amax: Tensor | None = None,
@@ -90,12 +120,15 @@ def activate_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the gradient of ``u``, in FP8 also transposed; with ``forward_scale`` also the activation as [F, N]."""
     op, options = _name_op(kind), (scale, dtype, amax, counts, transposed, forward_scale)
-    direct = can_bypass_op(grad_output, u)
+    direct = can_bypass_op(grad_output, u if isinstance(u, Tensor) else u[0].codes)
     if kind in GATES:
         gated = _gated_backward if direct else _gated_backward_op
-        return _drop_missing(gated(op, grad_output, u, gate_last, *options))
+        gate, up = _split_gate(u, gate_last) if isinstance(u, Tensor) else (u[0].codes, u[1].codes)
+        of_gate, of_up = (None, None) if isinstance(u, Tensor) else (u[0].scales, u[1].scales)
+        return _drop_missing(gated(op, grad_output, gate, up, gate_last, *options, of_gate, of_up))
     call = _pointwise if direct else _pointwise_op
-    return _drop_missing(call(f"{op}_backward", u, grad_output, *options))
+    codes, scales = (u, None) if isinstance(u, Tensor) else u[0]
+    return _drop_missing(call(f"{op}_backward", codes, grad_output, *options, scales))
 
 
 def evaluate_reference(kind: str, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,13 +181,13 @@ def _name_op(kind: str) -> str:
     return kind.replace("-", "_")
 
 
-def _check(op: str, dtype: torch.dtype, scale: Tensor | None, a: Tensor, b: Tensor, ratio: int = 1) -> None:
+def _check(op: str, dtype: torch.dtype, scale: Tensor | None, a: Tensor, b: Tensor) -> None:
     if (dtype in FP8_MAX) is (scale is None):
         raise UsageError(f"{op}: output in {dtype} {'needs a' if scale is None else 'takes no'} scale")
-    if a.dim() != 2 or b.shape != (a.shape[0], ratio * a.shape[1]):
+    if a.dim() != 2 or b.shape != a.shape:
         raise UsageError(
             f"{op}: got tensors of shape {tuple(a.shape)} and {tuple(b.shape)}; expected two dimensions each (flatten "
-            f"the leading ones), the same number of rows, and {ratio} times the columns"
+            "the leading ones) and the same shape, for gate and up each"
         )
 
 
@@ -227,10 +260,19 @@ def _pointwise(
     counts: Tensor | None,
     transposed: bool,
     forward_scale: Tensor | None,
+    a_scales: Tensor | None = None,
+    a_codes: Tensor | None = None,
+    a_codes_scales: Tensor | None = None,
+    b_codes: Tensor | None = None,
+    b_codes_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute one output; a is codes if it has scales. What a and b are in 8 bits is written to the codes' tensors."""
     _check(op, dtype, scale, a, a if b is None else b)
     plain = op.removesuffix("_backward")
     if not use_triton(a):
+        _encode_reference(a, a_codes, a_codes_scales)
+        _encode_reference(b, b_codes, b_codes_scales)
+        a = a if a_scales is None else decode_reference(a, a_scales)
         kind = plain.replace("_", "-")
         value, slope = evaluate_reference(GATES.get(kind, kind), _widen(a))
         forward = None if forward_scale is None else value
@@ -247,19 +289,32 @@ def _pointwise(
     launch_kernel(
         pointwise_kernel, tile_grid(length, width, tile),
         a, b, out, words, scale, amax, counts, recomputed, forward_scale,
+        a_scales, a_codes, a_codes_scales, b_codes, b_codes_scales,
         length, width, a.stride(0), 0 if b is None else b.stride(0), width, length // 16,
         OP=op, FORWARD=plain, LIMIT=FP8_MAX.get(dtype), TINY=FLUSH_THRESHOLD.get(dtype),
         WHOLE=tiles_evenly(length, width, tile), **tile,
     )  # fmt: skip
     if forward_scale is not None and recomputed is None:
-        recomputed = _recompute_forward(plain, a, None, forward_scale)
+        recomputed = _recompute_forward(plain, _decode(a, a_scales), None, forward_scale)
     return _collect_outputs(out, words, transposed, recomputed)
+
+
+def _encode_reference(x: Tensor | None, codes: Tensor | None, scales: Tensor | None) -> None:
+    if x is not None and codes is not None and scales is not None:
+        made = encode_reference(x)
+        codes.copy_(made.codes)
+        scales.copy_(made.scales)
+
+
+def _decode(x: Tensor, scales: Tensor | None) -> Tensor:
+    return x if scales is None else decode_reference(x, scales)
 
 
 def _gated_backward(
     op: str,
     grad_output: Tensor,
-    gate_up: Tensor,
+    gate: Tensor,
+    up: Tensor,
     gate_last: bool,
     scale: Tensor | None,
     dtype: torch.dtype,
@@ -267,10 +322,17 @@ def _gated_backward(
     counts: Tensor | None,
     transposed: bool,
     forward_scale: Tensor | None,
+    gate_scales: Tensor | None = None,
+    up_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check(f"{op}_backward", dtype, scale, grad_output, gate_up, ratio=2)
+    for part in (gate, up):
+        _check(f"{op}_backward", dtype, scale, grad_output, part)
     kind = op.replace("_", "-")
-    if not use_triton(gate_up):
+    if not use_triton(grad_output):
+        parts = [_widen(gate), _widen(up)]
+        if gate_scales is not None and up_scales is not None:
+            parts = [decode_reference(gate, gate_scales), decode_reference(up, up_scales)]
+        gate_up = torch.cat(parts[:: -1 if gate_last else 1], dim=1)
         forward = None if forward_scale is None else activate_reference(kind, gate_up, gate_last)
         value = activate_backward_reference(kind, grad_output, gate_up, gate_last)
         return _store_reference(value, scale, dtype, amax, counts, transposed, forward, forward_scale)
@@ -280,19 +342,19 @@ def _gated_backward(
     if not out.numel():
         return _collect_outputs(out, words, transposed, recomputed)
     grad_output = _make_rows_contiguous(grad_output)
-    gate, up = _split_gate(_make_rows_contiguous(gate_up), gate_last)
+    gate, up = _make_rows_contiguous(gate), _make_rows_contiguous(up)
     grad_gate, grad_up = _split_gate(out, gate_last)
     grad_gate_t, grad_up_t = (None, None) if words is None else words.split(width)[:: -1 if gate_last else 1]
     launch_kernel(
         gated_backward_kernel, tile_grid(length, width, GATED_TILE),
         grad_output, gate, up, grad_gate, grad_up, grad_gate_t, grad_up_t, scale, amax, counts, recomputed,
-        forward_scale,
+        forward_scale, gate_scales, up_scales,
         length, width, grad_output.stride(0), gate.stride(0), 2 * width, length // 16,
         NAME=GATES[kind].replace("-", "_"), FORWARD=op, LIMIT=FP8_MAX.get(dtype), TINY=FLUSH_THRESHOLD.get(dtype),
         WHOLE=tiles_evenly(length, width, GATED_TILE), **GATED_TILE,
     )  # fmt: skip
     if forward_scale is not None and recomputed is None:
-        recomputed = _recompute_forward(op, gate, up, forward_scale)
+        recomputed = _recompute_forward(op, _decode(gate, gate_scales), _decode(up, up_scales), forward_scale)
     return _collect_outputs(out, words, transposed, recomputed)
 
 
@@ -315,16 +377,16 @@ _STATISTICS = ("amax", "counts")
 _pointwise_op = register(
     "activation",
     _pointwise,
-    lambda op, a, b, scale, dtype, amax, counts, transposed, forward_scale: _make_fake(
+    lambda op, a, b, scale, dtype, amax, counts, transposed, forward_scale, *codes: _make_fake(
         a, a.shape[1], dtype, transposed, None if forward_scale is None else a.shape[1]
     ),
-    _STATISTICS,
+    (*_STATISTICS, "a_codes", "a_codes_scales", "b_codes", "b_codes_scales"),
 )
 _gated_backward_op = register(
     "gated_backward",
     _gated_backward,
-    lambda op, grad_output, gate_up, gate_last, scale, dtype, amax, counts, transposed, forward_scale: _make_fake(
-        gate_up, gate_up.shape[1], dtype, transposed, None if forward_scale is None else grad_output.shape[1]
+    lambda op, grad_output, gate, up, gate_last, scale, dtype, amax, counts, transposed, forward_scale, *scales: (
+        _make_fake(gate, 2 * gate.shape[1], dtype, transposed, None if forward_scale is None else gate.shape[1])
     ),
     _STATISTICS,
 )

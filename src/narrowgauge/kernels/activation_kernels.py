@@ -4,11 +4,15 @@ OP names a function of u (gelu), its gradient (gelu_backward), or a function of 
 function that backward recomputes. A pointer that is None removes its code when the kernel is compiled. The backward
 kernels recompute the forward output into ``recomputed_t_ptr``, transposed and in E4M3, for the product that reads it.
 They already load what this needs, so the output does not have to be saved in forward.
+
+With ``a_codes_ptr`` the forward kernel also writes its inputs in 8 bits (``blocks_8bit``). With ``a_scales_ptr`` the
+backward kernels read them: the inputs are codes then.
 """
 
 from __future__ import annotations
 
 from narrowgauge.kernels import HAVE_TRITON, jit, jit_unspecialized
+from narrowgauge.kernels.blocks_8bit import decode_codes, load_scales, store_codes
 from narrowgauge.kernels.fp8_tile import (
     add_misfit_counts,
     count_misfits,
@@ -120,9 +124,35 @@ def _slope(a, NAME: tl.constexpr):  # type: ignore[no-untyped-def]
         return tl.where(a <= 0.0, 0.0, 2.0 * a)
 
 
+@jit
+def _decode_four(  # type: ignore[no-untyped-def]
+    x0, x1, x2, x3, scales_ptr, n0, d0, length, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Return the four tiles of ``load_four`` in FP32, if what was loaded are codes."""
+    scales0 = load_scales(scales_ptr, n0, d0, length, WHOLE, BLOCK_N)
+    scales1 = load_scales(scales_ptr, n0 + 1, d0, length, WHOLE, BLOCK_N)
+    scales2 = load_scales(scales_ptr, n0 + 2, d0, length, WHOLE, BLOCK_N)
+    scales3 = load_scales(scales_ptr, n0 + 3, d0, length, WHOLE, BLOCK_N)
+    return (
+        decode_codes(x0, scales0), decode_codes(x1, scales1), decode_codes(x2, scales2), decode_codes(x3, scales3)
+    )  # fmt: skip
+
+
+@jit
+def _store_four(  # type: ignore[no-untyped-def]
+    x0, x1, x2, x3, codes_ptr, scales_ptr, n0, d0, length, width,
+    WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    store_codes(x0, codes_ptr, scales_ptr, n0, d0, length, width, width, WHOLE, BLOCK_N, BLOCK_D)
+    store_codes(x1, codes_ptr, scales_ptr, n0 + 1, d0, length, width, width, WHOLE, BLOCK_N, BLOCK_D)
+    store_codes(x2, codes_ptr, scales_ptr, n0 + 2, d0, length, width, width, WHOLE, BLOCK_N, BLOCK_D)
+    store_codes(x3, codes_ptr, scales_ptr, n0 + 3, d0, length, width, width, WHOLE, BLOCK_N, BLOCK_D)
+
+
 @jit_unspecialized("length", "n16")
 def pointwise_kernel(  # type: ignore[no-untyped-def]
     a_ptr, b_ptr, out_ptr, out_t_ptr, scale_ptr, amax_ptr, counts_ptr, recomputed_t_ptr, recomputed_scale_ptr,
+    a_scales_ptr, a_codes_ptr, a_codes_scales_ptr, b_codes_ptr, b_codes_scales_ptr,
     length, width, a_stride, b_stride, out_stride, n16, OP: tl.constexpr, FORWARD: tl.constexpr,
     LIMIT: tl.constexpr, TINY: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -131,8 +161,18 @@ def pointwise_kernel(  # type: ignore[no-untyped-def]
     b0, b1, b2, b3 = a0, a1, a2, a3
     if b_ptr is not None:
         b0, b1, b2, b3 = load_four(b_ptr, n0, d0, length, width, b_stride, WHOLE, BLOCK_N, BLOCK_D)
+    if a_scales_ptr is not None:
+        a0, a1, a2, a3 = _decode_four(a0, a1, a2, a3, a_scales_ptr, n0, d0, length, WHOLE, BLOCK_N)
     if recomputed_t_ptr is not None:
         issue_loads()
+    if a_codes_ptr is not None:
+        _store_four(
+            a0, a1, a2, a3, a_codes_ptr, a_codes_scales_ptr, n0, d0, length, width, WHOLE, BLOCK_N, BLOCK_D
+        )  # fmt: skip
+        if b_codes_ptr is not None:
+            _store_four(
+                b0, b1, b2, b3, b_codes_ptr, b_codes_scales_ptr, n0, d0, length, width, WHOLE, BLOCK_N, BLOCK_D
+            )  # fmt: skip
     scale = 1.0 if scale_ptr is None else tl.load(scale_ptr)
     if recomputed_t_ptr is not None:
         forward_scale = tl.load(recomputed_scale_ptr)
@@ -153,6 +193,8 @@ def pointwise_kernel(  # type: ignore[no-untyped-def]
             counted = 0
             for i in range(4):
                 a = load_rows(a_ptr, n0 + i, d0, length, width, a_stride, WHOLE, BLOCK_N, BLOCK_D)
+                if a_scales_ptr is not None:
+                    a = decode_codes(a, load_scales(a_scales_ptr, n0 + i, d0, length, WHOLE, BLOCK_N))
                 b = a
                 if b_ptr is not None:
                     b = load_rows(b_ptr, n0 + i, d0, length, width, b_stride, WHOLE, BLOCK_N, BLOCK_D)
@@ -176,7 +218,8 @@ def _gated_gradients(grad_output, gate, up, NAME: tl.constexpr):  # type: ignore
 def gated_backward_kernel(  # type: ignore[no-untyped-def]
     grad_output_ptr, gate_ptr, up_ptr, grad_gate_ptr, grad_up_ptr, grad_gate_t_ptr, grad_up_t_ptr, scale_ptr,
     amax_ptr, counts_ptr, recomputed_t_ptr,
-    recomputed_scale_ptr, length, width, grad_stride, stride, out_stride, n16, NAME: tl.constexpr,
+    recomputed_scale_ptr, gate_scales_ptr, up_scales_ptr,
+    length, width, grad_stride, stride, out_stride, n16, NAME: tl.constexpr,
     FORWARD: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -184,6 +227,11 @@ def gated_backward_kernel(  # type: ignore[no-untyped-def]
     gate0, gate1, gate2, gate3 = load_four(gate_ptr, n0, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
     up0, up1, up2, up3 = load_four(up_ptr, n0, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
     grad0, grad1, grad2, grad3 = load_four(grad_output_ptr, n0, d0, length, width, grad_stride, WHOLE, BLOCK_N, BLOCK_D)
+    if gate_scales_ptr is not None:
+        gate0, gate1, gate2, gate3 = _decode_four(
+            gate0, gate1, gate2, gate3, gate_scales_ptr, n0, d0, length, WHOLE, BLOCK_N
+        )
+        up0, up1, up2, up3 = _decode_four(up0, up1, up2, up3, up_scales_ptr, n0, d0, length, WHOLE, BLOCK_N)
     issue_loads()
     scale = 1.0 if scale_ptr is None else tl.load(scale_ptr)
     if recomputed_t_ptr is not None:
@@ -215,6 +263,9 @@ def gated_backward_kernel(  # type: ignore[no-untyped-def]
             for i in range(4):
                 gate = load_rows(gate_ptr, n0 + i, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
                 up = load_rows(up_ptr, n0 + i, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
+                if gate_scales_ptr is not None:
+                    gate = decode_codes(gate, load_scales(gate_scales_ptr, n0 + i, d0, length, WHOLE, BLOCK_N))
+                    up = decode_codes(up, load_scales(up_scales_ptr, n0 + i, d0, length, WHOLE, BLOCK_N))
                 grad_output = load_rows(
                     grad_output_ptr, n0 + i, d0, length, width, grad_stride, WHOLE, BLOCK_N, BLOCK_D
                 )

@@ -16,6 +16,10 @@ Bytes per element with an FP32 stream, a BF16 branch and FP8 outputs: forward 4 
 2 + 4 + 4 read, 4 + 1 written. Rows stay in registers from the only read to the only write, so the variance is computed
 from the deviations and loses no digits.
 
+For backward, forward can also write h in BF16, ``normalized``. Then the FP32 stream need not be kept: h appears only in
+products with means and in sums over rows, so its rounding changes grad_input by less than -60 dB. Backward can write y
+in FP8 again, so that it need not be kept either. Bytes: forward writes 2 more; backward reads 2 less and writes 1 more.
+
 grad_weight comes from partial sums, added in a fixed order: the same bits on every run. grad_input_lp and its amax come
 from grad_input before it is rounded to a 16-bit stream, so that FP8 rounds once. The kernels are in ``norm_kernels``.
 """
@@ -47,6 +51,8 @@ class NormOutput(NamedTuple):
     mean: Tensor | None
     """FP32, one per row; None for RMSNorm."""
     rstd: Tensor
+    normalized: Tensor | None = None
+    """(r - mean) * rstd in BF16, if it was asked for."""
 
 
 class LaunchConfig(NamedTuple):
@@ -92,12 +98,14 @@ def norm(
     dtype: torch.dtype = torch.bfloat16,
     amax: Tensor | None = None,
     counts: Tensor | None = None,
+    keep: bool = False,
 ) -> NormOutput:
     """Return norm(x + branch) * weight + bias of [N, D] as ``dtype``; with ``scale`` as scaled, saturated FP8."""
     _check(x, weight, kind, scale, dtype, counts, (branch,))
     run = _forward if can_bypass_op(x, weight) else _forward_op
-    out, residual, mean, rstd = run(x, weight, bias, eps, kind, branch, scale, dtype, amax, counts)
-    return NormOutput(out, None if branch is None else residual, mean if kind == "layer" else None, rstd)
+    normalized = x.new_empty(x.shape, dtype=torch.bfloat16) if keep else None
+    out, residual, mean, rstd = run(x, weight, bias, eps, kind, branch, scale, dtype, amax, counts, normalized)
+    return NormOutput(out, None if branch is None else residual, mean if kind == "layer" else None, rstd, normalized)
 
 
 def norm_backward(
@@ -121,16 +129,49 @@ def norm_backward(
     copy of grad_input: with ``scale`` in FP8 (``dtype``, by default E5M2), without it in ``dtype`` if that is a wider
     format. ``amax`` and ``counts`` are those of grad_input.
     """
+    if (mean is None) != (kind == "rms"):
+        raise UsageError(f"norm_backward: kind={kind} {'needs the' if mean is None else 'has no'} mean")
     lp = dtype or torch.float8_e5m2
     plain = scale is None and dtype is None
     _check(residual, weight, kind, scale, residual.dtype if plain else lp, counts, (grad_output, grad_residual))
-    if (mean is None) != (kind == "rms"):
-        raise UsageError(f"norm_backward: kind={kind} {'needs the' if mean is None else 'has no'} mean")
     run = _backward if can_bypass_op(grad_output, residual, weight) else _backward_op
     grad_input, grad_input_lp, grad_weight, grad_bias = run(
         grad_output, residual, weight, mean, rstd, grad_residual, has_bias, scale, lp, amax, counts
     )
     return grad_input, None if plain else grad_input_lp, grad_weight, grad_bias if has_bias else None
+
+
+def norm_backward_normalized(
+    grad_output: Tensor,
+    normalized: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rstd: Tensor,
+    stream_dtype: torch.dtype,
+    *,
+    kind: str = "layer",
+    grad_residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    amax: Tensor | None = None,
+    counts: Tensor | None = None,
+    forward_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:
+    """Return what ``norm_backward`` does, from ``normalized`` in place of the residual stream of ``stream_dtype``.
+
+    With ``forward_scale`` the last is forward's output in E4M3, computed again from ``normalized``.
+    """
+    lp = dtype or torch.float8_e5m2
+    plain = scale is None and dtype is None
+    _check(normalized, weight, kind, scale, stream_dtype if plain else lp, counts, (grad_output, grad_residual))
+    run = _backward if can_bypass_op(grad_output, normalized, weight) else _backward_op
+    again = None if forward_scale is None else torch.empty_like(normalized, dtype=torch.float8_e4m3fn)
+    has_bias = bias is not None
+    grad_input, grad_input_lp, grad_weight, grad_bias = run(
+        grad_output, normalized, weight, None, rstd, grad_residual, has_bias, scale, lp, amax, counts, kind,
+        stream_dtype, bias, again, forward_scale,
+    )  # fmt: skip
+    return grad_input, None if plain else grad_input_lp, grad_weight, grad_bias if has_bias else None, again
 
 
 def _check(
@@ -156,6 +197,7 @@ def _check(
 def norm_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str, branch: Tensor | None,
     scale: Tensor | None, dtype: torch.dtype, amax: Tensor | None, counts: Tensor | None,
+    normalized: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (out, residual, mean, rstd) in plain torch; a missing one is empty, as an op cannot return None."""
     wide = torch.promote_types(x.dtype, torch.float32)  # FP64 stays FP64
@@ -165,6 +207,8 @@ def norm_reference(
     if kind == "layer":
         r = r - mean[:, None]
     rstd = 1 / torch.sqrt(r.square().mean(-1) + eps)
+    if normalized is not None:
+        normalized.copy_(r * rstd[:, None])
     y = r * rstd[:, None] * weight.to(wide)
     if bias is not None:
         y = y + bias.to(wide)
@@ -175,14 +219,24 @@ def norm_backward_reference(
     grad_output: Tensor, residual: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor,
     grad_residual: Tensor | None,
     has_bias: bool, scale: Tensor | None, dtype: torch.dtype, amax: Tensor | None, counts: Tensor | None,
+    normalized_kind: str = "", stream_dtype: torch.dtype | None = None, bias: Tensor | None = None,
+    again: Tensor | None = None, forward_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return (grad_input, grad_input_lp, grad_weight, grad_bias) in plain torch; a missing one is empty."""
+    """Return (grad_input, grad_input_lp, grad_weight, grad_bias) in plain torch; a missing one is empty.
+
+    With ``normalized_kind`` the second argument is normalized, by a norm of that kind.
+    """
     wide = torch.promote_types(residual.dtype, torch.float32)
     grad_output = grad_output.to(wide)
-    h = (residual.to(wide) if mean is None else residual.to(wide) - mean[:, None]) * rstd[:, None]
+    h = residual.to(wide)
+    if not normalized_kind:
+        h = (h if mean is None else h - mean[:, None]) * rstd[:, None]
+    if again is not None and forward_scale is not None:
+        y = h * weight.to(wide)
+        again.copy_(quantize_reference(y if bias is None else y + bias.to(wide), forward_scale, again.dtype))
     g = grad_output * weight.to(wide)
     grad_input = g - h * (g * h).mean(-1, keepdim=True)
-    if mean is not None:
+    if mean is not None or normalized_kind == "layer":
         grad_input = grad_input - g.mean(-1, keepdim=True)
     grad_input = grad_input * rstd[:, None]
     if grad_residual is not None:
@@ -192,7 +246,7 @@ def norm_backward_reference(
     if not copied:
         grad_input_lp = grad_input.new_empty(0, dtype=dtype)
     grad_bias = grad_output.sum(0) if has_bias else grad_output.new_empty(0)
-    return grad_input.to(residual.dtype), grad_input_lp, (grad_output * h).sum(0), grad_bias
+    return grad_input.to(stream_dtype or residual.dtype), grad_input_lp, (grad_output * h).sum(0), grad_bias
 
 
 def _store_reference(
@@ -226,9 +280,10 @@ def _launch_constants(x: Tensor, config: LaunchConfig, lp: torch.dtype) -> dict[
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str, branch: Tensor | None,
     scale: Tensor | None, dtype: torch.dtype, amax: Tensor | None, counts: Tensor | None,
+    normalized: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     if not use_triton(x):
-        return norm_reference(x, weight, bias, eps, kind, branch, scale, dtype, amax, counts)
+        return norm_reference(x, weight, bias, eps, kind, branch, scale, dtype, amax, counts, normalized)
     out, residual, mean, rstd = _forward_fake(x, weight, bias, eps, kind, branch, scale, dtype, amax, counts)
     if x.numel():
         config = choose_forward_launch(x.shape[1])
@@ -236,7 +291,7 @@ def _forward(
             forward_kernel, (_count_programs(x, config),),
             x.contiguous(), None if branch is None else branch.contiguous(), weight, bias, scale, out,
             None if branch is None else residual, mean if kind == "layer" else None, rstd, amax, counts,
-            x.shape[0], eps, **_launch_constants(x, config, dtype),
+            normalized, x.shape[0], eps, **_launch_constants(x, config, dtype),
         )  # fmt: skip
     return out, residual, mean, rstd
 
@@ -244,6 +299,7 @@ def _forward(
 def _forward_fake(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str, branch: Tensor | None,
     scale: Tensor | None, dtype: torch.dtype, amax: Tensor | None, counts: Tensor | None,
+    normalized: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     residual = x.new_empty(x.shape if branch is not None else (0,))
     mean = x.new_empty(x.shape[0] if kind == "layer" else 0, dtype=torch.float32)
@@ -254,8 +310,13 @@ def _backward(
     grad_output: Tensor, residual: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor,
     grad_residual: Tensor | None,
     has_bias: bool, scale: Tensor | None, dtype: torch.dtype, amax: Tensor | None, counts: Tensor | None,
+    normalized_kind: str = "", stream_dtype: torch.dtype | None = None, bias: Tensor | None = None,
+    again: Tensor | None = None, forward_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    arguments = grad_output, residual, weight, mean, rstd, grad_residual, has_bias, scale, dtype, amax, counts
+    arguments = (
+        grad_output, residual, weight, mean, rstd, grad_residual, has_bias, scale, dtype, amax, counts,
+        normalized_kind, stream_dtype, bias, again, forward_scale,
+    )  # fmt: skip
     if not use_triton(residual):
         return norm_backward_reference(*arguments)
     grad_input, grad_input_lp, grad_weight, grad_bias = _backward_fake(*arguments)
@@ -269,8 +330,9 @@ def _backward(
             grad_output.contiguous(), residual.contiguous(), weight, mean, rstd,
             None if grad_residual is None else grad_residual.contiguous(), scale, grad_input,
             grad_input_lp if grad_input_lp.numel() else None,
-            partials[0], partials[1] if has_bias else None, amax, counts,
-            residual.shape[0], **_launch_constants(residual, config, dtype),
+            partials[0], partials[1] if has_bias else None, amax, counts, bias, again, forward_scale,
+            residual.shape[0], **_launch_constants(residual, config, dtype), NORMALIZED=bool(normalized_kind),
+            LAYER=mean is not None or normalized_kind == "layer",
         )  # fmt: skip
     for partial, total in zip(partials, (grad_weight, grad_bias), strict=False):
         # 16 columns are two whole sectors. 256 rows at once mean few waits for L2.
@@ -284,12 +346,15 @@ def _backward_fake(
     grad_output: Tensor, residual: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor,
     grad_residual: Tensor | None,
     has_bias: bool, scale: Tensor | None, dtype: torch.dtype, amax: Tensor | None, counts: Tensor | None,
+    normalized_kind: str = "", stream_dtype: torch.dtype | None = None, bias: Tensor | None = None,
+    again: Tensor | None = None, forward_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     copied = scale is not None or dtype not in FP8_MAX
     grad_input_lp = residual.new_empty(residual.shape if copied else (0,), dtype=dtype)
     grad_bias = rstd.new_empty(residual.shape[1] if has_bias else 0)
-    return residual.new_empty(residual.shape), grad_input_lp, rstd.new_empty(residual.shape[1]), grad_bias
+    grad_input = residual.new_empty(residual.shape, dtype=stream_dtype or residual.dtype)
+    return grad_input, grad_input_lp, rstd.new_empty(residual.shape[1]), grad_bias
 
 
-_forward_op = register("norm", _forward, _forward_fake, ("amax", "counts"))
-_backward_op = register("norm_backward", _backward, _backward_fake, ("amax", "counts"))
+_forward_op = register("norm", _forward, _forward_fake, ("amax", "counts", "normalized"))
+_backward_op = register("norm_backward", _backward, _backward_fake, ("amax", "counts", "again"))

@@ -3,6 +3,9 @@
 A program handles every P-th group of rows, where P is the number of programs. So each program issues one atomic for
 amax and one for each nonzero count, and writes one partial sum of grad_weight, which ``sum_kernel`` adds up. A pointer
 that is None removes its code when the kernel is compiled.
+
+With ``normalized_ptr`` forward also writes the rows before weight and bias. With NORMALIZED backward reads these in
+place of the residual stream, and with ``again_ptr`` it writes forward's output once more.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ def _write_stats(largest, saturated, flushed, amax_ptr, counts_ptr):  # type: ig
 @jit
 def forward_kernel(  # type: ignore[no-untyped-def]
     x_ptr, branch_ptr, weight_ptr, bias_ptr, scale_ptr, out_ptr, residual_ptr, mean_ptr, rstd_ptr, amax_ptr, counts_ptr,
-    rows, eps, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    normalized_ptr, rows, eps, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     LIMIT: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
     # With this hint Triton gives a thread 4 neighbours of every tensor (16 bytes of FP32, 4 of FP8; a warp covers whole
@@ -76,7 +79,10 @@ def forward_kernel(  # type: ignore[no-untyped-def]
             r = tl.where(live, r - mean[:, None], 0.0)
         rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(r * r, 1) / D + eps))
         tl.store(rstd_ptr + row, rstd, mask=there)
-        y = r * rstd[:, None] * weight
+        y = r * rstd[:, None]
+        if normalized_ptr is not None:
+            tl.store(normalized_ptr + first + cols[None, :], y.to(normalized_ptr.dtype.element_ty), mask=live)
+        y *= weight
         if bias_ptr is not None:
             y += bias
         y = tl.where(live, y, 0.0)  # rows beyond the end would add the bias, or 0 * inf, to amax
@@ -92,13 +98,18 @@ def forward_kernel(  # type: ignore[no-untyped-def]
 def backward_kernel(  # type: ignore[no-untyped-def]
     grad_output_ptr, residual_ptr, weight_ptr, mean_ptr, rstd_ptr, grad_residual_ptr, scale_ptr, grad_input_ptr,
     grad_input_lp_ptr, grad_weight_ptr,
-    grad_bias_ptr, amax_ptr, counts_ptr, rows, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    STAGES: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr,
+    grad_bias_ptr, amax_ptr, counts_ptr, bias_ptr, again_ptr, again_scale_ptr,
+    rows, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    STAGES: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr, LAYER: tl.constexpr, NORMALIZED: tl.constexpr,
 ):  # fmt: skip
     cols = tl.multiple_of(tl.arange(0, BLOCK), 4)  # as in the forward kernel
     inside = cols < D
     weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
     scale = 1.0 if scale_ptr is None else tl.load(scale_ptr)
+    if again_ptr is not None:
+        again_scale = tl.load(again_scale_ptr)
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
     grad_weight = tl.zeros([ROWS, BLOCK], tl.float32)
     grad_bias = tl.zeros([ROWS, BLOCK], tl.float32)
     largest = tl.zeros([BLOCK // 4], tl.int32)
@@ -114,15 +125,21 @@ def backward_kernel(  # type: ignore[no-untyped-def]
         if grad_residual_ptr is not None:
             grad_residual = tl.load(grad_residual_ptr + first + cols[None, :], mask=live, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + row, mask=there, other=0.0)[:, None]
-        if mean_ptr is not None:
-            h -= tl.load(mean_ptr + row, mask=there, other=0.0)[:, None]
-        h *= rstd
+        if not NORMALIZED:
+            if LAYER:
+                h -= tl.load(mean_ptr + row, mask=there, other=0.0)[:, None]
+            h *= rstd
+        if again_ptr is not None:
+            y = h * weight
+            if bias_ptr is not None:
+                y += bias
+            tl.store(again_ptr + first + cols[None, :], to_fp8(y * again_scale, 448.0), mask=live)
         grad_weight += grad_output * h  # grad_output is 0 beyond the end
         if grad_bias_ptr is not None:
             grad_bias += grad_output
         g = grad_output * weight
         grad_input = g - h * (tl.sum(g * h, 1, keep_dims=True) / D)
-        if mean_ptr is not None:
+        if LAYER:
             grad_input -= tl.sum(g, 1, keep_dims=True) / D
         grad_input *= rstd
         if grad_residual_ptr is not None:

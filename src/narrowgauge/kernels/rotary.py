@@ -45,8 +45,11 @@ def rotate(
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 0.0,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return rotated queries and keys [B, T, (H + K) S] and, with norms, 1 / rms of each head [B T, H + K].
+
+    ``in_place`` writes them over ``qkv``, and returns it.
 
     Args:
         qkv: Output of the projections [B, T, at least (H + K) S].
@@ -57,8 +60,9 @@ def rotate(
         k_weight: Weight [S] of the keys' norm.
         eps: Epsilon of the norms.
     """
-    call = _forward if can_bypass_op(qkv, cos, sin) else _forward_op
-    return call(qkv, cos, sin, *heads, q_weight, k_weight, eps)
+    if not can_bypass_op(qkv, cos, sin):
+        return _forward_op(qkv, cos, sin, *heads, q_weight, k_weight, eps)
+    return _forward(qkv, cos, sin, *heads, q_weight, k_weight, eps, in_place)
 
 
 def rotate_backward(
@@ -130,9 +134,9 @@ def _stack_weights(q_weight: Tensor, k_weight: Tensor, queries: int, keys: int) 
 
 @jit_unspecialized("length")
 def _forward_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, cos_ptr, sin_ptr, q_weight, k_weight, out_ptr, rstd_ptr, length, stride, angle_stride, eps,
+    x_ptr, cos_ptr, sin_ptr, q_weight, k_weight, out_ptr, rstd_ptr, length, stride, out_stride, angle_stride, eps,
     H: tl.constexpr, K: tl.constexpr, S: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
-    HEADS: tl.constexpr,
+    HEADS: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
@@ -165,7 +169,9 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     cos_right = tl.load(cos_ptr + angle + R // 2 + i, inside, 0.0).to(tl.float32)
     sin_left = tl.load(sin_ptr + angle + i, inside, 0.0).to(tl.float32)
     sin_right = tl.load(sin_ptr + angle + R // 2 + i, inside, 0.0).to(tl.float32)
-    target = out_ptr + row * (H + K) * S + head * S
+    target = out_ptr + row * out_stride + head * S
+    if IN_PLACE:
+        tl.debug_barrier()  # no thread stores before all have loaded
     tl.store(target + i, left * cos_left - right * sin_left, both)
     tl.store(target + R // 2 + i, right * cos_right + left * sin_right, both)
     if R < S:
@@ -257,30 +263,43 @@ def _constants(heads: Heads, turned: int) -> dict[str, Any]:
 
 def _forward(
     qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, keys: int, size: int, q_weight: Tensor | None,
-    k_weight: Tensor | None, eps: float,
+    k_weight: Tensor | None, eps: float, in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if not use_triton(qkv):
-        return rotate_reference(qkv, cos, sin, queries, keys, size, q_weight, k_weight, eps)
-    out, rstd = _forward_fake(qkv, cos, sin, queries, keys, size, q_weight, k_weight, eps)
+        out, rstd = rotate_reference(qkv, cos, sin, queries, keys, size, q_weight, k_weight, eps)
+        if in_place:
+            qkv[..., : out.shape[-1]] = out
+        return qkv if in_place else out, rstd
+    out, rstd = _forward_fake(qkv, cos, sin, queries, keys, size, q_weight, k_weight, eps, in_place)
     batch, length, _ = qkv.shape
     cos, sin = cos.contiguous(), sin.contiguous()
     if qkv.numel():
         launch_kernel(
             _forward_kernel, (batch * length,),
             qkv, cos, sin, q_weight, k_weight, out, rstd if rstd.numel() else None, length, qkv.stride(1),
-            cos.stride(0) if len(cos) > 1 else 0, eps, **_constants(Heads(queries, keys, size), cos.shape[-1]),
+            out.stride(1), cos.stride(0) if len(cos) > 1 else 0, eps,
+            **_constants(Heads(queries, keys, size), cos.shape[-1]), IN_PLACE=in_place,
         )  # fmt: skip
     return out, rstd
 
 
-def _forward_fake(
+def _rotate(
     qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, keys: int, size: int, q_weight: Tensor | None,
     k_weight: Tensor | None, eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The op of ``rotate``, which may not return its argument."""
+    return _forward(qkv, cos, sin, queries, keys, size, q_weight, k_weight, eps)
+
+
+def _forward_fake(
+    qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, keys: int, size: int, q_weight: Tensor | None,
+    k_weight: Tensor | None, eps: float, in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     batch, length, _ = qkv.shape
     count = batch * length if q_weight is not None else 0
     rstd = qkv.new_empty(count, queries + keys if count else 0, dtype=torch.float32)
-    return qkv.new_empty(batch, length, (queries + keys) * size), rstd if count else rstd.view(0)
+    out = qkv if in_place else qkv.new_empty(batch, length, (queries + keys) * size)
+    return out, rstd if count else rstd.view(0)
 
 
 def _backward(
@@ -317,5 +336,5 @@ def _backward_fake(
     return qkv.new_empty(batch, length, (queries + keys) * size), weights[0], weights[1]
 
 
-_forward_op = register("rotate", _forward, _forward_fake)
+_forward_op = register("rotate", _rotate, _forward_fake)
 _backward_op = register("rotate_backward", _backward, _backward_fake)

@@ -197,7 +197,8 @@ def convert_layers(
         if path in specs:
             spec = specs[path]
             holds = recipe.gradients != "released"
-            plan = make_plan(module, path, spec, by_path, scales, recipe.checkpoint, is_lean(recipe), holds)
+            options = recipe.checkpoint, is_lean(recipe), holds, recipe.activations
+            plan = make_plan(module, path, spec, by_path, scales, *options)
             mark_parts(module, spec)
             apply_change(module, FusedBlock(plan, graphs))
         elif path in by_path and by_path[path].part_of == "linear":

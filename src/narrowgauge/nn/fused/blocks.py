@@ -57,7 +57,7 @@ def run_block(
 ) -> Tensor:
     """Run a block on the residual stream x [B, T, D]."""
     before: GradientHandoff | None = getattr(x, HANDOFF, None)
-    plan = plan.without_frozen(tensors)
+    plan = plan.for_first_step().without_frozen(tensors)
     spec = plan.spec
     direct = spec.order != "post" and is_added_directly(spec.branch2, dropout.branch2, dropout.depth2)
     after = GradientHandoff(plan.down) if direct else None
@@ -80,7 +80,7 @@ def run_chain(
     link: GradientHandoff | None = None
     with torch.autocast(x.device.type, enabled=False):
         for whole, own, call in zip(plans, weights, calls, strict=True):
-            plan, flat = whole.without_frozen(own), own.flatten()
+            plan, flat = whole.for_first_step().without_frozen(own), own.flatten()
             needed = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *flat))
             following = GradientHandoff(plan.down)
             given = BlockInput(plan, call, own, x, branch, needed, NO_DROPOUT, False)

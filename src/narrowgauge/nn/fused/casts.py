@@ -154,6 +154,34 @@ def apply_norm(
     return operand, (made.mean, made.rstd), rows if made.residual is None else made.residual
 
 
+def can_keep_normalized(norms: NormWeights | None, reader: Projection, caster: Fp8Caster | None) -> bool:
+    """Whether ``apply_norm_and_keep`` can run: it writes FP8, which backward can write again."""
+    return norms is not None and _can_write_fp8(reader.input_formats, reader.input, caster)
+
+
+def apply_norm_and_keep(
+    norms: NormWeights, rows: Tensor, branch: Tensor | None, reader: Projection, caster: Fp8Caster
+) -> tuple[Operand, Normalized, Tensor]:
+    """Return what ``apply_norm`` does, with the normalized rows in place of statistics: all that backward needs."""
+    site = reader.input
+    assert site is not None
+    made = norm.norm(
+        rows, norms.weight, norms.bias, eps=norms.spec.eps, kind=norms.spec.kind, branch=branch, keep=True,
+        **_fp8_options(site, caster),
+    )  # fmt: skip
+    assert made.normalized is not None
+    kept = Normalized(made.normalized, made.rstd, rows.dtype)
+    return Operand(None, made.out, None, site.inv_scale), kept, rows if made.residual is None else made.residual
+
+
+class Normalized(NamedTuple):
+    """The rows of a norm before weight and bias, in BF16, and 1 / standard deviation of each."""
+
+    rows: Tensor
+    rstd: Tensor
+    stream_dtype: torch.dtype
+
+
 class NormGrads(NamedTuple):
     """Gradients of a norm and its residual stream."""
 
@@ -162,6 +190,8 @@ class NormGrads(NamedTuple):
     """The stream's gradient as the projection of the branch reads it."""
     weight: Tensor | None
     bias: Tensor | None
+    output: Operand = Operand()
+    """The norm's output, if it was computed again."""
 
 
 def norm_backward(
@@ -182,22 +212,53 @@ def norm_backward(
         total = total if grad_residual is None else grad_residual + total
         copied = Operand() if branch is None else cast_grad_output(branch, total, caster)
         return NormGrads(total, copied, None, None)
-    options: dict[str, Any] = {"kind": norms.spec.kind, "grad_residual": grad_residual}
-    site, operand = None, Operand()
-    if branch is not None and _can_write_fp8(branch.grad_formats, branch.grad, caster):
-        site = branch.grad
-        assert site is not None and caster is not None
-        options |= _fp8_options(site, caster)
-    elif branch is not None and branch.grad_formats == {"bf16"}:
-        options["dtype"] = BF16
+    options = _copy_options(branch, caster)
     grad_input, copy, grad_weight, grad_bias = norm.norm_backward(
-        grad_output, residual, norms.weight, *stats, has_bias=norms.bias is not None, **options
-    )
-    if site is not None:
-        operand = Operand(None, copy, None, site.inv_scale)
-    elif branch is not None:
-        operand = Operand(copy) if copy is not None else cast_grad_output(branch, grad_input, caster)
-    return NormGrads(grad_input, operand, grad_weight, grad_bias)
+        grad_output, residual, norms.weight, *stats, has_bias=norms.bias is not None, kind=norms.spec.kind,
+        grad_residual=grad_residual, **options,
+    )  # fmt: skip
+    return NormGrads(grad_input, _get_copy(branch, grad_input, copy, caster), grad_weight, grad_bias)
+
+
+def norm_backward_kept(
+    norms: NormWeights,
+    grad_output: Tensor,
+    kept: Normalized,
+    grad_residual: Tensor | None,
+    branch: Projection | None,
+    reader: Projection,
+    caster: Fp8Caster | None,
+) -> NormGrads:
+    """Return the same from normalized rows, and the norm's output for the reader's grad_weight."""
+    site = reader.input
+    assert site is not None
+    grad_input, copy, grad_weight, grad_bias, again = norm.norm_backward_normalized(
+        grad_output, kept.rows, norms.weight, norms.bias, kept.rstd, kept.stream_dtype, kind=norms.spec.kind,
+        grad_residual=grad_residual, forward_scale=None if reader.is_frozen else site.scale,
+        **_copy_options(branch, caster),
+    )  # fmt: skip
+    output = Operand() if again is None else Operand(None, again, None, site.inv_scale)
+    return NormGrads(grad_input, _get_copy(branch, grad_input, copy, caster), grad_weight, grad_bias, output)
+
+
+def _copy_options(branch: Projection | None, caster: Fp8Caster | None) -> dict[str, Any]:
+    """Return the options with which a norm's backward writes the stream's gradient as ``branch`` reads it."""
+    if branch is not None and _can_write_fp8(branch.grad_formats, branch.grad, caster):
+        assert branch.grad is not None and caster is not None
+        return _fp8_options(branch.grad, caster)
+    return {"dtype": BF16} if branch is not None and branch.grad_formats == {"bf16"} else {}
+
+
+def _get_copy(branch: Projection | None, grad: Tensor, copy: Tensor | None, caster: Fp8Caster | None) -> Operand:
+    """Return the stream's gradient as ``branch`` reads it, from the copy that a norm's backward wrote, if it did."""
+    if branch is None:
+        return Operand()
+    if copy is None:
+        return cast_grad_output(branch, grad, caster)
+    if copy.dtype is BF16:
+        return Operand(copy)
+    assert branch.grad is not None
+    return Operand(None, copy, None, branch.grad.inv_scale)
 
 
 def is_remade_in_backward(spec: BlockSpec, reader: Projection, caster: Fp8Caster | None) -> bool:
@@ -220,6 +281,17 @@ def apply_activation(spec: BlockSpec, u: Tensor, reader: Projection, caster: Fp8
     return cast_input(reader, compute_wide_activation(spec, u, reader), caster, needed)
 
 
+def apply_activation_and_keep(
+    spec: BlockSpec, u: Tensor, reader: Projection, caster: Fp8Caster | None
+) -> tuple[Operand, activation.Kept]:
+    """Return act(u) where ``is_remade_in_backward`` holds, and u in 8 bits for that."""
+    site = reader.input
+    assert site is not None and caster is not None
+    options = _fp8_options(site, caster)
+    lp, kept = activation.activate_and_keep(spec.activation, u, gate_last=spec.gate_last, **options)
+    return Operand(None, lp, None, site.inv_scale), kept
+
+
 def compute_wide_activation(spec: BlockSpec, u: Tensor, reader: Projection) -> Tensor:
     """Return act(u) in the widest format that the reader's products read, at least BF16."""
     dtype = get_wide_dtype(reader.input_formats) or BF16
@@ -231,7 +303,7 @@ def compute_wide_activation(spec: BlockSpec, u: Tensor, reader: Projection) -> T
 def apply_activation_backward(
     spec: BlockSpec,
     grad_output: Tensor,
-    u: Tensor,
+    u: Tensor | activation.Kept,
     a: Operand,
     reader: Projection,
     writer: Projection,
@@ -243,6 +315,7 @@ def apply_activation_backward(
     forward.
     """
     if not _has_kernel(spec):
+        assert isinstance(u, Tensor)
         with torch.enable_grad():
             leaf = u.detach().float().requires_grad_()
             value = compute_activation(spec.activation, leaf, spec.gate_last)
@@ -275,10 +348,23 @@ def _has_kernel(spec: BlockSpec) -> bool:
     return spec.activation in activation.KINDS
 
 
-def cast_heads_input(mixed: Tensor, reader: Projection, caster: Fp8Caster | None, needed: bool) -> Operand:
-    """Cast attention's output [B, H, T, S] to the output projection's formats, one row per token."""
+def is_remade_from_heads(reader: Projection, caster: Fp8Caster | None) -> bool:
+    """Whether ``cast_heads_input`` gives the same bits in backward, so that its result need not be kept."""
+    return _can_write_fp8(reader.input_formats, reader.input, caster)
+
+
+def cast_heads_input(
+    mixed: Tensor, reader: Projection, caster: Fp8Caster | None, needed: bool, transposed: bool = True
+) -> Operand:
+    """Cast attention's output [B, H, T, S] to the output projection's formats, one row per token.
+
+    Without ``transposed``, a copy for grad_weight is left to backward.
+    """
     if reader.input_formats == {"fp8"}:
         assert caster is not None and reader.input is not None
+        rows = mixed.transpose(1, 2)
+        if not transposed and rows.is_contiguous():
+            return caster.cast(rows.flatten(2).flatten(0, 1), reader.input, False)
         scale, inv_scale, amax = caster.scale_of(mixed, reader.input)
         lp, lp_t = cast.cast_transpose_packed((mixed,), scale, reader.input.dtype, amax, caster.counts(reader.input))
         return Operand(None, lp, lp_t if reader.reads_transposed else None, inv_scale)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.nn.fused.adapters import NO_STATE, AdapterGrads, AdapterState
-from narrowgauge.nn.fused.attention import Attended, attend, attend_backward, make_operand_of
+from narrowgauge.nn.fused.attention import Attended, attend, attend_backward, is_operand_remade, make_operand_of
 from narrowgauge.nn.fused.casts import NormGrads
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, Some
 from narrowgauge.nn.fused.sublayers import (
@@ -43,6 +43,8 @@ class AttentionHalf:
     branch: Branch
     of_inputs: AdapterState = NO_STATE
     of_out: AdapterState = NO_STATE
+    is_h_remade: bool = False
+    """Whether the norm's backward computes h again."""
 
 
 @dataclass
@@ -51,10 +53,13 @@ class MlpHalf:
 
     h: Operand
     u: Tensor
+    """The activation's input; empty after ``drop_unneeded`` if it is kept in 8 bits."""
     activated: Activated
     branch: Branch
     of_ups: AdapterState = NO_STATE
     of_down: AdapterState = NO_STATE
+    is_h_remade: bool = False
+    """Whether the norm's backward computes h again."""
 
 
 class EndGrads(NamedTuple):
@@ -86,10 +91,11 @@ def run_attention(run: Run, h: Operand, shape: torch.Size) -> tuple[Tensor, Tens
     batch, length, _ = shape
     qkv, of_inputs = project(run, h, uses.qkv, plan.qkv, tensors.input_biases)
     attended = attend(plan, qkv.view(batch, length, -1), run.call, tensors, run.needed, run.dropout.attention)
-    o = make_operand_of(plan, attended, run.caster, run.needed)
+    is_remade = run.needed and is_operand_remade(plan, run.caster)
+    o = make_operand_of(plan, attended, run.caster, run.needed, not is_remade)
     projected, of_out = project(run, o, uses.out, plan.out, tensors.out_bias)
     out, branch = finish_branch(run, 1, projected, batch)
-    return out, qkv, AttentionHalf(h, attended, o, branch, of_inputs, of_out)
+    return out, qkv, AttentionHalf(h, attended, Operand() if is_remade else o, branch, of_inputs, of_out)
 
 
 def run_mlp(run: Run, h: Operand, batch: int, whole: bool = True) -> tuple[Tensor, MlpHalf]:
@@ -126,12 +132,18 @@ def attention_backward(
     """Return the gradients of attention's half, from that of its output projection."""
     plan, tensors, uses = run.plan, run.tensors, run.uses
     grad_o, state = input_backward(run, grad, uses.out, plan.out, half.of_out)
-    adapters = adapters_backward(run, grad, half.o, plan.out, state, needs)
-    of_out, of_out_bias = project_backward(grad, half.o, uses.out, plan.out, needs.out, needs.out_bias)
+    o = half.o
+    if o.is_empty and any(needs.out):
+        o = make_operand_of(plan, half.attended, plan.caster(False), True)
+    adapters = adapters_backward(run, grad, o, plan.out, state, needs)
+    of_out, of_out_bias = project_backward(grad, o, uses.out, plan.out, needs.out, needs.out_bias)
     grad_qkv, of_own, of_others = attend_backward(
         plan, half.attended, grad_o, shape, tensors, run.caster, tuple(bool(need) for need in needs.own)
     )
     grad_h, state = input_backward(run, grad_qkv, uses.qkv, plan.qkv, half.of_inputs)
+    if half.is_h_remade:
+        own, others = tuple(of_own), tuple(of_others)
+        return HalfGrads(grad_h, grad_qkv, (), (), of_out, of_out_bias, adapters, own, others)
     adapters |= adapters_backward(run, grad_qkv, half.h, plan.qkv, state, needs)
     of_inputs, of_biases = project_backward(grad_qkv, half.h, uses.qkv, plan.qkv, needs.inputs, needs.input_biases)
     return HalfGrads(
@@ -140,16 +152,31 @@ def attention_backward(
 
 
 def mlp_backward(run: Run, half: MlpHalf, grad: Operand, needs: BlockTensors) -> HalfGrads:
-    """Return the gradients of the MLP, from that of its last projection."""
+    """Return the gradients of the MLP, from that of its last projection; those of its first weights may follow later
+    (``finish_mlp``)."""
     plan, uses = run.plan, run.uses
     grad_a, state = input_backward(run, grad, uses.down, plan.down, half.of_down)
     grad_u, a = activate_backward(run, grad_a, half.u, half.activated)
     adapters = adapters_backward(run, grad, a, plan.down, state, needs)
     of_down, of_down_bias = project_backward(grad, a, uses.down, plan.down, needs.down, needs.down_bias)
     grad_h, state = input_backward(run, grad_u, uses.up, plan.up, half.of_ups)
+    if half.is_h_remade:
+        return HalfGrads(grad_h, grad_u, (), (), of_down, of_down_bias, adapters)
     adapters |= adapters_backward(run, grad_u, half.h, plan.up, state, needs)
     of_ups, of_up_biases = project_backward(grad_u, half.h, uses.up, plan.up, needs.ups, needs.up_biases)
     return HalfGrads(grad_h, grad_u, of_ups, of_up_biases, of_down, of_down_bias, adapters)
+
+
+def finish_attention(run: Run, grads: HalfGrads, h: Operand, needs: BlockTensors) -> HalfGrads:
+    """Return the gradients of attention's half with those of its first weights, from what their product reads."""
+    made = project_backward(grads.grad_first, h, run.uses.qkv, run.plan.qkv, needs.inputs, needs.input_biases)
+    return grads._replace(first=made[0], first_biases=made[1])
+
+
+def finish_mlp(run: Run, grads: HalfGrads, h: Operand, needs: BlockTensors) -> HalfGrads:
+    """Return the gradients of the MLP with those of its first weights, from what their product reads."""
+    made = project_backward(grads.grad_first, h, run.uses.up, run.plan.up, needs.ups, needs.up_biases)
+    return grads._replace(first=made[0], first_biases=made[1])
 
 
 def collect_grads(
@@ -177,10 +204,13 @@ def drop_unneeded(plan: BlockPlan, attention: AttentionHalf, mlp: MlpHalf) -> No
     """Drop what only forward's products read, and what is recomputed."""
     selective, made = plan.checkpoint == "selective", mlp.activated
     remade = selective or (plan.down.is_frozen and made.kept is None)
-    mlp.activated = made._replace(a=Operand() if remade else plan.down.keep_for_backward(made.a)._replace(lp=None))
+    if made.codes is not None:
+        mlp.u = mlp.u.new_empty(0)
+    a = Operand() if remade else plan.down.keep_for_backward(made.a)._replace(lp=None)
+    mlp.activated = made._replace(a=a)
     attention.o = plan.out.keep_for_backward(attention.o)
-    attention.h = Operand() if selective else plan.qkv.keep_for_backward(attention.h)
-    mlp.h = Operand() if selective else plan.up.keep_for_backward(mlp.h)
+    attention.h = Operand() if selective or attention.is_h_remade else plan.qkv.keep_for_backward(attention.h)
+    mlp.h = Operand() if selective or mlp.is_h_remade else plan.up.keep_for_backward(mlp.h)
 
 
 def restore(

@@ -44,9 +44,19 @@ class BlockPlan:
     """Cross-attention's projections: of the query, of key and value, and of the output."""
     settings: tuple[tuple[str, dict[str, Any]], ...] = ()
     """Paths and attributes of the modules with adapters when the block was converted."""
+    activations: str = "bf16"
+    """In what form the activation's input is kept for backward: bf16 or 8bit."""
 
     def caster(self, record: bool, evaluating: bool = False) -> Fp8Caster | None:
         return Fp8Caster(self.scales, record, evaluating) if self.scales is not None else None
+
+    def for_first_step(self) -> BlockPlan:
+        """Return the plan for a step whose scales are not known yet: kernels cannot write 8 bits directly then, so the
+        block is recomputed, and no later step takes more memory."""
+        scales = self.scales
+        if self.activations == "bf16" or scales is None or scales.mode != "delayed" or scales.delayed:
+            return self
+        return replace(self, checkpoint="full")
 
     def with_own_attention(self) -> BlockPlan:
         """Return the plan for a call with arguments that the fast form of attention does not know."""

@@ -22,7 +22,17 @@ from torch import Tensor
 
 from narrowgauge.nn.fused import cross, halves
 from narrowgauge.nn.fused.attention import Attended, make_operand_of
-from narrowgauge.nn.fused.casts import Projection, Stats, apply_norm, norm_backward
+from narrowgauge.nn.fused.casts import (
+    Normalized,
+    NormWeights,
+    Projection,
+    Stats,
+    apply_norm,
+    apply_norm_and_keep,
+    can_keep_normalized,
+    norm_backward,
+    norm_backward_kept,
+)
 from narrowgauge.nn.fused.cross import CrossHalf
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, bind_norms
 from narrowgauge.nn.fused.reports import report_activations, report_gradients
@@ -40,6 +50,8 @@ class Saved:
     stats2: Stats | None
     mlp: halves.MlpHalf
     cross: CrossHalf | None = None
+    kept: tuple[Normalized, Normalized] | None = None
+    """What both norms keep in place of the stream and their outputs."""
 
     @property
     def attended(self) -> Attended:
@@ -87,6 +99,8 @@ def forward(run: Run, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor,
     plan, caster, (norm1, norm2) = run.plan, run.caster, bind_norms(run.plan.spec, run.tensors)
     width = x.shape[-1]
     rows, flat = x.reshape(-1, width), None if branch is None else branch.reshape(-1, width)
+    if _keeps_normalized(run, norm1, norm2):
+        return _forward_and_keep(run, x, flat)
     h1, stats1, x0 = apply_norm(norm1, rows, flat, plan.qkv, caster)
     out, qkv, attention = halves.run_attention(run, h1, x.shape)
     stream, last, crossed = x0, out, None
@@ -96,6 +110,55 @@ def forward(run: Run, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor,
     y, mlp = halves.run_mlp(run, h2, len(x), not run.again or needs_values(plan.spec.branch2))
     report_activations(run, (h1, h2), qkv, attention.attended, out, mlp.u, mlp.activated.a, y)
     return x0.view_as(x), x1, y, Saved(stats1, attention, x1, stats2, mlp, crossed)
+
+
+def _keeps_normalized(run: Run, norm1: NormWeights | None, norm2: NormWeights | None) -> bool:
+    """Whether the norms' inputs are kept as normalized rows in BF16, instead of the stream in FP32."""
+    plan, caster = run.plan, run.caster
+    if plan.activations != "8bit" or plan.checkpoint != "none" or plan.spec.cross is not None:
+        return False
+    both = can_keep_normalized(norm1, plan.qkv, caster) and can_keep_normalized(norm2, plan.up, caster)
+    return both and run.needed and not run.again
+
+
+def _forward_and_keep(run: Run, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Saved]:
+    """Run ``forward`` with norms that keep their normalized rows."""
+    plan, caster, (norm1, norm2) = run.plan, run.caster, bind_norms(run.plan.spec, run.tensors)
+    assert norm1 is not None and norm2 is not None and caster is not None
+    h1, kept1, x0 = apply_norm_and_keep(norm1, x.reshape(-1, x.shape[-1]), branch, plan.qkv, caster)
+    out, qkv, attention = halves.run_attention(run, h1, x.shape)
+    h2, kept2, x1 = apply_norm_and_keep(norm2, x0, out, plan.up, caster)
+    y, mlp = halves.run_mlp(run, h2, len(x))
+    attention.is_h_remade = mlp.is_h_remade = True
+    report_activations(run, (h1, h2), qkv, attention.attended, out, mlp.u, mlp.activated.a, y)
+    nothing = x.new_empty(()).expand(x.shape)  # backward reads only its shape
+    return nothing, x1, y, Saved(None, attention, x.new_empty(0), None, mlp, None, (kept1, kept2))
+
+
+def _backward_kept(
+    run: Run,
+    saved: Saved,
+    x0: Tensor,
+    grad: Tensor,
+    given: Operand | None,
+    reader: Projection | None,
+    needs: BlockTensors,
+) -> tuple[Tensor, Operand, BlockTensors, list[Tensor | None]]:
+    """Run ``backward`` after ``_forward_and_keep``: norms compute again what the products of weights read."""
+    plan, caster, (norm1, norm2) = run.plan, run.caster, bind_norms(run.plan.spec, run.tensors)
+    assert norm1 is not None and norm2 is not None and saved.kept is not None
+    end2 = halves.end_backward(run, 2, saved.mlp.branch, grad, given)
+    mlp = halves.mlp_backward(run, saved.mlp, end2.grad, needs)
+    writer = plan.out if saved.attention.branch.is_plain else None
+    two = norm_backward_kept(norm2, mlp.grad_h, saved.kept[1], grad, writer, plan.up, caster)
+    mlp = halves.finish_mlp(run, mlp, two.output, needs)
+    end1 = halves.end_backward(run, 1, saved.attention.branch, two.stream, None if writer is None else two.operand)
+    attention = halves.attention_backward(run, saved.attention, end1.grad, x0.shape, needs)
+    one = norm_backward_kept(norm1, attention.grad_h, saved.kept[0], two.stream, reader, plan.qkv, caster)
+    attention = halves.finish_attention(run, attention, one.output, needs)
+    report_gradients(run, end2.grad, mlp.grad_first, end1.grad, attention.grad_first)
+    grads = halves.collect_grads(run, one, attention, end1, two, mlp, end2)
+    return one.stream, one.operand, grads, list(attention.others)
 
 
 def backward(
@@ -118,6 +181,8 @@ def backward(
         reader: The last projection of the block before, which reads the gradient of x + b.
         needs: Which parameters need gradients: True or False in place of tensors.
     """
+    if saved.kept is not None:
+        return _backward_kept(run, saved, x0, grad, given, reader, needs)
     plan, caster, (norm1, norm2) = run.plan, run.caster, bind_norms(run.plan.spec, run.tensors)
     end2 = halves.end_backward(run, 2, saved.mlp.branch, grad, given)
     mlp = halves.mlp_backward(run, saved.mlp, end2.grad, needs)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.kernels import norm as norm_kernel
+from narrowgauge.kernels.activation import Kept, decode
 from narrowgauge.nn.blocks.spec import BranchSpec
 from narrowgauge.nn.fused.adapters import NO_STATE, AdapterGrads, Adapters, AdapterState
 from narrowgauge.nn.fused.attention import BlockCall
@@ -17,6 +18,7 @@ from narrowgauge.nn.fused.casts import (
     Projection,
     Stats,
     apply_activation,
+    apply_activation_and_keep,
     apply_activation_backward,
     cast_grad_output,
     cast_input,
@@ -148,6 +150,8 @@ class Activated(NamedTuple):
     a: Operand = Operand()
     kept: Tensor | None = None
     """What dropout kept."""
+    codes: Kept | None = None
+    """The activation's input in 8 bits."""
 
 
 def is_activation_remade(run: Run) -> bool:
@@ -156,10 +160,20 @@ def is_activation_remade(run: Run) -> bool:
     return not run.dropout.mlp and (plan.down.is_frozen or is_remade_in_backward(plan.spec, plan.down, run.caster))
 
 
+def _is_input_kept_short(run: Run) -> bool:
+    """Whether the activation's input is kept in 8 bits: only where kernels write and read it directly."""
+    plan = run.plan
+    short = plan.activations == "8bit" and plan.checkpoint != "full" and run.needed and not run.again
+    return short and is_remade_in_backward(plan.spec, plan.down, run.caster)
+
+
 def activate(run: Run, u: Tensor, before: Tensor | None = None) -> Activated:
     """Return act(u) with dropout; ``before`` is what dropout kept the first time, if this is a recomputation."""
     plan, probability = run.plan, run.dropout.mlp
     if not probability:
+        if _is_input_kept_short(run):
+            a, codes = apply_activation_and_keep(plan.spec, u, plan.down, run.caster)
+            return Activated(a, codes=codes)
         return Activated(apply_activation(plan.spec, u, plan.down, run.caster, run.needed))
     value = compute_wide_activation(plan.spec, u, plan.down)
     if before is None:
@@ -173,9 +187,11 @@ def activate_backward(run: Run, grad: Tensor, u: Tensor, made: Activated) -> tup
     plan = run.plan
     if made.kept is not None:
         grad = torch.ops.aten.native_dropout_backward(grad, made.kept, 1.0 / (1.0 - run.dropout.mlp))
-    grad_u, a = apply_activation_backward(plan.spec, grad, u, made.a, plan.down, plan.up, run.caster)
+    read = u if made.codes is None else made.codes
+    grad_u, a = apply_activation_backward(plan.spec, grad, read, made.a, plan.down, plan.up, run.caster)
     if plan.down.adapters and a.hp is None:
-        a = a._replace(hp=compute_wide_activation(plan.spec, u, plan.down))
+        wide = u if made.codes is None else decode(made.codes, plan.spec.gate_last)
+        a = a._replace(hp=compute_wide_activation(plan.spec, wide, plan.down))
     return grad_u, a
 
 

@@ -1,0 +1,120 @@
+"""Matrices in 8 bits with a scale for 64 columns, and activations that keep their input that way."""
+
+import math
+
+import pytest
+import torch
+from oracle import KERNEL, assert_same, draw, hardware_rounding, statistics  # noqa: F401
+
+from narrowgauge.kernels import blocks_8bit
+from narrowgauge.kernels.activation import GATES, KINDS, activate, activate_and_keep, activate_backward, decode
+from narrowgauge.kernels.blocks_8bit import BLOCK, decode_reference, encode_reference
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SCALE = torch.tensor(16.0)
+SHAPES = [(128, 64), (48, 40), (80, 136), (66, 2), (5, 3)]
+CASES = pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        *((kind, shape) for kind in ("gelu", "swiglu") for shape in SHAPES),
+        *((kind, (16, 70)) for kind in KINDS if kind not in ("gelu", "swiglu")),
+    ],
+    ids=str,
+)
+pytestmark = pytest.mark.usefixtures("hardware_rounding")
+
+
+def test_the_error_is_at_most_half_a_step():
+    x = draw(64, 300, lowest=-6, highest=6)
+    made = encode_reference(x)
+    assert made.codes.shape == x.shape and made.scales.shape == (math.ceil(300 / BLOCK), 64)
+    blocks = torch.nn.functional.pad(x.float(), (0, -300 % BLOCK)).view(64, -1, BLOCK)
+    limit = blocks.abs().amax(-1, keepdim=True).expand_as(blocks).reshape(64, -1)[:, :300]
+    error = (made.decode(torch.float32) - x.float()).abs()
+    assert (error <= limit * (0.5 / 127 * 1.02)).all()
+    assert made.codes.min() >= 1
+
+
+def test_normal_values_have_44_decibels():
+    x = torch.randn(512, 512, generator=torch.Generator().manual_seed(0))
+    error = encode_reference(x).decode(torch.float32) - x
+    decibels = 10 * torch.log10(x.square().mean() / error.square().mean())
+    assert 43 < decibels < 45
+
+
+def test_special_values():
+    x = torch.zeros(6, 64)
+    x[1, 3] = math.inf
+    x[2, 5] = math.nan
+    x[3] = 1e-44
+    x[4] = 3.3e38
+    x[5, 0] = -1.0
+    back = encode_reference(x).decode(torch.float32)
+    assert torch.equal(back[0], x[0]) and torch.equal(back[3], x[0])
+    assert not back[1].isfinite().any() and not back[2].isfinite().any()
+    assert back[4].isfinite().all() and (back[4] / x[4] - 1).abs().max() < 0.01
+    assert back[5, 0].item() == pytest.approx(-1.0, rel=0.01) and not back[5, 1:].any()
+
+
+def draw_case(kind, shape):
+    u = draw(shape[0], shape[1] * (2 if kind in GATES else 1), lowest=-3, highest=3)
+    return u, draw(*shape, lowest=-3, highest=3)
+
+
+@KERNEL
+@CASES
+def test_forward_keeps_its_input(kind, shape):
+    (u, _), last = draw_case(kind, shape), shape[1] == 3
+    (amax, counts), (amax_plain, counts_plain) = statistics(), statistics()
+    out, kept = activate_and_keep(kind, u, SCALE, E4M3, amax, counts, gate_last=last)
+    plain, _ = activate(kind, u, SCALE, E4M3, amax_plain, counts_plain, gate_last=last)
+    assert_same(out, plain)
+    assert torch.equal(amax, amax_plain) and torch.equal(counts, counts_plain)
+    parts = u.chunk(2, 1)[:: -1 if last else 1] if kind in GATES else (u,)
+    assert len(kept) == len(parts)
+    for blocks, part in zip(kept, parts, strict=True):
+        wanted = encode_reference(part)
+        assert torch.equal(blocks.scales, wanted.scales)
+        assert (blocks.codes.int() - wanted.codes.int()).abs().max() <= 1
+        assert (blocks.codes == wanted.codes).float().mean() > 0.99  # the last bit of a reciprocal
+    together = torch.cat([blocks.decode(torch.float32) for blocks in kept][:: -1 if last else 1], 1)
+    assert torch.equal(decode(kept, last, torch.float32), together)
+
+
+@KERNEL
+@CASES
+def test_backward_reads_codes_as_it_reads_their_values(kind, shape):
+    (u, grad_output), last, by = draw_case(kind, shape), shape[1] == 3, torch.tensor(9.0)
+    _, kept = activate_and_keep(kind, u, SCALE, E4M3, gate_last=last)
+    values = decode(kept, last, torch.float32)
+    (amax, counts), (amax_plain, counts_plain) = statistics(), statistics()
+    out, out_t, again = activate_backward(
+        kind, grad_output, kept, SCALE, E5M2, amax, counts, forward_scale=by, gate_last=last
+    )
+    plain, plain_t, plain_again = activate_backward(
+        kind, grad_output, values, SCALE, E5M2, amax_plain, counts_plain, forward_scale=by, gate_last=last
+    )
+    assert_same(out, plain)
+    assert_same(out_t, plain_t)
+    assert_same(again, plain_again)
+    assert torch.equal(amax, amax_plain) and torch.equal(counts, counts_plain)
+    wide, *_ = activate_backward(kind, grad_output, kept, gate_last=last)
+    plain, *_ = activate_backward(kind, grad_output, values, gate_last=last)
+    assert torch.equal(wide, plain)
+
+
+@KERNEL
+def test_a_value_that_is_not_finite_reaches_the_gradient():
+    u = torch.ones(16, 64, dtype=torch.bfloat16)
+    u[3, 7] = math.nan
+    u[5, 1] = math.inf
+    _, kept = activate_and_keep("gelu", u, SCALE, E4M3)
+    grad, *_ = activate_backward("gelu", torch.ones_like(u), kept)
+    bad = ~grad.isfinite()
+    assert bad[3, 7] and bad[5, 1] and bad.any(1).nonzero().flatten().tolist() == [3, 5]
+
+
+def test_codes_take_half_the_memory():
+    kept = blocks_8bit.allocate(torch.empty(1024, 4096))
+    assert sum(tensor.nbytes for tensor in kept) == 1024 * 4096 * (1 + 2 / 64)
+    assert decode_reference(torch.full_like(kept.codes, 128), torch.ones_like(kept.scales)).abs().max() == 0

@@ -1,0 +1,170 @@
+"""What fused blocks keep for backward with activations=8bit: less memory, the same forward, gradients as accurate."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from model_families import LANGUAGE, make_batch, without_dropout
+from torch import Tensor, nn
+
+import narrowgauge as ng
+from narrowgauge.nn.fused import passes
+
+PLAIN, SHORT = "fp8[products=all]", "fp8[products=all,activations=8bit]"
+FAMILIES = ["llama", "qwen3", "gpt2", "gemma2", "nano", "bert", "gpt-neox", "t5", "olmo2", "torch-pre"]
+
+
+def build(family: str) -> nn.Module:
+    return LANGUAGE[family]()  # type: ignore[no-any-return]
+
+
+def train(family: str, recipe: str, change: Any = None, rate: float = 0.0) -> tuple[list[float], dict[str, Tensor]]:
+    """Return the losses of two steps, and the gradients of the second; with a rate of 0 the weights do not change."""
+    model = without_dropout(build(family))
+    if change is not None:
+        change(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    engine = ng.Engine(model, torch.optim.SGD(trained, rate), recipe)
+    losses, grads, ids = [], {}, make_batch(0, rows=4, length=32)
+    for _ in range(2):
+        with engine.forward():
+            loss = engine.model(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        engine.step()
+        losses.append(loss.item())
+    return losses, grads
+
+
+def find_decibels(wanted: dict[str, Tensor], got: dict[str, Tensor]) -> dict[str, float]:
+    """Return the accuracy of each gradient that is not negligible."""
+    assert wanted.keys() == got.keys()
+    largest = max(float(value.abs().max()) for value in wanted.values())
+    large = [name for name, value in wanted.items() if value.abs().max() > 1e-3 * largest]
+    return {
+        name: float(10 * torch.log10(wanted[name].square().sum() / (wanted[name] - got[name]).square().sum()))
+        for name in large
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_losses_are_equal_and_gradients_as_accurate(family):
+    _, exact = train(family, "fp32")
+    plain, wanted = train(family, PLAIN)
+    short, got = train(family, SHORT)
+    assert short == plain  # the first step recomputes its blocks, and forward is the same
+    before, after = find_decibels(exact, wanted), find_decibels(exact, got)
+    assert min(before.values()) > 5
+    lost = [before[name] - after[name] for name in before]
+    assert sum(lost) / len(lost) < 0.25, lost
+    assert max(lost) < 1.5, lost  # small tensors: rounding of a few values, either way
+
+
+def freeze(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "mlp" not in name
+
+
+def freeze_all_but_norms(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "norm" in name
+
+
+@pytest.mark.parametrize("checkpoint", ["selective", "full"])
+def test_recomputation(checkpoint):
+    """With recomputation of whole blocks nothing else is kept, so there is no difference."""
+    plain, wanted = train("llama", f"fp8[products=all,checkpoint={checkpoint}]")
+    short, got = train("llama", f"fp8[products=all,activations=8bit,checkpoint={checkpoint}]")
+    assert short == plain
+    distances = find_decibels(wanted, got) if checkpoint == "selective" else {"": 100.0}
+    assert min(distances.values()) > 18
+    if checkpoint == "full":
+        assert all(torch.equal(wanted[name], got[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("change", [freeze, freeze_all_but_norms])
+def test_frozen_parts(change):
+    _, exact = train("llama", "fp32", change)
+    plain, wanted = train("llama", PLAIN, change)
+    short, got = train("llama", SHORT, change)
+    assert short == plain
+    before, after = find_decibels(exact, wanted), find_decibels(exact, got)
+    assert all(after[name] > before[name] - 1.5 for name in before)
+
+
+def test_training_goes_on_from_the_same_losses():
+    plain, _ = train("llama", PLAIN, rate=0.1)
+    short, _ = train("llama", SHORT, rate=0.1)
+    assert short == plain  # the second loss follows a first step that is the same
+
+
+def measure_kept(family: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return the bytes that the blocks of a model keep after the forward of a second step."""
+    found: list[Any] = []
+    original = passes.run_forward
+
+    def run(given: Any) -> Any:
+        outputs, left = original(given)
+        found.append((left, outputs))
+        return outputs, left
+
+    model = build(family)
+    engine = ng.Engine(model, torch.optim.AdamW(model.parameters(), 1e-3), recipe)
+    ids = make_batch(0, rows=4, length=64)
+    for _ in range(2):
+        found.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr("narrowgauge.nn.fused.blocks.run_forward", run)
+            with engine.forward():
+                loss = engine.model(input_ids=ids, labels=ids).loss
+        kept = sum(nbytes for left, _ in found for nbytes in list_storages(left).values())
+        engine.backward(loss)
+        engine.step()
+    return kept // ids.numel()
+
+
+def list_storages(value: Any, seen: dict[int, int] | None = None) -> dict[int, int]:
+    """Return the sizes of all storages that an object holds, besides parameters and the call's arguments."""
+    found: dict[int, int] = {} if seen is None else seen
+    if isinstance(value, nn.Parameter | nn.Module):
+        return found
+    if isinstance(value, Tensor):
+        storage = value.untyped_storage()
+        found[storage._cdata] = storage.nbytes()
+    elif isinstance(value, list | tuple):
+        for part in value:
+            list_storages(part, found)
+    elif isinstance(value, passes.Forwarded):
+        list_storages([value.x0, value.kept], found)
+    elif hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
+        list_storages([getattr(value, name) for name in value.__dataclass_fields__], found)
+    return found
+
+
+@pytest.mark.parametrize(("family", "share"), [("nano", 0.65), ("llama", 0.65)])
+def test_blocks_keep_less(family, share, monkeypatch):
+    plain, short = (measure_kept(family, recipe, monkeypatch) for recipe in (PLAIN, SHORT))
+    assert short < share * plain, (short, plain)
+
+
+def test_evaluation_and_retained_graphs():
+    model = build("llama")
+    engine = ng.Engine(model, torch.optim.AdamW(model.parameters(), 1e-3), SHORT)
+    ids = make_batch(0, rows=2, length=32)
+    for _ in range(2):
+        with engine.forward():
+            loss = engine.model(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+    before = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        engine.model(input_ids=ids, labels=ids)
+    with engine.forward():
+        loss = engine.model(input_ids=ids, labels=ids).loss
+    first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True, allow_unused=True)
+    second = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
