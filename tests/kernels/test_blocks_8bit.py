@@ -12,12 +12,12 @@ from narrowgauge.kernels.blocks_8bit import BLOCK, decode_reference, encode_refe
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCALE = torch.tensor(16.0)
-SHAPES = [(128, 64), (48, 40), (80, 136), (66, 2), (5, 3)]
+SHAPES = [(128, 64), (80, 136), (5, 3)]
 CASES = pytest.mark.parametrize(
     ("kind", "shape"),
     [
         *((kind, shape) for kind in ("gelu", "swiglu") for shape in SHAPES),
-        *((kind, (16, 70)) for kind in KINDS if kind not in ("gelu", "swiglu")),
+        *((kind, (16, 9)) for kind in KINDS if kind not in ("gelu", "swiglu")),
     ],
     ids=str,
 )
