@@ -7,7 +7,7 @@ import torch
 from healthy_models import CASES
 from zero_start_models import train
 
-STEPS, EVERY = 24, 3
+STEPS, EVERY = 18, 3
 OTHERS = itertools.cycle(["fp16", "bf16", "fp16", "bf16-lean", "fp8[products=all]"])
 RUNS = [*((name, "fp32") for name in CASES), *((name, next(OTHERS)) for name in CASES)]
 EXPECTED = {("large_targets", "fp16"): {"skips-in-a-row", "scale-oscillating"}}
