@@ -42,7 +42,7 @@ def trace(model: str, recipe: str, **fields: Any) -> Traced:
 CASES = [
     (model, recipe)
     for model in MODELS
-    for recipe in (RECIPES if model.startswith(("Olmoe", "ResNet")) else ("bf16", "fp8-lean"))
+    for recipe in (RECIPES if model.startswith(("Olmoe", "ResNet")) else ("bf16", "fp8"))
 ]
 
 
