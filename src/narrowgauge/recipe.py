@@ -86,8 +86,8 @@ class Recipe:
     """How matrices that are not trained are stored: keep (as they are), bf16, or fp8 (one byte where FP8 products read
     them, BF16 elsewhere)."""
     activations: str = "bf16"
-    """What fused blocks keep for backward besides their input: bf16 (as it was computed), or 8bit (the input of the
-    activation in 8 bits)."""
+    """What fused blocks keep for backward: bf16 (tensors as they were computed), or 8bit (the activation's input in 8
+    bits, normalized rows in BF16 in place of the residual stream, and nothing that backward can cast again)."""
 
     def __post_init__(self) -> None:
         for field, allowed in CHOICES.items():

@@ -315,9 +315,10 @@ def test_bad_input_raises():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(7, 96), (130, 64), (3, 1000)], ids=str)
 def test_backward_from_normalized_rows(kind, shape, interpret, monkeypatch):
-    """BF16 rows give the gradients of the FP32 stream to -52 dB, and forward's output within about one FP8 step."""
+    """BF16 rows give the stream's gradient to -60 dB, those of parameters to -52, and about forward's output."""
     monkeypatch.setattr(kernels, "interpreting", interpret)
-    decibels = 45 if interpret and DEVICE == "cpu" else 52  # the interpreter truncates to BF16
+    truncates = interpret and DEVICE == "cpu"  # the interpreter, to BF16
+    decibels = (50, 45, 45) if truncates else (60, 52, 52)
     x, grad_output, grad_residual = draw(*shape, offset=0.5), draw(*shape, torch.bfloat16, 1), draw(*shape, seed=2)
     weight, bias = draw_weight(shape[1]), draw(1, shape[1], seed=3)[0]
     by, scale = torch.tensor(32.0, device=DEVICE), torch.tensor([2.0**10], device=DEVICE)
@@ -332,11 +333,12 @@ def test_backward_from_normalized_rows(kind, shape, interpret, monkeypatch):
             grad_output, made.normalized, weight, b, made.rstd, x.dtype, kind=kind, grad_residual=grad_residual,
             scale=scale, forward_scale=by,
         )  # fmt: skip
-        for one, other in zip((got[0], got[2], got[3]), (wanted[0], wanted[2], wanted[3]), strict=True):
+        pairs = zip((got[0], got[2], got[3]), (wanted[0], wanted[2], wanted[3]), decibels, strict=True)
+        for one, other, least in pairs:
             assert (one is None) == (other is None)
             if one is not None and other is not None:
                 assert one.dtype is torch.float32
-                assert (one - other).norm() <= 10 ** (-decibels / 20) * other.norm()
+                assert (one - other).norm() <= 10 ** (-least / 20) * other.norm()
         assert got[1].dtype is E5M2
         out, again = made.out.float(), got[4].float()
         if not interpret or DEVICE == "cuda":  # the interpreter loses carries

@@ -70,22 +70,6 @@ def train_epoch(loader):
 train_epoch([])
 """,
     ),
-    "scaler used, never created": (
-        f"{GITHUB}/liuwei1206/LEBERT/issues/34",
-        """
-def train(args, model, loader):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
-    for step, batch in enumerate(loader):
-        if args.fp16:
-            with torch.autocast("cuda", dtype=torch.float16):
-                loss = model(**batch)[0]
-        else:
-            loss = model(**batch)[0]
-        loss.backward()  # lint: fp16-without-scaler
-        optimizer.step()
-        model.zero_grad()
-""",
-    ),
     "scaler under BF16 in a trainer": (
         f"{GITHUB}/decoderesearch/SAELens/pull/723",
         """

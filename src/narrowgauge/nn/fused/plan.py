@@ -45,7 +45,7 @@ class BlockPlan:
     settings: tuple[tuple[str, dict[str, Any]], ...] = ()
     """Paths and attributes of the modules with adapters when the block was converted."""
     activations: str = "bf16"
-    """In what form the activation's input is kept for backward: bf16 or 8bit."""
+    """What is kept for backward: bf16 or 8bit, as in a recipe."""
 
     def caster(self, record: bool, evaluating: bool = False) -> Fp8Caster | None:
         return Fp8Caster(self.scales, record, evaluating) if self.scales is not None else None
