@@ -219,7 +219,9 @@ def _collect_outputs(
 
 def _recompute_forward(op: str, a: Tensor, b: Tensor | None, scale: Tensor) -> Tensor:
     """Recompute the transposed forward output in separate passes, for a length that is not a multiple of 16."""
-    return transpose_reference(_pointwise(op, a, b, scale, RECOMPUTED_DTYPE, None, None, False, None, None, *NO_CODES)[0])
+    return transpose_reference(
+        _pointwise(op, a, b, scale, RECOMPUTED_DTYPE, None, None, False, None, None, *NO_CODES)[0]
+    )
 
 
 def _allocate_recomputed(length: int, width: int, like: Tensor, forward_scale: Tensor | None) -> Tensor | None:
