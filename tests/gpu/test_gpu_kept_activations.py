@@ -1,4 +1,4 @@
-"""activations=8bit on a GPU: kernels against their references, equal losses, less memory, also as CUDA graphs."""
+"""activations=8bit on a GPU: kernels against their references, equal losses, less memory."""
 
 import gc
 
@@ -74,9 +74,9 @@ def make(kind):
     return Llama(LlamaConfig(vocab=1024, context=256, layers=4, heads=4, kv_heads=2, width=256, hidden=768)).cuda()
 
 
-def train(kind, recipe, steps=5, **options):
+def train(kind, recipe, steps=5):
     model = make(kind)
-    engine = ng.Engine(model, torch.optim.AdamW(model.parameters(), 1e-3, fused=True), recipe, **options)
+    engine = ng.Engine(model, torch.optim.AdamW(model.parameters(), 1e-3, fused=True), recipe)
     generator = torch.Generator("cuda").manual_seed(0)
     losses, peaks = [], []
     for _ in range(steps):
@@ -102,10 +102,3 @@ def test_training_takes_less_memory(kind):
     assert max(abs(a - b) for a, b in zip(short, plain, strict=True)) < 0.02
     assert max(after) < 0.8 * max(before)
     assert after[0] <= 1.02 * max(after[1:])  # the first step, without scales, is not the largest
-
-
-@pytest.mark.parametrize("kind", ["gpt", "llama"])
-def test_recorded_blocks_give_the_same_losses(kind):
-    plain, _ = train(kind, "fp8[products=all,activations=8bit]", cuda_graphs=False)
-    recorded, _ = train(kind, "fp8[products=all,activations=8bit]", cuda_graphs=True)
-    assert recorded == plain
