@@ -16,6 +16,7 @@ from narrowgauge.errors import UsageError
 from narrowgauge.ranks.world import SINGLE_PROCESS, World
 from narrowgauge.runs import lock, record
 from narrowgauge.runs.batches import make_isolated_batch
+from narrowgauge.runs.checkpoint_times import CheckpointTimes
 from narrowgauge.runs.checkpoints import checkpoint
 from narrowgauge.runs.result import Result
 from narrowgauge.runs.settings import Settings
@@ -35,6 +36,7 @@ def train(
     observer: Observer | None = None,
     capture: int | None = None,
     world: World = SINGLE_PROCESS,
+    times: CheckpointTimes | None = None,
 ) -> Result:
     """Train a task in a run folder, from the start or from its newest intact checkpoint.
 
@@ -47,6 +49,7 @@ def train(
         observer: Receives progress and messages.
         capture: A step to capture for replay, besides the first step in which a number goes wrong.
         world: The ranks that train together. Rank 0 writes the folder.
+        times: When to write checkpoints. By default as the settings say, and at the end.
 
     Returns:
         The summary of the run.
@@ -67,7 +70,7 @@ def train(
         path = world.broadcast(path)
         if isinstance(path, Result):
             return path
-        trainer = Trainer(task, settings, folder, observer, world)
+        trainer = Trainer(task, settings, folder, observer, world, times)
         if resume:
             trainer.resume_from(path)
         if capture is not None and trainer.recorder is not None:
