@@ -27,13 +27,7 @@ from narrowgauge.nn.blocks import multihead
 from narrowgauge.nn.blocks.multihead import is_self_attention
 from narrowgauge.nn.blocks.projections import find_called, find_projection
 from narrowgauge.nn.blocks.spec import AttentionSpec, BlockSpec
-from narrowgauge.nn.fused.casts import (
-    cast_grad_output,
-    cast_heads_grad,
-    cast_heads_input,
-    cast_input,
-    is_remade_from_heads,
-)
+from narrowgauge.nn.fused.casts import cast_grad_output, cast_heads_grad, cast_heads_input, cast_input
 from narrowgauge.nn.fused.documents import Documents
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors
 from narrowgauge.nn.module_changes import Change
@@ -244,19 +238,11 @@ def attend_backward(
     return cast_heads_grad(parts, plan.qkv, caster), grads_own, []
 
 
-def is_operand_remade(plan: BlockPlan, caster: Fp8Caster | None) -> bool:
-    """Whether backward casts attention's output again, which attention keeps anyway, instead of keeping the copy."""
-    is_short = plan.activations == "8bit" and plan.checkpoint == "none" and plan.spec.attention.kind != "own"
-    return is_short and is_remade_from_heads(plan.out, caster)
-
-
-def make_operand_of(
-    plan: BlockPlan, attended: Attended, caster: Fp8Caster | None, needed: bool, transposed: bool = True
-) -> Operand:
+def make_operand_of(plan: BlockPlan, attended: Attended, caster: Fp8Caster | None, needed: bool) -> Operand:
     """Return attention's output in the formats of the output projection, one row per token."""
     mixed, reader = attended.mixed.detach(), plan.out
     if plan.spec.attention.kind != "own":
-        return cast_heads_input(mixed, reader, caster, needed, transposed)
+        return cast_heads_input(mixed, reader, caster, needed)
     return cast_input(reader, mixed.reshape(-1, mixed.shape[-1]), caster, needed)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.nn.fused.adapters import NO_STATE, AdapterGrads, AdapterState
-from narrowgauge.nn.fused.attention import Attended, attend, attend_backward, is_operand_remade, make_operand_of
+from narrowgauge.nn.fused.attention import Attended, attend, attend_backward, make_operand_of
 from narrowgauge.nn.fused.casts import NormGrads
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, Some
 from narrowgauge.nn.fused.sublayers import (
@@ -91,11 +91,10 @@ def run_attention(run: Run, h: Operand, shape: torch.Size) -> tuple[Tensor, Tens
     batch, length, _ = shape
     qkv, of_inputs = project(run, h, uses.qkv, plan.qkv, tensors.input_biases)
     attended = attend(plan, qkv.view(batch, length, -1), run.call, tensors, run.needed, run.dropout.attention)
-    is_remade = run.needed and is_operand_remade(plan, run.caster)
-    o = make_operand_of(plan, attended, run.caster, run.needed, not is_remade)
+    o = make_operand_of(plan, attended, run.caster, run.needed)
     projected, of_out = project(run, o, uses.out, plan.out, tensors.out_bias)
     out, branch = finish_branch(run, 1, projected, batch)
-    return out, qkv, AttentionHalf(h, attended, Operand() if is_remade else o, branch, of_inputs, of_out)
+    return out, qkv, AttentionHalf(h, attended, o, branch, of_inputs, of_out)
 
 
 def run_mlp(run: Run, h: Operand, batch: int, whole: bool = True) -> tuple[Tensor, MlpHalf]:
@@ -132,11 +131,8 @@ def attention_backward(
     """Return the gradients of attention's half, from that of its output projection."""
     plan, tensors, uses = run.plan, run.tensors, run.uses
     grad_o, state = input_backward(run, grad, uses.out, plan.out, half.of_out)
-    o = half.o
-    if o.is_empty and any(needs.out):
-        o = make_operand_of(plan, half.attended, plan.caster(False), True)
-    adapters = adapters_backward(run, grad, o, plan.out, state, needs)
-    of_out, of_out_bias = project_backward(grad, o, uses.out, plan.out, needs.out, needs.out_bias)
+    adapters = adapters_backward(run, grad, half.o, plan.out, state, needs)
+    of_out, of_out_bias = project_backward(grad, half.o, uses.out, plan.out, needs.out, needs.out_bias)
     grad_qkv, of_own, of_others = attend_backward(
         plan, half.attended, grad_o, shape, tensors, run.caster, tuple(bool(need) for need in needs.own)
     )

@@ -64,11 +64,6 @@ class Operand(NamedTuple):
     lp_t: Tensor | None = None
     inv_scale: Tensor | None = None
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether it has no tensor in any form."""
-        return self.hp is None and self.lp is None and self.lp_t is None
-
     def transposed(self) -> Operand:
         """Return the operand with a transposed FP8 copy, made now if it does not exist."""
         if self.lp_t is not None or self.lp is None:
