@@ -16,8 +16,9 @@ from torch import Tensor
 from narrowgauge.kernels import activation, cast, norm
 from narrowgauge.nn.blocks.activations import compute_activation
 from narrowgauge.nn.blocks.spec import BlockSpec, NormSpec
-from narrowgauge.nn.products.gemm import BF16, WIDE, Fp8Caster, GemmChoice, Operand
+from narrowgauge.nn.products.gemm import BF16, Fp8Caster, GemmChoice
 from narrowgauge.nn.products.weight_casts import WeightCastPlan
+from narrowgauge.scaling.operand import WIDE, Operand
 from narrowgauge.scaling.tensor import Site
 
 Stats = tuple[Tensor | None, Tensor]

@@ -44,9 +44,7 @@ from narrowgauge.nn.products.gemm import (
     DOUBLE_BACKWARD,
     E4M3,
     MULTIPLE,
-    WIDE,
     GemmChoice,
-    Operand,
     compute_grad_bias,
     compute_grad_input,
     compute_grad_weight,
@@ -55,6 +53,7 @@ from narrowgauge.nn.products.gemm import (
 )
 from narrowgauge.nn.products.weight_casts import BoundWeight, WeightCastPlan
 from narrowgauge.optim.adamw import gradient_dtype
+from narrowgauge.scaling.operand import WIDE, Operand
 from narrowgauge.scaling.tensor import TensorScales
 
 HEAD = "lm_head"
