@@ -29,6 +29,7 @@ LAYERS = [  # from top to bottom; a package may import itself and lower layers
     {
         "kernels",
         "formats",
+        "parameters",
         "data",
         "device_readback",
         "random_state",

@@ -52,7 +52,7 @@ from narrowgauge.nn.products.gemm import (
     is_graph_retained,
 )
 from narrowgauge.nn.products.weight_casts import BoundWeight, WeightCastPlan
-from narrowgauge.optim.adamw import gradient_dtype
+from narrowgauge.parameters import gradient_dtype
 from narrowgauge.scaling.operand import WIDE, Operand
 from narrowgauge.scaling.tensor import TensorScales
 

@@ -16,8 +16,7 @@ from narrowgauge.nn.fused.plan import BlockPlan, list_classes, list_own_paramete
 from narrowgauge.nn.products.gemm import GemmChoice
 from narrowgauge.nn.products.stored_fp8 import get_stored_scale
 from narrowgauge.nn.products.weight_casts import WeightCastPlan
-from narrowgauge.optim.adamw import gradient_dtype
-from narrowgauge.optim.sharded import is_sharded
+from narrowgauge.parameters import gradient_dtype, is_sharded
 from narrowgauge.scaling.tensor import Site, TensorScales
 
 

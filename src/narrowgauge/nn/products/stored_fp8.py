@@ -27,7 +27,7 @@ from narrowgauge.nn.module_changes import Change, apply_change, find_change, has
 from narrowgauge.nn.products.gemm import BF16, E4M3
 from narrowgauge.nn.products.linear import STORED_SCALE, has_transposed_weight, is_linear
 from narrowgauge.nn.products.weight_casts import view_as_one
-from narrowgauge.optim.sharded import is_sharded
+from narrowgauge.parameters import is_sharded
 
 STORABLE = (torch.float32, torch.float16, BF16)
 LARGE = 1 << 20

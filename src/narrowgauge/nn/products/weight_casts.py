@@ -23,8 +23,7 @@ from narrowgauge.kernels import cast_weights as kernel
 from narrowgauge.kernels import cast_weights_in_graph as in_graph
 from narrowgauge.kernels.cast import transpose
 from narrowgauge.nn.products.gemm import E4M3
-from narrowgauge.optim.adamw import gradient_dtype
-from narrowgauge.optim.sharded import is_sharded
+from narrowgauge.parameters import gradient_dtype, is_sharded
 from narrowgauge.scaling.operand import WIDE, Operand
 from narrowgauge.scaling.tensor import ScaleTables, ScalingRule, Site, TensorScales
 
