@@ -24,6 +24,7 @@ LAYERS = [  # from top to bottom; a package may import itself and lower layers
     {"nn"},
     {"recipe"},
     {"optim"},
+    {"weight_copies"},
     {"scaling", "hardware", "peak_fractions", "op_kinds"},
     {"task"},
     {

@@ -43,8 +43,8 @@ from narrowgauge.nn.products.gemm import (
     compute_grad_weight,
     compute_output,
 )
-from narrowgauge.nn.products.weight_casts import BoundWeight
 from narrowgauge.scaling.operand import WIDE, Operand
+from narrowgauge.weight_copies.casts import BoundWeight
 
 CROSS = 3
 """The number of cross-attention's branch, which has dropout only; attention's is 1 and the MLP's 2."""

@@ -24,6 +24,7 @@ from narrowgauge.kernels.cast_rows import cast_rows, record_rows
 from narrowgauge.kernels.sum_rows import sum_rows
 from narrowgauge.scaling.operand import Operand
 from narrowgauge.scaling.tensor import ScaleTables, ScalingRule, Site, TensorScales
+from narrowgauge.weight_copies.casts import CastableWeight
 
 BF16 = torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -150,19 +151,6 @@ def add_product(out: Tensor, a: Tensor, b_t: Tensor, factor: float = 1.0, *, rep
 def get_address(tensor: Tensor) -> int:
     """Return a tensor's address; 0 for a FakeTensor."""
     return 0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()
-
-
-class CastableWeight(Protocol):
-    """The interface of a weight that products use."""
-
-    def fp8(self) -> Operand: ...
-
-    def fp8_transposed(self) -> Operand: ...
-
-    def wide(self, format: str) -> Tensor: ...
-
-    @property
-    def path(self) -> str: ...
 
 
 class HasPath(Protocol):

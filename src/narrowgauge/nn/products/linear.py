@@ -29,10 +29,10 @@ from narrowgauge.nn.products.gemm import (
     compute_output,
 )
 from narrowgauge.nn.products.in_graph import InGraph, compute_in_graph, get_graph_key, skip_version_checks
-from narrowgauge.nn.products.weight_casts import WeightCastPlan
 from narrowgauge.parameters import is_sharded
 from narrowgauge.scaling.operand import Operand
 from narrowgauge.scaling.tensor import ScaleTables, ScalingRule, Site, SiteForm, TensorScales
+from narrowgauge.weight_copies.casts import WeightCastPlan
 
 
 @dataclass(frozen=True)
