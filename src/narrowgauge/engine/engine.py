@@ -183,6 +183,7 @@ class Engine(EngineBase):
         self.loss_in_16_bits = loss.dtype in HALVES and type(loss.grad_fn).__name__.startswith(_LOSS_NODES)
         with self._explain_errors(), self._notify_watchers("backward"), self.step_context.backward():
             run(scaled)
+        torch.clear_autocast_cache()  # inside of forward(): now weights may be written
         self._microbatches += 1
 
     def scaled(self, loss: Tensor) -> Tensor:

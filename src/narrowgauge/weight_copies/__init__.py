@@ -34,8 +34,8 @@ Elsewhere:
     CUDA graphs      contain the casts: each replay casts the current weights, into the graph's own memory. Addresses of
                      weights are part of a recording's key (``nn.fused.graphs``).
     torch.autocast   casts the weights of layers that no code of ours computes, and keeps the copies until its context,
-                     ``engine.forward()``, ends. ``engine.step`` and ``load_state_dict`` clear them, for loops that
-                     update inside of the context.
+                     ``engine.forward()``, ends. For loops that update weights inside of the context, the engine's
+                     ``backward``, ``step`` and ``load_state_dict`` clear them.
     FSDP             gathers weights in 16 bits for each forward and backward; these are the weights that are cast here.
     masters          of BF16 weights are wider, not narrower. The optimizer owns them, and detects weights that other
                      code has written by checksums (``optim.weight_checksums``).
