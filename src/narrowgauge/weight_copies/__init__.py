@@ -3,13 +3,13 @@
 A copy is made by the forward that reads it, from the weight as it is then. It is freed at the latest when the backward
 of that forward has read it. No copy lives from one forward to the next, so none has to be kept up to date:
 
-    copy                      written by                           read by               freed
-    FP8, [O, I]               BoundWeight.fp8, in forward          output                after the layer's product
-    FP8 transposed, [I, O]    the same pass over the weight        grad_input            after this backward
-                              or fp8_transposed, in backward       grad_input            after the layer's product
-    BF16 (or FP32)            BoundWeight.wide                     products in BF16      after this backward
-    BF16, padded (the head)   PaddedWeight.wide, in forward        all its products      after the head's forward
-    none: stored in FP8       make_stored, when an engine is made  output                never: these are the weights
+    copy                     written by                      read by           freed after
+    FP8, [O, I]              BoundWeight.fp8, in forward     output            the forward of its layer or block
+    FP8 transposed, [I, O]   the same pass over the weight   grad_input        the backward of this forward
+                             or fp8_transposed, in backward  grad_input        the backward of its layer or block
+    BF16 (or FP32)           BoundWeight.wide                products in BF16  the backward of this forward
+    BF16, padded (the head)  PaddedWeight.wide, in forward   all its products  the head's forward
+    none: stored in FP8      make_stored, for a new engine   output            never: these are the weights
 
 The second way to a transposed copy takes less memory: lean recipes and FSDP's gathered weights use it.
 
@@ -20,7 +20,7 @@ Optimizers neither write copies nor know of them, and there is no hook on optimi
 optimizer's kernel wrote FP8 copies, and a global hook and torch's version counters marked them as old. Both miss a
 write through ``.data``, numpy or a raw pointer. A check on the device would have to read the weight, and so would save
 nothing: a cast reads 4 bytes per FP32 weight and writes 2. Measured before and after, FP8 had 1.488x and 1.477x of the
-speed of BF16 at 124M parameters, 1.731x and 1.734x at 8 x 4096 (docs/results.md).
+speed of compiled BF16 at 124M parameters, 1.731x and 1.734x at 8 x 4096 (docs/results.md).
 
 What is checked is the scale, not the copy. With delayed scaling it comes from earlier updates, and a weight that was
 written by other code may not fit it. The kernel finds this on the device, and casts again (``kernels.cast_weights``).
