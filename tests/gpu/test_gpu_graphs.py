@@ -26,6 +26,7 @@ from model_families import LANGUAGE, OTHERS, VOCAB, without_dropout
 DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.filterwarnings("ignore:.*defaults to a non-deterministic algorithm")
 RECIPES = ["bf16", "fp8[products=all]", "fp8[products=all,scaling=current]", "bf16-lean", "fp8-lean"]
+RECIPES += ["fp8[products=all,activations=8bit]"]
 
 
 @pytest.fixture(autouse=True)
