@@ -14,7 +14,8 @@ from narrowgauge.kernels import cast_weights as weight_kernel
 from narrowgauge.kernels.cross_entropy import LossForm
 from narrowgauge.nn.fused import head
 from narrowgauge.nn.fused.head import choose_chunk_rows, compute_head_loss
-from narrowgauge.nn.products.gemm import ALL_BF16, ALL_FP8, ALL_FP32, BF16, E4M3, GemmChoice, Operand
+from narrowgauge.nn.products.gemm import ALL_BF16, ALL_FP8, ALL_FP32, BF16, E4M3, GemmChoice
+from narrowgauge.scaling.operand import Operand
 
 CHOICES = [GemmChoice(*formats) for formats in itertools.product(("bf16", "fp8"), repeat=3)]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

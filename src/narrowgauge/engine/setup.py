@@ -19,7 +19,8 @@ from narrowgauge.nn.matrix_inventory import list_matrices
 from narrowgauge.optim import AdamW, convert_optimizer
 from narrowgauge.optim.convert_optimizer import can_convert
 from narrowgauge.optim.gradient_release import GradientRelease, keep_gradient
-from narrowgauge.optim.sharded import is_sharded, replace_values
+from narrowgauge.optim.sharded import replace_values
+from narrowgauge.parameters import is_sharded
 from narrowgauge.recipe import Recipe
 from narrowgauge.scaling.loss import LossScaler
 

@@ -37,7 +37,6 @@ from narrowgauge.nn.module_changes import apply_change, find_change, has_own_met
 from narrowgauge.nn.predict_speed import Speed, predict_speed
 from narrowgauge.nn.products import linear
 from narrowgauge.nn.products.stored_fp8 import get_stored_scale, share_stored, store_in_fp8
-from narrowgauge.nn.products.weight_casts import WeightCastPlan
 from narrowgauge.nn.speed_advice import explain_slow, warn_about_speed
 from narrowgauge.nn.survey import (
     Layer,
@@ -50,6 +49,7 @@ from narrowgauge.nn.survey import (
 )
 from narrowgauge.recipe import Recipe, parse
 from narrowgauge.scaling.tensor import TensorScales
+from narrowgauge.weight_copies.casts import WeightCastPlan
 
 DEFAULT_ROWS = 16384
 """Default number of tokens per step; the choice of formats depends little on it."""

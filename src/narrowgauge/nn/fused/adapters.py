@@ -19,7 +19,8 @@ from torch import Tensor
 
 from narrowgauge.nn.fused.casts import Projection
 from narrowgauge.nn.fused.plan import BlockTensors
-from narrowgauge.nn.products.gemm import WIDE, Operand, add_product, multiply_wide
+from narrowgauge.nn.products.gemm import add_product, multiply_wide
+from narrowgauge.scaling.operand import WIDE, Operand
 
 AdapterGrads = dict[int, tuple[Tensor | None, Tensor | None]]
 """Gradients of the weights a and b, by the number of the adapter in its block."""

@@ -31,7 +31,8 @@ from narrowgauge.nn.fused.casts import cast_grad_output, cast_heads_grad, cast_h
 from narrowgauge.nn.fused.documents import Documents
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors
 from narrowgauge.nn.module_changes import Change
-from narrowgauge.nn.products.gemm import Fp8Caster, Operand, is_graph_retained
+from narrowgauge.nn.products.gemm import Fp8Caster, is_graph_retained
+from narrowgauge.scaling.operand import Operand
 
 CACHES = ("past_key_values", "past_key_value", "layer_past")
 """Names of arguments that hold the keys and values of earlier tokens."""

@@ -21,7 +21,8 @@ from narrowgauge.nn.fused.graphs import BlockGraphs
 from narrowgauge.nn.fused.passes import BlockInput, run_backward, run_forward
 from narrowgauge.nn.fused.plan import NO_DROPOUT, BlockPlan, BlockTensors, Dropout
 from narrowgauge.nn.fused.sublayers import is_added_directly
-from narrowgauge.nn.products.gemm import DOUBLE_BACKWARD, Operand, get_address, is_graph_retained
+from narrowgauge.nn.products.gemm import DOUBLE_BACKWARD, get_address, is_graph_retained
+from narrowgauge.scaling.operand import Operand
 
 
 class GradientHandoff:

@@ -16,9 +16,10 @@ from torch import Tensor
 from narrowgauge.kernels import activation, cast, norm
 from narrowgauge.nn.blocks.activations import compute_activation
 from narrowgauge.nn.blocks.spec import BlockSpec, NormSpec
-from narrowgauge.nn.products.gemm import BF16, WIDE, Fp8Caster, GemmChoice, Operand
-from narrowgauge.nn.products.weight_casts import WeightCastPlan
+from narrowgauge.nn.products.gemm import BF16, Fp8Caster, GemmChoice
+from narrowgauge.scaling.operand import WIDE, Operand
 from narrowgauge.scaling.tensor import Site
+from narrowgauge.weight_copies.casts import WeightCastPlan
 
 Stats = tuple[Tensor | None, Tensor]
 """Mean (None for RMSNorm) and 1 / standard deviation of each row."""

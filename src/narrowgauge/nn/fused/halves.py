@@ -30,7 +30,7 @@ from narrowgauge.nn.fused.sublayers import (
     project,
     project_backward,
 )
-from narrowgauge.nn.products.gemm import Operand
+from narrowgauge.scaling.operand import Operand
 
 
 @dataclass

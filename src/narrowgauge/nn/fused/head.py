@@ -44,18 +44,17 @@ from narrowgauge.nn.products.gemm import (
     DOUBLE_BACKWARD,
     E4M3,
     MULTIPLE,
-    WIDE,
     GemmChoice,
-    Operand,
     compute_grad_bias,
     compute_grad_input,
     compute_grad_weight,
     compute_output,
     is_graph_retained,
 )
-from narrowgauge.nn.products.weight_casts import BoundWeight, WeightCastPlan
-from narrowgauge.optim.adamw import gradient_dtype
+from narrowgauge.parameters import gradient_dtype
+from narrowgauge.scaling.operand import WIDE, Operand
 from narrowgauge.scaling.tensor import TensorScales
+from narrowgauge.weight_copies.casts import BoundWeight, PaddedWeight, WeightCastPlan
 
 HEAD = "lm_head"
 """Path of the module that computes the logits."""
@@ -186,7 +185,7 @@ class _HeadCall:
         grad_bias: Tensor | None = None
         bound = self.weight.use(weight, record=any(needs), backward=need_input)
         missing = 0 if "fp8" in self.precision else -len(weight) % PADDED
-        use = _PaddedWeight(bound, missing) if missing else bound
+        use = PaddedWeight(bound, missing) if missing else bound
         if added is not None and missing:
             added = F.pad(added, (0, missing))
         for start in range(0, len(targets), self.chunk_rows):
@@ -211,7 +210,7 @@ class _HeadCall:
     def _run_chunk(
         self,
         x: Operand,
-        use: BoundWeight | _PaddedWeight,
+        use: BoundWeight | PaddedWeight,
         bias: Tensor | None,
         start: int,
         targets: Tensor,
@@ -221,7 +220,7 @@ class _HeadCall:
         """Return the losses of a chunk's rows, and the gradient of its logits as an operand; frees the logits."""
         need_input, need_weight, need_bias = needs
         whole = compute_output(x, use, self.precision, bias)
-        logits = whole[:, : whole.shape[1] - use.missing] if isinstance(use, _PaddedWeight) else whole
+        logits = whole[:, : whole.shape[1] - use.missing] if isinstance(use, PaddedWeight) else whole
         events.report_tensor("activation", self.path, logits)
         formats = {self.precision.grad_input} if need_input else set()
         formats |= {self.precision.grad_weight} if need_weight or need_bias else set()
@@ -258,33 +257,6 @@ class _HeadCall:
             given = given.transposed()
         wide = get_wide_dtype(formats)
         return given._replace(hp=x.to(wide)) if wide is not None and given.hp is None else given
-
-
-class _PaddedWeight:
-    """A weight with rows of zeros below it: products with an odd number of logits take several times as long."""
-
-    def __init__(self, weight: BoundWeight, missing: int) -> None:
-        self._weight, self.missing = weight, missing
-        self._hp: Tensor | None = None
-
-    @property
-    def path(self) -> str:
-        return self._weight.path
-
-    def wide(self, format: str) -> Tensor:
-        """Return the padded weight in BF16 or FP32."""
-        if self._hp is None:
-            (weight,) = self._weight.weights
-            rows, columns = weight.shape
-            self._hp = weight.new_zeros(rows + self.missing, columns, dtype=WIDE[format])
-            self._hp[:rows] = weight
-            events.report_copy(self._weight.weights, (self._hp,))
-        return self._hp
-
-    def fp8(self) -> Operand:
-        raise NotImplementedError("FP8 products need a vocabulary that is a multiple of 16")
-
-    fp8_transposed = fp8
 
 
 class _HeadLoss(torch.autograd.Function):

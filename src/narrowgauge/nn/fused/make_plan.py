@@ -15,10 +15,9 @@ from narrowgauge.nn.fused.casts import AdapterPlan, Projection
 from narrowgauge.nn.fused.plan import BlockPlan, list_classes, list_own_parameters, list_settings
 from narrowgauge.nn.products.gemm import GemmChoice
 from narrowgauge.nn.products.stored_fp8 import get_stored_scale
-from narrowgauge.nn.products.weight_casts import WeightCastPlan
-from narrowgauge.optim.adamw import gradient_dtype
-from narrowgauge.optim.sharded import is_sharded
+from narrowgauge.parameters import gradient_dtype, is_sharded
 from narrowgauge.scaling.tensor import Site, TensorScales
+from narrowgauge.weight_copies.casts import WeightCastPlan
 
 
 class ChosenLayer(Protocol):

@@ -27,8 +27,9 @@ from narrowgauge.nn.fused.norm import run_norm
 from narrowgauge.nn.fused.outputs import complete_arguments, list_passed_on, list_returned
 from narrowgauge.nn.fused.plan import NO_DROPOUT, BlockPlan, BlockTensors, Dropout, get_parts
 from narrowgauge.nn.module_changes import Change, apply_change, find_change, original_class
-from narrowgauge.nn.products.gemm import WIDE, GemmChoice
-from narrowgauge.nn.products.weight_casts import WeightCastPlan
+from narrowgauge.nn.products.gemm import GemmChoice
+from narrowgauge.scaling.operand import WIDE
+from narrowgauge.weight_copies.casts import WeightCastPlan
 
 FOR_ATTENTION = frozenset({
     "attention_mask", "position_ids", "position_embeddings", "past_key_values", "past_key_value", "layer_past",

@@ -17,7 +17,7 @@ from narrowgauge.nn.fused.casts import Projection, Stats, apply_norm, norm_backw
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, bind_norms
 from narrowgauge.nn.fused.reports import report_activations, report_gradients
 from narrowgauge.nn.fused.sublayers import Run, needs_values
-from narrowgauge.nn.products.gemm import Operand
+from narrowgauge.scaling.operand import Operand
 
 
 @dataclass

@@ -22,8 +22,9 @@ from narrowgauge.nn.fused.attention import BlockCall
 from narrowgauge.nn.fused.casts import Projection
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, BlockWeights, Dropout, bind_weights
 from narrowgauge.nn.fused.sublayers import Run
-from narrowgauge.nn.products.gemm import Fp8Caster, Operand
+from narrowgauge.nn.products.gemm import Fp8Caster
 from narrowgauge.random_state import get_random_state, set_random_state
+from narrowgauge.scaling.operand import Operand
 
 SHARE_OF_GRADIENTS = 0.75
 """How much of the memory of a block's future gradients its kept attention may take."""

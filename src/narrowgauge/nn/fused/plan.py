@@ -17,8 +17,8 @@ from narrowgauge.nn.blocks.spec import AttentionSpec, BlockSpec, NormSpec
 from narrowgauge.nn.fused.casts import NormWeights, Projection
 from narrowgauge.nn.module_changes import original_class
 from narrowgauge.nn.products.gemm import Fp8Caster
-from narrowgauge.nn.products.weight_casts import BoundWeight
 from narrowgauge.scaling.tensor import TensorScales
+from narrowgauge.weight_copies.casts import BoundWeight
 
 
 @dataclass(frozen=True)

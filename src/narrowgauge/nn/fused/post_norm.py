@@ -23,7 +23,7 @@ from narrowgauge.nn.fused.cross import CrossGrads, CrossHalf
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, bind_norms
 from narrowgauge.nn.fused.reports import report_activations, report_cross_norm, report_gradients
 from narrowgauge.nn.fused.sublayers import CROSS, Run
-from narrowgauge.nn.products.gemm import Operand
+from narrowgauge.scaling.operand import Operand
 
 
 @dataclass

@@ -37,7 +37,7 @@ from narrowgauge.nn.fused.cross import CrossHalf
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, bind_norms
 from narrowgauge.nn.fused.reports import report_activations, report_gradients
 from narrowgauge.nn.fused.sublayers import Activated, Branch, Run, activate, is_activation_remade, needs_values, project
-from narrowgauge.nn.products.gemm import Operand
+from narrowgauge.scaling.operand import Operand
 
 
 @dataclass

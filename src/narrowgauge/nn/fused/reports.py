@@ -9,7 +9,7 @@ from torch import Tensor
 from narrowgauge import events
 from narrowgauge.nn.fused.attention import Attended
 from narrowgauge.nn.fused.sublayers import Run, get_outputs
-from narrowgauge.nn.products.gemm import Operand
+from narrowgauge.scaling.operand import Operand
 
 Value = Tensor | Operand
 

@@ -37,15 +37,14 @@ from narrowgauge.nn.fused.plan import (
     join_biases,
 )
 from narrowgauge.nn.products.gemm import (
-    WIDE,
     Fp8Caster,
-    Operand,
     compute_grad_bias,
     compute_grad_input,
     compute_grad_weight,
     compute_output,
 )
-from narrowgauge.nn.products.weight_casts import BoundWeight
+from narrowgauge.scaling.operand import WIDE, Operand
+from narrowgauge.weight_copies.casts import BoundWeight
 
 CROSS = 3
 """The number of cross-attention's branch, which has dropout only; attention's is 1 and the MLP's 2."""
