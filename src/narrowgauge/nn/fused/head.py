@@ -5,13 +5,15 @@
         lse, loss   = statistics(logits)
         d           = (softmax - targets) / counted rows        BF16 in place, or FP8 in one or both layouts
         grad_input  = d @ weight
-        grad_weight += d.T @ x                                  summed in FP32
+    for each group of chunks:
+        grad_weight += d.T @ x                                  summed in FP32; in FP8, d.T of a group is kept for this
     loss = sum of losses / counted rows
 
 Forward also computes the gradients, while the logits exist. Backward multiplies them by the gradient of the loss (a
 loss scale, 1/accumulate), which costs a pass only if that is not 1. Without gradients only the loss is computed. Eager
 PyTorch stores the logits in BF16, their FP32 copy, its log-softmax and its gradient, up to 14 bytes per logit. Here it
-is at most 4 bytes per logit of one chunk.
+is at most 3 bytes per logit of one chunk, and 1 per logit of one group. A product of a weight's gradient reads and
+writes all of it, so that groups are larger than chunks.
 """
 
 from __future__ import annotations
@@ -58,8 +60,12 @@ from narrowgauge.weight_copies.casts import BoundWeight, PaddedWeight, WeightCas
 
 HEAD = "lm_head"
 """Path of the module that computes the logits."""
-CHUNK_BYTES = 4 << 30
-"""Default limit of BF16 logits stored at once. GPT-2's 65,536 x 50,304 take two chunks, each a full GEMM."""
+CHUNK_BYTES = 1 << 30
+"""Default limit of BF16 logits stored at once, where grad_weight's product is in FP8 and reads groups of chunks."""
+WIDE_CHUNK_BYTES = 4 << 30
+"""The same where it is not, so that each chunk adds to the weight's gradient."""
+GROUP_BYTES = 2 << 30
+"""Limit of the transposed FP8 gradients of logits stored at once. GPT-2's 65,536 x 50,304 take two groups."""
 PADDED = 64
 """The columns of logits are padded to a multiple of this."""
 CHUNK_MULTIPLE = 128
@@ -108,11 +114,18 @@ def compute_head_loss(
         return events.run_in_scope(task.path, task.run, x.detach(), weight, bias, operand, needs)[0]
 
 
-def choose_chunk_rows(rows: int, vocab: int) -> int:
-    """Return the rows per chunk: as many as CHUNK_BYTES allows, divided evenly among the chunks."""
-    most = max(CHUNK_MULTIPLE, CHUNK_BYTES // (2 * vocab) // CHUNK_MULTIPLE * CHUNK_MULTIPLE)
+def choose_chunk_rows(rows: int, vocab: int, limit: int = WIDE_CHUNK_BYTES) -> int:
+    """Return the rows per chunk: as many as the limit of bytes allows, divided evenly among the chunks."""
+    most = max(CHUNK_MULTIPLE, limit // (2 * vocab) // CHUNK_MULTIPLE * CHUNK_MULTIPLE)
     chunks = max(1, -(-rows // most))
     return max(1, -(-rows // (chunks * CHUNK_MULTIPLE))) * CHUNK_MULTIPLE
+
+
+def choose_group_rows(rows: int, vocab: int, chunk_rows: int) -> int:
+    """Return the rows per group: whole chunks, as many as GROUP_BYTES allows, divided evenly among the groups."""
+    chunks = -(-rows // chunk_rows)
+    most = max(1, GROUP_BYTES // (vocab * chunk_rows))
+    return -(-chunks // max(1, -(-chunks // most))) * chunk_rows
 
 
 @dataclass(frozen=True)
@@ -158,7 +171,8 @@ class _HeadCall:
             )
         if chunk_rows is not None and (chunk_rows < 1 or (lp and chunk_rows % MULTIPLE)):
             raise UsageError(f"head_loss: chunk_rows={chunk_rows} must be a positive multiple of {MULTIPLE}")
-        rows = chunk_rows or choose_chunk_rows(len(x), shape[0])
+        limit = CHUNK_BYTES if precision.grad_weight == "fp8" else WIDE_CHUNK_BYTES
+        rows = chunk_rows or choose_chunk_rows(len(x), shape[0], limit)
         return _HeadCall(plan, targets.contiguous(), precision, ignore_index, rows, summed, form)
 
     @torch.no_grad()
@@ -188,21 +202,28 @@ class _HeadCall:
         use = PaddedWeight(bound, missing) if missing else bound
         if added is not None and missing:
             added = F.pad(added, (0, missing))
-        for start in range(0, len(targets), self.chunk_rows):
-            part = slice(start, start + self.chunk_rows)
-            piece = _slice_rows(source, part)
-            loss, d = self._run_chunk(piece, use, added, start, targets[part], factor, needs)
-            total += loss.sum()
-            if grad_input is not None:
-                into = grad_input[part]
-                into.copy_(compute_grad_input(d, use, self.precision)[: len(into)])
-            if need_weight:
-                share = compute_grad_weight(d, piece, self.precision, weight=use)
-                grad_weight = share if grad_weight is None else grad_weight.add_(share)
-            if need_bias:
-                share = compute_grad_bias(d)
-                grad_bias = share if grad_bias is None else grad_bias.add_(share)
-            del d  # before the next chunk's logits are made
+        group_rows = self.chunk_rows
+        if need_weight and self.precision.grad_weight == "fp8":
+            group_rows = choose_group_rows(len(targets), len(weight), self.chunk_rows)
+        for group in _cut(slice(0, len(targets)), group_rows):
+            d_t = self._allocate_transposed(len(weight), group, x.device, need_weight)
+            for part in _cut(group, self.chunk_rows):
+                piece, into_t = _slice_rows(source, part), _slice_columns(d_t, part, group)
+                loss, d = self._run_chunk(piece, use, added, part.start, targets[part], factor, needs, into_t)
+                total += loss.sum()
+                if grad_input is not None:
+                    into = grad_input[part]
+                    into.copy_(compute_grad_input(d, use, self.precision)[: len(into)])
+                if need_bias:
+                    grad_bias = _add(grad_bias, compute_grad_bias(d))
+                if need_weight and d_t is None:
+                    grad_weight = _add(grad_weight, compute_grad_weight(d, piece, self.precision, weight=use))
+                del d  # before the next chunk's logits are made
+            if d_t is not None:
+                d, piece = Operand(None, None, d_t, factor / UNIT_SCALE[E4M3]), _slice_rows(source, group)
+                grad_weight = _add(grad_weight, compute_grad_weight(d, piece, self.precision, weight=use))
+                del d
+            del d_t
         if missing:
             grad_weight, grad_bias = (None if g is None else g[: len(weight)] for g in (grad_weight, grad_bias))
         return total if self.summed else total / counted, grad_input, grad_weight, grad_bias
@@ -216,8 +237,12 @@ class _HeadCall:
         targets: Tensor,
         factor: Tensor,
         needs: tuple[bool, bool, bool],
+        into_t: Tensor | None,
     ) -> tuple[Tensor, Operand]:
-        """Return the losses of a chunk's rows, and the gradient of its logits as an operand; frees the logits."""
+        """Return the losses of a chunk's rows, and the gradient of its logits as an operand; frees the logits.
+
+        ``into_t`` takes that gradient transposed, in FP8.
+        """
         need_input, need_weight, need_bias = needs
         whole = compute_output(x, use, self.precision, bias)
         logits = whole[:, : whole.shape[1] - use.missing] if isinstance(use, PaddedWeight) else whole
@@ -231,9 +256,8 @@ class _HeadCall:
             return loss, Operand(whole)  # columns of padding are zero, as the weight's rows are
         lse, loss = compute_softmax_stats(logits, targets, self.ignore_index, self.form)
         if "fp8" in formats:
-            transposed = need_weight and self.precision.grad_weight == "fp8"
             lp, lp_t = compute_grad_logits_fp8(
-                logits, targets, lse, E4M3, self.ignore_index, None, transposed, start, self.form
+                logits, targets, lse, E4M3, self.ignore_index, None, False, start, self.form, into_t
             )
             d = Operand(None, lp, lp_t, factor / UNIT_SCALE[E4M3])
         if "bf16" in formats:
@@ -241,6 +265,12 @@ class _HeadCall:
             d = d._replace(hp=hp)
         d.report("gradient", self.path)
         return loss, d
+
+    def _allocate_transposed(self, vocab: int, group: slice, device: torch.device, need_weight: bool) -> Tensor | None:
+        """Allocate the transposed gradient of a group's logits, if grad_weight reads it."""
+        if not need_weight or self.precision.grad_weight != "fp8":
+            return None
+        return torch.empty(vocab, group.stop - group.start, dtype=E4M3, device=device)
 
     def _make_input_operand(self, x: Tensor, given: Operand, training: bool, need_weight: bool) -> Operand:
         """Return x in the formats that its two products read; formats missing in ``given`` are made from x."""
@@ -289,6 +319,19 @@ class _HeadLoss(torch.autograd.Function):
             for gradient, dtype in zip(made, ctx.dtypes, strict=True)
         ]
         return *grads, None, None
+
+
+def _cut(whole: slice, size: int) -> list[slice]:
+    """Divide a range of rows into pieces of a size; the last one may be smaller."""
+    return [slice(start, min(start + size, whole.stop)) for start in range(whole.start, whole.stop, size)]
+
+
+def _add(total: Tensor | None, share: Tensor) -> Tensor:
+    return share if total is None else total.add_(share)
+
+
+def _slice_columns(d_t: Tensor | None, part: slice, group: slice) -> Tensor | None:
+    return None if d_t is None else d_t[:, part.start - group.start : part.stop - group.start]
 
 
 def _slice_rows(x: Operand, part: slice) -> Operand:
