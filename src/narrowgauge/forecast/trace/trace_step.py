@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,7 +120,8 @@ def trace_steps(
     if recipe.gradients == "released":
         clip_norm = None
     try:
-        with fake_gpu.simulate_gpu(gpu, recorder.compile) as simulated, recorder:
+        has_documents = isinstance(given, Mapping) and given.get("position_ids") is not None
+        with fake_gpu.simulate_gpu(gpu, recorder.compile, has_documents) as simulated, recorder:
             model = make()
             owners = _find_owners(model, recipe)
             simulated.rules.on_cast = lambda parameter, copy: recorder.mark(
