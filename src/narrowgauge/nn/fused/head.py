@@ -191,7 +191,7 @@ class _HeadCall:
             added = F.pad(added, (0, missing))
         for start in range(0, len(targets), self.chunk_rows):
             part = slice(start, start + self.chunk_rows)
-            piece = _slice_rows(source, part)
+            piece = source.slice_rows(part)
             loss, d = self._run_chunk(piece, use, added, start, targets[part], factor, needs)
             total += loss.sum()
             if grad_input is not None:
@@ -317,16 +317,6 @@ class _HeadLoss(torch.autograd.Function):
             for gradient, dtype in zip(made, ctx.dtypes, strict=True)
         ]
         return *grads, None, None
-
-
-def _slice_rows(x: Operand, part: slice) -> Operand:
-    """Return some rows of an operand without a copy."""
-    return Operand(
-        x.hp[part] if x.hp is not None else None,
-        x.lp[part] if x.lp is not None else None,
-        x.lp_t[:, part] if x.lp_t is not None else None,
-        x.inv_scale,
-    )
 
 
 def _pad_operand(x: Operand, targets: Tensor, more: int, ignore_index: int) -> tuple[Operand, Tensor]:
