@@ -197,7 +197,7 @@ def convert_layers(
         if path in specs:
             spec = specs[path]
             holds = recipe.gradients != "released"
-            options = recipe.checkpoint, is_lean(recipe), holds, recipe.activations
+            options = recipe.checkpoint, is_lean(recipe), holds, recipe.activations, recipe.offload == "activations"
             plan = make_plan(module, path, spec, by_path, scales, *options)
             mark_parts(module, spec)
             apply_change(module, FusedBlock(plan, graphs))
