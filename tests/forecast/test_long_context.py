@@ -76,7 +76,7 @@ def test_memory_of_the_mlp_does_not_grow_with_the_tokens(monkeypatch: pytest.Mon
     monkeypatch.setattr(tiles, "TILE_BYTES", 1 << 60)
     whole = (predict("fp8-lean", long).total - predict("fp8-lean", short).total) / (long - short)
     assert whole - tiled > 2 * 2 * HIDDEN + 2 * HIDDEN  # u in BF16 and its gradient in FP8 at least
-    assert tiled < 2 * WIDTH * (LAYERS + 12)
+    assert tiled < 2 * WIDTH * (LAYERS + 13)  # in multiples of the residual stream
 
 
 def test_offloaded_inputs_are_on_the_host() -> None:

@@ -165,6 +165,9 @@ def attention_backward(
         o = make_operand_of(plan, half.attended, plan.caster(False), True)
     adapters = adapters_backward(run, grad, o, plan.out, state, needs)
     of_out, of_out_bias = project_backward(grad, o, uses.out, plan.out, needs.out, needs.out_bias)
+    del o
+    if plan.checkpoint == "full":  # of a recomputation: nothing else reads it
+        half.o = Operand()
     grad_qkv, of_own, of_others = attend_backward(
         plan, half.attended, grad_o, shape, tensors, run.caster, tuple(bool(need) for need in needs.own)
     )
@@ -190,9 +193,13 @@ def _rows_backward(run: Run, half: MlpHalf, grad: Operand, needs: BlockTensors) 
     dtype = torch.float32 if run.is_tile else None
     grad_a, state = input_backward(run, grad, uses.down, plan.down, half.of_down)
     grad_u, a = activate_backward(run, grad_a, half.u, half.activated)
+    del grad_a
+    if plan.checkpoint == "full":  # of a recomputation: nothing else reads it
+        half.u, half.activated = half.u.new_empty(0), Activated()
     report_up_gradient(run, grad_u)
     adapters = adapters_backward(run, grad, a, plan.down, state, needs)
     of_down, of_down_bias = project_backward(grad, a, uses.down, plan.down, needs.down, needs.down_bias, dtype)
+    del a
     grad_h, state = input_backward(run, grad_u, uses.up, plan.up, half.of_ups)
     if half.is_h_remade:
         return HalfGrads(grad_h, grad_u, (), (), of_down, of_down_bias, adapters)
@@ -278,7 +285,7 @@ def drop_unneeded(plan: BlockPlan, attention: AttentionHalf, mlp: MlpHalf) -> No
 def release_mlp(plan: BlockPlan, half: MlpHalf) -> None:
     """Free what a recomputed MLP has left, before attention's backward."""
     if plan.checkpoint == "full":
-        half.h, half.u, half.activated = Operand(), half.u.new_empty(0), Activated()
+        half.h = Operand()
 
 
 def restore(
