@@ -93,27 +93,27 @@ def test_offloaded_training_is_the_same_to_the_bit(recipe):
 
 
 def test_offload_frees_the_inputs_of_blocks_and_allocates_once():
-    plain, _ = measure_peak("fp8-lean[products=all]")
-    moved, _ = measure_peak("fp8-lean[products=all,offload=activations]")
-    one = T * 1024 * 2
-    assert plain - moved > 0.9 * one, (plain, moved)  # of four inputs, two are on the GPU at a time
+    plain, _ = measure_peak("fp8-lean[products=all]", 2 * T)
+    moved, _ = measure_peak("fp8-lean[products=all,offload=activations]", 2 * T)
+    one = 2 * T * 1024 * 2
+    assert plain - moved > 0.5 * one, (plain, moved)  # of four inputs, two are on the GPU at a time
     pool = offload._get_offloader(torch.device("cuda", 0), False).pool
     before = pool.allocated_bytes
-    measure_peak("fp8-lean[products=all,offload=activations]")
+    measure_peak("fp8-lean[products=all,offload=activations]", 2 * T)
     assert pool.allocated_bytes == before
     assert all(page.is_pinned() for page in pool._free)
 
 
 def test_copies_run_beside_the_kernels():
-    """A step with copies takes about as long as one without: copies alone would take longer than the margin."""
+    """A step with copies takes about as long as one without. Copies alone take 10 ms over PCIe 5."""
     seconds = []
     for recipe in ("fp8-lean[products=all]", "fp8-lean[products=all,offload=activations]"):
         engine = make_engine(recipe)
         for _ in range(3):
-            run_step(engine)
+            run_step(engine, 2 * T)
         times = []
         for _ in range(5):
-            ids = torch.randint(0, 4096, (1, T)).cuda()
+            ids = torch.randint(0, 4096, (1, 2 * T)).cuda()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             with engine.forward():
@@ -124,7 +124,9 @@ def test_copies_run_beside_the_kernels():
             torch.cuda.synchronize()
             times.append(begin.elapsed_time(end))
         seconds.append(sorted(times)[2])
-    assert seconds[1] < 1.1 * seconds[0] + 2, seconds
+        del engine, loss
+        gc.collect()
+    assert seconds[1] < 1.05 * seconds[0] + 1, seconds
 
 
 @pytest.mark.parametrize("recipe", ["fp8-lean", "fp8-lean[offload=activations]"])
