@@ -284,6 +284,7 @@ def test_torch_compile_does_not_trace_the_head():
 def test_chunks_are_even_and_fit():
     assert choose_chunk_rows(65536, 50304) == 32768
     assert choose_chunk_rows(16384, 50304) == 16384
+    assert choose_chunk_rows(16384, 128256) == 16384
     assert choose_chunk_rows(0, 50304) == choose_chunk_rows(1, 304) == 128
     for rows, vocab in [(100_000, 50304), (7777, 128256), (65536, 1 << 25)]:
         chunk = choose_chunk_rows(rows, vocab)

@@ -85,6 +85,7 @@ class EngineBase:
         self._one_graph = bool(compile) and not blocks_to_compile
         self.conversion = self._convert_model(fused, cuda_graphs)
         self.release = setup.make_release(self.inner, self.recipe, self.optimizers, self.conversion)
+        setup.warn_of_unused_offload(self.recipe, self.conversion)
         self.checkpointed = self.conversion.blocks if self.recipe.checkpoint != "none" else []
         if not self.conversion.blocks:
             mode, recomputation = self.recipe.checkpoint, self.step_context.recomputation()

@@ -22,6 +22,23 @@ class Operand(NamedTuple):
     lp_t: Tensor | None = None
     inv_scale: Tensor | None = None
 
+    @property
+    def rows(self) -> int:
+        """Number of rows, which are tokens; 0 if it is empty."""
+        if self.lp_t is not None:
+            return self.lp_t.shape[1]
+        tensor = self.hp if self.hp is not None else self.lp
+        return 0 if tensor is None else len(tensor)
+
+    def slice_rows(self, part: slice) -> Operand:
+        """Return some rows without a copy."""
+        return Operand(
+            self.hp[part] if self.hp is not None else None,
+            self.lp[part] if self.lp is not None else None,
+            self.lp_t[:, part] if self.lp_t is not None else None,
+            self.inv_scale,
+        )
+
     def transposed(self) -> Operand:
         """Return the operand with a transposed FP8 copy, made now if it does not exist."""
         if self.lp_t is not None or self.lp is None:

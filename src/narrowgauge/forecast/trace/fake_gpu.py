@@ -50,13 +50,19 @@ def describe_device(gpu: Gpu) -> Device:
 
 
 @contextlib.contextmanager
-def simulate_gpu(gpu: Gpu, compile_function: Callable[[Any], Any] | None = None) -> Iterator[SimulatedGpu]:
-    """Run code as if ``gpu`` was installed as cuda:0; ``compile_function`` replaces torch.compile."""
+def simulate_gpu(
+    gpu: Gpu, compile_function: Callable[[Any], Any] | None = None, has_documents: bool = False
+) -> Iterator[SimulatedGpu]:
+    """Run code as if ``gpu`` was installed as cuda:0; ``compile_function`` replaces torch.compile.
+
+    ``has_documents``: batches give the positions of their tokens, so that rows may be packed documents.
+    """
     device, rules = describe_device(gpu), cuda_rules.Rules(gpu.capability)
+    compiled = compile_function or (lambda function: function)
     with contextlib.ExitStack() as stack:
         stack.enter_context(hardware.assume(device))
         stack.enter_context(dry_run())
-        stack.enter_context(override_torch(gpu, device, rules, compile_function or (lambda function: function)))
+        stack.enter_context(override_torch(gpu, device, rules, compiled, has_documents))
         yield stack.enter_context(SimulatedGpu(rules))
 
 

@@ -160,7 +160,8 @@ def attend(
         angles = call.find_angles(spec.half_angles)
         assert angles is not None
         q_weight, k_weight, eps = _get_norms(plan, tensors)
-        spare = q_weight is None and needed and plan.activations == "8bit" and not events.wants_tensors()
+        saves = plan.activations == "8bit" or plan.checkpoint == "full"
+        spare = q_weight is None and needed and saves and not events.wants_tensors()
         front, rstd = rotary.rotate(qkv, *angles, heads, q_weight, k_weight, eps, in_place=spare)
         rotated = (*angles, rstd, *([qkv] if q_weight is not None else []))
     batch, length, _ = qkv.shape

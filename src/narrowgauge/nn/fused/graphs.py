@@ -163,6 +163,7 @@ def can_record(given: BlockInput) -> bool:
         and x.is_contiguous()
         and plan.spec.attention.kind != "own"
         and plan.spec.cross is None
+        and not plan.offload
         and not events.is_listening()
         and not given.call.differentiable
         and given.dropout.depth1 is None

@@ -13,7 +13,8 @@ Forward also computes the gradients, while the logits exist. Backward multiplies
 loss scale, 1/accumulate), which costs a pass only if that is not 1. Without gradients only the loss is computed. Eager
 PyTorch stores the logits in BF16, their FP32 copy, its log-softmax and its gradient, up to 14 bytes per logit. Here it
 is at most 3 bytes per logit of one chunk, and 1 per logit of one group. A product of a weight's gradient reads and
-writes all of it, so that groups are larger than chunks.
+writes all of it, so that groups are larger than chunks. Of tensors that grow with the rows, only grad_input is made
+here.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from narrowgauge.kernels.cross_entropy import (
     rescale_,
 )
 from narrowgauge.nn.fused.casts import get_wide_dtype
+from narrowgauge.nn.fused.head_input import InputReader, cut, pad_rows
 from narrowgauge.nn.products.gemm import (
     ALL_BF16,
     BF16,
@@ -66,6 +68,8 @@ WIDE_CHUNK_BYTES = 4 << 30
 """The same where it is not, so that each chunk adds to the weight's gradient."""
 GROUP_BYTES = 2 << 30
 """Limit of the transposed FP8 gradients of logits stored at once. GPT-2's 65,536 x 50,304 take two groups."""
+SUM_BYTES = 256 << 20
+"""grad_weight is summed over groups piece by piece, so that there is no second one: limit of a piece in FP32."""
 PADDED = 64
 """The columns of logits are padded to a multiple of this."""
 CHUNK_MULTIPLE = 128
@@ -182,10 +186,7 @@ class _HeadCall:
         """Return the loss and, if needed, the gradients of x (as grad_input writes it), weight and bias (FP32)."""
         need_input, need_weight, need_bias = needs
         rows, targets = len(x), self.targets
-        source = self._make_input_operand(x, operand or Operand(), any(needs), need_weight)
-        if self.precision.grad_weight == "fp8" and need_weight and rows % MULTIPLE:
-            # grad_weight sums over rows. The padding rows have ignored targets, so they add nothing.
-            source, targets = _pad_operand(source, targets, -rows % MULTIPLE, self.ignore_index)
+        source = self._make_reader(x, operand or Operand(), any(needs), need_weight)
         counted = (targets != self.ignore_index).sum()
         factor = torch.ones((), device=x.device) if self.summed else counted.clamp(min=1).float().reciprocal()
         if self.form.multiplier is not None:
@@ -204,24 +205,28 @@ class _HeadCall:
             added = F.pad(added, (0, missing))
         group_rows = self.chunk_rows
         if need_weight and self.precision.grad_weight == "fp8":
-            group_rows = choose_group_rows(len(targets), len(weight), self.chunk_rows)
-        for group in _cut(slice(0, len(targets)), group_rows):
+            group_rows = choose_group_rows(rows, len(weight), self.chunk_rows)
+        for group in cut(slice(0, rows), group_rows):
             d_t = self._allocate_transposed(len(weight), group, x.device, need_weight)
-            for part in _cut(group, self.chunk_rows):
-                piece, into_t = _slice_rows(source, part), _slice_columns(d_t, part, group)
-                loss, d = self._run_chunk(piece, use, added, part.start, targets[part], factor, needs, into_t)
+            for part in cut(group, self.chunk_rows):
+                piece, chosen, into_t = source.read(part), targets[part], None
+                if d_t is not None:  # grad_weight sums over rows; rows with ignored targets add nothing
+                    piece, chosen = pad_rows(piece, chosen, MULTIPLE, self.ignore_index)
+                    into_t = d_t.narrow(1, part.start - group.start, len(chosen))
+                loss, d = self._run_chunk(piece, use, added, part.start, chosen, factor, needs, into_t)
                 total += loss.sum()
                 if grad_input is not None:
                     into = grad_input[part]
                     into.copy_(compute_grad_input(d, use, self.precision)[: len(into)])
                 if need_bias:
-                    grad_bias = _add(grad_bias, compute_grad_bias(d))
+                    share = compute_grad_bias(d)
+                    grad_bias = share if grad_bias is None else grad_bias.add_(share)
                 if need_weight and d_t is None:
-                    grad_weight = _add(grad_weight, compute_grad_weight(d, piece, self.precision, weight=use))
+                    grad_weight = self._add_grad_weight(grad_weight, d, piece, use)
                 del d  # before the next chunk's logits are made
             if d_t is not None:
-                d, piece = Operand(None, None, d_t, factor / UNIT_SCALE[E4M3]), _slice_rows(source, group)
-                grad_weight = _add(grad_weight, compute_grad_weight(d, piece, self.precision, weight=use))
+                d = Operand(None, None, d_t, factor / UNIT_SCALE[E4M3])
+                grad_weight = self._add_grad_weight(grad_weight, d, source.read_transposed(group), use)
                 del d
             del d_t
         if missing:
@@ -270,23 +275,28 @@ class _HeadCall:
         """Allocate the transposed gradient of a group's logits, if grad_weight reads it."""
         if not need_weight or self.precision.grad_weight != "fp8":
             return None
-        return torch.empty(vocab, group.stop - group.start, dtype=E4M3, device=device)
+        return torch.empty(vocab, -(-(group.stop - group.start) // MULTIPLE) * MULTIPLE, dtype=E4M3, device=device)
 
-    def _make_input_operand(self, x: Tensor, given: Operand, training: bool, need_weight: bool) -> Operand:
-        """Return x in the formats that its two products read; formats missing in ``given`` are made from x."""
+    def _add_grad_weight(self, total: Tensor | None, d: Operand, x: Operand, use: BoundWeight | PaddedWeight) -> Tensor:
+        """Add a share to the gradient of the weight, some of its rows at a time; without a sum, return it."""
+        if total is None:
+            return compute_grad_weight(d, x, self.precision, weight=use)
+        step = max(CHUNK_MULTIPLE, SUM_BYTES // (4 * total.shape[1]) // CHUNK_MULTIPLE * CHUNK_MULTIPLE)
+        for part in cut(slice(0, len(total)), step):
+            hp, d_t = None if d.hp is None else d.hp[:, part], None if d.lp_t is None else d.lp_t[part]
+            total[part] += compute_grad_weight(Operand(hp, None, d_t, d.inv_scale), x, self.precision, weight=use)
+        return total
+
+    def _make_reader(self, x: Tensor, given: Operand, training: bool, need_weight: bool) -> InputReader:
+        """Return what reads rows of x; formats missing in ``given`` are made from x."""
         formats = {self.precision.output} | ({self.precision.grad_weight} if need_weight else set())
-        transposed = need_weight and self.precision.grad_weight == "fp8"
+        scale: Tensor | None = None
         if "fp8" in formats and given.lp is None:
             amax = cast.max_abs(x)
             if isinstance(self.weight.scales, TensorScales) and training:
                 self.weight.scales.note_amax(amax)
             scale = compute_scale(amax, FP8_MAX[E4M3])
-            lp, lp_t = cast.cast_transpose(x, scale, E4M3) if transposed else (cast.cast(x, scale, E4M3), None)
-            given = Operand(given.hp, lp, lp_t, scale.reciprocal())
-        if transposed:
-            given = given.transposed()
-        wide = get_wide_dtype(formats)
-        return given._replace(hp=x.to(wide)) if wide is not None and given.hp is None else given
+        return InputReader(x, given, scale, None if scale is None else scale.reciprocal(), get_wide_dtype(formats))
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -319,39 +329,3 @@ class _HeadLoss(torch.autograd.Function):
             for gradient, dtype in zip(made, ctx.dtypes, strict=True)
         ]
         return *grads, None, None
-
-
-def _cut(whole: slice, size: int) -> list[slice]:
-    """Divide a range of rows into pieces of a size; the last one may be smaller."""
-    return [slice(start, min(start + size, whole.stop)) for start in range(whole.start, whole.stop, size)]
-
-
-def _add(total: Tensor | None, share: Tensor) -> Tensor:
-    return share if total is None else total.add_(share)
-
-
-def _slice_columns(d_t: Tensor | None, part: slice, group: slice) -> Tensor | None:
-    return None if d_t is None else d_t[:, part.start - group.start : part.stop - group.start]
-
-
-def _slice_rows(x: Operand, part: slice) -> Operand:
-    """Return some rows of an operand without a copy."""
-    return Operand(
-        x.hp[part] if x.hp is not None else None,
-        x.lp[part] if x.lp is not None else None,
-        x.lp_t[:, part] if x.lp_t is not None else None,
-        x.inv_scale,
-    )
-
-
-def _pad_operand(x: Operand, targets: Tensor, more: int, ignore_index: int) -> tuple[Operand, Tensor]:
-    """Add rows of zeros to the operand, and ignored targets for them."""
-
-    def below(t: Tensor | None, sides: tuple[int, ...]) -> Tensor | None:
-        if t is None:
-            return None
-        wide = t if t.dtype is BF16 else t.view(torch.uint8)  # a zero in FP8 is a zero byte
-        return F.pad(wide, sides).view(t.dtype)
-
-    padded = Operand(below(x.hp, (0, 0, 0, more)), below(x.lp, (0, 0, 0, more)), below(x.lp_t, (0, more)), x.inv_scale)
-    return padded, F.pad(targets, (0, more), value=ignore_index)

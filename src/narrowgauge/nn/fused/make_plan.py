@@ -53,6 +53,7 @@ def make_plan(
     lean: bool,
     holds_gradients: bool,
     activations: str = "bf16",
+    offload: bool = False,
 ) -> BlockPlan:
     """Return the plan of the block at ``path``. The first of projections that read one input decides for all."""
 
@@ -74,6 +75,7 @@ def make_plan(
         spec, project(*spec.inputs), project(spec.output), project(*spec.ups), project(spec.down), scales, checkpoint,
         holds_gradients, path, list_own_parameters(block, spec), list_classes(block),
         tuple(project(*group) for group in spec.cross_products), list_settings(block, spec), activations,
+        offload=offload,
     )  # fmt: skip
 
 

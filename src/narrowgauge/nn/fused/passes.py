@@ -128,10 +128,10 @@ def run_backward(
     call = left.given.call
     run = Run(plan, call, tensors, uses, plan.caster(False), True, left.given.dropout, again=True)
     if plan.checkpoint == "full" and left.kept is not None:
-        kept = events.run_in_scope(plan.path, pre_norm.run_rest, run, x0, left.kept)
+        kept = order.drop_unneeded(plan, events.run_in_scope(plan.path, pre_norm.run_rest, run, x0, left.kept))
     elif plan.checkpoint == "full":
         with _repeat_random_numbers(left.random, x0.device):
-            *_, kept = events.run_in_scope(plan.path, order.forward, run, x0, None)
+            kept = order.drop_unneeded(plan, events.run_in_scope(plan.path, order.forward, run, x0, None)[-1])
     else:
         assert left.copies is not None
         kept = order.recompute(run, x0, left.kept)

@@ -81,10 +81,12 @@ class Run(NamedTuple):
     dropout: Dropout = NO_DROPOUT
     again: bool = False
     """Recomputation in backward, which does not need the last branch."""
+    is_tile: bool = False
+    """Only some of the rows: gradients of parameters are summed over tiles, and so computed in FP32."""
 
     def bind_adapters(self, part: Projection) -> Adapters:
         """Return the adapters of a projection."""
-        return Adapters(part, self.tensors, self.dropout.adapters)
+        return Adapters(part, self.tensors, self.dropout.adapters, torch.float32 if self.is_tile else None)
 
 
 def project(run: Run, x: Operand, use: BoundWeight, part: Projection, biases: Some) -> tuple[Tensor, AdapterState]:
@@ -123,14 +125,23 @@ def get_inputs(use: BoundWeight) -> int:
 
 
 def project_backward(
-    grad: Operand, x: Operand, use: BoundWeight, part: Projection, needs: Some, bias_needs: Some
+    grad: Operand,
+    x: Operand,
+    use: BoundWeight,
+    part: Projection,
+    needs: Some,
+    bias_needs: Some,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Some, Some]:
-    """Return the gradients of a projection's weights and biases; None for those that are frozen or do not exist."""
+    """Return the gradients of a projection's weights and biases; None for those that are frozen or do not exist.
+
+    ``dtype`` is that of the weights' gradients; default: as the optimizer reads them.
+    """
     weights: Some = (None,) * len(needs)
     biases: Some = (None,) * len(bias_needs)
     sizes = [get_outputs(use, number) for number in range(len(use.weights))]
     if any(needs):
-        whole = compute_grad_weight(grad, x, part.choice, use.gradient_dtype, use)
+        whole = compute_grad_weight(grad, x, part.choice, dtype or use.gradient_dtype, use)
         pieces = whole.split(sizes) if len(sizes) > 1 else (whole,)
         weights = tuple(
             (piece.t() if use.plan.transposed_weight else piece) if needed else None
