@@ -158,10 +158,11 @@ class _Block(torch.autograd.Function):
                 x0 = ctx.offloaded.take(not is_graph_retained())
             assert x0 is not None
             left = ctx.left.with_input(x0)
-            if not is_graph_retained():
+            last = not is_graph_retained()
+            if last:
                 ctx.left = None
             reader = before.reader if before is not None else None
-            grad_input, operand, found, others = run_backward(left, tensors, needs, grad, written, reader)
+            grad_input, operand, found, others = run_backward(left, tensors, needs, grad, written, reader, last)
             grads = found.flatten()
             if ctx.measured:
                 ctx.graphs.measure_wait()

@@ -161,11 +161,14 @@ def attention_backward(
     grad_o, state = input_backward(run, grad, uses.out, plan.out, half.of_out)
     adapters = adapters_backward(run, grad, half.o, plan.out, state, needs)
     of_out, of_out_bias = project_backward(grad, half.o, uses.out, plan.out, needs.out, needs.out_bias)
-    if plan.checkpoint == "full":  # of a recomputation: nothing else reads it
+    if run.frees:
         half.o = Operand()
     grad_qkv, of_own, of_others = attend_backward(
         plan, half.attended, grad_o, shape, tensors, run.caster, tuple(bool(need) for need in needs.own)
     )
+    if run.frees:
+        half.attended = Attended(grad_o.new_empty(0))
+    del grad_o
     grad_h, state = input_backward(run, grad_qkv, uses.qkv, plan.qkv, half.of_inputs)
     if half.is_h_remade:
         own, others = tuple(of_own), tuple(of_others)
@@ -189,7 +192,7 @@ def _rows_backward(run: Run, half: MlpHalf, grad: Operand, needs: BlockTensors) 
     grad_a, state = input_backward(run, grad, uses.down, plan.down, half.of_down)
     grad_u, a = activate_backward(run, grad_a, half.u, half.activated)
     del grad_a
-    if plan.checkpoint == "full":  # of a recomputation: nothing else reads it
+    if run.frees:
         half.u, half.activated = half.u.new_empty(0), Activated()
     report_up_gradient(run, grad_u)
     adapters = adapters_backward(run, grad, a, plan.down, state, needs)
@@ -277,9 +280,9 @@ def drop_unneeded(plan: BlockPlan, attention: AttentionHalf, mlp: MlpHalf) -> No
         mlp.h = Operand() if selective or mlp.is_h_remade else plan.up.keep_for_backward(mlp.h)
 
 
-def release_mlp(plan: BlockPlan, half: MlpHalf) -> None:
-    """Free what a recomputed MLP has left, before attention's backward."""
-    if plan.checkpoint == "full":
+def release_mlp(run: Run, half: MlpHalf) -> None:
+    """Free what the MLP read first, before attention's backward."""
+    if run.frees:
         half.h = Operand()
 
 

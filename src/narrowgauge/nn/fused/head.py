@@ -62,7 +62,7 @@ from narrowgauge.weight_copies.casts import BoundWeight, PaddedWeight, WeightCas
 
 HEAD = "lm_head"
 """Path of the module that computes the logits."""
-CHUNK_BYTES = 1 << 30
+CHUNK_BYTES = 1 << 28
 """Default limit of BF16 logits stored at once, where grad_weight's product is in FP8 and reads groups of chunks."""
 WIDE_CHUNK_BYTES = 4 << 30
 """The same where it is not, so that each chunk adds to the weight's gradient."""

@@ -282,6 +282,7 @@ class FusedTrunk(Change):
         own = [get_parts(plan, block).gather() for plan, block in zip(plans, chain, strict=True)]
         stream, branch, link = blocks.run_chain(plans, x, own, calls, changes[0].graphs)
         rows = blocks.run_last_norm(stream, branch, link, last.weight, self.norm, plans[-1])
+        del stream, branch  # the norm keeps what its backward needs
         loss: Tensor = head.compute_head_loss(
             rows, module.lm_head.weight, targets.flatten(), plan=self.weight, precision=self.choice
         )

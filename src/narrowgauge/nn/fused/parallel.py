@@ -60,7 +60,7 @@ def backward(
     caster, (norm1, norm2) = run.caster, bind_norms(run.plan.spec, run.tensors)
     end2 = halves.end_backward(run, 2, saved.mlp.branch, grad, given)
     mlp = halves.mlp_backward(run, saved.mlp, end2.grad, needs)
-    halves.release_mlp(run.plan, saved.mlp)
+    halves.release_mlp(run, saved.mlp)
     end1 = halves.end_backward(run, 1, saved.attention.branch, grad, None)
     attention = halves.attention_backward(run, saved.attention, end1.grad, x0.shape, needs)
     rows = x0.reshape(-1, x0.shape[-1])

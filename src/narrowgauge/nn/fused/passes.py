@@ -111,6 +111,7 @@ def run_backward(
     grad: Tensor,
     written: Operand | None,
     reader: Projection | None,
+    last: bool = False,
 ) -> tuple[Tensor, Operand, BlockTensors, list[Tensor | None]]:
     """Return the gradient of the input, the same as ``reader`` reads it, and those of parameters and other arguments.
 
@@ -121,6 +122,7 @@ def run_backward(
         grad: The gradient of the block's output.
         written: The same in the formats of the last projection, if the next block wrote it.
         reader: The last projection of the block before, which reads the gradient of the input.
+        last: Whether no other backward needs what forward left, so that it can be freed on the way.
     """
     plan, x0 = left.given.plan, left.x0
     order = ORDERS[plan.spec.order]
@@ -138,7 +140,9 @@ def run_backward(
         pairs = zip(uses.flatten(), left.copies, strict=True)
         uses = BlockWeights.unflatten([use.restore_saved(copies) for use, copies in pairs])  # type: ignore[arg-type]
     rows = grad.reshape(-1, grad.shape[-1])
-    run = run._replace(uses=uses, caster=left.caster)
+    run = run._replace(uses=uses, caster=left.caster, frees=last or plan.checkpoint == "full")
+    if last:
+        left.kept = None
     back: tuple[Any, ...] = (run, kept, x0, rows, written, reader, needs)
     grad_input, operand, grads, others = events.run_in_scope(plan.path, order.backward, *back)
     return grad_input.view_as(x0), operand, grads, others

@@ -77,7 +77,7 @@ def backward(
     two = norm_backward(norm2, grad, saved.r2, saved.stats2, None, plan.down if direct else None, caster)
     end2 = halves.end_backward(run, 2, saved.mlp.branch, two.stream, two.operand if direct else None)
     mlp = halves.mlp_backward(run, saved.mlp, end2.grad, needs)
-    halves.release_mlp(run.plan, saved.mlp)
+    halves.release_mlp(run, saved.mlp)
     direct = saved.attention.branch.is_plain
     grad_x1, crossed = two.stream.add_(mlp.grad_h), None
     if saved.cross is not None:

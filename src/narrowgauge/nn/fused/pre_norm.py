@@ -149,12 +149,20 @@ def _backward_kept(
     end2 = halves.end_backward(run, 2, saved.mlp.branch, grad, given)
     mlp = halves.mlp_backward(run, saved.mlp, end2.grad, needs)
     writer = plan.out if saved.attention.branch.is_plain else None
-    two = norm_backward_kept(norm2, mlp.grad_h, saved.kept[1], grad, writer, plan.up, caster)
-    mlp = halves.finish_mlp(run, mlp, two.output, needs)
+    kept1, kept2 = saved.kept
+    if run.frees:
+        saved.kept = None
+    two = norm_backward_kept(norm2, mlp.grad_h, kept2, grad, writer, plan.up, caster)
+    del kept2
+    mlp = halves.finish_mlp(run, mlp._replace(grad_h=mlp.grad_h.new_empty(0)), two.output, needs)
+    two = two._replace(output=Operand())
     end1 = halves.end_backward(run, 1, saved.attention.branch, two.stream, None if writer is None else two.operand)
     attention = halves.attention_backward(run, saved.attention, end1.grad, x0.shape, needs)
-    one = norm_backward_kept(norm1, attention.grad_h, saved.kept[0], two.stream, reader, plan.qkv, caster)
-    attention = halves.finish_attention(run, attention, one.output, needs)
+    one = norm_backward_kept(norm1, attention.grad_h, kept1, two.stream, reader, plan.qkv, caster)
+    del kept1
+    attention = halves.finish_attention(
+        run, attention._replace(grad_h=attention.grad_h.new_empty(0)), one.output, needs
+    )
     report_gradients(run, end2.grad, end1.grad, attention.grad_first)
     grads = halves.collect_grads(run, one, attention, end1, two, mlp, end2)
     return one.stream, one.operand, grads, list(attention.others)
@@ -185,11 +193,11 @@ def backward(
     plan, caster, (norm1, norm2) = run.plan, run.caster, bind_norms(run.plan.spec, run.tensors)
     end2 = halves.end_backward(run, 2, saved.mlp.branch, grad, given)
     mlp = halves.mlp_backward(run, saved.mlp, end2.grad, needs)
-    halves.release_mlp(run.plan, saved.mlp)
+    halves.release_mlp(run, saved.mlp)
     before = saved.attention if saved.cross is None else saved.cross
     writer = (plan.out if saved.cross is None else plan.cross[-1]) if before.branch.is_plain else None
     two = norm_backward(norm2, mlp.grad_h, saved.x1, saved.stats2, grad, writer, caster)
-    if plan.checkpoint == "full":
+    if run.frees:
         saved.x1 = saved.x1.new_empty(0)
     mlp = mlp._replace(grad_h=mlp.grad_h.new_empty(0))
     after, crossed, direct = two, None, saved.attention.branch.is_plain

@@ -81,6 +81,8 @@ class Run(NamedTuple):
     dropout: Dropout = NO_DROPOUT
     again: bool = False
     """Recomputation in backward, which does not need the last branch."""
+    frees: bool = False
+    """Whether backward frees what forward saved, or what was recomputed, as soon as it has been read."""
     is_tile: bool = False
     """Only some of the rows: gradients of parameters are summed over tiles, and so computed in FP32."""
 
