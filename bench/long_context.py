@@ -116,13 +116,35 @@ def run_step(engine, ids):
     return loss.detach()
 
 
+def count_steps(length):
+    """Return how many steps run before those that are timed, and how many of these."""
+    return (1, 3) if length <= 32768 else (0, 1)
+
+
+def warm_up(engine, ids, variant):
+    """Run a step of the first layer alone, which times the products of this length, and pin host memory."""
+    config = engine.inner.config
+    layers, config.num_hidden_layers = config.num_hidden_layers, 1
+    run_step(engine, ids)
+    config.num_hidden_layers = layers
+    if variant == "offload":
+        from narrowgauge.nn.fused import offload
+
+        pool = offload._get_offloader(ids.device, False).pool
+        pool.give_back(pool.take(layers * ids.numel() * 4096 * 2))
+    torch.cuda.synchronize()
+
+
 def measure(engine, length, variant):
     """Return seconds, peak and loss of a step; the peak is that of all steps at this length."""
     set_variant(variant)
     set_offload(engine, variant == "offload")
     torch.cuda.empty_cache()
     ids = torch.randint(0, 4096, (1, length), generator=torch.Generator().manual_seed(1)).cuda()
-    rest, timed = (1, 3) if length <= 32768 else (1, 1) if length <= 65536 else (0, 1)
+    rest, timed = count_steps(length)
+    begin = time.perf_counter()
+    warm_up(engine, ids, variant)
+    warmed = time.perf_counter() - begin
     torch.cuda.reset_peak_memory_stats()
     for _ in range(rest):
         run_step(engine, ids)
@@ -137,17 +159,18 @@ def measure(engine, length, variant):
         "tokens_per_s": length / seconds,
         "peak": torch.cuda.max_memory_allocated(),
         "loss": loss.item(),
-        "steps": rest + timed,
+        "warm_up_seconds": warmed,
     }
 
 
 def estimate_seconds(found, length):
     """Return about how long a part takes, from what was measured: time grows at most with the square of the length."""
-    known = [(part["T"], part["seconds"] * part["steps"]) for part in found if "seconds" in part]
+    known = [part for part in found if "seconds" in part]
     if not known:
         return 0.0
-    nearest, seconds = min(known, key=lambda one: abs(one[0] - length))
-    return seconds * max(1.0, (length / nearest) ** 2) * (0.5 if length > 65536 >= nearest else 1.0)
+    nearest = min(known, key=lambda part: abs(part["T"] - length))
+    growth = max(1.0, (length / nearest["T"]) ** 2)
+    return nearest["seconds"] * growth * sum(count_steps(length)) + nearest["warm_up_seconds"]
 
 
 def save(results):

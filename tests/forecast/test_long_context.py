@@ -11,7 +11,7 @@ from narrowgauge.cli import main
 from narrowgauge.forecast.memory.estimate import Memory, predict_memory
 from narrowgauge.forecast.run import Scenario
 from narrowgauge.forecast.trace.trace_step import STEPS, Traced
-from narrowgauge.nn.fused import tiles
+from narrowgauge.nn.fused import head, tiles
 from narrowgauge.recipe import parse
 from narrowgauge.tasks import user_model
 
@@ -47,6 +47,25 @@ def test_nothing_has_the_size_of_all_pairs_of_tokens_or_of_all_logits() -> None:
     largest = find_largest(trace("fp8-lean", length))
     assert largest <= 4 << 30  # one chunk of logits
     assert length * length > 4 * largest and 2 * length * VOCAB > 3 * largest
+
+
+@pytest.mark.parametrize("recipe", ["fp8-lean", "bf16-lean"])
+def test_the_head_makes_one_tensor_of_all_tokens(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With labels given to the model: the gradient of the hidden states; backward casts it to their dtype."""
+    monkeypatch.setattr(head, "CHUNK_BYTES", 1 << 24)
+    length = 200_064  # tensors of the weight's size are other ones
+    traced = trace(recipe, length)
+    ops = traced.trace.ops
+    made = [
+        (ops[block.born].phase, block.bytes)
+        for block in traced.trace.blocks
+        if block.born < len(ops)
+        and ops[block.born].step == STEPS - 1
+        and ops[block.born].where.startswith("lm_head")
+        and block.bytes >= length * WIDTH // 2
+        and block.bytes not in (4 * VOCAB * WIDTH, 2 * VOCAB * WIDTH, VOCAB * WIDTH)  # of the weight
+    ]
+    assert made == [("forward", 2 * length * WIDTH), ("backward", 4 * length * WIDTH)]
 
 
 def test_packed_documents_have_their_mask() -> None:

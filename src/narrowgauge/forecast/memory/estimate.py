@@ -57,7 +57,7 @@ class Memory:
     """What stays between steps."""
     reserved: int
     """What the allocator holds of the GPU at the end, free pieces included."""
-    host: int
+    host: int = 0
     """What one step copies to host memory until backward; not part of the peak."""
     exact: bool
     """False where torch.compile plans the memory: then it is an estimate."""
