@@ -16,7 +16,7 @@ from narrowgauge.errors import UsageError
 from narrowgauge.kernels import norm
 from narrowgauge.nn.blocks.spec import NormSpec
 from narrowgauge.nn.fused.attention import BlockCall
-from narrowgauge.nn.fused.casts import NormWeights, Projection, norm_backward
+from narrowgauge.nn.fused.casts import Normalized, NormWeights, Projection, norm_backward, norm_backward_kept
 from narrowgauge.nn.fused.graphs import BlockGraphs
 from narrowgauge.nn.fused.offload import offload
 from narrowgauge.nn.fused.passes import BlockInput, run_backward, run_forward
@@ -177,18 +177,21 @@ class _LastNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, branch: Tensor, link: GradientHandoff, weight: Tensor, spec: NormSpec, plan: BlockPlan
     ) -> Tensor:
         flat, flat_branch = (t.reshape(-1, x.shape[-1]) for t in (x, branch))
-        made = norm.norm(flat, weight, eps=spec.eps, kind=spec.kind, branch=flat_branch)
-        ctx.save_for_backward(made.residual, weight, made.rstd, *([] if made.mean is None else [made.mean]))
-        ctx.link, ctx.plan, ctx.shape, ctx.spec = link, plan, x.shape, spec
+        keep = ctx.keep = plan.activations == "8bit"
+        made = norm.norm(flat, weight, eps=spec.eps, kind=spec.kind, branch=flat_branch, keep=keep)
+        rows, mean = (made.normalized, None) if keep else (made.residual, made.mean)
+        ctx.save_for_backward(rows, weight, made.rstd, *([] if mean is None else [mean]))
+        ctx.link, ctx.plan, ctx.shape, ctx.spec, ctx.dtype = link, plan, x.shape, spec, x.dtype
         return made.out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        residual, weight, rstd, *mean = ctx.saved_tensors
-        stats = (mean[0] if mean else None, rstd)
-        made = norm_backward(
-            NormWeights(ctx.spec, weight, None), grad, residual, stats, None, ctx.link.reader, ctx.plan.caster(True)
-        )
+        rows, weight, rstd, *mean = ctx.saved_tensors
+        norms, reader, caster = NormWeights(ctx.spec, weight, None), ctx.link.reader, ctx.plan.caster(True)
+        if ctx.keep:
+            made = norm_backward_kept(norms, grad, Normalized(rows, rstd, ctx.dtype), None, reader, None, caster)
+        else:
+            made = norm_backward(norms, grad, rows, (mean[0] if mean else None, rstd), None, reader, caster)
         grad_input = made.stream.view(ctx.shape)
         ctx.link.put(grad_input, made.operand)
         return grad_input, None, None, made.weight, None, None

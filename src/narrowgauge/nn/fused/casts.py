@@ -227,18 +227,17 @@ def norm_backward_kept(
     kept: Normalized,
     grad_residual: Tensor | None,
     branch: Projection | None,
-    reader: Projection,
+    reader: Projection | None,
     caster: Fp8Caster | None,
 ) -> NormGrads:
-    """Return the same from normalized rows, and the norm's output for the reader's grad_weight."""
-    site = reader.input
-    assert site is not None
+    """Return the same from normalized rows, and the norm's output for the reader's grad_weight, if it has one."""
+    site = None if reader is None or reader.is_frozen else reader.input
     grad_input, copy, grad_weight, grad_bias, again = norm.norm_backward_normalized(
         grad_output, kept.rows, norms.weight, norms.bias, kept.rstd, kept.stream_dtype, kind=norms.spec.kind,
-        grad_residual=grad_residual, forward_scale=None if reader.is_frozen else site.scale,
+        grad_residual=grad_residual, forward_scale=None if site is None else site.scale,
         **_copy_options(branch, caster),
     )  # fmt: skip
-    output = Operand() if again is None else Operand(None, again, None, site.inv_scale)
+    output = Operand() if site is None else Operand(None, again, None, site.inv_scale)
     return NormGrads(grad_input, _get_copy(branch, grad_input, copy, caster), grad_weight, grad_bias, output)
 
 
