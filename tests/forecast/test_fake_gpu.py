@@ -131,6 +131,13 @@ def test_attention_uses_the_backend_that_torch_would(
     assert found is BACKENDS[expected]
 
 
+def test_a_mask_with_strides_in_its_last_dimension_is_for_the_math_backend() -> None:
+    query = torch.empty(2, 4, 16, 64, dtype=torch.bfloat16, device="meta")
+    bias = torch.empty(16, 16, 4, dtype=torch.bfloat16).permute(2, 0, 1)[None]  # T5's, as its embedding makes it
+    assert Rules((9, 0))._backend(query, query, bias) is BACKENDS["math"]
+    assert Rules((9, 0))._backend(query, query, bias.contiguous()) is BACKENDS["cudnn"]
+
+
 def test_attention_that_no_backend_supports_raises_torchs_error() -> None:
     from torch.nn.attention import sdpa_kernel
 

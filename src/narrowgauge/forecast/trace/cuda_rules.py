@@ -141,18 +141,26 @@ class Rules:
     def _backend(self, query: Tensor, key: Tensor, mask: Tensor | None) -> SDPBackend:
         """The first enabled backend that supports the format, head size and mask.
 
-        cuDNN has no gradient for a bias, which T5 learns. That torch takes the next kernel is assumed, not checked.
+        cuDNN has no gradient for a bias, which T5 learns. That torch takes the next kernel is assumed, not checked. A
+        mask whose last dimension is not contiguous is for the math backend only (seen on an H200 with T5's bias).
         """
         size, half, grouped = query.shape[-1], query.dtype in HALVES, query.shape[-3] != key.shape[-3]
         modern = self.capability >= (8, 0)
         learned = mask is not None and mask.requires_grad and torch.is_grad_enabled()
+        readable = mask is None or mask.stride(-1) == 1
         cuda = torch.backends.cuda
         can = {
             SDPBackend.CUDNN_ATTENTION: (
-                cuda.cudnn_sdp_enabled() and half and modern and size <= 128 and not size % 8 and not learned
+                cuda.cudnn_sdp_enabled()
+                and half
+                and modern
+                and size <= 128
+                and not size % 8
+                and not learned
+                and readable
             ),
             SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled() and half and modern and size <= 256 and mask is None,
-            SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled() and not grouped,
+            SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled() and not grouped and readable,
             SDPBackend.MATH: cuda.math_sdp_enabled(),
         }
         order = [int(number) for number in torch._C._get_sdp_priority_order()]
