@@ -107,10 +107,8 @@ class MemoryFitter:
         """Adopt the plan of a saved state, so that a resumed run computes as before; ignore one that does not apply."""
         if saved is None or saved.get("budget") != self.budget or not saved.get("fits"):
             return
-        with contextlib.suppress(UsageError, TypeError):
-            self.adopt(
-                MemoryPlan(**{name: saved[name] for name in ("budget", "blocks", "peak", "cost_ms", "smallest")})
-            )
+        with contextlib.suppress(UsageError, KeyError):
+            self.adopt(MemoryPlan.read(saved))
 
     def observe(self, backward: bool) -> contextlib.AbstractContextManager[None]:
         """Return the context of a forward with gradients, or of a backward."""

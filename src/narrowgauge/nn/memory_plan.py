@@ -19,7 +19,7 @@ fast for equal blocks, where many choices have the same bytes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,12 +28,12 @@ from narrowgauge.byte_sizes import format_size
 MOST_CHOICES = 4096
 """How many choices for the first blocks are compared; if there are more, the best of those with similar bytes stay."""
 WORDS = {
-    "none": "keep everything",
-    "8bit": "keep everything, in 8 bits",
-    "selective": "recompute norms and activations",
-    "full": "are recomputed",
+    "none": "kept",
+    "8bit": "kept in 8 bits",
+    "selective": "kept but for norms and activations",
+    "full": "recomputed",
 }
-"""What each option means, in a sentence about blocks."""
+"""What happens to a block's activations with each option."""
 
 
 @dataclass(frozen=True)
@@ -188,13 +188,18 @@ class MemoryPlan:
             "cost_ms": self.cost_ms, "options": self.counts, "blocks": dict(self.blocks),
         }  # fmt: skip
 
+    @classmethod
+    def read(cls, saved: Mapping[str, Any]) -> MemoryPlan:
+        """Make the plan from what ``describe`` returned."""
+        return cls(**{name: saved[name] for name in ("budget", "blocks", "peak", "cost_ms", "smallest", "fits")})
+
     def __str__(self) -> str:
         if not self.fits:
             return (
                 f"the budget of {format_size(self.budget)} is too small: a step takes {format_size(self.smallest)} "
                 "with every block recomputed"
             )
-        parts = [f"{count} blocks {WORDS.get(name, name)}" for name, count in self.counts.items()]
-        cost = "" if self.cost_ms is None else f", which costs {self.cost_ms:.1f} ms per step"
-        chosen = "; ".join(parts) + cost if parts else "there are no blocks to recompute"
+        parts = [f"{count} {WORDS.get(name, name)}" for name, count in self.counts.items()]
+        cost = f"; {self.cost_ms:.1f} ms per step more than if all are kept" if self.cost_ms else ""
+        chosen = f"activations of blocks: {', '.join(parts)}{cost}" if parts else "there are no blocks to recompute"
         return f"memory plan for {format_size(self.budget)}: {chosen}; peak {format_size(self.peak)}"

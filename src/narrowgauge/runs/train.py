@@ -17,6 +17,7 @@ from narrowgauge.ranks.world import SINGLE_PROCESS, World
 from narrowgauge.runs import lock, record
 from narrowgauge.runs.batches import make_isolated_batch
 from narrowgauge.runs.checkpoints import checkpoint
+from narrowgauge.runs.fit_memory import plan_memory
 from narrowgauge.runs.result import Result
 from narrowgauge.runs.settings import Settings
 from narrowgauge.runs.sources import compare_sources
@@ -67,7 +68,9 @@ def train(
         path = world.broadcast(path)
         if isinstance(path, Result):
             return path
-        trainer = Trainer(task, settings, folder, observer, world)
+        with world.fail_together():
+            budget = plan_memory(task, settings, world, observer.notify)
+        trainer = Trainer(task, settings, folder, observer, world, budget)
         if resume:
             trainer.resume_from(path)
         if capture is not None and trainer.recorder is not None:
