@@ -94,21 +94,23 @@ class MemoryFitter:
         """Whether the plan is final for batches of the sizes so far."""
         return self._stage == "done"
 
-    def adopt(self, plan: MemoryPlan) -> None:
-        """Use a plan that was made for this model before, and check it from the second step on."""
+    def adopt(self, plan: MemoryPlan, at_once: bool = False) -> None:
+        """Use a plan that was made for this model before, after a first recomputed step or at once, and check it."""
         known = self._by_path
         if set(plan.blocks) != set(known) or any(plan.blocks[path] not in known[path].options for path in known):
             raise UsageError("memory_budget: the plan was made for another model or recipe; make one for this model")
-        for path, block in known.items():
-            block.set(plan.blocks[path])
         self.plan, self._stage, self._checked = plan, "adopted", 0
+        if at_once:
+            self._use(plan)
+        else:  # a step without FP8 scales takes more memory
+            self._recompute_all()
 
     def load(self, saved: Mapping[str, Any] | None) -> None:
         """Adopt the plan of a saved state, so that a resumed run computes as before; ignore one that does not apply."""
         if saved is None or saved.get("budget") != self.budget or not saved.get("fits"):
             return
         with contextlib.suppress(UsageError, KeyError):
-            self.adopt(MemoryPlan.read(saved))
+            self.adopt(MemoryPlan.read(saved), at_once=True)
 
     def observe(self, backward: bool) -> contextlib.AbstractContextManager[None]:
         """Return the context of a forward with gradients, or of a backward."""
@@ -128,6 +130,8 @@ class MemoryFitter:
             self._notice_larger_batch()
         elif self._stage in ("warm", "adopted"):
             self._stage = "measure" if self._stage == "warm" else "check"
+            if self.plan is not None:
+                self._use(self.plan)
             if self.device.type != "cuda":
                 self._finish()
         elif self._stage == "check" or self._meter is None:  # without blocks there is nothing to measure
@@ -142,6 +146,10 @@ class MemoryFitter:
     def _reset_peak(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
+
+    def _use(self, plan: MemoryPlan) -> None:
+        for path, name in plan.blocks.items():
+            self._by_path[path].set(name)
 
     def _recompute_all(self) -> None:
         for block in self.blocks:
@@ -229,9 +237,9 @@ class MemoryFitter:
             fits=peak <= self.budget,
         )
         self._predicted = peak
-        for path, name in self.plan.blocks.items():
-            by_path[path].set(name)
-            by_path[path].size.planned = self._sizes[path][0]
+        self._use(self.plan)
+        for path, (planned, _) in self._sizes.items():
+            by_path[path].size.planned = planned
         self._stage, self._checked = "check", 0
 
     def _agree(self, names: list[str]) -> list[str]:
@@ -275,7 +283,7 @@ class MemoryFitter:
 
     def _notice_larger_batch(self) -> None:
         larger = any(block.size.largest > self._sizes[block.path][1] for block in self.blocks)
-        if larger and self._sync.size == 1 and self._plans < MOST_PLANS:
+        if larger and self._sync.size == 1 and self._plans < MOST_PLANS and self.device.type == "cuda":
             self._recompute_all()
             self._excess = self._corrections = 0
             self._stage, self._base = "measure", None

@@ -248,7 +248,7 @@ def complete_plan(traced: Traced, memory: Memory) -> MemoryPlan | None:
     """Return the plan of a trace with the peak that is predicted for it."""
     if traced.plan is None:
         return None
-    least = min(traced.plan.smallest, memory.peak)
+    least = max(min(traced.plan.smallest, memory.total), memory.first_step, memory.building)
     return replace(traced.plan, peak=memory.peak, smallest=least, fits=memory.peak <= traced.plan.budget)
 
 

@@ -40,6 +40,8 @@ class BlockMemory:
     @property
     def size(self) -> CallSize:
         """How large its calls are."""
+        if self.change.size is None:
+            self.change.size = CallSize()
         return self.change.size
 
     @property

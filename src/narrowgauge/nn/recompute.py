@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -93,14 +93,17 @@ class Recomputed(Change):
     context: Callable[[], Context] | None
     path: str = ""
     """Path of the block in the model, for event listeners."""
-    size: CallSize = field(default_factory=CallSize)
+    size: CallSize | None = None
+    """Only if memory is planned: torch.compile would compile again when it changes."""
     differentiable_twice = False
 
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
-        given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        mode = "full" if self.size.exceeds_plan(given) else self.mode
+        mode = self.mode
+        if self.size is not None:
+            given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+            mode = "full" if self.size.exceeds_plan(given) else mode
         compute = functools.partial(events.run_in_scope, self.path, inner) if events.is_listening() else inner
         if mode == "none":
             return compute(*args, **kwargs)

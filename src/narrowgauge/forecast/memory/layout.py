@@ -15,7 +15,7 @@ from narrowgauge.forecast.memory.lifetimes import find_lifetimes
 from narrowgauge.forecast.memory.rank_memory import RankMemory
 from narrowgauge.forecast.trace.trace import Op
 from narrowgauge.forecast.trace.trace_step import Traced
-from narrowgauge.forecast.trace.workspaces import get_cublas_bytes
+from narrowgauge.forecast.trace.workspaces import get_cublas_bytes, times_products
 from narrowgauge.ranks.distribute import reduces_every_microbatch
 
 Segment = tuple[int, str, str]
@@ -91,8 +91,8 @@ def compute_layout(traced: Traced, shards: int = 1, parameters: int | None = Non
     peaks: dict[Segment, Peak] = {}
     timeline: list[tuple[str, Peak]] = []
     positions = BlockPositions(traced)
-    if traced.recipe.products == "fastest" and any(layer.decision is not None for layer in traced.layers):
-        allocator.allocate(get_cublas_bytes(traced.gpu))  # products are timed on a separate stream, once
+    if times_products(traced.recipe, traced.layers):
+        allocator.allocate(get_cublas_bytes(traced.gpu))
 
     def add_block(block: int, size: int) -> None:
         if size:

@@ -24,7 +24,7 @@ from narrowgauge.errors import NarrowgaugeError, UsageError
 from narrowgauge.forecast.trace import fake_gpu
 from narrowgauge.forecast.trace.recorder import Recorder
 from narrowgauge.forecast.trace.trace import Owner, Trace
-from narrowgauge.forecast.trace.workspaces import Workspaces, get_cublas_bytes
+from narrowgauge.forecast.trace.workspaces import Workspaces, get_cublas_bytes, times_products
 from narrowgauge.hardware import Gpu
 from narrowgauge.nn.memory_plan import MemoryPlan
 from narrowgauge.nn.recompute import find_blocks
@@ -141,6 +141,8 @@ def trace_steps(
                 model, optimizer, recipe, clip_norm=clip_norm, accumulate=accumulate, compile=compile, fused=fused,
                 memory_budget=memory_budget,
             )  # fmt: skip
+            if times_products(recipe, engine.conversion.layers):
+                recorder.meter.add_forever(get_cublas_bytes(gpu))
             _mark_weights(engine, recorder, owners)
             device_batch = tree_map_only(Tensor, lambda t: _resize(t, sizes[0], size).to("cuda"), given)
             for tensor in tree_leaves(device_batch):
