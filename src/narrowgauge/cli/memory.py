@@ -106,15 +106,16 @@ def run(args: argparse.Namespace) -> Outcome:
     search = args.gpu is not None and not args.no_search and args.fit is None
     out = prose(args)
     rows: dict[str, dict[str, Any]] = {}
-    parameters = 0
+    parameters, refused = 0, None
     for recipe in recipes:
         tell(f"{recipe}: tracing {'two' if args.fit is None else 'some'} simulated steps")
         try:
             traced = scenario.trace(recipe) if scenario.gpus == 1 else scenario.trace_model(recipe)
         except UsageError as error:
-            if args.recipes != RECIPES or not rows:
+            if args.recipes != RECIPES:
                 raise
-            tell(f"{recipe}: skipped: {error}")  # not every default recipe suits every optimizer
+            tell(f"{recipe}: skipped: {error}")  # not every default recipe suits every optimizer, or can be planned
+            refused = error
             continue
         outlook = predict_recipe(scenario, recipe, traced, search, tell)
         parameters = traced.parameters
@@ -124,6 +125,8 @@ def run(args: argparse.Namespace) -> Outcome:
             rows[str(recipe)]["scale"] = describe_share(cluster, outlook.memory)
         if not args.json:
             _show(outlook, measured, gpu if args.gpu else None, out)
+    if not rows and refused is not None:
+        raise refused
     refuse_small_budget(args.fit, {name: row["plan"] for name, row in rows.items()})
     lesson = _lesson(parameters)
     data = {

@@ -135,7 +135,8 @@ class EngineBase:
         """Return what fits the steps into a memory budget."""
         if self.compiled and find_block_memory(self.inner, self.recipe):
             raise UsageError(
-                "memory_budget: torch.compile plans the memory of this model's blocks itself; use compile=False"
+                "memory_budget: torch.compile plans the memory of this model's blocks itself; use compile=False "
+                "(--no-compile)"
             )
         return MemoryFitter(
             find_block_memory(self.inner, self.recipe), budget, device=self.device, hardware=self.hardware,
