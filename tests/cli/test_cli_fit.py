@@ -15,7 +15,7 @@ FIT = "115MB"
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any], str]:
-    """Return the exit code, the JSON and what was told."""
+    """Return the exit code, the JSON, and the lines for the user."""
     code = main([*arguments, "--json"])
     out, told = capsys.readouterr()
     return code, json.loads(out) if out else {}, told

@@ -208,8 +208,8 @@ def refuse_small_budget(fit: str | None, plans: dict[str, dict[str, Any] | None]
         name = min(made, key=lambda one: made[one]["smallest"])
         least = gigabytes(made[name]["smallest"])
         raise UsageError(
-            f"--fit {fit}: nothing fits; the smallest peak is {least}, of {name} with every block recomputed. Use a "
-            "smaller batch, a shorter context or a lean recipe"
+            f"--fit {fit}: nothing fits; the smallest peak is {least}, of {name}. Use a smaller batch, a shorter "
+            "context or a lean recipe"
         )
 
 

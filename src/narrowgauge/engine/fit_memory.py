@@ -27,7 +27,7 @@ from narrowgauge.errors import UsageError
 from narrowgauge.hardware import Device, is_assumed
 from narrowgauge.nn.block_memory import FIELDS, RECOMPUTED, BlockMemory
 from narrowgauge.nn.measure_blocks import MeasuredStep, StepMeter
-from narrowgauge.nn.memory_plan import MemoryPlan, Option, choose, predict_peak
+from narrowgauge.nn.memory_plan import MemoryPlan, Option, choose, choose_least, predict_peak
 from narrowgauge.ranks.update_sync import UpdateSync
 
 MARGIN = 0.01
@@ -75,7 +75,7 @@ class MemoryFitter:
         self._kept: dict[Any, dict[str, tuple[float, float]]] = {}
         """Bytes per value of each kind of block with an option, beyond recomputation: kept, and at its own backward."""
         self._tried: dict[str, str] = {}
-        self._predicted = 0
+        self._predicted, self._is_least = 0, False
         self._excess = self._corrections = self._checked = self._plans = self._waits = 0
         if isinstance(budget, MemoryPlan):
             self.budget = budget.budget
@@ -221,19 +221,18 @@ class MemoryFitter:
             options.append([Option(n, kept, costs.get(n, 0.0), own) for n, (kept, own) in sizes.items()])
         moments = self._base.list_moments()
         limit = int(self.budget * (1 - MARGIN)) - self._excess
-        picked = choose(options, moments, limit)
-        if picked is None:
-            picked = [min(range(len(some)), key=lambda place: some[place].kept_bytes) for some in options]
-        names = self._agree([some[place].name for some, place in zip(options, picked, strict=True)])
+        picked, least = choose(options, moments, limit), choose_least(options, moments)
+        self._is_least = picked is None
+        names = self._agree([some[place].name for some, place in zip(options, picked or least, strict=True)])
         chosen = [next(one for one in some if one.name == name) for some, name in zip(options, names, strict=True)]
-        least = predict_peak([min(some, key=lambda one: one.kept_bytes) for some in options], moments)
+        smallest = predict_peak([some[place] for some, place in zip(options, least, strict=True)], moments)
         peak = predict_peak(chosen, moments)
         self.plan = MemoryPlan(
             budget=self.budget,
             blocks=dict.fromkeys(by_path, RECOMPUTED) | dict(zip(order, names, strict=True)),
             peak=peak,
             cost_ms=sum(one.cost_ms for one in chosen) if gpu is not None else None,
-            smallest=least,
+            smallest=smallest,
             fits=peak <= self.budget,
         )
         self._predicted = peak
@@ -258,7 +257,7 @@ class MemoryFitter:
             self._checked += 1
             if self._checked >= CHECKED_STEPS:
                 self._finish()
-        elif set(self.plan.blocks.values()) <= {RECOMPUTED} or self._corrections >= MOST_CORRECTIONS:
+        elif self._is_least or not self.plan.blocks or self._corrections >= MOST_CORRECTIONS:
             self._finish()
         elif self._base is None:  # an adopted plan
             self._recompute_all()

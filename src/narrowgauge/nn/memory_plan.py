@@ -98,6 +98,17 @@ def choose(blocks: Sequence[Sequence[Option]], moments: Sequence[Moment], limit:
     return sorted_ if predict_peak(_pick(blocks, sorted_), moments) <= limit else picked
 
 
+def choose_least(blocks: Sequence[Sequence[Option]], moments: Sequence[Moment]) -> list[int]:
+    """Return one option for all blocks, with the smallest peak. It need not be the one that keeps least: a block that
+    is recomputed may need more in its own backward."""
+    names = dict.fromkeys(option.name for options in blocks for option in options)
+    found = [
+        [next((i for i, one in enumerate(options) if one.name == name), len(options) - 1) for options in blocks]
+        for name in names
+    ]
+    return min(found, key=lambda picked: predict_peak(_pick(blocks, picked), moments), default=[])
+
+
 def _pick(blocks: Sequence[Sequence[Option]], picked: Sequence[int]) -> list[Option]:
     return [options[place] for options, place in zip(blocks, picked, strict=True)]
 
@@ -172,7 +183,7 @@ class MemoryPlan:
     cost_ms: float | None = None
     """Milliseconds per step more than if every block kept everything; None for a GPU that is not in the table."""
     smallest: int = 0
-    """The peak if every block is recomputed."""
+    """The smallest peak with one option for all blocks, usually that of recomputing them."""
     fits: bool = True
     """Whether the peak is within the budget."""
 
@@ -196,8 +207,8 @@ class MemoryPlan:
     def __str__(self) -> str:
         if not self.fits:
             return (
-                f"the budget of {format_size(self.budget)} is too small: a step takes {format_size(self.smallest)} "
-                "with every block recomputed"
+                f"the budget of {format_size(self.budget)} is too small: a step takes at least "
+                f"{format_size(self.smallest)}, also if blocks are recomputed"
             )
         parts = [f"{count} {WORDS.get(name, name)}" for name, count in self.counts.items()]
         cost = f"; {self.cost_ms:.1f} ms per step more than if all are kept" if self.cost_ms else ""
