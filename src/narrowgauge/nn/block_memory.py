@@ -18,13 +18,13 @@ from narrowgauge.recipe import Recipe
 
 RECOMPUTED = "full"
 """The option that keeps least; a plan counts from it."""
-FIELDS: dict[str, tuple[str, str]] = {
-    "none": ("none", "bf16"),
-    "selective": ("selective", "bf16"),
-    "8bit": ("none", "8bit"),
-    "full": ("full", "bf16"),
+FIELDS: dict[str, dict[str, Any]] = {
+    "none": {"checkpoint": "none", "activations": "bf16"},
+    "selective": {"checkpoint": "selective", "activations": "bf16"},
+    "8bit": {"checkpoint": "none", "activations": "8bit"},
+    "full": {"checkpoint": "full", "activations": "bf16"},
 }
-"""Options by name, as the recipe's fields ``checkpoint`` and ``activations``; those that keep less come later."""
+"""Options by name, as fields of a block's plan; those that keep less come later."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class BlockMemory:
     module: nn.Module
     change: FusedBlock | Recomputed
     options: Mapping[str, Mapping[str, Any]]
-    """Fields of the block's plan by the option's name. Other ways to keep activations add their names and fields."""
+    """Fields of the block's plan by the option's name."""
 
     @property
     def size(self) -> CallSize:
@@ -85,15 +85,15 @@ def list_options(recipe: Recipe, change: FusedBlock | Recomputed) -> dict[str, d
     fused = isinstance(change, FusedBlock)
     in_8_bits = fused and recipe.compute == "fp8" and change.plan.scales is not None  # type: ignore[union-attr]
     options = {}
-    for name, (checkpoint, activations) in FIELDS.items():
-        fields = {"checkpoint": checkpoint, "activations": activations}
+    for name, given in FIELDS.items():
+        fields = dict(given)
         if name == "8bit" and not in_8_bits:
             continue
         if recipe.activations == "8bit" and fused:
             if name == "none":
                 continue
             fields["activations"] = "8bit"
-        if recipe.checkpoint != base and name != RECOMPUTED and checkpoint != recipe.checkpoint:
+        if recipe.checkpoint != base and name != RECOMPUTED and fields["checkpoint"] != recipe.checkpoint:
             continue
         options[name] = fields
     return options
