@@ -86,3 +86,13 @@ def test_default_recipes_that_cannot_be_planned_are_skipped(capsys: pytest.Captu
     code, data, told = run(capsys, "memory", *SIZE, "--gpu", "h200", "--fit", "1GB")
     assert code == 0 and "fp32: skipped: memory_budget: torch.compile plans the memory" in told
     assert list(data["recipes"]) == ["bf16", "fp8", "bf16-lean", "fp8-lean"]
+
+
+def test_a_saved_benchmark_is_repeated_with_its_budget_only(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    saved = str(tmp_path / "base.json")
+    task = ["bench", "gpt:1x64", "--batch", "2", "--context", "16", "--device", "cpu", "--recipes", "fp32"]
+    quick = ["--steps", "1", "--rounds", "2", "--peers", "torch", "--no-compile"]
+    code, data, _ = run(capsys, *task, *quick, "--save", saved)
+    assert code == 0 and data["fit"] is None and data["rows"][0]["memory_plan"] is None
+    code, _, told = run(capsys, "bench", "--against", saved, "--fit", "1GB", "--device", "cpu")
+    assert code == 2 and "was measured with fit unset, not 1GB" in told.strip().splitlines()[-1]

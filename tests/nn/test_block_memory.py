@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from narrowgauge import Engine, UsageError
+from narrowgauge.integrations.hosted import Hosted
 from narrowgauge.models.gpt import GPT, GPTConfig
 from narrowgauge.nn.block_memory import find_block_memory
 from narrowgauge.nn.fused.modules import FusedBlock
@@ -156,3 +157,10 @@ def test_a_resumed_run_adopts_the_plan_of_its_state():
     engine = Engine(model, optimizer, FP8, fused=True)
     engine.load_state_dict(saved)
     assert engine.memory_plan is None
+
+
+def test_a_hosted_engine_takes_a_plan():
+    """Lightning, Accelerate and transformers pass their options on to it."""
+    model, names = make_gpt(), ("none", "selective", "8bit", "full")
+    engine = Hosted(model, torch.optim.AdamW(model.parameters()), FP8, memory_budget=make_plan(*names))
+    assert tuple(engine.memory_plan.blocks.values()) == names

@@ -140,7 +140,7 @@ class EngineBase:
             )
         return MemoryFitter(
             find_block_memory(self.inner, self.recipe), budget, device=self.device, hardware=self.hardware,
-            compute=self.recipe.compute, accumulate=self.accumulate, update_sync=self.update_sync,
+            compute=self.recipe.compute, update_sync=self.update_sync,
         )  # fmt: skip
 
     @property

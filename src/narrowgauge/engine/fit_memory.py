@@ -59,12 +59,11 @@ class MemoryFitter:
         device: torch.device,
         hardware: Device,
         compute: str,
-        accumulate: int,
         update_sync: UpdateSync,
     ) -> None:
         self.blocks, self.device, self.hardware = list(blocks), device, hardware
         self._by_path = {block.path: block for block in self.blocks}
-        self.compute, self.accumulate, self._sync = compute, accumulate, update_sync
+        self.compute, self._sync = compute, update_sync
         self.plan: MemoryPlan | None = None
         self._stage, self._has_begun = "warm", False
         self._meter: StepMeter | None = None
@@ -215,7 +214,7 @@ class MemoryFitter:
         options: list[list[Option]] = []
         for path in order:
             block = by_path[path]
-            costs = block.estimate_costs(self.compute, gpu, self.accumulate)
+            costs = block.estimate_costs(self.compute, gpu, len(self._base.kept))
             known = self._kept[self._kinds[path]] | {RECOMPUTED: (0.0, 0.0)}
             sizes = {name: [round(size * calls[path]) for size in known[name]] for name in block.options}
             options.append([Option(n, kept, costs.get(n, 0.0), own) for n, (kept, own) in sizes.items()])
