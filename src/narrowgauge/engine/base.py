@@ -145,7 +145,7 @@ class EngineBase:
 
     @property
     def memory_plan(self) -> MemoryPlan | None:
-        """What each block keeps for backward under ``memory_budget``: None until it is chosen, after three steps.
+        """What each block keeps for backward under ``memory_budget``: None until it is chosen, after a few steps.
 
         ``print`` it, or read its fields: ``blocks``, ``counts``, ``peak``, ``cost_ms``, ``fits``.
         """

@@ -2,7 +2,8 @@
 
     warm      the first step, recomputed: optimizers make their states, FP8 its scales
     measure   a step in which all blocks are recomputed: the peak of each part of it
-    try       a step in which one block of each kind uses each other option: the bytes that the option keeps
+    try       a step in which one block of each kind uses each other option, if that is sure to fit: the bytes that the
+              option keeps
     check     steps with the chosen plan: if one exceeds the budget, its blocks are chosen again with less room
     done      nothing is measured; a batch that is larger than planned for begins again with ``measure``
 
@@ -161,7 +162,7 @@ class MemoryFitter:
         if small and self._sync.size == 1 and self._waits < MOST_WAITS:
             self._waits += 1
             return
-        self._base, self._waits = measured, 0
+        self._base, self._waits = self._share(measured), 0
         self._kinds = {block.path: block.kind for block in self.blocks}
         self._kept = {kind: {} for kind in self._kinds.values()}
         self._sizes = {block.path: (block.size.latest, block.size.largest) for block in self.blocks}
@@ -169,14 +170,22 @@ class MemoryFitter:
         self._stage = "try"
         self._begin_trial()
 
+    def _share(self, measured: MeasuredStep) -> MeasuredStep:
+        """Return a step with the largest figures of all ranks, so that all take the same decisions."""
+        figures = self._sync.maximum([float(n) for part in measured.peaks for n in (part.begin, part.peak)])
+        pairs = zip(measured.peaks, figures[::2], figures[1::2], strict=True)
+        measured.peaks = [part._replace(begin=round(begin), peak=round(peak)) for part, begin, peak in pairs]
+        return measured
+
     def _begin_trial(self) -> None:
-        """Let one block of each kind use each option that is not known yet; without any, choose."""
+        """Let one block of each kind use each option that is not known yet, where that fits; without any, choose."""
         base = self._base
         assert base is not None
         self._recompute_all()
         self._tried = {}
         order = [self._by_path[path] for path in base.order]
-        nearest = len(order) + APART
+        nearest, moments = len(order) + APART, base.list_moments()
+        bounds = [Option("", 0, 0.0)] * len(order)
         # The last blocks are freed first in backward, where recomputed steps have their peak.
         for place in range(len(order) - 1, -1, -1):
             block = order[place]
@@ -184,6 +193,10 @@ class MemoryFitter:
             known = {*self._kept[kind], *(name for path, name in self._tried.items() if self._kinds[path] == kind)}
             unknown = [name for name in block.options if name != RECOMPUTED and name not in known]
             if unknown and nearest - place >= APART:
+                tried = [*bounds[:place], Option("", base.get_bound(block.path), 0.0), *bounds[place + 1 :]]
+                if predict_peak(tried, moments) > self.budget:
+                    continue
+                bounds = tried
                 block.set(unknown[0])
                 self._tried[block.path] = unknown[0]
                 nearest = place
@@ -216,19 +229,21 @@ class MemoryFitter:
             block = by_path[path]
             costs = block.estimate_costs(self.compute, gpu, len(self._base.kept))
             known = self._kept[self._kinds[path]] | {RECOMPUTED: (0.0, 0.0)}
-            sizes = {name: [round(size * calls[path]) for size in known[name]] for name in block.options}
+            names = [name for name in block.options if name in known]  # without those that had no room to be tried
+            sizes = {name: [round(size * calls[path]) for size in known[name]] for name in names}
             options.append([Option(n, kept, costs.get(n, 0.0), own) for n, (kept, own) in sizes.items()])
         moments = self._base.list_moments()
-        limit = int(self.budget * (1 - MARGIN)) - self._excess
+        measured = max(moment.base_bytes for moment in moments)  # needs no margin
+        limit = max(int(self.budget * (1 - MARGIN)), min(measured, self.budget)) - self._excess
         picked, least = choose(options, moments, limit), choose_least(options, moments)
         self._is_least = picked is None
-        names = self._agree([some[place].name for some, place in zip(options, picked or least, strict=True)])
-        chosen = [next(one for one in some if one.name == name) for some, name in zip(options, names, strict=True)]
+        used = self._agree([some[place].name for some, place in zip(options, picked or least, strict=True)])
+        chosen = [next(one for one in some if one.name == name) for some, name in zip(options, used, strict=True)]
         smallest = predict_peak([some[place] for some, place in zip(options, least, strict=True)], moments)
         peak = predict_peak(chosen, moments)
         self.plan = MemoryPlan(
             budget=self.budget,
-            blocks=dict.fromkeys(by_path, RECOMPUTED) | dict(zip(order, names, strict=True)),
+            blocks=dict.fromkeys(by_path, RECOMPUTED) | dict(zip(order, used, strict=True)),
             peak=peak,
             cost_ms=sum(one.cost_ms for one in chosen) if gpu is not None else None,
             smallest=smallest,

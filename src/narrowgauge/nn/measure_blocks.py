@@ -39,8 +39,10 @@ class StepPart(NamedTuple):
 
     held: frozenset[str]
     """Paths of the blocks whose activations exist."""
+    begin: int
+    """Bytes allocated at its beginning."""
     peak: int
-    """Bytes."""
+    """The most bytes allocated in it."""
     backward_of: str = ""
     """Path of the block whose backward it is."""
 
@@ -65,6 +67,10 @@ class MeasuredStep:
             highest[key] = max(highest.get(key, 0), part.peak)
         return [Moment(peak, held, None if own < 0 else own) for (held, own), peak in sorted(highest.items())]
 
+    def get_bound(self, path: str) -> int:
+        """Return a bound of what a block can keep: what it allocates in its backward, if it is recomputed there."""
+        return max((part.peak - part.begin for part in self.list_backward_peaks(path)), default=0)
+
     def list_backward_peaks(self, path: str) -> list[StepPart]:
         """Return the parts that are a block's backward, one for each of the step's backwards."""
         return [part for part in self.peaks if part.backward_of == path]
@@ -84,13 +90,14 @@ class StepMeter(events.Listener):
         self._begin()
 
     def _begin(self) -> None:
-        self._now = frozenset(+self._held), self._latest if self._is_backward else ""
+        begin = torch.cuda.memory_allocated(self._device)
+        self._now = frozenset(+self._held), begin, self._latest if self._is_backward else ""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def _end_part(self) -> None:
         """End the part of the step that runs, and begin the next one with the blocks that are held now."""
-        held, backward_of = self._now
-        self.step.peaks.append(StepPart(held, torch.cuda.max_memory_allocated(self._device), backward_of))
+        held, begin, backward_of = self._now
+        self.step.peaks.append(StepPart(held, begin, torch.cuda.max_memory_allocated(self._device), backward_of))
         self._begin()
 
     @contextlib.contextmanager
