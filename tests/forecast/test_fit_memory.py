@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge import hardware, tasks
+from narrowgauge.bench.compare import make_engine_step
+from narrowgauge.bench.fit_memory import settle_memory
 from narrowgauge.errors import UsageError
 from narrowgauge.forecast.memory.estimate import predict_memory
 from narrowgauge.forecast.memory.layout import compute_layout
@@ -166,6 +168,26 @@ def test_a_plan_that_turns_out_too_large_is_made_again() -> None:
     assert set(seen[0][1].blocks.values()) == {"none"} and not seen[1][0]
     settled, plan = seen[-1]
     assert settled and plan.fits and plan.blocks == traced("bf16", budget).plan.blocks  # type: ignore[union-attr]
+
+
+def settle(budget: int) -> ng.Engine:
+    """Return an engine after the steps that a benchmark runs before it measures."""
+    task, recorder = language(), Recorder(Workspaces(H200), get_cublas_bytes(H200))
+    with simulate_gpu(H200, None, recorder.meter), recorder:
+        with torch.device("cuda"):
+            model = task.model()
+        engine = ng.Engine(model, make_optimizer(task, model), "bf16", clip_norm=1.0, memory_budget=budget)
+        tokens, step = torch.zeros(32, 256, dtype=torch.long).to("cuda"), make_engine_step(task, engine)
+        settle_memory(engine, lambda number: step((tokens, tokens)))
+        return engine
+
+
+def test_a_benchmark_waits_for_the_final_plan() -> None:
+    few, most = find_range("bf16")
+    engine = settle((few + most) // 2)
+    assert engine.memory_settled and engine.memory_plan is not None and engine.memory_plan.fits
+    with pytest.raises(UsageError, match=r"--fit: the budget of .* is too small: a step takes at least"):
+        settle(few // 2)
 
 
 class Stack(nn.Module):

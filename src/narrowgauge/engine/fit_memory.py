@@ -114,9 +114,9 @@ class MemoryFitter:
 
     def observe(self, backward: bool) -> contextlib.AbstractContextManager[None]:
         """Return the context of a forward with gradients, or of a backward."""
-        if self._stage == "check" and not self._has_begun:
+        if (self._stage == "check" or not self.blocks) and not self._has_begun:
             self._has_begun = True
-            self._reset_peak()  # an evaluation does not count
+            self._reset_peak()  # what came before the step, such as an evaluation, does not count
         if self._stage not in ("measure", "try") or not self.blocks:
             return contextlib.nullcontext()
         if self._meter is None:
