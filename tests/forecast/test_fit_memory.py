@@ -31,7 +31,7 @@ from narrowgauge.runs.settings import make_settings
 from narrowgauge.task import Task
 
 H200 = hardware.find_gpu("h200")
-LAYERS = 6
+LAYERS = 4
 
 
 def language(batch: int = 32, kind: str = "gpt") -> Task:

@@ -172,9 +172,11 @@ class MemoryFitter:
 
     def _share(self, measured: MeasuredStep) -> MeasuredStep:
         """Return a step with the largest figures of all ranks, so that all take the same decisions."""
-        figures = self._sync.maximum([float(n) for part in measured.peaks for n in (part.begin, part.peak)])
-        pairs = zip(measured.peaks, figures[::2], figures[1::2], strict=True)
-        measured.peaks = [part._replace(begin=round(begin), peak=round(peak)) for part, begin, peak in pairs]
+        paths = sorted(measured.remade)
+        own = [part.peak for part in measured.peaks] + [measured.remade[path] for path in paths]
+        figures = [round(figure) for figure in self._sync.maximum([float(figure) for figure in own])]
+        measured.peaks = [p._replace(peak=peak) for p, peak in zip(measured.peaks, figures, strict=False)]
+        measured.remade = dict(zip(paths, figures[len(measured.peaks) :], strict=True))
         return measured
 
     def _begin_trial(self) -> None:
@@ -193,7 +195,7 @@ class MemoryFitter:
             known = {*self._kept[kind], *(name for path, name in self._tried.items() if self._kinds[path] == kind)}
             unknown = [name for name in block.options if name != RECOMPUTED and name not in known]
             if unknown and nearest - place >= APART:
-                tried = [*bounds[:place], Option("", base.get_bound(block.path), 0.0), *bounds[place + 1 :]]
+                tried = [*bounds[:place], Option("", base.remade.get(block.path, 0), 0.0), *bounds[place + 1 :]]
                 if predict_peak(tried, moments) > self.budget:
                     continue
                 bounds = tried

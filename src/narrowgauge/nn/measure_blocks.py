@@ -39,8 +39,6 @@ class StepPart(NamedTuple):
 
     held: frozenset[str]
     """Paths of the blocks whose activations exist."""
-    begin: int
-    """Bytes allocated at its beginning."""
     peak: int
     """The most bytes allocated in it."""
     backward_of: str = ""
@@ -57,6 +55,8 @@ class MeasuredStep:
     """The parts of the step in order."""
     order: list[str] = field(default_factory=list)
     """Paths in the order of their first forward."""
+    remade: dict[str, int] = field(default_factory=dict)
+    """Bytes that the recomputation of each block leaves allocated for its backward: no option keeps more."""
 
     def list_moments(self) -> list[Moment]:
         """Return the parts of the step for ``choose``, which counts all blocks up to the last one that is held."""
@@ -66,10 +66,6 @@ class MeasuredStep:
             key = max((places[path] + 1 for path in part.held), default=0), places.get(part.backward_of, -1)
             highest[key] = max(highest.get(key, 0), part.peak)
         return [Moment(peak, held, None if own < 0 else own) for (held, own), peak in sorted(highest.items())]
-
-    def get_bound(self, path: str) -> int:
-        """Return a bound of what a block can keep: what it allocates in its backward, if it is recomputed there."""
-        return max((part.peak - part.begin for part in self.list_backward_peaks(path)), default=0)
 
     def list_backward_peaks(self, path: str) -> list[StepPart]:
         """Return the parts that are a block's backward, one for each of the step's backwards."""
@@ -86,18 +82,19 @@ class StepMeter(events.Listener):
         self._running: list[str] = []
         self._is_backward = False
         self._latest = ""
+        self._remaking: int | None = None
+        """What was allocated when the recomputation that runs now began."""
         self._before: tuple[str, int] | None = None
         self._begin()
 
     def _begin(self) -> None:
-        begin = torch.cuda.memory_allocated(self._device)
-        self._now = frozenset(+self._held), begin, self._latest if self._is_backward else ""
+        self._now = frozenset(+self._held), self._latest if self._is_backward else ""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def _end_part(self) -> None:
         """End the part of the step that runs, and begin the next one with the blocks that are held now."""
-        held, begin, backward_of = self._now
-        self.step.peaks.append(StepPart(held, begin, torch.cuda.max_memory_allocated(self._device), backward_of))
+        held, backward_of = self._now
+        self.step.peaks.append(StepPart(held, torch.cuda.max_memory_allocated(self._device), backward_of))
         self._begin()
 
     @contextlib.contextmanager
@@ -124,9 +121,14 @@ class StepMeter(events.Listener):
             self._held[path] -= self._held[path] > 0
             self._latest = path
             self._end_part()
+            self._remaking = torch.cuda.memory_allocated(self._device)
 
     def leave_scope(self) -> None:
         path = self._running.pop()
+        if self._remaking is not None and path == self._latest:
+            made = torch.cuda.memory_allocated(self._device) - self._remaking
+            self.step.remade[path] = max(made, self.step.remade.get(path, 0))
+            self._remaking = None
         if not self._is_backward and path in self._blocks and path not in self._running:
             self._end_part()
 
