@@ -24,11 +24,13 @@ LAYERS = [  # from top to bottom; a package may import itself and lower layers
     {"nn"},
     {"recipe"},
     {"optim"},
+    {"weight_copies"},
     {"scaling", "hardware", "peak_fractions", "op_kinds"},
     {"task"},
     {
         "kernels",
         "formats",
+        "parameters",
         "data",
         "device_readback",
         "random_state",
@@ -99,6 +101,24 @@ def test_no_import_cycles():
         outside = {name for name, imported in graph.items() if not imported or name not in used}
         graph = {name: imported - outside for name, imported in graph.items() if name not in outside}
     assert not graph, f"these modules import each other: {sorted(graph)}"
+
+
+def test_weights_are_cast_to_fp8_in_one_room():
+    """Other rooms get copies from it. ``choose_formats`` times the casts of random numbers."""
+    found = set()
+    for path in FILES:
+        named = any(name.startswith("narrowgauge.kernels.cast_weights") for name in imported_names(path))
+        if named and package_of(path) not in ("weight_copies", "kernels"):
+            found.add(str(path.relative_to(SOURCE)))
+    assert found <= {"nn/products/choose_formats.py"}
+
+
+def test_optimizers_know_nothing_of_copies_of_weights():
+    """A copy that an optimizer wrote would be old after any other write, and a hook does not see all of those."""
+    for path in (SOURCE / "optim").rglob("*.py"):
+        assert not [name for name in imported_names(path) if name.startswith("narrowgauge.weight_copies")], path
+    for path in FILES:
+        assert "register_optimizer_step" not in path.read_text(), path
 
 
 def test_every_package_is_in_a_layer():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import timeit
 from collections import Counter
 from pathlib import Path
@@ -190,13 +191,14 @@ def test_copies_and_launches_are_reported() -> None:
 def test_products_are_computed_in_one_place_only() -> None:
     """Code that multiplies by other means than the three reporting functions would run unreported."""
     allowed = {"nn/products/gemm.py", "nn/products/choose_formats.py"}  # the second one times them
-    names = {"product_fp8", "product_bf16", "_scaled_mm"}
+    names = {"multiply_fp8", "multiply_bf16", "_scaled_mm"}
     for path in (
         path for room in ("nn", "models", "engine", "optim", "ranks") for path in (SOURCE / room).rglob("*.py")
     ):
         calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
         called = {getattr(call.func, "attr", getattr(call.func, "id", "")) for call in calls}
         assert not called & names or str(path.relative_to(SOURCE)) in allowed, path
+    assert names <= {name for path in allowed for name in re.findall(r"\w+", (SOURCE / path).read_text())}, "renamed?"
 
 
 def test_listeners_get_events_until_their_context_ends() -> None:

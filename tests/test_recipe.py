@@ -47,6 +47,8 @@ def recipes(draw):
         fields["frozen"] = "bf16"
     if fields["gradients"] == "released":
         fields["loss_scale"] = "none"
+    if fields["compute"] not in ("bf16", "fp8") or fields["checkpoint"] != "full":
+        fields["offload"] = "none"
     if fields["gradients"] == "bf16" and fields["master"] == "fp32":
         fields["gradients"] = "fp32"
     return Recipe(**fields)
@@ -66,15 +68,17 @@ def test_the_text_names_the_nearest_recipe(text):
 def test_every_field_changes_the_text():
     """The test above is meaningful only if a changed field changes the text."""
     base = NAMED["fp8"]
+    bases = {"offload": NAMED["fp8-lean"]}
     changed = {
         "compute": "bf16", "master": "split", "gradients": "released", "moments": "8bit", "scaling": "current",
         "history": 3, "margin": 2, "amax": "recent", "products": "all", "keep": ("head",),
         "attention": "flash", "checkpoint": "full", "frozen": "fp8", "activations": "8bit",
+        "offload": "activations",
     }  # fmt: skip
     for field in dataclasses.fields(Recipe):
         if field.name in ("compute", "loss_scale"):
             continue
-        other = base.replace(**{field.name: changed[field.name]})
+        other = bases.get(field.name, base).replace(**{field.name: changed[field.name]})
         assert f"{field.name}=" in str(other)
         assert parse(str(other)) == other
     assert str(NAMED["fp16"].replace(loss_scale=1024.0)) == "fp16[loss_scale=1024.0]"
@@ -110,6 +114,8 @@ def test_recipes_are_frozen():
         ("fp16[loss_scale=much]", "positive number"),
         ("fp16[master=split]", "BF16 weights"),
         ("bf16[activations=8bit]", "belongs to fp8"),
+        ("bf16[offload=activations]", "needs bf16 or fp8, and checkpoint=full"),
+        ("fp32[checkpoint=full,offload=activations]", "needs bf16 or fp8, and checkpoint=full"),
         ("bf16[gradients=bf16]", "needs master=split"),
         ("bf16[history=4]", "belong to fp8"),
         ("fp8[history=0]", "1 to 4096"),

@@ -8,6 +8,7 @@ launched without going through torch's dispatcher. They report here instead:
     copy       a weight was written in another format
     launch     a kernel is launched outside of torch's dispatcher
     tensor     an activation or a gradient was computed
+    offload    a tensor is copied to host memory until backward
 
 Without listeners, the usual case, an event costs one call that checks an empty tuple. Where the arguments of an event
 cost something to make, the caller checks ``is_listening`` first. torch.compile traces the check as a constant: compiled
@@ -53,6 +54,9 @@ class Listener:
 
     def report_tensor(self, kind: str, path: str, tensor: Tensor, inv_scale: Tensor | None) -> None:
         """An "activation" or "gradient" was computed; ``inv_scale`` is the inverse of its scale where it is FP8."""
+
+    def report_offload(self, size: int) -> None:
+        """A tensor of so many bytes is copied to host memory until backward."""
 
 
 _listeners: tuple[Listener, ...] = ()
@@ -131,6 +135,13 @@ def report_launch(kernel: str, reads: Sequence[Tensor], writes: Sequence[Tensor]
     if is_listening():
         for listener in _listeners:
             listener.report_launch(kernel, reads, writes)
+
+
+def report_offload(size: int) -> None:
+    """A tensor of so many bytes is copied to host memory until backward."""
+    if is_listening():
+        for listener in _listeners:
+            listener.report_offload(size)
 
 
 def report_tensor(kind: str, path: str, tensor: Tensor, inv_scale: Tensor | None = None) -> None:

@@ -39,6 +39,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "checkpoint": ("none", "selective", "full"),
     "frozen": ("keep", "bf16", "fp8"),
     "activations": ("bf16", "8bit"),
+    "offload": ("none", "activations"),
 }
 _PATTERN = re.compile(r"[A-Za-z0-9_.*?-]+")
 _TEXT = re.compile(r"(?P<base>[^\[\]]*)(\[(?P<changes>[^\[\]]*)\])?")
@@ -88,6 +89,8 @@ class Recipe:
     activations: str = "bf16"
     """What fused blocks keep for backward: bf16 (tensors as they were computed), or 8bit (the activation's input in 8
     bits, normalized rows in BF16 in place of the residual stream, and nothing that backward can cast again)."""
+    offload: str = "none"
+    """What waits for backward in pinned host memory: none, or activations (the inputs of recomputed fused blocks)."""
 
     def __post_init__(self) -> None:
         for field, allowed in CHOICES.items():
@@ -113,6 +116,11 @@ class Recipe:
             )
         if self.activations == "8bit" and self.compute != "fp8":
             raise UsageError(f"recipe: activations=8bit belongs to fp8, not {self.compute}")
+        if self.offload == "activations" and (self.checkpoint != "full" or self.compute not in ("bf16", "fp8")):
+            raise UsageError(
+                "recipe: offload=activations moves the inputs of recomputed fused blocks to the host, so it needs bf16 "
+                "or fp8, and checkpoint=full"
+            )
         if self.gradients == "bf16" and self.master == "fp32":
             raise UsageError(
                 "recipe: gradients=bf16 needs master=split or master=none: FP32 weights have FP32 gradients"

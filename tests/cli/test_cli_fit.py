@@ -50,7 +50,7 @@ def test_if_nothing_fits_one_line_says_what_is_needed(capsys: pytest.CaptureFixt
 
 
 def test_a_recipe_that_does_not_fit_besides_one_that_does_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
-    code, data, _ = run(capsys, "memory", *SIZE, "--recipes", "bf16,bf16-lean", "--gpu", "h200", "--fit", "99MB")
+    code, data, _ = run(capsys, "memory", *SIZE, "--recipes", "bf16,bf16-lean", "--gpu", "h200", "--fit", "93MB")
     plans = {name: row["plan"]["fits"] for name, row in data["recipes"].items()}
     assert code == 1 and plans == {"bf16": False, "bf16-lean": True}
 

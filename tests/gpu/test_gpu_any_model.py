@@ -44,11 +44,12 @@ def bert():
     return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=512, **sizes, **quiet))
 
 
-def train_losses(build, recipe, compile, steps=12, forbid_sync=False):
+def train_losses(build, recipe, compile, steps=12, forbid_sync=False, fused=None):
     torch.manual_seed(0)
     model = build().cuda()
     engine = Engine(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), recipe, clip_norm=1.0,
-                    compile=compile)  # fmt: skip
+                    compile=compile, fused=fused)  # fmt: skip
+    assert fused is not False or not engine.conversion.blocks
     losses = []
     for step in range(steps):
         ids = torch.randint(0, 512, (8, 128), generator=torch.Generator().manual_seed(step % 2)).cuda()
@@ -72,6 +73,15 @@ def test_compiled_models_train_like_eager_ones(build):
     assert eager[-1] < eager[0] - 0.5
     assert compiled == pytest.approx(eager, rel=0.03)
     assert eager == pytest.approx(train_losses(build, "bf16", False), rel=0.05)
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "selective", "full"])
+@pytest.mark.parametrize("build", [llama, bert])
+def test_equal_blocks_that_are_not_fused_train_compiled(build, checkpoint):
+    torch._dynamo.reset()
+    recipe = f"fp8[products=all,checkpoint={checkpoint}]"
+    eager, compiled = (train_losses(build, recipe, compile, fused=False) for compile in (False, True))
+    assert compiled == pytest.approx(eager, rel=0.03)
 
 
 @pytest.mark.parametrize("compile", [False, True])

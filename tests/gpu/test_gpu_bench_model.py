@@ -8,6 +8,7 @@ import torch
 from narrowgauge.bench.energy import open_counter
 from narrowgauge.cli import main
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.get_autocast_gpu_dtype")  # torchao calls it
 transformers = pytest.importorskip("transformers")
 
 FIELDS = {

@@ -26,6 +26,7 @@ from model_families import LANGUAGE, OTHERS, VOCAB, without_dropout
 DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.filterwarnings("ignore:.*defaults to a non-deterministic algorithm")
 RECIPES = ["bf16", "fp8[products=all]", "fp8[products=all,scaling=current]", "bf16-lean", "fp8-lean"]
+RECIPES += ["fp8[products=all,activations=8bit]"]
 
 
 @pytest.fixture(autouse=True)
@@ -204,6 +205,19 @@ def test_replaced_weights_and_other_shapes_are_seen() -> None:
         return float(loss.item())
 
     assert compare(without_dropout(LANGUAGE["qwen3"]()).to(DEVICE).train(), "fp8", step, 26) >= 4
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8[products=all]", "fp8-lean[products=all]"])
+def test_weights_written_in_place_are_read_by_a_replay(recipe: str) -> None:
+    """A graph contains the casts of its weights, so a write through ``.data`` needs no new recording."""
+
+    def step(engine: Engine, number: int) -> float:
+        if number > 5:
+            for parameter in engine.model.parameters():
+                parameter.data.mul_(0.9 if number % 2 else 1.1)
+        return train_step(engine, number)
+
+    assert compare(without_dropout(LANGUAGE["qwen3"]()).to(DEVICE).train(), recipe, step, 12) >= 2
 
 
 def test_masks_evaluation_and_frozen_layers_between() -> None:

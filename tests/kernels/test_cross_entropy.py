@@ -175,6 +175,20 @@ def test_gradient_in_fp8_is_within_a_step(dtype, shape, transposed):
         assert d_t is None
 
 
+@pytest.mark.parametrize("start", [0, 16, 96])
+@pytest.mark.parametrize("shape", [(48, 80), (64, 96), (16, 400)])
+def test_the_transposed_gradient_fills_columns_of_a_wider_tensor(shape, start, monkeypatch):
+    monkeypatch.setattr(ce, "LP_TILE", {"BLOCK_N": 32, "BLOCK_D": 32, "num_warps": 4})
+    logits, targets = make(*shape)
+    lse = ce.softmax_stats_reference(logits, targets)[0]
+    whole = torch.full((shape[1], start + shape[0] + 16), 7, dtype=torch.uint8, device=DEVICE).view(E4M3)
+    into = whole[:, start : start + shape[0]]
+    d, d_t = ce.compute_grad_logits_fp8(logits, targets, lse, out_t=into)
+    assert d_t is into and torch.equal(into.view(torch.uint8), d.view(torch.uint8).t())
+    around = whole.view(torch.uint8)
+    assert (around[:, :start] == 7).all() and (around[:, start + shape[0] :] == 7).all()
+
+
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_values_too_small_for_the_format_are_right_on_average(dtype):
     """Entries of a tenth of the smallest step are kept in the sums over rows, over columns and over all."""
@@ -316,9 +330,12 @@ def test_operators_pass_opcheck():
     torch.library.opcheck(ops.softmax_statistics, (logits, targets, -100, *ce.PLAIN), test_utils=checks)
     torch.library.opcheck(ops.grad_logits, (logits, targets, lse, factor, out, -100, *form), test_utils=checks)
     torch.library.opcheck(ops.loss_gradient, (logits, targets, factor, out, -100, *form), test_utils=checks)
-    for more in ((counts, True, 0, *ce.PLAIN), (None, False, 48, *form)):
+    for more in ((counts, None, True, 0, *ce.PLAIN), (None, None, False, 48, *form)):
         args = (logits, targets, lse, E5M2, -100, *more)
         torch.library.opcheck(torch.ops.narrowgauge.grad_logits_fp8, args, test_utils=checks)
+    into = torch.empty(32, 48, dtype=E5M2, device=DEVICE)[:, 16:32]  # torch's check of schemas has no FP8
+    args = (logits, targets, lse, E5M2, -100, None, into, False, 48, *form)
+    torch.library.opcheck(torch.ops.narrowgauge.grad_logits_fp8, args, test_utils="test_faketensor")
 
 
 def test_fake_tensors_pass_through():

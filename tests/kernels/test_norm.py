@@ -36,7 +36,7 @@ def draw_weight(columns, dtype=torch.float32):
 
 
 def forward(kernel, x, weight, bias=None, eps=1e-5, kind="layer", branch=None, scale=None, dtype=torch.float32, **out):
-    arguments = x, weight, bias, eps, kind, branch, scale, dtype, out.get("amax"), out.get("counts")
+    arguments = x, weight, bias, eps, kind, branch, scale, dtype, out.get("amax"), out.get("counts"), None
     return (module._forward if kernel else norm_reference)(*arguments)
 
 
@@ -44,7 +44,8 @@ def backward(
     kernel, grad_output, residual, weight, mean, rstd, grad_residual=None, has_bias=False, scale=None, dtype=E5M2, **out
 ):
     arguments = grad_output, residual, weight, mean, rstd, grad_residual, has_bias, scale, dtype
-    return (module._backward if kernel else norm_backward_reference)(*arguments, out.get("amax"), out.get("counts"))
+    run = module._backward if kernel else norm_backward_reference
+    return run(*arguments, out.get("amax"), out.get("counts"), *module.NOT_NORMALIZED)
 
 
 def assert_within_a_step(lp, hp, dtype):
@@ -266,9 +267,10 @@ def test_ops_pass_opcheck(kind, interpret, monkeypatch):
         watch = (amax, None if scale is None else counts)
         for extra in (None, x.bfloat16()):
             dtype = torch.bfloat16 if scale is None else E4M3
-            arguments = (x, weight, None, 1e-5, kind, extra, scale, dtype, *watch)
+            arguments = (x, weight, None, 1e-5, kind, extra, scale, dtype, *watch, x.bfloat16())
             torch.library.opcheck(torch.ops.narrowgauge.norm.default, arguments, test_utils=checks)
             arguments = (x.bfloat16(), x, weight, mean, x[:, 0].abs(), extra, extra is None, scale, E5M2, *watch)
+            arguments += module.NOT_NORMALIZED
             torch.library.opcheck(torch.ops.narrowgauge.norm_backward.default, arguments, test_utils=checks)
 
 

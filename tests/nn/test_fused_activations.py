@@ -12,7 +12,7 @@ from narrowgauge.kernels import activation
 from narrowgauge.nn.blocks.activations import ACTIVATIONS, GATED, compute_activation
 from narrowgauge.nn.fused.casts import Projection, apply_activation, apply_activation_backward
 from narrowgauge.nn.products.gemm import ALL_BF16, ALL_FP32, GemmChoice
-from narrowgauge.nn.products.weight_casts import WeightCastPlan
+from narrowgauge.weight_copies.casts import WeightCastPlan
 
 CASES = [(kind, False) for kind in (*ACTIVATIONS, *GATED)] + [(kind, True) for kind in GATED]
 

@@ -10,7 +10,7 @@ from narrowgauge.models.gpt import GPT, GPTConfig
 from narrowgauge.models.llama import Llama, LlamaConfig
 from narrowgauge.nn.convert import convert
 from narrowgauge.nn.fused import blocks, pre_norm
-from narrowgauge.nn.products.gemm import Operand
+from narrowgauge.scaling.operand import Operand
 
 
 def gpt():

@@ -13,8 +13,9 @@ from narrowgauge.kernels import FP8_MAX, cast, compute_scale
 from narrowgauge.kernels import cast_weights as weight_kernel
 from narrowgauge.kernels.cross_entropy import LossForm
 from narrowgauge.nn.fused import head
-from narrowgauge.nn.fused.head import choose_chunk_rows, compute_head_loss
-from narrowgauge.nn.products.gemm import ALL_BF16, ALL_FP8, ALL_FP32, BF16, E4M3, GemmChoice, Operand
+from narrowgauge.nn.fused.head import choose_chunk_rows, choose_group_rows, compute_head_loss
+from narrowgauge.nn.products.gemm import ALL_BF16, ALL_FP8, ALL_FP32, BF16, E4M3, GemmChoice, compute_grad_weight
+from narrowgauge.scaling.operand import Operand
 
 CHOICES = [GemmChoice(*formats) for formats in itertools.product(("bf16", "fp8"), repeat=3)]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -283,10 +284,40 @@ def test_torch_compile_does_not_trace_the_head():
 def test_chunks_are_even_and_fit():
     assert choose_chunk_rows(65536, 50304) == 32768
     assert choose_chunk_rows(16384, 50304) == 16384
+    assert choose_chunk_rows(16384, 128256) == 16384
     assert choose_chunk_rows(0, 50304) == choose_chunk_rows(1, 304) == 128
     for rows, vocab in [(100_000, 50304), (7777, 128256), (65536, 1 << 25)]:
         chunk = choose_chunk_rows(rows, vocab)
-        assert chunk % 128 == 0 and (chunk == 128 or chunk * vocab * 2 <= head.CHUNK_BYTES)
+        assert chunk % 128 == 0 and (chunk == 128 or chunk * vocab * 2 <= head.WIDE_CHUNK_BYTES)
+
+
+def test_groups_are_whole_chunks_and_fit():
+    assert choose_chunk_rows(65536, 50304, head.CHUNK_BYTES) == 9472
+    assert choose_group_rows(65536, 50304, 9472) == 4 * 9472
+    assert choose_group_rows(16384, 50304, 8192) == 16384
+    assert choose_group_rows(0, 304, 128) == 0 and choose_group_rows(100, 304, 128) == 128
+    for rows, vocab in [(100_000, 50304), (7777, 128256), (65536, 1 << 25), (131072, 128256)]:
+        chunk = choose_chunk_rows(rows, vocab, head.CHUNK_BYTES)
+        group = choose_group_rows(rows, vocab, chunk)
+        assert group % chunk == 0 and (group == chunk or group * vocab <= head.GROUP_BYTES)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 100])
+def test_groups_change_nothing(group, monkeypatch):
+    x, weight, targets = make(208)
+    loss = compute_head_loss(x, weight, targets, precision=ALL_FP8, chunk_rows=208)
+    loss.backward()
+    monkeypatch.setattr(head, "GROUP_BYTES", group * 64 * len(weight))
+    calls = []
+    monkeypatch.setattr(
+        head, "compute_grad_weight", lambda d, *a, **k: (calls.append(1), compute_grad_weight(d, *a, **k))[1]
+    )
+    again = [t.detach().clone().requires_grad_() for t in (x, weight)]
+    other = compute_head_loss(*again, targets, precision=ALL_FP8, chunk_rows=64)
+    other.backward()
+    assert len(calls) == -(-4 // min(group, 4))
+    torch.testing.assert_close(other, loss, rtol=1e-6, atol=0)
+    assert sqnr(x.grad.double(), again[0].grad) > 60 and sqnr(weight.grad.double(), again[1].grad) > 60
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from narrowgauge.cli import main
 from narrowgauge.optim import full_precision
-from narrowgauge.optim.sharded import is_sharded
+from narrowgauge.parameters import is_sharded
 from narrowgauge.ranks import init_model
 from narrowgauge.ranks.world import join_world
 from narrowgauge.runs import record

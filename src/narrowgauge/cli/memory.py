@@ -248,6 +248,7 @@ def _describe(outlook: RecipeForecast, measured: int | None, gpu: Gpu | None) ->
         "building": memory.building,
         "between_steps": memory.between,
         "reserved": memory.reserved,
+        "host": memory.host,
         "batch": memory.batch,
         "fits": outlook.fits if gpu or outlook.plan is not None else None,
         "largest_batch": outlook.largest_batch,
@@ -310,6 +311,8 @@ def _show(outlook: RecipeForecast, measured: int | None, gpu: Gpu | None, out: T
     ]
     if later:
         say(f"  maximum at other times: {', '.join(later)}", out)
+    if memory.host:
+        say(f"  in host memory between forward and backward: {gigabytes(memory.host)}", out)
     if memory.peak > memory.total * 1.005:
         where = "the first step" if memory.first_step >= memory.building else "building the model"
         say(f"  {where} needs more: {gigabytes(memory.peak)}", out)

@@ -93,6 +93,7 @@ class EngineBase:
         cuda_graphs = False if planned else cuda_graphs
         self.conversion = self._convert_model(fused, cuda_graphs)
         self.release = setup.make_release(self.inner, self.recipe, self.optimizers, self.conversion)
+        setup.warn_of_unused_offload(self.recipe, self.conversion)
         self._checkpointed = self.conversion.blocks if self.recipe.checkpoint != "none" else []
         if not self.conversion.blocks:
             mode = "full" if planned else self.recipe.checkpoint

@@ -24,7 +24,7 @@ from narrowgauge.hardware import Device, is_assumed
 from narrowgauge.nn.convert import plan_conversion
 from narrowgauge.nn.module_changes import remove_changes
 from narrowgauge.nn.speed_advice import explain_slow
-from narrowgauge.optim.sharded import is_sharded
+from narrowgauge.parameters import is_sharded
 from narrowgauge.ranks.distribute import unwrap_ddp
 from narrowgauge.ranks.update_sync import find_group
 from narrowgauge.recipe import NAMED, Recipe, choose, is_auto, parse

@@ -185,9 +185,21 @@ class Engine(EngineBase):
         scaled = self.scaled(loss)
         self.loss_in_16_bits = loss.dtype in HALVES and type(loss.grad_fn).__name__.startswith(_LOSS_NODES)
         observe = self._memory.observe(True) if self._memory else contextlib.nullcontext()
-        with self._explain_errors(), self._notify_watchers("backward"), self.step_context.backward(), observe:
+        with (
+            self._explain_errors(),
+            self._notify_watchers("backward"),
+            self.step_context.backward(),
+            self._disable_autocast(),
+            observe,
+        ):
             run(scaled)
+        torch.clear_autocast_cache()  # inside of forward(): now weights may be written
         self._microbatches += 1
+
+    def _disable_autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Disable autocast for a backward inside of ``forward``: FP32 layers would multiply gradients in 16 bits."""
+        kind = self.device.type
+        return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the loss divided by ``accumulate`` and multiplied by the loss scale: what backward starts from.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,8 @@ from narrowgauge.nn.matrix_inventory import list_matrices
 from narrowgauge.optim import AdamW, convert_optimizer
 from narrowgauge.optim.convert_optimizer import can_convert
 from narrowgauge.optim.gradient_release import GradientRelease, keep_gradient
-from narrowgauge.optim.sharded import is_sharded, replace_values
+from narrowgauge.optim.sharded import replace_values
+from narrowgauge.parameters import is_sharded
 from narrowgauge.recipe import Recipe
 from narrowgauge.scaling.loss import LossScaler
 
@@ -133,6 +135,13 @@ def convert_model(
     if fused:
         return convert_layers(model, recipe, device, cuda_graphs=cuda_graphs, one_graph=one_graph)
     return Conversion(compute=recipe.compute, matrices=list_matrices(model, recipe), gpu=device.gpu)
+
+
+def warn_of_unused_offload(recipe: Recipe, conversion: Conversion) -> None:
+    """Warn if inputs of blocks should be offloaded, and no block runs fused."""
+    if recipe.offload != "none" and not conversion.blocks:
+        reason = next(iter(conversion.unfused.values()), "in this recipe, blocks are fused on a GPU only")
+        warnings.warn(f"offload={recipe.offload} has no effect: no block runs fused ({reason})", stacklevel=4)
 
 
 def make_release(model: nn.Module, recipe: Recipe, optimizers: Iterable[Optimizer], conversion: Conversion) -> Any:

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -56,6 +57,7 @@ def load_training(model: nn.Module, optimizers: Sequence[Optimizer], state: Mapp
             f"the engine has {len(optimizers)}"
         )
     load_full_precision(model, state["model"], strict=not _is_trained_part(model, state["model"]))
+    torch.clear_autocast_cache()  # inside of an engine's context it has 16-bit copies of the old weights
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved if isinstance(optimizer, AdamW) else plain_state(saved))
 

@@ -131,6 +131,7 @@ class Stepper:
             if factor is not None:
                 _divide([p.grad for p in list_parameters([optimizer]) if p.grad is not None], factor)
             optimizer.step()
+        torch.clear_autocast_cache()  # inside of engine.forward() it has 16-bit copies of the old weights
         self._count_rewrites(optimizers)
 
     def _count_rewrites(self, optimizers: Sequence[Optimizer]) -> None:

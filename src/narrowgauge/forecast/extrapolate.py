@@ -57,7 +57,12 @@ class TracedModel:
         if not self.is_whole:
             layout.when = self._moment(layout)
         found = summarize(self.traced, layout, shards, self.parameters)
-        return replace(found, notes=[*found.notes, *self.notes])
+        return replace(found, host=self._offloaded, notes=[*found.notes, *self.notes])
+
+    @property
+    def _offloaded(self) -> int:
+        small, large = self.traces[0].offloaded, self.traced.offloaded
+        return large if self.is_whole else large + (large - small) * (self.blocks - TRACED_BLOCKS[1])
 
     @property
     def notes(self) -> list[str]:

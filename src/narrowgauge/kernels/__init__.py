@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -110,7 +111,12 @@ _libraries: list[torch.library.Library] = []
 
 
 def register(name: str, function: F, fake: F, mutates: tuple[str, ...] = ()) -> F:
-    """Register ``function`` as custom op narrowgauge::``name``; ``fake`` returns empty tensors of the result shapes."""
+    """Register ``function`` as custom op narrowgauge::``name``; ``fake`` returns empty tensors of the result shapes.
+
+    Arguments that it changes have no defaults: torch 2.11 fails on calls that leave them out, or pass the default.
+    """
+    parameters = inspect.signature(function).parameters
+    assert all(parameters[argument].default is inspect.Parameter.empty for argument in mutates), name
     torch.library.custom_op(f"narrowgauge::{name}", function, mutates_args=mutates).register_fake(fake)
     op: F = getattr(torch.ops.narrowgauge, name)
     return op

@@ -77,9 +77,11 @@ def activate(
     """
     op, call = _name_op(kind), _pointwise if can_bypass_op(u) else _pointwise_op
     a, b = _split_gate(u, gate_last) if kind in GATES else (u, None)
-    return _drop_missing(call(op, a, b, scale, dtype, amax, counts, transposed, None))[:2]
+    return _drop_missing(call(op, a, b, scale, dtype, amax, counts, transposed, None, None, *NO_CODES))[:2]
 
 
+NO_CODES = (None,) * 4
+"""For calls that keep nothing in 8 bits."""
 Kept = tuple[Blocks8, ...]
 """The input of an activation in 8 bits: of a gated one gate and up."""
 
@@ -97,7 +99,7 @@ def activate_and_keep(
     op, call = _name_op(kind), _pointwise if can_bypass_op(u) else _pointwise_op
     a, b = _split_gate(u, gate_last) if kind in GATES else (u, None)
     kept = tuple(blocks_8bit.allocate(part) for part in (a, b) if part is not None)
-    codes = [tensor for blocks in kept for tensor in blocks]
+    codes = [*(tensor for blocks in kept for tensor in blocks), *NO_CODES][: len(NO_CODES)]
     return call(op, a, b, scale, dtype, amax, counts, False, None, None, *codes)[0], kept
 
 
@@ -128,7 +130,7 @@ def activate_backward(
         return _drop_missing(gated(op, grad_output, gate, up, gate_last, *options, of_gate, of_up))
     call = _pointwise if direct else _pointwise_op
     codes, scales = (u, None) if isinstance(u, Tensor) else u[0]
-    return _drop_missing(call(f"{op}_backward", codes, grad_output, *options, scales))
+    return _drop_missing(call(f"{op}_backward", codes, grad_output, *options, scales, *NO_CODES))
 
 
 def evaluate_reference(kind: str, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -217,7 +219,9 @@ def _collect_outputs(
 
 def _recompute_forward(op: str, a: Tensor, b: Tensor | None, scale: Tensor) -> Tensor:
     """Recompute the transposed forward output in separate passes, for a length that is not a multiple of 16."""
-    return transpose_reference(_pointwise(op, a, b, scale, RECOMPUTED_DTYPE, None, None, False, None)[0])
+    return transpose_reference(
+        _pointwise(op, a, b, scale, RECOMPUTED_DTYPE, None, None, False, None, None, *NO_CODES)[0]
+    )
 
 
 def _allocate_recomputed(length: int, width: int, like: Tensor, forward_scale: Tensor | None) -> Tensor | None:
@@ -260,11 +264,11 @@ def _pointwise(
     counts: Tensor | None,
     transposed: bool,
     forward_scale: Tensor | None,
-    a_scales: Tensor | None = None,
-    a_codes: Tensor | None = None,
-    a_codes_scales: Tensor | None = None,
-    b_codes: Tensor | None = None,
-    b_codes_scales: Tensor | None = None,
+    a_scales: Tensor | None,
+    a_codes: Tensor | None,
+    a_codes_scales: Tensor | None,
+    b_codes: Tensor | None,
+    b_codes_scales: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute one output; a is codes if it has scales. What a and b are in 8 bits is written to the codes' tensors."""
     _check(op, dtype, scale, a, a if b is None else b)
@@ -322,8 +326,8 @@ def _gated_backward(
     counts: Tensor | None,
     transposed: bool,
     forward_scale: Tensor | None,
-    gate_scales: Tensor | None = None,
-    up_scales: Tensor | None = None,
+    gate_scales: Tensor | None,
+    up_scales: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     for part in (gate, up):
         _check(f"{op}_backward", dtype, scale, grad_output, part)

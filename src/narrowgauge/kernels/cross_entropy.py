@@ -138,15 +138,18 @@ def compute_grad_logits_fp8(
     transposed: bool = True,
     first_row: int = 0,
     form: LossForm = PLAIN,
+    out_t: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return d * UNIT_SCALE[dtype] in FP8, dithered, as [N, V] and, if ``transposed``, as [V, N].
 
     ``first_row`` is the position of these rows in the batch, so that the result does not depend on the chunk size.
-    ``counts`` (int64) gets the number of saturated values (always 0) and of values flushed to zero.
+    ``counts`` (int64) gets the number of saturated values (always 0) and of values flushed to zero. ``out_t`` takes the
+    transposed result: columns of a wider tensor, which start at a multiple of 16, as both their numbers are.
     """
     run = _grad_logits_fp8 if can_bypass_op(logits, targets) else _grad_logits_fp8_op
-    d, d_t = run(logits, targets, lse, dtype, ignore_index, counts, transposed, first_row, *form)
-    return d, d_t if transposed else None
+    made = transposed and out_t is None
+    d, d_t = run(logits, targets, lse, dtype, ignore_index, counts, out_t, made, first_row, *form)
+    return d, out_t if out_t is not None else d_t if transposed else None
 
 
 def rescale_(tensor: Tensor, factor: Tensor) -> Tensor:
@@ -291,23 +294,28 @@ def _grad_logits_fp8(
     dtype: torch.dtype,
     ignore_index: int,
     counts: Tensor | None,
+    out_t: Tensor | None,
     transposed: bool,
     first_row: int,
     *form: float | None,
 ) -> tuple[Tensor, Tensor]:
     if not use_triton(logits):
-        return grad_logits_fp8_reference(
+        d, d_t = grad_logits_fp8_reference(
             logits, targets, lse, dtype, ignore_index, counts, transposed, first_row, LossForm(*form)
         )
+        if out_t is not None:
+            out_t.copy_(transpose_reference(d))
+        return d, d_t
     length, width = _check_layout(logits, targets)
     d = torch.empty(length, width, dtype=dtype, device=logits.device)
     in_words = transposed and length % 16 == 0
     d_t = d.new_empty((width, length) if in_words else 0)
+    written = d_t if in_words else out_t
     if length:
         launch_kernel(
             grad_logits_fp8_kernel, tile_grid(length, width, LP_TILE),
-            logits, targets, lse, d, d_t.view(torch.int32) if in_words else None, counts, length, width,
-            logits.stride(0), length // 16, ignore_index, first_row, *form,
+            logits, targets, lse, d, None if written is None else written.view(torch.int32), counts, length, width,
+            logits.stride(0), 0 if written is None else written.stride(0) // 16, ignore_index, first_row, *form,
             SCALE=UNIT_SCALE[dtype], SHIFT=math.log2(UNIT_SCALE[dtype]), LIMIT=FP8_MAX[dtype],
             TINY=FLUSH_THRESHOLD[dtype],
             COUNT=counts is not None, WHOLE=tiles_evenly(length, width, LP_TILE), **LP_TILE,
@@ -339,9 +347,9 @@ _loss_and_grad_op = torch.library.custom_op(
 _grad_logits_fp8_op = torch.library.custom_op(
     "narrowgauge::grad_logits_fp8",
     _grad_logits_fp8,
-    mutates_args=("counts",),
+    mutates_args=("counts", "out_t"),
     schema="(Tensor logits, Tensor targets, Tensor lse, ScalarType dtype, int ignore_index, Tensor(a!)? counts, "
-    f"bool transposed, int first_row, {_FORM}) -> (Tensor, Tensor)",
+    f"Tensor(b!)? out_t, bool transposed, int first_row, {_FORM}) -> (Tensor, Tensor)",
 )
 
 
@@ -371,6 +379,7 @@ def _(
     dtype: torch.dtype,
     ignore_index: int,
     counts: Tensor | None,
+    out_t: Tensor | None,
     transposed: bool,
     first_row: int,
     *form: float | None,

@@ -283,7 +283,8 @@ def grad_logits_fp8_kernel(  # type: ignore[no-untyped-def]
         multiplier, cap, smoothing, SCALE, SHIFT, LIMIT, TINY, COUNT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     if words_ptr is not None:
-        store_words(pack_fp8(y0, y1, y2, y3, LIMIT), words_ptr, n0, d0, n16, width, WHOLE, BLOCK_N, BLOCK_D)
+        packed = pack_fp8(y0, y1, y2, y3, LIMIT)
+        store_words(packed, words_ptr, n0, d0, n16, width, WHOLE, BLOCK_N, BLOCK_D, length)
     if counts_ptr is not None:
         tl.atomic_add(counts_ptr + 1, tl.sum(f).to(counts_ptr.dtype.element_ty), sem="relaxed")
 

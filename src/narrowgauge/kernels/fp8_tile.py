@@ -152,11 +152,12 @@ def pack_fp8(y0, y1, y2, y3, LIMIT: tl.constexpr):  # type: ignore[no-untyped-de
 @jit
 def store_words(  # type: ignore[no-untyped-def]
     words, out_t_ptr, n0, d0, n16, width,
-    WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, length=None,
 ):  # fmt: skip
     """Store a tile of words transposed; each word has rows 4i, 4i + 1, 4i + 2 and 4i + 3.
 
-    ``n16`` is N / 16. A row length written as n16 * 4 words lets the compiler use 16-byte stores.
+    ``n16`` is N / 16. A row length written as n16 * 4 words lets the compiler use 16-byte stores. With ``length``, so
+    many rows are stored into columns of a wider tensor, and n16 is that of the wider one.
     """
     columns = tl.arange(0, BLOCK_N // 4)[None, :]
     rows = tl.arange(0, BLOCK_D)[:, None]
@@ -164,7 +165,8 @@ def store_words(  # type: ignore[no-untyped-def]
     if WHOLE:
         tl.store(target, tl.trans(words))
     else:
-        tl.store(target, tl.trans(words), mask=(rows < width - d0) & (columns < n16 * 4 - n0 // 4))
+        left = (n16 * 4 if length is None else length // 4) - n0 // 4
+        tl.store(target, tl.trans(words), mask=(rows < width - d0) & (columns < left))
 
 
 @jit

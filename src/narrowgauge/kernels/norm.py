@@ -38,6 +38,8 @@ from narrowgauge.kernels.fp8_tile import FLUSH_THRESHOLD, quantize_reference
 from narrowgauge.kernels.launch import launch_kernel
 from narrowgauge.kernels.norm_kernels import backward_kernel, forward_kernel, sum_kernel
 
+NOT_NORMALIZED = ("", None, None, None, None)
+"""The last arguments of a backward that reads the residual stream."""
 MAX_COLUMNS = 8192
 """Wider rows do not fit in the registers of one program."""
 
@@ -136,7 +138,7 @@ def norm_backward(
     _check(residual, weight, kind, scale, residual.dtype if plain else lp, counts, (grad_output, grad_residual))
     run = _backward if can_bypass_op(grad_output, residual, weight) else _backward_op
     grad_input, grad_input_lp, grad_weight, grad_bias = run(
-        grad_output, residual, weight, mean, rstd, grad_residual, has_bias, scale, lp, amax, counts
+        grad_output, residual, weight, mean, rstd, grad_residual, has_bias, scale, lp, amax, counts, *NOT_NORMALIZED
     )
     return grad_input, None if plain else grad_input_lp, grad_weight, grad_bias if has_bias else None
 
@@ -280,11 +282,11 @@ def _launch_constants(x: Tensor, config: LaunchConfig, lp: torch.dtype) -> dict[
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str, branch: Tensor | None,
     scale: Tensor | None, dtype: torch.dtype, amax: Tensor | None, counts: Tensor | None,
-    normalized: Tensor | None = None,
+    normalized: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     if not use_triton(x):
         return norm_reference(x, weight, bias, eps, kind, branch, scale, dtype, amax, counts, normalized)
-    out, residual, mean, rstd = _forward_fake(x, weight, bias, eps, kind, branch, scale, dtype, amax, counts)
+    out, residual, mean, rstd = _forward_fake(x, weight, bias, eps, kind, branch, scale, dtype, amax, counts, None)
     if x.numel():
         config = choose_forward_launch(x.shape[1])
         launch_kernel(
@@ -299,7 +301,7 @@ def _forward(
 def _forward_fake(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str, branch: Tensor | None,
     scale: Tensor | None, dtype: torch.dtype, amax: Tensor | None, counts: Tensor | None,
-    normalized: Tensor | None = None,
+    normalized: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     residual = x.new_empty(x.shape if branch is not None else (0,))
     mean = x.new_empty(x.shape[0] if kind == "layer" else 0, dtype=torch.float32)
@@ -310,8 +312,8 @@ def _backward(
     grad_output: Tensor, residual: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor,
     grad_residual: Tensor | None,
     has_bias: bool, scale: Tensor | None, dtype: torch.dtype, amax: Tensor | None, counts: Tensor | None,
-    normalized_kind: str = "", stream_dtype: torch.dtype | None = None, bias: Tensor | None = None,
-    again: Tensor | None = None, forward_scale: Tensor | None = None,
+    normalized_kind: str, stream_dtype: torch.dtype | None, bias: Tensor | None, again: Tensor | None,
+    forward_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     arguments = (
         grad_output, residual, weight, mean, rstd, grad_residual, has_bias, scale, dtype, amax, counts,
@@ -346,8 +348,8 @@ def _backward_fake(
     grad_output: Tensor, residual: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor,
     grad_residual: Tensor | None,
     has_bias: bool, scale: Tensor | None, dtype: torch.dtype, amax: Tensor | None, counts: Tensor | None,
-    normalized_kind: str = "", stream_dtype: torch.dtype | None = None, bias: Tensor | None = None,
-    again: Tensor | None = None, forward_scale: Tensor | None = None,
+    normalized_kind: str, stream_dtype: torch.dtype | None, bias: Tensor | None, again: Tensor | None,
+    forward_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     copied = scale is not None or dtype not in FP8_MAX
     grad_input_lp = residual.new_empty(residual.shape if copied else (0,), dtype=dtype)

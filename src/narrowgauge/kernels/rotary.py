@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from narrowgauge import events
 from narrowgauge.kernels import HAVE_TRITON, can_bypass_op, jit_unspecialized, register, use_triton
+from narrowgauge.kernels.dry_run import is_dry_run
 from narrowgauge.kernels.launch import launch_kernel
 
 if HAVE_TRITON or TYPE_CHECKING:
@@ -60,6 +62,10 @@ def rotate(
         k_weight: Weight [S] of the keys' norm.
         eps: Epsilon of the norms.
     """
+    if in_place and is_dry_run():  # an op may not return its argument, so that a forecast would count a copy
+        front = qkv[..., : (heads.queries + heads.keys) * heads.size]
+        events.report_launch("rotate", [front], [front])
+        return _forward_fake(qkv, cos, sin, *heads, q_weight, k_weight, eps, in_place)
     if not can_bypass_op(qkv, cos, sin):
         return _forward_op(qkv, cos, sin, *heads, q_weight, k_weight, eps)
     return _forward(qkv, cos, sin, *heads, q_weight, k_weight, eps, in_place)

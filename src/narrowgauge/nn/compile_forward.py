@@ -99,6 +99,8 @@ class ForwardOfCompiledBlocks(CompiledForward):
         if self._graph is None:
             wait_for_compile_workers(self.step_context.device)
             self._graph = _compile(call_below, self.step_context, self.mode)
+        if self.scales is not None:
+            self.scales.renew_tables()  # blocks after this one change the tables that it saves for recomputation
         limit: Any = torch._dynamo.config.patch(recompile_limit=self.count + SPARE_GRAPHS)
         with separate_compile_cache(), limit:
             return self._graph(module, "forward", level, *args, **kwargs)

@@ -30,6 +30,7 @@ from narrowgauge.nn.fused import embedding
 from narrowgauge.nn.fused.graphs import BlockGraphs
 from narrowgauge.nn.fused.make_plan import find_misfit, make_plan
 from narrowgauge.nn.fused.modules import FusedBlock, FusedHead, FusedTrunk, LazyHead, mark_parts
+from narrowgauge.nn.fused.norm import convert_norm, find_other_norms
 from narrowgauge.nn.fused.verify import find_difference
 from narrowgauge.nn.matrix_inventory import LayerUse, Matrix, explain_kept_fp32, list_matrices
 from narrowgauge.nn.matrix_inventory_text import summarize, tabulate
@@ -37,7 +38,6 @@ from narrowgauge.nn.module_changes import apply_change, find_change, has_own_met
 from narrowgauge.nn.predict_speed import Speed, predict_speed
 from narrowgauge.nn.products import linear
 from narrowgauge.nn.products.stored_fp8 import get_stored_scale, share_stored, store_in_fp8
-from narrowgauge.nn.products.weight_casts import WeightCastPlan
 from narrowgauge.nn.speed_advice import explain_slow, warn_about_speed
 from narrowgauge.nn.survey import (
     Layer,
@@ -50,6 +50,7 @@ from narrowgauge.nn.survey import (
 )
 from narrowgauge.recipe import Recipe, parse
 from narrowgauge.scaling.tensor import TensorScales
+from narrowgauge.weight_copies.casts import WeightCastPlan
 
 DEFAULT_ROWS = 16384
 """Default number of tokens per step; the choice of formats depends little on it."""
@@ -193,11 +194,13 @@ def convert_layers(
         )
     by_path = {layer.path: layer for layer in result.layers}
     graphs = BlockGraphs(cuda_graphs)
+    lazy = any(layer.part_of == "lazy head" for layer in result.layers)
+    other_norms = find_other_norms(model, specs) if lazy else {}
     for path, module in model.named_modules():
         if path in specs:
             spec = specs[path]
             holds = recipe.gradients != "released"
-            options = recipe.checkpoint, is_lean(recipe), holds, recipe.activations
+            options = recipe.checkpoint, is_lean(recipe), holds, recipe.activations, recipe.offload == "activations"
             plan = make_plan(module, path, spec, by_path, scales, *options)
             mark_parts(module, spec)
             apply_change(module, FusedBlock(plan, graphs))
@@ -205,6 +208,8 @@ def convert_layers(
             leader = leaders.get(path, path)
             readers = max(1, sum(one == leader for one in leaders.values()))
             _convert_linear(module, by_path[path], scales, recipe, f"{leader}.input", result.shared_input, readers)
+        elif path in other_norms:
+            convert_norm(module, other_norms[path])
         elif embedding.fits(module):
             embedding.convert_embedding(module)
         elif path in by_path and by_path[path].part_of == "lazy head":

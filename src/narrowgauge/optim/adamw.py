@@ -32,6 +32,7 @@ from narrowgauge.optim.multi_tensor_step import step_tensors
 from narrowgauge.optim.sharded import shard_like, to_local
 from narrowgauge.optim.state_dict_format import make_portable, restore_state
 from narrowgauge.optim.weight_checksums import compute_checksums, join_master
+from narrowgauge.parameters import gradient_dtype
 
 MASTERS = ("fp32", "split", "none")
 MOMENTS = ("fp32", "bf16", "8bit")
@@ -365,8 +366,3 @@ def set_grad_dtype(parameter: nn.Parameter, gradients: str) -> None:
         sharded.check_gradients(parameter, gradients)
     if wide or gradient_dtype(parameter) is not parameter.dtype:
         parameter.grad_dtype = torch.float32 if wide else parameter.dtype
-
-
-def gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype in which autograd stores a parameter's gradient."""
-    return getattr(parameter, "grad_dtype", None) or parameter.dtype

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.kernels.adamw import compute_norms
-from narrowgauge.optim.sharded import is_sharded, to_local
+from narrowgauge.optim.sharded import to_local
+from narrowgauge.parameters import is_sharded
 
 
 def compute_grad_norms(

@@ -16,28 +16,20 @@ one dtype for all trainable parameters of a ``fully_shard`` call: narrow all of 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import UsageError
 from narrowgauge.optim import moments
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+from narrowgauge.parameters import is_sharded
 
 NOT_SHARDED = {
     "fp32": "FSDP2 gives gradients the parameter's dtype; use gradients=bf16, and sum over ranks in FP32 with "
     "MixedPrecisionPolicy(reduce_dtype=torch.float32)",
     "released": "all ranks would have to agree on each gradient whether it is finite; use gradients=bf16",
 }
-
-
-def is_sharded(tensor: object) -> TypeGuard[DTensor]:
-    """Whether a tensor is a DTensor. Does not import DTensor, which takes a second."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def to_local(tensor: Tensor) -> Tensor:

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.optim import moments, sharded
-from narrowgauge.optim.sharded import is_sharded, shard_like, to_local
+from narrowgauge.optim.sharded import shard_like, to_local
 from narrowgauge.optim.weight_checksums import join_master
+from narrowgauge.parameters import is_sharded
 
 EIGHT_BIT = "_8bit"
 FOR_TORCH = b"8-bit moments of narrowgauge; load narrowgauge.optim.plain_state(state_dict) instead"

@@ -18,7 +18,7 @@ from torch import nn
 
 from narrowgauge import random_state
 from narrowgauge.errors import UsageError
-from narrowgauge.optim.sharded import is_sharded
+from narrowgauge.parameters import is_sharded
 from narrowgauge.ranks.distribute import SHARDED_FROM, replicate, shard
 from narrowgauge.ranks.world import World
 from narrowgauge.recipe import Recipe

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.errors import UsageError
 from narrowgauge.optim.norms import view_real
-from narrowgauge.optim.sharded import is_sharded
+from narrowgauge.parameters import is_sharded
 from narrowgauge.ranks.distribute import reduces_every_microbatch, refuse_fsdp1
 from narrowgauge.scaling.tensor import TensorScales
 

@@ -16,6 +16,7 @@ from narrowgauge.errors import UsageError
 from narrowgauge.ranks.world import SINGLE_PROCESS, World
 from narrowgauge.runs import lock, record
 from narrowgauge.runs.batches import make_isolated_batch
+from narrowgauge.runs.checkpoint_times import CheckpointTimes
 from narrowgauge.runs.checkpoints import checkpoint
 from narrowgauge.runs.fit_memory import plan_memory
 from narrowgauge.runs.result import Result
@@ -36,6 +37,7 @@ def train(
     observer: Observer | None = None,
     capture: int | None = None,
     world: World = SINGLE_PROCESS,
+    times: CheckpointTimes | None = None,
 ) -> Result:
     """Train a task in a run folder, from the start or from its newest intact checkpoint.
 
@@ -48,6 +50,7 @@ def train(
         observer: Receives progress and messages.
         capture: A step to capture for replay, besides the first step in which a number goes wrong.
         world: The ranks that train together. Rank 0 writes the folder.
+        times: When to write checkpoints. By default as the settings say, and at the end.
 
     Returns:
         The summary of the run.
@@ -70,7 +73,7 @@ def train(
             return path
         with world.fail_together():
             budget = plan_memory(task, settings, world, observer.notify)
-        trainer = Trainer(task, settings, folder, observer, world, budget)
+        trainer = Trainer(task, settings, folder, observer, world, times, budget)
         if resume:
             trainer.resume_from(path)
         if capture is not None and trainer.recorder is not None:

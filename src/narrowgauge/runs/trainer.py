@@ -34,6 +34,7 @@ from narrowgauge.ranks.init_model import make_model
 from narrowgauge.ranks.world import SINGLE_PROCESS, World
 from narrowgauge.runs import record
 from narrowgauge.runs.batches import BatchReader, make_isolated_batch, to_device
+from narrowgauge.runs.checkpoint_times import CheckpointTimes
 from narrowgauge.runs.checkpoints import checkpoint, resuming
 from narrowgauge.runs.checkpoints.saving import make_saver
 from narrowgauge.runs.evaluation import Evaluation
@@ -84,8 +85,9 @@ class Trainer:
 
     def __init__(
         self, task: Task, settings: Settings, folder: Path, observer: Observer, world: World = SINGLE_PROCESS,
-        budget: Budget | None = None,
+        times: CheckpointTimes | None = None, budget: Budget | None = None,
     ) -> None:  # fmt: skip
+        self.times = times or CheckpointTimes(settings.checkpoint_every)
         self.task, self.folder, self.observer, self.world = task, folder, observer, world
         self.reloads_frozen = isinstance(task.model, ModelLoader) and task.model.reloads_frozen
         model = make_model(
@@ -301,7 +303,7 @@ class Trainer:
             self._drain_metrics()
         self._record_saved()
         evaluate = settings.eval_every > 0 and step % settings.eval_every == 0
-        save = settings.checkpoint_every > 0 and step % settings.checkpoint_every == 0
+        save = self.times.is_due(step)
         if evaluate or save:
             self._drain_metrics()
             with self.throughput.paused():
@@ -315,7 +317,8 @@ class Trainer:
             # An interrupted run is not evaluated: the uninterrupted run would not have been at this step.
             if not self.result.interrupted and self.evaluated_step != self.result.step:
                 self._evaluate()
-            self._save_checkpoint()
+            if self.times.at_end or self.result.interrupted:
+                self._save_checkpoint()
             if not self.result.interrupted:
                 self._sample()
             self._record_saved(wait=True)

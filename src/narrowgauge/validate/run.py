@@ -101,9 +101,8 @@ def validate(
             left = budget_s - (time.monotonic() - start)
             runs = [(name, recipes[name], _with_task_of(name, experiment)) for name in (reference, *candidates)]
             pairs = seeds if isinstance(seeds, int) else FIRST
-            steps, update_s = choose_steps(runs, given, pairs, left, budget_s, say)
+            steps = choose_steps(runs, given, pairs, left, budget_s, say)
             given["learning_rate"] = learning_rate or choose_learning_rate(make_task(experiment, 0), steps, say)
-            experiment = dataclasses.replace(experiment, update_s=update_s)
         experiment = dataclasses.replace(experiment, settings={"steps": steps, **given})
         validation = Validation(experiment, reference, list(candidates), recipes, margin, seeds, budget_s, say, start)
         validation.layers = compared

@@ -57,6 +57,8 @@ class Memory:
     """What stays between steps."""
     reserved: int
     """What the allocator holds of the GPU at the end, free pieces included."""
+    host: int = 0
+    """What one step copies to host memory until backward; not part of the peak."""
     exact: bool
     """False where torch.compile plans the memory: then it is an estimate."""
     notes: list[str] = field(default_factory=list)
@@ -103,6 +105,7 @@ def summarize(traced: Traced, layout: Layout, shards: int = 1, parameters: int |
         building=layout.peak(-1).total,
         between=layout.between,
         reserved=layout.reserved,
+        host=traced.offloaded,
         exact=not traced.compiled or not _compiles_blocks(traced),
         notes=_notes(traced, shards, parameters or traced.parameters),
         gathered=dict(top.gathered),

@@ -52,20 +52,25 @@ def describe_device(gpu: Gpu) -> Device:
 
 @contextlib.contextmanager
 def simulate_gpu(
-    gpu: Gpu, compile_function: Callable[[Any], Any] | None = None, meter: MemoryMeter | None = None
+    gpu: Gpu,
+    compile_function: Callable[[Any], Any] | None = None,
+    has_documents: bool = False,
+    meter: MemoryMeter | None = None,
 ) -> Iterator[SimulatedGpu]:
     """Run code as if ``gpu`` was installed as cuda:0.
 
     Args:
         gpu: The GPU to simulate.
         compile_function: Replaces torch.compile.
+        has_documents: Batches give the positions of their tokens, so that rows may be packed documents.
         meter: Answers how much memory is allocated; by default nothing.
     """
     device, rules = describe_device(gpu), cuda_rules.Rules(gpu.capability)
+    compiled = compile_function or (lambda function: function)
     with contextlib.ExitStack() as stack:
         stack.enter_context(hardware.assume(device))
         stack.enter_context(dry_run())
-        stack.enter_context(override_torch(gpu, device, rules, compile_function or (lambda function: function), meter))
+        stack.enter_context(override_torch(gpu, device, rules, compiled, has_documents, meter))
         yield stack.enter_context(SimulatedGpu(rules))
 
 

@@ -1,15 +1,19 @@
-"""Replaces attributes of torch while a GPU is simulated, and restores them.
+"""Replaces attributes of torch, and one of transformers, while a GPU is simulated, and restores them.
 
 torch has no setting that makes ``torch.cuda`` describe a GPU that is not installed, and some of its functions are
 called from inside of torch's own Python, where no function mode sees them. So these attributes of torch are set, and
 set back on the way out. narrowgauge's own code is never replaced: it has proper switches (``hardware.assume``,
 ``kernels.dry_run``).
+
+transformers looks for packed documents in the positions that it makes itself, and builds a mask of all pairs of tokens
+if it finds any. Read as zeros, the positions of an ordinary batch would look like documents.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -29,17 +33,25 @@ def override_torch(
     device: Device,
     rules: cuda_rules.Rules,
     compile_function: Callable[[Any], Any],
+    has_documents: bool = False,
     meter: MemoryMeter | None = None,
 ) -> Iterator[None]:
-    """Let torch describe ``gpu`` as its only CUDA device; ``compile_function`` replaces torch.compile."""
-    meter = meter or MemoryMeter()
+    """Let torch describe ``gpu`` as its only CUDA device.
+
+    ``compile_function`` replaces torch.compile. ``has_documents``: batches give the positions of their tokens.
+    ``meter`` answers how much memory is allocated.
+    """
     # Recomputation compares devices as well, and hooks see them with and without the simulation.
     checks: Any = torch.utils.checkpoint._allowed_determinism_checks_to_fns
     compare = checks["default"]
     with contextlib.ExitStack() as stack:
         stack.callback(checks.__setitem__, "default", compare)
         checks["default"] = lambda tensor: (tensor.shape, tensor.dtype)
-        for owner, name, value in _overrides(gpu, device, rules, compile_function, meter):
+        overrides = list(_overrides(gpu, device, rules, compile_function, meter or MemoryMeter()))
+        masks = sys.modules.get("transformers.masking_utils")
+        if hasattr(masks, "find_packed_sequence_indices") and not has_documents:
+            overrides.append((masks, "find_packed_sequence_indices", functools.partial(_answer, None)))
+        for owner, name, value in overrides:
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
         yield

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,6 +90,8 @@ class Traced:
     """The number of traced steps; the last one is like every later one."""
     plan: MemoryPlan | None = None
     """What blocks keep for backward, if the steps were fitted into a memory budget."""
+    offloaded: int = 0
+    """Bytes that one step copies to host memory until backward."""
 
 
 def trace_steps(
@@ -129,7 +132,9 @@ def trace_steps(
     if recipe.gradients == "released":
         clip_norm = None
     try:
-        with fake_gpu.simulate_gpu(gpu, recorder.compile, recorder.meter) as simulated, recorder:
+        has_documents = isinstance(given, Mapping) and given.get("position_ids") is not None
+        simulation = fake_gpu.simulate_gpu(gpu, recorder.compile, has_documents, recorder.meter)
+        with simulation as simulated, recorder:
             model = make()
             owners = _find_owners(model, recipe)
             simulated.rules.on_cast = lambda parameter, copy: recorder.mark(
@@ -148,7 +153,8 @@ def trace_steps(
             for tensor in tree_leaves(device_batch):
                 if isinstance(tensor, Tensor):
                     recorder.mark(tensor, "activations")
-            with _attribute(engine, recorder, owners):
+            listener = _StepListener(engine, recorder, owners)
+            with _attribute(engine, recorder, listener):
                 step, is_last = 0, False
                 while not is_last:
                     recorder.step = step
@@ -191,6 +197,7 @@ def trace_steps(
         shard_sizes=parts,
         steps=step,
         plan=engine.memory_plan,
+        offloaded=listener.offloaded[step - 1],
     )
 
 
@@ -312,6 +319,8 @@ class _StepListener(events.Listener):
 
     def __init__(self, engine: Engine, recorder: Recorder, owners: dict[int, Owner]) -> None:
         self.recorder, self.owners = recorder, owners
+        self.offloaded: Counter[int] = Counter()
+        """Bytes that are copied to the host, by step."""
         self.rescales = engine.scaler is not None or engine.accumulate > 1
         """Whether the loss's gradient is not 1: otherwise the kernel that rescales gradients touches none."""
 
@@ -333,6 +342,9 @@ class _StepListener(events.Listener):
         for copy in copies:
             self.recorder.mark_copy(copy, owner)
 
+    def report_offload(self, size: int) -> None:
+        self.offloaded[self.recorder.step] += size
+
     def report_launch(self, kernel: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         if kernel == "rescale" and not self.rescales:
             reads = writes = ()
@@ -340,7 +352,7 @@ class _StepListener(events.Listener):
 
 
 @contextlib.contextmanager
-def _attribute(engine: Engine, recorder: Recorder, owners: dict[int, Owner]) -> Iterator[None]:
+def _attribute(engine: Engine, recorder: Recorder, listener: _StepListener) -> Iterator[None]:
     """Tell the recorder which module runs, and what fused code reports."""
     paths = {id(module): path for path, module in engine.model.named_modules()}
     with contextlib.ExitStack() as stack:
@@ -348,5 +360,5 @@ def _attribute(engine: Engine, recorder: Recorder, owners: dict[int, Owner]) -> 
         stack.callback(enter.remove)
         leave = hooks.register_module_forward_hook(lambda *_: recorder.leave(), always_call=True)
         stack.callback(leave.remove)
-        stack.enter_context(events.listening(_StepListener(engine, recorder, owners)))
+        stack.enter_context(events.listening(listener))
         yield

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from narrowgauge.nn.fused.casts import Projection
 from narrowgauge.nn.fused.plan import BlockTensors
-from narrowgauge.nn.products.gemm import WIDE, Operand, add_product, multiply_wide
+from narrowgauge.nn.products.gemm import add_product, multiply_wide
+from narrowgauge.scaling.operand import WIDE, Operand
 
 AdapterGrads = dict[int, tuple[Tensor | None, Tensor | None]]
 """Gradients of the weights a and b, by the number of the adapter in its block."""
@@ -42,9 +43,14 @@ NO_STATE = AdapterState()
 class Adapters:
     """The adapters of one projection in one call."""
 
-    def __init__(self, part: Projection, tensors: BlockTensors, dropout: tuple[float, ...]) -> None:
-        """``dropout`` has the probability of each adapter of the block; it is empty if none drops anything."""
-        self.part = part
+    def __init__(
+        self, part: Projection, tensors: BlockTensors, dropout: tuple[float, ...], dtype: torch.dtype | None = None
+    ) -> None:
+        """``dropout`` has the probability of each adapter of the block; it is empty if none drops anything.
+
+        ``dtype`` is that of the weights' gradients; default: as the optimizer reads them.
+        """
+        self.part, self._dtype = part, dtype
         self._probabilities = [dropout[plan.number] if dropout else 0.0 for plan in part.adapters]
         self._a, self._b = (
             [weights[plan.number] for plan in part.adapters] for weights in (tensors.adapters_a, tensors.adapters_b)
@@ -107,6 +113,18 @@ class Adapters:
             found[plan.number] = None if one is None else one.to(self._get_dtype(number, 0)), other
         return found
 
+    def cast_grads(self, grads: AdapterGrads) -> AdapterGrads:
+        """Return those of these adapters, in the dtypes in which the optimizer reads them."""
+        found: AdapterGrads = {}
+        for number, plan in enumerate(self.part.adapters):
+            if plan.number in grads:
+                a, b = grads[plan.number]
+                found[plan.number] = (
+                    None if a is None else a.to(self._get_dtype(number, 0)),
+                    None if b is None else b.to(self._get_dtype(number, 1)),
+                )
+        return found
+
     @property
     def _ranks(self) -> list[int]:
         return [a.shape[0] for a in self._a if a is not None]
@@ -140,4 +158,4 @@ class Adapters:
     def _get_dtype(self, number: int, side: int) -> torch.dtype:
         weight = (self._a, self._b)[side][number]
         assert weight is not None
-        return self.part.adapters[number].gradient_dtypes[side] or weight.dtype
+        return self._dtype or self.part.adapters[number].gradient_dtypes[side] or weight.dtype

@@ -27,17 +27,12 @@ from narrowgauge.nn.blocks import multihead
 from narrowgauge.nn.blocks.multihead import is_self_attention
 from narrowgauge.nn.blocks.projections import find_called, find_projection
 from narrowgauge.nn.blocks.spec import AttentionSpec, BlockSpec
-from narrowgauge.nn.fused.casts import (
-    cast_grad_output,
-    cast_heads_grad,
-    cast_heads_input,
-    cast_input,
-    is_remade_from_heads,
-)
+from narrowgauge.nn.fused.casts import cast_grad_output, cast_heads_grad, cast_heads_input, cast_input
 from narrowgauge.nn.fused.documents import Documents
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors
 from narrowgauge.nn.module_changes import Change
-from narrowgauge.nn.products.gemm import Fp8Caster, Operand, is_graph_retained
+from narrowgauge.nn.products.gemm import Fp8Caster, is_graph_retained
+from narrowgauge.scaling.operand import Operand
 
 CACHES = ("past_key_values", "past_key_value", "layer_past")
 """Names of arguments that hold the keys and values of earlier tokens."""
@@ -165,7 +160,8 @@ def attend(
         angles = call.find_angles(spec.half_angles)
         assert angles is not None
         q_weight, k_weight, eps = _get_norms(plan, tensors)
-        spare = q_weight is None and needed and plan.activations == "8bit" and not events.wants_tensors()
+        saves = plan.activations == "8bit" or plan.checkpoint == "full"
+        spare = q_weight is None and needed and saves and not events.wants_tensors()
         front, rstd = rotary.rotate(qkv, *angles, heads, q_weight, k_weight, eps, in_place=spare)
         rotated = (*angles, rstd, *([qkv] if q_weight is not None else []))
     batch, length, _ = qkv.shape
@@ -244,19 +240,11 @@ def attend_backward(
     return cast_heads_grad(parts, plan.qkv, caster), grads_own, []
 
 
-def is_operand_remade(plan: BlockPlan, caster: Fp8Caster | None) -> bool:
-    """Whether backward casts attention's output again, which attention keeps anyway, instead of keeping the copy."""
-    is_short = plan.activations == "8bit" and plan.checkpoint == "none" and plan.spec.attention.kind != "own"
-    return is_short and is_remade_from_heads(plan.out, caster)
-
-
-def make_operand_of(
-    plan: BlockPlan, attended: Attended, caster: Fp8Caster | None, needed: bool, transposed: bool = True
-) -> Operand:
+def make_operand_of(plan: BlockPlan, attended: Attended, caster: Fp8Caster | None, needed: bool) -> Operand:
     """Return attention's output in the formats of the output projection, one row per token."""
     mixed, reader = attended.mixed.detach(), plan.out
     if plan.spec.attention.kind != "own":
-        return cast_heads_input(mixed, reader, caster, needed, transposed)
+        return cast_heads_input(mixed, reader, caster, needed)
     return cast_input(reader, mixed.reshape(-1, mixed.shape[-1]), caster, needed)
 
 

@@ -18,10 +18,12 @@ from narrowgauge.nn.blocks.spec import NormSpec
 from narrowgauge.nn.fused.attention import BlockCall
 from narrowgauge.nn.fused.casts import NormWeights, Projection, norm_backward
 from narrowgauge.nn.fused.graphs import BlockGraphs
+from narrowgauge.nn.fused.offload import offload
 from narrowgauge.nn.fused.passes import BlockInput, run_backward, run_forward
 from narrowgauge.nn.fused.plan import NO_DROPOUT, BlockPlan, BlockTensors, Dropout
 from narrowgauge.nn.fused.sublayers import is_added_directly
-from narrowgauge.nn.products.gemm import DOUBLE_BACKWARD, Operand, get_address, is_graph_retained
+from narrowgauge.nn.products.gemm import DOUBLE_BACKWARD, get_address, is_graph_retained
+from narrowgauge.scaling.operand import Operand
 
 
 class GradientHandoff:
@@ -113,6 +115,7 @@ class _Block(torch.autograd.Function):
         """Return residual stream and branch, or their sum."""
         ctx.set_materialize_grads(False)
         ctx.plan, ctx.links, ctx.graphs, ctx.measured = given.plan, links, graphs, False
+        ctx.offloaded = None
         ctx.given = [tensor is not None for tensor in flat]
         reader = links[0].reader if links[0] is not None else None
         ctx.graph = graphs.find(given, reader)
@@ -123,7 +126,9 @@ class _Block(torch.autograd.Function):
             ctx.save_for_backward(*present)
         else:
             outputs, left = run_forward(given)
-            ctx.save_for_backward(left.x0, *present)
+            if given.plan.offload and given.plan.checkpoint == "full" and given.needed:
+                ctx.offloaded = offload(left.x0)
+            ctx.save_for_backward(*([left.x0] if ctx.offloaded is None else []), *present)
             ctx.left = left.without_inputs()
             ctx.measured = graphs.is_measuring(given, reader)
             if ctx.measured:
@@ -138,7 +143,7 @@ class _Block(torch.autograd.Function):
         plan: BlockPlan = ctx.plan
         before, after = ctx.links
         saved = list(ctx.saved_tensors)
-        x0 = saved.pop(0) if ctx.graph is None else None
+        x0 = saved.pop(0) if ctx.offloaded is None and ctx.graph is None else None
         rest = iter(saved)
         tensors = BlockTensors.unflatten(plan, [next(rest) if given else None for given in ctx.given])
         needs = BlockTensors.unflatten(plan, ctx.needs_input_grad[5:])
@@ -149,12 +154,15 @@ class _Block(torch.autograd.Function):
             if not is_graph_retained():
                 ctx.ticket.done, ctx.x = True, None
         else:
+            if ctx.offloaded is not None:
+                x0 = ctx.offloaded.take(not is_graph_retained())
             assert x0 is not None
             left = ctx.left.with_input(x0)
-            if not is_graph_retained():
+            last = not is_graph_retained()
+            if last:
                 ctx.left = None
             reader = before.reader if before is not None else None
-            grad_input, operand, found, others = run_backward(left, tensors, needs, grad, written, reader)
+            grad_input, operand, found, others = run_backward(left, tensors, needs, grad, written, reader, last)
             grads = found.flatten()
             if ctx.measured:
                 ctx.graphs.measure_wait()

@@ -16,9 +16,10 @@ from torch import Tensor
 from narrowgauge.kernels import activation, cast, norm
 from narrowgauge.nn.blocks.activations import compute_activation
 from narrowgauge.nn.blocks.spec import BlockSpec, NormSpec
-from narrowgauge.nn.products.gemm import BF16, WIDE, Fp8Caster, GemmChoice, Operand
-from narrowgauge.nn.products.weight_casts import WeightCastPlan
+from narrowgauge.nn.products.gemm import BF16, Fp8Caster, GemmChoice
+from narrowgauge.scaling.operand import WIDE, Operand
 from narrowgauge.scaling.tensor import Site
+from narrowgauge.weight_copies.casts import WeightCastPlan
 
 Stats = tuple[Tensor | None, Tensor]
 """Mean (None for RMSNorm) and 1 / standard deviation of each row."""
@@ -348,23 +349,10 @@ def _has_kernel(spec: BlockSpec) -> bool:
     return spec.activation in activation.KINDS
 
 
-def is_remade_from_heads(reader: Projection, caster: Fp8Caster | None) -> bool:
-    """Whether ``cast_heads_input`` gives the same bits in backward, so that its result need not be kept."""
-    return _can_write_fp8(reader.input_formats, reader.input, caster)
-
-
-def cast_heads_input(
-    mixed: Tensor, reader: Projection, caster: Fp8Caster | None, needed: bool, transposed: bool = True
-) -> Operand:
-    """Cast attention's output [B, H, T, S] to the output projection's formats, one row per token.
-
-    Without ``transposed``, a copy for grad_weight is left to backward.
-    """
+def cast_heads_input(mixed: Tensor, reader: Projection, caster: Fp8Caster | None, needed: bool) -> Operand:
+    """Cast attention's output [B, H, T, S] to the output projection's formats, one row per token."""
     if reader.input_formats == {"fp8"}:
         assert caster is not None and reader.input is not None
-        rows = mixed.transpose(1, 2)
-        if not transposed and rows.is_contiguous():
-            return caster.cast(rows.flatten(2).flatten(0, 1), reader.input, False)
         scale, inv_scale, amax = caster.scale_of(mixed, reader.input)
         lp, lp_t = cast.cast_transpose_packed((mixed,), scale, reader.input.dtype, amax, caster.counts(reader.input))
         return Operand(None, lp, lp_t if reader.reads_transposed else None, inv_scale)

@@ -45,8 +45,9 @@ from narrowgauge.nn.fused.sublayers import (
     project,
     project_backward,
 )
-from narrowgauge.nn.products.gemm import Operand, is_graph_retained
+from narrowgauge.nn.products.gemm import is_graph_retained
 from narrowgauge.random_state import get_random_state, set_random_state
+from narrowgauge.scaling.operand import Operand
 
 
 @dataclass

@@ -131,7 +131,7 @@ class BlockGraphs:
         plan, scales, documents = given.plan, given.plan.scales, given.call.documents
         key = (
             given.x.shape, given.x.dtype, given.x.requires_grad, given.branch is None, given.dropout, given.summed,
-            plan.checkpoint, id(reader),
+            plan.checkpoint, plan.activations, id(reader),
             tuple(None if t is None else (t.data_ptr(), t.requires_grad) for group in given.tensors for t in group),
             tuple((name, t.shape, t.dtype) for name, t in name_arguments(given).items()),
             None if documents is None else documents.longest,
@@ -163,6 +163,7 @@ def can_record(given: BlockInput) -> bool:
         and x.is_contiguous()
         and plan.spec.attention.kind != "own"
         and plan.spec.cross is None
+        and not plan.offload
         and not events.is_listening()
         and not given.call.differentiable
         and given.dropout.depth1 is None

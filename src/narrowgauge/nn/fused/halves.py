@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from narrowgauge.nn.fused.adapters import NO_STATE, AdapterGrads, AdapterState
-from narrowgauge.nn.fused.attention import Attended, attend, attend_backward, is_operand_remade, make_operand_of
+from narrowgauge.nn.fused.attention import Attended, attend, attend_backward, make_operand_of
 from narrowgauge.nn.fused.casts import NormGrads
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, Some
+from narrowgauge.nn.fused.reports import report_mlp, report_up_gradient
 from narrowgauge.nn.fused.sublayers import (
     CROSS,
     Activated,
@@ -30,7 +31,8 @@ from narrowgauge.nn.fused.sublayers import (
     project,
     project_backward,
 )
-from narrowgauge.nn.products.gemm import Operand
+from narrowgauge.nn.fused.tiles import GradientSums, get_tile_rows, split_rows
+from narrowgauge.scaling.operand import WIDE, Operand
 
 
 @dataclass
@@ -60,6 +62,8 @@ class MlpHalf:
     of_down: AdapterState = NO_STATE
     is_h_remade: bool = False
     """Whether the norm's backward computes h again."""
+    tile_rows: int = 0
+    """Rows of a tile; then u and activated are empty, and backward computes them tile by tile."""
 
 
 class EndGrads(NamedTuple):
@@ -75,6 +79,7 @@ class HalfGrads(NamedTuple):
 
     grad_h: Tensor
     grad_first: Operand
+    """Empty for an MLP if nothing needs it any more: it is the widest tensor of a block."""
     first: Some
     first_biases: Some
     last: Some
@@ -91,11 +96,10 @@ def run_attention(run: Run, h: Operand, shape: torch.Size) -> tuple[Tensor, Tens
     batch, length, _ = shape
     qkv, of_inputs = project(run, h, uses.qkv, plan.qkv, tensors.input_biases)
     attended = attend(plan, qkv.view(batch, length, -1), run.call, tensors, run.needed, run.dropout.attention)
-    is_remade = run.needed and is_operand_remade(plan, run.caster)
-    o = make_operand_of(plan, attended, run.caster, run.needed, not is_remade)
+    o = make_operand_of(plan, attended, run.caster, run.needed)
     projected, of_out = project(run, o, uses.out, plan.out, tensors.out_bias)
     out, branch = finish_branch(run, 1, projected, batch)
-    return out, qkv, AttentionHalf(h, attended, Operand() if is_remade else o, branch, of_inputs, of_out)
+    return out, qkv, AttentionHalf(h, attended, o, branch, of_inputs, of_out)
 
 
 def run_mlp(run: Run, h: Operand, batch: int, whole: bool = True) -> tuple[Tensor, MlpHalf]:
@@ -103,18 +107,41 @@ def run_mlp(run: Run, h: Operand, batch: int, whole: bool = True) -> tuple[Tenso
 
     Without ``whole``, for a recomputation, the branch has no values. What dropout drops does not depend on them.
     """
+    tile_rows = get_tile_rows(run, h.rows)
+    if not tile_rows:
+        down, half = _run_rows(run, h, whole)
+    else:
+        wide = WIDE.get(run.plan.down.choice.output, torch.bfloat16)
+        empty = run.uses.down.weights[0].new_empty(0, dtype=wide)
+        down, half = _make_output(run, empty, h.rows, whole), MlpHalf(h, empty, Activated(), Branch())
+        half.tile_rows = tile_rows
+        for rows in split_rows(h.rows, tile_rows) if whole else ():
+            down[rows] = _run_rows(run, h.slice_rows(rows), True)[0]
+    y, half.branch = finish_branch(run, 2, down, batch)
+    return y, half
+
+
+def _run_rows(run: Run, h: Operand, whole: bool) -> tuple[Tensor, MlpHalf]:
+    """Return the output of the MLP's last projection, and what is saved but for the end of the branch."""
     plan, tensors, uses = run.plan, run.tensors, run.uses
     u, of_ups = project(run, h, uses.up, plan.up, tensors.up_biases)
     activated = activate(run, u) if whole or not is_activation_remade(run) else Activated()
+    report_mlp(run, u, activated.a)
     if whole:
         down, of_down = project(run, activated.a, uses.down, plan.down, tensors.down_bias)
     else:
-        down, of_down = u.new_empty(len(u), get_outputs(uses.down, 0)), NO_STATE
+        down, of_down = _make_output(run, u, len(u), False), NO_STATE
         if run.dropout.adapters:
             read = u.new_empty(len(u), get_inputs(uses.down))
             of_down = AdapterState(masks=run.bind_adapters(plan.down).draw_masks(read))
-    y, branch = finish_branch(run, 2, down, batch)
-    return y, MlpHalf(h, u, activated, branch, of_ups, of_down)
+    return down, MlpHalf(h, u, activated, Branch(), of_ups, of_down)
+
+
+def _make_output(run: Run, like: Tensor, rows: int, whole: bool) -> Tensor:
+    """Return room for the last projection's output; without ``whole`` only its shape, unless dropout depends on it."""
+    width = get_outputs(run.uses.down, 0)
+    has_memory = whole or bool(run.dropout.branch2)
+    return like.new_empty(rows, width) if has_memory else like.new_empty(()).expand(rows, width)
 
 
 def end_backward(run: Run, number: int, branch: Branch, grad: Tensor, written: Operand | None) -> EndGrads:
@@ -132,14 +159,16 @@ def attention_backward(
     """Return the gradients of attention's half, from that of its output projection."""
     plan, tensors, uses = run.plan, run.tensors, run.uses
     grad_o, state = input_backward(run, grad, uses.out, plan.out, half.of_out)
-    o = half.o
-    if o.is_empty and any(needs.out):
-        o = make_operand_of(plan, half.attended, plan.caster(False), True)
-    adapters = adapters_backward(run, grad, o, plan.out, state, needs)
-    of_out, of_out_bias = project_backward(grad, o, uses.out, plan.out, needs.out, needs.out_bias)
+    adapters = adapters_backward(run, grad, half.o, plan.out, state, needs)
+    of_out, of_out_bias = project_backward(grad, half.o, uses.out, plan.out, needs.out, needs.out_bias)
+    if run.frees:
+        half.o = Operand()
     grad_qkv, of_own, of_others = attend_backward(
         plan, half.attended, grad_o, shape, tensors, run.caster, tuple(bool(need) for need in needs.own)
     )
+    if run.frees:
+        half.attended = Attended(grad_o.new_empty(0))
+    del grad_o
     grad_h, state = input_backward(run, grad_qkv, uses.qkv, plan.qkv, half.of_inputs)
     if half.is_h_remade:
         own, others = tuple(of_own), tuple(of_others)
@@ -154,17 +183,52 @@ def attention_backward(
 def mlp_backward(run: Run, half: MlpHalf, grad: Operand, needs: BlockTensors) -> HalfGrads:
     """Return the gradients of the MLP, from that of its last projection; those of its first weights may follow later
     (``finish_mlp``)."""
+    return _sum_over_tiles(run, half, grad, needs) if half.tile_rows else _rows_backward(run, half, grad, needs)
+
+
+def _rows_backward(run: Run, half: MlpHalf, grad: Operand, needs: BlockTensors) -> HalfGrads:
     plan, uses = run.plan, run.uses
+    dtype = torch.float32 if run.is_tile else None
     grad_a, state = input_backward(run, grad, uses.down, plan.down, half.of_down)
     grad_u, a = activate_backward(run, grad_a, half.u, half.activated)
+    del grad_a
+    if run.frees:
+        half.u, half.activated = half.u.new_empty(0), Activated()
+    report_up_gradient(run, grad_u)
     adapters = adapters_backward(run, grad, a, plan.down, state, needs)
-    of_down, of_down_bias = project_backward(grad, a, uses.down, plan.down, needs.down, needs.down_bias)
+    of_down, of_down_bias = project_backward(grad, a, uses.down, plan.down, needs.down, needs.down_bias, dtype)
+    del a
     grad_h, state = input_backward(run, grad_u, uses.up, plan.up, half.of_ups)
     if half.is_h_remade:
         return HalfGrads(grad_h, grad_u, (), (), of_down, of_down_bias, adapters)
     adapters |= adapters_backward(run, grad_u, half.h, plan.up, state, needs)
-    of_ups, of_up_biases = project_backward(grad_u, half.h, uses.up, plan.up, needs.ups, needs.up_biases)
-    return HalfGrads(grad_h, grad_u, of_ups, of_up_biases, of_down, of_down_bias, adapters)
+    of_ups, of_up_biases = project_backward(grad_u, half.h, uses.up, plan.up, needs.ups, needs.up_biases, dtype)
+    return HalfGrads(grad_h, Operand(), of_ups, of_up_biases, of_down, of_down_bias, adapters)
+
+
+def _sum_over_tiles(run: Run, half: MlpHalf, grad: Operand, needs: BlockTensors) -> HalfGrads:
+    """Run ``_rows_backward`` on each tile, after forward again without the last projection."""
+    again, tile = run._replace(caster=run.plan.caster(False), again=True), run._replace(is_tile=True)
+    grad_h: Tensor | None = None
+    sums = GradientSums()
+    for rows in split_rows(half.h.rows, half.tile_rows):
+        _, piece = _run_rows(again, half.h.slice_rows(rows), False)
+        made = _rows_backward(tile, piece, grad.slice_rows(rows), needs)
+        if grad_h is None:
+            grad_h = made.grad_h.new_empty(half.h.rows, made.grad_h.shape[1])
+        grad_h[rows] = made.grad_h
+        sums.add("first", made.first)
+        sums.add("first_biases", made.first_biases)
+        sums.add("last", made.last)
+        sums.add("last_bias", made.last_bias)
+        sums.add_adapters(made.adapters)
+        del piece, made  # before the next tile's are made
+    assert grad_h is not None
+    return HalfGrads(
+        grad_h, Operand(), sums.get_weights("first", run.uses.up), sums.get_biases("first_biases"),
+        sums.get_weights("last", run.uses.down), sums.get_biases("last_bias"),
+        sums.get_adapters(run, run.plan.up, run.plan.down),
+    )  # fmt: skip
 
 
 def finish_attention(run: Run, grads: HalfGrads, h: Operand, needs: BlockTensors) -> HalfGrads:
@@ -176,7 +240,7 @@ def finish_attention(run: Run, grads: HalfGrads, h: Operand, needs: BlockTensors
 def finish_mlp(run: Run, grads: HalfGrads, h: Operand, needs: BlockTensors) -> HalfGrads:
     """Return the gradients of the MLP with those of its first weights, from what their product reads."""
     made = project_backward(grads.grad_first, h, run.uses.up, run.plan.up, needs.ups, needs.up_biases)
-    return grads._replace(first=made[0], first_biases=made[1])
+    return grads._replace(grad_first=Operand(), first=made[0], first_biases=made[1])
 
 
 def collect_grads(
@@ -210,7 +274,16 @@ def drop_unneeded(plan: BlockPlan, attention: AttentionHalf, mlp: MlpHalf) -> No
     mlp.activated = made._replace(a=a)
     attention.o = plan.out.keep_for_backward(attention.o)
     attention.h = Operand() if selective or attention.is_h_remade else plan.qkv.keep_for_backward(attention.h)
-    mlp.h = Operand() if selective or mlp.is_h_remade else plan.up.keep_for_backward(mlp.h)
+    if mlp.tile_rows and mlp.h.lp is not None:
+        mlp.h = mlp.h._replace(lp_t=None)  # each tile runs forward again, and transposes its rows
+    elif not mlp.tile_rows:
+        mlp.h = Operand() if selective or mlp.is_h_remade else plan.up.keep_for_backward(mlp.h)
+
+
+def release_mlp(run: Run, half: MlpHalf) -> None:
+    """Free what the MLP read first, before attention's backward."""
+    if run.frees:
+        half.h = Operand()
 
 
 def restore(

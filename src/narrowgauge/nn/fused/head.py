@@ -5,13 +5,16 @@
         lse, loss   = statistics(logits)
         d           = (softmax - targets) / counted rows        BF16 in place, or FP8 in one or both layouts
         grad_input  = d @ weight
-        grad_weight += d.T @ x                                  summed in FP32
+    for each group of chunks:
+        grad_weight += d.T @ x                                  summed in FP32; in FP8, d.T of a group is kept for this
     loss = sum of losses / counted rows
 
 Forward also computes the gradients, while the logits exist. Backward multiplies them by the gradient of the loss (a
 loss scale, 1/accumulate), which costs a pass only if that is not 1. Without gradients only the loss is computed. Eager
 PyTorch stores the logits in BF16, their FP32 copy, its log-softmax and its gradient, up to 14 bytes per logit. Here it
-is at most 4 bytes per logit of one chunk.
+is at most 3 bytes per logit of one chunk, and 1 per logit of one group. A product of a weight's gradient reads and
+writes all of it, so that groups are larger than chunks. Of tensors that grow with the rows, only grad_input is made
+here.
 """
 
 from __future__ import annotations
@@ -38,29 +41,35 @@ from narrowgauge.kernels.cross_entropy import (
     rescale_,
 )
 from narrowgauge.nn.fused.casts import get_wide_dtype
+from narrowgauge.nn.fused.head_input import InputReader, cut, pad_rows
 from narrowgauge.nn.products.gemm import (
     ALL_BF16,
     BF16,
     DOUBLE_BACKWARD,
     E4M3,
     MULTIPLE,
-    WIDE,
     GemmChoice,
-    Operand,
     compute_grad_bias,
     compute_grad_input,
     compute_grad_weight,
     compute_output,
     is_graph_retained,
 )
-from narrowgauge.nn.products.weight_casts import BoundWeight, WeightCastPlan
-from narrowgauge.optim.adamw import gradient_dtype
+from narrowgauge.parameters import gradient_dtype
+from narrowgauge.scaling.operand import WIDE, Operand
 from narrowgauge.scaling.tensor import TensorScales
+from narrowgauge.weight_copies.casts import BoundWeight, PaddedWeight, WeightCastPlan
 
 HEAD = "lm_head"
 """Path of the module that computes the logits."""
-CHUNK_BYTES = 4 << 30
-"""Default limit of BF16 logits stored at once. GPT-2's 65,536 x 50,304 take two chunks, each a full GEMM."""
+CHUNK_BYTES = 1 << 28
+"""Default limit of BF16 logits stored at once, where grad_weight's product is in FP8 and reads groups of chunks."""
+WIDE_CHUNK_BYTES = 4 << 30
+"""The same where it is not, so that each chunk adds to the weight's gradient."""
+GROUP_BYTES = 2 << 30
+"""Limit of the transposed FP8 gradients of logits stored at once. GPT-2's 65,536 x 50,304 take two groups."""
+SUM_BYTES = 256 << 20
+"""grad_weight is summed over groups piece by piece, so that there is no second one: limit of a piece in FP32."""
 PADDED = 64
 """The columns of logits are padded to a multiple of this."""
 CHUNK_MULTIPLE = 128
@@ -109,11 +118,18 @@ def compute_head_loss(
         return events.run_in_scope(task.path, task.run, x.detach(), weight, bias, operand, needs)[0]
 
 
-def choose_chunk_rows(rows: int, vocab: int) -> int:
-    """Return the rows per chunk: as many as CHUNK_BYTES allows, divided evenly among the chunks."""
-    most = max(CHUNK_MULTIPLE, CHUNK_BYTES // (2 * vocab) // CHUNK_MULTIPLE * CHUNK_MULTIPLE)
+def choose_chunk_rows(rows: int, vocab: int, limit: int = WIDE_CHUNK_BYTES) -> int:
+    """Return the rows per chunk: as many as the limit of bytes allows, divided evenly among the chunks."""
+    most = max(CHUNK_MULTIPLE, limit // (2 * vocab) // CHUNK_MULTIPLE * CHUNK_MULTIPLE)
     chunks = max(1, -(-rows // most))
     return max(1, -(-rows // (chunks * CHUNK_MULTIPLE))) * CHUNK_MULTIPLE
+
+
+def choose_group_rows(rows: int, vocab: int, chunk_rows: int) -> int:
+    """Return the rows per group: whole chunks, as many as GROUP_BYTES allows, divided evenly among the groups."""
+    chunks = -(-rows // chunk_rows)
+    most = max(1, GROUP_BYTES // (vocab * chunk_rows))
+    return -(-chunks // max(1, -(-chunks // most))) * chunk_rows
 
 
 @dataclass(frozen=True)
@@ -159,7 +175,8 @@ class _HeadCall:
             )
         if chunk_rows is not None and (chunk_rows < 1 or (lp and chunk_rows % MULTIPLE)):
             raise UsageError(f"head_loss: chunk_rows={chunk_rows} must be a positive multiple of {MULTIPLE}")
-        rows = chunk_rows or choose_chunk_rows(len(x), shape[0])
+        limit = CHUNK_BYTES if precision.grad_weight == "fp8" else WIDE_CHUNK_BYTES
+        rows = chunk_rows or choose_chunk_rows(len(x), shape[0], limit)
         return _HeadCall(plan, targets.contiguous(), precision, ignore_index, rows, summed, form)
 
     @torch.no_grad()
@@ -169,10 +186,7 @@ class _HeadCall:
         """Return the loss and, if needed, the gradients of x (as grad_input writes it), weight and bias (FP32)."""
         need_input, need_weight, need_bias = needs
         rows, targets = len(x), self.targets
-        source = self._make_input_operand(x, operand or Operand(), any(needs), need_weight)
-        if self.precision.grad_weight == "fp8" and need_weight and rows % MULTIPLE:
-            # grad_weight sums over rows. The padding rows have ignored targets, so they add nothing.
-            source, targets = _pad_operand(source, targets, -rows % MULTIPLE, self.ignore_index)
+        source = self._make_reader(x, operand or Operand(), any(needs), need_weight)
         counted = (targets != self.ignore_index).sum()
         factor = torch.ones((), device=x.device) if self.summed else counted.clamp(min=1).float().reciprocal()
         if self.form.multiplier is not None:
@@ -186,24 +200,35 @@ class _HeadCall:
         grad_bias: Tensor | None = None
         bound = self.weight.use(weight, record=any(needs), backward=need_input)
         missing = 0 if "fp8" in self.precision else -len(weight) % PADDED
-        use = _PaddedWeight(bound, missing) if missing else bound
+        use = PaddedWeight(bound, missing) if missing else bound
         if added is not None and missing:
             added = F.pad(added, (0, missing))
-        for start in range(0, len(targets), self.chunk_rows):
-            part = slice(start, start + self.chunk_rows)
-            piece = _slice_rows(source, part)
-            loss, d = self._run_chunk(piece, use, added, start, targets[part], factor, needs)
-            total += loss.sum()
-            if grad_input is not None:
-                into = grad_input[part]
-                into.copy_(compute_grad_input(d, use, self.precision)[: len(into)])
-            if need_weight:
-                share = compute_grad_weight(d, piece, self.precision, weight=use)
-                grad_weight = share if grad_weight is None else grad_weight.add_(share)
-            if need_bias:
-                share = compute_grad_bias(d)
-                grad_bias = share if grad_bias is None else grad_bias.add_(share)
-            del d  # before the next chunk's logits are made
+        group_rows = self.chunk_rows
+        if need_weight and self.precision.grad_weight == "fp8":
+            group_rows = choose_group_rows(rows, len(weight), self.chunk_rows)
+        for group in cut(slice(0, rows), group_rows):
+            d_t = self._allocate_transposed(len(weight), group, x.device, need_weight)
+            for part in cut(group, self.chunk_rows):
+                piece, chosen, into_t = source.read(part), targets[part], None
+                if d_t is not None:  # grad_weight sums over rows; rows with ignored targets add nothing
+                    piece, chosen = pad_rows(piece, chosen, MULTIPLE, self.ignore_index)
+                    into_t = d_t.narrow(1, part.start - group.start, len(chosen))
+                loss, d = self._run_chunk(piece, use, added, part.start, chosen, factor, needs, into_t)
+                total += loss.sum()
+                if grad_input is not None:
+                    into = grad_input[part]
+                    into.copy_(compute_grad_input(d, use, self.precision)[: len(into)])
+                if need_bias:
+                    share = compute_grad_bias(d)
+                    grad_bias = share if grad_bias is None else grad_bias.add_(share)
+                if need_weight and d_t is None:
+                    grad_weight = self._add_grad_weight(grad_weight, d, piece, use)
+                del d  # before the next chunk's logits are made
+            if d_t is not None:
+                d = Operand(None, None, d_t, factor / UNIT_SCALE[E4M3])
+                grad_weight = self._add_grad_weight(grad_weight, d, source.read_transposed(group), use)
+                del d
+            del d_t
         if missing:
             grad_weight, grad_bias = (None if g is None else g[: len(weight)] for g in (grad_weight, grad_bias))
         return total if self.summed else total / counted, grad_input, grad_weight, grad_bias
@@ -211,17 +236,21 @@ class _HeadCall:
     def _run_chunk(
         self,
         x: Operand,
-        use: BoundWeight | _PaddedWeight,
+        use: BoundWeight | PaddedWeight,
         bias: Tensor | None,
         start: int,
         targets: Tensor,
         factor: Tensor,
         needs: tuple[bool, bool, bool],
+        into_t: Tensor | None,
     ) -> tuple[Tensor, Operand]:
-        """Return the losses of a chunk's rows, and the gradient of its logits as an operand; frees the logits."""
+        """Return the losses of a chunk's rows, and the gradient of its logits as an operand; frees the logits.
+
+        ``into_t`` takes that gradient transposed, in FP8.
+        """
         need_input, need_weight, need_bias = needs
         whole = compute_output(x, use, self.precision, bias)
-        logits = whole[:, : whole.shape[1] - use.missing] if isinstance(use, _PaddedWeight) else whole
+        logits = whole[:, : whole.shape[1] - use.missing] if isinstance(use, PaddedWeight) else whole
         events.report_tensor("activation", self.path, logits)
         formats = {self.precision.grad_input} if need_input else set()
         formats |= {self.precision.grad_weight} if need_weight or need_bias else set()
@@ -232,9 +261,8 @@ class _HeadCall:
             return loss, Operand(whole)  # columns of padding are zero, as the weight's rows are
         lse, loss = compute_softmax_stats(logits, targets, self.ignore_index, self.form)
         if "fp8" in formats:
-            transposed = need_weight and self.precision.grad_weight == "fp8"
             lp, lp_t = compute_grad_logits_fp8(
-                logits, targets, lse, E4M3, self.ignore_index, None, transposed, start, self.form
+                logits, targets, lse, E4M3, self.ignore_index, None, False, start, self.form, into_t
             )
             d = Operand(None, lp, lp_t, factor / UNIT_SCALE[E4M3])
         if "bf16" in formats:
@@ -243,48 +271,32 @@ class _HeadCall:
         d.report("gradient", self.path)
         return loss, d
 
-    def _make_input_operand(self, x: Tensor, given: Operand, training: bool, need_weight: bool) -> Operand:
-        """Return x in the formats that its two products read; formats missing in ``given`` are made from x."""
+    def _allocate_transposed(self, vocab: int, group: slice, device: torch.device, need_weight: bool) -> Tensor | None:
+        """Allocate the transposed gradient of a group's logits, if grad_weight reads it."""
+        if not need_weight or self.precision.grad_weight != "fp8":
+            return None
+        return torch.empty(vocab, -(-(group.stop - group.start) // MULTIPLE) * MULTIPLE, dtype=E4M3, device=device)
+
+    def _add_grad_weight(self, total: Tensor | None, d: Operand, x: Operand, use: BoundWeight | PaddedWeight) -> Tensor:
+        """Add a share to the gradient of the weight, some of its rows at a time; without a sum, return it."""
+        if total is None:
+            return compute_grad_weight(d, x, self.precision, weight=use)
+        step = max(CHUNK_MULTIPLE, SUM_BYTES // (4 * total.shape[1]) // CHUNK_MULTIPLE * CHUNK_MULTIPLE)
+        for part in cut(slice(0, len(total)), step):
+            hp, d_t = None if d.hp is None else d.hp[:, part], None if d.lp_t is None else d.lp_t[part]
+            total[part] += compute_grad_weight(Operand(hp, None, d_t, d.inv_scale), x, self.precision, weight=use)
+        return total
+
+    def _make_reader(self, x: Tensor, given: Operand, training: bool, need_weight: bool) -> InputReader:
+        """Return what reads rows of x; formats missing in ``given`` are made from x."""
         formats = {self.precision.output} | ({self.precision.grad_weight} if need_weight else set())
-        transposed = need_weight and self.precision.grad_weight == "fp8"
+        scale: Tensor | None = None
         if "fp8" in formats and given.lp is None:
             amax = cast.max_abs(x)
             if isinstance(self.weight.scales, TensorScales) and training:
                 self.weight.scales.note_amax(amax)
             scale = compute_scale(amax, FP8_MAX[E4M3])
-            lp, lp_t = cast.cast_transpose(x, scale, E4M3) if transposed else (cast.cast(x, scale, E4M3), None)
-            given = Operand(given.hp, lp, lp_t, scale.reciprocal())
-        if transposed:
-            given = given.transposed()
-        wide = get_wide_dtype(formats)
-        return given._replace(hp=x.to(wide)) if wide is not None and given.hp is None else given
-
-
-class _PaddedWeight:
-    """A weight with rows of zeros below it: products with an odd number of logits take several times as long."""
-
-    def __init__(self, weight: BoundWeight, missing: int) -> None:
-        self._weight, self.missing = weight, missing
-        self._hp: Tensor | None = None
-
-    @property
-    def path(self) -> str:
-        return self._weight.path
-
-    def wide(self, format: str) -> Tensor:
-        """Return the padded weight in BF16 or FP32."""
-        if self._hp is None:
-            (weight,) = self._weight.weights
-            rows, columns = weight.shape
-            self._hp = weight.new_zeros(rows + self.missing, columns, dtype=WIDE[format])
-            self._hp[:rows] = weight
-            events.report_copy(self._weight.weights, (self._hp,))
-        return self._hp
-
-    def fp8(self) -> Operand:
-        raise NotImplementedError("FP8 products need a vocabulary that is a multiple of 16")
-
-    fp8_transposed = fp8
+        return InputReader(x, given, scale, None if scale is None else scale.reciprocal(), get_wide_dtype(formats))
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -317,26 +329,3 @@ class _HeadLoss(torch.autograd.Function):
             for gradient, dtype in zip(made, ctx.dtypes, strict=True)
         ]
         return *grads, None, None
-
-
-def _slice_rows(x: Operand, part: slice) -> Operand:
-    """Return some rows of an operand without a copy."""
-    return Operand(
-        x.hp[part] if x.hp is not None else None,
-        x.lp[part] if x.lp is not None else None,
-        x.lp_t[:, part] if x.lp_t is not None else None,
-        x.inv_scale,
-    )
-
-
-def _pad_operand(x: Operand, targets: Tensor, more: int, ignore_index: int) -> tuple[Operand, Tensor]:
-    """Add rows of zeros to the operand, and ignored targets for them."""
-
-    def below(t: Tensor | None, sides: tuple[int, ...]) -> Tensor | None:
-        if t is None:
-            return None
-        wide = t if t.dtype is BF16 else t.view(torch.uint8)  # a zero in FP8 is a zero byte
-        return F.pad(wide, sides).view(t.dtype)
-
-    padded = Operand(below(x.hp, (0, 0, 0, more)), below(x.lp, (0, 0, 0, more)), below(x.lp_t, (0, more)), x.inv_scale)
-    return padded, F.pad(targets, (0, more), value=ignore_index)

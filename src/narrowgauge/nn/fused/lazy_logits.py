@@ -232,7 +232,8 @@ def _run_lazily(logits: LazyLogits, call: Recorded) -> Any:
         return logits.then(call)
     if func in _VIEWS:
         with torch._C.DisableTorchFunctionSubclass():
-            shape = func(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
+            # Of a single number: in a forecast, where meta tensors count as memory, all logits would be the peak.
+            shape = func(torch.empty((), device="meta").expand(logits.shape), *args, **kwargs).shape
         if shape[-1:] != (logits.past.source.width,):
             return None
         return logits.then(call, logits.hidden.reshape(*shape[:-1], logits.hidden.shape[-1]))

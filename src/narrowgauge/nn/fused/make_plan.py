@@ -15,10 +15,9 @@ from narrowgauge.nn.fused.casts import AdapterPlan, Projection
 from narrowgauge.nn.fused.plan import BlockPlan, list_classes, list_own_parameters, list_settings
 from narrowgauge.nn.products.gemm import GemmChoice
 from narrowgauge.nn.products.stored_fp8 import get_stored_scale
-from narrowgauge.nn.products.weight_casts import WeightCastPlan
-from narrowgauge.optim.adamw import gradient_dtype
-from narrowgauge.optim.sharded import is_sharded
+from narrowgauge.parameters import gradient_dtype, is_sharded
 from narrowgauge.scaling.tensor import Site, TensorScales
+from narrowgauge.weight_copies.casts import WeightCastPlan
 
 
 class ChosenLayer(Protocol):
@@ -54,6 +53,7 @@ def make_plan(
     lean: bool,
     holds_gradients: bool,
     activations: str = "bf16",
+    offload: bool = False,
 ) -> BlockPlan:
     """Return the plan of the block at ``path``. The first of projections that read one input decides for all."""
 
@@ -75,6 +75,7 @@ def make_plan(
         spec, project(*spec.inputs), project(spec.output), project(*spec.ups), project(spec.down), scales, checkpoint,
         holds_gradients, path, list_own_parameters(block, spec), list_classes(block),
         tuple(project(*group) for group in spec.cross_products), list_settings(block, spec), activations,
+        offload=offload,
     )  # fmt: skip
 
 

@@ -28,8 +28,9 @@ from narrowgauge.nn.fused.norm import run_norm
 from narrowgauge.nn.fused.outputs import complete_arguments, list_passed_on, list_returned
 from narrowgauge.nn.fused.plan import NO_DROPOUT, BlockPlan, BlockTensors, Dropout, get_parts
 from narrowgauge.nn.module_changes import Change, apply_change, find_change, original_class
-from narrowgauge.nn.products.gemm import WIDE, GemmChoice
-from narrowgauge.nn.products.weight_casts import WeightCastPlan
+from narrowgauge.nn.products.gemm import GemmChoice
+from narrowgauge.scaling.operand import WIDE
+from narrowgauge.weight_copies.casts import WeightCastPlan
 
 FOR_ATTENTION = frozenset({
     "attention_mask", "position_ids", "position_embeddings", "past_key_values", "past_key_value", "layer_past",
@@ -288,6 +289,7 @@ class FusedTrunk(Change):
         own = [get_parts(plan, block).gather() for plan, block in zip(plans, chain, strict=True)]
         stream, branch, link = blocks.run_chain(plans, x, own, calls, changes[0].graphs)
         rows = blocks.run_last_norm(stream, branch, link, last.weight, self.norm, plans[-1])
+        del stream, branch  # the norm keeps what its backward needs
         loss: Tensor = head.compute_head_loss(
             rows, module.lm_head.weight, targets.flatten(), plan=self.weight, precision=self.choice
         )

@@ -17,7 +17,7 @@ from narrowgauge.nn.fused.casts import Projection, Stats, apply_norm, norm_backw
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, bind_norms
 from narrowgauge.nn.fused.reports import report_activations, report_gradients
 from narrowgauge.nn.fused.sublayers import Run, needs_values
-from narrowgauge.nn.products.gemm import Operand
+from narrowgauge.scaling.operand import Operand
 
 
 @dataclass
@@ -43,7 +43,7 @@ def forward(run: Run, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor,
     out, qkv, attention = halves.run_attention(run, h1, x.shape)
     h2, stats2, _ = apply_norm(norm2, rows, None, plan.up, caster)
     down, mlp = halves.run_mlp(run, h2, len(x), not run.again or needs_values(plan.spec.branch2))
-    report_activations(run, (h1, h2), qkv, attention.attended, out, mlp.u, mlp.activated.a, down)
+    report_activations(run, (h1, h2), qkv, attention.attended, out, down)
     return x, rows + out, down, Saved(stats1, attention, stats2, mlp)
 
 
@@ -60,12 +60,13 @@ def backward(
     caster, (norm1, norm2) = run.caster, bind_norms(run.plan.spec, run.tensors)
     end2 = halves.end_backward(run, 2, saved.mlp.branch, grad, given)
     mlp = halves.mlp_backward(run, saved.mlp, end2.grad, needs)
+    halves.release_mlp(run, saved.mlp)
     end1 = halves.end_backward(run, 1, saved.attention.branch, grad, None)
     attention = halves.attention_backward(run, saved.attention, end1.grad, x0.shape, needs)
     rows = x0.reshape(-1, x0.shape[-1])
     two = norm_backward(norm2, mlp.grad_h, rows, saved.stats2, grad, None, caster)
     one = norm_backward(norm1, attention.grad_h, rows, saved.stats1, two.stream, reader, caster)
-    report_gradients(run, end2.grad, mlp.grad_first, end1.grad, attention.grad_first)
+    report_gradients(run, end2.grad, end1.grad, attention.grad_first)
     grads = halves.collect_grads(run, one, attention, end1, two, mlp, end2)
     return one.stream, one.operand, grads, list(attention.others)
 

@@ -22,8 +22,9 @@ from narrowgauge.nn.fused.attention import BlockCall
 from narrowgauge.nn.fused.casts import Projection
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, BlockWeights, Dropout, bind_weights
 from narrowgauge.nn.fused.sublayers import Run
-from narrowgauge.nn.products.gemm import Fp8Caster, Operand
+from narrowgauge.nn.products.gemm import Fp8Caster
 from narrowgauge.random_state import get_random_state, set_random_state
+from narrowgauge.scaling.operand import Operand
 
 SHARE_OF_GRADIENTS = 0.75
 """How much of the memory of a block's future gradients its kept attention may take."""
@@ -110,6 +111,7 @@ def run_backward(
     grad: Tensor,
     written: Operand | None,
     reader: Projection | None,
+    last: bool = False,
 ) -> tuple[Tensor, Operand, BlockTensors, list[Tensor | None]]:
     """Return the gradient of the input, the same as ``reader`` reads it, and those of parameters and other arguments.
 
@@ -120,6 +122,7 @@ def run_backward(
         grad: The gradient of the block's output.
         written: The same in the formats of the last projection, if the next block wrote it.
         reader: The last projection of the block before, which reads the gradient of the input.
+        last: Whether no other backward needs what forward left, so that it can be freed on the way.
     """
     plan, x0 = left.given.plan, left.x0
     order = ORDERS[plan.spec.order]
@@ -127,17 +130,19 @@ def run_backward(
     call = left.given.call
     run = Run(plan, call, tensors, uses, plan.caster(False), True, left.given.dropout, again=True)
     if plan.checkpoint == "full" and left.kept is not None:
-        kept = events.run_in_scope(plan.path, pre_norm.run_rest, run, x0, left.kept)
+        kept = order.drop_unneeded(plan, events.run_in_scope(plan.path, pre_norm.run_rest, run, x0, left.kept))
     elif plan.checkpoint == "full":
         with _repeat_random_numbers(left.random, x0.device):
-            *_, kept = events.run_in_scope(plan.path, order.forward, run, x0, None)
+            kept = order.drop_unneeded(plan, events.run_in_scope(plan.path, order.forward, run, x0, None)[-1])
     else:
         assert left.copies is not None
         kept = order.recompute(run, x0, left.kept)
         pairs = zip(uses.flatten(), left.copies, strict=True)
         uses = BlockWeights.unflatten([use.restore_saved(copies) for use, copies in pairs])  # type: ignore[arg-type]
     rows = grad.reshape(-1, grad.shape[-1])
-    run = run._replace(uses=uses, caster=left.caster)
+    run = run._replace(uses=uses, caster=left.caster, frees=last or plan.checkpoint == "full")
+    if last:
+        left.kept = None
     back: tuple[Any, ...] = (run, kept, x0, rows, written, reader, needs)
     grad_input, operand, grads, others = events.run_in_scope(plan.path, order.backward, *back)
     return grad_input.view_as(x0), operand, grads, others

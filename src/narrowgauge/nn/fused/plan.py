@@ -17,8 +17,8 @@ from narrowgauge.nn.blocks.spec import AttentionSpec, BlockSpec, NormSpec
 from narrowgauge.nn.fused.casts import NormWeights, Projection
 from narrowgauge.nn.module_changes import original_class
 from narrowgauge.nn.products.gemm import Fp8Caster
-from narrowgauge.nn.products.weight_casts import BoundWeight
 from narrowgauge.scaling.tensor import TensorScales
+from narrowgauge.weight_copies.casts import BoundWeight
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,10 @@ class BlockPlan:
     """Paths and attributes of the modules with adapters when the block was converted."""
     activations: str = "bf16"
     """What is kept for backward: bf16 or 8bit, as in a recipe."""
+    tile_rows: int | None = None
+    """Rows of a tile of the MLP, where backward runs it again (``tiles``); 0: no tiles; None: chosen by memory."""
+    offload: bool = False
+    """Whether the input of a block that is recomputed waits for backward in host memory (``offload``)."""
 
     def caster(self, record: bool, evaluating: bool = False) -> Fp8Caster | None:
         return Fp8Caster(self.scales, record, evaluating) if self.scales is not None else None

@@ -23,7 +23,7 @@ from narrowgauge.nn.fused.cross import CrossGrads, CrossHalf
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, bind_norms
 from narrowgauge.nn.fused.reports import report_activations, report_cross_norm, report_gradients
 from narrowgauge.nn.fused.sublayers import CROSS, Run
-from narrowgauge.nn.products.gemm import Operand
+from narrowgauge.scaling.operand import Operand
 
 
 @dataclass
@@ -58,7 +58,7 @@ def forward(run: Run, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor,
         crossed = replace(half, read=total, stats=stats)
     down, mlp = halves.run_mlp(run, _read(stream, plan.up, run), len(x))
     y, r2, stats2 = _add_and_norm(norm2, stream, down)
-    report_activations(run, (x1, y), qkv, attention.attended, out, mlp.u, mlp.activated.a, down)
+    report_activations(run, (x1, y), qkv, attention.attended, out, down)
     return x, y, None, Saved(attention, r1, stats1, mlp, r2, stats2, crossed)
 
 
@@ -77,6 +77,7 @@ def backward(
     two = norm_backward(norm2, grad, saved.r2, saved.stats2, None, plan.down if direct else None, caster)
     end2 = halves.end_backward(run, 2, saved.mlp.branch, two.stream, two.operand if direct else None)
     mlp = halves.mlp_backward(run, saved.mlp, end2.grad, needs)
+    halves.release_mlp(run, saved.mlp)
     direct = saved.attention.branch.is_plain
     grad_x1, crossed = two.stream.add_(mlp.grad_h), None
     if saved.cross is not None:
@@ -85,7 +86,7 @@ def backward(
     end1 = halves.end_backward(run, 1, saved.attention.branch, one.stream, one.operand if direct else None)
     attention = halves.attention_backward(run, saved.attention, end1.grad, x0.shape, needs)
     grad_x = one.stream.add_(attention.grad_h)
-    report_gradients(run, end2.grad, mlp.grad_first, end1.grad, attention.grad_first)
+    report_gradients(run, end2.grad, end1.grad, attention.grad_first)
     grads = halves.collect_grads(run, one, attention, end1, two, mlp, end2)
     return grad_x, Operand(), *cross.merge(run, grads, list(attention.others), crossed)
 

@@ -36,8 +36,8 @@ from narrowgauge.nn.fused.casts import (
 from narrowgauge.nn.fused.cross import CrossHalf
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, bind_norms
 from narrowgauge.nn.fused.reports import report_activations, report_gradients
-from narrowgauge.nn.fused.sublayers import Activated, Branch, Run, activate, is_activation_remade, needs_values, project
-from narrowgauge.nn.products.gemm import Operand
+from narrowgauge.nn.fused.sublayers import Branch, Run, needs_values
+from narrowgauge.scaling.operand import Operand
 
 
 @dataclass
@@ -88,10 +88,9 @@ def run_rest(run: Run, x0: Tensor, kept: KeptAttention) -> Saved:
     h1, _, _ = apply_norm(norm1, x0.reshape(-1, x0.shape[-1]), None, plan.qkv, caster)
     o = make_operand_of(plan, kept.attended, caster, True)
     h2, stats2, _ = apply_norm(norm2, kept.x1, None, plan.up, caster)
-    u, of_ups = project(run, h2, run.uses.up, plan.up, run.tensors.up_biases)
-    activated = Activated() if is_activation_remade(run) else activate(run, u)
+    _, mlp = halves.run_mlp(run, h2, len(x0), False)
     attention = halves.AttentionHalf(h1, kept.attended, o, Branch())
-    return Saved(kept.stats1, attention, kept.x1, stats2, halves.MlpHalf(h2, u, activated, Branch(), of_ups))
+    return Saved(kept.stats1, attention, kept.x1, stats2, mlp)
 
 
 def forward(run: Run, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Saved]:
@@ -108,7 +107,7 @@ def forward(run: Run, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor,
         stream, last, crossed = cross.run_pre(run, x0, out, x.shape)
     h2, stats2, x1 = apply_norm(norm2, stream, last, plan.up, caster)
     y, mlp = halves.run_mlp(run, h2, len(x), not run.again or needs_values(plan.spec.branch2))
-    report_activations(run, (h1, h2), qkv, attention.attended, out, mlp.u, mlp.activated.a, y)
+    report_activations(run, (h1, h2), qkv, attention.attended, out, y)
     return x0.view_as(x), x1, y, Saved(stats1, attention, x1, stats2, mlp, crossed)
 
 
@@ -130,7 +129,7 @@ def _forward_and_keep(run: Run, x: Tensor, branch: Tensor | None) -> tuple[Tenso
     h2, kept2, x1 = apply_norm_and_keep(norm2, x0, out, plan.up, caster)
     y, mlp = halves.run_mlp(run, h2, len(x))
     attention.is_h_remade = mlp.is_h_remade = True
-    report_activations(run, (h1, h2), qkv, attention.attended, out, mlp.u, mlp.activated.a, y)
+    report_activations(run, (h1, h2), qkv, attention.attended, out, y)
     nothing = x.new_empty(()).expand(x.shape)  # backward reads only its shape
     return nothing, x1, y, Saved(None, attention, x.new_empty(0), None, mlp, None, (kept1, kept2))
 
@@ -150,13 +149,21 @@ def _backward_kept(
     end2 = halves.end_backward(run, 2, saved.mlp.branch, grad, given)
     mlp = halves.mlp_backward(run, saved.mlp, end2.grad, needs)
     writer = plan.out if saved.attention.branch.is_plain else None
-    two = norm_backward_kept(norm2, mlp.grad_h, saved.kept[1], grad, writer, plan.up, caster)
-    mlp = halves.finish_mlp(run, mlp, two.output, needs)
+    kept1, kept2 = saved.kept
+    if run.frees:
+        saved.kept = None
+    two = norm_backward_kept(norm2, mlp.grad_h, kept2, grad, writer, plan.up, caster)
+    del kept2
+    mlp = halves.finish_mlp(run, mlp._replace(grad_h=mlp.grad_h.new_empty(0)), two.output, needs)
+    two = two._replace(output=Operand())
     end1 = halves.end_backward(run, 1, saved.attention.branch, two.stream, None if writer is None else two.operand)
     attention = halves.attention_backward(run, saved.attention, end1.grad, x0.shape, needs)
-    one = norm_backward_kept(norm1, attention.grad_h, saved.kept[0], two.stream, reader, plan.qkv, caster)
-    attention = halves.finish_attention(run, attention, one.output, needs)
-    report_gradients(run, end2.grad, mlp.grad_first, end1.grad, attention.grad_first)
+    one = norm_backward_kept(norm1, attention.grad_h, kept1, two.stream, reader, plan.qkv, caster)
+    del kept1
+    attention = halves.finish_attention(
+        run, attention._replace(grad_h=attention.grad_h.new_empty(0)), one.output, needs
+    )
+    report_gradients(run, end2.grad, end1.grad, attention.grad_first)
     grads = halves.collect_grads(run, one, attention, end1, two, mlp, end2)
     return one.stream, one.operand, grads, list(attention.others)
 
@@ -186,9 +193,13 @@ def backward(
     plan, caster, (norm1, norm2) = run.plan, run.caster, bind_norms(run.plan.spec, run.tensors)
     end2 = halves.end_backward(run, 2, saved.mlp.branch, grad, given)
     mlp = halves.mlp_backward(run, saved.mlp, end2.grad, needs)
+    halves.release_mlp(run, saved.mlp)
     before = saved.attention if saved.cross is None else saved.cross
     writer = (plan.out if saved.cross is None else plan.cross[-1]) if before.branch.is_plain else None
     two = norm_backward(norm2, mlp.grad_h, saved.x1, saved.stats2, grad, writer, caster)
+    if run.frees:
+        saved.x1 = saved.x1.new_empty(0)
+    mlp = mlp._replace(grad_h=mlp.grad_h.new_empty(0))
     after, crossed, direct = two, None, saved.attention.branch.is_plain
     if saved.cross is not None:
         after, crossed = cross.backward_pre(run, saved.cross, two, saved.attention.branch, x0.shape, needs)
@@ -196,7 +207,7 @@ def backward(
     attention = halves.attention_backward(run, saved.attention, end1.grad, x0.shape, needs)
     rows = x0.reshape(-1, x0.shape[-1])
     one = norm_backward(norm1, attention.grad_h, rows, saved.stats1, after.stream, reader, caster)
-    report_gradients(run, end2.grad, mlp.grad_first, end1.grad, attention.grad_first)
+    report_gradients(run, end2.grad, end1.grad, attention.grad_first)
     grads = halves.collect_grads(run, one, attention, end1, two, mlp, end2)
     return one.stream, one.operand, *cross.merge(run, grads, list(attention.others), crossed)
 

@@ -25,7 +25,7 @@ from narrowgauge import events
 from narrowgauge.nn.fused.casts import Projection
 from narrowgauge.nn.fused.passes import BlockInput, Forwarded, run_backward, run_forward
 from narrowgauge.nn.fused.plan import BlockTensors
-from narrowgauge.nn.products.gemm import Operand
+from narrowgauge.scaling.operand import Operand
 
 T = TypeVar("T")
 MOST_BACKWARDS = 8

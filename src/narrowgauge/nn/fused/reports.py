@@ -9,15 +9,17 @@ from torch import Tensor
 from narrowgauge import events
 from narrowgauge.nn.fused.attention import Attended
 from narrowgauge.nn.fused.sublayers import Run, get_outputs
-from narrowgauge.nn.products.gemm import Operand
+from narrowgauge.scaling.operand import Operand
 
 Value = Tensor | Operand
 
 
 def report_activations(
-    run: Run, norms: tuple[Value, Value], qkv: Tensor, attended: Attended, out: Tensor, u: Tensor, a: Operand, y: Tensor
+    run: Run, norms: tuple[Value, Value], qkv: Tensor, attended: Attended, out: Tensor, y: Tensor
 ) -> None:
     """Report what a forward computed; nothing without a listener, in evaluation, or when a forward is repeated.
+
+    ``report_mlp`` reports what the MLP computes inside.
 
     Args:
         run: The forward.
@@ -25,23 +27,27 @@ def report_activations(
         qkv: The output of the input projections.
         attended: Attention's result.
         out: Attention's branch.
-        u: The output of the MLP's first projections.
-        a: The activation's output.
         y: The MLP's branch.
     """
     if not events.wants_tensors() or not run.needed or run.again:
         return
     spec = run.plan.spec
     inputs = qkv.split([get_outputs(run.uses.qkv, n) for n in range(len(spec.inputs))], -1)
-    ups = u.split([get_outputs(run.uses.up, n) for n in range(len(spec.ups))], -1)
     shown: dict[str, Value] = {
         norm.path: value for norm, value in zip((spec.norm1, spec.norm2), norms, strict=True) if norm is not None
     }
     shown |= dict(zip(spec.inputs, inputs, strict=True))
-    shown |= {"attention": attended.mixed.detach(), spec.output: out}
-    shown |= dict(zip(spec.ups, ups, strict=True))
-    shown |= {"act": a, spec.down: y}
+    shown |= {"attention": attended.mixed.detach(), spec.output: out, spec.down: y}
     _report(run, "activation", shown)
+
+
+def report_mlp(run: Run, u: Tensor, a: Operand) -> None:
+    """Report the output of the MLP's first projections and that of the activation, of all rows or of a tile."""
+    if not events.wants_tensors() or not run.needed or run.again:
+        return
+    spec = run.plan.spec
+    ups = u.split([get_outputs(run.uses.up, n) for n in range(len(spec.ups))], -1)
+    _report(run, "activation", {**dict(zip(spec.ups, ups, strict=True)), "act": a})
 
 
 def report_cross(run: Run, q: Tensor, kv: Tensor, out: Tensor) -> None:
@@ -67,13 +73,17 @@ def report_cross_gradients(run: Run, of_output: Operand, of_query: Operand, of_i
         _report(run, "gradient", {cross.output: of_output, cross.query: of_query, cross.inputs[0]: of_inputs})
 
 
-def report_gradients(run: Run, of_down: Operand, of_ups: Operand, of_output: Operand, of_inputs: Operand) -> None:
+def report_gradients(run: Run, of_down: Operand, of_output: Operand, of_inputs: Operand) -> None:
     """Report the gradients of the projections' outputs; of projections that read one input, one gradient."""
-    if not events.wants_tensors():
-        return
-    spec = run.plan.spec
-    shown = {spec.down: of_down, spec.ups[-1]: of_ups, spec.output: of_output, spec.inputs[0]: of_inputs}
-    _report(run, "gradient", shown)
+    if events.wants_tensors():
+        spec = run.plan.spec
+        _report(run, "gradient", {spec.down: of_down, spec.output: of_output, spec.inputs[0]: of_inputs})
+
+
+def report_up_gradient(run: Run, of_ups: Operand) -> None:
+    """Report the gradient of the output of the MLP's first projections, of all rows or of a tile."""
+    if events.wants_tensors():
+        _report(run, "gradient", {run.plan.spec.ups[-1]: of_ups})
 
 
 def _report(run: Run, kind: str, shown: Mapping[str, Value]) -> None:

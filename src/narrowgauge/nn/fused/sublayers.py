@@ -37,15 +37,14 @@ from narrowgauge.nn.fused.plan import (
     join_biases,
 )
 from narrowgauge.nn.products.gemm import (
-    WIDE,
     Fp8Caster,
-    Operand,
     compute_grad_bias,
     compute_grad_input,
     compute_grad_weight,
     compute_output,
 )
-from narrowgauge.nn.products.weight_casts import BoundWeight
+from narrowgauge.scaling.operand import WIDE, Operand
+from narrowgauge.weight_copies.casts import BoundWeight
 
 CROSS = 3
 """The number of cross-attention's branch, which has dropout only; attention's is 1 and the MLP's 2."""
@@ -82,10 +81,14 @@ class Run(NamedTuple):
     dropout: Dropout = NO_DROPOUT
     again: bool = False
     """Recomputation in backward, which does not need the last branch."""
+    frees: bool = False
+    """Whether backward frees what forward saved, or what was recomputed, as soon as it has been read."""
+    is_tile: bool = False
+    """Only some of the rows: gradients of parameters are summed over tiles, and so computed in FP32."""
 
     def bind_adapters(self, part: Projection) -> Adapters:
         """Return the adapters of a projection."""
-        return Adapters(part, self.tensors, self.dropout.adapters)
+        return Adapters(part, self.tensors, self.dropout.adapters, torch.float32 if self.is_tile else None)
 
 
 def project(run: Run, x: Operand, use: BoundWeight, part: Projection, biases: Some) -> tuple[Tensor, AdapterState]:
@@ -124,14 +127,23 @@ def get_inputs(use: BoundWeight) -> int:
 
 
 def project_backward(
-    grad: Operand, x: Operand, use: BoundWeight, part: Projection, needs: Some, bias_needs: Some
+    grad: Operand,
+    x: Operand,
+    use: BoundWeight,
+    part: Projection,
+    needs: Some,
+    bias_needs: Some,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Some, Some]:
-    """Return the gradients of a projection's weights and biases; None for those that are frozen or do not exist."""
+    """Return the gradients of a projection's weights and biases; None for those that are frozen or do not exist.
+
+    ``dtype`` is that of the weights' gradients; default: as the optimizer reads them.
+    """
     weights: Some = (None,) * len(needs)
     biases: Some = (None,) * len(bias_needs)
     sizes = [get_outputs(use, number) for number in range(len(use.weights))]
     if any(needs):
-        whole = compute_grad_weight(grad, x, part.choice, use.gradient_dtype, use)
+        whole = compute_grad_weight(grad, x, part.choice, dtype or use.gradient_dtype, use)
         pieces = whole.split(sizes) if len(sizes) > 1 else (whole,)
         weights = tuple(
             (piece.t() if use.plan.transposed_weight else piece) if needed else None

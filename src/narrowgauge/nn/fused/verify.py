@@ -18,7 +18,7 @@ from narrowgauge.nn.fused.outputs import list_passed_on
 from narrowgauge.nn.fused.plan import BlockPlan, list_classes, list_own_parameters, list_settings
 from narrowgauge.nn.module_changes import apply_change, remove_changes
 from narrowgauge.nn.products.gemm import ALL_FP32
-from narrowgauge.nn.products.weight_casts import WeightCastPlan
+from narrowgauge.weight_copies.casts import WeightCastPlan
 
 TOLERANCE = 1e-4
 """Relative to the largest value. A wrong epsilon, order or formula differs by more, FP32 in another order by less."""

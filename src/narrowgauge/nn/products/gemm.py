@@ -22,7 +22,9 @@ from narrowgauge import events
 from narrowgauge.kernels import FP8_MAX, cast, compute_scale, cublas, define_op, is_traced
 from narrowgauge.kernels.cast_rows import cast_rows, record_rows
 from narrowgauge.kernels.sum_rows import sum_rows
+from narrowgauge.scaling.operand import Operand
 from narrowgauge.scaling.tensor import ScaleTables, ScalingRule, Site, TensorScales
+from narrowgauge.weight_copies.casts import CastableWeight
 
 BF16 = torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -52,34 +54,6 @@ class GemmChoice(NamedTuple):
 ALL_FP8 = GemmChoice()
 ALL_BF16 = GemmChoice("bf16", "bf16", "bf16")
 ALL_FP32 = GemmChoice("fp32", "fp32", "fp32")
-WIDE = {"bf16": BF16, "fp32": torch.float32}
-"""The dtypes of the formats that need no scale."""
-
-
-class Operand(NamedTuple):
-    """A tensor as input of a product: in BF16 (or FP32), in FP8, in transposed FP8, or in several of these."""
-
-    hp: Tensor | None = None
-    lp: Tensor | None = None
-    lp_t: Tensor | None = None
-    inv_scale: Tensor | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether it has no tensor in any form."""
-        return self.hp is None and self.lp is None and self.lp_t is None
-
-    def transposed(self) -> Operand:
-        """Return the operand with a transposed FP8 copy, made now if it does not exist."""
-        if self.lp_t is not None or self.lp is None:
-            return self
-        return self._replace(lp_t=cast.transpose(self.lp))
-
-    def report(self, kind: str, path: str) -> None:
-        """Report the tensor to listeners, in whichever format it has."""
-        tensor = self.hp if self.hp is not None else self.lp if self.lp is not None else self.lp_t
-        if tensor is not None:
-            events.report_tensor(kind, path, tensor, None if tensor is self.hp else self.inv_scale)
 
 
 FAST_DEPTH = 8192
@@ -177,19 +151,6 @@ def add_product(out: Tensor, a: Tensor, b_t: Tensor, factor: float = 1.0, *, rep
 def get_address(tensor: Tensor) -> int:
     """Return a tensor's address; 0 for a FakeTensor."""
     return 0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()
-
-
-class CastableWeight(Protocol):
-    """The interface of a weight that products use."""
-
-    def fp8(self) -> Operand: ...
-
-    def fp8_transposed(self) -> Operand: ...
-
-    def wide(self, format: str) -> Tensor: ...
-
-    @property
-    def path(self) -> str: ...
 
 
 class HasPath(Protocol):

@@ -23,16 +23,16 @@ from narrowgauge.nn.products.gemm import (
     MULTIPLE,
     Fp8Caster,
     GemmChoice,
-    Operand,
     compute_grad_bias,
     compute_grad_input,
     compute_grad_weight,
     compute_output,
 )
 from narrowgauge.nn.products.in_graph import InGraph, compute_in_graph, get_graph_key, skip_version_checks
-from narrowgauge.nn.products.weight_casts import WeightCastPlan
-from narrowgauge.optim.sharded import is_sharded
+from narrowgauge.parameters import is_sharded
+from narrowgauge.scaling.operand import Operand
 from narrowgauge.scaling.tensor import ScaleTables, ScalingRule, Site, SiteForm, TensorScales
+from narrowgauge.weight_copies.casts import WeightCastPlan
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,10 @@
-"""Frozen weights that are stored in FP8, one byte each, instead of being cast at each forward.
+"""Layers whose frozen weights are stored in FP8, one byte each, instead of being cast at each forward.
 
-A layer's parameter ``weight`` becomes the bytes of E4M3 numbers, and a buffer ``weight_scale`` holds what these are
-multiplied by to give the weight. The dtype is uint8, so that code which does not know of the scale fails: FP8 would be
-cast to BF16 by autocast and ``model.to``, without the scale. Layers whose products are one (query, key and value; gate
-and up) have one scale. FP8 products read the parameter itself. The transposed copy for
-grad_input is made in each backward, and freed after it. Wherever a layer runs as written (in generation with a cache,
-for example), it computes with the wide values, made for that call. Large embeddings are stored in the same way; a
-lookup widens the rows it returns.
+A layer's parameter ``weight`` becomes bytes, and the buffer ``weight_scale`` is their scale (``weight_copies.stored``).
+Layers whose products are one (query, key and value; gate and up) have one scale. FP8 products read the parameter. The
+transposed copy for grad_input is made in each backward, and freed after it. Wherever a layer runs as written (in
+generation with a cache, for example), it computes with the wide values, made for that call. Large embeddings are stored
+in the same way; a lookup widens the rows it returns.
 
 A layer that gets another state dictionary converts the weight to its own scale: FP8 with a scale, or any wider format.
 """
@@ -21,13 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowgauge.errors import UsageError
-from narrowgauge.kernels.cast_weights import cast_weight
-from narrowgauge.kernels.fp8_tile import SATURATION_THRESHOLD, quantize_reference
 from narrowgauge.nn.module_changes import Change, apply_change, find_change, has_own_method, original_class
-from narrowgauge.nn.products.gemm import BF16, E4M3
+from narrowgauge.nn.products.gemm import BF16
 from narrowgauge.nn.products.linear import STORED_SCALE, has_transposed_weight, is_linear
-from narrowgauge.nn.products.weight_casts import view_as_one
-from narrowgauge.optim.sharded import is_sharded
+from narrowgauge.parameters import is_sharded
+from narrowgauge.weight_copies.adjacent import view_as_one
+from narrowgauge.weight_copies.stored import E4M3, make_stored, quantize_to_scale, widen_bytes
 
 STORABLE = (torch.float32, torch.float16, BF16)
 LARGE = 1 << 20
@@ -51,8 +48,7 @@ class StoredFp8Lookup(Change):
 
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tensor:
         ids: Tensor = args[0] if args else next(iter(kwargs.values()))
-        values: Tensor = module.weight.detach()[ids].view(E4M3).float() * module.weight_scale
-        return values.to(BF16)
+        return widen_bytes(module.weight[ids], module.weight_scale, BF16)
 
 
 def can_store(module: nn.Module) -> bool:
@@ -85,8 +81,7 @@ def get_stored_scale(module: nn.Module) -> Tensor | None:
 
 def widen_stored(module: Any, dtype: torch.dtype = BF16) -> Tensor:
     """Return a layer's stored weight in a wider format."""
-    values: Tensor = module.weight.detach().view(E4M3).float() * module.weight_scale
-    return values.to(dtype)
+    return widen_bytes(module.weight, module.weight_scale, dtype)
 
 
 @torch.no_grad()
@@ -97,8 +92,7 @@ def store_in_fp8(modules: Sequence[nn.Module]) -> None:
         weights = [
             widen_stored(layer, torch.float32) if is_stored(layer) else layer.weight.detach() for layer in layers
         ]
-        joint, _, inverse, _ = cast_weight(weights, E4M3, transposed=False)
-        set_stored(layers, joint, inverse)
+        set_stored(layers, *make_stored(weights))
     for layer in layers:
         _mark_stored(layer)
 
@@ -165,10 +159,10 @@ def _convert_loaded(module: Any, state: dict[str, Any], prefix: str, *_: Any) ->
     values = weight.to(own.device).float()
     if scale is not None:
         values = values * scale.to(own)
-    if not bool(values.abs().amax() <= SATURATION_THRESHOLD[E4M3] * own):
+    stored = quantize_to_scale(values, own)
+    if stored is None:
         raise UsageError(
             f"{prefix}weight: the loaded weight does not fit the scale with which the engine stores it in FP8; load it "
             "before the engine is made"
         )
-    state[f"{prefix}weight"] = quantize_reference(values, own.reciprocal(), E4M3).view(torch.uint8)
-    state[f"{prefix}{SCALE}"] = own.clone()
+    state[f"{prefix}weight"], state[f"{prefix}{SCALE}"] = stored, own.clone()

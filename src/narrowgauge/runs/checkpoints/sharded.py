@@ -23,7 +23,7 @@ from torch import Tensor
 
 from narrowgauge.engine import Engine
 from narrowgauge.errors import UsageError
-from narrowgauge.optim.sharded import is_sharded
+from narrowgauge.parameters import is_sharded
 from narrowgauge.runs.checkpoints.layout import STATE
 from narrowgauge.serialization import Flattener, copy_tensors, unflatten, write_tensors
 

@@ -23,6 +23,7 @@ from typing import Any
 from narrowgauge import tasks
 from narrowgauge.hardware import Device
 from narrowgauge.runs import record
+from narrowgauge.runs.checkpoint_times import CheckpointTimes
 from narrowgauge.runs.settings import make_settings
 from narrowgauge.runs.train import read_versions, train
 from narrowgauge.runs.trainer import Observer
@@ -35,8 +36,8 @@ EVALUATIONS = 3
 """Evaluations per run: the best of them is compared in addition to the last."""
 TEMPORARY = {"checkpoint_every": 0, "log": "none"}
 """Settings of runs of which only the numbers are kept."""
-_CHECKPOINT_S = 120.0
-"""Runs that take longer than this write checkpoints at this interval."""
+CHECKPOINT_S = 120.0
+"""Runs that take longer than this write checkpoints at this interval, in case they are killed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +54,6 @@ class Experiment:
     """Settings of the runs: steps, learning_rate, ..."""
     store: Path = Path("validations")
     """The folder of the cached runs."""
-    update_s: float | None = None
-    """Seconds per update, if known."""
 
     def describe_content(self) -> dict[str, Any]:
         """Everything that the numbers depend on, except the settings of the run."""
@@ -111,11 +110,12 @@ def get_run(experiment: Experiment, recipe: str, seed: int, observer: Observer |
     start = time.monotonic()
     result = train(
         task,
-        dataclasses.replace(settings, checkpoint_every=_checkpoint_every(steps, experiment.update_s)),
+        settings,
         folder,
         resume=record.holds_run(folder),
         configuration={"task": experiment.spec},
         observer=observer or Observer(),
+        times=CheckpointTimes(1, CHECKPOINT_S, at_end=False),
     )
     if result.interrupted:
         raise Interrupted
@@ -123,13 +123,6 @@ def get_run(experiment: Experiment, recipe: str, seed: int, observer: Observer |
     finished = _read_finished(folder)
     assert finished is not None
     return dataclasses.replace(finished, seconds=time.monotonic() - start, fresh=True)
-
-
-def _checkpoint_every(steps: int, update_s: float | None) -> int:
-    """The checkpoint interval in steps. An interrupted run is saved anyway: these checkpoints are for killed runs."""
-    if update_s is None:
-        return max(1, steps // 4)
-    return 0 if steps * update_s < _CHECKPOINT_S else max(1, round(_CHECKPOINT_S / update_s))
 
 
 def hash_content(content: Mapping[str, Any]) -> str:

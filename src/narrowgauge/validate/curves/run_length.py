@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from narrowgauge.runs.checkpoint_times import CheckpointTimes
 from narrowgauge.runs.settings import make_settings
 from narrowgauge.runs.train import train
-from narrowgauge.runs.trainer import Observer
 from narrowgauge.task import Task
 from narrowgauge.validate.curves.paired_runs import EVALUATIONS, TEMPORARY, Experiment, hash_content, make_task
 
@@ -73,7 +73,7 @@ def choose_steps(
     left_s: float,
     budget_s: float,
     tell: Callable[[str], None],
-) -> tuple[int, float]:
+) -> int:
     """Chooses the number of updates per run.
 
     Args:
@@ -85,7 +85,7 @@ def choose_steps(
         tell: Called with a line of progress.
 
     Returns:
-        The number of updates, and the seconds per update of the reference.
+        The number of updates.
     """
     start = time.monotonic()
     experiment = experiments[0][2]
@@ -95,7 +95,7 @@ def choose_steps(
     cached = experiment.store / f"length-{hash_content(key)}"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         known = json.loads(cached.read_text())
-        return int(known["steps"]), float(known["update_s"])
+        return int(known["steps"])
     second_s = min(_SECOND_S, _SECOND_SHARE * budget_s)
     pilots = [_run_pilot(one, make_task(one, 0), recipe, given, second_s) for _, recipe, one in experiments]
     room_s = SHARE * (left_s - (time.monotonic() - start))
@@ -115,8 +115,8 @@ def choose_steps(
         tell(f"  even runs of {steps} updates exceed the budget: a longer --budget or fewer --candidates would help")
     with contextlib.suppress(OSError):
         experiment.store.mkdir(parents=True, exist_ok=True)
-        cached.write_text(json.dumps({"steps": steps, "update_s": pilots[0].update_s}))
-    return steps, pilots[0].update_s
+        cached.write_text(json.dumps({"steps": steps}))
+    return steps
 
 
 def _run_pilot(experiment: Experiment, task: Task, recipe: str, given: Mapping[str, Any], second_s: float) -> Pilot:
@@ -134,7 +134,12 @@ def _time_run(experiment: Experiment, task: Task, recipe: str, given: Mapping[st
     settings = make_settings(task, recipe=recipe, device=experiment.device.torch_device, **given, **TEMPORARY)
     with tempfile.TemporaryDirectory() as folder:
         start = time.monotonic()
-        result = train(dataclasses.replace(task, sample=None), settings, Path(folder) / "pilot", observer=Observer())
+        result = train(
+            dataclasses.replace(task, sample=None),
+            settings,
+            Path(folder) / "pilot",
+            times=CheckpointTimes(0, at_end=False),
+        )
         whole_s = time.monotonic() - start
     update_s = task.items_per_batch / result.tokens_per_s if result.tokens_per_s else whole_s / settings.steps
     return Pilot(update_s, max(0.0, whole_s - settings.steps * update_s), 0.0)

@@ -23,12 +23,12 @@ from narrowgauge.engine import Engine
 from narrowgauge.nn.convert import Conversion, convert_layers, is_lean
 from narrowgauge.nn.products import linear
 from narrowgauge.nn.products.gemm import E4M3, E5M2
-from narrowgauge.nn.products.weight_casts import WeightCastPlan
 from narrowgauge.nn.speed_advice import no_speed_warnings
 from narrowgauge.nn.survey import Layer
 from narrowgauge.recipe import Recipe
 from narrowgauge.scaling.tensor import TensorScales
 from narrowgauge.task import Task
+from narrowgauge.weight_copies.casts import WeightCastPlan
 
 IGNORED = (nn.Identity, nn.modules.dropout._DropoutNd)
 """Modules without arithmetic that a format could affect."""

@@ -1,19 +1,16 @@
 """The weight of a layer as its products read it: cast to FP8 or BF16 at each forward, from its current values.
 
-No copy outlives the backward of the forward that made it. A cache would have to detect every change of a weight, and
-that is impossible: a write through ``.data``, a raw pointer or a fused optimizer leaves no trace. A cast costs 6 bytes
-per FP32 weight, below 1% of a step (docs/results.md).
-
     forward    fp8()              with the site's scale, in both layouts if backward reads the second
     backward   fp8_transposed()   the second layout, saved by forward; or recomputed if a copy of all weights takes too
                                   much memory: in lean recipes, and for FSDP shards, which are gathered temporarily
 
-Frozen weights may be stored in FP8 (stored_fp8.py): then they are read as they are.
+Frozen weights may be stored in FP8 (stored.py): then they are read as they are.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +18,11 @@ from torch import Tensor, nn
 from narrowgauge import events
 from narrowgauge.kernels import cast_weights as kernel
 from narrowgauge.kernels import cast_weights_in_graph as in_graph
-from narrowgauge.kernels.cast import transpose
-from narrowgauge.nn.products.gemm import E4M3, WIDE, Operand
-from narrowgauge.optim.adamw import gradient_dtype
-from narrowgauge.optim.sharded import is_sharded
+from narrowgauge.parameters import gradient_dtype, is_sharded
+from narrowgauge.scaling.operand import WIDE, Operand
 from narrowgauge.scaling.tensor import ScaleTables, ScalingRule, Site, TensorScales
+from narrowgauge.weight_copies.adjacent import store_contiguously, view_as_one
+from narrowgauge.weight_copies.stored import E4M3, read_stored, widen_bytes
 
 
 @dataclass(frozen=True)
@@ -81,6 +78,19 @@ class WeightCastPlan:
             tables: The inputs of a compiled graph with the scales.
         """
         return BoundWeight(self, weights, record, seen, backward, tables)
+
+
+class CastableWeight(Protocol):
+    """The interface of a weight that products use."""
+
+    def fp8(self) -> Operand: ...
+
+    def fp8_transposed(self) -> Operand: ...
+
+    def wide(self, format: str) -> Tensor: ...
+
+    @property
+    def path(self) -> str: ...
 
 
 class BoundWeight:
@@ -146,7 +156,7 @@ class BoundWeight:
 
     def _cast(self, transposed: bool) -> Operand:
         if self.plan.stored_scale is not None:
-            return self._read_stored(self.plan.stored_scale, transposed)
+            return read_stored(self.weights, self.plan.stored_scale, transposed)
         plan, transposed_weight = self.plan, self.plan.transposed_weight
         site, scales = plan.site, plan.scales
         layouts = transposed or transposed_weight
@@ -184,17 +194,11 @@ class BoundWeight:
             return Operand(None, lp_t, lp if transposed else None, inverse)
         return Operand(None, lp, lp_t, inverse)
 
-    def _read_stored(self, scale: Tensor, transposed: bool) -> Operand:
-        weights = [weight.detach() for weight in self.weights]
-        joint = weights[0] if len(weights) == 1 else view_as_one(weights)
-        lp = (torch.cat(weights) if joint is None else joint).view(E4M3)
-        return Operand(None, lp, transpose(lp) if transposed else None, scale)
-
     def _stack(self, dtype: torch.dtype) -> Tensor:
         if self.plan.stored_scale is not None:
-            lp = self._read_stored(self.plan.stored_scale, False).lp
+            lp = read_stored(self.weights, self.plan.stored_scale).lp
             assert lp is not None
-            return (lp.float() * self.plan.stored_scale).to(dtype)
+            return widen_bytes(lp, self.plan.stored_scale, dtype)
         plain = [weight.detach() for weight in self.weights]
         if len(plain) == 1:
             return (plain[0].t() if self.plan.transposed_weight else plain[0]).to(dtype)
@@ -202,22 +206,28 @@ class BoundWeight:
         return torch.cat([part.to(dtype) for part in plain]) if joint is None else joint.to(dtype)
 
 
-def store_contiguously(weights: tuple[nn.Parameter, ...]) -> None:
-    """Move parameters that are used as one into one buffer, so that they are cast as one, and need no stacked copy."""
-    same = len({(weight.dtype, weight.device, weight.shape[1:]) for weight in weights}) == 1
-    if len(weights) > 1 and same and view_as_one(list(weights)) is None:
-        joint = torch.cat([weight.detach() for weight in weights])
-        for weight, part in zip(weights, joint.split([len(weight) for weight in weights]), strict=True):
-            weight.data = part
+class PaddedWeight:
+    """A weight with rows of zeros below it: products with an odd number of logits take several times as long."""
 
+    def __init__(self, weight: BoundWeight, missing: int) -> None:
+        self._weight, self.missing = weight, missing
+        self._hp: Tensor | None = None
 
-def view_as_one(parts: list[Tensor]) -> Tensor | None:
-    """Return tensors that are adjacent in memory as one tensor, or None if they are not adjacent."""
-    first = parts[0].detach()
-    end = first.storage_offset()
-    for part in parts:
-        same = part.untyped_storage()._cdata == first.untyped_storage()._cdata and part.dtype is first.dtype
-        if not same or not part.is_contiguous() or part.storage_offset() != end:
-            return None
-        end += part.numel()
-    return first.as_strided((sum(len(part) for part in parts), *first.shape[1:]), first.stride())
+    @property
+    def path(self) -> str:
+        return self._weight.path
+
+    def wide(self, format: str) -> Tensor:
+        """Return the padded weight in BF16 or FP32."""
+        if self._hp is None:
+            (weight,) = self._weight.weights
+            rows, columns = weight.shape
+            self._hp = weight.new_zeros(rows + self.missing, columns, dtype=WIDE[format])
+            self._hp[:rows] = weight
+            events.report_copy(self._weight.weights, (self._hp,))
+        return self._hp
+
+    def fp8(self) -> Operand:
+        raise NotImplementedError("FP8 products need a vocabulary that is a multiple of 16")
+
+    fp8_transposed = fp8
