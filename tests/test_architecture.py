@@ -40,7 +40,7 @@ LAYERS = [  # from top to bottom; a package may import itself and lower layers
         "findings",
         "version",
     },
-    {"files", "events"},
+    {"files", "events", "byte_sizes"},
     {"errors"},
 ]
 LAYER_OF = {package: index for index, layer in enumerate(LAYERS) for package in layer}

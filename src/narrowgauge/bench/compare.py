@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from narrowgauge.bench.baselines import Baseline, Step, make_baselines
 from narrowgauge.bench.energy import measure_joules_per_step, open_counter
+from narrowgauge.bench.fit_memory import settle_memory
 from narrowgauge.bench.fused_report import describe_conversion
 from narrowgauge.engine import Engine
 from narrowgauge.errors import NarrowgaugeError, UsageError
@@ -71,6 +72,8 @@ class Row:
     """Energy of the GPU per token (or other item) that is trained; None on a CPU, or if the GPU does not count it."""
     conversion: dict[str, Any] | None = None
     """For a recipe: which blocks run fused, in which form (``describe_conversion``)."""
+    memory_plan: dict[str, Any] | None = None
+    """For a recipe with a memory budget: what each block keeps for backward (``MemoryPlan.describe``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +86,8 @@ class Settings:
     rounds: int = 5
     compile: bool = False
     seed: int = 0
+    fit: str | None = None
+    """The memory budget of every recipe, as ``memory_budget`` of ``Engine``; baselines have none."""
 
 
 @dataclass
@@ -101,6 +106,7 @@ class Entry:
     ready_s: float | None = None
     joules_per_step: float | None = None
     conversion: dict[str, Any] | None = None
+    memory_plan: dict[str, Any] | None = None
 
 
 StopRule = Callable[[Sequence[Entry]], bool]
@@ -268,15 +274,19 @@ def build_entry(
     optimizer = torch.optim.AdamW(
         model.parameters(), task.learning_rate, betas=(0.9, 0.95), weight_decay=task.weight_decay, fused=True
     )
-    conversion = None
+    conversion = engine = None
     if baseline is None:
-        engine = Engine(model, optimizer, recipe, clip_norm=CLIP_NORM, compile=settings.compile)
+        engine = Engine(
+            model, optimizer, recipe, clip_norm=CLIP_NORM, compile=settings.compile, memory_budget=settings.fit
+        )
         conversion = describe_conversion(engine.inner, engine.conversion)
         step = make_engine_step(task, engine)
     else:
         step = baseline.make(task, model, optimizer, CLIP_NORM, settings.compile)
     loss_first = float(step(batches[0]).detach())  # waits for the step
     ready_s = time.perf_counter() - begin
+    if engine is not None and settings.fit is not None:
+        settle_memory(engine, lambda index: step(batches[index % BATCHES]))
     if device.kind == "cuda":
         torch.cuda.reset_peak_memory_stats()
     for index in range(settings.warmup):
@@ -288,7 +298,9 @@ def build_entry(
             "the other entries would not be comparable"
         )
     compute = recipe.compute if baseline is None else baseline.compute
+    plan = None if engine is None or engine.memory_plan is None else engine.memory_plan.describe()
     facts: dict[str, Any] = {"loss_first": loss_first, "ready_s": ready_s, "conversion": conversion}
+    facts["memory_plan"] = plan
     return Entry(name, recipe, compute, step, peak, **facts)
 
 
@@ -350,6 +362,7 @@ def make_rows(task: Task, finished: Sequence[Entry], device: Device) -> list[Row
                 ready_s=entry.ready_s,
                 joules_per_token=joules if joules is None else joules / task.items_per_batch,
                 conversion=entry.conversion,
+                memory_plan=entry.memory_plan,
             )
         )
     return rows

@@ -35,6 +35,7 @@ MUST_MATCH = {
     "steps": "",
     "peers": "",
     "options": "",
+    "fit": "",
 }
 """Facts that must equal those of the saved benchmark, with a hint for the error message."""
 
@@ -47,6 +48,7 @@ TYPES = {
     "steps": int,
     "options": dict,
     "model": str | None,
+    "fit": str | None,
 }
 """Facts that are taken from a saved benchmark if the command line does not set them, with their types."""
 
@@ -74,6 +76,7 @@ def describe_setup(
         "steps": settings.steps,
         "peers": list(peers),
         "options": dict(options or {}),
+        "fit": settings.fit,
         "unit": task.unit,
         "items_per_step": task.items_per_batch,
     }
@@ -114,6 +117,7 @@ class SavedBenchmark:
             raise UsageError(f"{path} is not a benchmark saved by this version: save it again with bench --save")
         try:
             data.setdefault("options", {})  # missing in files of earlier versions
+            data.setdefault("fit", None)
             rows = tuple(_parse_row(row) for row in data.pop("rows"))
             facts = {key: data[key] for key in (*MUST_MATCH, "torch")} | {"model": data.get("model")}
             wrong = [key for key, kind in TYPES.items() if not isinstance(facts[key], kind)]

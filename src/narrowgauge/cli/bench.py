@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="rounds (default 5; with --against, or --save and --peers torch: 12, and up to 8 times as many)",
     )
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile (default: on a GPU)")
+    add("--fit", metavar="SIZE", help="memory budget of the recipes, which choose what blocks keep for backward: 80GB")
     add("--save", metavar="FILE", help="write the result as JSON; with --peers torch it can be used with --against")
     add(
         "--against",
@@ -170,6 +171,7 @@ def _make_plan(args: argparse.Namespace, device: Device, saved: SavedBenchmark |
         rounds=args.rounds or (gate.ROUNDS if for_gate else 5),
         compile=compile_,
         seed=args.seed,
+        fit=args.fit or facts.get("fit"),
     )
     spec = model or args.task or facts.get("task") or tasks.default(device.kind)
     batch = args.batch if args.batch is not None else facts.get("batch")
@@ -200,7 +202,7 @@ def _make_plan(args: argparse.Namespace, device: Device, saved: SavedBenchmark |
             "batch": plan.batch,
             "context": plan.context,
         }
-        wanted["options"] = plan.own
+        wanted["options"], wanted["fit"] = plan.own, settings.fit
         saved.check_same_setup({**wanted, "compile": compile_, "steps": settings.steps, "peers": peers})
     return plan
 

@@ -50,7 +50,9 @@ def show_losses(gaps: Sequence[LossGap], out: TextIO) -> None:
 
 
 def show_blocks(rows: Sequence[Row], out: TextIO) -> None:
-    """Print which blocks of each recipe's model run fused, and in which form."""
+    """Print which blocks of each recipe's model run fused, in which form, and what they keep for backward."""
+    from narrowgauge.nn.memory_plan import MemoryPlan
+
     for row in rows:
         if row.conversion is None:
             continue
@@ -60,6 +62,8 @@ def show_blocks(rows: Sequence[Row], out: TextIO) -> None:
             say(f"  fused: {kind['count']} {kind['class']} ({kind['first']}{more}): {kind['form']}", out)
         for line in row.conversion["unfused"]:
             say(f"  {line}", out)
+        if row.memory_plan is not None:
+            say(f"  {MemoryPlan.read(row.memory_plan)}", out)
 
 
 def show_gate(found: dict[str, Any], path: str, device: Device, out: TextIO) -> None:

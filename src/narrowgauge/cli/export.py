@@ -9,11 +9,11 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 from narrowgauge import files
+from narrowgauge.byte_sizes import format_size, parse_size
 from narrowgauge.cli import Outcome, prose
 from narrowgauge.cli.numbers import whole
 from narrowgauge.cli.terminal import say
@@ -21,7 +21,6 @@ from narrowgauge.errors import UsageError
 
 ABOUT = "write a run's weights, saved by any number of ranks, as a safetensors file or a Hugging Face folder"
 FORMATS = ("safetensors", "hf", "fp8", "peft")
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -108,8 +107,9 @@ def _write_folder(args: argparse.Namespace) -> Outcome:
         )
     size_bytes = sum(written.weights.values())
     count = f"{len(written.weights)} files" if len(written.weights) > 1 else "1 file"
+    size = format_size(size_bytes)
     say(
-        f"wrote {written.tensors} tensors of step {saved.step} to {target}: {_say_size(size_bytes)} in {count}, {what}",
+        f"wrote {written.tensors} tensors of step {saved.step} to {target}: {size} in {count}, {what}",
         out,
     )
     say(f"copied from {source.folder}: {', '.join(written.copied) or 'nothing (no tokenizer there)'}", out)
@@ -133,18 +133,10 @@ def _refuse_other_options(args: argparse.Namespace) -> None:
 
 def _parse_size(text: str) -> int:
     """Parse a size such as 5GB, 500MB or 2GiB."""
-    match = re.fullmatch(r"(\d{1,15})\s*([KMGT]?I?B|)", text.strip().upper())
-    size = int(match[1]) * _UNITS.get(match[2], 0) if match else 0
-    if size < 1:
+    size = parse_size(text) or parse_size(f"{text}B")  # without a unit: bytes
+    if size is None:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a size; give one such as 5GB, 500MB or 2GiB")
     return size
-
-
-def _say_size(size_bytes: int) -> str:
-    for unit, one in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
-        if size_bytes >= one:
-            return f"{size_bytes / one:.1f} {unit}"
-    return f"{size_bytes} bytes"
 
 
 def _find_checkpoint(folder: Path, step: int | None, notify: Callable[[str], None]) -> Path:

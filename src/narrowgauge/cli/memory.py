@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from narrowgauge.forecast.memory.estimate import Memory
     from narrowgauge.forecast.run import RecipeForecast, Scenario
     from narrowgauge.hardware import Device, Gpu
+    from narrowgauge.nn.memory_plan import MemoryPlan
     from narrowgauge.recipe import Recipe
     from narrowgauge.task import Task
 
@@ -59,6 +60,7 @@ def add_size_arguments(parser: argparse.ArgumentParser) -> None:
     add("--context", type=whole, help="tokens per sequence, for language tasks")
     add("--accumulate", type=whole, default=1, metavar="N", help="microbatches per update")
     add("--compile", action=argparse.BooleanOptionalAction, default=True, help="predict compiled (default)")
+    add("--fit", metavar="SIZE", help="choose what each block keeps for backward, so that a step fits: 80GB, 0.9")
 
 
 def add_scale_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,30 +100,34 @@ def run(args: argparse.Namespace) -> Outcome:
     cluster = cluster_for(args, gpu)
     scenario = Scenario(
         task=task, gpu=gpu, accumulate=args.accumulate, compile=args.compile, shards=args.shards, cluster=cluster,
-        parallel=args.parallel,
+        parallel=args.parallel, fit=args.fit,
     )  # fmt: skip
     recipes = scenario.choose_recipes(runnable(args.recipes, gpu, RECIPES, args.lora), tell)
-    search = args.gpu is not None and not args.no_search
+    search = args.gpu is not None and not args.no_search and args.fit is None
     out = prose(args)
     rows: dict[str, dict[str, Any]] = {}
-    parameters = 0
+    parameters, refused = 0, None
     for recipe in recipes:
-        tell(f"{recipe}: tracing two simulated steps")
+        tell(f"{recipe}: tracing {'two' if args.fit is None else 'some'} simulated steps")
         try:
             traced = scenario.trace(recipe) if scenario.gpus == 1 else scenario.trace_model(recipe)
         except UsageError as error:
-            if args.recipes != RECIPES or not rows:
+            if args.recipes != RECIPES:
                 raise
-            tell(f"{recipe}: skipped: {error}")  # not every default recipe suits every optimizer
+            tell(f"{recipe}: skipped: {error}")  # not every default recipe suits every optimizer, or can be planned
+            refused = error
             continue
         outlook = predict_recipe(scenario, recipe, traced, search, tell)
         parameters = traced.parameters
-        measured = _measure(args, scenario, recipe, device)
+        measured = _measure(args, scenario, recipe, device, outlook.plan)
         rows[str(recipe)] = _describe(outlook, measured, gpu if args.gpu else None)
         if cluster is not None:
             rows[str(recipe)]["scale"] = describe_share(cluster, outlook.memory)
         if not args.json:
             _show(outlook, measured, gpu if args.gpu else None, out)
+    if not rows and refused is not None:
+        raise refused
+    refuse_small_budget(args.fit, {name: row["plan"] for name, row in rows.items()})
     lesson = _lesson(parameters)
     data = {
         "task": task.name,
@@ -195,8 +201,24 @@ def tell(line: str) -> None:
     say(line, sys.stderr)
 
 
-def _measure(args: argparse.Namespace, scenario: Scenario, recipe: Recipe, device: Device) -> int | None:
+def refuse_small_budget(fit: str | None, plans: dict[str, dict[str, Any] | None]) -> None:
+    """Raise UsageError if no recipe fits into the memory of --fit."""
+    made = {name: plan for name, plan in plans.items() if plan is not None}
+    if made and not any(plan["fits"] for plan in made.values()):
+        name = min(made, key=lambda one: made[one]["smallest"])
+        least = gigabytes(made[name]["smallest"])
+        raise UsageError(
+            f"--fit {fit}: nothing fits; the smallest peak is {least}, of {name}. Use a smaller batch, a shorter "
+            "context or a lean recipe"
+        )
+
+
+def _measure(
+    args: argparse.Namespace, scenario: Scenario, recipe: Recipe, device: Device, plan: MemoryPlan | None
+) -> int | None:
     """The measured peak, where the GPU of the forecast is installed."""
+    if plan is not None and not plan.fits:
+        return None
     if device.kind != "cuda" or device.gpu is not scenario.gpu or args.no_measure or scenario.gpus > 1:
         return None
     import torch
@@ -205,7 +227,9 @@ def _measure(args: argparse.Namespace, scenario: Scenario, recipe: Recipe, devic
 
     tell(f"{recipe}: measuring")
     try:
-        found = measure_run(scenario.task, recipe, device, compile=args.compile, accumulate=args.accumulate, steps=1)
+        found = measure_run(
+            scenario.task, recipe, device, compile=args.compile, accumulate=args.accumulate, steps=1, plan=plan
+        )
     except torch.OutOfMemoryError:
         return None
     return found.peak_bytes
@@ -226,11 +250,12 @@ def _describe(outlook: RecipeForecast, measured: int | None, gpu: Gpu | None) ->
         "reserved": memory.reserved,
         "host": memory.host,
         "batch": memory.batch,
-        "fits": outlook.fits if gpu else None,
+        "fits": outlook.fits if gpu or outlook.plan is not None else None,
         "largest_batch": outlook.largest_batch,
         "advice": outlook.advice or None,
         "exact": memory.exact,
         "notes": memory.notes,
+        "plan": None if outlook.plan is None else outlook.plan.describe(),
         "timeline": [{"label": label, **parts} for label, parts in memory.timeline],
         "measured": measured,
         "error": None if not measured else memory.total / measured - 1,
@@ -291,6 +316,8 @@ def _show(outlook: RecipeForecast, measured: int | None, gpu: Gpu | None, out: T
     if memory.peak > memory.total * 1.005:
         where = "the first step" if memory.first_step >= memory.building else "building the model"
         say(f"  {where} needs more: {gigabytes(memory.peak)}", out)
+    if outlook.plan is not None:
+        say(f"  {outlook.plan}", out)
     if measured is not None:
         say(f"  measured {gigabytes(measured)}: the prediction is off by {memory.total / measured - 1:+.1%}", out)
     if gpu is not None:

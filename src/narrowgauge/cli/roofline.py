@@ -15,6 +15,7 @@ from narrowgauge.cli.memory import (
     cluster_for,
     find,
     gigabytes,
+    refuse_small_budget,
     runnable,
     tell,
 )
@@ -77,8 +78,9 @@ def _forecast(args: argparse.Namespace, task: Task, gpu: Gpu, device: Device, ou
 
     cluster = cluster_for(args, gpu)
     scenario = Scenario(
-        task=task, gpu=gpu, accumulate=args.accumulate, compile=args.compile, cluster=cluster, parallel=args.parallel
-    )
+        task=task, gpu=gpu, accumulate=args.accumulate, compile=args.compile, cluster=cluster,
+        parallel=args.parallel, fit=args.fit,
+    )  # fmt: skip
     installed = device.kind == "cuda" and device.gpu is gpu and not args.no_measure and cluster is None
     roofs = _measure_roofs(device) if installed else {}
     rates = ReachableRates(gpu, roofs)
@@ -89,7 +91,7 @@ def _forecast(args: argparse.Namespace, task: Task, gpu: Gpu, device: Device, ou
     layers: list[dict[str, Any]] = []
     last: Traced | None = None
     for recipe in recipes:
-        tell(f"{recipe} on {gpu.name}: tracing two simulated steps")
+        tell(f"{recipe} on {gpu.name}: tracing {'two' if args.fit is None else 'some'} simulated steps")
         traced_model = scenario.trace_model(recipe) if cluster is not None else None
         last = traced_model.traced if traced_model is not None else scenario.trace(recipe)
         costs = estimate_costs(last, rates)
@@ -104,7 +106,8 @@ def _forecast(args: argparse.Namespace, task: Task, gpu: Gpu, device: Device, ou
         if not args.json:
             _show_layers(own, roofline, task, args, out)
     assert last is not None
-    extras = {} if args.quick or cluster is not None else _extras(scenario, last)
+    refuse_small_budget(args.fit, {name: row["plan"] for name, row in rows.items()})
+    extras = {} if args.quick or cluster is not None or args.fit is not None else _extras(scenario, last)
     if not args.json:
         _show_recipes(rows, task, gpu, args, out)
         for name, row in rows.items():
@@ -173,7 +176,9 @@ def _measure(
     from narrowgauge.forecast.time.measure import measure_calls, measure_run
 
     tell(f"{traced.recipe}: measuring")
-    whole = measure_run(scenario.task, traced.recipe, device, compile=args.compile, accumulate=traced.accumulate)
+    whole = measure_run(
+        scenario.task, traced.recipe, device, compile=args.compile, accumulate=traced.accumulate, plan=traced.plan
+    )
     return {"step_ms": whole.step_ms, "peak": whole.peak_bytes, "calls": measure_calls(costs, device, tell)}
 
 
@@ -217,15 +222,22 @@ def _describe(roofline: Roofline, args: argparse.Namespace, real: dict[str, Any]
 
 
 def _describe_memory(scenario: Scenario, traced: Traced | TracedModel) -> dict[str, Any]:
-    """Whether the step whose time is predicted fits into the GPU."""
+    """Whether the step whose time is predicted fits into the GPU, and what its blocks keep for backward."""
     from narrowgauge.forecast.extrapolate import TracedModel
     from narrowgauge.forecast.memory.estimate import fits, predict_memory
+    from narrowgauge.forecast.run import complete_plan
+    from narrowgauge.forecast.trace.trace_step import Traced
 
     if isinstance(traced, TracedModel):
         memory = traced.memory(scenario.shards_of(traced))
     else:
         memory = predict_memory(traced)
-    return {"peak": memory.peak, "fits": fits(memory, scenario.gpu)}
+    plan = complete_plan(traced, memory) if isinstance(traced, Traced) else None
+    return {
+        "peak": memory.peak,
+        "fits": fits(memory, scenario.gpu) and (plan is None or plan.fits),
+        "plan": None if plan is None else plan.describe(),
+    }
 
 
 def _describe_layer(layer: Layer, recipe: str) -> dict[str, Any]:
@@ -285,6 +297,8 @@ def _show_layers(
 
 
 def _show_recipes(rows: dict[str, dict[str, Any]], task: Task, gpu: Gpu, args: argparse.Namespace, out: TextIO) -> None:
+    from narrowgauge.nn.memory_plan import MemoryPlan
+
     say("", out)
     columns = ["", "step ms", f"{task.unit}s/s", "MFU", "bound", "hours", "cost", "measured ms", "error"]
     cells = [
@@ -308,6 +322,8 @@ def _show_recipes(rows: dict[str, dict[str, Any]], task: Task, gpu: Gpu, args: a
         if not row["fits"]:
             size = f"{gigabytes(row['peak'])} of {gigabytes(gpu.memory_bytes)}"
             say(f"{name} does NOT fit into {gpu.name} ({size}): narrowgauge memory says what to change", out)
+        if row["plan"] is not None:
+            say(f"{name}: {MemoryPlan.read(row['plan'])}", out)
         for note in row["notes"]:
             say(f"{name}: {note}", out)
 

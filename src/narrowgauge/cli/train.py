@@ -45,6 +45,7 @@ FOR_SETTINGS = {
     "keep": "keep",
     "compile": "compile",
     "parallel": "parallel",
+    "fit": "fit",
     "log": "log",
 }
 """Options that are passed to the settings, and their names there."""
@@ -106,6 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with several ranks: replicate (ddp) or shard (fsdp) the model (auto: by size)",
     )
     add("--compile", action=argparse.BooleanOptionalAction, help="use torch.compile (default: on a GPU)")
+    add("--fit", metavar="SIZE", help="choose what each block keeps for backward, so that a step fits: 80GB, 0.9")
 
 
 def run(args: argparse.Namespace) -> Outcome:

@@ -66,6 +66,10 @@ def summarise(result: Result, facts: dict[str, Any], folder: Path, out: TextIO, 
         line("", f"{facts['unigram_entropy']:.4f} unigram baseline")
     if result.tokens_per_s is not None:
         line("speed", f"{result.tokens_per_s:,.0f} {result.unit}s/s")
+    if result.memory_plan is not None:
+        from narrowgauge.nn.memory_plan import MemoryPlan
+
+        line("memory", str(MemoryPlan.read(result.memory_plan)))
     line("skipped", f"{result.skipped} of {result.step} updates")
     for captured in result.captures:
         line("captured", f"to replay it: narrowgauge replay {shlex.quote(captured)}")

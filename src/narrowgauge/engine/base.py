@@ -20,10 +20,13 @@ from narrowgauge.engine.checks import (
     find_trainable,
 )
 from narrowgauge.engine.choose_recipe import choose_recipe
+from narrowgauge.engine.fit_memory import Budget, MemoryFitter
 from narrowgauge.engine.updates import Stepper
 from narrowgauge.errors import UsageError
+from narrowgauge.nn.block_memory import find_block_memory
 from narrowgauge.nn.compile_forward import compile_forward
 from narrowgauge.nn.convert import Conversion
+from narrowgauge.nn.memory_plan import MemoryPlan
 from narrowgauge.nn.module_changes import apply_change, remove_changes
 from narrowgauge.nn.products.stored_fp8 import restore_stored
 from narrowgauge.nn.recompute import checkpoint_blocks
@@ -54,6 +57,7 @@ class EngineBase:
         fused: bool | None = None,
         cuda_graphs: bool | None = None,
         max_consecutive_skips: int = 50,
+        memory_budget: Budget | None = None,
     ) -> None:
         self.model = model
         given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
@@ -83,13 +87,19 @@ class EngineBase:
         self.optimizers = setup.convert_optimizers(given, self.inner, self.named, self.recipe, self.kept, sharded)
         blocks_to_compile = setup.find_blocks_to_compile(self.inner, self.recipe, compile)
         self._one_graph = bool(compile) and not blocks_to_compile
+        planned = memory_budget is not None
+        if planned and cuda_graphs:
+            raise UsageError("memory_budget: blocks recorded as CUDA graphs free nothing; leave out cuda_graphs")
+        cuda_graphs = False if planned else cuda_graphs
         self.conversion = self._convert_model(fused, cuda_graphs)
         self.release = setup.make_release(self.inner, self.recipe, self.optimizers, self.conversion)
         setup.warn_of_unused_offload(self.recipe, self.conversion)
-        self.checkpointed = self.conversion.blocks if self.recipe.checkpoint != "none" else []
+        self._checkpointed = self.conversion.blocks if self.recipe.checkpoint != "none" else []
         if not self.conversion.blocks:
-            mode, recomputation = self.recipe.checkpoint, self.step_context.recomputation()
-            self.checkpointed = checkpoint_blocks(self.inner, mode, blocks, recomputation, optional=bf16_weights)
+            mode = "full" if planned else self.recipe.checkpoint
+            recomputation = self.step_context.recomputation()
+            optional = bf16_weights or planned
+            self._checkpointed = checkpoint_blocks(self.inner, mode, blocks, recomputation, optional=optional)
         if bf16_weights or self.recipe.frozen != "keep":
             apply_change(self.inner, OpensStepContext(self.step_context))
         self.scaler = setup.make_scaler(self.recipe, self.device, max_consecutive_skips)
@@ -112,6 +122,7 @@ class EngineBase:
                 )
             compile_mode = compile if isinstance(compile, str) else None
             compile_forward(model, self.step_context, compile_mode, self.conversion.scales, blocks_to_compile)
+        self._memory = self._fit_memory(memory_budget) if memory_budget is not None else None
         can_compile = not self.conversion.blocks and not sharded
         self.speed_advice = explain_slow(self.conversion, compiled=self.compiled, can_compile=can_compile)
         if self.update_sync.is_first:
@@ -120,6 +131,39 @@ class EngineBase:
     def _convert_model(self, fused: bool | None, cuda_graphs: bool | None) -> Conversion:
         """Convert the layers that the recipe computes differently. Subclasses may extend this."""
         return setup.convert_model(self.inner, self.recipe, self.hardware, fused, cuda_graphs, self._one_graph)
+
+    def _fit_memory(self, budget: Budget) -> MemoryFitter:
+        """Return what fits the steps into a memory budget."""
+        if self.compiled and find_block_memory(self.inner, self.recipe):
+            raise UsageError(
+                "memory_budget: torch.compile plans the memory of this model's blocks itself; use compile=False "
+                "(--no-compile)"
+            )
+        return MemoryFitter(
+            find_block_memory(self.inner, self.recipe), budget, device=self.device, hardware=self.hardware,
+            compute=self.recipe.compute, update_sync=self.update_sync,
+        )  # fmt: skip
+
+    @property
+    def memory_plan(self) -> MemoryPlan | None:
+        """What each block keeps for backward under ``memory_budget``: None until it is chosen, after a few steps.
+
+        ``print`` it, or read its fields: ``blocks``, ``counts``, ``peak``, ``cost_ms``, ``fits``.
+        """
+        return self._memory.plan if self._memory is not None else None
+
+    @property
+    def checkpointed(self) -> list[str]:
+        """Paths of the modules whose activations are recomputed."""
+        plan = self.memory_plan
+        if plan is None:
+            return self._checkpointed
+        return [path for path, option in plan.blocks.items() if option in ("selective", "full")]
+
+    @property
+    def memory_settled(self) -> bool:
+        """Whether the memory plan is final, or there is no budget."""
+        return self._memory is None or self._memory.is_settled
 
     def __repr__(self) -> str:
         size = sum(parameter.numel() for parameter in self.named.values())
@@ -173,7 +217,8 @@ class EngineBase:
 
     def precision_state_dict(self) -> dict[str, Any]:
         """Return the state without model and optimizers, for libraries that save these themselves."""
-        return state.save_precision(self.recipe, self.scaler, self.guard, self.conversion.scales)
+        saved = state.save_precision(self.recipe, self.scaler, self.guard, self.conversion.scales)
+        return saved if self.memory_plan is None else {**saved, "memory_plan": self.memory_plan.describe()}
 
     def load_precision_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``precision_state_dict`` returned, or that part of a complete state.
@@ -187,6 +232,8 @@ class EngineBase:
         if self.recipe_reason is not None:
             state.warn_of_other_recipe(state_dict.get("recipe"), self.recipe)
         state.load_precision(state_dict, self.scaler, self.guard, self.conversion.scales)
+        if self._memory is not None:
+            self._memory.load(state_dict.get("memory_plan"))
         self._microbatches = 0
 
     def detach(self) -> nn.Module:

@@ -62,6 +62,9 @@ class Engine(EngineBase):
         cuda_graphs: Run fused blocks as CUDA graphs, which takes the launching of kernels off the host. Their memory
             stays allocated between steps. Default: after a few steps, if the GPU was found to wait for the host.
         max_consecutive_skips: Number of consecutive skipped updates after which ``step`` raises ``TrainingStalled``.
+        memory_budget: The most GPU memory that a step may take: a size (``"80GB"``, ``"75 GiB"``), a share of the GPU's
+            memory (``"0.9"``), bytes, or a ``MemoryPlan``. The engine chooses what each block keeps for backward so
+            that the step fits at the least time: see ``memory_plan``. Default: what the recipe says, for all blocks.
 
     Attributes:
         model: The model that was passed in.
@@ -77,7 +80,6 @@ class Engine(EngineBase):
         guard: Counts skipped updates and names the parameters that caused them.
         conversion: What runs in which format: print it, or call ``conversion.summary()``.
         kept: Paths of the modules that compute in FP32.
-        checkpointed: Paths of the modules whose activations are recomputed.
         compiled: Whether the model is compiled.
         speed_advice: One line if FP8 is not expected to make the model faster on its GPU: why, and what to do. Else
             None. The engine warns with it.
@@ -110,7 +112,8 @@ class Engine(EngineBase):
             self._begin_microbatch()
         first, self._is_first_forward = self._is_first_forward and not self.compiled, False
         notice = self.step_context.notice_plain_attention() if first else contextlib.nullcontext()
-        with self._explain_errors(), self._notify_watchers("forward"), self.step_context.forward(), notice:
+        observe = self._memory.observe(False) if self._memory and torch.is_grad_enabled() else contextlib.nullcontext()
+        with self._explain_errors(), self._notify_watchers("forward"), self.step_context.forward(), notice, observe:
             try:
                 with allow_double_backward() if double_backward else contextlib.nullcontext():
                     yield
@@ -181,11 +184,13 @@ class Engine(EngineBase):
         """
         scaled = self.scaled(loss)
         self.loss_in_16_bits = loss.dtype in HALVES and type(loss.grad_fn).__name__.startswith(_LOSS_NODES)
+        observe = self._memory.observe(True) if self._memory else contextlib.nullcontext()
         with (
             self._explain_errors(),
             self._notify_watchers("backward"),
             self.step_context.backward(),
             self._disable_autocast(),
+            observe,
         ):
             run(scaled)
         torch.clear_autocast_cache()  # inside of forward(): now weights may be written
@@ -259,6 +264,8 @@ class Engine(EngineBase):
             for parameter in self.inner.parameters():
                 parameter.grad = None
             self._microbatches = 0
+        if self._memory is not None:
+            self._memory.end_step()
         for watcher in self.watchers:
             watcher.after(report)
         return report

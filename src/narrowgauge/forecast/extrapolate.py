@@ -19,7 +19,7 @@ from narrowgauge.forecast.memory.estimate import Memory, summarize
 from narrowgauge.forecast.memory.layout import Layout, Moment, Peak, compute_layout
 from narrowgauge.forecast.time.reachable_rates import ReachableRates
 from narrowgauge.forecast.time.roofline import Cost, estimate_costs
-from narrowgauge.forecast.trace.trace_step import STEPS, Traced
+from narrowgauge.forecast.trace.trace_step import Traced
 from narrowgauge.kernels.norm import MAX_COLUMNS
 from narrowgauge.nn.recompute import find_blocks
 from narrowgauge.task import Task
@@ -102,9 +102,9 @@ class TracedModel:
 
     def _moment(self, layout: Layout) -> Moment:
         ops = self.traced.trace.ops
-        stretch = max((s for s in layout.peaks if s[0] == STEPS - 1), key=lambda s: layout.peaks[s].total)
+        stretch = max((s for s in layout.peaks if s[0] == self.traced.steps - 1), key=lambda s: layout.peaks[s].total)
         op = ops[layout.peaks[stretch].index]
-        first = next(index for index, one in enumerate(ops) if one.step == STEPS - 1)
+        first = next(index for index, one in enumerate(ops) if one.step == self.traced.steps - 1)
         last = self.traced.block_paths[-1]
         module = op.where
         if module == last or module.startswith(f"{last}."):

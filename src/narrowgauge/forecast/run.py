@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from narrowgauge import hardware, tasks
+from narrowgauge.byte_sizes import parse_budget
 from narrowgauge.engine.choose_recipe import choose_for_task
 from narrowgauge.errors import UsageError
 from narrowgauge.forecast.cluster.collectives import Cluster, make_cluster
@@ -22,6 +23,7 @@ from narrowgauge.forecast.trace.fake_gpu import describe_device
 from narrowgauge.forecast.trace.trace_step import Traced, trace_steps
 from narrowgauge.hardware import Gpu
 from narrowgauge.kernels.norm import MAX_COLUMNS
+from narrowgauge.nn.memory_plan import MemoryPlan
 from narrowgauge.recipe import Recipe, parse, refusal
 from narrowgauge.task import Task
 
@@ -48,8 +50,14 @@ class Scenario:
     cluster: Cluster | None = None
     parallel: str = "auto"
     """How the GPUs of a cluster share the model: fsdp, ddp, or auto (by its size)."""
+    fit: str | int | None = None
+    """The memory budget that steps are fitted into, as ``memory_budget`` of ``Engine``."""
 
     def __post_init__(self) -> None:
+        if self.fit is not None:
+            parse_budget(self.fit, self.gpu.memory_bytes, "--fit")
+            if self.gpus > 1:
+                raise UsageError(f"--fit {self.fit} plans the memory of one GPU; leave out the number of GPUs")
         for name in ("batch", "accumulate", "shards"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -80,7 +88,7 @@ class Scenario:
             raise UsageError(reason)
         return trace_steps(
             self.task, recipe, self.gpu, batch=batch or self.batch, accumulate=self.accumulate,
-            compile=self.compile and fused is not False, fused=fused,
+            compile=self.compile and fused is not False, fused=fused, memory_budget=self.fit,
         )  # fmt: skip
 
     def trace_model(self, recipe: Recipe, batch: int | None = None) -> TracedModel:
@@ -123,6 +131,8 @@ class RecipeForecast:
     """The largest batch that fits; 0 where none does, None without ``search``."""
     advice: str = ""
     """What to change so that it fits; empty where it does, and without ``search``."""
+    plan: MemoryPlan | None = None
+    """What each block keeps for backward; None without ``fit``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +172,7 @@ def forecast(
     nodes: int | None = None,
     parallel: str = "auto",
     search: bool = False,
+    fit: str | int | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Forecast:
     """Predict memory and time of a task under several recipes. No GPU is needed.
@@ -178,6 +189,8 @@ def forecast(
         nodes: Number of nodes the GPUs are on; by default as few as hold them.
         parallel: How several GPUs share the model: ``fsdp`` (shards), ``ddp`` (copies) or ``auto`` (by its size).
         search: Also search for the largest batch that fits, and for what to change where a recipe does not fit.
+        fit: Fit the steps of one GPU into this much memory (``"80GB"``, ``"0.9"`` of the GPU's), as ``memory_budget``
+            of ``Engine`` does: ``found["fp8"].plan`` says what each block keeps for backward.
         tell: Is called with a line of text for each step of the work.
 
     Returns:
@@ -191,13 +204,13 @@ def forecast(
     cluster = None if gpus is None else make_cluster(found, gpus, nodes)
     scenario = Scenario(
         task=made, gpu=found, batch=batch, accumulate=accumulate, compile=compile, shards=shards, cluster=cluster,
-        parallel=parallel,
+        parallel=parallel, fit=fit,
     )  # fmt: skip
     several = [recipes] if isinstance(recipes, str | Recipe) else recipes
     outlooks: dict[str, RecipeForecast] = {}
     parameters = 0
     for recipe in scenario.choose_recipes(several, tell):
-        tell(f"{recipe}: tracing two simulated steps")
+        tell(f"{recipe}: tracing simulated steps")
         traced = scenario.trace(recipe) if scenario.gpus == 1 else scenario.trace_model(recipe)
         outlooks[str(recipe)] = predict_recipe(scenario, recipe, traced, search, tell)
         parameters = traced.parameters
@@ -218,7 +231,8 @@ def predict_recipe(
     else:
         memory = predict_memory(traced)
         roofline = predict_time(traced, ReachableRates(scenario.gpu))
-    good = fits(memory, scenario.gpu)
+    plan = complete_plan(traced, memory) if isinstance(traced, Traced) else None
+    good = fits(memory, scenario.gpu) and (plan is None or plan.fits)
     largest = find_largest_batch(scenario, recipe, memory, tell) if search else None
     return RecipeForecast(
         memory=memory,
@@ -226,7 +240,16 @@ def predict_recipe(
         fits=good,
         largest_batch=largest,
         advice="" if good or not search else advise(scenario, recipe, tell),
+        plan=plan,
     )
+
+
+def complete_plan(traced: Traced, memory: Memory) -> MemoryPlan | None:
+    """Return the plan of a trace with the peak that is predicted for it."""
+    if traced.plan is None:
+        return None
+    least = max(min(traced.plan.smallest, memory.total), memory.first_step, memory.building)
+    return replace(traced.plan, peak=memory.peak, smallest=least, fits=memory.peak <= traced.plan.budget)
 
 
 def find_largest_batch(

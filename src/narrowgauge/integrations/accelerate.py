@@ -35,7 +35,8 @@ def prepare(accelerator: Any, *objects: Any, recipe: str | Recipe = "auto", **op
         accelerator: An ``accelerate.Accelerator`` with ``mixed_precision="no"``.
         *objects: A model, its optimizer, and any loaders and schedulers.
         recipe: A recipe or its text.
-        **options: ``clip_norm``, ``compile``, ``blocks``, ``fused`` and ``max_consecutive_skips`` of ``Engine``.
+        **options: ``clip_norm``, ``compile``, ``blocks``, ``fused``, ``max_consecutive_skips`` and ``memory_budget`` of
+            ``Engine``.
 
     Returns:
         The prepared objects, in the same order.
@@ -57,7 +58,8 @@ def adopt(accelerator: Any, recipe: str | Recipe = "auto", **options: Any) -> En
     Args:
         accelerator: An ``accelerate.Accelerator`` with ``mixed_precision="no"``.
         recipe: A recipe or its text.
-        **options: ``clip_norm``, ``compile``, ``blocks``, ``fused`` and ``max_consecutive_skips`` of ``Engine``.
+        **options: ``clip_norm``, ``compile``, ``blocks``, ``fused``, ``max_consecutive_skips`` and ``memory_budget`` of
+            ``Engine``.
 
     Returns:
         The object that replaces the Accelerator's GradScaler.

@@ -29,7 +29,7 @@ from narrowgauge.optim.sharded import to_local
 from narrowgauge.recipe import Recipe, parse
 from narrowgauge.step_report import StepReport
 
-OPTIONS = ("clip_norm", "compile", "blocks", "fused", "max_consecutive_skips")
+OPTIONS = ("clip_norm", "compile", "blocks", "fused", "max_consecutive_skips", "memory_budget")
 """The options of ``Engine`` that the integrations accept."""
 
 
@@ -72,7 +72,8 @@ class Hosted(Engine):
         model: The model, as for ``Engine``.
         optimizer: Its optimizer. A hosted engine has exactly one.
         recipe: A recipe or its text.
-        **options: ``clip_norm``, ``compile``, ``blocks``, ``fused`` and ``max_consecutive_skips`` of ``Engine``.
+        **options: ``clip_norm``, ``compile``, ``blocks``, ``fused``, ``max_consecutive_skips`` and ``memory_budget`` of
+            ``Engine``.
 
     Attributes:
         report: The ``StepReport`` of the latest update, or None before the first.

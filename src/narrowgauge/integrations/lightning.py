@@ -43,7 +43,8 @@ def ng_precision(recipe: str | Recipe = "auto", *, family: str | None = None, **
         recipe: A recipe or its text.
         family: The Lightning package that the plugin is for: ``lightning``, ``pytorch_lightning`` or
             ``lightning_fabric``. Default: the one that the program has imported.
-        **options: ``clip_norm``, ``compile``, ``blocks``, ``fused`` and ``max_consecutive_skips`` of ``Engine``.
+        **options: ``clip_norm``, ``compile``, ``blocks``, ``fused``, ``max_consecutive_skips`` and ``memory_budget`` of
+            ``Engine``.
 
     Returns:
         The plugin. Its ``engine`` is the engine that trains the model.

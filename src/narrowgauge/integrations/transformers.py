@@ -50,7 +50,8 @@ def adapt(
         recipe: A recipe or its text.
         watch: Read tensors every so many updates. 0: never, and report no findings.
         captures: Folder for steps whose loss or gradients are not finite. None: capture nothing.
-        **options: ``clip_norm``, ``compile``, ``blocks``, ``fused`` and ``max_consecutive_skips`` of ``Engine``.
+        **options: ``clip_norm``, ``compile``, ``blocks``, ``fused``, ``max_consecutive_skips`` and ``memory_budget`` of
+            ``Engine``.
 
     Returns:
         The same Trainer.

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from narrowgauge import events
 from narrowgauge.errors import UsageError
+from narrowgauge.nn.call_size import CallSize
 from narrowgauge.nn.module_changes import Change, apply_change, original_class
 
 aten = torch.ops.aten
@@ -78,8 +80,8 @@ def checkpoint_blocks(
             f"recipe: checkpoint={mode} found no repeated blocks (a ModuleList of one class) in "
             f"{type(model).__name__}; name them with Engine(..., blocks=[...])"
         )
-    for block in found.values():
-        apply_change(block, Recomputed(mode, context))
+    for path, block in found.items():
+        apply_change(block, Recomputed(mode, context, path))
     return list(found)
 
 
@@ -89,17 +91,28 @@ class Recomputed(Change):
 
     mode: str
     context: Callable[[], Context] | None
+    path: str = ""
+    """Path of the block in the model, for event listeners."""
+    size: CallSize | None = None
+    """Only if memory is planned: torch.compile would compile again when it changes."""
     differentiable_twice = False
 
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
+        mode = self.mode
+        if self.size is not None:
+            given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+            mode = "full" if self.size.exceeds_plan(given) else mode
+        compute = functools.partial(events.run_in_scope, self.path, inner) if events.is_listening() else inner
+        if mode == "none":
+            return compute(*args, **kwargs)
         contexts: dict[str, Any] = {}
         if self.context is not None:
-            contexts["context_fn"] = functools.partial(_make_contexts, self.mode, self.context)
-        elif self.mode == "selective":
+            contexts["context_fn"] = functools.partial(_make_contexts, mode, self.context)
+        elif mode == "selective":
             contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
-        return checkpoint(inner, *args, use_reentrant=False, **contexts, **kwargs)
+        return checkpoint(compute, *args, use_reentrant=False, **contexts, **kwargs)
 
 
 def _make_contexts(mode: str, context: Callable[[], Context]) -> tuple[Context, Context]:

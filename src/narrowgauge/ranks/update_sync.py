@@ -122,6 +122,17 @@ class UpdateSync:
         scales.siteless_amax.copy_(seen[-1])
 
     @torch.no_grad()
+    def maximum(self, numbers: list[float]) -> list[float]:
+        """Return the largest of each number over all ranks. It waits for the device."""
+        if self.group is None:
+            return numbers
+        place = torch.device("cuda") if dist.get_backend(self.group) == "nccl" else torch.device("cpu")
+        found = torch.tensor(numbers, dtype=torch.float64, device=place)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        largest: list[float] = found.tolist()
+        return largest
+
+    @torch.no_grad()
     def average(self, number: Tensor) -> Tensor:
         """Return the mean of a number over all ranks."""
         if self.group is None:

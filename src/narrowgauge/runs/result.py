@@ -45,6 +45,8 @@ class Result:
     findings: list[Finding] = field(default_factory=list)
     predictions: list[dict[str, Any]] = field(default_factory=list)
     """Whether the model would train in FP16 and FP8, predicted from a run in FP32 or BF16."""
+    memory_plan: dict[str, Any] | None = None
+    """What each block keeps for backward, if the run has a memory budget (``--fit``)."""
     watched: bool = True
     """Whether tensors were read while it ran (``--watch``)."""
 

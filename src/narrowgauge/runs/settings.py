@@ -46,6 +46,8 @@ class Settings:
     """Updates between two readings of tensors. 0: no readings and no rules."""
     parallel: str = "auto"
     """How the model is distributed over several ranks: fsdp (shards), ddp (copies) or auto (by its size)."""
+    fit: str = ""
+    """The memory budget that steps are fitted into, such as 80GB or 0.9 of the GPU's memory. Empty: none."""
     log: str = registry.DEFAULT
     """The trackers that receive the metrics, separated by commas, or none."""
 

@@ -18,6 +18,7 @@ from narrowgauge.runs import lock, record
 from narrowgauge.runs.batches import make_isolated_batch
 from narrowgauge.runs.checkpoint_times import CheckpointTimes
 from narrowgauge.runs.checkpoints import checkpoint
+from narrowgauge.runs.fit_memory import plan_memory
 from narrowgauge.runs.result import Result
 from narrowgauge.runs.settings import Settings
 from narrowgauge.runs.sources import compare_sources
@@ -70,7 +71,9 @@ def train(
         path = world.broadcast(path)
         if isinstance(path, Result):
             return path
-        trainer = Trainer(task, settings, folder, observer, world, times)
+        with world.fail_together():
+            budget = plan_memory(task, settings, world, observer.notify)
+        trainer = Trainer(task, settings, folder, observer, world, times, budget)
         if resume:
             trainer.resume_from(path)
         if capture is not None and trainer.recorder is not None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from narrowgauge import random_state
 from narrowgauge.device_readback import Readback
 from narrowgauge.engine import Engine
+from narrowgauge.engine.fit_memory import Budget
 from narrowgauge.errors import TrainingStalled
 from narrowgauge.findings import Finding
 from narrowgauge.gauges.capture import Recorder
@@ -38,6 +39,7 @@ from narrowgauge.runs.checkpoints import checkpoint, resuming
 from narrowgauge.runs.checkpoints.saving import make_saver
 from narrowgauge.runs.evaluation import Evaluation
 from narrowgauge.runs.finite_batches import BadData
+from narrowgauge.runs.fit_memory import PlanReporter, describe_plan
 from narrowgauge.runs.interruption import Interruption
 from narrowgauge.runs.rank_batches import RankBatches
 from narrowgauge.runs.result import (
@@ -83,7 +85,7 @@ class Trainer:
 
     def __init__(
         self, task: Task, settings: Settings, folder: Path, observer: Observer, world: World = SINGLE_PROCESS,
-        times: CheckpointTimes | None = None,
+        times: CheckpointTimes | None = None, budget: Budget | None = None,
     ) -> None:  # fmt: skip
         self.times = times or CheckpointTimes(settings.checkpoint_every)
         self.task, self.folder, self.observer, self.world = task, folder, observer, world
@@ -103,13 +105,10 @@ class Trainer:
         self.schedule = Schedule(optimizer, settings.steps, settings.warmup)
         with no_speed_warnings():
             self.engine = Engine(
-                model,
-                optimizer,
-                recipe=settings.recipe,
-                clip_norm=settings.clip_norm or None,
-                accumulate=self.rank_batches.microbatches,
-                compile=settings.compile,
-            )
+                model, optimizer, settings.recipe, clip_norm=settings.clip_norm or None,
+                accumulate=self.rank_batches.microbatches, compile=settings.compile, memory_budget=budget,
+            )  # fmt: skip
+        self.engine.watchers += [PlanReporter(self.engine, observer.notify)] if budget is not None else []
         self.settings = dataclasses.replace(settings, recipe=str(self.engine.recipe))
         if self.engine.recipe_reason is not None:
             observer.notify(f"recipe {self.engine.recipe}: {self.engine.recipe_reason}")
@@ -217,6 +216,7 @@ class Trainer:
                 self._add_finding(finding)
             result.findings = group_by_cause(result.findings)
             result.seconds, result.tokens_per_s = self.throughput.seconds(), self.throughput.rate()
+            result.memory_plan = describe_plan(self.engine)
             self.record.append("end", **result.describe())
             self.record.sync()
             self.trackers.close(result.describe())

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from narrowgauge.forecast.memory.layout import Layout, Peak, compute_layout
 from narrowgauge.forecast.memory.layout import Moment as Moment
 from narrowgauge.forecast.trace.trace import ROLES
-from narrowgauge.forecast.trace.trace_step import STEPS, Traced
+from narrowgauge.forecast.trace.trace_step import Traced
 from narrowgauge.hardware import Gpu
 from narrowgauge.recipe import Recipe
 
@@ -89,9 +89,9 @@ def predict_memory(traced: Traced, shards: int = 1) -> Memory:
 
 def summarize(traced: Traced, layout: Layout, shards: int = 1, parameters: int | None = None) -> Memory:
     """Summarize a layout; ``parameters`` where it represents a larger model than was traced."""
-    top = layout.peak(STEPS - 1)
+    top = layout.peak(traced.steps - 1)
     parts = _parts(top)
-    largest = layout.largest(STEPS - 1)
+    largest = layout.largest(traced.steps - 1)
     return Memory(
         recipe=str(traced.recipe),
         batch=traced.batch,
@@ -144,8 +144,10 @@ def _notes(traced: Traced, shards: int, parameters: int) -> list[str]:
             )
     if traced.balances_experts:
         notes.append("how many tokens an expert gets depends on the data: every expert was given the same number")
-    if traced.values_read > 2 * STEPS:
-        notes.append(f"the model reads {traced.values_read // STEPS} values from the GPU per step; each was assumed 0")
+    if traced.values_read > 2 * traced.steps:
+        notes.append(
+            f"the model reads {traced.values_read // traced.steps} values from the GPU per step; each was assumed 0"
+        )
     return notes
 
 

@@ -14,8 +14,8 @@ from narrowgauge.forecast.memory.allocator import CachingAllocator
 from narrowgauge.forecast.memory.lifetimes import find_lifetimes
 from narrowgauge.forecast.memory.rank_memory import RankMemory
 from narrowgauge.forecast.trace.trace import Op
-from narrowgauge.forecast.trace.trace_step import STEPS, Traced
-from narrowgauge.forecast.trace.workspaces import get_cublas_bytes
+from narrowgauge.forecast.trace.trace_step import Traced
+from narrowgauge.forecast.trace.workspaces import get_cublas_bytes, times_products
 from narrowgauge.ranks.distribute import reduces_every_microbatch
 
 Segment = tuple[int, str, str]
@@ -91,8 +91,8 @@ def compute_layout(traced: Traced, shards: int = 1, parameters: int | None = Non
     peaks: dict[Segment, Peak] = {}
     timeline: list[tuple[str, Peak]] = []
     positions = BlockPositions(traced)
-    if traced.recipe.products == "fastest" and any(layer.decision is not None for layer in traced.layers):
-        allocator.allocate(get_cublas_bytes(traced.gpu))  # products are timed on a separate stream, once
+    if times_products(traced.recipe, traced.layers):
+        allocator.allocate(get_cublas_bytes(traced.gpu))
 
     def add_block(block: int, size: int) -> None:
         if size:
@@ -114,7 +114,7 @@ def compute_layout(traced: Traced, shards: int = 1, parameters: int | None = Non
         gathered = rank.gathered(index, op)
         extra = [allocator.allocate(size) for size in (op.workspace, gathered.total()) if size]
         top = peaks.setdefault((op.step, op.phase, positions.of(op.where)), Peak())
-        if op.step == STEPS - 1:
+        if op.step == traced.steps - 1:
             heights[index] = allocator.allocated
             top.largest |= held
             _record(timeline, op, allocator.allocated, held)
@@ -130,7 +130,7 @@ def compute_layout(traced: Traced, shards: int = 1, parameters: int | None = Non
                 add_block(block, rank.settled_size(trace.blocks[block]))
     nowhere = Moment(phase="", module="", op="", share=0.0)
     found = Layout(peaks, nowhere, allocator.allocated, allocator.reserved, timeline)
-    there = next(index for index, height in heights.items() if height >= 0.999 * found.peak(STEPS - 1).total)
+    there = next(index for index, height in heights.items() if height >= 0.999 * found.peak(traced.steps - 1).total)
     found.when = Moment(
         phase=trace.ops[there].phase,
         module=trace.ops[there].where,

@@ -26,6 +26,7 @@ from narrowgauge.forecast.time.roofline import Cost
 from narrowgauge.forecast.trace.trace import Call, Spec
 from narrowgauge.forecast.trace.trace_step import CLIP_NORM, make_optimizer
 from narrowgauge.hardware import Device, Gpu
+from narrowgauge.nn.memory_plan import MemoryPlan
 from narrowgauge.nn.step_context import StepContext
 from narrowgauge.recipe import NAMED, Recipe
 from narrowgauge.task import ModelLoader, Task
@@ -168,9 +169,16 @@ def time_call(work: Callable[[], Any], device: Device, repeats: int = REPEATS) -
 
 
 def measure_run(
-    task: Task, recipe: Recipe, device: Device, *, compile: bool = True, accumulate: int = 1, steps: int = 5
+    task: Task,
+    recipe: Recipe,
+    device: Device,
+    *,
+    compile: bool = True,
+    accumulate: int = 1,
+    steps: int = 5,
+    plan: MemoryPlan | None = None,
 ) -> MeasuredRun:
-    """Train a few real steps on a GPU; return peak memory and step time."""
+    """Train a few real steps on a GPU, with a memory plan if there is one; return peak memory and step time."""
     if device.kind != "cuda":
         raise UsageError("measuring a forecast needs a GPU: torch does not count what a CPU allocates")
     free_memory(device)
@@ -184,7 +192,10 @@ def measure_run(
         with torch.device(device.torch_device):
             model = task.model()
     clip = None if recipe.gradients == "released" else CLIP_NORM
-    engine = Engine(model, make_optimizer(task, model), recipe, clip_norm=clip, accumulate=accumulate, compile=compile)
+    engine = Engine(
+        model, make_optimizer(task, model), recipe, clip_norm=clip, accumulate=accumulate, compile=compile,
+        memory_budget=plan,
+    )  # fmt: skip
     found = _measure_steps(
         functools.partial(_whole_step, make_engine_step(task, engine), batches, accumulate), before, steps
     )

@@ -17,7 +17,7 @@ from narrowgauge.forecast.memory.lifetimes import Lifetimes, find_lifetimes
 from narrowgauge.forecast.time.reachable_rates import HOST_S, LAUNCH_S, ReachableRates
 from narrowgauge.forecast.trace.flops import count_padding_bytes
 from narrowgauge.forecast.trace.trace import Op, Spec
-from narrowgauge.forecast.trace.trace_step import STEPS, Traced
+from narrowgauge.forecast.trace.trace_step import Traced
 from narrowgauge.peak_fractions import get_fraction
 
 TILE = 128
@@ -146,7 +146,7 @@ def estimate_costs(traced: Traced, rates: ReachableRates) -> list[Cost]:
     """Estimate every operation of the last traced step that runs a kernel."""
     lifetimes = find_lifetimes(traced.trace)
     tf32 = traced.recipe.compute == "tf32"
-    ops = [op for op in traced.trace.of_step(STEPS - 1) if op.kind != "view"]
+    ops = [op for op in traced.trace.of_step(traced.steps - 1) if op.kind != "view"]
     return [cost for op in ops if (cost := _cost(op, rates, lifetimes, tf32)) is not None]
 
 

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from narrowgauge import hardware
 from narrowgauge.forecast.trace import cuda_rules, expert_counts
+from narrowgauge.forecast.trace.meter import MemoryMeter
 from narrowgauge.forecast.trace.torch_overrides import override_torch
 from narrowgauge.hardware import Device, Gpu
 from narrowgauge.kernels.dry_run import dry_run
@@ -51,18 +52,25 @@ def describe_device(gpu: Gpu) -> Device:
 
 @contextlib.contextmanager
 def simulate_gpu(
-    gpu: Gpu, compile_function: Callable[[Any], Any] | None = None, has_documents: bool = False
+    gpu: Gpu,
+    compile_function: Callable[[Any], Any] | None = None,
+    has_documents: bool = False,
+    meter: MemoryMeter | None = None,
 ) -> Iterator[SimulatedGpu]:
-    """Run code as if ``gpu`` was installed as cuda:0; ``compile_function`` replaces torch.compile.
+    """Run code as if ``gpu`` was installed as cuda:0.
 
-    ``has_documents``: batches give the positions of their tokens, so that rows may be packed documents.
+    Args:
+        gpu: The GPU to simulate.
+        compile_function: Replaces torch.compile.
+        has_documents: Batches give the positions of their tokens, so that rows may be packed documents.
+        meter: Answers how much memory is allocated; by default nothing.
     """
     device, rules = describe_device(gpu), cuda_rules.Rules(gpu.capability)
     compiled = compile_function or (lambda function: function)
     with contextlib.ExitStack() as stack:
         stack.enter_context(hardware.assume(device))
         stack.enter_context(dry_run())
-        stack.enter_context(override_torch(gpu, device, rules, compiled, has_documents))
+        stack.enter_context(override_torch(gpu, device, rules, compiled, has_documents, meter))
         yield stack.enter_context(SimulatedGpu(rules))
 
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from narrowgauge.forecast.trace import expert_counts, flops
+from narrowgauge.forecast.trace.meter import MemoryMeter
 from narrowgauge.forecast.trace.trace import Call, MemoryBlock, Op, Owner, Spec, TensorRef, Trace
 from narrowgauge.op_kinds import classify
 
@@ -37,9 +38,16 @@ _ONLY_WRITTEN = {
 class Recorder(TorchDispatchMode):
     """A dispatch mode that records a trace of what runs inside it."""
 
-    def __init__(self, workspace: Callable[[str, list[TensorRef], list[TensorRef]], int] | None = None) -> None:
+    def __init__(
+        self,
+        workspace: Callable[[str, list[TensorRef], list[TensorRef]], int] | None = None,
+        cublas_bytes: int = 0,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
+        self.meter = MemoryMeter()
+        """What is allocated now, for code that asks for it while it runs."""
+        self._cublas_bytes, self._threads = cublas_bytes, set[str]()
         self.phase, self.step = "build", -1
         self.compiling = False
         self.balances_experts = False
@@ -160,8 +168,17 @@ class Recorder(TorchDispatchMode):
             op.workspace = self._workspace(name, op.reads, op.writes)
             if compiled and op.kind == "product":
                 op.workspace += flops.count_padding_bytes(op)
+            self._meter_workspace(op)
         self.trace.ops.append(op)
         return result
+
+    def _meter_workspace(self, op: Op) -> None:
+        """Count what libraries allocate for an operation, in addition to its results."""
+        if op.kind == "product" and self._cublas_bytes and op.phase not in self._threads:
+            self._threads.add(op.phase)
+            self.meter.add_forever(self._cublas_bytes)
+        if op.workspace:
+            self.meter.add_briefly(op.workspace)
 
     def _locate(self) -> tuple[str, bool]:
         """The module of an operation, and whether it is compiled; in backward those of the forward operation."""
@@ -197,11 +214,13 @@ class Recorder(TorchDispatchMode):
 
         def gone(_: Any) -> None:
             self._live.pop(address, None)
+            self.meter.release(number)
             self.trace.events.append((len(self.trace.ops) - 1, -(number + 1)))
 
         role = "workspace" if self.phase == "build" else "activations"
         self.trace.blocks.append(MemoryBlock(storage.nbytes(), op, role))
         self.trace.events.append((op, number + 1))
+        self.meter.allocate(number, storage.nbytes())
         self._live[address] = number, weakref.ref(storage, gone)
         if self.phase == "backward":
             self._makers[number] = self._node

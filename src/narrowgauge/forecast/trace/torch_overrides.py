@@ -23,6 +23,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 
 from narrowgauge.forecast.trace import cuda_rules
+from narrowgauge.forecast.trace.meter import MemoryMeter
 from narrowgauge.hardware import Device, Gpu
 
 
@@ -33,10 +34,12 @@ def override_torch(
     rules: cuda_rules.Rules,
     compile_function: Callable[[Any], Any],
     has_documents: bool = False,
+    meter: MemoryMeter | None = None,
 ) -> Iterator[None]:
     """Let torch describe ``gpu`` as its only CUDA device.
 
     ``compile_function`` replaces torch.compile. ``has_documents``: batches give the positions of their tokens.
+    ``meter`` answers how much memory is allocated.
     """
     # Recomputation compares devices as well, and hooks see them with and without the simulation.
     checks: Any = torch.utils.checkpoint._allowed_determinism_checks_to_fns
@@ -44,7 +47,7 @@ def override_torch(
     with contextlib.ExitStack() as stack:
         stack.callback(checks.__setitem__, "default", compare)
         checks["default"] = lambda tensor: (tensor.shape, tensor.dtype)
-        overrides = list(_overrides(gpu, device, rules, compile_function))
+        overrides = list(_overrides(gpu, device, rules, compile_function, meter or MemoryMeter()))
         masks = sys.modules.get("transformers.masking_utils")
         if hasattr(masks, "find_packed_sequence_indices") and not has_documents:
             overrides.append((masks, "find_packed_sequence_indices", functools.partial(_answer, None)))
@@ -55,7 +58,7 @@ def override_torch(
 
 
 def _overrides(
-    gpu: Gpu, device: Device, rules: cuda_rules.Rules, compile_function: Callable[[Any], Any]
+    gpu: Gpu, device: Device, rules: cuda_rules.Rules, compile_function: Callable[[Any], Any], meter: MemoryMeter
 ) -> Iterator[tuple[Any, str, Any]]:
     """Owner, attribute and replacement."""
 
@@ -80,15 +83,16 @@ def _overrides(
         "get_device_properties": properties,
         "is_bf16_supported": "bf16" in device.native,
         "is_current_stream_capturing": False,
-        "memory_allocated": 0,
-        "max_memory_allocated": 0,
         "current_stream": _FinishedWork(),
         "get_rng_state": torch.get_rng_state(),
         "device": contextlib.nullcontext(),
-        **dict.fromkeys(("synchronize", "empty_cache", "reset_peak_memory_stats", "set_device", "set_rng_state")),
+        **dict.fromkeys(("synchronize", "empty_cache", "set_device", "set_rng_state")),
     }
     for name, answer in answers.items():
         yield torch.cuda, name, functools.partial(_answer, answer)
+    yield torch.cuda, "memory_allocated", lambda device=None: meter.allocated
+    yield torch.cuda, "max_memory_allocated", lambda device=None: meter.peak
+    yield torch.cuda, "reset_peak_memory_stats", lambda device=None: meter.reset_peak()
     yield torch.cuda, "_initialized", False  # otherwise recomputation would fetch random states from the device
     yield torch.cuda, "Event", _FinishedWork
     yield torch.cuda, "Stream", _FinishedWork

@@ -25,8 +25,9 @@ from narrowgauge.errors import NarrowgaugeError, UsageError
 from narrowgauge.forecast.trace import fake_gpu
 from narrowgauge.forecast.trace.recorder import Recorder
 from narrowgauge.forecast.trace.trace import Owner, Trace
-from narrowgauge.forecast.trace.workspaces import Workspaces
+from narrowgauge.forecast.trace.workspaces import Workspaces, get_cublas_bytes, times_products
 from narrowgauge.hardware import Gpu
+from narrowgauge.nn.memory_plan import MemoryPlan
 from narrowgauge.nn.recompute import find_blocks
 from narrowgauge.nn.survey import Layer
 from narrowgauge.ranks.distribute import find_copied
@@ -35,6 +36,8 @@ from narrowgauge.task import ModelLoader, Task
 
 CLIP_NORM = 1.0
 STEPS = 2
+MOST_STEPS = 16
+"""The most steps that are traced until a memory plan is final."""
 MASTERS = ("master", "remainder", "check")
 """Names in an optimizer's state that belong to master weights."""
 
@@ -83,6 +86,10 @@ class Traced:
     block_paths: list[str] = field(default_factory=list)
     """The modules that a sharded run gathers one at a time, in order."""
     shard_sizes: ShardSizes | None = None
+    steps: int = STEPS
+    """The number of traced steps; the last one is like every later one."""
+    plan: MemoryPlan | None = None
+    """What blocks keep for backward, if the steps were fitted into a memory budget."""
     offloaded: int = 0
     """Bytes that one step copies to host memory until backward."""
 
@@ -97,8 +104,9 @@ def trace_steps(
     compile: bool = True,
     clip_norm: float | None = CLIP_NORM,
     fused: bool | None = None,
+    memory_budget: str | int | None = None,
 ) -> Traced:
-    """Trace two steps of a task under a recipe on a simulated GPU.
+    """Trace two steps of a task under a recipe on a simulated GPU; with a memory budget, until its plan is final.
 
     Args:
         task: The task; its batch gives the shapes.
@@ -109,6 +117,7 @@ def trace_steps(
         compile: Mark what torch.compile would compile.
         clip_norm: As for ``Engine``; not used by recipes that release gradients, which cannot clip.
         fused: As for ``Engine``.
+        memory_budget: As for ``Engine``.
 
     Raises:
         UsageError: The batch has no tensors, or the task needs the values of tensors.
@@ -118,13 +127,14 @@ def trace_steps(
     if not sizes:
         raise UsageError(f"task {task.name}: a batch has no tensors, so nothing can be predicted")
     size = batch or sizes[0]
-    recorder = Recorder(Workspaces(gpu))
+    recorder = Recorder(Workspaces(gpu), get_cublas_bytes(gpu))
     make = _prepare_model(task, recipe)  # here, since a model on the meta device would count as one on the GPU below
     if recipe.gradients == "released":
         clip_norm = None
     try:
         has_documents = isinstance(given, Mapping) and given.get("position_ids") is not None
-        with fake_gpu.simulate_gpu(gpu, recorder.compile, has_documents) as simulated, recorder:
+        simulation = fake_gpu.simulate_gpu(gpu, recorder.compile, has_documents, recorder.meter)
+        with simulation as simulated, recorder:
             model = make()
             owners = _find_owners(model, recipe)
             simulated.rules.on_cast = lambda parameter, copy: recorder.mark(
@@ -133,8 +143,11 @@ def trace_steps(
             optimizer = make_optimizer(task, model)
             handles = [_mark_gradient(p, recorder, owners[id(p)]) for p in model.parameters() if p.requires_grad]
             engine = Engine(
-                model, optimizer, recipe, clip_norm=clip_norm, accumulate=accumulate, compile=compile, fused=fused
-            )
+                model, optimizer, recipe, clip_norm=clip_norm, accumulate=accumulate, compile=compile, fused=fused,
+                memory_budget=memory_budget,
+            )  # fmt: skip
+            if times_products(recipe, engine.conversion.layers):
+                recorder.meter.add_forever(get_cublas_bytes(gpu))
             _mark_weights(engine, recorder, owners)
             device_batch = tree_map_only(Tensor, lambda t: _resize(t, sizes[0], size).to("cuda"), given)
             for tensor in tree_leaves(device_batch):
@@ -142,10 +155,13 @@ def trace_steps(
                     recorder.mark(tensor, "activations")
             listener = _StepListener(engine, recorder, owners)
             with _attribute(engine, recorder, listener):
-                for step in range(STEPS):
+                step, is_last = 0, False
+                while not is_last:
                     recorder.step = step
                     _step(task, engine, device_batch, recorder)
                     _mark_states(engine, recorder, owners)
+                    step += 1
+                    is_last = step >= (STEPS if engine.memory_settled else MOST_STEPS)
             trace = recorder.close()
             layers, sizes_of = list(engine.conversion.layers), _count_block_parameters(engine)
             paths, parts = list(find_blocks(engine.inner)), _measure_shard_sizes(engine, owners)
@@ -179,7 +195,9 @@ def trace_steps(
         balances_experts=recorder.balances_experts or simulated.balances_experts,
         block_paths=paths,
         shard_sizes=parts,
-        offloaded=listener.offloaded[STEPS - 1],
+        steps=step,
+        plan=engine.memory_plan,
+        offloaded=listener.offloaded[step - 1],
     )
 
 

@@ -14,11 +14,14 @@ cross_entropy    nothing: its kernels write only results
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import prod
 
 from narrowgauge.forecast.trace.trace import TensorRef
 from narrowgauge.hardware import Gpu
 from narrowgauge.kernels.norm import choose_backward_launch
+from narrowgauge.nn.survey import Layer
+from narrowgauge.recipe import Recipe
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 
@@ -26,6 +29,11 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 def get_cublas_bytes(gpu: Gpu) -> int:
     """What a thread's first product allocates and never frees."""
     return 32 << 20 if gpu.capability >= (9, 0) else 8320 << 10
+
+
+def times_products(recipe: Recipe, layers: Iterable[Layer]) -> bool:
+    """Whether an engine times products on a separate stream when it is made, which allocates a workspace for it."""
+    return recipe.products == "fastest" and any(layer.decision is not None for layer in layers)
 
 
 class Workspaces:

@@ -17,6 +17,7 @@ from narrowgauge.kernels.document_attention import can_attend
 from narrowgauge.nn.blocks.find import has_hooks
 from narrowgauge.nn.blocks.projections import find_called
 from narrowgauge.nn.blocks.spec import BlockSpec, NormSpec, Place
+from narrowgauge.nn.call_size import CallSize
 from narrowgauge.nn.fused import blocks, head
 from narrowgauge.nn.fused.attention import CACHES, BlockCall, PartOfBlock
 from narrowgauge.nn.fused.checkpointed import choose_plan
@@ -58,11 +59,17 @@ class FusedBlock(Change):
 
     def __init__(self, plan: BlockPlan, graphs: BlockGraphs | None = None) -> None:
         self.plan, self.graphs = plan, graphs or BlockGraphs(False)
+        self.size = CallSize()
+
+    def get_plan(self, x: Any) -> BlockPlan:
+        """Return the plan of a call: a larger one than memory was planned for is recomputed."""
+        return replace(self.plan, checkpoint="full") if self.size.exceeds_plan(x) else self.plan
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        plan = self.plan
-        call, x = make_call(module, inner, args, kwargs, FOR_ATTENTION if plan.spec.cross is None else BOTH)
+        known = FOR_ATTENTION if self.plan.spec.cross is None else BOTH
+        call, x = make_call(module, inner, args, kwargs, known)
+        plan = self.get_plan(x)
         parts = get_parts(plan, module)
         if call is None or not is_plain_batch(x) or not parts.are_intact() or call.has_filled_cache(plan.spec):
             return inner(*args, **kwargs)
@@ -272,7 +279,7 @@ class FusedTrunk(Change):
         if targets is None or not whole:
             return inner(*args)
         changes = [change for change in fused if change is not None]
-        plans = [change.plan for change in changes]
+        plans = [change.get_plan(x) for change in changes]
         calls = []
         for block in chain:
             own_forward = functools.partial(original_class(block).forward, block)

@@ -1,0 +1,99 @@
+"""The blocks of a model whose memory can be planned: what each may keep for backward, and how to set it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from narrowgauge.hardware import Gpu
+from narrowgauge.nn.call_size import CallSize
+from narrowgauge.nn.fused.modules import FusedBlock
+from narrowgauge.nn.module_changes import find_change, original_class
+from narrowgauge.nn.recompute import Recomputed
+from narrowgauge.nn.recompute_cost import estimate_fused, estimate_unfused
+from narrowgauge.recipe import Recipe
+
+RECOMPUTED = "full"
+"""The option that keeps least; a plan counts from it."""
+FIELDS: dict[str, dict[str, Any]] = {
+    "none": {"checkpoint": "none", "activations": "bf16"},
+    "selective": {"checkpoint": "selective", "activations": "bf16"},
+    "8bit": {"checkpoint": "none", "activations": "8bit"},
+    "full": {"checkpoint": "full", "activations": "bf16"},
+}
+"""Options by name, as fields of a block's plan; those that keep less come later."""
+
+
+@dataclass(frozen=True)
+class BlockMemory:
+    """One block: its options, and the change of its module that carries them out."""
+
+    path: str
+    module: nn.Module
+    change: FusedBlock | Recomputed
+    options: Mapping[str, Mapping[str, Any]]
+    """Fields of the block's plan by the option's name."""
+
+    @property
+    def size(self) -> CallSize:
+        """How large its calls are."""
+        if self.change.size is None:
+            self.change.size = CallSize()
+        return self.change.size
+
+    @property
+    def kind(self) -> Any:
+        """What equal blocks have in common; such blocks keep the same number of bytes."""
+        shapes = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in self.module.named_parameters())
+        return original_class(self.module), shapes, self.size.shape, type(self.change)
+
+    def set(self, option: str) -> None:
+        """Keep activations as the option says, from the next forward on."""
+        if isinstance(self.change, FusedBlock):
+            self.change.plan = replace(self.change.plan, **self.options[option])
+        else:
+            self.change.mode = option
+
+    def estimate_costs(self, compute: str, gpu: Gpu | None, microbatches: int) -> Mapping[str, float]:
+        """Return the milliseconds per update of each option, for inputs as large as the largest so far."""
+        shape = self.size.shape
+        if isinstance(self.change, FusedBlock) and len(shape) == 3:
+            return estimate_fused(self.change.plan, self.module, shape, gpu, microbatches)
+        return estimate_unfused(self.module, shape, compute, gpu, microbatches)
+
+
+def find_block_memory(model: nn.Module, recipe: Recipe) -> list[BlockMemory]:
+    """Return the blocks that conversion fused, or that are recomputed layer by layer, in the model's order."""
+    found = []
+    for path, module in model.named_modules():
+        change = find_change(module, FusedBlock) or find_change(module, Recomputed)
+        if change is not None:
+            found.append(BlockMemory(path, module, change, list_options(recipe, change)))
+    return found
+
+
+def list_options(recipe: Recipe, change: FusedBlock | Recomputed) -> dict[str, dict[str, Any]]:
+    """Return the options that a recipe leaves open for a block.
+
+    A recipe that sets ``checkpoint`` other than its named base decides that itself, and the same holds for
+    ``activations``. Full recomputation is always among the options, as the way to keep least.
+    """
+    base = "full" if recipe.master != "fp32" else "none"
+    fused = isinstance(change, FusedBlock)
+    in_8_bits = fused and recipe.compute == "fp8" and change.plan.scales is not None  # type: ignore[union-attr]
+    options = {}
+    for name, given in FIELDS.items():
+        fields = dict(given)
+        if name == "8bit" and not in_8_bits:
+            continue
+        if recipe.activations == "8bit" and fused:
+            if name == "none":
+                continue
+            fields["activations"] = "8bit"
+        if recipe.checkpoint != base and name != RECOMPUTED and fields["checkpoint"] != recipe.checkpoint:
+            continue
+        options[name] = fields
+    return options

@@ -1,0 +1,32 @@
+"""The size of a block's calls, which memory is planned for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class CallSize:
+    """How large the inputs of a block were, and for which size its memory was planned."""
+
+    shape: tuple[int, ...] = ()
+    """The shape of the largest input in training so far."""
+    largest: int = 0
+    """Its number of values."""
+    latest: int = 0
+    """The number of values of the latest input in training."""
+    planned: int | None = None
+    """The number of values that a plan counts on; None: there is no plan."""
+
+    def exceeds_plan(self, x: Any) -> bool:
+        """Note an input; return whether it is larger than planned. Forwards without gradients keep nothing."""
+        if not isinstance(x, Tensor) or not torch.is_grad_enabled():
+            return False
+        self.latest = x.numel()
+        if self.latest > self.largest:
+            self.shape, self.largest = tuple(x.shape), self.latest
+        return self.planned is not None and self.latest > self.planned

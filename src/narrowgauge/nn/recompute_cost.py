@@ -1,0 +1,124 @@
+"""Estimates what recomputing a block's activations costs, from shapes and the table of GPUs.
+
+The same function serves an engine and a forecast, so that both choose the same plan. Products cost their FLOPs, and
+what memory bounds costs its bytes, each at the rate that training reaches (``peak_fractions``). Per token, with D the
+width of the stream, U the outputs of the MLP's first projections and A the inputs of its last:
+
+    full         the projections into attention, attention, its output projection, the MLP's first projections, both
+                 norms and the activation. Attention and the projections around it are left out if their results are
+                 kept in the room of future gradients (``passes``). FP8 copies of BF16 weights are written again
+    selective    both norms, 6D bytes each, and the activation, 2U + 2A, if backward does not compute it anyway
+    8bit         3U bytes to encode the activation's input, 8D for normalized rows and what norms write again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from torch import Tensor, nn
+
+from narrowgauge.hardware import Gpu, find_gpu
+from narrowgauge.nn.fused.casts import is_remade_in_backward
+from narrowgauge.nn.fused.passes import SHARE_OF_GRADIENTS
+from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, get_parts
+from narrowgauge.peak_fractions import get_fraction
+
+REFERENCE = "H200"
+"""The GPU whose rates decide on one that is not in the table; only the ratios of costs matter for a choice."""
+_WIDER = {"fp8": "bf16", "bf16": "fp32", "fp16": "fp32", "tf32": "fp32"}
+
+
+class Rates:
+    """Times of work on a GPU, in milliseconds."""
+
+    def __init__(self, gpu: Gpu | None) -> None:
+        self.gpu = gpu or find_gpu(REFERENCE)
+
+    def multiply(self, flops: float, format: str) -> float:
+        """Milliseconds of a product."""
+        return flops / (self._peak(format) * get_fraction(f"product.{format}")) * 1e3
+
+    def attend(self, flops: float) -> float:
+        """Milliseconds of attention."""
+        return flops / (self._peak("bf16") * get_fraction("attention.cudnn")) * 1e3
+
+    def move(self, count: float) -> float:
+        """Milliseconds to read or write bytes."""
+        return count / (self.gpu.bandwidth * get_fraction("memory.other")) * 1e3
+
+    def _peak(self, format: str) -> float:
+        while format not in self.gpu.peaks:
+            format = _WIDER[format]
+        return self.gpu.peaks[format]
+
+
+def estimate_fused(
+    plan: BlockPlan, module: nn.Module, shape: tuple[int, ...], gpu: Gpu | None, microbatches: int = 1
+) -> Mapping[str, float]:
+    """Return the milliseconds that each option costs one update, for a fused block and input [B, T, D].
+
+    Args:
+        plan: The block's plan.
+        module: The block.
+        shape: The shape of its input.
+        gpu: The GPU; None if it is not in the table.
+        microbatches: How many forwards an update has.
+    """
+    rates, tensors = Rates(gpu), get_parts(plan, module).gather()
+    batch, length, width = shape
+    rows = batch * length
+    qkv, out, up, down = (_count(group) for group in (tensors.inputs, tensors.out, tensors.ups, tensors.down))
+    spec, columns = plan.spec, up // width
+    mixed = out // width
+    pairs = (0.5 if spec.attention.causal else 1.0) * batch * length**2 * mixed
+    activation = rates.move(rows * (2 * columns + 2 * down // width))
+    remade = is_remade_in_backward(spec, plan.down, plan.caster(False))
+    norms = rates.move(rows * 12 * width)
+    last = rates.multiply(2.0 * rows * up, plan.up.choice.output) + norms + activation
+    casts = 0.0
+    if plan.scales is not None and not plan.qkv.weight.keep_for_backward:
+        casts = rates.move(qkv + out + up)  # backward casts them again anyway, and writes a second layout
+    first = rates.multiply(2.0 * rows * qkv, plan.qkv.choice.output) + rates.attend(4 * pairs)
+    first += rates.multiply(2.0 * rows * out, plan.out.choice.output)
+    first += sum(rates.multiply(2.0 * rows * _count(group), "bf16") for group in _list_cross(tensors))
+    kept = 1 if _keeps_attention(plan, tensors, rows, qkv // width, mixed) else 0
+    return {
+        "none": 0.0,
+        "selective": microbatches * (norms + (0.0 if remade else activation)),
+        "8bit": microbatches * rates.move(rows * (3 * columns + 8 * width)),
+        "full": microbatches * (last + casts) + (microbatches - kept) * first,
+    }
+
+
+def _keeps_attention(plan: BlockPlan, tensors: BlockTensors, rows: int, outputs: int, mixed: int) -> bool:
+    """Whether a recomputed block keeps attention in the room of its gradients, as ``passes.run_forward`` decides."""
+    dtype = plan.qkv.weight.gradient_dtype
+    spec = plan.spec
+    if dtype is None or not plan.holds_gradients or spec.order != "pre" or spec.cross is not None:
+        return False
+    trained = sum(p.numel() for p in tensors.flatten() if p is not None and p.requires_grad)
+    width = _count(tensors.out) // max(1, mixed)
+    return rows * (2 * outputs + 2 * mixed + 4 * width) <= SHARE_OF_GRADIENTS * dtype.itemsize * trained
+
+
+def _count(group: tuple[Tensor | None, ...]) -> int:
+    return sum(weight.numel() for weight in group if weight is not None)
+
+
+def _list_cross(tensors: BlockTensors) -> tuple[tuple[Any, ...], ...]:
+    return tensors.query, tensors.source, tensors.cross_out
+
+
+def estimate_unfused(
+    module: nn.Module, shape: tuple[int, ...], compute: str, gpu: Gpu | None, microbatches: int = 1
+) -> Mapping[str, float]:
+    """Return the same for a block that runs layer by layer: as if each matrix was multiplied once per token."""
+    rates = Rates(gpu)
+    width = shape[-1] if shape else 1
+    rows = prod(shape[:-1]) if len(shape) > 1 else 1
+    matrices = sum(p.numel() for p in module.parameters() if p.dim() > 1)
+    others = rates.move(rows * (12 * width + 4 * matrices // max(1, width)))
+    full = rates.multiply(2.0 * rows * matrices, compute) + others
+    return {"none": 0.0, "selective": microbatches * others, "full": microbatches * full}
