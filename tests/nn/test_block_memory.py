@@ -72,6 +72,7 @@ def train(model, recipe, plan=None, batch=4, **options):
         ("fp8-lean[checkpoint=selective]", ["selective", "full"]),
         ("bf16[checkpoint=selective]", ["selective", "full"]),
         ("fp8-lean[checkpoint=none]", ["none", "8bit", "full"]),
+        ("fp8-lean[offload=activations]", ["none", "selective", "8bit", "full"]),
         ("bf16[checkpoint=full]", ["full"]),
     ],
 )
@@ -87,7 +88,9 @@ def test_a_recipe_leaves_open_what_it_does_not_set(recipe, options):
         assert all(fields["activations"] == "8bit" for fields in blocks[0].options.values())
 
 
-@pytest.mark.parametrize("recipe", [FP8, "bf16", "fp8-lean[products=all]"])
+@pytest.mark.parametrize(
+    "recipe", [FP8, "bf16", "fp8-lean[products=all]", "fp8-lean[products=all,offload=activations]"]
+)
 def test_every_mix_computes_what_the_recipe_computes(recipe):
     _, losses, weights = train(make_gpt(), recipe, fused=True)
     for names in (("none", "selective", "full", "none"), ("full", "full", "none", "selective")):
