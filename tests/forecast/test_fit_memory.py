@@ -52,11 +52,9 @@ def find_range(recipe: str, batch: int = 32, accumulate: int = 1) -> tuple[int, 
     return few, most
 
 
-RECIPES = ["bf16", "fp8", "fp8-lean", "bf16-lean"]
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("share", [0.3, 0.8])
+@pytest.mark.parametrize(
+    ("recipe", "share"), [("bf16", 0.3), ("fp8", 0.3), ("fp8", 0.8), ("fp8-lean", 0.3), ("bf16-lean", 0.8)]
+)
 def test_a_plan_fits_and_its_peak_is_as_predicted(recipe: str, share: float) -> None:
     few, most = find_range(recipe)
     budget = int(few + share * (most - few))
@@ -70,14 +68,14 @@ def test_a_plan_fits_and_its_peak_is_as_predicted(recipe: str, share: float) -> 
     assert plan.smallest == pytest.approx(few, rel=0.02)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["bf16", "fp8-lean"])
 def test_with_enough_memory_all_blocks_keep_everything(recipe: str) -> None:
     found = traced(recipe, "40GB")
     assert found.plan is not None and found.plan.counts == {"none": LAYERS} and found.plan.cost_ms == 0
     assert predict_memory(found).total == pytest.approx(find_range(recipe)[1], rel=0.01)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["fp8", "bf16-lean"])
 def test_a_budget_that_is_too_small_says_what_is_needed(recipe: str) -> None:
     few, _ = find_range(recipe)
     plan = traced(recipe, int(0.8 * few)).plan
