@@ -62,7 +62,7 @@ from narrowgauge.weight_copies.casts import BoundWeight, PaddedWeight, WeightCas
 
 HEAD = "lm_head"
 """Path of the module that computes the logits."""
-CHUNK_BYTES = 1 << 28
+CHUNK_BYTES = 1 << 30
 """Default limit of BF16 logits stored at once, where grad_weight's product is in FP8 and reads groups of chunks."""
 WIDE_CHUNK_BYTES = 4 << 30
 """The same where it is not, so that each chunk adds to the weight's gradient."""
@@ -119,9 +119,13 @@ def compute_head_loss(
 
 
 def choose_chunk_rows(rows: int, vocab: int, limit: int = WIDE_CHUNK_BYTES) -> int:
-    """Return the rows per chunk: as many as the limit of bytes allows, divided evenly among the chunks."""
+    """Return the rows per chunk: as many as the limit of bytes allows, divided evenly among the chunks.
+
+    If up to twice as many chunks divide the rows without a rest, there are so many: products of one shape only.
+    """
     most = max(CHUNK_MULTIPLE, limit // (2 * vocab) // CHUNK_MULTIPLE * CHUNK_MULTIPLE)
     chunks = max(1, -(-rows // most))
+    chunks = next((n for n in range(chunks, 2 * chunks) if rows % (n * CHUNK_MULTIPLE) == 0), chunks)
     return max(1, -(-rows // (chunks * CHUNK_MULTIPLE))) * CHUNK_MULTIPLE
 
 
