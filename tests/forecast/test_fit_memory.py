@@ -65,7 +65,7 @@ def test_a_plan_fits_and_its_peak_is_as_predicted(recipe: str, share: float) -> 
     assert len(plan.counts) > 1, "between all kept and all recomputed, blocks differ"
     assert set(plan.blocks) == {f"blocks.{number}" for number in range(LAYERS)}
     assert memory.total > few, "the budget is used"
-    assert plan.smallest == pytest.approx(few, rel=0.02)
+    assert plan.smallest <= 1.02 * few
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8-lean"])
@@ -75,12 +75,22 @@ def test_with_enough_memory_all_blocks_keep_everything(recipe: str) -> None:
     assert predict_memory(found).total == pytest.approx(find_range(recipe)[1], rel=0.01)
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "fp8-lean"])
+def test_inputs_go_to_the_host_where_recomputation_does_not_suffice(recipe: str) -> None:
+    few, _ = find_range(recipe)
+    found = traced(recipe, int(0.985 * few))
+    plan, memory = found.plan, predict_memory(found)
+    assert plan is not None and plan.fits and plan.counts["offload"] > 0
+    assert memory.total <= plan.budget < few and memory.total == pytest.approx(plan.peak, rel=0.02)
+    assert memory.host % plan.counts["offload"] == 0 and memory.host > 0
+
+
 @pytest.mark.parametrize("recipe", ["fp8", "bf16-lean"])
 def test_a_budget_that_is_too_small_says_what_is_needed(recipe: str) -> None:
     few, _ = find_range(recipe)
     plan = traced(recipe, int(0.8 * few)).plan
-    assert plan is not None and not plan.fits and plan.counts == {"full": LAYERS}
-    assert plan.smallest == pytest.approx(few, rel=0.02) and "is too small: a step takes at least" in str(plan)
+    assert plan is not None and not plan.fits and plan.counts == {"offload": LAYERS}
+    assert 0.8 * few < plan.smallest < few and "is too small: a step takes at least" in str(plan)
 
 
 def test_the_predicted_cost_is_that_of_the_predicted_steps() -> None:
@@ -143,7 +153,7 @@ def run_engine(batches: list[int], recipe: str, budget: Any, steps: int) -> list
 def test_an_engine_chooses_the_plan_that_a_forecast_predicts(recipe: str) -> None:
     few, most = find_range(recipe)
     budget = int(0.5 * few + 0.5 * most)
-    *_, (settled, plan) = run_engine([32], recipe, budget, 7)
+    *_, (settled, plan) = run_engine([32], recipe, budget, 9)
     expected = traced(recipe, budget).plan
     assert settled and expected is not None
     assert plan.blocks == expected.blocks and plan.cost_ms == expected.cost_ms

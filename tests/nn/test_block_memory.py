@@ -64,16 +64,16 @@ def train(model, recipe, plan=None, batch=4, **options):
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [
-        ("fp8", ["none", "selective", "8bit", "full"]),
-        ("fp8-lean", ["none", "selective", "8bit", "full"]),
-        ("bf16", ["none", "selective", "full"]),
-        ("bf16-lean", ["none", "selective", "full"]),
-        ("fp8[activations=8bit]", ["selective", "8bit", "full"]),
-        ("fp8-lean[checkpoint=selective]", ["selective", "full"]),
-        ("bf16[checkpoint=selective]", ["selective", "full"]),
-        ("fp8-lean[checkpoint=none]", ["none", "8bit", "full"]),
+        ("fp8", ["none", "selective", "8bit", "full", "offload"]),
+        ("fp8-lean", ["none", "selective", "8bit", "full", "offload"]),
+        ("bf16", ["none", "selective", "full", "offload"]),
+        ("bf16-lean", ["none", "selective", "full", "offload"]),
+        ("fp8[activations=8bit]", ["selective", "8bit", "full", "offload"]),
+        ("fp8-lean[checkpoint=selective]", ["selective", "full", "offload"]),
+        ("bf16[checkpoint=selective]", ["selective", "full", "offload"]),
+        ("fp8-lean[checkpoint=none]", ["none", "8bit", "full", "offload"]),
         ("fp8-lean[offload=activations]", ["none", "selective", "8bit", "full"]),
-        ("bf16[checkpoint=full]", ["full"]),
+        ("bf16[checkpoint=full]", ["full", "offload"]),
     ],
 )
 def test_a_recipe_leaves_open_what_it_does_not_set(recipe, options):
@@ -93,13 +93,14 @@ def test_a_recipe_leaves_open_what_it_does_not_set(recipe, options):
 )
 def test_every_mix_computes_what_the_recipe_computes(recipe):
     _, losses, weights = train(make_gpt(), recipe, fused=True)
-    for names in (("none", "selective", "full", "none"), ("full", "full", "none", "selective")):
+    last = "full" if "offload" in recipe else "offload"
+    for names in (("none", "selective", "full", "none"), (last, "full", "none", "selective"), (last, last, last, last)):
         engine, mixed_losses, mixed = train(make_gpt(), recipe, make_plan(*names), fused=True)
         assert mixed_losses == losses
         assert all(torch.equal(mixed[name], weights[name]) for name in weights)
         plans = [find_change(block, FusedBlock).plan.checkpoint for block in engine.model.blocks]
-        assert plans == list(names)
-        assert engine.checkpointed == [f"blocks.{i}" for i, name in enumerate(names) if name in ("selective", "full")]
+        assert plans == ["full" if name == "offload" else name for name in names]
+        assert engine.checkpointed == [f"blocks.{i}" for i, name in enumerate(names) if name != "none"]
 
 
 def test_eight_bits_in_some_blocks_change_gradients_little():

@@ -158,7 +158,7 @@ class EngineBase:
         plan = self.memory_plan
         if plan is None:
             return self._checkpointed
-        return [path for path, option in plan.blocks.items() if option in ("selective", "full")]
+        return [path for path, option in plan.blocks.items() if option in ("selective", "full", "offload")]
 
     @property
     def memory_settled(self) -> bool:

@@ -26,7 +26,8 @@ import torch
 from narrowgauge.byte_sizes import parse_budget
 from narrowgauge.errors import UsageError
 from narrowgauge.hardware import Device, is_assumed
-from narrowgauge.nn.block_memory import FIELDS, RECOMPUTED, BlockMemory
+from narrowgauge.nn.block_memory import FIELDS, OFFLOADED, RECOMPUTED, BlockMemory
+from narrowgauge.nn.fused.offload import get_host_room
 from narrowgauge.nn.measure_blocks import MeasuredStep, StepMeter
 from narrowgauge.nn.memory_plan import MemoryPlan, Option, choose, choose_least, predict_peak
 from narrowgauge.ranks.update_sync import UpdateSync
@@ -194,14 +195,18 @@ class MemoryFitter:
             kind = self._kinds[block.path]
             known = {*self._kept[kind], *(name for path, name in self._tried.items() if self._kinds[path] == kind)}
             unknown = [name for name in block.options if name != RECOMPUTED and name not in known]
-            if unknown and nearest - place >= APART:
-                tried = [*bounds[:place], Option("", base.remade.get(block.path, 0), 0.0), *bounds[place + 1 :]]
-                if predict_peak(tried, moments) > self.budget:
-                    continue
-                bounds = tried
-                block.set(unknown[0])
-                self._tried[block.path] = unknown[0]
-                nearest = place
+            for name in unknown if nearest - place >= APART else ():
+                if name == OFFLOADED:  # keeps less; backward reads the last input before it has left the GPU
+                    fits, tried = place < len(order) - 1 or len(order) == 1, bounds
+                else:
+                    tried = [*bounds[:place], Option("", base.remade.get(block.path, 0), 0.0), *bounds[place + 1 :]]
+                    fits = predict_peak(tried, moments) <= self.budget
+                if fits:
+                    bounds = tried
+                    block.set(name)
+                    self._tried[block.path] = name
+                    nearest = place
+                    break
         if not self._tried:
             self._choose()
 
@@ -227,12 +232,19 @@ class MemoryFitter:
         by_path, order = self._by_path, self._base.order
         calls = {path: max((one[path].values for one in self._base.kept if path in one), default=0) for path in order}
         options: list[list[Option]] = []
+        host_room = get_host_room() / self._sync.size
         for path in order:
             block = by_path[path]
             costs = block.estimate_costs(self.compute, gpu, len(self._base.kept))
             known = self._kept[self._kinds[path]] | {RECOMPUTED: (0.0, 0.0)}
             names = [name for name in block.options if name in known]  # without those that had no room to be tried
             sizes = {name: [round(size * calls[path]) for size in known[name]] for name in names}
+            if OFFLOADED in sizes:
+                kept, own = sizes[OFFLOADED]
+                sizes[OFFLOADED] = [kept, own - kept]  # its backward also fetches the input of the block before it
+                host_room += kept
+                if host_room < 0 or kept >= 0:
+                    del sizes[OFFLOADED]
             options.append([Option(n, kept, costs.get(n, 0.0), own) for n, (kept, own) in sizes.items()])
         moments = self._base.list_moments()
         measured = max(moment.base_bytes for moment in moments)  # needs no margin

@@ -17,6 +17,7 @@ from torch import nn
 
 from narrowgauge.forecast.memory.estimate import Memory, summarize
 from narrowgauge.forecast.memory.layout import Layout, Moment, Peak, compute_layout
+from narrowgauge.forecast.time.host_copies import is_inside
 from narrowgauge.forecast.time.reachable_rates import ReachableRates
 from narrowgauge.forecast.time.roofline import Cost, estimate_costs
 from narrowgauge.forecast.trace.trace_step import Traced
@@ -92,8 +93,8 @@ class TracedModel:
         after = _outside_seconds(large, paths)
         found = []
         for cost in large:
-            if _is_inside(cost.op.where, paths):
-                found.append((cost, float(self.blocks - 2) if _is_inside(cost.op.where, paths[1:2]) else 1.0))
+            if is_inside(cost.op.where, paths):
+                found.append((cost, float(self.blocks - 2) if is_inside(cost.op.where, paths[1:2]) else 1.0))
             else:
                 key = cost.op.phase, cost.op.name
                 grown = after[key] + (after[key] - before.get(key, after[key])) * (self.blocks - TRACED_BLOCKS[1])
@@ -172,11 +173,7 @@ def _extend(small: Layout, large: Layout, blocks: int) -> Layout:
 def _outside_seconds(costs: list[Cost], paths: list[str]) -> dict[tuple[str, str], float]:
     sums: dict[tuple[str, str], float] = {}
     for cost in costs:
-        if not _is_inside(cost.op.where, paths):
+        if not is_inside(cost.op.where, paths):
             key = cost.op.phase, cost.op.name
             sums[key] = sums.get(key, 0.0) + cost.seconds
     return sums
-
-
-def _is_inside(where: str, paths: list[str]) -> bool:
-    return any(where == path or where.startswith(f"{path}.") for path in paths)

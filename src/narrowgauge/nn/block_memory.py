@@ -17,12 +17,15 @@ from narrowgauge.nn.recompute_cost import estimate_fused, estimate_unfused
 from narrowgauge.recipe import Recipe
 
 RECOMPUTED = "full"
-"""The option that keeps least; a plan counts from it."""
+"""The option that keeps least without another machine's memory; a plan counts from it."""
+OFFLOADED = "offload"
+"""The option that keeps nothing on the GPU."""
 FIELDS: dict[str, dict[str, Any]] = {
-    "none": {"checkpoint": "none", "activations": "bf16"},
-    "selective": {"checkpoint": "selective", "activations": "bf16"},
-    "8bit": {"checkpoint": "none", "activations": "8bit"},
-    "full": {"checkpoint": "full", "activations": "bf16"},
+    "none": {"checkpoint": "none", "activations": "bf16", "offload": False},
+    "selective": {"checkpoint": "selective", "activations": "bf16", "offload": False},
+    "8bit": {"checkpoint": "none", "activations": "8bit", "offload": False},
+    "full": {"checkpoint": "full", "activations": "bf16", "offload": False},
+    "offload": {"checkpoint": "full", "activations": "bf16", "offload": True},
 }
 """Options by name, as fields of a block's plan; those that keep less come later."""
 
@@ -61,7 +64,7 @@ class BlockMemory:
         """Return the milliseconds per update of each option, for inputs as large as the largest so far."""
         shape = self.size.shape
         if isinstance(self.change, FusedBlock) and len(shape) == 3:
-            return estimate_fused(self.change.plan, self.module, shape, gpu, microbatches)
+            return estimate_fused(self.change.plan, self.module, shape, gpu, microbatches, self.size.itemsize)
         return estimate_unfused(self.module, shape, compute, gpu, microbatches)
 
 
@@ -79,21 +82,26 @@ def list_options(recipe: Recipe, change: FusedBlock | Recomputed) -> dict[str, d
     """Return the options that a recipe leaves open for a block.
 
     A recipe that sets ``checkpoint`` other than its named base decides that itself, and the same holds for
-    ``activations``. Full recomputation is always among the options, as the way to keep least.
+    ``activations``. Full recomputation is always among the options, and so are inputs on the host for fused blocks
+    that may be recomputed; with ``offload=activations`` the inputs of all recomputed blocks go there.
     """
     base = "full" if recipe.master != "fp32" else "none"
     fused = isinstance(change, FusedBlock)
     in_8_bits = fused and recipe.compute == "fp8" and change.plan.scales is not None  # type: ignore[union-attr]
+    can_offload = fused and recipe.offload == "none" and recipe.compute in ("bf16", "fp8")
     options = {}
     for name, given in FIELDS.items():
         fields = dict(given)
-        if name == "8bit" and not in_8_bits:
+        if (name == "8bit" and not in_8_bits) or (name == OFFLOADED and not can_offload):
             continue
+        if name == RECOMPUTED:
+            fields["offload"] = recipe.offload == "activations"
         if recipe.activations == "8bit" and fused:
             if name == "none":
                 continue
             fields["activations"] = "8bit"
-        if recipe.checkpoint != base and name != RECOMPUTED and fields["checkpoint"] != recipe.checkpoint:
+        always = name in (RECOMPUTED, OFFLOADED)
+        if recipe.checkpoint != base and not always and fields["checkpoint"] != recipe.checkpoint:
             continue
         options[name] = fields
     return options

@@ -17,6 +17,8 @@ class CallSize:
     """The shape of the largest input in training so far."""
     largest: int = 0
     """Its number of values."""
+    itemsize: int = 4
+    """Bytes of one of its values."""
     latest: int = 0
     """The number of values of the latest input in training."""
     planned: int | None = None
@@ -28,5 +30,5 @@ class CallSize:
             return False
         self.latest = x.numel()
         if self.latest > self.largest:
-            self.shape, self.largest = tuple(x.shape), self.latest
+            self.shape, self.largest, self.itemsize = tuple(x.shape), self.latest, x.itemsize
         return self.planned is not None and self.latest > self.planned

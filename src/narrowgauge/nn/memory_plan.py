@@ -32,6 +32,7 @@ WORDS = {
     "8bit": "kept in 8 bits",
     "selective": "kept but for norms and activations",
     "full": "recomputed",
+    "offload": "recomputed from inputs in host memory",
 }
 """What happens to a block's activations with each option."""
 
@@ -42,7 +43,7 @@ class Option:
 
     name: str
     kept_bytes: int
-    """Bytes kept from forward to backward, beyond what full recomputation keeps."""
+    """Bytes kept from forward to backward, beyond what full recomputation keeps; below 0 for inputs on the host."""
     cost_ms: float
     """Milliseconds per step, beyond keeping everything."""
     own_bytes: int = 0
@@ -177,7 +178,7 @@ class MemoryPlan:
     budget: int
     """The budget in bytes."""
     blocks: dict[str, str] = field(default_factory=dict)
-    """The option of each block, by its path: none (keep everything), 8bit, selective or full (recompute)."""
+    """The option of each block, by its path: none (keep everything), 8bit, selective, full (recompute) or offload."""
     peak: int = 0
     """The predicted peak of a step in bytes, or the measured one once a step has run with the plan."""
     cost_ms: float | None = None
@@ -208,7 +209,7 @@ class MemoryPlan:
         if not self.fits:
             return (
                 f"the budget of {format_size(self.budget)} is too small: a step takes at least "
-                f"{format_size(self.smallest)}, also if blocks are recomputed"
+                f"{format_size(self.smallest)}, whatever its blocks keep"
             )
         parts = [f"{count} {WORDS.get(name, name)}" for name, count in self.counts.items()]
         cost = f"; {self.cost_ms:.1f} ms per step more than if all are kept" if self.cost_ms else ""

@@ -8,6 +8,8 @@ width of the stream, U the outputs of the MLP's first projections and A the inpu
                  norms and the activation. Attention and the projections around it are left out if their results are
                  kept in the room of future gradients (``passes``). FP8 copies of BF16 weights are written again
     selective    both norms, 6D bytes each, and the activation, 2U + 2A, if backward does not compute it anyway
+    offload      as full; what the copy to the host takes longer than a block's forward, and the copy back than three
+                 forwards: recomputation and backward
     8bit         3U bytes to encode the activation's input, 8D for normalized rows and what norms write again
 """
 
@@ -19,7 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from narrowgauge.hardware import Gpu, find_gpu
+from narrowgauge.hardware import Gpu, find_gpu, interconnect
 from narrowgauge.nn.fused.casts import is_remade_in_backward
 from narrowgauge.nn.fused.passes import SHARE_OF_GRADIENTS
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, get_parts
@@ -48,6 +50,10 @@ class Rates:
         """Milliseconds to read or write bytes."""
         return count / (self.gpu.bandwidth * get_fraction("memory.other")) * 1e3
 
+    def send(self, count: float) -> float:
+        """Milliseconds to copy bytes to host memory, or from there."""
+        return count / (self.gpu.node.pcie * interconnect().pcie_share) * 1e3
+
     def _peak(self, format: str) -> float:
         while format not in self.gpu.peaks:
             format = _WIDER[format]
@@ -55,7 +61,12 @@ class Rates:
 
 
 def estimate_fused(
-    plan: BlockPlan, module: nn.Module, shape: tuple[int, ...], gpu: Gpu | None, microbatches: int = 1
+    plan: BlockPlan,
+    module: nn.Module,
+    shape: tuple[int, ...],
+    gpu: Gpu | None,
+    microbatches: int = 1,
+    itemsize: int = 4,
 ) -> Mapping[str, float]:
     """Return the milliseconds that each option costs one update, for a fused block and input [B, T, D].
 
@@ -65,6 +76,7 @@ def estimate_fused(
         shape: The shape of its input.
         gpu: The GPU; None if it is not in the table.
         microbatches: How many forwards an update has.
+        itemsize: Bytes of a value of its input.
     """
     rates, tensors = Rates(gpu), get_parts(plan, module).gather()
     batch, length, width = shape
@@ -83,12 +95,17 @@ def estimate_fused(
     first = rates.multiply(2.0 * rows * qkv, plan.qkv.choice.output) + rates.attend(4 * pairs)
     first += rates.multiply(2.0 * rows * out, plan.out.choice.output)
     first += sum(rates.multiply(2.0 * rows * _count(group), "bf16") for group in _list_cross(tensors))
+    size = rows * width * itemsize
+    forward = first + last + rates.multiply(2.0 * rows * down, plan.down.choice.output)
+    copied = sum(max(0.0, rates.send(size) - times * forward) for times in (1, 3)) + rates.move(2 * size)
     kept = 1 if _keeps_attention(plan, tensors, rows, qkv // width, mixed) else 0
+    full = microbatches * (last + casts) + (microbatches - kept) * first
     return {
         "none": 0.0,
         "selective": microbatches * (norms + (0.0 if remade else activation)),
         "8bit": microbatches * rates.move(rows * (3 * columns + 8 * width)),
-        "full": microbatches * (last + casts) + (microbatches - kept) * first,
+        "full": full,
+        "offload": full + microbatches * copied,
     }
 
 

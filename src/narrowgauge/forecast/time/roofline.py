@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from narrowgauge.forecast.memory.lifetimes import Lifetimes, find_lifetimes
+from narrowgauge.forecast.time import host_copies
 from narrowgauge.forecast.time.reachable_rates import HOST_S, LAUNCH_S, ReachableRates
 from narrowgauge.forecast.trace.flops import count_padding_bytes
 from narrowgauge.forecast.trace.trace import Op, Spec
@@ -96,10 +97,11 @@ def predict_time(traced: Traced, rates: ReachableRates) -> Roofline:
 
 def sum_costs(traced: Traced, costs: list[tuple[Cost, float]]) -> Roofline:
     """Sum up a step from its operations and how often each runs."""
-    device_s, host_s = sum(cost.seconds * times for cost, times in costs), sum_host_seconds(costs)
+    wait_s = host_copies.predict_wait(traced, [(cost.op, cost.seconds, times) for cost, times in costs])
+    device_s, host_s = wait_s + sum(cost.seconds * times for cost, times in costs), sum_host_seconds(costs)
     seconds = max(device_s, host_s)
-    by_bound: dict[str, float] = {}
-    by_kind: dict[str, float] = {}
+    by_bound = {"copies": wait_s * 1e3} if wait_s else {}
+    by_kind = {host_copies.SHOWN: wait_s * 1e3} if wait_s else {}
     for cost, times in costs:
         by_bound[cost.bound] = by_bound.get(cost.bound, 0.0) + cost.seconds * times * 1e3
         by_kind[cost.op.kind] = by_kind.get(cost.op.kind, 0.0) + cost.seconds * times * 1e3

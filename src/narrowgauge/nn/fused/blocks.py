@@ -18,7 +18,7 @@ from narrowgauge.nn.blocks.spec import NormSpec
 from narrowgauge.nn.fused.attention import BlockCall
 from narrowgauge.nn.fused.casts import Normalized, NormWeights, Projection, norm_backward, norm_backward_kept
 from narrowgauge.nn.fused.graphs import BlockGraphs
-from narrowgauge.nn.fused.offload import offload
+from narrowgauge.nn.fused.offload import begin_block, offload
 from narrowgauge.nn.fused.passes import BlockInput, run_backward, run_forward
 from narrowgauge.nn.fused.plan import NO_DROPOUT, BlockPlan, BlockTensors, Dropout
 from narrowgauge.nn.fused.sublayers import is_added_directly
@@ -115,7 +115,7 @@ class _Block(torch.autograd.Function):
         """Return residual stream and branch, or their sum."""
         ctx.set_materialize_grads(False)
         ctx.plan, ctx.links, ctx.graphs, ctx.measured = given.plan, links, graphs, False
-        ctx.offloaded = None
+        ctx.offloaded, ctx.follows = None, begin_block(x.device) if given.needed else None
         ctx.given = [tensor is not None for tensor in flat]
         reader = links[0].reader if links[0] is not None else None
         ctx.graph = graphs.find(given, reader)
@@ -154,6 +154,8 @@ class _Block(torch.autograd.Function):
             if not is_graph_retained():
                 ctx.ticket.done, ctx.x = True, None
         else:
+            if ctx.follows is not None and ctx.offloaded is None:
+                ctx.follows.fetch()
             if ctx.offloaded is not None:
                 x0 = ctx.offloaded.take(not is_graph_retained())
             assert x0 is not None

@@ -1,9 +1,9 @@
 """Inputs of recomputed blocks in host memory between forward and backward.
 
-    forward     Each block's input is copied to pinned host memory on a stream of its own, while the next block runs.
-                The newest stays on the GPU until the next one comes: the last block's backward reads it at once.
-    backward    A block's backward starts the copy of the input of the block before it, and waits for its own, which
-                was started one block earlier.
+    forward     A block's input is copied to pinned host memory on a stream of its own, while the next block runs. It
+                stays on the GPU until a next block begins: the last block's backward reads it at once.
+    backward    The backward of the block that came next starts the copy back. A block's own backward waits for its
+                copy, and starts that of the input before it.
 
 Copies in both directions are on one stream, so that memory of the host can be written again as soon as the copy from it
 has been started. It consists of pages of one size, which serve all models and lengths of a process and are never freed:
@@ -15,8 +15,10 @@ On a CPU the copies are ordinary ones. In a forecast nothing is copied, and byte
 from __future__ import annotations
 
 import contextlib
-import functools
+import os
 import weakref
+from collections import deque
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +28,10 @@ from narrowgauge import events
 from narrowgauge.errors import UsageError
 from narrowgauge.kernels.dry_run import is_dry_run
 
+HOST_SHARE = 0.5
+"""Share of the host's memory that a plan may use, for all ranks together."""
+MOST_PENDING = 2
+"""Copies to the host that may be on their way: forward waits before one more, as their tensors still exist."""
 PAGE_BYTES = 1 << 24
 """A copy of 16 MiB takes 0.3 ms over PCIe 5; the host needs a few microseconds to start one."""
 LARGEST_SLAB = 1 << 30
@@ -73,6 +79,7 @@ class Offloader:
         self.pool = PagePool(device.type == "cuda")
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" and not is_dry_run() else None
         self._newest: Any = lambda: None
+        self._pending: deque[Any] = deque()
 
     def put(self, x: Tensor) -> Offloaded:
         """Start the copy of a tensor to the host. The caller holds the result, and no longer the tensor."""
@@ -83,6 +90,11 @@ class Offloader:
         self._newest = weakref.ref(made)
         return made
 
+    def begin_block(self) -> Offloaded | None:
+        """A block begins its forward: free the newest tensor on the device, and return what it has become."""
+        newest: Offloaded | None = self._newest()
+        return newest if newest is not None and newest.drop_original() else None
+
     def copy_out(self, x: Tensor) -> list[Tensor]:
         """Start the copy to pages of the host."""
         events.report_offload(x.nbytes)
@@ -91,12 +103,16 @@ class Offloader:
         source = x.view(-1).view(torch.uint8)
         pages = self.pool.take(source.numel())
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(x.device))
+            current = torch.cuda.current_stream(x.device)
+            while len(self._pending) >= MOST_PENDING:
+                current.wait_event(self._pending.popleft())
+            self._stream.wait_stream(current)
         with _on(self._stream):
             for page, piece in zip(pages, source.split(PAGE_BYTES), strict=True):
                 page[: len(piece)].copy_(piece, non_blocking=True)
         if self._stream is not None:
             x.record_stream(self._stream)  # its memory serves nothing else before the copy is done
+            self._pending.append(self._stream.record_event())
         return pages
 
     def copy_in(self, pages: list[Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
@@ -126,9 +142,10 @@ class Offloaded:
         self._fetched: tuple[Tensor, Any] | None = None
         self._pages = owner.copy_out(x)
 
-    def drop_original(self) -> None:
-        """Free the tensor on the device."""
-        self._original = None
+    def drop_original(self) -> bool:
+        """Free the tensor on the device; return whether it was there."""
+        was_there, self._original = self._original is not None, None
+        return was_there
 
     def fetch(self) -> None:
         """Start the copy back to the device, if it has not been started."""
@@ -175,7 +192,32 @@ def offload(x: Tensor) -> Offloaded:
     return _get_offloader(x.device, is_dry_run()).put(x)
 
 
-@functools.cache
+def begin_block(device: torch.device) -> Offloaded | None:
+    """A block begins its forward: free the input of the block before it if that was offloaded, and return it.
+
+    The backward of this block fetches it, so that it is there in time.
+    """
+    found = _OFFLOADERS.get((device, is_dry_run()))
+    return None if found is None else found.begin_block()
+
+
+_OFFLOADERS: dict[tuple[torch.device, bool], Offloader] = {}
+"""By device; a forecast has its own."""
+
+
 def _get_offloader(device: torch.device, is_dry: bool) -> Offloader:
-    """Return the offloader of a device; a forecast has its own."""
-    return Offloader(device)
+    """Return the offloader of a device."""
+    key = device, is_dry
+    if key not in _OFFLOADERS:
+        _OFFLOADERS[key] = Offloader(device)
+    return _OFFLOADERS[key]
+
+
+def get_host_room() -> float:
+    """Return how many bytes of host memory a plan may use; unlimited in a forecast, whose host is not known."""
+    if is_dry_run():
+        return float("inf")
+    sizes = [float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))]
+    with contextlib.suppress(OSError, ValueError):  # a container's own limit; "max" is none
+        sizes.append(float(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return HOST_SHARE * min(sizes)
