@@ -196,6 +196,32 @@ elif kind == "stats":
     for x in ("*fp32", "*bf16", "*fp16", "*fp8e4nv", "*fp8e5"):  # only FP8 tensors have an inverse scale
         none = () if "fp8" in x else ("inverse_ptr",)
         compiled(tensor_stats._stats_kernel, 4, none, {**types, "x_ptr": x}, BLOCK=4096 if x == "*fp32" else 1024)
+elif kind == "rehearsal":  # compiles in threads, through the driver of a GPU that is not there
+    import threading
+    import torch
+    from triton.runtime import driver, jit
+    from narrowgauge.kernels import rehearsal
+
+    hopper = mock.Mock(**{"get_current_target.return_value": GPUTarget("cuda", 90, 32),
+                          "get_current_device.return_value": 0})
+    threads, compile_kernel = [], jit.JITFunction._do_compile
+    size = dict(BLOCK_N=64, BLOCK_D=128, num_warps=4)
+
+    def count(*args, **kwargs):
+        threads.append(threading.current_thread().name)
+        return compile_kernel(*args, **kwargs)
+
+    with mock.patch.object(driver, "_active", hopper), mock.patch.object(torch.cuda, "current_device", lambda: 0), \
+            mock.patch.object(torch.cuda, "set_device"), mock.patch.object(jit.JITFunction, "_do_compile", count):
+        given = [(torch.bfloat16, 65536), (torch.bfloat16, 24), (torch.float32, 65536)]
+        noted = {number: rehearsal.Variant(cast._max_abs_kernel, (dtype, torch.float32, rows, 768, 768), size)
+                 for number, (dtype, rows) in enumerate(given)}  # the number of rows makes no variant
+        rehearsal.start_compiling(noted)
+        for number in (*noted, "not noted"):
+            rehearsal.wait_for(number)
+        assert len(threads) == 2 and all(name.startswith("compile kernels") for name in threads), threads
+        cast._max_abs_kernel.warmup(torch.float32, torch.float32, 48, 768, 768, grid=(1,), **size)
+        assert len(threads) == 2, "a launch finds what was compiled"
 else:
     plain = ("multiplier", "cap", "smoothing")
     compiled(cross_entropy_kernels.grad_logits_kernel, 8, plain, BLOCK_N=16, BLOCK_V=512)
@@ -209,7 +235,7 @@ else:
 """
 
 
-KINDS = ["cast", "activation", "norm", "cross_entropy", "adamw", "embedding", "rotary", "stats"]
+KINDS = ["cast", "activation", "norm", "cross_entropy", "adamw", "embedding", "rotary", "stats", "rehearsal"]
 RUN_ALL = """
 import json, sys, traceback
 script, *kinds = sys.argv[1:]

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from narrowgauge.kernels import can_bypass_op
+from narrowgauge.kernels import can_bypass_op, rehearsal
 
 SMALLEST = 2e10
 """FLOPs of the smallest product worth a search. Smaller ones run for less than 40 microseconds on an H200."""
@@ -86,6 +86,8 @@ def product(
     a and b are each row-major or transposed, a bias is BF16. ``inverses`` are the inverse scales of FP8 operands.
     ``by_torch`` computes the same product into the tensor it is given.
     """
+    if rehearsal.noted is not None and a.is_cuda:
+        return torch.empty(a.shape[0], b.shape[1], dtype=out_dtype, device=a.device)
     if not can_bypass_op(a, b) or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)):
         return None
     key = (a.device, b.device, a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype, out_dtype, fast)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.kernels import HAVE_TRITON
+from narrowgauge.kernels import HAVE_TRITON, rehearsal
 from narrowgauge.kernels.dry_run import is_dry_run
 
 _WIDE = 2**31
@@ -25,14 +25,18 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: A
     """Launch ``kernel[grid](*args, **constants)``; positional arguments come first in its signature."""
     if is_dry_run():
         return
-    if not HAVE_TRITON or not hasattr(kernel, "device_caches") or _has_hooks():
+    if rehearsal.noted is None and (not HAVE_TRITON or not hasattr(kernel, "device_caches") or _has_hooks()):
         kernel[grid](*args, **constants)
         return
     key = (kernel, torch._C._cuda_getDevice(), *map(_classify, args), *constants.items())
     known = _compiled.get(key, _UNKNOWN)
-    if known is None:
+    if rehearsal.noted is not None:
+        if known is _UNKNOWN:
+            rehearsal.note(key, kernel, args, constants)
+    elif known is None:
         kernel[grid](*args, **constants)
     elif known is _UNKNOWN:
+        rehearsal.wait_for(key)
         _compiled[key] = _remember(kernel, kernel[grid](*args, **constants), len(args), constants)
     else:
         compiled, tail = known

@@ -24,7 +24,8 @@ Evaluation passes no amax at all.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -182,6 +183,19 @@ class TensorScales:
     def note_amax(self, amax: Tensor) -> None:
         """Note the amax of a tensor without a site, for ``find_nonfinite``."""
         torch.maximum(self.siteless_amax, amax, out=self.siteless_amax)
+
+    @contextlib.contextmanager
+    def unrecorded(self, delayed: bool) -> Iterator[None]:
+        """Cast with the stored scales, or with those of each tensor; what is recorded inside is forgotten."""
+        tables = self.amax, self.siteless_amax, self.counts, self._pending
+        before, was_delayed = [table.clone() for table in tables], self.delayed
+        self.delayed = delayed
+        try:
+            yield
+        finally:
+            self.delayed = was_delayed
+            for table, values in zip(tables, before, strict=True):
+                table.copy_(values)
 
     def find_nonfinite(self) -> Tensor:
         """Return one boolean per site, and a last one for all other tensors: whether inf or NaN was cast since the last

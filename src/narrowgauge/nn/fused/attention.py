@@ -118,6 +118,10 @@ class BlockCall:
             return True
         return any(number is None or cache.get_seq_length(number) for cache in caches)
 
+    def has_cache(self) -> bool:
+        """Whether a cache was passed."""
+        return any(self.kwargs.get(name) is not None for name in CACHES)
+
     def without_cache(self) -> BlockCall:
         """Return the call for recomputation, which must not write to a cache again."""
         kwargs = {name: None if name in CACHES else value for name, value in self.kwargs.items()}

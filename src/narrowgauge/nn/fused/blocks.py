@@ -21,6 +21,7 @@ from narrowgauge.nn.fused.graphs import BlockGraphs
 from narrowgauge.nn.fused.offload import begin_block, offload
 from narrowgauge.nn.fused.passes import BlockInput, run_backward, run_forward
 from narrowgauge.nn.fused.plan import NO_DROPOUT, BlockPlan, BlockTensors, Dropout
+from narrowgauge.nn.fused.rehearse import rehearse_block
 from narrowgauge.nn.fused.sublayers import is_added_directly
 from narrowgauge.nn.products.gemm import DOUBLE_BACKWARD, get_address, is_graph_retained
 from narrowgauge.scaling.operand import Operand
@@ -59,7 +60,7 @@ def run_block(
 ) -> Tensor:
     """Run a block on the residual stream x [B, T, D]."""
     before: GradientHandoff | None = getattr(x, HANDOFF, None)
-    plan = plan.for_first_step().without_frozen(tensors)
+    whole, plan = plan, plan.for_first_step().without_frozen(tensors)
     spec = plan.spec
     direct = spec.order != "post" and is_added_directly(spec.branch2, dropout.branch2, dropout.depth2)
     after = GradientHandoff(plan.down) if direct else None
@@ -68,6 +69,7 @@ def run_block(
     with torch.autocast(x.device.type, enabled=False):  # the plan decides every format
         needed = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *flat, *others))
         given = BlockInput(plan, call, tensors, x, None, needed, dropout, True)
+        rehearse_block(whole, given, before.reader if before is not None else None)
         output: Tensor = _Block.apply(x, None, given, (before, after), graphs, *flat, *others)  # type: ignore[no-untyped-call]
     if needed and after is not None:
         setattr(output, HANDOFF, after)
@@ -86,6 +88,7 @@ def run_chain(
             needed = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *flat))
             following = GradientHandoff(plan.down)
             given = BlockInput(plan, call, own, x, branch, needed, NO_DROPOUT, False)
+            rehearse_block(whole, given, link.reader if link is not None else None)
             x, branch = _Block.apply(x, branch, given, (link, following), graphs, *flat)  # type: ignore[no-untyped-call]
             link = following
     assert branch is not None and link is not None

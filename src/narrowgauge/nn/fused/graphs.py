@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge import events
-from narrowgauge.nn.fused.attention import CACHES
 from narrowgauge.nn.fused.casts import Projection
 from narrowgauge.nn.fused.passes import BlockInput, get_future_gradients, is_repeated_at_random
 from narrowgauge.nn.fused.recorded import BlockGraph, Recorder, name_arguments
@@ -169,7 +168,7 @@ def can_record(given: BlockInput) -> bool:
         and given.dropout.depth1 is None
         and given.dropout.depth2 is None
         and not is_repeated_at_random(plan, given.dropout)
-        and not (plan.checkpoint == "full" and any(given.call.kwargs.get(name) is not None for name in CACHES))
+        and not (plan.checkpoint == "full" and given.call.has_cache())
         and all(part.weight.gradient_dtype is not None for part in (plan.qkv, plan.out, plan.up, plan.down))
         and x.device.index == torch.cuda.current_device()
         and not torch.cuda.is_current_stream_capturing()

@@ -42,6 +42,7 @@ from narrowgauge.kernels.cross_entropy import (
 )
 from narrowgauge.nn.fused.casts import get_wide_dtype
 from narrowgauge.nn.fused.head_input import InputReader, cut, pad_rows
+from narrowgauge.nn.fused.rehearse import rehearse_head
 from narrowgauge.nn.products.gemm import (
     ALL_BF16,
     BF16,
@@ -309,6 +310,8 @@ class _HeadLoss(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, task: _HeadCall, operand: Operand | None
     ) -> Tensor:
         needs = tuple(ctx.needs_input_grad[:3])
+        key = weight.shape, weight.dtype, needs, task.precision, task.summed, task.form, bias is None, operand is None
+        rehearse_head(task.weight.scales, x, key, lambda: task.run(x, weight, bias, operand, needs))
         loss, *ctx.grads = events.run_in_scope(task.path, task.run, x, weight, bias, operand, needs)
         ctx.dtypes = x.dtype, gradient_dtype(weight), None if bias is None else bias.dtype
         ctx.path = task.path

@@ -1,0 +1,109 @@
+"""Runs a block, or the head, once without launching kernels, before its first call: see ``kernels.rehearsal``.
+
+A first step computes scales from each tensor, later ones have them: a rehearsal runs both ways. It changes nothing:
+the statistics of scales and the random state are restored, and results are thrown away. Blocks that run code of the
+model's own are not rehearsed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge import events, kernels
+from narrowgauge.kernels.dry_run import is_dry_run
+from narrowgauge.kernels.rehearsal import rehearsing
+from narrowgauge.nn.fused.casts import Projection
+from narrowgauge.nn.fused.passes import BlockInput, run_backward, run_forward
+from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors
+from narrowgauge.random_state import get_random_state, set_random_state
+from narrowgauge.scaling.operand import Operand
+from narrowgauge.scaling.tensor import ScalingRule, TensorScales
+
+MOST_REHEARSALS = 32
+"""After so many different blocks and heads, kernels are compiled as they come."""
+_done: set[Any] = set()
+"""What was rehearsed."""
+_places: set[Any] = set()
+"""Blocks that need not be looked at again, by their descriptions."""
+
+
+def rehearse_block(plan: BlockPlan, given: BlockInput, reader: Projection | None) -> None:
+    """Compile the kernels of a block's forward and backward, if no block like it was rehearsed before.
+
+    Args:
+        plan: The block's plan for steps after the first.
+        given: What its forward is given now.
+        reader: The last projection of the block before, which reads the gradient of the input.
+    """
+    x = given.x
+    if not x.is_cuda or not given.needed:
+        return
+    place = id(plan.spec), plan.checkpoint, plan.activations, given.branch is None, reader is None
+    if place in _places or not _can_rehearse(x):
+        return
+    _places.add(place)
+    flat = given.tensors.flatten()
+    forms = tuple(None if one is None else (one.shape, one.dtype, one.requires_grad) for one in flat)
+    choices = tuple(part.choice for part in plan.projections)
+    if not _runs_other_code(given) and _is_new((repr(plan.spec), choices, forms, *place[1:], given.summed, x.dtype)):
+        trained: list[Any] = [one is not None and one.requires_grad for one in flat]
+        needs = BlockTensors.unflatten(plan, trained)
+        later = given._replace(plan=plan.without_frozen(given.tensors))
+        _run_both_ways(plan.scales, x, lambda delayed: _run_block(later if delayed else given, needs, reader))
+
+
+def rehearse_head(scales: TensorScales | ScalingRule | None, x: Tensor, key: Any, run: Callable[[], Any]) -> None:
+    """Compile the kernels of a head, if none like it was rehearsed before."""
+    if x.is_cuda and _can_rehearse(x) and _is_new(("head", x.dtype, key)):
+        _run_both_ways(scales, x, lambda delayed: run())
+
+
+def _run_block(given: BlockInput, needs: BlockTensors, reader: Projection | None) -> None:
+    outputs, left = run_forward(given)
+    operand: Operand | None = None
+    for _ in range(2):  # the gradient comes as it is, and as the next block's kernel has written it
+        written = operand if operand is not None and any(part is not None for part in operand) else None
+        result = run_backward(left, given.tensors, needs, torch.empty_like(outputs[0]), written, reader)
+        operand = result[1]
+
+
+def _can_rehearse(x: Tensor) -> bool:
+    return (
+        kernels.HAVE_TRITON
+        and len(_done) < MOST_REHEARSALS
+        and not is_dry_run()
+        and not events.is_listening()
+        and kernels.can_bypass_op(x)
+        and not torch.cuda.is_current_stream_capturing()
+    )
+
+
+def _runs_other_code(given: BlockInput) -> bool:
+    dropout, spec = given.dropout, given.plan.spec
+    own = spec.attention.kind == "own" or spec.cross is not None or bool(given.call.differentiable)
+    return own or dropout.depth1 is not None or dropout.depth2 is not None or given.call.has_cache()
+
+
+def _is_new(key: Any) -> bool:
+    is_new = key not in _done
+    _done.add(key)
+    return is_new
+
+
+@torch.no_grad()
+def _run_both_ways(scales: TensorScales | ScalingRule | None, x: Tensor, run: Callable[[bool], Any]) -> None:
+    random = get_random_state(x.device)
+    try:
+        with rehearsing():
+            if not isinstance(scales, TensorScales):
+                run(True)
+                return
+            for delayed in (False, True) if not scales.delayed and scales.mode == "delayed" else (scales.delayed,):
+                with scales.unrecorded(delayed):
+                    run(delayed)
+    finally:
+        set_random_state(random, x.device)

@@ -1,0 +1,143 @@
+"""A rehearsal finds the kernels that the next steps launch, and changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import pkgutil
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from narrowgauge import hardware, kernels, tasks
+from narrowgauge.forecast.trace.trace_step import trace_steps
+from narrowgauge.kernels import launch, rehearsal
+from narrowgauge.nn.fused import rehearse
+from narrowgauge.recipe import parse
+from narrowgauge.scaling.tensor import TensorScales
+from narrowgauge.task import Task
+from narrowgauge.tasks import user_model
+
+OUTSIDE = {"_adamw_kernel", "_squares_kernel", "_norms_kernel", "rescale_kernel", "add_rows_kernel"}
+"""Kernels outside of blocks and head."""
+
+
+class Launches:
+    """The variants of kernels that were rehearsed, and those that were launched."""
+
+    def __init__(self) -> None:
+        self.rehearsed: set[Any] = set()
+        self.launched: list[Any] = []
+        self.unforeseen: list[Any] = []
+        """Launches that no rehearsal had foreseen."""
+
+    def launch(self, kernel: Any, grid: Any, *args: Any, **constants: Any) -> None:
+        key = kernel.__name__, tuple(map(classify, args)), tuple(constants.items())
+        if rehearsal.noted is not None:
+            self.rehearsed.add(key)
+            return
+        self.launched.append(key)
+        if key not in self.rehearsed:
+            self.rehearsed.add(key)
+            self.unforeseen.append(key)
+
+
+def classify(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.dtype
+    return (value == 1, value % 16 == 0) if type(value) is int else None if value is None else type(value)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """Note launches on a simulated GPU, where the Python around kernels runs as on a real one."""
+    made = Launches()
+    names = [module.name for module in pkgutil.iter_modules(kernels.__path__, "narrowgauge.kernels.")]
+    for module in map(importlib.import_module, names):
+        if hasattr(module, "launch_kernel") and not module.__name__.endswith("launch"):
+            monkeypatch.setattr(module, "launch_kernel", made.launch)
+        if hasattr(module, "can_bypass_op") and not module.__name__.endswith("cublas"):
+            monkeypatch.setattr(module, "can_bypass_op", lambda *tensors: True)
+    monkeypatch.setattr(kernels, "can_bypass_op", lambda *tensors: True)
+    monkeypatch.setattr(rehearse, "is_dry_run", lambda: False)
+    monkeypatch.setattr(rehearse.events, "is_listening", lambda: False)
+    monkeypatch.setattr(rehearse, "get_random_state", lambda device: None)
+    monkeypatch.setattr(rehearse, "set_random_state", lambda state, device: None)
+    monkeypatch.setattr(rehearse, "_done", set())
+    monkeypatch.setattr(rehearse, "_places", set())
+    return made
+
+
+HF_LLAMA = {
+    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+def make_task(kind: str) -> Task:
+    if kind == "transformers":
+        return user_model.make_task("transformers:LlamaForCausalLM", HF_LLAMA, 8, 256, small=False)
+    return tasks.find(kind, batch=8, context=256)
+
+
+@pytest.mark.parametrize("kind", ["gpt:3x256", "transformers"])
+@pytest.mark.parametrize("recipe", ["fp8", "bf16", "fp8-lean", "fp8[activations=8bit]"])
+def test_what_blocks_and_head_launch_was_rehearsed(kind: str, recipe: str, launches: Launches) -> None:
+    parsed = parse(recipe)
+    parsed = parsed.replace(products="all") if parsed.compute == "fp8" else parsed
+    trace_steps(make_task(kind), parsed, hardware.find_gpu("h200"))
+    assert len(launches.rehearsed) > 4
+    missed = Counter(key[0] for key in launches.unforeseen if key[0] not in OUTSIDE)
+    # The model's last norm is outside as well: forward and backward, in the first step and later ones.
+    assert missed.keys() <= {"forward_kernel", "backward_kernel", "sum_kernel"} and missed.total() <= 6
+
+
+def test_equal_blocks_are_rehearsed_once(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[str] = []
+    original = rehearse._run_block
+    monkeypatch.setattr(
+        rehearse, "_run_block", lambda given, *rest: runs.append(given.plan.path) or original(given, *rest)
+    )
+    trace_steps(make_task("gpt:3x256"), parse("fp8"), hardware.find_gpu("h200"))
+    assert runs == ["blocks.0", "blocks.0", "blocks.1", "blocks.1"]  # each without scales, and with them
+
+
+def test_nothing_that_is_recorded_counts() -> None:
+    scales = TensorScales({"a": torch.float8_e4m3fn, "b": torch.float8_e5m2}, "cpu")
+    before = copy.deepcopy([scales.amax, scales.counts, scales.siteless_amax])
+    with scales.unrecorded(True):
+        assert scales.delayed
+        scales.sites["b"].amax.fill_(7.0)
+        scales.sites["a"].counts.fill_(3)
+        scales.sites["a"].pending.fill_(3)
+        scales.note_amax(torch.tensor(9.0))
+    assert not scales.delayed and not scales.sites["a"].pending.any()
+    assert all(
+        torch.equal(*pair) for pair in zip([scales.amax, scales.counts, scales.siteless_amax], before, strict=True)
+    )
+
+
+def test_a_launch_in_a_rehearsal_is_noted_and_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[dict[Any, rehearsal.Variant]] = []
+    monkeypatch.setattr(rehearsal, "start_compiling", noted.append)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+
+    class Kernel:
+        def __getitem__(self, grid: Any) -> Any:
+            raise AssertionError("launched")
+
+    kernel, x = Kernel(), torch.zeros(64)
+    with rehearsal.rehearsing():
+        for rows in (16, 32, 33):
+            launch.launch_kernel(kernel, (1,), x, rows, 1.5, None, BLOCK=64)
+        launch.launch_kernel(kernel, (1,), x[1:], 16, 1.5, None, BLOCK=64)  # not aligned
+    (found,) = noted
+    assert [variant.args for variant in found.values()] == [
+        (torch.float32, 16, 1.5, None),
+        (torch.float32, 33, 1.5, None),
+    ]
+    assert all(variant.constants == {"BLOCK": 64} for variant in found.values())
+    assert rehearsal.noted is None
