@@ -54,7 +54,7 @@ def test_the_head_makes_one_tensor_of_all_tokens(recipe: str, monkeypatch: pytes
     """With labels given to the model: the gradient of the hidden states; backward casts it to their dtype."""
     for name in ("CHUNK_BYTES", "WIDE_CHUNK_BYTES", "GROUP_BYTES"):
         monkeypatch.setattr(head, name, 1 << 22)
-    length, vocab = 50_048, 8192  # tensors of the weight's size are other ones
+    length, vocab = 50_048, 2048  # tensors of the weight's size are other ones
     traced = trace(recipe, length, vocab)
     ops = traced.trace.ops
     made = [
