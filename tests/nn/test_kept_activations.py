@@ -58,9 +58,10 @@ def test_losses_are_equal_and_gradients_as_accurate(family):
     assert short == plain  # the first step recomputes its blocks, and forward is the same
     before, after = find_decibels(exact, wanted), find_decibels(exact, got)
     assert min(before.values()) > 5
-    lost = [before[name] - after[name] for name in before]
-    assert sum(lost) / len(lost) < 0.25, lost
-    assert max(lost) < 1.5, lost  # small tensors: rounding of a few values, either way
+    lost = {name: before[name] - after[name] for name in before}
+    assert sum(lost.values()) / len(lost) < 0.25, lost
+    assert max(loss for name, loss in lost.items() if exact[name].dim() > 1) < 0.5, lost
+    assert max(lost.values()) < 2, lost  # 64 numbers of a norm or a bias: rounding, either way
 
 
 def freeze(model: nn.Module) -> None:

@@ -129,24 +129,8 @@ def _decode_four(  # type: ignore[no-untyped-def]
     x0, x1, x2, x3, scales_ptr, n0, d0, length, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """Return the four tiles of ``load_four`` in FP32, if what was loaded are codes."""
-    scales0 = load_scales(scales_ptr, n0, d0, length, WHOLE, BLOCK_N)
-    scales1 = load_scales(scales_ptr, n0 + 1, d0, length, WHOLE, BLOCK_N)
-    scales2 = load_scales(scales_ptr, n0 + 2, d0, length, WHOLE, BLOCK_N)
-    scales3 = load_scales(scales_ptr, n0 + 3, d0, length, WHOLE, BLOCK_N)
-    return (
-        decode_codes(x0, scales0), decode_codes(x1, scales1), decode_codes(x2, scales2), decode_codes(x3, scales3)
-    )  # fmt: skip
-
-
-@jit
-def _store_four(  # type: ignore[no-untyped-def]
-    x0, x1, x2, x3, codes_ptr, scales_ptr, n0, d0, length, width,
-    WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    store_codes(x0, codes_ptr, scales_ptr, n0, d0, length, width, width, WHOLE, BLOCK_N, BLOCK_D)
-    store_codes(x1, codes_ptr, scales_ptr, n0 + 1, d0, length, width, width, WHOLE, BLOCK_N, BLOCK_D)
-    store_codes(x2, codes_ptr, scales_ptr, n0 + 2, d0, length, width, width, WHOLE, BLOCK_N, BLOCK_D)
-    store_codes(x3, codes_ptr, scales_ptr, n0 + 3, d0, length, width, width, WHOLE, BLOCK_N, BLOCK_D)
+    scales = load_scales(scales_ptr, n0, d0, length, WHOLE, BLOCK_N)
+    return decode_codes(x0, scales), decode_codes(x1, scales), decode_codes(x2, scales), decode_codes(x3, scales)
 
 
 @jit_unspecialized("length", "n16")
@@ -166,13 +150,16 @@ def pointwise_kernel(  # type: ignore[no-untyped-def]
     if recomputed_t_ptr is not None:
         issue_loads()
     if a_codes_ptr is not None:
-        _store_four(
-            a0, a1, a2, a3, a_codes_ptr, a_codes_scales_ptr, n0, d0, length, width, WHOLE, BLOCK_N, BLOCK_D
+        store_codes(
+            a0, a1, a2, a3, a_codes_ptr, a_codes_scales_ptr, n0, d0, length, width, width, WHOLE, BLOCK_N, BLOCK_D
         )  # fmt: skip
         if b_codes_ptr is not None:
-            _store_four(
-                b0, b1, b2, b3, b_codes_ptr, b_codes_scales_ptr, n0, d0, length, width, WHOLE, BLOCK_N, BLOCK_D
+            store_codes(
+                b0, b1, b2, b3, b_codes_ptr, b_codes_scales_ptr, n0, d0, length, width, width, WHOLE, BLOCK_N, BLOCK_D
             )  # fmt: skip
+            b0, b1, b2, b3 = load_four(b_ptr, n0, d0, length, width, b_stride, WHOLE, BLOCK_N, BLOCK_D)
+        # Loaded again, from the L1 cache: kept until here as FP32 numbers, the inputs take 128 registers instead of 72.
+        a0, a1, a2, a3 = load_four(a_ptr, n0, d0, length, width, a_stride, WHOLE, BLOCK_N, BLOCK_D)
     scale = 1.0 if scale_ptr is None else tl.load(scale_ptr)
     if recomputed_t_ptr is not None:
         forward_scale = tl.load(recomputed_scale_ptr)
@@ -194,7 +181,7 @@ def pointwise_kernel(  # type: ignore[no-untyped-def]
             for i in range(4):
                 a = load_rows(a_ptr, n0 + i, d0, length, width, a_stride, WHOLE, BLOCK_N, BLOCK_D)
                 if a_scales_ptr is not None:
-                    a = decode_codes(a, load_scales(a_scales_ptr, n0 + i, d0, length, WHOLE, BLOCK_N))
+                    a = decode_codes(a, load_scales(a_scales_ptr, n0, d0, length, WHOLE, BLOCK_N))
                 b = a
                 if b_ptr is not None:
                     b = load_rows(b_ptr, n0 + i, d0, length, width, b_stride, WHOLE, BLOCK_N, BLOCK_D)
@@ -264,8 +251,8 @@ def gated_backward_kernel(  # type: ignore[no-untyped-def]
                 gate = load_rows(gate_ptr, n0 + i, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
                 up = load_rows(up_ptr, n0 + i, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
                 if gate_scales_ptr is not None:
-                    gate = decode_codes(gate, load_scales(gate_scales_ptr, n0 + i, d0, length, WHOLE, BLOCK_N))
-                    up = decode_codes(up, load_scales(up_scales_ptr, n0 + i, d0, length, WHOLE, BLOCK_N))
+                    gate = decode_codes(gate, load_scales(gate_scales_ptr, n0, d0, length, WHOLE, BLOCK_N))
+                    up = decode_codes(up, load_scales(up_scales_ptr, n0, d0, length, WHOLE, BLOCK_N))
                 grad_output = load_rows(
                     grad_output_ptr, n0 + i, d0, length, width, grad_stride, WHOLE, BLOCK_N, BLOCK_D
                 )
