@@ -48,6 +48,15 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line("no CUDA device: the tests in tests/gpu were not run")
 
 
+@pytest.fixture(autouse=True)
+def accelerate_environment():
+    """Forget what transformers' TrainingArguments write for Accelerate (ACCELERATE_MIXED_PRECISION): the next test in
+    this process would find it."""
+    yield
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        del os.environ[name]
+
+
 @pytest.fixture(scope="session", autouse=True)
 def children_have_default_signals():
     """Give child processes default signal handling, also where the suite was started with signals ignored.

@@ -83,8 +83,13 @@ def make_task(kind: str) -> Task:
     return tasks.find(kind, batch=8, context=256)
 
 
-@pytest.mark.parametrize("kind", ["gpt:3x256", "transformers"])
-@pytest.mark.parametrize("recipe", ["fp8", "bf16", "fp8-lean", "fp8[activations=8bit]"])
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [
+        *(("gpt:3x256", recipe) for recipe in ("fp8", "bf16", "fp8-lean", "fp8[activations=8bit]")),
+        *(("transformers", recipe) for recipe in ("fp8", "fp8-lean[activations=8bit,checkpoint=none]")),
+    ],
+)
 def test_what_blocks_and_head_launch_was_rehearsed(kind: str, recipe: str, launches: Launches) -> None:
     parsed = parse(recipe)
     parsed = parsed.replace(products="all") if parsed.compute == "fp8" else parsed
