@@ -11,12 +11,9 @@ run: .venv/installed
 test: .venv/installed
 	$(MAKE) --no-print-directory --jobs=2 check unit
 
-# Plain assertions save 6 s in each worker. What fails runs again with rewritten ones, which show the values. One worker
-# more than there are cores, as many tests wait for other processes.
-WORKERS = $(shell $(PYTHON) -c 'import os; print(min(8, (os.cpu_count() or 1) + 1))')
-
+# Plain assertions save 6 s in each worker. What fails runs again with rewritten ones, which show the values.
 unit: .venv/installed
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --assert=plain --numprocesses $(WORKERS) \
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --assert=plain --numprocesses auto --maxprocesses 8 \
 	--dist worksteal || { OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none; exit 1; }
 
 check: .venv/installed

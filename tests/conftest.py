@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import signal
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -49,12 +50,12 @@ def pytest_terminal_summary(terminalreporter):
 
 
 @pytest.fixture(autouse=True)
-def accelerate_environment():
-    """Forget what transformers' TrainingArguments write for Accelerate (ACCELERATE_MIXED_PRECISION): the next test in
-    this process would find it."""
+def accelerate_forgets():
+    """Reset the state that Accelerate has in a process: all others would get the precision of a first Accelerator."""
     yield
-    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
-        del os.environ[name]
+    if (state := sys.modules.get("accelerate.state")) is not None:
+        state.AcceleratorState._reset_state()
+        state.GradientState._reset_state()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -155,3 +155,10 @@ def test_recipes_a_device_cannot_run_are_refused():
     assert "use fp16" in refusal(NAMED["bf16"], turing)
     assert "8.9" in refusal(NAMED["fp8"], device("cuda", ("bf16",), (8, 0)))
     assert "tensor cores" in refusal(NAMED["tf32"], device())
+
+
+def test_fp8_activations_are_kept_in_8_bits():
+    assert parse("fp8[activations=fp8]") == parse("fp8[activations=8bit]")
+    assert str(parse("fp8[activations=fp8]")) == "fp8[activations=8bit]"
+    with pytest.raises(UsageError, match="belongs to fp8"):
+        parse("bf16[activations=fp8]")

@@ -41,6 +41,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "activations": ("bf16", "8bit"),
     "offload": ("none", "activations"),
 }
+SYNONYMS = {("activations", "fp8"): "8bit"}
+"""Values that are read as another one: 8-bit activations are integers, which are more accurate than FP8."""
 _PATTERN = re.compile(r"[A-Za-z0-9_.*?-]+")
 _TEXT = re.compile(r"(?P<base>[^\[\]]*)(\[(?P<changes>[^\[\]]*)\])?")
 
@@ -322,7 +324,7 @@ def _read(field: str, value: str) -> Any:
             raise UsageError(f"recipe: loss_scale={value} must be none, dynamic or a positive number") from None
     if field not in CHOICES and field != "loss_scale":
         raise UsageError(_no_such_field(field))
-    return value
+    return SYNONYMS.get((field, value), value)
 
 
 def _no_such_field(name: str) -> str:

@@ -131,6 +131,8 @@ def test_a_launch_in_a_rehearsal_is_noted_and_nothing_runs(monkeypatch: pytest.M
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
 
     class Kernel:
+        device_caches: Any = None
+
         def __getitem__(self, grid: Any) -> Any:
             raise AssertionError("launched")
 

@@ -40,6 +40,8 @@ from narrowgauge.kernels.norm_kernels import backward_kernel, forward_kernel, su
 
 NOT_NORMALIZED = ("", None, None, None, None)
 """The last arguments of a backward that reads the residual stream."""
+REGISTERS = 65536
+"""Registers of a multiprocessor."""
 MAX_COLUMNS = 8192
 """Wider rows do not fit in the registers of one program."""
 
@@ -274,9 +276,12 @@ def _count_programs(x: Tensor, config: LaunchConfig) -> int:
     return min(-(-x.shape[0] // config.rows), config.programs * _multiprocessors(x.device))
 
 
-def _launch_constants(x: Tensor, config: LaunchConfig, lp: torch.dtype) -> dict[str, Any]:
+def _launch_constants(x: Tensor, config: LaunchConfig, lp: torch.dtype, keeps: bool = False) -> dict[str, Any]:
+    """Return the constants of a launch. Where rows are kept, the compiler may need one register too many for all
+    programs to run at once, so it is told the limit."""
+    limit = {"maxnreg": REGISTERS // (32 * config.warps * config.programs) // 8 * 8} if keeps else {}
     sizes = {"D": x.shape[1], "BLOCK": _block_size(x.shape[1]), "ROWS": config.rows, "STAGES": config.stages}
-    return {**sizes, "LIMIT": FP8_MAX.get(lp), "TINY": FLUSH_THRESHOLD.get(lp), "num_warps": config.warps}
+    return {**sizes, "LIMIT": FP8_MAX.get(lp), "TINY": FLUSH_THRESHOLD.get(lp), "num_warps": config.warps, **limit}
 
 
 def _forward(
@@ -293,7 +298,7 @@ def _forward(
             forward_kernel, (_count_programs(x, config),),
             x.contiguous(), None if branch is None else branch.contiguous(), weight, bias, scale, out,
             None if branch is None else residual, mean if kind == "layer" else None, rstd, amax, counts,
-            normalized, x.shape[0], eps, **_launch_constants(x, config, dtype),
+            normalized, x.shape[0], eps, **_launch_constants(x, config, dtype, normalized is not None),
         )  # fmt: skip
     return out, residual, mean, rstd
 

@@ -37,10 +37,12 @@ _compiling: dict[Any, Future[None]] = {}
 
 
 def note(key: Any, kernel: Any, args: Sequence[Any], constants: dict[str, Any]) -> None:
-    """Note a launch. Triton's stand-in for a tensor is aligned: other tensors are left to their launch."""
+    """Note a launch. Triton's stand-in for a tensor is aligned: other tensors are left to their launch, and so is a
+    kernel of the interpreter."""
     assert noted is not None
     tensors = [value for value in args if isinstance(value, Tensor)]
-    if key not in noted and all(tensor.data_ptr() % 16 == 0 for tensor in tensors):
+    can_compile = hasattr(kernel, "device_caches") and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+    if key not in noted and can_compile:
         given = tuple(value.dtype if isinstance(value, Tensor) else value for value in args)
         noted[key] = Variant(kernel, given, constants)
 

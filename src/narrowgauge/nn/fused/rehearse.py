@@ -67,8 +67,7 @@ def _run_block(given: BlockInput, needs: BlockTensors, reader: Projection | None
     operand: Operand | None = None
     for _ in range(2):  # the gradient comes as it is, and as the next block's kernel has written it
         written = operand if operand is not None and any(part is not None for part in operand) else None
-        result = run_backward(left, given.tensors, needs, torch.empty_like(outputs[0]), written, reader)
-        operand = result[1]
+        operand = run_backward(left, given.tensors, needs, torch.empty_like(outputs[0]), written, reader)[1]
 
 
 def _can_rehearse(x: Tensor) -> bool:
