@@ -43,11 +43,17 @@ def jit_unspecialized(*names: str) -> Callable[[Callable[..., Any]], Any]:
 
 def compute_scale(amax: Tensor, largest: Tensor | float, margin: int = 0) -> Tensor:
     """Return the scale that maps ``amax`` to ``largest`` / 2**margin; 1 where amax is 0, inf or NaN."""
-    good = torch.isfinite(amax) & (amax > 0)
+    good = is_positive_and_finite(amax)
     top = largest if isinstance(largest, Tensor) else torch.full_like(amax, largest, dtype=torch.float32)
     # A tensor divided by a tensor rounds once. torch computes number / tensor as number * (1 / tensor).
-    scale = top / torch.where(good, amax.float(), 1.0) / 2.0**margin
+    scale = top / torch.where(good, amax.float(), 1.0)
+    scale = scale / 2.0**margin if margin else scale
     return torch.where(good, scale.clamp(*SCALE_RANGE), 1.0)
+
+
+def is_positive_and_finite(x: Tensor) -> Tensor:
+    """Return where values are above 0, and neither inf nor NaN: three kernels, where torch.isfinite alone takes four."""
+    return (x > 0) & (x < torch.inf)
 
 
 def have_triton() -> bool:

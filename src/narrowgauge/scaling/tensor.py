@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import UsageError
-from narrowgauge.kernels import FP8_MAX, compute_scale
+from narrowgauge.kernels import FP8_MAX, compute_scale, is_positive_and_finite
 
 
 def _make_spaced(count: int, device: torch.device | str, fill: float) -> Tensor:
@@ -219,7 +219,7 @@ class TensorScales:
         self.moves += 1
         self.delayed = self.mode != "current"
         if self.mode != "none":
-            good = torch.isfinite(self.amax) & (self.amax > 0)
+            good = is_positive_and_finite(self.amax)
             accepted = good if skipped is None else good & ~skipped
             pushed = torch.roll(self.history, 1, 0)
             pushed[0] = self.amax
