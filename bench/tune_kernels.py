@@ -1,7 +1,8 @@
 """Times each kernel with different tiles and launch configurations on this GPU and prints the fastest first.
 
-usage: python bench/tune_kernels.py [KIND ...]      (cast, packed, gelu, gelu_backward, swiglu_backward, transpose,
-                                                     lp, statistics, loss, norm, norm_backward; all by default)
+usage: python bench/tune_kernels.py [KIND ...]      (cast, packed, gelu, gelu_keep, gelu_backward, gelu_backward_kept,
+                                                     swiglu_keep, swiglu_backward, transpose, lp, statistics, loss,
+                                                     norm, norm_bias, norm_backward, norm_backward_bias; all by default)
 
 One process per kind compiles all configurations first, in parallel. This process then measures them alone.
 """
@@ -45,8 +46,19 @@ CUTS = {
         2048: [(1, 4, 7), (1, 8, 6), (2, 8, 4), (1, 4, 10)],
         4096: [(1, 8, 4), (1, 16, 3), (1, 8, 6), (1, 8, 3)],
     },
+    "norm_bias": {
+        768: [(1, 4, 10), (1, 4, 12), (1, 2, 16), (1, 2, 12)],
+        1024: [(1, 4, 10), (1, 4, 12), (1, 2, 12)],
+        4096: [(1, 8, 3), (1, 8, 4), (1, 16, 2)],
+    },
+    "norm_backward_bias": {
+        768: [(1, 2, 10), (1, 2, 8), (1, 4, 6), (1, 4, 5)],
+        1024: [(1, 2, 7), (1, 2, 8), (1, 2, 10), (1, 4, 5), (1, 4, 6)],
+        4096: [(1, 8, 2), (1, 8, 1), (1, 16, 1)],
+    },
     "norm_backward": {
         768: [(1, 2, 10), (1, 4, 8), (1, 4, 7, 2), (1, 2, 12), (1, 2, 8), (1, 2, 6, 2)],
+        1024: [(1, 2, 8), (1, 2, 10), (1, 4, 6), (1, 4, 8)],
         2048: [(1, 4, 4), (1, 8, 3), (1, 8, 3, 2), (1, 4, 5), (1, 4, 3)],
         4096: [(1, 8, 2), (1, 16, 1, 2), (1, 8, 1, 2), (1, 16, 2)],
     },
@@ -90,6 +102,20 @@ def cases(kind: str) -> Iterator[Case]:
         yield from with_tile(
             activation.TILE, FLAT, lambda: activation.activate("gelu", u, transposed=False, **options_e4m3)
         )
+    elif kind == "gelu_keep":
+        u = randn(N, 4 * D)
+        work = partial(activation.activate_and_keep, "gelu", u, **options_e4m3)
+        yield from with_tile(activation.KEEP_TILE, [tile for tile in FLAT if tile["BLOCK_D"] == 64], work)
+    elif kind == "swiglu_keep":
+        u = randn(N, 4 * D)
+        work = partial(activation.activate_and_keep, "swiglu", u, **options_e4m3)
+        yield from with_tile(activation.PAIR_TILE, [tile for tile in FLAT if tile["BLOCK_D"] == 64], work)
+    elif kind == "gelu_backward_kept":
+        u, grad_output = randn(N, 4 * D), randn(N, 4 * D)
+        _, kept = activation.activate_and_keep("gelu", u, **options_e4m3)
+        one = torch.ones((), device="cuda")
+        work = partial(activation.activate_backward, "gelu", grad_output, kept, forward_scale=one, **options_e5m2)
+        yield from with_tile(activation.PAIR_TILE, [tile for tile in FLAT if tile["BLOCK_D"] == 64], work)
     elif kind == "gelu_backward":
         u, grad_output = randn(N, 4 * D), randn(N, 4 * D)
         one = torch.ones((), device="cuda")
@@ -131,16 +157,16 @@ def cases(kind: str) -> Iterator[Case]:
                 randn(rows, width),
                 torch.rand(width, device="cuda"),
             )
-            made = norm.norm(x, weight, eps=1e-5)
+            made, has_bias = norm.norm(x, weight, eps=1e-5), kind.endswith("bias")
             for cut in cuts:
-                name = "choose_forward_launch" if kind == "norm" else "choose_backward_launch"
-                setattr(norm, name, lambda _, cut=cut: norm.LaunchConfig(*cut))
-                if kind == "norm":
-                    work = partial(norm.norm, x, weight, eps=1e-5, branch=branch, **options_e4m3)
+                name = "choose_backward_launch" if "backward" in kind else "choose_forward_launch"
+                setattr(norm, name, lambda *_, cut=cut: norm.LaunchConfig(*cut))
+                if "backward" not in kind:
+                    bias = weight if has_bias else None
+                    work = partial(norm.norm, x, weight, bias, eps=1e-5, branch=branch, **options_e4m3)
                 else:
-                    work = partial(
-                        norm.norm_backward, branch, x, weight, made.mean, made.rstd, grad_residual=x, **options_e5m2
-                    )
+                    given = branch, x, weight, made.mean, made.rstd
+                    work = partial(norm.norm_backward, *given, grad_residual=x, has_bias=has_bias, **options_e5m2)
                 yield f"{width}: {cut}", work
 
 
@@ -149,14 +175,19 @@ KINDS = (
     "cast",
     "packed",
     "gelu",
+    "gelu_keep",
     "gelu_backward",
+    "gelu_backward_kept",
+    "swiglu_keep",
     "swiglu_backward",
     "transpose",
     "lp",
     "statistics",
     "loss",
     "norm",
+    "norm_bias",
     "norm_backward",
+    "norm_backward_bias",
 )
 kinds = [argument for argument in sys.argv[1:] if argument in KINDS] or list(KINDS)
 if "--compile" in sys.argv:

@@ -346,3 +346,14 @@ def test_backward_from_normalized_rows(kind, shape, interpret, monkeypatch):
         if not interpret or DEVICE == "cuda":  # the interpreter loses carries
             assert ((again - out).abs() <= STEP[E4M3] * out.abs() + 0.3).all()  # 32 times BF16's error of a value of 2
         assert (again == out).float().mean() > 0.8
+
+
+@pytest.mark.parametrize("more", [False, True])
+@pytest.mark.parametrize("columns", [64, 512, 768, 896, 1024, 1536, 2048, 3072, 4096, 5120, 8192])
+def test_all_programs_of_a_launch_run_at_once(columns, more):
+    """What does not fit on a multiprocessor would start when all others have ended."""
+    for config in (module.choose_forward_launch(columns, more), module.choose_backward_launch(columns, more)):
+        limit = module._launch_constants(torch.empty(1, columns), config, torch.float8_e4m3fn, True)["maxnreg"]
+        assert limit >= 40 and limit % 8 == 0  # ptxas allots eight at a time
+        assert limit * 32 * config.warps * config.programs <= module.REGISTERS
+        assert config.warps * config.programs <= 64

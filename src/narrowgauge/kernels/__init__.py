@@ -52,7 +52,7 @@ def compute_scale(amax: Tensor, largest: Tensor | float, margin: int = 0) -> Ten
 
 
 def is_positive_and_finite(x: Tensor) -> Tensor:
-    """Return where values are above 0, and neither inf nor NaN: three kernels, where torch.isfinite alone takes four."""
+    """Return where values are above 0, and neither inf nor NaN; torch.isfinite would take twice as many kernels."""
     return (x > 0) & (x < torch.inf)
 
 

@@ -68,22 +68,28 @@ class LaunchConfig(NamedTuple):
     stages: int = 1
 
 
-def choose_forward_launch(columns: int) -> LaunchConfig:
+def choose_forward_launch(columns: int, more: bool = False) -> LaunchConfig:
+    """Return the launch of forward; ``more``: it adds a bias, or keeps normalized rows, which takes registers."""
     if _block_size(columns) == 1024:
-        return LaunchConfig(rows=1, warps=4, programs=12)  # H200, 65,536 rows of 768: 0.141 ms, 0.151 by the rule
-    return _choose_launch(columns, {1: 28, 2: 16, 4: 7, 8: 4, 16: 2})
+        return LaunchConfig(1, 4, 10 if more else 12)  # H200, 65,536 rows of 768: 0.141 ms, 0.151 by the rule
+    return _choose_launch(columns, {1: 24, 4: 7, 8: 3, 16: 1} if more else {1: 28, 4: 7, 8: 4, 16: 2})
 
 
-def choose_backward_launch(columns: int) -> LaunchConfig:
-    return _choose_launch(columns, {1: 18, 2: 10, 4: 4, 8: 2, 16: 1})
+def choose_backward_launch(columns: int, bias: bool = False) -> LaunchConfig:
+    """Return the launch of backward; ``bias``: it also sums the gradient of a bias."""
+    if 768 < columns <= 1024:
+        return LaunchConfig(1, 2, 7 if bias else 8)
+    return _choose_launch(columns, {1: 16, 2: 10, 4: 3, 8: 2, 16: 1} if bias else {1: 18, 2: 10, 4: 4, 8: 2, 16: 1})
 
 
 def _choose_launch(columns: int, resident: dict[int, int]) -> LaunchConfig:
-    """Give a thread 16 values of a row, and a multiprocessor as many programs as its registers allow.
+    """Give a thread 16 values of a row, and a multiprocessor as many programs as its registers allow: what does not
+    fit would start when the others have ended, and run alone.
 
     Two warps handle 256 of a block's 1024 columns at a time. The last 256 of D = 768 are then known to be empty when
-    the kernel is compiled, and cost nothing; likewise for 1536 and 3072. Registers per thread for D = 768, 2048, 4096
-    and 8192, with FP8, amax and counts (Triton 3.6, ptxas, sm_90): forward 55, 72, 64, 64; backward 96, 128, 128, 128.
+    the kernel is compiled, and cost nothing; likewise for 1536 and 3072. Registers per thread for D = 768, 1024, 2048,
+    4096 and 8192, with FP8, amax and counts (Triton 3.6, ptxas, sm_90): forward 40, 40, 70, 64, 64, with a bias 48, 48,
+    72, 80, 94; backward 96, 128, 128, 128, 128, with a bias 96, 142, 141, 143, 128.
     """
     block = _block_size(columns)
     warps = min(max(block // 512, 1), 16)
@@ -276,10 +282,9 @@ def _count_programs(x: Tensor, config: LaunchConfig) -> int:
     return min(-(-x.shape[0] // config.rows), config.programs * _multiprocessors(x.device))
 
 
-def _launch_constants(x: Tensor, config: LaunchConfig, lp: torch.dtype, keeps: bool = False) -> dict[str, Any]:
-    """Return the constants of a launch. Where rows are kept, the compiler may need one register too many for all
-    programs to run at once, so it is told the limit."""
-    limit = {"maxnreg": REGISTERS // (32 * config.warps * config.programs) // 8 * 8} if keeps else {}
+def _launch_constants(x: Tensor, config: LaunchConfig, lp: torch.dtype, more: bool) -> dict[str, Any]:
+    """Return the constants of a launch; with ``more`` registers in use, the compiler is told how many there are."""
+    limit = {"maxnreg": min(255, REGISTERS // (32 * config.warps * config.programs) // 8 * 8)} if more else {}
     sizes = {"D": x.shape[1], "BLOCK": _block_size(x.shape[1]), "ROWS": config.rows, "STAGES": config.stages}
     return {**sizes, "LIMIT": FP8_MAX.get(lp), "TINY": FLUSH_THRESHOLD.get(lp), "num_warps": config.warps, **limit}
 
@@ -293,12 +298,13 @@ def _forward(
         return norm_reference(x, weight, bias, eps, kind, branch, scale, dtype, amax, counts, normalized)
     out, residual, mean, rstd = _forward_fake(x, weight, bias, eps, kind, branch, scale, dtype, amax, counts, None)
     if x.numel():
-        config = choose_forward_launch(x.shape[1])
+        more = bias is not None or normalized is not None
+        config = choose_forward_launch(x.shape[1], more)
         launch_kernel(
             forward_kernel, (_count_programs(x, config),),
             x.contiguous(), None if branch is None else branch.contiguous(), weight, bias, scale, out,
             None if branch is None else residual, mean if kind == "layer" else None, rstd, amax, counts,
-            normalized, x.shape[0], eps, **_launch_constants(x, config, dtype, normalized is not None),
+            normalized, x.shape[0], eps, **_launch_constants(x, config, dtype, more),
         )  # fmt: skip
     return out, residual, mean, rstd
 
@@ -328,7 +334,7 @@ def _backward(
         return norm_backward_reference(*arguments)
     grad_input, grad_input_lp, grad_weight, grad_bias = _backward_fake(*arguments)
     columns = residual.shape[1]
-    config = choose_backward_launch(columns)
+    config = choose_backward_launch(columns, has_bias)
     programs = _count_programs(residual, config)
     partials = [rstd.new_empty(programs, columns) for _ in range(1 + has_bias)]
     if programs:
@@ -338,7 +344,7 @@ def _backward(
             None if grad_residual is None else grad_residual.contiguous(), scale, grad_input,
             grad_input_lp if grad_input_lp.numel() else None,
             partials[0], partials[1] if has_bias else None, amax, counts, bias, again, forward_scale,
-            residual.shape[0], **_launch_constants(residual, config, dtype), NORMALIZED=bool(normalized_kind),
+            residual.shape[0], **_launch_constants(residual, config, dtype, has_bias), NORMALIZED=bool(normalized_kind),
             LAYER=mean is not None or normalized_kind == "layer",
         )  # fmt: skip
     for partial, total in zip(partials, (grad_weight, grad_bias), strict=False):

@@ -56,8 +56,6 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     cols = tl.multiple_of(tl.arange(0, BLOCK), 4)
     inside = cols < D
     weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
     scale = 1.0 if scale_ptr is None else tl.load(scale_ptr)
     largest = tl.zeros([BLOCK // 4], tl.int32)
     saturated = tl.zeros([BLOCK // 4], tl.int32)
@@ -83,8 +81,8 @@ def forward_kernel(  # type: ignore[no-untyped-def]
         if normalized_ptr is not None:
             tl.store(normalized_ptr + first + cols[None, :], y.to(normalized_ptr.dtype.element_ty), mask=live)
         y *= weight
-        if bias_ptr is not None:
-            y += bias
+        if bias_ptr is not None:  # loaded again for each row, from the L1 cache: it would take a thread 16 registers
+            y += tl.load(bias_ptr + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
         y = tl.where(live, y, 0.0)  # rows beyond the end would add the bias, or 0 * inf, to amax
         largest, saturated, flushed = _update_stats(
             y, scale, largest, saturated, flushed, amax_ptr, counts_ptr, ROWS, BLOCK, LIMIT, TINY
@@ -104,12 +102,11 @@ def backward_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     cols = tl.multiple_of(tl.arange(0, BLOCK), 4)  # as in the forward kernel
     inside = cols < D
-    weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if grad_bias_ptr is None:
+        weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
     scale = 1.0 if scale_ptr is None else tl.load(scale_ptr)
     if again_ptr is not None:
         again_scale = tl.load(again_scale_ptr)
-        if bias_ptr is not None:
-            bias = tl.load(bias_ptr + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
     grad_weight = tl.zeros([ROWS, BLOCK], tl.float32)
     grad_bias = tl.zeros([ROWS, BLOCK], tl.float32)
     largest = tl.zeros([BLOCK // 4], tl.int32)
@@ -129,10 +126,12 @@ def backward_kernel(  # type: ignore[no-untyped-def]
             if LAYER:
                 h -= tl.load(mean_ptr + row, mask=there, other=0.0)[:, None]
             h *= rstd
+        if grad_bias_ptr is not None:  # a thread's share of both sums and of the weight would take 48 registers
+            weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
         if again_ptr is not None:
             y = h * weight
             if bias_ptr is not None:
-                y += bias
+                y += tl.load(bias_ptr + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
             tl.store(again_ptr + first + cols[None, :], to_fp8(y * again_scale, 448.0), mask=live)
         grad_weight += grad_output * h  # grad_output is 0 beyond the end
         if grad_bias_ptr is not None:
