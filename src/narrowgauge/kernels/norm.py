@@ -283,7 +283,7 @@ def _count_programs(x: Tensor, config: LaunchConfig) -> int:
 
 
 def _launch_constants(x: Tensor, config: LaunchConfig, lp: torch.dtype, more: bool) -> dict[str, Any]:
-    """Return the constants of a launch; with ``more`` registers in use, the compiler is told how many there are."""
+    """Return the constants of a launch; with ``more`` registers in use, the compiler receives a limit."""
     limit = {"maxnreg": min(255, REGISTERS // (32 * config.warps * config.programs) // 8 * 8)} if more else {}
     sizes = {"D": x.shape[1], "BLOCK": _block_size(x.shape[1]), "ROWS": config.rows, "STAGES": config.stages}
     return {**sizes, "LIMIT": FP8_MAX.get(lp), "TINY": FLUSH_THRESHOLD.get(lp), "num_warps": config.warps, **limit}
