@@ -28,6 +28,7 @@ from narrowgauge.errors import UsageError
 from narrowgauge.hardware import Device, is_assumed
 from narrowgauge.nn.block_memory import FIELDS, OFFLOADED, RECOMPUTED, BlockMemory
 from narrowgauge.nn.fused.offload import get_host_room
+from narrowgauge.nn.fused.rehearse import suspended
 from narrowgauge.nn.measure_blocks import MeasuredStep, StepMeter
 from narrowgauge.nn.memory_plan import MemoryPlan, Option, choose, choose_least, predict_peak
 from narrowgauge.ranks.update_sync import UpdateSync
@@ -119,7 +120,7 @@ class MemoryFitter:
             self._has_begun = True
             self._reset_peak()  # what came before the step, such as an evaluation, does not count
         if self._stage not in ("measure", "try") or not self.blocks:
-            return contextlib.nullcontext()
+            return suspended() if self._stage == "check" else contextlib.nullcontext()
         if self._meter is None:
             self._meter = StepMeter(self.blocks, self.device)
         return self._meter.observe(backward)

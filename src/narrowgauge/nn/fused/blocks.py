@@ -16,12 +16,19 @@ from narrowgauge.errors import UsageError
 from narrowgauge.kernels import norm
 from narrowgauge.nn.blocks.spec import NormSpec
 from narrowgauge.nn.fused.attention import BlockCall
-from narrowgauge.nn.fused.casts import Normalized, NormWeights, Projection, norm_backward, norm_backward_kept
+from narrowgauge.nn.fused.casts import (
+    Normalized,
+    NormGrads,
+    NormWeights,
+    Projection,
+    norm_backward,
+    norm_backward_kept,
+)
 from narrowgauge.nn.fused.graphs import BlockGraphs
 from narrowgauge.nn.fused.offload import begin_block, offload
 from narrowgauge.nn.fused.passes import BlockInput, run_backward, run_forward
 from narrowgauge.nn.fused.plan import NO_DROPOUT, BlockPlan, BlockTensors, Dropout
-from narrowgauge.nn.fused.rehearse import rehearse_block
+from narrowgauge.nn.fused.rehearse import rehearse, rehearse_block
 from narrowgauge.nn.fused.sublayers import is_added_directly
 from narrowgauge.nn.products.gemm import DOUBLE_BACKWARD, get_address, is_graph_retained
 from narrowgauge.scaling.operand import Operand
@@ -182,21 +189,37 @@ class _LastNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, branch: Tensor, link: GradientHandoff, weight: Tensor, spec: NormSpec, plan: BlockPlan
     ) -> Tensor:
         flat, flat_branch = (t.reshape(-1, x.shape[-1]) for t in (x, branch))
-        keep = ctx.keep = plan.activations == "8bit"
-        made = norm.norm(flat, weight, eps=spec.eps, kind=spec.kind, branch=flat_branch, keep=keep)
-        rows, mean = (made.normalized, None) if keep else (made.residual, made.mean)
-        ctx.save_for_backward(rows, weight, made.rstd, *([] if mean is None else [mean]))
-        ctx.link, ctx.plan, ctx.shape, ctx.spec, ctx.dtype = link, plan, x.shape, spec, x.dtype
-        return made.out
+        ctx.keep, ctx.link, ctx.plan, ctx.shape, ctx.spec = plan.activations == "8bit", link, plan, x.shape, spec
+        ctx.dtype = x.dtype
+        key = "last norm", spec.kind, weight.shape, weight.dtype, ctx.keep, plan.down.choice
+        rehearse(plan.scales, x, key, lambda: _run_last_norm(ctx, flat, flat_branch, weight))
+        out, saved = _apply_last_norm(ctx, flat, flat_branch, weight)
+        ctx.save_for_backward(*saved)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        rows, weight, rstd, *mean = ctx.saved_tensors
-        norms, reader, caster = NormWeights(ctx.spec, weight, None), ctx.link.reader, ctx.plan.caster(True)
-        if ctx.keep:
-            made = norm_backward_kept(norms, grad, Normalized(rows, rstd, ctx.dtype), None, reader, None, caster)
-        else:
-            made = norm_backward(norms, grad, rows, (mean[0] if mean else None, rstd), None, reader, caster)
+        made = _last_norm_backward(ctx, grad, *ctx.saved_tensors)
         grad_input = made.stream.view(ctx.shape)
         ctx.link.put(grad_input, made.operand)
         return grad_input, None, None, made.weight, None, None
+
+
+def _apply_last_norm(ctx: Any, x: Tensor, branch: Tensor, weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return the norm of x + branch, and what backward needs."""
+    made = norm.norm(x, weight, eps=ctx.spec.eps, kind=ctx.spec.kind, branch=branch, keep=ctx.keep)
+    rows, mean = (made.normalized, None) if ctx.keep else (made.residual, made.mean)
+    assert rows is not None
+    return made.out, (rows, weight, made.rstd) if mean is None else (rows, weight, made.rstd, mean)
+
+
+def _last_norm_backward(ctx: Any, grad: Tensor, rows: Tensor, weight: Tensor, rstd: Tensor, *mean: Tensor) -> NormGrads:
+    norms, reader, caster = NormWeights(ctx.spec, weight, None), ctx.link.reader, ctx.plan.caster(True)
+    if ctx.keep:
+        return norm_backward_kept(norms, grad, Normalized(rows, rstd, ctx.dtype), None, reader, None, caster)
+    return norm_backward(norms, grad, rows, (mean[0] if mean else None, rstd), None, reader, caster)
+
+
+def _run_last_norm(ctx: Any, x: Tensor, branch: Tensor, weight: Tensor) -> None:
+    out, saved = _apply_last_norm(ctx, x, branch, weight)
+    _last_norm_backward(ctx, torch.empty_like(out), *saved)

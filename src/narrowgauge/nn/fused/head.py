@@ -20,6 +20,7 @@ here.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ from narrowgauge.kernels.cross_entropy import (
 )
 from narrowgauge.nn.fused.casts import get_wide_dtype
 from narrowgauge.nn.fused.head_input import InputReader, cut, pad_rows
-from narrowgauge.nn.fused.rehearse import rehearse_head
+from narrowgauge.nn.fused.rehearse import rehearse
 from narrowgauge.nn.products.gemm import (
     ALL_BF16,
     BF16,
@@ -310,8 +311,9 @@ class _HeadLoss(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, task: _HeadCall, operand: Operand | None
     ) -> Tensor:
         needs = tuple(ctx.needs_input_grad[:3])
-        key = weight.shape, weight.dtype, needs, task.precision, task.summed, task.form, bias is None, operand is None
-        rehearse_head(task.weight.scales, x, key, lambda: task.run(x, weight, bias, operand, needs))
+        how = needs, task.precision, task.summed, task.form, bias is None, operand is None
+        run = partial(task.run, x, weight, bias, operand, needs)
+        rehearse(task.weight.scales, x, ("head", weight.shape, weight.dtype, how), run)
         loss, *ctx.grads = events.run_in_scope(task.path, task.run, x, weight, bias, operand, needs)
         ctx.dtypes = x.dtype, gradient_dtype(weight), None if bias is None else bias.dtype
         ctx.path = task.path

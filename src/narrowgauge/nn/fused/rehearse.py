@@ -7,7 +7,8 @@ model's own are not rehearsed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,6 +30,18 @@ _done: set[Any] = set()
 """What was rehearsed."""
 _places: set[Any] = set()
 """Blocks that need not be looked at again, by their descriptions."""
+_suspended = False
+
+
+@contextlib.contextmanager
+def suspended() -> Iterator[None]:
+    """Rehearse nothing inside the context, for steps whose memory is measured."""
+    global _suspended
+    before, _suspended = _suspended, True
+    try:
+        yield
+    finally:
+        _suspended = before
 
 
 def rehearse_block(plan: BlockPlan, given: BlockInput, reader: Projection | None) -> None:
@@ -56,9 +69,9 @@ def rehearse_block(plan: BlockPlan, given: BlockInput, reader: Projection | None
         _run_both_ways(plan.scales, x, lambda delayed: _run_block(later if delayed else given, needs, reader))
 
 
-def rehearse_head(scales: TensorScales | ScalingRule | None, x: Tensor, key: Any, run: Callable[[], Any]) -> None:
-    """Compile the kernels of a head, if none like it was rehearsed before."""
-    if x.is_cuda and _can_rehearse(x) and _is_new(("head", x.dtype, key)):
+def rehearse(scales: TensorScales | ScalingRule | None, x: Tensor, key: Any, run: Callable[[], Any]) -> None:
+    """Compile the kernels of a function of x, if none with this key was rehearsed before."""
+    if x.is_cuda and _can_rehearse(x) and _is_new((x.dtype, key)):
         _run_both_ways(scales, x, lambda delayed: run())
 
 
@@ -74,6 +87,7 @@ def _can_rehearse(x: Tensor) -> bool:
     return (
         kernels.HAVE_TRITON
         and len(_done) < MOST_REHEARSALS
+        and not _suspended
         and not is_dry_run()
         and not events.is_listening()
         and kernels.can_bypass_op(x)
