@@ -91,3 +91,27 @@ def test_kernels_of_blocks_and_head_are_compiled_in_other_threads(recipe: str, t
     assert len(here) < 0.4 * len(found["made"]), here
     first, second, third = found["steps"]
     assert second - first <= 3 and third == second  # what later steps launch was compiled with the first
+
+
+def test_dropout_draws_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_head=4, n_embd=256, vocab_size=512, n_positions=128)
+    assert config.resid_pdrop > 0 and config.attn_pdrop > 0
+    ids = torch.randint(0, 512, (8, 128), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    losses = []
+    for most in (32, 0):
+        monkeypatch.setattr(rehearse, "_done", set())
+        monkeypatch.setattr(rehearse, "_places", set())
+        monkeypatch.setattr(rehearse, "MOST_REHEARSALS", most)
+        torch.manual_seed(0)
+        model = transformers.GPT2LMHeadModel(config).cuda().train()
+        engine = ng.Engine(model, torch.optim.AdamW(model.parameters(), 1e-3), "fp8[products=all]")
+        assert len(engine.conversion.blocks) == 2
+        torch.manual_seed(2)
+        with engine.forward():
+            loss = engine.model(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        losses.append((loss.item(), torch.cuda.get_rng_state()))
+        assert bool(rehearse._done) == (most > 0)
+    (first, state), (plain, wanted) = losses
+    assert first == plain and torch.equal(state, wanted)
