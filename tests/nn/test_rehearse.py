@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from narrowgauge import hardware, kernels, tasks
 from narrowgauge.forecast.trace.trace_step import trace_steps
 from narrowgauge.kernels import launch, rehearsal
-from narrowgauge.nn.fused import rehearse
+from narrowgauge.nn.fused import rehearse, verify
 from narrowgauge.recipe import parse
 from narrowgauge.scaling.tensor import TensorScales
 from narrowgauge.task import Task
@@ -61,7 +63,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
             monkeypatch.setattr(module, "launch_kernel", made.launch)
         if hasattr(module, "can_bypass_op") and not module.__name__.endswith("cublas"):
             monkeypatch.setattr(module, "can_bypass_op", lambda *tensors: True)
-    monkeypatch.setattr(kernels, "can_bypass_op", lambda *tensors: True)
+    monkeypatch.setattr(rehearse, "_has_data", lambda x: True)
     monkeypatch.setattr(rehearse, "is_dry_run", lambda: False)
     monkeypatch.setattr(rehearse.events, "is_listening", lambda: False)
     monkeypatch.setattr(rehearse, "get_random_state", lambda device: None)
@@ -155,3 +157,15 @@ def test_steps_whose_memory_is_measured_rehearse_nothing(launches: Launches) -> 
     with rehearse.suspended():
         trace_steps(make_task("gpt:3x256"), parse("fp8"), hardware.find_gpu("h200"))
     assert not launches.rehearsed.difference(launches.unforeseen)
+
+
+def test_nothing_that_is_traced_is_rehearsed() -> None:
+    x = torch.ones(2)
+    assert rehearse._has_data(x) and rehearse._has_data(torch.nn.Parameter(x))
+    with verify._DropoutInOrder():
+        assert rehearse._has_data(x)
+    with FlopCounterMode(display=False), verify._DropoutInOrder():
+        assert not rehearse._has_data(x)
+    with FakeTensorMode() as mode:
+        assert not rehearse._has_data(mode.from_tensor(x))
+    assert not rehearse._has_data(mode.from_tensor(x))

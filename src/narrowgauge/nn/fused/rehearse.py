@@ -2,7 +2,7 @@
 
 A first step computes scales from each tensor, later ones have them: a rehearsal runs both ways. It changes nothing:
 the statistics of scales and the random state are restored, and results are thrown away. Blocks that run code of the
-model's own are not rehearsed.
+model's own are not rehearsed. The comparison of a fused block with the original, in FP32, is rehearsed as well.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from narrowgauge import events, kernels
 from narrowgauge.kernels.dry_run import is_dry_run
@@ -24,8 +25,10 @@ from narrowgauge.random_state import get_random_state, set_random_state
 from narrowgauge.scaling.operand import Operand
 from narrowgauge.scaling.tensor import ScalingRule, TensorScales
 
-MOST_REHEARSALS = 32
+MOST_REHEARSALS = 256
 """After so many different blocks and heads, kernels are compiled as they come."""
+TRANSPARENT = "is_transparent"
+"""Attribute of a dispatch mode that passes every operation on."""
 _done: set[Any] = set()
 """What was rehearsed."""
 _places: set[Any] = set()
@@ -90,8 +93,18 @@ def _can_rehearse(x: Tensor) -> bool:
         and not _suspended
         and not is_dry_run()
         and not events.is_listening()
-        and kernels.can_bypass_op(x)
+        and _has_data(x)
         and not torch.cuda.is_current_stream_capturing()
+    )
+
+
+def _has_data(x: Tensor) -> bool:
+    """Whether a block computes now, and is not traced. The comparison with the original block has a mode of its own."""
+    modes = _get_current_dispatch_mode_stack()
+    return (
+        type(x) in (Tensor, torch.nn.Parameter)
+        and not torch.compiler.is_compiling()
+        and all(getattr(mode, TRANSPARENT, False) for mode in modes)
     )
 
 

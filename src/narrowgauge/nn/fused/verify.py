@@ -110,6 +110,8 @@ class _DropoutInOrder(TorchDispatchMode):
     nn.MultiheadAttention returns such tensors. Which values are dropped then differs, but not how many or where.
     """
 
+    is_transparent = True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.bernoulli_.float and not args[0].is_contiguous():
             drawn = func(args[0].new_empty(args[0].shape), *args[1:], **(kwargs or {}))
