@@ -71,7 +71,7 @@ def train(recipe: str, steps: int = 3) -> tuple[list[float], Any]:
 @pytest.mark.parametrize("recipe", ["fp8", "fp8-lean", "bf16", "fp8[activations=8bit]"])
 def test_training_computes_as_without_rehearsals(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rehearse, "_done", set())
-    monkeypatch.setattr(rehearse, "_places", set())
+    monkeypatch.setattr(rehearse, "_places", {})
     losses, amaxes = train(recipe)
     assert rehearse._done
     monkeypatch.setattr(rehearse, "MOST_REHEARSALS", 0)
@@ -101,7 +101,7 @@ def test_dropout_draws_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None
     losses = []
     for most in (256, 0):
         monkeypatch.setattr(rehearse, "_done", set())
-        monkeypatch.setattr(rehearse, "_places", set())
+        monkeypatch.setattr(rehearse, "_places", {})
         monkeypatch.setattr(rehearse, "MOST_REHEARSALS", most)
         torch.manual_seed(0)
         model = transformers.GPT2LMHeadModel(config).cuda().train()

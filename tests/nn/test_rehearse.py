@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import pkgutil
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -69,7 +70,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(rehearse, "get_random_state", lambda device: None)
     monkeypatch.setattr(rehearse, "set_random_state", lambda state, device: None)
     monkeypatch.setattr(rehearse, "_done", set())
-    monkeypatch.setattr(rehearse, "_places", set())
+    monkeypatch.setattr(rehearse, "_places", {})
     return made
 
 
@@ -169,3 +170,27 @@ def test_nothing_that_is_traced_is_rehearsed() -> None:
     with FakeTensorMode() as mode:
         assert not rehearse._has_data(mode.from_tensor(x))
     assert not rehearse._has_data(mode.from_tensor(x))
+
+
+def test_another_recipe_for_the_same_blocks_is_rehearsed(launches: Launches) -> None:
+    """As in a benchmark of several recipes, and after blocks were compared with the originals in FP32: all have one
+    description."""
+    for recipe in ("bf16", "fp8"):
+        trace_steps(make_task("gpt:3x256"), parse(recipe), hardware.find_gpu("h200"))
+    assert {key[0] for key in launches.unforeseen} <= OUTSIDE
+
+
+@pytest.mark.parametrize(("error", "warns"), [(torch.OutOfMemoryError("full"), False), (RuntimeError("a\nb"), True)])
+def test_training_continues_without_a_rehearsal_that_fails(
+    error: Exception, warns: bool, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(rehearse, "_run_block", fail)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trace_steps(make_task("gpt:3x256"), parse("fp8"), hardware.find_gpu("h200"))
+    told = [str(one.message) for one in found if "rehearsal" in str(one.message)]
+    assert told == ["kernels are compiled one after the other: a rehearsal failed (RuntimeError: a b)"] * 2 * warns
+    assert rehearsal.noted is None

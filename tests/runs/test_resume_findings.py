@@ -59,9 +59,6 @@ def skips(model: nn.Module, step: float) -> float:
     return float("inf") if step % 4 == 0 and model.training else 1.0
 
 
-CURVES = (falls_then_rises, diverges, is_nan_once, is_nan_for_long, spikes)
-
-
 def task_of(curve: Callable[[nn.Module, float], float]) -> Task:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         real = tiny_task.loss(model, batch)

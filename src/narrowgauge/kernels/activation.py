@@ -48,7 +48,7 @@ from narrowgauge.kernels.launch import launch_kernel
 # The fastest on an H200 (bench/tune_kernels.py). These kernels are bound by compute as much as by memory.
 TILE: dict[str, int] = {"BLOCK_N": 128, "BLOCK_D": 64, "num_warps": 4}
 KEEP_TILE: dict[str, int] = {"BLOCK_N": 128, "BLOCK_D": 64, "num_warps": 4}
-"""Of a forward that also writes its input in 8 bits; blocks_8bit needs 64 columns."""
+"""Of a forward that also writes its input in 8 bits, which needs 64 columns. Chosen by registers, not timed yet."""
 PAIR_TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 64, "num_warps": 4}
 GATED_TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 64, "num_warps": 8}
 RECOMPUTED_DTYPE = torch.float8_e4m3fn

@@ -17,7 +17,7 @@ from narrowgauge.nn.recompute_cost import estimate_fused, estimate_unfused
 from narrowgauge.recipe import Recipe
 
 RECOMPUTED = "full"
-"""The option that keeps least without another machine's memory; a plan counts from it."""
+"""The option that keeps least without host memory; a plan counts from it."""
 OFFLOADED = "offload"
 """The option that keeps nothing on the GPU."""
 FIELDS: dict[str, dict[str, Any]] = {

@@ -32,7 +32,8 @@ def predict_wait(traced: Traced, costs: Iterable[tuple[Op, float, float]]) -> fl
         if op.phase in spent and is_inside(op.where, [middle]):
             spent[op.phase] += seconds
             repeats = times
-    planned = traced.plan.counts.get("offload", 0) if traced.plan is not None else 0
+    moved = "offload" if traced.recipe.offload == "none" else "full"
+    planned = traced.plan.counts.get(moved, 0) if traced.plan is not None else 0
     copy_s = traced.offloaded / (planned or len(paths)) / (traced.gpu.node.pcie * interconnect().pcie_share)
     return (planned or len(paths) - 1 + repeats) * sum(max(0.0, copy_s - seconds) for seconds in spent.values())
 

@@ -63,8 +63,8 @@ class PagePool:
         except RuntimeError as error:
             held = self.allocated_bytes / 1e9
             raise UsageError(
-                f"offload=activations: the host has no {size / 1e9:.1f} GB more of memory for inputs of blocks, which "
-                f"have {held:.1f} GB already; use offload=none, or fewer tokens per batch"
+                f"offload: the host has no {size / 1e9:.1f} GB more of memory for inputs of blocks, which have "
+                f"{held:.1f} GB already; use offload=none, a larger memory budget, or fewer tokens per batch"
             ) from error
 
     def give_back(self, pages: list[Tensor]) -> None:

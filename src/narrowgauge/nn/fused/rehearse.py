@@ -8,6 +8,7 @@ model's own are not rehearsed. The comparison of a fused block with the original
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,8 +17,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from narrowgauge import events, kernels
+from narrowgauge.errors import one_line
 from narrowgauge.kernels.dry_run import is_dry_run
 from narrowgauge.kernels.rehearsal import rehearsing
+from narrowgauge.nn.blocks.spec import BlockSpec
 from narrowgauge.nn.fused.casts import Projection
 from narrowgauge.nn.fused.passes import BlockInput, run_backward, run_forward
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors
@@ -31,8 +34,8 @@ TRANSPARENT = "is_transparent"
 """Attribute of a dispatch mode that passes every operation on."""
 _done: set[Any] = set()
 """What was rehearsed."""
-_places: set[Any] = set()
-"""Blocks that need not be looked at again, by their descriptions."""
+_places: dict[Any, BlockSpec] = {}
+"""Blocks that need not be looked at again. Their descriptions are kept, as they are recognized by address."""
 _suspended = False
 
 
@@ -58,14 +61,14 @@ def rehearse_block(plan: BlockPlan, given: BlockInput, reader: Projection | None
     x = given.x
     if not x.is_cuda or not given.needed:
         return
-    place = id(plan.spec), plan.checkpoint, plan.activations, given.branch is None, reader is None
+    formats = tuple(part.choice for part in plan.projections)
+    place = id(plan.spec), formats, plan.checkpoint, plan.activations, given.branch is None, reader is None
     if place in _places or not _can_rehearse(x):
         return
-    _places.add(place)
+    _places[place] = plan.spec
     flat = given.tensors.flatten()
     forms = tuple(None if one is None else (one.shape, one.dtype, one.requires_grad) for one in flat)
-    choices = tuple(part.choice for part in plan.projections)
-    if not _runs_other_code(given) and _is_new((repr(plan.spec), choices, forms, *place[1:], given.summed, x.dtype)):
+    if not _runs_other_code(given) and _is_new((repr(plan.spec), forms, *place[1:], given.summed, x.dtype)):
         trained: list[Any] = [one is not None and one.requires_grad for one in flat]
         needs = BlockTensors.unflatten(plan, trained)
         later = given._replace(plan=plan.without_frozen(given.tensors))
@@ -122,6 +125,7 @@ def _is_new(key: Any) -> bool:
 
 @torch.no_grad()
 def _run_both_ways(scales: TensorScales | ScalingRule | None, x: Tensor, run: Callable[[bool], Any]) -> None:
+    """Rehearse a first and a later step. Training continues without a rehearsal that fails."""
     random = get_random_state(x.device)
     try:
         with rehearsing():
@@ -131,5 +135,10 @@ def _run_both_ways(scales: TensorScales | ScalingRule | None, x: Tensor, run: Ca
             for delayed in (False, True) if not scales.delayed and scales.mode == "delayed" else (scales.delayed,):
                 with scales.unrecorded(delayed):
                     run(delayed)
+    except torch.OutOfMemoryError:
+        pass  # the step itself may need less, as its blocks may be recomputed
+    except Exception as error:
+        reason = one_line(f"{type(error).__name__}: {error}", 200)
+        warnings.warn(f"kernels are compiled one after the other: a rehearsal failed ({reason})", stacklevel=2)
     finally:
         set_random_state(random, x.device)
