@@ -1,12 +1,12 @@
 """Compares FP8 and narrowgauge's fused BF16 with compiled BF16 and torchao, taking turns in one process.
 
 usage: python bench/fp8_steps.py TASK [ROUNDS] [STEPS] [torchao | tensorwise | rowwise] [ours | fp8-only] [profile]
-                                [fp8[FIELD=VALUE]...]
+                                [graphs] [fp8[FIELD=VALUE]...]
 (JSON to $OUT/fp8-TASK.json where OUT is set)
 
 ours: without plain compiled BF16, whose compilation takes a minute on deep models. fp8-only: without narrowgauge's
 BF16, to save memory: the weights and moments of all contestants are on the GPU at once. Recipes with changed fields,
-such as fp8[activations=8bit], take part too.
+such as fp8[activations=8bit], take part too. graphs: also fp8 with its blocks as CUDA graphs.
 """
 
 import collections
@@ -30,14 +30,19 @@ device, task, fp8 = hardware.detect(), tasks.find(spec), parse("fp8")
 settings = bench.Settings(compile=True, rounds=rounds, steps=steps)
 
 
-def fused(recipe: str, task: Any, model: Any, optimizer: Any, clip_norm: float, compile: bool) -> Any:
-    return bench.make_engine_step(task, Engine(model, optimizer, recipe, clip_norm=clip_norm, fused=True))
+def fused(
+    recipe: str, task: Any, model: Any, optimizer: Any, clip_norm: float, compile: bool, graphs: bool | None = None
+) -> Any:
+    engine = Engine(model, optimizer, recipe, clip_norm=clip_norm, fused=True, cuda_graphs=graphs)
+    return bench.make_engine_step(task, engine)
 
 
 baselines = {} if "fp8-only" in sys.argv else {"fused bf16": Baseline("bf16", functools.partial(fused, "bf16"))}
 if "ours" not in sys.argv:
     baselines |= make_baselines("torch", fp8)
 baselines |= {text: Baseline("fp8", functools.partial(fused, text)) for text in sys.argv if text.startswith("fp8[")}
+if "graphs" in sys.argv:
+    baselines["fp8 graphs"] = Baseline("fp8", functools.partial(fused, "fp8", graphs=True))
 wants_torchao = bool({"torchao", "tensorwise", "rowwise"} & set(sys.argv))
 for name, baseline in make_baselines("torchao", fp8).items() if wants_torchao else ():
     if "torchao" in sys.argv or name.rpartition("-")[2] in sys.argv:

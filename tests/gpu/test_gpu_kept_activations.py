@@ -98,7 +98,7 @@ def train(kind, recipe, steps=5):
 def test_training_takes_less_memory(kind):
     plain, before = train(kind, "fp8[products=all]")
     short, after = train(kind, "fp8[products=all,activations=8bit]")
-    assert short[:2] == plain[:2]
+    assert short[0] == plain[0]  # backward, and so the first update, reads rounded activations
     assert max(abs(a - b) for a, b in zip(short, plain, strict=True)) < 0.02
     assert max(after) < 0.8 * max(before)
     assert after[0] <= 1.02 * max(after[1:])  # the first step, without scales, is not the largest

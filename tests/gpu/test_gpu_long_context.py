@@ -20,11 +20,22 @@ SIZES = {
 T = 16384
 
 
+@pytest.fixture
+def deterministic():
+    """cuDNN's backward of attention adds up in no fixed order where a sequence has several tiles."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    yield
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    torch.use_deterministic_algorithms(False)
+
+
 def make_engine(recipe, rate=1e-4):
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, use_cache=False)).train()
-    return ng.Engine(model, torch.optim.AdamW(model.parameters(), rate, fused=True), recipe)
+    optimizer = torch.optim.AdamW(model.parameters(), rate, fused=True)
+    return ng.Engine(model, optimizer, recipe, cuda_graphs=False)  # recorded blocks free nothing
 
 
 def run_step(engine, length=T, seed=0):
@@ -38,6 +49,8 @@ def run_step(engine, length=T, seed=0):
 
 
 def measure_peak(recipe, length=T):
+    gc.collect()
+    before = torch.cuda.memory_allocated()
     engine = make_engine(recipe)
     losses = [run_step(engine, length)[0] for _ in range(2)]
     gc.collect()
@@ -49,25 +62,32 @@ def measure_peak(recipe, length=T):
     engine.backward(loss)
     engine.step()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated(), losses
+    return torch.cuda.max_memory_allocated() - before, losses
+
+
+def find_error(got, wanted):
+    """Return the largest relative difference of a gradient."""
+    return max(
+        float((got[name].float() - value.float()).norm() / value.float().norm()) for name, value in wanted.items()
+    )
 
 
 @pytest.mark.parametrize("recipe", ["fp8-lean[products=all]", "bf16-lean", "fp8[products=all,checkpoint=full]"])
 def test_tiles_change_no_result(recipe, monkeypatch):
-    """Products of other sizes may add up in another order, and FP8 rounds what differs: hence not to the bit."""
+    """Tiles change gradients no more than a repetition does: attention's backward adds up in no fixed order, products
+    of other sizes add up in another one, and FP8 rounds what differs."""
     found = []
-    for size in (1 << 60, 1 << 25):
+    for size in (1 << 60, 1 << 60, 1 << 25):
         monkeypatch.setattr(tiles, "TILE_BYTES", 1 << 60)
         engine = make_engine(recipe, rate=0.0)
-        run_step(engine)  # finds the same scales in both cases
+        run_step(engine)  # finds the scales without tiles
         monkeypatch.setattr(tiles, "TILE_BYTES", size)
         found.append(run_step(engine))
     assert tiles.choose_tile_rows(T, 2 * 4096) == 2048
-    (whole, wanted), (tiled, got) = found
+    (whole, wanted), (_, again), (tiled, got) = found
     assert tiled == pytest.approx(whole, rel=1e-4)
-    for name, value in wanted.items():
-        error = (got[name].float() - value.float()).norm() / value.float().norm()
-        assert error < 0.02, (name, float(error))
+    error, repeated = find_error(got, wanted), find_error(again, wanted)
+    assert error < max(0.02, 1.5 * repeated), (error, repeated)
 
 
 def test_tiles_take_less_memory(monkeypatch):
@@ -80,7 +100,8 @@ def test_tiles_take_less_memory(monkeypatch):
 
 
 @pytest.mark.parametrize("recipe", ["fp8-lean[products=all]", "bf16-lean"])
-def test_offloaded_training_is_the_same_to_the_bit(recipe):
+@pytest.mark.filterwarnings("ignore:.*defaults to a non-deterministic algorithm")
+def test_offloaded_training_is_the_same_to_the_bit(recipe, deterministic):
     bracket = "," if "[" in recipe else "["
     other = f"{recipe.removesuffix(']')}{bracket}offload=activations]"
     found = []
@@ -137,7 +158,8 @@ def test_predicted_peak(recipe, length, monkeypatch):
     task = user_model.make_task("transformers:LlamaForCausalLM", SIZES, 1, length, small=False)
     gpu = hardware.find_gpu("h200")
     memory = Scenario(task=task, gpu=gpu).predict_memory(parse(recipe))
-    assert memory.total == pytest.approx(measured, rel=0.05)
+    pending = offload.MOST_PENDING * length * 1024 * 2 if "offload" in recipe else 0  # copies that are on their way
+    assert 0.95 * measured - pending < memory.total < 1.05 * measured
     assert memory.host == (4 * length * 1024 * 2 if "offload" in recipe else 0)
 
 

@@ -115,9 +115,9 @@ def test_products_can_be_mixed(choice, monkeypatch):
 def test_only_short_sums_of_gradients_are_left_to_the_tensor_cores(outputs, quick, monkeypatch):
     seen, product = [], gemm.multiply_fp8
 
-    def watched(*operands, fast=True, bias=None):
+    def watched(*operands, fast=True, **more):
         seen.append(fast)
-        return product(*operands, fast=fast, bias=bias)
+        return product(*operands, fast=fast, **more)
 
     monkeypatch.setattr(gemm, "multiply_fp8", watched)
     model = nn.Sequential(nn.Linear(32, outputs, bias=False))

@@ -80,14 +80,15 @@ def product(
     inverses: tuple[Tensor, Tensor] | None = None,
     fast: bool = False,
     bias: Tensor | None = None,
+    into: Tensor | None = None,
 ) -> Tensor | None:
     """Return a [M, K] @ b [K, N] + bias [N] in ``out_dtype``, or None if torch should compute it.
 
     a and b are each row-major or transposed, a bias is BF16. ``inverses`` are the inverse scales of FP8 operands.
-    ``by_torch`` computes the same product into the tensor it is given.
+    ``by_torch`` computes the same product into the tensor it is given. ``into`` takes the result.
     """
     if rehearsal.noted is not None and a.is_cuda:
-        return torch.empty(a.shape[0], b.shape[1], dtype=out_dtype, device=a.device)
+        return torch.empty(a.shape[0], b.shape[1], dtype=out_dtype, device=a.device) if into is None else into
     if not can_bypass_op(a, b) or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)):
         return None
     key = (a.device, b.device, a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype, out_dtype, fast)
@@ -103,7 +104,9 @@ def product(
     known = _choices.get(shape, _UNKNOWN)
     if known is None or (known is _UNKNOWN and not _can_search()):
         return None
-    out = torch.empty(shape.sizes[:2], dtype=out_dtype, device=a.device)
+    if into is not None and (into.data_ptr() % ALIGNMENT or not into.is_contiguous()):
+        return None
+    out = torch.empty(shape.sizes[:2], dtype=out_dtype, device=a.device) if into is None else into
     try:
         if known is _UNKNOWN:
             known = _choices[shape] = _choose_algorithm(shape, a, b, out, inverses, bias, by_torch)

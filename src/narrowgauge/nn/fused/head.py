@@ -223,7 +223,10 @@ class _HeadCall:
                 total += loss.sum()
                 if grad_input is not None:
                     into = grad_input[part]
-                    into.copy_(compute_grad_input(d, use, self.precision)[: len(into)])
+                    if len(chosen) == len(into):
+                        compute_grad_input(d, use, self.precision, into)
+                    else:  # with rows of padding
+                        into.copy_(compute_grad_input(d, use, self.precision)[: len(into)])
                 if need_bias:
                     share = compute_grad_bias(d)
                     grad_bias = share if grad_bias is None else grad_bias.add_(share)

@@ -10,6 +10,7 @@ row-major, and FP8 operands have a transposed copy if a product needs it. BF16 p
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from narrowgauge import events
-from narrowgauge.kernels import FP8_MAX, cast, compute_scale, cublas, define_op, is_traced
+from narrowgauge.kernels import FP8_MAX, can_bypass_op, cast, compute_scale, cublas, define_op, is_traced
 from narrowgauge.kernels.cast_rows import cast_rows, record_rows
 from narrowgauge.kernels.sum_rows import sum_rows
 from narrowgauge.scaling.operand import Operand
@@ -70,47 +71,80 @@ def multiply_fp8(
     out_dtype: torch.dtype = BF16,
     fast: bool = True,
     bias: Tensor | None = None,
+    into: Tensor | None = None,
 ) -> Tensor:
     """Return a @ b.T + bias of FP8 operands divided by their scales.
 
-    ``fast``: tensor-core accumulation with fewer bits. ``bias`` is BF16, and needs a BF16 result.
+    ``fast``: tensor-core accumulation with fewer bits. ``bias`` is BF16, and needs a BF16 result. ``into`` takes the
+    result.
     """
     if is_traced(a):
-        return _multiply_fp8_op(a, b, inv_a, inv_b, out_dtype, fast, bias)
-    return _multiply_fp8(a, b, inv_a, inv_b, out_dtype, fast, bias)
+        return _store(_multiply_fp8_op(a, b, inv_a, inv_b, out_dtype, fast, bias), into)
+    return _multiply_fp8_into(into, a, b, inv_a, inv_b, out_dtype, fast, bias)
 
 
 def _multiply_fp8(
     a: Tensor, b: Tensor, inv_a: Tensor, inv_b: Tensor, out_dtype: torch.dtype, fast: bool, bias: Tensor | None
 ) -> Tensor:
+    return _multiply_fp8_into(None, a, b, inv_a, inv_b, out_dtype, fast, bias)
+
+
+def _multiply_fp8_into(
+    into: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    inv_a: Tensor,
+    inv_b: Tensor,
+    out_dtype: torch.dtype,
+    fast: bool,
+    bias: Tensor | None,
+) -> Tensor:
     if a.is_cuda:
         scaled: dict[str, Any] = {
             "scale_a": inv_a, "scale_b": inv_b, "bias": bias, "out_dtype": out_dtype, "use_fast_accum": fast,
         }  # fmt: skip
-        made = cublas.product(
-            a, b.t(), out_dtype, lambda out: torch._scaled_mm(a, b.t(), **scaled, out=out), (inv_a, inv_b), fast, bias
-        )
-        return torch._scaled_mm(a, b.t(), **scaled) if made is None else made
+        by_torch = functools.partial(_scaled_mm, a, b.t(), scaled)
+        made = cublas.product(a, b.t(), out_dtype, by_torch, (inv_a, inv_b), fast, bias, into)
+        return by_torch(into) if made is None else made
     product = (a.float() @ b.float().t()) * (inv_a * inv_b)
-    return (product if bias is None else product + bias.float()).to(out_dtype)
+    return _store((product if bias is None else product + bias.float()).to(out_dtype), into)
 
 
-def multiply_bf16(a: Tensor, b_t: Tensor, out_dtype: torch.dtype = BF16, bias: Tensor | None = None) -> Tensor:
-    """Return a @ b_t + bias of BF16 operands in any layout, accumulated in FP32."""
-    return (_multiply_bf16_op if is_traced(a) else _multiply_bf16)(a, b_t, out_dtype, bias)
+def _scaled_mm(a: Tensor, b_t: Tensor, how: dict[str, Any], out: Tensor | None) -> Tensor:
+    if out is None or not can_bypass_op(a, b_t):  # torch cannot simulate it with ``out``
+        return _store(torch._scaled_mm(a, b_t, **how), out)
+    return torch._scaled_mm(a, b_t, **how, out=out)
+
+
+def _store(made: Tensor, into: Tensor | None) -> Tensor:
+    return made if into is None else into.copy_(made)
+
+
+def multiply_bf16(
+    a: Tensor, b_t: Tensor, out_dtype: torch.dtype = BF16, bias: Tensor | None = None, into: Tensor | None = None
+) -> Tensor:
+    """Return a @ b_t + bias of BF16 operands in any layout, accumulated in FP32. ``into`` takes the result."""
+    if is_traced(a):
+        return _store(_multiply_bf16_op(a, b_t, out_dtype, bias), into)
+    return _multiply_bf16_into(into, a, b_t, out_dtype, bias)
 
 
 def _multiply_bf16(a: Tensor, b_t: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-    if a.is_cuda:
-        made = cublas.product(a, b_t, out_dtype, lambda out: _mm(a, b_t, out_dtype, bias, out), bias=bias)
-        return _mm(a, b_t, out_dtype, bias) if made is None else made
-    product = a.float() @ b_t.float()
-    return (product if bias is None else product + bias.float()).to(out_dtype)
+    return _multiply_bf16_into(None, a, b_t, out_dtype, bias)
 
 
-def _mm(
-    a: Tensor, b_t: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None, out: Tensor | None = None
+def _multiply_bf16_into(
+    into: Tensor | None, a: Tensor, b_t: Tensor, out_dtype: torch.dtype, bias: Tensor | None
 ) -> Tensor:
+    if a.is_cuda:
+        by_torch = functools.partial(_mm, a, b_t, out_dtype, bias)
+        made = cublas.product(a, b_t, out_dtype, by_torch, bias=bias, into=into)
+        return by_torch(into) if made is None else made
+    product = a.float() @ b_t.float()
+    return _store((product if bias is None else product + bias.float()).to(out_dtype), into)
+
+
+def _mm(a: Tensor, b_t: Tensor, out_dtype: torch.dtype, bias: Tensor | None, out: Tensor | None) -> Tensor:
     if bias is not None:
         return torch.addmm(bias, a, b_t, out=out)
     return torch.mm(a, b_t, out=out) if out_dtype is BF16 else torch.mm(a, b_t, out_dtype=out_dtype, out=out)
@@ -130,13 +164,18 @@ _multiply_bf16_op = define_op(
 
 
 def multiply_wide(
-    a: Tensor, b_t: Tensor, format: str, out_dtype: torch.dtype | None = None, bias: Tensor | None = None
+    a: Tensor,
+    b_t: Tensor,
+    format: str,
+    out_dtype: torch.dtype | None = None,
+    bias: Tensor | None = None,
+    into: Tensor | None = None,
 ) -> Tensor:
-    """Multiply in BF16 or FP32."""
+    """Multiply in BF16 or FP32. ``into`` takes the result."""
     if format == "bf16":
-        return multiply_bf16(a, b_t, out_dtype or BF16, bias)
+        return multiply_bf16(a, b_t, out_dtype or BF16, bias, into)
     product = a @ b_t
-    return product if bias is None else product + bias
+    return _store(product if bias is None else product + bias, into)
 
 
 def add_product(out: Tensor, a: Tensor, b_t: Tensor, factor: float = 1.0, *, replace: bool = False) -> None:
@@ -176,20 +215,20 @@ def _compute_output(x: Operand, weight: CastableWeight, choice: GemmChoice, bias
     return multiply_wide(x.hp, weight.wide(choice.output).t(), choice.output, bias=bias)
 
 
-def compute_grad_input(grad: Operand, weight: CastableWeight, choice: GemmChoice) -> Tensor:
-    """Return grad_output @ weight in BF16; in FP32 if that is the product's format."""
+def compute_grad_input(grad: Operand, weight: CastableWeight, choice: GemmChoice, into: Tensor | None = None) -> Tensor:
+    """Return grad_output @ weight in BF16; in FP32 if that is the product's format. ``into`` takes the result."""
     if events.is_listening():
-        return events.run_product("grad_input", weight.path, _compute_grad_input, grad, weight, choice)
-    return _compute_grad_input(grad, weight, choice)
+        return events.run_product("grad_input", weight.path, _compute_grad_input, grad, weight, choice, into)
+    return _compute_grad_input(grad, weight, choice, into)
 
 
-def _compute_grad_input(grad: Operand, weight: CastableWeight, choice: GemmChoice) -> Tensor:
+def _compute_grad_input(grad: Operand, weight: CastableWeight, choice: GemmChoice, into: Tensor | None) -> Tensor:
     if choice.grad_input == "fp8":
-        w = weight.fp8_transposed()
+        w, fast = weight.fp8_transposed(), grad.lp is not None and grad.lp.shape[1] <= FAST_DEPTH
         assert grad.lp is not None and grad.inv_scale is not None and w.lp_t is not None and w.inv_scale is not None
-        return multiply_fp8(grad.lp, w.lp_t, grad.inv_scale, w.inv_scale, fast=grad.lp.shape[1] <= FAST_DEPTH)
+        return multiply_fp8(grad.lp, w.lp_t, grad.inv_scale, w.inv_scale, fast=fast, into=into)
     assert grad.hp is not None
-    return multiply_wide(grad.hp, weight.wide(choice.grad_input), choice.grad_input)
+    return multiply_wide(grad.hp, weight.wide(choice.grad_input), choice.grad_input, into=into)
 
 
 def compute_grad_weight(
