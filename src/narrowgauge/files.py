@@ -59,6 +59,15 @@ def is_folder(path: Path) -> bool:
         return False
 
 
+def get_cache_folder() -> Path:
+    """Return the cache folder: NARROWGAUGE_CACHE, else $XDG_CACHE_HOME/narrowgauge, else ~/.cache/narrowgauge."""
+    if own := os.environ.get("NARROWGAUGE_CACHE"):
+        return Path(own)
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared) / "narrowgauge"
+    return Path("~/.cache/narrowgauge").expanduser()
+
+
 def expand_path(text: str) -> Path:
     """Make a path from what a user typed, with ``~`` expanded."""
     try:

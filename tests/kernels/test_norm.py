@@ -35,6 +35,10 @@ def draw_weight(columns, dtype=torch.float32):
     return 1 + 0.1 * draw(1, columns, seed=7)[0].to(dtype)
 
 
+NOT_NORMALIZED = ("", None, None, None, None)
+"""The last arguments of a backward that reads the residual stream."""
+
+
 def forward(kernel, x, weight, bias=None, eps=1e-5, kind="layer", branch=None, scale=None, dtype=torch.float32, **out):
     arguments = x, weight, bias, eps, kind, branch, scale, dtype, out.get("amax"), out.get("counts"), None
     return (module._forward if kernel else norm_reference)(*arguments)
@@ -45,7 +49,7 @@ def backward(
 ):
     arguments = grad_output, residual, weight, mean, rstd, grad_residual, has_bias, scale, dtype
     run = module._backward if kernel else norm_backward_reference
-    return run(*arguments, out.get("amax"), out.get("counts"), *module.NOT_NORMALIZED)
+    return run(*arguments, out.get("amax"), out.get("counts"), *NOT_NORMALIZED)
 
 
 def assert_within_a_step(lp, hp, dtype):
@@ -180,6 +184,30 @@ def test_fp8_gradient_with_amax_and_counts(kind, make_statistics):
     assert (got["counts"] > 0).all()
 
 
+@pytest.mark.parametrize("interpret", [False, True], ids=["reference", "kernel"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_streams_gradient_in_bf16(kind, interpret, monkeypatch, make_statistics):
+    """Only the stream's own gradient is rounded: its FP8 copy, amax and the weight's gradient stay as they are."""
+    monkeypatch.setattr(kernels, "interpreting", interpret)
+    shape = (37, 100)
+    x, grad_output, grad_residual = draw(*shape, offset=1.0), draw(*shape, torch.bfloat16, 1), draw(*shape, seed=2)
+    weight, scale = draw_weight(100), torch.tensor([2.0**10], device=DEVICE)
+    _, _, mean, rstd = forward(False, x, weight, kind=kind)
+    mean, found = mean if kind == "layer" else None, []
+    for dtype in (None, torch.bfloat16):
+        stats = make_statistics()
+        made = norm_backward(
+            grad_output, x, weight, mean, rstd, kind=kind, grad_residual=grad_residual, has_bias=True, scale=scale,
+            stream_dtype=dtype, **stats,
+        )  # fmt: skip
+        found.append((made, stats))
+    (wide, of_wide), (short, of_short) = found
+    assert wide[0].dtype is torch.float32 and short[0].dtype is torch.bfloat16
+    torch.testing.assert_close(short[0].float(), wide[0], rtol=2**-7, atol=0)  # the interpreter truncates
+    assert all(torch.equal(a, b) for a, b in zip(wide[1:], short[1:], strict=True))
+    assert torch.equal(of_wide["amax"], of_short["amax"]) and torch.equal(of_wide["counts"], of_short["counts"])
+
+
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_amax_keeps_nan_and_inf(value, make_statistics):
     weight = draw_weight(100)
@@ -270,7 +298,7 @@ def test_ops_pass_opcheck(kind, interpret, monkeypatch):
             arguments = (x, weight, None, 1e-5, kind, extra, scale, dtype, *watch, x.bfloat16())
             torch.library.opcheck(torch.ops.narrowgauge.norm.default, arguments, test_utils=checks)
             arguments = (x.bfloat16(), x, weight, mean, x[:, 0].abs(), extra, extra is None, scale, E5M2, *watch)
-            arguments += module.NOT_NORMALIZED
+            arguments += NOT_NORMALIZED
             torch.library.opcheck(torch.ops.narrowgauge.norm_backward.default, arguments, test_utils=checks)
 
 

@@ -97,8 +97,13 @@ def test_recomputation_changes_no_bit(name, mode, recipe):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp8[scaling=current]", "fp8[checkpoint=full]"])
 def test_a_chain_of_blocks_matches_single_blocks(name, recipe):
-    """A hook splits the chain, because the block must then be called. No bit and no scale may differ."""
-    chain, _, first = converted(name, recipe)
+    """A hook splits the chain, because the block must then be called.
+
+    No bit may differ without FP8. With it, the stream's gradients are BF16 within a chain, and FP32 where autograd
+    passes them from block to block: roundings to FP8 differ then, and no gradient may be less accurate for it.
+    """
+    chain, exact, first = converted(name, recipe)
+    _, wanted = gradients(exact)
     apart, _, second = converted(name, recipe)
     seen = []
     apart.blocks[1].register_forward_hook(lambda module, arguments, output: seen.append(output))
@@ -106,28 +111,39 @@ def test_a_chain_of_blocks_matches_single_blocks(name, recipe):
         loss_a, a = gradients(chain)
         loss_b, b = gradients(apart)
         assert torch.equal(loss_a, loss_b)
-        assert all(torch.equal(a[key], b[key]) for key in a)
-        if first.scales is not None:
-            assert torch.equal(first.scales.amax, second.scales.amax)
-            assert torch.equal(first.scales.counts, second.scales.counts)
+        if first.scales is None:
+            assert all(torch.equal(a[key], b[key]) for key in a)
+        else:
+            lost = [sqnr(b[key], wanted[key]) - sqnr(a[key], wanted[key]) for key in wanted]
+            assert sum(lost) / len(lost) < 0.3 and max(lost) < 2.5, lost  # those of small parameters scatter
+            torch.testing.assert_close(first.scales.amax, second.scales.amax, rtol=0.1, atol=0)
             first.scales.update()
             second.scales.update()
     assert len(seen) == 2
 
 
-def test_a_changed_gradient_is_not_taken_from_the_handoff():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_changed_gradient_is_not_taken_from_the_handoff(dtype):
+    """With a gradient in BF16, autograd passes zeros, and whatever it adds to them counts."""
     link = blocks.GradientHandoff(None)
-    made, operand = torch.randn(4, 4), Operand(torch.randn(4, 4))
-    link.put(made, operand)
-    assert link.take(made) is operand
-    assert link.take(made) is None  # returned only once
-    link.put(made, operand)
-    assert link.take(made.clone()) is None
-    link.put(made, operand)
-    made.mul_(2)
-    assert link.take(made) is None
-    link.put(made, operand)
-    assert link.take(made[1:]) is None
+    made, operand = torch.randn(4, 4).to(dtype), Operand(torch.randn(4, 4))
+    same = dtype is torch.float32
+    passed = link.put(made, operand, torch.float32)
+    assert passed.dtype is torch.float32 and passed.shape == made.shape
+    assert passed is made if same else not passed.any() and passed.untyped_storage().nbytes() == 4
+    gradient, found = link.take(passed)
+    assert gradient is made and found is operand
+    assert link.take(made) == (made, None)  # returned only once
+    passed = link.put(made, operand, torch.float32)
+    changed = passed + 3
+    gradient, found = link.take(changed)
+    assert found is None and torch.equal(gradient, changed if same else made.float() + 3)
+    if same:
+        link.put(made, operand, torch.float32)
+        made.mul_(2)
+        assert link.take(made) == (made, None)
+        link.put(made, operand, torch.float32)
+        assert link.take(made[1:])[1] is None
 
 
 @pytest.mark.parametrize("name", MODELS)

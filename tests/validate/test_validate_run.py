@@ -1,5 +1,6 @@
 """Validations with real training: bad candidates are worse, good ones are equivalent, runs are cached."""
 
+import dataclasses
 import json
 import re
 import signal
@@ -11,6 +12,7 @@ import pytest
 
 import forked
 import narrowgauge as ng
+from narrowgauge import hardware
 from narrowgauge.runs import checkpoint_times, record
 from narrowgauge.runs.checkpoint_times import CheckpointTimes
 from narrowgauge.runs.trainer import Trainer
@@ -164,3 +166,13 @@ def test_interrupted_validation_resumes(tmp_path):
     losses = json.loads(out)["losses"]
     straight = ng.validate(task("healthy"), ["bf16"], device="cpu", seeds=1, steps=80, out=tmp_path / "straight")
     assert losses == straight.describe()["losses"]
+
+
+def test_the_hosts_threads_matter_to_a_run_on_a_cpu_only(monkeypatch):
+    def describe(kind, threads):
+        monkeypatch.setattr(paired_runs, "read_versions", lambda: {"torch": "2", "threads": threads})
+        device = dataclasses.replace(hardware.detect("cpu"), kind=kind)
+        return paired_runs.Experiment(spec="gpt-tiny", device=device).describe_content()
+
+    assert describe("cpu", 2) != describe("cpu", 4)
+    assert describe("cuda", 2) == describe("cuda", 4)

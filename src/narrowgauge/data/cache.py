@@ -23,18 +23,13 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from narrowgauge import files
 from narrowgauge.errors import UsageError, printable
 
 Array = NDArray[Any]
 
 
-def get_folder() -> Path:
-    """Return the cache folder: NARROWGAUGE_CACHE, else $XDG_CACHE_HOME/narrowgauge, else ~/.cache/narrowgauge."""
-    if own := os.environ.get("NARROWGAUGE_CACHE"):
-        return Path(own)
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared) / "narrowgauge"
-    return Path("~/.cache/narrowgauge").expanduser()
+get_folder = files.get_cache_folder
 
 
 def fingerprint(files: Iterable[Path], *more: object) -> str:

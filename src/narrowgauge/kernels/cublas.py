@@ -2,7 +2,8 @@
 
 torch takes cuBLAS's first proposal, which comes from a model of the hardware and not from a measurement. On an H200
 other proposals take a ninth less time for all of GPT-2 124M's FP8 products (docs/results.md). So the first product of a
-shape tries all proposals on its own operands, torch's included, and keeps the fastest for the process: 0.15 s at most.
+shape tries all proposals on its own operands, torch's included, and keeps the fastest, also for later processes
+(``algorithm_store``): 0.15 s at most.
 
 ``product`` returns None if torch should compute: not on a GPU, for small products, under a dispatch mode or
 torch.compile, if autograd must see the product, with torch's deterministic algorithms (a choice by measurement is not
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.kernels import can_bypass_op, rehearsal
+from narrowgauge.kernels.algorithm_store import DEFAULT, AlgorithmStore
 
 SMALLEST = 2e10
 """FLOPs of the smallest product worth a search. Smaller ones run for less than 40 microseconds on an H200."""
@@ -163,7 +165,7 @@ def _library() -> Any:
         return None
     try:
         loaded = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-        needed = ("Create", "MatmulDescCreate", "MatrixLayoutCreate", "MatmulAlgoGetHeuristic", "Matmul")
+        needed = ("Create", "GetVersion", "MatmulDescCreate", "MatrixLayoutCreate", "MatmulAlgoGetHeuristic", "Matmul")
         return loaded if all(hasattr(loaded, f"cublasLt{name}") for name in needed) else None
     except OSError:
         return None
@@ -301,17 +303,29 @@ def _choose_algorithm(
     bias: Tensor | None,
     by_torch: Callable[[Tensor], Any],
 ) -> _Proposal | None:
-    call = _get_call(shape)
-    runs: list[tuple[_Proposal | None, Callable[[], Any]]] = [(None, lambda: by_torch(out))]
-    for proposal in call.get_proposals():
+    call, store, name = _get_call(shape), _get_store(shape.device), str(tuple(shape[1:]))
+    proposals = call.get_proposals()
+    known = store.find(name, len(proposals))
+    if known is not None:
+        return None if known == DEFAULT else proposals[known]
+    runs: list[tuple[int, Callable[[], Any]]] = [(DEFAULT, lambda: by_torch(out))]
+    for place, proposal in enumerate(proposals):
         run = functools.partial(call.run, proposal, a, b, out, inverses, bias)
         try:
             run()
-            runs.append((proposal, run))
+            runs.append((place, run))
         except _NotSupported:
             continue
-    found: _Proposal | None = pick_fastest(runs, _measure_ms)
-    return found
+    place = pick_fastest(runs, _measure_ms)
+    store.add(name, place, len(proposals))
+    return None if place == DEFAULT else proposals[place]
+
+
+@functools.cache
+def _get_store(device: int) -> AlgorithmStore:
+    version = _library().cublasLtGetVersion
+    version.restype = ctypes.c_size_t
+    return AlgorithmStore(torch.cuda.get_device_name(device), version())
 
 
 def pick_fastest(runs: list[tuple[Any, Callable[[], Any]]], clock: Callable[[Callable[[], Any], int], float]) -> Any:

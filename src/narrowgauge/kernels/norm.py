@@ -38,8 +38,6 @@ from narrowgauge.kernels.fp8_tile import FLUSH_THRESHOLD, quantize_reference
 from narrowgauge.kernels.launch import launch_kernel
 from narrowgauge.kernels.norm_kernels import backward_kernel, forward_kernel, sum_kernel
 
-NOT_NORMALIZED = ("", None, None, None, None)
-"""The last arguments of a backward that reads the residual stream."""
 REGISTERS = 65536
 """Registers of a multiprocessor."""
 MAX_COLUMNS = 8192
@@ -133,12 +131,14 @@ def norm_backward(
     dtype: torch.dtype | None = None,
     amax: Tensor | None = None,
     counts: Tensor | None = None,
+    stream_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """Return (grad_input, grad_input_lp, grad_weight, grad_bias).
 
     ``grad_output`` is the gradient of ``out``, ``grad_residual`` that of the residual stream. grad_input_lp is a second
     copy of grad_input: with ``scale`` in FP8 (``dtype``, by default E5M2), without it in ``dtype`` if that is a wider
-    format. ``amax`` and ``counts`` are those of grad_input.
+    format. ``amax`` and ``counts`` are those of grad_input. ``stream_dtype`` is its dtype, by default that of
+    ``residual``.
     """
     if (mean is None) != (kind == "rms"):
         raise UsageError(f"norm_backward: kind={kind} {'needs the' if mean is None else 'has no'} mean")
@@ -147,8 +147,9 @@ def norm_backward(
     _check(residual, weight, kind, scale, residual.dtype if plain else lp, counts, (grad_output, grad_residual))
     run = _backward if can_bypass_op(grad_output, residual, weight) else _backward_op
     grad_input, grad_input_lp, grad_weight, grad_bias = run(
-        grad_output, residual, weight, mean, rstd, grad_residual, has_bias, scale, lp, amax, counts, *NOT_NORMALIZED
-    )
+        grad_output, residual, weight, mean, rstd, grad_residual, has_bias, scale, lp, amax, counts, "", stream_dtype,
+        None, None, None,
+    )  # fmt: skip
     return grad_input, None if plain else grad_input_lp, grad_weight, grad_bias if has_bias else None
 
 

@@ -21,6 +21,8 @@ from narrowgauge.nn.fused.casts import (
     NormGrads,
     NormWeights,
     Projection,
+    WantedGradient,
+    get_inner_dtype,
     norm_backward,
     norm_backward_kept,
 )
@@ -35,27 +37,34 @@ from narrowgauge.scaling.operand import Operand
 
 
 class GradientHandoff:
-    """Passes a gradient from a block to the backward of the previous block, in the format of its products."""
+    """Passes a gradient from a block to the backward of the previous block, in the format of its products.
 
-    def __init__(self, reader: Projection) -> None:
-        self.reader = reader
-        self._made: tuple[Tensor, int, Operand] | None = None
+    In a chain, where nothing else can see it, the gradient itself can have another dtype than the stream. autograd does
+    not pass such a gradient on, and gets zeros in its place, which take no memory.
+    """
 
-    def put(self, gradient: Tensor, operand: Operand) -> None:
-        self._made = gradient, gradient._version, operand
+    def __init__(self, reader: Projection, dtype: torch.dtype | None = None) -> None:
+        self.wanted = WantedGradient(reader, dtype)
+        self._made: tuple[Tensor, int, Operand, Tensor] | None = None
 
-    def take(self, gradient: Tensor) -> Operand | None:
-        """Return the operand made from this gradient; None if autograd passes a different one (a hook, a sum)."""
+    def put(self, gradient: Tensor, operand: Operand, dtype: torch.dtype) -> Tensor:
+        """Keep a gradient and the operand made from it; return what autograd is given for a stream of ``dtype``."""
+        passed = gradient if gradient.dtype is dtype else gradient.new_zeros((), dtype=dtype).expand(gradient.shape)
+        self._made = passed, passed._version, operand, gradient
+        return passed
+
+    def take(self, passed: Tensor) -> tuple[Tensor, Operand | None]:
+        """Return the gradient and its operand; no operand if autograd passes something else (a hook, a sum)."""
         made, self._made = self._made, None
         if made is None:
-            return None
-        source, version, operand = made
+            return passed, None
+        source, version, operand, gradient = made
         same = (
-            get_address(source) == get_address(gradient)
-            and source.shape == gradient.shape
-            and gradient._version == version
+            get_address(source) == get_address(passed) and source.shape == passed.shape and passed._version == version
         )
-        return operand if same else None
+        if same:
+            return gradient, operand
+        return passed if gradient is source else passed + gradient, None
 
 
 HANDOFF = "narrowgauge_handoff"
@@ -76,7 +85,7 @@ def run_block(
     with torch.autocast(x.device.type, enabled=False):  # the plan decides every format
         needed = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *flat, *others))
         given = BlockInput(plan, call, tensors, x, None, needed, dropout, True)
-        rehearse_block(whole, given, before.reader if before is not None else None)
+        rehearse_block(whole, given, _get_wanted(before))
         output: Tensor = _Block.apply(x, None, given, (before, after), graphs, *flat, *others)  # type: ignore[no-untyped-call]
     if needed and after is not None:
         setattr(output, HANDOFF, after)
@@ -93,9 +102,9 @@ def run_chain(
         for whole, own, call in zip(plans, weights, calls, strict=True):
             plan, flat = whole.for_first_step().without_frozen(own), own.flatten()
             needed = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *flat))
-            following = GradientHandoff(plan.down)
+            following = GradientHandoff(plan.down, get_inner_dtype(plan.caster(False)))
             given = BlockInput(plan, call, own, x, branch, needed, NO_DROPOUT, False)
-            rehearse_block(whole, given, link.reader if link is not None else None)
+            rehearse_block(whole, given, _get_wanted(link), following.wanted.dtype)
             x, branch = _Block.apply(x, branch, given, (link, following), graphs, *flat)  # type: ignore[no-untyped-call]
             link = following
     assert branch is not None and link is not None
@@ -109,6 +118,10 @@ def run_last_norm(
     with torch.autocast(x.device.type, enabled=False):
         output: Tensor = _LastNorm.apply(x, branch, link, weight, spec, plan)  # type: ignore[no-untyped-call]
     return output
+
+
+def _get_wanted(before: GradientHandoff | None) -> WantedGradient:
+    return WantedGradient() if before is None else before.wanted
 
 
 class _Block(torch.autograd.Function):
@@ -125,10 +138,11 @@ class _Block(torch.autograd.Function):
         """Return residual stream and branch, or their sum."""
         ctx.set_materialize_grads(False)
         ctx.plan, ctx.links, ctx.graphs, ctx.measured = given.plan, links, graphs, False
-        ctx.offloaded, ctx.follows = None, begin_block(x.device) if given.needed else None
+        ctx.dtype, ctx.offloaded = x.dtype, None
+        ctx.follows = begin_block(x.device) if given.needed else None
         ctx.given = [tensor is not None for tensor in flat]
-        reader = links[0].reader if links[0] is not None else None
-        ctx.graph = graphs.find(given, reader)
+        wanted = _get_wanted(links[0])
+        ctx.graph = graphs.find(given, wanted)
         present = [tensor for tensor in flat if tensor is not None]
         if ctx.graph is not None:
             outputs, ctx.ticket = ctx.graph.run_forward(given)
@@ -140,7 +154,7 @@ class _Block(torch.autograd.Function):
                 ctx.offloaded = offload(left.x0)
             ctx.save_for_backward(*([left.x0] if ctx.offloaded is None else []), *present)
             ctx.left = left.without_inputs()
-            ctx.measured = graphs.is_measuring(given, reader)
+            ctx.measured = graphs.is_measuring(given, wanted)
             if ctx.measured:
                 graphs.measure_wait()
         return outputs[0] if len(outputs) == 1 else outputs
@@ -157,7 +171,9 @@ class _Block(torch.autograd.Function):
         rest = iter(saved)
         tensors = BlockTensors.unflatten(plan, [next(rest) if given else None for given in ctx.given])
         needs = BlockTensors.unflatten(plan, ctx.needs_input_grad[5:])
-        written = after.take(grad) if after is not None else None
+        written: Operand | None = None
+        if after is not None:
+            grad, written = after.take(grad)
         others: list[Tensor | None] = []
         if ctx.graph is not None:
             grad_input, operand, grads = ctx.graph.run_backward(tensors, needs, grad, written)
@@ -173,13 +189,13 @@ class _Block(torch.autograd.Function):
             last = not is_graph_retained()
             if last:
                 ctx.left = None
-            reader = before.reader if before is not None else None
-            grad_input, operand, found, others = run_backward(left, tensors, needs, grad, written, reader, last)
+            wanted = _get_wanted(before)
+            grad_input, operand, found, others = run_backward(left, tensors, needs, grad, written, wanted, last)
             grads = found.flatten()
             if ctx.measured:
                 ctx.graphs.measure_wait()
         if before is not None and plan.spec.order != "post":
-            before.put(grad_input, operand)
+            grad_input = before.put(grad_input, operand, ctx.dtype)
         return grad_input, *[None] * 4, *grads, *others
 
 
@@ -200,9 +216,8 @@ class _LastNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         made = _last_norm_backward(ctx, grad, *ctx.saved_tensors)
-        grad_input = made.stream.view(ctx.shape)
-        ctx.link.put(grad_input, made.operand)
-        return grad_input, None, None, made.weight, None, None
+        passed = ctx.link.put(made.stream.view(ctx.shape), made.operand, ctx.dtype)
+        return passed, None, None, made.weight, None, None
 
 
 def _apply_last_norm(ctx: Any, x: Tensor, branch: Tensor, weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -214,10 +229,10 @@ def _apply_last_norm(ctx: Any, x: Tensor, branch: Tensor, weight: Tensor) -> tup
 
 
 def _last_norm_backward(ctx: Any, grad: Tensor, rows: Tensor, weight: Tensor, rstd: Tensor, *mean: Tensor) -> NormGrads:
-    norms, reader, caster = NormWeights(ctx.spec, weight, None), ctx.link.reader, ctx.plan.caster(True)
+    norms, caster, (reader, dtype) = NormWeights(ctx.spec, weight, None), ctx.plan.caster(True), ctx.link.wanted
     if ctx.keep:
-        return norm_backward_kept(norms, grad, Normalized(rows, rstd, ctx.dtype), None, reader, None, caster)
-    return norm_backward(norms, grad, rows, (mean[0] if mean else None, rstd), None, reader, caster)
+        return norm_backward_kept(norms, grad, Normalized(rows, rstd, ctx.dtype), None, reader, None, caster, dtype)
+    return norm_backward(norms, grad, rows, (mean[0] if mean else None, rstd), None, reader, caster, dtype)
 
 
 def _run_last_norm(ctx: Any, x: Tensor, branch: Tensor, weight: Tensor) -> None:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge import events
-from narrowgauge.nn.fused.casts import Projection
+from narrowgauge.nn.fused.casts import WantedGradient
 from narrowgauge.nn.fused.passes import BlockInput, get_future_gradients, is_repeated_at_random
 from narrowgauge.nn.fused.recorded import BlockGraph, Recorder, name_arguments
 
@@ -75,16 +75,16 @@ class BlockGraphs:
         """Number of recorded forwards."""
         return sum(len(calls.graphs) for table in self._of_block.values() for calls in table.values())
 
-    def find(self, given: BlockInput, reader: Projection | None) -> BlockGraph | None:
+    def find(self, given: BlockInput, wanted: WantedGradient) -> BlockGraph | None:
         """Return a graph for a call of a block, ready to run; None if the block should run without one.
 
         Args:
             given: What the block's forward is given.
-            reader: The projection that reads the gradient of the block's input.
+            wanted: How the block before wants the gradient of the block's input.
         """
         if self.wanted is False or not can_record(given) or (self.wanted is None and needs_room(given)):
             return None
-        calls = self._find_calls(given, reader)
+        calls = self._find_calls(given, wanted)
         calls.count += 1
         if calls.count <= WARM_UP + MEASURED or not self._is_worth_it():
             return None
@@ -101,16 +101,16 @@ class BlockGraphs:
             return None
         calls.recorded += 1
         calls.graphs.pop(addresses, None)
-        graph = recorder.try_to(lambda recorder: BlockGraph(recorder, given, reader))
+        graph = recorder.try_to(lambda recorder: BlockGraph(recorder, given, wanted))
         if graph is not None:
             calls.graphs[addresses] = graph
         return graph
 
-    def is_measuring(self, given: BlockInput, reader: Projection | None) -> bool:
+    def is_measuring(self, given: BlockInput, wanted: WantedGradient) -> bool:
         """Whether this call, which runs without graph, should be followed by ``measure_wait``."""
         if self.wanted is not None or not can_record(given) or needs_room(given):
             return False
-        return WARM_UP < self._find_calls(given, reader).count <= WARM_UP + MEASURED
+        return WARM_UP < self._find_calls(given, wanted).count <= WARM_UP + MEASURED
 
     def measure_wait(self) -> None:
         """Note whether the GPU has finished the block before the one that was launched last."""
@@ -126,11 +126,11 @@ class BlockGraphs:
             self._last = None
         return self.wanted
 
-    def _find_calls(self, given: BlockInput, reader: Projection | None) -> _Calls:
+    def _find_calls(self, given: BlockInput, wanted: WantedGradient) -> _Calls:
         plan, scales, documents = given.plan, given.plan.scales, given.call.documents
         key = (
             given.x.shape, given.x.dtype, given.x.requires_grad, given.branch is None, given.dropout, given.summed,
-            plan.checkpoint, plan.activations, id(reader),
+            plan.checkpoint, plan.activations, id(wanted.reader), wanted.dtype,
             tuple(None if t is None else (t.data_ptr(), t.requires_grad) for group in given.tensors for t in group),
             tuple((name, t.shape, t.dtype) for name, t in name_arguments(given).items()),
             None if documents is None else documents.longest,

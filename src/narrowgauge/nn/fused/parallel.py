@@ -13,7 +13,7 @@ from torch import Tensor
 
 from narrowgauge.nn.fused import halves
 from narrowgauge.nn.fused.attention import Attended
-from narrowgauge.nn.fused.casts import Projection, Stats, apply_norm, norm_backward
+from narrowgauge.nn.fused.casts import Projection, Stats, apply_norm, get_inner_dtype, norm_backward
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, bind_norms
 from narrowgauge.nn.fused.reports import report_activations, report_gradients
 from narrowgauge.nn.fused.sublayers import Run, needs_values
@@ -64,7 +64,7 @@ def backward(
     end1 = halves.end_backward(run, 1, saved.attention.branch, grad, None)
     attention = halves.attention_backward(run, saved.attention, end1.grad, x0.shape, needs)
     rows = x0.reshape(-1, x0.shape[-1])
-    two = norm_backward(norm2, mlp.grad_h, rows, saved.stats2, grad, None, caster)
+    two = norm_backward(norm2, mlp.grad_h, rows, saved.stats2, grad, None, caster, get_inner_dtype(caster))
     one = norm_backward(norm1, attention.grad_h, rows, saved.stats1, two.stream, reader, caster)
     report_gradients(run, end2.grad, end1.grad, attention.grad_first)
     grads = halves.collect_grads(run, one, attention, end1, two, mlp, end2)

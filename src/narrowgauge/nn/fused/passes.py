@@ -19,7 +19,7 @@ from torch import Tensor
 from narrowgauge import events
 from narrowgauge.nn.fused import parallel, post_norm, pre_norm
 from narrowgauge.nn.fused.attention import BlockCall
-from narrowgauge.nn.fused.casts import Projection
+from narrowgauge.nn.fused.casts import WantedGradient
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, BlockWeights, Dropout, bind_weights
 from narrowgauge.nn.fused.sublayers import Run
 from narrowgauge.nn.products.gemm import Fp8Caster
@@ -110,10 +110,10 @@ def run_backward(
     needs: BlockTensors,
     grad: Tensor,
     written: Operand | None,
-    reader: Projection | None,
+    wanted: WantedGradient,
     last: bool = False,
 ) -> tuple[Tensor, Operand, BlockTensors, list[Tensor | None]]:
-    """Return the gradient of the input, the same as ``reader`` reads it, and those of parameters and other arguments.
+    """Return the gradient of the input, the same as an operand, and those of parameters and other arguments.
 
     Args:
         left: What forward left.
@@ -121,7 +121,7 @@ def run_backward(
         needs: Which of them need gradients: True or False in place of tensors.
         grad: The gradient of the block's output.
         written: The same in the formats of the last projection, if the next block wrote it.
-        reader: The last projection of the block before, which reads the gradient of the input.
+        wanted: How the block before wants the gradient of the input.
         last: Whether no other backward needs what forward left, so that it can be freed on the way.
     """
     plan, x0 = left.given.plan, left.x0
@@ -140,10 +140,12 @@ def run_backward(
         pairs = zip(uses.flatten(), left.copies, strict=True)
         uses = BlockWeights.unflatten([use.restore_saved(copies) for use, copies in pairs])  # type: ignore[arg-type]
     rows = grad.reshape(-1, grad.shape[-1])
-    run = run._replace(uses=uses, caster=left.caster, frees=last or plan.checkpoint == "full")
+    run = run._replace(
+        uses=uses, caster=left.caster, frees=last or plan.checkpoint == "full", input_grad_dtype=wanted.dtype
+    )
     if last:
         left.kept = None
-    back: tuple[Any, ...] = (run, kept, x0, rows, written, reader, needs)
+    back: tuple[Any, ...] = (run, kept, x0, rows, written, wanted.reader, needs)
     grad_input, operand, grads, others = events.run_in_scope(plan.path, order.backward, *back)
     return grad_input.view_as(x0), operand, grads, others
 

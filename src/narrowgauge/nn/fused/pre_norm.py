@@ -30,6 +30,7 @@ from narrowgauge.nn.fused.casts import (
     apply_norm,
     apply_norm_and_keep,
     can_keep_normalized,
+    get_inner_dtype,
     norm_backward,
     norm_backward_kept,
 )
@@ -152,13 +153,14 @@ def _backward_kept(
     kept1, kept2 = saved.kept
     if run.frees:
         saved.kept = None
-    two = norm_backward_kept(norm2, mlp.grad_h, kept2, grad, writer, plan.up, caster)
+    inner = get_inner_dtype(caster) if writer is not None else None
+    two = norm_backward_kept(norm2, mlp.grad_h, kept2, grad, writer, plan.up, caster, inner)
     del kept2
     mlp = halves.finish_mlp(run, mlp._replace(grad_h=mlp.grad_h.new_empty(0)), two.output, needs)
     two = two._replace(output=Operand())
     end1 = halves.end_backward(run, 1, saved.attention.branch, two.stream, None if writer is None else two.operand)
     attention = halves.attention_backward(run, saved.attention, end1.grad, x0.shape, needs)
-    one = norm_backward_kept(norm1, attention.grad_h, kept1, two.stream, reader, plan.qkv, caster)
+    one = norm_backward_kept(norm1, attention.grad_h, kept1, two.stream, reader, plan.qkv, caster, run.input_grad_dtype)
     del kept1
     attention = halves.finish_attention(
         run, attention._replace(grad_h=attention.grad_h.new_empty(0)), one.output, needs
@@ -196,7 +198,8 @@ def backward(
     halves.release_mlp(run, saved.mlp)
     before = saved.attention if saved.cross is None else saved.cross
     writer = (plan.out if saved.cross is None else plan.cross[-1]) if before.branch.is_plain else None
-    two = norm_backward(norm2, mlp.grad_h, saved.x1, saved.stats2, grad, writer, caster)
+    inner = get_inner_dtype(caster) if writer is not None and saved.cross is None else None
+    two = norm_backward(norm2, mlp.grad_h, saved.x1, saved.stats2, grad, writer, caster, inner)
     if run.frees:
         saved.x1 = saved.x1.new_empty(0)
     mlp = mlp._replace(grad_h=mlp.grad_h.new_empty(0))
@@ -206,7 +209,7 @@ def backward(
     end1 = halves.end_backward(run, 1, saved.attention.branch, after.stream, after.operand if direct else None)
     attention = halves.attention_backward(run, saved.attention, end1.grad, x0.shape, needs)
     rows = x0.reshape(-1, x0.shape[-1])
-    one = norm_backward(norm1, attention.grad_h, rows, saved.stats1, after.stream, reader, caster)
+    one = norm_backward(norm1, attention.grad_h, rows, saved.stats1, after.stream, reader, caster, run.input_grad_dtype)
     report_gradients(run, end2.grad, end1.grad, attention.grad_first)
     grads = halves.collect_grads(run, one, attention, end1, two, mlp, end2)
     return one.stream, one.operand, *cross.merge(run, grads, list(attention.others), crossed)

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import deterministic
 
 from narrowgauge import events
-from narrowgauge.nn.fused.casts import Projection
+from narrowgauge.nn.fused.casts import WantedGradient
 from narrowgauge.nn.fused.passes import BlockInput, Forwarded, run_backward, run_forward
 from narrowgauge.nn.fused.plan import BlockTensors
 from narrowgauge.scaling.operand import Operand
@@ -151,8 +151,8 @@ class _Ticket:
 class BlockGraph:
     """One block's recorded forward and its recorded backwards."""
 
-    def __init__(self, recorder: Recorder, given: BlockInput, reader: Projection | None) -> None:
-        self.reader, self._recorder = reader, recorder
+    def __init__(self, recorder: Recorder, given: BlockInput, wanted: WantedGradient) -> None:
+        self.wanted, self._recorder = wanted, recorder
         self._ticket: Callable[[], _Ticket | None] = lambda: None
         self._handed_out: list[StorageWeakRef] = []
         self._backwards: dict[Any, _BackwardGraph] = {}
@@ -220,7 +220,7 @@ class BlockGraph:
         current, stream = torch.cuda.current_stream(grad.device), self._recorder.stream
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            grad_input, operand, grads, _ = run_backward(self.left, tensors, needs, grad, written, self.reader)
+            grad_input, operand, grads, _ = run_backward(self.left, tensors, needs, grad, written, self.wanted)
         current.wait_stream(stream)
         for tensor in (grad_input, *operand, *grads.flatten()):
             if tensor is not None:
@@ -257,7 +257,7 @@ class _BackwardGraph:
         def work() -> tuple[Tensor, Operand, _ParameterGrads]:
             self.inputs = [recorder.make_input(t) for t in given.list_tensors()]
             fixed = given.replace_tensors(self.inputs)
-            grad_input, operand, grads, _ = run_backward(forward.left, tensors, needs, *fixed, forward.reader)
+            grad_input, operand, grads, _ = run_backward(forward.left, tensors, needs, *fixed, forward.wanted)
             return grad_input, operand, _ParameterGrads(recorder, grads.flatten(), tensors.flatten())
 
         self._graph, (self.grad_input, self.operand, self._grads) = recorder.record(work)

@@ -21,7 +21,7 @@ from narrowgauge.errors import one_line
 from narrowgauge.kernels.dry_run import is_dry_run
 from narrowgauge.kernels.rehearsal import rehearsing
 from narrowgauge.nn.blocks.spec import BlockSpec
-from narrowgauge.nn.fused.casts import Projection
+from narrowgauge.nn.fused.casts import WantedGradient
 from narrowgauge.nn.fused.passes import BlockInput, run_backward, run_forward
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors
 from narrowgauge.random_state import get_random_state, set_random_state
@@ -50,19 +50,23 @@ def suspended() -> Iterator[None]:
         _suspended = before
 
 
-def rehearse_block(plan: BlockPlan, given: BlockInput, reader: Projection | None) -> None:
+def rehearse_block(
+    plan: BlockPlan, given: BlockInput, wanted: WantedGradient, dtype: torch.dtype | None = None
+) -> None:
     """Compile the kernels of a block's forward and backward, if no block like it was rehearsed before.
 
     Args:
         plan: The block's plan for steps after the first.
         given: What its forward is given now.
-        reader: The last projection of the block before, which reads the gradient of the input.
+        wanted: How the block before wants the gradient of the input.
+        dtype: That of the gradient of the output; None for that of the stream.
     """
     x = given.x
     if not x.is_cuda or not given.needed:
         return
     formats = tuple(part.choice for part in plan.projections)
-    place = id(plan.spec), formats, plan.checkpoint, plan.activations, given.branch is None, reader is None
+    ends = wanted.reader is None, wanted.dtype, dtype
+    place = id(plan.spec), formats, plan.checkpoint, plan.activations, given.branch is None, *ends
     if place in _places or not _can_rehearse(x):
         return
     _places[place] = plan.spec
@@ -72,7 +76,7 @@ def rehearse_block(plan: BlockPlan, given: BlockInput, reader: Projection | None
         trained: list[Any] = [one is not None and one.requires_grad for one in flat]
         needs = BlockTensors.unflatten(plan, trained)
         later = given._replace(plan=plan.without_frozen(given.tensors))
-        _run_both_ways(plan.scales, x, lambda delayed: _run_block(later if delayed else given, needs, reader))
+        _run_both_ways(plan.scales, x, lambda delayed: _run_block(later if delayed else given, needs, wanted, dtype))
 
 
 def rehearse(scales: TensorScales | ScalingRule | None, x: Tensor, key: Any, run: Callable[[], Any]) -> None:
@@ -81,12 +85,13 @@ def rehearse(scales: TensorScales | ScalingRule | None, x: Tensor, key: Any, run
         _run_both_ways(scales, x, lambda delayed: run())
 
 
-def _run_block(given: BlockInput, needs: BlockTensors, reader: Projection | None) -> None:
+def _run_block(given: BlockInput, needs: BlockTensors, wanted: WantedGradient, dtype: torch.dtype | None) -> None:
     outputs, left = run_forward(given)
     operand: Operand | None = None
     for _ in range(2):  # the gradient comes as it is, and as the next block's kernel has written it
         written = operand if operand is not None and any(part is not None for part in operand) else None
-        operand = run_backward(left, given.tensors, needs, torch.empty_like(outputs[0]), written, reader)[1]
+        grad = torch.empty_like(outputs[0], dtype=dtype)
+        operand = run_backward(left, given.tensors, needs, grad, written, wanted)[1]
 
 
 def _can_rehearse(x: Tensor) -> bool:

@@ -85,6 +85,8 @@ class Run(NamedTuple):
     """Whether backward frees what forward saved, or what was recomputed, as soon as it has been read."""
     is_tile: bool = False
     """Only some of the rows: gradients of parameters are summed over tiles, and so computed in FP32."""
+    input_grad_dtype: torch.dtype | None = None
+    """The dtype of the gradient of the block's input; None for that of the stream."""
 
     def bind_adapters(self, part: Projection) -> Adapters:
         """Return the adapters of a projection."""

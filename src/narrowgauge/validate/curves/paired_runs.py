@@ -59,7 +59,10 @@ class Experiment:
         """Everything that the numbers depend on, except the settings of the run."""
         source = self.spec.rpartition(":")[0]
         text = Path(source).read_text() if source.endswith(".py") else ""
-        known = {"task": self.spec, "file": text, "options": dict(self.options), "versions": read_versions()}
+        versions = read_versions()
+        if self.device.kind == "cuda":  # the host's threads only prepare data there
+            del versions["threads"]
+        known = {"task": self.spec, "file": text, "options": dict(self.options), "versions": versions}
         if self.spec == tasks.FINETUNE:
             known["inputs"] = fingerprint_inputs(self.options)
         return known | {"device": self.device.name}
