@@ -41,7 +41,9 @@ def recipes(draw):
         fields.update(scaling="none", history=16, margin=0, amax="max", products="fastest")
     if fields["compute"] not in ("bf16", "fp8"):
         fields["master"], fields["frozen"] = "fp32", "keep"
-    if fields["compute"] != "fp8":
+    fits = {"bf16": True, "8bit": fields["compute"] == "fp8"}
+    fits["recompute"] = fields["compute"] in ("bf16", "fp8") and fields["checkpoint"] == "none"
+    if not fits[fields["activations"]]:
         fields["activations"] = "bf16"
     if fields["compute"] == "bf16" and fields["frozen"] == "fp8":
         fields["frozen"] = "bf16"
@@ -114,6 +116,8 @@ def test_recipes_are_frozen():
         ("fp16[loss_scale=much]", "positive number"),
         ("fp16[master=split]", "BF16 weights"),
         ("bf16[activations=8bit]", "belongs to fp8"),
+        ("fp16[activations=recompute]", "needs fused blocks"),
+        ("fp8-lean[activations=recompute]", "add checkpoint=none"),
         ("bf16[offload=activations]", "needs bf16 or fp8, and checkpoint=full"),
         ("fp32[checkpoint=full,offload=activations]", "needs bf16 or fp8, and checkpoint=full"),
         ("bf16[gradients=bf16]", "needs master=split"),

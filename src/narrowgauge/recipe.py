@@ -38,7 +38,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "attention": ("auto", "any", "cudnn", "flash", "efficient", "math"),
     "checkpoint": ("none", "selective", "full"),
     "frozen": ("keep", "bf16", "fp8"),
-    "activations": ("bf16", "8bit"),
+    "activations": ("bf16", "8bit", "recompute"),
     "offload": ("none", "activations"),
 }
 SYNONYMS = {("activations", "fp8"): "8bit"}
@@ -89,8 +89,9 @@ class Recipe:
     """How matrices that are not trained are stored: keep (as they are), bf16, or fp8 (one byte where FP8 products read
     them, BF16 elsewhere)."""
     activations: str = "bf16"
-    """What fused blocks keep for backward: bf16 (tensors as they were computed), or 8bit (the activation's input in 8
-    bits, normalized rows in BF16 in place of the residual stream, and nothing that backward can cast again)."""
+    """What fused blocks keep for backward: bf16 (tensors as they were computed), 8bit (the activation's input in 8
+    bits, normalized rows in BF16 in place of the residual stream, and nothing that backward can cast again), or
+    recompute (not the activation's input: backward runs its product again)."""
     offload: str = "none"
     """What waits for backward in pinned host memory: none, or activations (the inputs of recomputed fused blocks)."""
 
@@ -118,6 +119,12 @@ class Recipe:
             )
         if self.activations == "8bit" and self.compute != "fp8":
             raise UsageError(f"recipe: activations=8bit belongs to fp8, not {self.compute}")
+        if self.activations == "recompute" and self.compute not in ("bf16", "fp8"):
+            raise UsageError(f"recipe: activations=recompute needs fused blocks, which {self.compute} does not have")
+        if self.activations == "recompute" and self.checkpoint != "none":
+            raise UsageError(
+                f"recipe: activations=recompute has no effect with checkpoint={self.checkpoint}; add checkpoint=none"
+            )
         if self.offload == "activations" and (self.checkpoint != "full" or self.compute not in ("bf16", "fp8")):
             raise UsageError(
                 "recipe: offload=activations moves the inputs of recomputed fused blocks to the host, so it needs bf16 "

@@ -62,7 +62,7 @@ def test_a_plan_fits_and_its_peak_is_as_predicted(recipe: str, share: float) -> 
     memory, plan = predict_memory(found), found.plan
     assert plan is not None and plan.fits and max(memory.total, memory.first_step) <= budget
     assert plan.peak == pytest.approx(memory.total, rel=0.01)
-    assert len(plan.counts) > 1, "between all kept and all recomputed, blocks differ"
+    assert set(plan.counts) not in ({"none"}, {"full"}), "between all kept and all recomputed"
     assert set(plan.blocks) == {f"blocks.{number}" for number in range(LAYERS)}
     assert memory.total > few, "the budget is used"
     assert plan.smallest <= 1.02 * few

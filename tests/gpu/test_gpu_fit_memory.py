@@ -66,7 +66,8 @@ def test_a_budget_is_kept_and_losses_stay_the_same(recipe):
         budget = int(few + share * (most - few))
         run = Run(recipe, budget)
         plan = run.engine.memory_plan
-        assert run.engine.memory_settled and plan.fits and len(plan.counts) > 1
+        assert run.engine.memory_settled and plan.fits
+        assert set(plan.counts) not in ({"none"}, {"full"})
         assert run.peak <= budget, plan
         assert run.peak > few, "the budget is used"
         assert plan.peak - run.before == pytest.approx(run.peak, rel=0.02)

@@ -64,15 +64,16 @@ def train(model, recipe, plan=None, batch=4, **options):
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [
-        ("fp8", ["none", "selective", "8bit", "full", "offload"]),
-        ("fp8-lean", ["none", "selective", "8bit", "full", "offload"]),
-        ("bf16", ["none", "selective", "full", "offload"]),
-        ("bf16-lean", ["none", "selective", "full", "offload"]),
+        ("fp8", ["none", "selective", "recompute", "8bit", "full", "offload"]),
+        ("fp8-lean", ["none", "selective", "recompute", "8bit", "full", "offload"]),
+        ("bf16", ["none", "selective", "recompute", "full", "offload"]),
+        ("bf16-lean", ["none", "selective", "recompute", "full", "offload"]),
+        ("fp8[activations=recompute]", ["selective", "recompute", "full", "offload"]),
         ("fp8[activations=8bit]", ["selective", "8bit", "full", "offload"]),
         ("fp8-lean[checkpoint=selective]", ["selective", "full", "offload"]),
         ("bf16[checkpoint=selective]", ["selective", "full", "offload"]),
-        ("fp8-lean[checkpoint=none]", ["none", "8bit", "full", "offload"]),
-        ("fp8-lean[offload=activations]", ["none", "selective", "8bit", "full"]),
+        ("fp8-lean[checkpoint=none]", ["none", "recompute", "8bit", "full", "offload"]),
+        ("fp8-lean[offload=activations]", ["none", "selective", "recompute", "8bit", "full"]),
         ("bf16[checkpoint=full]", ["full", "offload"]),
     ],
 )
@@ -101,6 +102,18 @@ def test_every_mix_computes_what_the_recipe_computes(recipe):
         plans = [find_change(block, FusedBlock).plan.checkpoint for block in engine.model.blocks]
         assert plans == ["full" if name == "offload" else name for name in names]
         assert engine.checkpointed == [f"blocks.{i}" for i, name in enumerate(names) if name != "none"]
+
+
+@pytest.mark.parametrize("recipe", [FP8, "bf16", "fp8-lean[products=all]"])
+def test_recomputed_inputs_of_some_activations_change_no_bit(recipe):
+    _, losses, weights = train(make_gpt(), recipe, fused=True)
+    engine, mixed_losses, mixed = train(
+        make_gpt(), recipe, make_plan("recompute", "full", "none", "recompute"), fused=True
+    )
+    assert mixed_losses == losses and all(torch.equal(mixed[name], weights[name]) for name in weights)
+    plans = [find_change(block, FusedBlock).plan for block in engine.model.blocks]
+    assert [plan.activations for plan in plans] == ["recompute", "bf16", "bf16", "recompute"]
+    assert engine.checkpointed == ["blocks.1"]
 
 
 def test_eight_bits_in_some_blocks_change_gradients_little():

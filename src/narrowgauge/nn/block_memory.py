@@ -23,6 +23,7 @@ OFFLOADED = "offload"
 FIELDS: dict[str, dict[str, Any]] = {
     "none": {"checkpoint": "none", "activations": "bf16", "offload": False},
     "selective": {"checkpoint": "selective", "activations": "bf16", "offload": False},
+    "recompute": {"checkpoint": "none", "activations": "recompute", "offload": False},
     "8bit": {"checkpoint": "none", "activations": "8bit", "offload": False},
     "full": {"checkpoint": "full", "activations": "bf16", "offload": False},
     "offload": {"checkpoint": "full", "activations": "bf16", "offload": True},
@@ -94,12 +95,14 @@ def list_options(recipe: Recipe, change: FusedBlock | Recomputed) -> dict[str, d
         fields = dict(given)
         if (name == "8bit" and not in_8_bits) or (name == OFFLOADED and not can_offload):
             continue
+        if name == "recompute" and (not fused or recipe.compute not in ("bf16", "fp8")):
+            continue
         if name == RECOMPUTED:
             fields["offload"] = recipe.offload == "activations"
-        if recipe.activations == "8bit" and fused:
-            if name == "none":
+        if recipe.activations != "bf16" and fused:
+            if fields["checkpoint"] == "none" and fields["activations"] != recipe.activations:
                 continue
-            fields["activations"] = "8bit"
+            fields["activations"] = recipe.activations
         always = name in (RECOMPUTED, OFFLOADED)
         if recipe.checkpoint != base and not always and fields["checkpoint"] != recipe.checkpoint:
             continue

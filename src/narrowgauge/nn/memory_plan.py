@@ -29,6 +29,7 @@ MOST_CHOICES = 4096
 """How many choices for the first blocks are compared; if there are more, the best of those with similar bytes stay."""
 WORDS = {
     "none": "kept",
+    "recompute": "kept but for the activation's input",
     "8bit": "kept in 8 bits",
     "selective": "kept but for norms and activations",
     "full": "recomputed",
@@ -178,7 +179,7 @@ class MemoryPlan:
     budget: int
     """The budget in bytes."""
     blocks: dict[str, str] = field(default_factory=dict)
-    """The option of each block, by its path: none (keep everything), 8bit, selective, full (recompute) or offload."""
+    """The option of each block, by its path: a key of ``WORDS``."""
     peak: int = 0
     """The predicted peak of a step in bytes, or the measured one once a step has run with the plan."""
     cost_ms: float | None = None

@@ -10,6 +10,7 @@ width of the stream, U the outputs of the MLP's first projections and A the inpu
     selective    both norms, 6D bytes each, and the activation, 2U + 2A, if backward does not compute it anyway
     offload      as full; what the copy to the host takes longer than a block's forward, and the copy back than three
                  forwards: recomputation and backward
+    recompute    the MLP's first projections, and the activation if backward does not compute it anyway
     8bit         3U bytes to encode the activation's input, 8D for normalized rows and what norms write again
 """
 
@@ -88,7 +89,8 @@ def estimate_fused(
     activation = rates.move(rows * (2 * columns + 2 * down // width))
     remade = is_remade_in_backward(spec, plan.down, plan.caster(False))
     norms = rates.move(rows * 12 * width)
-    last = rates.multiply(2.0 * rows * up, plan.up.choice.output) + norms + activation
+    product = rates.multiply(2.0 * rows * up, plan.up.choice.output)
+    last = product + norms + activation
     casts = 0.0
     if plan.scales is not None and not plan.qkv.weight.keep_for_backward:
         casts = rates.move(qkv + out + up)  # backward casts them again anyway, and writes a second layout
@@ -103,6 +105,7 @@ def estimate_fused(
     return {
         "none": 0.0,
         "selective": microbatches * (norms + (0.0 if remade else activation)),
+        "recompute": microbatches * (product + (0.0 if remade else activation)),
         "8bit": microbatches * rates.move(rows * (3 * columns + 8 * width)),
         "full": full,
         "offload": full + microbatches * copied,

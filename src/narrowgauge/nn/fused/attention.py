@@ -164,7 +164,7 @@ def attend(
         angles = call.find_angles(spec.half_angles)
         assert angles is not None
         q_weight, k_weight, eps = _get_norms(plan, tensors)
-        saves = plan.activations == "8bit" or plan.checkpoint == "full"
+        saves = plan.activations != "bf16" or plan.checkpoint == "full"
         spare = q_weight is None and needed and saves and not events.wants_tensors()
         front, rstd = rotary.rotate(qkv, *angles, heads, q_weight, k_weight, eps, in_place=spare)
         rotated = (*angles, rstd, *([qkv] if q_weight is not None else []))

@@ -28,6 +28,7 @@ from narrowgauge.nn.fused.sublayers import (
     get_outputs,
     input_backward,
     is_activation_remade,
+    is_input_recomputed,
     project,
     project_backward,
 )
@@ -55,7 +56,7 @@ class MlpHalf:
 
     h: Operand
     u: Tensor
-    """The activation's input; empty after ``drop_unneeded`` if it is kept in 8 bits."""
+    """The activation's input; empty after ``drop_unneeded`` if it is kept in 8 bits or computed again."""
     activated: Activated
     branch: Branch
     of_ups: AdapterState = NO_STATE
@@ -64,6 +65,8 @@ class MlpHalf:
     """Whether the norm's backward computes h again."""
     tile_rows: int = 0
     """Rows of a tile; then u and activated are empty, and backward computes them tile by tile."""
+    is_u_remade: bool = False
+    """Whether backward computes u and activated again from h, all rows at once."""
 
 
 class EndGrads(NamedTuple):
@@ -110,6 +113,7 @@ def run_mlp(run: Run, h: Operand, batch: int, whole: bool = True) -> tuple[Tenso
     tile_rows = get_tile_rows(run, h.rows)
     if not tile_rows:
         down, half = _run_rows(run, h, whole)
+        half.is_u_remade = is_input_recomputed(run)
     else:
         wide = WIDE.get(run.plan.down.choice.output, torch.bfloat16)
         empty = run.uses.down.weights[0].new_empty(0, dtype=wide)
@@ -183,7 +187,17 @@ def attention_backward(
 def mlp_backward(run: Run, half: MlpHalf, grad: Operand, needs: BlockTensors) -> HalfGrads:
     """Return the gradients of the MLP, from that of its last projection; those of its first weights may follow later
     (``finish_mlp``)."""
-    return _sum_over_tiles(run, half, grad, needs) if half.tile_rows else _rows_backward(run, half, grad, needs)
+    if half.tile_rows:
+        return _sum_over_tiles(run, half, grad, needs)
+    if half.is_u_remade:
+        _, again = _run_rows(_make_repetition(run), half.h, False)
+        half = replace(half, u=again.u, activated=again.activated, of_ups=again.of_ups)
+    return _rows_backward(run, half, grad, needs)
+
+
+def _make_repetition(run: Run) -> Run:
+    """Return the run of a forward that backward repeats: it records no statistics."""
+    return run._replace(caster=run.plan.caster(False), again=True)
 
 
 def _rows_backward(run: Run, half: MlpHalf, grad: Operand, needs: BlockTensors) -> HalfGrads:
@@ -208,7 +222,7 @@ def _rows_backward(run: Run, half: MlpHalf, grad: Operand, needs: BlockTensors) 
 
 def _sum_over_tiles(run: Run, half: MlpHalf, grad: Operand, needs: BlockTensors) -> HalfGrads:
     """Run ``_rows_backward`` on each tile, after forward again without the last projection."""
-    again, tile = run._replace(caster=run.plan.caster(False), again=True), run._replace(is_tile=True)
+    again, tile = _make_repetition(run), run._replace(is_tile=True)
     grad_h: Tensor | None = None
     sums = GradientSums()
     for rows in split_rows(half.h.rows, half.tile_rows):
@@ -268,15 +282,15 @@ def drop_unneeded(plan: BlockPlan, attention: AttentionHalf, mlp: MlpHalf) -> No
     """Drop what only forward's products read, and what is recomputed."""
     selective, made = plan.checkpoint == "selective", mlp.activated
     remade = selective or (plan.down.is_frozen and made.kept is None)
-    if made.codes is not None:
+    if made.codes is not None or mlp.is_u_remade:
         mlp.u = mlp.u.new_empty(0)
-    a = Operand() if remade else plan.down.keep_for_backward(made.a)._replace(lp=None)
+    a = Operand() if remade or mlp.is_u_remade else plan.down.keep_for_backward(made.a)._replace(lp=None)
     mlp.activated = made._replace(a=a)
     attention.o = plan.out.keep_for_backward(attention.o)
     attention.h = Operand() if selective or attention.is_h_remade else plan.qkv.keep_for_backward(attention.h)
-    if mlp.tile_rows and mlp.h.lp is not None:
-        mlp.h = mlp.h._replace(lp_t=None)  # each tile runs forward again, and transposes its rows
-    elif not mlp.tile_rows:
+    if mlp.tile_rows or mlp.is_u_remade:
+        mlp.h = mlp.h if mlp.h.lp is None else mlp.h._replace(lp_t=None)  # forward runs again, and rows are transposed
+    else:
         mlp.h = Operand() if selective or mlp.is_h_remade else plan.up.keep_for_backward(mlp.h)
 
 

@@ -58,7 +58,7 @@ class BlockPlan:
         """Return the plan for a step whose scales are not known yet: kernels cannot write 8 bits directly then, so the
         block is recomputed, and no later step takes more memory."""
         scales = self.scales
-        if self.activations == "bf16" or scales is None or scales.mode != "delayed" or scales.delayed:
+        if self.activations != "8bit" or scales is None or scales.mode != "delayed" or scales.delayed:
             return self
         return replace(self, checkpoint="full")
 

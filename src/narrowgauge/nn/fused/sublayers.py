@@ -181,6 +181,14 @@ def _is_input_kept_short(run: Run) -> bool:
     return short and is_remade_in_backward(plan.spec, plan.down, run.caster)
 
 
+def is_input_recomputed(run: Run) -> bool:
+    """Whether backward computes the activation's input again, by its product, so that forward saves only what the
+    product reads. Dropout inside the MLP would have to be repeated: then everything is saved."""
+    plan = run.plan
+    wanted = plan.activations == "recompute" and plan.checkpoint == "none" and run.needed and not run.again
+    return wanted and not run.dropout.mlp and not run.dropout.adapters
+
+
 def activate(run: Run, u: Tensor, before: Tensor | None = None) -> Activated:
     """Return act(u) with dropout; ``before`` is what dropout kept the first time, if this is a recomputation."""
     plan, probability = run.plan, run.dropout.mlp
