@@ -14,6 +14,7 @@ import narrowgauge as ng
 from narrowgauge import hardware, tasks
 from narrowgauge.bench.compare import make_engine_step
 from narrowgauge.bench.fit_memory import settle_memory
+from narrowgauge.engine.fit_memory import MemoryFitter
 from narrowgauge.errors import UsageError
 from narrowgauge.forecast.memory.estimate import predict_memory
 from narrowgauge.forecast.memory.layout import compute_layout
@@ -66,6 +67,30 @@ def test_a_plan_fits_and_its_peak_is_as_predicted(recipe: str, share: float) -> 
     assert set(plan.blocks) == {f"blocks.{number}" for number in range(LAYERS)}
     assert memory.total > few, "the budget is used"
     assert plan.smallest <= 1.02 * few
+
+
+def test_what_an_option_keeps_does_not_depend_on_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With little room not all options are tried in one step, and none of the later ones in the last block, which hands
+    its output to the head and seems to keep less."""
+    seen: list[dict[str, float]] = []
+    choose = MemoryFitter._choose
+
+    def note(fitter: MemoryFitter) -> None:
+        (kept,) = fitter._kept.values()
+        seen.append({name: sizes[0] for name, sizes in kept.items()})
+        choose(fitter)
+
+    monkeypatch.setattr(MemoryFitter, "_choose", note)
+    base, task = parse("fp8-lean[products=all]"), tasks.find("gpt:12x256", batch=64, context=256)
+    modes = [base.replace(checkpoint=mode) for mode in ("full", "none")]
+    few, most = (predict_memory(trace_steps(task, recipe, H200)).total for recipe in modes)
+    for share in (0.12, 0.15, 1.0):
+        trace_steps(task, base, H200, memory_budget=int(few + share * (most - few)))
+    *tight, wide = seen
+    assert len(wide) == 5
+    for found in tight:
+        assert len(found) > 3
+        assert {name: pytest.approx(wide[name], abs=0.5) for name in found} == found
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8-lean"])

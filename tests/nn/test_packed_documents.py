@@ -22,6 +22,7 @@ from narrowgauge import Engine
 from narrowgauge.forecast.trace.fake_gpu import simulate_gpu
 from narrowgauge.hardware import find_gpu
 from narrowgauge.nn.fused import attention, documents, modules, recorded
+from narrowgauge.nn.fused.casts import WantedGradient
 from narrowgauge.nn.fused.documents import Documents, find_documents
 from narrowgauge.nn.fused.graphs import BlockGraphs
 
@@ -330,7 +331,7 @@ def test_bounds_are_inputs_of_a_recording(monkeypatch: pytest.MonkeyPatch) -> No
     """The bounds of each batch are copied to where a recorded block reads them; the mask is not an input."""
     inputs: list[Any] = []
     model = fuse_in_fp32(without_dropout(LANGUAGE["llama"]()).train())
-    monkeypatch.setattr(BlockGraphs, "find", lambda self, given, reader: inputs.append(given))
+    monkeypatch.setattr(BlockGraphs, "find", lambda self, given, wanted: inputs.append(given))
     model(**make_packed())
     given_input = inputs[0]
     named = recorded.name_arguments(given_input)
@@ -338,7 +339,7 @@ def test_bounds_are_inputs_of_a_recording(monkeypatch: pytest.MonkeyPatch) -> No
     places = [torch.empty_like(tensor) for tensor in recorded._list_inputs(given_input)]
     replaced = recorded._replace_inputs(given_input, places)
     assert replaced.call.documents.bounds is places[-1] and "attention_mask" not in replaced.call.kwargs
-    keys, call = BlockGraphs(), given_input.call
+    keys, call, wanted = BlockGraphs(), given_input.call, WantedGradient()
     other = given_input._replace(call=replace(call, documents=replace(call.documents, longest=64)))
-    assert keys._find_calls(given_input, None) is keys._find_calls(given_input, None)
-    assert keys._find_calls(given_input, None) is not keys._find_calls(other, None)
+    assert keys._find_calls(given_input, wanted) is keys._find_calls(given_input, wanted)
+    assert keys._find_calls(given_input, wanted) is not keys._find_calls(other, wanted)

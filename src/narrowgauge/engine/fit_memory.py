@@ -183,10 +183,19 @@ class MemoryFitter:
 
     def _begin_trial(self) -> None:
         """Let one block of each kind use each option that is not known yet, where that fits; without any, choose."""
-        base = self._base
-        assert base is not None
         self._recompute_all()
         self._tried = {}
+        for in_last in (False, True):
+            self._set_trials(in_last)
+            if self._tried:
+                return
+        self._choose()
+
+    def _set_trials(self, in_last: bool) -> None:
+        """Set the options to try. The last block of its kind tries one; more only if ``in_last``, as it hands a tensor
+        to the head and not to a block, and so seems to keep less than others."""
+        base = self._base
+        assert base is not None
         order = [self._by_path[path] for path in base.order]
         nearest, moments = len(order) + APART, base.list_moments()
         bounds = [Option("", 0, 0.0)] * len(order)
@@ -194,6 +203,8 @@ class MemoryFitter:
         for place in range(len(order) - 1, -1, -1):
             block = order[place]
             kind = self._kinds[block.path]
+            if place == len(order) - 1 and self._kept[kind] and not in_last:
+                continue
             known = {*self._kept[kind], *(name for path, name in self._tried.items() if self._kinds[path] == kind)}
             unknown = [name for name in block.options if name != RECOMPUTED and name not in known]
             for name in unknown if nearest - place >= APART else ():
@@ -208,8 +219,6 @@ class MemoryFitter:
                     self._tried[block.path] = name
                     nearest = place
                     break
-        if not self._tried:
-            self._choose()
 
     def _take_trial(self, measured: MeasuredStep) -> None:
         base = self._base
