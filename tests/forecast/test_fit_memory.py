@@ -81,10 +81,10 @@ def test_what_an_option_keeps_does_not_depend_on_the_budget(monkeypatch: pytest.
         choose(fitter)
 
     monkeypatch.setattr(MemoryFitter, "_choose", note)
-    base, task = parse("fp8-lean[products=all]"), tasks.find("gpt:12x256", batch=64, context=256)
+    base, task = parse("fp8-lean[products=all]"), tasks.find("gpt:6x256", batch=32, context=128)
     modes = [base.replace(checkpoint=mode) for mode in ("full", "none")]
     few, most = (predict_memory(trace_steps(task, recipe, H200)).total for recipe in modes)
-    for share in (0.12, 0.15, 1.0):
+    for share in (0.25, 0.5):
         trace_steps(task, base, H200, memory_budget=int(few + share * (most - few)))
     *tight, wide = seen
     assert len(wide) == 5
