@@ -149,6 +149,8 @@ elif kind == "norm":
         compiled(norm_kernels.forward_kernel, 2, none, x, **size, **FP8["*fp8e4nv"])
     for none in (("grad_bias_ptr", *again), ("grad_residual_ptr", "counts_ptr", *again)):
         compiled(norm_kernels.backward_kernel, 2, none, x, **back, **FP8["*fp8e5"])
+    inner = {**x, "grad_input_ptr": "*bf16", "grad_residual_ptr": "*bf16"}
+    compiled(norm_kernels.backward_kernel, 2, ("grad_bias_ptr", *again), inner, **back, **FP8["*fp8e5"])
     compiled(norm_kernels.backward_kernel, 2, ("mean_ptr",), kept, **size, LAYER=True, NORMALIZED=True, **FP8["*fp8e5"])
     none = ("mean_ptr", "bias_ptr", "grad_bias_ptr")
     compiled(norm_kernels.backward_kernel, 2, none, kept, **size, LAYER=False, NORMALIZED=True, **FP8["*fp8e5"])
