@@ -26,7 +26,8 @@ from model_families import LANGUAGE, OTHERS, VOCAB, without_dropout
 DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.filterwarnings("ignore:.*defaults to a non-deterministic algorithm")
 RECIPES = ["bf16", "fp8[products=all]", "fp8[products=all,scaling=current]", "bf16-lean", "fp8-lean"]
-RECIPES += ["fp8[products=all,activations=8bit]"]
+RECIPES += ["fp8[products=all,activations=8bit]", "bf16[activations=recompute]"]
+RECIPES += ["fp8[products=all,activations=recompute]"]
 
 
 @pytest.fixture(autouse=True)

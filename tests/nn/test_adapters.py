@@ -231,6 +231,17 @@ def test_bf16_and_fp8_losses_agree_with_layers_one_by_one(family: str, targets: 
     assert plain[2] < plain[0] and calls.count(0) == 0 and calls
 
 
+@pytest.mark.parametrize("recipe", ["bf16[{}]", "fp8[products=all,{}]", "fp8[products=all,frozen=fp8,{}]"])
+@pytest.mark.parametrize(("family", "dropout"), [("llama", 0.0), ("gpt2", 0.0), ("llama", 0.1)])
+def test_recomputed_inputs_of_activations_change_no_bit(family: str, dropout: float, recipe: str) -> None:
+    model = adapt(family, dropout=dropout)
+    losses = []
+    for way in ("bf16", "recompute"):
+        torch.manual_seed(0)
+        losses.append(train(copy.deepcopy(model), recipe.format(f"activations={way}"), True))
+    assert losses[0] == losses[1]
+
+
 def change_scale(model: Any) -> None:
     for module in model.modules():
         if hasattr(module, "set_scale"):

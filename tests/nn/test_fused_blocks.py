@@ -26,8 +26,8 @@ def llama():
 MODELS = {"gpt": gpt, "llama": llama}
 
 
-def batch():
-    tokens = torch.randint(0, 128, (4, 33), generator=torch.Generator().manual_seed(1))
+def batch(seed=1):
+    tokens = torch.randint(0, 128, (4, 33), generator=torch.Generator().manual_seed(seed))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -40,9 +40,9 @@ def enlarge_weights(model):
     return model
 
 
-def gradients(model, scale=1.0):
+def gradients(model, scale=1.0, seed=1):
     model.zero_grad()
-    loss = model(*batch())
+    loss = model(*batch(seed))
     (loss * scale).backward()
     return loss.detach(), {name: p.grad.double() / scale for name, p in model.named_parameters()}
 
@@ -103,23 +103,27 @@ def test_a_chain_of_blocks_matches_single_blocks(name, recipe):
     passes them from block to block: roundings to FP8 differ then, and no gradient may be less accurate for it.
     """
     chain, exact, first = converted(name, recipe)
-    _, wanted = gradients(exact)
     apart, _, second = converted(name, recipe)
-    seen = []
+    seen, lost = [], {}
     apart.blocks[1].register_forward_hook(lambda module, arguments, output: seen.append(output))
-    for _ in range(2):
-        loss_a, a = gradients(chain)
-        loss_b, b = gradients(apart)
+    for seed in range(8):
+        loss_a, a = gradients(chain, seed=seed)
+        loss_b, b = gradients(apart, seed=seed)
         assert torch.equal(loss_a, loss_b)
         if first.scales is None:
             assert all(torch.equal(a[key], b[key]) for key in a)
-        else:
-            lost = [sqnr(b[key], wanted[key]) - sqnr(a[key], wanted[key]) for key in wanted]
-            assert sum(lost) / len(lost) < 0.3 and max(lost) < 2.5, lost  # those of small parameters scatter
-            torch.testing.assert_close(first.scales.amax, second.scales.amax, rtol=0.1, atol=0)
-            first.scales.update()
-            second.scales.update()
-    assert len(seen) == 2
+            continue
+        _, wanted = gradients(exact, seed=seed)
+        for key, value in wanted.items():
+            lost.setdefault(key, []).append(sqnr(b[key], value) - sqnr(a[key], value))
+        torch.testing.assert_close(first.scales.amax, second.scales.amax, rtol=0.1, atol=0)
+        first.scales.update()
+        second.scales.update()
+    assert len(seen) == 8
+    means = {key: sum(found) / len(found) for key, found in lost.items()}
+    assert abs(sum(means.values())) <= 0.1 * len(means), means
+    for key, mean in means.items():  # decibels: a single batch scatters by 1, and 64 numbers of a norm more
+        assert mean < (0.5 if wanted[key].dim() > 1 else 1.0), (key, mean)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

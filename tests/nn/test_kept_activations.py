@@ -15,6 +15,7 @@ from narrowgauge.nn.fused import passes
 
 PLAIN, SHORT = "fp8[products=all]", "fp8[products=all,activations=8bit]"
 RECOMPUTED = "fp8[products=all,activations=recompute]"
+BATCHES = 3
 FAMILIES = ["llama", "qwen3", "gpt2", "gemma2", "nano", "bert", "gpt-neox", "t5", "olmo2", "torch-pre"]
 
 
@@ -22,14 +23,16 @@ def build(family: str) -> nn.Module:
     return LANGUAGE[family]()  # type: ignore[no-any-return]
 
 
-def train(family: str, recipe: str, change: Any = None, rate: float = 0.0) -> tuple[list[float], dict[str, Tensor]]:
+def train(
+    family: str, recipe: str, change: Any = None, rate: float = 0.0, seed: int = 0
+) -> tuple[list[float], dict[str, Tensor]]:
     """Return the losses of two steps, and the gradients of the second; with a rate of 0 the weights do not change."""
     model = without_dropout(build(family))
     if change is not None:
         change(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     engine = ng.Engine(model, torch.optim.SGD(trained, rate), recipe, fused=None if recipe == "fp32" else True)
-    losses, grads, ids = [], {}, make_batch(0, rows=4, length=32)
+    losses, grads, ids = [], {}, make_batch(seed, rows=4, length=32)
     for _ in range(2):
         with engine.forward():
             loss = engine.model(input_ids=ids, labels=ids).loss
@@ -53,17 +56,21 @@ def find_decibels(wanted: dict[str, Tensor], got: dict[str, Tensor]) -> dict[str
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_losses_are_equal_and_gradients_as_accurate(family):
-    _, exact = train(family, "fp32")
-    plain, wanted = train(family, PLAIN)
-    short, got = train(family, SHORT)
-    assert short == plain  # the first step recomputes its blocks, and forward is the same
-    before, after = find_decibels(exact, wanted), find_decibels(exact, got)
-    assert min(before.values()) > 5
-    lost = {name: before[name] - after[name] for name in before}
-    assert sum(lost.values()) / len(lost) < 0.25, lost
-    # Roundings to FP8 differ, either way; 64 numbers of a norm or a bias scatter more than a matrix.
-    assert max(loss for name, loss in lost.items() if exact[name].dim() > 1) < 1, lost
-    assert max(lost.values()) < 2.5, lost
+    """Roundings to FP8 differ, either way: hence the mean over batches, and more for 64 numbers of a norm or a bias."""
+    lost: dict[str, list[float]] = {}
+    for seed in range(BATCHES):
+        _, exact = train(family, "fp32", seed=seed)
+        plain, wanted = train(family, PLAIN, seed=seed)
+        short, got = train(family, SHORT, seed=seed)
+        assert short == plain  # the first step recomputes its blocks, and forward is the same
+        before, after = find_decibels(exact, wanted), find_decibels(exact, got)
+        assert min(before.values()) > 5
+        for name in before:
+            lost.setdefault(name, []).append(before[name] - after[name])
+    means = {name: sum(found) / len(found) for name, found in lost.items() if len(found) == BATCHES}
+    assert abs(sum(means.values()) / len(means)) < 0.2, means
+    assert max(loss for name, loss in means.items() if exact[name].dim() > 1) < 0.5, means
+    assert max(means.values()) < 1.5, means
 
 
 def freeze(model: nn.Module) -> None:

@@ -207,7 +207,7 @@ class WantedGradient(NamedTuple):
 def get_inner_dtype(caster: Fp8Caster | None) -> torch.dtype | None:
     """Return the dtype of the stream's gradient where only fused code sees it; None for that of the stream.
 
-    Beside FP8 products, whose gradients have errors of some -20 dB, it is BF16, with -50 dB: half the bytes.
+    Beside FP8 products it is BF16, half the bytes: that rounds normal numbers at -55 dB, and E5M2 at -25 dB.
     """
     return None if caster is None else BF16
 
