@@ -6,7 +6,7 @@ usage: python bench/fp8_steps.py TASK [ROUNDS] [STEPS] [torchao | tensorwise | r
 
 ours: without plain compiled BF16, whose compilation takes a minute on deep models. fp8-only: without narrowgauge's
 BF16, to save memory: the weights and moments of all contestants are on the GPU at once. Recipes with changed fields,
-such as fp8[activations=8bit], take part too. graphs: also fp8 with its blocks as CUDA graphs.
+such as fp8[activations=8bit], take part too. graphs: also each FP8 recipe with its blocks as CUDA graphs.
 """
 
 import collections
@@ -42,7 +42,8 @@ if "ours" not in sys.argv:
     baselines |= make_baselines("torch", fp8)
 baselines |= {text: Baseline("fp8", functools.partial(fused, text)) for text in sys.argv if text.startswith("fp8[")}
 if "graphs" in sys.argv:
-    baselines["fp8 graphs"] = Baseline("fp8", functools.partial(fused, "fp8", graphs=True))
+    recipes = ["fp8", *(name for name in baselines if name.startswith("fp8["))]
+    baselines |= {f"{one} graphs": Baseline("fp8", functools.partial(fused, one, graphs=True)) for one in recipes}
 wants_torchao = bool({"torchao", "tensorwise", "rowwise"} & set(sys.argv))
 for name, baseline in make_baselines("torchao", fp8).items() if wants_torchao else ():
     if "torchao" in sys.argv or name.rpartition("-")[2] in sys.argv:

@@ -1,8 +1,9 @@
 """Times each kernel with different tiles and launch configurations on this GPU and prints the fastest first.
 
-usage: python bench/tune_kernels.py [KIND ...]      (cast, packed, gelu, gelu_keep, gelu_backward, gelu_backward_kept,
-                                                     swiglu_keep, swiglu_backward, transpose, lp, statistics, loss,
-                                                     norm, norm_bias, norm_backward, norm_backward_bias; all by default)
+usage: python bench/tune_kernels.py [KIND ...]                      (all by default)
+
+KIND: cast, packed, gelu, gelu_keep, gelu_backward, gelu_backward_kept, swiglu_keep, swiglu_backward,
+swiglu_backward_kept, transpose, lp, statistics, loss, norm, norm_bias, norm_backward, norm_backward_bias.
 
 One process per kind compiles all configurations first, in parallel. This process then measures them alone.
 """
@@ -124,6 +125,13 @@ def cases(kind: str) -> Iterator[Case]:
             FLAT,
             lambda: activation.activate_backward("gelu", grad_output, u, forward_scale=one, **options_e5m2),
         )
+    elif kind == "swiglu_backward_kept":
+        u, grad_output = randn(N, 4 * D), randn(N, 2 * D)
+        _, kept = activation.activate_and_keep("swiglu", u, **options_e4m3)
+        one = torch.ones((), device="cuda")
+        work = partial(activation.activate_backward, "swiglu", grad_output, kept, forward_scale=one, **options_e5m2)
+        narrow = [tile for tile in FLAT if tile["BLOCK_D"] == 64] + tile_grid((32, 64, 4), (32, 64, 2), (32, 64, 8))
+        yield from with_tile(activation.GATED_TILE, narrow, work)
     elif kind == "swiglu_backward":
         u, grad_output = randn(N, 4 * D), randn(N, 2 * D)
         one = torch.ones((), device="cuda")
@@ -180,6 +188,7 @@ KINDS = (
     "gelu_backward_kept",
     "swiglu_keep",
     "swiglu_backward",
+    "swiglu_backward_kept",
     "transpose",
     "lp",
     "statistics",

@@ -8,9 +8,8 @@ from narrowgauge.kernels.activation import (
     KINDS,
     activate,
     activate_backward,
-    activate_backward_reference,
-    activate_reference,
 )
+from narrowgauge.kernels.activation_reference import activate_backward_reference, activate_reference
 from narrowgauge.kernels.fp8_tile import quantize_reference
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -15,9 +15,8 @@ from narrowgauge.kernels.activation import (
     KINDS,
     activate,
     activate_backward,
-    activate_backward_reference,
-    activate_reference,
 )
+from narrowgauge.kernels.activation_reference import activate_backward_reference, activate_reference
 from narrowgauge.kernels.fp8_tile import quantize_reference
 from narrowgauge.nn.blocks.activations import ACTIVATIONS, GATED, compute_activation
 

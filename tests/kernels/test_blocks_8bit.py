@@ -27,15 +27,15 @@ pytestmark = pytest.mark.usefixtures("hardware_rounding")
 def test_the_error_is_at_most_half_a_step():
     x = draw(62, 300, lowest=-6, highest=6)
     made = encode_reference(x)
-    assert made.codes.shape == x.shape and made.scales.shape == (5, 16, 4)
+    assert made.codes.shape == (5, 62, 64) and made.scales.shape == (5, 16, 4) and made.width == 300
     limit = torch.empty_like(x, dtype=torch.float32)
     for row in range(0, 62, ROWS):
         for column in range(0, 300, COLUMNS):
             block = slice(row, row + ROWS), slice(column, column + COLUMNS)
             limit[block] = x[block].float().abs().max()
     error = (made.decode(torch.float32) - x.float()).abs()
-    assert (error <= limit * (0.5 / 127 * 1.02)).all()
-    assert made.codes.min() >= 1
+    assert (error <= limit * (0.5 / 128 * 1.02)).all()
+    assert (made.decode(torch.float32).sign() == torch.where(x < 0, -1, 1)).all()
 
 
 def test_normal_values_have_44_decibels():
@@ -57,7 +57,8 @@ def test_special_values():
     for rows in (slice(4, 8), slice(8, 12)):  # a block of 4 x 16
         assert not back[rows, :16].isfinite().any() and not back[rows, 16:].any()
     assert back[16:20].isfinite().all() and (back[16:20] / x[16:20] - 1).abs().max() < 0.01
-    assert back[20, 0].item() == pytest.approx(-1.0, rel=0.01) and not back[20, 1:].any() and not back[21:].any()
+    assert back[20, 0].item() == pytest.approx(-1.0, rel=0.01) and not back[20:, 16:].any()
+    assert back[20, 1:16].min() > 0.003 and back[20:, 1:16].max() < 0.004  # zeros beside it: half a step
 
 
 def draw_case(kind, shape):
@@ -108,6 +109,26 @@ def test_backward_reads_codes_as_it_reads_their_values(kind, shape):
 
 
 @KERNEL
+@pytest.mark.parametrize("kind", ["swiglu", "geglu", "gelu"])
+def test_small_values_are_not_read_as_zeros(kind):
+    """Zeros in a gradient are counted one by one: a SwiGLU's took 0.46 ms on an H200 instead of 0.29."""
+    u, grad_output = torch.randn(64, 128), torch.ones(64, 128 // (2 if kind in GATES else 1))
+    _, kept = activate_and_keep(kind, u.bfloat16(), SCALE, E4M3)
+    grad, *_ = activate_backward(kind, grad_output.bfloat16(), kept)
+    assert (decode(kept) != 0).all() and (grad != 0).all()
+
+
+@KERNEL
+@pytest.mark.parametrize("kind", ["relu", "reglu"])
+def test_slopes_of_a_relu_are_exact(kind):
+    u = torch.randn(64, 128).bfloat16()
+    _, kept = activate_and_keep(kind, u, SCALE, E4M3)
+    gate = u[:, :64] if kind == "reglu" else u
+    grad, *_ = activate_backward(kind, torch.ones_like(gate), kept)
+    assert torch.equal(grad[:, : gate.shape[1]] != 0, gate > 0)
+
+
+@KERNEL
 def test_a_value_that_is_not_finite_reaches_the_gradient():
     u = torch.ones(16, 64, dtype=torch.bfloat16)
     u[3, 7] = math.nan
@@ -120,5 +141,5 @@ def test_a_value_that_is_not_finite_reaches_the_gradient():
 
 def test_codes_take_half_the_memory():
     kept = blocks_8bit.allocate(torch.empty(1024, 4096))
-    assert sum(tensor.nbytes for tensor in kept) == 1024 * 4096 * (1 + 2 / 64)
-    assert decode_reference(torch.full_like(kept.codes, 128), torch.ones_like(kept.scales)).abs().max() == 0
+    assert kept.codes.nbytes + kept.scales.nbytes == 1024 * 4096 * (1 + 2 / 64)
+    assert decode_reference(torch.full_like(kept.codes, 128), torch.ones_like(kept.scales), 4096).unique() == 0.5

@@ -154,8 +154,9 @@ def list_storages(value: Any, seen: dict[int, int] | None = None) -> dict[int, i
     return found
 
 
-@pytest.mark.parametrize(("family", "share"), [("nano", 0.68), ("llama", 0.68)])
+@pytest.mark.parametrize(("family", "share"), [("nano", 0.68), ("llama", 0.71)])
 def test_blocks_keep_less(family, share, monkeypatch):
+    """Llama's MLP has 96 columns here, which are stored as 128."""
     plain, short = (measure_kept(family, recipe, monkeypatch) for recipe in (PLAIN, SHORT))
     assert short < share * plain, (short, plain)
 

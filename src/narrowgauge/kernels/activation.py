@@ -32,14 +32,20 @@ backward 10. ReLU's exact zeros make the kernels count flushed values one by one
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from narrowgauge.errors import UsageError
 from narrowgauge.kernels import FP8_MAX, blocks_8bit, can_bypass_op, register, use_triton
 from narrowgauge.kernels.activation_kernels import gated_backward_kernel, pointwise_kernel
+from narrowgauge.kernels.activation_reference import (
+    GATES,
+    activate_backward_reference,
+    activate_reference,
+    evaluate_reference,
+    split_gate,
+    widen,
+)
 from narrowgauge.kernels.blocks_8bit import Blocks8, decode_reference, encode_reference
 from narrowgauge.kernels.cast import allocate_words, finish_transposed, transpose_reference
 from narrowgauge.kernels.fp8_tile import FLUSH_THRESHOLD, quantize_reference, tile_grid, tiles_evenly
@@ -53,14 +59,8 @@ PAIR_TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 64, "num_warps": 4}
 GATED_TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 64, "num_warps": 8}
 RECOMPUTED_DTYPE = torch.float8_e4m3fn
 """The format of the forward output when backward recomputes it."""
-GATES = {"swiglu": "silu", "geglu": "gelu", "geglu-tanh": "gelu-tanh", "reglu": "relu"}
-"""Gated activations, and the function of the gate."""
 KINDS = ("gelu", "gelu-tanh", "gelu-quick", "silu", "relu", "relu-squared", *GATES)
 """The activations that have kernels."""
-SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
-CUBIC = 0.044715
-QUICK = 1.702
-DENSITY = 1.0 / math.sqrt(2.0 * math.pi)
 
 
 def activate(
@@ -78,7 +78,7 @@ def activate(
     ``u`` is [N, F]; for a gated activation [N, 2F], gate first, or up first if ``gate_last``.
     """
     op, call = _name_op(kind), _pointwise if can_bypass_op(u) else _pointwise_op
-    a, b = _split_gate(u, gate_last) if kind in GATES else (u, None)
+    a, b = split_gate(u, gate_last) if kind in GATES else (u, None)
     return _drop_missing(call(op, a, b, scale, dtype, amax, counts, transposed, None, None, *NO_CODES))[:2]
 
 
@@ -99,9 +99,9 @@ def activate_and_keep(
 ) -> tuple[Tensor, Kept]:
     """Return the activation of ``u`` as ``activate`` does, and ``u`` in 8 bits."""
     op, call = _name_op(kind), _pointwise if can_bypass_op(u) else _pointwise_op
-    a, b = _split_gate(u, gate_last) if kind in GATES else (u, None)
+    a, b = split_gate(u, gate_last) if kind in GATES else (u, None)
     kept = tuple(blocks_8bit.allocate(part) for part in (a, b) if part is not None)
-    codes = [*(tensor for blocks in kept for tensor in blocks), *NO_CODES][: len(NO_CODES)]
+    codes = [*(tensor for blocks in kept for tensor in (blocks.codes, blocks.scales)), *NO_CODES][: len(NO_CODES)]
     return call(op, a, b, scale, dtype, amax, counts, False, None, None, *codes)[0], kept
 
 
@@ -127,56 +127,12 @@ def activate_backward(
     direct = can_bypass_op(grad_output, u if isinstance(u, Tensor) else u[0].codes)
     if kind in GATES:
         gated = _gated_backward if direct else _gated_backward_op
-        gate, up = _split_gate(u, gate_last) if isinstance(u, Tensor) else (u[0].codes, u[1].codes)
+        gate, up = split_gate(u, gate_last) if isinstance(u, Tensor) else (u[0].codes, u[1].codes)
         of_gate, of_up = (None, None) if isinstance(u, Tensor) else (u[0].scales, u[1].scales)
         return _drop_missing(gated(op, grad_output, gate, up, gate_last, *options, of_gate, of_up))
     call = _pointwise if direct else _pointwise_op
-    codes, scales = (u, None) if isinstance(u, Tensor) else u[0]
+    codes, scales = (u, None) if isinstance(u, Tensor) else (u[0].codes, u[0].scales)
     return _drop_missing(call(f"{op}_backward", codes, grad_output, *options, scales, *NO_CODES))
-
-
-def evaluate_reference(kind: str, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return f(x) and f'(x) of the table above, in the dtype of x."""
-    if kind == "gelu":
-        cdf: Tensor = 0.5 * torch.special.erfc(-x * math.sqrt(0.5))  # not 1 + erf, which cancels in the tail
-        return x * cdf, cdf + x * torch.exp(-0.5 * x**2) * DENSITY
-    if kind.startswith("relu"):
-        positive = torch.relu(x)
-        return (positive, (x > 0).to(x.dtype)) if kind == "relu" else (positive.square(), 2 * positive)
-    if kind == "gelu-tanh":
-        f, change = torch.sigmoid(SLOPE * (x + CUBIC * x**3)), SLOPE * (1 + 3 * CUBIC * x**2)
-        return x * f, f + x * f * (1 - f) * change
-    rate = {"gelu-quick": QUICK, "silu": 1.0}[kind]
-    f = torch.sigmoid(rate * x)
-    return x * f, f + x * f * (1 - f) * rate
-
-
-def activate_reference(kind: str, u: Tensor, gate_last: bool = False) -> Tensor:
-    """Return the activation before the cast, in FP32 (FP64 for FP64 input)."""
-    u = _widen(u)
-    if kind not in GATES:
-        return evaluate_reference(kind, u)[0]
-    gate, up = _split_gate(u, gate_last)
-    return evaluate_reference(GATES[kind], gate)[0] * up
-
-
-def activate_backward_reference(kind: str, grad_output: Tensor, u: Tensor, gate_last: bool = False) -> Tensor:
-    """Return the gradient of u before the cast, in FP32 (FP64 for FP64 input)."""
-    grad_output, u = _widen(grad_output), _widen(u)
-    if kind not in GATES:
-        return grad_output * evaluate_reference(kind, u)[1]
-    gate, up = _split_gate(u, gate_last)
-    value, slope = evaluate_reference(GATES[kind], gate)
-    return torch.cat([grad_output * up * slope, grad_output * value][:: -1 if gate_last else 1], dim=1)
-
-
-def _widen(x: Tensor) -> Tensor:
-    return x if x.dtype is torch.float64 else x.float()
-
-
-def _split_gate(u: Tensor, gate_last: bool) -> tuple[Tensor, Tensor]:
-    first, second = u.chunk(2, dim=1)
-    return (second, first) if gate_last else (first, second)
 
 
 def _name_op(kind: str) -> str:
@@ -273,23 +229,24 @@ def _pointwise(
     b_codes_scales: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute one output; a is codes if it has scales. What a and b are in 8 bits is written to the codes' tensors."""
-    _check(op, dtype, scale, a, a if b is None else b)
+    like = a if a_scales is None or b is None else b  # codes have another shape
+    _check(op, dtype, scale, like, like if b is None else b)
     plain = op.removesuffix("_backward")
     if not use_triton(a):
         _encode_reference(a, a_codes, a_codes_scales)
         _encode_reference(b, b_codes, b_codes_scales)
-        a = a if a_scales is None else decode_reference(a, a_scales)
+        a = _decode(a, a_scales, like.shape[1])
         kind = plain.replace("_", "-")
-        value, slope = evaluate_reference(GATES.get(kind, kind), _widen(a))
+        value, slope = evaluate_reference(GATES.get(kind, kind), widen(a))
         forward = None if forward_scale is None else value
-        value = value if b is None else _widen(b) * (value if kind in GATES else slope)
+        value = value if b is None else widen(b) * (value if kind in GATES else slope)
         return _store_reference(value, scale, dtype, amax, counts, transposed, forward, forward_scale)
-    length, width = a.shape
+    length, width = like.shape
     out, words = _allocate_output(length, width, a, dtype, transposed)
     recomputed = _allocate_recomputed(length, width, a, forward_scale)
     if not out.numel():
         return _collect_outputs(out, words, transposed, recomputed)
-    a = _make_rows_contiguous(a)
+    a = a if a_scales is not None else _make_rows_contiguous(a)
     b = None if b is None else _make_rows_contiguous(b)
     tile = PAIR_TILE if b is not None else TILE if a_codes is None else KEEP_TILE
     launch_kernel(
@@ -301,7 +258,7 @@ def _pointwise(
         WHOLE=tiles_evenly(length, width, tile), **tile,
     )  # fmt: skip
     if forward_scale is not None and recomputed is None:
-        recomputed = _recompute_forward(plain, _decode(a, a_scales), None, forward_scale)
+        recomputed = _recompute_forward(plain, _decode(a, a_scales, width), None, forward_scale)
     return _collect_outputs(out, words, transposed, recomputed)
 
 
@@ -312,8 +269,8 @@ def _encode_reference(x: Tensor | None, codes: Tensor | None, scales: Tensor | N
         scales.copy_(made.scales)
 
 
-def _decode(x: Tensor, scales: Tensor | None) -> Tensor:
-    return x if scales is None else decode_reference(x, scales)
+def _decode(x: Tensor, scales: Tensor | None, width: int) -> Tensor:
+    return x if scales is None else decode_reference(x, scales, width)
 
 
 def _gated_backward(
@@ -331,25 +288,24 @@ def _gated_backward(
     gate_scales: Tensor | None,
     up_scales: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    for part in (gate, up):
+    for part in (gate, up) if gate_scales is None else (grad_output,):
         _check(f"{op}_backward", dtype, scale, grad_output, part)
+    length, width = grad_output.shape
     kind = op.replace("_", "-")
     if not use_triton(grad_output):
-        parts = [_widen(gate), _widen(up)]
-        if gate_scales is not None and up_scales is not None:
-            parts = [decode_reference(gate, gate_scales), decode_reference(up, up_scales)]
+        parts = [widen(_decode(gate, gate_scales, width)), widen(_decode(up, up_scales, width))]
         gate_up = torch.cat(parts[:: -1 if gate_last else 1], dim=1)
         forward = None if forward_scale is None else activate_reference(kind, gate_up, gate_last)
         value = activate_backward_reference(kind, grad_output, gate_up, gate_last)
         return _store_reference(value, scale, dtype, amax, counts, transposed, forward, forward_scale)
-    length, width = grad_output.shape
     out, words = _allocate_output(length, 2 * width, grad_output, dtype, transposed)
     recomputed = _allocate_recomputed(length, width, grad_output, forward_scale)
     if not out.numel():
         return _collect_outputs(out, words, transposed, recomputed)
     grad_output = _make_rows_contiguous(grad_output)
-    gate, up = _make_rows_contiguous(gate), _make_rows_contiguous(up)
-    grad_gate, grad_up = _split_gate(out, gate_last)
+    if gate_scales is None:
+        gate, up = _make_rows_contiguous(gate), _make_rows_contiguous(up)
+    grad_gate, grad_up = split_gate(out, gate_last)
     grad_gate_t, grad_up_t = (None, None) if words is None else words.split(width)[:: -1 if gate_last else 1]
     launch_kernel(
         gated_backward_kernel, tile_grid(length, width, GATED_TILE),
@@ -360,7 +316,9 @@ def _gated_backward(
         WHOLE=tiles_evenly(length, width, GATED_TILE), **GATED_TILE,
     )  # fmt: skip
     if forward_scale is not None and recomputed is None:
-        recomputed = _recompute_forward(op, _decode(gate, gate_scales), _decode(up, up_scales), forward_scale)
+        recomputed = _recompute_forward(
+            op, _decode(gate, gate_scales, width), _decode(up, up_scales, width), forward_scale
+        )
     return _collect_outputs(out, words, transposed, recomputed)
 
 
@@ -371,20 +329,21 @@ def _drop_missing(made: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor |
 
 
 def _make_fake(
-    like: Tensor, width: int | torch.SymInt, dtype: torch.dtype, transposed: bool, recomputed: int | torch.SymInt | None
+    like: Tensor, times: int, dtype: torch.dtype, transposed: bool, forward_scale: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    length = like.shape[0]
-    out = like.new_empty((length, width), dtype=dtype)
-    out_t = out.new_empty((width, length) if transposed and dtype in FP8_MAX else (0,))
-    return out, out_t, out.new_empty((recomputed, length) if recomputed is not None else (0,), dtype=RECOMPUTED_DTYPE)
+    length, width = like.shape
+    out = like.new_empty((length, times * width), dtype=dtype)
+    out_t = out.new_empty((times * width, length) if transposed and dtype in FP8_MAX else (0,))
+    recomputed = (0,) if forward_scale is None else (width, length)
+    return out, out_t, out.new_empty(recomputed, dtype=RECOMPUTED_DTYPE)
 
 
 _STATISTICS = ("amax", "counts")
 _pointwise_op = register(
     "activation",
     _pointwise,
-    lambda op, a, b, scale, dtype, amax, counts, transposed, forward_scale, *codes: _make_fake(
-        a, a.shape[1], dtype, transposed, None if forward_scale is None else a.shape[1]
+    lambda op, a, b, scale, dtype, amax, counts, transposed, forward_scale, a_scales, *codes: _make_fake(
+        a if a_scales is None else b, 1, dtype, transposed, forward_scale
     ),
     (*_STATISTICS, "a_codes", "a_codes_scales", "b_codes", "b_codes_scales"),
 )
@@ -392,7 +351,7 @@ _gated_backward_op = register(
     "gated_backward",
     _gated_backward,
     lambda op, grad_output, gate, up, gate_last, scale, dtype, amax, counts, transposed, forward_scale, *scales: (
-        _make_fake(gate, 2 * gate.shape[1], dtype, transposed, None if forward_scale is None else gate.shape[1])
+        _make_fake(grad_output, 2, dtype, transposed, forward_scale)
     ),
     _STATISTICS,
 )

@@ -12,7 +12,13 @@ backward kernels read them: the inputs are codes then.
 from __future__ import annotations
 
 from narrowgauge.kernels import HAVE_TRITON, jit, jit_unspecialized
-from narrowgauge.kernels.blocks_8bit import decode_codes, load_scales, store_codes
+from narrowgauge.kernels.blocks_8bit import (
+    decode_codes,
+    load_code_rows,
+    load_four_codes,
+    load_scales,
+    store_codes,
+)
 from narrowgauge.kernels.fp8_tile import (
     add_misfit_counts,
     count_misfits,
@@ -125,12 +131,18 @@ def _slope(a, NAME: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _decode_four(  # type: ignore[no-untyped-def]
-    x0, x1, x2, x3, scales_ptr, n0, d0, length, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """Return the four tiles of ``load_four`` in FP32, if what was loaded are codes."""
-    scales = load_scales(scales_ptr, n0, d0, length, WHOLE, BLOCK_N)
+def _decode_four(x0, x1, x2, x3, scales):  # type: ignore[no-untyped-def]
+    """Return the four tiles of ``load_four_codes`` in FP32."""
     return decode_codes(x0, scales), decode_codes(x1, scales), decode_codes(x2, scales), decode_codes(x3, scales)
+
+
+@jit
+def _decode_rows(  # type: ignore[no-untyped-def]
+    codes_ptr, scales_ptr, i, n0, d0, length, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Return one of the four tiles of ``load_four`` in FP32, from codes."""
+    codes = load_code_rows(codes_ptr, n0 + i, d0, length, WHOLE, BLOCK_N)
+    return decode_codes(codes, load_scales(scales_ptr, n0, d0, length, WHOLE, BLOCK_N))
 
 
 @jit_unspecialized("length", "n16")
@@ -141,22 +153,23 @@ def pointwise_kernel(  # type: ignore[no-untyped-def]
     LIMIT: tl.constexpr, TINY: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     n0, d0 = tile_origin(BLOCK_N, BLOCK_D)
-    a0, a1, a2, a3 = load_four(a_ptr, n0, d0, length, width, a_stride, WHOLE, BLOCK_N, BLOCK_D)
+    if a_scales_ptr is None:
+        a0, a1, a2, a3 = load_four(a_ptr, n0, d0, length, width, a_stride, WHOLE, BLOCK_N, BLOCK_D)
+    else:
+        a0, a1, a2, a3 = load_four_codes(a_ptr, n0, d0, length, WHOLE, BLOCK_N)
     b0, b1, b2, b3 = a0, a1, a2, a3
     if b_ptr is not None:
         b0, b1, b2, b3 = load_four(b_ptr, n0, d0, length, width, b_stride, WHOLE, BLOCK_N, BLOCK_D)
     if a_scales_ptr is not None:
-        a0, a1, a2, a3 = _decode_four(a0, a1, a2, a3, a_scales_ptr, n0, d0, length, WHOLE, BLOCK_N)
+        scales = load_scales(a_scales_ptr, n0, d0, length, WHOLE, BLOCK_N)
     if recomputed_t_ptr is not None:
         issue_loads()
+    if a_scales_ptr is not None:
+        a0, a1, a2, a3 = _decode_four(a0, a1, a2, a3, scales)
     if a_codes_ptr is not None:
-        store_codes(
-            a0, a1, a2, a3, a_codes_ptr, a_codes_scales_ptr, n0, d0, length, width, width, WHOLE, BLOCK_N, BLOCK_D
-        )  # fmt: skip
+        store_codes(a0, a1, a2, a3, a_codes_ptr, a_codes_scales_ptr, n0, d0, length, WHOLE, BLOCK_N, BLOCK_D)
         if b_codes_ptr is not None:
-            store_codes(
-                b0, b1, b2, b3, b_codes_ptr, b_codes_scales_ptr, n0, d0, length, width, width, WHOLE, BLOCK_N, BLOCK_D
-            )  # fmt: skip
+            store_codes(b0, b1, b2, b3, b_codes_ptr, b_codes_scales_ptr, n0, d0, length, WHOLE, BLOCK_N, BLOCK_D)
             b0, b1, b2, b3 = load_four(b_ptr, n0, d0, length, width, b_stride, WHOLE, BLOCK_N, BLOCK_D)
         # Loaded again, from the L1 cache: kept until here as FP32 numbers, the inputs take 128 registers instead of 72.
         a0, a1, a2, a3 = load_four(a_ptr, n0, d0, length, width, a_stride, WHOLE, BLOCK_N, BLOCK_D)
@@ -179,9 +192,10 @@ def pointwise_kernel(  # type: ignore[no-untyped-def]
         if recount:
             counted = 0
             for i in range(4):
-                a = load_rows(a_ptr, n0 + i, d0, length, width, a_stride, WHOLE, BLOCK_N, BLOCK_D)
-                if a_scales_ptr is not None:
-                    a = decode_codes(a, load_scales(a_scales_ptr, n0, d0, length, WHOLE, BLOCK_N))
+                if a_scales_ptr is None:
+                    a = load_rows(a_ptr, n0 + i, d0, length, width, a_stride, WHOLE, BLOCK_N, BLOCK_D)
+                else:
+                    a = _decode_rows(a_ptr, a_scales_ptr, i, n0, d0, length, WHOLE, BLOCK_N)
                 b = a
                 if b_ptr is not None:
                     b = load_rows(b_ptr, n0 + i, d0, length, width, b_stride, WHOLE, BLOCK_N, BLOCK_D)
@@ -211,15 +225,20 @@ def gated_backward_kernel(  # type: ignore[no-untyped-def]
     WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     n0, d0 = tile_origin(BLOCK_N, BLOCK_D)
-    gate0, gate1, gate2, gate3 = load_four(gate_ptr, n0, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
-    up0, up1, up2, up3 = load_four(up_ptr, n0, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
+    if gate_scales_ptr is None:
+        gate0, gate1, gate2, gate3 = load_four(gate_ptr, n0, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
+        up0, up1, up2, up3 = load_four(up_ptr, n0, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
+    else:
+        gate0, gate1, gate2, gate3 = load_four_codes(gate_ptr, n0, d0, length, WHOLE, BLOCK_N)
+        up0, up1, up2, up3 = load_four_codes(up_ptr, n0, d0, length, WHOLE, BLOCK_N)
     grad0, grad1, grad2, grad3 = load_four(grad_output_ptr, n0, d0, length, width, grad_stride, WHOLE, BLOCK_N, BLOCK_D)
     if gate_scales_ptr is not None:
-        gate0, gate1, gate2, gate3 = _decode_four(
-            gate0, gate1, gate2, gate3, gate_scales_ptr, n0, d0, length, WHOLE, BLOCK_N
-        )
-        up0, up1, up2, up3 = _decode_four(up0, up1, up2, up3, up_scales_ptr, n0, d0, length, WHOLE, BLOCK_N)
+        gate_scales = load_scales(gate_scales_ptr, n0, d0, length, WHOLE, BLOCK_N)
+        up_scales = load_scales(up_scales_ptr, n0, d0, length, WHOLE, BLOCK_N)
     issue_loads()
+    if gate_scales_ptr is not None:
+        gate0, gate1, gate2, gate3 = _decode_four(gate0, gate1, gate2, gate3, gate_scales)
+        up0, up1, up2, up3 = _decode_four(up0, up1, up2, up3, up_scales)
     scale = 1.0 if scale_ptr is None else tl.load(scale_ptr)
     if recomputed_t_ptr is not None:
         forward_scale = tl.load(recomputed_scale_ptr)
@@ -248,11 +267,12 @@ def gated_backward_kernel(  # type: ignore[no-untyped-def]
         if recount:
             counted = 0
             for i in range(4):
-                gate = load_rows(gate_ptr, n0 + i, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
-                up = load_rows(up_ptr, n0 + i, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
-                if gate_scales_ptr is not None:
-                    gate = decode_codes(gate, load_scales(gate_scales_ptr, n0, d0, length, WHOLE, BLOCK_N))
-                    up = decode_codes(up, load_scales(up_scales_ptr, n0, d0, length, WHOLE, BLOCK_N))
+                if gate_scales_ptr is None:
+                    gate = load_rows(gate_ptr, n0 + i, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
+                    up = load_rows(up_ptr, n0 + i, d0, length, width, stride, WHOLE, BLOCK_N, BLOCK_D)
+                else:
+                    gate = _decode_rows(gate_ptr, gate_scales_ptr, i, n0, d0, length, WHOLE, BLOCK_N)
+                    up = _decode_rows(up_ptr, up_scales_ptr, i, n0, d0, length, WHOLE, BLOCK_N)
                 grad_output = load_rows(
                     grad_output_ptr, n0 + i, d0, length, width, grad_stride, WHOLE, BLOCK_N, BLOCK_D
                 )

@@ -35,8 +35,14 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-FUSED = ("cudnn", "flash", "efficient")
-"""Fastest first: on Hopper cuDNN's kernel beats FlashAttention 2's (docs/results.md)."""
+ENABLED: dict[str, Callable[[], bool]] = {
+    "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
+    "flash": torch.backends.cuda.flash_sdp_enabled,
+    "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
+    "math": torch.backends.cuda.math_sdp_enabled,
+}
+"""Whether torch may use each backend. Fastest first: on Hopper cuDNN's kernel beats FlashAttention 2's
+(docs/results.md)."""
 
 
 @dataclass(frozen=True)
@@ -106,13 +112,21 @@ class StepContext:
         return NoticesPlainAttention()
 
     def attention(self) -> contextlib.AbstractContextManager[None]:
-        """Allow only the attention backends of the recipe; with ``auto`` torch's plain one if nothing else fits."""
+        """Allow only the attention backends of the recipe; with ``auto`` torch's plain one if nothing else fits.
+
+        With ``auto``, what the user turned off stays off, and so does cuDNN's with torch's deterministic algorithms:
+        its backward adds up in no fixed order.
+        """
         choice = self.recipe.attention
         if choice == "any" or (choice == "auto" and (self.device_type != "cuda" or self.dtype is None)):
             return contextlib.nullcontext()
-        if choice == "auto":
-            return sdpa_kernel([BACKENDS[name] for name in (*FUSED, "math")], set_priority=True)
-        return sdpa_kernel([BACKENDS[choice]])
+        if choice != "auto":
+            return sdpa_kernel([BACKENDS[choice]])
+        allowed = [name for name, is_enabled in ENABLED.items() if is_enabled()]
+        if "cudnn" in allowed and torch.are_deterministic_algorithms_enabled():
+            allowed.remove("cudnn")
+        backends = [BACKENDS[name] for name in allowed]
+        return sdpa_kernel(backends, set_priority=True) if backends else contextlib.nullcontext()
 
 
 _settled = False

@@ -142,6 +142,10 @@ class BoundWeight:
                 events.report_copy(self.weights, (self._hp,))
         return self._hp
 
+    def release(self) -> None:
+        """Free the copies: no product reads this weight any more."""
+        self._lp, self._hp = Operand(), None
+
     def get_saved(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return what to save for backward: second layout, inverse scale, BF16 copy; None for what does not exist."""
         if not self.plan.keep_for_backward:
@@ -226,6 +230,10 @@ class PaddedWeight:
             self._hp[:rows] = weight
             events.report_copy(self._weight.weights, (self._hp,))
         return self._hp
+
+    def release(self) -> None:
+        """Free the copy."""
+        self._hp = None
 
     def fp8(self) -> Operand:
         raise NotImplementedError("FP8 products need a vocabulary that is a multiple of 16")

@@ -132,6 +132,8 @@ def _run_rows(run: Run, h: Operand, whole: bool) -> tuple[Tensor, MlpHalf]:
     activated = activate(run, u) if whole or not is_activation_remade(run) else Activated()
     report_mlp(run, u, activated.a)
     if whole:
+        if activated.codes is not None or is_input_recomputed(run):
+            u = u.new_empty(0)  # the widest tensor of a block, freed before the last product
         down, of_down = project(run, activated.a, uses.down, plan.down, tensors.down_bias)
     else:
         down, of_down = _make_output(run, u, len(u), False), NO_STATE

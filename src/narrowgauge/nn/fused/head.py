@@ -66,6 +66,8 @@ HEAD = "lm_head"
 """Path of the module that computes the logits."""
 CHUNK_BYTES = 1 << 30
 """Default limit of BF16 logits stored at once, where grad_weight's product is in FP8 and reads groups of chunks."""
+SMALLEST_LIMIT = 256 << 20
+"""That limit is smaller where four chunks are enough for all logits, but not smaller than this."""
 WIDE_CHUNK_BYTES = 4 << 30
 """The same where it is not, so that each chunk adds to the weight's gradient."""
 GROUP_BYTES = 2 << 30
@@ -181,7 +183,9 @@ class _HeadCall:
             )
         if chunk_rows is not None and (chunk_rows < 1 or (lp and chunk_rows % MULTIPLE)):
             raise UsageError(f"head_loss: chunk_rows={chunk_rows} must be a positive multiple of {MULTIPLE}")
-        limit = CHUNK_BYTES if precision.grad_weight == "fp8" else WIDE_CHUNK_BYTES
+        limit = WIDE_CHUNK_BYTES
+        if precision.grad_weight == "fp8":
+            limit = min(CHUNK_BYTES, max(SMALLEST_LIMIT, len(x) * shape[0] * 2 // 4))
         rows = chunk_rows or choose_chunk_rows(len(x), shape[0], limit)
         return _HeadCall(plan, targets.contiguous(), precision, ignore_index, rows, summed, form)
 
@@ -227,6 +231,8 @@ class _HeadCall:
                         compute_grad_input(d, use, self.precision, into)
                     else:  # with rows of padding
                         into.copy_(compute_grad_input(d, use, self.precision)[: len(into)])
+                if part.stop == rows:
+                    use.release()  # grad_weight, where most memory is taken, does not read it
                 if need_bias:
                     share = compute_grad_bias(d)
                     grad_bias = share if grad_bias is None else grad_bias.add_(share)
