@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from narrowgauge.kernels import FP8_MAX
 from narrowgauge.kernels.cast_weights import (
     cast_weight,
     cast_weight_delayed,
@@ -11,6 +10,7 @@ from narrowgauge.kernels.cast_weights import (
     cast_weight_reference,
     recast_weight,
 )
+from narrowgauge.kernels.fp8_formats import FP8_MAX
 
 E4M3 = torch.float8_e4m3fn
 SHAPES = pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from oracle import KERNEL, assert_same, assert_transposed, draw, hardware_roundi
 from torch._subclasses import FakeTensorMode
 
 from narrowgauge.errors import UsageError
-from narrowgauge.kernels import FP8_MAX, activation, use_triton
+from narrowgauge.kernels import activation, use_triton
 from narrowgauge.kernels.activation import (
     GATES,
     KINDS,
@@ -17,6 +17,7 @@ from narrowgauge.kernels.activation import (
     activate_backward,
 )
 from narrowgauge.kernels.activation_reference import activate_backward_reference, activate_reference
+from narrowgauge.kernels.fp8_formats import FP8_MAX
 from narrowgauge.kernels.fp8_tile import quantize_reference
 from narrowgauge.nn.blocks.activations import ACTIVATIONS, GATED, compute_activation
 

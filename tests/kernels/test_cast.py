@@ -11,7 +11,8 @@ from oracle import KERNEL, assert_same, assert_transposed, draw, hardware_roundi
 from torch._subclasses import FakeTensorMode
 
 from narrowgauge.errors import UsageError
-from narrowgauge.kernels import FP8_MAX, compute_scale, fp8_tile, use_triton
+from narrowgauge.formats import find_format
+from narrowgauge.kernels import HAVE_TRITON, compute_scale, fp8_formats, fp8_tile, use_triton
 from narrowgauge.kernels.cast import (
     cast,
     cast_transpose,
@@ -25,11 +26,25 @@ from narrowgauge.kernels.cast import (
     transpose,
     transpose_reference,
 )
-from narrowgauge.kernels.fp8_tile import FLUSH_THRESHOLD, SATURATION_THRESHOLD, quantize_reference
+from narrowgauge.kernels.fp8_formats import FLUSH_THRESHOLD, FP8_MAX, SATURATION_THRESHOLD
+from narrowgauge.kernels.fp8_tile import quantize_reference
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 pytestmark = pytest.mark.usefixtures("hardware_rounding")
+
+
+@FORMATS
+def test_formats_are_those_of_the_table(dtype):
+    """Kernels have the constants of a format a second time."""
+    name, largest, flush, saturation = fp8_formats.FP8_FORMATS[dtype]
+    exact = find_format(name)
+    step = exact.epsilon * 2.0 ** math.floor(math.log2(exact.max))
+    assert (largest, flush, saturation) == (exact.max, exact.smallest_subnormal / 2, exact.max + step / 2)
+    if HAVE_TRITON:
+        assert fp8_formats.largest_of.fn(name) == largest
+        assert fp8_formats.flush_threshold_of.fn(name) == flush
+        assert fp8_formats.saturation_threshold_of.fn(name) == saturation
 
 
 @FORMATS

@@ -7,7 +7,6 @@ import torch
 from oracle import KERNEL, assert_same, assert_transposed, hardware_rounding  # noqa: F401
 from torch._subclasses import FakeTensorMode
 
-from narrowgauge.kernels import FP8_MAX
 from narrowgauge.kernels.cast_weights import (
     cast_weight,
     cast_weight_delayed,
@@ -16,6 +15,7 @@ from narrowgauge.kernels.cast_weights import (
     choose_weight_scale,
     recast_weight,
 )
+from narrowgauge.kernels.fp8_formats import FP8_MAX
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 pytestmark = pytest.mark.usefixtures("hardware_rounding")

@@ -34,7 +34,7 @@ POINTERS = {
     "grad_residual_ptr": "*fp32", "grad_input_ptr": "*fp32", "recomputed_t_ptr": "*i32",
     "recomputed_scale_ptr": "*fp32",
 }
-FP8 = {"*fp8e4nv": dict(LIMIT=448.0, TINY=2.0**-10), "*fp8e5": dict(LIMIT=57344.0, TINY=2.0**-17)}
+FP8 = {"*fp8e4nv": dict(FORMAT="e4m3"), "*fp8e5": dict(FORMAT="e5m2")}
 
 
 class Parsed(Exception):
@@ -85,7 +85,7 @@ if kind == "cast":
     for size in (small, small_edge):
         compiled(cast._cast_kernel, types={"out_ptr": out}, HEAD=48, **limits, **size)
     none = ("scale_ptr", "amax_ptr", "counts_ptr", "out_t_ptr")
-    compiled(cast._cast_kernel, none=none, HEAD=64, LIMIT=None, TINY=None, **small)
+    compiled(cast._cast_kernel, none=none, HEAD=64, FORMAT=None, **small)
     compiled(cast._max_abs_kernel, BLOCK_N=64, BLOCK_D=64)
     rows = {"x_ptr": "*u8", "row_amax_ptr": "*fp32", "saturated_ptr": "*i32", "flushed_ptr": "*i32"}
     for size, none in ((tile, ()), (edge, ()), ({**edge, "BLOCK_N": 1024, "BLOCK_D": 16}, ("out_t_ptr",))):
@@ -93,8 +93,7 @@ if kind == "cast":
     plain = {"shrink": "fp32", "smallest": "fp32", "out_ptr": "*fp8e4nv", "pending_ptr": "*i64"}
     for none in ((), ("counts_ptr", "pending_ptr"), ("scale_ptr", "counts_ptr", "pending_ptr"), ("out_t_ptr",)):
         for size, kind in ((small_edge, "*bf16"),) if none else ((tile, "*fp32"), (edge, "*bf16")):
-            compiled(cast_weights._fit_kernel, none=none, types={**plain, "x_ptr": kind}, LIMIT=448.0,
-            SATURATION=464.0, **size)
+            compiled(cast_weights._fit_kernel, none=none, types={**plain, "x_ptr": kind}, FORMAT="e4m3", **size)
 elif kind == "activation":
     kept = ("a_codes_ptr", "a_codes_scales_ptr", "b_codes_ptr", "b_codes_scales_ptr")
     codes, both = (*kept, "a_scales_ptr"), ("gate_scales_ptr", "up_scales_ptr")
@@ -120,7 +119,7 @@ elif kind == "activation":
                 compiled(activation.pointwise_kernel, 8, (*none, *alone), {"out_ptr": out}, OP=op,
                          FORWARD=op.removesuffix("_backward"), **FP8[out], **size)
         none = {*alone, *again, "scale_ptr", "amax_ptr", "counts_ptr", "out_t_ptr"}
-        compiled(activation.pointwise_kernel, 8, none, OP=op, FORWARD=op, LIMIT=None, TINY=None, **small)
+        compiled(activation.pointwise_kernel, 8, none, OP=op, FORWARD=op, FORMAT=None, **small)
     silu = dict(NAME="silu", FORWARD="swiglu")
     bytes_8 = {name: "*u8" for name in ("a_codes_ptr", "b_codes_ptr")}
     one, two = ("b_ptr", "b_codes_ptr", "b_codes_scales_ptr"), ("recomputed_t_ptr", "recomputed_scale_ptr",
@@ -137,7 +136,7 @@ elif kind == "activation":
         for size in sizes:
             compiled(activation.gated_backward_kernel, 8, none, types, **silu, **FP8["*fp8e5"], **size)
     none = (*again, *both, "scale_ptr", "amax_ptr", "counts_ptr", "grad_gate_t_ptr", "grad_up_t_ptr")
-    compiled(activation.gated_backward_kernel, 8, none, **silu, LIMIT=None, TINY=None, **small)
+    compiled(activation.gated_backward_kernel, 8, none, **silu, FORMAT=None, **small)
 elif kind == "norm":
     size = dict(D=768, BLOCK=1024, ROWS=1, STAGES=1)
     back = dict(**size, LAYER=True, NORMALIZED=False)
@@ -155,10 +154,10 @@ elif kind == "norm":
     none = ("mean_ptr", "bias_ptr", "grad_bias_ptr")
     compiled(norm_kernels.backward_kernel, 2, none, kept, **size, LAYER=False, NORMALIZED=True, **FP8["*fp8e5"])
     plain = ("scale_ptr", "amax_ptr", "counts_ptr", "normalized_ptr")
-    compiled(norm_kernels.forward_kernel, 2, (*plain, "bias_ptr"), {"x_ptr": "*fp32"}, **size, LIMIT=None, TINY=None)
+    compiled(norm_kernels.forward_kernel, 2, (*plain, "bias_ptr"), {"x_ptr": "*fp32"}, **size, FORMAT=None)
     plain = ("scale_ptr", "amax_ptr", "counts_ptr", "grad_bias_ptr", *again)
-    compiled(norm_kernels.backward_kernel, 2, plain, **back, LIMIT=None, TINY=None)
-    compiled(norm_kernels.backward_kernel, 2, (*plain, "grad_input_lp_ptr"), **back, LIMIT=None, TINY=None)
+    compiled(norm_kernels.backward_kernel, 2, plain, **back, FORMAT=None)
+    compiled(norm_kernels.backward_kernel, 2, (*plain, "grad_input_lp_ptr"), **back, FORMAT=None)
 elif kind == "adamw":
     rates = {name: "fp32" for name in ("rate1", "beta2", "rate2", "eps")}
     tables = {"offsets_ptr": "*i64", "tensor_index_ptr": "*i32", "block_index_ptr": "*i32", "sizes_ptr": "*i64",

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from narrowgauge.kernels import FP8_MAX
 from narrowgauge.kernels import cross_entropy as ce
+from narrowgauge.kernels.fp8_formats import FP8_MAX
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from narrowgauge.errors import UsageError
-from narrowgauge.kernels import FP8_MAX, cast, compute_scale
+from narrowgauge.kernels import cast, compute_scale
 from narrowgauge.kernels import cast_weights as weight_kernel
 from narrowgauge.kernels.cross_entropy import LossForm
+from narrowgauge.kernels.fp8_formats import FP8_MAX
 from narrowgauge.nn.fused import head
 from narrowgauge.nn.fused.head import choose_chunk_rows, choose_group_rows, compute_head_loss
 from narrowgauge.nn.products.gemm import ALL_BF16, ALL_FP8, ALL_FP32, BF16, E4M3, GemmChoice, compute_grad_weight

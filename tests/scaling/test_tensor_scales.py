@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowgauge.kernels import FP8_MAX, compute_scale
+from narrowgauge.kernels import compute_scale
+from narrowgauge.kernels.fp8_formats import FP8_MAX
 from narrowgauge.scaling.tensor import TensorScales
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -14,9 +14,6 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from narrowgauge.kernels.dry_run import is_dry_run
 
-FP8_MAX: dict[torch.dtype, float] = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-"""The largest finite value of each FP8 format. Casts saturate to it."""
-
 SCALE_RANGE = (2.0**-100, 2.0**100)
 """Limits of every scale, so that neither a scale nor its inverse overflows or underflows FP32."""
 

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import UsageError
-from narrowgauge.kernels import FP8_MAX, blocks_8bit, can_bypass_op, register, use_triton
+from narrowgauge.kernels import blocks_8bit, can_bypass_op, register, use_triton
 from narrowgauge.kernels.activation_kernels import gated_backward_kernel, pointwise_kernel
 from narrowgauge.kernels.activation_reference import (
     GATES,
@@ -48,7 +48,8 @@ from narrowgauge.kernels.activation_reference import (
 )
 from narrowgauge.kernels.blocks_8bit import Blocks8, decode_reference, encode_reference
 from narrowgauge.kernels.cast import allocate_words, finish_transposed, transpose_reference
-from narrowgauge.kernels.fp8_tile import FLUSH_THRESHOLD, quantize_reference, tile_grid, tiles_evenly
+from narrowgauge.kernels.fp8_formats import FP8_MAX, get_format_name
+from narrowgauge.kernels.fp8_tile import quantize_reference, tile_grid, tiles_evenly
 from narrowgauge.kernels.launch import launch_kernel
 
 # The fastest on an H200 (bench/tune_kernels.py). These kernels are bound by compute as much as by memory.
@@ -254,7 +255,7 @@ def _pointwise(
         a, b, out, words, scale, amax, counts, recomputed, forward_scale,
         a_scales, a_codes, a_codes_scales, b_codes, b_codes_scales,
         length, width, a.stride(0), 0 if b is None else b.stride(0), width, length // 16,
-        OP=op, FORWARD=plain, LIMIT=FP8_MAX.get(dtype), TINY=FLUSH_THRESHOLD.get(dtype),
+        OP=op, FORWARD=plain, FORMAT=get_format_name(dtype),
         WHOLE=tiles_evenly(length, width, tile), **tile,
     )  # fmt: skip
     if forward_scale is not None and recomputed is None:
@@ -312,7 +313,7 @@ def _gated_backward(
         grad_output, gate, up, grad_gate, grad_up, grad_gate_t, grad_up_t, scale, amax, counts, recomputed,
         forward_scale, gate_scales, up_scales,
         length, width, grad_output.stride(0), gate.stride(0), 2 * width, length // 16,
-        NAME=GATES[kind].replace("-", "_"), FORWARD=op, LIMIT=FP8_MAX.get(dtype), TINY=FLUSH_THRESHOLD.get(dtype),
+        NAME=GATES[kind].replace("-", "_"), FORWARD=op, FORMAT=get_format_name(dtype),
         WHOLE=tiles_evenly(length, width, GATED_TILE), **GATED_TILE,
     )  # fmt: skip
     if forward_scale is not None and recomputed is None:

@@ -150,7 +150,7 @@ def pointwise_kernel(  # type: ignore[no-untyped-def]
     a_ptr, b_ptr, out_ptr, out_t_ptr, scale_ptr, amax_ptr, counts_ptr, recomputed_t_ptr, recomputed_scale_ptr,
     a_scales_ptr, a_codes_ptr, a_codes_scales_ptr, b_codes_ptr, b_codes_scales_ptr,
     length, width, a_stride, b_stride, out_stride, n16, OP: tl.constexpr, FORWARD: tl.constexpr,
-    LIMIT: tl.constexpr, TINY: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    FORMAT: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     n0, d0 = tile_origin(BLOCK_N, BLOCK_D)
     if a_scales_ptr is None:
@@ -178,16 +178,16 @@ def pointwise_kernel(  # type: ignore[no-untyped-def]
         forward_scale = tl.load(recomputed_scale_ptr)
         words = pack_fp8(
             _value(a0, a0, FORWARD) * forward_scale, _value(a1, a1, FORWARD) * forward_scale,
-            _value(a2, a2, FORWARD) * forward_scale, _value(a3, a3, FORWARD) * forward_scale, 448.0,
+            _value(a2, a2, FORWARD) * forward_scale, _value(a3, a3, FORWARD) * forward_scale, "e4m3",
         )  # fmt: skip
         store_words(words, recomputed_t_ptr, n0, d0, n16, width, WHOLE, BLOCK_N, BLOCK_D)
     highest, lowest, nonzero = init_tile_stats(BLOCK_N, BLOCK_D)
     highest, lowest, nonzero = store_tiles(
         _value(a0, b0, OP), _value(a1, b1, OP), _value(a2, b2, OP), _value(a3, b3, OP), highest, lowest, nonzero,
         out_ptr, out_t_ptr, scale, amax_ptr, counts_ptr, n0, d0, length, width, out_stride, n16,
-        LIMIT, WHOLE, BLOCK_N, BLOCK_D,
+        FORMAT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
-    recount = finish_tile_stats(highest, lowest, nonzero, BLOCK_N * BLOCK_D, scale, amax_ptr, counts_ptr, LIMIT)
+    recount = finish_tile_stats(highest, lowest, nonzero, BLOCK_N * BLOCK_D, scale, amax_ptr, counts_ptr, FORMAT)
     if counts_ptr is not None:  # noqa: SIM102 (decided when the kernel is compiled)
         if recount:
             counted = 0
@@ -199,7 +199,7 @@ def pointwise_kernel(  # type: ignore[no-untyped-def]
                 b = a
                 if b_ptr is not None:
                     b = load_rows(b_ptr, n0 + i, d0, length, width, b_stride, WHOLE, BLOCK_N, BLOCK_D)
-                counted += count_misfits(_value(a, b, OP) * scale, LIMIT, TINY)
+                counted += count_misfits(_value(a, b, OP) * scale, FORMAT)
             add_misfit_counts(counts_ptr, counted)
 
 
@@ -221,7 +221,7 @@ def gated_backward_kernel(  # type: ignore[no-untyped-def]
     amax_ptr, counts_ptr, recomputed_t_ptr,
     recomputed_scale_ptr, gate_scales_ptr, up_scales_ptr,
     length, width, grad_stride, stride, out_stride, n16, NAME: tl.constexpr,
-    FORWARD: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr,
+    FORWARD: tl.constexpr, FORMAT: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     n0, d0 = tile_origin(BLOCK_N, BLOCK_D)
@@ -244,7 +244,7 @@ def gated_backward_kernel(  # type: ignore[no-untyped-def]
         forward_scale = tl.load(recomputed_scale_ptr)
         words = pack_fp8(
             _value(gate0, up0, FORWARD) * forward_scale, _value(gate1, up1, FORWARD) * forward_scale,
-            _value(gate2, up2, FORWARD) * forward_scale, _value(gate3, up3, FORWARD) * forward_scale, 448.0,
+            _value(gate2, up2, FORWARD) * forward_scale, _value(gate3, up3, FORWARD) * forward_scale, "e4m3",
         )  # fmt: skip
         store_words(words, recomputed_t_ptr, n0, d0, n16, width, WHOLE, BLOCK_N, BLOCK_D)
     grad_gate0, grad_up0 = _gated_gradients(grad0, gate0, up0, NAME)
@@ -255,14 +255,14 @@ def gated_backward_kernel(  # type: ignore[no-untyped-def]
     highest, lowest, nonzero = store_tiles(
         grad_gate0, grad_gate1, grad_gate2, grad_gate3, highest, lowest, nonzero, grad_gate_ptr, grad_gate_t_ptr,
         scale, amax_ptr, counts_ptr,
-        n0, d0, length, width, out_stride, n16, LIMIT, WHOLE, BLOCK_N, BLOCK_D,
+        n0, d0, length, width, out_stride, n16, FORMAT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     highest, lowest, nonzero = store_tiles(
         grad_up0, grad_up1, grad_up2, grad_up3, highest, lowest, nonzero, grad_up_ptr, grad_up_t_ptr, scale, amax_ptr,
         counts_ptr,
-        n0, d0, length, width, out_stride, n16, LIMIT, WHOLE, BLOCK_N, BLOCK_D,
+        n0, d0, length, width, out_stride, n16, FORMAT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
-    recount = finish_tile_stats(highest, lowest, nonzero, 2 * BLOCK_N * BLOCK_D, scale, amax_ptr, counts_ptr, LIMIT)
+    recount = finish_tile_stats(highest, lowest, nonzero, 2 * BLOCK_N * BLOCK_D, scale, amax_ptr, counts_ptr, FORMAT)
     if counts_ptr is not None:  # noqa: SIM102 (decided when the kernel is compiled)
         if recount:
             counted = 0
@@ -277,5 +277,5 @@ def gated_backward_kernel(  # type: ignore[no-untyped-def]
                     grad_output_ptr, n0 + i, d0, length, width, grad_stride, WHOLE, BLOCK_N, BLOCK_D
                 )
                 grad_gate, grad_up = _gated_gradients(grad_output, gate, up, NAME)
-                counted += count_misfits(grad_gate * scale, LIMIT, TINY) + count_misfits(grad_up * scale, LIMIT, TINY)
+                counted += count_misfits(grad_gate * scale, FORMAT) + count_misfits(grad_up * scale, FORMAT)
             add_misfit_counts(counts_ptr, counted)

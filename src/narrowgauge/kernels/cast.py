@@ -20,7 +20,6 @@ from torch import Tensor
 
 from narrowgauge.errors import UsageError
 from narrowgauge.kernels import (
-    FP8_MAX,
     HAVE_TRITON,
     OpWithOptionalStats,
     can_bypass_op,
@@ -29,8 +28,8 @@ from narrowgauge.kernels import (
     register,
     use_triton,
 )
+from narrowgauge.kernels.fp8_formats import FP8_MAX, get_format_name
 from narrowgauge.kernels.fp8_tile import (
-    FLUSH_THRESHOLD,
     abs_bits,
     add_misfit_counts,
     count_misfits,
@@ -163,7 +162,7 @@ def _load(  # type: ignore[no-untyped-def]
 def _cast_kernel(  # type: ignore[no-untyped-def]
     x_ptr, out_ptr, out_t_ptr, scale_ptr, amax_ptr, counts_ptr, length, width,
     batch_stride, head_stride, stride, time, out_stride, n16,
-    HEAD: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr,
+    HEAD: tl.constexpr, FORMAT: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     n0, d0 = tile_origin(BLOCK_N, BLOCK_D)
@@ -176,9 +175,9 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     highest, lowest, nonzero = store_tiles(
         to_fp32(x0), to_fp32(x1), to_fp32(x2), to_fp32(x3), highest, lowest, nonzero, out_ptr, out_t_ptr, scale,
         amax_ptr,
-        counts_ptr, n0, d0, length, width, out_stride, n16, LIMIT, WHOLE, BLOCK_N, BLOCK_D,
+        counts_ptr, n0, d0, length, width, out_stride, n16, FORMAT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
-    recount = finish_tile_stats(highest, lowest, nonzero, BLOCK_N * BLOCK_D, scale, amax_ptr, counts_ptr, LIMIT)
+    recount = finish_tile_stats(highest, lowest, nonzero, BLOCK_N * BLOCK_D, scale, amax_ptr, counts_ptr, FORMAT)
     if counts_ptr is not None:  # noqa: SIM102 (decided when the kernel is compiled)
         if recount:
             counted = 0
@@ -187,7 +186,7 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
                     x_ptr, n0 + i, d0, length, width, batch_stride, head_stride, stride, time,
                     HEAD, WHOLE, BLOCK_N, BLOCK_D,
                 )  # fmt: skip
-                counted += count_misfits(to_fp32(x) * scale, LIMIT, TINY)
+                counted += count_misfits(to_fp32(x) * scale, FORMAT)
             add_misfit_counts(counts_ptr, counted)
 
 
@@ -245,7 +244,7 @@ def launch_cast(
         x, out, out_t, scale, amax, counts, length, width,
         x.stride(0), x.stride(1) if heads else 0, x.stride(2 if heads else 0), time,
         out.stride(0), length // 16, HEAD=x.shape[3] if heads else None,
-        LIMIT=FP8_MAX.get(out.dtype), TINY=FLUSH_THRESHOLD.get(out.dtype), WHOLE=fits, **TILE,
+        FORMAT=get_format_name(out.dtype), WHOLE=fits, **TILE,
     )  # fmt: skip
 
 

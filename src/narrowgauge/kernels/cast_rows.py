@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from narrowgauge.kernels import FP8_MAX, HAVE_TRITON, define_op, jit_unspecialized, use_triton
+from narrowgauge.kernels import HAVE_TRITON, define_op, jit_unspecialized, use_triton
 from narrowgauge.kernels.cast import TRANSPOSE_TILE, allocate_words, finish_transposed
+from narrowgauge.kernels.fp8_formats import FLUSH_THRESHOLD, FP8_MAX, SATURATION_THRESHOLD
 from narrowgauge.kernels.fp8_tile import (
-    FLUSH_THRESHOLD,
-    SATURATION_THRESHOLD,
     abs_bits,
     load_four,
     pack_bytes,

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from narrowgauge.kernels import (
-    FP8_MAX,
     HAVE_TRITON,
     can_bypass_op,
     compute_scale,
@@ -36,8 +35,14 @@ from narrowgauge.kernels.cast import (
     transpose,
     transpose_reference,
 )
-from narrowgauge.kernels.fp8_tile import (
+from narrowgauge.kernels.fp8_formats import (
+    FP8_MAX,
     SATURATION_THRESHOLD,
+    get_format_name,
+    largest_of,
+    saturation_threshold_of,
+)
+from narrowgauge.kernels.fp8_tile import (
     init_tile_stats,
     load_four,
     quantize_reference,
@@ -151,7 +156,7 @@ def _transpose_or_empty(lp: Tensor, transposed: bool) -> Tensor:
 def _fit_kernel(  # type: ignore[no-untyped-def]
     x_ptr, out_ptr, out_t_ptr, scale_ptr, amax_ptr, inv_scale_ptr, counts_ptr, pending_ptr,
     length, width, stride, out_stride, n16, across, count, shrink, smallest,
-    LIMIT: tl.constexpr, SATURATION: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    FORMAT: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Cast again if the scale does not fit the amax. With ``scale_ptr`` None always cast, with the scale that fits.
 
@@ -159,13 +164,13 @@ def _fit_kernel(  # type: ignore[no-untyped-def]
     """
     amax = tl.load(amax_ptr)
     good = (amax > 0.0) & (amax.to(tl.int32, bitcast=True) < 0x7F800000)
-    scale = tl.div_rn(tl.full((), LIMIT, tl.float32), tl.where(good, amax, 1.0)) * shrink
+    scale = tl.div_rn(tl.full((), largest_of(FORMAT), tl.float32), tl.where(good, amax, 1.0)) * shrink
     scale = tl.where(good, tl.minimum(tl.maximum(scale, 2.0**-100), 2.0**100), 1.0)
     needed = True
     if scale_ptr is not None:
         given = tl.load(scale_ptr)
         top = amax * given
-        needed = good & ((top > SATURATION) | (top < smallest))
+        needed = good & ((top > saturation_threshold_of(FORMAT)) | (top < smallest))
         scale = tl.where(needed, scale, given)
     if tl.program_id(0) == 0:
         tl.store(inv_scale_ptr, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
@@ -182,7 +187,7 @@ def _fit_kernel(  # type: ignore[no-untyped-def]
             store_tiles(
                 to_fp32(x0), to_fp32(x1), to_fp32(x2), to_fp32(x3), highest, lowest, nonzero, out_ptr, out_t_ptr,
                 scale, None,
-                None, n0, d0, length, width, out_stride, n16, LIMIT, WHOLE, BLOCK_N, BLOCK_D,
+                None, n0, d0, length, width, out_stride, n16, FORMAT, WHOLE, BLOCK_N, BLOCK_D,
             )  # fmt: skip
 
 
@@ -207,7 +212,7 @@ def _launch_fit(
         _fit_kernel, (programs,),
         x, out, out_t, scale, amax, inv_scale, counts, pending,
         length, width, x.stride(0), out.stride(0), length // 16, across, count,
-        2.0**-margin, SMALLEST_SHARE * largest / 2.0**margin, LIMIT=largest, SATURATION=SATURATION_THRESHOLD[out.dtype],
+        2.0**-margin, SMALLEST_SHARE * largest / 2.0**margin, FORMAT=get_format_name(out.dtype),
         WHOLE=tiles_evenly(length, width, FIT_TILE), **FIT_TILE,
     )  # fmt: skip
 

@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge import events
-from narrowgauge.kernels import FP8_MAX, can_bypass_op, use_triton
+from narrowgauge.kernels import can_bypass_op, use_triton
 from narrowgauge.kernels.cast import transpose_reference
 from narrowgauge.kernels.cross_entropy_kernels import (
     LATTICE,
@@ -55,7 +55,8 @@ from narrowgauge.kernels.cross_entropy_kernels import (
     statistics_kernel,
 )
 from narrowgauge.kernels.dry_run import is_dry_run
-from narrowgauge.kernels.fp8_tile import FLUSH_THRESHOLD, tile_grid, tiles_evenly
+from narrowgauge.kernels.fp8_formats import FLUSH_THRESHOLD, get_format_name
+from narrowgauge.kernels.fp8_tile import tile_grid, tiles_evenly
 from narrowgauge.kernels.launch import launch_kernel
 
 IGNORE = -100
@@ -316,8 +317,7 @@ def _grad_logits_fp8(
             grad_logits_fp8_kernel, tile_grid(length, width, LP_TILE),
             logits, targets, lse, d, None if written is None else written.view(torch.int32), counts, length, width,
             logits.stride(0), 0 if written is None else written.stride(0) // 16, ignore_index, first_row, *form,
-            SCALE=UNIT_SCALE[dtype], SHIFT=math.log2(UNIT_SCALE[dtype]), LIMIT=FP8_MAX[dtype],
-            TINY=FLUSH_THRESHOLD[dtype],
+            SCALE=UNIT_SCALE[dtype], SHIFT=math.log2(UNIT_SCALE[dtype]), FORMAT=get_format_name(dtype),
             COUNT=counts is not None, WHOLE=tiles_evenly(length, width, LP_TILE), **LP_TILE,
         )  # fmt: skip
     # If the rows are not a multiple of 16, [V, N] has no whole words; FP8 products do not accept such a shape either.

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from narrowgauge.kernels import HAVE_TRITON, jit, jit_unspecialized
+from narrowgauge.kernels.fp8_formats import flush_threshold_of
 from narrowgauge.kernels.fp8_tile import issue_loads, load_four, pack_fp8, store_words, tile_origin, to_fp8, to_fp32
 
 LATTICE = 3242174889, 2447445414
@@ -228,10 +229,13 @@ def grad_logits_kernel(  # type: ignore[no-untyped-def]
 @jit
 def _store_rows(  # type: ignore[no-untyped-def]
     x, flushed, targets_ptr, lse_ptr, out_ptr, n, d0, first_row, length, width, ignore_index,
-    multiplier, cap, smoothing, SCALE: tl.constexpr, SHIFT: tl.constexpr, LIMIT: tl.constexpr,
-    TINY: tl.constexpr, COUNT: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    multiplier, cap, smoothing, SCALE: tl.constexpr, SHIFT: tl.constexpr, FORMAT: tl.constexpr,
+    COUNT: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Store d * SCALE of every fourth row from n in FP8, dithered by up to TINY. COUNT: count values that become 0."""
+    """Store d * SCALE of every fourth row from n in FP8, dithered by up to half the smallest number.
+
+    COUNT: count values that become 0.
+    """
     below, along = 4 * tl.arange(0, BLOCK_N // 4), tl.arange(0, BLOCK_D)
     row, columns = n + below, d0 + along
     exact = _grad_logits(
@@ -241,16 +245,16 @@ def _store_rows(  # type: ignore[no-untyped-def]
     wide = ((columns.to(tl.uint32) * COLUMN_STEP) >> 9).to(tl.int32)
     # 23 bits become the fraction of a number from 1 to 2, with one addition and one logical operation.
     even = (((high[:, None] + wide[None, :]) & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
-    d = exact + (even - 1.5) * (2.0 * TINY)
+    d = exact + (even - 1.5) * (2.0 * flush_threshold_of(FORMAT))
     mask = (row < length)[:, None] & (columns < width)[None, :]
     if COUNT:
-        zero = (exact != 0.0) & (tl.abs(d) <= TINY)
+        zero = (exact != 0.0) & (tl.abs(d) <= flush_threshold_of(FORMAT))
         flushed += tl.where(zero if WHOLE else zero & mask, 1, 0)
     target = out_ptr + (n.to(tl.int64) * width + d0) + (below[:, None] * width + along[None, :])
     if WHOLE:
-        tl.store(target, to_fp8(d, LIMIT))
+        tl.store(target, to_fp8(d, FORMAT))
     else:
-        tl.store(target, to_fp8(d, LIMIT), mask=mask)
+        tl.store(target, to_fp8(d, FORMAT), mask=mask)
     return d, flushed
 
 
@@ -258,7 +262,7 @@ def _store_rows(  # type: ignore[no-untyped-def]
 def grad_logits_fp8_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, targets_ptr, lse_ptr, out_ptr, words_ptr, counts_ptr, length, width, stride, n16,
     ignore_index, first_row, multiplier, cap, smoothing,
-    SCALE: tl.constexpr, SHIFT: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr,
+    SCALE: tl.constexpr, SHIFT: tl.constexpr, FORMAT: tl.constexpr,
     COUNT: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     n0, d0 = tile_origin(BLOCK_N, BLOCK_D)
@@ -268,22 +272,22 @@ def grad_logits_fp8_kernel(  # type: ignore[no-untyped-def]
     f = tl.zeros([BLOCK_N // 4, BLOCK_D], tl.int32)
     y0, f = _store_rows(
         x0, f, targets_ptr, lse_ptr, out_ptr, n0, d0, first_row, length, width, ignore_index,
-        multiplier, cap, smoothing, SCALE, SHIFT, LIMIT, TINY, COUNT, WHOLE, BLOCK_N, BLOCK_D,
+        multiplier, cap, smoothing, SCALE, SHIFT, FORMAT, COUNT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     y1, f = _store_rows(
         x1, f, targets_ptr, lse_ptr, out_ptr, n0 + 1, d0, first_row, length, width, ignore_index,
-        multiplier, cap, smoothing, SCALE, SHIFT, LIMIT, TINY, COUNT, WHOLE, BLOCK_N, BLOCK_D,
+        multiplier, cap, smoothing, SCALE, SHIFT, FORMAT, COUNT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     y2, f = _store_rows(
         x2, f, targets_ptr, lse_ptr, out_ptr, n0 + 2, d0, first_row, length, width, ignore_index,
-        multiplier, cap, smoothing, SCALE, SHIFT, LIMIT, TINY, COUNT, WHOLE, BLOCK_N, BLOCK_D,
+        multiplier, cap, smoothing, SCALE, SHIFT, FORMAT, COUNT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     y3, f = _store_rows(
         x3, f, targets_ptr, lse_ptr, out_ptr, n0 + 3, d0, first_row, length, width, ignore_index,
-        multiplier, cap, smoothing, SCALE, SHIFT, LIMIT, TINY, COUNT, WHOLE, BLOCK_N, BLOCK_D,
+        multiplier, cap, smoothing, SCALE, SHIFT, FORMAT, COUNT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     if words_ptr is not None:
-        packed = pack_fp8(y0, y1, y2, y3, LIMIT)
+        packed = pack_fp8(y0, y1, y2, y3, FORMAT)
         store_words(packed, words_ptr, n0, d0, n16, width, WHOLE, BLOCK_N, BLOCK_D, length)
     if counts_ptr is not None:
         tl.atomic_add(counts_ptr + 1, tl.sum(f).to(counts_ptr.dtype.element_ty), sem="relaxed")

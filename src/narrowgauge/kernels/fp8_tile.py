@@ -21,20 +21,19 @@ import os
 import torch
 from torch import Tensor
 
-from narrowgauge.kernels import FP8_MAX, HAVE_TRITON, jit
+from narrowgauge.kernels import HAVE_TRITON, jit
+from narrowgauge.kernels.fp8_formats import (
+    FP8_MAX,
+    SATURATION_THRESHOLD,
+    flush_threshold_of,
+    largest_of,
+    saturation_threshold_of,
+)
 
 if HAVE_TRITON:
     import triton.language as tl
 
     INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-
-FLUSH_THRESHOLD: dict[torch.dtype, float] = {torch.float8_e4m3fn: 2.0**-10, torch.float8_e5m2: 2.0**-17}
-"""Half the smallest subnormal of each FP8 format: values up to this become 0."""
-
-
-SATURATION_THRESHOLD: dict[torch.dtype, float] = {torch.float8_e4m3fn: 464.0, torch.float8_e5m2: 61440.0}
-"""Half a step above the largest number. Up to here rounding gives that number; only values beyond it are clipped."""
-
 
 MAX_GRID_ROWS = 32768
 """Most rows of tiles in the grid's second dimension."""
@@ -86,15 +85,9 @@ def raise_amax(amax_ptr, highest):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _saturation_threshold(LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return ``SATURATION_THRESHOLD`` inside a kernel."""
-    return 464.0 if LIMIT == 448.0 else 61440.0
-
-
-@jit
-def saturates(size, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where |x * scale| is beyond ``SATURATION_THRESHOLD``."""
-    return size > _saturation_threshold(LIMIT)
+def saturates(size, FORMAT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where |x * scale| is beyond the format's saturation threshold."""
+    return size > saturation_threshold_of(FORMAT)
 
 
 @jit
@@ -103,11 +96,12 @@ def abs_bits(x):  # type: ignore[no-untyped-def]
 
 
 @jit
-def to_fp8(y, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
+def to_fp8(y, FORMAT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Convert FP32 to FP8, rounding to nearest even and saturating; the hardware does both, and keeps NaN."""
-    dtype: tl.constexpr = tl.float8e4nv if LIMIT == 448.0 else tl.float8e5
+    dtype: tl.constexpr = tl.float8e4nv if FORMAT == "e4m3" else tl.float8e5
     if INTERPRETED:  # the interpreter's conversion wraps around
-        y = tl.clamp(y, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        limit: tl.constexpr = largest_of(FORMAT)
+        y = tl.clamp(y, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
     return y.to(dtype)
 
 
@@ -124,11 +118,11 @@ def pack_bytes(q0, q1, q2, q3):  # type: ignore[no-untyped-def]
 
 
 @jit
-def pack_fp8(y0, y1, y2, y3, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
+def pack_fp8(y0, y1, y2, y3, FORMAT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Convert four FP32 tiles into one tile of words with four FP8 values each."""
     if INTERPRETED:
-        return pack_bytes(to_fp8(y0, LIMIT), to_fp8(y1, LIMIT), to_fp8(y2, LIMIT), to_fp8(y3, LIMIT))
-    if LIMIT == 448.0:
+        return pack_bytes(to_fp8(y0, FORMAT), to_fp8(y1, FORMAT), to_fp8(y2, FORMAT), to_fp8(y3, FORMAT))
+    if FORMAT == "e4m3":
         return tl.inline_asm_elementwise(
             "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; "
             "mov.b32 $0, {lo, hi}; }",
@@ -184,10 +178,10 @@ def _nonzero_bytes(words):  # type: ignore[no-untyped-def]
 
 
 @jit
-def count_misfits(y, LIMIT: tl.constexpr, TINY: tl.constexpr):  # type: ignore[no-untyped-def]
+def count_misfits(y, FORMAT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Count the values of a scaled tile that saturate, plus 2**16 times those flushed to zero."""
-    flushed = (y != 0.0) & (tl.abs(y) <= TINY)
-    return tl.sum(saturates(tl.abs(y), LIMIT).to(tl.int32) | (flushed.to(tl.int32) << 16))
+    flushed = (y != 0.0) & (tl.abs(y) <= flush_threshold_of(FORMAT))
+    return tl.sum(saturates(tl.abs(y), FORMAT).to(tl.int32) | (flushed.to(tl.int32) << 16))
 
 
 @jit
@@ -216,7 +210,9 @@ def init_tile_stats(BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # type: igno
 
 
 @jit
-def finish_tile_stats(highest, lowest, nonzero, values: tl.constexpr, scale, amax_ptr, counts_ptr, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
+def finish_tile_stats(  # type: ignore[no-untyped-def]
+    highest, lowest, nonzero, values: tl.constexpr, scale, amax_ptr, counts_ptr, FORMAT: tl.constexpr
+):
     """Raise amax and count flushed values; or return True if values must be recomputed and counted one by one.
 
     Comparing every value would cost as many instructions as a GELU. So zeros are counted in the packed words. That is
@@ -230,14 +226,16 @@ def finish_tile_stats(highest, lowest, nonzero, values: tl.constexpr, scale, ama
             recount = True
             top = tl.max(highest)
         else:
-            if LIMIT == 448.0:  # one reduction for all three
+            if FORMAT == "e4m3":  # one reduction for all three
                 top, low, nonzero = tl.reduce((highest, lowest, nonzero), None, _reduce_three)
                 plain = low > 0
             else:
                 top, nonzero = tl.reduce((highest, nonzero), None, _reduce_two)
                 plain = nonzero == values * 128
-            plain = plain & (top.to(tl.float32, bitcast=True) * scale <= _saturation_threshold(LIMIT))  # false for NaN
-            if LIMIT == 448.0:
+            plain = plain & (
+                top.to(tl.float32, bitcast=True) * scale <= saturation_threshold_of(FORMAT)
+            )  # false for NaN
+            if FORMAT == "e4m3":
                 flushed = values - nonzero // 128
                 some = plain & (flushed > 0)
                 tl.atomic_add(counts_ptr + 1, flushed.to(counts_ptr.dtype.element_ty), mask=some, sem="relaxed")
@@ -252,18 +250,18 @@ def finish_tile_stats(highest, lowest, nonzero, values: tl.constexpr, scale, ama
 @jit
 def _store_rows(  # type: ignore[no-untyped-def]
     x, highest, lowest, out_ptr, scale, amax_ptr, counts_ptr, n, d0, length, width, out_stride,
-    LIMIT: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    FORMAT: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Scale and store one tile of ``store_tiles``, and update ``highest`` and ``lowest`` with its magnitudes."""
     if amax_ptr is not None or counts_ptr is not None:
         size = abs_bits(x)
         highest = tl.maximum(highest, size)
-        if counts_ptr is not None and LIMIT == 448.0:
+        if counts_ptr is not None and FORMAT == "e4m3":
             lowest = tl.minimum(lowest, size)
     y = x
-    if LIMIT is not None:
+    if FORMAT is not None:
         y = x * scale
-        q = to_fp8(y, LIMIT)
+        q = to_fp8(y, FORMAT)
     else:
         q = x.to(out_ptr.dtype.element_ty)
     rows = 4 * tl.arange(0, BLOCK_N // 4)[:, None]
@@ -280,33 +278,33 @@ def _store_rows(  # type: ignore[no-untyped-def]
 def store_tiles(  # type: ignore[no-untyped-def]
     x0, x1, x2, x3, highest, lowest, nonzero, out_ptr, out_t_ptr, scale, amax_ptr, counts_ptr,
     n0, d0, length, width, out_stride, n16,
-    LIMIT: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    FORMAT: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Write four FP32 tiles (rows n0 + 4i, + 1, + 2, + 3; 0 outside the tensor) in the requested layouts.
 
-    LIMIT None stores them unscaled, in the format of ``out_ptr``. ``out_t_ptr`` is None or points to int32.
+    FORMAT None stores them unscaled, in the format of ``out_ptr``. ``out_t_ptr`` is None or points to int32.
     ``amax_ptr`` and ``counts_ptr`` may be None. Returns the arguments of ``finish_tile_stats``, called after the last
     tile. In the rare case that it returns True, the caller recomputes the tiles and calls ``count_misfits``: keeping
     the tiles for that would take half of all registers.
     """
     y0, highest, lowest = _store_rows(
         x0, highest, lowest, out_ptr, scale, amax_ptr, counts_ptr, n0, d0, length, width, out_stride,
-        LIMIT, WHOLE, BLOCK_N, BLOCK_D,
+        FORMAT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     y1, highest, lowest = _store_rows(
         x1, highest, lowest, out_ptr, scale, amax_ptr, counts_ptr, n0 + 1, d0, length, width, out_stride,
-        LIMIT, WHOLE, BLOCK_N, BLOCK_D,
+        FORMAT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     y2, highest, lowest = _store_rows(
         x2, highest, lowest, out_ptr, scale, amax_ptr, counts_ptr, n0 + 2, d0, length, width, out_stride,
-        LIMIT, WHOLE, BLOCK_N, BLOCK_D,
+        FORMAT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     y3, highest, lowest = _store_rows(
         x3, highest, lowest, out_ptr, scale, amax_ptr, counts_ptr, n0 + 3, d0, length, width, out_stride,
-        LIMIT, WHOLE, BLOCK_N, BLOCK_D,
+        FORMAT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     if out_t_ptr is not None or counts_ptr is not None:
-        words = pack_fp8(y0, y1, y2, y3, LIMIT)
+        words = pack_fp8(y0, y1, y2, y3, FORMAT)
         if out_t_ptr is not None:
             store_words(words, out_t_ptr, n0, d0, n16, width, WHOLE, BLOCK_N, BLOCK_D)
         if counts_ptr is not None and not INTERPRETED:

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from narrowgauge.kernels import FP8_MAX
 from narrowgauge.kernels.cast_rows import cast_rows
-from narrowgauge.kernels.fp8_tile import FLUSH_THRESHOLD, SATURATION_THRESHOLD
+from narrowgauge.kernels.fp8_formats import FLUSH_THRESHOLD, FP8_MAX, SATURATION_THRESHOLD
 
 
 def teach_inductor() -> bool:

@@ -33,8 +33,9 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import UsageError
-from narrowgauge.kernels import FP8_MAX, can_bypass_op, register, use_triton
-from narrowgauge.kernels.fp8_tile import FLUSH_THRESHOLD, quantize_reference
+from narrowgauge.kernels import can_bypass_op, register, use_triton
+from narrowgauge.kernels.fp8_formats import FP8_MAX, get_format_name
+from narrowgauge.kernels.fp8_tile import quantize_reference
 from narrowgauge.kernels.launch import launch_kernel
 from narrowgauge.kernels.norm_kernels import backward_kernel, forward_kernel, sum_kernel
 
@@ -288,7 +289,7 @@ def _launch_constants(x: Tensor, config: LaunchConfig, lp: torch.dtype, more: bo
     """Return the constants of a launch; with ``more`` registers in use, the compiler receives a limit."""
     limit = {"maxnreg": min(255, REGISTERS // (32 * config.warps * config.programs) // 8 * 8)} if more else {}
     sizes = {"D": x.shape[1], "BLOCK": _block_size(x.shape[1]), "ROWS": config.rows, "STAGES": config.stages}
-    return {**sizes, "LIMIT": FP8_MAX.get(lp), "TINY": FLUSH_THRESHOLD.get(lp), "num_warps": config.warps, **limit}
+    return {**sizes, "FORMAT": get_format_name(lp), "num_warps": config.warps, **limit}
 
 
 def _forward(

@@ -11,6 +11,7 @@ place of the residual stream, and with ``again_ptr`` it writes forward's output 
 from __future__ import annotations
 
 from narrowgauge.kernels import HAVE_TRITON, jit
+from narrowgauge.kernels.fp8_formats import flush_threshold_of
 from narrowgauge.kernels.fp8_tile import abs_bits, record_amax, saturates, to_fp8
 
 if HAVE_TRITON:
@@ -20,15 +21,15 @@ if HAVE_TRITON:
 @jit
 def _update_stats(  # type: ignore[no-untyped-def]
     y, scale, largest, saturated, flushed, amax_ptr, counts_ptr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Update maxima and counts. A thread's four neighbours are reduced to one, to save registers."""
     if amax_ptr is not None:
         largest = tl.maximum(largest, tl.max(tl.max(tl.reshape(abs_bits(y), [ROWS, BLOCK // 4, 4]), 2), 0))
     if counts_ptr is not None:
         size = tl.abs(y * scale)
-        too_large = saturates(size, LIMIT).to(tl.int32)
-        too_small = ((size <= TINY) & (y != 0.0)).to(tl.int32)
+        too_large = saturates(size, FORMAT).to(tl.int32)
+        too_small = ((size <= flush_threshold_of(FORMAT)) & (y != 0.0)).to(tl.int32)
         saturated += tl.sum(tl.sum(tl.reshape(too_large, [ROWS, BLOCK // 4, 4]), 2), 0)
         flushed += tl.sum(tl.sum(tl.reshape(too_small, [ROWS, BLOCK // 4, 4]), 2), 0)
     return largest, saturated, flushed
@@ -49,7 +50,7 @@ def _write_stats(largest, saturated, flushed, amax_ptr, counts_ptr):  # type: ig
 def forward_kernel(  # type: ignore[no-untyped-def]
     x_ptr, branch_ptr, weight_ptr, bias_ptr, scale_ptr, out_ptr, residual_ptr, mean_ptr, rstd_ptr, amax_ptr, counts_ptr,
     normalized_ptr, rows, eps, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    LIMIT: tl.constexpr, TINY: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):  # fmt: skip
     # With this hint Triton gives a thread 4 neighbours of every tensor (16 bytes of FP32, 4 of FP8; a warp covers whole
     # lines). Without it a thread gets 16 for the FP8 store, and the other tensors go through shared memory.
@@ -85,9 +86,9 @@ def forward_kernel(  # type: ignore[no-untyped-def]
             y += tl.load(bias_ptr + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
         y = tl.where(live, y, 0.0)  # rows beyond the end would add the bias, or 0 * inf, to amax
         largest, saturated, flushed = _update_stats(
-            y, scale, largest, saturated, flushed, amax_ptr, counts_ptr, ROWS, BLOCK, LIMIT, TINY
+            y, scale, largest, saturated, flushed, amax_ptr, counts_ptr, ROWS, BLOCK, FORMAT
         )
-        out = y.to(out_ptr.dtype.element_ty) if scale_ptr is None else to_fp8(y * scale, LIMIT)
+        out = y.to(out_ptr.dtype.element_ty) if scale_ptr is None else to_fp8(y * scale, FORMAT)
         tl.store(out_ptr + first + cols[None, :], out, mask=live)
     _write_stats(largest, saturated, flushed, amax_ptr, counts_ptr)
 
@@ -98,7 +99,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     grad_input_lp_ptr, grad_weight_ptr,
     grad_bias_ptr, amax_ptr, counts_ptr, bias_ptr, again_ptr, again_scale_ptr,
     rows, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    STAGES: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr, LAYER: tl.constexpr, NORMALIZED: tl.constexpr,
+    STAGES: tl.constexpr, FORMAT: tl.constexpr, LAYER: tl.constexpr, NORMALIZED: tl.constexpr,
 ):  # fmt: skip
     cols = tl.multiple_of(tl.arange(0, BLOCK), 4)  # as in the forward kernel
     inside = cols < D
@@ -132,7 +133,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
             y = h * weight
             if bias_ptr is not None:
                 y += tl.load(bias_ptr + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
-            tl.store(again_ptr + first + cols[None, :], to_fp8(y * again_scale, 448.0), mask=live)
+            tl.store(again_ptr + first + cols[None, :], to_fp8(y * again_scale, "e4m3"), mask=live)
         grad_weight += grad_output * h  # grad_output is 0 beyond the end
         if grad_bias_ptr is not None:
             grad_bias += grad_output
@@ -146,13 +147,13 @@ def backward_kernel(  # type: ignore[no-untyped-def]
         grad_input = tl.where(live, grad_input, 0.0)  # columns beyond the end would add the means to amax
         tl.store(grad_input_ptr + first + cols[None, :], grad_input.to(grad_input_ptr.dtype.element_ty), mask=live)
         largest, saturated, flushed = _update_stats(
-            grad_input, scale, largest, saturated, flushed, amax_ptr, counts_ptr, ROWS, BLOCK, LIMIT, TINY
+            grad_input, scale, largest, saturated, flushed, amax_ptr, counts_ptr, ROWS, BLOCK, FORMAT
         )
         if grad_input_lp_ptr is not None:
             low = (
                 grad_input.to(grad_input_lp_ptr.dtype.element_ty)
                 if scale_ptr is None
-                else to_fp8(grad_input * scale, LIMIT)
+                else to_fp8(grad_input * scale, FORMAT)
             )
             tl.store(grad_input_lp_ptr + first + cols[None, :], low, mask=live)
     part = tl.program_id(0) * D + cols

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from narrowgauge import files, hardware
 from narrowgauge.engine.setup import find_narrowed, find_stored_narrow
 from narrowgauge.errors import UsageError
-from narrowgauge.kernels import FP8_MAX, compute_scale
+from narrowgauge.kernels import compute_scale
+from narrowgauge.kernels.fp8_formats import FP8_MAX
 from narrowgauge.kernels.fp8_tile import quantize_reference
 from narrowgauge.nn.convert import find_stored_groups
 from narrowgauge.nn.keep_fp32 import find_modules

@@ -33,7 +33,8 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import UsageError
-from narrowgauge.kernels import FP8_MAX, compute_scale, is_positive_and_finite
+from narrowgauge.kernels import compute_scale, is_positive_and_finite
+from narrowgauge.kernels.fp8_formats import FP8_MAX
 
 
 def _make_spaced(count: int, device: torch.device | str, fill: float) -> Tensor:

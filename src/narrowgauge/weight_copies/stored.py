@@ -14,7 +14,8 @@ from torch import Tensor
 
 from narrowgauge.kernels.cast import transpose
 from narrowgauge.kernels.cast_weights import cast_weight
-from narrowgauge.kernels.fp8_tile import SATURATION_THRESHOLD, quantize_reference
+from narrowgauge.kernels.fp8_formats import SATURATION_THRESHOLD
+from narrowgauge.kernels.fp8_tile import quantize_reference
 from narrowgauge.scaling.operand import Operand
 from narrowgauge.weight_copies.adjacent import view_as_one
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from narrowgauge import events
 from narrowgauge.errors import UsageError
-from narrowgauge.kernels import FP8_MAX, cast, compute_scale
+from narrowgauge.kernels import cast, compute_scale
 from narrowgauge.kernels.cross_entropy import (
     IGNORE,
     PLAIN,
@@ -41,6 +41,7 @@ from narrowgauge.kernels.cross_entropy import (
     compute_softmax_stats,
     rescale_,
 )
+from narrowgauge.kernels.fp8_formats import FP8_MAX
 from narrowgauge.nn.fused.casts import get_wide_dtype
 from narrowgauge.nn.fused.head_input import InputReader, cut, pad_rows
 from narrowgauge.nn.fused.rehearse import rehearse

@@ -20,8 +20,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from narrowgauge import events
-from narrowgauge.kernels import FP8_MAX, can_bypass_op, cast, compute_scale, cublas, define_op, is_traced
+from narrowgauge.kernels import can_bypass_op, cast, compute_scale, cublas, define_op, is_traced
 from narrowgauge.kernels.cast_rows import cast_rows, record_rows
+from narrowgauge.kernels.fp8_formats import FP8_MAX
 from narrowgauge.kernels.sum_rows import sum_rows
 from narrowgauge.scaling.operand import Operand
 from narrowgauge.scaling.tensor import ScaleTables, ScalingRule, Site, TensorScales

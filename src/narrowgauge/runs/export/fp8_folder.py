@@ -30,8 +30,9 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import UsageError
-from narrowgauge.kernels import FP8_MAX, compute_scale
+from narrowgauge.kernels import compute_scale
 from narrowgauge.kernels.cast import cast
+from narrowgauge.kernels.fp8_formats import FP8_MAX
 from narrowgauge.nn.matrix_inventory import explain_kept_fp32
 from narrowgauge.nn.products.linear import explain_misfit
 from narrowgauge.nn.survey import SAME_INPUT_NAMES

@@ -23,7 +23,8 @@ from torch.func import functional_call
 
 from narrowgauge.engine import Engine
 from narrowgauge.formats import find_format
-from narrowgauge.kernels import FP8_MAX, compute_scale
+from narrowgauge.kernels import compute_scale
+from narrowgauge.kernels.fp8_formats import FP8_MAX
 from narrowgauge.nn.step_context import StepContext
 from narrowgauge.recipe import Recipe
 from narrowgauge.validate.layers.sqnr import DTYPES, Tally, format_decibels, measure_shares, round_to_format

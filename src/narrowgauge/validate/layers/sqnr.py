@@ -16,7 +16,7 @@ from torch import Tensor
 
 from narrowgauge.formats import find_format
 from narrowgauge.gauges.watch.readings import Reading, Shares, read_counts
-from narrowgauge.kernels import FP8_MAX
+from narrowgauge.kernels.fp8_formats import FP8_MAX
 from narrowgauge.kernels.tensor_stats import StatsTable, add_statistics
 
 CAP = 200.0
