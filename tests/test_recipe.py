@@ -39,6 +39,7 @@ def recipes(draw):
         fields["loss_scale"] = "none"
     if fields["compute"] != "fp8":
         fields.update(scaling="none", history=16, margin=0, amax="max", products="fastest")
+        fields.update(gradients_format="e5m2", first_forward="fp8")
     if fields["compute"] not in ("bf16", "fp8"):
         fields["master"], fields["frozen"] = "fp32", "keep"
     fits = {"bf16": True, "8bit": fields["compute"] == "fp8"}
@@ -75,7 +76,7 @@ def test_every_field_changes_the_text():
         "compute": "bf16", "master": "split", "gradients": "released", "moments": "8bit", "scaling": "current",
         "history": 3, "margin": 2, "amax": "recent", "products": "all", "keep": ("head",),
         "attention": "flash", "checkpoint": "full", "frozen": "fp8", "activations": "8bit",
-        "offload": "activations",
+        "offload": "activations", "gradients_format": "e4m3", "first_forward": "bf16",
     }  # fmt: skip
     for field in dataclasses.fields(Recipe):
         if field.name in ("compute", "loss_scale"):
@@ -121,7 +122,7 @@ def test_recipes_are_frozen():
         ("bf16[offload=activations]", "needs bf16 or fp8, and checkpoint=full"),
         ("fp32[checkpoint=full,offload=activations]", "needs bf16 or fp8, and checkpoint=full"),
         ("bf16[gradients=bf16]", "needs master=split"),
-        ("bf16[history=4]", "belong to fp8"),
+        ("bf16[history=4]", "history=4 has no effect on bf16: it belongs to fp8"),
         ("fp8[history=0]", "1 to 4096"),
         ("fp8[margin=x]", "whole number"),
         ("bf16[keep=a b]", "module paths"),

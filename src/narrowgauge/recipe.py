@@ -35,12 +35,16 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "scaling": ("none", "delayed", "current"),
     "amax": ("max", "recent"),
     "products": ("fastest", "all"),
+    "gradients_format": ("e5m2", "e4m3"),
+    "first_forward": ("fp8", "bf16"),
     "attention": ("auto", "any", "cudnn", "flash", "efficient", "math"),
     "checkpoint": ("none", "selective", "full"),
     "frozen": ("keep", "bf16", "fp8"),
     "activations": ("bf16", "8bit", "recompute"),
     "offload": ("none", "activations"),
 }
+FP8_FIELDS = ("scaling", "history", "margin", "amax", "products", "gradients_format", "first_forward")
+"""Fields that only FP8 recipes have."""
 SYNONYMS = {("activations", "fp8"): "8bit"}
 """Values that are read as another one: 8-bit activations are integers, which are more accurate than FP8."""
 _PATTERN = re.compile(r"[A-Za-z0-9_.*?-]+")
@@ -79,6 +83,10 @@ class Recipe:
     """Which amax of the history delayed scaling uses: max or recent."""
     products: str = "fastest"
     """Which products run in FP8: fastest (the fastest mix, measured on this GPU layer by layer), or all that can."""
+    gradients_format: str = "e5m2"
+    """FP8 format of gradients that products read: e5m2 (2 mantissa bits), or e4m3 (3 bits, 1/16,384 of the range)."""
+    first_forward: str = "fp8"
+    """Format of the forward products of the first of a model's repeated blocks: fp8 or bf16."""
     keep: tuple[str, ...] = ()
     """Modules that compute in FP32, besides norms, softmax and loss: paths or class names, * and ? are wildcards."""
     attention: str = "auto"
@@ -106,8 +114,8 @@ class Recipe:
                 raise UsageError(f"recipe: history={self.history} must be a whole number from 1 to 4096")
             if isinstance(self.margin, bool) or not isinstance(self.margin, int) or not 0 <= self.margin <= 16:
                 raise UsageError(f"recipe: margin={self.margin} must be a whole number from 0 to 16")
-        elif (self.scaling, self.history, self.margin, self.amax, self.products) != ("none", 16, 0, "max", "fastest"):
-            raise UsageError(f"recipe: scaling, history, margin, amax and products belong to fp8, not {self.compute}")
+        else:
+            self._check_no_fp8_fields()
         if self.master != "fp32" and self.compute not in ("bf16", "fp8"):
             raise UsageError(
                 f"recipe: master={self.master} keeps BF16 weights, but {self.compute} does not compute with them"
@@ -141,6 +149,13 @@ class Recipe:
             )
         if not isinstance(self.keep, tuple) or not all(isinstance(k, str) and _PATTERN.fullmatch(k) for k in self.keep):
             raise UsageError(f"recipe: keep={self.keep} must be module paths or class names, with * and ? as wildcards")
+
+    def _check_no_fp8_fields(self) -> None:
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        changed = [name for name in FP8_FIELDS if getattr(self, name) != defaults[name]]
+        if changed:
+            value = getattr(self, changed[0])
+            raise UsageError(f"recipe: {changed[0]}={value} has no effect on {self.compute}: it belongs to fp8")
 
     def _check_loss_scale(self) -> None:
         scale = self.loss_scale

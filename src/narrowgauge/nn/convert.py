@@ -180,7 +180,8 @@ def convert_layers(
     leaders = find_input_leaders(result.layers)
     fp8_layers = [layer for layer in result.layers if "fp8" in layer.choice]
     own = {f"{path}.weight" for path in result.stored}  # they have their scales
-    sites = {name: dtype for layer in fp8_layers for name, dtype in list_sites(layer, leaders) if name not in own}
+    listed = (site for layer in fp8_layers for site in list_sites(layer, leaders, recipe))
+    sites = {name: dtype for name, dtype in listed if name not in own}
     scales = None
     if sites:
         scales = result.scales = TensorScales(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from narrowgauge.hardware import Device
+from narrowgauge.kernels.fp8_formats import FP8_DTYPES
 from narrowgauge.kernels.norm import MAX_COLUMNS
 from narrowgauge.nn.blocks.projections import find_projection
 from narrowgauge.nn.blocks.spec import BlockSpec
@@ -18,8 +19,9 @@ from narrowgauge.nn.matrix_inventory import explain_kept_fp32
 from narrowgauge.nn.module_changes import has_own_method
 from narrowgauge.nn.products import linear
 from narrowgauge.nn.products.choose_formats import Decision, decide
-from narrowgauge.nn.products.gemm import ALL_BF16, ALL_FP8, E4M3, E5M2, GemmChoice
+from narrowgauge.nn.products.gemm import ALL_BF16, ALL_FP8, E4M3, GemmChoice
 from narrowgauge.nn.products.stored_fp8 import can_store, is_large_embedding
+from narrowgauge.nn.recompute import find_blocks
 from narrowgauge.recipe import Recipe
 
 SAME_INPUT_NAMES = (
@@ -64,6 +66,7 @@ def survey_layers(
     has_head = has_head and not has_own_method(model, "finish") and not has_own_method(model.norm, "forward")
     modules = dict(model.named_modules())
     heads = find_heads(model) if lazy else {}
+    wide = find_first_blocks(model) if recipe.first_forward == "bf16" else ()
     layers = [path for path, module in modules.items() if linear.is_linear(module)]
     for path in (*layers, *(name for name in stacked if name not in layers)):  # the last are nn.MultiheadAttention's
         source = find_projection(model, path)
@@ -86,8 +89,18 @@ def survey_layers(
             if recipe.products == "fastest":
                 outputs = sum(member[0] for member in members)
                 decision = decide(rows, shape[1], outputs, device, part != "linear")
+            if path.startswith(wide) and decision.choice.output == "fp8":
+                decision = replace(decision, choice=decision.choice._replace(output="bf16"), reason=FIRST_FORWARD)
             part = "kept" if part == "linear" and decision.choice == ALL_BF16 else part
             yield Layer(path, shape, part, decision.choice, decision.reason, decision)
+
+
+FIRST_FORWARD = "the recipe sets BF16 for the first block's forward"
+
+
+def find_first_blocks(model: nn.Module) -> tuple[str, ...]:
+    """Return the paths of the first of each row of repeated blocks, with a dot at the end."""
+    return tuple(f"{path}." for path in find_blocks(model) if path.rpartition(".")[2] == "0")
 
 
 def get_norm_kind(module: Any) -> str | None:
@@ -111,12 +124,12 @@ def find_input_leaders(layers: list[Layer]) -> dict[str, str]:
     return found
 
 
-def list_sites(layer: Layer, leaders: dict[str, str]) -> Iterator[tuple[str, torch.dtype]]:
+def list_sites(layer: Layer, leaders: dict[str, str], recipe: Recipe) -> Iterator[tuple[str, torch.dtype]]:
     """Yield the tensors of a layer that have scales; the head computes the scale of its input itself."""
     if layer.part_of in ("block", "linear"):
         if leaders.get(layer.path, layer.path) == layer.path:
             yield f"{layer.path}.input", E4M3
-        yield f"{layer.path}.grad_output", E5M2
+        yield f"{layer.path}.grad_output", FP8_DTYPES[recipe.gradients_format]
     yield f"{layer.path}.weight", E4M3
 
 

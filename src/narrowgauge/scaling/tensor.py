@@ -245,6 +245,7 @@ class TensorScales:
             "sites": list(self.sites),
             "mode": self.mode,
             "updates": self.updates,
+            "largest": self.largest.clone(),
             "scale": self.scale.clone(),
             "history": self.history.clone(),
             "amax": self.amax.clone(),
@@ -252,7 +253,10 @@ class TensorScales:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the scales of sites with the same name. New sites, and the rest of a longer history, start empty."""
+        """Load the scales of sites with the same name. New sites, and the rest of a longer history, start empty.
+
+        A site whose format was another one gets the scale that fits its format.
+        """
         self.moves += 1
         saved = {name: index for index, name in enumerate(state["sites"])}
         both = [(here, saved[name]) for here, name in enumerate(self.sites) if name in saved]
@@ -264,6 +268,17 @@ class TensorScales:
         depth = min(len(self.history), len(state["history"]))
         for mine, name in ((self.scale, "scale"), (self.amax, "amax"), (self.counts, "counts")):
             mine[here] = state[name].to(mine.device)[there]
+        if self.mode != "none":
+            self.scale[here] *= self.largest[here] / _get_largest(state).to(self.largest.device)[there]
         self.history.zero_()
         self.history[:depth, here] = state["history"].to(self.history.device)[:depth, there]
         torch.reciprocal(self.scale, out=self.inv_scale)
+
+
+def _get_largest(state: Mapping[str, Any]) -> Tensor:
+    """Return the largest numbers of a state's formats. Before states had them, all gradients were in E5M2."""
+    if "largest" in state:
+        made: Tensor = state["largest"]
+        return made
+    e4m3, e5m2 = FP8_MAX[torch.float8_e4m3fn], FP8_MAX[torch.float8_e5m2]
+    return torch.tensor([e5m2 if name.endswith(".grad_output") else e4m3 for name in state["sites"]])

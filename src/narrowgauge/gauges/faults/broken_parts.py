@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from narrowgauge.engine import Engine
-from narrowgauge.nn import survey
-from narrowgauge.nn.convert import Conversion
 from narrowgauge.optim.adamw import AdamW
 from narrowgauge.step_report import StepReport
 
@@ -127,14 +125,3 @@ class FrozenScales(Engine):
             scales.inv_scale.copy_(frozen[1])
             return report
         return super()._update(chosen)
-
-
-class E4M3Gradients(Engine):
-    """Casts gradients to E4M3, whose dynamic range is 1/16,384 of that of E5M2."""
-
-    def _convert_model(self, fused: bool | None, cuda_graphs: bool | None) -> Conversion:
-        usual, survey.E5M2 = survey.E5M2, survey.E4M3  # type: ignore[attr-defined]
-        try:
-            return super()._convert_model(fused, cuda_graphs)
-        finally:
-            survey.E5M2 = usual  # type: ignore[attr-defined]

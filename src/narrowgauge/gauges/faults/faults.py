@@ -24,7 +24,6 @@ from narrowgauge.gauges.examiner import Examiner
 from narrowgauge.gauges.faults.broken_parts import (
     BF16WithoutMaster,
     ClipBeforeUnscale,
-    E4M3Gradients,
     FP16Moments,
     FP16Norm,
     FP16Softmax,
@@ -277,7 +276,7 @@ def _fp8_faults() -> Iterator[Fault]:
         name="fp8-e4m3-gradients",
         about="unscaled gradients in E4M3, whose smallest number is 128 times that of E5M2",
         expected=("fp8-underflow",),
-        wrong=Setup(recipe="fp8[products=all,scaling=none]", engine=E4M3Gradients),
+        wrong=Setup(recipe="fp8[products=all,scaling=none,gradients_format=e4m3]"),
         right=Setup(recipe="fp8[products=all]"),
     )
 

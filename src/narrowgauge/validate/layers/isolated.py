@@ -155,7 +155,7 @@ def find_formats(engine: Engine, path: str, quantity: str, results: ModuleResult
         result, recipe = "bf16" if quantity != "grad_weight" else None, engine.recipe
         if getattr(layer.choice, quantity) == "bf16":
             return Formats(quantity, "bf16", "bf16", "bf16", result)
-        source, weight, grad = (_NAMES[dtype] for dtype in operand_dtypes(layer).values())
+        source, weight, grad = (_NAMES[dtype] for dtype in operand_dtypes(layer, recipe).values())
         return Formats(quantity, source, weight, grad, result, get_scaling(layer, recipe), recipe.margin)
     low = next((_NAMES[tensor.dtype] for tensor in results.output if tensor.dtype in _NAMES), None)
     if low is None and engine.recipe.compute == "tf32" and path not in engine.kept:

@@ -20,9 +20,10 @@ from torch.overrides import TorchFunctionMode
 
 from narrowgauge import hardware, random_state
 from narrowgauge.engine import Engine
+from narrowgauge.kernels.fp8_formats import FP8_DTYPES
 from narrowgauge.nn.convert import Conversion, convert_layers, is_lean
 from narrowgauge.nn.products import linear
-from narrowgauge.nn.products.gemm import E4M3, E5M2
+from narrowgauge.nn.products.gemm import E4M3
 from narrowgauge.nn.speed_advice import no_speed_warnings
 from narrowgauge.nn.survey import Layer
 from narrowgauge.recipe import Recipe
@@ -110,7 +111,8 @@ def _swap_linears(engine: Engine, layers: list[Layer]) -> Conversion:
     recipe, chosen = engine.recipe, [layer for layer in layers if "fp8" in layer.choice and layer.path in alone]
     options: dict[str, Any] = {"history": recipe.history, "margin": recipe.margin, "amax": recipe.amax}
     for layer in chosen:
-        sites = {f"{layer.path}.{end}": dtype for end, dtype in operand_dtypes(layer).items()}
+        sites = {f"{layer.path}.{end}": dtype for end, dtype in operand_dtypes(layer, recipe).items()}
+        options["in_backward"] = [f"{layer.path}.grad"]
         scales = TensorScales(sites, engine.device, mode=get_scaling(layer, recipe), **options)
         source, weight, grad = scales.sites.values()
         module: Any = modules[layer.path]
@@ -122,9 +124,10 @@ def _swap_linears(engine: Engine, layers: list[Layer]) -> Conversion:
     return Conversion(chosen)
 
 
-def operand_dtypes(layer: Layer) -> dict[str, torch.dtype]:
+def operand_dtypes(layer: Layer, recipe: Recipe) -> dict[str, torch.dtype]:
     """The FP8 formats of the operands of a layer's products."""
-    return {"input": E4M3, "weight": E4M3, "grad": E4M3 if layer.part_of == "head" else E5M2}
+    gradients = FP8_DTYPES[recipe.gradients_format]
+    return {"input": E4M3, "weight": E4M3, "grad": E4M3 if layer.part_of == "head" else gradients}
 
 
 def get_scaling(layer: Layer, recipe: Recipe) -> str:
