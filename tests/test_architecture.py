@@ -26,7 +26,7 @@ LAYERS = [  # from top to bottom; a package may import itself and lower layers
     {"optim"},
     {"weight_copies"},
     {"scaling", "hardware", "peak_fractions", "op_kinds"},
-    {"task"},
+    {"task", "block_formats"},
     {
         "kernels",
         "formats",

@@ -20,7 +20,7 @@ from narrowgauge.engine import Engine
 from narrowgauge.forecast.trace.trace_step import trace_steps
 from narrowgauge.models.llama import Llama, LlamaConfig
 from narrowgauge.nn.convert import convert
-from narrowgauge.recipe import NAMED, parse
+from narrowgauge.recipe import EMULATED, NAMED, parse
 from narrowgauge.task import Task
 
 H200 = hardware.find_gpu("h200")
@@ -28,7 +28,7 @@ PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"}
 SOURCE = Path(narrowgauge.__file__).parent
 UNCONVERTED = ["fp32", "tf32", "fp16"]
 CONVERTED = [
-    *(name for name in NAMED if name not in UNCONVERTED),
+    *(name for name in NAMED if name not in (*UNCONVERTED, *EMULATED)),
     "fp8[products=all]", "fp8[scaling=current]", "fp8[checkpoint=selective]", "bf16[checkpoint=full]",
     "fp8[master=split,gradients=released]",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Formats, compared with independent references: every code and rounding boundary of the 8- and 16-bit formats."""
+"""Formats, compared with independent references: every code and rounding boundary of the 4- to 16-bit formats."""
 
 from __future__ import annotations
 
@@ -12,12 +12,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from narrowgauge.errors import UsageError
-from narrowgauge.formats import FORMATS, decode, encode, find_format, parse_value, round_to, spacing, store
+from narrowgauge.formats import (
+    ELEMENT_FORMATS,
+    FORMATS,
+    decode,
+    encode,
+    find_format,
+    parse_value,
+    round_to,
+    spacing,
+    store,
+)
 
-SMALL = [name for name, f in FORMATS.items() if f.bits <= 16]
-# The published parameters: exponent bits, mantissa bits, and whether the top exponent is reserved (IEEE) or not (OCP).
-LAYOUT = {"fp32": (8, 23, True), "tf32": (8, 10, True), "fp16": (5, 10, True), "bf16": (8, 7, True),
-          "fp8_e4m3": (4, 3, False), "fp8_e5m2": (5, 2, True)}  # fmt: skip
+KNOWN = FORMATS | ELEMENT_FORMATS
+SMALL = [name for name, f in KNOWN.items() if f.bits <= 16]
+# The published parameters: exponent bits, mantissa bits, and what is reserved for inf and NaN: the top exponent (IEEE),
+# one code, or nothing (OCP).
+LAYOUT = {"fp32": (8, 23, "exponent"), "tf32": (8, 10, "exponent"), "fp16": (5, 10, "exponent"),
+          "bf16": (8, 7, "exponent"), "fp8_e4m3": (4, 3, "code"), "fp8_e5m2": (5, 2, "exponent"),
+          "fp4_e2m1": (2, 1, "nothing")}  # fmt: skip
 
 
 def exact_value(text: str, name: str) -> Fraction | str:
@@ -26,9 +39,9 @@ def exact_value(text: str, name: str) -> Fraction | str:
     exponent, mantissa = int(text[:exponent_bits], 2), int(text[exponent_bits:], 2)
     bias = 2 ** (exponent_bits - 1) - 1
     if exponent == 2**exponent_bits - 1:
-        if reserved:
+        if reserved == "exponent":
             return "nan" if mantissa else "inf"
-        if mantissa == 2**mantissa_bits - 1:
+        if reserved == "code" and mantissa == 2**mantissa_bits - 1:
             return "nan"
     if exponent == 0:
         return Fraction(mantissa, 2**mantissa_bits) * Fraction(2) ** (1 - bias)
@@ -59,7 +72,7 @@ def reference_round(value: Fraction, name: str) -> Fraction | None:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_every_code_decodes_to_its_exact_value_and_encodes_back(name: str) -> None:
-    f = FORMATS[name]
+    f = KNOWN[name]
     for code in range(1 << f.bits):
         value = decode(code, f)
         bits = f"{code:0{f.bits}b}"
@@ -75,7 +88,7 @@ def test_every_code_decodes_to_its_exact_value_and_encodes_back(name: str) -> No
 @pytest.mark.parametrize("name", SMALL)
 def test_rounding_is_correct_at_every_boundary(name: str) -> None:
     """Rounding is monotonic, so it is correct everywhere if it is correct at and around every midpoint."""
-    f = FORMATS[name]
+    f = KNOWN[name]
     values = np.array([float(m) for m in magnitudes(name)])
     lower, upper = values[:-1], values[1:]
     middle = (lower + upper) / 2  # exact: one more bit than the format has
@@ -89,9 +102,9 @@ def test_rounding_is_correct_at_every_boundary(name: str) -> None:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_overflow_threshold(name: str) -> None:
-    f = FORMATS[name]
+    f = KNOWN[name]
     edge = f.max + spacing(f.max, f) / 2
-    lost = math.inf if f.has_inf else math.nan
+    lost = {"exponent": math.inf, "code": math.nan, "nothing": f.max}[LAYOUT[name][2]]
     assert float(round_to(np.nextafter(edge, 0), f)) == f.max
     np.testing.assert_array_equal(round_to(np.nextafter(edge, np.inf), f), lost)
     # On the edge itself the even code wins: E4M3's largest is even and stays, the others' are odd.
@@ -101,14 +114,15 @@ def test_overflow_threshold(name: str) -> None:
     np.testing.assert_array_equal(round_to(extremes, f, saturate=True), saturated)
 
 
-@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "fp4_e2m1"])
 @settings(deadline=None)  # the machine may be busy
 @given(value=st.floats(allow_nan=False, allow_infinity=False))
 def test_any_float64_is_rounded_once(name: str, value: float) -> None:
     expected = reference_round(abs(Fraction(value)), name)
     rounded = float(round_to(value, name))
     if expected is None:
-        assert not math.isfinite(rounded)
+        assert abs(rounded) == 6 if name == "fp4_e2m1" else not math.isfinite(rounded)
+        assert store(value, name).state == "overflow"
     else:
         assert Fraction(abs(rounded)) == expected and math.copysign(1, rounded) == math.copysign(1, value)
 
@@ -134,10 +148,11 @@ def test_tf32_is_fp32_rounded_to_19_bits(value: float) -> None:
 
 def test_ml_dtypes_agrees_on_every_code_and_on_float32_inputs() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
-    kinds = {"bf16": ml_dtypes.bfloat16, "fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}
+    kinds = {"bf16": ml_dtypes.bfloat16, "fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2,
+             "fp4_e2m1": ml_dtypes.float4_e2m1fn}  # fmt: skip
     inputs = np.ldexp(np.random.default_rng(0).standard_normal(20_000), np.arange(20_000) % 60 - 40).astype(np.float32)
     for name, kind in kinds.items():
-        f, info = FORMATS[name], ml_dtypes.finfo(kind)
+        f, info = KNOWN[name], ml_dtypes.finfo(kind)
         assert (f.max, f.smallest_normal, f.smallest_subnormal, f.epsilon) == (
             float(info.max), float(info.smallest_normal), float(info.smallest_subnormal), float(info.eps))  # fmt: skip
         codes = np.arange(1 << f.bits, dtype=np.uint16 if f.bits == 16 else np.uint8)
@@ -156,9 +171,10 @@ def test_a_cast_through_float32_would_round_twice() -> None:
 @pytest.mark.parametrize(("name", "finite", "largest"), [
     ("fp32", 4_278_190_079, 3.4028234663852886e38), ("tf32", 522_239, 3.4011621342146535e38), ("fp16", 63_487, 65504.0),
     ("bf16", 65_279, 3.3895313892515355e38), ("fp8_e4m3", 253, 448.0), ("fp8_e5m2", 247, 57344.0),
+    ("fp4_e2m1", 15, 6.0),
 ])  # fmt: skip
 def test_range_and_number_of_values(name: str, finite: int, largest: float) -> None:
-    f = FORMATS[name]
+    f = KNOWN[name]
     assert (f.max, f.finite_values) == (largest, finite)
     if f.bits <= 16:
         assert finite == 2 * len(magnitudes(name)) - 1
@@ -184,6 +200,13 @@ def test_range_and_number_of_values(name: str, finite: int, largest: float) -> N
     ("inf", "fp8_e4m3", math.nan, "overflow"),
     ("inf", "fp8_e5m2", math.inf, "exact"),
     ("nan", "fp8_e4m3", math.nan, "exact"),
+    ("6.99", "fp4_e2m1", 6.0, "rounded"),
+    ("-7", "fp4_e2m1", -6.0, "overflow"),  # a tie between 6 and 8, and 8 is even
+    ("-inf", "fp4_e2m1", -6.0, "overflow"),
+    ("nan", "fp4_e2m1", 6.0, "overflow"),
+    ("0.25", "fp4_e2m1", 0.0, "underflow"),
+    ("-0.3", "fp4_e2m1", -0.5, "subnormal"),
+    ("2.5", "fp4_e2m1", 2.0, "rounded"),
     ("0.1", "fp32", 0.10000000149011612, "rounded"),
     ("-1.5", "fp8_e5m2", -1.5, "exact"),
     ("0e7", "fp16", 0.0, "exact"),
@@ -194,7 +217,7 @@ def test_store_returns_value_and_state(value: str, name: str, held: float, state
     assert stored.state == state
     assert (stored.relative_error == 0) == (state == "exact")
     assert (stored.relative_error == math.inf) == (state == "overflow")
-    assert len(stored.bits) == FORMATS[name].bits
+    assert len(stored.bits) == KNOWN[name].bits
 
 
 def test_store_keeps_the_sign_of_zero_and_the_error_of_tiny_numbers() -> None:
@@ -206,7 +229,7 @@ def test_store_keeps_the_sign_of_zero_and_the_error_of_tiny_numbers() -> None:
 
 def test_spacing_is_the_distance_to_the_next_number() -> None:
     for name in SMALL:
-        f = FORMATS[name]
+        f = KNOWN[name]
         for code in range(0, f.max_code, max(1, f.max_code // 500)):
             assert spacing(decode(code, f), f) == decode(code + 1, f) - decode(code, f)
         assert (
@@ -216,10 +239,11 @@ def test_spacing_is_the_distance_to_the_next_number() -> None:
 
 @pytest.mark.parametrize(("alias", "name"), [
     ("float16", "fp16"), ("torch.bfloat16", "bf16"), ("E4M3", "fp8_e4m3"), ("FP8 E5M2", "fp8_e5m2"),
-    ("float8_e4m3fn", "fp8_e4m3"), ("TF32", "tf32"), ("half", "fp16"), ("fp8-e4m3", "fp8_e4m3"),
+    ("float8_e4m3fn", "fp8_e4m3"), ("TF32", "tf32"), ("half", "fp16"), ("fp8-e4m3", "fp8_e4m3"), ("E2M1", "fp4_e2m1"),
+    ("float4_e2m1fn", "fp4_e2m1"), ("FP4 E2M1", "fp4_e2m1"),
 ])  # fmt: skip
 def test_formats_have_aliases(alias: str, name: str) -> None:
-    assert find_format(alias) is FORMATS[name]
+    assert find_format(alias) is KNOWN[name]
 
 
 def test_invalid_input_is_refused() -> None:
@@ -233,5 +257,10 @@ def test_invalid_input_is_refused() -> None:
         encode(0.1, "fp16")
     with pytest.raises(UsageError, match="cannot represent inf"):
         encode(math.inf, "fp8_e4m3")
+    for value in (math.nan, math.inf, 8.0):
+        with pytest.raises(UsageError, match="FP4 E2M1 cannot represent"):
+            encode(value, "fp4_e2m1")
+    with pytest.raises(UsageError, match="has no code 16"):
+        decode(16, "fp4_e2m1")
     with pytest.raises(UsageError, match="has no code 256"):
         decode(256, "fp8_e4m3")

@@ -40,6 +40,10 @@ def recipes(draw):
     if fields["compute"] != "fp8":
         fields.update(scaling="none", history=16, margin=0, amax="max", products="fastest")
         fields.update(gradients_format="e5m2", first_forward="fp8")
+    if fields["compute"] != "bf16":
+        fields["emulate"] = "none"
+    if fields["emulate"] == "none":
+        fields.update(gradient_rounding="nearest", hadamard="none")
     if fields["compute"] not in ("bf16", "fp8"):
         fields["master"], fields["frozen"] = "fp32", "keep"
     fits = {"bf16": True, "8bit": fields["compute"] == "fp8"}
@@ -54,6 +58,10 @@ def recipes(draw):
         fields["offload"] = "none"
     if fields["gradients"] == "bf16" and fields["master"] == "fp32":
         fields["gradients"] = "fp32"
+    if fields["emulate"] != "none":
+        fields.update(activations="bf16", offload="none")
+    if fields["emulate"] == "mxfp8":
+        fields["gradients_format"] = draw(st.sampled_from(CHOICES["gradients_format"]))
     return Recipe(**fields)
 
 
@@ -71,18 +79,20 @@ def test_the_text_names_the_nearest_recipe(text):
 def test_every_field_changes_the_text():
     """The test above is meaningful only if a changed field changes the text."""
     base = NAMED["fp8"]
-    bases = {"offload": NAMED["fp8-lean"]}
+    bases = {"offload": NAMED["fp8-lean"], "emulate": NAMED["bf16"]}
+    bases |= dict.fromkeys(("gradient_rounding", "hadamard"), NAMED["emulated-nvfp4"])
     changed = {
         "compute": "bf16", "master": "split", "gradients": "released", "moments": "8bit", "scaling": "current",
         "history": 3, "margin": 2, "amax": "recent", "products": "all", "keep": ("head",),
         "attention": "flash", "checkpoint": "full", "frozen": "fp8", "activations": "8bit",
         "offload": "activations", "gradients_format": "e4m3", "first_forward": "bf16",
+        "emulate": "nvfp4", "gradient_rounding": "stochastic", "hadamard": "random",
     }  # fmt: skip
     for field in dataclasses.fields(Recipe):
         if field.name in ("compute", "loss_scale"):
             continue
         other = bases.get(field.name, base).replace(**{field.name: changed[field.name]})
-        assert f"{field.name}=" in str(other)
+        assert f"{field.name}=" in str(other) or str(other) == "emulated-nvfp4"
         assert parse(str(other)) == other
     assert str(NAMED["fp16"].replace(loss_scale=1024.0)) == "fp16[loss_scale=1024.0]"
 

@@ -16,7 +16,9 @@ The states that ``store`` returns:
     rounded     the nearest number of the format, at full precision
     subnormal   the nearest number is below the smallest normal, where fewer bits of precision are left
     underflow   a nonzero number became zero
-    overflow    the number is too large and became inf, or NaN in E4M3, which has no inf (inf itself overflows there)
+    overflow    the number is too large and became inf; or NaN in E4M3, which has no inf (inf itself overflows there);
+                or the largest number in FP4 E2M1, which has neither (NaN overflows there too, and becomes +6, as the
+                instructions of NVIDIA's GPUs convert it)
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from narrowgauge.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A binary floating-point format: sign, exponent, mantissa. ``FORMATS`` has all of them."""
+    """A binary floating-point format: sign, exponent, mantissa. See ``FORMATS`` and ``ELEMENT_FORMATS``."""
 
     name: str
     """Key in ``FORMATS``, such as fp8_e4m3."""
@@ -48,6 +50,8 @@ class Format:
     """Exponent bias."""
     has_inf: bool = True
     """False for E4M3: its top exponent encodes numbers, and only the all-ones mantissa there is NaN."""
+    has_nan: bool = True
+    """False for FP4 E2M1: each of its codes is a number."""
     storage_bits: int
     """Bits of memory per number: 32 for TF32, of which the tensor core reads 19."""
     about: str
@@ -67,7 +71,9 @@ class Format:
     def max_code(self) -> int:
         """The code of the largest finite number."""
         top = ((1 << self.exponent_bits) - 1) << self.mantissa_bits
-        return top - 1 if self.has_inf else top + (1 << self.mantissa_bits) - 2
+        if self.has_inf:
+            return top - 1
+        return top + (1 << self.mantissa_bits) - (2 if self.has_nan else 1)
 
     @property
     def max(self) -> float:
@@ -117,6 +123,15 @@ FORMATS: dict[str, Format] = {
                about="FP16's range with 3 bits of precision; for gradients, with a scale"),
     )
 }  # fmt: skip
+"""The formats of tensors and products."""
+ELEMENT_FORMATS: dict[str, Format] = {
+    f.name: f
+    for f in (
+        Format(name="fp4_e2m1", title="FP4 E2M1", exponent_bits=2, mantissa_bits=1, bias=1, has_inf=False,
+               has_nan=False, storage_bits=4, about="OCP: 15 numbers, no inf, no NaN; in blocks that share a scale"),
+    )
+}  # fmt: skip
+"""Formats that are only used for the elements of blocks with a common scale: see ``block_formats``."""
 _ALIASES = {
     "float32": "fp32", "float": "fp32", "single": "fp32", "f32": "fp32",
     "tensorfloat32": "tf32",
@@ -124,12 +139,13 @@ _ALIASES = {
     "bfloat16": "bf16", "bfloat": "bf16",
     "e4m3": "fp8_e4m3", "e4m3fn": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3", "float8_e4m3": "fp8_e4m3",
     "e5m2": "fp8_e5m2", "float8_e5m2": "fp8_e5m2",
+    "e2m1": "fp4_e2m1", "float4_e2m1fn": "fp4_e2m1",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A number as a format stores it, by a cast that rounds to nearest and does not saturate."""
+    """A number as a format stores it, by a cast that rounds to nearest and saturates only where it must (FP4)."""
 
     value: float
     """The stored number."""
@@ -154,9 +170,10 @@ def find_format(name: str | Format) -> Format:
         return name
     key = re.sub(r"[\s\-_]+", "_", str(name).strip().lower().removeprefix("torch."))
     key = _ALIASES.get(key, key)
-    if key not in FORMATS:
-        raise UsageError(f"unknown format {name!r}: expected one of {', '.join(FORMATS)}")
-    return FORMATS[key]
+    known = FORMATS | ELEMENT_FORMATS
+    if key not in known:
+        raise UsageError(f"unknown format {name!r}: expected one of {', '.join(known)}")
+    return known[key]
 
 
 def parse_value(text: str) -> float:
@@ -192,20 +209,25 @@ def round_to(values: ArrayLike, format: str | Format, saturate: bool = False) ->
         values: A number or any array.
         format: A format or its name.
         saturate: Values that are too large become the largest finite number, as in narrowgauge's own FP8 casts.
-            Default: they become inf, or NaN in E4M3.
+            Default: they become inf, or NaN in E4M3. FP4 E2M1 always saturates: it has neither.
 
     Returns:
-        The rounded values, as a float64 array. NaN stays NaN.
+        The rounded values, as a float64 array. NaN stays NaN, also in FP4 E2M1, which has no code for it.
     """
     f = find_format(format)
     x = np.asarray(values, dtype=np.float64)
+    rounded = _round_unlimited(x, f)
+    limit = f.max if saturate or not f.has_nan else math.inf if f.has_inf else math.nan
+    return np.where(np.abs(rounded) > f.max, np.copysign(limit, x), rounded)
+
+
+def _round_unlimited(x: NDArray[np.float64], f: Format) -> NDArray[np.float64]:
+    """Round as if the format had no largest number."""
     _, exponent = np.frexp(x)  # |x| = [0.5, 1) * 2**exponent
     quantum = np.maximum(exponent - 1, f.min_exponent) - f.mantissa_bits
     with np.errstate(over="ignore"):  # the largest float64 numbers round up to inf: too large in any case
-        rounded = np.ldexp(np.rint(np.ldexp(x, -quantum)), quantum)
-    too_large = np.abs(rounded) > f.max
-    limit = f.max if saturate else math.inf if f.has_inf else math.nan
-    return np.where(too_large, np.copysign(limit, x), rounded)
+        rounded: NDArray[np.float64] = np.ldexp(np.rint(np.ldexp(x, -quantum)), quantum)
+    return rounded
 
 
 def store(value: float | str, format: str | Format) -> Stored:
@@ -222,9 +244,11 @@ def store(value: float | str, format: str | Format) -> Stored:
     f = find_format(format)
     given = parse_value(value) if isinstance(value, str) else float(value)
     held = float(round_to(given, f))
+    if math.isnan(held) and not f.has_nan:
+        held = f.max
     if held == given or (math.isnan(held) and math.isnan(given)):
         state, error = "exact", 0.0
-    elif not math.isfinite(held):
+    elif not abs(float(_round_unlimited(np.asarray(given), f))) <= f.max:
         state, error = "overflow", math.inf
     else:
         # Fractions keep the quotient exact even for float64 subnormals.
@@ -263,7 +287,7 @@ def encode(value: float, format: str | Format) -> int:
     f = find_format(format)
     sign = int(math.copysign(1.0, value) < 0) << (f.bits - 1)
     top = ((1 << f.exponent_bits) - 1) << f.mantissa_bits
-    if math.isnan(value):
+    if math.isnan(value) and f.has_nan:
         return sign | top | (1 << (f.mantissa_bits - 1) if f.has_inf else (1 << f.mantissa_bits) - 1)
     if math.isinf(value) and f.has_inf:
         return sign | top

@@ -10,6 +10,8 @@ fields that differ from it, as in ``bf16[moments=8bit,master=split,checkpoint=se
     fp8             fp8       fp32     fp32        fp32      none         none         (delayed scaling per tensor)
     bf16-lean       bf16      split    bf16        8bit      none         full
     fp8-lean        fp8       split    bf16        8bit      none         full
+    emulated-mxfp8  bf16      fp32     fp32        fp32      none         none         (operands rounded to MXFP8)
+    emulated-mxfp4, emulated-nvfp4     the same with operands rounded to MXFP4 and NVFP4; without "emulated-" for short
     auto            chosen for the device and the model: see ``choose`` and ``engine/choose_recipe.py``
 """
 
@@ -42,9 +44,12 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "frozen": ("keep", "bf16", "fp8"),
     "activations": ("bf16", "8bit", "recompute"),
     "offload": ("none", "activations"),
+    "emulate": ("none", "mxfp8", "mxfp4", "nvfp4"),
+    "gradient_rounding": ("nearest", "stochastic"),
+    "hadamard": ("none", "random"),
 }
 FP8_FIELDS = ("scaling", "history", "margin", "amax", "products", "gradients_format", "first_forward")
-"""Fields that only FP8 recipes have."""
+"""Fields that only FP8 recipes have; the emulation of MXFP8 has a format of gradients too."""
 SYNONYMS = {("activations", "fp8"): "8bit"}
 """Values that are read as another one: 8-bit activations are integers, which are more accurate than FP8."""
 _PATTERN = re.compile(r"[A-Za-z0-9_.*?-]+")
@@ -102,6 +107,14 @@ class Recipe:
     recompute (not the activation's input: backward runs its product again)."""
     offload: str = "none"
     """What waits for backward in pinned host memory: none, or activations (the inputs of recomputed fused blocks)."""
+    emulate: str = "none"
+    """A format that this machine does not multiply: linear layers round their operands to it (mxfp8, mxfp4, nvfp4), and
+    multiply in BF16. It shows how a model would train, not how fast."""
+    gradient_rounding: str = "nearest"
+    """How gradients are rounded in an emulation: nearest or stochastic."""
+    hadamard: str = "none"
+    """random: in an emulation, both operands of the weight's gradient are multiplied by a random Hadamard matrix
+    before they are rounded, which spreads outliers."""
 
     def __post_init__(self) -> None:
         for field, allowed in CHOICES.items():
@@ -116,6 +129,7 @@ class Recipe:
                 raise UsageError(f"recipe: margin={self.margin} must be a whole number from 0 to 16")
         else:
             self._check_no_fp8_fields()
+        self._check_emulation()
         if self.master != "fp32" and self.compute not in ("bf16", "fp8"):
             raise UsageError(
                 f"recipe: master={self.master} keeps BF16 weights, but {self.compute} does not compute with them"
@@ -152,10 +166,19 @@ class Recipe:
 
     def _check_no_fp8_fields(self) -> None:
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        changed = [name for name in FP8_FIELDS if getattr(self, name) != defaults[name]]
+        own = ("gradients_format",) if self.emulate == "mxfp8" else ()
+        changed = [name for name in FP8_FIELDS if name not in own and getattr(self, name) != defaults[name]]
         if changed:
             value = getattr(self, changed[0])
             raise UsageError(f"recipe: {changed[0]}={value} has no effect on {self.compute}: it belongs to fp8")
+
+    def _check_emulation(self) -> None:
+        if self.emulate != "none" and self.compute != "bf16":
+            raise UsageError(f"recipe: emulate={self.emulate} multiplies in BF16: it needs compute=bf16")
+        if self.emulate != "none" and (self.activations != "bf16" or self.offload != "none"):
+            raise UsageError("recipe: an emulation has no fused blocks, so activations and offload have no effect")
+        if self.emulate == "none" and (self.gradient_rounding, self.hadamard) != ("nearest", "none"):
+            raise UsageError("recipe: gradient_rounding and hadamard belong to emulations, such as emulated-nvfp4")
 
     def _check_loss_scale(self) -> None:
         scale = self.loss_scale
@@ -186,7 +209,8 @@ class Recipe:
         return dataclasses.replace(self, **changes)
 
     def __str__(self) -> str:
-        similar = {name: recipe for name, recipe in NAMED.items() if recipe.compute == self.compute}
+        alike = self.compute, self.emulate
+        similar = {name: recipe for name, recipe in NAMED.items() if (recipe.compute, recipe.emulate) == alike}
         changes = {name: self._list_changes(recipe) for name, recipe in similar.items()}
         name = min(changes, key=lambda one: len(changes[one]))  # of equal ones the first, which has the shorter name
         return f"{name}[{','.join(changes[name])}]" if changes[name] else name
@@ -208,7 +232,13 @@ NAMED: dict[str, Recipe] = {
     "fp8": Recipe(compute="fp8", scaling="delayed"),
     "bf16-lean": Recipe(compute="bf16", **_LEAN),
     "fp8-lean": Recipe(compute="fp8", scaling="delayed", **_LEAN),
+    "emulated-mxfp8": Recipe(compute="bf16", emulate="mxfp8", gradients_format="e4m3"),
+    "emulated-mxfp4": Recipe(compute="bf16", emulate="mxfp4"),
+    "emulated-nvfp4": Recipe(compute="bf16", emulate="nvfp4"),
 }
+EMULATED = tuple(name for name, one in NAMED.items() if one.emulate != "none")
+SHORT = {name.removeprefix("emulated-"): name for name in EMULATED}
+"""Names for short. A recipe's text says that it is emulated."""
 
 
 def split(text: str) -> list[str]:
@@ -260,6 +290,7 @@ def parse(text: str | Recipe, device: Device | None = None, auto: Recipe | None 
         raise UsageError(f"recipe: expected a name such as 'bf16', got {text!r}")
     match = _TEXT.fullmatch(text.strip())
     name = match["base"].strip() if match else text
+    name = SHORT.get(name, name)
     if match is None or (name != "auto" and name not in NAMED):
         known = [*NAMED, "auto"]
         near = difflib.get_close_matches(name, known, n=1)
@@ -296,6 +327,16 @@ def choose(device: Device) -> tuple[Recipe, str]:
     if device.kind == "cuda" and "fp16" in device.native:
         return NAMED["fp16"], f"{device.name} has FP16 tensor cores but no BF16 ones; the loss is scaled dynamically"
     return NAMED["fp32"], f"{device.name} has no native 16-bit matrix products: anything but FP32 would be slower"
+
+
+def refuse_emulation(verb: str, *recipes: Recipe) -> None:
+    """Raise ``UsageError`` if a recipe is an emulation. ``verb`` is what was asked for, such as "bench"."""
+    for recipe in recipes:
+        if recipe.emulate != "none":
+            raise UsageError(
+                f"{verb}: {recipe} is an emulation in BF16, whose time and memory say nothing about hardware that has "
+                f"the format; train and validate can use it"
+            )
 
 
 def refusal(recipe: Recipe, device: Device) -> str | None:

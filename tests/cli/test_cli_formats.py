@@ -12,7 +12,16 @@ import pytest
 from narrowgauge import cli
 from narrowgauge.cli import terminal
 
-FIELDS = {"bits", "exponent_bits", "mantissa_bits", "max", "smallest_normal", "smallest_subnormal", "epsilon"}
+FIELDS = {
+    "bits",
+    "exponent_bits",
+    "mantissa_bits",
+    "max",
+    "smallest_normal",
+    "smallest_subnormal",
+    "epsilon",
+    "has_nan",
+}
 
 
 def call(*arguments: str) -> int:
@@ -23,9 +32,13 @@ def call(*arguments: str) -> int:
 def test_json_fields(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("--json", "1.2e-7", "inf") == 0
     data = json.loads(capsys.readouterr().out)
-    assert list(data["formats"]) == ["fp32", "tf32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2"]
+    assert list(data["formats"]) == ["fp32", "tf32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1"]
     assert all(set(f) >= FIELDS for f in data["formats"].values())
     assert (data["formats"]["tf32"]["bits"], data["formats"]["tf32"]["storage_bits"]) == (19, 32)
+    assert list(data["block_formats"]) == ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp4", "nvfp4"]
+    nvfp4 = data["block_formats"]["nvfp4"]
+    assert (nvfp4["element"], nvfp4["block"], nvfp4["scale"]) == ("fp4_e2m1", 16, "e4m3")
+    assert (nvfp4["tensor_scale"], nvfp4["bits_per_element"]) == (True, 4.5)
     small, infinite = data["values"]
     assert small["value"] == 1.2e-7
     fp16 = small["stored"]["fp16"]
@@ -33,6 +46,8 @@ def test_json_fields(capsys: pytest.CaptureFixture[str]) -> None:
     assert fp16["relative_error"] == pytest.approx(0.00659, rel=1e-3)
     assert infinite["value"] == "inf"
     assert infinite["stored"]["fp8_e4m3"]["value"] == "nan" and infinite["stored"]["fp8_e4m3"]["state"] == "overflow"
+    fp4 = infinite["stored"]["fp4_e2m1"]
+    assert (fp4["value"], fp4["bits"], fp4["state"], fp4["relative_error"]) == (6.0, "0111", "overflow", "inf")
 
 
 @pytest.mark.parametrize("value", ["-1.5", "-1e-5", "-inf", "-0x1p-24", "-.5", "-nan", "-0"])
@@ -53,19 +68,23 @@ def test_the_table_shows_bits_and_explanations(
         monkeypatch.setattr(formats, "has_rich", lambda: False)
     elif not terminal.has_rich():
         pytest.skip("rich is not installed")
-    assert call("1.2e-7", "500") == 0
+    assert call("1.2e-7", "500", "nan") == 0
     text = capsys.readouterr().out
     assert "0|00000|0000000010" in text
     assert "1.19209e-07" in text
     assert "subnormal: 2 × 2^-24, 2 of 11 bits left; 2^-25 and less becomes 0" in text
     assert "overflow: the largest number is 448; narrowgauge's FP8 casts saturate, to 448" in text
+    assert "overflow: the largest number is 6; it always saturates, here to 6" in text
+    assert "overflow: it has no NaN; it always saturates, here to 6" in text
+    row = next(line.split() for line in text.splitlines() if line.split()[:1] == ["NVFP4"])
+    assert row == ["NVFP4", "FP4", "E2M1", "16", "E4M3", "FP32", "4.5"]
     assert max(map(len, text.splitlines())) <= 100
 
 
 def test_without_values_only_the_formats_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert call() == 0
     text = capsys.readouterr().out
-    assert "FP8 E4M3" in text and "becomes" not in text
+    assert "FP8 E4M3" in text and "FP4 E2M1" in text and "MXFP8 E5M2" in text and "becomes" not in text
 
 
 def test_invalid_values_give_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:

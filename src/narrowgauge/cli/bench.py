@@ -148,7 +148,7 @@ def _make_plan(args: argparse.Namespace, device: Device, saved: SavedBenchmark |
     from narrowgauge.bench import gate
     from narrowgauge.engine.choose_recipe import choose_for_task
     from narrowgauge.pretrained import transformers_model
-    from narrowgauge.recipe import parse, split
+    from narrowgauge.recipe import parse, refuse_emulation, split
 
     facts = saved.facts if saved else {}
     if args.profile and args.task is None and args.profile in dict(tasks.names()):
@@ -161,7 +161,7 @@ def _make_plan(args: argparse.Namespace, device: Device, saved: SavedBenchmark |
     )
     texts = split(args.recipes) if args.recipes else saved.recipes if saved else default_texts
     for text in texts:
-        parse(text, device)  # refuses what is not a recipe before the task is made
+        refuse_emulation("bench", parse(text, device))  # and what is not a recipe, before the task is made
     given = None if args.peers is None else [peer for peer in args.peers.split(",") if peer]
     peers = given if given is not None else facts.get("peers", default_peers)
     for_gate = bool(saved or args.save) and "torch" in peers

@@ -1,4 +1,4 @@
-"""``narrowgauge formats [VALUE...]``: the range of each number format, and how it stores the given values."""
+"""``narrowgauge formats [VALUE...]``: number formats, block formats, and how each format stores the given values."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from narrowgauge.cli import Outcome, prose
 from narrowgauge.cli.terminal import has_rich, say, show_table
 
 if TYPE_CHECKING:
+    from narrowgauge.block_formats import BlockFormat
     from narrowgauge.formats import Format, Stored
 
 ABOUT = "show the range of each number format, and how it stores the values you give"
@@ -27,24 +28,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Outcome:
     """Run the verb."""
-    from narrowgauge.formats import FORMATS, parse_value, store
+    from narrowgauge.block_formats import BLOCK_FORMATS
+    from narrowgauge.formats import parse_value, store
 
+    known = _list_formats()
     numbers = [parse_value(text) for text in args.values]
-    stored = [{name: store(number, name) for name in FORMATS} for number in numbers]
+    stored = [{name: store(number, name) for name in known} for number in numbers]
     if not args.json:
         out = prose(args)
         _show_formats(out)
+        _show_block_formats(out)
         for text, number, outcomes in zip(args.values, numbers, stored, strict=True):
             _show_value(text, number, outcomes, out)
     return Outcome(
         {
-            "formats": {name: _describe(f) for name, f in FORMATS.items()},
+            "formats": {name: _describe(f) for name, f in known.items()},
+            "block_formats": {name: _describe_blocks(f) for name, f in BLOCK_FORMATS.items()},
             "values": [
                 {
                     "text": text,
                     "value": to_json(number),
                     "stored": {
-                        name: _describe_outcome(number, outcome, FORMATS[name]) for name, outcome in outcomes.items()
+                        name: _describe_outcome(number, outcome, known[name]) for name, outcome in outcomes.items()
                     },
                 }
                 for text, number, outcomes in zip(args.values, numbers, stored, strict=True)
@@ -73,7 +78,11 @@ def explain(number: float, outcome: Stored, f: Format) -> str:
         case "underflow":
             return f"underflow: 2^{lowest - 1} and less becomes 0, which is nearer than 2^{lowest}"
         case "overflow":
-            what = "it has no inf" if math.isinf(number) else f"the largest number is {f.max:g}"
+            what = f"the largest number is {f.max:g}"
+            if not math.isfinite(number):
+                what = f"it has no {'NaN' if math.isnan(number) else 'inf'}"
+            if not f.has_nan:
+                return f"overflow: {what}; it always saturates, here to {outcome.value:g}"
             saturated = f"; narrowgauge's FP8 casts saturate, to {math.copysign(f.max, number):g}"
             return f"overflow: {what}{saturated if f.storage_bits == 8 else ''}"
     return "rounded"
@@ -84,11 +93,22 @@ def split_bits(bits: str, f: Format) -> tuple[str, str, str]:
     return bits[0], bits[1 : 1 + f.exponent_bits], bits[1 + f.exponent_bits :]
 
 
+def _list_formats() -> dict[str, Format]:
+    from narrowgauge.formats import ELEMENT_FORMATS, FORMATS
+
+    return FORMATS | ELEMENT_FORMATS
+
+
 def _describe(f: Format) -> dict[str, Any]:
-    names = ("title", "bits", "storage_bits", "exponent_bits", "mantissa_bits", "bias", "has_inf", "max",
+    names = ("title", "bits", "storage_bits", "exponent_bits", "mantissa_bits", "bias", "has_inf", "has_nan", "max",
              "smallest_normal", "smallest_subnormal", "epsilon", "decimal_digits", "finite_values",
              "about")  # fmt: skip
     return {name: getattr(f, name) for name in names}
+
+
+def _describe_blocks(f: BlockFormat) -> dict[str, Any]:
+    names = ("title", "block", "scale", "tensor_scale", "bits_per_element", "about")
+    return {name: getattr(f, name) for name in names} | {"element": f.element.name}
 
 
 def _describe_outcome(number: float, outcome: Stored, f: Format) -> dict[str, Any]:
@@ -105,11 +125,10 @@ def _describe_outcome(number: float, outcome: Stored, f: Format) -> dict[str, An
 
 
 def _show_formats(out: TextIO) -> None:
-    from narrowgauge.formats import FORMATS
-
+    known = _list_formats()
     columns = ("format", "s|e|m bits", "largest", "smallest normal", "subnormal", "epsilon", "digits", "numbers")
     rows = []
-    for f in FORMATS.values():
+    for f in known.values():
         layout = ("1", str(f.exponent_bits), str(f.mantissa_bits))
         numbers = [
             f"{n:.5g}" if n > 1 else f"{n:.3g}" for n in (f.max, f.smallest_normal, f.smallest_subnormal, f.epsilon)
@@ -118,16 +137,30 @@ def _show_formats(out: TextIO) -> None:
         rows.append((f.title, layout, *numbers, f"{f.decimal_digits:.1f}", count))
     _print_table("Number formats", columns, rows, out)
     say("", out)
-    for f in FORMATS.values():
+    for f in known.values():
         say(f"{f.title:<8}  {f.about}", out)
 
 
-def _show_value(text: str, number: float, outcomes: dict[str, Stored], out: TextIO) -> None:
-    from narrowgauge.formats import FORMATS
+def _show_block_formats(out: TextIO) -> None:
+    from narrowgauge.block_formats import BLOCK_FORMATS
 
+    columns = ("format", "elements", "per scale", "scale", "tensor scale", "bits each")
+    rows = [
+        (f.title, f.element.title, f.block, f.scale.upper(), "FP32" if f.tensor_scale else "-", f.bits_per_element)
+        for f in BLOCK_FORMATS.values()
+    ]
+    say("", out)
+    _print_table("Block formats: elements that share a scale", columns, rows, out)
+    say("", out)
+    for f in BLOCK_FORMATS.values():
+        say(f"{f.title:<10}  {f.about}", out)
+
+
+def _show_value(text: str, number: float, outcomes: dict[str, Stored], out: TextIO) -> None:
+    known = _list_formats()
     rows, remarks = [], []
     for name, outcome in outcomes.items():
-        f = FORMATS[name]
+        f = known[name]
         error = f"{outcome.relative_error:.2g}"
         rows.append((f.title, split_bits(outcome.bits, f), f"{outcome.value:.6g}", error, outcome.state))
         words = explain(number, outcome, f)
@@ -140,9 +173,10 @@ def _show_value(text: str, number: float, outcomes: dict[str, Stored], out: Text
 
 
 def _print_table(title: str, columns: tuple[str, ...], rows: list[tuple[Any, ...]], out: TextIO) -> None:
-    """Print a table whose second column is bits in three parts, separated by bars and colored by rich."""
+    """Print a table. A tuple as second cell is bits in three parts, separated by bars and colored by rich."""
     if not has_rich():
-        show_table(title, columns, [[row[0], "|".join(row[1]), *row[2:]] for row in rows], stream=out)
+        plain = [[row[0], "|".join(row[1]) if isinstance(row[1], tuple) else row[1], *row[2:]] for row in rows]
+        show_table(title, columns, plain, stream=out)
         return
     from rich import box
     from rich.console import Console
@@ -156,7 +190,8 @@ def _print_table(title: str, columns: tuple[str, ...], rows: list[tuple[Any, ...
         table.add_column(
             column, justify="left" if index < 2 or column == "state" else "right", no_wrap=" " not in column
         )
-    for name, (sign, exponent, mantissa), *rest in rows:
-        bits = Text.assemble((sign, STYLES[0]), "|", (exponent, STYLES[1]), "|", (mantissa, STYLES[2]), no_wrap=True)
+    for name, second, *rest in rows:
+        parts = zip(second, STYLES, strict=True) if isinstance(second, tuple) else [(second, "")]
+        bits = Text("|", no_wrap=True).join(Text(part, style) for part, style in parts)
         table.add_row(Text(name), bits, *(Text(str(cell)) for cell in rest))
     Console(file=out, width=None if out.isatty() else 100).print(table)

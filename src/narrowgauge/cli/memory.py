@@ -182,12 +182,13 @@ def _find_model(args: argparse.Namespace) -> Task:
 def runnable(text: str, gpu: Gpu, default: str, lora: str | None = None) -> list[str]:
     """The recipes of --recipes; of the default ones, those that the GPU can run. With --lora, with a narrow base."""
     from narrowgauge.forecast.trace.fake_gpu import describe_device
-    from narrowgauge.recipe import parse, refusal, split
+    from narrowgauge.recipe import parse, refusal, refuse_emulation, split
 
     texts = split(text)
     if not texts:
         raise UsageError("--recipes is empty; name at least one, such as bf16,fp8-lean")
     device = describe_device(gpu)
+    refuse_emulation("forecast", *(parse(one, device) for one in texts))
     if lora is not None:
         from narrowgauge.pretrained.lora_options import set_frozen
 

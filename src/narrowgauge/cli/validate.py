@@ -6,6 +6,7 @@ With ``--model FOLDER --data FILE`` the runs fine-tune that model, and their los
 from __future__ import annotations
 
 import argparse
+import re
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -78,6 +79,7 @@ def run(args: argparse.Namespace) -> Outcome:
     reference, candidates = args.reference or "fp32", split("bf16" if args.candidates is None else args.candidates)
     if not candidates:
         raise UsageError("--candidates: give at least one recipe, such as bf16,fp8")
+    reference, *candidates = [_name_emulation(text) for text in (reference, *candidates)]
     if args.lora is not None:
         from narrowgauge import hardware
 
@@ -128,6 +130,14 @@ def _choose_task(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     if lost is not None:
         raise UsageError(f"--{lost} is for --model: give the model to fine-tune, or omit it")
     return args.task or tasks.default(hardware.detect(args.device).kind), given | args.own
+
+
+def _name_emulation(text: str) -> str:
+    """Return a recipe's text, with the full name of an emulation, which says that it is one."""
+    from narrowgauge.recipe import SHORT
+
+    name = re.split(r"[\[@]", text, maxsplit=1)[0].strip()
+    return text.replace(name, SHORT[name], 1) if name in SHORT else text
 
 
 def _check_finetuning(options: dict[str, Any], candidates: list[str], out: TextIO) -> None:

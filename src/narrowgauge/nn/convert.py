@@ -48,7 +48,7 @@ from narrowgauge.nn.survey import (
     list_stored_groups,
     survey_layers,
 )
-from narrowgauge.recipe import Recipe, parse
+from narrowgauge.recipe import SHORT, Recipe, parse
 from narrowgauge.scaling.tensor import TensorScales
 from narrowgauge.weight_copies.casts import WeightCastPlan
 
@@ -87,7 +87,7 @@ class Conversion:
     def summary(self) -> str:
         """Return one line: the share of the model that is multiplied in the recipe's format, and the rest's formats."""
         fused = f", {len(self.blocks)} blocks fused" if self.blocks else ""
-        head = f"{self.compute.upper()} in "
+        head = f"{self.compute.upper()} {'(emulated) ' if self.compute in SHORT else ''}in "
         if self.compute == "fp8":
             count = sum(layer.choice.count("fp8") for layer in self.layers)
             head += f"{count} of {3 * len(self.layers)} products of {len(self.layers)} layers{fused}: "

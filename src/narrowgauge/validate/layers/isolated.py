@@ -25,6 +25,8 @@ from narrowgauge.engine import Engine
 from narrowgauge.formats import find_format
 from narrowgauge.kernels import compute_scale
 from narrowgauge.kernels.fp8_formats import FP8_MAX
+from narrowgauge.nn.module_changes import find_change
+from narrowgauge.nn.products.emulated import EmulatedLinear
 from narrowgauge.nn.step_context import StepContext
 from narrowgauge.recipe import Recipe
 from narrowgauge.validate.layers.sqnr import DTYPES, Tally, format_decibels, measure_shares, round_to_format
@@ -194,6 +196,9 @@ class ErrorAnalysis:
             candidate: The module's results in isolation.
             dtypes: The dtypes of its inputs in each call.
         """
+        emulated = find_change(engine.model.get_submodule(path), EmulatedLinear)
+        if emulated is not None:
+            return Explanation(ROUNDING, emulated.emulation.describe(self.quantity))
         self.step_context = StepContext(Recipe(), engine.device, False)
         input_format = next((_NAMES[dtype] for call in dtypes for dtype in call if dtype in _NAMES), None)
         formats = find_formats(engine, path, self.quantity, candidate, input_format)
