@@ -96,7 +96,7 @@ def test_what_cannot_work_is_one_line(capsys: pytest.CaptureFixture[str]) -> Non
         (["--model", "llama", "--data", "one.jsonl"], "held-out documents"),
         (["--model", "llama", *data, "--candidates", "fp8@gpt-tiny"], "omit @gpt-tiny"),
         (["--model", "llama", *data, "--context", "4096"], "at most 128 tokens"),
-        (["gpt-tiny", *data], "--data is for --model"),
+        (["gpt-tiny", *data], "has no field 'text' or 'content'; its fields are messages"),
         (["gpt-tiny", "--eval-share", "0.1"], "--eval-share is for --model"),
         (["gpt-tiny", "--accumulate", "2"], "--accumulate is for --model"),
         (["--model", "llama", *data, "--curves", "a", "b"], "omit the task, --model"),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from narrowgauge.validate.run import Validation
 
 ABOUT = "test whether a recipe trains as good a model as the reference, with paired runs"
-FOR_TASK = ("batch", "context", "model", "data", "epochs", "eval_data", "eval_share", "accumulate", "lora")
+FOR_TASK = ("batch", "context", "model", "data", "field", "epochs", "eval_data", "eval_share", "accumulate", "lora")
 """Options that are passed to the task if given."""
 
 
@@ -40,12 +40,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--budget", type=number, default=10.0, metavar="MINUTES", help="time limit of --seeds auto (default 10)")
     layers = "compare one step module by module first (default: yes)"
     add("--layers", action=argparse.BooleanOptionalAction, default=True, help=layers)
+    add("--time", action="store_true", help="also measure how much faster each candidate reaches the reference's loss")
     add("--steps", type=whole, metavar="N", help="updates per run (default: the task's, or fewer to fit the budget)")
     add("--batch", type=whole, metavar="N", help="items per batch")
     add("--context", type=whole, metavar="N", help="tokens per sequence, for language tasks")
     add("--lr", type=number, metavar="RATE", help="peak learning rate (default: the task's)")
     finetuning.add_arguments(parser)
-    add("--data", metavar="PATH", help="with --model: a file of conversations, completions or texts")
+    add(
+        "--data", metavar="PATH", help="texts or tokens, as for train; with --model conversations, completions or texts"
+    )
+    add("--field", metavar="NAME", help="with --data: the field or column with the text")
     add("--accumulate", type=whole, metavar="N", help="with --model: batches per update (default 1)")
     add("--save", metavar="FILE", help="write the result as JSON, for --against")
     add("--against", metavar="FILE", help="train again and compare with a saved validation; exit 1 if worse")
@@ -65,7 +69,7 @@ def run(args: argparse.Namespace) -> Outcome:
                 "--curves compares finished runs: omit the task, --model, --candidates, --save and --against"
             )
         return _compare_logs(args)
-    from narrowgauge.recipe import split
+    from narrowgauge.recipe import parse, refuse_emulation, split
     from narrowgauge.validate import gate
     from narrowgauge.validate.run import validate
 
@@ -80,6 +84,8 @@ def run(args: argparse.Namespace) -> Outcome:
     if not candidates:
         raise UsageError("--candidates: give at least one recipe, such as bf16,fp8")
     reference, *candidates = [_name_emulation(text) for text in (reference, *candidates)]
+    if args.time:
+        refuse_emulation("--time", *(parse(text.partition("@")[0]) for text in (reference, *candidates)))
     if args.lora is not None:
         from narrowgauge import hardware
 
@@ -105,6 +111,7 @@ def run(args: argparse.Namespace) -> Outcome:
             device=args.device,
             out=temporary if saved is not None else args.out,
             layers=args.layers,
+            time_steps=args.time,
             tell=lambda line: say(line, out),
         )
     show(validation, out)
@@ -121,14 +128,16 @@ def run(args: argparse.Namespace) -> Outcome:
 def _choose_task(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     """The task's name, and its options with absolute paths."""
     from narrowgauge import hardware, tasks
+    from narrowgauge.data.sources import resolve_name
 
     given = {name: getattr(args, name) for name in FOR_TASK if getattr(args, name) is not None}
     if finetuning.is_chosen(args, "validate"):
         given["data"] = str(files.resolve_path(files.expand_path(args.data)))
         return tasks.FINETUNE, finetuning.resolve_paths(given)
-    lost = next((name for name in ("data", "accumulate") if name in given), None)
-    if lost is not None:
-        raise UsageError(f"--{lost} is for --model: give the model to fine-tune, or omit it")
+    if "accumulate" in given:
+        raise UsageError("--accumulate is for --model: give the model to fine-tune, or omit it")
+    if "data" in given:
+        given["data"] = resolve_name(given["data"])
     return args.task or tasks.default(hardware.detect(args.device).kind), given | args.own
 
 
@@ -218,6 +227,8 @@ def show(validation: Validation, out: TextIO) -> None:
             say("  the noise is too large for any number of pairs: use longer runs or a wider margin", out)
         elif verdict.detectable is not None:
             say(f"  smallest detectable gap (80% power): {verdict.detectable:.3%}", out)
+    for name, speed in validation.speeds.items():
+        say(f"{name} against {validation.reference}: {speed.reason}", out)
     if described["noise_band"] is not None:
         say(f"{validation.reference} has a standard deviation of {described['noise_band']:.2%} over seeds", out)
     say("this result only covers runs of this length: a later divergence is possible", out)

@@ -31,8 +31,10 @@ from narrowgauge.validate.curves import paired_runs
 from narrowgauge.validate.curves.paired_runs import Experiment, Run, make_task
 from narrowgauge.validate.curves.run_length import choose_learning_rate, choose_steps
 from narrowgauge.validate.layers.compare import LayerComparison, compare_step
+from narrowgauge.validate.statistics.equal_loss import SHARE, EqualLoss, compare_at_equal_loss
 from narrowgauge.validate.statistics.sequential_test import FIRST, SequentialTest
 from narrowgauge.validate.statistics.verdict import Verdict
+from narrowgauge.validate.step_times import measure_step_times
 
 BUDGET_S = 600.0
 Tell = Callable[[str], None]
@@ -53,6 +55,7 @@ def validate(
     device: str | None = None,
     out: str | Path | None = None,
     layers: bool = False,
+    time_steps: bool = False,
     tell: Tell | None = None,
 ) -> Validation:
     """Tests whether candidate recipes train as good a model as the reference.
@@ -73,6 +76,8 @@ def validate(
         device: The device to train on, such as "cpu" or "cuda". By default a GPU if there is one.
         out: The folder for the runs. By default the cache folder.
         layers: Also compare one step module by module.
+        time_steps: Also measure step times, and how much faster each candidate reaches the reference's final loss. This
+            trains a shorter run of the reference for each seed.
         tell: Called with each line of progress.
 
     Returns:
@@ -107,6 +112,8 @@ def validate(
         validation = Validation(experiment, reference, list(candidates), recipes, margin, seeds, budget_s, say, start)
         validation.layers = compared
         validation.run()
+        if time_steps:
+            validation.measure_speed()
     return validation
 
 
@@ -184,6 +191,7 @@ class Validation(Mapping[str, Verdict]):
         tests: The sequential test of each candidate, with the number of pairs it still needs.
         runs: The finished runs by (recipe, seed).
         layers: The comparison of one step by candidate, if it was requested.
+        speeds: The speed at equal loss by candidate, if it was requested.
     """
 
     def __init__(
@@ -204,6 +212,7 @@ class Validation(Mapping[str, Verdict]):
         self.tests = {name: SequentialTest(margin, self._fixed) for name in candidates}
         self.runs: dict[tuple[str, int], Run] = {}
         self.layers: dict[str, LayerComparison] = {}
+        self.speeds: dict[str, EqualLoss] = {}
         self._tell, self._start = tell, start
 
     def __getitem__(self, name: str) -> Verdict:
@@ -241,6 +250,30 @@ class Validation(Mapping[str, Verdict]):
                     test.pairs_wanted = None
                 if test.pairs_wanted:
                     self._tell(f"{name} is undecided after {count} pairs; continuing to {test.pairs_wanted}")
+
+    def measure_speed(self) -> None:
+        """Measures step times side by side, and trains the shorter runs of the reference (``equal_loss``)."""
+        names = (self.reference, *self.candidates)
+        made = {name: make_task(self._experiment_of(name), 0) for name in names}
+        times = measure_step_times(
+            made, {name: self.recipes[name] for name in names}, self.experiment.device, self._tell
+        )
+        steps = max(1, round(SHARE * self.experiment.settings["steps"]))
+        share = steps / self.experiment.settings["steps"]
+        settings = {**self.experiment.settings, "steps": steps}
+        shorter = dataclasses.replace(self._experiment_of(self.reference), settings=settings)
+        losses: list[float] = []
+        for seed in range(max(verdict.seeds for verdict in self.values())):
+            what = f"  {self.reference} seed {seed}, {steps} steps"
+            run = paired_runs.get_run(shorter, self.recipes[self.reference], seed, _ProgressLines(what, self._tell))
+            losses.append(run.loss)
+            self._tell(f"{what}: loss {run.loss:.5g} ({f'{run.seconds:.0f} s' if run.fresh else 'cached'})")
+        for name, verdict in self.items():
+            count = verdict.seeds
+            pair = self._losses(self.reference, count), self._losses(name, count)
+            self.speeds[name] = compare_at_equal_loss(
+                *pair, losses[:count], times[self.reference], times[name], share, verdict.alpha
+            )
 
     def _losses(self, name: str, count: int) -> list[float]:
         return [self.runs[name, seed].loss for seed in range(count)]
@@ -314,6 +347,7 @@ class Validation(Mapping[str, Verdict]):
                 **paired_runs.compare_runs(references[:count], own),
                 "losses": self._losses(name, count),
                 "layers": self.layers[name].describe() if name in self.layers else None,
+                "speed": dataclasses.asdict(self.speeds[name]) if name in self.speeds else None,
             }
         data = {
             "task": self.experiment.spec,

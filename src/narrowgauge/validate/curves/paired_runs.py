@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge import tasks
+from narrowgauge.data import cache
 from narrowgauge.hardware import Device
 from narrowgauge.runs import record
 from narrowgauge.runs.checkpoint_times import CheckpointTimes
@@ -65,7 +66,15 @@ class Experiment:
         known = {"task": self.spec, "file": text, "options": dict(self.options), "versions": versions}
         if self.spec == tasks.FINETUNE:
             known["inputs"] = fingerprint_inputs(self.options)
+        elif self.options.get("data") is not None:
+            known["inputs"] = _fingerprint_data(Path(str(self.options["data"])))
         return known | {"device": self.device.name}
+
+
+def _fingerprint_data(path: Path) -> str:
+    """A key for the files of a task's data. A dataset on a hub is known by its name only."""
+    found = sorted(path.rglob("*")) if path.is_dir() else [path]
+    return cache.fingerprint([one for one in found if one.is_file()], "data")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,112 @@
+"""Speed at equal loss: how much faster a candidate reaches the loss that the reference ends with.
+
+A candidate whose steps are r times as fast, but whose loss after N steps is higher by d, needs more steps for the same
+loss. How many follows from how the final loss falls with the length of a run. Near N,
+
+    L(N') = L(N) - b ln(N' / N)
+
+with b from shorter runs of the reference, of s N steps: b = (L(s N) - L(N)) / -ln(s). So the candidate reaches the
+reference's L(N) after N exp(d / b) steps, and
+
+    speed at equal loss = r exp(-d / b)
+
+Every run is trained through the decay of its own learning rate: a loss in the middle of a run is not one that it could
+have ended with. All runs of a seed have the same data and the same initial weights.
+
+The interval is that of ln(r) - d / b, with r, d and b as means. Its variance is, to first order in the deviations from
+the means (d and b are paired, so their covariance counts),
+
+    var(ln r) + (var(d) - 2 (d / b) cov(d, b) + (d / b)^2 var(b)) / b^2
+
+and its level 1 - 2 alpha, by Student's t with as many degrees of freedom as the smaller of both samples has.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from narrowgauge.validate.statistics.t_distribution import t_quantile
+from narrowgauge.validate.statistics.verdict import ALPHA
+
+SHARE = 0.6
+"""The length of the shorter runs, as a share of the others'."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EqualLoss:
+    """The speed of a candidate relative to the reference, at equal steps and at equal loss."""
+
+    step_ratio: float
+    """How many times as fast a step is."""
+    reason: str
+    """The result in one sentence."""
+    steps_needed: float | None = None
+    """Steps to reach the reference's final loss, relative to the reference's; None if the loss does not fall."""
+    ratio: float | None = None
+    """How many times as fast the candidate reaches the reference's final loss."""
+    interval: tuple[float, float] | None = None
+    """The confidence interval of ``ratio``; None with fewer than two pairs."""
+    slope: float | None = None
+    """How much the reference's final loss falls if runs are e times as long."""
+
+
+def compare_at_equal_loss(
+    reference: Sequence[float],
+    candidate: Sequence[float],
+    shorter: Sequence[float],
+    reference_ms: Sequence[float],
+    candidate_ms: Sequence[float],
+    share: float = SHARE,
+    alpha: float = ALPHA,
+) -> EqualLoss:
+    """Compute the speed at equal loss.
+
+    Args:
+        reference: Final losses of the reference, one per seed.
+        candidate: Final losses of the candidate, in the same order.
+        shorter: Final losses of the reference's shorter runs, in the same order.
+        reference_ms: Times of a step, one per round.
+        candidate_ms: The same of the candidate, measured in turns with it: equal indices are pairs.
+        share: The length of the shorter runs, as a share of the others'.
+        alpha: The level of each side of the interval.
+    """
+    logs = [math.log(before / now) for before, now in zip(reference_ms, candidate_ms, strict=True)]
+    step = statistics.median(logs)
+    step_ratio = math.exp(step)
+    triples = [
+        triple for triple in zip(reference, candidate, shorter, strict=True) if all(math.isfinite(x) for x in triple)
+    ]
+    if not triples:
+        return EqualLoss(step_ratio=step_ratio, reason="no seed has three finite losses")
+    gaps = [c - r for r, c, _ in triples]
+    slopes = [(s - r) / -math.log(share) for r, _, s in triples]
+    gap, slope = statistics.fmean(gaps), statistics.fmean(slopes)
+    count = len(triples)
+    error = statistics.stdev(slopes) / math.sqrt(count) if count > 1 else 0.0
+    t = t_quantile(1 - alpha, count - 1) if count > 1 else 0.0
+    if slope <= t * error or slope <= 0:
+        text = "longer runs of the reference do not show a lower loss: the runs are too short, too long or too noisy"
+        return EqualLoss(step_ratio=step_ratio, slope=slope, reason=text)
+    more = gap / slope
+    ratio, needed = math.exp(step - more), math.exp(more)
+    fewer = "more" if needed >= 1 else "fewer"
+    told = f"steps are {step_ratio:.3f} times as fast, and {abs(needed - 1):.1%} {fewer} are needed"
+    if count < 2:
+        text = f"{ratio:.3f} times as fast at equal loss ({told}); one seed does not show the noise"
+        return EqualLoss(
+            step_ratio=step_ratio, steps_needed=needed, ratio=ratio, interval=None, slope=slope, reason=text
+        )
+    variance = statistics.variance(gaps) - 2 * more * statistics.covariance(gaps, slopes)
+    variance = max(0.0, variance + more**2 * statistics.variance(slopes)) / count / slope**2
+    rounds = len(logs)
+    variance += statistics.variance(logs) / rounds if rounds > 1 else 0.0
+    degrees = min(count, rounds) - 1 if rounds > 1 else count - 1
+    half = t_quantile(1 - alpha, degrees) * math.sqrt(variance)
+    low, high = math.exp(step - more - half), math.exp(step - more + half)
+    text = f"{ratio:.3f} times as fast at equal loss, between {low:.3f} and {high:.3f} ({told})"
+    return EqualLoss(
+        step_ratio=step_ratio, steps_needed=needed, ratio=ratio, interval=(low, high), slope=slope, reason=text
+    )
