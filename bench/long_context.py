@@ -35,7 +35,7 @@ for argument in sys.argv[1:]:
     options[name] = value
 LENGTHS = [int(length) for length in options["T"].split(",")]
 LAYERS, BUDGET, VARIANTS = int(options["layers"]), float(options["budget"]), options["variants"].split(",")
-SETTINGS = (tiles.TILE_BYTES, head.MOST_LARGE_CHUNKS)
+SETTINGS = (tiles.TILE_BYTES, head.CHUNK_BYTES)
 CONFIG = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": LAYERS, "num_attention_heads": 32,
     "num_key_value_heads": 8, "vocab_size": VOCABULARY, "max_position_embeddings": max(LENGTHS), "use_cache": False,
@@ -49,7 +49,7 @@ def say(*words):
 
 def set_variant(variant):
     """Choose whether there are tiles."""
-    tiles.TILE_BYTES, head.MOST_LARGE_CHUNKS = (1 << 60, 1 << 30) if variant == "plain" else SETTINGS
+    tiles.TILE_BYTES, head.CHUNK_BYTES = (1 << 60, head.WIDE_CHUNK_BYTES) if variant == "plain" else SETTINGS
 
 
 def predict(length, variant):

@@ -14,9 +14,9 @@ narrowgauge), or an emulation: operands of all linear layers but the head are ro
     GRANULARITY   tensor (default), row, or the number of columns that share a scale: 128
 
 Emulations are joined with a slash: x+w/g:e5m2 is what fp8 does. ``first=ROLES`` leaves these roles of the first block
-as they are, ``first.attention=ROLES`` and ``first.mlp=ROLES`` those of its parts: x+w/g:e5m2/first=x>+w>. Learning is
-measured by the loss of the ninth step: lower is faster. Recipes reduce it more slowly than BF16; the emulations show
-why.
+as they are, ``first.attention=ROLES``, ``first.mlp=ROLES`` and ``first.mlp.down_proj=ROLES`` those of its parts:
+x+w/g:e5m2/first=x>+w>. Learning is measured by the loss of the ninth step: lower is faster. Recipes reduce it more
+slowly than BF16; the emulations show why.
 """
 
 import gc
@@ -96,7 +96,8 @@ def read_emulation(text: str) -> tuple[Roundings, dict[str, list[str]]]:
     for part in text.split("/"):
         if part.startswith("first"):
             place, _, roles = part.partition("=")
-            without[{"attention": "self_attn.", "mlp": "mlp."}.get(place.partition(".")[2], "")] = list_roles(roles)
+            name = place.partition(".")[2]
+            without[{"attention": "self_attn.", "mlp": "mlp."}.get(name, name)] = list_roles(roles)
         else:
             roles, *how = part.split(":")
             roundings |= {role: Rounding(*how) for role in list_roles(roles)}

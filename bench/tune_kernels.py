@@ -116,7 +116,7 @@ def cases(kind: str) -> Iterator[Case]:
         _, kept = activation.activate_and_keep("gelu", u, **options_e4m3)
         one = torch.ones((), device="cuda")
         work = partial(activation.activate_backward, "gelu", grad_output, kept, forward_scale=one, **options_e5m2)
-        yield from with_tile(activation.PAIR_TILE, [tile for tile in FLAT if tile["BLOCK_D"] == 64], work)
+        yield from with_tile(activation.KEPT_TILE, [tile for tile in FLAT if tile["BLOCK_D"] == 64], work)
     elif kind == "gelu_backward":
         u, grad_output = randn(N, 4 * D), randn(N, 4 * D)
         one = torch.ones((), device="cuda")

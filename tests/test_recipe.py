@@ -46,7 +46,8 @@ def recipes(draw):
         fields.update(gradient_rounding="nearest", hadamard="none")
     if fields["compute"] not in ("bf16", "fp8"):
         fields["master"], fields["frozen"] = "fp32", "keep"
-    fits = {"bf16": True, "8bit": fields["compute"] == "fp8"}
+    is_fp8 = fields["compute"] == "fp8"
+    fits = {"auto": True, "bf16": True, "normalized": is_fp8, "8bit": is_fp8}
     fits["recompute"] = fields["compute"] in ("bf16", "fp8") and fields["checkpoint"] == "none"
     if not fits[fields["activations"]]:
         fields["activations"] = "bf16"
@@ -59,7 +60,7 @@ def recipes(draw):
     if fields["gradients"] == "bf16" and fields["master"] == "fp32":
         fields["gradients"] = "fp32"
     if fields["emulate"] != "none":
-        fields.update(activations="bf16", offload="none")
+        fields.update(activations="auto", offload="none")
     if fields["emulate"] == "mxfp8":
         fields["gradients_format"] = draw(st.sampled_from(CHOICES["gradients_format"]))
     return Recipe(**fields)
@@ -127,6 +128,7 @@ def test_recipes_are_frozen():
         ("fp16[loss_scale=much]", "positive number"),
         ("fp16[master=split]", "BF16 weights"),
         ("bf16[activations=8bit]", "belongs to fp8"),
+        ("bf16[activations=normalized]", "belongs to fp8"),
         ("fp16[activations=recompute]", "needs fused blocks"),
         ("fp8-lean[activations=recompute]", "add checkpoint=none"),
         ("bf16[offload=activations]", "needs bf16 or fp8, and checkpoint=full"),

@@ -48,7 +48,7 @@ def traced(recipe: str, budget: str | int | None = None, batch: int = 32, accumu
 def find_range(recipe: str, batch: int = 32, accumulate: int = 1) -> tuple[int, int]:
     """Return the peaks of a later step with all blocks recomputed, and with all kept."""
     base = parse(recipe)
-    every = [str(dataclasses.replace(base, checkpoint=mode)) for mode in ("full", "none")]
+    every = [str(dataclasses.replace(base, checkpoint=mode, activations="bf16")) for mode in ("full", "none")]
     few, most = (predict_memory(traced(one, None, batch, accumulate)).total for one in every)
     return few, most
 
@@ -82,12 +82,12 @@ def test_what_an_option_keeps_does_not_depend_on_the_budget(monkeypatch: pytest.
 
     monkeypatch.setattr(MemoryFitter, "_choose", note)
     base, task = parse("fp8-lean[products=all]"), tasks.find("gpt:6x256", batch=32, context=128)
-    modes = [base.replace(checkpoint=mode) for mode in ("full", "none")]
+    modes = [base.replace(checkpoint=mode, activations="bf16") for mode in ("full", "none")]
     few, most = (predict_memory(trace_steps(task, recipe, H200)).total for recipe in modes)
     for share in (0.25, 0.5):
         trace_steps(task, base, H200, memory_budget=int(few + share * (most - few)))
     *tight, wide = seen
-    assert len(wide) == 5
+    assert len(wide) == 6
     for found in tight:
         assert len(found) > 3
         assert {name: pytest.approx(wide[name], abs=0.5) for name in found} == found
@@ -125,7 +125,7 @@ def test_the_predicted_cost_is_that_of_the_predicted_steps() -> None:
     trace = functools.partial(trace_steps, task, gpu=H200)
     for recipe, budget in (("fp8-lean", "2.5GB"), ("bf16", "6.5GB"), ("fp8", "5.5GB")):
         found = trace(parse(recipe), memory_budget=budget)
-        kept = trace(parse(f"{recipe}[checkpoint=none]"))
+        kept = trace(parse(f"{recipe}[checkpoint=none,activations=bf16]"))
         more_ms = predict_time(found, rates).step_ms - predict_time(kept, rates).step_ms
         assert found.plan is not None and found.plan.counts != {"none": 4}
         assert found.plan.cost_ms == pytest.approx(more_ms, rel=0.25, abs=0.05), recipe

@@ -11,6 +11,7 @@ from narrowgauge.models.gpt import GPT, GPTConfig
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
     pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream"),
+    pytest.mark.filterwarnings("ignore:.*defaults to a non-deterministic algorithm"),
 ]
 
 
@@ -71,10 +72,12 @@ def test_gauges_read_everything_without_synchronizing(recipe):
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8[products=all]"])
-def test_gauges_do_not_change_training(recipe):
+def test_gauges_do_not_change_training(recipe, deterministic):
+    """Otherwise two runs may differ by 3e-4: the embedding's gradient is summed in no fixed order,
+    and a largest value that differs in its last bit changes a scale, and with it how a whole tensor is rounded."""
     tokens = torch.randint(0, 1024, (4, 129), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     alone, watched = make(recipe), make(recipe)
     watch = Watch(watched, every=1)
     first, second = run(alone, 4, tokens), run(watched, 4, tokens)
-    torch.testing.assert_close(torch.stack(first), torch.stack(second), rtol=1e-5, atol=0)
+    assert torch.equal(torch.stack(first), torch.stack(second))
     assert len(watch.snapshots(wait=True)) == 4

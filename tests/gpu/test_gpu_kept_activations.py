@@ -33,7 +33,7 @@ def test_activations_keep_codes(kind, shape):
         wanted = encode_reference(part)
         assert torch.equal(blocks.scales, wanted.scales)
         assert (blocks.codes.int() - wanted.codes.int()).abs().max() <= 1
-        assert (blocks.codes != wanted.codes).float().mean() < 0.01  # ties: 65 columns have blocks of one value
+        assert (blocks.codes != wanted.codes).float().mean() < 0.02  # ties: 65 columns have blocks of one value
     values = decode(kept, dtype=torch.float32)
     got = activate_backward(kind, grad, kept, SCALE, E5M2, forward_scale=SCALE)
     plain = activate_backward(kind, grad, values, SCALE, E5M2, forward_scale=SCALE)
@@ -96,7 +96,7 @@ def train(kind, recipe, steps=5):
 
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_training_takes_less_memory(kind):
-    plain, before = train(kind, "fp8[products=all]")
+    plain, before = train(kind, "fp8[products=all,activations=bf16]")
     short, after = train(kind, "fp8[products=all,activations=8bit]")
     assert short[0] == plain[0]  # backward, and so the first update, reads rounded activations
     assert max(abs(a - b) for a, b in zip(short, plain, strict=True)) < 0.02

@@ -18,6 +18,8 @@ from narrowgauge.recipe import parse
 
 VOCAB, CONTEXT, STEPS = 64, 32, 4
 FP8 = "fp8[products=all]"
+ALL_KEPT = {FP8: "fp8[products=all,activations=bf16]"}
+"""Recipes that keep everything as it was computed, where that is not the default."""
 
 
 def make_gpt():
@@ -64,16 +66,18 @@ def train(model, recipe, plan=None, batch=4, **options):
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [
-        ("fp8", ["none", "selective", "recompute", "8bit", "full", "offload"]),
-        ("fp8-lean", ["none", "selective", "recompute", "8bit", "full", "offload"]),
+        ("fp8", ["none", "normalized", "selective", "recompute", "8bit", "full", "offload"]),
+        ("fp8-lean", ["none", "normalized", "selective", "recompute", "8bit", "full", "offload"]),
         ("bf16", ["none", "selective", "recompute", "full", "offload"]),
         ("bf16-lean", ["none", "selective", "recompute", "full", "offload"]),
         ("fp8[activations=recompute]", ["selective", "recompute", "full", "offload"]),
+        ("fp8[activations=bf16]", ["none", "selective", "full", "offload"]),
+        ("fp8[activations=normalized]", ["normalized", "selective", "full", "offload"]),
         ("fp8[activations=8bit]", ["selective", "8bit", "full", "offload"]),
         ("fp8-lean[checkpoint=selective]", ["selective", "full", "offload"]),
         ("bf16[checkpoint=selective]", ["selective", "full", "offload"]),
-        ("fp8-lean[checkpoint=none]", ["none", "recompute", "8bit", "full", "offload"]),
-        ("fp8-lean[offload=activations]", ["none", "selective", "recompute", "8bit", "full"]),
+        ("fp8-lean[checkpoint=none]", ["none", "normalized", "recompute", "8bit", "full", "offload"]),
+        ("fp8-lean[offload=activations]", ["none", "normalized", "selective", "recompute", "8bit", "full"]),
         ("bf16[checkpoint=full]", ["full", "offload"]),
     ],
 )
@@ -93,7 +97,7 @@ def test_a_recipe_leaves_open_what_it_does_not_set(recipe, options):
     "recipe", [FP8, "bf16", "fp8-lean[products=all]", "fp8-lean[products=all,offload=activations]"]
 )
 def test_every_mix_computes_what_the_recipe_computes(recipe):
-    _, losses, weights = train(make_gpt(), recipe, fused=True)
+    _, losses, weights = train(make_gpt(), ALL_KEPT.get(recipe, recipe), fused=True)
     last = "full" if "offload" in recipe else "offload"
     for names in (("none", "selective", "full", "none"), (last, "full", "none", "selective"), (last, last, last, last)):
         engine, mixed_losses, mixed = train(make_gpt(), recipe, make_plan(*names), fused=True)
@@ -106,7 +110,7 @@ def test_every_mix_computes_what_the_recipe_computes(recipe):
 
 @pytest.mark.parametrize("recipe", [FP8, "bf16", "fp8-lean[products=all]"])
 def test_recomputed_inputs_of_some_activations_change_no_bit(recipe):
-    _, losses, weights = train(make_gpt(), recipe, fused=True)
+    _, losses, weights = train(make_gpt(), ALL_KEPT.get(recipe, recipe), fused=True)
     engine, mixed_losses, mixed = train(
         make_gpt(), recipe, make_plan("recompute", "full", "none", "recompute"), fused=True
     )
@@ -117,8 +121,8 @@ def test_recomputed_inputs_of_some_activations_change_no_bit(recipe):
 
 
 def test_eight_bits_in_some_blocks_change_gradients_little():
-    _, losses, _ = train(make_gpt(), FP8, fused=True)
-    _, mixed, _ = train(make_gpt(), FP8, make_plan("8bit", "none", "full", "8bit"), fused=True)
+    _, losses, _ = train(make_gpt(), ALL_KEPT[FP8], fused=True)
+    _, mixed, _ = train(make_gpt(), FP8, make_plan("8bit", "normalized", "full", "8bit"), fused=True)
     assert mixed[:2] == losses[:2]  # the first step, without scales, recomputes
     assert torch.allclose(torch.tensor(mixed), torch.tensor(losses), atol=1e-3)
 

@@ -67,7 +67,8 @@ def test_gradient_checkpointing_of_transformers(family, recipe, reentrant, monke
     model.config.use_cache = False  # as transformers does with gradient checkpointing
     expected, _, calls, computed = train(copy.deepcopy(model), recipe, monkeypatch)
     blocks = calls // STEPS
-    assert calls == computed == STEPS * blocks
+    first = 0 if recipe == "bf16" else blocks  # the first step in FP8, without scales, recomputes
+    assert calls == computed - first == STEPS * blocks
     full = recipe.replace("]", ",checkpoint=full]") if "]" in recipe else f"{recipe}[checkpoint=full]"
     _, live, *_ = train(copy.deepcopy(model), full, monkeypatch)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -75,10 +76,11 @@ def test_gradient_checkpointing_of_transformers(family, recipe, reentrant, monke
         model.enable_input_require_grads()
     losses, kept, calls, computed = train(model, recipe, monkeypatch)
     # with use_reentrant the first forward looks like an evaluation, which scales by each tensor
-    assert losses == pytest.approx(expected, rel=1e-3 if reentrant else 1e-5)
+    # and FP8 recipes keep short activations where nothing is recomputed
+    assert losses == pytest.approx(expected, rel=1e-5 if recipe == "bf16" else 1e-3)
     again = blocks if reentrant else 2 if family == "t5" else 0  # the first blocks of T5 compute its position bias
     assert calls == STEPS * (blocks + again)
-    assert computed <= STEPS * (2 * blocks + (again if family == "t5" else 0))
+    assert computed <= STEPS * (2 * blocks + (again if family == "t5" else 0)) + (first if reentrant else 0)
     assert kept <= 1.02 * live
 
 
@@ -118,4 +120,4 @@ def test_a_function_with_more_than_blocks_may_be_checkpointed(recipe, monkeypatc
             engine.backward(loss)
             engine.step()
             losses[-1].append(loss.item())
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5 if recipe == "bf16" else 1e-3)

@@ -102,6 +102,17 @@ def test_the_first_block_computes_as_in_bf16(more):
     assert torch.equal(first, same) and not torch.equal(second, other)
 
 
+@pytest.mark.parametrize("family", WITH_BLOCKS)
+def test_the_last_projection_may_stay_in_fp8(family):
+    engine = make_engine("fp8[products=all,first_forward=mostly-bf16]", LANGUAGE[family]().train())
+    firsts = [layer for layer in engine.conversion.layers if ".0." in layer.path]
+    most = max(layer.shape[1] for layer in firsts)
+    narrow = [layer.path for layer in firsts if layer.choice == ("fp8", "fp8", "fp8")]
+    assert narrow == [layer.path for layer in firsts if layer.shape[1] == most]
+    assert 0 < len(narrow) < len(firsts)
+    assert all(layer.choice == ("bf16", "fp8", "fp8") for layer in firsts if layer.path not in narrow)
+
+
 def test_a_model_without_repeated_blocks_is_not_changed():
     model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
     engine = make_engine("fp8[products=all,first_forward=bf16]", model)

@@ -1,4 +1,4 @@
-"""What fused blocks keep for backward: less with activations=8bit or recompute, and gradients stay as accurate."""
+"""What fused blocks keep for backward: less by default in FP8, and gradients stay as accurate."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from model_families import LANGUAGE, make_batch, without_dropout
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.nn.fused import passes
+from narrowgauge.nn.fused import make_plan, passes
+from narrowgauge.nn.fused.modules import FusedBlock
+from narrowgauge.nn.module_changes import find_change
 
-PLAIN, SHORT = "fp8[products=all]", "fp8[products=all,activations=8bit]"
+PLAIN, SHORT = "fp8[products=all,activations=bf16]", "fp8[products=all,activations=8bit]"
 RECOMPUTED = "fp8[products=all,activations=recompute]"
 BATCHES = 3
 FAMILIES = ["llama", "qwen3", "gpt2", "gemma2", "nano", "bert", "gpt-neox", "t5", "olmo2", "torch-pre"]
@@ -54,14 +56,16 @@ def find_decibels(wanted: dict[str, Tensor], got: dict[str, Tensor]) -> dict[str
     }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_losses_are_equal_and_gradients_as_accurate(family):
+@pytest.mark.parametrize(
+    ("family", "way"), [(family, "8bit") for family in FAMILIES] + [("llama", "normalized"), ("gpt2", "normalized")]
+)
+def test_losses_are_equal_and_gradients_as_accurate(family, way):
     """Roundings to FP8 differ, either way: hence the mean over batches, and more for 64 numbers of a norm or a bias."""
     lost: dict[str, list[float]] = {}
     for seed in range(BATCHES):
         _, exact = train(family, "fp32", seed=seed)
         plain, wanted = train(family, PLAIN, seed=seed)
-        short, got = train(family, SHORT, seed=seed)
+        short, got = train(family, f"fp8[products=all,activations={way}]", seed=seed)
         assert short == plain  # the first step recomputes its blocks, and forward is the same
         before, after = find_decibels(exact, wanted), find_decibels(exact, got)
         assert min(before.values()) > 5
@@ -71,6 +75,34 @@ def test_losses_are_equal_and_gradients_as_accurate(family):
     assert abs(sum(means.values()) / len(means)) < 0.2, means
     assert max(loss for name, loss in means.items() if exact[name].dim() > 1) < 0.5, means
     assert max(means.values()) < 1.5, means
+
+
+@pytest.mark.parametrize(
+    ("recipe", "narrow", "wide"),
+    [
+        ("fp8[products=all]", "normalized", "8bit"),
+        ("fp8[products=all,scaling=current]", "normalized", "8bit"),
+        ("fp8[products=all,activations=bf16]", "bf16", "bf16"),
+        ("fp8[products=all,checkpoint=selective]", "bf16", "bf16"),
+        ("fp8-lean[products=all]", "bf16", "bf16"),
+        ("bf16", "bf16", "bf16"),
+    ],
+)
+def test_the_default_depends_on_the_width(recipe, narrow, wide, monkeypatch):
+    for most, wanted in ((65, narrow), (64, wide)):
+        monkeypatch.setattr(make_plan, "SHORT_FROM", most)
+        model = build("llama")
+        ng.Engine(model, torch.optim.AdamW(model.parameters(), 0.1), recipe, fused=True)
+        plans = [change.plan for module in model.modules() if (change := find_change(module, FusedBlock))]
+        assert plans and {plan.activations for plan in plans} == {wanted}
+
+
+def test_normalized_rows_take_less(monkeypatch):
+    sizes = [
+        measure_kept("llama", f"fp8[products=all,activations={way}]", monkeypatch)
+        for way in ("bf16", "normalized", "8bit")
+    ]
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 3, sizes
 
 
 def freeze(model: nn.Module) -> None:
@@ -164,7 +196,7 @@ def test_blocks_keep_less(family, share, monkeypatch):
 @pytest.mark.parametrize("recipe", ["bf16", "fp8[products=all]", "fp8[products=all,scaling=current]"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_recomputed_inputs_of_activations_change_no_bit(family, recipe):
-    plain, wanted = train(family, recipe, rate=0.1)
+    plain, wanted = train(family, add(recipe, "activations=bf16"), rate=0.1)
     again, got = train(family, add(recipe, "activations=recompute"), rate=0.1)
     assert again == plain
     assert wanted.keys() == got.keys() and all(torch.equal(wanted[name], got[name]) for name in wanted)
@@ -185,7 +217,8 @@ def test_recomputed_inputs_beside_frozen_parts(change):
 @pytest.mark.parametrize("family", ["nano", "llama"])
 def test_inputs_of_activations_are_not_kept(family, recipe, monkeypatch):
     """Of 27 bytes per token and column, 8 are the input of an activation with four times the columns."""
-    plain, less = (measure_kept(family, one, monkeypatch) for one in (recipe, add(recipe, "activations=recompute")))
+    ways = (add(recipe, f"activations={way}") for way in ("bf16", "recompute"))
+    plain, less = (measure_kept(family, one, monkeypatch) for one in ways)
     model = build(family)
     width = model.get_input_embeddings().weight.shape[1] if family == "llama" else 64
     assert plain - less > 2 * 2 * 2 * width, (plain, less)  # at least two blocks, two times the columns, BF16

@@ -11,15 +11,15 @@ from narrowgauge.ranks import replicate, shard
 from narrowgauge.ranks.world import join_world
 from narrowgauge.runs.schedule import make_adamw
 
-RECIPE = "fp8[products=all]"
+RECIPE, ALL_KEPT = "fp8[products=all]", "fp8[products=all,activations=bf16]"
 BLOCKS = {"blocks.0": "none", "blocks.1": "selective", "blocks.2": "full", "blocks.3": "none"}
 
 
-def make_engine(way, plan):
+def make_engine(way, plan, recipe=RECIPE):
     torch.manual_seed(0)
     model = GPT(GPTConfig(layers=4, width=64, heads=4, context=32, vocab=100))
-    model = {"ddp": replicate, "fsdp": shard}[way](model, RECIPE)
-    return Engine(model, make_adamw(model, 3e-3, 0.1), RECIPE, memory_budget=plan)
+    model = {"ddp": replicate, "fsdp": shard}[way](model, recipe)
+    return Engine(model, make_adamw(model, 3e-3, 0.1), recipe, memory_budget=plan)
 
 
 def train(engine, rank):
@@ -41,7 +41,7 @@ def job(way):
         agreed = engine._memory._agree(own)
         largest = engine.update_sync.maximum([float(world.rank), -float(world.rank)])
         planned = train(engine, world.rank)
-        return planned, train(make_engine(way, None), world.rank), agreed, largest
+        return planned, train(make_engine(way, None, ALL_KEPT), world.rank), agreed, largest
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])

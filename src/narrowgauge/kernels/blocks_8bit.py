@@ -13,7 +13,7 @@ scale has no safe reciprocal is read back as half its scale; a block of zeros as
 In kernels, a thread has 8 columns of four rows that are below each other (``fp8_tile``). So nearly all of a block's
 maximum is found in one thread, and one scale serves 32 of its values; scales of single rows would take four reductions,
 four reciprocals and four passes through shared memory. Adding 2**23 + 128 to a number, rounding down, puts it into the
-lowest byte, in one instruction. To read it back, the byte is put into the middle of the bits of 2**15.
+lowest byte, in one instruction. To read it back, the byte is put into the middle of the bits of 2**15 + 1/2.
 
 Codes are stored 64 columns at a time, the width of a kernel's tile, so that a tile is contiguous.
 """
@@ -219,23 +219,26 @@ def load_scales(  # type: ignore[no-untyped-def]
 
 @jit
 def decode_codes(codes, scales):  # type: ignore[no-untyped-def]
-    """Return every fourth row of a tile in FP32, from its codes and from ``load_scales``."""
-    return (_add_32768(codes) - 32895.5) * scales
+    """Return every fourth row of a tile in FP32, from its codes and from ``load_scales``.
+
+    All products are exact, so this one multiplication and addition gives (code - 127.5) scale to the bit.
+    """
+    return tl.fma(_add_half_and_32768(codes), scales, scales * -32896.0)
 
 
 @jit
-def _add_32768(codes):  # type: ignore[no-untyped-def]
-    """Return 2**15 + code in FP32: each byte becomes the middle of a number's bits, in one instruction."""
+def _add_half_and_32768(codes):  # type: ignore[no-untyped-def]
+    """Return 2**15 + code + 1/2 in FP32: each byte becomes the middle of a number's bits, in one instruction."""
     if INTERPRETED:
-        return ((codes.to(tl.int32) << 8) | 0x47000000).to(tl.float32, bitcast=True)
+        return ((codes.to(tl.int32) << 8) | 0x47000080).to(tl.float32, bitcast=True)
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 high;
-        mov.b32 high, 0x47000000;
-        prmt.b32 $0, $4, high, 0x7404;
-        prmt.b32 $1, $4, high, 0x7414;
-        prmt.b32 $2, $4, high, 0x7424;
-        prmt.b32 $3, $4, high, 0x7434;
+        mov.b32 high, 0x47000080;
+        prmt.b32 $0, $4, high, 0x7504;
+        prmt.b32 $1, $4, high, 0x7514;
+        prmt.b32 $2, $4, high, 0x7524;
+        prmt.b32 $3, $4, high, 0x7534;
         }""",
         "=r,=r,=r,=r,r", [codes], dtype=tl.float32, is_pure=True, pack=4,
     )  # fmt: skip

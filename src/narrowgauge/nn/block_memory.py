@@ -22,6 +22,7 @@ OFFLOADED = "offload"
 """The option that keeps nothing on the GPU."""
 FIELDS: dict[str, dict[str, Any]] = {
     "none": {"checkpoint": "none", "activations": "bf16", "offload": False},
+    "normalized": {"checkpoint": "none", "activations": "normalized", "offload": False},
     "selective": {"checkpoint": "selective", "activations": "bf16", "offload": False},
     "recompute": {"checkpoint": "none", "activations": "recompute", "offload": False},
     "8bit": {"checkpoint": "none", "activations": "8bit", "offload": False},
@@ -88,18 +89,18 @@ def list_options(recipe: Recipe, change: FusedBlock | Recomputed) -> dict[str, d
     """
     base = "full" if recipe.master != "fp32" else "none"
     fused = isinstance(change, FusedBlock)
-    in_8_bits = fused and recipe.compute == "fp8" and change.plan.scales is not None  # type: ignore[union-attr]
+    short = fused and recipe.compute == "fp8" and change.plan.scales is not None  # type: ignore[union-attr]
     can_offload = fused and recipe.offload == "none" and recipe.compute in ("bf16", "fp8")
     options = {}
     for name, given in FIELDS.items():
         fields = dict(given)
-        if (name == "8bit" and not in_8_bits) or (name == OFFLOADED and not can_offload):
+        if (name in ("normalized", "8bit") and not short) or (name == OFFLOADED and not can_offload):
             continue
         if name == "recompute" and (not fused or recipe.compute not in ("bf16", "fp8")):
             continue
         if name == RECOMPUTED:
             fields["offload"] = recipe.offload == "activations"
-        if recipe.activations != "bf16" and fused:
+        if recipe.activations != "auto" and fused:
             if fields["checkpoint"] == "none" and fields["activations"] != recipe.activations:
                 continue
             fields["activations"] = recipe.activations

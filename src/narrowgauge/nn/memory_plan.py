@@ -29,6 +29,7 @@ MOST_CHOICES = 4096
 """How many choices for the first blocks are compared; if there are more, the best of those with similar bytes stay."""
 WORDS = {
     "none": "kept",
+    "normalized": "kept with normalized rows in BF16",
     "recompute": "kept but for the activation's input",
     "8bit": "kept in 8 bits",
     "selective": "kept but for norms and activations",

@@ -11,7 +11,8 @@ width of the stream, U the outputs of the MLP's first projections and A the inpu
     offload      as full; what the copy to the host takes longer than a block's forward, and the copy back than three
                  forwards: recomputation and backward
     recompute    the MLP's first projections, and the activation if backward does not compute it anyway
-    8bit         3U bytes to encode the activation's input, 8D for normalized rows and what norms write again
+    normalized   8D bytes for normalized rows and what norms write again
+    8bit         also 3U bytes to encode the activation's input
 """
 
 from __future__ import annotations
@@ -104,6 +105,7 @@ def estimate_fused(
     full = microbatches * (last + casts) + (microbatches - kept) * first
     return {
         "none": 0.0,
+        "normalized": microbatches * rates.move(rows * 8 * width),
         "selective": microbatches * (norms + (0.0 if remade else activation)),
         "recompute": microbatches * (product + (0.0 if remade else activation)),
         "8bit": microbatches * rates.move(rows * (3 * columns + 8 * width)),

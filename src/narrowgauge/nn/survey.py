@@ -66,9 +66,10 @@ def survey_layers(
     has_head = has_head and not has_own_method(model, "finish") and not has_own_method(model.norm, "forward")
     modules = dict(model.named_modules())
     heads = find_heads(model) if lazy else {}
-    wide = find_first_blocks(model) if recipe.first_forward == "bf16" else ()
     layers = [path for path, module in modules.items() if linear.is_linear(module)]
-    for path in (*layers, *(name for name in stacked if name not in layers)):  # the last are nn.MultiheadAttention's
+    layers += [name for name in stacked if name not in layers]  # the last are nn.MultiheadAttention's
+    wide = find_wide_forwards(model, layers, recipe.first_forward)
+    for path in layers:
         source = find_projection(model, path)
         shape = source.shape
         in_block = path in stacked or path in adapters
@@ -89,7 +90,7 @@ def survey_layers(
             if recipe.products == "fastest":
                 outputs = sum(member[0] for member in members)
                 decision = decide(rows, shape[1], outputs, device, part != "linear")
-            if path.startswith(wide) and decision.choice.output == "fp8":
+            if path in wide and decision.choice.output == "fp8":
                 decision = replace(decision, choice=decision.choice._replace(output="bf16"), reason=FIRST_FORWARD)
             part = "kept" if part == "linear" and decision.choice == ALL_BF16 else part
             yield Layer(path, shape, part, decision.choice, decision.reason, decision)
@@ -98,9 +99,18 @@ def survey_layers(
 FIRST_FORWARD = "the recipe sets BF16 for the first block's forward"
 
 
-def find_first_blocks(model: nn.Module) -> tuple[str, ...]:
-    """Return the paths of the first of each row of repeated blocks, with a dot at the end."""
-    return tuple(f"{path}." for path in find_blocks(model) if path.rpartition(".")[2] == "0")
+def find_wide_forwards(model: nn.Module, layers: list[str], first_forward: str) -> set[str]:
+    """Return the layers in the first of each row of repeated blocks that multiply in BF16 in forward.
+
+    mostly-bf16 leaves out the layers with the most inputs, an MLP's last projections, if others have fewer.
+    """
+    found: set[str] = set()
+    blocks = [path for path in find_blocks(model) if path.rpartition(".")[2] == "0"] if first_forward != "fp8" else []
+    for block in blocks:
+        inputs = {path: find_projection(model, path).shape[1] for path in layers if path.startswith(f"{block}.")}
+        most, least = max(inputs.values(), default=0), min(inputs.values(), default=0)
+        found.update(path for path, count in inputs.items() if first_forward == "bf16" or count < most or most == least)
+    return found
 
 
 def get_norm_kind(module: Any) -> str | None:

@@ -205,7 +205,7 @@ class _LastNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, branch: Tensor, link: GradientHandoff, weight: Tensor, spec: NormSpec, plan: BlockPlan
     ) -> Tensor:
         flat, flat_branch = (t.reshape(-1, x.shape[-1]) for t in (x, branch))
-        ctx.keep, ctx.link, ctx.plan, ctx.shape, ctx.spec = plan.activations == "8bit", link, plan, x.shape, spec
+        ctx.keep, ctx.link, ctx.plan, ctx.shape, ctx.spec = plan.keeps_normalized, link, plan, x.shape, spec
         ctx.dtype = x.dtype
         key = "last norm", spec.kind, weight.shape, weight.dtype, ctx.keep, plan.down.choice
         rehearse(plan.scales, x, key, lambda: _run_last_norm(ctx, flat, flat_branch, weight))

@@ -19,6 +19,11 @@ from narrowgauge.parameters import gradient_dtype, is_sharded
 from narrowgauge.scaling.tensor import Site, TensorScales
 from narrowgauge.weight_copies.casts import WeightCastPlan
 
+SHORT_FROM = 1024
+"""The width of blocks from which the activation's input is kept in 8 bits by default. Writing and reading 8 bits takes
+time in proportion to the width, products in proportion to its square: on an H200 1.1% of a step at 768, 0.5% at 4,096
+together with normalized rows."""
+
 
 class ChosenLayer(Protocol):
     """What a plan needs to know of a converted layer."""
@@ -74,9 +79,20 @@ def make_plan(
     return BlockPlan(
         spec, project(*spec.inputs), project(spec.output), project(*spec.ups), project(spec.down), scales, checkpoint,
         holds_gradients, path, list_own_parameters(block, spec), list_classes(block),
-        tuple(project(*group) for group in spec.cross_products), list_settings(block, spec), activations,
-        offload=offload,
+        tuple(project(*group) for group in spec.cross_products), list_settings(block, spec),
+        _choose_activations(block, spec, activations, checkpoint, scales), offload=offload,
     )  # fmt: skip
+
+
+def _choose_activations(
+    block: nn.Module, spec: BlockSpec, wanted: str, checkpoint: str, scales: TensorScales | None
+) -> str:
+    """Return what the block keeps for backward: ``auto`` is what costs at most about 1% of a step."""
+    if wanted != "auto":
+        return wanted
+    if scales is None or checkpoint != "none" or spec.adapters:
+        return "bf16"
+    return "8bit" if find_projection(block, spec.inputs[0]).shape[1] >= SHORT_FROM else "normalized"
 
 
 def plan_adapters(block: nn.Module, spec: BlockSpec, paths: tuple[str, ...]) -> tuple[AdapterPlan, ...]:

@@ -45,20 +45,25 @@ class BlockPlan:
     settings: tuple[tuple[str, dict[str, Any]], ...] = ()
     """Paths and attributes of the modules with adapters when the block was converted."""
     activations: str = "bf16"
-    """What is kept for backward: bf16 or 8bit, as in a recipe."""
+    """What is kept for backward: bf16, normalized, 8bit or recompute, as in a recipe."""
     tile_rows: int | None = None
     """Rows of a tile of the MLP, where backward runs it again (``tiles``); 0: no tiles; None: chosen by memory."""
     offload: bool = False
     """Whether the input of a block that is recomputed waits for backward in host memory (``offload``)."""
 
+    @property
+    def keeps_normalized(self) -> bool:
+        """Whether norms keep normalized rows in BF16, where they can."""
+        return self.activations in ("normalized", "8bit")
+
     def caster(self, record: bool, evaluating: bool = False) -> Fp8Caster | None:
         return Fp8Caster(self.scales, record, evaluating) if self.scales is not None else None
 
     def for_first_step(self) -> BlockPlan:
-        """Return the plan for a step whose scales are not known yet: kernels cannot write 8 bits directly then, so the
+        """Return the plan for a step whose scales are not known yet: kernels cannot write FP8 directly then, so the
         block is recomputed, and no later step takes more memory."""
         scales = self.scales
-        if self.activations != "8bit" or scales is None or scales.mode != "delayed" or scales.delayed:
+        if not self.keeps_normalized or scales is None or scales.mode != "delayed" or scales.delayed:
             return self
         return replace(self, checkpoint="full")
 

@@ -115,7 +115,7 @@ def forward(run: Run, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor,
 def _keeps_normalized(run: Run, norm1: NormWeights | None, norm2: NormWeights | None) -> bool:
     """Whether the norms' inputs are kept as normalized rows in BF16, instead of the stream in FP32."""
     plan, caster = run.plan, run.caster
-    if plan.activations != "8bit" or plan.checkpoint != "none" or plan.spec.cross is not None:
+    if not plan.keeps_normalized or plan.checkpoint != "none" or plan.spec.cross is not None:
         return False
     both = can_keep_normalized(norm1, plan.qkv, caster) and can_keep_normalized(norm2, plan.up, caster)
     return both and run.needed and not run.again
