@@ -55,7 +55,7 @@ class Run:
 
 def find_range(recipe):
     base = parse(recipe)
-    few, most = (Run(base.replace(checkpoint=mode)) for mode in ("full", "none"))
+    few, most = (Run(base.replace(checkpoint=mode, activations="bf16")) for mode in ("full", "none"))
     return few.peak, most.peak, most.losses
 
 

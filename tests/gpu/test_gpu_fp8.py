@@ -120,7 +120,7 @@ def test_steps_do_not_synchronize(recipe):
 @pytest.mark.parametrize("build", [gpt, llama])
 def test_recomputation_changes_nothing_and_saves_memory(build, mode):
     results = []
-    for recipe in ("fp8[products=all]", f"fp8[products=all,checkpoint={mode}]"):
+    for recipe in ("fp8[products=all,activations=bf16]", f"fp8[products=all,checkpoint={mode}]"):
         engine = make(build, recipe)
         backward(engine, batch(rows=32))
         engine.step()
