@@ -39,6 +39,7 @@ LAYERS = [  # from top to bottom; a package may import itself and lower layers
         "serialization",
         "findings",
         "version",
+        "recipe_checks",
     },
     {"files", "events", "byte_sizes"},
     {"errors"},

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 import narrowgauge as ng
 from narrowgauge.errors import UsageError
 from narrowgauge.hardware import Device
-from narrowgauge.recipe import CHOICES, NAMED, Recipe, choose, parse, refusal
+from narrowgauge.recipe import NAMED, Recipe, choose, parse, refusal
+from narrowgauge.recipe_checks import CHOICES
 
 
 def device(kind="cpu", native=("fp32",), capability=None):

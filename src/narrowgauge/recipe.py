@@ -19,40 +19,18 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.errors import UsageError
+from narrowgauge.recipe_checks import CHOICES, check_recipe
 
 if TYPE_CHECKING:
     from narrowgauge.hardware import Device
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "compute": ("fp32", "tf32", "fp16", "bf16", "fp8"),
-    "master": ("fp32", "split", "none"),
-    "gradients": ("fp32", "bf16", "released"),
-    "moments": ("fp32", "bf16", "8bit"),
-    "scaling": ("none", "delayed", "current"),
-    "amax": ("max", "recent"),
-    "products": ("fastest", "all"),
-    "gradients_format": ("e5m2", "e4m3"),
-    "first_forward": ("fp8", "mostly-bf16", "bf16"),
-    "attention": ("auto", "any", "cudnn", "flash", "efficient", "math"),
-    "checkpoint": ("none", "selective", "full"),
-    "frozen": ("keep", "bf16", "fp8"),
-    "activations": ("auto", "bf16", "normalized", "8bit", "recompute"),
-    "offload": ("none", "activations"),
-    "emulate": ("none", "mxfp8", "mxfp4", "nvfp4"),
-    "gradient_rounding": ("nearest", "stochastic"),
-    "hadamard": ("none", "random"),
-}
-FP8_FIELDS = ("scaling", "history", "margin", "amax", "products", "gradients_format", "first_forward")
-"""Fields that only FP8 recipes have; the emulation of MXFP8 has a format of gradients too."""
 SYNONYMS = {("activations", "fp8"): "8bit"}
 """Values that are read as another one: 8-bit activations are integers, which are more accurate than FP8."""
-_PATTERN = re.compile(r"[A-Za-z0-9_.*?-]+")
 _TEXT = re.compile(r"(?P<base>[^\[\]]*)(\[(?P<changes>[^\[\]]*)\])?")
 
 
@@ -118,82 +96,7 @@ class Recipe:
     before they are rounded, which spreads outliers."""
 
     def __post_init__(self) -> None:
-        for field, allowed in CHOICES.items():
-            value = getattr(self, field)
-            if value not in allowed:
-                raise UsageError(f"recipe: {field}={value} is unknown; expected one of {', '.join(allowed)}")
-        self._check_loss_scale()
-        if self.compute == "fp8":
-            if isinstance(self.history, bool) or not isinstance(self.history, int) or not 1 <= self.history <= 4096:
-                raise UsageError(f"recipe: history={self.history} must be a whole number from 1 to 4096")
-            if isinstance(self.margin, bool) or not isinstance(self.margin, int) or not 0 <= self.margin <= 16:
-                raise UsageError(f"recipe: margin={self.margin} must be a whole number from 0 to 16")
-        else:
-            self._check_no_fp8_fields()
-        self._check_emulation()
-        if self.master != "fp32" and self.compute not in ("bf16", "fp8"):
-            raise UsageError(
-                f"recipe: master={self.master} keeps BF16 weights, but {self.compute} does not compute with them"
-            )
-        if self.frozen not in {"fp8": ("keep", "bf16", "fp8"), "bf16": ("keep", "bf16")}.get(self.compute, ("keep",)):
-            raise UsageError(
-                f"recipe: frozen={self.frozen} stores weights that are not trained in that format, but {self.compute} "
-                "does not compute with it"
-            )
-        if self.activations in ("normalized", "8bit") and self.compute != "fp8":
-            raise UsageError(f"recipe: activations={self.activations} belongs to fp8, not {self.compute}")
-        if self.activations == "recompute" and self.compute not in ("bf16", "fp8"):
-            raise UsageError(f"recipe: activations=recompute needs fused blocks, which {self.compute} does not have")
-        if self.activations == "recompute" and self.checkpoint != "none":
-            raise UsageError(
-                f"recipe: activations=recompute has no effect with checkpoint={self.checkpoint}; add checkpoint=none"
-            )
-        if self.offload == "activations" and (self.checkpoint != "full" or self.compute not in ("bf16", "fp8")):
-            raise UsageError(
-                "recipe: offload=activations moves the inputs of recomputed fused blocks to the host, so it needs bf16 "
-                "or fp8, and checkpoint=full"
-            )
-        if self.gradients == "bf16" and self.master == "fp32":
-            raise UsageError(
-                "recipe: gradients=bf16 needs master=split or master=none: FP32 weights have FP32 gradients"
-            )
-        if self.gradients == "released" and self.loss_scale != "none":
-            raise UsageError(
-                "recipe: gradients=released steps each parameter during backward, before a loss scale can be checked; "
-                "use bf16, which needs no loss scale, or gradients=fp32"
-            )
-        if not isinstance(self.keep, tuple) or not all(isinstance(k, str) and _PATTERN.fullmatch(k) for k in self.keep):
-            raise UsageError(f"recipe: keep={self.keep} must be module paths or class names, with * and ? as wildcards")
-
-    def _check_no_fp8_fields(self) -> None:
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        own = ("gradients_format",) if self.emulate == "mxfp8" else ()
-        changed = [name for name in FP8_FIELDS if name not in own and getattr(self, name) != defaults[name]]
-        if changed:
-            value = getattr(self, changed[0])
-            raise UsageError(f"recipe: {changed[0]}={value} has no effect on {self.compute}: it belongs to fp8")
-
-    def _check_emulation(self) -> None:
-        if self.emulate != "none" and self.compute != "bf16":
-            raise UsageError(f"recipe: emulate={self.emulate} multiplies in BF16: it needs compute=bf16")
-        if self.emulate != "none" and (self.activations != "auto" or self.offload != "none"):
-            raise UsageError("recipe: an emulation has no fused blocks, so activations and offload have no effect")
-        if self.emulate == "none" and (self.gradient_rounding, self.hadamard) != ("nearest", "none"):
-            raise UsageError("recipe: gradient_rounding and hadamard belong to emulations, such as emulated-nvfp4")
-
-    def _check_loss_scale(self) -> None:
-        scale = self.loss_scale
-        if scale == "none":
-            return
-        if scale != "dynamic" and (
-            isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf
-        ):
-            raise UsageError(f"recipe: loss_scale={scale} must be none, dynamic or a positive number")
-        if self.compute != "fp16":
-            raise UsageError(
-                f"recipe: loss_scale={scale} has no effect on {self.compute}, which has FP32's range or scales each "
-                "tensor; only fp16 needs it"
-            )
+        check_recipe(self, {field.name: field.default for field in dataclasses.fields(self)})
 
     def replace(self, **changes: Any) -> Recipe:
         """Return the same recipe with some fields changed.
