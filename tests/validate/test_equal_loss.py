@@ -32,6 +32,9 @@ def test_the_known_answer_is_found(behind):
     assert found.steps_needed == pytest.approx(1 / (1 - behind), rel=0.01)
     assert found.ratio == pytest.approx(1.5 * (1 - behind), rel=0.01)
     assert found.interval == pytest.approx((found.ratio, found.ratio))
+    beside = found.beside_plain([150.0] * 4, [165.0] * 4)  # the reference is already faster than PyTorch alone
+    assert beside.plain_ratio == pytest.approx(1.1 * found.ratio) and beside.ratio == found.ratio
+    assert beside.reason.endswith("times as fast as PyTorch alone")
 
 
 def test_intervals_cover_the_answer_as_often_as_they_say():
@@ -53,7 +56,7 @@ def test_without_an_answer_it_says_why():
     assert found.ratio is None and found.interval is None and found.step_ratio == 2.0
     assert "longer runs of the reference do not show a lower loss" in found.reason
     found = compare_at_equal_loss([2.0], [math.nan], [2.2], [2.0], [1.0])
-    assert found.ratio is None and "no seed" in found.reason
+    assert found.ratio is None and "no seed" in found.reason and found.beside_plain([1.0], [2.0]) == found
     found = compare_at_equal_loss([2.0], [2.01], [2.2], [2.0], [1.0])
     assert found.interval is None and found.ratio < 2.0 and "one seed" in found.reason
 
@@ -65,7 +68,7 @@ def test_validate_measures_it(tmp_path, capsys):
     speed = json.loads(capsys.readouterr().out)["candidates"]["bf16"]["speed"]
     assert speed["step_ratio"] > 0 and speed["slope"] > 0 and speed["ratio"] > 0
     low, high = speed["interval"]
-    assert low <= speed["ratio"] <= high
+    assert low <= speed["ratio"] <= high and speed["plain_ratio"] > 0
     main(command)
     out = capsys.readouterr().out
     assert "24 steps: loss" in out and "cached" in out and "times as fast at equal loss, between" in out

@@ -34,7 +34,7 @@ from narrowgauge.validate.layers.compare import LayerComparison, compare_step
 from narrowgauge.validate.statistics.equal_loss import SHARE, EqualLoss, compare_at_equal_loss
 from narrowgauge.validate.statistics.sequential_test import FIRST, SequentialTest
 from narrowgauge.validate.statistics.verdict import Verdict
-from narrowgauge.validate.step_times import measure_step_times
+from narrowgauge.validate.step_times import PLAIN, measure_step_times
 
 BUDGET_S = 600.0
 Tell = Callable[[str], None]
@@ -271,9 +271,10 @@ class Validation(Mapping[str, Verdict]):
         for name, verdict in self.items():
             count = verdict.seeds
             pair = self._losses(self.reference, count), self._losses(name, count)
-            self.speeds[name] = compare_at_equal_loss(
+            speed = compare_at_equal_loss(
                 *pair, losses[:count], times[self.reference], times[name], share, verdict.alpha
             )
+            self.speeds[name] = speed.beside_plain(times[self.reference], times[PLAIN])
 
     def _losses(self, name: str, count: int) -> list[float]:
         return [self.runs[name, seed].loss for seed in range(count)]

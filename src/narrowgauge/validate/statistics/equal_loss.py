@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from narrowgauge.validate.statistics.t_distribution import t_quantile
 from narrowgauge.validate.statistics.verdict import ALPHA
@@ -51,6 +51,16 @@ class EqualLoss:
     """The confidence interval of ``ratio``; None with fewer than two pairs."""
     slope: float | None = None
     """How much the reference's final loss falls if runs are e times as long."""
+    plain_ratio: float | None = None
+    """``ratio`` relative to steps of PyTorch alone, if it ends with the reference's loss."""
+
+    def beside_plain(self, reference_ms: Sequence[float], plain_ms: Sequence[float]) -> EqualLoss:
+        """Return the same with the ratio to PyTorch alone, whose steps were measured in turns with the reference's."""
+        if self.ratio is None:
+            return self
+        logs = [math.log(plain / now) for now, plain in zip(reference_ms, plain_ms, strict=True)]
+        ratio = self.ratio * math.exp(statistics.median(logs))
+        return replace(self, plain_ratio=ratio, reason=f"{self.reason}; {ratio:.3f} times as fast as PyTorch alone")
 
 
 def compare_at_equal_loss(
