@@ -22,7 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 from narrowgauge.kernels import activation_kernels as activation, cast, cross_entropy_kernels, norm_kernels
-from narrowgauge.kernels import adamw, cast_rows, cast_weights, embedding, rotary, sum_rows, tensor_stats
+from narrowgauge.kernels import adamw, cast_row_scales, cast_rows, cast_weights, embedding, rotary, sum_rows
+from narrowgauge.kernels import tensor_stats
 
 I32, SMALL = "i32", 32
 NOT_ALIGNED = ("length", "n16", "time", "ignore_index", "rows", "every", "across", "count", "shrink", "smallest")
@@ -90,6 +91,18 @@ if kind == "cast":
     rows = {"x_ptr": "*u8", "row_amax_ptr": "*fp32", "saturated_ptr": "*i32", "flushed_ptr": "*i32"}
     for size, none in ((tile, ()), (edge, ()), ({**edge, "BLOCK_N": 1024, "BLOCK_D": 16}, ("out_t_ptr",))):
         compiled(cast_rows._record_kernel, none=none, types=rows, **size)
+    names = ("row_amax_ptr", "column_amax_ptr", "inv_scale_ptr", "inv_scale_t_ptr")
+    scaled = {**dict.fromkeys(names, "*fp32"), "saturated_ptr": "*i32", "flushed_ptr": "*i32", "shrink": "fp32"}
+    for x, none in (("*bf16", ()), ("*fp32", ("column_amax_ptr",))):
+        compiled(cast_row_scales._amax_kernel, none=none, types={**scaled, "x_ptr": x}, STEPS=8, BLOCK_N=64,
+                 BLOCK_D=128)
+    without = ("out_t_ptr", "inv_scale_t_ptr", "column_amax_ptr")
+    for (out, limits), none, size, x in zip(FP8.items(), ((), without), (tile, small_edge), ("*bf16", "*fp32")):
+        compiled(cast_row_scales._cast_row_scales_kernel, none=none, types={**scaled, "out_ptr": out, "x_ptr": x},
+                 **limits, **size)
+    made = compiled(cast_row_scales._cast_row_scales_kernel, types={**scaled, "out_ptr": out}, **limits,
+                    BLOCK_N=128, BLOCK_D=64, WHOLE=True)
+    assert "ld.global.v4" in made and "ld.global.b16" not in made  # 16 bytes at a time
     plain = {"shrink": "fp32", "smallest": "fp32", "out_ptr": "*fp8e4nv", "pending_ptr": "*i64"}
     for none in ((), ("counts_ptr", "pending_ptr"), ("scale_ptr", "counts_ptr", "pending_ptr"), ("out_t_ptr",)):
         for size, kind in ((small_edge, "*bf16"),) if none else ((tile, "*fp32"), (edge, "*bf16")):

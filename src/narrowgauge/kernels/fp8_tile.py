@@ -185,6 +185,14 @@ def count_misfits(y, FORMAT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @jit
+def count_misfits_of_rows(y, FORMAT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return for each row of a scaled tile how many values saturate, and how many are flushed to zero."""
+    size = tl.abs(y)
+    flushed = (y != 0.0) & (size <= flush_threshold_of(FORMAT))
+    return tl.sum(saturates(size, FORMAT).to(tl.int32), 1), tl.sum(flushed.to(tl.int32), 1)
+
+
+@jit
 def add_misfit_counts(counts_ptr, counted):  # type: ignore[no-untyped-def]
     saturated = counted & 0xFFFF
     flushed = (counted >> 16) & 0xFFFF
@@ -248,7 +256,7 @@ def finish_tile_stats(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _store_rows(  # type: ignore[no-untyped-def]
+def store_rows(  # type: ignore[no-untyped-def]
     x, highest, lowest, out_ptr, scale, amax_ptr, counts_ptr, n, d0, length, width, out_stride,
     FORMAT: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -287,19 +295,19 @@ def store_tiles(  # type: ignore[no-untyped-def]
     tile. In the rare case that it returns True, the caller recomputes the tiles and calls ``count_misfits``: keeping
     the tiles for that would take half of all registers.
     """
-    y0, highest, lowest = _store_rows(
+    y0, highest, lowest = store_rows(
         x0, highest, lowest, out_ptr, scale, amax_ptr, counts_ptr, n0, d0, length, width, out_stride,
         FORMAT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
-    y1, highest, lowest = _store_rows(
+    y1, highest, lowest = store_rows(
         x1, highest, lowest, out_ptr, scale, amax_ptr, counts_ptr, n0 + 1, d0, length, width, out_stride,
         FORMAT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
-    y2, highest, lowest = _store_rows(
+    y2, highest, lowest = store_rows(
         x2, highest, lowest, out_ptr, scale, amax_ptr, counts_ptr, n0 + 2, d0, length, width, out_stride,
         FORMAT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
-    y3, highest, lowest = _store_rows(
+    y3, highest, lowest = store_rows(
         x3, highest, lowest, out_ptr, scale, amax_ptr, counts_ptr, n0 + 3, d0, length, width, out_stride,
         FORMAT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
