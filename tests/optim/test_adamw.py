@@ -9,7 +9,7 @@ from narrowgauge import kernels
 from narrowgauge.errors import UsageError
 from narrowgauge.optim import AdamW, full_precision, load_full_precision, narrow
 from narrowgauge.optim.adamw import join_fp32
-from narrowgauge.optim.adamw_reference import round_stochastically
+from narrowgauge.optim.master_access import round_stochastically
 
 
 def make(seed=0, dtype=torch.float32):

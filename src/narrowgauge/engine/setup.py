@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,9 +18,10 @@ from narrowgauge.nn.find_heads import find_heads
 from narrowgauge.nn.keep_fp32 import find_computed_parameters, keep_modules, keep_recurrent
 from narrowgauge.nn.matrix_inventory import list_matrices
 from narrowgauge.nn.products.emulated import emulate_layers
-from narrowgauge.optim import AdamW, convert_optimizer
+from narrowgauge.optim import convert_optimizer
 from narrowgauge.optim.convert_optimizer import can_convert
 from narrowgauge.optim.gradient_release import GradientRelease, keep_gradient
+from narrowgauge.optim.mastered import MasteredOptimizer, can
 from narrowgauge.optim.sharded import replace_values
 from narrowgauge.parameters import is_sharded
 from narrowgauge.recipe import Recipe
@@ -154,7 +155,8 @@ def make_release(model: nn.Module, recipe: Recipe, optimizers: Iterable[Optimize
         keep_gradient(parameter)  # an earlier engine of the model may have released its gradients
     if recipe.gradients != "released":
         return None
-    return GradientRelease((optimizer for optimizer in optimizers if isinstance(optimizer, AdamW)), conversion.scales)
+    able = [cast(MasteredOptimizer, optimizer) for optimizer in optimizers if can(optimizer, "release")]
+    return GradientRelease(able, conversion.scales)
 
 
 def make_scaler(recipe: Recipe, device: torch.device, max_consecutive_skips: int) -> LossScaler | None:

@@ -15,8 +15,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from narrowgauge.errors import UsageError
-from narrowgauge.optim import AdamW, full_precision, load_full_precision, plain_state
+from narrowgauge.optim import full_precision, load_full_precision, plain_state
 from narrowgauge.optim.convert_optimizer import drop_masters
+from narrowgauge.optim.mastered import can
 from narrowgauge.recipe import Recipe, parse
 from narrowgauge.scaling.guard import SkipGuard
 from narrowgauge.scaling.loss import LossScaler
@@ -59,7 +60,7 @@ def load_training(model: nn.Module, optimizers: Sequence[Optimizer], state: Mapp
     load_full_precision(model, state["model"], strict=not _is_trained_part(model, state["model"]))
     torch.clear_autocast_cache()  # inside of an engine's context it has 16-bit copies of the old weights
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-        optimizer.load_state_dict(saved if isinstance(optimizer, AdamW) else plain_state(saved))
+        optimizer.load_state_dict(saved if can(optimizer, "any state") else plain_state(saved))
 
 
 def save_precision(

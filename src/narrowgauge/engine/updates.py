@@ -5,14 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from narrowgauge.device_readback import Readback
-from narrowgauge.optim import AdamW
 from narrowgauge.optim.fused_adamw_patch import patch_fused_adamw
+from narrowgauge.optim.mastered import MasteredOptimizer, can
 from narrowgauge.optim.norms import compute_total_norm
 from narrowgauge.optim.sharded import to_local
 from narrowgauge.ranks.update_sync import UpdateSync
@@ -115,7 +116,7 @@ class Stepper:
         skip: bool | None = None
         for optimizer in optimizers:
             fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-            if fused and (isinstance(optimizer, AdamW) or not sharded):
+            if fused and (not sharded or can(optimizer, "shards")):
                 optimizer.grad_scale, optimizer.found_inf = factor, found.float()  # type: ignore[attr-defined]
                 try:
                     with patch_fused_adamw():
@@ -136,7 +137,8 @@ class Stepper:
 
     def _count_rewrites(self, optimizers: Sequence[Optimizer]) -> None:
         """Warn once if weights with split masters are rewritten before every update, without waiting for the device."""
-        own = [one for one in optimizers if isinstance(one, AdamW) and one.has_split_masters]
+        able = [cast(MasteredOptimizer, one) for one in optimizers if can(one, "masters")]
+        own = [one for one in able if one.has_split_masters]
         if not own or self._streak >= REWRITES:
             return
         self._readback.push(None, {"count": torch.stack([one.foreign_writes.double() for one in own]).sum()})

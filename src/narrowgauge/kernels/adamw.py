@@ -226,7 +226,7 @@ def _split(master):  # type: ignore[no-untyped-def]
 
 @jit
 def _mix(x):  # type: ignore[no-untyped-def]
-    """Compute ``optim.adamw_reference.mix``."""
+    """Compute ``optim.master_access.mix``."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)

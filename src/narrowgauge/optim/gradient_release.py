@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from narrowgauge.errors import UsageError
 from narrowgauge.kernels.adamw import compute_norms
-from narrowgauge.optim.adamw import AdamW
+from narrowgauge.optim.mastered import MasteredOptimizer
 from narrowgauge.optim.norms import view_real
 from narrowgauge.optim.sharded import check_gradients
 from narrowgauge.scaling.tensor import TensorScales
@@ -26,10 +26,10 @@ _HANDLE = "release_handle"
 class GradientRelease:
     """Hooks that step the parameters of optimizers during backward, and record the norms of their gradients."""
 
-    def __init__(self, optimizers: Iterable[AdamW], scales: TensorScales | None = None) -> None:
+    def __init__(self, optimizers: Iterable[MasteredOptimizer], scales: TensorScales | None = None) -> None:
         """``scales``: the FP8 scales. Casts saturate, so their inputs are checked for non-finite values as well."""
         self._optimizers, self._scales = list(optimizers), scales
-        self._owner: dict[nn.Parameter, tuple[AdamW, dict[str, Any]]] = {}
+        self._owner: dict[nn.Parameter, tuple[MasteredOptimizer, dict[str, Any]]] = {}
         self._norms: dict[nn.Parameter, Tensor] = {}
         self._found: dict[torch.device, Tensor] = {}
         self._handles: dict[nn.Parameter, Any] = {}
@@ -43,12 +43,12 @@ class GradientRelease:
             for group in optimizer.param_groups:
                 self._add(optimizer, group)
 
-    def add(self, optimizer: AdamW, group: dict[str, Any]) -> None:
+    def add(self, optimizer: MasteredOptimizer, group: dict[str, Any]) -> None:
         """Release the gradients of an added group, unless another engine has taken these parameters over."""
         if any(parameter.__dict__.get(_HANDLE) is handle for parameter, handle in self._handles.items()):
             self._add(optimizer, group)
 
-    def _add(self, optimizer: AdamW, group: dict[str, Any]) -> None:
+    def _add(self, optimizer: MasteredOptimizer, group: dict[str, Any]) -> None:
         for parameter in group["params"]:
             if not parameter.requires_grad or parameter in self._owner:
                 continue

@@ -1,4 +1,4 @@
-"""AdamW's moments in 8 bits: one byte per value, one FP32 scale for every 128 neighbours of a flattened parameter.
+"""Moments in 8 bits: one byte per value, one FP32 scale for every 128 neighbours of a flattened parameter.
 
     first     m = scale * soft(c)               c = -127..127      soft(c) = c / (254 - |c|): finer near zero
     second    v = scale * soft(c)^2             c = 1..255         soft(c) = c / (510 - c): never 0
@@ -11,6 +11,7 @@ table for this. bench/moments.py compares it with alternatives on real gradients
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from torch import Tensor
 GROUP = 128
 PLASTIC = 3242174889, 2447445414
 """2^32 divided by the plastic number and by its square."""
+SIGNED = {"exp_avg": True, "exp_avg_sq": False, "momentum_buffer": True}
+"""The moments that optimizers have, and whether they are encoded as first moments, which have a sign."""
+FORMATS = ("fp32", "bf16", "8bit")
 
 
 def count_groups(numel: int) -> int:
@@ -64,23 +68,57 @@ def _thresholds(numel: int, step: int, device: torch.device) -> Tensor:
     return (state >> 8).float() * 2.0**-24
 
 
-def convert_moments(state: dict[str, Any], moments: str) -> None:
+def list_moments(state: Mapping[str, Any]) -> list[str]:
+    """Return the names of the moments that a state has."""
+    return [name for name in SIGNED if name in state]
+
+
+def get_scale_name(name: str) -> str:
+    """Return the name of the scales of a moment in 8 bits."""
+    return f"{name}_scale"
+
+
+def is_eight_bit(state: Mapping[str, Any]) -> bool:
+    """Whether the moments of a state are codes with scales."""
+    return any(get_scale_name(name) in state for name in list_moments(state))
+
+
+def load_moment(state: Mapping[str, Any], name: str) -> Tensor:
+    """Return a moment as a flat FP32 tensor; the state's own memory if it is FP32."""
+    values: Tensor = state[name].view(-1)
+    scale = state.get(get_scale_name(name))
+    if scale is None:
+        return values if values.dtype is torch.float32 else values.float()
+    return decode_first(values, scale) if SIGNED[name] else decode_second(values, scale)
+
+
+def store_moment(state: Mapping[str, Any], name: str, value: Tensor, step: int) -> None:
+    """Store what ``load_moment`` returned and the caller changed; ``step`` is that of the rounding."""
+    target, scale = state[name].view(-1), state.get(get_scale_name(name))
+    if scale is not None:
+        codes, scales = encode_first(value) if SIGNED[name] else encode_second(value, step)
+        target.copy_(codes)
+        scale.copy_(scales)
+    elif target.dtype is not torch.float32:
+        target.copy_(value)
+
+
+def convert_moments(state: dict[str, Any], form: str) -> None:
     """Convert the moments of a state to another format, in place."""
-    first, second = state["exp_avg"], state["exp_avg_sq"]
-    have = "8bit" if "exp_avg_scale" in state else "fp32" if first.dtype is torch.float32 else "bf16"
-    if have == moments:
-        return
-    if have == "8bit":
-        first = decode_first(first.reshape(-1), state.pop("exp_avg_scale")).view(first.shape)
-        second = decode_second(second.reshape(-1), state.pop("exp_avg_sq_scale")).view(second.shape)
-    if moments == "8bit":
-        codes, state["exp_avg_scale"] = encode_first(first.float().reshape(-1))
-        state["exp_avg"] = codes.view(first.shape)
-        codes, state["exp_avg_sq_scale"] = encode_second(second.float().reshape(-1), None)
-        state["exp_avg_sq"] = codes.view(second.shape)
-        return
-    dtype = torch.float32 if moments == "fp32" else torch.bfloat16
-    state["exp_avg"], state["exp_avg_sq"] = first.to(dtype), second.to(dtype)
+    for name in list_moments(state):
+        values, scale = state[name], get_scale_name(name)
+        have = "8bit" if scale in state else "fp32" if values.dtype is torch.float32 else "bf16"
+        if have == form:
+            continue
+        if have == "8bit":
+            decode = decode_first if SIGNED[name] else decode_second
+            values = decode(values.reshape(-1), state.pop(scale)).view(values.shape)
+        if form == "8bit":
+            flat = values.float().reshape(-1)
+            codes, state[scale] = encode_first(flat) if SIGNED[name] else encode_second(flat, None)
+            state[name] = codes.view(values.shape)
+        else:
+            state[name] = values.to(torch.float32 if form == "fp32" else torch.bfloat16)
 
 
 def _inverse(scale: Tensor) -> Tensor:

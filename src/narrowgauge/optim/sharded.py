@@ -107,7 +107,7 @@ def check_gradients(parameter: Tensor, gradients: str) -> None:
 
 def convert_moments(state: dict[str, Any], form: str) -> None:
     """``moments.convert_moments`` for a state that may be sharded: every rank converts its shard."""
-    whole = {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
+    whole = {name: state[name] for name in moments.list_moments(state)}
     state.update({name: to_local(value) for name, value in whole.items()})
     moments.convert_moments(state, form)
     for name, value in whole.items():

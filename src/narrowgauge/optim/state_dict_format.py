@@ -1,4 +1,4 @@
-"""The format of AdamW's state dictionary: how states are saved, and how saved states are loaded.
+"""The format of an optimizer's state dictionary: how states are saved, and how saved states are loaded.
 
     state                   saved as
     8-bit moments           codes and scales under names that torch does not know, as torch would read codes as moments.
@@ -29,9 +29,9 @@ from narrowgauge.parameters import is_sharded
 EIGHT_BIT = "_8bit"
 FOR_TORCH = b"8-bit moments of narrowgauge; load narrowgauge.optim.plain_state(state_dict) instead"
 """Bytes, as torch's load_state_dict iterates over a str; its error is: could not convert string to float."""
-RENAMED = ("step", "exp_avg", "exp_avg_sq")
+RENAMED = ("step", *moments.SIGNED)
 """Entries that get the suffix if moments are 8-bit."""
-ELEMENTWISE = ("exp_avg", "exp_avg_sq", "remainder", "master")
+ELEMENTWISE = (*moments.SIGNED, "remainder", "master")
 """Entries with one element per element of the parameter."""
 
 
@@ -39,9 +39,9 @@ def make_portable(state_dict: dict[str, Any], parameters: list[nn.Parameter]) ->
     """Convert an optimizer's state dictionary, as packed by torch, to the saved form."""
     states = {}
     for index, saved in state_dict["state"].items():
-        if is_sharded(saved.get("exp_avg")):
+        if any(is_sharded(saved[name]) for name in moments.list_moments(saved)):
             saved = _unshard_values(dict(saved), parameters[index])
-        if "exp_avg_scale" in saved:
+        if moments.is_eight_bit(saved):
             saved = {name + EIGHT_BIT if name in RENAMED else name: value for name, value in saved.items()}
             saved["step"] = FOR_TORCH
         states[index] = saved
@@ -50,7 +50,7 @@ def make_portable(state_dict: dict[str, Any], parameters: list[nn.Parameter]) ->
 
 def _unshard_values(saved: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
     """Replace the entries of a sharded parameter's state that are valid only for its shard."""
-    if "exp_avg_scale" in saved:
+    if moments.is_eight_bit(saved):
         sharded.convert_moments(saved, "fp32")
     remainder, words = saved.pop("remainder", None), saved.pop("check", None)
     if remainder is not None:
@@ -69,7 +69,7 @@ def restore_state(saved: dict[str, Any], parameter: nn.Parameter, form: str) -> 
     state = strip_format_suffixes(saved)
     if is_sharded(parameter):  # an unsharded state has other groups
         state.pop("check", None)
-        if "exp_avg_scale" in state:
+        if moments.is_eight_bit(state):
             moments.convert_moments(state, "fp32")
     for name, value in state.items():
         if isinstance(value, Tensor):
@@ -78,7 +78,7 @@ def restore_state(saved: dict[str, Any], parameter: nn.Parameter, form: str) -> 
             state[name] = value if to_local(value).is_contiguous() else value.contiguous()
     _decode_remainders(state)
     if parameter.is_complex():
-        for name in ("exp_avg", "exp_avg_sq"):
+        for name in moments.list_moments(state):
             state[name] = state[name].to(parameter.dtype)
     else:
         sharded.convert_moments(state, form)
