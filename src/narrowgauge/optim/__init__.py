@@ -1,7 +1,18 @@
-"""AdamW with less memory: exact FP32 masters in 16 + 16 bits, 8-bit moments, one launch for all parameters."""
+"""Optimizers with less memory: exact FP32 masters in 16 + 16 bits, 8-bit moments, one launch for all parameters."""
 
 from narrowgauge.optim.adamw import AdamW
 from narrowgauge.optim.convert_optimizer import convert_optimizer, plain_state
 from narrowgauge.optim.masters import full_precision, load_full_precision, narrow, widen
+from narrowgauge.optim.muon import Muon, split_for_muon
 
-__all__ = ["AdamW", "convert_optimizer", "full_precision", "load_full_precision", "narrow", "plain_state", "widen"]
+__all__ = [
+    "AdamW",
+    "Muon",
+    "convert_optimizer",
+    "full_precision",
+    "load_full_precision",
+    "narrow",
+    "plain_state",
+    "split_for_muon",
+    "widen",
+]

@@ -73,17 +73,25 @@ class AdamW(MasteredOptimizer):
         super().__init__(params, defaults)
 
     def get_moment_names(self, parameter: Tensor, group: dict[str, Any]) -> tuple[str, ...]:
-        """Return the names of both moments."""
+        """Return the names of both moments.
+
+        Args:
+            parameter: The parameter.
+            group: Its parameter group.
+
+        Returns:
+            The names.
+        """
         return MOMENTS
 
     @staticmethod
     def check_options(group: dict[str, Any]) -> Iterable[tuple[str, Any, bool]]:
-        """Yield each option of a group, its value, and whether it is in range."""
-        beta1, beta2 = group["betas"]
-        yield "lr", group["lr"], float(group["lr"]) >= 0
-        yield "betas", group["betas"], 0 <= float(beta1) < 1 and 0 <= float(beta2) < 1
-        yield "eps", group["eps"], group["eps"] >= 0
-        yield "weight_decay", group["weight_decay"], group["weight_decay"] >= 0
+        """Yield each option of a group, its value, and whether it is in range.
+
+        Args:
+            group: The parameter group.
+        """
+        yield from check_adamw_options(group)
 
     def step_parameters(
         self, parameters: list[nn.Parameter], group: dict[str, Any], factor: Tensor | None, found: Tensor | None
@@ -96,32 +104,52 @@ class AdamW(MasteredOptimizer):
             factor: What the gradients are divided by, as a tensor on the device; None for 1.
             found: Whether a gradient is not finite, as a tensor; the step then changes nothing. None: not checked.
         """
-        targets, weights, grads, shards = [], [], [], []
-        for parameter in parameters:
-            state = self.prepare(parameter, group)
-            weight, grad, shard = sharded.get_shards(parameter, state)
-            if weight.numel():
-                weight, grad, shard = _view_as_real(weight.detach(), grad, shard)
-                targets.append(weight)
-                weights.append(weight.contiguous())
-                grads.append(grad)
-                shards.append((state, shard))
-            else:  # a rank's shard may be empty
-                state["step"] += 1.0 if found is None else 1.0 - found
-        states = [shard for _, shard in shards]
-        if not weights:
-            return
-        foreign = self._get_foreign_count(weights[0].device)
-        if use_triton(weights[0]):
-            step_tensors(weights, grads, states, group, factor, found, foreign)
-        elif found is None or not bool(found.item()):
-            for weight, grad, state in zip(weights, grads, states, strict=True):
-                foreign += update(weight, grad, state, _get_rates(group), factor)
-        for target, weight in zip(targets, weights, strict=True):
-            if weight is not target:  # other strides than row-major
-                target.copy_(weight)
-        for state, shard in shards:
-            state["step"] = shard["step"]
+        step_by_adamw(self, parameters, group, factor, found)
+
+
+def check_adamw_options(group: dict[str, Any]) -> Iterable[tuple[str, Any, bool]]:
+    """Yield each option of AdamW's rule, its value, and whether it is in range."""
+    beta1, beta2 = group["betas"]
+    yield "lr", group["lr"], float(group["lr"]) >= 0
+    yield "betas", group["betas"], 0 <= float(beta1) < 1 and 0 <= float(beta2) < 1
+    yield "eps", group["eps"], group["eps"] >= 0
+    yield "weight_decay", group["weight_decay"], group["weight_decay"] >= 0
+
+
+def step_by_adamw(
+    optimizer: MasteredOptimizer,
+    parameters: list[nn.Parameter],
+    group: dict[str, Any],
+    factor: Tensor | None,
+    found: Tensor | None,
+) -> None:
+    """Step parameters of an optimizer by AdamW's rule; the arguments are those of ``step_parameters``."""
+    targets, weights, grads, shards = [], [], [], []
+    for parameter in parameters:
+        state = optimizer.prepare(parameter, group)
+        weight, grad, shard = sharded.get_shards(parameter, state)
+        if weight.numel():
+            weight, grad, shard = _view_as_real(weight.detach(), grad, shard)
+            targets.append(weight)
+            weights.append(weight.contiguous())
+            grads.append(grad)
+            shards.append((state, shard))
+        else:  # a rank's shard may be empty
+            state["step"] += 1.0 if found is None else 1.0 - found
+    states = [shard for _, shard in shards]
+    if not weights:
+        return
+    foreign = optimizer.get_foreign_count(weights[0].device)
+    if use_triton(weights[0]):
+        step_tensors(weights, grads, states, group, factor, found, foreign)
+    elif found is None or not bool(found.item()):
+        for weight, grad, state in zip(weights, grads, states, strict=True):
+            foreign += update(weight, grad, state, _get_rates(group), factor)
+    for target, weight in zip(targets, weights, strict=True):
+        if weight is not target:  # other strides than row-major
+            target.copy_(weight)
+    for state, shard in shards:
+        state["step"] = shard["step"]
 
 
 def _view_as_real(weight: Tensor, grad: Tensor, state: dict[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.optim import Adam, Optimizer
 
@@ -18,6 +19,7 @@ from narrowgauge.optim import moments as eight_bit
 from narrowgauge.optim.adamw import AdamW
 from narrowgauge.optim.mastered import FORMATS, MasteredOptimizer, set_grad_dtype
 from narrowgauge.optim.masters import narrow
+from narrowgauge.optim.muon import Muon
 from narrowgauge.optim.sharded import check_gradients
 from narrowgauge.optim.state_dict_format import strip_format_suffixes
 
@@ -44,7 +46,9 @@ def _explain_adam(optimizer: Optimizer) -> str | None:
     return None
 
 
-COUNTERPARTS = (Counterpart(Adam, AdamW, _explain_adam),)
+COUNTERPARTS = [Counterpart(Adam, AdamW, _explain_adam)]
+if hasattr(torch.optim, "Muon"):
+    COUNTERPARTS.append(Counterpart(torch.optim.Muon, Muon, lambda optimizer: None))
 
 
 def convert_optimizer(
@@ -53,7 +57,8 @@ def convert_optimizer(
     """Convert an optimizer to its counterpart in ``narrowgauge.optim``, in place.
 
     Args:
-        optimizer: torch.optim.AdamW, Adam without coupled weight decay, a plain subclass, or one of narrowgauge.
+        optimizer: torch.optim.AdamW or Muon, Adam without coupled weight decay, a plain subclass of these, or an
+            optimizer of narrowgauge.
         master: Format of the masters, as in ``AdamW``.
         moments: Format of the moments, as in ``AdamW``.
         narrowed: Parameters to turn into BF16 with remainders, as ``narrow`` does.
@@ -70,7 +75,7 @@ def convert_optimizer(
     is_own = isinstance(optimizer, MasteredOptimizer)
     kind = type(optimizer) if isinstance(optimizer, MasteredOptimizer) else _find_counterpart(optimizer)
     for group in optimizer.param_groups:
-        kind.check_group({"maximize": False} | group | formats)
+        kind.check_group(kind.missing_options | group | formats)
     own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     for parameter in narrowed:
         if parameter in own:
@@ -80,9 +85,9 @@ def convert_optimizer(
             set_grad_dtype(narrow(parameter), gradients)
     state = optimizer.state_dict() if is_own else Optimizer.state_dict(optimizer)
     new = optimizer if isinstance(optimizer, MasteredOptimizer) else _change_class(optimizer, kind)
-    new.defaults |= {"maximize": False} | new.defaults | formats
+    new.defaults |= kind.missing_options | new.defaults | formats
     for group in new.param_groups:
-        group.update({"maximize": False} | group | formats)
+        group.update(kind.missing_options | group | formats)
     new.__dict__.pop("release", None)  # of an earlier engine
     if state["state"]:
         new.load_state_dict(state)
@@ -118,15 +123,15 @@ def _find_counterpart(optimizer: Optimizer) -> type[MasteredOptimizer]:
     name, found = type(optimizer).__name__, _find_kind(optimizer)
     if found is None or found.explain(optimizer) is not None:
         raise UsageError(
-            f"a lean recipe needs AdamW, not {name} (nor amsgrad, nor Adam's coupled weight decay); use "
+            f"a lean recipe needs AdamW or Muon, not {name} (nor amsgrad, nor Adam's coupled weight decay); use "
             "torch.optim.AdamW, or a recipe with master=fp32 and moments=fp32"
         )
     own = _find_own_methods(optimizer, found.theirs)
     if own:
         raise UsageError(
-            f"a lean recipe replaces AdamW's {own[0]}() and would never call the one that {name} defines; use "
-            "torch.optim.AdamW with register_step_pre_hook for what it adds, or a recipe with master=fp32 and "
-            "moments=fp32"
+            f"a lean recipe replaces {found.own.__name__}'s {own[0]}() and would never call the one that {name} "
+            f"defines; use torch.optim.{found.own.__name__} with register_step_pre_hook for what it adds, or a recipe "
+            "with master=fp32 and moments=fp32"
         )
     return found.own
 

@@ -52,6 +52,8 @@ class MasteredOptimizer(Optimizer):
     """masters: it has FP32 masters of BF16 parameters. release: it steps single parameters during backward. shards: it
     takes ``grad_scale`` for DTensors. any state: it loads states in every format, of any recipe."""
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16)
+    missing_options: ClassVar[dict[str, Any]] = {"maximize": False}
+    """Options of groups that states and optimizers of torch may lack."""
     dithers = True
     """Weights without masters are rounded stochastically."""
     _step_supports_amp_scaling = True
@@ -63,18 +65,38 @@ class MasteredOptimizer(Optimizer):
         self.grad_scale = self.found_inf = None
 
     def get_moment_names(self, parameter: Tensor, group: dict[str, Any]) -> tuple[str, ...]:
-        """Return the names of the moments of a parameter; a subclass defines this."""
+        """Return the names of the moments of a parameter; a subclass defines this.
+
+        Args:
+            parameter: The parameter.
+            group: Its parameter group.
+
+        Returns:
+            Names in ``moments.SIGNED``.
+        """
         raise NotImplementedError
 
     @staticmethod
     def check_options(group: dict[str, Any]) -> Iterable[tuple[str, Any, bool]]:
-        """Yield each option of a group, its value, and whether it is in range; a subclass defines this."""
+        """Yield each option of a group, its value, and whether it is in range; a subclass defines this.
+
+        Args:
+            group: The parameter group.
+        """
         raise NotImplementedError
 
     def update(
         self, master: Tensor, grad: Tensor, moments: dict[str, Tensor], group: dict[str, Any], step: int
     ) -> None:
-        """Change a flat FP32 value and its moments in place; a subclass defines this, or ``step_parameters``."""
+        """Change a flat FP32 value and its moments in place; a subclass defines this, or ``step_parameters``.
+
+        Args:
+            master: The value.
+            grad: The gradient, divided by the loss scale.
+            moments: The moments by name, flat and in FP32.
+            group: The parameter group.
+            step: The number of the step, from 1.
+        """
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -100,7 +122,11 @@ class MasteredOptimizer(Optimizer):
 
     @classmethod
     def check_group(cls, group: dict[str, Any]) -> None:
-        """Raise UsageError for options or parameters that cannot be stepped."""
+        """Raise UsageError for options or parameters that cannot be stepped.
+
+        Args:
+            group: The parameter group.
+        """
         own = next(kind for kind in cls.__mro__ if kind.__module__.startswith("narrowgauge.optim")).__name__
         for name, value, good in cls.check_options(group):
             if not good:
@@ -170,7 +196,7 @@ class MasteredOptimizer(Optimizer):
             shard["step"] += 1
             if target.numel():
                 weight = target.detach().contiguous()
-                self._get_foreign_count(weight.device).add_(self._step_one(weight, grad, shard, group, factor))
+                self.get_foreign_count(weight.device).add_(self._step_one(weight, grad, shard, group, factor))
                 if weight is not target:  # other strides than row-major
                     target.copy_(weight)
             state["step"] = shard["step"]
@@ -208,7 +234,15 @@ class MasteredOptimizer(Optimizer):
         """Whether a group stores FP32 masters as BF16 weights plus 16 bits."""
         return any(group["master"] == "split" for group in self.param_groups)
 
-    def _get_foreign_count(self, device: torch.device) -> Tensor:
+    def get_foreign_count(self, device: torch.device) -> Tensor:
+        """Return the count of a device that is part of ``foreign_writes``, to be raised in place.
+
+        Args:
+            device: The device.
+
+        Returns:
+            One int64 number.
+        """
         counts: dict[torch.device, Tensor] = self.__dict__.setdefault("_foreign", {})
         if device not in counts:
             counts[device] = torch.zeros((), dtype=torch.int64, device=device)
@@ -293,7 +327,7 @@ class MasteredOptimizer(Optimizer):
         finally:
             self._optimizer_load_state_dict_pre_hooks, self._optimizer_load_state_dict_post_hooks = before, after
         for group, loaded, own_formats in zip(groups, self.param_groups, formats, strict=True):
-            group.update({"maximize": False} | loaded | own_formats)
+            group.update(self.missing_options | loaded | own_formats)
         self.param_groups = groups
         ids = [index for group in state_dict["param_groups"] for index in group["params"]]
         parameters = [(p, group) for group in self.param_groups for p in group["params"]]

@@ -22,9 +22,9 @@ KEEP_NAMES_NOTHING = Rule(
 LEAN_OPTIMIZER = Rule(
     name="lean-optimizer",
     severity=SERIOUS,
-    about="the recipe needs AdamW for its smaller optimizer states, and the optimizer is another",
+    about="the recipe needs smaller optimizer states, which narrowgauge does not have for this optimizer",
     why="narrowgauge refuses to train it",
-    fix="use torch.optim.AdamW, or a recipe with master=fp32 and moments=fp32",
+    fix="use torch.optim.AdamW or Muon, or a recipe with master=fp32 and moments=fp32",
 )
 
 
@@ -41,24 +41,16 @@ class KeepPatterns(ModelCheck):
 
 
 class LeanOptimizer(ModelCheck):
-    """Checks that recipes with small optimizer states have an AdamW."""
+    """Checks that recipes with small optimizer states have an optimizer that can store them."""
 
     def check(self, setup: TrainingSetup) -> Iterator[Finding]:
         recipe, optimizer = setup.recipe, setup.optimizer
         narrows = recipe.master != "fp32" or recipe.moments != "fp32" or recipe.gradients != "fp32"
-        if optimizer is not None and narrows and not _is_adamw(optimizer):
+        if optimizer is not None and narrows and not _has_small_states(optimizer):
             yield LEAN_OPTIMIZER.finding("optimizer", f"{type(optimizer).__name__} with recipe {recipe}")
 
 
-def _is_adamw(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is AdamW, or an Adam with the same update."""
-    from torch.optim import Adam
+def _has_small_states(optimizer: Optimizer) -> bool:
+    from narrowgauge.optim.convert_optimizer import can_convert
 
-    from narrowgauge.optim import AdamW
-
-    if isinstance(optimizer, AdamW):
-        return True
-    return isinstance(optimizer, Adam) and all(
-        (group.get("decoupled_weight_decay", False) or not group["weight_decay"]) and not group.get("amsgrad")
-        for group in optimizer.param_groups
-    )
+    return can_convert(optimizer)

@@ -1,0 +1,287 @@
+"""Muon for matrices, AdamW for everything else, in one optimizer with FP32 masters of BF16 weights.
+
+    m <- m + (g - m)(1 - momentum)
+    d <- g + (m - g) momentum             with nesterov; else m
+    w <- w (1 - lr decay) - rate orthogonalize(d)
+
+``newton_schulz`` has the orthogonalization and the rate. Parameter groups have a rule, "muon" or "adamw".
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.errors import UsageError
+from narrowgauge.optim import adamw, sharded
+from narrowgauge.optim.master_access import read_master, write_master
+from narrowgauge.optim.mastered import MasteredOptimizer
+from narrowgauge.optim.moments import load_moment, store_moment
+from narrowgauge.optim.newton_schulz import (
+    ADJUSTMENTS,
+    COEFFICIENTS,
+    EPS,
+    MOST_STEPS,
+    STEPS,
+    adjust_rate,
+    orthogonalize,
+)
+from narrowgauge.optim.sharded import place_like, shard_like, to_local
+from narrowgauge.parameters import is_sharded
+
+RULES = ("muon", "adamw")
+BETAS = (0.9, 0.95)
+ADAMW_EPS = 1e-8
+
+
+class Muon(MasteredOptimizer):
+    """``torch.optim.Muon`` with a choice of formats, which steps parameters that are no matrices by AdamW's rule.
+
+    Muon is for the matrices inside of a network. Embeddings and the head are matrices too, but AdamW is better for
+    them: ``Muon(split_for_muon(model))``. With FP32 matrices and the defaults it computes the same
+    bits as torch.optim.Muon on a CPU.
+
+    Args:
+        params: Parameters or parameter groups, as in torch. A group may set any of the options below, and
+            ``rule="muon"`` or ``rule="adamw"``; without a rule, matrices have "muon" and other parameters "adamw".
+        lr: Learning rate.
+        weight_decay: Decoupled weight decay, of both rules.
+        momentum: How much of the momentum stays in a step.
+        nesterov: Look ahead by one step of the momentum.
+        ns_coefficients: Coefficients of the Newton-Schulz iteration.
+        eps: The smallest norm that a matrix is divided by.
+        ns_steps: Number of iterations.
+        adjust_lr_fn: How the learning rate depends on a matrix's shape. "original" (also None): larger for tall
+            matrices. "match_rms_adamw": such that a learning rate that is good for AdamW is good for Muon.
+        adamw_lr: Learning rate of AdamW's rule; default: ``lr``.
+        adamw_betas: Its decay rates of moments.
+        adamw_eps: Added to its denominator.
+        maximize: Maximize the objective instead of minimizing it.
+        master: Master weights of BF16 parameters, as in ``AdamW``.
+        moments: Momentum and AdamW's moments: "fp32", "bf16", or "8bit" with one scale per 128 values.
+        gradients: Gradients of BF16 parameters, as in ``AdamW``.
+
+    Raises:
+        UsageError: An option is out of range or unknown, or a parameter does not fit its rule.
+    """
+
+    missing_options: ClassVar[dict[str, Any]] = {"maximize": False, "rule": "muon", "betas": BETAS}
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+        eps: float = EPS,
+        ns_steps: int = STEPS,
+        adjust_lr_fn: str | None = None,
+        *,
+        adamw_lr: float | Tensor | None = None,
+        adamw_betas: tuple[float, float] = BETAS,
+        adamw_eps: float = ADAMW_EPS,
+        maximize: bool = False,
+        master: str = "fp32",
+        moments: str = "fp32",
+        gradients: str = "bf16",
+    ) -> None:
+        self._adamw = {"lr": lr if adamw_lr is None else adamw_lr, "eps": adamw_eps}
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "rule": None,
+            "betas": adamw_betas,
+            "maximize": maximize,
+            "master": master,
+            "moments": moments,
+            "gradients": gradients,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group. Without a rule, it becomes one group of matrices and one of other parameters.
+
+        Args:
+            param_group: The parameters, and the options in which the group differs from the defaults.
+
+        Raises:
+            UsageError: An option is out of range; nothing is added then.
+        """
+        if param_group.get("rule") is None:
+            given = param_group["params"]
+            given = [given] if isinstance(given, Tensor) else list(given)
+            parts = {rule: [one for one in given if _choose_rule(one) == rule] for rule in RULES}
+        else:
+            parts = {param_group["rule"]: param_group["params"]}
+        count = len(self.param_groups)
+        try:
+            for rule, some in parts.items():
+                if rule not in RULES or not isinstance(some, list) or some:
+                    own = self._adamw if rule == "adamw" else {}
+                    super().add_param_group({**own, **param_group, "params": some, "rule": rule})
+        except UsageError:
+            del self.param_groups[count:]
+            raise
+
+    def get_moment_names(self, parameter: Tensor, group: dict[str, Any]) -> tuple[str, ...]:
+        """Return the names of the moments that the group's rule has.
+
+        Args:
+            parameter: The parameter.
+            group: Its parameter group.
+
+        Returns:
+            The names.
+        """
+        return ("momentum_buffer",) if group["rule"] == "muon" else adamw.MOMENTS
+
+    @staticmethod
+    def check_options(group: dict[str, Any]) -> Iterable[tuple[str, Any, bool]]:
+        """Yield each option of a group, its value, and whether it is in range.
+
+        Args:
+            group: The parameter group.
+
+        Raises:
+            UsageError: A parameter is not a matrix, and has Muon's rule.
+        """
+        yield "rule", group["rule"], group["rule"] in RULES
+        yield from adamw.check_adamw_options(group)
+        yield "momentum", group["momentum"], 0 <= group["momentum"] <= 1
+        yield "ns_steps", group["ns_steps"], 0 < group["ns_steps"] < MOST_STEPS
+        yield "ns_coefficients", group["ns_coefficients"], len(group["ns_coefficients"]) == 3
+        yield "adjust_lr_fn", group["adjust_lr_fn"], group["adjust_lr_fn"] in ADJUSTMENTS
+        other = [p for p in group["params"] if p.dim() != 2] if group["rule"] == "muon" else []
+        if other:
+            raise UsageError(
+                f"Muon: a parameter has the shape {tuple(other[0].shape)}; its rule is for matrices, so give the group "
+                'rule="adamw", or none'
+            )
+
+    def step_parameters(
+        self, parameters: list[nn.Parameter], group: dict[str, Any], factor: Tensor | None, found: Tensor | None
+    ) -> None:
+        """Step parameters of one group that share a device and formats.
+
+        Args:
+            parameters: The parameters; each has a gradient.
+            group: Their parameter group.
+            factor: What the gradients are divided by, as a tensor on the device; None for 1.
+            found: Whether a gradient is not finite, as a tensor; the step then changes nothing. None: not checked.
+        """
+        if group["rule"] == "adamw":
+            adamw.step_by_adamw(self, parameters, group, factor, found)
+            return
+        states = [self.prepare(parameter, group) for parameter in parameters]
+        if found is not None and bool(found.item()):
+            return
+        directions = [
+            _find_direction(parameter, state, group, factor)
+            for parameter, state in zip(parameters, states, strict=True)
+        ]
+        moved = orthogonalize_alike(directions, group)
+        for parameter, state, direction in zip(parameters, states, moved, strict=True):
+            self._apply(parameter, state, direction, group)
+
+    def _apply(self, parameter: nn.Parameter, state: dict[str, Any], direction: Tensor, group: dict[str, Any]) -> None:
+        """Decay a weight, and move it by the orthogonalized direction."""
+        lr = float(group["lr"])
+        rate = adjust_rate(lr, group["adjust_lr_fn"], parameter.shape)
+        target, step = to_local(parameter).detach(), int(state["step"].item())
+        if not target.numel():  # a rank's shard may be empty
+            return
+        shard = {name: to_local(value) if isinstance(value, Tensor) else value for name, value in state.items()}
+        weight = target.contiguous()
+        master, foreign = read_master(weight, shard)
+        master.mul_(1 - lr * group["weight_decay"])
+        master.add_(to_local(place_like(direction, parameter)).reshape(-1), alpha=-rate)
+        write_master(weight, master, shard, step)
+        self.get_foreign_count(weight.device).add_(foreign)
+        if weight is not target:  # other strides than row-major
+            target.copy_(weight)
+
+
+def _choose_rule(parameter: Any) -> str:
+    value = parameter[1] if isinstance(parameter, tuple) else parameter  # named parameters are pairs
+    return "muon" if isinstance(value, Tensor) and value.dim() == 2 else "adamw"
+
+
+def _find_direction(
+    parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any], factor: Tensor | None
+) -> Tensor:
+    """Update the momentum of a matrix, and return the direction that is to be orthogonalized: of the whole matrix."""
+    weight, grad, shard = sharded.get_shards(parameter, state)
+    shard["step"] += 1
+    state["step"] = shard["step"]
+    grad = grad.float()
+    if factor is not None:
+        grad = grad / factor
+    grad = -grad if group["maximize"] else grad
+    if weight.numel():
+        momentum = load_moment(shard, "momentum_buffer").view(grad.shape)
+        momentum.lerp_(grad, 1 - group["momentum"])
+        store_moment(shard, "momentum_buffer", momentum.view(-1), int(state["step"].item()))
+        grad = grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+    if not is_sharded(parameter):
+        return grad
+    whole: Any = shard_like(grad.to(torch.bfloat16), parameter)
+    gathered: Tensor = whole.full_tensor()
+    return gathered
+
+
+def orthogonalize_alike(directions: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+    """Return the orthogonalized directions; on a GPU those of equal shape are one batch."""
+    options = group["ns_coefficients"], group["ns_steps"], group["eps"]
+    if directions[0].device.type == "cpu":
+        return [orthogonalize(direction, *options) for direction in directions]
+    alike: dict[torch.Size, list[int]] = {}
+    for index, direction in enumerate(directions):
+        alike.setdefault(direction.shape, []).append(index)
+    found: dict[int, Tensor] = {}
+    for places in alike.values():
+        stacked = torch.stack([directions[index].to(torch.bfloat16) for index in places])
+        found.update(zip(places, orthogonalize(stacked, *options).unbind(), strict=True))
+    return [found[index] for index in range(len(directions))]
+
+
+def split_for_muon(model: nn.Module, adamw: Iterable[str] = ()) -> list[dict[str, Any]]:
+    """Return parameter groups for ``Muon``: the matrices inside of a model, and all other trained parameters.
+
+    Inside are the members of a ``ModuleList`` or ``Sequential``, such as the blocks of a transformer; if it has none
+    with matrices, the whole model. Embeddings and weights that are tied to them, vectors, convolutions and stacked
+    experts have AdamW's rule, and so has what is outside, such as a head. Vectors are not decayed.
+
+    Args:
+        model: The model.
+        adamw: Patterns of parameter names that AdamW is to step as well, with * and ?.
+
+    Returns:
+        Up to three groups.
+    """
+    patterns = [adamw] if isinstance(adamw, str) else list(adamw)
+    outer = {m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    fit = {
+        name
+        for name, p in trained.items()
+        if p.dim() == 2 and p not in outer and not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    }
+    inside = {name for name in fit if any(part.isdigit() for part in name.split("."))} or fit
+    groups: list[dict[str, Any]] = [
+        {"params": [p for name, p in trained.items() if name in inside], "rule": "muon"},
+        {"params": [p for name, p in trained.items() if name not in inside and p.dim() > 1], "rule": "adamw"},
+        {"params": [p for p in trained.values() if p.dim() < 2], "rule": "adamw", "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
