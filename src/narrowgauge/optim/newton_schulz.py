@@ -13,6 +13,7 @@ time that it needs for many small ones.
 from __future__ import annotations
 
 import math
+import warnings
 
 import torch
 from torch import Tensor
@@ -35,9 +36,11 @@ def orthogonalize(
     x = x.mT if tall else x
     norm = x.norm() if matrices.dim() == 2 else torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
     x.div_(norm.clamp(min=eps))
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = multiply(x, multiply(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    with warnings.catch_warnings():  # a CPU without products in BF16 says so at length, and computes them all the same
+        warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
+        for _ in range(steps):
+            gram = x @ x.mT
+            x = multiply(x, multiply(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
 
 
