@@ -9,6 +9,7 @@ validate                    test whether a recipe trains as well as FP32
 forecast                    predict memory and time of a training step
 Task                        a model, its batches and its loss, for the command line
 optim, formats, hardware    optimizers, number formats, GPUs
+block_formats               MXFP8, MXFP4 and NVFP4: elements that share a scale
 NarrowgaugeError, UsageError, TrainingStalled
 """
 
@@ -30,6 +31,7 @@ __all__ = [
     "Task",
     "TrainingStalled",
     "UsageError",
+    "block_formats",
     "convert",
     "forecast",
     "formats",
@@ -57,10 +59,10 @@ _WHERE = {
     "replay": "narrowgauge.gauges.replay.replay",
     "watch": "narrowgauge.gauges.watch.watch",
 }
-_MODULES = ("forecast", "formats", "gauges", "hardware", "optim", "validate")
+_MODULES = ("block_formats", "forecast", "formats", "gauges", "hardware", "optim", "validate")
 
 if TYPE_CHECKING:  # type checkers cannot see into __getattr__; a test compares the two lists
-    from narrowgauge import formats, gauges, hardware, optim
+    from narrowgauge import block_formats, formats, gauges, hardware, optim
     from narrowgauge.engine import Engine
     from narrowgauge.errors import NarrowgaugeError, TrainingStalled, UsageError
     from narrowgauge.forecast.run import forecast  # at run time the package of this name is callable

@@ -42,6 +42,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, NamedTuple
@@ -79,8 +80,23 @@ class BlockFormat:
     """Format of a block's scale, 8 bits: powers of two (e8m0), or positive FP8 numbers (e4m3)."""
     tensor_scale: bool = False
     """Whether the whole tensor has a scale as well, in FP32."""
+    decibels: Mapping[str, float]
+    """Signal-to-quantization-noise ratio of normally distributed values, rounded to nearest, by the rule for scales.
+    Measured on four million values; a test measures it again. Stochastic rounding has 2.6 to 3.2 dB less."""
     about: str
     """Where the format comes from, and what it is used for."""
+
+    @property
+    def range_in_block(self) -> float:
+        """The largest element divided by the smallest positive one: the range of values within one block."""
+        return self.element.max / self.element.smallest_subnormal
+
+    @property
+    def scale_range(self) -> tuple[float, float]:
+        """The smallest positive scale of a block, and the largest."""
+        if self.scale == "e4m3":
+            return E4M3.smallest_subnormal, E4M3.max
+        return 2.0**-E8M0_BIAS, 2.0**E8M0_BIAS
 
     @property
     def bits_per_element(self) -> float:
@@ -102,29 +118,36 @@ BLOCK_FORMATS: dict[str, BlockFormat] = {
     f.name: f
     for f in (
         BlockFormat(name="mxfp8_e4m3", title="MXFP8 E4M3", element=E4M3, block=32, scale="e8m0",
+                    decibels={"floor": 30.7, "up": 31.5},
                     about="OCP MX 1.0: a power of two for 32 elements; for all three products"),
         BlockFormat(name="mxfp8_e5m2", title="MXFP8 E5M2", element=find_format("fp8_e5m2"), block=32, scale="e8m0",
+                    decibels={"floor": 25.4, "up": 25.5},
                     about="OCP MX 1.0: more range within a block, less precision"),
         BlockFormat(name="mxfp4", title="MXFP4", element=find_format("fp4_e2m1"), block=32, scale="e8m0",
+                    decibels={"floor": 18.8, "up": 18.7},
                     about="OCP MX 1.0: 4 bits, a power of two for 32 elements"),
         BlockFormat(name="nvfp4", title="NVFP4", element=find_format("fp4_e2m1"), block=16, scale="e4m3",
-                    tensor_scale=True, about="NVIDIA: 4 bits, finer scales for 16 elements, one more for the tensor"),
+                    tensor_scale=True, decibels={"floor": 20.4},
+                    about="NVIDIA: 4 bits, finer scales for 16 elements, one more for the tensor"),
     )
 }  # fmt: skip
 _ALIASES = {"mxfp8": "mxfp8_e4m3", "mxfp4_e2m1": "mxfp4", "nvfp4_e2m1": "nvfp4"}
 
 
 class ExactBlocks(NamedTuple):
-    """The result of ``quantize_exactly``."""
+    """The result of ``quantize_exactly``.
+
+    Args:
+        codes: Code of each element, in the shape of the values.
+        scales: Code of each block's scale: E8M0 or E4M3.
+        tensor_scale: The tensor's scale, an FP32 number; None if the format has none.
+        values: What is read back: element times scales. float64 represents it exactly.
+    """
 
     codes: NDArray[np.uint8]
-    """Code of each element, in the shape of the values."""
     scales: NDArray[np.uint8]
-    """Code of each block's scale: E8M0 or E4M3."""
     tensor_scale: float | None
-    """The tensor's scale, an FP32 number; None if the format has none."""
     values: NDArray[np.float64]
-    """What is read back: element times scales. float64 represents it exactly."""
 
 
 def find_block_format(name: str | BlockFormat) -> BlockFormat:

@@ -39,6 +39,11 @@ def test_json_fields(capsys: pytest.CaptureFixture[str]) -> None:
     nvfp4 = data["block_formats"]["nvfp4"]
     assert (nvfp4["element"], nvfp4["block"], nvfp4["scale"]) == ("fp4_e2m1", 16, "e4m3")
     assert (nvfp4["tensor_scale"], nvfp4["bits_per_element"]) == (True, 4.5)
+    assert (nvfp4["numbers"], nvfp4["range_in_block"], nvfp4["decibels"]) == (15, 12.0, {"floor": 20.4})
+    assert (nvfp4["smallest_scale"], nvfp4["largest_scale"]) == (2.0**-9, 448.0)
+    mxfp8 = data["block_formats"]["mxfp8_e4m3"]
+    assert (mxfp8["largest_element"], mxfp8["smallest_element"]) == (448.0, 2.0**-9)
+    assert mxfp8["range_in_block"] == 448 * 2**9 and mxfp8["decibels"]["up"] > mxfp8["decibels"]["floor"]
     small, infinite = data["values"]
     assert small["value"] == 1.2e-7
     fp16 = small["stored"]["fp16"]
@@ -77,7 +82,8 @@ def test_the_table_shows_bits_and_explanations(
     assert "overflow: the largest number is 6; it always saturates, here to 6" in text
     assert "overflow: it has no NaN; it always saturates, here to 6" in text
     row = next(line.split() for line in text.splitlines() if line.split()[:1] == ["NVFP4"])
-    assert row == ["NVFP4", "FP4", "E2M1", "16", "E4M3", "FP32", "4.5"]
+    cells = "NVFP4 FP4 E2M1 16 E4M3 FP32 4.5 15 1 to 12 2^-9 to 2^8.81 20.4"
+    assert row == cells.split()
     assert max(map(len, text.splitlines())) <= 100
 
 

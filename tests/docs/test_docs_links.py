@@ -152,7 +152,7 @@ def test_the_api_reference_has_every_public_name(site):
         html = (site / "api" / f"{page.stem}.html").read_text()
         assert not re.search(r'(src|href)="(https?:)?//[^"]*\.(js|css|woff2?)"', html), page.name
         anchors |= {anchor.rpartition(".")[2] for anchor in re.findall(r'id="(narrowgauge\.[\w.]+)"', html)}
-    modules = {"formats", "gauges", "hardware", "optim"}
+    modules = {"block_formats", "formats", "gauges", "hardware", "optim"}
     wanted = {"parse" if name == "recipe" else name for name in narrowgauge.__all__} - modules
     wanted |= {name for name in dir(narrowgauge.Engine) if not name.startswith("_")}
     wanted |= {name for name in vars(narrowgauge.LossScaler) if not name.startswith("_")}

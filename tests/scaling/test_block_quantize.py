@@ -285,6 +285,7 @@ def test_signal_to_noise_ratio_of_normal_numbers(name: str, rule: str, nearest: 
         found = 10 * math.log10(x.square().sum() / (x - y).square().sum())
         print(f"{name} {rule} {rounding}: {found:.2f} dB")
         assert found == pytest.approx(wanted, abs=0.1)
+    assert BLOCK_FORMATS[name].decibels[rule] == pytest.approx(nearest, abs=0.06)
 
 
 @EVERY_CASE

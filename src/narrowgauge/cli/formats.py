@@ -107,8 +107,17 @@ def _describe(f: Format) -> dict[str, Any]:
 
 
 def _describe_blocks(f: BlockFormat) -> dict[str, Any]:
-    names = ("title", "block", "scale", "tensor_scale", "bits_per_element", "about")
-    return {name: getattr(f, name) for name in names} | {"element": f.element.name}
+    names = ("title", "block", "scale", "tensor_scale", "bits_per_element", "range_in_block", "about")
+    smallest, largest = f.scale_range
+    return {name: getattr(f, name) for name in names} | {
+        "element": f.element.name,
+        "numbers": f.element.finite_values,
+        "largest_element": f.element.max,
+        "smallest_element": f.element.smallest_subnormal,
+        "smallest_scale": smallest,
+        "largest_scale": largest,
+        "decibels": dict(f.decibels),
+    }
 
 
 def _describe_outcome(number: float, outcome: Stored, f: Format) -> dict[str, Any]:
@@ -144,16 +153,21 @@ def _show_formats(out: TextIO) -> None:
 def _show_block_formats(out: TextIO) -> None:
     from narrowgauge.block_formats import BLOCK_FORMATS
 
-    columns = ("format", "elements", "per scale", "scale", "tensor scale", "bits each")
-    rows = [
-        (f.title, f.element.title, f.block, f.scale.upper(), "FP32" if f.tensor_scale else "-", f.bits_per_element)
-        for f in BLOCK_FORMATS.values()
-    ]
+    columns = ("format", "elements", "block", "scale", "tensor", "bits", "numbers", "in a block", "scales", "dB")
+    rows = []
+    for f in BLOCK_FORMATS.values():
+        smallest, largest = (math.log2(scale) for scale in f.scale_range)
+        parts = (f.element.title, f.block, f.scale.upper(), "FP32" if f.tensor_scale else "-", f.bits_per_element)
+        ranges = (f"1 to {f.range_in_block:.3g}", f"2^{smallest:.3g} to 2^{largest:.3g}")
+        decibels = f"{max(f.decibels.values()):.1f}"
+        rows.append((f.title, *parts, f.element.finite_values, *ranges, decibels))
     say("", out)
     _print_table("Block formats: elements that share a scale", columns, rows, out)
     say("", out)
     for f in BLOCK_FORMATS.values():
         say(f"{f.title:<10}  {f.about}", out)
+    say("\nnumbers: of an element. in a block: its range. dB: of normal values to their rounding noise", out)
+    say("Recipes emulate these formats. To test one: narrowgauge validate TASK --candidates nvfp4", out)
 
 
 def _show_value(text: str, number: float, outcomes: dict[str, Stored], out: TextIO) -> None:
