@@ -432,7 +432,7 @@ class TestErrors:
             "a lean recipe needs AdamW",
             make,
             "bf16[master=split,gradients=bf16]",
-            optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+            optimizer=lambda p: torch.optim.Rprop(p, lr=0.1),
         )
         self.assert_refused("names no module", make, "bf16[keep=nowhere]")
 

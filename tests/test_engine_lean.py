@@ -128,8 +128,8 @@ def test_modules_kept_in_fp32_have_fp32_weights():
 
 def test_unsupported_optimizers_and_options_are_refused():
     model = gpt()
-    with pytest.raises(UsageError, match="not SGD"):
-        Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16-lean")
+    with pytest.raises(UsageError, match="not Rprop"):
+        Engine(model, torch.optim.Rprop(model.parameters(), lr=0.1), "bf16-lean")
     with pytest.raises(UsageError, match="amsgrad"):
         Engine(model, torch.optim.AdamW(model.parameters(), amsgrad=True), "bf16-lean")
     assert model.tok.weight.dtype is torch.float32

@@ -103,7 +103,7 @@ def test_default_recipes_that_do_not_suit_the_task_are_skipped(
         "def task():\n"
         "    return Task(name='plain', model=lambda: torch.nn.Linear(64, 8), batch=lambda i, s: torch.zeros(16, 64),\n"
         "                loss=lambda model, x: model(x).sum(),\n"
-        "                optimizer=lambda model, rate: torch.optim.SGD(model.parameters(), rate))\n"
+        "                optimizer=lambda model, rate: torch.optim.Rprop(model.parameters(), rate))\n"
     )
     assert cli.main(["memory", f"{path}:task", "--json"]) == 0
     found = capsys.readouterr()

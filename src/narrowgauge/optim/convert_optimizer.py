@@ -16,12 +16,15 @@ from torch.optim import Adam, Optimizer
 
 from narrowgauge.errors import UsageError
 from narrowgauge.optim import moments as eight_bit
+from narrowgauge.optim.adafactor import Adafactor
 from narrowgauge.optim.adamw import AdamW
 from narrowgauge.optim.mastered import FORMATS, MasteredOptimizer, set_grad_dtype
 from narrowgauge.optim.masters import narrow
 from narrowgauge.optim.muon import Muon
+from narrowgauge.optim.sgd import SGD
 from narrowgauge.optim.sharded import check_gradients
 from narrowgauge.optim.state_dict_format import strip_format_suffixes
+from narrowgauge.parameters import is_sharded
 
 REPLACED = ("step", "state_dict", "load_state_dict", "add_param_group")
 """Methods that narrowgauge's optimizers replace."""
@@ -46,9 +49,21 @@ def _explain_adam(optimizer: Optimizer) -> str | None:
     return None
 
 
-COUNTERPARTS = [Counterpart(Adam, AdamW, _explain_adam)]
-if hasattr(torch.optim, "Muon"):
-    COUNTERPARTS.append(Counterpart(torch.optim.Muon, Muon, lambda optimizer: None))
+def _explain_adafactor(optimizer: Optimizer) -> str | None:
+    sharded = any(is_sharded(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    return "rows and columns are of whole matrices, and its parameters are sharded" if sharded else None
+
+
+def _explain_nothing(optimizer: Optimizer) -> str | None:
+    return None
+
+
+COUNTERPARTS = (
+    Counterpart(Adam, AdamW, _explain_adam),
+    Counterpart(torch.optim.SGD, SGD, _explain_nothing),
+    Counterpart(torch.optim.Adafactor, Adafactor, _explain_adafactor),
+    *([Counterpart(torch.optim.Muon, Muon, _explain_nothing)] if hasattr(torch.optim, "Muon") else []),
+)
 
 
 def convert_optimizer(
@@ -57,8 +72,8 @@ def convert_optimizer(
     """Convert an optimizer to its counterpart in ``narrowgauge.optim``, in place.
 
     Args:
-        optimizer: torch.optim.AdamW or Muon, Adam without coupled weight decay, a plain subclass of these, or an
-            optimizer of narrowgauge.
+        optimizer: torch.optim.AdamW, Muon, SGD, Adafactor, Adam without coupled weight decay, a plain subclass of
+            these, or an optimizer of narrowgauge.
         master: Format of the masters, as in ``AdamW``.
         moments: Format of the moments, as in ``AdamW``.
         narrowed: Parameters to turn into BF16 with remainders, as ``narrow`` does.
@@ -123,8 +138,8 @@ def _find_counterpart(optimizer: Optimizer) -> type[MasteredOptimizer]:
     name, found = type(optimizer).__name__, _find_kind(optimizer)
     if found is None or found.explain(optimizer) is not None:
         raise UsageError(
-            f"a lean recipe needs AdamW or Muon, not {name} (nor amsgrad, nor Adam's coupled weight decay); use "
-            "torch.optim.AdamW, or a recipe with master=fp32 and moments=fp32"
+            f"a lean recipe needs AdamW, Muon, SGD, Adafactor or Lion, not {name} (nor amsgrad, nor Adam's coupled "
+            "weight decay); use torch.optim.AdamW, or a recipe with master=fp32 and moments=fp32"
         )
     own = _find_own_methods(optimizer, found.theirs)
     if own:

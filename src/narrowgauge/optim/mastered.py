@@ -52,6 +52,8 @@ class MasteredOptimizer(Optimizer):
     """masters: it has FP32 masters of BF16 parameters. release: it steps single parameters during backward. shards: it
     takes ``grad_scale`` for DTensors. any state: it loads states in every format, of any recipe."""
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16)
+    other_states: ClassVar[tuple[str, ...]] = ()
+    """Names of what ``make_other_states`` makes."""
     missing_options: ClassVar[dict[str, Any]] = {"maximize": False}
     """Options of groups that states and optimizers of torch may lack."""
     dithers = True
@@ -85,15 +87,29 @@ class MasteredOptimizer(Optimizer):
         """
         raise NotImplementedError
 
+    def make_other_states(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """Return further states of a parameter at its first step, which are always FP32.
+
+        Args:
+            parameter: The parameter.
+            group: Its parameter group.
+
+        Returns:
+            The states by name.
+        """
+        return {}
+
     def update(
         self, master: Tensor, grad: Tensor, moments: dict[str, Tensor], group: dict[str, Any], step: int
     ) -> None:
-        """Change a flat FP32 value and its moments in place; a subclass defines this, or ``step_parameters``.
+        """Change an FP32 value, its moments and other states in place.
+
+        A subclass defines this, or ``step_parameters``.
 
         Args:
             master: The value.
             grad: The gradient, divided by the loss scale.
-            moments: The moments by name, flat and in FP32.
+            moments: The moments, in FP32, and other states by name.
             group: The parameter group.
             step: The number of the step, from 1.
         """
@@ -206,14 +222,15 @@ class MasteredOptimizer(Optimizer):
     ) -> int:
         """Step one weight; return the number of its groups that something else had written."""
         step = int(state["step"].item())
-        grad = grad.float().reshape(-1)
+        grad = grad.float()
         if factor is not None:
             grad = grad / factor
         master, foreign = read_master(weight, state)
-        moments = {name: load_moment(state, name) for name in eight_bit.list_moments(state)}
-        self.update(master, -grad if group.get("maximize") else grad, moments, group, step)
-        for name, value in moments.items():
-            store_moment(state, name, value, step)
+        moments = {name: load_moment(state, name).view(weight.shape) for name in eight_bit.list_moments(state)}
+        value, others = master.view(weight.shape), {name: state[name] for name in self.other_states if name in state}
+        self.update(value, -grad if group.get("maximize") else grad, {**others, **moments}, group, step)
+        for name, moment in moments.items():
+            store_moment(state, name, moment.view(-1), step)
         write_master(weight, master, state, step)
         return foreign
 
@@ -274,6 +291,7 @@ class MasteredOptimizer(Optimizer):
         state["step"] = torch.zeros((), dtype=_STEP, device=parameter.device)
         for name in self.get_moment_names(parameter, group):
             state |= _make_moment(parameter, name, group["moments"])
+        state |= self.make_other_states(parameter, group)
         self._complete_state(parameter, group, state)
         return state
 
@@ -335,7 +353,8 @@ class MasteredOptimizer(Optimizer):
             saved = state_dict["state"].get(index)
             if saved:
                 own = restore_state(saved, parameter, group["moments"])
-                own["step"] = torch.as_tensor(own.get("step", 0.0), dtype=_STEP, device=parameter.device)
+                done = own.get("step", 1.0 if eight_bit.list_moments(own) else 0.0)  # torch's SGD does not count steps
+                own["step"] = torch.as_tensor(done, dtype=_STEP, device=parameter.device)
                 self.state[parameter] = own
                 self._complete_state(parameter, group, own)
         for post_hook in after.values():

@@ -60,8 +60,12 @@ def _unshard_values(saved: dict[str, Any], parameter: nn.Parameter) -> dict[str,
 
 
 def strip_format_suffixes(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved state under an optimizer's names. {} stands for a missing entry."""
-    return {name.removesuffix(EIGHT_BIT): value for name, value in saved.items() if not isinstance(value, dict | bytes)}
+    """Return a saved state under an optimizer's names. {} and None stand for a missing entry."""
+    return {
+        name.removesuffix(EIGHT_BIT): value
+        for name, value in saved.items()
+        if value is not None and not isinstance(value, dict | bytes)
+    }
 
 
 def restore_state(saved: dict[str, Any], parameter: nn.Parameter, form: str) -> dict[str, Any]:
