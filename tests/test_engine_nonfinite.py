@@ -11,7 +11,17 @@ from narrowgauge import Engine
 from narrowgauge.models.gpt import GPT, GPTConfig
 from narrowgauge.models.llama import Llama, LlamaConfig
 
-RECIPES = ["fp32", "bf16", "fp16", "fp8", "fp8[scaling=current]", "fp8[products=all]", "bf16-lean", "fp8-lean"]
+RECIPES = [
+    "fp32",
+    "bf16",
+    "fp16",
+    "fp8",
+    "fp8[scaling=current]",
+    "fp8[products=all]",
+    "fp8[granularity=row]",
+    "bf16-lean",
+    "fp8-lean",
+]
 BAD = [math.inf, -math.inf, math.nan]
 WIDTH, VOCAB = 32, 128
 

@@ -24,6 +24,8 @@ NAMES = {
     "aten::embedding_dense_backward": "embedding",
     "narrowgauge::embedding_gradient": "embedding",
     "narrowgauge::cast_transpose_packed_unrecorded": "cast",
+    "narrowgauge::cast_row_scales": "cast",
+    "narrowgauge::max_abs_of_rows": "cast",
     "narrowgauge::cast_weight_delayed": "cast",
     "narrowgauge::max_abs": "cast",
     "narrowgauge::pack": "copy",

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.errors import UsageError
-from narrowgauge.recipe_checks import CHOICES, check_recipe
+from narrowgauge.recipe_checks import CHOICES, IMPLIED, check_recipe
 
 if TYPE_CHECKING:
     from narrowgauge.hardware import Device
@@ -58,6 +58,9 @@ class Recipe:
     """Loss scale: none, dynamic, or a fixed number. Only FP16 needs one."""
     scaling: str = "none"
     """FP8 scale of each tensor: delayed (from the amax of earlier steps), current (from the tensor), or none."""
+    granularity: str = "tensor"
+    """What has an FP8 scale in linear layers: tensor, or row (each row along the dimension that a product sums; scaling
+    is then current, and blocks are not fused)."""
     history: int = 16
     """Number of steps whose amax delayed scaling uses."""
     margin: int = 0
@@ -99,7 +102,7 @@ class Recipe:
         check_recipe(self, {field.name: field.default for field in dataclasses.fields(self)})
 
     def replace(self, **changes: Any) -> Recipe:
-        """Return the same recipe with some fields changed.
+        """Return the same recipe with some fields changed. ``granularity="row"`` sets ``scaling="current"`` too.
 
         Args:
             **changes: Fields and their new values.
@@ -110,6 +113,8 @@ class Recipe:
         unknown = sorted(set(changes) - {field.name for field in dataclasses.fields(self)})
         if unknown:
             raise UsageError(_no_such_field(unknown[0]))
+        for (name, value), implied in IMPLIED.items():
+            changes = {**implied, **changes} if changes.get(name) == value else changes
         return dataclasses.replace(self, **changes)
 
     def __str__(self) -> str:
@@ -120,6 +125,8 @@ class Recipe:
         return f"{name}[{','.join(changes[name])}]" if changes[name] else name
 
     def _list_changes(self, base: Recipe) -> list[str]:
+        implied = [fields for (name, value), fields in IMPLIED.items() if getattr(self, name) == value]
+        base = dataclasses.replace(base, **{name: value for fields in implied for name, value in fields.items()})
         return [
             f"{field.name}={_write(getattr(self, field.name))}"
             for field in dataclasses.fields(self)

@@ -15,6 +15,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "gradients": ("fp32", "bf16", "released"),
     "moments": ("fp32", "bf16", "8bit"),
     "scaling": ("none", "delayed", "current"),
+    "granularity": ("tensor", "row"),
     "amax": ("max", "recent"),
     "products": ("fastest", "all"),
     "gradients_format": ("e5m2", "e4m3"),
@@ -28,8 +29,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "gradient_rounding": ("nearest", "stochastic"),
     "hadamard": ("none", "random"),
 }
-FP8_FIELDS = ("scaling", "history", "margin", "amax", "products", "gradients_format", "first_forward")
+FP8_FIELDS = ("scaling", "granularity", "history", "margin", "amax", "products", "gradients_format", "first_forward")
 """Fields that only FP8 recipes have; the emulation of MXFP8 has a format of gradients too."""
+IMPLIED: dict[tuple[str, str], dict[str, Any]] = {("granularity", "row"): {"scaling": "current"}}
+"""Fields that a value sets as well, where the same change does not name them."""
 _PATTERN = re.compile(r"[A-Za-z0-9_.*?-]+")
 
 
@@ -76,11 +79,26 @@ def _check_fp8_fields(recipe: Any) -> None:
         raise UsageError(f"recipe: history={recipe.history} must be a whole number from 1 to 4096")
     if isinstance(recipe.margin, bool) or not isinstance(recipe.margin, int) or not 0 <= recipe.margin <= 16:
         raise UsageError(f"recipe: margin={recipe.margin} must be a whole number from 0 to 16")
+    if recipe.granularity == "tensor":
+        return
+    if recipe.scaling != "current":
+        raise UsageError(
+            f"recipe: granularity={recipe.granularity} computes scales from the tensor itself, so scaling="
+            f"{recipe.scaling} has no effect; leave scaling out, or use granularity=tensor"
+        )
+    for field, plain in (("activations", "auto"), ("offload", "none")):
+        if getattr(recipe, field) != plain:
+            raise UsageError(
+                f"recipe: {field}={getattr(recipe, field)} is for fused blocks, which have one scale per tensor; with "
+                f"granularity={recipe.granularity} blocks run layer by layer"
+            )
 
 
 def _check_no_fp8_fields(recipe: Any, defaults: Mapping[str, Any]) -> None:
     own = ("gradients_format",) if recipe.emulate == "mxfp8" else ()
     changed = [name for name in FP8_FIELDS if name not in own and getattr(recipe, name) != defaults[name]]
+    if "granularity" in changed:
+        changed = ["granularity"]  # it has set scaling too
     if changed:
         value = getattr(recipe, changed[0])
         raise UsageError(f"recipe: {changed[0]}={value} has no effect on {recipe.compute}: it belongs to fp8")

@@ -10,7 +10,16 @@ from narrowgauge.runs.settings import make_settings
 from narrowgauge.runs.train import train
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
-RECIPES = ["fp32", "fp16", "bf16", "fp8", "bf16-lean", "fp8-lean", "bf16[master=none,moments=bf16]"]
+RECIPES = [
+    "fp32",
+    "fp16",
+    "bf16",
+    "fp8",
+    "fp8[granularity=row]",
+    "bf16-lean",
+    "fp8-lean",
+    "bf16[master=none,moments=bf16]",
+]
 
 
 CASES = [*(("regression", recipe) for recipe in RECIPES), ("llama", "fp16"), ("llama", "fp8-lean")]

@@ -90,7 +90,9 @@ def test_the_module_inside_a_fused_block_is_named(tmp_path: Path, recipe: str, f
     assert found.source is not None and "models/gpt.py:" in found.source and found.survives_fp32 is False
 
 
-@pytest.mark.parametrize("recipe", ["fp8[products=all]", "fp8[products=all,checkpoint=full]", "fp8-lean"])
+@pytest.mark.parametrize(
+    "recipe", ["fp8[products=all]", "fp8[products=all,checkpoint=full]", "fp8-lean", "fp8[granularity=row]"]
+)
 def test_fp8_blocks(tmp_path: Path, recipe: str) -> None:
     model = broken_gpt("blocks.1.up.weight", torch.nan)
     path = step_until_captured(model, of_tokens, [torch.arange(16)[None]], tmp_path, recipe)

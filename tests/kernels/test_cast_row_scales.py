@@ -101,5 +101,5 @@ def test_the_op_promises_what_it_returns(transposed):
 
 def test_only_matrices_and_fp8():
     for x, dtype in ((torch.zeros(2, 2, 2), E4M3), (torch.zeros(2, 2), torch.float16)):
-        with pytest.raises(UsageError, match="expected a matrix and an FP8 format"):
+        with pytest.raises(UsageError, match=r"expected (a matrix|float8)"):
             cast_row_scales(x, dtype)

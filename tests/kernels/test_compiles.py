@@ -94,13 +94,13 @@ if kind == "cast":
     names = ("row_amax_ptr", "column_amax_ptr", "inv_scale_ptr", "inv_scale_t_ptr")
     scaled = {**dict.fromkeys(names, "*fp32"), "saturated_ptr": "*i32", "flushed_ptr": "*i32", "shrink": "fp32"}
     for x, none in (("*bf16", ()), ("*fp32", ("column_amax_ptr",))):
-        compiled(cast_row_scales._amax_kernel, none=none, types={**scaled, "x_ptr": x}, STEPS=8, BLOCK_N=64,
+        compiled(cast_row_scales._row_max_abs_kernel, none=none, types={**scaled, "x_ptr": x}, STEPS=8, BLOCK_N=64,
                  BLOCK_D=128)
     without = ("out_t_ptr", "inv_scale_t_ptr", "column_amax_ptr")
     for (out, limits), none, size, x in zip(FP8.items(), ((), without), (tile, small_edge), ("*bf16", "*fp32")):
-        compiled(cast_row_scales._cast_row_scales_kernel, none=none, types={**scaled, "out_ptr": out, "x_ptr": x},
+        compiled(cast_row_scales._row_scales_cast_kernel, none=none, types={**scaled, "out_ptr": out, "x_ptr": x},
                  **limits, **size)
-    made = compiled(cast_row_scales._cast_row_scales_kernel, types={**scaled, "out_ptr": out}, **limits,
+    made = compiled(cast_row_scales._row_scales_cast_kernel, types={**scaled, "out_ptr": out}, **limits,
                     BLOCK_N=128, BLOCK_D=64, WHOLE=True)
     assert "ld.global.v4" in made and "ld.global.b16" not in made  # 16 bytes at a time
     plain = {"shrink": "fp32", "smallest": "fp32", "out_ptr": "*fp8e4nv", "pending_ptr": "*i64"}

@@ -128,7 +128,7 @@ def test_a_loss_outside_of_the_forward_context(made: list[int]) -> None:
     assert made and loss.item() == pytest.approx(LOSSES["view"](twin(TOKENS)).item(), rel=1e-2)
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8", "bf16-lean", "fp8-lean"])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8", "bf16-lean", "fp8-lean", "fp8[granularity=row]"])
 def test_logits_are_there_when_they_are_read(recipe: str) -> None:
     model, engine, twin = pair(recipe)
     with engine.forward():

@@ -253,7 +253,7 @@ def test_no_write_to_a_weight_is_missed(recipe, write):
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])
-@pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp8-lean", "fp8[checkpoint=full]"])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp8-lean", "fp8[granularity=row]", "fp8[checkpoint=full]"])
 def test_no_write_to_a_weight_of_a_fused_block_or_head_is_missed(name, recipe):
     engine = trained(name, recipe)
     for path in ("blocks.0.qkv", "blocks.1.down", "blocks.0.up", "lm_head"):
@@ -318,7 +318,9 @@ def test_a_class_with_its_own_deepcopy_is_respected():
     assert copy.deepcopy(layer).mark == "own"
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "bf16-lean", "fp8-lean", "bf16[keep=out,checkpoint=full]"])
+@pytest.mark.parametrize(
+    "recipe", ["fp8", "bf16-lean", "fp8-lean", "fp8[granularity=row]", "bf16[keep=out,checkpoint=full]"]
+)
 def test_detach_restores_the_model(recipe):
     engine = trained("net", recipe)
     exact = engine.state_dict()["model"]

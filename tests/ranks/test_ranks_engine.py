@@ -18,7 +18,16 @@ from narrowgauge.recipe import NAMED
 from narrowgauge.runs.rank_batches import RankBatches
 from narrowgauge.runs.schedule import make_adamw
 
-RECIPES = ("fp32", "bf16", "fp16", "fp8", "bf16-lean", "fp8-lean", "bf16[keep=LayerNorm+lm_head]")
+RECIPES = (
+    "fp32",
+    "bf16",
+    "fp16",
+    "fp8",
+    "bf16-lean",
+    "fp8-lean",
+    "fp8[granularity=row]",
+    "bf16[keep=LayerNorm+lm_head]",
+)
 
 
 def shard_manually(model, recipe):

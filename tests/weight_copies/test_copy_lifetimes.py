@@ -166,7 +166,9 @@ def test_every_forward_reads_what_gradient_release_wrote(name):
         engine.step()
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8[products=all]", "fp8-lean[products=all]"])
+@pytest.mark.parametrize(
+    "recipe", ["bf16", "fp8[products=all]", "fp8-lean[products=all]", "fp8[products=all,granularity=row]"]
+)
 @pytest.mark.parametrize("name", ["net", "gpt"])
 def test_weights_may_be_written_between_microbatches(name, recipe):
     engine, batch = make_engine(name, recipe, accumulate=2)

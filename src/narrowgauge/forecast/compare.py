@@ -13,6 +13,7 @@ from narrowgauge.forecast.time.reachable_rates import ReachableRates
 from narrowgauge.forecast.time.roofline import Roofline, predict_time
 from narrowgauge.forecast.trace.trace_step import Traced
 from narrowgauge.recipe import Recipe
+from narrowgauge.recipe_checks import FP8_FIELDS
 
 GROUPS = {
     "norms, residual sums and casts": ("norm", "cast", "copy", "pointwise"),
@@ -66,11 +67,11 @@ def compare_attention(scenario: Scenario, recipe: Recipe, traced: Traced) -> Att
 
 
 def compare_fusions(scenario: Scenario, recipe: Recipe, traced: Traced) -> list[Saving]:
-    """Predict what each fusion saves per step; empty where a recipe fuses nothing in this model."""
-    if not any(layer.part_of in ("block", "head") for layer in traced.layers):
+    """Predict what each fusion saves per step; empty where a recipe fuses nothing in this model, or only the head."""
+    if recipe.granularity != "tensor" or not any(layer.part_of in ("block", "head") for layer in traced.layers):
         return []
     rates = ReachableRates(scenario.gpu)
-    wide = recipe if recipe.compute == "bf16" else replace(recipe, compute="bf16", scaling="none", products="fastest")
+    wide = recipe if recipe.compute == "bf16" else _compute_in_bf16(recipe)
     fused = predict_time(traced if wide == recipe else scenario.trace(wide), rates)
     plain = predict_time(scenario.trace(wide, fused=False), rates)
     savings = [
@@ -86,6 +87,17 @@ def compare_fusions(scenario: Scenario, recipe: Recipe, traced: Traced) -> list[
             )
         )
     return savings
+
+
+def _compute_in_bf16(recipe: Recipe) -> Recipe:
+    """Return an FP8 recipe with BF16 products, without what only FP8 recipes have."""
+    plain = Recipe(compute="bf16")
+    changes = {name: getattr(plain, name) for name in FP8_FIELDS}
+    if recipe.activations in ("normalized", "8bit"):
+        changes["activations"] = plain.activations
+    if recipe.frozen == "fp8":
+        changes["frozen"] = "bf16"
+    return replace(recipe, compute="bf16", **changes)
 
 
 def _sum(roofline: Roofline, kinds: tuple[str, ...]) -> float:

@@ -63,21 +63,31 @@ class RowScaled(NamedTuple):
 
 def cast_row_scales(x: Tensor, dtype: torch.dtype, transposed: bool = True, margin: int = 0) -> RowScaled:
     """Cast ``x`` [N, D] in BF16 or FP32 to FP8, as [N, D] and, if ``transposed``, as [D, N]."""
-    return RowScaled(*(_cast_row_scales if can_bypass_op(x) else _op)(x, dtype, transposed, margin))
+    bypass = can_bypass_op(x)
+    row_amax, column_amax = (_max_abs if bypass else _max_abs_op)(x, transposed)
+    lp, inv_scale, lp_t, inv_scale_t, *counts = (_cast if bypass else _cast_op)(
+        x, row_amax, column_amax, dtype, transposed, margin
+    )
+    return RowScaled(lp, inv_scale, lp_t, inv_scale_t, row_amax, *counts)
 
 
 def cast_row_scales_reference(x: Tensor, dtype: torch.dtype, transposed: bool = True, margin: int = 0) -> RowScaled:
-    x = x.float()
-    lp, inv_scale, amax, *counts = _quantize_rows(x, dtype, margin)
+    row_amax, column_amax = max_abs_reference(x, transposed)
+    lp, inv_scale, *counts = _quantize_rows(x.float(), row_amax, dtype, margin)
     lp_t, inv_scale_t = lp.new_empty(0), inv_scale.new_empty(0)
     if transposed:
-        lp_t, inv_scale_t, *_ = _quantize_rows(x.t(), dtype, margin)
-    return RowScaled(lp, inv_scale, lp_t, inv_scale_t, amax, *counts)
+        lp_t, inv_scale_t, *_ = _quantize_rows(x.float().t(), column_amax, dtype, margin)
+    return RowScaled(lp, inv_scale, lp_t, inv_scale_t, row_amax, *counts)
 
 
-def _quantize_rows(x: Tensor, dtype: torch.dtype, margin: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def max_abs_reference(x: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+    """Return the largest magnitudes of rows, and of columns if ``transposed``; NaN where there is one."""
+    size = x.float().abs()
+    return size.amax(1), size.amax(0) if transposed else size.new_empty(0)
+
+
+def _quantize_rows(x: Tensor, amax: Tensor, dtype: torch.dtype, margin: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     limit = FP8_MAX[dtype]
-    amax = x.abs().amax(1)
     scale = compute_scale(amax, limit, margin)
     inv_scale = torch.where(torch.isfinite(amax), scale.reciprocal(), torch.nan)
     scaled = x * scale[:, None]
@@ -85,11 +95,11 @@ def _quantize_rows(x: Tensor, dtype: torch.dtype, margin: int) -> tuple[Tensor, 
     saturated = (size > SATURATION_THRESHOLD[dtype]).sum(1, dtype=torch.int32)
     flushed = ((size <= FLUSH_THRESHOLD[dtype]) & (scaled != 0)).sum(1, dtype=torch.int32)
     lp = scaled.clamp(-limit, limit).to(dtype).contiguous()
-    return lp, inv_scale[:, None], amax, saturated, flushed
+    return lp, inv_scale[:, None], saturated, flushed
 
 
 @jit_unspecialized("length")
-def _amax_kernel(  # type: ignore[no-untyped-def]
+def _row_max_abs_kernel(  # type: ignore[no-untyped-def]
     x_ptr, row_amax_ptr, column_amax_ptr, length, width, stride,
     STEPS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -142,7 +152,7 @@ def _store_scaled_rows(  # type: ignore[no-untyped-def]
 
 
 @jit_unspecialized("length", "n16", "shrink")
-def _cast_row_scales_kernel(  # type: ignore[no-untyped-def]
+def _row_scales_cast_kernel(  # type: ignore[no-untyped-def]
     x_ptr, out_ptr, out_t_ptr, inv_scale_ptr, inv_scale_t_ptr, row_amax_ptr, column_amax_ptr,
     saturated_ptr, flushed_ptr, length, width, stride, n16, shrink,
     FORMAT: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -177,40 +187,52 @@ def _cast_row_scales_kernel(  # type: ignore[no-untyped-def]
             tl.store(inv_scale_t_ptr + columns, inverse, mask=columns < width)
 
 
-def _cast_row_scales(
-    x: Tensor, dtype: torch.dtype, transposed: bool, margin: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    if x.dim() != 2 or dtype not in FP8_MAX:
-        raise UsageError(f"cast of a tensor of shape {tuple(x.shape)} to {dtype}: expected a matrix and an FP8 format")
+def _max_abs(x: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+    if x.dim() != 2:
+        raise UsageError(f"cast of a tensor of shape {tuple(x.shape)} with a scale for each row: expected a matrix")
+    if not use_triton(x) or not x.numel():
+        return max_abs_reference(x, transposed)
+    length, width = x.shape
+    x = x if x.stride(1) == 1 else x.contiguous()
+    row_amax = x.new_zeros(length, dtype=torch.float32)
+    column_amax = x.new_zeros(width if transposed else 0, dtype=torch.float32)
+    strip = {**AMAX_TILE, "BLOCK_N": AMAX_TILE["BLOCK_N"] * AMAX_STEPS}
+    launch_kernel(
+        _row_max_abs_kernel, tile_grid(length, width, strip),
+        x, row_amax, column_amax if transposed else None, length, width, x.stride(0), STEPS=AMAX_STEPS, **AMAX_TILE,
+    )  # fmt: skip
+    return row_amax, column_amax
+
+
+def _cast(
+    x: Tensor, row_amax: Tensor, column_amax: Tensor, dtype: torch.dtype, transposed: bool, margin: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if dtype not in FP8_MAX:
+        raise UsageError(f"cast to {dtype} with a scale for each row: expected float8_e4m3fn or float8_e5m2")
     length, width = x.shape
     lp = x.new_empty((length, width), dtype=dtype)
     words = allocate_words(lp) if transposed else None
     if not use_triton(x) or not x.numel() or (transposed and words is None):
-        return cast_row_scales_reference(x, dtype, transposed, margin)
+        lp, inv_scale, lp_t, inv_scale_t, _, *counts = cast_row_scales_reference(x, dtype, transposed, margin)
+        return lp, inv_scale, lp_t, inv_scale_t, counts[0], counts[1]
     x = x if x.stride(1) == 1 else x.contiguous()
-    row_amax, column_amax = x.new_zeros(length, dtype=torch.float32), None
-    inv_scale, inv_scale_t = torch.empty_like(row_amax)[:, None], None
+    inv_scale = row_amax.new_empty((length, 1))
+    inv_scale_t = row_amax.new_empty((width, 1) if transposed else (0,))
     saturated, flushed = (x.new_zeros(length, dtype=torch.int32) for _ in range(2))
-    if transposed:
-        column_amax = x.new_zeros(width, dtype=torch.float32)
-        inv_scale_t = torch.empty_like(column_amax)[:, None]
-    strip = {**AMAX_TILE, "BLOCK_N": AMAX_TILE["BLOCK_N"] * AMAX_STEPS}
     launch_kernel(
-        _amax_kernel, tile_grid(length, width, strip),
-        x, row_amax, column_amax, length, width, x.stride(0), STEPS=AMAX_STEPS, **AMAX_TILE,
-    )  # fmt: skip
-    launch_kernel(
-        _cast_row_scales_kernel, tile_grid(length, width, TILE),
-        x, lp, words, inv_scale, inv_scale_t, row_amax, column_amax, saturated, flushed,
+        _row_scales_cast_kernel, tile_grid(length, width, TILE),
+        x, lp, words, inv_scale, inv_scale_t if transposed else None,
+        row_amax, column_amax if transposed else None, saturated, flushed,
         length, width, x.stride(0), length // 16, 2.0**-margin,
         FORMAT=get_format_name(dtype), WHOLE=tiles_evenly(length, width, TILE), **TILE,
     )  # fmt: skip
-    if words is None or inv_scale_t is None:
-        return lp, inv_scale, lp.new_empty(0), inv_scale.new_empty(0), row_amax, saturated, flushed
-    return lp, inv_scale, words.view(dtype), inv_scale_t, row_amax, saturated, flushed
+    lp_t = lp.new_empty(0) if words is None else words.view(dtype)
+    return lp, inv_scale, lp_t, inv_scale_t, saturated, flushed
 
 
-def _fake(x: Tensor, dtype: torch.dtype, transposed: bool, margin: int) -> tuple[Tensor, ...]:
+def _fake_cast(
+    x: Tensor, row_amax: Tensor, column_amax: Tensor, dtype: torch.dtype, transposed: bool, margin: int
+) -> tuple[Tensor, ...]:
     length, width = x.shape
     across, down = ((width, length), (width, 1)) if transposed else ((0,), (0,))
     return (
@@ -218,10 +240,17 @@ def _fake(x: Tensor, dtype: torch.dtype, transposed: bool, margin: int) -> tuple
         x.new_empty((length, 1), dtype=torch.float32),
         x.new_empty(across, dtype=dtype),
         x.new_empty(down, dtype=torch.float32),
-        x.new_empty(length, dtype=torch.float32),
         x.new_empty(length, dtype=torch.int32),
         x.new_empty(length, dtype=torch.int32),
     )
 
 
-_op = define_op("cast_row_scales", _cast_row_scales, _fake)
+_max_abs_op = define_op(
+    "max_abs_of_rows",
+    _max_abs,
+    lambda x, transposed: (
+        x.new_empty(x.shape[0], dtype=torch.float32),
+        x.new_empty(x.shape[1] if transposed else 0, dtype=torch.float32),
+    ),
+)
+_cast_op = define_op("cast_row_scales", _cast, _fake_cast)

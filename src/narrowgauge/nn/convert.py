@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from narrowgauge import events
 from narrowgauge.hardware import Device, Gpu, detect, is_assumed
+from narrowgauge.nn import recompute
 from narrowgauge.nn.blocks.example import allow_nondeterminism
 from narrowgauge.nn.blocks.find import FoundBlocks, find_blocks
 from narrowgauge.nn.blocks.spec import BlockSpec, NormSpec
@@ -42,6 +43,7 @@ from narrowgauge.nn.speed_advice import explain_slow, warn_about_speed
 from narrowgauge.nn.survey import (
     Layer,
     find_input_leaders,
+    get_granularity,
     get_norm_kind,
     list_backward_sites,
     list_sites,
@@ -52,6 +54,7 @@ from narrowgauge.recipe import SHORT, Recipe, parse
 from narrowgauge.scaling.tensor import TensorScales
 from narrowgauge.weight_copies.casts import WeightCastPlan
 
+EXPLAIN_GRANULARITY = "fused blocks cast with one scale per tensor, and the recipe has one for each row"
 DEFAULT_ROWS = 16384
 """Default number of tokens per step; the choice of formats depends little on it."""
 
@@ -180,8 +183,9 @@ def convert_layers(
     leaders = find_input_leaders(result.layers)
     fp8_layers = [layer for layer in result.layers if "fp8" in layer.choice]
     own = {f"{path}.weight" for path in result.stored}  # they have their scales
-    listed = (site for layer in fp8_layers for site in list_sites(layer, leaders, recipe))
-    sites = {name: dtype for name, dtype in listed if name not in own}
+    listed = [(layer, site) for layer in fp8_layers for site in list_sites(layer, leaders, recipe)]
+    sites = {name: dtype for _, (name, dtype) in listed if name not in own}
+    granularity = {name: get_granularity(layer, recipe) for layer, (name, _) in listed}
     scales = None
     if sites:
         scales = result.scales = TensorScales(
@@ -192,6 +196,7 @@ def convert_layers(
             margin=recipe.margin,
             amax=recipe.amax,
             in_backward={name for layer in result.layers for name in list_backward_sites(layer)},
+            granularity=granularity,
         )
     by_path = {layer.path: layer for layer in result.layers}
     graphs = BlockGraphs(cuda_graphs)
@@ -277,6 +282,8 @@ def is_lean(recipe: Recipe) -> bool:
 
 def _find_blocks(model: nn.Module, recipe: Recipe, device: Device) -> FoundBlocks:
     """Find the blocks to fuse; those with a part that stays in FP32 are not."""
+    if recipe.granularity != "tensor":
+        return FoundBlocks(reasons=dict.fromkeys(recompute.find_blocks(model), EXPLAIN_GRANULARITY))
     # examples are real, always, and compared with a tolerance
     with events.paused(), _disable_current_modes(), torch._C.DisableTorchFunction(), allow_nondeterminism():
         first = next(model.parameters())

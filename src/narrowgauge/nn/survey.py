@@ -89,7 +89,8 @@ def survey_layers(
             decision = Decision(ALL_FP8, "the recipe sets FP8 for all products")
             if recipe.products == "fastest":
                 outputs = sum(member[0] for member in members)
-                decision = decide(rows, shape[1], outputs, device, part != "linear")
+                granularity = recipe.granularity if part == "linear" else "tensor"
+                decision = decide(rows, shape[1], outputs, device, part != "linear", granularity)
             if path in wide and decision.choice.output == "fp8":
                 decision = replace(decision, choice=decision.choice._replace(output="bf16"), reason=FIRST_FORWARD)
             part = "kept" if part == "linear" and decision.choice == ALL_BF16 else part
@@ -141,6 +142,11 @@ def list_sites(layer: Layer, leaders: dict[str, str], recipe: Recipe) -> Iterato
             yield f"{layer.path}.input", E4M3
         yield f"{layer.path}.grad_output", FP8_DTYPES[recipe.gradients_format]
     yield f"{layer.path}.weight", E4M3
+
+
+def get_granularity(layer: Layer, recipe: Recipe) -> str:
+    """Return what has a scale in a layer's tensors: blocks and heads have one for each tensor."""
+    return recipe.granularity if layer.part_of == "linear" else "tensor"
 
 
 def list_backward_sites(layer: Layer) -> Iterator[str]:

@@ -1,4 +1,14 @@
-"""A tensor as products read it: in BF16 or FP32, in FP8 with the inverse of its scale, or in several of these."""
+"""A tensor as products read it: in BF16 or FP32, in FP8 with the inverses of its scales, or in several of these.
+
+How an FP8 tensor is scaled is data: its format is the dtype of the tensor, its granularity the shape of the scales.
+
+    granularity   inverse scales   a scale is for          the transposed copy
+    tensor        []               the whole tensor        is x_lp transposed, with the same scale
+    row           [rows, 1]        one row of the copy     is cast from x, with scales for its own rows
+
+Whether scales are delayed or current is a matter of the cast (``scaling/tensor.py``). Products multiply whatever pair
+they get (``nn/products/gemm.py``).
+"""
 
 from __future__ import annotations
 
@@ -14,6 +24,11 @@ WIDE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 """The dtypes of the formats that need no scale."""
 
 
+def get_granularity(inv_scale: Tensor) -> str:
+    """Return what each of a tensor's scales is for, by their shape: "tensor" or "row"."""
+    return "row" if inv_scale.dim() == 2 else "tensor"
+
+
 class Operand(NamedTuple):
     """A tensor as input of a product: in BF16 (or FP32), in FP8, in transposed FP8, or in several of these."""
 
@@ -21,6 +36,13 @@ class Operand(NamedTuple):
     lp: Tensor | None = None
     lp_t: Tensor | None = None
     inv_scale: Tensor | None = None
+    inv_scale_t: Tensor | None = None
+    """That of ``lp_t``, if it is not ``inv_scale``: in an operand with both copies whose rows have scales."""
+
+    @property
+    def transposed_inv_scale(self) -> Tensor | None:
+        """The inverse scales of ``lp_t``."""
+        return self.inv_scale if self.inv_scale_t is None else self.inv_scale_t
 
     @property
     def rows(self) -> int:
@@ -32,21 +54,31 @@ class Operand(NamedTuple):
 
     def slice_rows(self, part: slice) -> Operand:
         """Return some rows without a copy."""
+        inv_scale = self.inv_scale
+        if inv_scale is not None and self.lp is not None and self.has_row_scales:
+            inv_scale = inv_scale[part]
         return Operand(
             self.hp[part] if self.hp is not None else None,
             self.lp[part] if self.lp is not None else None,
             self.lp_t[:, part] if self.lp_t is not None else None,
-            self.inv_scale,
+            inv_scale,
+            self.inv_scale_t,
         )
+
+    @property
+    def has_row_scales(self) -> bool:
+        return self.inv_scale is not None and get_granularity(self.inv_scale) == "row"
 
     def transposed(self) -> Operand:
         """Return the operand with a transposed FP8 copy, made now if it does not exist."""
         if self.lp_t is not None or self.lp is None:
             return self
+        assert not self.has_row_scales, "the transposed copy has other scales: cast it from the original tensor"
         return self._replace(lp_t=transpose(self.lp))
 
     def report(self, kind: str, path: str) -> None:
         """Report the tensor to listeners, in whichever format it has."""
         tensor = self.hp if self.hp is not None else self.lp if self.lp is not None else self.lp_t
+        inv_scale = self.transposed_inv_scale if tensor is self.lp_t else self.inv_scale
         if tensor is not None:
-            events.report_tensor(kind, path, tensor, None if tensor is self.hp else self.inv_scale)
+            events.report_tensor(kind, path, tensor, None if tensor is self.hp else inv_scale)

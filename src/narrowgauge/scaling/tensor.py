@@ -20,6 +20,9 @@ between two powers of two. ``margin`` adds headroom if needed. A jump beyond the
 the history at the next update.
 Microbatches share one amax, so their maximum counts. Recomputation takes the same maximum again, which changes nothing.
 Evaluation passes no amax at all.
+
+A site whose tensors have a scale for each row (``granularity`` "row") uses neither history nor scale: those scales are
+always current, and belong to one cast (``scaling/row_scales.py``). It has amax and counts, which find inf and NaN.
 """
 
 from __future__ import annotations
@@ -63,6 +66,8 @@ class Site:
     """Its row in the table of all pending counts, and its row in ``ScaleTables``: two integers on the CPU."""
     in_backward: bool = False
     """Whether backward is the first to cast the tensor."""
+    granularity: str = "tensor"
+    """What has a scale: the tensor, or each row (``scaling/operand.py``)."""
 
     @property
     def graph_inputs(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,11 +81,11 @@ class Site:
     @staticmethod
     def from_graph_inputs(form: SiteForm, scale: Tensor, inv_scale: Tensor, rows: Tensor) -> Site:
         """Return the site as a graph knows it. Amax and counts are in the tables: here the scale stands for them."""
-        return Site("", form.dtype, scale, inv_scale, scale, scale, scale, rows, form.in_backward)
+        return Site("", form.dtype, scale, inv_scale, scale, scale, scale, rows, form.in_backward, form.granularity)
 
     @property
     def form(self) -> SiteForm:
-        return SiteForm(self.dtype, self.in_backward)
+        return SiteForm(self.dtype, self.in_backward, self.granularity)
 
 
 class SiteForm(NamedTuple):
@@ -88,6 +93,7 @@ class SiteForm(NamedTuple):
 
     dtype: torch.dtype
     in_backward: bool
+    granularity: str = "tensor"
 
 
 class ScalingRule(NamedTuple):
@@ -132,8 +138,12 @@ class TensorScales:
         margin: int = 0,
         amax: str = "max",
         in_backward: Collection[str] | None = None,
+        granularity: Mapping[str, str] | None = None,
     ) -> None:
-        """``in_backward`` names the sites whose tensors are cast in backward. Default: those in E5M2."""
+        """``in_backward`` names the sites whose tensors are cast in backward. Default: those in E5M2.
+
+        ``granularity``: of the sites whose tensors have more than one scale.
+        """
         if in_backward is None:
             in_backward = [name for name, dtype in sites.items() if dtype is torch.float8_e5m2]
         sites = dict(sorted(sites.items(), key=lambda item: item[0] in in_backward))
@@ -163,6 +173,7 @@ class TensorScales:
                 *(name, dtype, self.scale[i], self.inv_scale[i], self.amax[i], self.counts[i], pending[i]),
                 rows=_make_rows(i, forward),
                 in_backward=i >= forward,
+                granularity=(granularity or {}).get(name, "tensor"),
             )
             for i, (name, dtype) in enumerate(sites.items())
         }

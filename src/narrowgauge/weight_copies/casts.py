@@ -20,6 +20,7 @@ from narrowgauge.kernels import cast_weights as kernel
 from narrowgauge.kernels import cast_weights_in_graph as in_graph
 from narrowgauge.parameters import gradient_dtype, is_sharded
 from narrowgauge.scaling.operand import WIDE, Operand
+from narrowgauge.scaling.row_scales import cast_by_row
 from narrowgauge.scaling.tensor import ScaleTables, ScalingRule, Site, TensorScales
 from narrowgauge.weight_copies.adjacent import store_contiguously, view_as_one
 from narrowgauge.weight_copies.stored import E4M3, read_stored, widen_bytes
@@ -129,7 +130,8 @@ class BoundWeight:
     def fp8_transposed(self) -> Operand:
         """Return the weight with the second layout."""
         if self._lp.lp_t is None:
-            self._lp = self._lp.transposed() if self._lp.lp is not None else self._cast(True)
+            again = self._lp.lp is None or self._lp.has_row_scales  # whose transposed copy has other scales
+            self._lp = self._cast(True) if again else self._lp.transposed()
             if events.is_listening():
                 events.report_copy(self.weights, (self._lp.lp, self._lp.lp_t))
         return self._lp
@@ -150,7 +152,7 @@ class BoundWeight:
         """Return what to save for backward: second layout, inverse scale, BF16 copy; None for what does not exist."""
         if not self.plan.keep_for_backward:
             return None, None, None
-        return self._lp.lp_t, self._lp.inv_scale if self._lp.lp_t is not None else None, self._hp
+        return self._lp.lp_t, self._lp.transposed_inv_scale if self._lp.lp_t is not None else None, self._hp
 
     def restore_saved(self, kept: tuple[Tensor | None, Tensor | None, Tensor | None]) -> BoundWeight:
         """Restore in backward what forward saved."""
@@ -168,6 +170,8 @@ class BoundWeight:
         if len(weights) > 1 and (joint := view_as_one(weights)) is not None:
             weights = [joint]
         tables = self.tables
+        if site is not None and scales is not None and site.granularity == "row":
+            return self._cast_by_row(weights, site, scales, layouts, transposed)
         if site is None or scales is None or not self._record or scales.mode != "delayed" or not scales.delayed:
             margin = 0 if scales is None or scales.mode != "delayed" else scales.margin
             lp, lp_t, inverse, seen = kernel.cast_weight(weights, E4M3, layouts, margin)
@@ -197,6 +201,17 @@ class BoundWeight:
             assert lp_t is not None
             return Operand(None, lp_t, lp if transposed else None, inverse)
         return Operand(None, lp, lp_t, inverse)
+
+    def _cast_by_row(
+        self, weights: list[Tensor], site: Site, scales: TensorScales | ScalingRule, layouts: bool, transposed: bool
+    ) -> Operand:
+        whole = weights[0] if len(weights) == 1 else torch.cat(weights)
+        record, self._seen = self._record and not self._seen, True
+        made = cast_by_row(whole, site, scales, layouts, record=record, tables=self.tables)
+        if not self.plan.transposed_weight:
+            return made
+        turned = Operand(None, made.lp_t, None, made.inv_scale_t)
+        return turned._replace(lp_t=made.lp, inv_scale_t=made.inv_scale) if transposed else turned
 
     def _stack(self, dtype: torch.dtype) -> Tensor:
         if self.plan.stored_scale is not None:

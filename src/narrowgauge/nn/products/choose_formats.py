@@ -19,7 +19,7 @@ import torch
 
 from narrowgauge.data import cache
 from narrowgauge.hardware import Device, Gpu, is_assumed
-from narrowgauge.kernels import cast, cast_weights
+from narrowgauge.kernels import cast, cast_row_scales, cast_weights
 from narrowgauge.nn.products.gemm import ALL_FP8, BF16, E4M3, E5M2, FAST_DEPTH, GemmChoice, multiply_bf16, multiply_fp8
 from narrowgauge.peak_fractions import get_fraction
 
@@ -66,15 +66,15 @@ class Decision:
     """The chosen combination, casts included."""
 
 
-def decide(rows: int, inputs: int, outputs: int, device: Device, fused: bool) -> Decision:
+def decide(rows: int, inputs: int, outputs: int, device: Device, fused: bool, granularity: str = "tensor") -> Decision:
     """Choose the formats of a layer. ``fused``: the kernels that compute its operands write them in FP8."""
     if device.kind == "cpu":
         return Decision(ALL_FP8, "emulated on a CPU: slow, with the numerics of the hardware")
-    costs, how = measure_costs(rows, inputs, outputs, device), "measured"
+    costs, how = measure_costs(rows, inputs, outputs, device, granularity), "measured"
     if costs is None:
         if device.gpu is None:
             return Decision(ALL_FP8, f"{device.name} is not in the table of GPUs; FP8 without a prediction")
-        costs, how = predict_costs(rows, inputs, outputs, device.gpu), "predicted"
+        costs, how = predict_costs(rows, inputs, outputs, device.gpu, granularity), "predicted"
     choices = [GemmChoice(*kinds) for kinds in itertools.product(("fp8", "bf16"), repeat=3)]
     choice = min(choices, key=lambda choice: costs.of(choice, fused))
     before, after = sum(costs.bf16), costs.of(choice, fused)
@@ -83,27 +83,28 @@ def decide(rows: int, inputs: int, outputs: int, device: Device, fused: bool) ->
     return Decision(choice, reason, costs, before, after)
 
 
-def predict_costs(rows: int, inputs: int, outputs: int, gpu: Gpu) -> Costs:
+def predict_costs(rows: int, inputs: int, outputs: int, gpu: Gpu, granularity: str = "tensor") -> Costs:
     """Predict from peaks and bandwidth. All three products of a layer have the same number of FLOPs."""
     flops = 2.0 * rows * inputs * outputs
     bf16_ms = flops / (gpu.peak("bf16") * get_fraction("product.bf16")) * 1e3
     fp8_ms = flops / (gpu.peak("fp8") * get_fraction("product.fp8")) * 1e3
     byte_ms = 1e3 / (gpu.bandwidth * get_fraction("memory.other"))
     x, g = rows * inputs * byte_ms, rows * outputs * byte_ms
-    return Costs((bf16_ms,) * 3, (fp8_ms,) * 3, 3 * x, 3 * g, x, g)  # 2 bytes read, 1 written; 1 for the second layout
+    once = 3 if granularity == "tensor" else 5  # 2 bytes read, 1 written; 2 more for the amax of rows
+    return Costs((bf16_ms,) * 3, (fp8_ms,) * 3, once * x, once * g, x, g)  # 1 for the second layout
 
 
-def measure_costs(rows: int, inputs: int, outputs: int, device: Device) -> Costs | None:
+def measure_costs(rows: int, inputs: int, outputs: int, device: Device, granularity: str = "tensor") -> Costs | None:
     """Measure on the installed GPU, or read an earlier measurement for the same GPU; None without a GPU."""
     if device.kind != "cuda" or is_assumed() or not torch.cuda.is_available():
         return None
-    key = f"{rows}x{inputs}x{outputs}"
+    key = f"{rows}x{inputs}x{outputs}" + ("" if granularity == "tensor" else f"-{granularity}")
     path = cache.get_folder() / f"products-{VERSION}-{device.name.replace(' ', '-')}-{torch.__version__}.json"
     known: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
         known = json.loads(path.read_text())
     if key not in known:
-        known[key] = asdict(_measure(rows, inputs, outputs))
+        known[key] = asdict((_measure if granularity == "tensor" else _measure_rows)(rows, inputs, outputs))
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(known))
@@ -121,11 +122,7 @@ def _measure(rows: int, inputs: int, outputs: int) -> Costs:
     w8, w8_t, inv, _ = cast_weights.cast_weight([w], E4M3)
     assert w8_t is not None
     return Costs(
-        bf16=(
-            timed(lambda: multiply_bf16(x, w.t())),
-            timed(lambda: multiply_bf16(g, w)),
-            timed(lambda: multiply_bf16(g.t(), x, torch.float32)),
-        ),
+        bf16=_measure_bf16(x, g, w),
         fp8=(
             timed(lambda: multiply_fp8(x8, w8, one, inv)),
             timed(lambda: multiply_fp8(g8, w8_t, one, inv, fast=outputs <= FAST_DEPTH)),
@@ -135,6 +132,40 @@ def _measure(rows: int, inputs: int, outputs: int) -> Costs:
         cast_grad=timed(lambda: cast.cast(g, one, E5M2)),
         turn_input=timed(lambda: cast.transpose(x8)),
         turn_grad=timed(lambda: cast.transpose(g8)),
+    )
+
+
+def _measure_rows(rows: int, inputs: int, outputs: int) -> Costs:
+    """With a scale for each row. One kernel writes both layouts: the second costs what is added by it."""
+    x, g, w = (
+        torch.randn(shape, device="cuda", dtype=BF16) for shape in ((rows, inputs), (rows, outputs), (outputs, inputs))
+    )
+    x8, g8, w8 = (cast_row_scales.cast_row_scales(one, kind) for one, kind in ((x, E4M3), (g, E5M2), (w, E4M3)))
+    casts = [
+        timed(functools.partial(cast_row_scales.cast_row_scales, one, kind, both))
+        for one, kind in ((x, E4M3), (g, E5M2))
+        for both in (False, True)
+    ]
+    return Costs(
+        bf16=_measure_bf16(x, g, w),
+        fp8=(
+            timed(lambda: multiply_fp8(x8.lp, w8.lp, x8.inv_scale, w8.inv_scale)),
+            timed(lambda: multiply_fp8(g8.lp, w8.lp_t, g8.inv_scale, w8.inv_scale_t, fast=outputs <= FAST_DEPTH)),
+            timed(lambda: multiply_fp8(g8.lp_t, x8.lp_t, g8.inv_scale_t, x8.inv_scale_t, torch.float32, fast=False)),
+        ),
+        cast_input=casts[0],
+        cast_grad=casts[2],
+        turn_input=max(0.0, casts[1] - casts[0]),
+        turn_grad=max(0.0, casts[3] - casts[2]),
+    )
+
+
+def _measure_bf16(x: torch.Tensor, g: torch.Tensor, w: torch.Tensor) -> tuple[float, float, float]:
+    """The three products of an input, a gradient and a weight in BF16."""
+    return (
+        timed(lambda: multiply_bf16(x, w.t())),
+        timed(lambda: multiply_bf16(g, w)),
+        timed(lambda: multiply_bf16(g.t(), x, torch.float32)),
     )
 
 

@@ -6,6 +6,8 @@
 
 Hopper's FP8 products need the summed dimension last in both operands. So each is written as ``a @ b.T`` with a and b
 row-major, and FP8 operands have a transposed copy if a product needs it. BF16 products read any layout.
+
+FP8 operands have one scale, or one for each row (``scaling/operand.py``): ``multiply_fp8`` takes any pair.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from narrowgauge.kernels import can_bypass_op, cast, compute_scale, cublas, defi
 from narrowgauge.kernels.cast_rows import cast_rows, record_rows
 from narrowgauge.kernels.fp8_formats import FP8_MAX
 from narrowgauge.kernels.sum_rows import sum_rows
-from narrowgauge.scaling.operand import Operand
+from narrowgauge.scaling.operand import Operand, get_granularity
+from narrowgauge.scaling.row_scales import cast_by_row
 from narrowgauge.scaling.tensor import ScaleTables, ScalingRule, Site, TensorScales
 from narrowgauge.weight_copies.casts import CastableWeight
 
@@ -74,7 +77,7 @@ def multiply_fp8(
     bias: Tensor | None = None,
     into: Tensor | None = None,
 ) -> Tensor:
-    """Return a @ b.T + bias of FP8 operands divided by their scales.
+    """Return a @ b.T + bias of FP8 operands divided by their scales: one for the tensor, or one for each row.
 
     ``fast``: tensor-core accumulation with fewer bits. ``bias`` is BF16, and needs a BF16 result. ``into`` takes the
     result.
@@ -100,15 +103,40 @@ def _multiply_fp8_into(
     fast: bool,
     bias: Tensor | None,
 ) -> Tensor:
-    if a.is_cuda:
-        scaled: dict[str, Any] = {
-            "scale_a": inv_a, "scale_b": inv_b, "bias": bias, "out_dtype": out_dtype, "use_fast_accum": fast,
-        }  # fmt: skip
-        by_torch = functools.partial(_scaled_mm, a, b.t(), scaled)
+    has_rows = "row" in (get_granularity(inv_a), get_granularity(inv_b))
+    if has_rows:
+        inv_a, inv_b = _give_each_row(inv_a, a), _give_each_row(inv_b, b)
+    if not a.is_cuda:
+        sums = a.float() @ b.float().t()
+        product = sums * inv_a * inv_b.t() if has_rows else sums * (inv_a * inv_b)
+        return _store((product if bias is None else product + bias.float()).to(out_dtype), into)
+    scaled: dict[str, Any] = {"bias": bias, "out_dtype": out_dtype, "use_fast_accum": fast}
+    if not has_rows:
+        by_torch = functools.partial(_scaled_mm, a, b.t(), {**scaled, "scale_a": inv_a, "scale_b": inv_b})
         made = cublas.product(a, b.t(), out_dtype, by_torch, (inv_a, inv_b), fast, bias, into)
         return by_torch(into) if made is None else made
-    product = (a.float() @ b.float().t()) * (inv_a * inv_b)
-    return _store((product if bias is None else product + bias.float()).to(out_dtype), into)
+    if out_dtype is not torch.float32 or can_return_fp32(a.device):
+        return _scaled_mm(a, b.t(), {**scaled, "scale_a": inv_a, "scale_b": inv_b.view(1, -1)}, into)
+    one = torch.ones((), device=a.device)
+    return multiply_fp8(a, b, one, one, out_dtype, fast, into=into).mul_(inv_a).mul_(inv_b.view(1, -1))
+
+
+def _give_each_row(inv_scale: Tensor, operand: Tensor) -> Tensor:
+    """Return an inverse scale for each row, [rows, 1]."""
+    return inv_scale if inv_scale.dim() == 2 else inv_scale.reshape(1, 1).expand(operand.shape[0], 1).contiguous()
+
+
+@functools.cache
+def can_return_fp32(device: torch.device) -> bool:
+    """Whether torch returns products of operands with row scales in FP32, which grad_weight may need.
+
+    torch leaves them to cuBLAS 12.9 and later on Hopper, and elsewhere to a CUTLASS kernel, which wrote 16 bits only up
+    to torch 2.12 (pytorch #162022, #187569). A forecast assumes Hopper.
+    """
+    if not torch.cuda.is_available():
+        return True
+    major, minor, *_ = (int(part) for part in (torch.version.cuda or "0.0").split("."))
+    return torch.cuda.get_device_capability(device)[0] == 9 and (major, minor) >= (12, 9)
 
 
 def _scaled_mm(a: Tensor, b_t: Tensor, how: dict[str, Any], out: Tensor | None) -> Tensor:
@@ -226,8 +254,9 @@ def compute_grad_input(grad: Operand, weight: CastableWeight, choice: GemmChoice
 def _compute_grad_input(grad: Operand, weight: CastableWeight, choice: GemmChoice, into: Tensor | None) -> Tensor:
     if choice.grad_input == "fp8":
         w, fast = weight.fp8_transposed(), grad.lp is not None and grad.lp.shape[1] <= FAST_DEPTH
-        assert grad.lp is not None and grad.inv_scale is not None and w.lp_t is not None and w.inv_scale is not None
-        return multiply_fp8(grad.lp, w.lp_t, grad.inv_scale, w.inv_scale, fast=fast, into=into)
+        inv_w = w.transposed_inv_scale
+        assert grad.lp is not None and grad.inv_scale is not None and w.lp_t is not None and inv_w is not None
+        return multiply_fp8(grad.lp, w.lp_t, grad.inv_scale, inv_w, fast=fast, into=into)
     assert grad.hp is not None
     return multiply_wide(grad.hp, weight.wide(choice.grad_input), choice.grad_input, into=into)
 
@@ -245,19 +274,22 @@ def compute_grad_weight(
 def _compute_grad_weight(grad: Operand, x: Operand, choice: GemmChoice, out: torch.dtype) -> Tensor:
     if choice.grad_weight == "fp8":
         g, x = grad.transposed(), x.transposed()
-        assert g.lp_t is not None and g.inv_scale is not None and x.lp_t is not None and x.inv_scale is not None
-        g_t, x_t = _pad_columns(g.lp_t), _pad_columns(x.lp_t)
-        return multiply_fp8(g_t, x_t, g.inv_scale, x.inv_scale, out, fast=False)
+        inv_g, inv_x = g.transposed_inv_scale, x.transposed_inv_scale
+        assert g.lp_t is not None and inv_g is not None and x.lp_t is not None and inv_x is not None
+        return multiply_fp8(_pad_columns(g.lp_t), _pad_columns(x.lp_t), inv_g, inv_x, out, fast=False)
     assert grad.hp is not None and x.hp is not None
     return multiply_wide(grad.hp.t(), x.hp, choice.grad_weight, out)
 
 
 def compute_grad_bias(grad: Operand) -> Tensor:
-    """Return the sum of grad_output over its rows, in FP32: of the values that grad_weight sums as well."""
+    """Return the sum of grad_output over its rows, in FP32: of the values that grad_weight sums as well.
+
+    Not for FP8 whose rows have scales: callers have the gradient in 16 bits.
+    """
     if grad.hp is not None:
         return grad.hp.sum(0, dtype=torch.float32)
     lp = grad.lp if grad.lp is not None else grad.lp_t
-    assert lp is not None and grad.inv_scale is not None
+    assert lp is not None and grad.inv_scale is not None and not grad.has_row_scales
     return sum_rows(lp, transposed=grad.lp is None) * grad.inv_scale
 
 
@@ -293,6 +325,10 @@ class Fp8Caster:
 
     def cast(self, x: Tensor, site: Site, transposed: bool) -> Operand:
         """Cast a BF16 or FP32 tensor [N, D] to FP8: one pass with delayed scaling, two with current scaling."""
+        if site.granularity == "row":
+            return cast_by_row(
+                x, site, self.scales, transposed, record=self.record, margin=self.scales.margin, tables=self.tables
+            )
         if self.tables is not None:
             return self._cast_in_graph(x, site, transposed, self.tables)
         scale, inv_scale, amax = self.scale_of(x, site)

@@ -249,14 +249,16 @@ class _Linear(torch.autograd.Function):
         lp: Tensor | None,
         lp_t: Tensor | None,
         inv_scale: Tensor | None,
+        inv_scale_t: Tensor | None,
     ) -> Tensor:
         use = plan.weight.use(weight, record=any(needs), backward=needs.input, tables=plan.tables)
         bias_lp = None if bias is None else bias.to(BF16)
-        output = compute_output(Operand(hp, lp, lp_t, inv_scale), use, plan.choice, bias_lp)
+        operand = Operand(hp, lp, lp_t, inv_scale, inv_scale_t)
+        output = compute_output(operand, use, plan.choice, bias_lp)
         if any(needs):
             source: tuple[Tensor | None, ...] = (hp if needs.weight else None, None, None)
             if needs.weight and plan.choice.grad_weight == "fp8":  # free what only the output product read
-                source = (None, lp_t, inv_scale)
+                source = (None, lp_t, operand.transposed_inv_scale)
             made = use.get_saved()
             lacking = made[0 if plan.choice.grad_input == "fp8" else 2] is None
             ctx.save_for_backward(*source, weight if needs.input and lacking else None, *made)
@@ -296,10 +298,10 @@ class _Linear(torch.autograd.Function):
             grad_weight = compute_grad_weight(operand, source, plan.choice, ctx.gradient_dtype, plan.weight)
             grad_weight = grad_weight.t() if plan.weight.transposed_weight else grad_weight
         if needs_bias:
-            # from FP8 where it exists: a compiled graph then never writes the gradient in 16 bits
-            source = operand if formats else Operand(hp=grad)
+            # from FP8 with one scale, if it exists: a compiled graph then never writes the gradient in 16 bits
+            source = operand if formats and not operand.has_row_scales else Operand(hp=grad)
             grad_bias = compute_grad_bias(source).to(ctx.kinds[1])
-        return grad_input, grad_weight, grad_bias, *[None] * 6
+        return grad_input, grad_weight, grad_bias, *[None] * 7
 
 
 def _pad_rows(rows: Tensor) -> Tensor:

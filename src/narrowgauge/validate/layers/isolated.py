@@ -28,6 +28,7 @@ from narrowgauge.kernels.fp8_formats import FP8_MAX
 from narrowgauge.nn.module_changes import find_change
 from narrowgauge.nn.products.emulated import EmulatedLinear
 from narrowgauge.nn.step_context import StepContext
+from narrowgauge.nn.survey import get_granularity
 from narrowgauge.recipe import Recipe
 from narrowgauge.validate.layers.sqnr import DTYPES, Tally, format_decibels, measure_shares, round_to_format
 from narrowgauge.validate.layers.step import (
@@ -139,14 +140,19 @@ class Formats:
     scaling: str = "none"
     margin: int = 0
     loss_scale: float = 1.0
+    granularity: str = "tensor"
 
-    def scale(self, operand: str, x: Tensor) -> float:
-        """The factor that a tensor is multiplied by before rounding."""
+    def scale(self, operand: str, x: Tensor) -> Tensor | float:
+        """The factor that a tensor is multiplied by before rounding, or the factors of its rows."""
         name = getattr(self, operand)
         largest = FP8_MAX.get(DTYPES[name]) if name in DTYPES else None
         if largest is None or self.scaling == "none":
             gradient = operand == "grad" or (operand == "result" and self.quantity != "output")
             return self.loss_scale if gradient else 1.0
+        if self.granularity == "row" and x.dim() > 1:
+            summed_last = self.quantity == "output" or (self.quantity, operand) == ("grad_input", "grad")
+            summed = (-1,) if summed_last else tuple(range(x.dim() - 1))
+            return compute_scale(x.abs().amax(summed, keepdim=True), largest, self.margin)
         return float(compute_scale(x.abs().amax(), largest, self.margin))
 
 
@@ -158,7 +164,9 @@ def find_formats(engine: Engine, path: str, quantity: str, results: ModuleResult
         if getattr(layer.choice, quantity) == "bf16":
             return Formats(quantity, "bf16", "bf16", "bf16", result)
         source, weight, grad = (_NAMES[dtype] for dtype in operand_dtypes(layer, recipe).values())
-        return Formats(quantity, source, weight, grad, result, get_scaling(layer, recipe), recipe.margin)
+        granularity = get_granularity(layer, recipe)
+        scaling = get_scaling(layer, recipe)
+        return Formats(quantity, source, weight, grad, result, scaling, recipe.margin, granularity=granularity)
     low = next((_NAMES[tensor.dtype] for tensor in results.output if tensor.dtype in _NAMES), None)
     if low is None and engine.recipe.compute == "tf32" and path not in engine.kept:
         return Formats(quantity, "tf32", "tf32", "tf32", None)

@@ -89,7 +89,7 @@ def format_decibels(decibels: float | None) -> str:
     return f"{decibels:.1f}"
 
 
-def round_to_format(x: Tensor, format: str | None, scale: float = 1.0, limited: bool = True) -> Tensor:
+def round_to_format(x: Tensor, format: str | None, scale: Tensor | float = 1.0, limited: bool = True) -> Tensor:
     """Rounds ``x * scale`` to a format and divides by the scale again.
 
     FP8 saturates, like narrowgauge's casts.
@@ -97,7 +97,7 @@ def round_to_format(x: Tensor, format: str | None, scale: float = 1.0, limited: 
     Args:
         x: The tensor.
         format: The name of the format; None returns ``x``.
-        scale: The factor before rounding.
+        scale: The factor before rounding, or factors in a shape that broadcasts to that of ``x``.
         limited: Apply the format's exponent range. Without it only the mantissa is rounded.
     """
     if format is None:
@@ -114,8 +114,10 @@ def round_to_format(x: Tensor, format: str | None, scale: float = 1.0, limited: 
     return (stored / scale).to(x.dtype)
 
 
-def measure_shares(x: Tensor, format: str, scale: float) -> Shares:
+def measure_shares(x: Tensor, format: str, scale: Tensor | float) -> Shares:
     """The shares of a tensor's values that a format flushes, stores as subnormals or overflows at a scale."""
+    if isinstance(scale, Tensor):
+        x, scale = x * scale, 1.0
     table = StatsTable.make(1, x.device)
     add_statistics(table, 0, x.float())
     amax, squares = table.sizes[0].tolist()

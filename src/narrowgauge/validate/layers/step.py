@@ -25,7 +25,7 @@ from narrowgauge.nn.convert import Conversion, convert_layers, is_lean
 from narrowgauge.nn.products import linear
 from narrowgauge.nn.products.gemm import E4M3
 from narrowgauge.nn.speed_advice import no_speed_warnings
-from narrowgauge.nn.survey import Layer
+from narrowgauge.nn.survey import Layer, get_granularity
 from narrowgauge.recipe import Recipe
 from narrowgauge.scaling.tensor import TensorScales
 from narrowgauge.task import Task
@@ -113,6 +113,7 @@ def _swap_linears(engine: Engine, layers: list[Layer]) -> Conversion:
     for layer in chosen:
         sites = {f"{layer.path}.{end}": dtype for end, dtype in operand_dtypes(layer, recipe).items()}
         options["in_backward"] = [f"{layer.path}.grad"]
+        options["granularity"] = dict.fromkeys(sites, get_granularity(layer, recipe))
         scales = TensorScales(sites, engine.device, mode=get_scaling(layer, recipe), **options)
         source, weight, grad = scales.sites.values()
         module: Any = modules[layer.path]
