@@ -5,6 +5,8 @@ launched without going through torch's dispatcher. They report here instead:
 
     scope      the fused code of the module at a path is entered and left
     product    one of a layer's three matrix products (output, grad_input, grad_weight) begins and ends
+    operands   what such a product is computed from
+    rounding   an operand was rounded to an emulated block format
     copy       a weight was written in another format
     launch     a kernel is launched outside of torch's dispatcher
     tensor     an activation or a gradient was computed
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from torch.compiler import assume_constant_result, is_compiling
 
@@ -45,6 +47,12 @@ class Listener:
 
     def end_product(self) -> None:
         """The product that began last has ended."""
+
+    def report_operands(self, product: str, path: str, operands: Sequence[Any]) -> None:
+        """The product that has just begun is computed from these: operands of ``scaling.operand``, weights, options."""
+
+    def report_rounding(self, operand: str, product: str, path: str, x: Tensor, blocks: Any) -> None:
+        """An input, weight or gradient was rounded for a product; ``blocks`` is of ``scaling.block_quantize``."""
 
     def report_copy(self, weights: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
         """``copies`` were written from ``weights``, in other formats or layouts; several weights are stacked."""
@@ -116,11 +124,19 @@ def run_product(product: str, path: str, function: Callable[P, R], *args: P.args
     told = _listeners
     for listener in told:
         listener.begin_product(product, path)
+        listener.report_operands(product, path, args)
     try:
         return function(*args, **kwargs)
     finally:
         for listener in told:
             listener.end_product()
+
+
+def report_rounding(operand: str, product: str, path: str, x: Tensor, blocks: Any) -> None:
+    """An input, weight or gradient was rounded to an emulated block format."""
+    if is_listening():
+        for listener in _listeners:
+            listener.report_rounding(operand, product, path, x, blocks)
 
 
 def report_copy(weights: Sequence[Tensor], copies: Sequence[Tensor | None]) -> None:

@@ -250,6 +250,19 @@ def refuse_emulation(verb: str, *recipes: Recipe) -> None:
             )
 
 
+def find_emulation(text: str) -> str | None:
+    """Return the title of the format that a recipe emulates, such as NVFP4; None if it emulates none.
+
+    Args:
+        text: The text of a recipe, also with ``@TASK`` behind it. What is not a recipe emulates nothing.
+    """
+    name = re.split(r"[\[@]", text, maxsplit=1)[0].strip()
+    known = NAMED.get(SHORT.get(name, name))
+    found = re.search(r"[\[,]\s*emulate\s*=\s*(\w+)", text.partition("@")[0])
+    format = found[1] if found else known.emulate if known is not None else "none"
+    return None if format == "none" else format.upper()
+
+
 def refusal(recipe: Recipe, device: Device) -> str | None:
     """Return why a device cannot run a recipe, or None if it can.
 

@@ -47,6 +47,7 @@ FOR_SETTINGS = {
     "parallel": "parallel",
     "fit": "fit",
     "log": "log",
+    "predict": "predict",
 }
 """Options that are passed to the settings, and their names there."""
 
@@ -99,8 +100,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="updates between snapshots of tensors; 0: none (default 100 or a quarter)",
     )
-    add("--predict", action="store_true", help="predict from this FP32 or BF16 run how FP16 and FP8 would do")
-    add("--foretell", dest="predict", action="store_true", help=argparse.SUPPRESS)  # the former name of --predict
+    what = "predict from this FP32 or BF16 run how FP16 and FP8 would do, and measure MXFP8, MXFP4 and NVFP4"
+    add("--predict", action="store_true", default=None, help=what)
+    add("--foretell", dest="predict", action="store_true", default=None, help=argparse.SUPPRESS)  # its former name
     add(
         "--parallel",
         choices=("auto", "ddp", "fsdp"),
@@ -162,7 +164,7 @@ def _run(args: argparse.Namespace, world: World) -> Outcome:
     if not world.is_first:
         return Outcome(None)
     facts = record.read_configuration(folder).get("facts", {})
-    summarise(result, facts, folder, out, args.predict)
+    summarise(result, facts, folder, out, settings.predict)
     return Outcome(describe(result, facts), exit_code=1 if result.serious else 0)
 
 
@@ -246,7 +248,7 @@ def _choose_unused(folder: Path) -> Path:
 
 
 def _resume(args: argparse.Namespace) -> tuple[Path, str, dict[str, Any], Settings]:
-    """Read the options of a recorded run. Only --device, --parallel, --log and --keep can change on resume."""
+    """Read the options of a recorded run. Only --device, --parallel, --log, --keep, --predict can change on resume."""
     from narrowgauge import hardware
     from narrowgauge.recipe import is_auto
     from narrowgauge.runs import record
@@ -264,7 +266,8 @@ def _resume(args: argparse.Namespace) -> tuple[Path, str, dict[str, Any], Settin
         raise UsageError(f"{folder / record.CONFIGURATION} was not written by narrowgauge train; restore it") from None
     recorded = {name: saved.get(field) for name, field in FOR_SETTINGS.items()} | {"recipe": saved.get("recipe")}
     recorded |= {name: options.get(name) for name in FOR_TASK} | {"task": spec}
-    given = {name: getattr(args, name) for name in recorded if name not in ("keep", "parallel", "log")} | args.own
+    changeable = ("keep", "parallel", "log", "predict")
+    given = {name: getattr(args, name) for name in recorded if name not in changeable} | args.own
     recorded |= {name: options.get(name) for name in args.own}
     given["task"] = _resolve_task(args.task) if args.task else None
     device = hardware.detect(args.device or saved.get("device"))
@@ -282,9 +285,7 @@ def _resume(args: argparse.Namespace) -> tuple[Path, str, dict[str, Any], Settin
                 f"{option} {value} differs from the setting of run {folder} ({recorded[name]}); a resumed run keeps "
                 "its settings, because the learning rate schedule depends on them: omit the option, or start a new run"
             )
-    changes: dict[str, Any] = {
-        name: getattr(args, name) for name in ("keep", "parallel", "log") if getattr(args, name) is not None
-    }
+    changes: dict[str, Any] = {name: getattr(args, name) for name in changeable if getattr(args, name) is not None}
     changes["device"] = device.torch_device
     return folder, spec, options, restore_settings(saved, **changes)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from narrowgauge.cli.terminal import say
 from narrowgauge.errors import UsageError
+from narrowgauge.recipe import find_emulation
 
 if TYPE_CHECKING:
     from narrowgauge.runs.result import Result
@@ -33,8 +34,18 @@ def describe(result: Result, facts: dict[str, Any]) -> dict[str, Any]:
     data["steps"], data["steps_planned"] = data.pop("step"), data["steps"]
     if "unigram_entropy" in facts:
         data["unigram_entropy"] = facts["unigram_entropy"]
+    data["emulated"] = find_emulation(result.recipe)
     described: dict[str, Any] = replace_nonfinite(data)
     return described
+
+
+def _describe_block_format(prediction: dict[str, Any]) -> list[str]:
+    """What a block format would do to the operands of linear layers, and how to know whether that is good enough."""
+    from narrowgauge.gauges.rules.predict_block_formats import describe_measured
+
+    lines = describe_measured(prediction["measured"], prediction["survives"])
+    lines += [f"{one['module']} ({one['kind']}): {one['detail']}" for one in prediction["breaks"][:3]]
+    return [*lines, f'-> to test it: narrowgauge validate TASK --candidates "{prediction["recipe"]}" (emulated)']
 
 
 def _describe_prediction(prediction: dict[str, Any]) -> str:
@@ -64,8 +75,12 @@ def summarise(result: Result, facts: dict[str, Any], folder: Path, out: TextIO, 
         line("evaluation", f"{result.loss_eval:.4f}{metrics}")
     if "unigram_entropy" in facts:
         line("", f"{facts['unigram_entropy']:.4f} unigram baseline")
+    emulated = find_emulation(result.recipe)
+    if emulated is not None:
+        line("emulated", f"{emulated}: its numbers on any machine, nothing about the speed of hardware that has it")
     if result.tokens_per_s is not None:
-        line("speed", f"{result.tokens_per_s:,.0f} {result.unit}s/s")
+        what = "" if emulated is None else " of the emulation"
+        line("speed", f"{result.tokens_per_s:,.0f} {result.unit}s/s{what}")
     if result.memory_plan is not None:
         from narrowgauge.nn.memory_plan import MemoryPlan
 
@@ -87,7 +102,10 @@ def summarise(result: Result, facts: dict[str, Any], folder: Path, out: TextIO, 
     elif not result.findings:
         line("health", "healthy: nothing to report")
     for prediction in result.predictions if predict else ():
-        line(prediction["format"], _describe_prediction(prediction))
+        is_measured = prediction.get("measured") is not None  # not in older records
+        lines = _describe_block_format(prediction) if is_measured else [_describe_prediction(prediction)]
+        for index, text in enumerate(lines):
+            line("" if index else prediction["format"], text)
     try:
         from narrowgauge.report import write
 

@@ -11,16 +11,19 @@ from typing import Any
 from narrowgauge.engine import Engine
 from narrowgauge.findings import Finding
 from narrowgauge.gauges.finding_log import FindingLog
+from narrowgauge.gauges.rules.block_rules import find_rounding_faults
 from narrowgauge.gauges.rules.forward_rules import find_forward_faults
 from narrowgauge.gauges.rules.fp8_rules import Fp8Rules
 from narrowgauge.gauges.rules.keep_modules import ModelParts
 from narrowgauge.gauges.rules.lasting import LastingFindings
+from narrowgauge.gauges.rules.predict_block_formats import predict_block_formats
 from narrowgauge.gauges.rules.predict_formats import Prediction, predict_formats
 from narrowgauge.gauges.rules.silent_rules import MATRIX, ModelHistory, find_silent_faults
 from narrowgauge.gauges.rules.step_rules import Step, StepRules
 from narrowgauge.gauges.rules.tensor_rules import UpdateContext, check_tensors
 from narrowgauge.gauges.rules.zero_rules import find_zeros
 from narrowgauge.gauges.watch.readings import Reading
+from narrowgauge.gauges.watch.rounding_readings import RoundingReading
 from narrowgauge.gauges.watch.watch import EVERY, Fp8Reading, Snapshot, Watch
 
 _SNAPSHOTS = 32
@@ -36,18 +39,19 @@ class Examiner:
     return only new findings; ``findings`` has all of them.
     """
 
-    def __init__(self, engine: Engine, every: int = EVERY) -> None:
+    def __init__(self, engine: Engine, every: int = EVERY, block_formats: bool = False) -> None:
         """Start watching.
 
         Args:
             engine: The engine to watch.
             every: Updates between two snapshots of its tensors. 0: read no tensors, and check steps only.
+            block_formats: Also measure what MXFP8, MXFP4 and NVFP4 would do, for ``predict``.
 
         Raises:
             UsageError: ``every`` is not an integer of at least 0.
         """
         self.engine = engine
-        self.watch = Watch(engine, every) if every != 0 else None
+        self.watch = Watch(engine, every, block_formats) if every != 0 else None
         scaler, recipe = engine.scaler, engine.recipe
         dynamic = recipe.loss_scale == "dynamic" and scaler is not None
         floor = scaler.floor if dynamic and scaler is not None else 1.0
@@ -87,7 +91,9 @@ class Examiner:
         """
         for event in snapshots:
             readings, extra = (list(map(Reading.from_event, event.get(name, ()))) for name in ("readings", "extra"))
-            self.snapshots.append(Snapshot(event["step"], readings, bool(event["applied"]), extra=extra))
+            rounding = list(map(RoundingReading.from_event, event.get("rounding", ())))
+            snapshot = Snapshot(event["step"], readings, bool(event["applied"]), extra=extra, rounding=rounding)
+            self.snapshots.append(snapshot)
             self._note_first_weights(self.snapshots[-1])
         if state:
             self.step_rules.load_state_dict(state["steps"])
@@ -154,21 +160,27 @@ class Examiner:
             first_loss = statistics.median(first) if first else None
             history = ModelHistory(self._first_weights, first_loss, self._decayed, self._first_logits)
             silent = [*find_silent_faults(context, history), *find_forward_faults(context, history)]
-            found += self.lasting.add(snapshot.update, [*zeros, *silent], explained)
+            # With --predict, the readings are of formats that the run does not use.
+            rounded = find_rounding_faults(snapshot.rounding if self.engine.recipe.emulate != "none" else ())
+            found += self.lasting.add(snapshot.update, [*zeros, *silent, *rounded], explained)
         return found
 
     def predict(self) -> list[Prediction]:
-        """Predict how FP16 and FP8 would do.
+        """Predict how FP16 and FP8 would do; with ``block_formats`` also MXFP8, MXFP4 and NVFP4.
 
         Returns:
-            A prediction for each of the two formats. Empty if the run itself is not in FP32, TF32 or BF16.
+            A prediction for each format. Empty if the run itself is not in FP32, TF32 or BF16.
         """
         if self.engine.recipe.compute not in ("fp32", "tf32", "bf16") or not self.snapshots:
             return []
         history = [[*snapshot.readings, *snapshot.extra] for snapshot in self.snapshots]
         updates = [snapshot.update for snapshot in self.snapshots]
         parts = ModelParts.from_model(self.engine.inner, history, self.snapshots[-1].stays_fp32)
-        return predict_formats(history, updates=updates, parts=parts)
+        found = predict_formats(history, updates=updates, parts=parts)
+        if self.engine.recipe.emulate != "none":
+            return found  # its readings are of the format that it emulates
+        rounding = [snapshot.rounding for snapshot in self.snapshots]
+        return found + predict_block_formats(rounding, updates=updates, parts=parts)
 
     def _note_history(self, snapshot: Snapshot) -> None:
         """Note the first attention logits, and how much weight decay has shrunk norms since the last snapshot."""

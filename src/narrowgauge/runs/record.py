@@ -8,8 +8,10 @@ included):
     checkpoint  path
     resume      the run was resumed from the checkpoint of this step
     capture     path of a step that can be replayed
-    look        a reading of the tensors (``gauges.watch.readings``), applied, extra (readings for predictions)
-    prediction  for another format: format, survives, recipe, loss_scale, breaks (``foretelling`` in older records)
+    look        a reading of the tensors (``gauges.watch.readings``), applied, extra (readings for predictions),
+                rounding (of operands to block formats, ``gauges.watch.rounding_readings``)
+    prediction  for another format: format, survives, recipe, loss_scale, breaks (``foretelling`` in older records);
+                measured and tensors for block formats
     finding     rule, severity, where, detail, fix, why (``consequence`` in older records)
     sample      text
     end         interrupted, and the summary

@@ -44,6 +44,8 @@ class Settings:
     """Whether to use torch.compile."""
     watch_every: int = 100
     """Updates between two readings of tensors. 0: no readings and no rules."""
+    predict: bool = False
+    """Whether readings also measure what MXFP8, MXFP4 and NVFP4 would do, for predictions."""
     parallel: str = "auto"
     """How the model is distributed over several ranks: fsdp (shards), ddp (copies) or auto (by its size)."""
     fit: str = ""

@@ -123,7 +123,7 @@ class Trainer:
             self.recorder = Recorder(
                 self.engine, folder / CAPTURES, about=lambda: record.read_configuration(folder), tell=observer.notify
             )
-        self.examiner = Examiner(self.engine, settings.watch_every) if world.is_first else None
+        self.examiner = Examiner(self.engine, settings.watch_every, settings.predict) if world.is_first else None
         self.saver = make_saver(folder, settings.keep, world)
         self.result = Result(
             run=str(folder),
@@ -282,9 +282,7 @@ class Trainer:
             return
         snapshots, _, found = self.examiner.collect(wait)
         for snapshot in snapshots:
-            readings = [reading.as_event() for reading in snapshot.readings]
-            extra = {"extra": [reading.as_event() for reading in snapshot.extra]} if snapshot.extra else {}
-            self.record.append("look", snapshot.update, applied=snapshot.applied, readings=readings, **extra)
+            self.record.append("look", snapshot.update, **snapshot.as_event())
         self._add_findings(found)
 
     def _add_findings(self, found: list[Finding]) -> None:

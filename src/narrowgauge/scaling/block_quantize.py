@@ -66,7 +66,7 @@ class QuantizedBlocks(NamedTuple):
     scales: Tensor
     """[..., ceil(K / block)]: the scale of each block, float8_e8m0fnu or float8_e4m3fn. It multiplies the elements."""
     tensor_scale: Tensor | None
-    """FP32 scalar that multiplies all elements; None if the format has none."""
+    """FP32 scalar that multiplies all elements; None if the format has none. [..., 1, 1] for several tensors."""
     format: BlockFormat
     """The block format."""
 
@@ -113,7 +113,8 @@ def quantize_blocks(
         scale_rule: How powers of two are selected: ``floor`` as in OCP's specification, or ``up``, so that nothing
             saturates. For MX formats.
         amax: Largest magnitude of the tensor, if it is known or shared with other ranks, for the tensor's scale. Larger
-            values saturate. Default: that of ``x``. For NVFP4.
+            values saturate. Default: that of ``x``. For NVFP4. If ``x`` has samples of several tensors: [..., 1], one
+            for the values of each, in a shape that broadcasts to that of ``x``.
 
     Raises:
         UsageError: The dtype, the format or an option is unknown, or an option does not apply to the format.
@@ -203,9 +204,10 @@ def _select_powers(amax_bits: Tensor, f: BlockFormat, rule: str) -> tuple[Tensor
 
 
 def _select_tensor_scale(amax_bits: Tensor, amax: Tensor | float | None) -> Tensor:
-    """Return NVFP4's tensor scale, an FP32 scalar."""
+    """Return NVFP4's tensor scale, an FP32 scalar; or one for each amax, in a shape for ``_split`` blocks."""
     if amax is not None:
-        largest = torch.as_tensor(amax, dtype=torch.float32, device=amax_bits.device).detach().reshape(())
+        largest = torch.as_tensor(amax, dtype=torch.float32, device=amax_bits.device).detach()
+        largest = largest.reshape(()) if largest.numel() == 1 else largest.unsqueeze(-1)
     elif amax_bits.numel():
         largest = amax_bits.amax().view(torch.float32)
     else:

@@ -41,7 +41,7 @@ class Break:
     module: str
     kind: str
     why: str
-    """overflow, growth (it would overflow later), underflow or jump."""
+    """overflow, growth (it would overflow later), underflow or jump; for block formats also noise and not finite."""
     share: float
     """Share of the values that would be lost; for a jump, the factor of growth."""
     detail: str
@@ -61,6 +61,12 @@ class Prediction:
     breaks: list[Break] = field(default_factory=list)
     updates: int = 0
     """The last update that was read. Nothing is known about what happens after it, except what grows steadily."""
+
+    measured: dict[str, Any] | None = None
+    """Block formats only: how many operands were measured, the median and the lowest SQNR in dB, that of normal values,
+    and the largest shares flushed and saturated (``predict_block_formats``)."""
+    tensors: list[dict[str, Any]] = field(default_factory=list)
+    """Block formats only: module, operand, product, decibels, flushed and saturated of each operand, worst first."""
 
     def as_event(self) -> dict[str, Any]:
         """Return the form used in a run's record."""

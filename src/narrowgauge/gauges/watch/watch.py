@@ -27,6 +27,8 @@ from narrowgauge.gauges.watch.function_reader import FunctionReader, has_compile
 from narrowgauge.gauges.watch.model_facts import ModelFacts
 from narrowgauge.gauges.watch.prediction_inputs import LayerInputs, separate_extra
 from narrowgauge.gauges.watch.readings import Reading, read_counts
+from narrowgauge.gauges.watch.rounding_reader import PredictedFormats, RoundingReader
+from narrowgauge.gauges.watch.rounding_readings import Key, RoundingReading, merge_readings
 from narrowgauge.kernels.tensor_stats import StatsTable, add_statistics
 from narrowgauge.nn.compile_forward import run_uncompiled
 from narrowgauge.optim.masters import Sample, sample_masters
@@ -63,6 +65,14 @@ class Snapshot:
     """Inputs of layers and large results of functions, from which predictions are made (``prediction_inputs``)."""
     stays_fp32: frozenset[str] = frozenset()
     """Modules whose output would be in FP32 under FP16 autocast."""
+    rounding: list[RoundingReading] = field(default_factory=list)
+    """What block formats do to the operands of linear layers: in a run that emulates one, or if asked for."""
+
+    def as_event(self) -> dict[str, Any]:
+        """Return the form used in a run's record; parts that may be empty are left out then."""
+        parts: dict[str, list[Any]] = {"readings": self.readings, "extra": self.extra, "rounding": self.rounding}
+        lists = {name: [one.as_event() for one in part] for name, part in parts.items() if part or name == "readings"}
+        return {"applied": self.applied, **lists}
 
 
 @dataclass
@@ -81,12 +91,13 @@ class Watch:
     ``snapshots`` and ``fp8_readings`` return what has arrived on the host since the last call.
     """
 
-    def __init__(self, engine: Engine, every: int = EVERY) -> None:
+    def __init__(self, engine: Engine, every: int = EVERY, block_formats: bool = False) -> None:
         """Register with the engine.
 
         Args:
             engine: The engine to watch.
             every: Updates between two snapshots. The first update is always read.
+            block_formats: Also measure what MXFP8, MXFP4 and NVFP4 would do to the operands of linear layers.
 
         Raises:
             UsageError: ``every`` is not an integer of at least 1.
@@ -100,6 +111,7 @@ class Watch:
         self._called = list(_called_modules(engine))
         self._modules = [(path, module) for path, module in self._called if path and _is_leaf(module)]
         self._reads_functions = not has_compiled_parts(engine.inner)
+        self._predicted = PredictedFormats.of(engine.inner, engine.recipe) if block_formats else None
         engine.watchers.append(self)
 
     def stop(self) -> None:
@@ -119,7 +131,7 @@ class Watch:
             yield
         elif phase == "backward":
             table = self._table if self._first_microbatch else None
-            with events.listening(table) if table is not None else contextlib.nullcontext():
+            with table.listening() if table is not None else contextlib.nullcontext():
                 yield
             self._first_microbatch = False
         else:
@@ -171,7 +183,7 @@ class Watch:
 
     def _begin(self) -> _UpdateTable | None:
         """A table for the next update if it is due: the first, and then one in ``every``."""
-        return _UpdateTable(self.engine) if self.engine.guard.updates % self.every == 0 else None
+        return _UpdateTable(self.engine, self._predicted) if self.engine.guard.updates % self.every == 0 else None
 
     @contextlib.contextmanager
     def _hooked(self, table: _UpdateTable) -> Iterator[None]:
@@ -180,7 +192,7 @@ class Watch:
         Hooks have no effect inside a compiled model, so it runs eagerly in the updates that are read.
         """
         with contextlib.ExitStack() as stack:
-            stack.enter_context(events.listening(table))
+            stack.enter_context(table.listening())
             stack.enter_context(run_uncompiled(self.engine.model))
             reader = table.functions
             for path, module in self._called if self._reads_functions else ():
@@ -194,13 +206,15 @@ class Watch:
             yield
 
 
-def watch(engine: Engine, every: int = EVERY) -> Watch:
+def watch(engine: Engine, every: int = EVERY, block_formats: bool = False) -> Watch:
     """Read the tensors of an engine while it trains. Watching changes no result and does not block.
 
     Args:
         engine: The engine to watch.
         every: Updates between two snapshots of weights, activations, gradients and updates. FP8 scales and counts are
             read in every update.
+        block_formats: Also measure what MXFP8, MXFP4 and NVFP4 would do to the operands of linear layers, in a run in
+            FP32 or BF16 (``Snapshot.rounding``). A run that emulates one of them has these readings of its own.
 
     Returns:
         A ``Watch``. Its ``snapshots()`` and ``fp8_readings()`` return what has arrived; ``stop()`` ends it.
@@ -208,7 +222,7 @@ def watch(engine: Engine, every: int = EVERY) -> Watch:
     Raises:
         UsageError: ``every`` is not an integer of at least 1.
     """
-    return Watch(engine, every)
+    return Watch(engine, every, block_formats)
 
 
 @dataclass
@@ -223,8 +237,9 @@ class _Row:
 class _UpdateTable(events.Listener):
     """The statistics of one update's tensors, on the device."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, predicted: PredictedFormats | None = None) -> None:
         self.engine = engine
+        self.rounding = RoundingReader(engine.recipe, predicted)
         self.tables: list[StatsTable] = []
         self.rows: dict[tuple[str, str], _Row] = {}
         self._before: list[Sample] = []
@@ -232,6 +247,12 @@ class _UpdateTable(events.Listener):
         self._facts = ModelFacts(engine)
         self.functions = FunctionReader(self._facts.values, engine.step_context.dtype is not None)
         self.inputs = LayerInputs()
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Listen to fused code and to roundings."""
+        with events.listening(self), events.listening(self.rounding):
+            yield
 
     def add(self, kind: str, path: str, tensor: Tensor, inverse_scale: Tensor | None = None) -> None:
         """Add a tensor. Several with one name (chunks, a module that is called twice) share a row.
@@ -257,6 +278,7 @@ class _UpdateTable(events.Listener):
                 if self.inputs.needs_reading(path, module, inputs):
                     self.add("input", path, inputs[0])
                 self.inputs.add_output(path, output, self.functions.flow)
+                self.rounding.read_layer(path, inputs, output)
             for tensor in map(unwrap_transforms, _tensors(output)):
                 self.add("activation", path, tensor)
                 if tensor.requires_grad:
@@ -269,6 +291,7 @@ class _UpdateTable(events.Listener):
             self.add("weight", name, parameter)
             if parameter.grad is not None and not parameter.grad.is_sparse:
                 self.add("weight_gradient", name, parameter.grad)
+        self.rounding.read_weights(self.engine.inner)
         self._facts.before_update()
         self._before = sample_masters(self.engine.named, SAMPLE)
 
@@ -288,7 +311,10 @@ class _UpdateTable(events.Listener):
             tensors["measured"] = torch.stack(list(self._measured.values()))
         if self._facts.values:
             tensors["facts"] = self._facts.stack()
-        tag = report.index, self.rows, list(self._measured), list(self._facts.values), self.inputs
+        keys, rounding = self.rounding.collect()
+        if rounding is not None:
+            tensors["rounding"] = rounding
+        tag = report.index, self.rows, list(self._measured), list(self._facts.values), self.inputs, keys
         readback.push(tag, tensors)
 
 
@@ -302,10 +328,10 @@ def _measure_updates(weights: Tensor, changes: Tensor) -> Tensor:
 
 
 def _make_snapshot(
-    tag: tuple[int, dict[tuple[str, str], _Row], list[str], list[tuple[str, str]], LayerInputs],
+    tag: tuple[int, dict[tuple[str, str], _Row], list[str], list[tuple[str, str]], LayerInputs, list[Key | None]],
     tensors: dict[str, Tensor],
 ) -> Snapshot:
-    update, rows, parameters, names, inputs = tag
+    update, rows, parameters, names, inputs, keys = tag
     tables = len([name for name in tensors if name.startswith("counts")])
     counts = torch.cat([tensors[f"counts{i}"] for i in range(tables)]).tolist() if tables else []
     sizes = torch.cat([tensors[f"sizes{i}"] for i in range(tables)]).tolist() if tables else []
@@ -328,7 +354,8 @@ def _make_snapshot(
         readings.append(Reading(**common, scale=own_scale, lost=lost, ratio=ratio, **fields))
     facts = dict(zip(names, tensors["facts"].tolist(), strict=True)) if "facts" in tensors else {}
     own, extra, facts = separate_extra(readings, facts, inputs)
-    return Snapshot(update, own, bool(tensors["applied"]), facts, extra, frozenset(inputs.stays_fp32))
+    rounding = merge_readings(keys, tensors["rounding"].tolist() if "rounding" in tensors else [])
+    return Snapshot(update, own, bool(tensors["applied"]), facts, extra, frozenset(inputs.stays_fp32), rounding)
 
 
 def _called_modules(engine: Engine) -> Iterator[tuple[str, nn.Module]]:

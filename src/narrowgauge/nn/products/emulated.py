@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from narrowgauge.block_formats import BLOCK_FORMATS, BlockFormat, ScaleRule
 from narrowgauge.errors import UsageError
-from narrowgauge.events import run_product
+from narrowgauge.events import report_rounding, run_product
 from narrowgauge.nn.find_heads import find_heads
 from narrowgauge.nn.matrix_inventory import LayerUse, explain_kept_fp32
 from narrowgauge.nn.module_changes import Change, apply_change
@@ -70,14 +70,16 @@ class Emulation:
         titles = dict.fromkeys(format.title for format in formats)
         return f"rounding of its operands to {' and '.join(titles)} (emulated)"
 
-    def round_forward(self, x: Tensor) -> QuantizedBlocks:
-        """Quantize an input or a weight along its last dimension."""
-        return quantize_blocks(x, self.forward, scale_rule=SCALE_RULES.get(self.forward.name, "floor"))
+    def get_format(self, operand: str) -> tuple[BlockFormat, ScaleRule, Rounding]:
+        """Return how an operand (input, weight or gradient) is rounded: its format, the rule for scales, rounding."""
+        if operand == "gradient":
+            return self.gradients, SCALE_RULES.get(self.gradients.name, "floor"), self.rounding
+        return self.forward, SCALE_RULES.get(self.forward.name, "floor"), "nearest"
 
-    def round_gradient(self, x: Tensor) -> QuantizedBlocks:
-        """Quantize a gradient along its last dimension."""
-        rule = SCALE_RULES.get(self.gradients.name, "floor")
-        return quantize_blocks(x, self.gradients, rounding=self.rounding, scale_rule=rule)
+    def round(self, operand: str, x: Tensor) -> QuantizedBlocks:
+        """Quantize an operand along its last dimension."""
+        format, rule, rounding = self.get_format(operand)
+        return quantize_blocks(x, format, rounding=rounding, scale_rule=rule)
 
     def spread(self, x: Tensor) -> Tensor:
         """Return an operand of grad_weight [D, tokens] as it is rounded, with columns of zeros up to whole blocks."""
@@ -100,6 +102,16 @@ class EmulatedLinear(Change):
     def __init__(self, emulation: Emulation, path: str) -> None:
         self.emulation, self.path = emulation, path
 
+    def round(self, product: str, **operands: Tensor) -> tuple[QuantizedBlocks, QuantizedBlocks]:
+        """Round the two operands of a product, named input, weight or gradient, along their last dimensions."""
+        left, right = (self._round(product, name, x) for name, x in operands.items())
+        return left, right
+
+    def _round(self, product: str, operand: str, x: Tensor) -> QuantizedBlocks:
+        blocks = self.emulation.round(operand, x)
+        report_rounding(operand, product, self.path, x, blocks)
+        return blocks
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tensor:
         x = args[0] if args else next(iter(kwargs.values()))
@@ -112,11 +124,10 @@ class EmulatedLinear(Change):
 class _Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: EmulatedLinear, dtype: torch.dtype) -> Tensor:
-        emulation = layer.emulation
         rows = x.detach().reshape(-1, x.shape[-1]).to(BF16)
         ctx.save_for_backward(rows, weight)
         ctx.layer, ctx.shape, ctx.dtypes = layer, x.shape, (x.dtype, dtype)
-        operands = emulation.round_forward(rows), emulation.round_forward(_widen(weight))
+        operands = layer.round("output", input=rows, weight=_widen(weight))
         made = run_product("output", layer.path, _multiply, *operands, BF16)
         return made.view(*x.shape[:-1], len(weight))
 
@@ -131,12 +142,12 @@ class _Products(torch.autograd.Function):
         grad = grad.reshape(-1, grad.shape[-1]).to(BF16)
         of_input = of_weight = None
         if needs_input:
-            across = emulation.round_forward(_widen(weight).t().contiguous())
-            made = run_product("grad_input", path, _multiply, emulation.round_gradient(grad), across, BF16)
+            operands = layer.round("grad_input", gradient=grad, weight=_widen(weight).t().contiguous())
+            made = run_product("grad_input", path, _multiply, *operands, BF16)
             of_input = made.view(ctx.shape).to(ctx.dtypes[0])
         if needs_weight:
             left, right = (emulation.spread(one.t().contiguous()) for one in (grad, rows))
-            operands = emulation.round_gradient(left), emulation.round_forward(right)
+            operands = layer.round("grad_weight", gradient=left, input=right)
             of_weight = run_product("grad_weight", path, _multiply, *operands, ctx.dtypes[1])
         return of_input, of_weight, None, None
 
@@ -154,8 +165,8 @@ def _multiply(a: QuantizedBlocks, b: QuantizedBlocks, dtype: torch.dtype) -> Ten
     return product.to(dtype)
 
 
-def emulate_layers(model: nn.Module, recipe: Recipe) -> dict[str, LayerUse]:
-    """Make linear layers round their operands; return by path how each computes now."""
+def find_layers(model: nn.Module, recipe: Recipe) -> dict[str, LayerUse]:
+    """Return by path how each linear layer computes under an emulation: rounded, or in BF16 and why."""
     emulation, name = Emulation.of(recipe), recipe.emulate.upper()
     modules, heads = dict(model.named_modules()), find_heads(model)
     found: dict[str, LayerUse] = {}
@@ -169,7 +180,19 @@ def emulate_layers(model: nn.Module, recipe: Recipe) -> dict[str, LayerUse]:
             reason = f"{misfit[0]} is not a multiple of {name}'s block of {emulation.forward.block}"
             found[path] = LayerUse("linear", ("bf16",) * 3, reason)
         else:
-            apply_change(module, EmulatedLinear(emulation, path))
             reason = f"emulated: operands rounded to {name}, multiplied in BF16"
             found[path] = LayerUse("linear", (recipe.emulate,) * 3, reason)
+    return found
+
+
+def list_rounded(found: dict[str, LayerUse], recipe: Recipe) -> list[str]:
+    """Return the paths of the layers of ``find_layers`` that round their operands."""
+    return [path for path, use in found.items() if use.formats[0] == recipe.emulate]
+
+
+def emulate_layers(model: nn.Module, recipe: Recipe) -> dict[str, LayerUse]:
+    """Make linear layers round their operands; return by path how each computes now."""
+    found = find_layers(model, recipe)
+    for path in list_rounded(found, recipe):
+        apply_change(model.get_submodule(path), EmulatedLinear(Emulation.of(recipe), path))
     return found
