@@ -143,8 +143,9 @@ def test_sigterm_saves_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_predict_and_its_former_name(capsys: pytest.CaptureFixture[str]) -> None:
     for number, option in enumerate(("--predict", "--foretell")):
         code, data, err = run_json(capsys, "train", TASK, *SMALL, "--out", f"run{number}", option)
-        assert code == 0 and [one["format"] for one in data["predictions"]] == ["fp16", "fp8"]
-        assert "  fp16        would work" in err
+        formats = ["fp16", "fp8", "mxfp8", "mxfp4", "nvfp4"]
+        assert code == 0 and [one["format"] for one in data["predictions"]] == formats
+        assert "  fp16        would work" in err and "  nvfp4       " in err and "flushed to zero" in err
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     text = capsys.readouterr().out

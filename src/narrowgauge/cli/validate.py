@@ -232,6 +232,9 @@ def show(validation: Validation, out: TextIO) -> None:
     if described["noise_band"] is not None:
         say(f"{validation.reference} has a standard deviation of {described['noise_band']:.2%} over seeds", out)
     say("this result only covers runs of this length: a later divergence is possible", out)
+    for known in described["candidates"].values():
+        if known["answer"] is not None:
+            say(known["answer"], out)
 
 
 def _show_gate(compared: dict[str, Any], path: str, out: TextIO) -> None:

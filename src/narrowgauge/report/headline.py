@@ -87,6 +87,10 @@ def _make_notes(run: RunData, name: str) -> list[dict[str, Any]]:
             fix = f"narrowgauge replay {mark['path']}"
             notes.append(_make_finding("captured", NOTE, name, mark["path"], detail, fix))
             notes[-1]["step"] = mark["step"]
+    if run.emulated is not None:
+        detail = f"linear layers rounded their operands to {run.emulated} and multiplied in BF16: an emulation, which "
+        detail += f"shows how training goes in {run.emulated}, and nothing about the speed or memory of its hardware"
+        notes.append(_make_finding("emulated", NOTE, name, "", detail, "narrowgauge validate gives a verdict"))
     if run.state == "unfinished":
         detail = f"the record has no end event: the run was killed after step {run.step:,}, or its machine stopped"
         notes.append(_make_finding("unfinished", NOTE, name, str(run.folder), detail, "narrowgauge train --resume"))
@@ -106,6 +110,7 @@ def _make_verdict_findings(saved: dict[str, Any]) -> list[dict[str, Any]]:
     for name, one in saved["candidates"].items():
         where = f"{name} compared with {saved['reference']}"
         detail = f"{where}: {one['verdict']}" + (f": {one['reason']}" if one["reason"] else "")
+        detail = f"{name}: {one['answer']}" if one["answer"] else detail
         severity = {"worse": SERIOUS, "inconclusive": WARNING}.get(one["verdict"], GOOD)
         worst = (one["layers"] or {}).get("worst") or []
         advice = f"{worst[0]['module']}: {worst[0]['advice']}" if worst and severity != GOOD else ""

@@ -41,6 +41,7 @@ def build_tables(inputs: Inputs) -> list[dict[str, Any]]:
         watched = next((run for other, run in runs if other == task), None)
         if watched is not None:
             table.add_underflow(watched)
+            table.add_rounding(watched)
         for one in [one for other, one in saved if other == task and "gpu" in one][:1]:
             table.add_times(one)
         described = table.describe()
@@ -74,6 +75,18 @@ class _LayerTable:
             self._add_column(title, f"{title}: flushed", "%")
             for module, share in run.tensors.find_worst(kind, plane).items():
                 self._set(module, title, round_number(share))
+
+    def add_rounding(self, run: RunData) -> None:
+        """Adds what block formats do to the operands of each layer: as emulated in the run, or as predicted from it."""
+        found = {f"{name.upper()} predicted": layers for name, layers in run.rounding.predicted.items()}
+        if run.emulated is not None:
+            found[f"{run.emulated} emulated"] = run.rounding.emulated
+        for title, layers in found.items():
+            self._add_column(f"dB {title}", f"{title}: lowest dB of an operand", "dB")
+            self._add_column(f"flushed {title}", f"{title}: most flushed", "%")
+            for module, (decibels, flushed) in layers.items():
+                self._set(module, f"dB {title}", round_number(decibels))
+                self._set(module, f"flushed {title}", round_number(flushed))
 
     def add_times(self, saved: dict[str, Any]) -> None:
         """Adds each layer's total time per recipe, and the time that a narrow recipe saves."""

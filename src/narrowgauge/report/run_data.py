@@ -17,8 +17,11 @@ from typing import Any
 import numpy as np
 
 from narrowgauge.errors import printable
+from narrowgauge.gauges.rules.predict_block_formats import describe_measured
+from narrowgauge.recipe import find_emulation
 from narrowgauge.report.downsample import bin_marks, downsample, round_number
 from narrowgauge.report.event_reader import EventReader
+from narrowgauge.report.rounding_history import RoundingHistory
 from narrowgauge.report.tensor_history import TensorHistory
 from narrowgauge.runs import record
 
@@ -49,7 +52,9 @@ class RunData:
         self.evals: dict[str, list[tuple[float, float]]] = {}
         self.marks: list[dict[str, Any]] = []
         self.findings: list[dict[str, Any]] = []
-        self.predictions: list[dict[str, Any]] = []
+        self.predictions: dict[str, dict[str, Any]] = {}
+        """By format, the last prediction."""
+        self.rounding = RoundingHistory()
         self.end: dict[str, Any] | None = None
         self.sample: str | None = None
         self.seconds: float | None = None
@@ -105,6 +110,8 @@ class RunData:
 
     def _add_readings(self, event: dict[str, Any]) -> None:
         self.misread += self.tensors.add(int(event["step"]), event["readings"])
+        if self.emulated is not None:  # otherwise they are for predictions, which sum them up
+            self.misread += self.rounding.add(event.get("rounding") or ())
 
     def _add_finding(self, event: dict[str, Any]) -> None:
         names = ("rule", "severity", "where", "detail", "fix")
@@ -119,7 +126,9 @@ class RunData:
                 self._add_finding({"step": event["step"], **finding})
 
     def _add_prediction(self, event: dict[str, Any]) -> None:
-        self.predictions = [*self.predictions[-1:], _describe_prediction(event)]  # the page shows the last two
+        described = _describe_prediction(event)
+        self.predictions[described["format"]] = described
+        self.rounding.add_prediction(described["format"], event.get("tensors") or ())
 
     def _add_sample(self, event: dict[str, Any]) -> None:
         self.sample = printable(str(event["text"]))
@@ -130,6 +139,11 @@ class RunData:
     @property
     def recipe(self) -> str:
         return str(_mapping(self.configuration.get("settings")).get("recipe") or "unknown recipe")
+
+    @property
+    def emulated(self) -> str | None:
+        """The format that the run emulates, such as NVFP4; None if it emulates none."""
+        return find_emulation(self.recipe)
 
     @property
     def task(self) -> str:
@@ -188,7 +202,7 @@ class RunData:
         curves = {}
         for name in CURVES:
             values = np.array(self.numbers[name])
-            if np.isfinite(values).any():
+            if np.isfinite(values).any() and (name != "tokens_per_s" or self.emulated is None):
                 curves[name] = self.make_curve(name, columns)
         nonfinite = {
             name: bin_marks(steps, ~np.isfinite(np.array(self.numbers[name])), columns)
@@ -199,6 +213,7 @@ class RunData:
             "folder": str(self.folder),
             "task": self.task,
             "recipe": self.recipe,
+            "emulated": self.emulated,
             "state": self.state,
             "step": self.step,
             "planned": self.planned,
@@ -218,14 +233,17 @@ class RunData:
             "nonfinite": {name: where for name, where in nonfinite.items() if where},
             "marks": self.marks[-_MOST_MARKS:],
             "findings": self.findings[:_MOST_FINDINGS],
-            "predictions": self.predictions,
+            "predictions": list(self.predictions.values()),
             "sample": self.sample,
             "damaged": self.damaged,
             **self.tensors.describe(cells, histograms),
         }
 
     def _summarize(self) -> dict[str, Any]:
-        """The numbers of the summary. For a run without an end event they come from its steps."""
+        """The numbers of the summary. For a run without an end event they come from its steps.
+
+        An emulation has no speed: its time says nothing about hardware that has the format.
+        """
         end, losses = self.end or {}, self.numbers["loss"]
         rates = [rate for rate in self.numbers["tokens_per_s"][-200:] if math.isfinite(rate)]
         evals = self.evals.get("loss") or [(0.0, math.nan)]
@@ -236,9 +254,9 @@ class RunData:
             "loss_last": round_number(losses[-1]) if losses else None,
             "loss_last_text": f"{losses[-1]:.4f}" if losses else "",
             "loss_eval": round_number(_number(end.get("loss_eval"), evals[-1][1])),
-            "tokens_per_s": round_number(
-                _number(end.get("tokens_per_s"), float(np.mean(rates)) if rates else math.nan)
-            ),
+            "tokens_per_s": None
+            if self.emulated is not None
+            else round_number(_number(end.get("tokens_per_s"), float(np.mean(rates)) if rates else math.nan)),
             "unit": str(unit),
             "parameters": round_number(_number(parameters)),
         }
@@ -246,7 +264,9 @@ class RunData:
 
 def _describe_prediction(event: dict[str, Any]) -> dict[str, Any]:
     breaks = [one for one in event.get("breaks") or () if isinstance(one, dict)]
+    measured = event.get("measured")
     return {
+        "measured": "; ".join(describe_measured(measured, bool(event.get("survives")))) if measured else "",
         "format": str(event.get("format")),
         "survives": bool(event.get("survives")),
         "recipe": str(event.get("recipe") or ""),

@@ -63,6 +63,8 @@ def _parse_validation(data: dict[str, Any]) -> dict[str, Any]:
         candidates[str(name)] = {
             "verdict": str(one["verdict"]),
             "reason": str(one.get("reason") or ""),
+            "emulated": _text(one.get("emulated")),
+            "answer": str(one.get("answer") or ""),
             "interval": to_numbers(one.get("interval")),
             "losses": to_numbers(one.get("losses")),
             **{key: to_number(one.get(key)) for key in numbers},

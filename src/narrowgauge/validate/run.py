@@ -22,7 +22,7 @@ from narrowgauge import hardware
 from narrowgauge.data import cache
 from narrowgauge.engine.choose_recipe import choose_for_task
 from narrowgauge.errors import UsageError
-from narrowgauge.recipe import is_auto, parse, refusal
+from narrowgauge.recipe import find_emulation, is_auto, parse, refusal
 from narrowgauge.runs.json_lines import replace_nonfinite
 from narrowgauge.runs.settings import check_learning_rate
 from narrowgauge.runs.trainer import Observer
@@ -30,6 +30,7 @@ from narrowgauge.task import Task
 from narrowgauge.validate.curves import paired_runs
 from narrowgauge.validate.curves.paired_runs import Experiment, Run, make_task
 from narrowgauge.validate.curves.run_length import choose_learning_rate, choose_steps
+from narrowgauge.validate.emulated_answer import make_answer
 from narrowgauge.validate.layers.compare import LayerComparison, compare_step
 from narrowgauge.validate.statistics.equal_loss import SHARE, EqualLoss, compare_at_equal_loss
 from narrowgauge.validate.statistics.sequential_test import FIRST, SequentialTest
@@ -332,7 +333,7 @@ class Validation(Mapping[str, Verdict]):
         """The validation as JSON data, as ``validate --json`` prints it."""
         most = max(verdict.seeds for verdict in self.values())
         references = [self.runs[self.reference, seed] for seed in range(most)]
-        losses = self._losses(self.reference, most)
+        losses, steps = self._losses(self.reference, most), self.experiment.settings["steps"]
         described: dict[str, Any] = {}
         for name, verdict in self.items():
             count = verdict.seeds
@@ -340,6 +341,8 @@ class Validation(Mapping[str, Verdict]):
             described[name] = {
                 **dataclasses.asdict(verdict),
                 "recipe": self.recipes[name],
+                "emulated": find_emulation(self.recipes[name]),
+                "answer": make_answer(self.recipes[name], verdict, self.reference, steps),
                 "detectable": verdict.detectable,
                 "diverged": verdict.diverged[1],
                 "diverged_reference": verdict.diverged[0],
@@ -355,7 +358,7 @@ class Validation(Mapping[str, Verdict]):
             "device": self.experiment.device.name,
             "reference": self.reference,
             "margin": self.margin,
-            "steps": self.experiment.settings["steps"],
+            "steps": steps,
             "losses": losses,
             "noise_band": paired_runs.measure_noise_band(losses),
             "seconds": time.monotonic() - self._start,

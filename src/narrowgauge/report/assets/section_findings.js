@@ -13,7 +13,8 @@ function otherLocations(places) {
   );
 }
 
-// Whether FP16 and FP8 would work, as predicted from the runs. Equal predictions of several runs are merged.
+// Whether FP16 and FP8 would work, as predicted from the runs, and what was measured for block formats, about which only
+// a validation has a verdict. Equal predictions of several runs are merged.
 function predictionItems(runs) {
   const merged = new Map();
   for (const run of runs) {
@@ -33,14 +34,18 @@ function predictionItems(runs) {
         "div",
         {},
         el("p", {}, text),
-        one.recipe ? el("p", { class: "fix" }, `--recipe ${one.recipe}`) : null,
+        one.recipe ? el("p", { class: "fix" }, adviseRecipe(one)) : null,
         el("p", { class: "where" }, `based on ${names.join(", ")}`),
       ),
     ),
   );
 }
 
+const adviseRecipe = (one) =>
+  one.measured ? `narrowgauge validate TASK --candidates "${one.recipe}"` : `--recipe ${one.recipe}`;
+
 function describePrediction(one) {
+  if (one.measured) return `${one.format.toUpperCase()} (emulated): ${one.measured}`;
   const scale =
     one.loss_scale && one.survives ? ` with a loss scale up to ${power(Math.round(Math.log2(one.loss_scale)))}` : "";
   const breaks = one.breaks

@@ -25,6 +25,7 @@ function validationSection(data) {
       { key: "skipped", title: "skipped" },
       { key: "diverged", title: "diverged" },
     ];
+    if (Object.values(one.candidates).some((c) => c.emulated)) columns.splice(2, 0, { key: "emulated", title: "emulated format" });
     const table = Object.entries(one.candidates).map(([name, c]) => ({
       ...c,
       name,
