@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 from narrowgauge.kernels import activation_kernels as activation, cast, cross_entropy_kernels, norm_kernels
-from narrowgauge.kernels import adamw, cast_row_scales, cast_rows, cast_weights, embedding, rotary, sum_rows
+from narrowgauge.kernels import adamw, cast_row_scales, cast_rows, cast_weights, embedding, muon, rotary, sum_rows
 from narrowgauge.kernels import tensor_stats
 
 I32, SMALL = "i32", 32
@@ -191,6 +191,20 @@ elif kind == "adamw":
                          EPS_IS_0=not whole, WHOLE=whole, UNITS=(8,) * 8 if whole else (1,) * 8, BLOCK=1024, GROUP=128)
     compiled(adamw._squares_kernel, 4, (), {**tables, "partial_ptr": "*fp64"}, WHOLE=True, UNIT=8, BLOCK=4096)
     compiled(adamw._norms_kernel, 4, (), {"partial_ptr": "*fp64", "first_ptr": "*i32", "norms_ptr": "*fp32"}, BLOCK=256)
+elif kind == "muon":
+    tables = {"offsets_ptr": "*i64", "tensor_index_ptr": "*i32", "block_index_ptr": "*i32", "sizes_ptr": "*i64",
+    "seeds_ptr": "*i32", "check_ptr": "*i32", "foreign_ptr": "*i64", "rates_ptr": "*fp32", "found_ptr": "*fp32",
+    "factor_ptr": "*fp32", "rate": "fp32", "momentum": "fp32", "scale_ptr": "*fp32", "direction_ptr": "*bf16"}
+    for momentum, grad in (("*i8", "*bf16"), ("*bf16", "*fp32"), ("*fp32", "*fp32")):
+        bits, types = momentum == "*i8", {**tables, "momentum_ptr": momentum, "grad_ptr": grad}
+        compiled(muon._momentum_kernel, 4, () if bits else ("factor_ptr", "found_ptr"), types, NESTEROV=bits,
+                 MAXIMIZE=not bits, EIGHT_BIT=bits, WHOLE=bits, UNITS=(8,) * 4 if bits else (1,) * 4, BLOCK=1024,
+                 GROUP=128)
+    for master, weight, low in (("split", "*bf16", "*i16"), ("copy", "*bf16", "*fp32"), ("none", "*bf16", "*bf16"),
+                                ("itself", "*fp32", "*fp32")):
+        whole, types = master in ("split", "none"), {**tables, "weight_ptr": weight, "low_ptr": low}
+        compiled(muon._apply_kernel, 4, () if whole else ("found_ptr",), types, MASTER=master, WHOLE=whole,
+                 UNITS=(8,) * 4 if whole else (1,) * 4, BLOCK=1024, GROUP=128)
 elif kind == "embedding":
     for dtype in ("*fp32", "*bf16"):
         types = {"grad_ptr": dtype, "ids_ptr": "*i64", "out_ptr": "*fp32"}
@@ -249,7 +263,7 @@ else:
 """
 
 
-KINDS = ["cast", "activation", "norm", "cross_entropy", "adamw", "embedding", "rotary", "stats", "rehearsal"]
+KINDS = ["cast", "activation", "norm", "cross_entropy", "adamw", "muon", "embedding", "rotary", "stats", "rehearsal"]
 RUN_ALL = """
 import json, sys, traceback
 script, *kinds = sys.argv[1:]

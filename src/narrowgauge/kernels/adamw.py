@@ -23,6 +23,15 @@ from torch import Tensor
 from narrowgauge import events
 from narrowgauge.kernels import HAVE_TRITON, jit, use_triton
 from narrowgauge.kernels.launch import launch_kernel
+from narrowgauge.kernels.master_tile import (
+    GROUP,
+    divide_approx,
+    join_master,
+    load_size,
+    round_to_int8,
+    share_base,
+    store_master,
+)
 from narrowgauge.kernels.multi_tensor import is_aligned, make_block_table, make_offset_table
 
 if HAVE_TRITON:
@@ -31,7 +40,6 @@ if HAVE_TRITON:
     from narrowgauge.kernels.fp8_tile import INTERPRETED
 
 BLOCK = 2048
-GROUP = 128
 WARPS = 4
 NORM_BLOCK = 16384
 
@@ -157,15 +165,6 @@ def _unit_size(tensor: Tensor, whole: bool) -> int:
 
 
 @jit
-def _load_size(sizes_ptr, tensor, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load a tensor's size. WHOLE: all are multiples of 16, so no mask splits a 16-byte access."""
-    size = tl.load(sizes_ptr + tensor)
-    if WHOLE:
-        size = (size // 16) * 16
-    return size
-
-
-@jit
 def _squares_kernel(  # type: ignore[no-untyped-def]
     grad_ptr, offsets_ptr, tensor_index_ptr, block_index_ptr, sizes_ptr, partial_ptr,
     WHOLE: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
@@ -177,7 +176,7 @@ def _squares_kernel(  # type: ignore[no-untyped-def]
     """
     program = tl.program_id(0)
     tensor = tl.load(tensor_index_ptr + program)
-    size = _load_size(sizes_ptr, tensor, WHOLE)
+    size = load_size(sizes_ptr, tensor, WHOLE)
     grad_ptr += tl.load(offsets_ptr + tensor) * UNIT
     offsets = tl.load(block_index_ptr + program).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(grad_ptr + offsets, mask=offsets < size, other=0.0).to(tl.float32)
@@ -200,64 +199,10 @@ def _norms_kernel(partial_ptr, first_ptr, norms_ptr, BLOCK: tl.constexpr):  # ty
 
 
 @jit
-def _checksums(high, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Compute ``optim.weight_checksums.compute_checksums`` of the BF16 bits of groups, as int32."""
-    bits = high.to(tl.uint32, bitcast=True)
-    even, odd = tl.split(tl.reshape(bits, [bits.shape[0], GROUP // 2, 2]))
-    state = even * 0x9E3779B1 + odd * 0xD6BEFA39 + tl.arange(0, GROUP // 2).to(tl.uint32)[None, :] * 0x85EBCA77
-    return tl.sum((state * (state >> 15)).to(tl.int32, bitcast=True), 1).to(tl.int32)
-
-
-@jit
-def _join(high, low):  # type: ignore[no-untyped-def]
-    """Compute ``optim.split_fp32.join`` from BF16 bits. Zeros stay zeros for any remainder."""
-    top = high << 16
-    bits = top + low
-    return tl.where(((bits ^ top) & -0x80000000) != 0, top, bits).to(tl.float32, bitcast=True)
-
-
-@jit
-def _split(master):  # type: ignore[no-untyped-def]
-    """Compute ``optim.split_fp32.split``, as BF16 bits in int32. The hardware makes no NaN other than 0x7FFFFFFF."""
-    bits = tl.minimum(master.to(tl.int32, bitcast=True), 0x7FFF7FFF)
-    high = (bits + 0x8000) >> 16
-    return high, (bits - (high << 16)).to(tl.int16)
-
-
-@jit
-def _mix(x):  # type: ignore[no-untyped-def]
-    """Compute ``optim.master_access.mix``."""
-    x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = (x ^ (x >> 15)) * 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@jit
 def _sqrt_approx(x):  # type: ignore[no-untyped-def]
     if INTERPRETED:
         return tl.sqrt(x)
     return tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@jit
-def _divide_approx(x, y):  # type: ignore[no-untyped-def]
-    if INTERPRETED:
-        return x / y
-    return tl.inline_asm_elementwise(
-        "div.approx.ftz.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
-    )
-
-
-@jit
-def _share_base(scale, root):  # type: ignore[no-untyped-def]
-    """Return the divisor of a share: ``root``, or infinity if the group is almost 0, so that its shares are 0."""
-    return tl.where(scale > 1e-37, root, float("inf"))[:, None]
-
-
-@jit
-def _round_to_int8(x):  # type: ignore[no-untyped-def]
-    """Round to the nearest integer in -127..127, ties to even: adding 1.5 * 2**23 puts it in the last bits."""
-    return (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @jit
@@ -273,7 +218,7 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
         go = tl.load(found_ptr) == 0.0
     program = tl.program_id(0)
     tensor = tl.load(tensor_index_ptr + program)
-    size = _load_size(sizes_ptr, tensor, WHOLE)
+    size = load_size(sizes_ptr, tensor, WHOLE)
     row = offsets_ptr + tensor * 8
     start = tl.load(block_index_ptr + program).to(tl.int64) * BLOCK
     group = tl.arange(0, BLOCK // GROUP)
@@ -291,30 +236,22 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
         high = tl.load(weight_ptr + offsets, mask=mask, other=0.0)
         m = tl.load(first_ptr + offsets, mask=mask, other=0).to(tl.float32)
         v = tl.load(second_ptr + offsets, mask=mask, other=0).to(tl.float32)
+        low = high
+        word = there
         if MASTER == "split":
             low = tl.load(low_ptr + offsets, mask=mask, other=0).to(tl.int32)
             check_ptr += tl.load(row + 5) * UNITS[5] + start // GROUP
             word = tl.load(check_ptr + group, mask=there, other=0)
         elif MASTER == "copy":
-            w = tl.load(low_ptr + offsets, mask=mask, other=0.0)
+            low = tl.load(low_ptr + offsets, mask=mask, other=0.0)
         if EIGHT_BIT:
             first_scale_ptr += tl.load(row + 6) * UNITS[6] + start // GROUP
             second_scale_ptr += tl.load(row + 7) * UNITS[7] + start // GROUP
-            m = _divide_approx(m, 254.0 - tl.abs(m)) * tl.load(first_scale_ptr + group, mask=there, other=0.0)[:, None]
-            v = _divide_approx(v, 510.0 - v)
+            m = divide_approx(m, 254.0 - tl.abs(m)) * tl.load(first_scale_ptr + group, mask=there, other=0.0)[:, None]
+            v = divide_approx(v, 510.0 - v)
             v = v * v * tl.load(second_scale_ptr + group, mask=there, other=0.0)[:, None]
 
-        if MASTER == "split":
-            bits = high.to(tl.int16, bitcast=True).to(tl.int32)
-            foreign = word != _checksums(bits, GROUP)
-            w = _join(bits, tl.where(foreign[:, None], 0, low))
-        elif MASTER == "copy":
-            apart = w.to(tl.int32, bitcast=True) - (high.to(tl.int16, bitcast=True).to(tl.int32) << 16)
-            own = (apart >= -0x8000) & (apart <= 0x8000)
-            w = tl.where(own, w, high.to(tl.float32))
-            foreign = tl.min(own.to(tl.int32), 1) == 0
-        else:
-            w = high.to(tl.float32)
+        w, foreign = join_master(high, low, word, MASTER, GROUP)
         if factor_ptr is not None:
             g = g * (1.0 / tl.load(factor_ptr))
         if MAXIMIZE:
@@ -324,20 +261,18 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
         v = v * beta2 + g * g * rate2
         step_size = tl.load(steps_ptr + tensor * 3 + 1)
         root = _sqrt_approx(v)
-        w = w - step_size * _divide_approx(m, root * tl.load(steps_ptr + tensor * 3 + 2) + eps)
+        w = w - step_size * divide_approx(m, root * tl.load(steps_ptr + tensor * 3 + 2) + eps)
 
         if EIGHT_BIT:
             scale = tl.max(tl.abs(m), 1)
-            code = _round_to_int8(_divide_approx(m * 254.0, _share_base(scale, scale) + tl.abs(m)))
+            code = round_to_int8(divide_approx(m * 254.0, share_base(scale, scale) + tl.abs(m)))
             tl.store(first_ptr + offsets, code, mask=mask)
             tl.store(first_scale_ptr + group, scale, mask=there)
             scale = tl.max(v, 1)
             tick = tl.load(ticks_ptr + tensor).to(tl.uint32, bitcast=True)
             state = offsets.to(tl.uint32) * 3242174889 + tick
             threshold = (state >> 8).to(tl.float32) * 5.9604644775390625e-08
-            code = (_divide_approx(root * 510.0, _share_base(scale, _sqrt_approx(scale)) + root) + threshold).to(
-                tl.int32
-            )
+            code = (divide_approx(root * 510.0, share_base(scale, _sqrt_approx(scale)) + root) + threshold).to(tl.int32)
             code = tl.minimum(tl.maximum(code, 1), 255)
             tl.store(second_ptr + offsets, code.to(tl.uint8), mask=mask)
             tl.store(second_scale_ptr + group, scale, mask=there)
@@ -345,24 +280,11 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
             tl.store(first_ptr + offsets, m.to(first_ptr.dtype.element_ty), mask=mask)
             tl.store(second_ptr + offsets, v.to(second_ptr.dtype.element_ty), mask=mask)
 
-        if MASTER == "itself":
-            tl.store(weight_ptr + offsets, w, mask=mask)
-        elif MASTER == "none":
+        seed = 0
+        if MASTER == "none":
             seed = tl.load(seeds_ptr + tensor).to(tl.uint32, bitcast=True)
-            noise = _mix(offsets.to(tl.uint32) ^ _mix(seed)) & 0xFFFF
-            bits = w.to(tl.int32, bitcast=True)
-            finite = (bits & 0x7F800000) != 0x7F800000
-            bits = tl.where(finite, bits + noise.to(tl.int32, bitcast=True), bits) >> 16
-            tl.store(weight_ptr + offsets, bits.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=mask)
-        else:
-            bits, low = _split(w)
-            tl.store(weight_ptr + offsets, bits.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=mask)
-            if MASTER == "split":
-                tl.store(low_ptr + offsets, low, mask=mask)
-                if EPS_IS_0:  # beyond the tensor's end the update was 0 / 0; checksums expect zeros
-                    bits = tl.where(mask, bits, 0)
-                tl.store(check_ptr + group, _checksums(bits, GROUP), mask=there)
-            else:
-                tl.store(low_ptr + offsets, w, mask=mask)
-            one = tl.full([BLOCK // GROUP], 1, tl.int64)
-            tl.atomic_add(foreign_ptr + group * 0, one, mask=there & foreign, sem="relaxed")
+        # With eps = 0, updates beyond the tensor's end are 0 / 0.
+        store_master(
+            w, foreign, weight_ptr, low_ptr, check_ptr, foreign_ptr, seed, offsets, mask, group, there,
+            MASTER, EPS_IS_0, BLOCK, GROUP,
+        )  # fmt: skip

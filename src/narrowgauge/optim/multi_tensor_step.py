@@ -24,7 +24,7 @@ def step_tensors(
 
     ``foreign`` is raised by the number of groups of weights that something else had written.
     """
-    steps = _stack_steps(states)
+    steps = stack_steps(states)
     steps.add_(1.0 if found is None else 1.0 - found)
     beta1, beta2 = (float(beta) for beta in group["betas"])
     low = "remainder" if "remainder" in states[0] else "master"
@@ -39,14 +39,19 @@ def step_tensors(
         second_scale=[state["exp_avg_sq_scale"] for state in states if "exp_avg_sq_scale" in state],
     )
     ticks = (steps.long() * PLASTIC[1]).to(torch.int32) if lists.first_scale else None
-    seeds = None
-    if lists.master == "none":
-        own = torch.tensor([state["seed"] for state in states]).to(steps.device, non_blocking=True)
-        seeds = (steps.long() * 0x9E3779B1 + own).to(torch.int32)
     rates = compute_step_rates(steps, group["lr"], group["weight_decay"], beta1, beta2)
+    seeds = make_seeds(states, steps)
     launch_adamw(
         lists, StepScalars(beta1, beta2, group["eps"], group["maximize"], rates, ticks, seeds, factor, found, foreign)
     )
+
+
+def make_seeds(states: list[dict[str, Any]], steps: Tensor) -> Tensor | None:
+    """Return the seeds of stochastic rounding for weights without masters; None if they have masters."""
+    if "seed" not in states[0] or {"remainder", "master"} & set(states[0]):
+        return None
+    own = torch.tensor([state["seed"] for state in states]).to(steps.device, non_blocking=True)
+    return (steps.long() * 0x9E3779B1 + own).to(torch.int32)
 
 
 def compute_step_rates(steps: Tensor, lr: float | Tensor, weight_decay: float, beta1: float, beta2: float) -> Tensor:
@@ -57,7 +62,7 @@ def compute_step_rates(steps: Tensor, lr: float | Tensor, weight_decay: float, b
     return torch.stack([keep, lr / (1 - beta1**t), (1 - beta2**t).rsqrt()], 1).float()
 
 
-def _stack_steps(states: list[dict[str, Any]]) -> Tensor:
+def stack_steps(states: list[dict[str, Any]]) -> Tensor:
     """Return the step counts as one vector, and make the states' counts views of it."""
     first = states[0]["step"]
     flat: Tensor | None = first._base

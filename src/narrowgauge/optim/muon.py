@@ -17,10 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import UsageError
+from narrowgauge.kernels import use_triton
+from narrowgauge.kernels.muon import launch_apply, launch_momentum
 from narrowgauge.optim import adamw, sharded
 from narrowgauge.optim.master_access import read_master, write_master
 from narrowgauge.optim.mastered import MasteredOptimizer
-from narrowgauge.optim.moments import load_moment, store_moment
+from narrowgauge.optim.moments import get_scale_name, load_moment, store_moment
+from narrowgauge.optim.multi_tensor_step import make_seeds, stack_steps
 from narrowgauge.optim.newton_schulz import (
     ADJUSTMENTS,
     COEFFICIENTS,
@@ -36,6 +39,7 @@ from narrowgauge.parameters import is_sharded
 RULES = ("muon", "adamw")
 BETAS = (0.9, 0.95)
 ADAMW_EPS = 1e-8
+SCALE = get_scale_name("momentum_buffer")
 
 
 class Muon(MasteredOptimizer):
@@ -185,13 +189,17 @@ class Muon(MasteredOptimizer):
             adamw.step_by_adamw(self, parameters, group, factor, found)
             return
         states = [self.prepare(parameter, group) for parameter in parameters]
+        if use_triton(parameters[0]) and not is_sharded(parameters[0]):
+            _step_by_kernels(self, parameters, states, group, factor, found)
+            return
         if found is not None and bool(found.item()):
             return
         directions = [
             _find_direction(parameter, state, group, factor)
             for parameter, state in zip(parameters, states, strict=True)
         ]
-        moved = orthogonalize_alike(directions, group)
+        options = group["ns_coefficients"], group["ns_steps"], group["eps"]
+        moved = [orthogonalize(direction, *options) for direction in directions]
         for parameter, state, direction in zip(parameters, states, moved, strict=True):
             self._apply(parameter, state, direction, group)
 
@@ -241,19 +249,77 @@ def _find_direction(
     return gathered
 
 
-def orthogonalize_alike(directions: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-    """Return the orthogonalized directions; on a GPU those of equal shape are one batch."""
+def _step_by_kernels(
+    optimizer: Muon,
+    parameters: list[nn.Parameter],
+    states: list[dict[str, Any]],
+    group: dict[str, Any],
+    factor: Tensor | None,
+    found: Tensor | None,
+) -> None:
+    """Step matrices that share a device and formats, without waiting for the device."""
+    places = [place for place, parameter in enumerate(parameters) if parameter.numel()]
+    if not places:
+        return
+    targets = [parameters[place].detach() for place in places]
+    states = [states[place] for place in places]
+    steps = stack_steps(states)
+    steps.add_(1.0 if found is None else 1.0 - found)
+    weights = [target.contiguous() for target in targets]
+    grads = [_get_grad(parameters[place]) for place in places]
+    alike = _find_alike(weights)
+    stacks = [weights[0].new_empty((len(some), *weights[some[0]].shape), dtype=torch.bfloat16) for some in alike]
+    directions = _spread(alike, stacks)
+    launch_momentum(
+        grads, [state["momentum_buffer"] for state in states],
+        [state[SCALE] for state in states if SCALE in state], directions,
+        group["momentum"], group["nesterov"], group["maximize"], factor, found,
+    )  # fmt: skip
     options = group["ns_coefficients"], group["ns_steps"], group["eps"]
-    if directions[0].device.type == "cpu":
-        return [orthogonalize(direction, *options) for direction in directions]
+    moved = _spread(alike, [orthogonalize(stack, *options).contiguous() for stack in stacks])
+    low = "remainder" if "remainder" in states[0] else "master"
+    launch_apply(
+        weights, [state[low] for state in states if low in state],
+        [state["check"] for state in states if "check" in state], moved,
+        _compute_rates(weights, group), make_seeds(states, steps), found,
+        optimizer.get_foreign_count(weights[0].device),
+    )  # fmt: skip
+    for target, weight in zip(targets, weights, strict=True):
+        if weight is not target:  # other strides than row-major
+            target.copy_(weight)
+
+
+def _spread(alike: list[list[int]], stacks: list[Tensor]) -> list[Tensor]:
+    """Return the members of stacks in the order of their places."""
+    found = {
+        place: one for some, stack in zip(alike, stacks, strict=True) for place, one in zip(some, stack, strict=True)
+    }
+    return [found[place] for place in range(len(found))]
+
+
+def _get_grad(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad.contiguous()
+
+
+def _compute_rates(weights: list[Tensor], group: dict[str, Any]) -> Tensor:
+    """Return what each weight is multiplied by and the size of its step, [n, 2], on the device."""
+    lr = group["lr"]
+    ratios = torch.tensor([adjust_rate(1.0, group["adjust_lr_fn"], weight.shape) for weight in weights]).double()
+    device = weights[0].device
+    if not isinstance(lr, Tensor):
+        rates = torch.stack([torch.full_like(ratios, 1 - lr * group["weight_decay"]), ratios * lr], 1).float()
+        return rates.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rates
+    ratios, lr = ratios.to(device, non_blocking=True), lr.to(device, torch.float64)
+    return torch.stack([torch.ones_like(ratios) - lr * group["weight_decay"], ratios * lr], 1).float()
+
+
+def _find_alike(tensors: list[Tensor]) -> list[list[int]]:
+    """Return the places of tensors that have equal shapes."""
     alike: dict[torch.Size, list[int]] = {}
-    for index, direction in enumerate(directions):
-        alike.setdefault(direction.shape, []).append(index)
-    found: dict[int, Tensor] = {}
-    for places in alike.values():
-        stacked = torch.stack([directions[index].to(torch.bfloat16) for index in places])
-        found.update(zip(places, orthogonalize(stacked, *options).unbind(), strict=True))
-    return [found[index] for index in range(len(directions))]
+    for place, tensor in enumerate(tensors):
+        alike.setdefault(tensor.shape, []).append(place)
+    return list(alike.values())
 
 
 def split_for_muon(model: nn.Module, adamw: Iterable[str] = ()) -> list[dict[str, Any]]:
