@@ -115,7 +115,8 @@ def get_run(experiment: Experiment, recipe: str, seed: int, observer: Observer |
     steps = int(experiment.settings.get("steps") or task.steps)
     given = {"seed": seed, "eval_every": max(1, -(-steps // EVALUATIONS)), **experiment.settings, **TEMPORARY}
     settings = make_settings(task, recipe=recipe, device=experiment.device.torch_device, **given)
-    folder = experiment.store / hash_content({**experiment.describe_content(), "settings": settings.__dict__})
+    known = {name: value for name, value in vars(settings).items() if name != "predict"}  # it changes no number
+    folder = experiment.store / hash_content({**experiment.describe_content(), "settings": known})
     done = _read_finished(folder)
     if done is not None:
         return done
