@@ -130,8 +130,8 @@ def _give_each_row(inv_scale: Tensor, operand: Tensor) -> Tensor:
 def can_return_fp32(device: torch.device) -> bool:
     """Whether torch returns products of operands with row scales in FP32, which grad_weight may need.
 
-    torch leaves them to cuBLAS 12.9 and later on Hopper, and elsewhere to a CUTLASS kernel, which wrote 16 bits only up
-    to torch 2.12 (pytorch #162022, #187569). A forecast assumes Hopper.
+    torch leaves them to cuBLAS 12.9 and later on Hopper, and elsewhere to a CUTLASS kernel, which writes 16 bits only
+    in torch 2.11 (pytorch #162022, #187569). A forecast assumes Hopper.
     """
     if not torch.cuda.is_available():
         return True
