@@ -26,7 +26,8 @@ from narrowgauge.forecast.time.roofline import predict_time
 from narrowgauge.forecast.trace.trace_step import trace_steps
 from narrowgauge.recipe import parse
 from narrowgauge.runs.batches import make_batch, to_device
-from narrowgauge.runs.schedule import Schedule, make_adamw
+from narrowgauge.runs.optimizers import make_adamw
+from narrowgauge.runs.schedule import Schedule
 
 spec, recipe, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
 sizes = {"batch": int(sys.argv[4])} if len(sys.argv) > 4 else {}

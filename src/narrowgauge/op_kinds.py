@@ -14,8 +14,8 @@ KINDS = {
     "communication": r"nccl|all_?reduce|all_?gather|reduce_?scatter",
     "attention": r"sdpa|fmha|flash|attention|mha_",
     "gauges": r"_stats_kernel",
-    "optimizer": r"adam|multi_tensor_apply|foreach|_squares_kernel|_norms_kernel|gradient_norms|vector_norm|lpnorm|"
-    r"^optimizer\.|amp_(update|non_finite)|clip_grad",
+    "optimizer": r"adam|muon_|multi_tensor_apply|foreach|_squares_kernel|_norms_kernel|gradient_norms|vector_norm|"
+    r"lpnorm|^optimizer\.|amp_(update|non_finite)|clip_grad",
     "product": r"nvjet|gemm|gemv|xmma|cutlass|splitk|cublas|triton_tem|wgrad|dgrad|mkldnn_linear|"
     r"::(_scaled_|_grouped_|_int_)?(mm|addmm|bmm|baddbmm|matmul|linear|mv|addmv|dot|einsum)\b",
     "convolution": r"convol|conv\d",

@@ -9,7 +9,7 @@ import torch
 from narrowgauge import Engine
 from narrowgauge.models.gpt import GPT, GPTConfig
 from narrowgauge.ranks import replicate, shard
-from narrowgauge.runs.schedule import make_adamw
+from narrowgauge.runs.optimizers import make_adamw
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),

@@ -15,8 +15,8 @@ from narrowgauge.models.gpt import GPT, GPTConfig
 from narrowgauge.ranks import replicate, shard, update_sync
 from narrowgauge.ranks.world import SINGLE_PROCESS, join_world
 from narrowgauge.recipe import NAMED
+from narrowgauge.runs.optimizers import make_adamw
 from narrowgauge.runs.rank_batches import RankBatches
-from narrowgauge.runs.schedule import make_adamw
 
 RECIPES = (
     "fp32",

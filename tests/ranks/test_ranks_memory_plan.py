@@ -9,7 +9,7 @@ from narrowgauge.models.gpt import GPT, GPTConfig
 from narrowgauge.nn.memory_plan import MemoryPlan
 from narrowgauge.ranks import replicate, shard
 from narrowgauge.ranks.world import join_world
-from narrowgauge.runs.schedule import make_adamw
+from narrowgauge.runs.optimizers import make_adamw
 
 RECIPE, ALL_KEPT = "fp8[products=all]", "fp8[products=all,activations=bf16]"
 BLOCKS = {"blocks.0": "none", "blocks.1": "selective", "blocks.2": "full", "blocks.3": "none"}

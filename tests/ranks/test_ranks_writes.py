@@ -9,7 +9,7 @@ from narrowgauge.models.gpt import GPT, GPTConfig
 from narrowgauge.optim.sharded import to_local
 from narrowgauge.ranks import replicate, shard
 from narrowgauge.ranks.world import join_world
-from narrowgauge.runs.schedule import make_adamw
+from narrowgauge.runs.optimizers import make_adamw
 
 RECIPES = ("bf16", "fp8", "fp8-lean")
 FACTORS = (0.5, 1.5, 3.0)

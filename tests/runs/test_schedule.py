@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from narrowgauge.runs.schedule import FLOOR, Schedule, compute_factor, make_adamw
+from narrowgauge.runs.optimizers import make_adamw
+from narrowgauge.runs.schedule import FLOOR, Schedule, compute_factor
 
 
 def test_factor_at_known_steps() -> None:

@@ -220,7 +220,7 @@ def _machine_recipe(args: argparse.Namespace) -> Recipe:
 def _check_task(spec: str, options: dict[str, Any], recipe: Recipe) -> list[Finding]:
     from narrowgauge import tasks
     from narrowgauge.lint.model import check
-    from narrowgauge.runs.schedule import make_adamw
+    from narrowgauge.runs.optimizers import make_adamw
 
     task = tasks.find(spec, **options)
     model = _build(task, spec)

@@ -36,6 +36,7 @@ FOR_TASK = (
 FOR_SETTINGS = {
     "steps": "steps",
     "lr": "learning_rate",
+    "optimizer": "optimizer",
     "accumulate": "accumulate",
     "clip": "clip_norm",
     "warmup": "warmup",
@@ -62,6 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=whole, help="items per batch")
     add("--context", type=whole, help="tokens per sequence")
     add("--lr", type=number, help="peak learning rate (default: the task's)")
+    add(
+        "--optimizer",
+        metavar="NAME",
+        help="adamw (default), or muon: Muon for the blocks' matrices, AdamW for the rest",
+    )
     add("--data", metavar="PATH", help="text, .jsonl, .parquet, .bin, a folder of them, or hf:NAME[:CONFIG][@SPLIT]")
     finetuning.add_arguments(parser)
     add("--tokenizer", metavar="PATH", help="a tokenizer.json or its folder (default: bytes or a byte-pair encoding)")

@@ -1,4 +1,4 @@
-"""The learning rate schedule of a run, and AdamW with its weight-decay groups.
+"""The learning rate schedule of a run.
 
 factor(step) = (step + 1) / warmup                                              while step < warmup
              = floor + (1 - floor) * (1 + cos(pi * done)) / 2                   after it,
@@ -7,13 +7,9 @@ where done rises from 0 at the end of the warm-up to 1 at the last step
 
 from __future__ import annotations
 
-import inspect
 import math
-from typing import Any
 
-import torch
-from torch import nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
 FLOOR = 0.1
 """Cosine decay ends at a tenth of the peak, as in GPT-3 and most models since."""
@@ -41,20 +37,3 @@ class Schedule:
         for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * now
         return self._peaks[0] * now
-
-
-def make_adamw(model: nn.Module, learning_rate: float, weight_decay: float) -> AdamW:
-    """Make an AdamW that decays only matrices: norms, biases and other vectors have no redundancy to remove."""
-    trained = [p for p in model.parameters() if p.requires_grad]  # parameters() yields a tied weight once
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    return AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), fused=_can_fuse(trained))
-
-
-def _can_fuse(parameters: list[nn.Parameter]) -> bool:
-    if "fused" not in inspect.signature(AdamW).parameters:
-        return False
-    return all(p.device.type in ("cuda", "cpu") and torch.is_floating_point(p) for p in parameters)

@@ -12,6 +12,9 @@ from narrowgauge.errors import UsageError
 from narrowgauge.runs.trackers import registry
 from narrowgauge.task import Task
 
+OPTIMIZERS = ("adamw", "muon")
+"""Names of optimizers; the first is the default."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -44,6 +47,8 @@ class Settings:
     """Whether to use torch.compile."""
     watch_every: int = 100
     """Updates between two readings of tensors. 0: no readings and no rules."""
+    optimizer: str = OPTIMIZERS[0]
+    """The name of the optimizer, for tasks that do not make their own."""
     predict: bool = False
     """Whether readings also measure what MXFP8, MXFP4 and NVFP4 would do, for predictions."""
     parallel: str = "auto"
@@ -70,6 +75,8 @@ class Settings:
                 raise UsageError(f"--{name.replace('_', '-')} {value}: expected a whole number of at least {least}")
         if self.parallel not in ("auto", "ddp", "fsdp"):
             raise UsageError(f"--parallel {self.parallel}: expected auto, ddp or fsdp")
+        if self.optimizer not in OPTIMIZERS:
+            raise UsageError(f"--optimizer {self.optimizer}: expected {' or '.join(OPTIMIZERS)}")
         registry.parse_names(self.log)
         if self.seed >= 2**63:
             raise UsageError(f"--seed {self.seed}: expected a number below 2**63")

@@ -19,6 +19,7 @@ from narrowgauge.runs.batches import make_isolated_batch
 from narrowgauge.runs.checkpoint_times import CheckpointTimes
 from narrowgauge.runs.checkpoints import checkpoint
 from narrowgauge.runs.fit_memory import plan_memory
+from narrowgauge.runs.optimizers import with_optimizer
 from narrowgauge.runs.result import Result
 from narrowgauge.runs.settings import Settings
 from narrowgauge.runs.sources import compare_sources
@@ -58,7 +59,7 @@ def train(
     Raises:
         UsageError: The folder holds another run or is in use, a checkpoint does not fit, or the data is bad.
     """
-    observer = observer or Observer()
+    observer, task = observer or Observer(), with_optimizer(task, settings.optimizer)
     if not world.is_single and capture is not None:
         raise UsageError("--capture: one process cannot replay a step of several ranks; capture it in one process")
     with contextlib.ExitStack() as stack:

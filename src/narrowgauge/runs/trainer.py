@@ -41,6 +41,7 @@ from narrowgauge.runs.evaluation import Evaluation
 from narrowgauge.runs.finite_batches import BadData
 from narrowgauge.runs.fit_memory import PlanReporter, describe_plan
 from narrowgauge.runs.interruption import Interruption
+from narrowgauge.runs.optimizers import make_adamw
 from narrowgauge.runs.rank_batches import RankBatches
 from narrowgauge.runs.result import (
     Result,
@@ -49,7 +50,7 @@ from narrowgauge.runs.result import (
     make_sample_finding,
     make_stall_finding,
 )
-from narrowgauge.runs.schedule import Schedule, make_adamw
+from narrowgauge.runs.schedule import Schedule
 from narrowgauge.runs.settings import Settings
 from narrowgauge.runs.throughput import Throughput
 from narrowgauge.runs.trackers import registry

@@ -1,0 +1,77 @@
+"""``train --optimizer muon``: trains, resumes to the bit, and says what is wrong in one line."""
+
+import json
+import shutil
+
+import pytest
+
+from narrowgauge.cli import main
+from narrowgauge.runs import record
+from narrowgauge.runs.checkpoints import checkpoint
+
+TASK = [
+    "gpt:2x64",
+    "--context",
+    "16",
+    "--batch",
+    "8",
+    "--device",
+    "cpu",
+    "--log",
+    "none",
+    "--watch",
+    "0",
+    "--lr",
+    "0.01",
+]
+
+
+def train(capsys, *arguments):
+    code = main(["train", *arguments])
+    return code, capsys.readouterr()
+
+
+def read_losses(folder):
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [event["loss"] for event in events if "loss" in event]
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16-lean", "fp8-lean[products=all]"])
+def test_a_run_resumes_to_the_bit(recipe, tmp_path, capsys):
+    common = [*TASK, "--recipe", recipe, "--optimizer", "muon", "--steps", "6", "--checkpoint-every", "3"]
+    assert train(capsys, *common, "--out", str(tmp_path / "whole"))[0] == 0
+    part = shutil.copytree(tmp_path / "whole", tmp_path / "part")
+    shutil.rmtree(checkpoint.make_path(part, 6))
+    record.truncate_after(part, 3)
+    assert train(capsys, "--resume", str(part))[0] == 0
+    assert read_losses(part) == read_losses(tmp_path / "whole")
+    assert json.loads((part / "run.json").read_text())["settings"]["optimizer"] == "muon"
+    code, said = train(capsys, "--resume", str(part), "--optimizer", "adamw")
+    assert code == 2 and "--optimizer adamw differs from the setting" in said.err
+
+
+def test_muon_learns_as_adamw_does(tmp_path, capsys):
+    ends = {}
+    for name in ("adamw", "muon"):
+        folder = tmp_path / name
+        assert (
+            train(capsys, *TASK, "--recipe", "fp32", "--optimizer", name, "--steps", "40", "--out", str(folder))[0] == 0
+        )
+        ends[name] = read_losses(folder)[-1]
+    assert ends["muon"] < ends["adamw"] + 0.2
+
+
+def test_other_names_and_tasks_are_refused(tmp_path, capsys):
+    code, said = train(capsys, *TASK, "--optimizer", "sophia", "--out", str(tmp_path / "a"))
+    assert code == 2 and "--optimizer sophia: expected adamw or muon" in said.err
+    (tmp_path / "mine.py").write_text(
+        "import torch\nfrom narrowgauge import Task\n"
+        "def task():\n"
+        "    return Task(model=lambda: torch.nn.Linear(4, 4), batch=lambda step, split: torch.randn(2, 4),\n"
+        "                name='mine',\n"
+        "                loss=lambda model, x: model(x).square().mean(),\n"
+        "                optimizer=lambda model, rate: torch.optim.SGD(model.parameters(), rate))\n"
+    )
+    arguments = [f"{tmp_path / 'mine.py'}:task", "--device", "cpu", "--optimizer", "muon", "--out", str(tmp_path / "b")]
+    code, said = train(capsys, *arguments)
+    assert code == 2 and "makes its own optimizer" in said.err
