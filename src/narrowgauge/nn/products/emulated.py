@@ -17,6 +17,7 @@ the block.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -86,12 +87,14 @@ class Emulation:
         if not self.has_hadamard:
             return x
         padded = F.pad(x, (0, -x.shape[-1] % HADAMARD_BLOCK))
-        return random_hadamard(padded, block=HADAMARD_BLOCK, signs=_draw_signs())
+        return random_hadamard(padded, block=HADAMARD_BLOCK, signs=_draw_signs(padded.device))
 
 
-def _draw_signs() -> Tensor:
+@functools.cache
+def _draw_signs(device: torch.device) -> Tensor:
+    """Return the signs of the Hadamard matrix, once per device: a copy to a GPU would wait for it."""
     bits = torch.randint(0, 2, (HADAMARD_BLOCK,), generator=torch.Generator().manual_seed(0), device="cpu")
-    return bits * 2 - 1
+    return (bits * 2 - 1).to(device)
 
 
 class EmulatedLinear(Change):
