@@ -2,8 +2,8 @@
 
 usage: python bench/muon.py [TASK] [ROUNDS]          (default gpt2-124m 8; JSON to $OUT/muon-TASK.json)
 
-Only the matrices that Muon steps (``split_for_muon``) take part, with gradients that stay the same. Also prints the bytes
-per parameter of weights and states, without gradients.
+Only the matrices that Muon steps (``split_for_muon``) take part, with gradients that stay the same. Also prints the
+bytes per parameter of weights and states, without gradients.
 """
 
 import json
