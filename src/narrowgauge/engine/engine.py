@@ -49,7 +49,8 @@ class Engine(EngineBase):
     Args:
         model: A module with FP32 parameters. It may be wrapped by DDP or sharded by FSDP2.
         optimizer: A torch optimizer over the model's parameters, or a list of them. Recipes with ``master=split``,
-            ``master=none``, ``moments=bf16``, ``moments=8bit`` or ``gradients=released`` need AdamW.
+            ``master=none``, ``moments=bf16``, ``moments=8bit`` or ``gradients=released`` need AdamW, Muon, SGD,
+            Adafactor or Lion.
         recipe: A recipe or its text, such as ``"bf16"`` or ``"fp8[keep=head]"``. ``"auto"`` takes what is fastest for
             the model on its device: FP8 where that is predicted to pay.
         clip_norm: Clip the norm of all unscaled gradients to this value. None: no clipping.

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import Adam, Optimizer
 
 from narrowgauge import kernels
 from narrowgauge.hardware import Device
@@ -18,7 +18,7 @@ from narrowgauge.nn.find_heads import find_heads
 from narrowgauge.nn.keep_fp32 import find_computed_parameters, keep_modules, keep_recurrent
 from narrowgauge.nn.matrix_inventory import list_matrices
 from narrowgauge.nn.products.emulated import emulate_layers
-from narrowgauge.optim import convert_optimizer
+from narrowgauge.optim import AdamW, convert_optimizer
 from narrowgauge.optim.convert_optimizer import can_convert
 from narrowgauge.optim.gradient_release import GradientRelease, keep_gradient
 from narrowgauge.optim.mastered import MasteredOptimizer, can
@@ -34,7 +34,7 @@ def is_emulated(recipe: Recipe, device: Device) -> bool:
 
 
 def is_lean(recipe: Recipe) -> bool:
-    """Return whether the recipe needs narrowgauge's own AdamW."""
+    """Return whether the recipe needs one of narrowgauge's own optimizers."""
     return recipe.gradients == "released" or (recipe.master, recipe.moments) != ("fp32", "fp32")
 
 
@@ -97,7 +97,7 @@ def convert_optimizers(
     kept: Iterable[str],
     sharded: bool,
 ) -> list[Optimizer]:
-    """Replace each AdamW by narrowgauge's where the recipe needs its state formats; return all optimizers.
+    """Replace each optimizer by narrowgauge's where the recipe needs its state formats; return all optimizers.
 
     An AdamW over shards is replaced under any recipe, because torch's fused optimizers take no ``grad_scale`` for
     DTensors.
@@ -106,7 +106,7 @@ def convert_optimizers(
     gradients = "fp32" if recipe.gradients == "fp32" else "bf16"
     return [
         convert_optimizer(optimizer, recipe.master, recipe.moments, to_bf16, gradients)
-        if is_lean(recipe) or (sharded and can_convert(optimizer))
+        if is_lean(recipe) or (sharded and isinstance(optimizer, Adam | AdamW) and can_convert(optimizer))
         else optimizer
         for optimizer in optimizers
     ]
