@@ -34,6 +34,10 @@ def test_every_name_is_a_task(name):
         ("gpt:8x4096", 1825.1, 8 * 2048, 50257),
         ("llama-1b", 1104.2, 16 * 2048, 32000),
         ("llama-7b", 6738.4, 8 * 2048, 32000),
+        ("moe-tiny", 3.5, 8 * 128, 256),
+        ("moe:4x128x8", 3.5, 8 * 128, 256),
+        ("moe:8x1024x16", 942.0, 32 * 1024, 50257),
+        ("olmoe-1b-7b", 6919.1, 8 * 2048, 50304),
     ],
 )
 def test_named_sizes(name, millions, tokens, vocab):
@@ -48,6 +52,16 @@ def test_heads_follow_the_width(spec, heads):
     assert tasks.find(spec).facts["heads"] == heads
 
 
+@pytest.mark.parametrize(("spec", "shared"), [("moe:2x64x4", 0), ("moe:2x64x4+1", 1), ("moe:2x64x4+2", 2)])
+def test_a_mixture_of_any_size(spec, shared):
+    facts = tasks.find(spec).facts
+    assert (facts["layers"], facts["width"], facts["experts"]) == (2, 64, 4)
+    assert (facts["experts_per_token"], facts["shared_experts"]) == (2, shared)
+    one = 3 * 64 * 128 * 2  # an expert of two layers
+    assert facts["parameters"] - facts["active_parameters"] == 2 * one
+    assert facts["parameters"] == tasks.find("moe:2x64x4").facts["parameters"] + shared * one
+
+
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
@@ -58,6 +72,11 @@ def test_heads_follow_the_width(spec, heads):
         ("gpt:2", "LAYERSxWIDTH"),
         ("gpt:axb", "LAYERSxWIDTH"),
         ("gpt:-1x64", "LAYERSxWIDTH"),
+        ("moe:2x64", "moe:LAYERSxWIDTHxEXPERTS"),
+        ("moe:2x64x4+x", "moe:LAYERSxWIDTHxEXPERTS"),
+        ("moe:2x64x1", "at least 2 experts"),
+        ("moe:0x64x4", "moe:0x64x4: expected at least 1 layer"),
+        ("moe:2x100x4", "try moe:2x128"),
         ("gpt2-124", "did you mean gpt2-124m?"),
         ("GPT-tiny", "did you mean gpt-tiny?"),
         ("zzz", "The tasks are gpt-tiny, gpt2-124m"),

@@ -89,6 +89,25 @@ def test_a_llama_trains_on_the_same_data(text):
     assert inputs.shape == (2, 8)
 
 
+def test_a_mixture_learns_and_reports_its_routing_losses(text):
+    task = tasks.find("moe:1x64x4", batch=4, context=16, data=text)
+    torch.manual_seed(0)
+    model = task.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    losses = []
+    for step in range(40):
+        optimizer.zero_grad()
+        loss = task.loss(model, task.batch(step, "train"))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.6 * losses[0]
+    found = {name: value.item() for name, value in task.metrics(model, task.batch(0, "eval")).items()}
+    assert 0.9 < found.pop("balance_loss") < 4
+    assert 0 < found.pop("z_loss") < 20
+    assert not found
+
+
 def test_tokens_of_a_bin_are_used_unchanged(tmp_path):
     path = tmp_path / "x.bin"
     path.write_bytes((np.arange(1000) % 300).astype("<u2").tobytes())

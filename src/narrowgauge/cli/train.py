@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from narrowgauge.runs.trackers.registry import DEFAULT, TRACKERS
 
     add = parser.add_argument
-    add("task", nargs="?", metavar="TASK", help="a built-in task, gpt:LAYERSxWIDTH, or file.py:function")
+    add("task", nargs="?", metavar="TASK", help="a built-in task, gpt:8x1024, moe:8x1024x16, or file.py:function")
     add("--recipe", help="formats to train in: fp32, tf32, fp16, bf16, fp8, auto, ... (default auto)")
     add("--steps", type=whole, help="updates (default: the task's)")
     add("--batch", type=whole, help="items per batch")

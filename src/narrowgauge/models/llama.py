@@ -98,20 +98,10 @@ class Block(nn.Module):
         self.down = nn.Linear(config.hidden, config.width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.out(self.attend(self.qkv(self.norm1(x)), cos, sin))
+        x = x + self.out(attend(self.qkv(self.norm1(x)), self.heads, self.kv_heads, cos, sin))
         hidden = self.norm2(x)
         branch: Tensor = self.down(F.silu(self.gate(hidden)) * self.up(hidden))
         return x + branch
-
-    def attend(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Causal attention of the projected queries, keys and values, with rotary position embedding."""
-        batch, length, _ = qkv.shape
-        heads = qkv.view(batch, length, -1, self.head_size).transpose(1, 2)  # B, H + 2K, T, S
-        q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
-        mixed = F.scaled_dot_product_attention(
-            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=self.kv_heads != self.heads
-        )
-        return mixed.transpose(1, 2).reshape(batch, length, -1)
 
 
 class Llama(nn.Module):
@@ -158,6 +148,17 @@ class Llama(nn.Module):
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def attend(qkv: Tensor, heads: int, kv_heads: int, cos: Tensor, sin: Tensor) -> Tensor:
+    """Causal attention of the projected queries, keys and values (B, T, (H + 2K)S), with rotary position embedding."""
+    batch, length, width = qkv.shape
+    split = qkv.view(batch, length, -1, width // (heads + 2 * kv_heads)).transpose(1, 2)  # B, H + 2K, T, S
+    q, k, v = split.split([heads, kv_heads, kv_heads], dim=1)
+    mixed = F.scaled_dot_product_attention(
+        rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=kv_heads != heads
+    )
+    return mixed.transpose(1, 2).reshape(batch, length, -1)
 
 
 def compute_angles(length: int, head_size: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:

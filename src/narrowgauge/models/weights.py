@@ -1,4 +1,4 @@
-"""What GPT and Llama share: the padded vocabulary, the initialization of the weights, the FP32 residual stream."""
+"""What the models share: the padded vocabulary, the initialization of the weights, the FP32 residual stream."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def pad_vocab(vocab: int) -> int:
 def init_weights(model: nn.Module, layers: int) -> None:
     """Initialize the weights as GPT-2 does: layers that add to the residual stream start smaller in deeper models."""
     for name, parameter in model.named_parameters():
-        if name.endswith(("out.weight", "down.weight")):
+        if name.endswith(("out.weight", "down.weight", "down_proj")):
             parameter.normal_(std=0.02 / math.sqrt(2 * layers))
-        elif parameter.dim() == 2:
+        elif parameter.dim() >= 2:
             parameter.normal_(std=0.02)
 
 

@@ -1,4 +1,4 @@
-"""Language tasks: a GPT or Llama that learns to predict the next byte or token.
+"""Language tasks: a GPT, Llama or mixture of experts that learns to predict the next byte or token.
 
 Data is read and encoded when the first batch or sample is made, not when the task is made. So a benchmark on
 ``synthetic`` batches needs no data. The ``facts`` that depend on the data (``unigram_entropy``, the loss of the unigram
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,13 +23,17 @@ from narrowgauge.data.tokenizer import Tokenizer, open_tokenizer
 from narrowgauge.errors import UsageError
 from narrowgauge.models.gpt import GPT, GPTConfig
 from narrowgauge.models.llama import Llama, LlamaConfig
+from narrowgauge.models.moe import MoE, MoEConfig
 from narrowgauge.task import Task
 
 GPT2_VOCAB = 50257
 LLAMA_VOCAB = 32000
+OLMOE_VOCAB = 50304
 SAMPLE_TOKENS = 200
 EVAL_BATCHES = 8
 TEMPERATURE = 0.8
+Config = GPTConfig | LlamaConfig | MoEConfig
+MODELS: dict[type[Config], Callable[..., nn.Module]] = {GPTConfig: GPT, LlamaConfig: Llama, MoEConfig: MoE}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,29 +46,32 @@ class Size:
     batch: int
     context: int
     learning_rate: float
-    """Peak rate: from the GPT-3 or Llama paper for the width; for gpt-tiny the one that learned fastest."""
+    """Peak rate: from the GPT-3, Llama or OLMoE paper for the width; for gpt-tiny the one that learned fastest."""
     vocab: int = GPT2_VOCAB
     steps: int = 300
     kv_heads: int | None = None
-    """Key-value heads of a Llama. None: a GPT."""
+    """Key-value heads of a Llama or a mixture. None: a GPT."""
     hidden: int | None = None
-    """Width of the MLP of a Llama. None: a GPT."""
+    """Width of the MLP of a Llama, or of each expert of a mixture. None: a GPT."""
     rope_base: float = 10_000.0
+    experts: int = 0
+    """Experts of a mixture. 0: no mixture."""
+    chosen: int = 0
+    """Experts per token."""
+    shared: int = 0
+    """Experts that compute for every token."""
 
-    def make_config(self, context: int, vocab: int) -> GPTConfig | LlamaConfig:
+    def make_config(self, context: int, vocab: int) -> Config:
         """Make the configuration of the model."""
+        sizes: dict[str, Any] = {
+            "layers": self.layers, "width": self.width, "heads": self.heads, "context": context, "vocab": vocab,
+        }  # fmt: skip
         if self.kv_heads is None or self.hidden is None:
-            return GPTConfig(layers=self.layers, width=self.width, heads=self.heads, context=context, vocab=vocab)
-        return LlamaConfig(
-            layers=self.layers,
-            width=self.width,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            hidden=self.hidden,
-            context=context,
-            vocab=vocab,
-            rope_base=self.rope_base,
-        )
+            return GPTConfig(**sizes)
+        sizes |= {"kv_heads": self.kv_heads, "hidden": self.hidden, "rope_base": self.rope_base}
+        if not self.experts:
+            return LlamaConfig(**sizes)
+        return MoEConfig(**sizes, experts=self.experts, chosen=self.chosen, shared=self.shared)
 
 
 def make_gpt_size(layers: int, width: int) -> Size:
@@ -85,10 +93,31 @@ def make_gpt_size(layers: int, width: int) -> Size:
     return Size(layers=layers, width=width, heads=heads, batch=8, context=2048, learning_rate=1.2e-4)
 
 
+def make_moe_size(layers: int, width: int, experts: int, shared: int) -> Size:
+    """Make a mixture of any size, with the defaults of the GPT of that width; two experts per token, each 2D wide."""
+    if experts < 2:
+        raise UsageError(f"moe:{layers}x{width}x{experts}: expected at least 2 experts, of which each token gets 2")
+    try:
+        base = make_gpt_size(layers, width)
+    except UsageError as error:
+        raise UsageError(str(error).replace("gpt:", "moe:").replace(f"x{width}:", f"x{width}x{experts}:", 1)) from None
+    return replace(base, kv_heads=base.heads, hidden=2 * width, experts=experts, chosen=2, shared=shared)
+
+
 def find_size(spec: str) -> Size:
     """Find the size for a task's name."""
     if spec in LLAMAS:
         return LLAMAS[spec]
+    if spec in MIXTURES:
+        return MIXTURES[spec]
+    if spec.startswith("moe:"):
+        match = re.fullmatch(r"moe:(\d{1,6})x(\d{1,6})x(\d{1,6})(?:\+(\d{1,4}))?", spec)
+        if not match:
+            raise UsageError(
+                f"task {spec!r}: a mixture of any size is moe:LAYERSxWIDTHxEXPERTS, such as moe:8x1024x16, or "
+                "moe:8x1024x16+1 with a shared expert"
+            )
+        return make_moe_size(*(int(number or 0) for number in match.groups()))
     shape = GPTS.get(spec, spec.removeprefix("gpt:"))
     if not (match := re.fullmatch(r"(\d{1,6})x(\d{1,6})", shape)):
         raise UsageError(f"task {spec!r}: a GPT of any size is gpt:LAYERSxWIDTH, such as gpt:8x4096")
@@ -114,6 +143,16 @@ LLAMAS = {
         batch=1, context=8192, learning_rate=8e-5,
     ),
 }  # fmt: skip
+MIXTURES = {
+    "moe-tiny": Size(
+        layers=4, width=128, heads=2, kv_heads=2, hidden=256, experts=8, chosen=2, vocab=BYTES,
+        batch=8, context=128, learning_rate=3e-3, steps=80,
+    ),
+    "olmoe-1b-7b": Size(
+        layers=16, width=2048, heads=16, kv_heads=16, hidden=1024, experts=64, chosen=8, vocab=OLMOE_VOCAB,
+        batch=8, context=2048, learning_rate=4e-4,
+    ),
+}  # fmt: skip
 
 
 def make(
@@ -132,7 +171,7 @@ def make(
     """Make a language task from its name. None means: the default of the model's size.
 
     Args:
-        spec: The name of a built-in task, or ``gpt:LAYERSxWIDTH``.
+        spec: The name of a built-in task, ``gpt:LAYERSxWIDTH`` or ``moe:LAYERSxWIDTHxEXPERTS``.
         batch: Sequences per batch.
         context: Tokens in a sequence.
         data: A text, documents (``.jsonl``, ``.parquet``, a saved dataset, ``hf:NAME``), a ``.bin`` of tokens or a
@@ -171,6 +210,9 @@ def make(
         "padded_vocab": config.padded_vocab,
         "data": "Python source" if data is None else data,
     }
+    if isinstance(config, MoEConfig):
+        chosen = {"experts": config.experts, "experts_per_token": config.chosen, "shared_experts": config.shared}
+        facts |= {"active_parameters": config.active_parameters(), **chosen}
     if coder is not None:
         facts["tokenizer"] = tokenizer
 
@@ -201,9 +243,10 @@ def make(
     return Task(
         reads_ahead=True,
         name=spec,
-        model=lambda: GPT(config) if isinstance(config, GPTConfig) else Llama(config),
+        model=lambda: MODELS[type(config)](config),
         batch=make_batch,
         loss=loss,
+        metrics=measure_routing if isinstance(config, MoEConfig) else None,
         sample=lambda model: continue_text(model, open_data(), context),
         synthetic=make_synthetic_batch,
         items_per_batch=batch * context,
@@ -230,6 +273,12 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     inputs, targets = batch
     mean: Tensor = model(inputs, targets)
     return mean
+
+
+def measure_routing(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    """Return the load-balancing loss (1 if all experts get equally many tokens) and the z-loss of a mixture."""
+    balance, z = model(batch[0], routing=True).unbind()
+    return {"balance_loss": balance, "z_loss": z}
 
 
 @torch.no_grad()

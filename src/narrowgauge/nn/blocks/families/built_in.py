@@ -1,4 +1,4 @@
-"""The blocks of the built-in GPT and Llama: a small one of the same kind stands for a large one that is never run."""
+"""The blocks of the built-in models: a small one of the same kind stands for a large one that is never run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_small(block: nn.Module) -> nn.Module | None:
     whole: Any = block
     sizes = SimpleNamespace(
         width=HEAD_SIZE * whole.heads, heads=whole.heads, kv_heads=getattr(whole, "kv_heads", whole.heads),
-        head_size=HEAD_SIZE, hidden=64,
+        head_size=HEAD_SIZE, hidden=64, experts=2, chosen=1, shared=1,
     )  # fmt: skip
     made: nn.Module = cls(sizes)
     return made
