@@ -28,6 +28,8 @@ NAMES = {
     "narrowgauge::max_abs_of_rows": "cast",
     "narrowgauge::cast_weight_delayed": "cast",
     "narrowgauge::max_abs": "cast",
+    "narrowgauge::round_blocks": "cast",
+    "_spread_blocks_kernel": "cast",
     "narrowgauge::pack": "copy",
     "aten::_to_copy": "copy",
     "aten::cat": "copy",

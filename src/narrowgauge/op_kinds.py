@@ -26,7 +26,8 @@ KINDS = {
     "activation": r"gelu|silu|swish|swiglu|glu_|relu|threshold|tanh|sigmoid|^pointwise_kernel|gated_backward|"
     r"narrowgauge::activation",
     "embedding": r"embedding",
-    "cast": r"_cast_kernel|transpose_kernel|_max_abs_kernel|narrowgauge::(cast|transpose|max_abs)",
+    "cast": r"_cast_kernel|transpose_kernel|_max_abs_kernel|(round|spread)_blocks|"
+    r"narrowgauge::(cast|transpose|max_abs)",
     "copy": r"copy|clone|contiguous|catarray|::(cat|stack|to)$|narrowgauge::pack|memcpy|memset|fill|zero_$",
 }
 """Each kind with the pattern of its names; the first that matches counts."""

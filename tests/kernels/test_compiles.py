@@ -23,7 +23,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 from narrowgauge.kernels import activation_kernels as activation, cast, cross_entropy_kernels, norm_kernels
 from narrowgauge.kernels import adamw, cast_row_scales, cast_rows, cast_weights, embedding, muon, rotary, sum_rows
-from narrowgauge.kernels import tensor_stats
+from narrowgauge.kernels import round_blocks, tensor_stats
 
 I32, SMALL = "i32", 32
 NOT_ALIGNED = ("length", "n16", "time", "ignore_index", "rows", "every", "across", "count", "shrink", "smallest")
@@ -224,6 +224,27 @@ elif kind == "stats":
     for x in ("*fp32", "*bf16", "*fp16", "*fp8e4nv", "*fp8e5"):  # only FP8 tensors have an inverse scale
         none = () if "fp8" in x else ("inverse_ptr",)
         compiled(tensor_stats._stats_kernel, 4, none, {**types, "x_ptr": x}, BLOCK=4096 if x == "*fp32" else 1024)
+elif kind == "blocks":
+    types = {"codes_ptr": "*u8", "scales_ptr": "*u8", "seed_ptr": "*i64", "tensor_scale_ptr": "*fp32"}
+    names, size = ("MANTISSA", "LOWEST", "HIGHEST", "LARGEST", "SIGN"), dict(BLOCK_N=64, BLOCK_D=64)
+    stored, scaled = ("codes_ptr", "scales_ptr"), ("amax_ptr", "tensor_scale_ptr")
+    by_row, by_column = {"column_stride": 1}, {"row_stride": 1}
+    for name, none, block, x, strides in (
+        ("fp8_e4m3", ("seed_ptr", *stored, *scaled), 32, "*bf16", by_row),
+        ("fp8_e5m2", scaled, 32, "*bf16", by_column),
+        ("fp4_e2m1", (), 16, "*bf16", by_row),
+        ("fp4_e2m1", ("seed_ptr", *stored), 16, "*fp32", by_column),
+        ("fp4_e2m1", ("seed_ptr", *stored), 16, "*fp16", {}),
+    ):
+        made = compiled(round_blocks._round_blocks_kernel, 4, none, {**types, "x_ptr": x}, BLOCK=block, CARRY=1 << 20,
+                        **dict(zip(names, round_blocks.ELEMENTS[name])), **strides, **size)
+        assert ".ftz" not in made and "div.full" not in made and "div.approx" not in made  # not exact
+        assert ("div.rn.f64" in made) == ("amax_ptr" not in none)
+        assert "st.global.v4" in made and (not strides or "ld.global.v4" in made)  # 16 bytes at a time
+    for x, strides in (("*bf16", by_column), ("*fp32", by_row)):
+        made = compiled(round_blocks._spread_blocks_kernel, 4, (), {"x_ptr": x, "out_ptr": x, "signs_ptr": "*i64"},
+                        **strides, **size)
+        assert ".ftz" not in made and "ld.global.v4" in made
 elif kind == "rehearsal":  # compiles in threads, through the driver of a GPU that is not there
     import threading
     import torch
@@ -263,7 +284,10 @@ else:
 """
 
 
-KINDS = ["cast", "activation", "norm", "cross_entropy", "adamw", "muon", "embedding", "rotary", "stats", "rehearsal"]
+KINDS = [
+    *("cast", "activation", "norm", "cross_entropy", "adamw", "muon", "embedding", "rotary", "stats", "blocks"),
+    "rehearsal",
+]
 RUN_ALL = """
 import json, sys, traceback
 script, *kinds = sys.argv[1:]

@@ -9,7 +9,10 @@ Elements times scales of blocks have few bits and are exact in BF16; products ar
 (NVFP4) multiply the sum. So the results are those of hardware with these formats, but for the order of sums.
 
 Where the recipe says so, gradients are rounded stochastically, and both operands of grad_weight are multiplied by a
-random Hadamard matrix first, the same in all layers and steps (``scaling/block_quantize.py``).
+random Hadamard matrix first, the same in all layers and steps (``scaling/round_matrix.py``).
+
+torch.compile does not see into these layers, and would only cut the model into pieces around them: engines do not
+compile models that are emulated.
 
 Heads stay in BF16, as in NVIDIA's recipes for these formats. So do layers with dimensions that are not a multiple of
 the block.
@@ -23,12 +26,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowgauge.block_formats import BLOCK_FORMATS, BlockFormat, ScaleRule
 from narrowgauge.errors import UsageError
-from narrowgauge.events import report_rounding, run_product
+from narrowgauge.events import is_listening, report_rounding, run_product
+from narrowgauge.kernels.round_blocks import HADAMARD_BLOCK
 from narrowgauge.nn.find_heads import find_heads
 from narrowgauge.nn.matrix_inventory import LayerUse, explain_kept_fp32
 from narrowgauge.nn.module_changes import Change, apply_change
@@ -36,9 +39,9 @@ from narrowgauge.nn.products.gemm import BF16, multiply_wide
 from narrowgauge.nn.products.linear import get_weight_shape, has_transposed_weight, is_linear
 from narrowgauge.parameters import gradient_dtype
 from narrowgauge.recipe import Recipe
-from narrowgauge.scaling.block_quantize import QuantizedBlocks, Rounding, quantize_blocks, random_hadamard
+from narrowgauge.scaling.block_quantize import Rounding
+from narrowgauge.scaling.round_matrix import RoundedMatrix, round_matrix, spread_outliers
 
-HADAMARD_BLOCK = 16
 FORMATS = {"mxfp4": ("mxfp4", "mxfp4"), "nvfp4": ("nvfp4", "nvfp4")}
 """By name: the formats of inputs and weights, and of gradients."""
 SCALE_RULES: dict[str, ScaleRule] = {"mxfp8_e4m3": "up", "mxfp8_e5m2": "up"}
@@ -77,17 +80,14 @@ class Emulation:
             return self.gradients, SCALE_RULES.get(self.gradients.name, "floor"), self.rounding
         return self.forward, SCALE_RULES.get(self.forward.name, "floor"), "nearest"
 
-    def round(self, operand: str, x: Tensor) -> QuantizedBlocks:
-        """Quantize an operand along its last dimension."""
+    def round(self, operand: str, x: Tensor, *, with_blocks: bool = False) -> RoundedMatrix:
+        """Round an operand along its last dimension."""
         format, rule, rounding = self.get_format(operand)
-        return quantize_blocks(x, format, rounding=rounding, scale_rule=rule)
+        return round_matrix(x, format, rounding=rounding, scale_rule=rule, with_blocks=with_blocks)
 
     def spread(self, x: Tensor) -> Tensor:
         """Return an operand of grad_weight [D, tokens] as it is rounded, with columns of zeros up to whole blocks."""
-        if not self.has_hadamard:
-            return x
-        padded = F.pad(x, (0, -x.shape[-1] % HADAMARD_BLOCK))
-        return random_hadamard(padded, block=HADAMARD_BLOCK, signs=_draw_signs(padded.device))
+        return spread_outliers(x, _draw_signs(x.device)) if self.has_hadamard else x
 
 
 @functools.cache
@@ -105,15 +105,16 @@ class EmulatedLinear(Change):
     def __init__(self, emulation: Emulation, path: str) -> None:
         self.emulation, self.path = emulation, path
 
-    def round(self, product: str, **operands: Tensor) -> tuple[QuantizedBlocks, QuantizedBlocks]:
+    def round(self, product: str, **operands: Tensor) -> tuple[RoundedMatrix, RoundedMatrix]:
         """Round the two operands of a product, named input, weight or gradient, along their last dimensions."""
         left, right = (self._round(product, name, x) for name, x in operands.items())
         return left, right
 
-    def _round(self, product: str, operand: str, x: Tensor) -> QuantizedBlocks:
-        blocks = self.emulation.round(operand, x)
-        report_rounding(operand, product, self.path, x, blocks)
-        return blocks
+    def _round(self, product: str, operand: str, x: Tensor) -> RoundedMatrix:
+        made = self.emulation.round(operand, x, with_blocks=is_listening())
+        if made.blocks is not None:
+            report_rounding(operand, product, self.path, x, made.blocks)
+        return made
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tensor:
@@ -145,11 +146,11 @@ class _Products(torch.autograd.Function):
         grad = grad.reshape(-1, grad.shape[-1]).to(BF16)
         of_input = of_weight = None
         if needs_input:
-            operands = layer.round("grad_input", gradient=grad, weight=_widen(weight).t().contiguous())
+            operands = layer.round("grad_input", gradient=grad, weight=_widen(weight).t())
             made = run_product("grad_input", path, _multiply, *operands, BF16)
             of_input = made.view(ctx.shape).to(ctx.dtypes[0])
         if needs_weight:
-            left, right = (emulation.spread(one.t().contiguous()) for one in (grad, rows))
+            left, right = (emulation.spread(one.t()) for one in (grad, rows))
             operands = layer.round("grad_weight", gradient=left, input=right)
             of_weight = run_product("grad_weight", path, _multiply, *operands, ctx.dtypes[1])
         return of_input, of_weight, None, None
@@ -159,10 +160,9 @@ def _widen(weight: Tensor) -> Tensor:
     return weight.detach() if weight.dtype in (BF16, torch.float16) else weight.detach().float()
 
 
-def _multiply(a: QuantizedBlocks, b: QuantizedBlocks, dtype: torch.dtype) -> Tensor:
+def _multiply(a: RoundedMatrix, b: RoundedMatrix, dtype: torch.dtype) -> Tensor:
     """Return a @ b.T, summed in FP32 and rounded once."""
-    left, right = (one.dequantize(BF16, apply_tensor_scale=False) for one in (a, b))
-    product = multiply_wide(left, right.t(), "bf16", torch.float32)
+    product = multiply_wide(a.values, b.values.t(), "bf16", torch.float32)
     for scale in (a.tensor_scale, b.tensor_scale):
         product = product if scale is None else product * scale
     return product.to(dtype)
