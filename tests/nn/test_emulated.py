@@ -93,6 +93,14 @@ def test_training_works_and_says_that_it_is_emulated(text):
     assert f"heads stay in BF16 in the emulation of {name.upper()}" in str(engine.conversion)
 
 
+def test_emulated_models_are_not_compiled():
+    """torch.compile does not see into their layers."""
+    model = make_gpt()
+    engine = Engine(model, torch.optim.AdamW(model.parameters(), 1e-3), "emulated-nvfp4", compile=True)
+    assert not engine.compiled and engine.speed_advice is None
+    assert run_steps(engine) == run_steps(make_engine("emulated-nvfp4"))
+
+
 class Products(events.Listener):
     def __init__(self):
         self.found = []

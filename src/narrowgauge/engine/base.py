@@ -112,8 +112,10 @@ class EngineBase:
         self._syncs = True
         self._is_first_forward = True
         self._one = torch.ones((), device=self.device)
-        # Fused blocks leave little to compile, and FSDP's hooks cannot be compiled.
-        self.compiled = bool(compile) and not self.conversion.blocks and not sharded
+        # Fused blocks leave little to compile, FSDP's hooks cannot be compiled, and layers that emulate a block format
+        # would cut the model into pieces.
+        can_compile = not self.conversion.blocks and not sharded and self.recipe.emulate == "none"
+        self.compiled = bool(compile) and can_compile
         if self.compiled:
             if emulated:
                 raise UsageError(
@@ -123,7 +125,6 @@ class EngineBase:
             compile_mode = compile if isinstance(compile, str) else None
             compile_forward(model, self.step_context, compile_mode, self.conversion.scales, blocks_to_compile)
         self._memory = self._fit_memory(memory_budget) if memory_budget is not None else None
-        can_compile = not self.conversion.blocks and not sharded
         self.speed_advice = explain_slow(self.conversion, compiled=self.compiled, can_compile=can_compile)
         if self.update_sync.is_first:
             warn_about_speed(self.speed_advice, stacklevel=3)

@@ -55,7 +55,8 @@ class Engine(EngineBase):
             the model on its device: FP8 where that is predicted to pay.
         clip_norm: Clip the norm of all unscaled gradients to this value. None: no clipping.
         accumulate: Number of microbatches per update. ``backward`` divides each loss by it.
-        compile: Compile the model: False, True or a mode of ``torch.compile``.
+        compile: Compile the model: False, True or a mode of ``torch.compile``. Fused blocks, sharded models and models
+            that emulate a block format (``nvfp4``) are not compiled: see the attribute ``compiled``.
         blocks: Paths of the modules to recompute if the recipe checkpoints activations. Default: the members of the
             model's ``ModuleList`` of one class.
         fused: Replace blocks and head by narrowgauge's fused functions if the model has the parts they need. Default:
