@@ -14,6 +14,7 @@ from narrowgauge import kernels
 from narrowgauge.hardware import Device
 from narrowgauge.nn.convert import Conversion, convert_layers
 from narrowgauge.nn.equal_blocks import find_equal_blocks
+from narrowgauge.nn.experts.routers import keep_routers
 from narrowgauge.nn.find_heads import find_heads
 from narrowgauge.nn.keep_fp32 import find_computed_parameters, keep_modules, keep_recurrent
 from narrowgauge.nn.matrix_inventory import list_matrices
@@ -41,10 +42,10 @@ def is_lean(recipe: Recipe) -> bool:
 def keep_in_fp32(model: nn.Module, recipe: Recipe, emulated: bool) -> list[str]:
     """Let the modules that the recipe names compute in FP32; return their paths.
 
-    An emulated format has no recurrent layers: they stay in FP32 as well.
+    An emulated format has no recurrent layers: they stay in FP32 as well, and so do the routers of experts.
     """
-    kept = keep_modules(model, recipe.keep)
-    return kept + keep_recurrent(model) if emulated else kept
+    kept = keep_modules(model, recipe.keep) + (keep_recurrent(model) if emulated else [])
+    return kept + (keep_routers(model) if recipe.compute not in ("fp32", "tf32") else [])
 
 
 def find_narrowed(

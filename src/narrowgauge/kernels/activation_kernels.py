@@ -58,7 +58,7 @@ def _normal_integral(u):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _value(a, b, OP: tl.constexpr):  # type: ignore[no-untyped-def]
+def compute_value(a, b, OP: tl.constexpr):  # type: ignore[no-untyped-def]
     """Compute one output from u, from u and grad_output, or from gate and up; same constants as the references.
 
     GELU and SwiGLU stay as they were tuned: written like the others below, they would be scheduled differently.
@@ -177,13 +177,14 @@ def pointwise_kernel(  # type: ignore[no-untyped-def]
     if recomputed_t_ptr is not None:
         forward_scale = tl.load(recomputed_scale_ptr)
         words = pack_fp8(
-            _value(a0, a0, FORWARD) * forward_scale, _value(a1, a1, FORWARD) * forward_scale,
-            _value(a2, a2, FORWARD) * forward_scale, _value(a3, a3, FORWARD) * forward_scale, "e4m3",
+            compute_value(a0, a0, FORWARD) * forward_scale, compute_value(a1, a1, FORWARD) * forward_scale,
+            compute_value(a2, a2, FORWARD) * forward_scale, compute_value(a3, a3, FORWARD) * forward_scale, "e4m3",
         )  # fmt: skip
         store_words(words, recomputed_t_ptr, n0, d0, n16, width, WHOLE, BLOCK_N, BLOCK_D)
     highest, lowest, nonzero = init_tile_stats(BLOCK_N, BLOCK_D)
     highest, lowest, nonzero = store_tiles(
-        _value(a0, b0, OP), _value(a1, b1, OP), _value(a2, b2, OP), _value(a3, b3, OP), highest, lowest, nonzero,
+        compute_value(a0, b0, OP), compute_value(a1, b1, OP), compute_value(a2, b2, OP), compute_value(a3, b3, OP),
+        highest, lowest, nonzero,
         out_ptr, out_t_ptr, scale, amax_ptr, counts_ptr, n0, d0, length, width, out_stride, n16,
         FORMAT, WHOLE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
@@ -199,12 +200,12 @@ def pointwise_kernel(  # type: ignore[no-untyped-def]
                 b = a
                 if b_ptr is not None:
                     b = load_rows(b_ptr, n0 + i, d0, length, width, b_stride, WHOLE, BLOCK_N, BLOCK_D)
-                counted += count_misfits(_value(a, b, OP) * scale, FORMAT)
+                counted += count_misfits(compute_value(a, b, OP) * scale, FORMAT)
             add_misfit_counts(counts_ptr, counted)
 
 
 @jit
-def _gated_gradients(grad_output, gate, up, NAME: tl.constexpr):  # type: ignore[no-untyped-def]
+def compute_gated_gradients(grad_output, gate, up, NAME: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the gradients of gate and up; NAME is the function of the gate."""
     grad_output = to_fp32(grad_output)
     gate = to_fp32(gate)
@@ -243,14 +244,15 @@ def gated_backward_kernel(  # type: ignore[no-untyped-def]
     if recomputed_t_ptr is not None:
         forward_scale = tl.load(recomputed_scale_ptr)
         words = pack_fp8(
-            _value(gate0, up0, FORWARD) * forward_scale, _value(gate1, up1, FORWARD) * forward_scale,
-            _value(gate2, up2, FORWARD) * forward_scale, _value(gate3, up3, FORWARD) * forward_scale, "e4m3",
+            compute_value(gate0, up0, FORWARD) * forward_scale, compute_value(gate1, up1, FORWARD) * forward_scale,
+            compute_value(gate2, up2, FORWARD) * forward_scale, compute_value(gate3, up3, FORWARD) * forward_scale,
+            "e4m3",
         )  # fmt: skip
         store_words(words, recomputed_t_ptr, n0, d0, n16, width, WHOLE, BLOCK_N, BLOCK_D)
-    grad_gate0, grad_up0 = _gated_gradients(grad0, gate0, up0, NAME)
-    grad_gate1, grad_up1 = _gated_gradients(grad1, gate1, up1, NAME)
-    grad_gate2, grad_up2 = _gated_gradients(grad2, gate2, up2, NAME)
-    grad_gate3, grad_up3 = _gated_gradients(grad3, gate3, up3, NAME)
+    grad_gate0, grad_up0 = compute_gated_gradients(grad0, gate0, up0, NAME)
+    grad_gate1, grad_up1 = compute_gated_gradients(grad1, gate1, up1, NAME)
+    grad_gate2, grad_up2 = compute_gated_gradients(grad2, gate2, up2, NAME)
+    grad_gate3, grad_up3 = compute_gated_gradients(grad3, gate3, up3, NAME)
     highest, lowest, nonzero = init_tile_stats(BLOCK_N, BLOCK_D)
     highest, lowest, nonzero = store_tiles(
         grad_gate0, grad_gate1, grad_gate2, grad_gate3, highest, lowest, nonzero, grad_gate_ptr, grad_gate_t_ptr,
@@ -276,6 +278,6 @@ def gated_backward_kernel(  # type: ignore[no-untyped-def]
                 grad_output = load_rows(
                     grad_output_ptr, n0 + i, d0, length, width, grad_stride, WHOLE, BLOCK_N, BLOCK_D
                 )
-                grad_gate, grad_up = _gated_gradients(grad_output, gate, up, NAME)
+                grad_gate, grad_up = compute_gated_gradients(grad_output, gate, up, NAME)
                 counted += count_misfits(grad_gate * scale, FORMAT) + count_misfits(grad_up * scale, FORMAT)
             add_misfit_counts(counts_ptr, counted)

@@ -7,6 +7,7 @@ unconverted one. Conversion looks for, in this order:
               (fused/blocks.py)
     head      a model that ends in ``finish(x, targets)`` with norm and lm_head: head and loss as one (fused/head.py)
     trunk     a model whose ``trunk(x, targets, ...)`` runs such blocks and then ``finish``: a chain (fused/blocks.py)
+    experts   stacked experts of a mixture, in FP8 (experts/run.py)
     linears   every other nn.Linear (or transformers' Conv1D): converted one by one (products/linear.py); FP8 only
     embeddings  nn.Embedding: only its gradient is computed differently (fused/embedding.py)
 """
@@ -27,6 +28,11 @@ from narrowgauge.nn import recompute
 from narrowgauge.nn.blocks.example import allow_nondeterminism
 from narrowgauge.nn.blocks.find import FoundBlocks, find_blocks
 from narrowgauge.nn.blocks.spec import BlockSpec, NormSpec
+from narrowgauge.nn.experts.find import ExpertsSpec
+from narrowgauge.nn.experts.plan import make_experts_plan
+from narrowgauge.nn.experts.routers import explain_router, find_routers, keep_routers
+from narrowgauge.nn.experts.run import FusedExperts
+from narrowgauge.nn.experts.survey import survey_experts
 from narrowgauge.nn.fused import embedding
 from narrowgauge.nn.fused.graphs import BlockGraphs
 from narrowgauge.nn.fused.make_plan import find_misfit, make_plan
@@ -74,6 +80,7 @@ class Conversion:
         compute: The recipe's compute format.
         matrices: Every parameter of two or more dimensions, with the formats it is multiplied in.
         stored: Paths of the layers whose frozen weights are stored in FP8.
+        experts: Descriptions of the modules with experts that compute in FP8, by path.
         gpu: The GPU that the formats were chosen for; None for a CPU, and for a GPU that is not in the table.
     """
 
@@ -85,6 +92,7 @@ class Conversion:
     compute: str = "fp32"
     matrices: list[Matrix] = field(default_factory=list)
     stored: list[str] = field(default_factory=list)
+    experts: dict[str, ExpertsSpec] = field(default_factory=dict)
     gpu: Gpu | None = None
 
     def summary(self) -> str:
@@ -176,6 +184,7 @@ def convert_layers(
     result, specs = _plan(model, recipe, device, rows, one_graph)
     if recipe.compute not in ("fp8", "bf16"):
         return result
+    keep_routers(model)
     for group in list_stored_groups(model, recipe, result.layers, specs):
         store_in_fp8([model.get_submodule(path) for path in group])
         result.stored += group
@@ -210,6 +219,9 @@ def convert_layers(
             plan = make_plan(module, path, spec, by_path, scales, *options)
             mark_parts(module, spec)
             apply_change(module, FusedBlock(plan, graphs))
+        elif path in result.experts and scales is not None:
+            of_experts = make_experts_plan(module, path, result.experts[path], scales, is_lean(recipe))
+            apply_change(module, FusedExperts(of_experts))
         elif path in by_path and by_path[path].part_of == "linear":
             leader = leaders.get(path, path)
             readers = max(1, sum(one == leader for one in leaders.values()))
@@ -259,14 +271,17 @@ def _plan(
         return Conversion(compute=recipe.compute, matrices=list_matrices(model, recipe), gpu=device.gpu), {}
     found = _find_blocks(model, recipe, device)
     lazy = bool(found.specs) or not one_graph
-    layers = list(survey_layers(model, recipe, device, rows, found.specs, lazy))
+    of_experts, experts = survey_experts(model, recipe)
+    layers = [*survey_layers(model, recipe, device, rows, found.specs, lazy), *of_experts]
     surveyed = {layer.path: LayerUse(_get_kind(layer), tuple(layer.choice), layer.reason) for layer in layers}
+    surveyed |= {path: LayerUse("linear", ("fp32",) * 3, explain_router()) for path in find_routers(model)}
     return Conversion(
         layers,
         blocks=[path for path, _ in model.named_modules() if path in found.specs],
         unfused=found.reasons,
         compute=recipe.compute,
         matrices=list_matrices(model, recipe, surveyed),
+        experts=experts,
         gpu=device.gpu,
     ), found.specs
 

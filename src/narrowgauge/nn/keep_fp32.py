@@ -85,7 +85,10 @@ def keep_fp32(function: Function) -> Function:
 
 
 class KeptInFp32(Change):
-    """A module that computes in FP32."""
+    """A module that computes in FP32, and why, if not because of the recipe."""
+
+    def __init__(self, reason: str = "") -> None:
+        self.reason = reason
 
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return keep_fp32(inner)(*args, **kwargs)
@@ -127,7 +130,7 @@ def keep_recurrent(model: nn.Module) -> list[str]:
     """Keep nn.RNN, nn.LSTM and nn.GRU in FP32 on a CPU without 16-bit products: torch cannot emulate those."""
     kept = {path: module for path, module in model.named_modules() if isinstance(module, nn.RNNBase)}
     for module in kept.values():
-        apply_change(module, KeptInFp32())
+        apply_change(module, KeptInFp32(f"{_class_of(module)} has no 16-bit products on this device"))
     return sorted(kept)
 
 

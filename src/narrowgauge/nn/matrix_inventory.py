@@ -211,8 +211,9 @@ def explain_kept_fp32(modules: Modules, path: str, recipe: Recipe) -> str | None
         for pattern in recipe.keep:
             if owner and (fnmatch.fnmatchcase(owner, pattern) or fnmatch.fnmatchcase(name, pattern)):
                 return f"kept in FP32 by keep={pattern}"
-        if find_change(module, KeptInFp32) is not None:
-            return f"kept in FP32: {name} has no 16-bit products on this device"
+        change = find_change(module, KeptInFp32)
+        if change is not None:
+            return f"kept in FP32: {change.reason}"
     return None
 
 
@@ -228,7 +229,7 @@ def _get_active_share(modules: Modules, path: str, kind: str, shape: tuple[int, 
     """Return the share of experts per token; 1 for layers that every token passes; None if unknown."""
     places = list(_list_owners(path))
     owners = [modules[place] for place in places]
-    lists = [m for place, m in zip(places, owners, strict=True) if isinstance(m, nn.ModuleList) and _is_experts(place)]
+    lists = [m for place, m in zip(places, owners, strict=True) if isinstance(m, nn.ModuleList) and is_experts(place)]
     if lists:
         count: int | None = len(lists[-1])
     elif kind == "experts":
@@ -243,7 +244,7 @@ def _get_active_share(modules: Modules, path: str, kind: str, shape: tuple[int, 
     return None
 
 
-def _is_experts(path: str) -> bool:
+def is_experts(path: str) -> bool:
     """Whether a list of modules contains experts, by its name."""
     return path.rpartition(".")[2] in ("experts", "expert")
 

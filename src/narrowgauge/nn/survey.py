@@ -14,6 +14,7 @@ from narrowgauge.kernels.fp8_formats import FP8_DTYPES
 from narrowgauge.kernels.norm import MAX_COLUMNS
 from narrowgauge.nn.blocks.projections import find_projection
 from narrowgauge.nn.blocks.spec import BlockSpec
+from narrowgauge.nn.experts.routers import explain_router, find_routers
 from narrowgauge.nn.find_heads import find_heads
 from narrowgauge.nn.matrix_inventory import explain_kept_fp32
 from narrowgauge.nn.module_changes import has_own_method
@@ -40,7 +41,7 @@ class Layer:
     shape: tuple[int, int]
     """Outputs and inputs."""
     part_of: str
-    """block, head, linear, or kept (not converted)."""
+    """block, head, linear, experts (a stack of matrices), or kept (not converted)."""
     choice: GemmChoice
     reason: str
     decision: Decision | None = None
@@ -69,6 +70,7 @@ def survey_layers(
     layers = [path for path, module in modules.items() if linear.is_linear(module)]
     layers += [name for name in stacked if name not in layers]  # the last are nn.MultiheadAttention's
     wide = find_wide_forwards(model, layers, recipe.first_forward)
+    routers = find_routers(model)
     for path in layers:
         source = find_projection(model, path)
         shape = source.shape
@@ -76,7 +78,7 @@ def survey_layers(
         part = "block" if in_block else "head" if has_head and path == "lm_head" else "linear"
         part = "lazy head" if part == "linear" and path in heads else part
         members = [find_projection(model, name).shape for name in stacked.get(path, [path])]
-        kept = explain_kept_fp32(modules, source.path, recipe)
+        kept = explain_kept_fp32(modules, source.path, recipe) or (explain_router() if path in routers else None)
         misfit = next(filter(None, map(linear.explain_misfit, members)), None) if recipe.compute == "fp8" else None
         if kept:
             yield Layer(path, shape, "kept", ALL_BF16, kept)
@@ -137,7 +139,7 @@ def find_input_leaders(layers: list[Layer]) -> dict[str, str]:
 
 def list_sites(layer: Layer, leaders: dict[str, str], recipe: Recipe) -> Iterator[tuple[str, torch.dtype]]:
     """Yield the tensors of a layer that have scales; the head computes the scale of its input itself."""
-    if layer.part_of in ("block", "linear"):
+    if layer.part_of in ("block", "linear", "experts"):
         if leaders.get(layer.path, layer.path) == layer.path:
             yield f"{layer.path}.input", E4M3
         yield f"{layer.path}.grad_output", FP8_DTYPES[recipe.gradients_format]

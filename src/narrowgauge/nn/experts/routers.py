@@ -1,0 +1,43 @@
+"""Routers compute in FP32 under every recipe: rounded scores change which experts are chosen.
+
+A router is a module beside stacked experts with a matrix [E, D]: a row for each expert.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from narrowgauge.nn.keep_fp32 import KeptInFp32
+from narrowgauge.nn.module_changes import apply_change, find_change
+
+REASON = "it chooses experts"
+
+
+def find_routers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the routers of a model by path."""
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        stacks = [p for p in module._parameters.values() if p is not None and p.dim() == 3]
+        if len(stacks) < 2 or len({len(stack) for stack in stacks}) > 1 or not path:
+            continue
+        owner, count = path.rpartition(".")[0], len(stacks[0])
+        widths = {size for stack in stacks for size in stack.shape[1:]}
+        for name, part in model.get_submodule(owner).named_modules():
+            place = f"{owner}.{name}" if owner and name else owner or name
+            shapes = [tuple(p.shape) for p in part._parameters.values() if p is not None]
+            if name and any(len(s) == 2 and s[0] == count and s[1] in widths for s in shapes):
+                found[place] = part
+    return found
+
+
+def explain_router() -> str:
+    """Return the reason for a router's format."""
+    return f"kept in FP32: {REASON}"
+
+
+def keep_routers(model: nn.Module) -> list[str]:
+    """Let routers compute in FP32; return their paths."""
+    found = {path: router for path, router in find_routers(model).items() if find_change(router, KeptInFp32) is None}
+    for router in found.values():
+        apply_change(router, KeptInFp32(REASON))
+    return sorted(found)

@@ -1,0 +1,55 @@
+"""Decides which modules with stacked experts compute in FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from narrowgauge.kernels.experts.products import ALIGNMENT
+from narrowgauge.nn.experts.find import ExpertsSpec, find_experts
+from narrowgauge.nn.matrix_inventory import explain_kept_fp32
+from narrowgauge.nn.products.choose_formats import Decision
+from narrowgauge.nn.products.gemm import ALL_BF16, ALL_FP8
+from narrowgauge.nn.survey import Layer
+from narrowgauge.recipe import Recipe
+
+GRANULARITY = "experts have one scale for each tensor, and the recipe has one for each row"
+
+
+def survey_experts(model: nn.Module, recipe: Recipe) -> tuple[list[Layer], dict[str, ExpertsSpec]]:
+    """Return an entry for each stack of matrices, and the modules that compute in FP8 by path."""
+    if recipe.compute != "fp8":
+        return [], {}
+    found, modules = find_experts(model), dict(model.named_modules())
+    layers: list[Layer] = []
+    specs: dict[str, ExpertsSpec] = {}
+    for path, spec in found.specs.items():
+        reason = explain_kept_fp32(modules, path, recipe) or _explain_misfit(spec, recipe)
+        layers += _list_layers(path, spec, reason)
+        if reason is None:
+            specs[path] = spec
+    for path, reason in found.reasons.items():
+        for name, stack in modules[path].named_parameters(recurse=False):
+            if stack.dim() == 3:
+                layers.append(Layer(f"{path}.{name}", tuple(stack.shape[1:]), "experts", ALL_BF16, reason))
+    return layers, specs
+
+
+def _explain_misfit(spec: ExpertsSpec, recipe: Recipe) -> str | None:
+    if recipe.granularity != "tensor":
+        return GRANULARITY
+    for name, size in (("inputs", spec.width), ("inner columns", spec.inner)):
+        if size % ALIGNMENT:
+            return f"{size} {name} are not a multiple of {ALIGNMENT}, which grouped FP8 products need"
+    return None
+
+
+def _list_layers(path: str, spec: ExpertsSpec, reason: str | None) -> Iterator[Layer]:
+    shapes = {spec.gate_up: (2 * spec.inner, spec.width), spec.down: (spec.width, spec.inner)}
+    for name, shape in shapes.items():
+        if reason is None:
+            decision = Decision(ALL_FP8, "products of experts run in FP8, grouped")
+            yield Layer(f"{path}.{name}", shape, "experts", ALL_FP8, decision.reason, decision)
+        else:
+            yield Layer(f"{path}.{name}", shape, "experts", ALL_BF16, reason)
