@@ -168,8 +168,6 @@ def test_groups_of_a_model() -> None:
     assert sum(map(len, found)) == len(list(model.parameters()))
     chosen = ng.optim.split_for_muon(model, adamw=["*.0.*"])
     assert all(not names[id(p)].startswith("blocks.0.") for p in chosen[0]["params"])
-    plain = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-    assert [len(group["params"]) for group in ng.optim.split_for_muon(plain)] == [2, 2]
     tied = nn.ModuleDict({"words": nn.Embedding(10, 4), "head": nn.Linear(4, 10, bias=False)})
     tied["head"].weight = tied["words"].weight
     assert [group["rule"] for group in ng.optim.split_for_muon(tied)] == ["adamw"]

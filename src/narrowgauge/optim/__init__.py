@@ -5,7 +5,8 @@ from narrowgauge.optim.adamw import AdamW
 from narrowgauge.optim.convert_optimizer import convert_optimizer, plain_state
 from narrowgauge.optim.lion import Lion
 from narrowgauge.optim.masters import full_precision, load_full_precision, narrow, widen
-from narrowgauge.optim.muon import Muon, split_for_muon
+from narrowgauge.optim.muon import Muon
+from narrowgauge.optim.muon_groups import split_for_muon
 from narrowgauge.optim.sgd import SGD
 
 __all__ = [

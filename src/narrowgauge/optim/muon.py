@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -320,34 +319,3 @@ def _find_alike(tensors: list[Tensor]) -> list[list[int]]:
     for place, tensor in enumerate(tensors):
         alike.setdefault(tensor.shape, []).append(place)
     return list(alike.values())
-
-
-def split_for_muon(model: nn.Module, adamw: Iterable[str] = ()) -> list[dict[str, Any]]:
-    """Return parameter groups for ``Muon``: the matrices inside of a model, and all other trained parameters.
-
-    Inside are the members of a ``ModuleList`` or ``Sequential``, such as the blocks of a transformer; if it has none
-    with matrices, the whole model. Embeddings and weights that are tied to them, vectors, convolutions and stacked
-    experts have AdamW's rule, and so has what is outside, such as a head. Vectors are not decayed.
-
-    Args:
-        model: The model.
-        adamw: Patterns of parameter names that AdamW is to step as well, with * and ?.
-
-    Returns:
-        Up to three groups.
-    """
-    patterns = [adamw] if isinstance(adamw, str) else list(adamw)
-    outer = {m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    fit = {
-        name
-        for name, p in trained.items()
-        if p.dim() == 2 and p not in outer and not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-    }
-    inside = {name for name in fit if any(part.isdigit() for part in name.split("."))} or fit
-    groups: list[dict[str, Any]] = [
-        {"params": [p for name, p in trained.items() if name in inside], "rule": "muon"},
-        {"params": [p for name, p in trained.items() if name not in inside and p.dim() > 1], "rule": "adamw"},
-        {"params": [p for p in trained.values() if p.dim() < 2], "rule": "adamw", "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
