@@ -9,6 +9,11 @@ Only settings that must destroy weights are named:
     a beta or momentum >= 1          sums of gradients grow without limit, or their correction divides by 0
     lr < 0                           updates increase the loss
     lr >= 1, Adam and its kind       an update changes each weight by about lr
+    eps = 0, Muon                    0/0 for each matrix whose gradient has always been 0
+    ns_coefficients, Muon            the iteration that orthogonalizes updates diverges with them
+    lr >= 1, Muon                    an update changes the singular values of each matrix by about lr
+
+Groups of narrowgauge's Muon have a rule: those of "adamw" are judged as AdamW's, those of "muon" have no betas.
 """
 
 from __future__ import annotations
@@ -25,6 +30,8 @@ from torch.optim import Optimizer
 COUPLED = frozenset({"Adam", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop", "Adadelta"})
 """Adaptive optimizers that add weight decay to the gradient, where it cannot make weights diverge."""
 OPTIMIZER = "optimizer"
+WORDS = ("rule", "adjust_lr_fn")
+"""Settings of Muon that are words."""
 Settings = dict[str, Any]
 """The settings of a parameter group, and the name of its optimizer."""
 HUGE = 1e4
@@ -48,6 +55,7 @@ def read_settings(optimizers: Sequence[Optimizer]) -> list[Settings]:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             kept = {name: value for name, value in group.items() if name != "params" and _is_number(value)}
+            kept |= {name: group[name] for name in WORDS if isinstance(group.get(name), str)}
             copied = {name: value.clone() if isinstance(value, Tensor) else value for name, value in kept.items()}
             found.append({OPTIMIZER: type(optimizer).__name__, **copied})
     return found
@@ -75,9 +83,14 @@ def find_faulty_setting(facts: Mapping[str, Any] | None) -> FaultySetting | None
 
 def _check_group(group: Mapping[str, Any]) -> Iterator[FaultySetting]:
     name = str(group[OPTIMIZER])
-    settings = {setting: value for setting, value in group.items() if setting != OPTIMIZER}
+    settings = {setting: value for setting, value in group.items() if setting not in (OPTIMIZER, *WORDS)}
+    if "ns_coefficients" in group:
+        if group.get("rule") != "adamw":
+            yield from _check_muon(name, group)
+            settings.pop("betas", None)
+        settings.pop("momentum", None)  # an average of gradients, which cannot grow
     values = {setting: float(v) for setting, v in settings.items() if not isinstance(v, list | tuple | bool)}
-    betas = [float(beta) for beta in group.get("betas") or ()]
+    betas = [float(beta) for beta in settings.get("betas") or ()]
     rate, decay = values.get("lr", 0.0), values.get("weight_decay", 0.0)
     adaptive = bool(betas) and "eps" in values
     for setting, value in [*values.items(), *(("betas", beta) for beta in betas)]:
@@ -97,6 +110,29 @@ def _check_group(group: Mapping[str, Any]) -> Iterator[FaultySetting]:
         yield FaultySetting(f"{name} lr={rate:g}", "a negative learning rate increases the loss", False)
     if adaptive and 1 <= rate < math.inf:
         yield FaultySetting(f"{name} lr={rate:g}", f"every update changes each weight by about {rate:g}", False)
+
+
+def _check_muon(name: str, group: Mapping[str, Any]) -> Iterator[FaultySetting]:
+    """Check settings of groups whose updates are orthogonalized."""
+    rate, coefficients = float(group.get("lr", 0.0)), [float(value) for value in group["ns_coefficients"]]
+    if float(group.get("eps", 1.0)) == 0:
+        yield FaultySetting(f"{name} eps=0", "the update of a matrix whose gradient is always 0 is 0/0", True)
+    if all(map(math.isfinite, coefficients)) and _diverges(coefficients, int(group.get("ns_steps", 5))):
+        listed = ", ".join(f"{value:g}" for value in coefficients)
+        effect = "the iteration that orthogonalizes updates diverges with them"
+        yield FaultySetting(f"{name} ns_coefficients=({listed})", effect, True)
+    if 1 <= rate < math.inf and group.get("adjust_lr_fn") != "match_rms_adamw":
+        effect = f"every update changes the singular values of each matrix by about {rate:g}"
+        yield FaultySetting(f"{name} lr={rate:g}", effect, False)
+
+
+def _diverges(coefficients: list[float], steps: int) -> bool:
+    """Whether s <- a s + b s^3 + c s^5 takes a singular value between 0 and 1 beyond 100."""
+    a, b, c = coefficients
+    values = [number / 64 for number in range(1, 65)]
+    for _ in range(steps):
+        values = [min(abs(s * (a + s * s * (b + s * s * c))), 1e6) for s in values]
+    return max(values) > 100
 
 
 def _is_number(value: Any) -> bool:
