@@ -1,6 +1,25 @@
 """Short correct scripts that are similar to pitfalls; the linter must report nothing."""
 
 RIGHT = {
+    "Muon for blocks": """
+from muon import Muon
+import narrowgauge as ng
+embedding = nn.Embedding(1024, 64)
+inner = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+first = Muon(inner, lr=0.02, momentum=0.95)
+second = Muon(model.transformer.h.parameters(), lr=0.02)
+third = Muon([p for p in blocks.parameters() if p.ndim == 2], lr=3e-4)  # this class may match AdamW itself
+hidden = {id(p) for p in model.blocks.parameters()}
+fourth = torch.optim.Muon([p for p in model.parameters() if p.ndim == 2 and id(p) in hidden], lr=0.02)
+fifth = torch.optim.Muon(model.blocks.parameters(), lr=args.lr)
+sixth = torch.optim.Muon(model.blocks.parameters(), lr=3e-4, adjust_lr_fn=args.adjust)
+seventh = ng.optim.Muon(ng.optim.split_for_muon(model), lr=6e-4, adjust_lr_fn="match_rms_adamw")
+eighth = ng.optim.Muon(ng.optim.split_for_muon(model.bfloat16()), lr=0.02, master="split")
+""",
+    "Muon for a network without embeddings": """
+net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+optimizer = torch.optim.Muon([p for p in net.parameters() if p.ndim == 2], lr=0.02)
+""",
     "correlated": """
 def train(model, opt, loader, use_amp):
     scaler = torch.amp.GradScaler("cuda")

@@ -3,6 +3,26 @@
 HEAD = "import torch\nfrom torch import nn\nimport torch.nn.functional as F\n"
 
 WRONG = {
+    "Muon for every matrix": """
+from muon import Muon
+class GPT(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wte = nn.Embedding(1024, 64)
+model = GPT()
+matrices = [p for n, p in model.named_parameters() if p.requires_grad and p.dim() >= 2]
+optimizer = Muon(matrices, lr=0.02, momentum=0.95)  # lint: muon-embedding
+class Trainer:
+    def __init__(self, model):
+        self.model = model
+        self.optimizer = Muon(list(self.model.parameters()), lr=0.02)  # lint: muon-embedding
+""",
+    "Muon at the rate of another rule": """
+from torch.optim import Muon
+small = Muon(blocks.parameters(), 3e-4)  # lint: muon-learning-rate
+original = Muon(blocks.parameters(), lr=1e-3, adjust_lr_fn="original")  # lint: muon-learning-rate
+large = Muon(blocks.parameters(), lr=0.02, adjust_lr_fn="match_rms_adamw")  # lint: muon-learning-rate
+""",
     "the old module under an alias": """
 import torch.cuda.amp as amp
 scaler = amp.GradScaler()  # lint: deprecated-amp

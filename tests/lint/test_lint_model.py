@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import narrowgauge as ng
 from narrowgauge import recipe as parse
 from narrowgauge.findings import NOTE, SERIOUS, WARNING, Finding
 from narrowgauge.lint import model as lint
@@ -144,3 +145,13 @@ def test_lean_recipes_need_an_optimizer_with_small_states() -> None:
 
 def test_optimizer_is_optional() -> None:
     assert lint.check(meta(vocab=1024), None, parse("bf16")) == []
+
+
+def test_muon_steps_no_embedding() -> None:
+    model = nn.ModuleDict({"words": nn.Embedding(128, 64), "blocks": nn.ModuleList([nn.Linear(64, 64)])})
+    everything = ng.optim.Muon(model.parameters(), lr=0.02)
+    (found,) = check(model, "bf16", everything)
+    assert found.rule == "muon-embedding" and found.where == "words"
+    assert check(model, "bf16", ng.optim.Muon(ng.optim.split_for_muon(model), lr=0.02)) == []
+    inner = torch.optim.Muon([model["blocks"][0].weight], lr=0.02)
+    assert check(model, "bf16", inner) == []

@@ -20,6 +20,7 @@ AUTOCASTS = frozenset({
 OPTIMIZER_EPS: dict[str, float | None] = {
     "Adam": 1e-8, "AdamW": 1e-8, "NAdam": 1e-8, "RAdam": 1e-8, "Adamax": 1e-8, "RMSprop": 1e-8, "Adagrad": 1e-10,
     "SparseAdam": 1e-8, "Adadelta": 1e-6, "SGD": None, "ASGD": None, "Rprop": None, "LBFGS": None,
+    "Muon": None,
 }  # fmt: skip
 """Optimizers in torch.optim with the default of eps; None: no such argument."""
 CLIPS = frozenset(
