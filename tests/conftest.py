@@ -13,6 +13,9 @@ import hypothesis
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated: before the imports below decorate some
+
 from narrowgauge import kernels
 from narrowgauge.tasks import language
 
@@ -23,7 +26,6 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 SOURCE = Path(__file__).parent.parent / "src"
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated; only tests/kernels needs it
     # torch.manual_seed would keep the call for a GPU that may come later, each time with the stack as text: 1 ms.
     torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = lambda seed: None
 gc.disable()  # while tests are imported and collected, where it takes 4 s and finds nothing
