@@ -59,6 +59,7 @@ def add_size_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=whole, help="items per batch")
     add("--context", type=whole, help="tokens per sequence, for language tasks")
     add("--accumulate", type=whole, default=1, metavar="N", help="microbatches per update")
+    add("--optimizer", metavar="NAME", default="adamw", help="adamw (default) or muon, as in narrowgauge train")
     add("--compile", action=argparse.BooleanOptionalAction, default=True, help="predict compiled (default)")
     add("--fit", metavar="SIZE", help="choose what each block keeps for backward, so that a step fits: 80GB, 0.9")
 
@@ -131,6 +132,7 @@ def run(args: argparse.Namespace) -> Outcome:
     lesson = _lesson(parameters)
     data = {
         "task": task.name,
+        "optimizer": args.optimizer,
         "gpu": gpu.name,
         "parameters": parameters,
         "batch": next(iter(rows.values()))["batch"],
@@ -149,21 +151,28 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def find(args: argparse.Namespace) -> tuple[Task, Gpu, Device]:
-    """The task, the GPU to predict for, and the device of this machine."""
-    from narrowgauge import hardware, tasks
+    """The task with its optimizer, the GPU to predict for, and the device of this machine."""
+    from narrowgauge import hardware
     from narrowgauge.forecast.run import DEFAULT_GPU
+    from narrowgauge.runs.optimizers import with_optimizer
 
     device = hardware.detect(args.device)
     name = args.gpu.split(",")[0] if args.gpu else device.gpu.name if device.gpu else DEFAULT_GPU
     gpu = hardware.find_gpu(name)
+    return with_optimizer(_find_task(args), args.optimizer), gpu, device
+
+
+def _find_task(args: argparse.Namespace) -> Task:
+    from narrowgauge import tasks
+
     if args.model is not None:
-        return _find_model(args), gpu, device
+        return _find_model(args)
     if args.lora is not None:
         raise UsageError("--lora is for --model: give the model whose adapters are trained")
     if args.config is not None:
         raise UsageError("--config is for --model: give the model, such as --model transformers:Qwen3ForCausalLM")
     spec = args.task or tasks.default("cuda")
-    return tasks.find(spec, batch=args.batch, context=args.context, **args.own), gpu, device
+    return tasks.find(spec, batch=args.batch, context=args.context, **args.own)
 
 
 def _find_model(args: argparse.Namespace) -> Task:

@@ -116,6 +116,7 @@ def _forecast(args: argparse.Namespace, task: Task, gpu: Gpu, device: Device, ou
         _show_extras(extras, str(last.recipe), out)
     return {
         "task": task.name,
+        "optimizer": args.optimizer,
         "gpu": gpu.name,
         "ridge": {format: gpu.ridge(format) for format in gpu.peaks},
         "hierarchy": hierarchy(gpu),

@@ -19,6 +19,8 @@ from narrowgauge.task import Task
 
 def with_optimizer(task: Task, name: str) -> Task:
     """Return the task with an optimizer of this name; ``adamw`` is what a task without its own optimizer has."""
+    if name not in OPTIMIZERS:
+        raise UsageError(f"--optimizer {name}: expected {' or '.join(OPTIMIZERS)}")
     if name == OPTIMIZERS[0]:
         return task
     if task.optimizer is not None:
