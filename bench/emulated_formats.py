@@ -1,54 +1,59 @@
 """Would a GPT train in MXFP8, NVFP4 or MXFP4? Paired runs of emulated formats, BF16 and FP8 with FP32, in limited time.
 
-usage: python bench/emulated_formats.py SECONDS [--out FILE] [--tasks gpt-tiny,gpt:10x512] [--steps 400,300] [--seeds 5]
-           [--candidates RECIPES] [--batch N] [--context N] [--device cpu]
+usage: python bench/emulated_formats.py SECONDS [--out FILE] [--tasks gpt-tiny,gpt:10x512] [--steps 300] [--seeds 4]
+           [--candidates RECIPES] [--batch N,N] [--context N,N] [--processes N] [--device cpu]
 
-Each task has an equal share of what is left of SECONDS. All candidates of a task get their first pair of runs, then
-their second, and so on up to --seeds, as long as the next pair is expected to end in time. The verdicts are those of
-``narrowgauge validate``. After each pair the JSON file is written: by default $OUT/emulated-formats.json, or
-emulated-formats.json. At the end, or when the time is over, a table is printed. Block formats are emulated: the seconds
-in the JSON are those of the emulation, and say nothing about hardware that has the formats.
+--steps, --batch and --context take one number for each task; the last one is for all others. The runs of the first seed
+come first, then those of the second, and so on up to --seeds, until SECONDS are over; a run that has not ended by then
+is lost. On a GPU seven processes run at once (--processes): a small model leaves most of an H200 idle, and only losses
+matter here, not their time. The verdicts are those of ``narrowgauge validate``. After each pair the JSON file is
+written: by default $OUT/emulated-formats.json, or emulated-formats.json. At the end, or when the time is over, a table
+is printed. Block formats are emulated: the seconds in the JSON are those of the emulation beside other runs, and say
+nothing about hardware that has the formats.
 """
 
 import argparse
+import concurrent.futures
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from narrowgauge import UsageError, hardware
 from narrowgauge.recipe import find_emulation, parse, split
+from narrowgauge.validate.curves import paired_runs
 from narrowgauge.validate.run import validate
 
 TRICKS = "emulated-nvfp4[gradient_rounding=stochastic,hadamard=random]"
 CANDIDATES = ("bf16", "fp8", "emulated-mxfp8", TRICKS, "emulated-nvfp4", "emulated-mxfp4")
 """In the order of the losses that are expected: the lowest first."""
 ORDER = ("bf16", "emulated-mxfp8", TRICKS, "emulated-nvfp4")
-RESERVE_S = 15.0
-"""Time kept for the end of a step, the evaluation after it and the table; at most a tenth of all."""
-
-
-class TimeOver(Exception):
-    """The time of a task is over."""
+REFERENCE = "fp32"
+SIZES = {"gpt:10x512": {"batch": 16, "context": 256}}
+"""Smaller than the tasks' own, whose updates take 0.55 s each in FP32 on an H200: a run of 300 would take 165 s."""
+PROCESSES = 7
+"""Runs at once on a GPU: the recipes of one seed."""
+SETTINGS = {"watch_every": 0}
+"""Settings of a run as ``validate`` makes them, which then finds it in the store."""
 
 
 class Comparison:
     """The results so far, and the file that they are written to."""
 
     def __init__(self, path: Path, device: str, seconds: float, candidates: list[str]) -> None:
-        self.path, self.start, self.lock = path, time.monotonic(), threading.Lock()
+        self.path, self.start = path, time.monotonic()
         self.data: dict[str, Any] = {
             "command": " ".join(["python", *sys.argv]),
             "device": device,
             "seconds_allowed": seconds,
-            "reference": "fp32",
+            "reference": REFERENCE,
             "emulated": {name: find_emulation(name) for name in candidates},
             "tasks": {},
         }
@@ -58,17 +63,14 @@ class Comparison:
         """The time since the start."""
         return time.monotonic() - self.start
 
-    def add(
-        self, task: str, steps: int, name: str, found: dict[str, Any], reference: list[Any], seconds: float
-    ) -> None:
+    def add(self, plan: dict[str, Any], name: str, found: dict[str, Any], reference: list[Any], seconds: float) -> None:
         """Keep the result of a candidate so far, and write the file."""
         kept = ("verdict", "gap", "interval", "deviation", "margin", "seeds", "losses", "diverged", "answer", "reason")
-        with self.lock:
-            own = self.data["tasks"].setdefault(task, {"steps": steps, "losses": [], "candidates": {}})
-            own["losses"] = max(own["losses"], reference, key=len)
-            own["candidates"][name] = {key: found[key] for key in kept} | {"seconds_of_last_pair": seconds}
-            self.data["seconds"] = self.seconds
-            self.write()
+        own = self.data["tasks"].setdefault(plan["task"], {**plan, "losses": [], "candidates": {}})
+        own["losses"] = max(own["losses"], reference, key=len)
+        own["candidates"][name] = {key: found[key] for key in kept} | {"seconds_of_last_run": seconds}
+        self.data["seconds"] = self.seconds
+        self.write()
 
     def write(self) -> None:
         """Write the file; a reader never sees half of it."""
@@ -117,38 +119,51 @@ def measure_gap(reference: list[Any], losses: list[Any]) -> float | None:
     return statistics.fmean(c - r for r, c in pairs) / statistics.fmean(r for r, _ in pairs)
 
 
-def compare_task(comparison: Comparison, task: str, steps: int, deadline: float, args: Any, store: Path) -> None:
-    """Train pairs of all candidates of a task until the deadline, in seconds since the start."""
-    costs: dict[str, float] = {}
-    deadline -= min(RESERVE_S, args.seconds / 10)
-    options = {name: value for name in ("batch", "context") if (value := getattr(args, name)) is not None}
+def train_run(plan: dict[str, Any], recipe: str, seed: int, device: str | None, store: Path) -> tuple[float, float]:
+    """Train one run in a process of the pool; return its loss and its seconds. Its numbers are in the store."""
+    experiment = paired_runs.Experiment(
+        spec=plan["task"], device=hardware.detect(device), options=plan["options"], store=store,
+        settings={"steps": plan["steps"], **SETTINGS},
+    )  # fmt: skip
+    run = paired_runs.get_run(experiment, str(parse(recipe, experiment.device)), seed)
+    return run.loss, run.seconds
 
-    def tell(line: str) -> None:
-        print(f"{comparison.seconds:6.0f} s {line}", flush=True)
-        if comparison.seconds > deadline:
-            raise TimeOver
 
-    for seeds in range(1, args.seeds + 1):
-        for name in args.candidates:
-            expected = costs.get(name, statistics.fmean(costs.values()) if costs else 0.0)
-            if comparison.seconds + expected > deadline:
-                print(f"{comparison.seconds:6.0f} s {task} {name}: pair {seeds} would take {expected:.0f} s; left out")
-                continue
-            before = time.monotonic()
-            try:
+def compare(comparison: Comparison, args: Any, pool: concurrent.futures.ProcessPoolExecutor, store: Path) -> None:
+    """Train the runs of all tasks, and judge a candidate after each of its pairs, until the time is over."""
+    recipes = [REFERENCE, *args.candidates]
+    ended: dict[tuple[str, str], set[int]] = {(plan["task"], name): set() for plan in args.plans for name in recipes}
+    jobs = {
+        pool.submit(train_run, plan, name, seed, args.device, store): (plan, name, seed)
+        for seed in range(args.seeds) for plan in args.plans for name in recipes
+    }  # fmt: skip
+    judged: dict[tuple[str, str], int] = {}
+    for job in concurrent.futures.as_completed(jobs, timeout=max(0.0, args.seconds - comparison.seconds)):
+        (plan, name, seed), now = jobs[job], f"{comparison.seconds:6.0f} s"
+        task = plan["task"]
+        try:
+            loss, seconds = job.result()
+        except UsageError as error:  # such as FP8 on a GPU that lacks it
+            print(f"{now} {task} {name} seed {seed} is left out: {error}", flush=True)
+            continue
+        print(f"{now} {task} {name} seed {seed}: loss {loss:.5g} ({seconds:.0f} s)", flush=True)
+        ended[task, name].add(seed)
+        for one in args.candidates if name == REFERENCE else [name]:
+            both = ended[task, REFERENCE] & ended[task, one]
+            pairs = next(count for count in itertools.count() if count not in both)
+            if pairs > judged.get((task, one), 0):
+                judged[task, one] = pairs
                 found = validate(
-                    task, [name], "fp32", seeds=seeds, steps=steps, options=options, device=args.device, out=store,
-                    margin=args.margin, tell=tell,
+                    task, [one], REFERENCE, seeds=pairs, steps=plan["steps"], options=plan["options"],
+                    device=args.device, out=store, margin=args.margin,
                 ).describe()  # fmt: skip
-            except UsageError as error:  # such as FP8 on a GPU that lacks it
-                print(f"{comparison.seconds:6.0f} s {task} {name} is left out: {error}", flush=True)
-                costs.setdefault(name, 0.0)
-                continue
-            except TimeOver:
-                print(f"{comparison.seconds:6.0f} s the time of {task} is over", flush=True)
-                return
-            costs[name] = time.monotonic() - before
-            comparison.add(task, steps, name, found["candidates"][name], found["losses"], costs[name])
+                comparison.add(plan, one, found["candidates"][one], found["losses"], seconds)
+
+
+def read_numbers(text: str | None, tasks: list[str]) -> list[int | None]:
+    """Return a number for each task: the last one is for all others."""
+    numbers = [None] if text is None else [int(number) for number in text.split(",")]
+    return [numbers[min(index, len(numbers) - 1)] for index in range(len(tasks))]
 
 
 def read_arguments() -> Any:
@@ -157,17 +172,21 @@ def read_arguments() -> Any:
     add("seconds", type=float)
     add("--out", type=Path, default=Path(os.environ.get("OUT", ".")) / "emulated-formats.json")
     add("--tasks", default="gpt-tiny,gpt:10x512")
-    add("--steps", default="400,300", help="updates per run, one number for each task")
-    add("--seeds", type=int, default=5, help="pairs of each candidate, at most")
+    add("--steps", default="300", help="updates per run, one number for each task")
+    add("--seeds", type=int, default=4, help="pairs of each candidate, at most")
     add("--candidates", default=",".join(CANDIDATES))
     add("--margin", type=float, default=0.005)
-    add("--batch", type=int)
-    add("--context", type=int)
+    add("--batch", help="sequences per batch, one number for each task")
+    add("--context", help="tokens in a sequence, one number for each task")
+    add("--processes", type=int, help=f"runs at once; by default {PROCESSES} on a GPU and 1 on a CPU")
     add("--device")
     args = parser.parse_args()
-    args.tasks, args.candidates = args.tasks.split(","), split(args.candidates)
-    args.steps = [int(text) for text in args.steps.split(",")]
-    args.steps += args.steps[-1:] * (len(args.tasks) - len(args.steps))
+    tasks, args.candidates = args.tasks.split(","), split(args.candidates)
+    args.plans = []
+    sizes = (read_numbers(text, tasks) for text in (args.steps, args.batch, args.context))
+    for task, steps, batch, context in zip(tasks, *sizes, strict=True):
+        given = {name: size for name, size in (("batch", batch), ("context", context)) if size is not None}
+        args.plans.append({"task": task, "steps": steps, "options": {**SIZES.get(task, {}), **given}})
     for name in args.candidates:
         parse(name)  # a wrong name ends the script here, not after half of its time
     return args
@@ -179,22 +198,21 @@ def main() -> None:
     device = hardware.detect(args.device)
     comparison = Comparison(args.out, device.name, args.seconds, args.candidates)
     comparison.write()
-
-    def quit_in_time() -> None:
-        """End the process whatever it does, such as compiling: what is done is in the file."""
-        with comparison.lock:
+    processes = args.processes or (PROCESSES if device.kind == "cuda" else 1)
+    if processes > 1:  # else they compete for the cores
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as store:
+        pool = concurrent.futures.ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
+        try:
+            compare(comparison, args, pool, Path(store))
+        except TimeoutError:
             print("\nthe time is over", flush=True)
-            comparison.show()
-            os._exit(0)
-
-    timer = threading.Timer(args.seconds, quit_in_time)
-    timer.daemon = True
-    timer.start()
-    with tempfile.TemporaryDirectory() as store:
-        for index, (task, steps) in enumerate(zip(args.tasks, args.steps, strict=False)):
-            share = (args.seconds - comparison.seconds) / (len(args.tasks) - index)
-            compare_task(comparison, task, steps, comparison.seconds + share, args, Path(store))
-        timer.cancel()
+        finally:
+            children = multiprocessing.active_children()
+            pool.shutdown(wait=False, cancel_futures=True)
+            for child in children:
+                child.kill()
         comparison.show()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "emulated_formats.py"
-SMALL = ["--tasks", "gpt:1x64,gpt:2x64", "--steps", "3,2", "--batch", "2", "--context", "32", "--device", "cpu"]
+SMALL = ["--tasks", "gpt:1x64,gpt:2x64", "--steps", "3,2", "--batch", "2,3", "--context", "32", "--device", "cpu"]
 
 
 def run(tmp_path: Path, seconds: float, *arguments: str) -> tuple[str, dict[str, Any], float]:
@@ -28,10 +28,10 @@ def run(tmp_path: Path, seconds: float, *arguments: str) -> tuple[str, dict[str,
 
 
 def test_a_table_of_gaps_and_verdicts(tmp_path: Path) -> None:
-    text, data, _ = run(tmp_path, 250, "--seeds", "2", "--candidates", "bf16,emulated-nvfp4")
+    text, data, _ = run(tmp_path, 250, "--seeds", "2", "--candidates", "bf16,emulated-nvfp4", "--processes", "2")
     assert list(data["tasks"]) == ["gpt:1x64", "gpt:2x64"]
     for own in data["tasks"].values():
-        assert len(own["losses"]) == 2
+        assert len(own["losses"]) == 2 and own["options"] == {"batch": 5 - own["steps"], "context": 32}
         for name, one in own["candidates"].items():
             assert one["seeds"] == len(one["losses"]) == 2 and one["verdict"] and len(one["interval"]) == 2
             assert ("Would it train in NVFP4?" in (one["answer"] or "")) == (name != "bf16")
