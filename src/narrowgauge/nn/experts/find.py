@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
 from narrowgauge import events
@@ -74,7 +75,7 @@ def find_experts(model: nn.Module) -> FoundExperts:
     """Describe every module of the model with stacked experts."""
     found = FoundExperts()
     for path, module in model.named_modules():
-        stacks = [(name, p) for name, p in module.named_parameters(recurse=False) if p.dim() == 3]
+        stacks = list(list_parameters(module, 3).items())
         if len(stacks) < 2:
             continue
         try:
@@ -82,6 +83,12 @@ def find_experts(model: nn.Module) -> FoundExperts:
         except NotExperts as reason:
             found.reasons[path] = str(reason)
     return found
+
+
+def list_parameters(module: nn.Module, dims: int) -> dict[str, nn.Parameter]:
+    """Return a module's own parameters with so many dimensions, by name."""
+    own = module._parameters.items()
+    return {name: p for name, p in own if p is not None and not is_lazy(p) and p.dim() == dims}
 
 
 def compute_plain(kind: str, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

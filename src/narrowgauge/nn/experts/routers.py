@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from narrowgauge.nn.experts.find import list_parameters
 from narrowgauge.nn.keep_fp32 import KeptInFp32
 from narrowgauge.nn.module_changes import apply_change, find_change
 
@@ -17,15 +18,15 @@ def find_routers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the routers of a model by path."""
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
-        stacks = [p for p in module._parameters.values() if p is not None and p.dim() == 3]
+        stacks = list(list_parameters(module, 3).values())
         if len(stacks) < 2 or len({len(stack) for stack in stacks}) > 1 or not path:
             continue
         owner, count = path.rpartition(".")[0], len(stacks[0])
         widths = {size for stack in stacks for size in stack.shape[1:]}
         for name, part in model.get_submodule(owner).named_modules():
             place = f"{owner}.{name}" if owner and name else owner or name
-            shapes = [tuple(p.shape) for p in part._parameters.values() if p is not None]
-            if name and any(len(s) == 2 and s[0] == count and s[1] in widths for s in shapes):
+            matrices = list_parameters(part, 2).values()
+            if name and any(len(matrix) == count and matrix.shape[1] in widths for matrix in matrices):
                 found[place] = part
     return found
 
