@@ -40,7 +40,7 @@ def recipes(draw):
         fields["loss_scale"] = "none"
     if fields["compute"] != "fp8":
         fields.update(scaling="none", history=16, margin=0, amax="max", products="fastest")
-        fields.update(gradients_format="e5m2", first_forward="fp8", granularity="tensor")
+        fields.update(gradients_format="e5m2", first_forward="auto", granularity="tensor")
     if fields["granularity"] != "tensor":
         fields.update(scaling="current", activations="auto", offload="none")
     if fields["compute"] != "bf16":

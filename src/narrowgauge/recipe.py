@@ -71,9 +71,9 @@ class Recipe:
     """Which products run in FP8: fastest (the fastest mix, measured on this GPU layer by layer), or all that can."""
     gradients_format: str = "e5m2"
     """FP8 format of gradients that products read: e5m2 (2 mantissa bits), or e4m3 (3 bits, 1/16,384 of the range)."""
-    first_forward: str = "fp8"
-    """Format of the forward products of the first of a model's repeated blocks: fp8, bf16, or mostly-bf16 (FP8 only in
-    the MLP's last projection)."""
+    first_forward: str = "auto"
+    """Format of the forward products of the first of a model's repeated blocks: fp8, bf16, mostly-bf16 (FP8 only in the
+    MLP's last projection), or auto (mostly-bf16 for trained layers of a model with six blocks or more, else fp8)."""
     keep: tuple[str, ...] = ()
     """Modules that compute in FP32, besides norms, softmax and loss: paths or class names, * and ? are wildcards."""
     attention: str = "auto"

@@ -19,7 +19,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "amax": ("max", "recent"),
     "products": ("fastest", "all"),
     "gradients_format": ("e5m2", "e4m3"),
-    "first_forward": ("fp8", "mostly-bf16", "bf16"),
+    "first_forward": ("auto", "fp8", "mostly-bf16", "bf16"),
     "attention": ("auto", "any", "cudnn", "flash", "efficient", "math"),
     "checkpoint": ("none", "selective", "full"),
     "frozen": ("keep", "bf16", "fp8"),

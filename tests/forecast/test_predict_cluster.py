@@ -182,7 +182,7 @@ def test_small_models_are_copied_and_large_ones_sharded_as_training_does() -> No
     assert predict_cluster.choose_parallel("fsdp", 1) == "fsdp"
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "bf16-lean"])
+@pytest.mark.parametrize("recipe", ["bf16", "bf16-lean", "fp8"])
 def test_extrapolation_from_a_few_blocks_matches_the_whole_model(recipe: str) -> None:
     task = small(7, vocab=2048)
     few, whole = trace_small(task, recipe), trace_steps(task, parse(recipe), H200, compile=False)

@@ -188,6 +188,15 @@ def test_equal_blocks_share_one_graph_and_each_has_its_own_scales(monkeypatch, r
     assert count_graphs() == 2
 
 
+@pytest.mark.parametrize("recipe", ["fp8[products=all]", "fp8[products=all,granularity=row]"])
+def test_a_first_block_with_its_forward_in_bf16_has_a_graph_of_its_own(monkeypatch, recipe):
+    plain, compiled = (make_net(monkeypatch, depth=6, recipe=recipe, compiled=on) for on in (False, True))
+    for _ in range(3):
+        for ours, theirs in zip(train_net(*compiled), train_net(*plain), strict=True):
+            assert torch.equal(ours, theirs)
+    assert count_graphs() == 2
+
+
 def test_more_blocks_with_graphs_of_their_own_than_torch_compiles_are_all_compiled(monkeypatch):
     plain, compiled = (make_net(monkeypatch, NumberedBlock, 4, compiled=on) for on in (False, True))
     with torch._dynamo.config.patch(recompile_limit=2):  # instead of 8: graphs take a second each

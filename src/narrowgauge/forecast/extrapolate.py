@@ -22,7 +22,7 @@ from narrowgauge.forecast.time.reachable_rates import ReachableRates
 from narrowgauge.forecast.time.roofline import Cost, estimate_costs
 from narrowgauge.forecast.trace.trace_step import Traced
 from narrowgauge.kernels.norm import MAX_COLUMNS
-from narrowgauge.nn.recompute import find_blocks
+from narrowgauge.nn.recompute import find_blocks, shorten_row
 from narrowgauge.task import Task
 
 TRACED_BLOCKS = 2, 3
@@ -145,7 +145,7 @@ def _cut(task: Task, count: int) -> nn.Module:
     path = next(iter(find_blocks(model))).rpartition(".")[0]
     blocks = model.get_submodule(path)
     assert isinstance(blocks, nn.ModuleList)
-    del blocks[count:]
+    shorten_row(blocks, count)
     return model
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from narrowgauge.hardware import Gpu
 from narrowgauge.nn.call_size import CallSize
 from narrowgauge.nn.fused.modules import FusedBlock
+from narrowgauge.nn.fused.plan import BlockPlan
 from narrowgauge.nn.module_changes import find_change, original_class
 from narrowgauge.nn.recompute import Recomputed
 from narrowgauge.nn.recompute_cost import estimate_fused, estimate_unfused
@@ -86,15 +87,21 @@ def list_options(recipe: Recipe, change: FusedBlock | Recomputed) -> dict[str, d
     A recipe that sets ``checkpoint`` other than its named base decides that itself, and the same holds for
     ``activations``. Full recomputation is always among the options, and so are inputs on the host for fused blocks
     that may be recomputed; with ``offload=activations`` the inputs of all recomputed blocks go there.
+
+    A block whose forward reads BF16 and its backward FP8 (``first_forward``) cannot write the outputs of its norms
+    again, so that some options would keep more in it than in the others. It has only those that keep the same.
     """
     base = "full" if recipe.master != "fp32" else "none"
     fused = isinstance(change, FusedBlock)
     short = fused and recipe.compute == "fp8" and change.plan.scales is not None  # type: ignore[union-attr]
+    is_mixed = fused and _reads_other_formats_in_backward(change.plan)  # type: ignore[union-attr]
     can_offload = fused and recipe.offload == "none" and recipe.compute in ("bf16", "fp8")
     options = {}
     for name, given in FIELDS.items():
         fields = dict(given)
         if (name in ("normalized", "8bit") and not short) or (name == OFFLOADED and not can_offload):
+            continue
+        if name in ("normalized", "8bit", "recompute") and is_mixed and recipe.activations == "auto":
             continue
         if name == "recompute" and (not fused or recipe.compute not in ("bf16", "fp8")):
             continue
@@ -109,3 +116,8 @@ def list_options(recipe: Recipe, change: FusedBlock | Recomputed) -> dict[str, d
             continue
         options[name] = fields
     return options
+
+
+def _reads_other_formats_in_backward(plan: BlockPlan) -> bool:
+    """Whether a product of weights' gradients reads what a norm writes in another format than the forward does."""
+    return any(part.choice.output != part.choice.grad_weight for part in (plan.qkv, plan.up))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,9 @@ KEPT_OPS = frozenset(
     }
 )
 
+LENGTH_BEFORE = "length_before"
+"""Attribute of a row of blocks that was shortened: its number of blocks before."""
+
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the repeated blocks of a model by path: members of ModuleLists with several modules of one class."""
@@ -49,6 +53,18 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
             if not inside:
                 blocks |= {f"{path}.{index}" if path else str(index): block for index, block in enumerate(module)}
     return blocks
+
+
+def count_blocks(model: nn.Module) -> dict[str, int]:
+    """Return the number of repeated blocks in each row, by its path; of a shortened row, the number before."""
+    rows = Counter(path.rpartition(".")[0] for path in find_blocks(model))
+    return {row: getattr(model.get_submodule(row), LENGTH_BEFORE, count) for row, count in rows.items()}
+
+
+def shorten_row(blocks: nn.ModuleList, count: int) -> None:
+    """Delete all blocks but the first ones. Formats are still chosen as for the whole row."""
+    setattr(blocks, LENGTH_BEFORE, len(blocks))
+    del blocks[count:]
 
 
 Context = contextlib.AbstractContextManager[Any]

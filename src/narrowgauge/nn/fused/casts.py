@@ -82,6 +82,8 @@ class Projection:
         """Return what backward reads of the projection's input, without what only forward's product reads."""
         if self.is_frozen:
             return Operand(x.hp if self.adapters else None)
+        if x.lp is not None and self._other_formats == {"fp8"}:
+            x = x._replace(hp=None)
         return x._replace(lp=None) if x.lp_t is not None else x
 
 
