@@ -178,6 +178,9 @@ def test_training_is_near_that_of_one_scale_per_tensor(build, fields):
     assert row == pytest.approx(tensor, rel=0.02) and row == pytest.approx(plain, rel=0.03)
 
 
+# Raised by torch._dynamo itself, at the graph break before the fused head: it hides this warning, but not where
+# warnings are errors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_lean_and_compiled_models_train():
     plain = train(make(ROW))
     assert train(make("fp8-lean[products=all,granularity=row]")) == pytest.approx(plain, rel=0.02)
