@@ -4,6 +4,9 @@ import pytest
 import torch
 
 import narrowgauge as ng
+from narrowgauge.gauges.rules.muon_rules import read_muon_updates
+from narrowgauge.gauges.rules.tensor_rules import UpdateContext
+from narrowgauge.gauges.watch.watch import Watch
 from narrowgauge.models.gpt import GPT, GPTConfig
 from narrowgauge.optim.masters import join_fp32
 
@@ -101,6 +104,29 @@ def test_nothing_waits_for_the_device(recipe):
             engine.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
+@pytest.mark.parametrize("recipe", ["fp32", "bf16-lean"])
+def test_gauges_measure_updates_without_waiting(recipe):
+    engine = make_engine(recipe)
+    watch = Watch(engine, every=2)
+    train(engine, 4)
+    torch.cuda.synchronize()
+    tokens = torch.randint(0, 1024, (8, 129), device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            with engine.forward():
+                loss = engine.model(tokens[:, :-1], tokens[:, 1:])
+            engine.backward(loss)
+            engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    snapshots = watch.snapshots(wait=True)
+    shares = [update.share for one in snapshots for update in read_muon_updates(UpdateContext(one))]
+    assert len(shares) == 16 * len(snapshots) == 64 and all(0.2 < share < 1.5 for share in shares), shares
 
 
 def test_a_bad_gradient_changes_nothing():

@@ -16,6 +16,7 @@ from narrowgauge.gauges.rules.forward_rules import find_forward_faults
 from narrowgauge.gauges.rules.fp8_rules import Fp8Rules
 from narrowgauge.gauges.rules.keep_modules import ModelParts
 from narrowgauge.gauges.rules.lasting import LastingFindings
+from narrowgauge.gauges.rules.muon_rules import is_usual_update
 from narrowgauge.gauges.rules.predict_block_formats import predict_block_formats
 from narrowgauge.gauges.rules.predict_formats import Prediction, predict_formats
 from narrowgauge.gauges.rules.silent_rules import MATRIX, ModelHistory, find_silent_faults
@@ -152,7 +153,8 @@ class Examiner:
         self._note_history(snapshot)
         zero = {name for name, mean_square in self._first_weights.items() if mean_square == 0}
         updates = [one for one in context.select("update") if one.count >= MATRIX and one.module not in zero]
-        self.step_rules.update_ratio = max((one.ratio or 0.0 for one in updates), default=0.0)
+        unusual = [one for one in updates if not is_usual_update(snapshot, one)]
+        self.step_rules.update_ratio = max((one.ratio or 0.0 for one in unusual), default=0.0)
         found = [replace(finding, step=snapshot.update) for finding in check_tensors(context)]
         if snapshot.applied:  # a skipped update shows nothing about what the next one changes
             zeros, explained = find_zeros(context)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from narrowgauge.findings import SERIOUS, WARNING, Finding
+from narrowgauge.gauges.rules.muon_rules import check_orthogonal, check_stale, is_stepped_by_muon
 from narrowgauge.gauges.rules.tensor_rules import UpdateContext
 
 MATRIX = 64
@@ -140,11 +141,14 @@ def check_proportions(context: UpdateContext, before: ModelHistory) -> Iterator[
 
 
 def check_depth(context: UpdateContext, _: ModelHistory) -> Iterator[Finding]:
-    """Find gradients that vanish from the last layers to the first."""
+    """Find gradients that vanish from the last layers to the first; Muon's matrices learn with any size of gradient."""
     sizes = [
         (one.module, one.mean_square**0.5)
         for one in context.select("weight_gradient")
-        if one.count >= MATRIX and one.module.endswith("weight") and one.mean_square > 0
+        if one.count >= MATRIX
+        and one.module.endswith("weight")
+        and one.mean_square > 0
+        and not is_stepped_by_muon(context.snapshot, one.module)
     ]
     if len(sizes) < _DEEP:
         return
@@ -190,6 +194,8 @@ RULES: tuple[Callable[[UpdateContext, ModelHistory], Iterator[Finding]], ...] = 
     check_proportions,
     check_depth,
     check_norm_decay,
+    lambda context, _: check_orthogonal(context),
+    lambda context, _: check_stale(context),
 )
 
 

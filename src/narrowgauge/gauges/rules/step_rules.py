@@ -277,7 +277,8 @@ def check_clipping(before: StepRules, step: Step) -> Iterator[Finding]:
             where="all parameters",
             detail=f"the gradient norm was at least {min(norms):.3g} in each of the last {RECENT} steps, and is "
             f"clipped to {before.clip_norm:g}",
-            why="every update has the same length whatever the gradient: clipping acts as a much lower learning rate",
+            why="every batch counts the same whatever its gradient; SGD also has a much lower learning rate then "
+            "(Adam and Muon divide by the size of gradients)",
             fix="take the mean of the loss instead of its sum, or clip to about the usual norm",
         )
 

@@ -134,7 +134,9 @@ def check_updates(context: UpdateContext) -> Iterator[Finding]:
                 detail=f"the update has {reading.inf} inf and {reading.nan} NaN" if broken else
                 f"the update is {reading.ratio:.3g} times as large as the weights",
                 why="one step destroys the weights",
-                fix="check the optimizer states: moments or epsilon in FP16 underflow; or lower the learning rate",
+                fix="check Muon's eps, which must be above 0, and its ns_coefficients"
+                if broken and ("muon_square", reading.module) in context.snapshot.facts else
+                "check the optimizer states: moments or epsilon in FP16 underflow; or lower the learning rate",
             )  # fmt: skip
 
 

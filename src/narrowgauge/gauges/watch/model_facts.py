@@ -6,6 +6,9 @@
     statistics     of a batch norm in training: how far its running statistics are from their initial 0 and 1
     offset, spread of a batch norm in training: the distance of its running mean and deviation from those of the batch
     norm_decay     of the weight of a norm: learning rate times weight decay
+    muon_square, muon_decay, muon_eps
+                   of a matrix that Muon steps: the mean square of an update whose singular values are all 1, learning
+                   rate times weight decay, and eps
     loss_format    1 if one of torch's loss functions has computed the loss in 16 bits
 
 Each fact is one number, computed on the device and copied to the host with the other numbers of the snapshot.
@@ -20,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.engine import Engine
+from narrowgauge.optim.newton_schulz import adjust_rate
 from narrowgauge.optim.sharded import to_local
 
 _MIN_SAMPLES = 16
@@ -84,6 +88,10 @@ class ModelFacts:
                     root = _compute_root(optimizer.state.get(parameter, {}), group)
                     if root is not None and id(parameter) in names:
                         self.values["adam_root", names[id(parameter)]] = root.to(self.engine.device)
+                if group.get("rule", "muon") == "muon" and "ns_steps" in group and "adjust_lr_fn" in group:
+                    for parameter in group["params"]:
+                        if id(parameter) in names:
+                            self._read_muon(names[id(parameter)], parameter, group)
         for optimizer in self.engine.optimizers:
             decays = {id(p): float(g["lr"]) * float(g.get("weight_decay") or 0)
                       for g in optimizer.param_groups for p in g["params"]}  # fmt: skip
@@ -96,6 +104,15 @@ class ModelFacts:
             assert module.running_mean is not None and module.running_var is not None
             mean, variance = module.running_mean, module.running_var
             self.values["statistics", path] = mean.abs().sum() + (variance - 1).abs().sum()
+
+    def _read_muon(self, name: str, parameter: Tensor, group: dict[str, Any]) -> None:
+        device, rate = self.engine.device, group["lr"]
+        tensor = isinstance(rate, Tensor)
+        lr = rate.to(device, torch.float32, non_blocking=True) if tensor else torch.full((), rate, device=device)
+        ratio = adjust_rate(1.0, group["adjust_lr_fn"], parameter.shape)
+        self.values["muon_square", name] = lr.square() * (ratio**2 / max(parameter.shape))
+        self.values["muon_decay", name] = lr * float(group["weight_decay"])
+        self.values["muon_eps", name] = torch.full((), float(group["eps"]), device=device)
 
     def stack(self) -> Tensor:
         """Return all values as one tensor, in the order of their names."""
