@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from narrowgauge.cli import main
+from narrowgauge.report.run_data import RunData
 from narrowgauge.runs import record
 from narrowgauge.runs.checkpoints import checkpoint
 
@@ -75,3 +76,28 @@ def test_other_names_and_tasks_are_refused(tmp_path, capsys):
     arguments = [f"{tmp_path / 'mine.py'}:task", "--device", "cpu", "--optimizer", "muon", "--out", str(tmp_path / "b")]
     code, said = train(capsys, *arguments)
     assert code == 2 and "makes its own optimizer" in said.err
+
+
+def test_the_report_shows_the_settings_of_both_rules(tmp_path, capsys):
+    folder = tmp_path / "run"
+    common = [*TASK, "--recipe", "bf16-lean", "--optimizer", "muon", "--steps", "1", "--out", str(folder)]
+    assert train(capsys, *common)[0] == 0
+    run = RunData(folder)
+    run.update()
+    shown = run.describe(100, 100, 10)["settings"]
+    assert shown["optimizer"] == "muon"
+    first, second = shown["optimizer, group 1"], shown["optimizer, group 2"]
+    assert first.startswith("Muon (muon), 98,304 parameters: weight_decay 0.1, momentum 0.95, nesterov")
+    assert all(text in first for text in ("adjust_lr_fn match_rms_adamw", "master split", "moments 8bit"))
+    assert "betas" not in first and "betas (0.9, 0.95)" in second and "ns_steps" not in second
+
+
+def test_a_step_of_muon_is_captured_and_replayed(tmp_path, capsys):
+    folder = tmp_path / "run"
+    common = [*TASK, "--recipe", "bf16-lean", "--optimizer", "muon", "--steps", "3", "--out", str(folder)]
+    assert train(capsys, *common, "--capture", "3")[0] == 0
+    capture = next((folder / "captures").iterdir())
+    code = main(["replay", str(capture), "--json", "--device", "cpu"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["step"] == 3 and found["exact"], found
+    assert code == 0 or not found["found"]

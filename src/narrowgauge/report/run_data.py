@@ -32,6 +32,8 @@ _STEPPED = ("loss_scale", "lr")
 _MOST_MARKS = 200
 """Checkpoints, resumes and captures shown; if there are more, the last ones."""
 _MOST_FINDINGS = 500
+_MOST_GROUPS = 8
+"""Parameter groups whose settings are shown."""
 _STALE_S = 120.0
 """A record without an end event that has not been written to for this long belongs to a run that was killed."""
 
@@ -223,7 +225,7 @@ class RunData:
             "watched": settings.get("watch_every") != 0,
             "seconds": round_number(_number((self.end or {}).get("seconds"), self.seconds or 0.0)),
             "summary": self._summarize(),
-            "settings": _to_texts(settings),
+            "settings": _to_texts(settings) | self._describe_optimizers(),
             "facts": _to_texts(facts),
             "versions": _to_texts(_mapping(self.configuration.get("versions"))),
             "curves": curves,
@@ -238,6 +240,12 @@ class RunData:
             "damaged": self.damaged,
             **self.tensors.describe(cells, histograms),
         }
+
+    def _describe_optimizers(self) -> dict[str, str]:
+        """The settings of each group of parameters; records of older versions have none."""
+        lines = self.configuration.get("optimizers")
+        lines = lines if isinstance(lines, list) else []
+        return {f"optimizer, group {number}": str(line) for number, line in enumerate(lines[:_MOST_GROUPS], 1)}
 
     def _summarize(self) -> dict[str, Any]:
         """The numbers of the summary. For a run without an end event they come from its steps.

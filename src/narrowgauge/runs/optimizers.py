@@ -5,16 +5,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 from narrowgauge.errors import UsageError
 from narrowgauge.optim import Muon, split_for_muon
 from narrowgauge.runs.settings import OPTIMIZERS
 from narrowgauge.task import Task
+
+UNREAD = {
+    "muon": ("betas",),
+    "adamw": ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn"),
+}
+"""Settings of Muon's groups that the other rule reads."""
 
 
 def with_optimizer(task: Task, name: str) -> Task:
@@ -26,6 +33,28 @@ def with_optimizer(task: Task, name: str) -> Task:
     if task.optimizer is not None:
         raise UsageError(f"--optimizer {name}: task {task.name} makes its own optimizer; change it there")
     return dataclasses.replace(task, optimizer=functools.partial(make_muon, weight_decay=task.weight_decay))
+
+
+def describe_optimizers(optimizers: Iterable[Optimizer]) -> list[str]:
+    """Describe each parameter group in a line: optimizer, rule, parameters, and settings that are not None or False.
+
+    Of a group with a rule, only the settings that its rule reads are listed.
+    """
+    lines = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            count = sum(parameter.numel() for parameter in group["params"])
+            other = UNREAD.get(group.get("rule", ""), ())
+            settings = [
+                name if value is True else f"{name} {value}"
+                for name, value in group.items()
+                if name not in ("params", "rule", "initial_lr", "lr", *other)
+                and isinstance(value, str | int | float | tuple)
+                and value is not False
+            ]
+            rule = f" ({group['rule']})" if "rule" in group else ""
+            lines.append(f"{type(optimizer).__name__}{rule}, {count:,} parameters: {', '.join(settings)}")
+    return lines
 
 
 def make_muon(model: nn.Module, learning_rate: float, weight_decay: float) -> Muon:

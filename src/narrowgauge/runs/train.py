@@ -19,7 +19,7 @@ from narrowgauge.runs.batches import make_isolated_batch
 from narrowgauge.runs.checkpoint_times import CheckpointTimes
 from narrowgauge.runs.checkpoints import checkpoint
 from narrowgauge.runs.fit_memory import plan_memory
-from narrowgauge.runs.optimizers import with_optimizer
+from narrowgauge.runs.optimizers import describe_optimizers, with_optimizer
 from narrowgauge.runs.result import Result
 from narrowgauge.runs.settings import Settings
 from narrowgauge.runs.sources import compare_sources
@@ -90,6 +90,7 @@ def train(
                 "settings": dataclasses.asdict(trainer.settings),
                 "facts": dict(task.facts),
                 "versions": read_versions(),
+                "optimizers": describe_optimizers(trainer.engine.optimizers),
             }
             if trainer.engine.recipe_reason is not None:
                 used["recipe_reason"] = trainer.engine.recipe_reason
