@@ -24,9 +24,11 @@ from triton.compiler import ASTSource
 from narrowgauge.kernels import activation_kernels as activation, cast, cross_entropy_kernels, norm_kernels
 from narrowgauge.kernels import adamw, cast_row_scales, cast_rows, cast_weights, embedding, muon, rotary, sum_rows
 from narrowgauge.kernels import round_blocks, tensor_stats
+from narrowgauge.kernels.experts import activation as expert_activation, products, rows as expert_rows, slots
 
 I32, SMALL = "i32", 32
-NOT_ALIGNED = ("length", "n16", "time", "ignore_index", "rows", "every", "across", "count", "shrink", "smallest")
+NOT_ALIGNED = ("length", "n16", "time", "ignore_index", "rows", "every", "across", "count", "shrink", "smallest",
+               "pairs", "blocks", "tiles", "tiles_m", "tiles_n", "steps", "a_tiles", "b_tiles", "c_tiles")
 POINTERS = {
     "scale_ptr": "*fp32", "inv_scale_ptr": "*fp32", "amax_ptr": "*fp32", "counts_ptr": "*i64", "targets_ptr": "*i64",
     "lse_ptr": "*fp32", "loss_ptr": "*fp32", "factor_ptr": "*fp32", "words_ptr": "*i32", "out_t_ptr": "*i32",
@@ -205,6 +207,47 @@ elif kind == "muon":
         whole, types = master in ("split", "none"), {**tables, "weight_ptr": weight, "low_ptr": low}
         compiled(muon._apply_kernel, 4, () if whole else ("found_ptr",), types, MASTER=master, WHOLE=whole,
                  UNITS=(8,) * 4 if whole else (1,) * 4, BLOCK=1024, GROUP=128)
+elif kind == "experts":
+    tables = {"pairs_ptr": "*i32", "slots_ptr": "*i32", "experts_ptr": "*i32", "starts_ptr": "*i32",
+              "index_ptr": "*i64", "counts_ptr": "*i32", "before_ptr": "*i32", "of_pairs_ptr": "*i32",
+              "held_ptr": "*i32"}
+    for experts in (8, 256):
+        sizes = dict(BLOCK=slots.LARGEST_TABLE // experts, EXPERTS=experts)
+        compiled(slots._count_kernel, 4, (), tables, **sizes)
+        compiled(slots._place_kernel, 8, (), tables, **sizes, TILE=128)
+        compiled(slots._assign_kernel, 4, (), tables, **sizes)
+    shape = products.MULTIPLY
+    inverse = {"inv_a_ptr": "*fp32", "inv_b_ptr": "*fp32"}
+    block = lambda dtype, rows, columns: f"tensordesc<{dtype}[{rows}, {columns}]>"
+    types = {**tables, **inverse, "c_tiles": block("bf16", 128, shape["BLOCK_N"]),
+             "b_tiles": block("fp8e4nv", shape["BLOCK_N"], shape["BLOCK_K"])}
+    constants = {name: value for name, value in shape.items() if name.isupper()}
+    for dtype in ("fp8e4nv", "fp8e5"):
+        made = compiled(products._multiply_kernel, shape["num_warps"], (), {**types, "a_tiles": block(dtype, 128, 128)},
+                        BLOCK_M=128, **constants)
+        assert "wgmma.mma_async" in made and "cp.async.bulk.tensor" in made, "tensor cores and TMA"
+    shape = products.MULTIPLY_SLOTS
+    constants = {name: value for name, value in shape.items() if name.isupper()}
+    types = {**tables, **inverse, "a_tiles": block("fp8e5", shape["BLOCK_M"], 128),
+             "b_tiles": block("fp8e4nv", shape["BLOCK_N"], 128)}
+    for out in ("*fp32", "*bf16"):
+        made = compiled(products._multiply_slots_kernel, shape["num_warps"], (), {**types, "out_ptr": out},
+                        BLOCK_K=128, **constants)
+        assert "wgmma.mma_async" in made and "cp.async.bulk.tensor" in made, "tensor cores and TMA"
+    tables["counts_ptr"] = "*i64"
+    gather = {**expert_rows.GATHER_TILE, "CHOICES": 8, "WHOLE": True}
+    del gather["num_warps"]
+    for out, limits in FP8.items():
+        for none in ((), ("out_t_ptr",), ("out_ptr", "amax_ptr", "counts_ptr")):
+            compiled(expert_rows._gather_kernel, 4, none, {**tables, "out_ptr": out}, **gather, **limits)
+    compiled(expert_rows._sum_kernel, 4, (), tables, CHOICES=8, BLOCK=1024)
+    types = {**tables, "weights_ptr": "*fp32", "dots_ptr": "*fp32", "out_ptr": "*fp8e4nv"}
+    for whole in (True, False):
+        tile = dict(BLOCK_N=64, BLOCK_D=64, WHOLE=whole)
+        compiled(expert_activation._forward_kernel, 4, (), types, OP="swiglu", FORMAT="e4m3", **tile)
+        of_grad = {"grad_gate_ptr": "*fp8e5", "grad_up_ptr": "*fp8e5"}
+        compiled(expert_activation._backward_kernel, 8, (), types | of_grad, OP="swiglu", NAME="silu", FORMAT="e5m2",
+                 **tile)
 elif kind == "embedding":
     for dtype in ("*fp32", "*bf16"):
         types = {"grad_ptr": dtype, "ids_ptr": "*i64", "out_ptr": "*fp32"}
@@ -286,7 +329,7 @@ else:
 
 KINDS = [
     *("cast", "activation", "norm", "cross_entropy", "adamw", "muon", "embedding", "rotary", "stats", "blocks"),
-    "rehearsal",
+    *("experts", "rehearsal"),
 ]
 RUN_ALL = """
 import json, sys, traceback
