@@ -12,6 +12,7 @@ from narrowgauge.engine import Engine
 from narrowgauge.findings import Finding
 from narrowgauge.gauges.finding_log import FindingLog
 from narrowgauge.gauges.rules.block_rules import find_rounding_faults
+from narrowgauge.gauges.rules.expert_rules import ExpertRules
 from narrowgauge.gauges.rules.forward_rules import find_forward_faults
 from narrowgauge.gauges.rules.fp8_rules import Fp8Rules
 from narrowgauge.gauges.rules.keep_modules import ModelParts
@@ -23,6 +24,7 @@ from narrowgauge.gauges.rules.silent_rules import MATRIX, ModelHistory, find_sil
 from narrowgauge.gauges.rules.step_rules import Step, StepRules
 from narrowgauge.gauges.rules.tensor_rules import UpdateContext, check_tensors
 from narrowgauge.gauges.rules.zero_rules import find_zeros
+from narrowgauge.gauges.watch.expert_readings import ExpertReading
 from narrowgauge.gauges.watch.readings import Reading
 from narrowgauge.gauges.watch.rounding_readings import RoundingReading
 from narrowgauge.gauges.watch.watch import EVERY, Fp8Reading, Snapshot, Watch
@@ -58,6 +60,7 @@ class Examiner:
         floor = scaler.floor if dynamic and scaler is not None else 1.0
         self.step_rules = StepRules(dynamic, floor, clip_norm=engine.clip_norm, recipe=recipe)
         self.fp8_rules = Fp8Rules()
+        self.expert_rules = ExpertRules()
         self.lasting = LastingFindings()
         self.log = FindingLog()
         self._losses: dict[int, float] = {}
@@ -80,7 +83,7 @@ class Examiner:
         steps, sites = self.step_rules.state_dict(), self.fp8_rules.state_dict()
         history = {"decayed": dict(self._decayed), "logits": dict(self._first_logits), "update": self._previous_update}
         own = {"lasting": self.lasting.state_dict(), "found": self.log.state_dict(), "history": history}
-        return {"steps": steps, "sites": sites, **own}
+        return {"steps": steps, "sites": sites, "experts": self.expert_rules.state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any], snapshots: Iterable[Mapping[str, Any]] = ()) -> None:
         """Restore what the rules remember.
@@ -93,12 +96,15 @@ class Examiner:
         for event in snapshots:
             readings, extra = (list(map(Reading.from_event, event.get(name, ()))) for name in ("readings", "extra"))
             rounding = list(map(RoundingReading.from_event, event.get("rounding", ())))
-            snapshot = Snapshot(event["step"], readings, bool(event["applied"]), extra=extra, rounding=rounding)
+            experts = list(map(ExpertReading.from_event, event.get("experts", ())))
+            parts = {"extra": extra, "rounding": rounding, "experts": experts}
+            snapshot = Snapshot(event["step"], readings, bool(event["applied"]), **parts)  # type: ignore[arg-type]
             self.snapshots.append(snapshot)
             self._note_first_weights(self.snapshots[-1])
         if state:
             self.step_rules.load_state_dict(state["steps"])
             self.fp8_rules.load_state_dict(state["sites"])
+            self.expert_rules.load_state_dict(state.get("experts", {}))
             if "lasting" in state:  # not in older checkpoints
                 self.lasting.load_state_dict(state["lasting"])
             history = state.get("history", {})
@@ -164,7 +170,8 @@ class Examiner:
             silent = [*find_silent_faults(context, history), *find_forward_faults(context, history)]
             # With --predict, the readings are of formats that the run does not use.
             rounded = find_rounding_faults(snapshot.rounding if self.engine.recipe.emulate != "none" else ())
-            found += self.lasting.add(snapshot.update, [*zeros, *silent, *rounded], explained)
+            routed = self.expert_rules.check(snapshot)
+            found += self.lasting.add(snapshot.update, [*zeros, *silent, *rounded, *routed], explained)
         return found
 
     def predict(self) -> list[Prediction]:

@@ -23,12 +23,15 @@ from narrowgauge.device_readback import TensorReadback
 from narrowgauge.engine import Engine
 from narrowgauge.errors import UsageError
 from narrowgauge.gauges.transforms import unwrap_transforms
+from narrowgauge.gauges.watch import expert_reader
+from narrowgauge.gauges.watch.expert_reader import ExpertLayer, ExpertReader
+from narrowgauge.gauges.watch.expert_readings import ExpertReading
 from narrowgauge.gauges.watch.function_reader import FunctionReader, has_compiled_parts
 from narrowgauge.gauges.watch.model_facts import ModelFacts
 from narrowgauge.gauges.watch.prediction_inputs import LayerInputs, separate_extra
 from narrowgauge.gauges.watch.readings import Reading, read_counts
 from narrowgauge.gauges.watch.rounding_reader import PredictedFormats, RoundingReader
-from narrowgauge.gauges.watch.rounding_readings import Key, RoundingReading, merge_readings
+from narrowgauge.gauges.watch.rounding_readings import RoundingReading, merge_readings
 from narrowgauge.kernels.tensor_stats import StatsTable, add_statistics
 from narrowgauge.nn.compile_forward import run_uncompiled
 from narrowgauge.optim.masters import Sample, sample_masters
@@ -67,10 +70,13 @@ class Snapshot:
     """Modules whose output would be in FP32 under FP16 autocast."""
     rounding: list[RoundingReading] = field(default_factory=list)
     """What block formats do to the operands of linear layers: in a run that emulates one, or if asked for."""
+    experts: list[ExpertReading] = field(default_factory=list)
+    """How many tokens each expert got, by layer with experts."""
 
     def as_event(self) -> dict[str, Any]:
         """Return the form used in a run's record; parts that may be empty are left out then."""
         parts: dict[str, list[Any]] = {"readings": self.readings, "extra": self.extra, "rounding": self.rounding}
+        parts["experts"] = self.experts
         lists = {name: [one.as_event() for one in part] for name, part in parts.items() if part or name == "readings"}
         return {"applied": self.applied, **lists}
 
@@ -112,6 +118,7 @@ class Watch:
         self._modules = [(path, module) for path, module in self._called if path and _is_leaf(module)]
         self._reads_functions = not has_compiled_parts(engine.inner)
         self._predicted = PredictedFormats.of(engine.inner, engine.recipe) if block_formats else None
+        self._experts = expert_reader.find_expert_layers(engine.inner)
         engine.watchers.append(self)
 
     def stop(self) -> None:
@@ -131,6 +138,8 @@ class Watch:
             yield
         elif phase == "backward":
             table = self._table if self._first_microbatch else None
+            if table is not None and self.engine.release is not None:
+                table.sample_weights()  # backward updates them
             with table.listening() if table is not None else contextlib.nullcontext():
                 yield
             self._first_microbatch = False
@@ -183,7 +192,8 @@ class Watch:
 
     def _begin(self) -> _UpdateTable | None:
         """A table for the next update if it is due: the first, and then one in ``every``."""
-        return _UpdateTable(self.engine, self._predicted) if self.engine.guard.updates % self.every == 0 else None
+        due = self.engine.guard.updates % self.every == 0
+        return _UpdateTable(self.engine, self._experts, self._predicted) if due else None
 
     @contextlib.contextmanager
     def _hooked(self, table: _UpdateTable) -> Iterator[None]:
@@ -194,6 +204,7 @@ class Watch:
         with contextlib.ExitStack() as stack:
             stack.enter_context(table.listening())
             stack.enter_context(run_uncompiled(self.engine.model))
+            stack.enter_context(table.experts.hooked())
             reader = table.functions
             for path, module in self._called if self._reads_functions else ():
                 stack.callback(module.register_forward_pre_hook(reader.enter(path)).remove)
@@ -237,8 +248,8 @@ class _Row:
 class _UpdateTable(events.Listener):
     """The statistics of one update's tensors, on the device."""
 
-    def __init__(self, engine: Engine, predicted: PredictedFormats | None = None) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, experts: list[ExpertLayer], predicted: PredictedFormats | None = None) -> None:
+        self.engine, self.experts = engine, ExpertReader(experts)
         self.rounding = RoundingReader(engine.recipe, predicted)
         self.tables: list[StatsTable] = []
         self.rows: dict[tuple[str, str], _Row] = {}
@@ -292,7 +303,12 @@ class _UpdateTable(events.Listener):
             if parameter.grad is not None and not parameter.grad.is_sparse:
                 self.add("weight_gradient", name, parameter.grad)
         self.rounding.read_weights(self.engine.inner)
+        self.experts.read_gradients(self.engine.named)
         self._facts.before_update()
+        if self.engine.release is None:
+            self.sample_weights()
+
+    def sample_weights(self) -> None:
         self._before = sample_masters(self.engine.named, SAMPLE)
 
     def after_update(self) -> None:
@@ -314,7 +330,10 @@ class _UpdateTable(events.Listener):
         keys, rounding = self.rounding.collect()
         if rounding is not None:
             tensors["rounding"] = rounding
-        tag = report.index, self.rows, list(self._measured), list(self._facts.values), self.inputs, keys
+        routed, experts = self.experts.collect()
+        if experts is not None:
+            tensors["experts"] = experts
+        tag = report.index, self.rows, list(self._measured), list(self._facts.values), self.inputs, keys, routed
         readback.push(tag, tensors)
 
 
@@ -327,11 +346,9 @@ def _measure_updates(weights: Tensor, changes: Tensor) -> Tensor:
     return torch.stack([lost, ratio], 1)
 
 
-def _make_snapshot(
-    tag: tuple[int, dict[tuple[str, str], _Row], list[str], list[tuple[str, str]], LayerInputs, list[Key | None]],
-    tensors: dict[str, Tensor],
-) -> Snapshot:
-    update, rows, parameters, names, inputs, keys = tag
+def _make_snapshot(tag: tuple[Any, ...], tensors: dict[str, Tensor]) -> Snapshot:
+    rows: dict[tuple[str, str], _Row]
+    update, rows, parameters, names, inputs, keys, routed = tag
     tables = len([name for name in tensors if name.startswith("counts")])
     counts = torch.cat([tensors[f"counts{i}"] for i in range(tables)]).tolist() if tables else []
     sizes = torch.cat([tensors[f"sizes{i}"] for i in range(tables)]).tolist() if tables else []
@@ -344,18 +361,15 @@ def _make_snapshot(
         finite = max(row.count - fields["inf"] - fields["nan"], 1)
         lost, ratio = measured[path] if kind == "update" else (None, None)
         own_scale = scale if kind in ("gradient", "weight_gradient") else 1.0
-        common: dict[str, Any] = {
-            "kind": kind,
-            "module": path,
-            "dtype": row.dtype,
-            "amax": amax,
-            "mean_square": squares / finite,
-        }
+        common: dict[str, Any] = {"kind": kind, "module": path, "dtype": row.dtype, "amax": amax}
+        common["mean_square"] = squares / finite
         readings.append(Reading(**common, scale=own_scale, lost=lost, ratio=ratio, **fields))
     facts = dict(zip(names, tensors["facts"].tolist(), strict=True)) if "facts" in tensors else {}
     own, extra, facts = separate_extra(readings, facts, inputs)
     rounding = merge_readings(keys, tensors["rounding"].tolist() if "rounding" in tensors else [])
-    return Snapshot(update, own, bool(tensors["applied"]), facts, extra, frozenset(inputs.stays_fp32), rounding)
+    experts = expert_reader.make_expert_readings(routed, tensors["experts"].tolist() if "experts" in tensors else [])
+    applied, stays_fp32 = bool(tensors["applied"]), frozenset(inputs.stays_fp32)
+    return Snapshot(update, own, applied, facts, extra, stays_fp32, rounding, experts)
 
 
 def _called_modules(engine: Engine) -> Iterator[tuple[str, nn.Module]]:
