@@ -17,6 +17,7 @@ KINDS = {
     "optimizer": r"adam|muon_|multi_tensor_apply|foreach|_squares_kernel|_norms_kernel|gradient_norms|vector_norm|"
     r"lpnorm|^optimizer\.|amp_(update|non_finite)|clip_grad",
     "product": r"nvjet|gemm|gemv|xmma|cutlass|splitk|cublas|triton_tem|wgrad|dgrad|mkldnn_linear|"
+    r"_multiply_(experts|slots)_kernel|narrowgauge::multiply|"
     r"::(_scaled_|_grouped_|_int_)?(mm|addmm|bmm|baddbmm|matmul|linear|mv|addmv|dot|einsum)\b",
     "convolution": r"convol|conv\d",
     "loss": r"softmax|nll_?loss|cross_entropy|logsumexp|mse_loss|statistics_kernel|_logits|rescale|"
@@ -24,10 +25,10 @@ KINDS = {
     "norm": r"layer_?norm|rms_?norm|batch_?norm|group_?norm|native_norm|gammabeta|rowwisemoments|bn_(fw|bw)|"
     r"^(forward|backward|sum)_kernel|narrowgauge::norm",
     "activation": r"gelu|silu|swish|swiglu|glu_|relu|threshold|tanh|sigmoid|^pointwise_kernel|gated_backward|"
-    r"narrowgauge::activation",
+    r"narrowgauge::activation|activate_experts",
     "embedding": r"embedding",
     "cast": r"_cast_kernel|transpose_kernel|_max_abs_kernel|(round|spread)_blocks|"
-    r"narrowgauge::(cast|transpose|max_abs)",
+    r"narrowgauge::(cast|gather_cast|transpose|max_abs)",
     "copy": r"copy|clone|contiguous|catarray|::(cat|stack|to)$|narrowgauge::pack|memcpy|memset|fill|zero_$",
 }
 """Each kind with the pattern of its names; the first that matches counts."""

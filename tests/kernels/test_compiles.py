@@ -223,8 +223,8 @@ elif kind == "experts":
              "b_tiles": block("fp8e4nv", shape["BLOCK_N"], shape["BLOCK_K"])}
     constants = {name: value for name, value in shape.items() if name.isupper()}
     for dtype in ("fp8e4nv", "fp8e5"):
-        made = compiled(products._multiply_kernel, shape["num_warps"], (), {**types, "a_tiles": block(dtype, 128, 128)},
-                        BLOCK_M=128, **constants)
+        made = compiled(products._multiply_experts_kernel, shape["num_warps"], (),
+                        {**types, "a_tiles": block(dtype, 128, 128)}, BLOCK_M=128, **constants)
         assert "wgmma.mma_async" in made and "cp.async.bulk.tensor" in made, "tensor cores and TMA"
     shape = products.MULTIPLY_SLOTS
     constants = {name: value for name, value in shape.items() if name.isupper()}
@@ -239,15 +239,15 @@ elif kind == "experts":
     del gather["num_warps"]
     for out, limits in FP8.items():
         for none in ((), ("out_t_ptr",), ("out_ptr", "amax_ptr", "counts_ptr")):
-            compiled(expert_rows._gather_kernel, 4, none, {**tables, "out_ptr": out}, **gather, **limits)
-    compiled(expert_rows._sum_kernel, 4, (), tables, CHOICES=8, BLOCK=1024)
+            compiled(expert_rows._gather_cast_kernel, 4, none, {**tables, "out_ptr": out}, **gather, **limits)
+    compiled(expert_rows._sum_slots_kernel, 4, (), tables, CHOICES=8, BLOCK=1024)
     types = {**tables, "weights_ptr": "*fp32", "dots_ptr": "*fp32", "out_ptr": "*fp8e4nv"}
     for whole in (True, False):
         tile = dict(BLOCK_N=64, BLOCK_D=64, WHOLE=whole)
-        compiled(expert_activation._forward_kernel, 4, (), types, OP="swiglu", FORMAT="e4m3", **tile)
+        compiled(expert_activation._activate_experts_kernel, 4, (), types, OP="swiglu", FORMAT="e4m3", **tile)
         of_grad = {"grad_gate_ptr": "*fp8e5", "grad_up_ptr": "*fp8e5"}
-        compiled(expert_activation._backward_kernel, 8, (), types | of_grad, OP="swiglu", NAME="silu", FORMAT="e5m2",
-                 **tile)
+        compiled(expert_activation._activate_experts_backward_kernel, 8, (), types | of_grad, OP="swiglu", NAME="silu",
+                 FORMAT="e5m2", **tile)
 elif kind == "embedding":
     for dtype in ("*fp32", "*bf16"):
         types = {"grad_ptr": dtype, "ids_ptr": "*i64", "out_ptr": "*fp32"}

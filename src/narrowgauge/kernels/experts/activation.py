@@ -115,7 +115,7 @@ def _weigh(value, w, present):  # type: ignore[no-untyped-def]
 
 
 @jit_unspecialized("length", "n16")
-def _forward_kernel(  # type: ignore[no-untyped-def]
+def _activate_experts_kernel(  # type: ignore[no-untyped-def]
     gate_ptr, up_ptr, weights_ptr, pairs_ptr, out_ptr, scale_ptr, amax_ptr, counts_ptr, length, width, stride, n16,
     OP: tl.constexpr, FORMAT: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -159,7 +159,7 @@ def _store_dots(dots_ptr, n, products, BLOCK_N: tl.constexpr):  # type: ignore[n
 
 
 @jit_unspecialized("length", "n16")
-def _backward_kernel(  # type: ignore[no-untyped-def]
+def _activate_experts_backward_kernel(  # type: ignore[no-untyped-def]
     grad_ptr, gate_ptr, up_ptr, weights_ptr, pairs_ptr, grad_gate_ptr, grad_up_ptr, grad_gate_t_ptr, grad_up_t_ptr,
     recomputed_t_ptr, dots_ptr, scale_ptr, recomputed_scale_ptr, amax_ptr, counts_ptr, length, width, stride, n16,
     OP: tl.constexpr, NAME: tl.constexpr, FORMAT: tl.constexpr,
@@ -233,7 +233,7 @@ def _activate(
     out = torch.empty((length, width), dtype=E4M3, device=u.device)
     gate, up = u.split(width, 1)
     launch_kernel(
-        _forward_kernel, tile_grid(length, width, FORWARD_TILE),
+        _activate_experts_kernel, tile_grid(length, width, FORWARD_TILE),
         gate, up, weights, pairs, out, scale, amax, counts, length, width, u.stride(0), length // 16,
         OP=kind.replace("-", "_"), FORMAT="e4m3", WHOLE=tiles_evenly(length, width, FORWARD_TILE), **FORWARD_TILE,
     )  # fmt: skip
@@ -267,7 +267,7 @@ def _backward(
     gate, up = u.split(width, 1)
     grad_gate, grad_up = made.split(width, 1)
     launch_kernel(
-        _backward_kernel, tile_grid(length, width, tile),
+        _activate_experts_backward_kernel, tile_grid(length, width, tile),
         grad, gate, up, weights, pairs, grad_gate, grad_up, *words.split(width), dots, scale, forward_scale, amax,
         counts, length, width, u.stride(0), length // 16,
         OP=kind.replace("-", "_"), NAME=GATES[kind].replace("-", "_"), FORMAT=get_format_name(dtype),

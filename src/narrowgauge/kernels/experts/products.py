@@ -112,7 +112,7 @@ def _find_tile(tile, height, tiles_n, GROUP: tl.constexpr):  # type: ignore[no-u
 
 
 @jit
-def _multiply_kernel(  # type: ignore[no-untyped-def]
+def _multiply_experts_kernel(  # type: ignore[no-untyped-def]
     a_tiles, b_tiles, c_tiles, experts_ptr, starts_ptr, inv_a_ptr, inv_b_ptr, count, tiles_n, steps, row_step,
     column_step,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
@@ -169,7 +169,7 @@ def _multiply(
     shape, depth = MULTIPLY, a.shape[1]
     tiles_n = -(-width // shape["BLOCK_N"])
     _launch(
-        _multiply_kernel, (_count_programs(a),),
+        _multiply_experts_kernel, (_count_programs(a),),
         (a, (TILE, shape["BLOCK_K"])), (b, (shape["BLOCK_N"], shape["BLOCK_K"])), (out, (TILE, shape["BLOCK_N"])),
         experts, starts, inv_a, inv_b, len(starts) - 1, tiles_n, depth // shape["BLOCK_K"],
         0 if columns else width, depth if columns else 0, BLOCK_M=TILE, **shape,

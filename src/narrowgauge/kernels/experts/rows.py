@@ -94,7 +94,7 @@ def load_gathered(  # type: ignore[no-untyped-def]
 
 
 @jit_unspecialized("length", "n16")
-def _gather_kernel(  # type: ignore[no-untyped-def]
+def _gather_cast_kernel(  # type: ignore[no-untyped-def]
     x_ptr, pairs_ptr, out_ptr, out_t_ptr, scale_ptr, amax_ptr, counts_ptr, length, width, stride, n16,
     CHOICES: tl.constexpr, FORMAT: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -126,7 +126,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _sum_kernel(  # type: ignore[no-untyped-def]
+def _sum_slots_kernel(  # type: ignore[no-untyped-def]
     y_ptr, slots_ptr, out_ptr, width, CHOICES: tl.constexpr, BLOCK: tl.constexpr
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -158,7 +158,7 @@ def _gather_cast(
     out = torch.empty((length, width), dtype=dtype, device=x.device) if rows else None
     words = torch.empty((width, length // 4), dtype=torch.int32, device=x.device) if transposed else None
     launch_kernel(
-        _gather_kernel, tile_grid(length, width, GATHER_TILE),
+        _gather_cast_kernel, tile_grid(length, width, GATHER_TILE),
         x, pairs, out, words, scale, amax, counts, length, width, x.stride(0), length // 16,
         CHOICES=choices, FORMAT=get_format_name(dtype), WHOLE=tiles_evenly(length, width, GATHER_TILE), **GATHER_TILE,
     )  # fmt: skip
@@ -173,7 +173,7 @@ def _sum_slots(y: Tensor, of_pairs: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty((tokens, width), dtype=dtype, device=y.device)
     if tokens:
         grid = tokens, -(-width // SUM_COLUMNS)
-        launch_kernel(_sum_kernel, grid, y, of_pairs, out, width, CHOICES=choices, BLOCK=SUM_COLUMNS, num_warps=4)
+        launch_kernel(_sum_slots_kernel, grid, y, of_pairs, out, width, CHOICES=choices, BLOCK=SUM_COLUMNS, num_warps=4)
     return out
 
 
