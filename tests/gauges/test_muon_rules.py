@@ -106,7 +106,9 @@ def test_gradients_below_eps() -> None:
 def test_gradients_of_one_direction() -> None:
     """Every batch is the same sample, so that a gradient has rank 1."""
     sample = torch.randn(1, 128, generator=torch.Generator().manual_seed(5))
-    findings, _ = train(make_muon(lr=1e-4, weight_decay=0.0), batch=lambda step: sample, sizes={"layers": 1, "width": 128})
+    findings, _ = train(
+        make_muon(lr=1e-4, weight_decay=0.0), batch=lambda step: sample, sizes={"layers": 1, "width": 128}
+    )
     found = [one for one in findings if one.rule == "muon-not-orthogonal"]
     assert found and all("a few directions" in one.why and one.severity == "warning" for one in found)
 
