@@ -30,8 +30,8 @@ STYLES = ("base.css", "charts.css", "panels.css", "tables.css", "explorer.css")
 SCRIPTS = (
     "dom.js", "number_text.js", "number_formats.js", "axes.js", "tabs.js", "table.js", "draw_curves.js",
     "line_chart.js", "heat_map.js", "exponent_histogram.js", "bar_charts.js", "memory_charts.js", "roofline_chart.js",
-    "format_explorer.js", "section_findings.js", "sections_runs.js", "sections_tensors.js", "sections_results.js",
-    "page.js",
+    "format_explorer.js", "section_findings.js", "sections_runs.js", "sections_tensors.js", "section_experts.js",
+    "sections_results.js", "page.js",
 )  # fmt: skip
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 # The runs of a page share a size budget: 12,000 columns of curves are about 2.5 MB.

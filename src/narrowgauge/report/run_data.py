@@ -21,6 +21,7 @@ from narrowgauge.gauges.rules.predict_block_formats import describe_measured
 from narrowgauge.recipe import find_emulation
 from narrowgauge.report.downsample import bin_marks, downsample, round_number
 from narrowgauge.report.event_reader import EventReader
+from narrowgauge.report.expert_history import ExpertHistory
 from narrowgauge.report.rounding_history import RoundingHistory
 from narrowgauge.report.tensor_history import TensorHistory
 from narrowgauge.runs import record
@@ -57,6 +58,7 @@ class RunData:
         self.predictions: dict[str, dict[str, Any]] = {}
         """By format, the last prediction."""
         self.rounding = RoundingHistory()
+        self.experts = ExpertHistory()
         self.end: dict[str, Any] | None = None
         self.sample: str | None = None
         self.seconds: float | None = None
@@ -112,6 +114,7 @@ class RunData:
 
     def _add_readings(self, event: dict[str, Any]) -> None:
         self.misread += self.tensors.add(int(event["step"]), event["readings"])
+        self.misread += self.experts.add(int(event["step"]), event.get("experts") or ())
         if self.emulated is not None:  # otherwise they are for predictions, which sum them up
             self.misread += self.rounding.add(event.get("rounding") or ())
 
@@ -239,6 +242,7 @@ class RunData:
             "sample": self.sample,
             "damaged": self.damaged,
             **self.tensors.describe(cells, histograms),
+            **self.experts.describe(),
         }
 
     def _describe_optimizers(self) -> dict[str, str]:

@@ -16,9 +16,10 @@ function unpack(text, length) {
 const shareOf = (code) => (code === 0 ? 0 : code === MISSING ? NaN : 10 ** (((code - 1) / 253) * 5 - 5));
 
 // data: {modules, cells (bytes, one row per module), steps: [[first, last]...], order, tint, label, name, hint,
-// pick(module, steps)}
+// pick(module, steps)}; optional, for cells that are not shares: text(code), key (three texts), merged
 function heatMap(id, data) {
   const columns = data.steps.length;
+  const cellText = data.text || ((code) => percent(shareOf(code)));
   const order = data.order || data.modules.map((_, index) => index);
   const canvas = el("canvas", {
     role: "img",
@@ -99,11 +100,11 @@ function heatMap(id, data) {
       const module = data.modules[order[at.row]];
       const code = data.cells[order[at.row] * columns + at.column];
       const [first, last] = data.steps[at.column];
-      const when = first === last ? `step ${count(first)}` : `worst of steps ${count(first)} to ${count(last)}`;
+      const when = first === last ? `step ${count(first)}` : `${data.merged || "worst of"} steps ${count(first)} to ${count(last)}`;
       readout.replaceChildren(
         el("b", {}, module),
         ` ${when}: `,
-        el("b", {}, code === MISSING ? "not sampled" : percent(shareOf(code))),
+        el("b", {}, code === MISSING ? "not sampled" : cellText(code)),
         ` ${data.name}`,
       );
       if (scroll) {
@@ -156,9 +157,9 @@ function heatMap(id, data) {
     "figure",
     { class: "chart", id: `chart-${id}` },
     frame,
-    heatKey(data.tint),
+    heatKey(data.tint, data.key || SHARE_KEY),
     readout,
-    asTable(data.label, () => heatTable(data, order, columns)),
+    asTable(data.label, () => heatTable(data, order, columns, cellText)),
   );
 }
 
@@ -190,15 +191,17 @@ function rgb(hex) {
   return [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
 }
 
-function heatKey(tint) {
+const SHARE_KEY = ["0.001%", "100%", "of a tensor's values, logarithmic; lightest: zero, blank: not sampled"];
+
+function heatKey(tint, [low, high, about]) {
   const bar = el("canvas", { width: 254, height: 1, "aria-hidden": "true" });
   const box = el(
     "div",
     { class: "heat-key" },
-    "0.001%",
+    low,
     bar,
-    "100%",
-    el("span", {}, "of a tensor's values, logarithmic; lightest: zero, blank: not sampled"),
+    high,
+    el("span", {}, about),
   );
   drawWithin(box, () => {
     const draw = bar.getContext("2d");
@@ -212,7 +215,7 @@ function heatKey(tint) {
   return box;
 }
 
-function heatTable(data, order, columns) {
+function heatTable(data, order, columns, cellText) {
   const every = Math.max(1, Math.ceil(columns / 8));
   const shown = [];
   for (let column = 0; column < columns; column += every) shown.push(column);
@@ -221,7 +224,7 @@ function heatTable(data, order, columns) {
     data.modules[row],
     ...shown.map((column) => {
       const code = data.cells[row * columns + column];
-      return code === MISSING ? "" : percent(shareOf(code));
+      return code === MISSING ? "" : cellText(code);
     }),
   ]);
   return { columns: ["module", ...shown.map((column) => `step ${data.steps[column][0]}`)], rows };

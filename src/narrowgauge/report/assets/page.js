@@ -8,6 +8,7 @@ function buildPage(data) {
     ["Scale", scaleSection(data)],
     ["Underflow", heatSection(data)],
     ["Exponents", exponentsSection(data)],
+    ["Experts", expertsSection(data)],
     ["Layers", layersSection(data)],
     ["Validation", validationSection(data)],
     ["Benchmarks", benchSection(data)],
