@@ -53,6 +53,8 @@ _SAME = frozenset(
     )
 )  # fmt: skip
 """Operations whose results have the distribution of their first operand."""
+_GROUPED = ("_grouped_mm", "multiply_by_experts")
+"""Products of tokens that are sorted by expert: torch's, and narrowgauge's in FP8."""
 _ABOVE, _EQUAL, _DIFFERENT = ("gt", "greater", "ge"), ("eq",), ("ne",)
 
 
@@ -100,7 +102,7 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any,
     if name == "bincount" and first.is_meta and isinstance(fact := get_fact(first), Range):
         least = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
         return first.new_empty(max(least, fact.size), dtype=torch.int64), True
-    return func(*args, **kwargs), name == "_grouped_mm" and first.is_meta
+    return func(*args, **kwargs), name in _GROUPED and first.is_meta
 
 
 def track(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:

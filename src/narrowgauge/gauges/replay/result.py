@@ -11,6 +11,7 @@ from narrowgauge.gauges.replay import capture_files
 from narrowgauge.gauges.replay.advice import advise
 from narrowgauge.gauges.replay.nonfinite_flow import Origin
 from narrowgauge.gauges.replay.optimizer_settings import HUGE, FaultySetting, find_faulty_setting
+from narrowgauge.nn.matrix_inventory import EXPERTS
 from narrowgauge.recipe import parse
 
 
@@ -139,6 +140,15 @@ def _find_setting(held: capture_files.Capture, origin: Origin) -> FaultySetting 
     return fault if grown and not fault.needs_nan else None
 
 
+def _name_experts(tensor: dict[str, Any]) -> str:
+    """The experts of a stack that are not finite, unless all are."""
+    parts, count = tensor.get("parts", []), tensor["shape"][0] if tensor["shape"] else 0
+    if not parts or len(parts) == count or not EXPERTS.search(tensor["name"]):
+        return ""
+    more = f" and {len(parts) - 4} more" if len(parts) > 4 else ""
+    return f" (expert{'s' if len(parts) > 1 else ''} {', '.join(map(str, parts[:4]))}{more} of {count})"
+
+
 def _write_message(held: capture_files.Capture, origin: Origin, op: str, microbatch: int) -> str:
     kind = "NaN" if origin.kind == "nan" else "inf"
     count = len(held.state["microbatches"])
@@ -146,7 +156,8 @@ def _write_message(held: capture_files.Capture, origin: Origin, op: str, microba
     if origin.op == "input":
         return f"{when}: {origin.inputs[0]['name']} contains {kind}: it comes from the data"
     if origin.op in ("parameter", "buffer"):
-        return f"{when}: {origin.op} {origin.inputs[0]['name']} contains {kind} before the step"
+        name = origin.inputs[0]["name"]
+        return f"{when}: {origin.op} {name}{_name_experts(origin.inputs[0])} contains {kind} before the step"
     if origin.op == "gradient norm":
         return (
             f"{when}: every gradient is finite, but their norm overflows FP32: {origin.inputs[0]['name']} has a "

@@ -68,4 +68,6 @@ def describe(name: str, value: Any) -> dict[str, Any]:
     for kind, count in (("nan", torch.isnan(values)), ("inf", torch.isinf(values))):
         if bool(count.any()):
             described[kind] = int(count.sum())
+    if values.dim() == 3 and finite.numel() < values.numel():  # the weights of experts are stacked
+        described["parts"] = (~torch.isfinite(values)).flatten(1).any(1).nonzero().flatten().tolist()
     return described

@@ -1,0 +1,33 @@
+"""Forecasts of the built-in mixture: products count the chosen experts only, in every recipe."""
+
+import pytest
+
+from narrowgauge import hardware, tasks
+from narrowgauge.forecast.memory.estimate import predict_memory
+from narrowgauge.forecast.run import Scenario
+from narrowgauge.forecast.trace.trace_step import STEPS
+from narrowgauge.recipe import parse
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp8", "fp8-lean"])
+def test_a_mixture_is_predicted(recipe):
+    task = tasks.find("moe:2x128x8+1", batch=4, context=64)
+    traced = Scenario(task=task, gpu=hardware.find_gpu("h200")).trace(parse(recipe))
+    assert traced.parameters == task.facts["parameters"]
+    memory = predict_memory(traced)
+    assert memory.total > 4 * traced.parameters
+    assert any("every expert was given the same number" in note for note in memory.notes)
+
+
+def test_flops_are_those_of_the_chosen_experts():
+    """Forward and backward of 2 layers: 512 choices of an expert with 3 matrices of 128 x 256, and a shared one."""
+    task = tasks.find("moe:2x128x8+1", batch=4, context=64)
+    traced = Scenario(task=task, gpu=hardware.find_gpu("h200")).trace(parse("bf16[checkpoint=none]"))
+    products = [op for op in traced.trace.of_step(STEPS - 1) if op.kind == "product"]
+    tokens, matrices = 4 * 64, 3 * 128 * 256
+    experts = sum(op.flops for op in products if op.where.endswith("mixture.experts"))
+    shared = sum(op.flops for op in products if ".mixture.shared." in op.where)
+    assert experts == pytest.approx(2 * 6 * 2 * tokens * matrices, rel=0.01)
+    assert shared == pytest.approx(2 * 6 * tokens * matrices, rel=0.01)
+    attention = 12.0 * 2 * 128 * 64 * tokens
+    assert sum(op.flops for op in products) == pytest.approx(task.flops_per_item * tokens - attention, rel=0.05)
