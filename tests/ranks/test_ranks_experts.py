@@ -7,6 +7,7 @@ from processes import run_ranks
 from narrowgauge import Engine
 from narrowgauge.gauges.examiner import Examiner
 from narrowgauge.models.moe import MoE, MoEConfig
+from narrowgauge.parameters import is_sharded
 from narrowgauge.ranks import shard
 from narrowgauge.ranks.world import SINGLE_PROCESS, join_world
 from narrowgauge.runs.rank_batches import RankBatches
@@ -43,6 +44,8 @@ def train(name, recipe, world=SINGLE_PROCESS):
     if world.size > 1:
         shard(model, recipe)
     engine = Engine(model, torch.optim.AdamW(model.parameters(), lr=1e-3), recipe)
+    routers = [p for name, p in model.named_parameters() if "router" in name or "mlp.gate." in name]
+    assert [(p.dtype, is_sharded(p)) for p in routers] == [(torch.float32, False)] * 2  # every rank has them
     examiner = Examiner(engine, every=1)
     part, losses, tokens = RankBatches(world.rank, world.size, 1), [], 0
     for step in range(STEPS):

@@ -17,6 +17,7 @@ from torch import nn
 
 from narrowgauge import hardware
 from narrowgauge.engine.setup import find_narrowed
+from narrowgauge.nn.experts.routers import find_routers
 from narrowgauge.nn.keep_fp32 import find_modules
 from narrowgauge.nn.module_changes import Change, apply_change
 from narrowgauge.optim.masters import get_or_make_remainder, has_master, set_other_half
@@ -42,7 +43,8 @@ def convert_weights(model: nn.Module, recipe: str | Recipe) -> int:
         return 0
     device = next(iter(narrow.values())).device
     found = parse(recipe, hardware.detect(str(device))) if is_auto(recipe) else parse(recipe)
-    stays = set(find_narrowed(model, narrow, found, list(find_modules(model, found.keep))))
+    kept = [*find_modules(model, found.keep), *find_routers(model)]
+    stays = set(find_narrowed(model, narrow, found, kept))
     for parameter in narrow.values():
         if parameter in stays and parameter.dtype is torch.bfloat16:
             set_other_half(parameter, *get_or_make_remainder(parameter))

@@ -27,6 +27,7 @@ from narrowgauge.kernels import compute_scale
 from narrowgauge.kernels.fp8_formats import FP8_MAX
 from narrowgauge.kernels.fp8_tile import quantize_reference
 from narrowgauge.nn.convert import find_stored_groups
+from narrowgauge.nn.experts.routers import find_routers
 from narrowgauge.nn.keep_fp32 import find_modules
 from narrowgauge.nn.products.gemm import E4M3
 from narrowgauge.nn.products.stored_fp8 import SCALE
@@ -98,7 +99,7 @@ def fill(
         tell: Is called with lines of progress.
     """
     recipe, model = _choose_form(recipe, device), match.model
-    kept = list(find_modules(model, recipe.keep))
+    kept = [*find_modules(model, recipe.keep), *find_routers(model)]
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     narrowed = {id(p) for p in find_narrowed(model, named, recipe, kept)}
     frozen = {id(p) for p in find_stored_narrow(model, recipe, kept)}

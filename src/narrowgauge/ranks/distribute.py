@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.errors import UsageError
+from narrowgauge.nn.experts.routers import find_routers
 from narrowgauge.nn.keep_fp32 import find_modules
 from narrowgauge.nn.recompute import find_blocks
 from narrowgauge.optim import narrow
@@ -99,8 +100,13 @@ def shard(
 
 def find_copied(model: nn.Module, recipe: Recipe) -> set[nn.Parameter]:
     """Find the parameters that every rank has a copy of: vectors, and those of modules that are kept in FP32."""
-    kept = {p for module in find_modules(model, recipe.keep).values() for p in module.parameters()}
-    return kept | {p for p in model.parameters() if p.dim() < 2}
+    return _find_kept(model, recipe) | {p for p in model.parameters() if p.dim() < 2}
+
+
+def _find_kept(model: nn.Module, recipe: Recipe) -> set[nn.Parameter]:
+    """Find the parameters of modules that compute in FP32: those that the recipe names, and the routers of experts."""
+    kept = find_modules(model, recipe.keep) | find_routers(model)
+    return {p for module in kept.values() for p in module.parameters()}
 
 
 def replicate(model: nn.Module, recipe: str | Recipe = "fp32") -> nn.Module:
@@ -121,7 +127,7 @@ def replicate(model: nn.Module, recipe: str | Recipe = "fp32") -> nn.Module:
     if recipe.gradients in ("released", "fp32") and recipe.master != "fp32":
         raise UsageError(f"recipe {recipe}: DDP reduces gradients in BF16; leave `gradients` out, or shard the model")
     if recipe.master != "fp32":
-        kept = {p for module in find_modules(model, recipe.keep).values() for p in module.parameters()}
+        kept = _find_kept(model, recipe)
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.dim() > 1 and parameter not in kept:
                 narrow(parameter)
