@@ -14,6 +14,8 @@ from narrowgauge.nn.experts.find import compute_plain, find_experts
 from narrowgauge.nn.experts.plan import make_experts_plan, make_fp32_plan
 from narrowgauge.nn.experts.routers import find_routers
 from narrowgauge.nn.experts.run import FusedExperts, run_experts
+from narrowgauge.nn.fused.modules import FusedBlock
+from narrowgauge.nn.fused.norm import ConvertedNorm
 from narrowgauge.nn.keep_fp32 import KeptInFp32
 from narrowgauge.nn.module_changes import find_change
 from narrowgauge.scaling.tensor import TensorScales
@@ -257,3 +259,95 @@ def test_evaluation_records_nothing_and_keeps_no_graph():
     with torch.no_grad(), engine.forward():
         loss = model(input_ids=torch.zeros(1, 8, dtype=torch.int64), labels=torch.zeros(1, 8, dtype=torch.int64)).loss
     assert not scales.amax.any() and not loss.requires_grad
+
+
+@pytest.mark.parametrize("make", FAMILIES)
+def test_blocks_are_fused_up_to_their_experts(make):
+    """Conversion has compared the fused half with the block in FP32, outputs and gradients, or it would not use it."""
+    model = make()
+    conversion = ng.convert(model, "fp8[products=all]")
+    assert len(conversion.blocks) == 2 and not conversion.unfused
+    halves = [change.plan.spec for block in conversion.blocks if (change := find_block(model, block))]
+    assert [spec.order for spec in halves].count("half") == len(conversion.experts)
+    for spec in halves:
+        assert bool(spec.mlp) is (spec.order == "half") and not (spec.mlp and spec.ups)
+        own = make in (deepseek, olmoe)  # latent attention; norms over all heads
+        assert spec.attention.kind in (("own", "rotary") if own else ("rotary",))
+
+
+def test_norms_of_queries_over_all_heads_run_as_one_kernel():
+    """OLMoE's own attention has them: they are like the block's norms."""
+    model = olmoe()
+    ng.convert(model, "fp8[products=all]")
+    attention = model.model.layers[0].self_attn
+    assert find_change(attention.q_norm, ConvertedNorm) and find_change(attention.k_norm, ConvertedNorm)
+    assert not find_change(model.model.layers[0].post_attention_layernorm, ConvertedNorm)
+
+
+def find_block(model, path):
+    return find_change(model.get_submodule(path), FusedBlock)
+
+
+def run_step(engine, tokens):
+    with engine.forward():
+        loss = engine.model(input_ids=tokens, labels=tokens).loss
+    engine.backward(loss)
+    return loss.item()
+
+
+def test_hooks_inside_the_mixture_are_called_and_hooks_on_other_parts_too():
+    """Router logits are recorded by hooks in transformers; a hook on a part that is not called stops the fusion."""
+    tokens = torch.randint(0, 256, (1, 16))
+    model = mixtral(output_router_logits=True)
+    engine = ng.Engine(model, torch.optim.AdamW(model.parameters()), recipe="fp8[products=all]")
+    with engine.forward():
+        made = model(input_ids=tokens, labels=tokens)
+    assert len(made.router_logits) == 2 and made.aux_loss > 0 and made.aux_loss.requires_grad
+    engine.backward(made.loss)
+    seen = []
+    layer = model.model.layers[0]
+    layer.post_attention_layernorm.register_forward_hook(lambda *_: seen.append("norm"))
+    layer.mlp.experts.register_forward_hook(lambda *_: seen.append("experts"))
+    run_step(engine, tokens)
+    assert seen == ["norm", "experts"]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_gives_the_same_gradients(reentrant):
+    grads = []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        model = olmoe()
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        engine = ng.Engine(model, torch.optim.AdamW(model.parameters()), recipe="fp8[products=all]")
+        tokens = torch.randint(0, 256, (1, 32), generator=torch.Generator().manual_seed(1))
+        run_step(engine, tokens)
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert sqnr(grads[1], grads[0]) > 15  # one is fused and one is not: FP8 rounds differently
+
+
+@pytest.mark.parametrize("checkpoint", ["full", "selective"])
+def test_recipes_that_recompute_leave_blocks_with_experts_as_they_are(checkpoint):
+    model = olmoe()
+    engine = ng.Engine(
+        model, torch.optim.AdamW(model.parameters()), recipe=f"fp8[products=all,checkpoint={checkpoint}]"
+    )
+    assert not engine.conversion.blocks and len(engine.conversion.experts) == 2
+    assert "recomputed" in engine.conversion.unfused["model.layers.0"]
+    assert math.isfinite(run_step(engine, torch.randint(0, 256, (1, 32))))
+    assert engine.step().applied
+
+
+def test_a_step_is_accumulated_over_microbatches():
+    """Two halves of a batch give the gradients of the whole, up to the rounding of FP8."""
+    grads = []
+    tokens = torch.randint(0, 256, (4, 32), generator=torch.Generator().manual_seed(1))
+    for parts in (1, 2):
+        torch.manual_seed(0)
+        model = olmoe(output_router_logits=False)
+        engine = ng.Engine(model, torch.optim.AdamW(model.parameters()), recipe="fp8[products=all]", accumulate=parts)
+        for part in tokens.chunk(parts):
+            run_step(engine, part)
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert sqnr(grads[1], grads[0]) > 15

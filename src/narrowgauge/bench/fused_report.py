@@ -53,4 +53,4 @@ def describe_form(spec: BlockSpec) -> str:
     norms = " and ".join(NORMS.get(kind, kind) for kind in sorted(kinds))
     attention = ATTENTION.get(spec.attention.kind, spec.attention.kind)
     cross = "" if spec.cross is None else ", cross-attention"
-    return f"{order}, {norms}, {attention}{cross}, {spec.activation}"
+    return f"{order}, {norms}, {attention}{cross}, {spec.activation or spec.mlp}"

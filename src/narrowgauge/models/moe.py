@@ -217,12 +217,15 @@ class Mixture(nn.Module):
         self.experts = Experts(config)
         self.shared = SharedExpert(config.width, config.shared * config.hidden) if config.shared else None
 
-    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output (B, T, D), and the balance loss and the z-loss (2,)."""
+        self.losses: Tensor | None = None
+        """The balance loss and the z-loss (2,) of the last forward. Not returned, so that the block is like others."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the output (B, T, D)."""
         flat = hidden.flatten(0, -2)  # N, D
-        index, weights, losses = self.router(flat)
-        mixed = self.experts(flat, index, weights).view_as(hidden)
-        return (mixed if self.shared is None else mixed + self.shared(hidden)), losses
+        index, weights, self.losses = self.router(flat)
+        mixed: Tensor = self.experts(flat, index, weights).view_as(hidden)
+        return mixed if self.shared is None else mixed + self.shared(hidden)
 
 
 class Block(nn.Module):
@@ -237,10 +240,10 @@ class Block(nn.Module):
         self.norm2 = RMSNorm(config.width)
         self.mixture = Mixture(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.out(attend(self.qkv(self.norm1(x)), self.heads, self.kv_heads, cos, sin))
-        branch, losses = self.mixture(self.norm2(x))
-        return x + branch, losses
+        branch: Tensor = self.mixture(self.norm2(x))
+        return x + branch
 
 
 class MoE(nn.Module):
@@ -276,9 +279,10 @@ class MoE(nn.Module):
         cos, sin = compute_angles(inputs.shape[1], self.config.head_size, self.config.rope_base, inputs.device)
         all_losses = []
         for block in self.blocks:
-            x, losses = block(x, cos, sin)
-            all_losses.append(losses)
-        routed = torch.stack(all_losses).mean(0)
+            x = block(x, cos, sin)
+            all_losses.append(block.mixture.losses)  # type: ignore[union-attr]
+            block.mixture.losses = None  # type: ignore[union-attr]
+        routed = torch.stack(all_losses).mean(0)  # type: ignore[arg-type]
         if routing:
             return routed
         made = self.finish(x, targets)

@@ -76,7 +76,7 @@ def find_block_memory(model: nn.Module, recipe: Recipe) -> list[BlockMemory]:
     found = []
     for path, module in model.named_modules():
         change = find_change(module, FusedBlock) or find_change(module, Recomputed)
-        if change is not None:
+        if change is not None and not (isinstance(change, FusedBlock) and change.plan.spec.mlp):
             found.append(BlockMemory(path, module, change, list_options(recipe, change)))
     return found
 

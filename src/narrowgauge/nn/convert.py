@@ -308,15 +308,19 @@ def _find_blocks(model: nn.Module, recipe: Recipe, device: Device) -> FoundBlock
         found = find_blocks(model, place, find_difference)
     modules = dict(model.named_modules())
     for path, spec in list(found.specs.items()):
-        reason = find_misfit(modules[path], spec) or _find_fp32_part(path, modules, recipe)
+        reason = find_misfit(modules[path], spec) or _find_fp32_part(path, spec, modules, recipe)
+        if spec.mlp and recipe.checkpoint != "none":
+            reason = "its MLP is a module, so that the whole block is recomputed as it is"
         if reason is not None:
             del found.specs[path]
             found.reasons[path] = reason
     return found
 
 
-def _find_fp32_part(path: str, modules: dict[str, nn.Module], recipe: Recipe) -> str | None:
+def _find_fp32_part(path: str, spec: BlockSpec, modules: dict[str, nn.Module], recipe: Recipe) -> str | None:
     for name, _ in modules[path].named_modules():
+        if spec.mlp and name.startswith(f"{spec.mlp}."):
+            continue  # it runs as a module
         kept = explain_kept_fp32(modules, f"{path}.{name}", recipe) if name else None
         if kept:
             return f"{name} stays in FP32: {kept}"

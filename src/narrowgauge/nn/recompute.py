@@ -121,14 +121,23 @@ class Recomputed(Change):
             given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
             mode = "full" if self.size.exceeds_plan(given) else mode
         compute = functools.partial(events.run_in_scope, self.path, inner) if events.is_listening() else inner
-        if mode == "none":
+        caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
+        if mode == "none" or any(cache.get_seq_length() for cache in caches):
             return compute(*args, **kwargs)
+        # A cache would get the keys a second time in backward. transformers passes one in training, too.
+        args = tuple(None if _is_cache(value) else value for value in args)
+        kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
         contexts: dict[str, Any] = {}
         if self.context is not None:
             contexts["context_fn"] = functools.partial(_make_contexts, mode, self.context)
         elif mode == "selective":
             contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
         return checkpoint(compute, *args, use_reentrant=False, **contexts, **kwargs)
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether an argument holds the keys and values of earlier tokens, as in transformers."""
+    return callable(getattr(value, "get_seq_length", None))
 
 
 def _make_contexts(mode: str, context: Callable[[], Context]) -> tuple[Context, Context]:

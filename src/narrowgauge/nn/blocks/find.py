@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from narrowgauge.errors import one_line
 from narrowgauge.nn.blocks.attention_forms import list_attention_forms
@@ -55,6 +56,8 @@ LARGEST_LIST_OF_PARTS = 3
 """Attention, cross-attention and MLP."""
 LARGEST_ON_CPU = 10_000_000
 """Parameters of the largest block that is run on a CPU, which takes a second. Forecasts describe far larger ones."""
+LARGEST_ON_GPU = 1_000_000_000
+"""The same for a GPU, where a copy and its gradients need memory: a layer of experts may have more."""
 _known: dict[Any, BlockSpec | str] = {}
 """Descriptions, or reasons against one, of the kinds that this process has seen, by type of device: a block that is too
 large for a CPU is not too large for a GPU."""
@@ -92,12 +95,17 @@ def list_candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if not name.isdigit() and not isinstance(model.get_submodule(parent), nn.Sequential | nn.ModuleDict):
             continue  # an attribute with a number; torchvision numbers the entries of a list in their names
         if (
-            count_projections(module) >= 3
+            count_projections(module) >= (2 if _has_stack(module) else 3)
             and any(p.dim() == 1 for p in module.parameters())
             and not _has_inner_list(module)
         ):
             inside.append(path)
             yield path, module
+
+
+def _has_stack(module: nn.Module) -> bool:
+    """Whether some part has stacked matrices, as experts do, in place of an MLP's linear layers."""
+    return any(p.dim() == 3 for p in module.parameters() if not is_lazy(p))
 
 
 def _has_inner_list(module: nn.Module) -> bool:
@@ -118,10 +126,10 @@ def _has_inner_list(module: nn.Module) -> bool:
 def _describe_members(members: list[tuple[str, nn.Module]], device: torch.device, differs: Differs) -> BlockSpec | str:
     tried = {0, min(1, len(members) - 1), len(members) - 1}
     size = sum(parameter.numel() for parameter in members[0][1].parameters())
-    if device.type == "cpu" and size > LARGEST_ON_CPU:
+    if size > (LARGEST_ON_CPU if device.type == "cpu" else LARGEST_ON_GPU):
         small = make_small(members[0][1])
         if small is None:
-            return f"it has {size / 1e6:.0f} million parameters, too many to compare its fused form on a CPU"
+            return f"it has {size / 1e6:.0f} million parameters, too many to compare its fused form on this device"
         members, tried = [("", small)], {0}
     spec: BlockSpec | None = None
     for number in sorted(tried):
@@ -145,7 +153,7 @@ def _describe(block: nn.Module, device: torch.device, differs: Differs, known: B
     base = replace(recognize(copy, example, seen), given=given)
     _shrink_adapters(copy, base)
     with _scaled(copy, base.ups, LARGE_ACTIVATIONS), torch.no_grad():
-        if not has_activation(observe(copy, *example), base):
+        if not base.mlp and not has_activation(observe(copy, *example), base):
             raise NotABlock(f"its activation is {base.activation} of small values, but not of large ones")
     variants = make_variants(copy, example)
     if known is not None:

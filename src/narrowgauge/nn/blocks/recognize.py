@@ -49,12 +49,12 @@ def recognize(block: nn.Module, example: Example, seen: Observation) -> BlockSpe
         if are_close(two.input, one.output):
             raise NotABlock(f"{two.path} reads the output of {one.path}, but they are not a low-rank adapter")
     norms = [(call, norm) for call in calls if (norm := recognize_norm(call)) is not None]
-    if len(linears) < 3 or not norms:
-        raise NotABlock("it has fewer than three linear layers, or no norm")
+    if len(linears) < 2 or not norms:
+        raise NotABlock("it has fewer than two linear layers, or no norm")
     source = None if example.kwargs.get(SOURCE) is None else get_rows(example.kwargs[SOURCE])
-    run = _Run(x, output, norms, linears, _list_scales(block, x.shape[-1]), source)
+    run = _Run(x, output, norms, linears, _list_scales(block, x.shape[-1]), calls, source)
     reasons = []
-    for match in (_match_pre, _match_post, _match_parallel, _match_normed_branches):
+    for match in (_match_pre, _match_post, _match_parallel, _match_normed_branches, _match_half):
         try:
             found = match(run)
         except NotABlock as reason:
@@ -86,6 +86,8 @@ class _Run(NamedTuple):
     linears: list[Call]
     scales: list[tuple[str | None, Tensor | float]]
     """Names and values of what may multiply a branch, first of all nothing."""
+    calls: list[Call]
+    """Of all modules."""
     source: Tensor | None = None
     """An encoder's output."""
 
@@ -216,6 +218,31 @@ def _match_parallel(run: _Run) -> BlockSpec:
     raise NotABlock("attention and MLP do not both read norms of the block's input")
 
 
+def _match_half(run: _Run) -> BlockSpec:
+    """The order "pre" with an MLP that is not described, but a module."""
+    first, norm1 = _find_norm(run.norms, run.x, "no norm reads the block's input")
+    inputs = [call for call in run.linears if are_close(call.input, first.output)]
+    rest = [call for call in run.linears if call not in inputs]
+    if not inputs or not rest:
+        raise NotABlock("no projection reads the first norm's output")
+    out, one = _find_attention_end(run, rest, [call for call, _ in run.norms], "norm")
+    x1 = run.x + one.value
+    second, norm2 = _find_norm(run.norms, x1, "no norm reads the sum")
+    largest, others = float(run.output.abs().max()), _paths([*inputs, out, first, second])
+    found = [
+        call.path for call in run.calls
+        if call.output.shape == call.input.shape == x1.shape and are_close(call.input, second.output)
+        and bool((call.output - (run.output - x1)).abs().max() <= TOLERANCE * largest)
+        and not any(path.startswith(f"{call.path}.") for path in others)
+    ]  # fmt: skip
+    if not found:
+        raise NotABlock("no module computes its MLP's branch from the norm of the sum")
+    mlp = min(found, key=len)  # the outermost: experts read the same, and more
+    return BlockSpec(
+        "half", norm1, _paths(inputs), AttentionSpec(), out.path, norm2, (), "", "", one.spec, mlp=mlp
+    )  # fmt: skip
+
+
 class _Crossed(NamedTuple):
     """The projections of cross-attention, and what follows it."""
 
@@ -336,14 +363,14 @@ def _complete(found: BlockSpec, run: _Run, calls: list[Call], seen: Observation,
     """Add the places of dropout and stochastic depth, which are identities in this run."""
     outputs = {call.path: call.output for call in calls}
     branches = []
-    for spec, linear in ((found.branch1, found.output), (found.branch2, found.down)):
+    for spec, linear in ((found.branch1, found.output), (found.branch2, found.mlp or found.down)):
         value = outputs[linear if spec.norm is None else spec.norm.path]
         values = [value] if spec.scale is None else [value, value * dict(run.scales)[spec.scale]]
         place = _find_dropout(seen, values)
         depth = _find_depth([call for call in seen.calls if place is None or call.path != place[0]], values)
         branches.append(replace(spec, dropout=place, depth=depth))
-    hidden = next(call.input for call in calls if call.path == found.down)
-    dropout = _find_dropout(seen, [hidden])
+    hidden = [call.input for call in calls if call.path == found.down]
+    dropout = _find_dropout(seen, hidden)
     cross = None if found.cross is None else _complete_cross(found, found.cross, calls, seen)
     return replace(found, branch1=branches[0], branch2=branches[1], dropout=dropout, cross=cross, **output)
 

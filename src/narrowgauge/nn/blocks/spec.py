@@ -5,6 +5,9 @@ A block is recognized from a run (``recognize``), not from names, so a descripti
     pre       x1 = x + branch1(out(attend(inputs(norm1(x)))));  y = x1 + branch2(down(act(up(norm2(x1)))))
     post      x1 = norm1(x + branch1(out(attend(inputs(x)))));  y = norm2(x1 + branch2(down(act(up(x1)))))
     parallel  y  = x + branch1(out(attend(inputs(norm1(x))))) + branch2(down(act(up(norm2(x)))))
+    half      x1 = x + branch1(out(attend(inputs(norm1(x)))));  y = x1 + mlp(norm2(x1))
+
+In a "half" the MLP is a module that runs as it is, such as a mixture of experts.
 
 Between attention and MLP, a "pre" or "post" block may have cross-attention to an encoder's output e, a ``CrossSpec``:
 
@@ -23,7 +26,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ORDERS = ("pre", "post", "parallel")
+ORDERS = ("pre", "post", "parallel", "half")
 WEIGHTS = "attention weights"
 """In place of a name in ``BlockSpec.returned``."""
 Place = tuple[str, str]
@@ -126,7 +129,7 @@ class BlockSpec:
     ups: tuple[str, ...]
     """The MLP's first projection; for a gated MLP gate and up, or one for both."""
     activation: str
-    """gelu, gelu-tanh, gelu-quick, relu, silu; gated: swiglu, geglu, geglu-tanh."""
+    """gelu, gelu-tanh, gelu-quick, relu, silu; gated: swiglu, geglu, geglu-tanh. A "half" has none of these three."""
     down: str
     branch1: BranchSpec = BranchSpec()
     branch2: BranchSpec = BranchSpec()
@@ -144,13 +147,16 @@ class BlockSpec:
     """Cross-attention, in blocks of a decoder."""
     adapters: tuple[AdapterSpec, ...] = ()
     """Low-rank adapters, in the order in which they run."""
+    mlp: str = ""
+    """The module that is the MLP of a "half"."""
     given: tuple[str, ...] = ()
     """The arguments of the call that was verified, besides the hidden state."""
 
     @property
     def products(self) -> tuple[tuple[str, ...], ...]:
         """Projections that read one input, and are one product, in the order in which they run."""
-        return self.inputs, (self.output,), *self.cross_products, self.ups, (self.down,)
+        mlp = () if self.mlp else (self.ups, (self.down,))
+        return self.inputs, (self.output,), *self.cross_products, *mlp
 
     @property
     def cross_products(self) -> tuple[tuple[str, ...], ...]:

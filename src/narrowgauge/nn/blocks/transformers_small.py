@@ -23,7 +23,16 @@ INNER = 64
 HEADS = ("num_attention_heads", "num_heads", "n_head", "encoder_attention_heads")
 WIDTHS = ("hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim")
 HEAD_SIZES = ("head_dim", "d_kv", "attention_head_size")
-INNER_WIDTHS = ("intermediate_size", "n_inner", "d_ff", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "hidden_dim")
+INNER_WIDTHS = (
+    "intermediate_size",
+    "moe_intermediate_size",
+    "n_inner",
+    "d_ff",
+    "ffn_dim",
+    "encoder_ffn_dim",
+    "decoder_ffn_dim",
+    "hidden_dim",
+)
 
 
 def make_small(block: nn.Module) -> nn.Module | None:

@@ -92,6 +92,21 @@ def run_block(
     return output
 
 
+def run_half(
+    plan: BlockPlan, x: Tensor, tensors: BlockTensors, call: BlockCall, dropout: Dropout, graphs: BlockGraphs
+) -> tuple[Tensor, Tensor]:
+    """Run a block up to its MLP, which is a module: return the residual stream, and what the module reads."""
+    before: GradientHandoff | None = getattr(x, HANDOFF, None)
+    whole, plan = plan, plan.for_first_step().without_frozen(tensors)
+    flat, others = tensors.flatten(), call.differentiable
+    with torch.autocast(x.device.type, enabled=False):
+        needed = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *flat, *others))
+        given = BlockInput(plan, call, tensors, x, None, needed, dropout, False)
+        rehearse_block(whole, given, _get_wanted(before))
+        stream, hidden = _Block.apply(x, None, given, (before, None), graphs, *flat, *others)  # type: ignore[no-untyped-call]
+    return stream, hidden
+
+
 def run_chain(
     plans: list[BlockPlan], x: Tensor, weights: list[BlockTensors], calls: list[BlockCall], graphs: BlockGraphs
 ) -> tuple[Tensor, Tensor, GradientHandoff]:
@@ -138,7 +153,7 @@ class _Block(torch.autograd.Function):
         """Return residual stream and branch, or their sum."""
         ctx.set_materialize_grads(False)
         ctx.plan, ctx.links, ctx.graphs, ctx.measured = given.plan, links, graphs, False
-        ctx.dtype, ctx.offloaded = x.dtype, None
+        ctx.dtype, ctx.shape, ctx.offloaded = x.dtype, x.shape, None
         ctx.follows = begin_block(x.device) if given.needed else None
         ctx.given = [tensor is not None for tensor in flat]
         wanted = _get_wanted(links[0])
@@ -160,8 +175,9 @@ class _Block(torch.autograd.Function):
         return outputs[0] if len(outputs) == 1 else outputs
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, of_branch: Tensor | None = None) -> Any:
-        """Stream and branch share one gradient, that of their sum; the next block passes it to the stream."""
+    def backward(ctx: Any, grad: Any, of_branch: Any = None) -> Any:
+        """Stream and branch share one gradient, that of their sum; the next block passes it to the stream. Only what
+        the MLP of a "half" reads has its own."""
         if torch.is_grad_enabled():
             raise UsageError(DOUBLE_BACKWARD)
         plan: BlockPlan = ctx.plan
@@ -172,7 +188,10 @@ class _Block(torch.autograd.Function):
         tensors = BlockTensors.unflatten(plan, [next(rest) if given else None for given in ctx.given])
         needs = BlockTensors.unflatten(plan, ctx.needs_input_grad[5:])
         written: Operand | None = None
-        if after is not None:
+        if plan.spec.mlp:
+            grad = torch.zeros(ctx.shape, dtype=ctx.dtype, device=of_branch.device) if grad is None else grad
+            written = Operand(of_branch)
+        elif after is not None:
             grad, written = after.take(grad)
         others: list[Tensor | None] = []
         if ctx.graph is not None:

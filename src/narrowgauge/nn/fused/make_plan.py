@@ -76,8 +76,10 @@ def make_plan(
         sites = find_site(layer, "input"), find_site(layer, "grad_output")
         return Projection(weight, layer.choice, *sites, plan_adapters(block, spec, inner))
 
+    out = project(spec.output)
+    up, down = (out, out) if spec.mlp else (project(*spec.ups), project(spec.down))
     return BlockPlan(
-        spec, project(*spec.inputs), project(spec.output), project(*spec.ups), project(spec.down), scales, checkpoint,
+        spec, project(*spec.inputs), out, up, down, scales, checkpoint,
         holds_gradients, path, list_own_parameters(block, spec), list_classes(block),
         tuple(project(*group) for group in spec.cross_products), list_settings(block, spec),
         _choose_activations(block, spec, activations, checkpoint, scales), offload=offload,
@@ -90,7 +92,7 @@ def _choose_activations(
     """Return what the block keeps for backward: ``auto`` is what costs at most about 1% of a step."""
     if wanted != "auto":
         return wanted
-    if scales is None or checkpoint != "none" or spec.adapters:
+    if scales is None or checkpoint != "none" or spec.adapters or spec.mlp:
         return "bf16"
     return "8bit" if find_projection(block, spec.inputs[0]).shape[1] >= SHORT_FROM else "normalized"
 

@@ -20,7 +20,7 @@ from narrowgauge.nn.blocks.spec import BlockSpec, NormSpec, Place
 from narrowgauge.nn.call_size import CallSize
 from narrowgauge.nn.fused import blocks, head
 from narrowgauge.nn.fused.attention import CACHES, BlockCall, PartOfBlock
-from narrowgauge.nn.fused.checkpointed import choose_plan
+from narrowgauge.nn.fused.checkpointed import choose_plan, is_checkpointed
 from narrowgauge.nn.fused.documents import find_documents
 from narrowgauge.nn.fused.graphs import BlockGraphs
 from narrowgauge.nn.fused.lazy_logits import HeadSource, make_lazy
@@ -52,8 +52,11 @@ DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "
 not read them: the mask says the same."""
 
 
+NO_GRAPHS = BlockGraphs(False)
+
+
 class FusedBlock(Change):
-    """A block that runs as one function."""
+    """A block that runs as one function; if its MLP is a module, up to that."""
 
     differentiable_twice = False
 
@@ -84,6 +87,12 @@ class FusedBlock(Change):
                 run_call = separate_documents(plan, call, x, tensors)
             else:
                 plan = plan.with_own_attention()
+        if plan.spec.mlp:
+            if is_checkpointed():
+                return inner(*args, **kwargs)
+            stream, hidden = blocks.run_half(plan, x, tensors, run_call, _read_dropout(module, plan.spec), NO_GRAPHS)
+            output = stream + module.get_submodule(plan.spec.mlp)(hidden)
+            return (output, *list_returned(plan.spec, call)) if plan.spec.in_tuple else output
         plan, saving = choose_plan(plan)
         with saving:
             output = blocks.run_block(plan, x, tensors, run_call, _read_dropout(module, plan.spec), self.graphs)

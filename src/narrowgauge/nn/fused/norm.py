@@ -1,9 +1,10 @@
 """A norm as an autograd function of narrowgauge's kernel: statistics in FP32, one pass each way, no FP32 copies.
 
-The last norm of a language model belongs to no block. Written in plain torch, as in transformers, it makes three FP32
-copies of the residual stream in forward and five in backward: of a long sequence, more than all of a fused block. If it
-is of the same class as the norms inside of fused blocks, with the same attributes, then what was found out about those
-holds for it too, and it runs as one kernel on a GPU (``ConvertedNorm``).
+The last norm of a language model belongs to no block, and some norms belong to code that is not fused. Written in plain
+torch, as in transformers, a norm makes three FP32 copies of its input in forward and five in backward: of a long
+sequence, more than all of a fused block. If it is of the same class as the norms inside of fused blocks, with the same
+attributes, then what was found out about those holds for it too, and it runs as one kernel on a GPU
+(``ConvertedNorm``).
 """
 
 from __future__ import annotations
@@ -72,16 +73,12 @@ class ConvertedNorm(Change):
         x = args[0] if len(args) == 1 and not kwargs else None
         weight, bias = module.weight, getattr(module, "bias", None)
         fits = type(x) is Tensor and type(weight) is nn.Parameter and is_on_gpu(x) and x.numel() > 0
-        if (
-            x is None
-            or not fits
-            or torch.compiler.is_compiling()
-            or x.shape[-1:] != weight.shape
-            or not x.is_contiguous()
-        ):
+        if x is None or not fits or torch.compiler.is_compiling() or x.shape[-1:] != weight.shape:
             return inner(*args, **kwargs)
         dtype = self._find_dtype(inner, x)
-        made = run_norm(x, weight, self.spec.eps, self.spec.kind, bias=bias, offset=self.spec.offset, dtype=dtype)
+        made = run_norm(
+            x.contiguous(), weight, self.spec.eps, self.spec.kind, bias=bias, offset=self.spec.offset, dtype=dtype
+        )
         return made.view(x.shape)
 
     def _find_dtype(self, inner: Callable[..., Any], x: Tensor) -> torch.dtype:
@@ -100,15 +97,26 @@ def is_on_gpu(x: Tensor) -> bool:
 
 
 def find_other_norms(model: nn.Module, specs: Mapping[str, BlockSpec]) -> dict[str, NormSpec]:
-    """Return the norms outside of the blocks to fuse that are like those inside, by path."""
+    """Return the norms that fused blocks do not compute, and that are like those which they compute, by path.
+
+    They are outside of blocks, in a block's own attention (norms of queries over all heads), or in an MLP that is a
+    module.
+    """
     known: dict[Any, NormSpec] = {}
     for path, spec in specs.items():
         for one in spec.norms:
             known.setdefault(_describe(model.get_submodule(f"{path}.{one.path}")), one)
     inside = tuple(f"{path}." for path in specs)
+    own = tuple(
+        place for path, spec in specs.items() for place in (
+            *([f"{path}."] if spec.attention.kind == "own" else []), *([f"{path}.{spec.mlp}."] if spec.mlp else []),
+        )
+    )  # fmt: skip
+    computed = {f"{path}.{one.path}" for path, spec in specs.items() for one in spec.norms}
     found = {}
     for path, module in model.named_modules():
-        is_candidate = not path.startswith(inside) and next(module.children(), None) is None
+        is_outside = not path.startswith(inside) or (path.startswith(own) and path not in computed)
+        is_candidate = is_outside and next(module.children(), None) is None
         like = known.get(_describe(module)) if is_candidate else None
         if like is not None and not has_own_method(module, "forward"):
             found[path] = like

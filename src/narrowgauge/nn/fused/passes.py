@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge import events
-from narrowgauge.nn.fused import parallel, post_norm, pre_norm
+from narrowgauge.nn.fused import attention_half, parallel, post_norm, pre_norm
 from narrowgauge.nn.fused.attention import BlockCall
 from narrowgauge.nn.fused.casts import WantedGradient
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, BlockWeights, Dropout, bind_weights
@@ -28,7 +28,7 @@ from narrowgauge.scaling.operand import Operand
 
 SHARE_OF_GRADIENTS = 0.75
 """How much of the memory of a block's future gradients its kept attention may take."""
-ORDERS: dict[str, Any] = {"pre": pre_norm, "post": post_norm, "parallel": parallel}
+ORDERS: dict[str, Any] = {"pre": pre_norm, "post": post_norm, "parallel": parallel, "half": attention_half}
 """The functions of each order: forward, backward, drop_unneeded, recompute."""
 
 

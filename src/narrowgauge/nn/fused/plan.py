@@ -87,7 +87,8 @@ class BlockPlan:
     def without_frozen(self, tensors: BlockTensors) -> BlockPlan:
         """Return the plan for a call with these parameters: without gradients of projections that are frozen."""
         pairs = list(zip(self.projections, list_groups(tensors), strict=False))
-        trained = [any(weight is not None and weight.requires_grad for weight in group) for _, group in pairs]
+        present = [[weight for weight in group if weight is not None] for _, group in pairs]
+        trained = [not group or any(weight.requires_grad for weight in group) for group in present]
         if all(trained):
             return self
         qkv, out, up, down, *cross = [
@@ -174,15 +175,15 @@ class BlockParts:
             return
         self._edges = [
             (parent._modules, name, child)
-            for parent in module.modules()
+            for path, parent in module.named_modules()
             for name, child in parent._modules.items()
-            if child is not None
+            if child is not None and not _is_inside(f"{path}.{name}" if path else name, spec.mlp)
         ]
         norms = (spec.norm1, spec.norm2, spec.branch1.norm, spec.branch2.norm)
         norm1, norm2, post1, post2 = (_name_parameters(module, None if n is None else n.path) for n in norms)
         inputs, (out,), ups, (down,) = (
             [_name_parameters(module, path) for path in group]
-            for group in (spec.inputs, (spec.output,), spec.ups, (spec.down,))
+            for group in (spec.inputs, (spec.output,), spec.ups, (spec.down or None,))
         )
         groups: list[Sequence[str | None]] = [
             norm1[:1], norm1[1:], [names[0] for names in inputs], [names[1] for names in inputs], out[:1], out[1:],
@@ -234,6 +235,11 @@ class BlockParts:
         return BlockTensors(*(tuple(owner.get(name) for owner, name in group) for group in self._slots))
 
 
+def _is_inside(path: str, mlp: str) -> bool:
+    """Whether a module is the MLP of a "half", or inside of it: that runs as a module."""
+    return bool(mlp) and f"{path}.".startswith(f"{mlp}.")
+
+
 _NOTHING: dict[str, Any] = {}
 
 
@@ -272,7 +278,7 @@ def list_own_parameters(module: nn.Module, spec: BlockSpec) -> tuple[str, ...]:
     paths += [path for adapter in spec.adapters for path in (adapter.a, adapter.b)]
     known = {name for path in paths for name in find_projection(module, path).parameters}
     known |= {branch.scale for branch in (spec.branch1, spec.branch2) if branch.scale is not None}
-    return tuple(name for name, _ in module.named_parameters() if name not in known)
+    return tuple(name for name, _ in module.named_parameters() if name not in known and not _is_inside(name, spec.mlp))
 
 
 def list_settings(module: nn.Module, spec: BlockSpec) -> tuple[tuple[str, dict[str, Any]], ...]:

@@ -31,14 +31,30 @@ def report_activations(
     """
     if not events.wants_tensors() or not run.needed or run.again:
         return
+    _report(run, "activation", {**_list_attention(run, norms, qkv, attended, out), run.plan.spec.down: y})
+
+
+def _list_attention(
+    run: Run, norms: tuple[Value, Value], qkv: Tensor, attended: Attended, out: Tensor
+) -> dict[str, Value]:
     spec = run.plan.spec
     inputs = qkv.split([get_outputs(run.uses.qkv, n) for n in range(len(spec.inputs))], -1)
     shown: dict[str, Value] = {
         norm.path: value for norm, value in zip((spec.norm1, spec.norm2), norms, strict=True) if norm is not None
     }
-    shown |= dict(zip(spec.inputs, inputs, strict=True))
-    shown |= {"attention": attended.mixed.detach(), spec.output: out, spec.down: y}
-    _report(run, "activation", shown)
+    return {
+        **shown,
+        **dict(zip(spec.inputs, inputs, strict=True)),
+        "attention": attended.mixed.detach(),
+        spec.output: out,
+    }
+
+
+def report_half(run: Run, norms: tuple[Value, Value], qkv: Tensor, attended: Attended, out: Tensor) -> None:
+    """Report the same of a block whose MLP is a module, which is called and observed as such."""
+    if not events.wants_tensors() or not run.needed or run.again:
+        return
+    _report(run, "activation", _list_attention(run, norms, qkv, attended, out))
 
 
 def report_mlp(run: Run, u: Tensor, a: Operand) -> None:

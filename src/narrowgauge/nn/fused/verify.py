@@ -58,8 +58,10 @@ def make_fp32_plan(block: nn.Module, spec: BlockSpec) -> BlockPlan:
         weight = WeightCastPlan(transposed_weight=turned, gradient_dtype=torch.float32)
         return Projection(weight, ALL_FP32, adapters=plan_adapters(block, spec, paths))
 
+    out = project(spec.output)
+    up, down = (out, out) if spec.mlp else (project(*spec.ups), project(spec.down))
     return BlockPlan(
-        spec, project(*spec.inputs), project(spec.output), project(*spec.ups), project(spec.down),
+        spec, project(*spec.inputs), out, up, down,
         own=list_own_parameters(block, spec), classes=list_classes(block),
         cross=tuple(project(*group) for group in spec.cross_products), settings=list_settings(block, spec),
     )  # fmt: skip
