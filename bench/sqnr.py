@@ -48,7 +48,7 @@ plain = FeedForward().to(device)
 x, target = torch.randn(tokens, width, device=device), torch.randn(tokens, width, device=device) * 1e-4
 exact = run(copy.deepcopy(plain).double(), x.double(), target.double())
 rows: dict[str, dict[str, float]] = {}
-for recipe in ("fp8[scaling=current]", "fp8"):
+for recipe in ("fp8[products=all,scaling=current]", "fp8[products=all]"):
     model: Any = copy.deepcopy(plain)
     conversion = convert(model, recipe)
     for _ in range(2):
