@@ -460,3 +460,16 @@ def test_random_states_are_restored():
     before = random_state.capture()
     compare_step(task_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), normal(4, 8)), parse("bf16"), FP32)
     assert random_state.are_equal(before, random_state.capture())
+
+
+def test_experts_have_the_error_of_fp8_and_its_cause(tmp_path):
+    text = tmp_path / "code.txt"
+    text.write_text("def keep(self, name):\n    return self.kept[name]\n" * 100)
+    task = tasks.find("moe:2x128x4", batch=2, context=32, data=str(text))
+    layers = compare_step(task, parse("fp8[products=all]"), FP32)
+    experts, router = row(layers, "blocks.0.mixture.experts"), row(layers, "blocks.0.mixture.router")
+    for quantity in ("output", "grad_input", "grad_weight"):
+        assert 18 < getattr(experts, quantity).own < 32
+        assert getattr(router, quantity).own > 100  # in FP32
+    worst = next(one for one in layers.worst if one.module.endswith("mixture.experts"))
+    assert worst.reason == "rounding" and "FP8 E5M2" in worst.advice

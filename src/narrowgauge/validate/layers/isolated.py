@@ -24,7 +24,7 @@ from torch.func import functional_call
 from narrowgauge.engine import Engine
 from narrowgauge.formats import find_format
 from narrowgauge.kernels import compute_scale
-from narrowgauge.kernels.fp8_formats import FP8_MAX
+from narrowgauge.kernels.fp8_formats import FP8_DTYPES, FP8_MAX
 from narrowgauge.nn.module_changes import find_change
 from narrowgauge.nn.products.emulated import EmulatedLinear
 from narrowgauge.nn.step_context import StepContext
@@ -167,6 +167,9 @@ def find_formats(engine: Engine, path: str, quantity: str, results: ModuleResult
         granularity = get_granularity(layer, recipe)
         scaling = get_scaling(layer, recipe)
         return Formats(quantity, source, weight, grad, result, scaling, recipe.margin, granularity=granularity)
+    if path in engine.conversion.experts:
+        gradients, recipe = _NAMES[FP8_DTYPES[engine.recipe.gradients_format]], engine.recipe
+        return Formats(quantity, "fp8_e4m3", "fp8_e4m3", gradients, "bf16", recipe.scaling, recipe.margin)
     low = next((_NAMES[tensor.dtype] for tensor in results.output if tensor.dtype in _NAMES), None)
     if low is None and engine.recipe.compute == "tf32" and path not in engine.kept:
         return Formats(quantity, "tf32", "tf32", "tf32", None)

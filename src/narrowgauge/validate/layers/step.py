@@ -22,10 +22,14 @@ from narrowgauge import hardware, random_state
 from narrowgauge.engine import Engine
 from narrowgauge.kernels.fp8_formats import FP8_DTYPES
 from narrowgauge.nn.convert import Conversion, convert_layers, is_lean
+from narrowgauge.nn.experts.find import ExpertsSpec
+from narrowgauge.nn.experts.plan import make_experts_plan
+from narrowgauge.nn.experts.run import FusedExperts
+from narrowgauge.nn.module_changes import apply_change
 from narrowgauge.nn.products import linear
 from narrowgauge.nn.products.gemm import E4M3
 from narrowgauge.nn.speed_advice import no_speed_warnings
-from narrowgauge.nn.survey import Layer, get_granularity
+from narrowgauge.nn.survey import Layer, get_granularity, list_sites
 from narrowgauge.recipe import Recipe
 from narrowgauge.scaling.tensor import TensorScales
 from narrowgauge.task import Task
@@ -51,12 +55,13 @@ class StepRunner:
             model.load_state_dict(self._state)
         recipe = reduce_recipe(recipe)
         device = hardware.detect(str(self.device))
-        layers = convert_layers(model, recipe, device).layers if recipe.compute == "fp8" else []
+        whole = convert_layers(model, recipe, device) if recipe.compute == "fp8" else Conversion()
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0)
         with no_speed_warnings():
             engine = Engine(model, optimizer, recipe, fused=False)  # undoes the changes of convert_layers
-        if layers:
-            engine.conversion = _swap_linears(engine, layers)
+        if whole.layers:
+            engine.conversion = _swap_linears(engine, whole.layers)
+            engine.conversion.experts = _swap_experts(engine, whole)
         return engine
 
     def run(self, engine: Engine, hooks: Hooks | None = None) -> float:
@@ -123,6 +128,20 @@ def _swap_linears(engine: Engine, layers: list[Layer]) -> Conversion:
         )
         linear.convert_linear(module, linear.LinearPlan(plan, layer.choice, source, grad, scales))
     return Conversion(chosen)
+
+
+def _swap_experts(engine: Engine, whole: Conversion) -> dict[str, ExpertsSpec]:
+    """Converts each module of experts to FP8 separately; returns their descriptions by path."""
+    recipe, modules = engine.recipe, dict(engine.model.named_modules())
+    options: dict[str, Any] = {"history": recipe.history, "margin": recipe.margin, "amax": recipe.amax}
+    for path, spec in whole.experts.items():
+        layers = [layer for layer in whole.layers if layer.path in (f"{path}.{spec.gate_up}", f"{path}.{spec.down}")]
+        sites = {name: dtype for layer in layers for name, dtype in list_sites(layer, {}, recipe)}
+        in_backward = [name for name in sites if name.endswith(".grad_output")]
+        scales = TensorScales(sites, engine.device, mode=recipe.scaling, in_backward=in_backward, **options)
+        plan = make_experts_plan(modules[path], path, spec, scales, is_lean(recipe))
+        apply_change(modules[path], FusedExperts(plan))
+    return whole.experts
 
 
 def operand_dtypes(layer: Layer, recipe: Recipe) -> dict[str, torch.dtype]:
