@@ -26,7 +26,8 @@ def find_routers(model: nn.Module) -> dict[str, nn.Module]:
         for name, part in model.get_submodule(owner).named_modules():
             place = f"{owner}.{name}" if owner and name else owner or name
             matrices = list_parameters(part, 2).values()
-            if name and any(len(matrix) == count and matrix.shape[1] in widths for matrix in matrices):
+            alike = any(len(matrix) == count and matrix.shape[1] in widths for matrix in matrices)
+            if alike and name and "shared" not in name:  # a shared expert may have as many columns as there are experts
                 found[place] = part
     return found
 

@@ -38,6 +38,10 @@ from narrowgauge.nn.products.gemm import BF16, DOUBLE_BACKWARD, Fp8Caster
 from narrowgauge.scaling.tensor import Site
 
 
+EXPERT_PARALLEL = "_is_expert_parallel"
+"""Attribute of transformers' experts that are distributed over ranks: their index has entries for other ranks."""
+
+
 class Needs(NamedTuple):
     """Which gradients backward must compute."""
 
@@ -66,7 +70,7 @@ class FusedExperts(Change):
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tensor:
         x, index, weights, *more = *args, *kwargs.values()
         spec = self.plan.spec
-        if more or x.shape[-1] != spec.width or not x.numel():
+        if more or x.shape[-1] != spec.width or not x.numel() or getattr(module, EXPERT_PARALLEL, False):
             made: Tensor = inner(*args, **kwargs)
             return made
         return run_experts(self.plan, x, index, weights, getattr(module, spec.gate_up), getattr(module, spec.down))
