@@ -37,7 +37,6 @@ from narrowgauge.nn.module_changes import Change
 from narrowgauge.nn.products.gemm import BF16, DOUBLE_BACKWARD, Fp8Caster
 from narrowgauge.scaling.tensor import Site
 
-
 EXPERT_PARALLEL = "_is_expert_parallel"
 """Attribute of transformers' experts that are distributed over ranks: their index has entries for other ranks."""
 
