@@ -80,12 +80,12 @@ def multiply_reference(
 ) -> Tensor:
     """Compute ``multiply``, with zeros in tiles without an expert."""
     out = torch.zeros(len(a), width, dtype=torch.float32, device=a.device)
-    depth, matrix = a.shape[1], b.float()
-    for tile, expert in enumerate(experts.tolist()):
-        if expert >= 0:
-            rows = slice(tile * TILE, (tile + 1) * TILE)
-            part = matrix[:, expert * depth :][:, :depth] if columns else matrix[expert * width :][:width]
-            out[rows] = a[rows].float() @ part.t()
+    depth, owners = a.shape[1], experts.tolist()
+    for expert in sorted(set(owners) - {-1}):
+        first = owners.index(expert)
+        rows = slice(first * TILE, (first + owners.count(expert)) * TILE)  # an expert's tiles lie together
+        part = b[:, expert * depth :][:, :depth] if columns else b[expert * width :][:width]
+        out[rows] = a[rows].float() @ part.float().t()
     return (out * (inv_a * inv_b)).to(_get_output_dtype(a))
 
 
