@@ -212,7 +212,12 @@ def test_experts_are_recognized_by_what_they_compute():
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
-    [({"clip": 0.5}, "something else"), ({"bias": True}, "two stacks"), ({"transposed": True}, "two stacks")],
+    [
+        ({"clip": 0.5}, "something else"),
+        ({"clip": 7.0}, "something else"),
+        ({"bias": True}, "two stacks"),
+        ({"transposed": True}, "two stacks"),
+    ],
 )
 def test_other_experts_stay_as_they_are(changes, reason):
     model = nn.ModuleDict({"some": Experts(**changes)})

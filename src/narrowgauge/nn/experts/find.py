@@ -37,6 +37,8 @@ TOKENS, CHOICES = 24, 2
 """Of the example."""
 SMALLEST = 8
 """Columns of the narrower matrix of a small copy."""
+FACTORS = 1.0, 16.0
+"""About the size of gate and up in the examples: large values show limits, such as a gate that is clipped at 7."""
 TOLERANCE = 1e-4
 """Relative to the largest value."""
 
@@ -131,25 +133,27 @@ def _recognize(module: nn.Module, gate_up: str, down: str, sizes: tuple[int, int
     """Return the activation of a module, or why it is none of those that are supported."""
     try:
         with events.paused(), _disable_current_modes(), torch._C.DisableTorchFunction(), torch.random.fork_rng([]):
-            small, leaves = _make_small(module, gate_up, down, sizes)
-            with torch.autocast("cpu", enabled=False), torch.enable_grad():
-                made = original_class(module).forward(small, *leaves[:1], _draw_index(sizes[0]), *leaves[1:2])
-                if not isinstance(made, Tensor) or made.shape != leaves[0].shape:
-                    return "it does not return a tensor of its input's shape"
-                expected = _differentiate(made, leaves)
-                for kind in GATED:
-                    formula = compute_plain(kind, leaves[0], _draw_index(sizes[0]), *leaves[1:])
-                    if _are_close(_differentiate(formula, leaves), expected):
-                        return kind
+            kinds = list(GATED)
+            for factor in FACTORS:
+                small, leaves = _make_small(module, gate_up, down, sizes, factor)
+                with torch.autocast("cpu", enabled=False), torch.enable_grad():
+                    made = original_class(module).forward(small, *leaves[:1], _draw_index(sizes[0]), *leaves[1:2])
+                    if not isinstance(made, Tensor) or made.shape != leaves[0].shape:
+                        return "it does not return a tensor of its input's shape"
+                    expected = _differentiate(made, leaves)
+                    formulas = {k: compute_plain(k, leaves[0], _draw_index(sizes[0]), *leaves[1:]) for k in kinds}
+                    kinds = [k for k, value in formulas.items() if _are_close(_differentiate(value, leaves), expected)]
+            if kinds:
+                return kinds[0]
     except Exception as problem:
         return f"its forward did not run on an example: {one_line(f'{type(problem).__name__}: {problem}', 200)}"
     return "it computes something else than gated MLPs, weighted and summed"
 
 
 def _make_small(
-    module: nn.Module, gate_up: str, down: str, sizes: tuple[int, int, int]
+    module: nn.Module, gate_up: str, down: str, sizes: tuple[int, int, int], factor: float
 ) -> tuple[nn.Module, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Return a copy with few columns, and tokens, weights and the two stacks as leaves."""
+    """Return a copy with few columns, and tokens, weights and the two stacks as leaves; gate and up times a factor."""
     count, width, inner = sizes
     divisor = max(math.gcd(width, inner) // SMALLEST, 1)
     narrow, short = width // divisor, inner // divisor
@@ -164,6 +168,8 @@ def _make_small(
         draw(count, 2 * short, narrow),
         draw(count, narrow, short),
     )
+    with torch.no_grad():
+        leaves[2].mul_(factor / math.sqrt(narrow))
     small = copy.copy(module)
     resized = {width: narrow, inner: short, 2 * inner: 2 * short}
     small.__dict__ |= {k: resized.get(v, v) for k, v in vars(module).items() if type(v) is int and v != count}
