@@ -134,9 +134,11 @@ def test_the_chosen_algorithm_is_not_slower_than_torch(monkeypatch):
     monkeypatch.setattr(cublas, "MARGIN", 0.985)
     a, b = operands(65536, 3072, 768, transposed_b=True)
     multiply_bf16(a, b)
-    ours = min(cublas._measure_ms(lambda: multiply_bf16(a, b), 10) for _ in range(5))
-    torchs = min(cublas._measure_ms(lambda: torch.mm(a, b), 10) for _ in range(5))
-    assert ours < 1.05 * torchs, (ours, torchs)
+    ours, torchs = [], []
+    for _ in range(8):  # in turns: other tests may use the GPU at the same time
+        ours.append(cublas._measure_ms(lambda: multiply_bf16(a, b), 10))
+        torchs.append(cublas._measure_ms(lambda: torch.mm(a, b), 10))
+    assert min(ours) < 1.05 * min(torchs), (ours, torchs)
 
 
 def test_a_later_process_uses_the_choice_without_a_search(searches, monkeypatch):

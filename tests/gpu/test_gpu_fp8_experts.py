@@ -10,7 +10,10 @@ from narrowgauge.kernels.experts import activation, products, rows
 from narrowgauge.kernels.experts.slots import assign_reference, assign_slots
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
+]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -147,7 +150,7 @@ def make_model(family):
 
 def train(family, recipe, steps=8):
     model = make_model(family)
-    engine = ng.Engine(model, torch.optim.AdamW(model.parameters(), lr=1e-3), recipe=recipe, clip_norm=1.0)
+    engine = ng.Engine(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), recipe=recipe, clip_norm=1.0)
     tokens = torch.randint(0, 512, (4, 128), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
     losses = []
     for _ in range(steps):

@@ -25,6 +25,7 @@ CASES = [(name, rule) for name, f in BLOCK_FORMATS.items() for rule in ("floor",
 EVERY_CASE = pytest.mark.parametrize(("name", "rule"), CASES)
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
+    pytest.mark.filterwarnings("ignore:.*Profiler clears events"),
     pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream"),
     pytest.mark.filterwarnings("ignore:.*defaults to a non-deterministic algorithm"),
 ]
@@ -135,11 +136,11 @@ def test_stochastic_rounding(name):
     values = found[0].double() * t
     low, high = values.amin(0), values.amax(0)
     assert ((values == low) | (values == high)).all(), "no more than two different values"
-    assert ((low <= x.double() + 1e-9) & (x.double() - 1e-9 <= high)).all()
+    assert ((low <= x.double() + 1e-6) & (x.double() - 1e-6 <= high)).all()
     near = plain.dequantize().double()[0]
     assert (((near - low).abs() < 1e-6) | ((near - high).abs() < 1e-6)).all(), "to nearest is one of them"
     deviation = values.std(0).clamp(min=1e-9) / count**0.5
-    assert ((values.mean(0) - x.double()[0]).abs() <= 5 * deviation + (high - low) * 1e-3).all()
+    assert ((values.mean(0) - x.double()[0]).abs() <= 5 * deviation + (high - low) * 1e-3 + 1e-6).all()
 
 
 def make(recipe, **options):

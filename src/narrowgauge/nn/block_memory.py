@@ -88,8 +88,8 @@ def list_options(recipe: Recipe, change: FusedBlock | Recomputed) -> dict[str, d
     ``activations``. Full recomputation is always among the options, and so are inputs on the host for fused blocks
     that may be recomputed; with ``offload=activations`` the inputs of all recomputed blocks go there.
 
-    A block whose forward reads BF16 and its backward FP8 (``first_forward``) cannot write the outputs of its norms
-    again, so that some options would keep more in it than in the others. It has only those that keep the same.
+    A block whose forward reads BF16 and its backward FP8 (``first_forward``) would keep its norm's output in BF16 to
+    compute the activation's input again: more than in other blocks. That is not among its options.
     """
     base = "full" if recipe.master != "fp32" else "none"
     fused = isinstance(change, FusedBlock)
@@ -101,7 +101,7 @@ def list_options(recipe: Recipe, change: FusedBlock | Recomputed) -> dict[str, d
         fields = dict(given)
         if (name in ("normalized", "8bit") and not short) or (name == OFFLOADED and not can_offload):
             continue
-        if name in ("normalized", "8bit", "recompute") and is_mixed and recipe.activations == "auto":
+        if name == "recompute" and is_mixed and recipe.activations == "auto":
             continue
         if name == "recompute" and (not fused or recipe.compute not in ("bf16", "fp8")):
             continue

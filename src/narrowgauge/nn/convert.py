@@ -42,6 +42,7 @@ from narrowgauge.nn.fused.verify import find_difference
 from narrowgauge.nn.matrix_inventory import LayerUse, Matrix, explain_kept_fp32, list_matrices
 from narrowgauge.nn.matrix_inventory_text import summarize, tabulate
 from narrowgauge.nn.module_changes import apply_change, find_change, has_own_method
+from narrowgauge.nn.own_positions import skip_search
 from narrowgauge.nn.predict_speed import Speed, predict_speed
 from narrowgauge.nn.products import linear
 from narrowgauge.nn.products.stored_fp8 import get_stored_scale, share_stored, store_in_fp8
@@ -185,6 +186,7 @@ def convert_layers(
     if recipe.compute not in ("fp8", "bf16"):
         return result
     keep_routers(model)
+    skip_search(model)
     for group in list_stored_groups(model, recipe, result.layers, specs):
         store_in_fp8([model.get_submodule(path) for path in group])
         result.stored += group

@@ -148,11 +148,15 @@ class BoundWeight:
         """Free the copies: no product reads this weight any more."""
         self._lp, self._hp = Operand(), None
 
-    def get_saved(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return what to save for backward: second layout, inverse scale, BF16 copy; None for what does not exist."""
+    def get_saved(self, wide: bool = True) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return what to save for backward: second layout, inverse scale, BF16 copy; None for what does not exist.
+
+        Without ``wide``, backward does not read the BF16 copy.
+        """
         if not self.plan.keep_for_backward:
             return None, None, None
-        return self._lp.lp_t, self._lp.transposed_inv_scale if self._lp.lp_t is not None else None, self._hp
+        inverse = self._lp.transposed_inv_scale if self._lp.lp_t is not None else None
+        return self._lp.lp_t, inverse, self._hp if wide else None
 
     def restore_saved(self, kept: tuple[Tensor | None, Tensor | None, Tensor | None]) -> BoundWeight:
         """Restore in backward what forward saved."""

@@ -158,23 +158,27 @@ def apply_norm(
 
 
 def can_keep_normalized(norms: NormWeights | None, reader: Projection, caster: Fp8Caster | None) -> bool:
-    """Whether ``apply_norm_and_keep`` can run: it writes FP8, which backward can write again."""
-    return norms is not None and _can_write_fp8(reader.input_formats, reader.input, caster)
+    """Whether ``apply_norm_and_keep`` can run: backward reads FP8 only, which it can write again."""
+    in_backward = reader._other_formats or reader.input_formats
+    return norms is not None and _can_write_fp8(in_backward, reader.input, caster)
 
 
 def apply_norm_and_keep(
     norms: NormWeights, rows: Tensor, branch: Tensor | None, reader: Projection, caster: Fp8Caster
 ) -> tuple[Operand, Normalized, Tensor]:
     """Return what ``apply_norm`` does, with the normalized rows in place of statistics: all that backward needs."""
-    site = reader.input
+    site, wide = reader.input, get_wide_dtype(reader.input_formats)
     assert site is not None
     made = norm.norm(
         rows, norms.weight, norms.bias, eps=norms.spec.eps, kind=norms.spec.kind, branch=branch, keep=True,
-        **_fp8_options(site, caster),
+        **(_fp8_options(site, caster) if wide is None else {"dtype": wide}),
     )  # fmt: skip
     assert made.normalized is not None
     kept = Normalized(made.normalized, made.rstd, rows.dtype)
-    return Operand(None, made.out, None, site.inv_scale), kept, rows if made.residual is None else made.residual
+    operand = Operand(None, made.out, None, site.inv_scale)
+    if wide is not None:  # forward's product reads it; the cast records its largest number for backward's scale
+        operand = make_operand(made.out, reader.input_formats, site, caster, False)._replace(lp=None)
+    return operand, kept, rows if made.residual is None else made.residual
 
 
 class Normalized(NamedTuple):

@@ -92,7 +92,9 @@ def run_forward(given: BlockInput) -> tuple[tuple[Tensor, ...], Forwarded]:
     x0, x1, out, saved = events.run_in_scope(plan.path, order.forward, run, x, given.branch)
     left = Forwarded(given._replace(call=given.call.without_cache()), caster, x0, random, None, None)
     if needed and plan.checkpoint != "full":
-        left.kept, left.copies = order.drop_unneeded(plan, saved), [use.get_saved() for use in uses.flatten()]
+        parts = zip(uses.flatten(), plan.projections, strict=True)
+        left.kept = order.drop_unneeded(plan, saved)
+        left.copies = [use.get_saved(wide=part.choice.grad_input != "fp8") for use, part in parts]
     elif needed and plan.spec.order == "pre":
         capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()  # a recording frees nothing it has kept
         room = 0.0 if capturing else SHARE_OF_GRADIENTS * get_future_gradients(given)

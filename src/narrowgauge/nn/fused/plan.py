@@ -308,9 +308,11 @@ class BlockWeights(NamedTuple):
 def bind_weights(plan: BlockPlan, tensors: BlockTensors, needed: bool, again: bool = False) -> BlockWeights:
     """Bind the projections' weights; without ``needed`` no site records them."""
     kept = needed and (again or plan.checkpoint != "full")
-    options: dict[str, Any] = {"record": needed, "seen": again, "backward": kept}
-    groups = zip(plan.projections, list_groups(tensors), strict=False)
-    return BlockWeights.unflatten([part.weight.use(*_present(weights), **options) for part, weights in groups])
+    uses = []
+    for part, weights in zip(plan.projections, list_groups(tensors), strict=False):
+        seen = again and part.choice.output == "fp8"  # if not, backward is the first to cast it to FP8
+        uses.append(part.weight.use(*_present(weights), record=needed, seen=seen, backward=kept))
+    return BlockWeights.unflatten(uses)
 
 
 def list_groups(tensors: BlockTensors) -> tuple[Some, ...]:

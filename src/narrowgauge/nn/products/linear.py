@@ -259,7 +259,7 @@ class _Linear(torch.autograd.Function):
             source: tuple[Tensor | None, ...] = (hp if needs.weight else None, None, None)
             if needs.weight and plan.choice.grad_weight == "fp8":  # free what only the output product read
                 source = (None, lp_t, operand.transposed_inv_scale)
-            made = use.get_saved()
+            made = use.get_saved(wide=plan.choice.grad_input != "fp8")
             lacking = made[0 if plan.choice.grad_input == "fp8" else 2] is None
             ctx.save_for_backward(*source, weight if needs.input and lacking else None, *made)
             ctx.plan, ctx.shape, ctx.count = plan, x.shape, x.numel() // x.shape[-1]
