@@ -254,9 +254,10 @@ def measured(file: str, name: str) -> int:
     [
         ("gpt2-124m", "bf16", "h200-fp8-gpt2-124m.json", "fused bf16"),
         ("gpt2-124m", BEFORE, "h200-fp8-gpt2-124m-activations.json", "fp8"),
-        ("gpt2-124m", "fp8", "h200-fp8-gpt2-124m-first-forward.json", "fp8[first_forward=mostly-bf16]"),
+        ("gpt2-124m", "fp8", "h200-fp8-gpt2-124m-first-forward-auto.json", "fp8"),
         ("gpt2-124m", ALL_KEPT, "h200-fp8-gpt2-124m-activations.json", "fp8[activations=bf16]"),
         ("gpt:8x4096", BEFORE, "h200-fp8-gpt-8x4096-activations.json", "fp8"),
+        ("gpt:8x4096", "fp8", "h200-fp8-gpt-8x4096-first-forward-auto.json", "fp8"),
         ("gpt:8x4096", ALL_KEPT, "h200-fp8-gpt-8x4096-activations.json", "fp8[activations=bf16]"),
         ("gpt-1.3b", BEFORE, "h200-fp8-gpt-1.3b-activations.json", "fp8"),
         ("llama-1b", BEFORE, "h200-fp8-llama-1b-activations.json", "fp8"),
