@@ -51,7 +51,7 @@ def make_model(shape: str, layers: int) -> Any:
     common = {"num_hidden_layers": layers, "use_cache": False, "max_position_embeddings": CONTEXT}
     with torch.device("cuda"):
         if shape == "olmoe":
-            config = transformers.OlmoeConfig(**common)
+            config = transformers.OlmoeConfig(**common, intermediate_size=1024)  # transformers' default is 2,048
             return transformers.OlmoeForCausalLM(config).train()
         config = transformers.MixtralConfig(**common, sliding_window=None)
         return transformers.MixtralForCausalLM(config).train()

@@ -48,7 +48,12 @@ plain = FeedForward().to(device)
 x, target = torch.randn(tokens, width, device=device), torch.randn(tokens, width, device=device) * 1e-4
 exact = run(copy.deepcopy(plain).double(), x.double(), target.double())
 rows: dict[str, dict[str, float]] = {}
-for recipe in ("fp8[products=all,scaling=current]", "fp8[products=all]"):
+for recipe in (
+    "fp8[products=all,scaling=current]",
+    "fp8[products=all]",
+    "fp8[products=all,gradients_format=e4m3]",
+    "fp8[granularity=row,products=all]",
+):
     model: Any = copy.deepcopy(plain)
     conversion = convert(model, recipe)
     for _ in range(2):
@@ -64,6 +69,6 @@ if importlib.util.find_spec("torchao"):
         convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(name))
         found = run(model, x.bfloat16(), target.bfloat16())
         rows[f"torchao {name}"] = {key: sqnr(found[key], exact[key]) for key in exact}
-print(f"{'dB, ' + device:24s}" + "".join(f"{key:>20s}" for key in exact))
+print(f"{'dB, ' + device:42s}" + "".join(f"{key:>20s}" for key in exact))
 for name, values in rows.items():
-    print(f"{name:24s}" + "".join(f"{value:20.2f}" for value in values.values()))
+    print(f"{name:42s}" + "".join(f"{value:20.2f}" for value in values.values()))

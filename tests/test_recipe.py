@@ -43,6 +43,8 @@ def recipes(draw):
         fields.update(gradients_format="e5m2", first_forward="auto", granularity="tensor")
     if fields["granularity"] != "tensor":
         fields.update(scaling="current", activations="auto", offload="none")
+    if fields["gradients_format"] == "auto" and fields["scaling"] != "delayed":
+        fields["gradients_format"] = "e4m3"
     if fields["compute"] != "bf16":
         fields["emulate"] = "none"
     if fields["emulate"] == "none":

@@ -70,7 +70,8 @@ class Recipe:
     products: str = "fastest"
     """Which products run in FP8: fastest (the fastest mix, measured on this GPU layer by layer), or all that can."""
     gradients_format: str = "e5m2"
-    """FP8 format of gradients that products read: e5m2 (2 mantissa bits), or e4m3 (3 bits, 1/16,384 of the range)."""
+    """FP8 format of gradients that products read: e5m2 (2 mantissa bits), e4m3 (3 bits, 1/16,384 of the range), or auto
+    (each gradient starts in e5m2, and is in e4m3 while that flushes at most 1% of its values to zero)."""
     first_forward: str = "auto"
     """Format of the forward products of the first of a model's repeated blocks: fp8, bf16, mostly-bf16 (FP8 only in the
     MLP's last projection), or auto (mostly-bf16 for trained layers of a model with six blocks or more, else fp8)."""
@@ -100,6 +101,11 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_recipe(self, {field.name: field.default for field in dataclasses.fields(self)})
+
+    @property
+    def first_gradients_format(self) -> str:
+        """The format in which gradients start: e5m2 or e4m3."""
+        return "e5m2" if self.gradients_format == "auto" else self.gradients_format
 
     def replace(self, **changes: Any) -> Recipe:
         """Return the same recipe with some fields changed. ``granularity="row"`` sets ``scaling="current"`` too.

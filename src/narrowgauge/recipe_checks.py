@@ -18,7 +18,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "granularity": ("tensor", "row"),
     "amax": ("max", "recent"),
     "products": ("fastest", "all"),
-    "gradients_format": ("e5m2", "e4m3"),
+    "gradients_format": ("e5m2", "e4m3", "auto"),
     "first_forward": ("auto", "fp8", "mostly-bf16", "bf16"),
     "attention": ("auto", "any", "cudnn", "flash", "efficient", "math"),
     "checkpoint": ("none", "selective", "full"),
@@ -79,6 +79,11 @@ def _check_fp8_fields(recipe: Any) -> None:
         raise UsageError(f"recipe: history={recipe.history} must be a whole number from 1 to 4096")
     if isinstance(recipe.margin, bool) or not isinstance(recipe.margin, int) or not 0 <= recipe.margin <= 16:
         raise UsageError(f"recipe: margin={recipe.margin} must be a whole number from 0 to 16")
+    if recipe.gradients_format == "auto" and recipe.scaling != "delayed":
+        raise UsageError(
+            f"recipe: gradients_format=auto measures what delayed scales flush, and scaling is {recipe.scaling}; use "
+            "scaling=delayed, or gradients_format=e4m3 or e5m2"
+        )
     if recipe.granularity == "tensor":
         return
     if recipe.scaling != "current":
@@ -105,6 +110,8 @@ def _check_no_fp8_fields(recipe: Any, defaults: Mapping[str, Any]) -> None:
 
 
 def _check_emulation(recipe: Any) -> None:
+    if recipe.emulate != "none" and recipe.gradients_format == "auto":
+        raise UsageError("recipe: gradients_format=auto is for fp8; an emulation takes e4m3 or e5m2")
     if recipe.emulate != "none" and recipe.compute != "bf16":
         raise UsageError(f"recipe: emulate={recipe.emulate} multiplies in BF16: it needs compute=bf16")
     if recipe.emulate != "none" and (recipe.activations != "auto" or recipe.offload != "none"):

@@ -17,6 +17,7 @@ from narrowgauge.ranks.world import SINGLE_PROCESS, join_world
 from narrowgauge.recipe import NAMED
 from narrowgauge.runs.optimizers import make_adamw
 from narrowgauge.runs.rank_batches import RankBatches
+from narrowgauge.scaling import gradient_formats
 
 RECIPES = (
     "fp32",
@@ -191,6 +192,26 @@ def scales_of_ranks():
 def test_recipe_of_auto_and_fp8_scales_are_equal_on_all_ranks(tmp_path):
     one, other = run_ranks(2, scales_of_ranks, tmp_path)
     assert one == other and len(set(one)) > 3
+
+
+def formats_of_ranks(way):
+    with join_world("cpu") as world:
+        gradient_formats.EARLY = (2,)
+        engine = engine_of("fp8[products=all,gradients_format=auto]", way)
+        for number in range(3):
+            inputs, targets = batch_of(10 * world.rank + number)
+            with engine.forward():
+                loss = engine.model(inputs, targets)
+            engine.backward(loss)
+            engine.step()
+        return engine.gradient_formats.changes, engine.conversion.scales.scale.tolist()
+
+
+@pytest.mark.parametrize("way", ["fsdp", "ddp"])
+def test_formats_of_gradients_are_equal_on_all_ranks(tmp_path, way):
+    one, other = run_ranks(2, formats_of_ranks, tmp_path, way)
+    assert one == other
+    assert one[0] and {update for update, *_ in one[0]} == {2}
 
 
 def refusals():

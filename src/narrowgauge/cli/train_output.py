@@ -85,6 +85,9 @@ def summarise(result: Result, facts: dict[str, Any], folder: Path, out: TextIO, 
         from narrowgauge.nn.memory_plan import MemoryPlan
 
         line("memory", str(MemoryPlan.read(result.memory_plan)))
+    if result.gradient_formats is not None:
+        found = list(result.gradient_formats.values())
+        line("gradients", f"{found.count('e4m3')} of {len(found)} in E4M3, the others in E5M2")
     line("skipped", f"{result.skipped} of {result.step} updates")
     for captured in result.captures:
         line("captured", f"to replay it: narrowgauge replay {shlex.quote(captured)}")

@@ -37,6 +37,7 @@ from narrowgauge.optim.gradient_release import check_released, keep_gradient
 from narrowgauge.ranks.distribute import unwrap_ddp
 from narrowgauge.ranks.update_sync import UpdateSync
 from narrowgauge.recipe import Recipe
+from narrowgauge.scaling.gradient_formats import GradientFormats
 from narrowgauge.scaling.guard import SkipGuard
 from narrowgauge.step_report import Watcher
 
@@ -92,6 +93,7 @@ class EngineBase:
             raise UsageError("memory_budget: blocks recorded as CUDA graphs free nothing; leave out cuda_graphs")
         cuda_graphs = False if planned else cuda_graphs
         self.conversion = self._convert_model(fused, cuda_graphs)
+        self._formats = setup.make_gradient_formats(self.conversion, self.update_sync)
         self.release = setup.make_release(self.inner, self.recipe, self.optimizers, self.conversion)
         setup.warn_of_unused_offload(self.recipe, self.conversion)
         self._checkpointed = self.conversion.blocks if self.recipe.checkpoint != "none" else []
@@ -152,6 +154,14 @@ class EngineBase:
         ``print`` it, or read its fields: ``blocks``, ``counts``, ``peak``, ``cost_ms``, ``fits``.
         """
         return self._memory.plan if self._memory is not None else None
+
+    @property
+    def gradient_formats(self) -> GradientFormats | None:
+        """The FP8 format of each gradient under ``gradients_format=auto``: ``formats``, and ``changes`` as a list.
+
+        None for other recipes.
+        """
+        return self._formats
 
     @property
     def checkpointed(self) -> list[str]:

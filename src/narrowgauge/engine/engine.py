@@ -187,12 +187,14 @@ class Engine(EngineBase):
         scaled = self.scaled(loss)
         self.loss_in_16_bits = loss.dtype in HALVES and type(loss.grad_fn).__name__.startswith(_LOSS_NODES)
         observe = self._memory.observe(True) if self._memory else contextlib.nullcontext()
+        read = self._formats.observe() if self._formats else contextlib.nullcontext()
         with (
             self._explain_errors(),
             self._notify_watchers("backward"),
             self.step_context.backward(),
             self._disable_autocast(),
             observe,
+            read,
         ):
             run(scaled)
         torch.clear_autocast_cache()  # inside of forward(): now weights may be written
@@ -298,6 +300,8 @@ class Engine(EngineBase):
             self.scaler.record_update(found.float(), check.bad)
         else:
             self.guard.record(found, None, check.bad)
+        if self._formats is not None:
+            self._formats.end_update(found)
         return StepReport(self.updates, True, {"applied": ~found, "grad_norm": grad_norm, "loss_scale": scale})
 
     def _current_scale(self) -> Tensor:

@@ -25,7 +25,9 @@ from narrowgauge.optim.gradient_release import GradientRelease, keep_gradient
 from narrowgauge.optim.mastered import MasteredOptimizer, can
 from narrowgauge.optim.sharded import replace_values
 from narrowgauge.parameters import is_sharded
+from narrowgauge.ranks.update_sync import UpdateSync
 from narrowgauge.recipe import Recipe
+from narrowgauge.scaling.gradient_formats import GradientFormats
 from narrowgauge.scaling.loss import LossScaler
 
 
@@ -158,6 +160,12 @@ def make_release(model: nn.Module, recipe: Recipe, optimizers: Iterable[Optimize
         return None
     able = [cast(MasteredOptimizer, optimizer) for optimizer in optimizers if can(optimizer, "release")]
     return GradientRelease(able, conversion.scales)
+
+
+def make_gradient_formats(conversion: Conversion, update_sync: UpdateSync) -> GradientFormats | None:
+    """Return what chooses the format of each gradient; None if the recipe gives one."""
+    scales = conversion.scales
+    return None if scales is None or not scales.changeable else GradientFormats(scales, update_sync.sum)
 
 
 def make_scaler(recipe: Recipe, device: torch.device, max_consecutive_skips: int) -> LossScaler | None:

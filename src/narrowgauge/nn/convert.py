@@ -14,6 +14,7 @@ unconverted one. Conversion looks for, in this order:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -208,6 +209,7 @@ def convert_layers(
             amax=recipe.amax,
             in_backward={name for layer in result.layers for name in list_backward_sites(layer)},
             granularity=granularity,
+            changeable=_list_changeable(sites, recipe),
         )
     by_path = {layer.path: layer for layer in result.layers}
     graphs = BlockGraphs(cuda_graphs)
@@ -250,6 +252,11 @@ def convert_layers(
         if chained and not adapted and all(find_change(block, FusedBlock) for block in getattr(model, "blocks", ())):
             apply_change(model, FusedTrunk(weight, end.choice, norm))
     return result
+
+
+def _list_changeable(sites: Iterable[str], recipe: Recipe) -> list[str]:
+    """Return the sites whose format is chosen while the model trains."""
+    return [name for name in sites if name.endswith(".grad_output")] if recipe.gradients_format == "auto" else []
 
 
 def find_stored_groups(model: nn.Module, recipe: Recipe, device: Device) -> list[list[str]]:

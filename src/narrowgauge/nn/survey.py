@@ -169,7 +169,7 @@ def list_sites(layer: Layer, leaders: dict[str, str], recipe: Recipe) -> Iterato
     if layer.part_of in ("block", "linear", "experts"):
         if leaders.get(layer.path, layer.path) == layer.path:
             yield f"{layer.path}.input", E4M3
-        yield f"{layer.path}.grad_output", FP8_DTYPES[recipe.gradients_format]
+        yield f"{layer.path}.grad_output", FP8_DTYPES[recipe.first_gradients_format]
     yield f"{layer.path}.weight", E4M3
 
 

@@ -122,6 +122,13 @@ class UpdateSync:
         scales.siteless_amax.copy_(seen[-1])
 
     @torch.no_grad()
+    def sum(self, table: Tensor) -> Tensor:
+        """Return the sum of a tensor over all ranks."""
+        if self.group is not None:
+            dist.all_reduce(table, group=self.group)
+        return table
+
+    @torch.no_grad()
     def maximum(self, numbers: list[float]) -> list[float]:
         """Return the largest of each number over all ranks. It waits for the device."""
         if self.group is None:

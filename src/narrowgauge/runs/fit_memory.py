@@ -7,20 +7,16 @@ plans from its first steps.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from typing import Any
 
 from narrowgauge import hardware
 from narrowgauge.byte_sizes import format_size, parse_budget
-from narrowgauge.engine import Engine
 from narrowgauge.engine.fit_memory import Budget
 from narrowgauge.errors import UsageError
 from narrowgauge.forecast.memory.estimate import predict_memory
 from narrowgauge.forecast.run import Scenario, complete_plan
 from narrowgauge.ranks.world import World
 from narrowgauge.runs.settings import Settings
-from narrowgauge.step_report import StepReport, Watcher
 from narrowgauge.task import Task
 
 
@@ -52,27 +48,3 @@ def plan_memory(task: Task, settings: Settings, world: World, notify: Callable[[
         raise UsageError(f"--fit {settings.fit}: {plan}; use a smaller batch, a shorter context or a lean recipe")
     notify(str(plan))
     return plan
-
-
-def describe_plan(engine: Engine) -> dict[str, Any] | None:
-    """Return an engine's memory plan as JSON; None without one."""
-    return None if engine.memory_plan is None else engine.memory_plan.describe()
-
-
-class PlanReporter(Watcher):
-    """Tells the memory plan when it is final, with the peak that was measured."""
-
-    def __init__(self, engine: Engine, notify: Callable[[str], None]) -> None:
-        self._engine, self._notify = engine, notify
-        self._told: dict[str, str] | None = None
-
-    def around(self, phase: str) -> contextlib.AbstractContextManager[None]:
-        """Do nothing around a phase."""
-        return contextlib.nullcontext()
-
-    def after(self, report: StepReport) -> None:
-        """Tell a new plan."""
-        plan = self._engine.memory_plan
-        if plan is not None and self._engine.memory_settled and plan.blocks != self._told:
-            self._told = plan.blocks
-            self._notify(f"measured: {plan}")

@@ -47,6 +47,8 @@ class Result:
     """Whether the model would train in FP16 and FP8, predicted from a run in FP32 or BF16."""
     memory_plan: dict[str, Any] | None = None
     """What each block keeps for backward, if the run has a memory budget (``--fit``)."""
+    gradient_formats: dict[str, str] | None = None
+    """The FP8 format of each gradient, if the recipe chooses them (``gradients_format=auto``)."""
     watched: bool = True
     """Whether tensors were read while it ran (``--watch``)."""
 

@@ -37,9 +37,9 @@ from narrowgauge.runs.batches import BatchReader, make_isolated_batch, to_device
 from narrowgauge.runs.checkpoint_times import CheckpointTimes
 from narrowgauge.runs.checkpoints import checkpoint, resuming
 from narrowgauge.runs.checkpoints.saving import make_saver
+from narrowgauge.runs.engine_choices import ChoicesReporter, describe_choices
 from narrowgauge.runs.evaluation import Evaluation
 from narrowgauge.runs.finite_batches import BadData
-from narrowgauge.runs.fit_memory import PlanReporter, describe_plan
 from narrowgauge.runs.interruption import Interruption
 from narrowgauge.runs.optimizers import make_adamw
 from narrowgauge.runs.rank_batches import RankBatches
@@ -109,7 +109,7 @@ class Trainer:
                 model, optimizer, settings.recipe, clip_norm=settings.clip_norm or None,
                 accumulate=self.rank_batches.microbatches, compile=settings.compile, memory_budget=budget,
             )  # fmt: skip
-        self.engine.watchers += [PlanReporter(self.engine, observer.notify)] if budget is not None else []
+        self.engine.watchers.append(ChoicesReporter(self.engine, observer.notify))
         self.settings = dataclasses.replace(settings, recipe=str(self.engine.recipe))
         if self.engine.recipe_reason is not None:
             observer.notify(f"recipe {self.engine.recipe}: {self.engine.recipe_reason}")
@@ -217,7 +217,7 @@ class Trainer:
                 self._add_finding(finding)
             result.findings = group_by_cause(result.findings)
             result.seconds, result.tokens_per_s = self.throughput.seconds(), self.throughput.rate()
-            result.memory_plan = describe_plan(self.engine)
+            vars(result).update(describe_choices(self.engine))
             self.record.append("end", **result.describe())
             self.record.sync()
             self.trackers.close(result.describe())

@@ -139,10 +139,12 @@ class TensorScales:
         amax: str = "max",
         in_backward: Collection[str] | None = None,
         granularity: Mapping[str, str] | None = None,
+        changeable: Collection[str] = (),
     ) -> None:
         """``in_backward`` names the sites whose tensors are cast in backward. Default: those in E5M2.
 
-        ``granularity``: of the sites whose tensors have more than one scale.
+        ``granularity``: of the sites whose tensors have more than one scale. ``changeable``: sites whose format may
+        change (``set_formats``).
         """
         if in_backward is None:
             in_backward = [name for name, dtype in sites.items() if dtype is torch.float8_e5m2]
@@ -158,6 +160,7 @@ class TensorScales:
         self.largest = torch.tensor([FP8_MAX[dtype] for dtype in sites.values()], device=device)
         self.siteless_amax = torch.zeros((), device=device)
         """The largest amax, or NaN, of tensors that are cast without a site (the input of the head)."""
+        self.changeable, self.format_changes = frozenset(changeable), 0
         self.updates = 0
         self.moves = 0
         """Number of changes of the scales, by updates and checkpoints. Earlier casts used other scales."""
@@ -220,6 +223,21 @@ class TensorScales:
         return [*(f"{name} (cast to FP8)" for name in self.sites), "another tensor (cast to FP8)"]
 
     @torch.no_grad()
+    def set_formats(self, formats: Mapping[str, torch.dtype]) -> None:
+        """Let sites cast to other formats from now on, with scales that fit."""
+        rows = [row for row, name in enumerate(self.sites) if name in formats]
+        for name, dtype in formats.items():
+            object.__setattr__(self.sites[name], "dtype", dtype)
+        index = torch.tensor(rows, device=self.scale.device)
+        largest = [FP8_MAX[site.dtype] for site in self.sites.values() if site.name in formats]
+        made = torch.tensor(largest, device=self.scale.device)
+        self.scale[index] *= made / self.largest[index]
+        self.largest[index] = made
+        torch.reciprocal(self.scale, out=self.inv_scale)
+        self.moves += 1
+        self.format_changes += 1
+
+    @torch.no_grad()
     def update(self, skipped: Tensor | None = None) -> None:
         """Add this step's amax to the history and update every scale: a dozen small kernels, no synchronization.
 
@@ -275,6 +293,7 @@ class TensorScales:
         self.delayed = self.mode == "none" or (self.mode == "delayed" and self.updates > 0)
         if not both:
             return
+        self._load_formats(state, saved)
         here, there = (torch.tensor(column, device=self.scale.device) for column in zip(*both, strict=True))
         depth = min(len(self.history), len(state["history"]))
         for mine, name in ((self.scale, "scale"), (self.amax, "amax"), (self.counts, "counts")):
@@ -284,6 +303,15 @@ class TensorScales:
         self.history.zero_()
         self.history[:depth, here] = state["history"].to(self.history.device)[:depth, there]
         torch.reciprocal(self.scale, out=self.inv_scale)
+
+    def _load_formats(self, state: Mapping[str, Any], saved: Mapping[str, int]) -> None:
+        """Set the saved formats of sites whose format may change."""
+        formats = {number: dtype for dtype, number in FP8_MAX.items()}
+        largest = _get_largest(state).tolist()
+        wanted = {name: formats[largest[saved[name]]] for name in self.changeable if name in saved}
+        wanted = {name: dtype for name, dtype in wanted.items() if self.sites[name].dtype is not dtype}
+        if wanted:
+            self.set_formats(wanted)
 
 
 def _get_largest(state: Mapping[str, Any]) -> Tensor:

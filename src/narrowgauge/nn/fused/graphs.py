@@ -134,7 +134,8 @@ class BlockGraphs:
             tuple(None if t is None else (t.data_ptr(), t.requires_grad) for group in given.tensors for t in group),
             tuple((name, t.shape, t.dtype) for name, t in name_arguments(given).items()),
             None if documents is None else documents.longest,
-            None if scales is None else (scales.mode, scales.delayed), _get_settings(),
+            None if scales is None else (scales.mode, scales.delayed, scales.format_changes),
+            _get_settings(),
         )  # fmt: skip
         table = self._of_block.setdefault(given.call.module, {})
         if key not in table:

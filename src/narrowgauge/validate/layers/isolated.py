@@ -168,7 +168,7 @@ def find_formats(engine: Engine, path: str, quantity: str, results: ModuleResult
         scaling = get_scaling(layer, recipe)
         return Formats(quantity, source, weight, grad, result, scaling, recipe.margin, granularity=granularity)
     if path in engine.conversion.experts:
-        gradients, recipe = _NAMES[FP8_DTYPES[engine.recipe.gradients_format]], engine.recipe
+        gradients, recipe = _NAMES[FP8_DTYPES[engine.recipe.first_gradients_format]], engine.recipe
         return Formats(quantity, "fp8_e4m3", "fp8_e4m3", gradients, "bf16", recipe.scaling, recipe.margin)
     low = next((_NAMES[tensor.dtype] for tensor in results.output if tensor.dtype in _NAMES), None)
     if low is None and engine.recipe.compute == "tf32" and path not in engine.kept:

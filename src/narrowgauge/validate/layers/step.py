@@ -146,7 +146,7 @@ def _swap_experts(engine: Engine, whole: Conversion) -> dict[str, ExpertsSpec]:
 
 def operand_dtypes(layer: Layer, recipe: Recipe) -> dict[str, torch.dtype]:
     """The FP8 formats of the operands of a layer's products."""
-    gradients = FP8_DTYPES[recipe.gradients_format]
+    gradients = FP8_DTYPES[recipe.first_gradients_format]
     return {"input": E4M3, "weight": E4M3, "grad": E4M3 if layer.part_of == "head" else gradients}
 
 
