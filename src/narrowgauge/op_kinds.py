@@ -25,11 +25,12 @@ KINDS = {
     "norm": r"layer_?norm|rms_?norm|batch_?norm|group_?norm|native_norm|gammabeta|rowwisemoments|bn_(fw|bw)|"
     r"^(forward|backward|sum)_kernel|narrowgauge::norm",
     "activation": r"gelu|silu|swish|swiglu|glu_|relu|threshold|tanh|sigmoid|^pointwise_kernel|gated_backward|"
-    r"narrowgauge::activation|activate_experts",
+    r"narrowgauge::activation|activate_(experts|wide)",
     "embedding": r"embedding",
     "cast": r"_cast_kernel|transpose_kernel|_max_abs_kernel|(round|spread)_blocks|"
     r"narrowgauge::(cast|gather_cast|transpose|max_abs)",
-    "copy": r"copy|clone|contiguous|catarray|::(cat|stack|to)$|narrowgauge::pack|memcpy|memset|fill|zero_$",
+    "copy": r"copy|clone|contiguous|catarray|::(cat|stack|to)$|narrowgauge::(pack|gather$)|_gather_kernel|memcpy|"
+    r"memset|fill|zero_$",
 }
 """Each kind with the pattern of its names; the first that matches counts."""
 OTHER = "pointwise"

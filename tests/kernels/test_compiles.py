@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 from narrowgauge.kernels import activation_kernels as activation, cast, cross_entropy_kernels, norm_kernels
 from narrowgauge.kernels import adamw, cast_row_scales, cast_rows, cast_weights, embedding, muon, rotary, sum_rows
 from narrowgauge.kernels import round_blocks, tensor_stats
-from narrowgauge.kernels.experts import activation as expert_activation, products, rows as expert_rows, slots
+from narrowgauge.kernels.experts import activation as expert_activation, products, rows as expert_rows, slots, wide
 
 I32, SMALL = "i32", 32
 NOT_ALIGNED = ("length", "n16", "time", "ignore_index", "rows", "every", "across", "count", "shrink", "smallest",
@@ -248,6 +248,10 @@ elif kind == "experts":
         of_grad = {"grad_gate_ptr": "*fp8e5", "grad_up_ptr": "*fp8e5"}
         compiled(expert_activation._activate_experts_backward_kernel, 8, (), types | of_grad, OP="swiglu", NAME="silu",
                  FORMAT="e5m2", **tile)
+    types["out_ptr"] = "*bf16"
+    compiled(wide._gather_kernel, 4, (), types, CHOICES=8, BLOCK=1024)
+    compiled(wide._activate_wide_kernel, 4, (), types, OP="swiglu", BLOCK=1024)
+    compiled(wide._activate_wide_backward_kernel, 4, (), types, OP="swiglu", NAME="silu", BLOCK=1024)
 elif kind == "embedding":
     for dtype in ("*fp32", "*bf16"):
         types = {"grad_ptr": dtype, "ids_ptr": "*i64", "out_ptr": "*fp32"}

@@ -33,7 +33,8 @@ from narrowgauge.nn.experts.find import ExpertsSpec
 from narrowgauge.nn.experts.plan import make_experts_plan
 from narrowgauge.nn.experts.routers import explain_router, find_routers, keep_routers
 from narrowgauge.nn.experts.run import FusedExperts
-from narrowgauge.nn.experts.survey import survey_experts
+from narrowgauge.nn.experts.run_wide import WideExperts
+from narrowgauge.nn.experts.survey import survey_experts, survey_wide_experts
 from narrowgauge.nn.fused import embedding
 from narrowgauge.nn.fused.graphs import BlockGraphs
 from narrowgauge.nn.fused.make_plan import find_misfit, make_plan
@@ -83,6 +84,7 @@ class Conversion:
         matrices: Every parameter of two or more dimensions, with the formats it is multiplied in.
         stored: Paths of the layers whose frozen weights are stored in FP8.
         experts: Descriptions of the modules with experts that compute in FP8, by path.
+        wide_experts: The same of those that compute as one function in BF16.
         gpu: The GPU that the formats were chosen for; None for a CPU, and for a GPU that is not in the table.
     """
 
@@ -95,6 +97,7 @@ class Conversion:
     matrices: list[Matrix] = field(default_factory=list)
     stored: list[str] = field(default_factory=list)
     experts: dict[str, ExpertsSpec] = field(default_factory=dict)
+    wide_experts: dict[str, ExpertsSpec] = field(default_factory=dict)
     gpu: Gpu | None = None
 
     def summary(self) -> str:
@@ -226,6 +229,8 @@ def convert_layers(
         elif path in result.experts and scales is not None:
             of_experts = make_experts_plan(module, path, result.experts[path], scales, is_lean(recipe))
             apply_change(module, FusedExperts(of_experts))
+        elif path in result.wide_experts:
+            apply_change(module, WideExperts(path, result.wide_experts[path]))
         elif path in by_path and by_path[path].part_of == "linear":
             leader = leaders.get(path, path)
             readers = max(1, sum(one == leader for one in leaders.values()))
@@ -291,6 +296,7 @@ def _plan(
         compute=recipe.compute,
         matrices=list_matrices(model, recipe, surveyed),
         experts=experts,
+        wide_experts=survey_wide_experts(model, recipe, experts) if device.kind == "cuda" and lazy else {},
         gpu=device.gpu,
     ), found.specs
 

@@ -53,8 +53,8 @@ _SAME = frozenset(
     )
 )  # fmt: skip
 """Operations whose results have the distribution of their first operand."""
-_GROUPED = ("_grouped_mm", "multiply_by_experts")
-"""Products of tokens that are sorted by expert: torch's, and narrowgauge's in FP8."""
+_GROUPED = ("_grouped_mm", "multiply_by_experts", "multiply_wide_by_experts")
+"""Products of tokens that are sorted by expert: torch's, and narrowgauge's in FP8 and BF16."""
 _ABOVE, _EQUAL, _DIFFERENT = ("gt", "greater", "ge"), ("eq",), ("ne",)
 
 

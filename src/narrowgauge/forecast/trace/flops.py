@@ -32,6 +32,10 @@ def count_flops(
         return _count_grouped(given["self"], given["mat2"])
     if func._schema.name == "narrowgauge::multiply_by_experts":
         return float(2 * given["a"].numel() * given["width"])
+    if func._schema.name == "narrowgauge::multiply_wide_by_experts":
+        return float(2 * given["a"].numel() * result.shape[1])
+    if func._schema.name == "narrowgauge::multiply_wide_slots_of_experts":
+        return float(2 * given["a"].numel() * given["b"].shape[1])
     if func._schema.name == "narrowgauge::multiply_slots_of_experts":
         return float(2 * given["a"].numel() * len(given["b"]))
     formula = flop_registry.get(func._overloadpacket)

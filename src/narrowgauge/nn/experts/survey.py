@@ -1,11 +1,12 @@
-"""Decides which modules with stacked experts compute in FP8."""
+"""Decides which modules with stacked experts compute in FP8, and which as one function in BF16."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 
+from narrowgauge.kernels.experts import wide
 from narrowgauge.kernels.experts.products import ALIGNMENT
 from narrowgauge.nn.experts.find import ExpertsSpec, find_experts
 from narrowgauge.nn.matrix_inventory import explain_kept_fp32
@@ -34,6 +35,20 @@ def survey_experts(model: nn.Module, recipe: Recipe) -> tuple[list[Layer], dict[
             if stack.dim() == 3:
                 layers.append(Layer(f"{path}.{name}", tuple(stack.shape[1:]), "experts", ALL_BF16, reason))
     return layers, specs
+
+
+def survey_wide_experts(model: nn.Module, recipe: Recipe, others: Mapping[str, ExpertsSpec]) -> dict[str, ExpertsSpec]:
+    """Return the modules that compute as one function in BF16, by path: those that fit, without the ``others``."""
+    if recipe.compute not in ("bf16", "fp8"):
+        return {}
+    modules = dict(model.named_modules())
+    return {
+        path: spec
+        for path, spec in find_experts(model).specs.items()
+        if path not in others
+        and explain_kept_fp32(modules, path, recipe) is None
+        and not any(size % wide.ALIGNMENT for size in (spec.width, spec.inner))
+    }
 
 
 def _explain_misfit(spec: ExpertsSpec, recipe: Recipe) -> str | None:

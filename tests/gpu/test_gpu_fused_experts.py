@@ -1,4 +1,4 @@
-"""Experts on a GPU: kernels beside their references, training beside FP32, and nothing that waits for the host."""
+"""Experts on a GPU, in FP8 and BF16: kernels beside their references, training beside FP32, nothing that waits."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.kernels.experts import activation, products, rows
+from narrowgauge.kernels.experts import activation, products, rows, wide
 from narrowgauge.kernels.experts.slots import assign_reference, assign_slots
 
 transformers = pytest.importorskip("transformers")
@@ -171,9 +171,56 @@ def test_training_is_near_that_in_fp32(family, recipe):
     assert made[-1] < made[0] - 0.5 and made == pytest.approx(exact, rel=0.02)
 
 
+@pytest.mark.parametrize("family", ["olmoe", "mixtral", "qwen3"])
+@pytest.mark.parametrize("recipe", ["bf16", "bf16-lean"])
+def test_training_in_bf16_is_near_that_in_fp32(family, recipe):
+    exact, _ = train(family, "fp32")
+    made, engine = train(family, recipe)
+    assert len(engine.conversion.wide_experts) == 2
+    assert made[-1] < made[0] - 0.5 and made == pytest.approx(exact, rel=0.01)
+
+
+@pytest.mark.parametrize("alive", [None, 5])
+@pytest.mark.parametrize(("width", "depth"), [(2048, 1024), (72, 40)])
+def test_products_in_bf16_equal_their_references(width, depth, alive):
+    slots = assign_slots(route(1500, 16, 4, alive), 16)
+    used = int(slots.starts[-1])
+    a, stack = draw(slots.size, depth).masked_fill((slots.pairs < 0)[:, None], 0), draw(16, width, depth, seed=2)
+    b = draw(slots.size, width, seed=3).masked_fill((slots.pairs < 0)[:, None], 0)
+    for made, expected in (
+        (wide.multiply_wide(a, stack, slots, True), wide.multiply_wide_reference(a, stack, slots.starts, True)),
+        (wide.multiply_wide(b, stack, slots, False), wide.multiply_wide_reference(b, stack, slots.starts, False)),
+    ):
+        assert (made[:used].float() - expected[:used].float()).norm() <= 5e-3 * expected.float().norm()
+    made, expected = (
+        f(b, a, s) for f, s in ((wide.multiply_slots_wide, slots), (wide.multiply_slots_wide_reference, slots.starts))
+    )
+    assert (made.float() - expected.float()).norm() <= 5e-3 * expected.float().norm()
+    assert alive is None or not made[alive:].any()
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "geglu", "geglu-tanh", "reglu"])
+@pytest.mark.parametrize("width", [1024, 144])
+def test_passes_in_bf16_equal_their_references(kind, width):
+    slots = assign_slots(route(2000, 16, 4, 11), 16)
+    empty = (slots.pairs < 0)[:, None]
+    u, grad = (draw(slots.size, n, seed=n).masked_fill(empty, math.nan) for n in (2 * width, width))
+    weights, x = torch.rand(2000, 4, device="cuda"), draw(2000, width)
+    assert torch.equal(wide.gather(x, slots), rows.gather_reference(x, slots.pairs, 4))
+    made = wide.activate_wide(kind, u, weights, slots)
+    expected = wide.activate_wide_reference(kind, u, weights, slots.pairs)
+    torch.testing.assert_close(made, expected, rtol=2**-7, atol=1e-4)
+    found = wide.activate_wide_backward(kind, grad, u, weights, slots)
+    of_u, again, dots = wide.activate_wide_backward_reference(kind, grad, u, weights, slots.pairs)
+    for one, other in zip(found, (of_u, again, dots[slots.of_pairs.long()]), strict=True):
+        torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-3 if one.dtype is torch.bfloat16 else 1e-2)
+    assert torch.equal(found[1], made)
+
+
+@pytest.mark.parametrize("recipe", ["fp8[products=all]", "bf16"])
 @pytest.mark.parametrize("family", ["olmoe", "mixtral"])
-def test_a_step_does_not_wait_for_the_gpu(family):
-    _, engine = train(family, "fp8[products=all]", 3)
+def test_a_step_does_not_wait_for_the_gpu(family, recipe):
+    _, engine = train(family, recipe, 3)
     assert len(engine.conversion.blocks) == 2
     tokens = torch.randint(0, 512, (4, 128), device="cuda")
     torch.cuda.synchronize()

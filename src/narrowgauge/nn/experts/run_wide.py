@@ -1,0 +1,149 @@
+"""Experts as one function with a hand-written backward, in BF16. S slots contain all pairs of tokens and experts.
+
+    forward     x_s = x[token of s]
+                u   = x_s GateUp_e'
+                a   = w f(gate) up                             with the router's weight w of the slot
+                out = sum over a token's slots: a Down_e'
+    backward    g_s = grad[token of s]
+                v   = g_s Down_e                               the gradient of a
+                du, a, grad_w                                  from v and u
+                grad_x      = sum over a token's slots: du GateUp_e
+                grad_Down   = sum over an expert's slots: g_s' a
+                grad_GateUp = sum over an expert's slots: du' x_s, with x_s gathered again
+
+What backward keeps: x [N, D], u [S, 2 F], the slots, and BF16 copies of the stacks if their weights are FP32. As in FP8
+(``run``), nothing waits for the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge import events
+from narrowgauge.errors import UsageError
+from narrowgauge.kernels.experts import wide
+from narrowgauge.kernels.experts.rows import sum_slots
+from narrowgauge.kernels.experts.slots import Slots, assign_slots
+from narrowgauge.nn.experts.find import ExpertsSpec
+from narrowgauge.nn.experts.run import EXPERT_PARALLEL, Needs
+from narrowgauge.nn.module_changes import Change
+from narrowgauge.nn.products.gemm import BF16, DOUBLE_BACKWARD
+
+
+@dataclass
+class WideExperts(Change):
+    """A module of experts that computes as one function in BF16."""
+
+    path: str
+    spec: ExpertsSpec
+    differentiable_twice = False
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tensor:
+        x, index, weights, *more = *args, *kwargs.values()
+        spec = self.spec
+        if more or x.shape[-1] != spec.width or not x.numel() or getattr(module, EXPERT_PARALLEL, False):
+            made: Tensor = inner(*args, **kwargs)
+            return made
+        stacks = getattr(module, spec.gate_up), getattr(module, spec.down)
+        return run_wide(self.path, spec, x, index, weights, *stacks)
+
+
+def run_wide(
+    path: str,
+    spec: ExpertsSpec,
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    dtype: torch.dtype = BF16,
+) -> Tensor:
+    """Return the weighted sum of each token's experts, in the shape and dtype of ``x``.
+
+    Args:
+        path: The module's path, for listeners.
+        spec: The description of the module.
+        x: [..., D], the tokens.
+        index: [N, k], the experts of each token.
+        weights: [N, k], the router's weights.
+        gate_up: [E, 2 F, D].
+        down: [E, D, F].
+        dtype: The format of the products: BF16, or FP32 to compare with a model's own code.
+    """
+    grads = (tensor.requires_grad and torch.is_grad_enabled() for tensor in (x, weights, gate_up, down))
+    with torch.autocast(x.device.type, enabled=False):
+        made: Tensor = _WideExperts.apply(x, weights, gate_up, down, index, path, spec, dtype, Needs(*grads))  # type: ignore[no-untyped-call]
+    return made
+
+
+class _WideExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        index: Tensor,
+        path: str,
+        spec: ExpertsSpec,
+        dtype: torch.dtype,
+        needs: Needs,
+    ) -> Tensor:
+        rows = x.detach().reshape(-1, spec.width).to(dtype)
+        factors = weights.detach().reshape(len(rows), -1).float()
+        slots = assign_slots(index.reshape(len(rows), -1), spec.count)
+        first, last = gate_up.detach().to(dtype), down.detach().to(dtype)
+        names = f"{path}.{spec.gate_up}", f"{path}.{spec.down}"
+        u = _multiply("output", names[0], wide.gather(rows, slots), first, slots, True)
+        a = wide.activate_wide(spec.activation, u, factors, slots)
+        y = _multiply("output", names[1], a, last, slots, True)
+        if any(needs):
+            ctx.save_for_backward(rows, factors, u, first, last, *slots)
+            ctx.spec, ctx.needs, ctx.names, ctx.shape, ctx.weights_shape = spec, needs, names, x.shape, weights.shape
+            ctx.dtypes = x.dtype, weights.dtype, gate_up.dtype, down.dtype
+        return sum_slots(y, slots, x.dtype).view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise UsageError(DOUBLE_BACKWARD)
+        spec: ExpertsSpec = ctx.spec
+        needs: Needs = ctx.needs
+        rows, factors, u, first, last, *rest = ctx.saved_tensors
+        slots = Slots(*rest)
+        grad_x = grad_weights = grad_gate_up = grad_down = None
+        g = wide.gather(grad.reshape(-1, spec.width).to(rows.dtype), slots)
+        v = _multiply("grad_input", ctx.names[1], g, last, slots, False)
+        of_u, a, of_weights = wide.activate_wide_backward(spec.activation, v, u, factors, slots)
+        del u, v
+        if needs.down:
+            grad_down = _multiply_slots(ctx.names[1], g, a, slots).to(ctx.dtypes[3])
+        del g, a
+        if needs.tokens:
+            made = _multiply("grad_input", ctx.names[0], of_u, first, slots, False)
+            grad_x = sum_slots(made, slots, ctx.dtypes[0]).view(ctx.shape)
+            del made
+        if needs.gate_up:
+            grad_gate_up = _multiply_slots(ctx.names[0], of_u, wide.gather(rows, slots), slots).to(ctx.dtypes[2])
+        if needs.weights:
+            grad_weights = of_weights.to(ctx.dtypes[1]).view(ctx.weights_shape)
+        return grad_x, grad_weights, grad_gate_up, grad_down, None, None, None, None, None
+
+
+def _multiply(product: str, path: str, a: Tensor, stack: Tensor, slots: Slots, transposed: bool) -> Tensor:
+    if events.is_listening():
+        return events.run_product(product, path, wide.multiply_wide, a, stack, slots, transposed)
+    return wide.multiply_wide(a, stack, slots, transposed)
+
+
+def _multiply_slots(path: str, a: Tensor, b: Tensor, slots: Slots) -> Tensor:
+    if events.is_listening():
+        return events.run_product("grad_weight", path, wide.multiply_slots_wide, a, b, slots)
+    return wide.multiply_slots_wide(a, b, slots)
