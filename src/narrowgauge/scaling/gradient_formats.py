@@ -10,7 +10,7 @@ one in E4M3, and E4M3 flushes what is below half of its smallest number, 2 ** -1
 counted what it flushed. If that is at most ``MOST_FLUSHED`` of the values that are not zero, E4M3 is the format until
 the next time.
 
-The host reads the counts at the end of such an update, and waits for the GPU then: in 3 of the first 512 updates, and
+The host reads the counts at the end of such an update, and waits for the GPU then: in 4 of the first 512 updates, and
 in one of 512 after that. So a run that continues from a checkpoint, or is repeated, changes formats at the same update.
 """
 
@@ -31,7 +31,7 @@ from narrowgauge.scaling.tensor import TensorScales
 
 E4M3, E5M2 = FP8_DTYPES["e4m3"], FP8_DTYPES["e5m2"]
 NAMES = {dtype: name for name, dtype in FP8_DTYPES.items()}
-EARLY, EVERY = (8, 64), 512
+EARLY, EVERY = (2, 16, 128), 512
 """The updates in which gradients are read."""
 MOST_FLUSHED = 0.01
 """The largest share of a gradient's values that E4M3 may flush to zero."""
