@@ -39,7 +39,7 @@ import narrowgauge as ng
 
 TOKENS, CONTEXT, CLIP = 16384, 4096, 1.0
 BATCHES, VOCABULARY = 4, 32000
-RATES = {"olmoe": 1e-4, "mixtral": 1e-4 if "fresh" in sys.argv else 1e-5}
+RATES = {"olmoe": 1e-4, "mixtral": 3e-5 if "fresh" in sys.argv else 1e-5}
 """Learning rates. With 1e-4 and repeated batches, Mixtral's loss falls from 11 to 4 in four steps."""
 WARM_UP = 4
 OPTIONS = "fresh", "masked", "profile"

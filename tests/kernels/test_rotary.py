@@ -6,8 +6,12 @@ import torch
 from narrowgauge.kernels import rotary
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Queries, keys, head size, rotated columns, norms: grouped, one key head, a part rotated, no powers of two.
-LAYOUTS = [(4, 2, 16, 16, False), (3, 1, 24, 8, True), (2, 2, 16, 16, True), (5, 5, 12, 12, False)]
+# Queries, keys, head size, rotated columns, norms (of each head, or over all): grouped, one key head, a part rotated,
+# no powers of two.
+LAYOUTS = [
+    (4, 2, 16, 16, ""), (3, 1, 24, 8, "heads"), (2, 2, 16, 16, "heads"), (5, 5, 12, 12, ""),
+    (4, 2, 16, 16, "all"), (3, 1, 24, 8, "all"), (5, 5, 12, 12, "all"),
+]  # fmt: skip
 
 
 def make(queries, keys, size, turned, norms, dtype=torch.float32, batch=2, length=5):
@@ -19,7 +23,8 @@ def make(queries, keys, size, turned, norms, dtype=torch.float32, batch=2, lengt
     qkv = draw(batch, length, (queries + 2 * keys) * size)
     turns = torch.rand(length, turned // 2, generator=generator).double() * 6
     turns = torch.cat([turns, turns], -1)[None].to(DEVICE)
-    weights = (1 + draw(size) / 4, 1 + draw(size) / 4) if norms else (None, None)
+    widths = (size, size) if norms == "heads" else (queries * size, keys * size)
+    weights = tuple(1 + draw(width) / 4 for width in widths) if norms else (None, None)
     angles = (turns.cos().to(dtype if dtype is torch.float64 else torch.float32), turns.sin())
     grads = draw(batch, length, queries, size).transpose(1, 2), draw(batch, keys, length, size)
     return qkv, angles[0], angles[1].to(angles[0].dtype), rotary.Heads(queries, keys, size), weights, grads
@@ -33,7 +38,10 @@ def rotate_plainly(qkv, cos, sin, heads, weights, eps):
     for count, weight in zip((heads.queries, heads.keys), weights, strict=True):
         x = qkv[..., start : start + count * heads.size].view(batch, length, count, heads.size).transpose(1, 2)
         start += count * heads.size
-        if weight is not None:
+        if weight is not None and len(weight) > heads.size:
+            of_each = weight.view(count, 1, heads.size)
+            x = x * torch.rsqrt(x.square().mean((1, 3), keepdim=True) + eps) * of_each
+        elif weight is not None:
             x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
         part, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
         left, right = part.chunk(2, -1)
@@ -80,7 +88,7 @@ def test_the_kernel_matches_the_reference(layout, dtype):
 
 def test_angles_of_each_row_of_a_batch():
     """Packed or padded batches have positions of their own."""
-    qkv, cos, sin, heads, _, grads = make(2, 1, 16, 16, False)
+    qkv, cos, sin, heads, _, grads = make(2, 1, 16, 16, "")
     cos, sin = (torch.cat([angle, angle.flip(1)]) for angle in (cos, sin))
     out, _ = rotary.rotate(qkv, cos, sin, heads)
     for row in range(2):
@@ -92,6 +100,6 @@ def test_angles_of_each_row_of_a_batch():
 
 
 def test_a_slice_of_a_wider_row_is_read_by_its_stride():
-    qkv, cos, sin, heads, *_ = make(2, 1, 16, 16, False)
+    qkv, cos, sin, heads, *_ = make(2, 1, 16, 16, "")
     wide = torch.cat([qkv, torch.full_like(qkv, torch.nan)], -1)[..., : qkv.shape[-1]]
     assert torch.equal(rotary.rotate(wide, cos, sin, heads)[0], rotary.rotate(qkv, cos, sin, heads)[0])

@@ -276,17 +276,25 @@ def test_blocks_are_fused_up_to_their_experts(make):
     assert [spec.order for spec in halves].count("half") == len(conversion.experts)
     for spec in halves:
         assert bool(spec.mlp) is (spec.order == "half") and not (spec.mlp and spec.ups)
-        own = make in (deepseek, olmoe)  # latent attention; norms over all heads
-        assert spec.attention.kind in (("own", "rotary") if own else ("rotary",))
+        assert spec.attention.kind == ("own" if make is deepseek else "rotary")  # latent attention
 
 
-def test_norms_of_queries_over_all_heads_run_as_one_kernel():
-    """OLMoE's own attention has them: they are like the block's norms."""
-    model = olmoe()
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_norms_of_queries_over_all_heads_are_part_of_the_rotary_kernel(kv_heads):
+    model = olmoe(num_key_value_heads=kv_heads)
+    conversion = ng.convert(model, "fp8[products=all]")
+    spec = find_block(model, conversion.blocks[0]).plan.spec.attention
+    assert (spec.kind, spec.kv_heads, spec.q_norm.path) == ("rotary", kv_heads, "self_attn.q_norm")
+    assert len(model.model.layers[0].self_attn.q_norm.weight) == 128
+
+
+def test_norms_in_the_models_own_attention_run_as_one_kernel():
+    """Those of DeepSeek's latents are like the block's norms."""
+    model = deepseek(q_lora_rank=128)
     ng.convert(model, "fp8[products=all]")
-    attention = model.model.layers[0].self_attn
-    assert find_change(attention.q_norm, ConvertedNorm) and find_change(attention.k_norm, ConvertedNorm)
-    assert not find_change(model.model.layers[0].post_attention_layernorm, ConvertedNorm)
+    layer = model.model.layers[0]
+    assert find_change(layer.self_attn.q_a_layernorm, ConvertedNorm)
+    assert not find_change(layer.post_attention_layernorm, ConvertedNorm)
 
 
 def find_block(model, path):

@@ -26,7 +26,7 @@ EXPECTED = {
     "cohere": ("parallel", "own"), "gpt2": ("pre", "plain"), "gpt-neox": ("parallel", "own"),
     "bert": ("post", "plain"), "roberta": ("post", "plain"), "distilbert": ("post", "plain"), "nano": ("pre", "plain"),
     "vit": ("pre", "plain"), "clip": ("pre", "plain"), "siglip": ("pre", "plain"),
-    "olmo2": ("pre", "own"), "gpt-j": ("parallel", "own"), "bloom": ("pre", "own"), "opt": ("pre", "plain"),
+    "olmo2": ("pre", "rotary"), "gpt-j": ("parallel", "own"), "bloom": ("pre", "own"), "opt": ("pre", "plain"),
     "torch-post": ("post", "own"), "torch-pre": ("pre", "plain"), "timm-style": ("pre", "plain"),
     "litgpt-style": ("pre", "rotary"), "deepseek-dense": ("pre", "own"), "dinov2": ("pre", "plain"),
     "timm-style-all": ("pre", "own"), "t5-gated": ("pre", "own"),

@@ -3,7 +3,8 @@
 A row of the projection holds H query heads, K key heads and then the values, each of S columns. For each query and key
 head x, in FP32:
 
-    h = x / sqrt(mean(x^2) + eps) * weight            with a norm (Qwen3, Gemma 3); else h = x
+    h = x / sqrt(mean(x^2) + eps) * weight            with a norm (Qwen3, Gemma 3); else h = x. If weights have H S and
+                                                      K S columns, means are over all query or key heads (OLMo 2)
     y = h cos + turned(h) sin                         turned(h) = [-right, left] of the first R columns
                                                       columns from R on are not rotated
     grad_h = [gl cos_l + gr sin_r,  gr cos_r - gl sin_l],  and the norm's backward
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge import events
-from narrowgauge.kernels import HAVE_TRITON, can_bypass_op, jit_unspecialized, register, use_triton
+from narrowgauge.kernels import HAVE_TRITON, can_bypass_op, jit, jit_unspecialized, register, use_triton
 from narrowgauge.kernels.dry_run import is_dry_run
 from narrowgauge.kernels.launch import launch_kernel
 
@@ -58,8 +59,8 @@ def rotate(
         cos: Cosines [1 or B, T, R].
         sin: Sines of the same shape.
         heads: The layout of a row.
-        q_weight: Weight [S] of the queries' norm; None without norms.
-        k_weight: Weight [S] of the keys' norm.
+        q_weight: Weight [S] or [H S] of the queries' norm; None without norms.
+        k_weight: Weight [S] or [K S] of the keys' norm.
         eps: Epsilon of the norms.
     """
     if in_place and is_dry_run():  # an op may not return its argument, so that a forecast would count a copy
@@ -101,8 +102,8 @@ def rotate_reference(
     x = qkv[..., : (queries + keys) * size].view(batch, length, queries + keys, size).to(wide)
     rstd = x.new_empty(0)
     if q_weight is not None and k_weight is not None:
-        rstd = torch.rsqrt(x.square().mean(-1) + eps)
-        x = x * rstd[..., None] * _stack_weights(q_weight, k_weight, queries, keys).to(wide)
+        rstd = torch.rsqrt(_average(x.square(), queries, len(q_weight) > size) + eps)
+        x = x * rstd[..., None] * _stack_weights(q_weight, k_weight, queries, keys, size).to(wide)
     turned = cos.shape[-1]
     c, s = cos[:, :, None].to(wide), sin[:, :, None].to(wide)
     part = x[..., :turned]
@@ -128,21 +129,63 @@ def rotate_backward_reference(
         return d.flatten(2).to(qkv.dtype), d.new_empty(0), d.new_empty(0)
     x = qkv[..., : (queries + keys) * size].view(batch, length, queries + keys, size).to(wide)
     r = rstd.view(batch, length, queries + keys, 1).to(wide)
-    h = x * r
-    of_q, of_k = ((d * h)[:, :, some].sum((0, 1, 2)) for some in (slice(queries), slice(queries, None)))
-    g = d * _stack_weights(q_weight, k_weight, queries, keys).to(wide)
-    return ((g - h * (g * h).mean(-1, keepdim=True)) * r).flatten(2).to(qkv.dtype), of_q, of_k
+    h, whole = x * r, len(q_weight) > size
+    of_q, of_k = ((d * h)[:, :, some].sum((0, 1)) for some in (slice(queries), slice(queries, None)))
+    of_q, of_k = (of.flatten() if whole else of.sum(0) for of in (of_q, of_k))
+    g = d * _stack_weights(q_weight, k_weight, queries, keys, size).to(wide)
+    mean = _average(g * h, queries, whole)[..., None]
+    return ((g - h * mean) * r).flatten(2).to(qkv.dtype), of_q, of_k
 
 
-def _stack_weights(q_weight: Tensor, k_weight: Tensor, queries: int, keys: int) -> Tensor:
-    return torch.cat([q_weight.expand(queries, -1), k_weight.expand(keys, -1)])
+def _average(x: Tensor, queries: int, whole: bool) -> Tensor:
+    """Return the mean of each head's columns [B, T, heads]; with ``whole`` that of all query or key heads."""
+    mean = x.mean(-1)
+    if not whole:
+        return mean
+    parts = mean[..., :queries], mean[..., queries:]
+    return torch.cat([part.mean(-1, keepdim=True).expand_as(part) for part in parts], -1)
+
+
+def _stack_weights(q_weight: Tensor, k_weight: Tensor, queries: int, keys: int, size: int) -> Tensor:
+    """Return the weights of each head, [heads, S]."""
+    return torch.cat([
+        (weight.view(count, size) if len(weight) > size else weight.expand(count, -1))
+        for weight, count in ((q_weight, queries), (k_weight, keys))
+    ])  # fmt: skip
+
+
+@jit
+def _load_weights(  # type: ignore[no-untyped-def]
+    q_weight, k_weight, head, column, inside, here, H: tl.constexpr, S: tl.constexpr, ALL: tl.constexpr
+):
+    """Load the norms' weights of some columns of each head: the same for all, or with ``ALL`` those of each."""
+    is_q = head < H
+    if ALL:
+        of_q = tl.load(q_weight + head * S + column, inside & is_q, 0.0)
+        return of_q + tl.load(k_weight + (head - H) * S + column, inside & here & (head >= H), 0.0)
+    else:
+        return tl.where(is_q, tl.load(q_weight + column, inside, 0.0), tl.load(k_weight + column, inside, 0.0))
+
+
+@jit
+def _divide_by_columns(  # type: ignore[no-untyped-def]
+    total, H: tl.constexpr, K: tl.constexpr, S: tl.constexpr, HEADS: tl.constexpr, ALL: tl.constexpr
+):
+    """Return the mean of each head from the sums of its columns; with ``ALL`` that of all query or key heads."""
+    if ALL:
+        is_q = tl.arange(0, HEADS) < H
+        of_q = tl.sum(tl.where(is_q, total, 0.0), 0) / (H * S)
+        of_k = tl.sum(tl.where(is_q, 0.0, total), 0) / (K * S)
+        return tl.where(is_q, of_q, of_k)
+    else:
+        return total / S
 
 
 @jit_unspecialized("length")
 def _forward_kernel(  # type: ignore[no-untyped-def]
     x_ptr, cos_ptr, sin_ptr, q_weight, k_weight, out_ptr, rstd_ptr, length, stride, out_stride, angle_stride, eps,
     H: tl.constexpr, K: tl.constexpr, S: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
-    HEADS: tl.constexpr, IN_PLACE: tl.constexpr,
+    HEADS: tl.constexpr, ALL: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
@@ -161,16 +204,13 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
         total = tl.sum(left * left, 1) + tl.sum(right * right, 1)
         if R < S:
             total += tl.sum(rest * rest, 1)
-        rstd = 1.0 / tl.sqrt(total / S + eps)
+        rstd = 1.0 / tl.sqrt(_divide_by_columns(total, H, K, S, HEADS, ALL) + eps)
         tl.store(rstd_ptr + row * (H + K) + tl.arange(0, HEADS), rstd, tl.arange(0, HEADS) < H + K)
         rstd = rstd[:, None]
-        is_q = head < H
-        left *= rstd * tl.where(is_q, tl.load(q_weight + i, inside, 0.0), tl.load(k_weight + i, inside, 0.0))
-        right *= rstd * tl.where(
-            is_q, tl.load(q_weight + R // 2 + i, inside, 0.0), tl.load(k_weight + R // 2 + i, inside, 0.0)
-        )
+        left *= rstd * _load_weights(q_weight, k_weight, head, i, inside, here, H, S, ALL)
+        right *= rstd * _load_weights(q_weight, k_weight, head, R // 2 + i, inside, here, H, S, ALL)
         if R < S:
-            rest *= rstd * tl.where(is_q, tl.load(q_weight + j, j < S, 0.0), tl.load(k_weight + j, j < S, 0.0))
+            rest *= rstd * _load_weights(q_weight, k_weight, head, j, j < S, here, H, S, ALL)
     cos_left = tl.load(cos_ptr + angle + i, inside, 0.0).to(tl.float32)
     cos_right = tl.load(cos_ptr + angle + R // 2 + i, inside, 0.0).to(tl.float32)
     sin_left = tl.load(sin_ptr + angle + i, inside, 0.0).to(tl.float32)
@@ -189,7 +229,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     dq_ptr, dk_ptr, x_ptr, cos_ptr, sin_ptr, q_weight, k_weight, rstd_ptr, out_ptr, partial_ptr, rows, length,
     q_batch, q_head, q_time, k_batch, k_head, k_time, stride, angle_stride,
     H: tl.constexpr, K: tl.constexpr, S: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
-    HEADS: tl.constexpr,
+    HEADS: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
     head = tl.arange(0, HEADS)[:, None]
     here, is_q = head < H + K, head < H
@@ -199,11 +239,9 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     j = R + tl.arange(0, REST)[None, :]
     tail = here & (j < S)
     if rstd_ptr is not None:
-        w_left = tl.where(is_q, tl.load(q_weight + i, inside, 0.0), tl.load(k_weight + i, inside, 0.0)).to(tl.float32)
-        w_right = tl.where(
-            is_q, tl.load(q_weight + R // 2 + i, inside, 0.0), tl.load(k_weight + R // 2 + i, inside, 0.0)
-        ).to(tl.float32)
-        w_rest = tl.where(is_q, tl.load(q_weight + j, j < S, 0.0), tl.load(k_weight + j, j < S, 0.0)).to(tl.float32)
+        w_left = _load_weights(q_weight, k_weight, head, i, inside, here, H, S, ALL).to(tl.float32)
+        w_right = _load_weights(q_weight, k_weight, head, R // 2 + i, inside, here, H, S, ALL).to(tl.float32)
+        w_rest = _load_weights(q_weight, k_weight, head, j, j < S, here, H, S, ALL).to(tl.float32)
         sum_left = tl.zeros((HEADS, HALF), tl.float32)
         sum_right = tl.zeros((HEADS, HALF), tl.float32)
         sum_rest = tl.zeros((HEADS, REST), tl.float32)
@@ -238,7 +276,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
                 sum_rest += d_rest * x_rest
                 d_rest *= w_rest
                 dot += tl.sum(d_rest * x_rest, 1)
-            mean = (dot / S)[:, None]
+            mean = _divide_by_columns(dot, H, K, S, HEADS, ALL)[:, None]
             d_left = (d_left - x_left * mean) * rstd
             d_right = (d_right - x_right * mean) * rstd
             if R < S:
@@ -248,7 +286,13 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
         tl.store(target + R // 2 + i, d_right, both)
         if R < S:
             tl.store(target + j, d_rest, tail)
-    if rstd_ptr is not None:
+    if rstd_ptr is not None and ALL:
+        total = partial_ptr + tl.program_id(0) * (H + K) * S + head * S
+        tl.store(total + i, sum_left, both)
+        tl.store(total + R // 2 + i, sum_right, both)
+        if R < S:
+            tl.store(total + j, sum_rest, tail)
+    elif rstd_ptr is not None:
         flat = tl.arange(0, HALF)
         end = R + tl.arange(0, REST)
         for part in tl.static_range(2):
@@ -260,8 +304,9 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
                 tl.store(total + end, tl.sum(tl.where(mine, sum_rest, 0.0), 0), end < S)
 
 
-def _constants(heads: Heads, turned: int) -> dict[str, Any]:
-    sizes = {"H": heads.queries, "K": heads.keys, "S": heads.size, "R": turned}
+def _constants(heads: Heads, turned: int, q_weight: Tensor | None) -> dict[str, Any]:
+    whole = q_weight is not None and len(q_weight) > heads.size
+    sizes = {"H": heads.queries, "K": heads.keys, "S": heads.size, "R": turned, "ALL": whole}
     blocks = {"HALF": turned // 2, "REST": max(heads.size - turned, 1), "HEADS": heads.queries + heads.keys}
     powers = {name: max(1 << (value - 1).bit_length(), 1) for name, value in blocks.items()}
     return {**sizes, **powers, "num_warps": 8 if powers["HEADS"] * powers["HALF"] > 2048 else 4}
@@ -284,7 +329,7 @@ def _forward(
             _forward_kernel, (batch * length,),
             qkv, cos, sin, q_weight, k_weight, out, rstd if rstd.numel() else None, length, qkv.stride(1),
             out.stride(1), cos.stride(0) if len(cos) > 1 else 0, eps,
-            **_constants(Heads(queries, keys, size), cos.shape[-1]), IN_PLACE=in_place,
+            **_constants(Heads(queries, keys, size), cos.shape[-1], q_weight), IN_PLACE=in_place,
         )  # fmt: skip
     return out, rstd
 
@@ -321,15 +366,18 @@ def _backward(
     cos, sin = cos.contiguous(), sin.contiguous()
     grad_q, grad_k = (g if g.stride(3) == 1 else g.contiguous() for g in (grad_q, grad_k))
     programs = rows if q_weight is None else min(rows, PROGRAMS)
-    partial = None if q_weight is None else qkv.new_empty(programs, 2, size, dtype=torch.float32)
+    partial = None
+    if q_weight is not None:
+        columns = 2 * size if len(q_weight) == size else (queries + keys) * size
+        partial = qkv.new_empty(programs, columns, dtype=torch.float32)
     launch_kernel(
         _backward_kernel, (programs,),
         grad_q, grad_k, qkv, cos, sin, q_weight, k_weight, rstd if q_weight is not None else None, grad, partial, rows,
         length, *grad_q.stride()[:3], *grad_k.stride()[:3], qkv.stride(1), cos.stride(0) if len(cos) > 1 else 0,
-        **_constants(Heads(queries, keys, size), cos.shape[-1]),
+        **_constants(Heads(queries, keys, size), cos.shape[-1], q_weight),
     )  # fmt: skip
     if partial is not None:
-        of_q, of_k = partial[:, 0].sum(0), partial[:, 1].sum(0)
+        of_q, of_k = partial.sum(0).split([len(of_q), len(of_k)])
     return grad, of_q, of_k
 
 
@@ -338,8 +386,9 @@ def _backward_fake(
     q_weight: Tensor | None, k_weight: Tensor | None, rstd: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     batch, length, _ = qkv.shape
-    weights = [qkv.new_empty(size if q_weight is not None else 0, dtype=torch.float32) for _ in range(2)]
-    return qkv.new_empty(batch, length, (queries + keys) * size), weights[0], weights[1]
+    sizes = (0 if weight is None else len(weight) for weight in (q_weight, k_weight))
+    of_q, of_k = (qkv.new_empty(columns, dtype=torch.float32) for columns in sizes)
+    return qkv.new_empty(batch, length, (queries + keys) * size), of_q, of_k
 
 
 _forward_op = register("rotate", _rotate, _forward_fake)

@@ -32,10 +32,11 @@ def list_attention_forms(
     angles = _count_angles(example)
     for heads, kv_heads, size in _list_layouts(block, outputs):
         pairs: list[tuple[NormSpec | None, NormSpec | None]] = [(None, None)]
-        sized = [norm for norm in inner if _get_width(block, norm) == size]
-        if len({norm.path for norm in sized}) == 2:
-            one, two = {norm.path: norm for norm in sized}.values()
-            pairs = [(one, two), (two, one)]
+        for widths in ((size, size), (heads * size, kv_heads * size)):  # of each head, or of all heads together
+            sized = {norm.path: norm for norm in inner if _get_width(block, norm) in widths}
+            if len(sized) == 2:
+                orders = itertools.permutations(sized.values())
+                pairs = [(a, b) for a, b in orders if (_get_width(block, a), _get_width(block, b)) == widths]
         for q_norm, k_norm in pairs:
             if q_norm is not None and (k_norm is None or q_norm.eps != k_norm.eps or q_norm.kind != "rms"):
                 continue
