@@ -1,8 +1,9 @@
 # Two commands on a fresh machine with Python 3.11 or later: `make run` (demo training) and `make test`.
 PYTHON ?= python3
 BIN := .venv/bin
+SAMPLE := --sample
 
-.PHONY: run test unit check docs clean
+.PHONY: run test test-all unit check docs clean
 
 run: .venv/installed
 	$(BIN)/narrowgauge doctor
@@ -11,10 +12,14 @@ run: .venv/installed
 test: .venv/installed
 	$(MAKE) --no-print-directory --jobs=2 check unit
 
+# Every variant of every test: twice the time of `make test`.
+test-all: .venv/installed
+	$(MAKE) --no-print-directory --jobs=2 check unit SAMPLE=
+
 # Plain assertions save 6 s in each worker. What fails runs again with rewritten ones, which show the values.
 unit: .venv/installed
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --assert=plain --numprocesses auto --maxprocesses 8 \
-	--dist worksteal || { OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none; exit 1; }
+	--dist worksteal $(SAMPLE) || { OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none; exit 1; }
 
 check: .venv/installed
 	$(BIN)/ruff check src tests examples bench

@@ -13,6 +13,8 @@ import hypothesis
 import pytest
 import torch
 
+from sampling import pytest_addoption, pytest_collection_modifyitems  # noqa: F401
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated: before the imports below decorate some
 

@@ -56,7 +56,7 @@ def test_muon_learns_as_adamw_does(tmp_path, capsys):
     for name in ("adamw", "muon"):
         folder = tmp_path / name
         assert (
-            train(capsys, *TASK, "--recipe", "fp32", "--optimizer", name, "--steps", "40", "--out", str(folder))[0] == 0
+            train(capsys, *TASK, "--recipe", "fp32", "--optimizer", name, "--steps", "20", "--out", str(folder))[0] == 0
         )
         ends[name] = read_losses(folder)[-1]
     assert ends["muon"] < ends["adamw"] + 0.2
