@@ -1,9 +1,10 @@
 """Precision of the linter on public scripts, compared with verdicts of a reader.
 
-usage: python bench/lint_judged.py FOLDER [--new]
+usage: python bench/lint_judged.py FOLDER [--new] [--experts]
 
 FOLDER has a checkout ``owner+name`` for every repository of bench/results/lint-judged.json, at the commit named there.
 The files listed there are linted again. Findings without a verdict are printed with ``--new``, and counted without it.
+``--experts`` uses bench/results/lint-judged-experts.json instead, and the rules about mixtures of experts only.
 """
 
 import collections
@@ -18,13 +19,16 @@ from narrowgauge.lint import script
 from narrowgauge.lint.settings import Settings
 
 JUDGED = Path(__file__).parent / "results" / "lint-judged.json"
+JUDGED_EXPERTS = JUDGED.with_name("lint-judged-experts.json")
+EXPERT_RULES = ("low-precision-router", "counts-16bit", "expert-loop")
 Key = tuple[str, str, int, int, str]
 """Repository, file, cell (0 for scripts), line, rule."""
 
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    data = json.loads(JUDGED.read_text())
+    experts = "--experts" in sys.argv
+    data = json.loads((JUDGED_EXPERTS if experts else JUDGED).read_text())
     verdicts: dict[Key, str] = {
         (one["repository"], one["file"], one.get("cell", 0), one["line"], one["rule"]): one["verdict"]
         for one in data["findings"]
@@ -36,7 +40,8 @@ def main() -> None:
         for file in about["files"]:
             path = folder / name.replace("/", "+") / file
             missing += not path.is_file()
-            found |= {key_of(name, file, finding): finding for finding in findings_of(path)}
+            findings = [one for one in findings_of(path) if not experts or one.rule in EXPERT_RULES]
+            found |= {key_of(name, file, finding): finding for finding in findings}
     seconds = time.process_time() - begin
     files = sum(len(about["files"]) for about in data["repositories"].values())
     print(f"{files - missing} of {files} files of {len(data['repositories'])} repositories, {seconds:.0f} s")

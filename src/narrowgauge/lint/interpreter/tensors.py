@@ -43,6 +43,7 @@ _NOT_FLOATS = frozenset(
     )
 )
 """Methods whose result is not a tensor of the same format."""
+_SAVED_DTYPES = ("orig_dtype", "original_dtype", "input_dtype", "in_dtype", "x_dtype", "hidden_dtype")
 _PLAIN = ("torch.", "torch.nn.functional.", "torch.special.")
 
 
@@ -58,7 +59,10 @@ class Tensors:
         if dtype is not None and not isinstance(call.receiver, Module | Ref | Params) and not call.name:
             self.context.notify(Observer.on_cast, call, dtype)
             base = call.receiver if isinstance(call.receiver, Tensor) else Tensor()
-            return True, replace(base, dtype=dtype)
+            return True, replace(base, dtype=dtype, like="")
+        like = _format_of_another(call)
+        if like and isinstance(call.receiver, Tensor) and _is_cast_matter(call.receiver):
+            return True, replace(call.receiver, dtype=None, like=like)
         if isinstance(call.target, LossFunction):
             return True, self._loss(call, call.target.name, call.target.summed)
         if call.name in LOSS_FUNCTIONS:
@@ -109,6 +113,8 @@ class Tensors:
         rest = operands[1:]
         wide = call.state.casting is not None and op in AUTOCAST_FP32
         tensor = replace(tensor, product=False) if wide else tensor
+        if tensor.role == "one-hot" and op in ("view", "reshape") and len(rest) != 2:
+            tensor = replace(tensor, role="")  # the first dimension may be another one
         plain = replace(tensor, role="", key="")
         if op in ("pow", "square", "float_power") and not wide and (op == "square" or _is_two(rest)):
             return True, replace(plain, role="square")
@@ -124,10 +130,16 @@ class Tensors:
         if op in ("max", "amax"):
             return True, replace(plain, role="max")
         if op == "log_softmax" and (tensor.dtype is not None or "dtype" in call.keywords):
-            wanted = call.keywords.get("dtype")
-            return True, replace(plain, dtype=DTYPES.get(wanted.name) if isinstance(wanted, Ref) else tensor.dtype)
+            return True, replace(plain, dtype=_asked_dtype(call, tensor.dtype))
         if op == "softmax":
-            return True, replace(plain, role="probs" if tensor.role == "scores" and _is_last(call) else "softmax")
+            role = "probs" if tensor.role == "scores" and _is_last(call) else "softmax"
+            return True, replace(plain, role=role, dtype=_asked_dtype(call, tensor.dtype))
+        if op == "one_hot":
+            classes = call.written(1, "num_classes")
+            text = ast.unparse(classes) if classes is not None else ""
+            return True, Tensor(role="one-hot", key=text) if not _is_turned(node) else None
+        if tensor.role == "one-hot" and op == "sum" and _dim(call) not in (0, None):
+            return True, tensor  # over the k choices of each token: still a mask
         if op == "sigmoid":
             return True, replace(plain, role="sigmoid")
         if op == "log":
@@ -204,7 +216,7 @@ class Tensors:
             return self._product(node, (node.left, left), (node.right, right), state)
         if isinstance(left, Const) and isinstance(right, Const):
             return _fold(node.op, left.value, right.value)
-        first, second = (one if isinstance(one, Tensor) else None for one in (left, right))
+        first, second = (one if isinstance(one, Tensor) and not _is_vague(one) else None for one in (left, right))
         if first is None and second is None:
             return ScaleNumber() if isinstance(left, ScaleNumber) or isinstance(right, ScaleNumber) else None
         if isinstance(node.op, ast.Div) and first is not None:
@@ -253,6 +265,50 @@ def is_softmax(left: Tensor, right: Value | None) -> bool:
     """Return whether a division is exp(x) by the sum of the same exp(x)."""
     divisor = right if isinstance(right, Tensor) and right.role == "exp-sum" else None
     return left.role in ("exp", "exp-shifted") and divisor is not None and divisor.key == left.key
+
+
+def _format_of_another(call: Call) -> str:
+    """Return the format that a method casts to, if it is that of another tensor: ``x.dtype``, ``input_dtype``."""
+    if call.method == "type_as" and call.node.args:
+        return f"{ast.unparse(call.node.args[0])}.dtype"
+    if call.method not in ("to", "type"):
+        return ""
+    given = [*call.node.args, *(one.value for one in call.node.keywords if one.arg == "dtype")]
+    for one in given:
+        name = dotted(one) or ""
+        if (isinstance(one, ast.Attribute) and one.attr == "dtype") or name.split(".")[-1] in _SAVED_DTYPES:
+            return ast.unparse(one)
+    return ""
+
+
+def _is_cast_matter(tensor: Tensor) -> bool:
+    """Return whether a rule asks what a tensor was cast to: probabilities in FP32, one-hot masks."""
+    return tensor.role == "one-hot" or (tensor.role in ("softmax", "sigmoid") and tensor.dtype == "fp32")
+
+
+def _is_vague(tensor: Tensor) -> bool:
+    """Return whether the format of a tensor is unknown, and its part matters to operations on it alone."""
+    return bool(tensor.like) or (tensor.role == "one-hot" and tensor.dtype is None)
+
+
+def _asked_dtype(call: Call, otherwise: str | None) -> str | None:
+    """Return the format that ``dtype=`` asks for, None if unknown; ``otherwise`` if the call does not have it."""
+    if "dtype" not in call.keywords:
+        return otherwise
+    wanted = call.keywords["dtype"]
+    return DTYPES.get(wanted.name) if isinstance(wanted, Ref) else None
+
+
+def _dim(call: Call) -> object:
+    """Return the dimension of a sum, if it is a literal; None if it is not, or if there are none or several."""
+    dim = call.arg(1 if call.name else 0, "dim")
+    return dim.value if isinstance(dim, Const) else None
+
+
+def _is_turned(node: ast.expr) -> bool:
+    """Return whether indices were transposed: their first dimension may then be the k choices of each token."""
+    words = {one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute)}
+    return not words.isdisjoint(("t", "T", "mT", "transpose", "permute", "swapaxes"))
 
 
 def _is_over_channels(shape: list[ast.expr]) -> bool:

@@ -173,9 +173,9 @@ class Tensor(Value):
     """The autocast it was computed under."""
     role: str = ""
     """Its part in a known computation: exp, exp-shifted, exp-sum, shifted, max, transposed, scores, probs, softmax,
-    sigmoid, square."""
+    sigmoid, square, one-hot."""
     key: str = ""
-    """For exp: the text of its argument, to recognise the sum of the same exp."""
+    """For exp: the text of its argument, to recognise the sum of the same exp. For one-hot: the number of classes."""
     loss: str = ""
     """For a loss: the name of the function; ``summed`` if it is not a mean."""
     scaler: Site | None = None
@@ -189,6 +189,8 @@ class Tensor(Value):
     """Whether it is the output of a model."""
     makers: tuple[Site, ...] = ()
     """Models of engines that it was computed by, with gradients."""
+    like: str = ""
+    """For probabilities in FP32 and one-hot masks: the format at run time that they were cast to, ``x.dtype``."""
 
     @property
     def is_fp16(self) -> bool:
