@@ -15,6 +15,7 @@ import narrowgauge as ng
 from narrowgauge.findings import NOTE, SERIOUS, WARNING, Finding
 from narrowgauge.lint import model as model_lint
 from narrowgauge.lint import script
+from narrowgauge.nn.experts.routers import find_routers
 
 RULES = ("low-precision-router", "counts-16bit", "expert-loop")
 
@@ -68,7 +69,7 @@ def test_models_of_transformers_have_no_findings(name: str) -> None:
 
 
 class Mixture(nn.Module):
-    """A router beside a list of experts, as an engine does not recognize it, or beside stacked ones."""
+    """A router beside a list of experts, or beside stacked ones."""
 
     def __init__(self, experts: int, *, stacked: bool = False) -> None:
         super().__init__()
@@ -85,29 +86,11 @@ def check(model: nn.Module, recipe: str) -> list[Finding]:
     return model_lint.check(model, torch.optim.AdamW(model.parameters()), ng.recipe(recipe))
 
 
-def test_routers_beside_a_list_of_experts_are_not_kept_in_fp32() -> None:
-    model = nn.Sequential(Mixture(16), Mixture(16))
-    (finding,) = check(model, "fp8")
-    assert (finding.rule, finding.where, finding.severity) == ("low-precision-router", "0.router", WARNING)
-    assert "16 experts, and computes in FP8 (1 more like it)" in finding.detail and "keep=*.router" in finding.fix
-    (finding,) = check(model, "bf16")
-    assert finding.severity == NOTE and "computes in BF16" in finding.detail
-    (finding,) = check(nn.Sequential(Mixture(6)), "fp8")
-    assert finding.severity == NOTE and "computes in BF16" in finding.detail  # FP8 needs multiples of 16
-    assert "computes in FP16" in check(Mixture(8), "fp16")[0].detail
-    assert check(model, "fp32") == check(model, "fp8[keep=*.router]") == check(model, "tf32") == []
-
-
-def test_routers_inside_of_a_module_of_their_own() -> None:
-    experts = nn.ModuleDict({f"expert_{number}": nn.Linear(64, 64) for number in range(16)})
-    model = nn.ModuleDict({"mlp": nn.ModuleDict({"router": nn.ModuleDict({"classifier": nn.Linear(64, 16)})})})
-    model["mlp"]["experts"] = experts
-    (finding,) = check(model, "fp8")
-    assert finding.where == "mlp.router.classifier" and "keep=*.classifier" in finding.fix
-
-
 def test_routers_that_the_engine_keeps_in_fp32_are_not_reported() -> None:
-    assert check(nn.Sequential(Mixture(16, stacked=True)), "fp8") == []
+    for recipe in ("fp8", "bf16", "fp16"):
+        for stacked in (True, False):
+            model = nn.Sequential(Mixture(16, stacked=stacked), Mixture(16))
+            assert check(model, recipe) == [] and list(find_routers(model)) == ["0.router", "1.router"]
 
 
 def test_other_lists_and_layers_are_not_routers() -> None:

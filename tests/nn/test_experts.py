@@ -154,6 +154,45 @@ def test_router_logits_do_not_depend_on_the_recipe(make, recipe):
     torch.testing.assert_close(first, second)
 
 
+class Listed(nn.Module):
+    """A mixture whose experts are modules."""
+
+    def __init__(self, experts=16, dictionary=False):
+        super().__init__()
+        parts = [nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(experts)]
+        self.experts = (
+            nn.ModuleDict({str(i): part for i, part in enumerate(parts)}) if dictionary else nn.ModuleList(parts)
+        )
+        self.router = nn.Linear(64, experts, bias=False)
+        self.shared_expert = nn.Linear(64, experts)
+
+    def forward(self, x):
+        weights = self.router(x).softmax(-1)
+        parts = self.experts.values() if isinstance(self.experts, nn.ModuleDict) else self.experts
+        return sum(weights[..., i : i + 1] * part(x) for i, part in enumerate(parts))
+
+
+@pytest.mark.parametrize("dictionary", [False, True])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8[products=all]"])
+def test_routers_beside_experts_in_a_list_stay_in_fp32(recipe, dictionary):
+    model = nn.Sequential(Listed(16, dictionary), nn.Linear(64, 16))
+    assert list(find_routers(model)) == ["0.router"]
+    engine = ng.Engine(model, torch.optim.AdamW(model.parameters()), recipe=recipe)
+    x = torch.randn(8, 64)
+    with engine.forward():
+        made = model[0].router(x)
+        assert model[0].experts["0" if dictionary else 0](x).dtype is torch.bfloat16
+    assert made.dtype is torch.float32
+    torch.testing.assert_close(made, F.linear(x, model[0].router.weight))
+    assert {m.path: m.formats for m in engine.conversion.matrices}["0.router"] == ("fp32",) * 3
+
+
+def test_heads_beside_as_many_blocks_are_no_routers():
+    blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(12))
+    model = nn.ModuleDict({"blocks": blocks, "head": nn.Linear(64, 12)})
+    assert not find_routers(model)
+
+
 @pytest.mark.parametrize("make", FAMILIES)
 @pytest.mark.parametrize(
     "recipe", ["fp8[products=all]", "fp8-lean[products=all]", "fp8[products=all,gradients_format=e4m3]"]

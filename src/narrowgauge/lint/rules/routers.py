@@ -12,12 +12,10 @@ rounded to BF16 before topk chooses:
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from narrowgauge.findings import NOTE, WARNING, Finding
+from narrowgauge.findings import NOTE, WARNING
 from narrowgauge.lint import expert_names
-from narrowgauge.lint.detector import Detector, ModelCheck, TrainingSetup, more_like_it
+from narrowgauge.lint.detector import Detector
 from narrowgauge.lint.expert_buffers import is_vector_of_experts, rounded_by_cast
 from narrowgauge.lint.interpreter.call import Call
 from narrowgauge.lint.interpreter.context import Context
@@ -28,9 +26,6 @@ from narrowgauge.lint.interpreter.syntax import dotted
 from narrowgauge.lint.interpreter.values import Autocast, Const, Module, Ref, Site, Tensor, Value
 from narrowgauge.lint.rule import PYTORCH, Rule
 from narrowgauge.lint.verdicts import Verdicts
-
-if TYPE_CHECKING:
-    from torch import nn
 
 LOW_PRECISION_ROUTER = Rule(
     name="low-precision-router",
@@ -168,42 +163,3 @@ def _dtype_of(call: Call) -> str | None:
     """Return the format that ``dtype=`` names."""
     given = call.keywords.get("dtype")
     return DTYPES.get(given.name) if isinstance(given, Ref) else None
-
-
-class ModelRouters(ModelCheck):
-    """Checks routers beside a list of experts. The engine keeps only those beside stacked experts in FP32."""
-
-    def check(self, setup: TrainingSetup) -> Iterator[Finding]:
-        if setup.recipe.compute in ("fp32", "tf32"):
-            return
-        from narrowgauge.nn.experts.routers import find_routers
-
-        kept = find_routers(setup.model)
-        found = [
-            (path, count)
-            for path, count in _list_routers(setup.model)
-            if path not in kept and not setup.keeps_in_fp32(path)
-        ]
-        if not found:
-            return
-        path, count = found[0]
-        in_fp8 = setup.recipe.compute == "fp8" and count % 16 == 0
-        bits = "FP8" if in_fp8 else "FP16" if setup.recipe.compute == "fp16" else "BF16"
-        owner, _, name = path.rpartition(".")
-        detail = f"{path} chooses among {count} experts, and computes in {bits}{more_like_it(len(found))}"
-        fix = f"keep it in FP32, with keep={'*.' * bool(owner)}{name} in the recipe"
-        yield LOW_PRECISION_ROUTER.finding(path, detail, fix, WARNING if in_fp8 else NOTE)
-
-
-def _list_routers(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """Yield the linear layers beside a list of experts that have an output for each: path and number of experts."""
-    from torch import nn
-
-    for owner, module in model.named_modules():
-        for name, experts in module.named_children():
-            if "expert" not in name or not isinstance(experts, nn.ModuleList | nn.ModuleDict) or len(experts) < 2:
-                continue
-            for path, layer in module.named_modules():
-                is_expert = path.split(".")[0] == name or "shared" in path
-                if isinstance(layer, nn.Linear) and layer.out_features == len(experts) and not is_expert:
-                    yield f"{owner}.{path}" if owner else path, len(experts)
