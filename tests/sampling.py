@@ -1,12 +1,12 @@
 """Hooks of pytest: ``--sample`` runs only some variants of the tests in sampled_tests.txt, first and last included.
 
-Of n variants, which ``parametrize`` makes, n / 4 are run, and at least two. They are the same each time.
+Of n variants, which ``parametrize`` makes, n / 6 are run, and at least two. They are the same each time.
 """
 
 from pathlib import Path
 
 LIST = Path(__file__).with_name("sampled_tests.txt")
-SHARE, FEWEST = 4, 2
+SHARE, FEWEST = 6, 2
 
 
 def pytest_addoption(parser):

@@ -127,4 +127,4 @@ def test_forecasts_of_bf16_know_it():
     pairs = task.items_per_batch * config.chosen
     for op in products:
         size = config.width * config.hidden * (2 if op.where.endswith("gate_up_proj") else 1)
-        assert 2 * pairs * size <= op.flops <= 2 * (pairs + 127 * config.experts) * size
+        assert 2 * pairs * size <= op.flops <= 2 * (pairs + 127 * config.experts) * size, op

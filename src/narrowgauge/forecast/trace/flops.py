@@ -15,9 +15,18 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from narrowgauge.forecast.trace.trace import Op
+from narrowgauge.kernels.experts.slots import TILE
 
 SELECTED = {"embedding": 0, "index_select": 0, "gather": 0, "nll_loss_forward": 0, "nll_loss_backward": 1}
 """Operations that read only a part of one operand: its position. Their indices determine how much."""
+
+_BY_SLOTS = {
+    "narrowgauge::multiply_by_experts": 0,
+    "narrowgauge::multiply_wide_by_experts": 0,
+    "narrowgauge::multiply_slots_of_experts": 1,
+    "narrowgauge::multiply_wide_slots_of_experts": 0,
+}
+"""Products of experts, and which dimension of their first operand are slots."""
 
 
 def count_flops(
@@ -30,19 +39,22 @@ def count_flops(
         )
     if func._schema.name == "aten::_grouped_mm":
         return _count_grouped(given["self"], given["mat2"])
-    if func._schema.name == "narrowgauge::multiply_by_experts":
-        return float(2 * given["a"].numel() * given["width"])
-    if func._schema.name == "narrowgauge::multiply_wide_by_experts":
-        return float(2 * given["a"].numel() * result.shape[1])
-    if func._schema.name == "narrowgauge::multiply_wide_slots_of_experts":
-        return float(2 * given["a"].numel() * given["b"].shape[1])
-    if func._schema.name == "narrowgauge::multiply_slots_of_experts":
-        return float(2 * given["a"].numel() * len(given["b"]))
+    if func._schema.name in _BY_SLOTS:
+        return _count_by_slots(func._schema.name, given, result)
     formula = flop_registry.get(func._overloadpacket)
     if formula is not None:
         return float(formula(*args, **kwargs, out_val=result))
     outputs = result if isinstance(result, tuple | list) else (result,)
     return float(sum(tensor.numel() for tensor in outputs if isinstance(tensor, Tensor)))
+
+
+def _count_by_slots(name: str, given: Mapping[str, Any], result: Tensor) -> float:
+    """Buffers have slots for the worst case. On average, half of an expert's last tile is empty."""
+    slots = given["a"].shape[_BY_SLOTS[name]]
+    empty = (TILE // 2) * (len(given["starts"]) - 1)
+    used = max(slots - empty, slots // 2)
+    columns = given["a"].numel() // slots
+    return float(2 * used * columns * result.shape[-1])
 
 
 def _count_grouped(a: Tensor, b: Tensor) -> float:
