@@ -84,6 +84,7 @@ def test_the_kernel_matches_the_reference(layout, dtype):
     else:
         torch.testing.assert_close(found[1], wanted[1], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(found[2], wanted[2], rtol=1e-4, atol=1e-4)
+        assert found[1].untyped_storage().data_ptr() != found[2].untyped_storage().data_ptr()  # results of an op
 
 
 def test_angles_of_each_row_of_a_batch():

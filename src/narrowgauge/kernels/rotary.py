@@ -377,7 +377,7 @@ def _backward(
         **_constants(Heads(queries, keys, size), cos.shape[-1], q_weight),
     )  # fmt: skip
     if partial is not None:
-        of_q, of_k = partial.sum(0).split([len(of_q), len(of_k)])
+        of_q, of_k = (part.sum(0) for part in partial.split([len(of_q), len(of_k)], 1))  # an op's results share nothing
     return grad, of_q, of_k
 
 

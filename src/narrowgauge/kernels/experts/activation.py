@@ -261,19 +261,19 @@ def _backward(
         recomputed = turn_reference(round_reference(weighed, forward_scale, get_forward_dtype(u), None, None))
         return made, turn_reference(made), recomputed, (value * widen(grad)).sum(1)[None]
     made = torch.empty((length, 2 * width), dtype=dtype, device=u.device)
-    words = torch.empty((3 * width, length // 4), dtype=torch.int32, device=u.device)
+    turned = torch.empty((2 * width, length // 4), dtype=torch.int32, device=u.device)
+    recomputed = torch.empty((width, length // 4), dtype=torch.int32, device=u.device)
     tile = BACKWARD_TILE
     dots = torch.empty((-(-width // tile["BLOCK_D"]), length), device=u.device)
     gate, up = u.split(width, 1)
     grad_gate, grad_up = made.split(width, 1)
     launch_kernel(
         _activate_experts_backward_kernel, tile_grid(length, width, tile),
-        grad, gate, up, weights, pairs, grad_gate, grad_up, *words.split(width), dots, scale, forward_scale, amax,
-        counts, length, width, u.stride(0), length // 16,
+        grad, gate, up, weights, pairs, grad_gate, grad_up, *turned.split(width), recomputed, dots, scale,
+        forward_scale, amax, counts, length, width, u.stride(0), length // 16,
         OP=kind.replace("-", "_"), NAME=GATES[kind].replace("-", "_"), FORMAT=get_format_name(dtype),
         WHOLE=tiles_evenly(length, width, tile), **tile,
     )  # fmt: skip
-    turned, recomputed = words.split((2 * width, width))
     return made, turned.view(dtype), recomputed.view(E4M3), dots
 
 
