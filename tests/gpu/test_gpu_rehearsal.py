@@ -14,6 +14,7 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge import tasks
+from narrowgauge.kernels.experts import activation, products, rows, slots, wide
 from narrowgauge.nn.fused import rehearse
 
 SCRIPT = """
@@ -33,7 +34,7 @@ def count(self, *args, **kwargs):
 
 
 jit.JITFunction._do_compile = count
-task = tasks.find("gpt:3x256", batch=8, context=256)
+task = tasks.find(sys.argv[2], batch=8, context=256)
 with torch.device("cuda"):
     model = task.model()
 engine = ng.Engine(model, torch.optim.AdamW(model.parameters(), 1e-3), sys.argv[1])
@@ -49,9 +50,9 @@ print(json.dumps({"made": made, "steps": steps, "loss": loss.item()}))
 """
 
 
-def train(recipe: str, steps: int = 3) -> tuple[list[float], Any]:
+def train(recipe: str, steps: int = 3, name: str = "gpt:3x256") -> tuple[list[float], Any]:
     torch.manual_seed(0)
-    task = tasks.find("gpt:3x256", batch=8, context=256)
+    task = tasks.find(name, batch=8, context=256)
     with torch.device("cuda"):
         model = task.model()
     engine = ng.Engine(model, torch.optim.AdamW(model.parameters(), 1e-3), recipe)
@@ -68,25 +69,46 @@ def train(recipe: str, steps: int = 3) -> tuple[list[float], Any]:
     return losses, amaxes
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "fp8-lean", "bf16", "fp8[activations=8bit]"])
-def test_training_computes_as_without_rehearsals(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+RECIPES = ["fp8", "fp8-lean", "bf16", "fp8[activations=8bit]"]
+MIXTURES = ["fp8[products=all]", "fp8-lean[products=all]", "bf16", "bf16-lean"]
+
+
+@pytest.mark.parametrize(
+    ("task", "recipe"),
+    [*(("gpt:3x256", recipe) for recipe in RECIPES), *(("moe-tiny", recipe) for recipe in MIXTURES)],
+)
+def test_training_computes_as_without_rehearsals(task: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rehearse, "_done", set())
     monkeypatch.setattr(rehearse, "_places", {})
-    losses, amaxes = train(recipe)
+    losses, amaxes = train(recipe, name=task)
     assert rehearse._done
     monkeypatch.setattr(rehearse, "MOST_REHEARSALS", 0)
-    plain, wanted = train(recipe)
+    plain, wanted = train(recipe, name=task)
     assert losses[0] == plain[0] and amaxes[0] == wanted[0]  # later steps add gradients in any order
     assert losses == pytest.approx(plain, rel=1e-3)
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "bf16"])
-def test_kernels_of_blocks_and_head_are_compiled_in_other_threads(recipe: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", SCRIPT, recipe]
+def compile_kernels(recipe: str, task: str, cache: Path) -> Any:
+    """Return the kernels that are compiled in a process with an empty cache, and whether its main thread does it."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
+    command = [sys.executable, "-c", SCRIPT, recipe, task]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("recipe", ["fp8[products=all]", "bf16"])
+def test_kernels_of_experts_are_compiled_in_other_threads(recipe: str, tmp_path: Path) -> None:
+    found = compile_kernels(recipe, "moe-tiny", tmp_path)
+    names = {name for module in (activation, products, rows, slots, wide) for name in vars(module)}
+    of_experts = [(name, is_main) for name, is_main in found["made"] if name in names]
+    assert len(of_experts) >= 6 and not any(is_main for _, is_main in of_experts), of_experts
+    assert found["steps"][2] == found["steps"][1]
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "bf16"])
+def test_kernels_of_blocks_and_head_are_compiled_in_other_threads(recipe: str, tmp_path: Path) -> None:
+    found = compile_kernels(recipe, "gpt:3x256", tmp_path)
     here = [name for name, is_main in found["made"] if is_main]
     assert len(here) < 0.4 * len(found["made"]), here
     first, second, third = found["steps"]

@@ -319,6 +319,31 @@ elif kind == "rehearsal":  # compiles in threads, through the driver of a GPU th
         assert len(threads) == 2 and all(name.startswith("compile kernels") for name in threads), threads
         cast._max_abs_kernel.warmup(torch.float32, torch.float32, 48, 768, 768, grid=(1,), **size)
         assert len(threads) == 2, "a launch finds what was compiled"
+        # A product of experts, whose tensors are read by tiles: gradients in E5M2 are another kernel than in E4M3.
+        from triton.tools.tensor_descriptor import TensorDescriptor
+        shape, ints = products.MULTIPLY, (8, 2, 16, 512, 0)
+        tiles = {"a": (128, 128), "b": (shape["BLOCK_N"], 128), "c": (128, shape["BLOCK_N"])}
+        def make(dtype, size):
+            dtypes = {"a": dtype, "b": torch.float8_e4m3fn, "c": torch.bfloat16}
+            return [(torch.empty(size, 512, dtype=dtypes[name]), tile) for name, tile in tiles.items()]
+        others = [torch.int32] * 2 + [torch.float32] * 2
+        noted = {}
+        for number, (dtype, size) in enumerate([(torch.float8_e4m3fn, 256), (torch.float8_e5m2, 256),
+                                                (torch.float8_e4m3fn, 384)]):
+            rehearsal.noted = noted
+            rehearsal.note(f"product {number}", products._multiply_experts_kernel, (*make(dtype, size), *others, *ints),
+                           dict(BLOCK_M=128, **shape))
+            rehearsal.noted = None
+        assert len(noted) == 3 and not any(isinstance(arg, torch.Tensor) for one in noted.values() for arg in one.args)
+        rehearsal.start_compiling(noted)
+        assert rehearsal.is_compiling()
+        for number in noted:
+            rehearsal.wait_for(number)
+        assert not rehearsal.is_compiling()
+        assert len(threads) == 4 and all(name.startswith("compile kernels") for name in threads), threads
+        real = [TensorDescriptor.from_tensor(tensor, list(tile)) for tensor, tile in make(torch.float8_e5m2, 512)]
+        products._multiply_experts_kernel.warmup(*real, *others, *ints, grid=(1,), BLOCK_M=128, **shape)
+        assert len(threads) == 4, "a launch finds what was compiled"
 else:
     plain = ("multiplier", "cap", "smoothing")
     compiled(cross_entropy_kernels.grad_logits_kernel, 8, plain, BLOCK_N=16, BLOCK_V=512)

@@ -18,6 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from narrowgauge import hardware, kernels, tasks
 from narrowgauge.forecast.trace.trace_step import trace_steps
 from narrowgauge.kernels import launch, rehearsal
+from narrowgauge.kernels.experts import activation, products, rows, slots, wide
+from narrowgauge.nn.experts.run import _Experts
 from narrowgauge.nn.fused import rehearse, verify
 from narrowgauge.recipe import parse
 from narrowgauge.scaling.tensor import TensorScales
@@ -26,6 +28,12 @@ from narrowgauge.tasks import user_model
 
 OUTSIDE = {"_adamw_kernel", "_squares_kernel", "_norms_kernel", "rescale_kernel", "add_rows_kernel"}
 """Kernels outside of blocks and head."""
+
+
+EXPERT_OPS = {
+    slots: ["_assign"], rows: ["_gather_cast", "_sum_slots"], activation: ["_activate", "_backward"],
+    products: ["_multiply", "_multiply_slots"], wide: ["_gather", "_activate", "_backward"],
+}  # fmt: skip
 
 
 class Launches:
@@ -38,7 +46,7 @@ class Launches:
         """Launches that no rehearsal had foreseen."""
 
     def launch(self, kernel: Any, grid: Any, *args: Any, **constants: Any) -> None:
-        key = kernel.__name__, tuple(map(classify, args)), tuple(constants.items())
+        key = kernel.__name__, tuple(map(classify, args)), tuple(sorted(constants.items()))
         if rehearsal.noted is not None:
             self.rehearsed.add(key)
             return
@@ -49,6 +57,8 @@ class Launches:
 
 
 def classify(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return value[0].dtype, value[1]
     if isinstance(value, Tensor):
         return value.dtype
     return (value == 1, value % 16 == 0) if type(value) is int else None if value is None else type(value)
@@ -58,12 +68,17 @@ def classify(value: Any) -> Any:
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """Note launches on a simulated GPU, where the Python around kernels runs as on a real one."""
     made = Launches()
-    names = [module.name for module in pkgutil.iter_modules(kernels.__path__, "narrowgauge.kernels.")]
+    names = [module.name for module in pkgutil.walk_packages(kernels.__path__, "narrowgauge.kernels.")]
     for module in map(importlib.import_module, names):
-        if hasattr(module, "launch_kernel") and not module.__name__.endswith("launch"):
-            monkeypatch.setattr(module, "launch_kernel", made.launch)
+        for launcher in ("launch_kernel", "launch_tiled"):
+            if hasattr(module, launcher) and not module.__name__.endswith("launch"):
+                monkeypatch.setattr(module, launcher, made.launch)
         if hasattr(module, "can_bypass_op") and not module.__name__.endswith("cublas"):
             monkeypatch.setattr(module, "can_bypass_op", lambda *tensors: True)
+    for module, ops in EXPERT_OPS.items():  # run the Python around their kernels, and not what stands for it
+        for name in ops:
+            monkeypatch.setattr(module, f"{name}_op", getattr(module, name))
+    monkeypatch.setattr(products, "_count_programs", lambda tensor: 132)
     monkeypatch.setattr(rehearse, "_has_data", lambda x: True)
     monkeypatch.setattr(rehearse, "is_dry_run", lambda: False)
     monkeypatch.setattr(rehearse.events, "is_listening", lambda: False)
@@ -77,6 +92,12 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 HF_LLAMA = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+HF_MIXTRAL = {
+    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "num_local_experts": 4, "output_router_logits": True,
 }  # fmt: skip
 
 
@@ -102,6 +123,60 @@ def test_what_blocks_and_head_launch_was_rehearsed(kind: str, recipe: str, launc
     # The last norm of transformers' models is outside as well: forward and backward, in the first step and later ones.
     most = 6 if kind == "transformers" else 0
     assert missed.keys() <= {"forward_kernel", "backward_kernel", "sum_kernel"} and missed.total() <= most
+
+
+@pytest.mark.parametrize(
+    ("recipe", "some"),
+    [
+        ("fp8", {"_multiply_experts_kernel", "_multiply_slots_kernel", "_activate_experts_backward_kernel"}),
+        ("fp8-lean", {"_multiply_experts_kernel", "_gather_cast_kernel"}),
+        ("fp8[scaling=current]", {"_multiply_slots_kernel", "_activate_experts_kernel"}),
+        ("fp8[gradients_format=e4m3]", {"_multiply_slots_kernel", "_sum_slots_kernel"}),
+        ("bf16", {"_gather_kernel", "_activate_wide_kernel", "_activate_wide_backward_kernel", "_assign_kernel"}),
+        ("bf16-lean[checkpoint=none]", {"_gather_kernel", "_sum_slots_kernel"}),
+    ],
+)
+@pytest.mark.parametrize("kind", ["moe-tiny", "mixtral"])
+def test_what_experts_launch_was_rehearsed(kind: str, recipe: str, some: set[str], launches: Launches) -> None:
+    """Forward and backward, in the first step and later ones, in both formats of gradients."""
+    parsed = parse(recipe)
+    parsed = parsed.replace(products="all") if parsed.compute == "fp8" else parsed
+    if kind == "mixtral":
+        pytest.importorskip("transformers")
+        task = user_model.make_task("transformers:MixtralForCausalLM", HF_MIXTRAL, 8, 256, small=False)
+    else:
+        task = tasks.find(kind, batch=8, context=256)
+    trace_steps(task, parsed, hardware.find_gpu("h200"))
+    assert some <= {key[0] for key in launches.launched}
+    of_experts = {kernel for module in EXPERT_OPS for kernel in vars(module) if kernel.endswith("_kernel")}
+    assert not of_experts & {key[0] for key in launches.unforeseen}
+
+
+def test_equal_experts_are_rehearsed_once(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[tuple[bool, bool]] = []
+    original = _Experts.forward
+
+    def count(ctx: Any, *args: Any) -> Any:
+        if rehearsal.noted is not None:
+            runs.append((args[-2].scales.delayed, all(args[-1])))
+        return original(ctx, *args)
+
+    monkeypatch.setattr(_Experts, "forward", count)
+    trace_steps(tasks.find("moe-tiny", batch=8, context=256), parse("fp8[products=all]"), hardware.find_gpu("h200"))
+    assert runs == [(False, True), (True, True)]  # without scales, and with them
+
+
+def test_a_rehearsal_of_experts_reads_nothing_out_of_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots that no kernel has written are indices of what torch reads."""
+    monkeypatch.setattr(slots, "use_triton", lambda tensor: True)
+    monkeypatch.setattr(slots, "launch_kernel", lambda *args, **constants: None)
+    filled = torch.empty
+    monkeypatch.setattr(slots.torch, "empty", lambda *size, **kwargs: filled(*size, **kwargs).fill_(10**6))
+    index = torch.tensor([[0, 1], [2, 1]])
+    monkeypatch.setattr(rehearsal, "noted", {})
+    assert not slots._assign(index, 4)[0].any()
+    monkeypatch.setattr(rehearsal, "noted", None)
+    assert slots._assign(index, 4)[0].all()
 
 
 def test_equal_blocks_are_rehearsed_once(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,8 +50,31 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: A
 _UNKNOWN: Any = object()
 
 
+def launch_tiled(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """Launch a kernel that the tensor memory accelerator (TMA) loads tiles for, always by Triton.
+
+    A tensor with the shape of a tile, as a tuple, becomes a descriptor.
+    """
+    if is_dry_run():
+        return
+    if hasattr(kernel, "device_caches") and (rehearsal.noted is not None or rehearsal.is_compiling()):
+        key = (kernel, torch._C._cuda_getDevice(), *map(_classify, args), *constants.items())
+        if rehearsal.noted is not None:
+            rehearsal.note(key, kernel, args, constants)
+            return
+        rehearsal.wait_for(key)
+    elif rehearsal.noted is not None:
+        return
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    given = [TensorDescriptor.from_tensor(arg[0], list(arg[1])) if isinstance(arg, tuple) else arg for arg in args]
+    kernel[grid](*given, **constants)
+
+
 def _classify(value: Any) -> Any:
     """Return what Triton specializes a kernel on, for one argument. Integers are never taken for unspecialized."""
+    if isinstance(value, tuple):
+        return value[0].dtype, value[1]
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
     if type(value) is int:

@@ -20,8 +20,27 @@ from torch import Tensor
 MOST_THREADS = 16
 
 
+class Tiles(NamedTuple):
+    """A tensor that is read by tiles, without its values."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    tile: tuple[int, ...]
+
+    def describe(self) -> Any:
+        """Return a descriptor for Triton's compiler."""
+        from triton.runtime.jit import MockTensor
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        return TensorDescriptor(MockTensor(self.dtype), list(self.shape), list(self.strides), list(self.tile))
+
+
 class Variant(NamedTuple):
-    """A kernel, and what decides how it is compiled: dtypes in place of tensors, other arguments as they are."""
+    """A kernel, and what decides how it is compiled: dtypes in place of tensors, other arguments as they are.
+
+    In place of a tensor that is read by tiles there is a ``Tiles``.
+    """
 
     kernel: Any
     args: tuple[Any, ...]
@@ -40,11 +59,18 @@ def note(key: Any, kernel: Any, args: Sequence[Any], constants: dict[str, Any]) 
     """Note a launch. Triton's stand-in for a tensor is aligned: other tensors are left to their launch, and so is a
     kernel of the interpreter."""
     assert noted is not None
-    tensors = [value for value in args if isinstance(value, Tensor)]
+    tensors = [value[0] if isinstance(value, tuple) else value for value in args]
+    tensors = [value for value in tensors if isinstance(value, Tensor)]
     can_compile = hasattr(kernel, "device_caches") and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
     if key not in noted and can_compile:
-        given = tuple(value.dtype if isinstance(value, Tensor) else value for value in args)
-        noted[key] = Variant(kernel, given, constants)
+        noted[key] = Variant(kernel, tuple(map(_omit_values, args)), constants)
+
+
+def _omit_values(value: Any) -> Any:
+    if isinstance(value, tuple):
+        tensor, tile = value
+        return Tiles(tensor.dtype, tuple(tensor.shape), tensor.stride(), tile)
+    return value.dtype if isinstance(value, Tensor) else value
 
 
 @contextlib.contextmanager
@@ -70,7 +96,8 @@ def start_compiling(variants: dict[Any, Variant]) -> None:
     def compile_one(variant: Variant) -> None:
         torch.cuda.set_device(device)
         with contextlib.suppress(Exception):  # the launch raises it again, with its own traceback
-            variant.kernel.warmup(*variant.args, grid=(1,), **variant.constants)
+            args = (value.describe() if isinstance(value, Tiles) else value for value in variant.args)
+            variant.kernel.warmup(*args, grid=(1,), **variant.constants)
 
     pool = ThreadPoolExecutor(min(len(variants), MOST_THREADS, os.cpu_count() or 1), "compile kernels")
     for key, variant in variants.items():
@@ -80,6 +107,11 @@ def start_compiling(variants: dict[Any, Variant]) -> None:
             _compiling[form] = pool.submit(compile_one, variant)
         _pending[key] = _compiling[form]
     pool.shutdown(wait=False)
+
+
+def is_compiling() -> bool:
+    """Whether there are kernels of launches that have not come yet."""
+    return bool(_pending)
 
 
 def wait_for(key: Any) -> None:
@@ -93,6 +125,7 @@ def _describe(variant: Variant) -> tuple[Any, ...]:
     parameters = variant.kernel.params[: len(variant.args)]
     forms = [
         value if isinstance(value, torch.dtype)
+        else (value.dtype, value.tile) if isinstance(value, Tiles)
         else type(value) if type(value) is not int or parameter.do_not_specialize
         else (value == 1, value % 16 == 0, abs(value) >= 2**31)
         for value, parameter in zip(variant.args, parameters, strict=True)

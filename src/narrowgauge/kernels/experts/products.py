@@ -20,14 +20,13 @@ from __future__ import annotations
 
 import itertools
 import os
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from narrowgauge.kernels import HAVE_TRITON, define_op, jit, rehearsal, use_triton
-from narrowgauge.kernels.dry_run import is_dry_run
+from narrowgauge.kernels import HAVE_TRITON, define_op, jit, use_triton
 from narrowgauge.kernels.experts.slots import TILE, Slots
+from narrowgauge.kernels.launch import launch_tiled
 
 if HAVE_TRITON:
     import triton.language as tl
@@ -168,7 +167,7 @@ def _multiply(
     out = torch.empty(len(a), width, dtype=torch.bfloat16, device=a.device)
     shape, depth = MULTIPLY, a.shape[1]
     tiles_n = -(-width // shape["BLOCK_N"])
-    _launch(
+    launch_tiled(
         _multiply_experts_kernel, (_count_programs(a),),
         (a, (TILE, shape["BLOCK_K"])), (b, (shape["BLOCK_N"], shape["BLOCK_K"])), (out, (TILE, shape["BLOCK_N"])),
         experts, starts, inv_a, inv_b, len(starts) - 1, tiles_n, depth // shape["BLOCK_K"],
@@ -183,7 +182,7 @@ def _multiply_slots(a: Tensor, b: Tensor, starts: Tensor, inv_a: Tensor, inv_b: 
     experts, shape = len(starts) - 1, MULTIPLY_SLOTS
     out = torch.empty(experts, len(a), len(b), dtype=dtype, device=a.device)
     tiles_m, tiles_n = -(-len(a) // shape["BLOCK_M"]), -(-len(b) // shape["BLOCK_N"])
-    _launch(
+    launch_tiled(
         _multiply_slots_kernel, (experts * tiles_m * tiles_n,),
         (a, (shape["BLOCK_M"], TILE)), (b, (shape["BLOCK_N"], TILE)), out,
         starts, inv_a, inv_b, tiles_m, tiles_n, len(a), len(b), BLOCK_K=TILE, **shape,
@@ -195,16 +194,6 @@ def _count_programs(tensor: Tensor) -> int:
     if not tensor.is_cuda:
         return INTERPRETED_PROGRAMS
     return torch.cuda.get_device_properties(tensor.device).multi_processor_count
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """Launch a kernel; a tensor with the shape of a block becomes a descriptor for the TMA."""
-    if is_dry_run() or rehearsal.noted is not None:
-        return
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    given = [TensorDescriptor.from_tensor(arg[0], list(arg[1])) if isinstance(arg, tuple) else arg for arg in args]
-    kernel[grid](*given, **constants)
 
 
 _multiply_op = define_op(

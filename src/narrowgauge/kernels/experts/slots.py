@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from narrowgauge.kernels import HAVE_TRITON, define_op, jit, jit_unspecialized, use_triton
+from narrowgauge.kernels import HAVE_TRITON, define_op, jit, jit_unspecialized, rehearsal, use_triton
 from narrowgauge.kernels.launch import launch_kernel
 
 if HAVE_TRITON:
@@ -148,7 +148,9 @@ def _assign(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor
     block = max(LARGEST_TABLE // padded, 16)
     blocks = -(-pairs // block)
     counts = torch.empty((blocks, padded), dtype=torch.int32, device=device)
-    of_pairs = torch.empty(index.shape, dtype=torch.int32, device=device)
+    # Torch reads results at these places, also in a rehearsal, where no kernel writes them.
+    make = torch.empty if rehearsal.noted is None else torch.zeros
+    of_pairs = make(index.shape, dtype=torch.int32, device=device)
     held = torch.full((tiles * TILE,), -1, dtype=torch.int32, device=device)
     starts = torch.empty(experts + 1, dtype=torch.int32, device=device)
     owners = torch.empty(tiles, dtype=torch.int32, device=device)

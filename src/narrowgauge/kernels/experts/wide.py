@@ -18,7 +18,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from narrowgauge.kernels import HAVE_TRITON, define_op, jit, use_triton
+from narrowgauge.kernels import HAVE_TRITON, define_op, jit, rehearsal, use_triton
 from narrowgauge.kernels.activation_kernels import compute_gated_gradients, compute_value
 from narrowgauge.kernels.activation_reference import GATES, activate_backward_reference, activate_reference, widen
 from narrowgauge.kernels.experts.activation import get_factors
@@ -197,12 +197,16 @@ def _backward(kind: str, grad: Tensor, u: Tensor, weights: Tensor, pairs: Tensor
 def _multiply(a: Tensor, stack: Tensor, starts: Tensor, transposed: bool) -> Tensor:
     if not a.is_cuda or a.dtype is torch.float32:
         return multiply_wide_reference(a, stack, starts, transposed)
+    if rehearsal.noted is not None:  # nothing is Triton's here, and no kernel has written the slots
+        return a.new_empty(len(a), stack.shape[1 if transposed else 2])
     return torch._grouped_mm(a, stack.transpose(-2, -1) if transposed else stack, offs=starts[1:])
 
 
 def _multiply_slots(a: Tensor, b: Tensor, starts: Tensor) -> Tensor:
     if not a.is_cuda or a.dtype is torch.float32:
         return multiply_slots_wide_reference(a, b, starts)
+    if rehearsal.noted is not None:
+        return a.new_empty(len(starts) - 1, a.shape[1], b.shape[1])
     return torch._grouped_mm(a.t(), b, offs=starts[1:])
 
 

@@ -54,6 +54,12 @@ class StackCast(Protocol):
     @property
     def path(self) -> str: ...
 
+    @property
+    def keep_for_backward(self) -> bool: ...
+
+    @property
+    def gradient_dtype(self) -> torch.dtype | None: ...
+
 
 @dataclass(frozen=True)
 class ExpertsPlan:
@@ -89,7 +95,7 @@ def make_experts_plan(module: nn.Module, path: str, spec: ExpertsSpec, scales: T
 class WideStack:
     """A stack of matrices in FP32, cast to nothing."""
 
-    path, gradient_dtype = "", torch.float32
+    path, gradient_dtype, keep_for_backward = "", torch.float32, False
 
     def __init__(self, stack: Tensor | None = None) -> None:
         self.stack = stack

@@ -33,6 +33,7 @@ from narrowgauge.kernels.experts.rows import gather_cast, sum_slots
 from narrowgauge.kernels.experts.slots import Slots, assign_slots
 from narrowgauge.kernels.fp8_formats import FP8_MAX
 from narrowgauge.nn.experts.plan import CastStack, ExpertsPlan, StackCast
+from narrowgauge.nn.fused.rehearse import rehearse_function
 from narrowgauge.nn.module_changes import Change
 from narrowgauge.nn.products.gemm import BF16, DOUBLE_BACKWARD, Fp8Caster
 from narrowgauge.scaling.tensor import Site
@@ -48,6 +49,11 @@ class Needs(NamedTuple):
     weights: bool
     gate_up: bool
     down: bool
+
+    @staticmethod
+    def of(*tensors: Tensor) -> Needs:
+        """Return the gradients that will be asked for: none in evaluation."""
+        return Needs(*(tensor.requires_grad and torch.is_grad_enabled() for tensor in tensors))
 
 
 class Scale(NamedTuple):
@@ -86,10 +92,22 @@ def run_experts(plan: ExpertsPlan, x: Tensor, index: Tensor, weights: Tensor, ga
         gate_up: [E, 2 F, D].
         down: [E, D, F].
     """
-    grads = (tensor.requires_grad and torch.is_grad_enabled() for tensor in (x, weights, gate_up, down))
+    needs = Needs.of(x, weights, gate_up, down)
+    args = x, weights, gate_up, down, index, plan, needs
     with torch.autocast(x.device.type, enabled=False):
-        made: Tensor = _Experts.apply(x, weights, gate_up, down, index, plan, Needs(*grads))  # type: ignore[no-untyped-call]
+        if any(needs):
+            sites, casts = (plan.tokens, plan.hidden, plan.grad_up, plan.grad_down), (plan.up, plan.down)
+            formats = [site.dtype for site in sites] + [cast.gradient_dtype for cast in casts]
+            how = *formats, *(cast.keep_for_backward for cast in casts), plan.scales.mode, needs
+            key = plan.spec, how, describe_tensors(weights, gate_up, down, index)
+            rehearse_function(_Experts, plan.scales, x, key, *args)
+        made: Tensor = _Experts.apply(*args)  # type: ignore[no-untyped-call]
     return made
+
+
+def describe_tensors(weights: Tensor, gate_up: Tensor, down: Tensor, index: Tensor) -> Any:
+    """Return what decides which kernels experts launch, besides their description: dtypes, and choices per token."""
+    return weights.dtype, gate_up.dtype, down.dtype, index.dtype, index.shape[-1]
 
 
 class _Experts(torch.autograd.Function):

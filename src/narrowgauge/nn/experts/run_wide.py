@@ -30,7 +30,8 @@ from narrowgauge.kernels.experts import wide
 from narrowgauge.kernels.experts.rows import sum_slots
 from narrowgauge.kernels.experts.slots import Slots, assign_slots
 from narrowgauge.nn.experts.find import ExpertsSpec
-from narrowgauge.nn.experts.run import EXPERT_PARALLEL, Needs
+from narrowgauge.nn.experts.run import EXPERT_PARALLEL, Needs, describe_tensors
+from narrowgauge.nn.fused.rehearse import rehearse_function
 from narrowgauge.nn.module_changes import Change
 from narrowgauge.nn.products.gemm import BF16, DOUBLE_BACKWARD
 
@@ -76,9 +77,13 @@ def run_wide(
         down: [E, D, F].
         dtype: The format of the products: BF16, or FP32 to compare with a model's own code.
     """
-    grads = (tensor.requires_grad and torch.is_grad_enabled() for tensor in (x, weights, gate_up, down))
+    needs = Needs.of(x, weights, gate_up, down)
+    args = x, weights, gate_up, down, index, path, spec, dtype, needs
     with torch.autocast(x.device.type, enabled=False):
-        made: Tensor = _WideExperts.apply(x, weights, gate_up, down, index, path, spec, dtype, Needs(*grads))  # type: ignore[no-untyped-call]
+        if any(needs):
+            key = spec, dtype, needs, describe_tensors(weights, gate_up, down, index)
+            rehearse_function(_WideExperts, None, x, key, *args)
+        made: Tensor = _WideExperts.apply(*args)  # type: ignore[no-untyped-call]
     return made
 
 

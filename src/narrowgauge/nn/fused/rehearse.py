@@ -1,4 +1,4 @@
-"""Runs a block, or the head, once without launching kernels, before its first call: see ``kernels.rehearsal``.
+"""Runs a block, experts, or the head once without launching kernels, before the first call: see ``kernels.rehearsal``.
 
 A first step computes scales from each tensor, later ones have them: a rehearsal runs both ways. It changes nothing:
 the statistics of scales and the random state are restored, and results are thrown away. Blocks that run code of the
@@ -83,6 +83,36 @@ def rehearse(scales: TensorScales | ScalingRule | None, x: Tensor, key: Any, run
     """Compile the kernels of a function of x, if none with this key was rehearsed before."""
     if x.is_cuda and _can_rehearse(x) and _is_new((x.dtype, key)):
         _run_both_ways(scales, x, lambda delayed: run())
+
+
+class _Context:
+    """What autograd gives to a function, as far as a rehearsal needs it."""
+
+    saved_tensors: tuple[Tensor | None, ...] = ()
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+
+def rehearse_function(
+    function: Any, scales: TensorScales | ScalingRule | None, x: Tensor, key: Any, *args: Any
+) -> None:
+    """Compile the kernels of an autograd function with one output, forward and backward, as ``rehearse`` does.
+
+    Args:
+        function: The class of the function.
+        scales: The FP8 scales it uses.
+        x: A tensor that it computes with.
+        key: What decides which kernels it launches, besides the dtype of ``x``.
+        args: The arguments of its forward.
+    """
+
+    def run() -> None:
+        context = _Context()
+        output = function.forward(context, *args)
+        function.backward(context, torch.empty_like(output))
+
+    rehearse(scales, x, (function, key), run)
 
 
 def _run_block(given: BlockInput, needs: BlockTensors, wanted: WantedGradient, dtype: torch.dtype | None) -> None:
