@@ -19,6 +19,7 @@ RECIPES = [
     "fp8[scaling=current]",
     "fp8[products=all]",
     "fp8[granularity=row]",
+    "fp8[granularity=block]",
     "bf16-lean",
     "fp8-lean",
 ]

@@ -12,7 +12,7 @@ from torch import nn
 from narrowgauge import Engine, UsageError
 from narrowgauge.engine.updates import REWRITES
 
-RECIPES = ["fp32", "bf16", "fp16", "fp8", "bf16-lean", "fp8-lean", "fp8[granularity=row]"]
+RECIPES = ["fp32", "bf16", "fp16", "fp8", "bf16-lean", "fp8-lean", "fp8[granularity=row]", "fp8[granularity=block]"]
 
 
 class Net(nn.Module):

@@ -31,6 +31,7 @@ NAMES = {
     "aten::embedding_dense_backward": "embedding",
     "narrowgauge::embedding_gradient": "embedding",
     "narrowgauge::cast_transpose_packed_unrecorded": "cast",
+    "narrowgauge::cast_block_scales": "cast",
     "narrowgauge::cast_row_scales": "cast",
     "narrowgauge::max_abs_of_rows": "cast",
     "narrowgauge::cast_weight_delayed": "cast",

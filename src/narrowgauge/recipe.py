@@ -59,8 +59,8 @@ class Recipe:
     scaling: str = "none"
     """FP8 scale of each tensor: delayed (from the amax of earlier steps), current (from the tensor), or none."""
     granularity: str = "tensor"
-    """What has an FP8 scale in linear layers: tensor, or row (each row along the dimension that a product sums; scaling
-    is then current, and blocks are not fused)."""
+    """What has an FP8 scale in linear layers: tensor, row (along the dimension that a product sums), or block (128
+    values of a row, 128 x 128 of a weight). With the last two, scaling is current, and layers are not fused."""
     history: int = 16
     """Number of steps whose amax delayed scaling uses."""
     margin: int = 0
@@ -108,7 +108,7 @@ class Recipe:
         return "e5m2" if self.gradients_format == "auto" else self.gradients_format
 
     def replace(self, **changes: Any) -> Recipe:
-        """Return the same recipe with some fields changed. ``granularity="row"`` sets ``scaling="current"`` too.
+        """Return the same recipe with some fields changed. ``granularity="row"`` or "block" sets ``scaling="current"``.
 
         Args:
             **changes: Fields and their new values.

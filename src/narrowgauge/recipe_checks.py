@@ -15,7 +15,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "gradients": ("fp32", "bf16", "released"),
     "moments": ("fp32", "bf16", "8bit"),
     "scaling": ("none", "delayed", "current"),
-    "granularity": ("tensor", "row"),
+    "granularity": ("tensor", "row", "block"),
     "amax": ("max", "recent"),
     "products": ("fastest", "all"),
     "gradients_format": ("e5m2", "e4m3", "auto"),
@@ -31,7 +31,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 FP8_FIELDS = ("scaling", "granularity", "history", "margin", "amax", "products", "gradients_format", "first_forward")
 """Fields that only FP8 recipes have; the emulation of MXFP8 has a format of gradients too."""
-IMPLIED: dict[tuple[str, str], dict[str, Any]] = {("granularity", "row"): {"scaling": "current"}}
+IMPLIED: dict[tuple[str, str], dict[str, Any]] = {
+    ("granularity", "row"): {"scaling": "current"},
+    ("granularity", "block"): {"scaling": "current"},
+}
 """Fields that a value sets as well, where the same change does not name them."""
 _PATTERN = re.compile(r"[A-Za-z0-9_.*?-]+")
 

@@ -148,23 +148,26 @@ def test_fusions_and_fused_attention_save_time() -> None:
     assert compare_attention(Scenario(task=digits, gpu=H200), recipe, traced(digits)) is None
 
 
-@pytest.mark.parametrize("fields", ["granularity=row", "gradients_format=e4m3,activations=8bit", "scaling=current"])
+@pytest.mark.parametrize(
+    "fields", ["granularity=row", "granularity=block", "gradients_format=e4m3,activations=8bit", "scaling=current"]
+)
 def test_fields_of_fp8_do_not_stop_a_comparison_with_bf16(fields: str) -> None:
     scenario = Scenario(task=tasks.find("gpt:2x128", batch=2, context=64, vocab=512), gpu=H200)
     recipe = parse(f"fp8[products=all,{fields}]")
     savings = compare_fusions(scenario, recipe, scenario.trace(recipe))
-    assert bool(savings) is (recipe.granularity == "tensor"), "with a scale for each row no block is fused"
+    assert bool(savings) is (recipe.granularity == "tensor"), "with a scale for each row or block, layers are not fused"
 
 
-def test_casts_with_a_scale_for_each_row_are_counted() -> None:
+def test_casts_with_a_scale_for_each_row_or_block_are_counted() -> None:
     found = {}
-    for fields in ("scaling=current", "granularity=row"):
+    for fields in ("scaling=current", "granularity=row", "granularity=block"):
         all_costs = costs(linear(), f"fp8[products=all,{fields}]")
         products = [cost for cost in all_costs if cost.op.kind == "product"]
         assert {cost.op.format for cost in products} == {"fp8"} and len(products) == 5
         found[fields] = sum(cost.op.flops for cost in products), sum(c.bytes for c in all_costs if c.op.kind == "cast")
-    (flops, moved), (same, more) = found.values()
-    assert flops == same and more == pytest.approx(moved, rel=0.02), "6 bytes per element"
+    (flops, moved), (same, more), (again, once) = found.values()
+    assert flops == same == again and more == pytest.approx(moved, rel=0.02), "6 bytes per element"
+    assert once == pytest.approx(moved * 4 / 6, rel=0.05), "4 bytes per element"
 
 
 def test_compiled_code_moves_fewer_bytes() -> None:

@@ -16,6 +16,7 @@ RECIPES = [
     "bf16",
     "fp8",
     "fp8[granularity=row]",
+    "fp8[granularity=block]",
     "bf16-lean",
     "fp8-lean",
     "bf16[master=none,moments=bf16]",

@@ -91,7 +91,14 @@ def test_the_module_inside_a_fused_block_is_named(tmp_path: Path, recipe: str, f
 
 
 @pytest.mark.parametrize(
-    "recipe", ["fp8[products=all]", "fp8[products=all,checkpoint=full]", "fp8-lean", "fp8[granularity=row]"]
+    "recipe",
+    [
+        "fp8[products=all]",
+        "fp8[products=all,checkpoint=full]",
+        "fp8-lean",
+        "fp8[granularity=row]",
+        "fp8[granularity=block]",
+    ],
 )
 def test_fp8_blocks(tmp_path: Path, recipe: str) -> None:
     model = broken_gpt("blocks.1.up.weight", torch.nan)

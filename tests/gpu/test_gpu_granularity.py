@@ -1,4 +1,4 @@
-"""A scale for each row on a GPU: kernels match the reference to the bit, products match FP64, training matches fp8."""
+"""A scale for each row or block on a GPU: kernels match their references, products match FP64, training matches fp8."""
 
 import copy
 
@@ -8,6 +8,8 @@ from torch import nn
 
 from narrowgauge import Engine
 from narrowgauge.hardware import detect
+from narrowgauge.kernels.block_product import can_multiply_blocks, multiply_blocks
+from narrowgauge.kernels.cast_block_scales import cast_block_scales, cast_block_scales_reference, expand_scales
 from narrowgauge.kernels.cast_row_scales import cast_row_scales, cast_row_scales_reference
 from narrowgauge.models.gpt import GPT, GPTConfig
 from narrowgauge.models.llama import Llama, LlamaConfig
@@ -20,6 +22,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 ROW = "fp8[products=all,granularity=row]"
+FINE = pytest.mark.parametrize("text", [ROW, "fp8[products=all,granularity=block]"], ids=["row", "block"])
 
 
 def draw_rows(*shape, dtype=BF16):
@@ -38,7 +41,13 @@ def draw_rows(*shape, dtype=BF16):
 def test_kernels_match_the_reference_to_the_bit(shape, transposed, of, dtype):
     x = draw_rows(*shape, dtype=of)
     wanted = cast_row_scales_reference(x, dtype, transposed, 1)
-    made = cast_row_scales(x.cuda(), dtype, transposed, 1)
+    assert_same_bits(cast_row_scales(x.cuda(), dtype, transposed, 1), wanted)
+    for square in (False, True):
+        wanted = cast_block_scales_reference(x, dtype, transposed, 1, square)
+        assert_same_bits(cast_block_scales(x.cuda(), dtype, transposed, 1, square), wanted)
+
+
+def assert_same_bits(made, wanted):
     for name, mine, theirs in zip(made._fields, made, wanted, strict=True):
         assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype), name
         if name in ("lp", "lp_t"):
@@ -102,6 +111,34 @@ def test_products_match_fp64(pair, out, kind, fast, native, monkeypatch):
         )
 
 
+@pytest.mark.parametrize("kind", [E4M3, E5M2])
+@pytest.mark.parametrize("out", [BF16, torch.float32])
+@pytest.mark.parametrize("scales", ["square", "blocks", "tensor"])
+@pytest.mark.parametrize("shape", [(1024, 512, 2048), (16, 144, 400), (4096, 768, 768), (272, 2304, 1040)])
+def test_products_of_blocks_match_fp64(shape, scales, out, kind):
+    """Also with a depth that is not a multiple of 128, nor of 512: rows of square blocks would need padding."""
+    torch.manual_seed(0)
+    rows, columns, depth = shape
+    sizes = torch.exp2(torch.randint(-8, 8, (1, depth), device="cuda"))
+    a = cast_block_scales(torch.randn(rows, depth, device="cuda") * sizes, kind)
+    b = cast_block_scales(torch.randn(columns, depth, device="cuda") / sizes, E4M3, square=scales == "square")
+    inv_b = torch.tensor(0.125, device="cuda") if scales == "tensor" else b.inv_scale
+    assert can_multiply_blocks(a.lp.device)
+    first, second = (
+        one.double() * expand_scales(inverse, *one.shape) for one, inverse in ((a.lp, a.inv_scale), (b.lp, inv_b))
+    )
+    wanted = first @ second.t()
+    made = multiply_fp8(a.lp, b.lp, a.inv_scale, inv_b, out)
+    assert made.dtype is out and made.shape == (rows, columns)
+    noise = 10 * torch.log10(wanted.square().sum(1) / (made.double() - wanted).square().sum(1))
+    assert noise.min() > (48 if out is BF16 else 60), f"{noise.min():.1f} dB in the worst row"
+    if out is BF16:
+        bias = torch.randn(columns, device="cuda", dtype=BF16)
+        made = multiply_blocks(a.lp, b.lp, a.inv_scale, inv_b, BF16, bias)
+        size = float(wanted.abs().max())
+        torch.testing.assert_close(made.double(), wanted + bias.double(), rtol=2**-6, atol=size * 1e-3)
+
+
 def test_a_row_with_inf_or_nan_shows_in_products():
     x, w = draw_rows(64, 128).cuda(), torch.randn(32, 128, device="cuda")
     a, b = cast_row_scales(x, E4M3), cast_row_scales(w, E4M3)
@@ -114,9 +151,10 @@ def find_decibels(value, exact):
     return (10 * torch.log10(exact.square().sum(-1) / (value.double().cpu() - exact).square().sum(-1))).mean().item()
 
 
+@FINE
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("gradients", ["e5m2", "e4m3"])
-def test_a_layer_is_as_accurate_as_its_emulation(gradients, bias):
+def test_a_layer_is_as_accurate_as_its_emulation(gradients, bias, text):
     torch.manual_seed(0)
     layer = nn.Linear(512, 768, bias=bias)
     x, grad = torch.randn(1000, 512), torch.randn(1000, 768)
@@ -129,7 +167,7 @@ def test_a_layer_is_as_accurate_as_its_emulation(gradients, bias):
     found = {}
     for device in ("cpu", "cuda"):
         model = nn.Sequential(copy.deepcopy(layer)).to(device)
-        convert(model, ROW.replace("]", f",gradients_format={gradients}]"))
+        convert(model, text.replace("]", f",gradients_format={gradients}]"))
         given = x.to(device, BF16).requires_grad_()
         out = model(given)
         out.backward(grad.to(device, BF16))
@@ -170,25 +208,29 @@ def train(engine, steps=12):
 @pytest.mark.parametrize("build", [gpt, llama])
 @pytest.mark.parametrize("fields", ["", ",gradients_format=e4m3", ",checkpoint=full", ",master=split,moments=8bit"])
 def test_training_is_near_that_of_one_scale_per_tensor(build, fields):
-    tensor, row = (
-        train(make(f"fp8[products=all,{one}{fields}]", build)) for one in ("scaling=current", "granularity=row")
+    tensor, *fine = (
+        train(make(f"fp8[products=all,{one}{fields}]", build))
+        for one in ("scaling=current", "granularity=row", "granularity=block")
     )
     plain = train(make("bf16", build))
-    assert row[-1] < row[0] - 0.3
-    assert row == pytest.approx(tensor, rel=0.02) and row == pytest.approx(plain, rel=0.03)
+    for losses in fine:
+        assert losses[-1] < losses[0] - 0.3
+        assert losses == pytest.approx(tensor, rel=0.02) and losses == pytest.approx(plain, rel=0.03)
 
 
 # Raised by torch._dynamo itself, at the graph break before the fused head: it hides this warning, but not where
 # warnings are errors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_lean_and_compiled_models_train():
-    plain = train(make(ROW))
-    assert train(make("fp8-lean[products=all,granularity=row]")) == pytest.approx(plain, rel=0.02)
-    assert train(make(ROW, compile=True)) == pytest.approx(plain, rel=0.01)
+@FINE
+def test_lean_and_compiled_models_train(text):
+    plain = train(make(text))
+    assert train(make(text.replace("fp8[", "fp8-lean["))) == pytest.approx(plain, rel=0.02)
+    assert train(make(text, compile=True)) == pytest.approx(plain, rel=0.01)
 
 
-def test_a_step_does_not_wait_for_the_gpu():
-    engine = make(ROW)
+@FINE
+def test_a_step_does_not_wait_for_the_gpu(text):
+    engine = make(text)
     train(engine, 3)
     tokens = torch.randint(0, 512, (8, 129), device="cuda")
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -206,7 +248,7 @@ def test_a_step_does_not_wait_for_the_gpu():
 def test_costs_are_measured_for_each_granularity(capsys):
     device = detect("cuda")
     for rows, inputs, outputs in ((65536, 768, 3072), (16384, 4096, 14336)):
-        for granularity in ("tensor", "row"):
+        for granularity in ("tensor", "row", "block"):
             costs = choose_formats.measure_costs(rows, inputs, outputs, device, granularity)
             assert costs is not None and min(*costs.bf16, *costs.fp8, costs.cast_input, costs.cast_grad) > 0
             with capsys.disabled():

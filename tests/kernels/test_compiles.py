@@ -22,8 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 from narrowgauge.kernels import activation_kernels as activation, cast, cross_entropy_kernels, norm_kernels
-from narrowgauge.kernels import adamw, cast_row_scales, cast_rows, cast_weights, embedding, muon, rotary, sum_rows
-from narrowgauge.kernels import round_blocks, tensor_stats
+from narrowgauge.kernels import adamw, cast_block_scales, cast_row_scales, cast_rows, cast_weights, embedding, muon
+from narrowgauge.kernels import rotary, round_blocks, sum_rows, tensor_stats
 from narrowgauge.kernels.experts import activation as expert_activation, products, rows as expert_rows, slots, wide
 
 I32, SMALL = "i32", 32
@@ -105,6 +105,13 @@ if kind == "cast":
     made = compiled(cast_row_scales._row_scales_cast_kernel, types={**scaled, "out_ptr": out}, **limits,
                     BLOCK_N=128, BLOCK_D=64, WHOLE=True)
     assert "ld.global.v4" in made and "ld.global.b16" not in made  # 16 bytes at a time
+    for (out, limits), x, none in zip(FP8.items(), ("*bf16", "*fp32"), ((), ("out_t_ptr", "inv_scale_t_ptr"))):
+        for square in (False, True):
+            for whole in (False, True):
+                made = compiled(cast_block_scales._block_scales_cast_kernel, 8, none,
+                                {**scaled, "out_ptr": out, "x_ptr": x}, **limits, SQUARE=square, WHOLE=whole,
+                                BLOCK_N=128, BLOCK_D=128)
+                assert not whole or "ld.global.v4" in made
     plain = {"shrink": "fp32", "smallest": "fp32", "out_ptr": "*fp8e4nv", "pending_ptr": "*i64"}
     for none in ((), ("counts_ptr", "pending_ptr"), ("scale_ptr", "counts_ptr", "pending_ptr"), ("out_t_ptr",)):
         for size, kind in ((small_edge, "*bf16"),) if none else ((tile, "*fp32"), (edge, "*bf16")):

@@ -172,11 +172,12 @@ def train_net(model, scales, microbatches=1):
         "fp8-lean[products=all]",
         "fp8[products=all,scaling=current]",
         "fp8[products=all,granularity=row]",
+        "fp8[products=all,granularity=block]",
     ],
 )
 def test_equal_blocks_share_one_graph_and_each_has_its_own_scales(monkeypatch, recipe):
     plain, compiled = make_net(monkeypatch, recipe=recipe, compiled=False), make_net(monkeypatch, recipe=recipe)
-    first = 1 if "current" in recipe or "row" in recipe else 0
+    first = 1 if "current" in recipe or "granularity" in recipe else 0
     for graphs in (first, 1, 1):
         for ours, theirs in zip(train_net(*compiled, 2), train_net(*plain, 2), strict=True):
             assert torch.equal(ours, theirs)

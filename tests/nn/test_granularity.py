@@ -1,4 +1,4 @@
-"""A scale for each row: exact products of rounded operands, outliers that cost only their own row, and every recipe."""
+"""A scale for each row or block: exact products of rounded operands, outliers that cost only their own, all recipes."""
 
 import copy
 
@@ -23,9 +23,12 @@ TENSOR = "fp8[products=all,scaling=current]"
 FP8_RECIPES = ["fp8", "fp8-lean", "fp8[master=none]", "fp8[checkpoint=full]", "fp8[checkpoint=selective]"]
 
 
-def with_rows(text):
+FINE = pytest.mark.parametrize("granularity", ["row", "block"])
+
+
+def make_text(granularity, text="fp8"):
     name, _, fields = text.rstrip("]").partition("[")
-    return f"{name}[{fields}{',' if fields else ''}products=all,granularity=row]"
+    return f"{name}[{fields}{',' if fields else ''}products=all,granularity={granularity}]"
 
 
 def make_gpt():
@@ -147,7 +150,7 @@ def test_products_take_any_pair(pair, dtype):
     for granularity, (rows, kind) in zip(pair, ((48, E5M2), (32, E4M3)), strict=True):
         made = cast_row_scales_reference(torch.randn(rows, 64), kind)
         inverse = made.inv_scale if granularity == "row" else torch.tensor(0.25)
-        assert get_granularity(inverse) == granularity
+        assert get_granularity(inverse, made.lp) == granularity
         operands.append((made.lp, inverse))
     (a, inv_a), (b, inv_b) = operands
     wanted = dequantize(a, inv_a) @ dequantize(b, inv_b).t()
@@ -168,7 +171,7 @@ def test_an_operand_of_rows_is_sliced_but_not_transposed():
     part = whole.slice_rows(slice(16, 32))
     assert part.rows == 16 and torch.equal(part.inv_scale, made.inv_scale[16:])
     assert part.lp_t.shape == (48, 16) and part.transposed_inv_scale is made.inv_scale_t
-    assert whole.transposed() is whole and whole.has_row_scales and not Operand().has_row_scales
+    assert whole.transposed() is whole and whole.has_fine_scales and not Operand().has_fine_scales
     with pytest.raises(AssertionError, match="cast it from the original"):
         whole._replace(lp_t=None).transposed()
     grad = cast_row_scales_reference(torch.randn(32, 16), E5M2)
@@ -179,13 +182,14 @@ def test_an_operand_of_rows_is_sliced_but_not_transposed():
     torch.testing.assert_close(product, summed)
 
 
-def test_rows_of_zeros_stay_zeros():
+@FINE
+def test_rows_of_zeros_stay_zeros(granularity):
     x, grad = torch.randn(16, 32), torch.randn(16, 48)
     x[3], x[:, 5], grad[4], grad[:, 6] = 0, 0, 0, 0
-    (out, grad_input, grad_weight), *_ = run_layer(ROW, x, grad, bias=False)
+    (out, grad_input, grad_weight), *_ = run_layer(make_text(granularity), x, grad, bias=False)
     assert not out[3].any() and not grad_input[4].any() and not grad_weight[6].any() and not grad_weight[:, 5].any()
     assert torch.isfinite(grad_weight).all() and out[2].any() and grad_input[2].any()
-    made, *_ = run_layer(ROW, torch.zeros(16, 32), torch.zeros(16, 48), bias=False)
+    made, *_ = run_layer(make_text(granularity), torch.zeros(16, 32), torch.zeros(16, 48), bias=False)
     assert not any(one.any() for one in made)
 
 
@@ -218,22 +222,24 @@ def test_other_widths_stay_in_bf16_and_empty_inputs_pass():
     assert out.shape == (0, 32) and not model[1].weight.grad.any()
 
 
+@FINE
 @pytest.mark.parametrize("base", FP8_RECIPES)
 @pytest.mark.parametrize("gradients", ["e5m2", "e4m3"])
-def test_every_fp8_recipe_trains(base, gradients):
-    text = with_rows(base).replace("]", f",gradients_format={gradients}]")
+def test_every_fp8_recipe_trains(base, gradients, granularity):
+    text = make_text(granularity, base).replace("]", f",gradients_format={gradients}]")
     engine, plain = make_engine(text), make_engine("bf16" if "lean" not in base else "bf16-lean")
     losses = [[run_step(one)[0] for _ in range(5)] for one in (engine, plain)]
     assert losses[0][-1] < losses[0][0] and losses[0] == pytest.approx(losses[1], rel=0.02)
     sites = engine.conversion.scales.sites
-    assert {site.granularity for name, site in sites.items() if "blocks" in name} == {"row"}
+    assert {site.granularity for name, site in sites.items() if "blocks" in name} == {granularity}
     assert sites["lm_head.weight"].granularity == "tensor"
     assert sites["blocks.0.up.grad_output"].dtype is {"e5m2": E5M2, "e4m3": E4M3}[gradients]
 
 
+@FINE
 @pytest.mark.parametrize("family", ["gpt2", "llama", "nano", "bert"])
-def test_other_models_train(family):
-    engine = make_engine(ROW, LANGUAGE[family]().train(), 1e-2)
+def test_other_models_train(family, granularity):
+    engine = make_engine(make_text(granularity), LANGUAGE[family]().train(), 1e-2)
     ids, losses = torch.randint(0, VOCAB, (4, 32), generator=torch.Generator().manual_seed(0)), []
     for _ in range(4):
         with engine.forward():
@@ -244,43 +250,47 @@ def test_other_models_train(family):
         losses.append(loss.item())
     assert losses[-1] < losses[0]
     assert not engine.conversion.blocks
-    assert any(site.granularity == "row" for site in engine.conversion.scales.sites.values())
+    assert any(site.granularity == granularity for site in engine.conversion.scales.sites.values())
 
 
-def test_layers_with_a_common_input_cast_it_once(monkeypatch):
-    from narrowgauge.scaling import row_scales
+@FINE
+def test_layers_with_a_common_input_cast_it_once(monkeypatch, granularity):
+    from narrowgauge.scaling import fine_scales
 
-    shapes, original = [], row_scales.cast_row_scales
-    monkeypatch.setattr(
-        row_scales, "cast_row_scales", lambda x, *rest: shapes.append(tuple(x.shape)) or original(x, *rest)
-    )
+    name = f"cast_{granularity}_scales"
+    shapes, original = [], getattr(fine_scales, name)
+    monkeypatch.setattr(fine_scales, name, lambda x, *rest: shapes.append(tuple(x.shape)) or original(x, *rest))
     model = LANGUAGE["llama"]().eval()
-    convert(model, ROW)
+    convert(model, make_text(granularity))
     with torch.no_grad():
         model(input_ids=torch.zeros(3, 16, dtype=torch.int64))
     inputs = [shape for shape in shapes if shape[0] == 48]
     assert len(inputs) == 2 * 4, "of q, k and v together, of out, of gate and up together, of down"
 
 
+@FINE
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize("base", ["fp8", "fp8-lean"])
-def test_recomputation_changes_no_bit(mode, base):
-    plain, again = (make_engine(f"{base}[products=all,granularity=row,checkpoint={kind}]") for kind in ("none", mode))
+def test_recomputation_changes_no_bit(mode, base, granularity):
+    plain, again = (make_engine(make_text(granularity, f"{base}[checkpoint={kind}]")) for kind in ("none", mode))
     for seed in range(2):
         (loss, grads, _), (other, others, _) = run_step(plain, seed, 2), run_step(again, seed, 2)
         assert loss == other and all(torch.equal(a, b) for a, b in zip(grads, others, strict=True))
     assert torch.equal(plain.conversion.scales.history, again.conversion.scales.history)
 
 
-def test_microbatches_add_up():
-    engine = make_engine(ROW, rate=0.0, accumulate=2)
+@FINE
+def test_microbatches_add_up(granularity):
+    text = make_text(granularity)
+    engine = make_engine(text, rate=0.0, accumulate=2)
     _, both, _ = run_step(engine, 0, 2)
-    alone = [run_step(make_engine(ROW, rate=0.0), seed)[1] for seed in (0, 1)]
+    alone = [run_step(make_engine(text, rate=0.0), seed)[1] for seed in (0, 1)]
     for summed, *parts in zip(both, *alone, strict=True):
         torch.testing.assert_close(summed, (parts[0] + parts[1]) / 2, rtol=1e-2, atol=1e-3 * summed.abs().max())
 
 
-def test_a_bad_batch_is_skipped():
+@FINE
+def test_a_bad_batch_is_skipped(granularity):
     class Scale(nn.Module):
         factor = 1.0
 
@@ -289,7 +299,7 @@ def test_a_bad_batch_is_skipped():
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), Scale(), nn.Linear(32, 32))
-    engine = make_engine(ROW, model)
+    engine = make_engine(make_text(granularity), model)
     before = copy.deepcopy(model.state_dict())
     for factor, applied in ((torch.inf, False), (torch.nan, False), (1.0, True)):
         model[1].factor = factor
@@ -301,8 +311,9 @@ def test_a_bad_batch_is_skipped():
         assert same is not applied
 
 
-def test_an_evaluation_records_nothing_and_rounds_as_training_does():
-    engine = make_engine(ROW)
+@FINE
+def test_an_evaluation_records_nothing_and_rounds_as_training_does(granularity):
+    engine = make_engine(make_text(granularity))
     tokens = torch.randint(0, 128, (4, 33))
     with torch.no_grad(), engine.forward():
         loss = engine.model(tokens[:, :-1], tokens[:, 1:])
@@ -312,13 +323,14 @@ def test_an_evaluation_records_nothing_and_rounds_as_training_does():
     assert trained.item() == loss.item() and engine.conversion.scales.amax.any()
 
 
-def test_frozen_weights_may_be_stored_with_one_scale():
+@FINE
+def test_frozen_weights_may_be_stored_with_one_scale(granularity):
     losses = []
     for frozen in ("keep", "fp8"):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
         model[2].weight.requires_grad_(False)
-        engine = make_engine(f"fp8[products=all,granularity=row,frozen={frozen}]", model, 1e-2)
+        engine = make_engine(make_text(granularity, f"fp8[frozen={frozen}]"), model, 1e-2)
         x, found = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)), []
         for _ in range(5):
             with engine.forward():
@@ -331,19 +343,21 @@ def test_frozen_weights_may_be_stored_with_one_scale():
     assert losses[0][-1] < losses[0][0] and losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
-def test_checkpoints_have_no_scales_of_rows_and_fit_every_granularity():
-    row, tensor = make_engine(ROW), make_engine("fp8[products=all]")
+@FINE
+def test_checkpoints_have_no_fine_scales_and_fit_every_granularity(granularity):
+    text = make_text(granularity)
+    row, tensor = make_engine(text), make_engine("fp8[products=all]")
     for engine in (row, tensor):
         run_step(engine), run_step(engine)
     mine, theirs = row.state_dict()["tensor_scales"], tensor.state_dict()["tensor_scales"]
     assert {name: getattr(value, "shape", 0) for name, value in mine.items() if name != "sites"} == {
         name: getattr(value, "shape", 0) for name, value in theirs.items() if name != "sites"
     }
-    again = make_engine(ROW)
+    again = make_engine(text)
     again.load_state_dict(row.state_dict())
     again.inner.load_state_dict(row.inner.state_dict())
     assert run_step(again, 5)[0] == run_step(row, 5)[0]
-    for target, source in ((make_engine(ROW), tensor), (make_engine("fp8[products=all]"), row)):
+    for target, source in ((make_engine(text), tensor), (make_engine("fp8[products=all]"), row)):
         state = source.state_dict()
         state["recipe"] = str(target.recipe)
         target.load_state_dict(state)
@@ -351,12 +365,13 @@ def test_checkpoints_have_no_scales_of_rows_and_fit_every_granularity():
         assert run_step(target, 5)[0] == pytest.approx(run_step(source, 5)[0], rel=1e-2)
 
 
-def test_a_copy_of_a_converted_model_computes_the_same():
-    engine = make_engine(ROW)
+@FINE
+def test_a_copy_of_a_converted_model_computes_the_same(granularity):
+    engine = make_engine(make_text(granularity))
     run_step(engine)
     tokens = torch.randint(0, 128, (4, 33))
     copied = copy.deepcopy(engine.inner)
-    assert find_change(copied.blocks[0].up, ConvertedLinear).plan.input.granularity == "row"
+    assert find_change(copied.blocks[0].up, ConvertedLinear).plan.input.granularity == granularity
     with torch.no_grad():
         pair = [one(tokens[:, :-1], tokens[:, 1:]).item() for one in (engine.inner, copied)]
     assert pair[0] == pair[1]
@@ -380,7 +395,8 @@ def test_the_report_says_why_blocks_are_not_fused():
         ("fp8[granularity=row,activations=8bit]", "activations=8bit is for fused blocks"),
         ("fp8-lean[granularity=row,offload=activations]", "offload=activations is for fused blocks"),
         ("bf16[granularity=row]", "granularity=row has no effect on bf16: it belongs to fp8"),
-        ("fp8[granularity=column]", "expected one of tensor, row"),
+        ("fp8[granularity=block,scaling=delayed]", "granularity=block computes scales from the tensor itself"),
+        ("fp8[granularity=column]", "expected one of tensor, row, block"),
     ],
 )
 def test_what_makes_no_sense_is_refused(text, message):
@@ -388,9 +404,11 @@ def test_what_makes_no_sense_is_refused(text, message):
         ng.recipe(text)
 
 
-def test_granularity_implies_current_scaling():
-    made = ng.recipe("fp8[granularity=row]")
-    assert made.scaling == "current" and str(made) == "fp8[granularity=row]"
-    assert made == ng.recipe("fp8[scaling=current,granularity=row]") == ng.recipe("fp8").replace(granularity="row")
+@FINE
+def test_granularity_implies_current_scaling(granularity):
+    field = f"granularity={granularity}"
+    made = ng.recipe(f"fp8[{field}]")
+    assert made.scaling == "current" and str(made) == f"fp8[{field}]"
+    assert made == ng.recipe(f"fp8[scaling=current,{field}]") == ng.recipe("fp8").replace(granularity=granularity)
     assert str(made.replace(granularity="tensor")) == "fp8[scaling=current]"
-    assert str(ng.recipe("fp8-lean").replace(granularity="row", margin=1)) == "fp8-lean[granularity=row,margin=1]"
+    assert str(ng.recipe("fp8-lean").replace(granularity=granularity, margin=1)) == f"fp8-lean[{field},margin=1]"

@@ -11,9 +11,12 @@ from torch import nn
 from narrowgauge import Engine, random_state, tasks
 from narrowgauge.errors import UsageError
 from narrowgauge.formats import round_to
+from narrowgauge.kernels.cast_block_scales import cast_block_scales_reference, expand_scales
+from narrowgauge.kernels.cast_row_scales import cast_row_scales_reference
 from narrowgauge.recipe import parse
 from narrowgauge.task import Task
 from narrowgauge.validate.layers.compare import compare_step
+from narrowgauge.validate.layers.isolated import Formats
 from narrowgauge.validate.layers.sqnr import Tally, cap, format_decibels, round_to_format
 
 FP32 = parse("fp32")
@@ -160,6 +163,27 @@ def test_fp8_sqnr(in_fp8):
         assert 22 < one.grad_input.own < one.output.own - 2  # E5M2 has one bit less
     assert {worst.quantity for worst in in_fp8.worst} == {"grad_input"}
     assert "E5M2" in in_fp8.worst[0].advice
+
+
+@pytest.mark.parametrize("cast", [cast_row_scales_reference, cast_block_scales_reference])
+def test_fine_scales_are_those_of_the_casts(cast):
+    """A layer alone is rounded with the scales of its rows or blocks, along the dimension that each product sums."""
+    torch.manual_seed(0)
+    granularity = "row" if cast is cast_row_scales_reference else "block"
+    tensors = {"input": torch.randn(3, 60, 200), "grad": torch.randn(3, 60, 150), "weight": torch.randn(150, 200)}
+    square = {"square": True} if granularity == "block" else {}
+    for quantity, operands in (
+        ("output", ("input", "weight")), ("grad_input", ("grad", "weight")), ("grad_weight", ("grad", "input"))
+    ):  # fmt: skip
+        formats = Formats(quantity, *["fp8_e4m3"] * 3, None, "current", granularity=granularity)
+        for name in operands:
+            x = tensors[name].reshape(-1, tensors[name].shape[-1])
+            made = cast(x, torch.float8_e4m3fn, **(square if name == "weight" else {}))
+            last = quantity == "output" or (quantity, name) == ("grad_input", "grad")
+            inverse, shape = (made.inv_scale, x.shape) if last else (made.inv_scale_t, x.t().shape)
+            wanted = expand_scales(inverse, *shape).expand(shape)
+            found = torch.as_tensor(formats.scale(name, tensors[name])).expand(tensors[name].shape).reshape(x.shape)
+            torch.testing.assert_close(found.reciprocal(), wanted if last else wanted.t())
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8"])

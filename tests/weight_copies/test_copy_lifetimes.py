@@ -167,7 +167,14 @@ def test_every_forward_reads_what_gradient_release_wrote(name):
 
 
 @pytest.mark.parametrize(
-    "recipe", ["bf16", "fp8[products=all]", "fp8-lean[products=all]", "fp8[products=all,granularity=row]"]
+    "recipe",
+    [
+        "bf16",
+        "fp8[products=all]",
+        "fp8-lean[products=all]",
+        "fp8[products=all,granularity=row]",
+        "fp8[products=all,granularity=block]",
+    ],
 )
 @pytest.mark.parametrize("name", ["net", "gpt"])
 def test_weights_may_be_written_between_microbatches(name, recipe):

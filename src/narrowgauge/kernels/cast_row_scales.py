@@ -48,8 +48,8 @@ AMAX_STEPS = 8
 """Tiles below each other that one program reads: it raises the amax of its columns only once."""
 
 
-class RowScaled(NamedTuple):
-    """A matrix in FP8 with the inverse scales and statistics of its rows."""
+class ScaledCopies(NamedTuple):
+    """A matrix in FP8 with the inverse scales of its rows or blocks, and the statistics of its rows."""
 
     lp: Tensor
     inv_scale: Tensor
@@ -61,23 +61,23 @@ class RowScaled(NamedTuple):
     flushed: Tensor
 
 
-def cast_row_scales(x: Tensor, dtype: torch.dtype, transposed: bool = True, margin: int = 0) -> RowScaled:
+def cast_row_scales(x: Tensor, dtype: torch.dtype, transposed: bool = True, margin: int = 0) -> ScaledCopies:
     """Cast ``x`` [N, D] in BF16 or FP32 to FP8, as [N, D] and, if ``transposed``, as [D, N]."""
     bypass = can_bypass_op(x)
     row_amax, column_amax = (_max_abs if bypass else _max_abs_op)(x, transposed)
     lp, inv_scale, lp_t, inv_scale_t, *counts = (_cast if bypass else _cast_op)(
         x, row_amax, column_amax, dtype, transposed, margin
     )
-    return RowScaled(lp, inv_scale, lp_t, inv_scale_t, row_amax, *counts)
+    return ScaledCopies(lp, inv_scale, lp_t, inv_scale_t, row_amax, *counts)
 
 
-def cast_row_scales_reference(x: Tensor, dtype: torch.dtype, transposed: bool = True, margin: int = 0) -> RowScaled:
+def cast_row_scales_reference(x: Tensor, dtype: torch.dtype, transposed: bool = True, margin: int = 0) -> ScaledCopies:
     row_amax, column_amax = max_abs_reference(x, transposed)
     lp, inv_scale, *counts = _quantize_rows(x.float(), row_amax, dtype, margin)
     lp_t, inv_scale_t = lp.new_empty(0), inv_scale.new_empty(0)
     if transposed:
         lp_t, inv_scale_t, *_ = _quantize_rows(x.float().t(), column_amax, dtype, margin)
-    return RowScaled(lp, inv_scale, lp_t, inv_scale_t, row_amax, *counts)
+    return ScaledCopies(lp, inv_scale, lp_t, inv_scale_t, row_amax, *counts)
 
 
 def max_abs_reference(x: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
@@ -121,16 +121,20 @@ def _row_max_abs_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _scales_of(amax_ptr, index, count, shrink, FORMAT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the scales of rows or columns, and their inverses, as ``_quantize_rows`` has them."""
-    amax = tl.load(amax_ptr + index, mask=index < count, other=0.0)
+def find_scales(amax, shrink, FORMAT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the scales of rows or blocks with these amax, and their inverses, as ``_quantize_rows`` has them."""
     bits = abs_bits(amax)
     finite = bits < 0x7F800000
     good = (bits > 0) & finite
-    scale = tl.div_rn(tl.full(amax.shape, largest_of(FORMAT), tl.float32), tl.where(good, amax, 1.0)) * shrink
+    scale = tl.div_rn(tl.where(good, largest_of(FORMAT), 1.0), tl.where(good, amax, 1.0)) * shrink
     scale = tl.where(good, tl.minimum(tl.maximum(scale, 2.0**-100), 2.0**100), 1.0)
-    inverse = tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), scale)
+    inverse = tl.div_rn(tl.where(good, 1.0, 1.0), scale)
     return scale, tl.where(finite, inverse, float("nan"))
+
+
+@jit
+def _scales_of(amax_ptr, index, count, shrink, FORMAT: tl.constexpr):  # type: ignore[no-untyped-def]
+    return find_scales(tl.load(amax_ptr + index, mask=index < count, other=0.0), shrink, FORMAT)
 
 
 @jit

@@ -63,7 +63,7 @@ from narrowgauge.recipe import SHORT, Recipe, parse
 from narrowgauge.scaling.tensor import TensorScales
 from narrowgauge.weight_copies.casts import WeightCastPlan
 
-EXPLAIN_GRANULARITY = "fused blocks cast with one scale per tensor, and the recipe has one for each row"
+EXPLAIN_GRANULARITY = "fused blocks cast with one scale per tensor, and the recipe has more than one"
 DEFAULT_ROWS = 16384
 """Default number of tokens per step; the choice of formats depends little on it."""
 

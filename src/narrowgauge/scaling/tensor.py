@@ -21,8 +21,8 @@ the history at the next update.
 Microbatches share one amax, so their maximum counts. Recomputation takes the same maximum again, which changes nothing.
 Evaluation passes no amax at all.
 
-A site whose tensors have a scale for each row (``granularity`` "row") uses neither history nor scale: those scales are
-always current, and belong to one cast (``scaling/row_scales.py``). It has amax and counts, which find inf and NaN.
+A site whose tensors have a scale for each row or block (``granularity``) uses neither history nor scale: those scales
+are always current, and belong to one cast (``scaling/fine_scales.py``). It has amax and counts, which find inf and NaN.
 """
 
 from __future__ import annotations

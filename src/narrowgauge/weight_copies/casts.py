@@ -19,8 +19,8 @@ from narrowgauge import events
 from narrowgauge.kernels import cast_weights as kernel
 from narrowgauge.kernels import cast_weights_in_graph as in_graph
 from narrowgauge.parameters import gradient_dtype, is_sharded
+from narrowgauge.scaling.fine_scales import cast_finely
 from narrowgauge.scaling.operand import WIDE, Operand
-from narrowgauge.scaling.row_scales import cast_by_row
 from narrowgauge.scaling.tensor import ScaleTables, ScalingRule, Site, TensorScales
 from narrowgauge.weight_copies.adjacent import store_contiguously, view_as_one
 from narrowgauge.weight_copies.stored import E4M3, read_stored, widen_bytes
@@ -130,7 +130,7 @@ class BoundWeight:
     def fp8_transposed(self) -> Operand:
         """Return the weight with the second layout."""
         if self._lp.lp_t is None:
-            again = self._lp.lp is None or self._lp.has_row_scales  # whose transposed copy has other scales
+            again = self._lp.lp is None or self._lp.has_fine_scales  # whose transposed copy has other scales
             self._lp = self._cast(True) if again else self._lp.transposed()
             if events.is_listening():
                 events.report_copy(self.weights, (self._lp.lp, self._lp.lp_t))
@@ -174,8 +174,8 @@ class BoundWeight:
         if len(weights) > 1 and (joint := view_as_one(weights)) is not None:
             weights = [joint]
         tables = self.tables
-        if site is not None and scales is not None and site.granularity == "row":
-            return self._cast_by_row(weights, site, scales, layouts, transposed)
+        if site is not None and scales is not None and site.granularity != "tensor":
+            return self._cast_finely(weights, site, scales, layouts, transposed)
         if site is None or scales is None or not self._record or scales.mode != "delayed" or not scales.delayed:
             margin = 0 if scales is None or scales.mode != "delayed" else scales.margin
             lp, lp_t, inverse, seen = kernel.cast_weight(weights, E4M3, layouts, margin)
@@ -206,12 +206,12 @@ class BoundWeight:
             return Operand(None, lp_t, lp if transposed else None, inverse)
         return Operand(None, lp, lp_t, inverse)
 
-    def _cast_by_row(
+    def _cast_finely(
         self, weights: list[Tensor], site: Site, scales: TensorScales | ScalingRule, layouts: bool, transposed: bool
     ) -> Operand:
         whole = weights[0] if len(weights) == 1 else torch.cat(weights)
         record, self._seen = self._record and not self._seen, True
-        made = cast_by_row(whole, site, scales, layouts, record=record, tables=self.tables)
+        made = cast_finely(whole, site, scales, layouts, record=record, tables=self.tables, square=True)
         if not self.plan.transposed_weight:
             return made
         turned = Operand(None, made.lp_t, None, made.inv_scale_t)

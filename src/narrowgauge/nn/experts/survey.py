@@ -15,7 +15,7 @@ from narrowgauge.nn.products.gemm import ALL_BF16, ALL_FP8
 from narrowgauge.nn.survey import Layer
 from narrowgauge.recipe import Recipe
 
-GRANULARITY = "experts have one scale for each tensor, and the recipe has one for each row"
+GRANULARITY = "experts have one scale for each tensor, and the recipe has more than one"
 
 
 def survey_experts(model: nn.Module, recipe: Recipe) -> tuple[list[Layer], dict[str, ExpertsSpec]]:

@@ -19,7 +19,9 @@ import torch
 
 from narrowgauge.data import cache
 from narrowgauge.hardware import Device, Gpu, is_assumed
-from narrowgauge.kernels import cast, cast_row_scales, cast_weights
+from narrowgauge.kernels import cast, cast_weights
+from narrowgauge.kernels.cast_block_scales import cast_block_scales
+from narrowgauge.kernels.cast_row_scales import cast_row_scales
 from narrowgauge.nn.products.gemm import ALL_FP8, BF16, E4M3, E5M2, FAST_DEPTH, GemmChoice, multiply_bf16, multiply_fp8
 from narrowgauge.peak_fractions import get_fraction
 
@@ -90,7 +92,7 @@ def predict_costs(rows: int, inputs: int, outputs: int, gpu: Gpu, granularity: s
     fp8_ms = flops / (gpu.peak("fp8") * get_fraction("product.fp8")) * 1e3
     byte_ms = 1e3 / (gpu.bandwidth * get_fraction("memory.other"))
     x, g = rows * inputs * byte_ms, rows * outputs * byte_ms
-    once = 3 if granularity == "tensor" else 5  # 2 bytes read, 1 written; 2 more for the amax of rows
+    once = 5 if granularity == "row" else 3  # 2 bytes read, 1 written; 2 more for the amax of rows
     return Costs((bf16_ms,) * 3, (fp8_ms,) * 3, once * x, once * g, x, g)  # 1 for the second layout
 
 
@@ -104,7 +106,9 @@ def measure_costs(rows: int, inputs: int, outputs: int, device: Device, granular
     with contextlib.suppress(OSError, ValueError):
         known = json.loads(path.read_text())
     if key not in known:
-        known[key] = asdict((_measure if granularity == "tensor" else _measure_rows)(rows, inputs, outputs))
+        fine = granularity != "tensor"
+        shape = rows, inputs, outputs
+        known[key] = asdict(_measure_fine(*shape, granularity) if fine else _measure(*shape))
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(known))
@@ -135,14 +139,16 @@ def _measure(rows: int, inputs: int, outputs: int) -> Costs:
     )
 
 
-def _measure_rows(rows: int, inputs: int, outputs: int) -> Costs:
-    """With a scale for each row. One kernel writes both layouts: the second costs what is added by it."""
+def _measure_fine(rows: int, inputs: int, outputs: int, granularity: str) -> Costs:
+    """With a scale for each row or block. One kernel writes both layouts: the second costs what is added by it."""
     x, g, w = (
         torch.randn(shape, device="cuda", dtype=BF16) for shape in ((rows, inputs), (rows, outputs), (outputs, inputs))
     )
-    x8, g8, w8 = (cast_row_scales.cast_row_scales(one, kind) for one, kind in ((x, E4M3), (g, E5M2), (w, E4M3)))
+    cast_finely = cast_row_scales if granularity == "row" else cast_block_scales
+    x8, g8 = (cast_finely(one, kind) for one, kind in ((x, E4M3), (g, E5M2)))
+    w8 = cast_row_scales(w, E4M3) if granularity == "row" else cast_block_scales(w, E4M3, square=True)
     casts = [
-        timed(functools.partial(cast_row_scales.cast_row_scales, one, kind, both))
+        timed(functools.partial(cast_finely, one, kind, both))
         for one, kind in ((x, E4M3), (g, E5M2))
         for both in (False, True)
     ]

@@ -7,7 +7,7 @@
 Hopper's FP8 products need the summed dimension last in both operands. So each is written as ``a @ b.T`` with a and b
 row-major, and FP8 operands have a transposed copy if a product needs it. BF16 products read any layout.
 
-FP8 operands have one scale, or one for each row (``scaling/operand.py``): ``multiply_fp8`` takes any pair.
+FP8 operands have one scale, or one for each row or block (``scaling/operand.py``): ``multiply_fp8`` takes any pair.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from narrowgauge import events
 from narrowgauge.kernels import can_bypass_op, cast, compute_scale, cublas, define_op, is_traced
+from narrowgauge.kernels.block_product import can_multiply_blocks, multiply_blocks
 from narrowgauge.kernels.cast_rows import cast_rows, record_rows
 from narrowgauge.kernels.fp8_formats import FP8_MAX
 from narrowgauge.kernels.sum_rows import sum_rows
+from narrowgauge.scaling.fine_scales import cast_finely
 from narrowgauge.scaling.operand import Operand, get_granularity
-from narrowgauge.scaling.row_scales import cast_by_row
 from narrowgauge.scaling.tensor import ScaleTables, ScalingRule, Site, TensorScales
 from narrowgauge.weight_copies.casts import CastableWeight
 
@@ -77,7 +78,7 @@ def multiply_fp8(
     bias: Tensor | None = None,
     into: Tensor | None = None,
 ) -> Tensor:
-    """Return a @ b.T + bias of FP8 operands divided by their scales: one for the tensor, or one for each row.
+    """Return a @ b.T + bias of FP8 operands divided by their scales: for the tensor, rows or blocks.
 
     ``fast``: tensor-core accumulation with fewer bits. ``bias`` is BF16, and needs a BF16 result. ``into`` takes the
     result.
@@ -103,7 +104,10 @@ def _multiply_fp8_into(
     fast: bool,
     bias: Tensor | None,
 ) -> Tensor:
-    has_rows = "row" in (get_granularity(inv_a), get_granularity(inv_b))
+    kinds = get_granularity(inv_a, a), get_granularity(inv_b, b)
+    if "block" in kinds:
+        return _store(multiply_blocks(a, b, inv_a, inv_b, out_dtype, bias), into)
+    has_rows = "row" in kinds
     if has_rows:
         inv_a, inv_b = _give_each_row(inv_a, a), _give_each_row(inv_b, b)
     if not a.is_cuda:
@@ -126,17 +130,13 @@ def _give_each_row(inv_scale: Tensor, operand: Tensor) -> Tensor:
     return inv_scale if inv_scale.dim() == 2 else inv_scale.reshape(1, 1).expand(operand.shape[0], 1).contiguous()
 
 
-@functools.cache
 def can_return_fp32(device: torch.device) -> bool:
     """Whether torch returns products of operands with row scales in FP32, which grad_weight may need.
 
     torch leaves them to cuBLAS 12.9 and later on Hopper, and elsewhere to a CUTLASS kernel, which writes 16 bits only
     in torch 2.11 (pytorch #162022, #187569). A forecast assumes Hopper.
     """
-    if not torch.cuda.is_available():
-        return True
-    major, minor, *_ = (int(part) for part in (torch.version.cuda or "0.0").split("."))
-    return torch.cuda.get_device_capability(device)[0] == 9 and (major, minor) >= (12, 9)
+    return can_multiply_blocks(device)  # which is in the same versions
 
 
 def _scaled_mm(a: Tensor, b_t: Tensor, how: dict[str, Any], out: Tensor | None) -> Tensor:
@@ -284,12 +284,12 @@ def _compute_grad_weight(grad: Operand, x: Operand, choice: GemmChoice, out: tor
 def compute_grad_bias(grad: Operand) -> Tensor:
     """Return the sum of grad_output over its rows, in FP32: of the values that grad_weight sums as well.
 
-    Not for FP8 whose rows have scales: callers have the gradient in 16 bits.
+    Not for FP8 whose rows or blocks have scales: callers have the gradient in 16 bits.
     """
     if grad.hp is not None:
         return grad.hp.sum(0, dtype=torch.float32)
     lp = grad.lp if grad.lp is not None else grad.lp_t
-    assert lp is not None and grad.inv_scale is not None and not grad.has_row_scales
+    assert lp is not None and grad.inv_scale is not None and not grad.has_fine_scales
     return sum_rows(lp, transposed=grad.lp is None) * grad.inv_scale
 
 
@@ -325,8 +325,8 @@ class Fp8Caster:
 
     def cast(self, x: Tensor, site: Site, transposed: bool) -> Operand:
         """Cast a BF16 or FP32 tensor [N, D] to FP8: one pass with delayed scaling, two with current scaling."""
-        if site.granularity == "row":
-            return cast_by_row(
+        if site.granularity != "tensor":
+            return cast_finely(
                 x, site, self.scales, transposed, record=self.record, margin=self.scales.margin, tables=self.tables
             )
         if self.tables is not None:

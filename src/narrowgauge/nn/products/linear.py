@@ -299,7 +299,7 @@ class _Linear(torch.autograd.Function):
             grad_weight = grad_weight.t() if plan.weight.transposed_weight else grad_weight
         if needs_bias:
             # from FP8 with one scale, if it exists: a compiled graph then never writes the gradient in 16 bits
-            source = operand if formats and not operand.has_row_scales else Operand(hp=grad)
+            source = operand if formats and not operand.has_fine_scales else Operand(hp=grad)
             grad_bias = compute_grad_bias(source).to(ctx.kinds[1])
         return grad_input, grad_weight, grad_bias, *[None] * 7
 

@@ -24,6 +24,7 @@ from torch.func import functional_call
 from narrowgauge.engine import Engine
 from narrowgauge.formats import find_format
 from narrowgauge.kernels import compute_scale
+from narrowgauge.kernels.cast_block_scales import expand_scales, max_abs_reference
 from narrowgauge.kernels.fp8_formats import FP8_DTYPES, FP8_MAX
 from narrowgauge.nn.module_changes import find_change
 from narrowgauge.nn.products.emulated import EmulatedLinear
@@ -143,7 +144,7 @@ class Formats:
     granularity: str = "tensor"
 
     def scale(self, operand: str, x: Tensor) -> Tensor | float:
-        """The factor that a tensor is multiplied by before rounding, or the factors of its rows."""
+        """The factor that a tensor is multiplied by before rounding, or the factors of its rows or values."""
         name = getattr(self, operand)
         largest = FP8_MAX.get(DTYPES[name]) if name in DTYPES else None
         if largest is None or self.scaling == "none":
@@ -153,6 +154,13 @@ class Formats:
             summed_last = self.quantity == "output" or (self.quantity, operand) == ("grad_input", "grad")
             summed = (-1,) if summed_last else tuple(range(x.dim() - 1))
             return compute_scale(x.abs().amax(summed, keepdim=True), largest, self.margin)
+        if self.granularity == "block" and x.dim() > 1:
+            along = x.reshape(-1, x.shape[-1])
+            turned = self.quantity == "grad_weight"  # tokens are summed
+            along = along.t() if turned else along
+            scale = compute_scale(max_abs_reference(along, operand == "weight"), largest, self.margin)
+            each = expand_scales(scale, *along.shape)
+            return (each.t() if turned else each).reshape(x.shape)
         return float(compute_scale(x.abs().amax(), largest, self.margin))
 
 
