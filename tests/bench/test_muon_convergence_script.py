@@ -53,8 +53,8 @@ def test_steps_until_the_loss_of_adamw_on_a_folder_of_tokens(tmp_path: Path) -> 
 @pytest.mark.timeout(300)
 def test_runs_end_in_time_and_are_not_taken_for_complete(tmp_path: Path) -> None:
     before = time.monotonic()
-    text, data = run(tmp_path, 25, "gaps", "--steps", "100000", "--seeds", "1", "--recipes", "fp32,bf16")
-    assert time.monotonic() - before < 25 + 40, "a busy machine takes long to import torch"
+    text, data = run(tmp_path, 15, "gaps", "--steps", "100000", "--seeds", "1", "--recipes", "fp32,bf16")
+    assert time.monotonic() - before < 15 + 40, "a busy machine takes long to import torch"
     assert [job["error"] for job in data["runs"]] == ["the time is over", "the time was over before it started"]
     assert "no seed of both has ended" in text
 

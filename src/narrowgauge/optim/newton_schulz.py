@@ -13,7 +13,6 @@ time that it needs for many small ones.
 from __future__ import annotations
 
 import math
-import warnings
 
 import torch
 from torch import Tensor
@@ -30,18 +29,31 @@ def orthogonalize(
 ) -> Tensor:
     """Return the orthogonalized matrices in BF16. They are one matrix [r, c] or a stack [n, r, c]."""
     a, b, c = coefficients
-    multiply = torch.addmm if matrices.dim() == 2 else torch.baddbmm
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.to(torch.bfloat16, copy=True)
     x = x.mT if tall else x
     norm = x.norm() if matrices.dim() == 2 else torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
     x.div_(norm.clamp(min=eps))
-    with warnings.catch_warnings():  # a CPU without products in BF16 says so at length, and computes them all the same
-        warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
-        for _ in range(steps):
-            gram = x @ x.mT
-            x = multiply(x, multiply(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    for _ in range(steps):
+        gram = _multiply(None, x, x.mT)
+        x = _multiply(x, _multiply(gram, gram, gram, b, c), x, a)
     return x.mT if tall else x
+
+
+def _multiply(z: Tensor | None, x: Tensor, y: Tensor, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
+    """Return alpha x y + beta z in BF16, accumulated in FP32.
+
+    CPUs multiply the same numbers in FP32, and round the result: without instructions for BF16, torch's product in BF16
+    takes a thousand times as long.
+    """
+    on_cpu = x.device.type == "cpu"
+    if on_cpu:
+        z, x, y = None if z is None else z.float(), x.float(), y.float()
+    if z is None:
+        made = x @ y
+    else:
+        made = (torch.addmm if x.dim() == 2 else torch.baddbmm)(z, x, y, beta=beta, alpha=alpha)
+    return made.to(torch.bfloat16) if on_cpu else made
 
 
 def adjust_rate(lr: float, adjustment: str | None, shape: torch.Size) -> float:
