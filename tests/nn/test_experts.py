@@ -380,18 +380,6 @@ def test_gradient_checkpointing_gives_the_same_gradients(reentrant, recipe, leas
     assert sqnr(grads[1], grads[0]) > least  # one is fused and one is not: they round differently
 
 
-@pytest.mark.parametrize("checkpoint", ["full", "selective"])
-def test_recipes_that_recompute_leave_blocks_with_experts_as_they_are(checkpoint):
-    model = olmoe()
-    engine = ng.Engine(
-        model, torch.optim.AdamW(model.parameters()), recipe=f"fp8[products=all,checkpoint={checkpoint}]"
-    )
-    assert not engine.conversion.blocks and len(engine.conversion.experts) == 2
-    assert "recomputed" in engine.conversion.unfused["model.layers.0"]
-    assert math.isfinite(run_step(engine, torch.randint(0, 256, (1, 32))))
-    assert engine.step().applied
-
-
 @pytest.mark.parametrize(("recipe", "least"), [("bf16", 35), ("fp8[products=all]", 15)])
 def test_a_step_is_accumulated_over_microbatches(recipe, least):
     """Two halves of a batch give the gradients of the whole, up to rounding."""

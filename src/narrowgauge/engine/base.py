@@ -26,6 +26,7 @@ from narrowgauge.errors import UsageError
 from narrowgauge.nn.block_memory import find_block_memory
 from narrowgauge.nn.compile_forward import compile_forward
 from narrowgauge.nn.convert import Conversion
+from narrowgauge.nn.fused.modules import set_recomputation
 from narrowgauge.nn.memory_plan import MemoryPlan
 from narrowgauge.nn.module_changes import apply_change, remove_changes
 from narrowgauge.nn.products.stored_fp8 import restore_stored
@@ -97,9 +98,10 @@ class EngineBase:
         self.release = setup.make_release(self.inner, self.recipe, self.optimizers, self.conversion)
         setup.warn_of_unused_offload(self.recipe, self.conversion)
         self._checkpointed = self.conversion.blocks if self.recipe.checkpoint != "none" else []
+        recomputation = self.step_context.recomputation()
+        set_recomputation(self.inner, recomputation)
         if not self.conversion.blocks:
             mode = "full" if planned else self.recipe.checkpoint
-            recomputation = self.step_context.recomputation()
             optional = bf16_weights or planned
             self._checkpointed = checkpoint_blocks(self.inner, mode, blocks, recomputation, optional=optional)
         if bf16_weights or self.recipe.frozen != "keep":

@@ -324,8 +324,6 @@ def _find_blocks(model: nn.Module, recipe: Recipe, device: Device) -> FoundBlock
     modules = dict(model.named_modules())
     for path, spec in list(found.specs.items()):
         reason = find_misfit(modules[path], spec) or _find_fp32_part(path, spec, modules, recipe)
-        if spec.mlp and recipe.checkpoint != "none":
-            reason = "its MLP is a module, so that the whole block is recomputed as it is"
         if reason is not None:
             del found.specs[path]
             found.reasons[path] = reason

@@ -9,7 +9,7 @@ and writes what the output projection's products read. The block is x1 + mlp(h2)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -98,12 +98,18 @@ def backward(
 
 
 def drop_unneeded(plan: BlockPlan, saved: Saved) -> Saved:
-    """Drop what only forward's products read."""
-    saved.attention.o = plan.out.keep_for_backward(saved.attention.o)
-    saved.attention.h = plan.qkv.keep_for_backward(saved.attention.h)
+    """Drop what only forward's products read, and what is computed again."""
+    attention = saved.attention
+    attention.o = plan.out.keep_for_backward(attention.o)
+    attention.h = Operand() if plan.checkpoint == "selective" else plan.qkv.keep_for_backward(attention.h)
     return saved
 
 
 def recompute(run: Run, x0: Tensor, saved: Saved) -> Saved:
-    """Return what was saved: nothing was dropped."""
-    return saved
+    """Recompute what selective checkpointing dropped: the output of the first norm. The second one's is the module's
+    input, which that keeps."""
+    if run.plan.checkpoint != "selective":
+        return saved
+    norm1, _ = bind_norms(run.plan.spec, run.tensors)
+    h1, _, _ = apply_norm(norm1, x0.reshape(-1, x0.shape[-1]), None, run.plan.qkv, run.caster)
+    return replace(saved, attention=replace(saved.attention, h=h1))

@@ -28,7 +28,7 @@ from narrowgauge.nn.fused.casts import (
 )
 from narrowgauge.nn.fused.graphs import BlockGraphs
 from narrowgauge.nn.fused.offload import begin_block, offload
-from narrowgauge.nn.fused.passes import BlockInput, run_backward, run_forward
+from narrowgauge.nn.fused.passes import BlockInput, repeat_forward, run_backward, run_forward
 from narrowgauge.nn.fused.plan import NO_DROPOUT, BlockPlan, BlockTensors, Dropout
 from narrowgauge.nn.fused.rehearse import rehearse, rehearse_block
 from narrowgauge.nn.fused.sublayers import is_added_directly
@@ -182,10 +182,7 @@ class _Block(torch.autograd.Function):
             raise UsageError(DOUBLE_BACKWARD)
         plan: BlockPlan = ctx.plan
         before, after = ctx.links
-        saved = list(ctx.saved_tensors)
-        x0 = saved.pop(0) if ctx.offloaded is None and ctx.graph is None else None
-        rest = iter(saved)
-        tensors = BlockTensors.unflatten(plan, [next(rest) if given else None for given in ctx.given])
+        x0, tensors = _get_saved(ctx)
         needs = BlockTensors.unflatten(plan, ctx.needs_input_grad[5:])
         written: Operand | None = None
         if plan.spec.mlp:
@@ -199,12 +196,8 @@ class _Block(torch.autograd.Function):
             if not is_graph_retained():
                 ctx.ticket.done, ctx.x = True, None
         else:
-            if ctx.follows is not None and ctx.offloaded is None:
-                ctx.follows.fetch()
-            if ctx.offloaded is not None:
-                x0 = ctx.offloaded.take(not is_graph_retained())
-            assert x0 is not None
-            left = ctx.left.with_input(x0)
+            left = ctx.left.with_input(_fetch_input(ctx, x0))
+            ctx.left.repeated = None
             last = not is_graph_retained()
             if last:
                 ctx.left = None
@@ -216,6 +209,41 @@ class _Block(torch.autograd.Function):
         if before is not None and plan.spec.order != "post":
             grad_input = before.put(grad_input, operand, ctx.dtype)
         return grad_input, *[None] * 4, *grads, *others
+
+
+def repeat_half(node: Any) -> Tensor:
+    """Run the forward of ``run_half`` again, and keep it for the backward of the same node; return what the MLP reads.
+
+    Args:
+        node: The node in autograd's graph that made it.
+    """
+    x0, tensors = _get_saved(node)
+    left = node.left.with_input(_fetch_input(node, x0))
+    with torch.no_grad(), torch.autocast(left.x0.device.type, enabled=False):
+        made = repeat_forward(left, tensors)
+    node.left.repeated = made._replace(out=None)
+    assert made.out is not None
+    return made.out.view(node.shape)
+
+
+def _get_saved(ctx: Any) -> tuple[Tensor | None, BlockTensors]:
+    """Return what autograd has saved: the block's input, unless it is elsewhere, and its parameters."""
+    saved = list(ctx.saved_tensors)
+    x0 = saved.pop(0) if ctx.offloaded is None and ctx.graph is None else None
+    rest = iter(saved)
+    return x0, BlockTensors.unflatten(ctx.plan, [next(rest) if given else None for given in ctx.given])
+
+
+def _fetch_input(ctx: Any, x0: Tensor | None) -> Tensor:
+    """Return the block's input, from the host if it waits there."""
+    if ctx.left.repeated is not None:
+        return ctx.left.repeated.x0  # type: ignore[no-any-return]
+    if ctx.follows is not None and ctx.offloaded is None:
+        ctx.follows.fetch()
+    if ctx.offloaded is not None:
+        x0 = ctx.offloaded.take(not is_graph_retained())
+    assert x0 is not None
+    return x0
 
 
 class _LastNorm(torch.autograd.Function):

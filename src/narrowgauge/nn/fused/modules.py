@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowgauge import events
 from narrowgauge.kernels.cross_entropy import LossForm
 from narrowgauge.kernels.document_attention import can_attend
 from narrowgauge.nn.blocks.find import has_hooks
@@ -24,6 +25,7 @@ from narrowgauge.nn.fused.checkpointed import choose_plan, is_checkpointed
 from narrowgauge.nn.fused.documents import find_documents
 from narrowgauge.nn.fused.graphs import BlockGraphs
 from narrowgauge.nn.fused.lazy_logits import HeadSource, make_lazy
+from narrowgauge.nn.fused.modular_mlp import MakeContext, run_with_mlp
 from narrowgauge.nn.fused.norm import run_norm
 from narrowgauge.nn.fused.outputs import complete_arguments, list_passed_on, list_returned
 from narrowgauge.nn.fused.plan import NO_DROPOUT, BlockPlan, BlockTensors, Dropout, get_parts
@@ -52,9 +54,6 @@ DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "
 not read them: the mask says the same."""
 
 
-NO_GRAPHS = BlockGraphs(False)
-
-
 class FusedBlock(Change):
     """A block that runs as one function; if its MLP is a module, up to that."""
 
@@ -63,6 +62,8 @@ class FusedBlock(Change):
     def __init__(self, plan: BlockPlan, graphs: BlockGraphs | None = None) -> None:
         self.plan, self.graphs = plan, graphs or BlockGraphs(False)
         self.size = CallSize()
+        self.recomputation: MakeContext | None = None
+        """Makes the context in which an MLP that is a module is recomputed; torch restores autocast itself."""
 
     def get_plan(self, x: Any) -> BlockPlan:
         """Return the plan of a call: a larger one than memory was planned for is recomputed."""
@@ -87,15 +88,16 @@ class FusedBlock(Change):
                 run_call = separate_documents(plan, call, x, tensors)
             else:
                 plan = plan.with_own_attention()
-        if plan.spec.mlp:
-            if is_checkpointed():
-                return inner(*args, **kwargs)
-            stream, hidden = blocks.run_half(plan, x, tensors, run_call, _read_dropout(module, plan.spec), NO_GRAPHS)
-            output = stream + module.get_submodule(plan.spec.mlp)(hidden)
-            return (output, *list_returned(plan.spec, call)) if plan.spec.in_tuple else output
+        dropout = _read_dropout(module, plan.spec)
+        if plan.spec.mlp and plan.checkpoint != "full" and is_checkpointed():
+            return inner(*args, **kwargs)
         plan, saving = choose_plan(plan)
         with saving:
-            output = blocks.run_block(plan, x, tensors, run_call, _read_dropout(module, plan.spec), self.graphs)
+            if plan.spec.mlp:
+                given = plan, module.get_submodule(plan.spec.mlp), x, tensors, run_call, dropout, self.recomputation
+                output = events.run_in_scope(plan.path, run_with_mlp, *given)
+            else:
+                output = blocks.run_block(plan, x, tensors, run_call, dropout, self.graphs)
         return (output, *list_returned(plan.spec, call)) if plan.spec.in_tuple else output
 
 
@@ -173,6 +175,14 @@ def separate_documents(plan: BlockPlan, call: BlockCall, x: Tensor, tensors: Blo
     kwargs = {name: value for name, value in call.kwargs.items() if name != spec.mask}
     is_implied = documents.bounds is None and spec.causal
     return replace(call, kwargs=kwargs, documents=None if is_implied else documents)
+
+
+def set_recomputation(model: nn.Module, context: MakeContext | None) -> None:
+    """Let modules inside of fused blocks be recomputed in a context."""
+    for module in model.modules():
+        change = find_change(module, FusedBlock)
+        if change is not None:
+            change.recomputation = context
 
 
 def mark_parts(module: nn.Module, spec: BlockSpec) -> None:

@@ -52,6 +52,16 @@ class BlockInput(NamedTuple):
         return [self.x] if self.branch is None else [self.x, self.branch]
 
 
+class Repeated(NamedTuple):
+    """A forward that backward has run again, before it computes gradients."""
+
+    x0: Tensor
+    out: Tensor | None
+    """The last branch, or what the MLP of a "half" reads."""
+    kept: Any
+    uses: BlockWeights
+
+
 @dataclass
 class Forwarded:
     """What forward leaves for backward."""
@@ -66,6 +76,8 @@ class Forwarded:
     """Saved by the block's order; None if backward runs all of forward again."""
     copies: list[tuple[Tensor | None, ...]] | None
     """Saved of the weights' casts."""
+    repeated: Repeated | None = None
+    """The same forward once more, if the backward of what reads its output needed it (``modular_mlp``)."""
 
     def without_inputs(self) -> Forwarded:
         """Return the same without tensors that autograd saves."""
@@ -73,6 +85,12 @@ class Forwarded:
 
     def with_input(self, x0: Tensor) -> Forwarded:
         return replace(self, x0=x0)
+
+    def make_run(self, tensors: BlockTensors) -> Run:
+        """Return the run of a repeated forward, which records no statistics."""
+        given, plan = self.given, self.given.plan
+        uses = bind_weights(plan, tensors, True, again=True)
+        return Run(plan, given.call, tensors, uses, plan.caster(False), True, given.dropout, again=True)
 
 
 def is_repeated_at_random(plan: BlockPlan, dropout: Dropout) -> bool:
@@ -128,14 +146,13 @@ def run_backward(
     """
     plan, x0 = left.given.plan, left.x0
     order = ORDERS[plan.spec.order]
-    uses = bind_weights(plan, tensors, True, again=True)
-    call = left.given.call
-    run = Run(plan, call, tensors, uses, plan.caster(False), True, left.given.dropout, again=True)
+    run = left.make_run(tensors)
+    uses = run.uses
     if plan.checkpoint == "full" and left.kept is not None:
         kept = order.drop_unneeded(plan, events.run_in_scope(plan.path, pre_norm.run_rest, run, x0, left.kept))
     elif plan.checkpoint == "full":
-        with _repeat_random_numbers(left.random, x0.device):
-            kept = order.drop_unneeded(plan, events.run_in_scope(plan.path, order.forward, run, x0, None)[-1])
+        _, _, kept, uses = left.repeated or repeat_forward(left, tensors)
+        left.repeated = None
     else:
         assert left.copies is not None
         kept = order.recompute(run, x0, left.kept)
@@ -150,6 +167,16 @@ def run_backward(
     back: tuple[Any, ...] = (run, kept, x0, rows, written, wanted.reader, needs)
     grad_input, operand, grads, others = events.run_in_scope(plan.path, order.backward, *back)
     return grad_input.view_as(x0), operand, grads, others
+
+
+def repeat_forward(left: Forwarded, tensors: BlockTensors) -> Repeated:
+    """Run a forward again: with the same random numbers, and without statistics."""
+    run, x0 = left.make_run(tensors), left.x0
+    plan = run.plan
+    order = ORDERS[plan.spec.order]
+    with _repeat_random_numbers(left.random, x0.device):
+        _, _, out, saved = events.run_in_scope(plan.path, order.forward, run, x0, None)
+    return Repeated(x0, out, order.drop_unneeded(plan, saved), run.uses)
 
 
 def get_future_gradients(given: BlockInput) -> int:

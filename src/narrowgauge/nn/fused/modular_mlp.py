@@ -1,0 +1,149 @@
+"""A block whose MLP runs as a module, such as a mixture of experts: the fused first half, and the module after it.
+
+    checkpoint     kept for backward
+    none           what the half keeps, and what the module's own code keeps
+    selective      the same without the output of the first norm
+    full           the block's input
+
+With ``full`` the module runs inside ``torch.utils.checkpoint``, which discards what autograd saves and runs the module
+again as soon as backward asks for one of these tensors. Its input is not kept either: the half runs again first, and
+its backward, which follows that of the module, finds what this forward made. What is recomputed records no statistics
+of FP8 tensors. It draws the same random numbers, and leaves the attributes of modules as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from narrowgauge import events
+from narrowgauge.nn.fused import blocks
+from narrowgauge.nn.fused.attention import BlockCall
+from narrowgauge.nn.fused.graphs import BlockGraphs
+from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, Dropout
+
+Context = contextlib.AbstractContextManager[Any]
+MakeContext = Callable[[], Context]
+"""Makes the context of a recomputation."""
+NO_GRAPHS = BlockGraphs(False)
+
+
+def run_with_mlp(
+    plan: BlockPlan,
+    mlp: nn.Module,
+    x: Tensor,
+    tensors: BlockTensors,
+    call: BlockCall,
+    dropout: Dropout,
+    recomputation: MakeContext | None = None,
+) -> Tensor:
+    """Run a block on the residual stream x [B, T, D].
+
+    Args:
+        plan: The block's plan.
+        mlp: The module after the second norm.
+        x: The block's input.
+        tensors: The parameters of the half.
+        call: The call of the block.
+        dropout: Its probabilities.
+        recomputation: Makes the context of a recomputation.
+    """
+    stream, hidden = blocks.run_half(plan, x, tensors, call, dropout, NO_GRAPHS)
+    if plan.checkpoint != "full" or not torch.is_grad_enabled():
+        branch: Tensor = mlp(hidden)
+    else:
+        branch = _run_and_discard(plan, mlp, hidden, recomputation)
+    return stream + branch
+
+
+def _run_and_discard(plan: BlockPlan, mlp: nn.Module, hidden: Tensor, recomputation: MakeContext | None) -> Tensor:
+    """Run the module, and keep nothing that it saves for backward."""
+    source = _Source(hidden)
+
+    def compute(anchor: Tensor) -> Any:
+        return events.run_in_scope(plan.path, lambda: mlp(source.get()))
+
+    contexts = partial(_make_contexts, plan, mlp, source, recomputation)
+    # torch restores the random numbers of its arguments' devices.
+    made: Tensor = checkpoint(compute, hidden.new_empty(0), use_reentrant=False, context_fn=contexts)
+    source.release()
+    return made
+
+
+class _Source:
+    """What the module reads: in forward as it is, and made again by the half's node in a recomputation."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self._node, self._hidden, self.is_repeated = hidden.grad_fn, hidden, False
+
+    def get(self) -> Tensor:
+        if not self.is_repeated or self._node is None:
+            return self._hidden
+        # The checkpoint's hooks must not see what attention saves: it has a backward of its own.
+        with saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
+            made: Tensor = _Repeated.apply(torch.empty(0, requires_grad=True), self._node)  # type: ignore[no-untyped-call]
+        return made
+
+    def release(self) -> None:
+        """Forward is done: keep the module's input only if nothing can make it again, as the half needs no gradient."""
+        if self._node is not None:
+            self._hidden = self._hidden.new_empty(0)
+
+
+class _Repeated(torch.autograd.Function):
+    """Makes a half's output a tensor with a history, which the module may change in place as it may the first one."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, node: Any) -> Tensor:
+        return blocks.repeat_half(node)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise AssertionError("autograd differentiates the first forward")
+
+
+def _make_contexts(
+    plan: BlockPlan, mlp: nn.Module, source: _Source, recomputation: MakeContext | None
+) -> tuple[Context, Context]:
+    return contextlib.nullcontext(), _Repetition(lambda: _repeat(plan, mlp, source, recomputation))
+
+
+class _Repetition(contextlib.AbstractContextManager[None]):
+    """The context of a recomputation, entered anew each time (twice with ``retain_graph``)."""
+
+    def __init__(self, make: MakeContext) -> None:
+        self._make = make
+        self._open: list[Context] = []
+
+    def __enter__(self) -> None:
+        self._open.append(self._make())
+        self._open[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.pop().__exit__(*error)
+
+
+@contextlib.contextmanager
+def _repeat(plan: BlockPlan, mlp: nn.Module, source: _Source, recomputation: MakeContext | None) -> Iterator[None]:
+    before = [(part, dict(part.__dict__)) for part in mlp.modules()]
+    scales = plan.scales
+    source.is_repeated = True
+    try:
+        with contextlib.ExitStack() as stack:
+            if scales is not None:
+                stack.enter_context(scales.unrecorded(scales.delayed))
+            if recomputation is not None:
+                stack.enter_context(recomputation())
+            yield
+    finally:
+        source.is_repeated = False
+        for part, attributes in before:  # such as the losses of a router, with all of autograd's graph behind them
+            part.__dict__.clear()
+            part.__dict__.update(attributes)
