@@ -2,7 +2,7 @@
 
 usage: python bench/fp8_steps.py TASK [ROUNDS] [STEPS] [torchao | tensorwise | rowwise] [ours | fp8-only] [profile]
                                 [graphs] [fp8[FIELD=VALUE]...]
-(JSON to $OUT/fp8-TASK.json where OUT is set)
+(JSON to $OUT/fp8-TASK.json where OUT is set, and each line about a round to $OUT/fp8-TASK.log when it is printed)
 
 ours: without plain compiled BF16, whose compilation takes a minute on deep models. fp8-only: without narrowgauge's
 BF16, to save memory: the weights and moments of all contestants are on the GPU at once. Recipes with changed fields,
@@ -50,7 +50,17 @@ for name, baseline in make_baselines("torchao", fp8).items() if wants_torchao el
         baselines[name] = baseline
 batches = bench.make_batches(task, device)
 torch._functorch.config.enable_autograd_cache = False
-field = bench.measure_recipe(task, fp8, baselines, batches, device, settings, lambda line: print(line, flush=True))
+target = Path(os.environ["OUT"]) / f"fp8-{spec.replace(':', '-')}" if "OUT" in os.environ else None
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+    if target is not None:
+        with target.with_suffix(target.suffix + ".log").open("a") as log:
+            log.write(f"{line}\n")
+
+
+field = bench.measure_recipe(task, fp8, baselines, batches, device, settings, say)
 rows = bench.make_rows(task, field, device)
 plain = "torch-bf16" if "ours" not in sys.argv else "fp8" if "fp8-only" in sys.argv else "fused bf16"
 base = next(row for row in rows if row.name == plain)
@@ -61,9 +71,9 @@ for row in rows:
         f"{peak:6.1f} GiB  {row.tokens_per_s / base.tokens_per_s:.3f} x {plain}  loss {row.loss:.3f}",
         flush=True,
     )
-if "OUT" in os.environ:
-    path = Path(os.environ["OUT"]) / f"fp8-{spec.replace(':', '-')}.json"
-    path.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
+if target is not None:
+    written = json.dumps([dataclasses.asdict(row) for row in rows], indent=1)
+    target.with_suffix(target.suffix + ".json").write_text(written)
 if "profile" in sys.argv:
     fused_bf16 = [(name, baseline) for name, baseline in baselines.items() if name == "fused bf16"]
     for name, baseline in ((str(fp8), None), *fused_bf16):

@@ -53,6 +53,7 @@ for recipe in (
     "fp8[products=all]",
     "fp8[products=all,gradients_format=e4m3]",
     "fp8[granularity=row,products=all]",
+    "fp8[granularity=block,products=all]",
 ):
     model: Any = copy.deepcopy(plain)
     conversion = convert(model, recipe)
