@@ -163,7 +163,16 @@ def train(family, recipe, steps=8):
 
 
 @pytest.mark.parametrize("family", ["olmoe", "mixtral", "qwen3"])
-@pytest.mark.parametrize("recipe", ["fp8[products=all]", "fp8-lean[products=all]", "fp8[products=all,scaling=current]"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "fp8[products=all]",
+        "fp8-lean[products=all]",
+        "fp8[products=all,scaling=current]",
+        "fp8[products=all,first_forward=mostly-bf16]",
+        "fp8[products=all,first_forward=bf16]",
+    ],
+)
 def test_training_is_near_that_in_fp32(family, recipe):
     exact, _ = train(family, "fp32")
     made, engine = train(family, recipe)
@@ -217,7 +226,15 @@ def test_passes_in_bf16_equal_their_references(kind, width):
     assert torch.equal(found[1], made)
 
 
-@pytest.mark.parametrize("recipe", ["fp8[products=all]", "bf16"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "fp8[products=all]",
+        "bf16",
+        "fp8[products=all,first_forward=mostly-bf16]",
+        "fp8[products=all,first_forward=bf16]",
+    ],
+)
 @pytest.mark.parametrize("family", ["olmoe", "mixtral"])
 def test_a_step_does_not_wait_for_the_gpu(family, recipe):
     _, engine = train(family, recipe, 3)

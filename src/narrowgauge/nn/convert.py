@@ -227,7 +227,9 @@ def convert_layers(
             mark_parts(module, spec)
             apply_change(module, FusedBlock(plan, graphs))
         elif path in result.experts and scales is not None:
-            of_experts = make_experts_plan(module, path, result.experts[path], scales, is_lean(recipe))
+            of = result.experts[path]
+            wide = tuple(by_path[f"{path}.{name}"].choice.output == "bf16" for name in (of.gate_up, of.down))
+            of_experts = make_experts_plan(module, path, of, scales, is_lean(recipe), *wide)
             apply_change(module, FusedExperts(of_experts))
         elif path in result.wide_experts:
             apply_change(module, WideExperts(path, result.wide_experts[path]))

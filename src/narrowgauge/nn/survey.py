@@ -120,12 +120,7 @@ def find_wide_forwards(
         products: For a layer that is one product with others, the paths of all of them.
     """
     found: set[str] = set()
-    if first_forward == "fp8":
-        return found
-    for row, count in count_blocks(model).items():
-        if is_experts(row) or (first_forward == "auto" and count < MIN_BLOCKS_FOR_BF16):
-            continue  # experts stand beside each other
-        start = f"{row}.0." if row else "0."
+    for start in list_first_blocks(model, first_forward):
         inputs = {path: find_projection(model, path).shape[1] for path in layers if path.startswith(start)}
         most = max(inputs.values(), default=0)
         left_out = most if first_forward != "bf16" and most > next(iter(inputs.values()), 0) else 0
@@ -134,6 +129,18 @@ def find_wide_forwards(
             if columns != left_out and (first_forward != "auto" or any(weight.requires_grad for weight in weights)):
                 found.add(path)
     return found
+
+
+def list_first_blocks(model: nn.Module, first_forward: str) -> list[str]:
+    """Return the start of the paths in each first block of a row that multiplies in BF16 in forward."""
+    if first_forward == "fp8":
+        return []
+    return [
+        f"{row}.0." if row else "0."
+        for row, count in count_blocks(model).items()
+        if not is_experts(row)  # which stand beside each other
+        and (first_forward != "auto" or count >= MIN_BLOCKS_FOR_BF16)
+    ]
 
 
 def _widen_forward(decision: Decision, fused: bool) -> Decision:

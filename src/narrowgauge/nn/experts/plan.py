@@ -74,9 +74,21 @@ class ExpertsPlan:
     hidden: Site
     grad_up: Site
     grad_down: Site
+    wide_up: bool = False
+    """Whether the first product multiplies in BF16 in forward, as in the first block of a model."""
+    wide_down: bool = False
+    """The same of the last product."""
 
 
-def make_experts_plan(module: nn.Module, path: str, spec: ExpertsSpec, scales: TensorScales, lean: bool) -> ExpertsPlan:
+def make_experts_plan(
+    module: nn.Module,
+    path: str,
+    spec: ExpertsSpec,
+    scales: TensorScales,
+    lean: bool,
+    wide_up: bool = False,
+    wide_down: bool = False,
+) -> ExpertsPlan:
     """Return the plan of a module."""
 
     def cast(name: str) -> WeightCastPlan:
@@ -84,12 +96,13 @@ def make_experts_plan(module: nn.Module, path: str, spec: ExpertsSpec, scales: T
         stack: Any = getattr(module, name)
         return WeightCastPlan.of(stack, site=scales.sites[f"{place}.weight"], scales=scales, lean=lean, path=place)
 
-    sites = (
+    tokens, hidden, grad_up, grad_down = (
         scales.sites[f"{path}.{name}.{tensor}"]
         for tensor in ("input", "grad_output")
         for name in (spec.gate_up, spec.down)
     )
-    return ExpertsPlan(path, spec, scales, cast(spec.gate_up), cast(spec.down), *sites)
+    casts = cast(spec.gate_up), cast(spec.down)
+    return ExpertsPlan(path, spec, scales, *casts, tokens, hidden, grad_up, grad_down, wide_up, wide_down)
 
 
 class WideStack:

@@ -11,6 +11,9 @@
                 grad_Down   = sum over an expert's slots: g_s' a
                 grad_GateUp = sum over an expert's slots: du' x_s, with x_s gathered again
 
+In a model's first block some products multiply in BF16 in forward (``ExpertsPlan.wide_up``, ``wide_down``). Backward
+casts what it reads of their operands, and records the largest values.
+
 What backward keeps: x in BF16 [N, D], u [S, 2 F], the slots, and the stacks' transposed copies (unless weights are cast
 again, as in lean recipes). Nothing waits for the GPU: how many tokens an expert has is known there only.
 """
@@ -27,7 +30,7 @@ from torch import Tensor
 from narrowgauge import events
 from narrowgauge.errors import UsageError
 from narrowgauge.kernels import compute_scale
-from narrowgauge.kernels.experts import products
+from narrowgauge.kernels.experts import products, wide
 from narrowgauge.kernels.experts.activation import activate_experts, activate_experts_backward
 from narrowgauge.kernels.experts.rows import gather_cast, sum_slots
 from narrowgauge.kernels.experts.slots import Slots, assign_slots
@@ -99,6 +102,7 @@ def run_experts(plan: ExpertsPlan, x: Tensor, index: Tensor, weights: Tensor, ga
             sites, casts = (plan.tokens, plan.hidden, plan.grad_up, plan.grad_down), (plan.up, plan.down)
             formats = [site.dtype for site in sites] + [cast.gradient_dtype for cast in casts]
             how = *formats, *(cast.keep_for_backward for cast in casts), plan.scales.mode, needs
+            how = *how, plan.wide_up, plan.wide_down
             key = plan.spec, how, describe_tensors(weights, gate_up, down, index)
             rehearse_function(_Experts, plan.scales, x, key, *args)
         made: Tensor = _Experts.apply(*args)  # type: ignore[no-untyped-call]
@@ -128,20 +132,27 @@ class _Experts(torch.autograd.Function):
         factors = weights.detach().reshape(len(rows), -1).float()
         slots = assign_slots(index.reshape(len(rows), -1), spec.count)
         of_tokens = Scale(*caster.scale_of(rows, plan.tokens))
-        x_lp, _ = gather_cast(
-            rows, slots, of_tokens.value, plan.tokens.dtype, of_tokens.amax, caster.counts(plan.tokens)
-        )  # fmt: skip
-        assert x_lp is not None
         up = plan.up.use(gate_up.detach().flatten(0, 1), record=training, backward=needs.tokens)
         last = plan.down.use(down.detach().flatten(0, 1), record=training, backward=_needs_hidden(needs))
-        u = _multiply("output", x_lp, up, slots, of_tokens.inverse, 2 * spec.inner)
-        del x_lp
+        if plan.wide_up:
+            u = multiply_wide("output", plan.up.path, wide.gather(rows, slots), gate_up.detach().to(BF16), slots, True)
+        else:
+            x_lp, _ = gather_cast(
+                rows, slots, of_tokens.value, plan.tokens.dtype, of_tokens.amax, caster.counts(plan.tokens)
+            )  # fmt: skip
+            assert x_lp is not None
+            u = _multiply("output", x_lp, up, slots, of_tokens.inverse, 2 * spec.inner)
+            del x_lp
         of_hidden = _find_scale(
             caster, plan.hidden, lambda one, amax: activate_experts(spec.activation, u, factors, slots, one, amax)
         )
         counts = caster.counts(plan.hidden)
         a_lp = activate_experts(spec.activation, u, factors, slots, of_hidden.value, of_hidden.amax, counts)
-        y = _multiply("output", a_lp, last, slots, of_hidden.inverse, spec.width)
+        if plan.wide_down:
+            a = wide.activate_wide(spec.activation, u, factors, slots)
+            y = multiply_wide("output", plan.down.path, a, down.detach().to(BF16), slots, True)
+        else:
+            y = _multiply("output", a_lp, last, slots, of_hidden.inverse, spec.width)
         if training:
             saved = up.get_saved(), last.get_saved()
             ctx.save_for_backward(
@@ -164,9 +175,9 @@ class _Experts(torch.autograd.Function):
         slots = Slots(*rest[:4])
         tokens, hidden = Scale(rest[4], rest[5], None), Scale(rest[6], rest[7], None)
         copies, inverses, stacks = rest[8:10], rest[10:12], rest[12:14]
-        up, last = (
-            _restore(cast, *parts) for cast, *parts in zip((plan.up, plan.down), copies, inverses, stacks, strict=True)
-        )
+        seen = not plan.wide_up, not plan.wide_down  # what forward read in BF16 is first cast here
+        casts = zip((plan.up, plan.down), copies, inverses, stacks, seen, strict=True)
+        up, last = (_restore(cast, *parts) for cast, *parts in casts)
         rows_of_grad = grad.reshape(-1, spec.width).to(_get_row_dtype(plan))
         of_grad = Scale(*caster.scale_of(rows_of_grad, plan.grad_down))
         g_lp, g_lp_t = gather_cast(
@@ -202,7 +213,11 @@ class _Experts(torch.autograd.Function):
             grad_x = sum_slots(made, slots, ctx.dtypes[0]).view(ctx.shape)
             del made
         if needs.gate_up:
-            _, x_t = gather_cast(rows, slots, tokens.value, plan.tokens.dtype, rows=False, transposed=True)
+            amax = counts = None
+            if plan.wide_up:
+                amax, counts = caster.amax(plan.tokens) if caster.delayed else None, caster.counts(plan.tokens)
+            kind_of_tokens = plan.tokens.dtype
+            _, x_t = gather_cast(rows, slots, tokens.value, kind_of_tokens, amax, counts, rows=False, transposed=True)
             assert x_t is not None
             grad_gate_up = _multiply_slots(
                 plan.up.path, du_t, x_t, slots, of_u.inverse, tokens.inverse, ctx.gradient_dtypes[0]
@@ -222,10 +237,12 @@ def _needs_hidden(needs: Needs) -> bool:
     return needs.tokens or needs.weights or needs.gate_up
 
 
-def _restore(cast: StackCast, copy: Tensor | None, inverse: Tensor | None, stack: Tensor | None) -> CastStack:
-    """Return a weight with the copy that forward made, or one that casts the stack again."""
+def _restore(
+    cast: StackCast, copy: Tensor | None, inverse: Tensor | None, stack: Tensor | None, seen: bool
+) -> CastStack:
+    """Return a weight with the copy that forward made, or one that casts the stack, again if it was ``seen``."""
     parts = [] if stack is None else [stack.detach().flatten(0, 1)]
-    use = cast.use(*parts, seen=True)
+    use = cast.use(*parts, seen=seen)
     return use if copy is None else use.restore_saved((copy, inverse, None))
 
 
@@ -239,6 +256,13 @@ def _find_scale(caster: Fp8Caster, site: Site, measure: Callable[[Tensor, Tensor
         torch.maximum(site.amax, amax, out=site.amax)
     scale = compute_scale(amax, FP8_MAX[site.dtype], caster.scales.margin)
     return Scale(scale, scale.reciprocal(), None)
+
+
+def multiply_wide(product: str, path: str, a: Tensor, stack: Tensor, slots: Slots, transposed: bool) -> Tensor:
+    """Multiply each slot by its expert's matrix in BF16 or FP32, and report the product to listeners."""
+    if events.is_listening():
+        return events.run_product(product, path, wide.multiply_wide, a, stack, slots, transposed)
+    return wide.multiply_wide(a, stack, slots, transposed)
 
 
 def _multiply(

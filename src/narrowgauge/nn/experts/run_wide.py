@@ -30,7 +30,7 @@ from narrowgauge.kernels.experts import wide
 from narrowgauge.kernels.experts.rows import sum_slots
 from narrowgauge.kernels.experts.slots import Slots, assign_slots
 from narrowgauge.nn.experts.find import ExpertsSpec
-from narrowgauge.nn.experts.run import EXPERT_PARALLEL, Needs, describe_tensors
+from narrowgauge.nn.experts.run import EXPERT_PARALLEL, Needs, describe_tensors, multiply_wide
 from narrowgauge.nn.fused.rehearse import rehearse_function
 from narrowgauge.nn.module_changes import Change
 from narrowgauge.nn.products.gemm import BF16, DOUBLE_BACKWARD
@@ -106,9 +106,9 @@ class _WideExperts(torch.autograd.Function):
         slots = assign_slots(index.reshape(len(rows), -1), spec.count)
         first, last = gate_up.detach().to(dtype), down.detach().to(dtype)
         names = f"{path}.{spec.gate_up}", f"{path}.{spec.down}"
-        u = _multiply("output", names[0], wide.gather(rows, slots), first, slots, True)
+        u = multiply_wide("output", names[0], wide.gather(rows, slots), first, slots, True)
         a = wide.activate_wide(spec.activation, u, factors, slots)
-        y = _multiply("output", names[1], a, last, slots, True)
+        y = multiply_wide("output", names[1], a, last, slots, True)
         if any(needs):
             ctx.save_for_backward(rows, factors, u, first, last, *slots)
             ctx.spec, ctx.needs, ctx.names, ctx.shape, ctx.weights_shape = spec, needs, names, x.shape, weights.shape
@@ -125,14 +125,14 @@ class _WideExperts(torch.autograd.Function):
         slots = Slots(*rest)
         grad_x = grad_weights = grad_gate_up = grad_down = None
         g = wide.gather(grad.reshape(-1, spec.width).to(rows.dtype), slots)
-        v = _multiply("grad_input", ctx.names[1], g, last, slots, False)
+        v = multiply_wide("grad_input", ctx.names[1], g, last, slots, False)
         of_u, a, of_weights = wide.activate_wide_backward(spec.activation, v, u, factors, slots)
         del u, v
         if needs.down:
             grad_down = _multiply_slots(ctx.names[1], g, a, slots).to(ctx.dtypes[3])
         del g, a
         if needs.tokens:
-            made = _multiply("grad_input", ctx.names[0], of_u, first, slots, False)
+            made = multiply_wide("grad_input", ctx.names[0], of_u, first, slots, False)
             grad_x = sum_slots(made, slots, ctx.dtypes[0]).view(ctx.shape)
             del made
         if needs.gate_up:
@@ -140,12 +140,6 @@ class _WideExperts(torch.autograd.Function):
         if needs.weights:
             grad_weights = of_weights.to(ctx.dtypes[1]).view(ctx.weights_shape)
         return grad_x, grad_weights, grad_gate_up, grad_down, None, None, None, None, None
-
-
-def _multiply(product: str, path: str, a: Tensor, stack: Tensor, slots: Slots, transposed: bool) -> Tensor:
-    if events.is_listening():
-        return events.run_product(product, path, wide.multiply_wide, a, stack, slots, transposed)
-    return wide.multiply_wide(a, stack, slots, transposed)
 
 
 def _multiply_slots(path: str, a: Tensor, b: Tensor, slots: Slots) -> Tensor:

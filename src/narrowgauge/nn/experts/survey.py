@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from torch import nn
 
@@ -12,7 +13,7 @@ from narrowgauge.nn.experts.find import ExpertsSpec, find_experts
 from narrowgauge.nn.matrix_inventory import explain_kept_fp32
 from narrowgauge.nn.products.choose_formats import Decision
 from narrowgauge.nn.products.gemm import ALL_BF16, ALL_FP8
-from narrowgauge.nn.survey import Layer
+from narrowgauge.nn.survey import FIRST_FORWARD, Layer, list_first_blocks
 from narrowgauge.recipe import Recipe
 
 GRANULARITY = "experts have one scale for each tensor, and the recipe has more than one"
@@ -23,11 +24,13 @@ def survey_experts(model: nn.Module, recipe: Recipe) -> tuple[list[Layer], dict[
     if recipe.compute != "fp8":
         return [], {}
     found, modules = find_experts(model), dict(model.named_modules())
+    first = tuple(list_first_blocks(model, recipe.first_forward))
     layers: list[Layer] = []
     specs: dict[str, ExpertsSpec] = {}
     for path, spec in found.specs.items():
         reason = explain_kept_fp32(modules, path, recipe) or _explain_misfit(spec, recipe)
-        layers += _list_layers(path, spec, reason)
+        wide = _list_wide(modules[path], spec, recipe.first_forward) if path.startswith(first) else ()
+        layers += _list_layers(path, spec, reason, wide)
         if reason is None:
             specs[path] = spec
     for path, reason in found.reasons.items():
@@ -60,11 +63,19 @@ def _explain_misfit(spec: ExpertsSpec, recipe: Recipe) -> str | None:
     return None
 
 
-def _list_layers(path: str, spec: ExpertsSpec, reason: str | None) -> Iterator[Layer]:
+def _list_wide(module: nn.Module, spec: ExpertsSpec, first_forward: str) -> tuple[str, ...]:
+    """Return the stacks of the first block that multiply in BF16 in forward; auto leaves out frozen ones."""
+    stacks = (spec.gate_up, spec.down) if first_forward == "bf16" else (spec.gate_up,)
+    return tuple(name for name in stacks if first_forward != "auto" or getattr(module, name).requires_grad)
+
+
+def _list_layers(path: str, spec: ExpertsSpec, reason: str | None, wide: Sequence[str]) -> Iterator[Layer]:
     shapes = {spec.gate_up: (2 * spec.inner, spec.width), spec.down: (spec.width, spec.inner)}
     for name, shape in shapes.items():
         if reason is None:
             decision = Decision(ALL_FP8, "products of experts run in FP8, grouped")
-            yield Layer(f"{path}.{name}", shape, "experts", ALL_FP8, decision.reason, decision)
+            if name in wide:
+                decision = replace(decision, choice=ALL_FP8._replace(output="bf16"), reason=FIRST_FORWARD)
+            yield Layer(f"{path}.{name}", shape, "experts", decision.choice, decision.reason, decision)
         else:
             yield Layer(f"{path}.{name}", shape, "experts", ALL_BF16, reason)

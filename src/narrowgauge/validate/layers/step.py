@@ -139,7 +139,8 @@ def _swap_experts(engine: Engine, whole: Conversion) -> dict[str, ExpertsSpec]:
         sites = {name: dtype for layer in layers for name, dtype in list_sites(layer, {}, recipe)}
         in_backward = [name for name in sites if name.endswith(".grad_output")]
         scales = TensorScales(sites, engine.device, mode=recipe.scaling, in_backward=in_backward, **options)
-        plan = make_experts_plan(modules[path], path, spec, scales, is_lean(recipe))
+        wide = (layer.choice.output == "bf16" for layer in layers)
+        plan = make_experts_plan(modules[path], path, spec, scales, is_lean(recipe), *wide)
         apply_change(modules[path], FusedExperts(plan))
     return whole.experts
 
