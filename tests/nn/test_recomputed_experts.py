@@ -190,6 +190,8 @@ def watch_inputs(model):
 @pytest.mark.parametrize("make", [olmoe, deepseek, built_in])
 def test_a_recomputed_block_keeps_nothing_but_its_input(make):
     bytes_kept = {}
+    gc.collect()
+    before = find_storages()  # other tests in this process may have left tensors
     for checkpoint in ("none", "selective", "full"):
         engine = make_engine(make, f"fp8[products=all,activations=bf16,checkpoint={checkpoint}]")
         seen = watch_inputs(engine.model)
@@ -197,7 +199,7 @@ def test_a_recomputed_block_keeps_nothing_but_its_input(make):
             loss = compute_loss(engine.model)
         gc.collect()
         assert all((reference() is None) is (checkpoint == "full") for reference in seen)
-        bytes_kept[checkpoint] = count_bytes(engine)
+        bytes_kept[checkpoint] = count_bytes(engine, before)
         engine.backward(loss)
         engine.step()
         del loss
@@ -207,7 +209,7 @@ def test_a_recomputed_block_keeps_nothing_but_its_input(make):
             loss = compute_loss(engine.model)
         gc.collect()
         # Nothing is left over from the first step.
-        assert count_bytes(engine) == pytest.approx(bytes_kept[checkpoint], rel=0.02)
+        assert count_bytes(engine, before) == pytest.approx(bytes_kept[checkpoint], rel=0.02)
         del loss
     assert bytes_kept["full"] < 0.6 * bytes_kept["selective"] < 0.6 * bytes_kept["none"]
     stream = TOKENS.numel() * 128
@@ -215,18 +217,18 @@ def test_a_recomputed_block_keeps_nothing_but_its_input(make):
     assert bytes_kept["full"] < 6 * sum(per_block) + 2_000_000
 
 
-def count_bytes(engine):
-    """Return the bytes of all tensors that are alive, without parameters, optimizer states and scales."""
+def find_storages():
+    """Return the size of each storage of a tensor that is alive, by its address."""
+    tensors = (thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter))
+    return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+
+
+def count_bytes(engine, before):
+    """Return the bytes of new tensors, without parameters, optimizer states and scales."""
     known = [*engine.model.parameters(), *engine.model.buffers(), TOKENS]
     known += [v for state in engine.optimizers[0].state.values() for v in state.values() if isinstance(v, torch.Tensor)]
     outside = {tensor.untyped_storage()._cdata for tensor in known}
-    found = {}
-    for thing in gc.get_objects():
-        if type(thing) in (torch.Tensor, torch.nn.Parameter):
-            storage = thing.untyped_storage()
-            if storage._cdata not in outside:
-                found[storage._cdata] = storage.nbytes()
-    return sum(found.values())
+    return sum(size for place, size in find_storages().items() if place not in outside and place not in before)
 
 
 def test_what_forward_leaves_on_modules_stays():
