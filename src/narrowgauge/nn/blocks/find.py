@@ -30,6 +30,7 @@ from narrowgauge.nn.blocks.attention_forms import list_attention_forms
 from narrowgauge.nn.blocks.example import Example
 from narrowgauge.nn.blocks.examples import make_examples, make_small
 from narrowgauge.nn.blocks.observe import Observation, make_random_copy, observe
+from narrowgauge.nn.blocks.output_capturing import is_idle
 from narrowgauge.nn.blocks.projections import count_projections, find_projection
 from narrowgauge.nn.blocks.recognize import NotABlock, has_activation, list_unused, recognize
 from narrowgauge.nn.blocks.spec import BlockSpec
@@ -269,7 +270,9 @@ def _find_obstacle(block: nn.Module) -> str | None:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether a module has hooks, so that it must be called as a module."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    hooks = ("_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(not is_idle(hook) for hook in module.__dict__["_forward_hooks"].values()):
+        return True
     return any(module.__dict__.get(name) for name in hooks)
 
 

@@ -56,11 +56,17 @@ def run_with_mlp(
         recomputation: Makes the context of a recomputation.
     """
     stream, hidden = blocks.run_half(plan, x, tensors, call, dropout, NO_GRAPHS)
-    if plan.checkpoint != "full" or not torch.is_grad_enabled():
-        branch: Tensor = mlp(hidden)
-    else:
-        branch = _run_and_discard(plan, mlp, hidden, recomputation)
-    return stream + branch
+    if plan.checkpoint == "full" and torch.is_grad_enabled():
+        return stream + _run_and_discard(plan, mlp, hidden, recomputation)
+    output: Tensor = stream + mlp(hidden)
+    if events.is_listening() and output.requires_grad:
+        output.register_hook(partial(_announce, plan.path))
+    return output
+
+
+def _announce(path: str, grad: Tensor) -> None:
+    """Tell listeners that the block's backward begins, as a recomputation does: that of the module tells nothing."""
+    events.run_in_scope(path, lambda: None)
 
 
 def _run_and_discard(plan: BlockPlan, mlp: nn.Module, hidden: Tensor, recomputation: MakeContext | None) -> Tensor:
@@ -132,9 +138,19 @@ class _Repetition(contextlib.AbstractContextManager[None]):
 
 @contextlib.contextmanager
 def _repeat(plan: BlockPlan, mlp: nn.Module, source: _Source, recomputation: MakeContext | None) -> Iterator[None]:
-    before = [(part, dict(part.__dict__)) for part in mlp.modules()]
-    scales = plan.scales
     source.is_repeated = True
+    try:
+        with repeating(plan, mlp, recomputation):
+            yield
+    finally:
+        source.is_repeated = False
+
+
+@contextlib.contextmanager
+def repeating(plan: BlockPlan, module: nn.Module, recomputation: MakeContext | None) -> Iterator[None]:
+    """Context manager for a module that runs again: it records no statistics, and its attributes do not change."""
+    before = [(part, dict(part.__dict__)) for part in module.modules()]
+    scales = plan.scales
     try:
         with contextlib.ExitStack() as stack:
             if scales is not None:
@@ -143,7 +159,6 @@ def _repeat(plan: BlockPlan, mlp: nn.Module, source: _Source, recomputation: Mak
                 stack.enter_context(recomputation())
             yield
     finally:
-        source.is_repeated = False
         for part, attributes in before:  # such as the losses of a router, with all of autograd's graph behind them
             part.__dict__.clear()
             part.__dict__.update(attributes)

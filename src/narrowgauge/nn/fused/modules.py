@@ -25,12 +25,13 @@ from narrowgauge.nn.fused.checkpointed import choose_plan, is_checkpointed
 from narrowgauge.nn.fused.documents import find_documents
 from narrowgauge.nn.fused.graphs import BlockGraphs
 from narrowgauge.nn.fused.lazy_logits import HeadSource, make_lazy
-from narrowgauge.nn.fused.modular_mlp import MakeContext, run_with_mlp
+from narrowgauge.nn.fused.modular_mlp import MakeContext, repeating, run_with_mlp
 from narrowgauge.nn.fused.norm import run_norm
 from narrowgauge.nn.fused.outputs import complete_arguments, list_passed_on, list_returned
 from narrowgauge.nn.fused.plan import NO_DROPOUT, BlockPlan, BlockTensors, Dropout, get_parts
 from narrowgauge.nn.module_changes import Change, apply_change, find_change, original_class
 from narrowgauge.nn.products.gemm import GemmChoice
+from narrowgauge.nn.recompute import Recomputed
 from narrowgauge.scaling.operand import WIDE
 from narrowgauge.weight_copies.casts import WeightCastPlan
 
@@ -54,6 +55,11 @@ DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "
 not read them: the mask says the same."""
 
 
+COLLECTED = ("output_router_logits",)
+"""Arguments that transformers passes on to all modules, and that hooks on routers act on. Blocks that read them have a
+parameter with this name."""
+
+
 class FusedBlock(Change):
     """A block that runs as one function; if its MLP is a module, up to that."""
 
@@ -72,13 +78,13 @@ class FusedBlock(Change):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         known = FOR_ATTENTION if self.plan.spec.cross is None else BOTH
-        call, x = make_call(module, inner, args, kwargs, known)
+        call, x = make_call(module, inner, args, self._omit_collected(module, kwargs), known)
         plan = self.get_plan(x)
         parts = get_parts(plan, module)
         if call is None or not is_plain_batch(x) or not parts.are_intact() or call.has_filled_cache(plan.spec):
-            return inner(*args, **kwargs)
+            return self._run_as_written(plan, module, inner, args, kwargs)
         if any(call.kwargs.get(name) is not None and name not in plan.spec.given for name in ANGLES):
-            return inner(*args, **kwargs)
+            return self._run_as_written(plan, module, inner, args, kwargs)
         if plan.spec.cross is not None and not is_plain_batch(call.kwargs.get(plan.spec.cross.source)):
             return inner(*args, **kwargs)
         call = run_call = complete_arguments(plan.spec, call, x)
@@ -100,10 +106,33 @@ class FusedBlock(Change):
                 output = blocks.run_block(plan, x, tensors, run_call, dropout, self.graphs)
         return (output, *list_returned(plan.spec, call)) if plan.spec.in_tuple else output
 
+    def _omit_collected(self, module: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return arguments without those that say what transformers' hooks collect, if no code here reads them."""
+        mlp = self.plan.spec.mlp
+        if not mlp or not any(name in kwargs for name in COLLECTED):
+            return kwargs
+        classes: list[Any] = [original_class(part) for part in (module, module.get_submodule(mlp))]
+        read = {name for cls in classes for name in _list_arguments(cls)}
+        return {name: value for name, value in kwargs.items() if name not in COLLECTED or name in read}
+
+    def _run_as_written(
+        self, plan: BlockPlan, module: Any, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a call that the fused form does not know; a block with experts is recomputed then, too."""
+        if not plan.spec.mlp or plan.checkpoint == "none" or is_checkpointed():
+            return inner(*args, **kwargs)
+        context = functools.partial(repeating, plan, module, self.recomputation)
+        return Recomputed(plan.checkpoint, context, plan.path).run(module, inner, *args, **kwargs)
+
 
 def is_plain_batch(x: Any) -> bool:
     """Whether a hidden state has three dimensions, and as many tokens in each row."""
     return isinstance(x, Tensor) and not x.is_nested and x.dim() == 3 and x.numel() > 0
+
+
+@functools.cache
+def _list_arguments(cls: type[Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(cls.forward).parameters)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from narrowgauge.nn.blocks.adapters import read_settings
 from narrowgauge.nn.blocks.observe import list_probabilities
+from narrowgauge.nn.blocks.output_capturing import is_idle
 from narrowgauge.nn.blocks.projections import find_projection
 from narrowgauge.nn.blocks.spec import AttentionSpec, BlockSpec, NormSpec
 from narrowgauge.nn.fused.casts import NormWeights, Projection
@@ -224,9 +225,9 @@ class BlockParts:
             state = child.__dict__
             if siblings.get(name) is not child or "forward" in state:
                 return False
-            if state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"]:
+            if state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]:
                 return False
-            if state["_backward_pre_hooks"]:
+            if state["_forward_hooks"] and not all(map(is_idle, state["_forward_hooks"].values())):
                 return False
         return True
 
