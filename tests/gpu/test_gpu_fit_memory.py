@@ -23,11 +23,11 @@ def make_batch(task, step, size=BATCH):
 class Run:
     """A short training; peaks are those of its own memory."""
 
-    def __init__(self, recipe, budget=None, sizes=(BATCH,) * STEPS):
+    def __init__(self, recipe, budget=None, sizes=(BATCH,) * STEPS, name=f"gpt:{LAYERS}x512"):
         gc.collect()
         torch.cuda.empty_cache()
         self.before = torch.cuda.memory_allocated()
-        self.task = tasks.find(f"gpt:{LAYERS}x512", batch=BATCH, context=CONTEXT)
+        self.task = tasks.find(name, batch=BATCH, context=CONTEXT)
         torch.manual_seed(0)
         with torch.device("cuda"):
             model = self.task.model()
@@ -53,9 +53,9 @@ class Run:
         return max(self.peaks[-2:])
 
 
-def find_range(recipe):
+def find_range(recipe, **options):
     base = parse(recipe)
-    few, most = (Run(base.replace(checkpoint=mode, activations="bf16")) for mode in ("full", "none"))
+    few, most = (Run(base.replace(checkpoint=mode, activations="bf16"), **options) for mode in ("full", "none"))
     return few.peak, most.peak, most.losses
 
 
@@ -72,6 +72,23 @@ def test_a_budget_is_kept_and_losses_stay_the_same(recipe):
         assert run.peak > few, "the budget is used"
         assert plan.peak - run.before == pytest.approx(run.peak, rel=0.02)
         assert run.losses == pytest.approx(losses, rel=5e-3)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8[products=all]", "fp8-lean[products=all]"])
+def test_blocks_with_experts_keep_a_budget(recipe):
+    gpu, task = hardware.detect("cuda").gpu, "moe:6x512x8"
+    few, most, losses = find_range(recipe, name=task)
+    assert most > 1.3 * few
+    budget = (few + most) // 2
+    run = Run(recipe, budget, name=task)
+    plan = run.engine.memory_plan
+    assert run.engine.memory_settled and plan.fits and len(plan.blocks) == 6
+    assert set(plan.counts) not in ({"none"}, {"full"})
+    assert few < run.peak <= budget and plan.peak - run.before == pytest.approx(run.peak, rel=0.02)
+    assert run.losses == pytest.approx(losses, rel=5e-3)
+    if gpu is not None:
+        found = trace_steps(run.task, parse(recipe), gpu, memory_budget=budget)
+        assert predict_memory(found).total == pytest.approx(run.peak, rel=0.05)
 
 
 def test_a_budget_that_is_too_small_warns_with_the_smallest_peak():

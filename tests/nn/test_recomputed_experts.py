@@ -10,21 +10,25 @@ import torch.nn.functional as F
 from test_experts import FAMILIES, built_in, deepseek, mixtral, olmoe, qwen3
 
 import narrowgauge as ng
+from narrowgauge.nn.block_memory import find_block_memory
 from narrowgauge.nn.experts.routers import find_routers
 from narrowgauge.nn.fused import blocks, passes
 from narrowgauge.nn.fused.modules import FusedBlock
+from narrowgauge.nn.memory_plan import MemoryPlan
 from narrowgauge.nn.module_changes import find_change
+from narrowgauge.nn.recompute_cost import Rates, estimate_module
 
 TOKENS = torch.randint(0, 256, (2, 48), generator=torch.Generator().manual_seed(1))
 
 
-def make_engine(make, recipe, prepare=None, **changes):
+def make_engine(make, recipe, prepare=None, memory_budget=None, **changes):
     torch.manual_seed(0)
     model = make(**changes).train()
     if prepare is not None:
         prepare(model)
     trained = [p for p in model.parameters() if p.requires_grad]
-    engine = ng.Engine(model, torch.optim.AdamW(trained, lr=1e-3), recipe=recipe, fused=True)
+    optimizer = torch.optim.AdamW(trained, lr=1e-3)
+    engine = ng.Engine(model, optimizer, recipe=recipe, fused=True, memory_budget=memory_budget)
     assert len(engine.conversion.blocks) == 2 and not engine.conversion.unfused
     return engine
 
@@ -66,6 +70,7 @@ def assert_equal(made, expected):
 RECIPES = [
     "fp8[products=all,activations=bf16]",
     "fp8[products=all,activations=bf16,scaling=current]",
+    "fp8[products=all,activations=bf16,first_forward=bf16]",
     "fp8-lean[products=all,activations=bf16,checkpoint=none]",
     "fp8-lean[products=all,activations=bf16,gradients=released,checkpoint=none]",
     "bf16",
@@ -119,12 +124,16 @@ def test_dropout_of_attention_and_noise_in_the_mixture_are_the_same(make, recipe
 
 @pytest.mark.parametrize("make", [mixtral, olmoe, qwen3])
 @pytest.mark.parametrize("checkpoint", ["full", "selective"])
-def test_router_logits_are_collected_once_and_the_auxiliary_loss_counts(make, checkpoint):
-    found = []
+def test_router_logits_are_collected_once_and_the_auxiliary_loss_counts(make, checkpoint, monkeypatch):
+    found, halves = [], []
+    half = blocks.run_half
+    monkeypatch.setattr(blocks, "run_half", lambda plan, *rest: halves.append(plan.path) or half(plan, *rest))
     for recipe in ("fp8[products=all]", f"fp8[products=all,checkpoint={checkpoint}]"):
         engine = make_engine(make, recipe, output_router_logits=True, router_aux_loss_coef=5.0)
+        halves.clear()
         with engine.forward():
             made = engine.model(input_ids=TOKENS, labels=TOKENS)
+        assert halves == engine.conversion.blocks  # they run fused: the argument for it and hooks change nothing
         logits = made.router_logits
         assert len(logits) == 2 and all(part.shape[0] == TOKENS.numel() and part.requires_grad for part in logits)
         engine.backward(made.loss)
@@ -142,6 +151,40 @@ def test_router_logits_are_collected_once_and_the_auxiliary_loss_counts(make, ch
     assert not torch.equal(router.weight.grad, found[1][path])  # the auxiliary loss has changed it
 
 
+@pytest.mark.parametrize("checkpoint", ["none", "full"])
+def test_calls_that_collect_something_else_run_as_written_and_are_recomputed(checkpoint):
+    """Hidden states are those of blocks as modules. Attention weights exist in the model's own code only."""
+    engine = make_engine(mixtral, f"fp8[products=all,checkpoint={checkpoint}]", attn_implementation="eager")
+    with engine.forward():
+        made = engine.model(input_ids=TOKENS, labels=TOKENS, output_attentions=True, output_router_logits=True)
+    assert len(made.attentions) == 2 and made.attentions[0].shape[-1] == TOKENS.shape[1]
+    engine.backward(made.loss)
+    counts = engine.conversion.scales.counts.clone()
+    with engine.forward():
+        hidden = engine.model(input_ids=TOKENS, output_hidden_states=True).hidden_states
+    assert len(hidden) == 3 and len(made.attentions) == 2
+    assert torch.equal(engine.conversion.scales.counts >= counts, torch.ones_like(counts, dtype=torch.bool))
+
+
+def test_a_hook_on_attention_stops_the_fusion_and_not_the_recomputation():
+    found = []
+    for checkpoint in ("none", "full"):
+        engine = make_engine(olmoe, f"fp8[products=all,checkpoint={checkpoint}]")
+        seen = []
+        for layer in engine.model.model.layers:
+            layer.self_attn.register_forward_hook(lambda *_, seen=seen: seen.append(1))
+        inputs = watch_inputs(engine.model)
+        with engine.forward():
+            loss = compute_loss(engine.model)
+        gc.collect()
+        assert len(seen) == 2 and all((one() is None) is (checkpoint == "full") for one in inputs)
+        engine.backward(loss)
+        assert len(seen) == (4 if checkpoint == "full" else 2)
+        scales = engine.conversion.scales
+        found.append({name: p.grad for name, p in engine.model.named_parameters()} | {"counts": scales.counts.clone()})
+    assert_equal(found[:1], found[1:])
+
+
 def test_an_auxiliary_loss_alone_is_differentiated():
     """Its backward asks the mixture for what it discarded, and may never reach the output of the block."""
     grads = []
@@ -149,6 +192,7 @@ def test_an_auxiliary_loss_alone_is_differentiated():
         engine = make_engine(mixtral, recipe, output_router_logits=True)
         with engine.forward():
             made = engine.model(input_ids=TOKENS)
+            assert len(made.router_logits) == 2
             loss = sum((part.float() * torch.linspace(0, 1, part.shape[-1])).sum() for part in made.router_logits)
         engine.backward(loss)
         grads.append({name: p.grad for name, p in engine.model.named_parameters() if p.grad is not None})
@@ -315,6 +359,67 @@ def test_inputs_on_the_host():
     expected = run_steps(make_engine(olmoe, "fp8[products=all]"))
     engine = make_engine(olmoe, "fp8[products=all,checkpoint=full,offload=activations]")
     assert_equal(run_steps(engine), expected)
+
+
+@pytest.mark.parametrize(
+    "recipe", ["fp8[products=all,activations=bf16]", "bf16", "fp8-lean[products=all,activations=bf16]"]
+)
+@pytest.mark.parametrize("make", [olmoe, deepseek, built_in])
+def test_every_mix_of_a_memory_plan_computes_the_same(make, recipe):
+    expected = run_steps(make_engine(make, recompute(recipe, "none")))
+    paths = ["blocks.0", "blocks.1"] if make is built_in else ["model.layers.0", "model.layers.1"]
+    for names in (("none", "full"), ("full", "selective"), ("offload", "none"), ("selective", "offload")):
+        plan = MemoryPlan(budget=10**9, blocks=dict(zip(paths, names, strict=True)))
+        engine = make_engine(make, recipe, memory_budget=plan)
+        assert_equal(run_steps(engine), expected)
+        plans = [find_change(engine.model.get_submodule(path), FusedBlock).plan for path in paths]
+        assert [plan.checkpoint for plan in plans] == ["full" if name == "offload" else name for name in names]
+        assert engine.checkpointed == [path for path, name in zip(paths, names, strict=True) if name != "none"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        ("fp8", ["none", "selective", "full", "offload"]),
+        ("bf16-lean", ["none", "selective", "full", "offload"]),
+        ("fp8[activations=8bit]", ["none", "selective", "full", "offload"]),
+        ("fp8-lean[checkpoint=selective]", ["selective", "full", "offload"]),
+        ("fp8-lean[offload=activations]", ["none", "selective", "full"]),
+        ("bf16[checkpoint=full]", ["full", "offload"]),
+    ],
+)
+def test_what_blocks_with_experts_may_keep(recipe, options):
+    engine = make_engine(deepseek, recipe)
+    dense, mixture = find_block_memory(engine.model, engine.recipe)
+    assert list(mixture.options) == options and set(options) <= {*dense.options, "none"}
+    run_steps(engine, 1)
+    costs = mixture.estimate_costs("fp8", None, 1)
+    assert costs["none"] == 0 < costs["selective"] < costs["full"] <= costs["offload"]
+    assert mixture.estimate_costs("fp8", None, 2)["full"] == pytest.approx(2 * costs["full"])
+
+
+def test_the_cost_of_recomputing_experts_counts_those_of_a_token():
+    """Twice as many experts per token, and more experts: the products take twice as long, however many there are."""
+    rates, found = Rates(None), []
+    for chosen, experts in ((2, 8), (4, 8)):
+        engine = make_engine(built_in, "fp8[products=all]", chosen=chosen, experts=experts)
+        run_steps(engine, 1)
+        found.append(estimate_module(engine.model.blocks[0].mixture, 1 << 24, rates))
+    assert found[1] == pytest.approx(2 * found[0], rel=0.1)
+
+
+def test_a_larger_batch_than_planned_is_recomputed():
+    plan = MemoryPlan(budget=10**9, blocks={"model.layers.0": "none", "model.layers.1": "none"})
+    engine = make_engine(olmoe, "fp8[products=all]", memory_budget=plan)
+    run_steps(engine, 3)
+    inputs = watch_inputs(engine.model)
+    for tokens, is_kept in ((TOKENS, True), (TOKENS.repeat(2, 1), False)):
+        with engine.forward():
+            loss = compute_loss(engine.model, tokens)
+        gc.collect()
+        assert [one() is not None for one in inputs] == [is_kept] * 2
+        engine.backward(loss)
+        inputs.clear()
 
 
 def test_evaluation_records_nothing():

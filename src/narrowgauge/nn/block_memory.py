@@ -76,7 +76,7 @@ def find_block_memory(model: nn.Module, recipe: Recipe) -> list[BlockMemory]:
     found = []
     for path, module in model.named_modules():
         change = find_change(module, FusedBlock) or find_change(module, Recomputed)
-        if change is not None and not (isinstance(change, FusedBlock) and change.plan.spec.mlp):
+        if change is not None:
             found.append(BlockMemory(path, module, change, list_options(recipe, change)))
     return found
 
@@ -89,12 +89,14 @@ def list_options(recipe: Recipe, change: FusedBlock | Recomputed) -> dict[str, d
     that may be recomputed; with ``offload=activations`` the inputs of all recomputed blocks go there.
 
     A block whose forward reads BF16 and its backward FP8 (``first_forward``) would keep its norm's output in BF16 to
-    compute the activation's input again: more than in other blocks. That is not among its options.
+    compute the activation's input again: more than in other blocks. That is not among its options. What is fused of a
+    block whose MLP is a module ends before the activation, and ``activations`` has no effect there.
     """
     base = "full" if recipe.master != "fp32" else "none"
     fused = isinstance(change, FusedBlock)
     short = fused and recipe.compute == "fp8" and change.plan.scales is not None  # type: ignore[union-attr]
     is_mixed = fused and _reads_other_formats_in_backward(change.plan)  # type: ignore[union-attr]
+    is_half = fused and bool(change.plan.spec.mlp)  # type: ignore[union-attr]
     can_offload = fused and recipe.offload == "none" and recipe.compute in ("bf16", "fp8")
     options = {}
     for name, given in FIELDS.items():
@@ -103,11 +105,13 @@ def list_options(recipe: Recipe, change: FusedBlock | Recomputed) -> dict[str, d
             continue
         if name == "recompute" and is_mixed and recipe.activations == "auto":
             continue
+        if is_half and fields["activations"] != "bf16":
+            continue
         if name == "recompute" and (not fused or recipe.compute not in ("bf16", "fp8")):
             continue
         if name == RECOMPUTED:
             fields["offload"] = recipe.offload == "activations"
-        if recipe.activations != "auto" and fused:
+        if recipe.activations != "auto" and fused and not is_half:
             if fields["checkpoint"] == "none" and fields["activations"] != recipe.activations:
                 continue
             fields["activations"] = recipe.activations

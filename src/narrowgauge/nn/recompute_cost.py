@@ -13,6 +13,8 @@ width of the stream, U the outputs of the MLP's first projections and A the inpu
     recompute    the MLP's first projections, and the activation if backward does not compute it anyway
     normalized   8D bytes for normalized rows and what norms write again
     8bit         also 3U bytes to encode the activation's input
+
+If the MLP is a module, ``full`` runs that again, and ``selective`` the first norm only (``estimate_module``).
 """
 
 from __future__ import annotations
@@ -24,13 +26,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from narrowgauge.hardware import Gpu, find_gpu, interconnect
+from narrowgauge.nn.experts.run import FusedExperts
+from narrowgauge.nn.experts.run_wide import WideExperts
 from narrowgauge.nn.fused.casts import is_remade_in_backward
 from narrowgauge.nn.fused.passes import SHARE_OF_GRADIENTS
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, get_parts
+from narrowgauge.nn.module_changes import find_change
 from narrowgauge.peak_fractions import get_fraction
 
 REFERENCE = "H200"
 """The GPU whose rates decide on one that is not in the table; only the ratios of costs matter for a choice."""
+CHOICES = 2
+"""Experts of a token where that is not known: their module computes as its own code."""
 _WIDER = {"fp8": "bf16", "bf16": "fp32", "fp16": "fp32", "tf32": "fp32"}
 
 
@@ -100,18 +107,46 @@ def estimate_fused(
     first += sum(rates.multiply(2.0 * rows * _count(group), "bf16") for group in _list_cross(tensors))
     size = rows * width * itemsize
     forward = first + last + rates.multiply(2.0 * rows * down, plan.down.choice.output)
+    if spec.mlp:
+        norms /= 2  # the second one's output is what the module keeps
+        module_ms = estimate_module(module.get_submodule(spec.mlp), rows, rates)
+        last, forward = last + module_ms, forward + module_ms
     copied = sum(max(0.0, rates.send(size) - times * forward) for times in (1, 3)) + rates.move(2 * size)
     kept = 1 if _keeps_attention(plan, tensors, rows, qkv // width, mixed) else 0
     full = microbatches * (last + casts) + (microbatches - kept) * first
     return {
         "none": 0.0,
         "normalized": microbatches * rates.move(rows * 8 * width),
-        "selective": microbatches * (norms + (0.0 if remade else activation)),
+        "selective": microbatches * (norms + (0.0 if remade or spec.mlp else activation)),
         "recompute": microbatches * (product + (0.0 if remade else activation)),
         "8bit": microbatches * rates.move(rows * (3 * columns + 8 * width)),
         "full": full,
         "offload": full + microbatches * copied,
     }
+
+
+def estimate_module(module: nn.Module, rows: int, rates: Rates) -> float:
+    """Return the milliseconds of the forward of a mixture of experts, or of another module with matrices.
+
+    Every token is multiplied by each matrix, and by those of its experts. For each pair of a token and an expert, D
+    wide and F inside, 4D bytes gather the token and add the output, and 10F are both sides of the activation. Stacks
+    are cast.
+    """
+    total = 0.0
+    for part in module.modules():
+        change = find_change(part, FusedExperts) or find_change(part, WideExperts)
+        choices = change.choices if change is not None and change.choices else CHOICES
+        format = "fp8" if isinstance(change, FusedExperts) else "bf16"
+        for weight in part.parameters(recurse=False):
+            if weight.dim() == 3:
+                count, outputs, inputs = weight.shape
+                slots = rows * min(choices, count)
+                passes = slots * (5 if outputs > inputs else 4) * outputs
+                copied = weight.numel() * (weight.itemsize + (1 if format == "fp8" else 2))
+                total += rates.multiply(2.0 * slots * outputs * inputs, format) + rates.move(passes + copied)
+            elif weight.dim() == 2:
+                total += rates.multiply(2.0 * rows * weight.numel(), "bf16")
+    return total
 
 
 def _keeps_attention(plan: BlockPlan, tensors: BlockTensors, rows: int, outputs: int, mixed: int) -> bool:

@@ -72,6 +72,8 @@ class FusedExperts(Change):
     """A module of experts that computes as its plan says."""
 
     plan: ExpertsPlan
+    choices: int = 0
+    """How many experts a token had in the latest call."""
     differentiable_twice = False
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -81,6 +83,7 @@ class FusedExperts(Change):
         if more or x.shape[-1] != spec.width or not x.numel() or getattr(module, EXPERT_PARALLEL, False):
             made: Tensor = inner(*args, **kwargs)
             return made
+        self.choices = index.shape[-1]
         return run_experts(self.plan, x, index, weights, getattr(module, spec.gate_up), getattr(module, spec.down))
 
 

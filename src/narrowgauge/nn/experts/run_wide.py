@@ -42,6 +42,8 @@ class WideExperts(Change):
 
     path: str
     spec: ExpertsSpec
+    choices: int = 0
+    """How many experts a token had in the latest call."""
     differentiable_twice = False
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -51,6 +53,7 @@ class WideExperts(Change):
         if more or x.shape[-1] != spec.width or not x.numel() or getattr(module, EXPERT_PARALLEL, False):
             made: Tensor = inner(*args, **kwargs)
             return made
+        self.choices = index.shape[-1]
         stacks = getattr(module, spec.gate_up), getattr(module, spec.down)
         return run_wide(self.path, spec, x, index, weights, *stacks)
 

@@ -24,9 +24,10 @@ def make_small(block: nn.Module) -> nn.Module | None:
     if not cls.__module__.startswith("narrowgauge.models."):
         return None
     whole: Any = block
+    is_shared = getattr(getattr(whole, "mixture", None), "shared", None) is not None
     sizes = SimpleNamespace(
         width=HEAD_SIZE * whole.heads, heads=whole.heads, kv_heads=getattr(whole, "kv_heads", whole.heads),
-        head_size=HEAD_SIZE, hidden=64, experts=2, chosen=1, shared=1,
+        head_size=HEAD_SIZE, hidden=64, experts=2, chosen=1, shared=int(is_shared),
     )  # fmt: skip
     made: nn.Module = cls(sizes)
     return made
