@@ -103,7 +103,9 @@ class EngineBase:
         if not self.conversion.blocks:
             mode = "full" if planned else self.recipe.checkpoint
             optional = bf16_weights or planned
-            self._checkpointed = checkpoint_blocks(self.inner, mode, blocks, recomputation, optional=optional)
+            self._checkpointed = checkpoint_blocks(
+                self.inner, mode, blocks, recomputation, optional, self.conversion.scales
+            )
         if bf16_weights or self.recipe.frozen != "keep":
             apply_change(self.inner, OpensStepContext(self.step_context))
         self.scaler = setup.make_scaler(self.recipe, self.device, max_consecutive_skips)

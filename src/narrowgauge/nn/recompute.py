@@ -23,6 +23,7 @@ from narrowgauge import events
 from narrowgauge.errors import UsageError
 from narrowgauge.nn.call_size import CallSize
 from narrowgauge.nn.module_changes import Change, apply_change, original_class
+from narrowgauge.scaling.tensor import TensorScales
 
 aten = torch.ops.aten
 KEPT_OPS = frozenset(
@@ -76,6 +77,7 @@ def checkpoint_blocks(
     blocks: Sequence[str] | None = None,
     context: Callable[[], Context] | None = None,
     optional: bool = False,
+    scales: TensorScales | None = None,
 ) -> list[str]:
     """Make blocks recompute their activations; return their paths.
 
@@ -85,6 +87,7 @@ def checkpoint_blocks(
         blocks: Paths of the blocks; None searches for them.
         context: Makes a context manager for recomputation. torch restores autocast itself.
         optional: Leave a model without blocks unchanged instead of raising an error.
+        scales: The model's FP8 scales, for which a recomputation records nothing.
     """
     if mode == "none":
         return []
@@ -97,7 +100,7 @@ def checkpoint_blocks(
             f"{type(model).__name__}; name them with Engine(..., blocks=[...])"
         )
     for path, block in found.items():
-        apply_change(block, Recomputed(mode, context, path))
+        apply_change(block, Recomputed(mode, context, path, scales=scales))
     return list(found)
 
 
@@ -111,6 +114,8 @@ class Recomputed(Change):
     """Path of the block in the model, for event listeners."""
     size: CallSize | None = None
     """Only if memory is planned: torch.compile would compile again when it changes."""
+    scales: TensorScales | None = None
+    """The FP8 scales of the block's tensors."""
     differentiable_twice = False
 
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -128,11 +133,23 @@ class Recomputed(Change):
         args = tuple(None if _is_cache(value) else value for value in args)
         kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
         contexts: dict[str, Any] = {}
-        if self.context is not None:
-            contexts["context_fn"] = functools.partial(_make_contexts, mode, self.context)
+        opened = self._list_contexts()
+        if opened:
+            contexts["context_fn"] = functools.partial(_make_contexts, mode, opened)
         elif mode == "selective":
             contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
         return checkpoint(compute, *args, use_reentrant=False, **contexts, **kwargs)
+
+    def _list_contexts(self) -> list[Callable[[], Context]]:
+        """Return what makes the contexts of a recomputation.
+
+        A graph of torch.compile has no place for the second: values that FP8 flushes or saturates count twice there.
+        """
+        found = [] if self.context is None else [self.context]
+        scales = self.scales
+        if scales is not None and not torch.compiler.is_compiling():
+            found.append(lambda: scales.unrecorded(scales.delayed))
+        return found
 
 
 def _is_cache(value: Any) -> bool:
@@ -140,28 +157,28 @@ def _is_cache(value: Any) -> bool:
     return callable(getattr(value, "get_seq_length", None))
 
 
-def _make_contexts(mode: str, context: Callable[[], Context]) -> tuple[Context, Context]:
+def _make_contexts(mode: str, opened: list[Callable[[], Context]]) -> tuple[Context, Context]:
     """Return the contexts of the first forward and of recomputation, which autograd runs outside of any mode."""
     if mode == "selective":
         saving, reusing = create_selective_checkpoint_contexts(_policy)
-        return saving, _NestedContexts(context, reusing)
-    return contextlib.nullcontext(), _NestedContexts(context, contextlib.nullcontext())
+        return saving, _NestedContexts([*opened, lambda: reusing])
+    return contextlib.nullcontext(), _NestedContexts(opened)
 
 
 class _NestedContexts(contextlib.AbstractContextManager[None]):
-    """Two nested contexts, entered at each recomputation (twice with ``retain_graph``)."""
+    """Nested contexts, entered at each recomputation (twice with ``retain_graph``)."""
 
-    def __init__(self, outer: Callable[[], Context], inner: Context) -> None:
-        self._outer, self._inner = outer, inner
-        self._open: list[Context] = []
+    def __init__(self, makers: list[Callable[[], Context]]) -> None:
+        self._makers = makers
+        self._open: list[contextlib.ExitStack] = []
 
     def __enter__(self) -> None:
-        self._open.append(self._outer())
-        self._open[-1].__enter__()
-        self._inner.__enter__()
+        with contextlib.ExitStack() as stack:
+            for make in self._makers:
+                stack.enter_context(make())
+            self._open.append(stack.pop_all())
 
     def __exit__(self, *error: Any) -> None:
-        self._inner.__exit__(*error)
         self._open.pop().__exit__(*error)
 
 
