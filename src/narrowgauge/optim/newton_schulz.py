@@ -44,7 +44,7 @@ def _multiply(z: Tensor | None, x: Tensor, y: Tensor, beta: float = 1.0, alpha: 
     """Return alpha x y + beta z in BF16, accumulated in FP32.
 
     CPUs multiply the same numbers in FP32, and round the result: without instructions for BF16, torch's product in BF16
-    takes a thousand times as long.
+    takes a hundred times as long.
     """
     on_cpu = x.device.type == "cpu"
     if on_cpu:

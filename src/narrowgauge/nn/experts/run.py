@@ -219,8 +219,9 @@ class _Experts(torch.autograd.Function):
             amax = counts = None
             if plan.wide_up:
                 amax, counts = caster.amax(plan.tokens) if caster.delayed else None, caster.counts(plan.tokens)
-            kind_of_tokens = plan.tokens.dtype
-            _, x_t = gather_cast(rows, slots, tokens.value, kind_of_tokens, amax, counts, rows=False, transposed=True)
+            _, x_t = gather_cast(
+                rows, slots, tokens.value, plan.tokens.dtype, amax, counts, rows=False, transposed=True
+            )  # fmt: skip
             assert x_t is not None
             grad_gate_up = _multiply_slots(
                 plan.up.path, du_t, x_t, slots, of_u.inverse, tokens.inverse, ctx.gradient_dtypes[0]
