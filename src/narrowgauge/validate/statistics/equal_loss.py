@@ -13,12 +13,13 @@ reference's L(N) after N exp(d / b) steps, and
 Every run is trained through the decay of its own learning rate: a loss in the middle of a run is not one that it could
 have ended with. All runs of a seed have the same data and the same initial weights.
 
-The interval is that of ln(r) - d / b, with r, d and b as means. Its variance is, to first order in the deviations from
-the means (d and b are paired, so their covariance counts),
+The interval is that of ln(r) - d / b, with r, d and b as means over rounds, over n pairs and over k <= n shorter runs.
+Its variance is, to first order in the deviations from the means (d and b are paired, so their covariance counts),
 
-    var(ln r) + (var(d) - 2 (d / b) cov(d, b) + (d / b)^2 var(b)) / b^2
+    var(ln r) / rounds + (var(d) / n - 2 (d / b) cov(d, b) / n + (d / b)^2 var(b) / k) / b^2
 
-and its level 1 - 2 alpha, by Student's t with as many degrees of freedom as the smaller of both samples has.
+and its level 1 - 2 alpha, by Student's t. Its degrees of freedom are Welch's and Satterthwaite's, with three samples:
+times, pairs (with the covariance) and shorter runs.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def compare_at_equal_loss(
     Args:
         reference: Final losses of the reference, one per seed.
         candidate: Final losses of the candidate, in the same order.
-        shorter: Final losses of the reference's shorter runs, in the same order.
+        shorter: Final losses of the reference's shorter runs, in the same order; the last seeds may have none.
         reference_ms: Times of a step, one per round.
         candidate_ms: The same of the candidate, measured in turns with it: equal indices are pairs.
         share: The length of the shorter runs, as a share of the others'.
@@ -86,17 +87,19 @@ def compare_at_equal_loss(
     logs = [math.log(before / now) for before, now in zip(reference_ms, candidate_ms, strict=True)]
     step = statistics.median(logs)
     step_ratio = math.exp(step)
+    pairs = [(r, c - r) for r, c in zip(reference, candidate, strict=True) if math.isfinite(r + c)]
     triples = [
-        triple for triple in zip(reference, candidate, shorter, strict=True) if all(math.isfinite(x) for x in triple)
+        (c - r, (s - r) / -math.log(share))
+        for r, c, s in zip(reference, candidate, shorter, strict=False)
+        if math.isfinite(r + c + s)
     ]
     if not triples:
         return EqualLoss(step_ratio=step_ratio, reason="no seed has three finite losses")
-    gaps = [c - r for r, c, _ in triples]
-    slopes = [(s - r) / -math.log(share) for r, _, s in triples]
+    gaps, slopes = [gap for _, gap in pairs], [slope for _, slope in triples]
     gap, slope = statistics.fmean(gaps), statistics.fmean(slopes)
-    count = len(triples)
-    error = statistics.stdev(slopes) / math.sqrt(count) if count > 1 else 0.0
-    t = t_quantile(1 - alpha, count - 1) if count > 1 else 0.0
+    count, few = len(gaps), len(slopes)
+    error = statistics.stdev(slopes) / math.sqrt(few) if few > 1 else 0.0
+    t = t_quantile(1 - alpha, few - 1) if few > 1 else 0.0
     if slope <= t * error or slope <= 0:
         text = "longer runs of the reference do not show a lower loss: the runs are too short, too long or too noisy"
         return EqualLoss(step_ratio=step_ratio, slope=slope, reason=text)
@@ -104,19 +107,31 @@ def compare_at_equal_loss(
     ratio, needed = math.exp(step - more), math.exp(more)
     fewer = "more" if needed >= 1 else "fewer"
     told = f"steps are {step_ratio:.3f} times as fast, and {abs(needed - 1):.1%} {fewer} are needed"
-    if count < 2:
+    if few < 2:
         text = f"{ratio:.3f} times as fast at equal loss ({told}); one seed does not show the noise"
         return EqualLoss(
             step_ratio=step_ratio, steps_needed=needed, ratio=ratio, interval=None, slope=slope, reason=text
         )
-    variance = statistics.variance(gaps) - 2 * more * statistics.covariance(gaps, slopes)
-    variance = max(0.0, variance + more**2 * statistics.variance(slopes)) / count / slope**2
-    rounds = len(logs)
-    variance += statistics.variance(logs) / rounds if rounds > 1 else 0.0
-    degrees = min(count, rounds) - 1 if rounds > 1 else count - 1
-    half = t_quantile(1 - alpha, degrees) * math.sqrt(variance)
+    together = statistics.covariance([gap for gap, _ in triples], slopes)
+    samples = [
+        ((statistics.variance(gaps) - 2 * more * together) / count / slope**2, count),
+        (more**2 * statistics.variance(slopes) / few / slope**2, few),
+        (statistics.variance(logs) / len(logs) if len(logs) > 1 else 0.0, len(logs)),
+    ]
+    half = _measure_half_width(samples, alpha)
     low, high = math.exp(step - more - half), math.exp(step - more + half)
     text = f"{ratio:.3f} times as fast at equal loss, between {low:.3f} and {high:.3f} ({told})"
     return EqualLoss(
         step_ratio=step_ratio, steps_needed=needed, ratio=ratio, interval=(low, high), slope=slope, reason=text
     )
+
+
+def _measure_half_width(samples: Sequence[tuple[float, int]], alpha: float) -> float:
+    """Return half of the interval of a sum of means, from the variance of each mean and the size of its sample."""
+    variance = sum(part for part, _ in samples)
+    if variance <= 0:
+        return 0.0
+    weights = sum(part**2 / (size - 1) for part, size in samples if size > 1)
+    smallest = min(size for part, size in samples if size > 1) - 1
+    degrees = max(smallest, math.floor(variance**2 / weights)) if weights else smallest
+    return t_quantile(1 - alpha, degrees) * math.sqrt(variance)
