@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# Measurements for docs/results.md in parts of less than ten minutes on one H200. A part that fails does not stop the next.
+#
+# usage: [LIB=FOLDER] [OUT=FOLDER] bench/h200.sh PART...
+#
+#   fp8-large    fp8 beside compiled BF16 and torchao, one process each: 8 x 4096, 1.3B                    about 430 s
+#   fp8-small    the same: 124M, llama-1b                                                                 about 330 s
+#   experts      Mixtral's losses on fresh tokens beside compiled BF16                                    about 110 s
+#   granularity  scales for rows and for blocks of 128: SQNR, learning by heart, step times               about 260 s
+#   gradients    final losses with gradients in E4M3 where they fit, four seeds                           about 180 s
+#   muon-gaps    Muon in narrow formats against FP32, four seeds                                          about 500 s
+#   muon-reach   steps that Muon needs for AdamW's loss                                                   about 450 s
+#   tests        tests/gpu, in 14 processes                                                               about 280 s
+#   tests:WORDS  those that pytest -k WORDS selects
+#
+# LIB has packages for a machine without a network (bench/offline.sh). Python's warnings are off, so that what a part
+# prints fits on a page. OUT gets the JSON files.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+export OUT=${OUT:-$(mktemp -d)} PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore PYTHONPATH=$PWD/src${LIB:+:$LIB}
+[ -z "${LIB:-}" ] || python3 -W ignore -m compileall -q "$LIB" || true
+began=$SECONDS
+
+part() { # SECONDS COMMAND...
+  local limit=$1
+  shift
+  echo "== $((SECONDS - began)) s: $*"
+  timeout "$limit" python3 "$@" 2>&1 | grep -v "^W[0-9]\|Warning"
+  local code=${PIPESTATUS[0]}
+  [ "$code" = 0 ] || echo "== ended with $code after at most $limit s"
+}
+
+run_tests() { # WORDS
+  OMP_NUM_THREADS=1 part 420 -m pytest tests/gpu -q -n 14 --dist worksteal -p no:cacheprovider -p no:benchmark ${1:+-k "$1"}
+}
+
+steps() { # SECONDS TASK ROUNDS STEPS MORE...
+  part "$1" bench/fp8_steps.py "${@:2}"
+}
+
+[ $# -gt 0 ] || { sed -n '2,17s/^# \{0,1\}//p' "$0" && exit 2; }
+for name in "$@"; do
+  case $name in
+    fp8-large) steps 200 gpt:8x4096 3 4 fp8-only tensorwise && steps 300 gpt-1.3b 2 4 fp8-only tensorwise ;;
+    fp8-small) steps 150 gpt2-124m 4 5 fp8-only tensorwise && steps 200 llama-1b 3 4 fp8-only tensorwise ;;
+    experts) part 160 bench/experts.py mixtral 2 2 6 fp8 "fp8[first_forward=mostly-bf16]" fresh ;;
+    granularity)
+      part 60 bench/sqnr.py 2048 5504 8192
+      part 120 bench/memorise.py 6 bf16 fp8 "fp8[granularity=block]" "fp8[granularity=row]"
+      steps 80 gpt2-124m 3 4 ours fp8-only "fp8[granularity=row]" "fp8[granularity=block]"
+      steps 100 gpt:8x4096 2 4 ours fp8-only "fp8[granularity=row]" "fp8[granularity=block]"
+      ;;
+    gradients)
+      part 240 bench/convergence.py gpt:10x512 1200 4 32 256 bf16 "fp8[products=all]" \
+        "fp8[products=all,gradients_format=auto]"
+      ;;
+    muon-gaps) part 590 bench/muon_convergence.py 575 gaps ;;
+    muon-reach) part 500 bench/muon_convergence.py 480 reach ;;
+    tests) run_tests "" ;;
+    tests:*) run_tests "${name#tests:}" ;;
+    *) echo "h200.sh: no part $name" >&2 && exit 2 ;;
+  esac
+done
+echo "== $((SECONDS - began)) s, files in $OUT: $(cd "$OUT" && echo *)"
