@@ -60,7 +60,7 @@ def train(
 
 
 def make_muon(**options: Any) -> Callable[[nn.Module], Any]:
-    return lambda model: ng.optim.Muon(ng.optim.split_for_muon(model), **{"lr": 0.02, **options})
+    return lambda model: ng.optim.Muon(ng.optim.split_for_muon(model), **{"lr": 0.02, "adamw_lr": 0.02, **options})
 
 
 def make_torch_muon(model: nn.Module) -> list[torch.optim.Optimizer]:

@@ -139,7 +139,7 @@ HEALTHY: list[Callable[[Any], Optimizer]] = [
     lambda p: RMSprop(p, 1e-2, eps=1e-30),
     lambda p: AdamW(p, 0.0),
     lambda p: AdamW(p, torch.tensor(1e-3), amsgrad=True, maximize=True),
-    lambda p: own.Muon(p, 0.02, momentum=1.0),
+    lambda p: own.Muon(p, 0.02, momentum=1.0, adamw_lr=0.02),
     lambda p: own.Muon([nn.Parameter(torch.ones(2, 2)), *p], 5.0, adamw_lr=1e-3, adjust_lr_fn="match_rms_adamw"),
     lambda p: torch.optim.Muon([nn.Parameter(torch.ones(2, 2))], 0.05, weight_decay=0.1),
 ]
@@ -177,7 +177,7 @@ def test_a_nan_in_a_run_with_muon_is_found(recipe: str, tmp_path: Path) -> None:
     """The step is replayed with the weights that Muon has written, and the op is named."""
     torch.manual_seed(0)
     model = Words()
-    engine = Engine(model, own.Muon(own.split_for_muon(model), 0.02), recipe)
+    engine = Engine(model, own.Muon(own.split_for_muon(model), 0.02, adamw_lr=0.02), recipe)
     recorder = Recorder(engine, tmp_path, tell=lambda line: None)
 
     def divide(module: nn.Module, batch: Tensor) -> Tensor:

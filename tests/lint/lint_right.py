@@ -14,7 +14,7 @@ fourth = torch.optim.Muon([p for p in model.parameters() if p.ndim == 2 and id(p
 fifth = torch.optim.Muon(model.blocks.parameters(), lr=args.lr)
 sixth = torch.optim.Muon(model.blocks.parameters(), lr=3e-4, adjust_lr_fn=args.adjust)
 seventh = ng.optim.Muon(ng.optim.split_for_muon(model), lr=6e-4, adjust_lr_fn="match_rms_adamw")
-eighth = ng.optim.Muon(ng.optim.split_for_muon(model.bfloat16()), lr=0.02, master="split")
+eighth = ng.optim.Muon(ng.optim.split_for_muon(model.bfloat16()), lr=0.02, adamw_lr=1e-3, master="split")
 """,
     "Muon for a network without embeddings": """
 net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))

@@ -149,9 +149,9 @@ def test_optimizer_is_optional() -> None:
 
 def test_muon_steps_no_embedding() -> None:
     model = nn.ModuleDict({"words": nn.Embedding(128, 64), "blocks": nn.ModuleList([nn.Linear(64, 64)])})
-    everything = ng.optim.Muon(model.parameters(), lr=0.02)
+    everything = ng.optim.Muon(model.parameters(), lr=0.02, adamw_lr=1e-3)
     (found,) = check(model, "bf16", everything)
     assert found.rule == "muon-embedding" and found.where == "words"
-    assert check(model, "bf16", ng.optim.Muon(ng.optim.split_for_muon(model), lr=0.02)) == []
+    assert check(model, "bf16", ng.optim.Muon(ng.optim.split_for_muon(model), lr=0.02, adamw_lr=1e-3)) == []
     inner = torch.optim.Muon([model["blocks"][0].weight], lr=0.02)
     assert check(model, "bf16", inner) == []

@@ -127,12 +127,12 @@ def test_a_skipped_step_changes_nothing_and_gradients_are_divided() -> None:
 def test_a_loaded_state_continues_to_the_bit(formats: dict[str, str]) -> None:
     dtype = torch.bfloat16 if formats else torch.float32
     parameters = [*make(dtype), nn.Parameter(torch.randn(16, generator=torch.Generator().manual_seed(1)).to(dtype))]
-    optimizer = ng.optim.Muon(parameters, lr=0.02, **formats)  # type: ignore[arg-type]
+    optimizer = ng.optim.Muon(parameters, lr=0.02, adamw_lr=0.02, **formats)  # type: ignore[arg-type]
     for step in range(3):
         set_grads(parameters, step)
         optimizer.step()
     others = [nn.Parameter(p.detach().clone()) for p in parameters]
-    resumed = ng.optim.Muon(others, lr=1.0, **formats)  # type: ignore[arg-type]
+    resumed = ng.optim.Muon(others, lr=1.0, adamw_lr=1.0, **formats)  # type: ignore[arg-type]
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for step in range(3, 6):
         for some, one in ((parameters, optimizer), (others, resumed)):

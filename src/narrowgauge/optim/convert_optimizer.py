@@ -100,7 +100,7 @@ def convert_optimizer(
             set_grad_dtype(narrow(parameter), gradients)
     state = optimizer.state_dict() if is_own else Optimizer.state_dict(optimizer)
     new = optimizer if isinstance(optimizer, MasteredOptimizer) else _change_class(optimizer, kind)
-    new.defaults |= kind.missing_options | new.defaults | formats
+    new.defaults |= MasteredOptimizer.missing_options | new.defaults | formats
     for group in new.param_groups:
         group.update(kind.missing_options | group | formats)
     new.__dict__.pop("release", None)  # of an earlier engine

@@ -30,8 +30,9 @@ from narrowgauge.errors import UsageError
 from narrowgauge.optim import moments as eight_bit
 from narrowgauge.optim import sharded
 from narrowgauge.optim.master_access import read_master, write_master
-from narrowgauge.optim.masters import get_or_make_remainder, join_fp32, new_filled, set_other_half, split_master
-from narrowgauge.optim.moments import get_scale_name, load_moment, store_moment
+from narrowgauge.optim.masters import get_or_make_remainder, join_fp32, set_other_half, split_master
+from narrowgauge.optim.moments import load_moment, store_moment
+from narrowgauge.optim.parameter_state import drop_other_moments, is_complete, make_moment
 from narrowgauge.optim.sharded import shard_like, to_local
 from narrowgauge.optim.state_dict_format import make_portable, restore_state
 from narrowgauge.optim.weight_checksums import compute_checksums, join_master
@@ -41,8 +42,7 @@ MASTERS = ("fp32", "split", "none")
 GRADIENTS = ("bf16", "fp32")
 FORMATS = {"master": MASTERS, "moments": eight_bit.FORMATS, "gradients": GRADIENTS}
 _STEP = torch.float32
-_COMPLETES = {"split": "remainder", "fp32": "master", "none": "seed"}
-"""The entry of a BF16 parameter's state for each kind of master."""
+_NUMBERS = ("lr", "weight_decay", "momentum", "eps")
 
 
 class MasteredOptimizer(Optimizer):
@@ -129,7 +129,7 @@ class MasteredOptimizer(Optimizer):
             self.check_group(self.param_groups[-1])
             for parameter in self.param_groups[-1]["params"]:
                 set_grad_dtype(parameter, self.param_groups[-1]["gradients"])
-        except UsageError:
+        except Exception:
             self.param_groups.pop()
             raise
         release: Any = self.__dict__.get("release")
@@ -144,6 +144,9 @@ class MasteredOptimizer(Optimizer):
             group: The parameter group.
         """
         own = next(kind for kind in cls.__mro__ if kind.__module__.startswith("narrowgauge.optim")).__name__
+        for name in _NUMBERS:
+            if isinstance(group.get(name), str):  # YAML reads 1e-3 as text
+                raise UsageError(f"{own}: {name}={group[name]!r} is text; expected a number")
         for name, value, good in cls.check_options(group):
             if not good:
                 raise UsageError(f"{own}: {name}={value} is out of range")
@@ -276,6 +279,9 @@ class MasteredOptimizer(Optimizer):
     def prepare(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
         """Return the parameter's state; create it if missing, and update it if the parameter's format has changed.
 
+        If a moment is missing, because the group had none before (SGD whose momentum was 0) or another rule, moments
+        and the count of steps start again. Masters stay.
+
         Args:
             parameter: A parameter of this optimizer.
             group: Its parameter group.
@@ -284,15 +290,16 @@ class MasteredOptimizer(Optimizer):
             The state, as in ``optimizer.state[parameter]``.
         """
         state: dict[str, Any] = self.state[parameter]
-        if state:
-            if not _is_complete(parameter, group, state):
-                self._complete_state(parameter, group, state)
-            return state
-        state["step"] = torch.zeros((), dtype=_STEP, device=parameter.device)
-        for name in self.get_moment_names(parameter, group):
-            state |= _make_moment(parameter, name, group["moments"])
-        state |= self.make_other_states(parameter, group)
-        self._complete_state(parameter, group, state)
+        names = self.get_moment_names(parameter, group)
+        is_new = not state
+        if is_new or not all(name in state for name in names):
+            drop_other_moments(state, names)
+            state["step"] = torch.zeros((), dtype=_STEP, device=parameter.device)
+            for name in names:
+                state |= make_moment(parameter, name, group["moments"])
+            state |= self.make_other_states(parameter, group)
+        if is_new or not is_complete(parameter, group, state):
+            self._complete_state(parameter, group, state)
         return state
 
     def _complete_state(self, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> None:
@@ -345,7 +352,7 @@ class MasteredOptimizer(Optimizer):
         finally:
             self._optimizer_load_state_dict_pre_hooks, self._optimizer_load_state_dict_post_hooks = before, after
         for group, loaded, own_formats in zip(groups, self.param_groups, formats, strict=True):
-            group.update(self.missing_options | loaded | own_formats)
+            group.update(self.missing_options | group | loaded | own_formats)
         self.param_groups = groups
         ids = [index for group in state_dict["param_groups"] for index in group["params"]]
         parameters = [(p, group) for group in self.param_groups for p in group["params"]]
@@ -364,27 +371,6 @@ class MasteredOptimizer(Optimizer):
 def can(optimizer: Optimizer, ability: str) -> bool:
     """Return whether an optimizer says that it has one of ``MasteredOptimizer.abilities``."""
     return ability in getattr(optimizer, "abilities", ())
-
-
-def _make_moment(parameter: Tensor, name: str, form: str) -> dict[str, Tensor]:
-    """Return the entries of a moment that is 0."""
-    if parameter.is_complex():
-        return {name: new_filled(parameter, 0, parameter.dtype)}
-    if form == "8bit":
-        signed = eight_bit.SIGNED[name]
-        codes = new_filled(parameter, 0 if signed else 1, torch.int8 if signed else torch.uint8)
-        scales = torch.zeros(eight_bit.count_groups(to_local(parameter).numel()), device=parameter.device)
-        return {name: codes, get_scale_name(name): scales}
-    return {name: new_filled(parameter, 0, torch.float32 if form == "fp32" else torch.bfloat16)}
-
-
-def _is_complete(parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> bool:
-    """Whether a state matches its parameter, whose dtype or data may have been changed by other code."""
-    if parameter.dtype is not torch.bfloat16:
-        return "remainder" not in state and "master" not in state
-    name = _COMPLETES[group["master"]]
-    other = None if name == "seed" else state.get(name)
-    return name in state and getattr(parameter, "other_half", None) is other
 
 
 def set_grad_dtype(parameter: nn.Parameter, gradients: str) -> None:

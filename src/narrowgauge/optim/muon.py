@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -23,6 +24,7 @@ from narrowgauge.optim.master_access import read_master, write_master
 from narrowgauge.optim.mastered import MasteredOptimizer
 from narrowgauge.optim.moments import get_scale_name, load_moment, store_moment
 from narrowgauge.optim.multi_tensor_step import make_seeds, stack_steps
+from narrowgauge.optim.muon_groups import RULES, read_rule
 from narrowgauge.optim.newton_schulz import (
     ADJUSTMENTS,
     COEFFICIENTS,
@@ -35,9 +37,10 @@ from narrowgauge.optim.newton_schulz import (
 from narrowgauge.optim.sharded import place_like, shard_like, to_local
 from narrowgauge.parameters import is_sharded
 
-RULES = ("muon", "adamw")
 BETAS = (0.9, 0.95)
 ADAMW_EPS = 1e-8
+MUON_RATE = 0.01
+"""Learning rates from here on are for orthogonalized updates, not for AdamW."""
 SCALE = get_scale_name("momentum_buffer")
 
 
@@ -51,6 +54,7 @@ class Muon(MasteredOptimizer):
     Args:
         params: Parameters or parameter groups, as in torch. A group may set any of the options below, and
             ``rule="muon"`` or ``rule="adamw"``; without a rule, matrices have "muon" and other parameters "adamw".
+            Groups may name their rule as other versions of Muon do: ``use_muon=False``, ``kind="adamw"``.
         lr: Learning rate.
         weight_decay: Decoupled weight decay, of both rules.
         momentum: How much of the momentum stays in a step.
@@ -73,6 +77,10 @@ class Muon(MasteredOptimizer):
     """
 
     missing_options: ClassVar[dict[str, Any]] = {"maximize": False, "rule": "muon", "betas": BETAS}
+    _adamw: dict[str, Any] | None = None
+    """The options that only AdamW's rule has, or has other values of; None in a converted torch.optim.Muon."""
+    _shares_rate = False
+    """Whether a group of AdamW's rule was given no learning rate of its own."""
 
     def __init__(
         self,
@@ -94,7 +102,7 @@ class Muon(MasteredOptimizer):
         moments: str = "fp32",
         gradients: str = "bf16",
     ) -> None:
-        self._adamw = {"lr": lr if adamw_lr is None else adamw_lr, "eps": adamw_eps}
+        self._adamw = {"lr": lr if adamw_lr is None else adamw_lr, "eps": adamw_eps, "betas": adamw_betas}
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -105,13 +113,17 @@ class Muon(MasteredOptimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
             "rule": None,
-            "betas": adamw_betas,
             "maximize": maximize,
             "master": master,
             "moments": moments,
             "gradients": gradients,
         }
         super().__init__(params, defaults)
+        if adamw_lr is None and self._shares_rate:
+            _warn_of_shared_rate(self.defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_adamw": self._adamw}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group. Without a rule, it becomes one group of matrices and one of other parameters.
@@ -120,23 +132,28 @@ class Muon(MasteredOptimizer):
             param_group: The parameters, and the options in which the group differs from the defaults.
 
         Raises:
-            UsageError: An option is out of range; nothing is added then.
+            UsageError: An option is out of range, or two options name different rules; nothing is added then.
+            TypeError: The parameters are a set.
         """
-        if param_group.get("rule") is None:
-            given = param_group["params"]
-            given = [given] if isinstance(given, Tensor) else list(given)
-            parts = {rule: [one for one in given if _choose_rule(one) == rule] for rule in RULES}
+        rule, given = read_rule(param_group), param_group["params"]
+        if rule is not None:
+            parts = {rule: given}
+        elif isinstance(given, set):
+            raise TypeError("Muon: parameters are a set, which has no order; give a list")  # as torch's optimizers do
         else:
-            parts = {param_group["rule"]: param_group["params"]}
-        count = len(self.param_groups)
+            given = [given] if isinstance(given, Tensor) else list(given)
+            by_rule = {rule: [one for one in given if _choose_rule(one) == rule] for rule in RULES}
+            parts = {rule: some for rule, some in by_rule.items() if some} or {RULES[0]: []}
+        count, adamw_options = len(self.param_groups), self._adamw or {"eps": ADAMW_EPS, "betas": BETAS}
         try:
             for rule, some in parts.items():
-                if rule not in RULES or not isinstance(some, list) or some:
-                    own = self._adamw if rule == "adamw" else {}
-                    super().add_param_group({**own, **param_group, "params": some, "rule": rule})
-        except UsageError:
+                # The constructor's defaults have no betas: schedulers that find some cycle them, not the momentum.
+                own = adamw_options if rule == "adamw" else {"betas": adamw_options["betas"]}
+                super().add_param_group({**own, **param_group, "params": some, "rule": rule})
+        except Exception:
             del self.param_groups[count:]
             raise
+        self._shares_rate |= "lr" not in param_group and any(g["rule"] == "adamw" for g in self.param_groups[count:])
 
     def get_moment_names(self, parameter: Tensor, group: dict[str, Any]) -> tuple[str, ...]:
         """Return the names of the moments that the group's rule has.
@@ -204,11 +221,11 @@ class Muon(MasteredOptimizer):
 
     def _apply(self, parameter: nn.Parameter, state: dict[str, Any], direction: Tensor, group: dict[str, Any]) -> None:
         """Decay a weight, and move it by the orthogonalized direction."""
-        lr = float(group["lr"])
-        rate = adjust_rate(lr, group["adjust_lr_fn"], parameter.shape)
         target, step = to_local(parameter).detach(), int(state["step"].item())
         if not target.numel():  # a rank's shard may be empty
             return
+        lr = float(group["lr"])
+        rate = adjust_rate(lr, group["adjust_lr_fn"], parameter.shape)
         shard = {name: to_local(value) if isinstance(value, Tensor) else value for name, value in state.items()}
         weight = target.contiguous()
         master, foreign = read_master(weight, shard)
@@ -218,6 +235,17 @@ class Muon(MasteredOptimizer):
         self.get_foreign_count(weight.device).add_(foreign)
         if weight is not target:  # other strides than row-major
             target.copy_(weight)
+
+
+def _warn_of_shared_rate(defaults: dict[str, Any]) -> None:
+    """Warn if a rate that only suits orthogonalized updates is AdamW's as well."""
+    lr = float(defaults["lr"])
+    if lr >= MUON_RATE and defaults["adjust_lr_fn"] != "match_rms_adamw":
+        warnings.warn(
+            f"Muon: lr={lr:g} is also the learning rate of the parameters that AdamW steps, and large for AdamW; give "
+            'adamw_lr, or adjust_lr_fn="match_rms_adamw" and a rate that is good for AdamW',
+            stacklevel=3,
+        )
 
 
 def _choose_rule(parameter: Any) -> str:

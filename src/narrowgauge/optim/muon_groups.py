@@ -10,11 +10,15 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
+from narrowgauge.errors import UsageError
+
+RULES = ("muon", "adamw")
+_OTHER_NAMES = {"muon": "muon", "adamw": "adamw", "adam": "adamw"}
 TABLES = ("*bias*", "*embed*", "*pos_*", "*position*", "*token*", "*_log", "*table*")
 """Last parts of the names of matrices that are tables: Swin's relative_position_bias_table, Mamba's A_log."""
 _MEMBER = re.compile(r"(^|\.)\d+\.weight$")
@@ -54,6 +58,38 @@ def split_for_muon(model: nn.Module, adamw: Iterable[str] = ()) -> list[dict[str
         {"params": [p for p in trained.values() if p.dim() < 2], "rule": "adamw", "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def read_rule(group: Mapping[str, Any]) -> str | None:
+    """Return the rule that a parameter group names, in narrowgauge's words or those of other versions of Muon.
+
+    These are ``use_muon`` (KellerJordan/Muon), ``kind`` (nanochat) and ``algorithm`` (Dion). Other values of ``kind``
+    are labels of the user.
+
+    Args:
+        group: The parameter group.
+
+    Returns:
+        The rule; None if it names none.
+
+    Raises:
+        UsageError: It names two, or an algorithm that is neither Muon nor AdamW.
+    """
+    named: dict[str, str] = {}
+    if group.get("use_muon") is not None:
+        named["use_muon"] = RULES[0] if group["use_muon"] else RULES[1]
+    for name in ("kind", "algorithm"):
+        word = str(group.get(name)).lower()
+        if word in _OTHER_NAMES:
+            named[name] = _OTHER_NAMES[word]
+        elif name == "algorithm" and group.get(name) is not None:
+            raise UsageError(f'Muon: algorithm={group[name]!r} of a group is unknown; expected "muon" or "adamw"')
+    if group.get("rule") is not None:
+        named["rule"] = group["rule"]
+    if len(set(named.values())) > 1:
+        given = ", ".join(f"{name}={group[name]!r}" for name in named)
+        raise UsageError(f"Muon: a group has {given}, which are different rules; keep one of them")
+    return next(iter(named.values()), None)
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

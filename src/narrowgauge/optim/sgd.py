@@ -102,8 +102,8 @@ class SGD(MasteredOptimizer):
         """
         if group["weight_decay"]:
             grad = grad.add(master, alpha=float(group["weight_decay"]))
-        momentum = moments.get("momentum_buffer")
-        if momentum is not None:
+        if group["momentum"]:  # a schedule may turn it on and off; while it is off, the buffer stays as it is
+            momentum = moments["momentum_buffer"]
             if step == 1:
                 momentum.copy_(grad)
             else:
