@@ -12,12 +12,12 @@ import inspect
 import sys
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from narrowgauge import files, task_options
+from narrowgauge import files, own_modules, task_options
 from narrowgauge.errors import UsageError
 
 if TYPE_CHECKING:
@@ -107,8 +107,9 @@ class Task:
     """Default number of steps."""
     eval_batches: int = 8
     """Number of evaluation batches to average over."""
-    optimizer: Callable[[nn.Module, float], Optimizer] | None = None
-    """Creates the optimizer from the model and the peak learning rate. None: AdamW with weight-decay groups."""
+    optimizer: Callable[[nn.Module, float], Optimizer | Sequence[Optimizer]] | None = None
+    """Creates the optimizer, or a list of optimizers, from the model and the peak learning rate. Groups may have their
+    own rates: the schedule multiplies all of them. None: AdamW with weight-decay groups."""
     metrics: Callable[[nn.Module, Batch], Mapping[str, Tensor]] | None = None
     """Returns more scalars of an evaluation batch, such as an accuracy."""
     sample: Callable[[nn.Module], str] | None = None
@@ -138,6 +139,30 @@ class Task:
             known["items_per_batch"] = items
         for name, value in known.items():
             object.__setattr__(self, name, value)
+
+
+def make_own_optimizers(task: Task, model: nn.Module, learning_rate: float) -> list[Optimizer]:
+    """Make the optimizers that a task defines; none if it leaves the choice to the program.
+
+    Args:
+        task: The task.
+        model: Its model.
+        learning_rate: The peak learning rate.
+
+    Raises:
+        UsageError: The task's function returned something else.
+    """
+    from torch.optim import Optimizer
+
+    if task.optimizer is None:
+        return []
+    made = task.optimizer(model, learning_rate)
+    found = [made] if isinstance(made, Optimizer) else list(made) if isinstance(made, list | tuple) else []
+    wrong = next((one for one in found if not isinstance(one, Optimizer)), None if found else made)
+    if wrong is not None or not found:
+        kind = type(wrong).__name__
+        raise UsageError(f"task {task.name}: optimizer made a {kind}; expected a torch optimizer, or a list of them")
+    return found
 
 
 def load(spec: str, options: Mapping[str, Any]) -> Task:
@@ -202,15 +227,12 @@ def load_function(spec: str, what: str = "task", kind: str = "function") -> Call
         raise UsageError(f"{what} {spec!r}: {path_text!r} is not a Python file")
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module
-    folder = str(files.resolve_path(path).parent)
-    sys.path.insert(0, folder)
     try:
-        module_spec.loader.exec_module(module)
+        with own_modules.import_neighbors(files.resolve_path(path).parent):
+            module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         why = "it exits the program" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
         raise UsageError(f"{what} {spec!r}: {path_text} does not import: {why}{find_line(error, path)}") from error
-    finally:
-        sys.path.remove(folder)
     function = getattr(module, name, None)
     if not callable(function):
         fits = inspect.isclass if kind == "class" else inspect.isfunction

@@ -101,3 +101,59 @@ def test_a_step_of_muon_is_captured_and_replayed(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["step"] == 3 and found["exact"], found
     assert code == 0 or not found["found"]
+
+
+TWO = """
+import torch
+from narrowgauge import Task
+
+def make(returns: str = "two"):
+    def optimizer(model, rate):
+        if returns == "nothing":
+            return None
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        vectors = [p for p in model.parameters() if p.dim() < 2]
+        return [torch.optim.SGD(matrices, lr=0.2, momentum=0.9), torch.optim.AdamW(vectors, lr=rate)]
+
+    def batch(step, split):
+        return torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+
+    def make_model():
+        return torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
+
+    return Task(name="two", model=make_model, batch=batch, loss=lambda m, x: m(x).square().mean(), optimizer=optimizer)
+"""
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16-lean"])
+def test_a_task_may_have_two_optimizers(recipe, tmp_path, capsys):
+    (tmp_path / "two.py").write_text(TWO)
+    task = f"{tmp_path / 'two.py'}:make"
+    common = ["--device", "cpu", "--recipe", recipe, "--steps", "6", "--checkpoint-every", "3", "--log", "none"]
+    assert train(capsys, task, *common, "--out", str(tmp_path / "whole"))[0] == 0
+    part = shutil.copytree(tmp_path / "whole", tmp_path / "part")
+    shutil.rmtree(checkpoint.make_path(part, 6))
+    record.truncate_after(part, 3)
+    assert train(capsys, "--resume", str(part))[0] == 0
+    assert read_losses(part) == read_losses(tmp_path / "whole")
+    listed = json.loads((part / "run.json").read_text())["optimizers"]
+    assert [line.split(",")[0] for line in listed] == ["SGD", "AdamW"]
+
+
+def test_a_task_with_two_optimizers_is_linted_and_forecast(tmp_path, capsys):
+    (tmp_path / "two.py").write_text(TWO)
+    task = f"{tmp_path / 'two.py'}:make"
+    assert main(["lint", task]) == 0
+    assert main(["memory", task, "--recipes", "bf16-lean", "--gpu", "h200"]) == 0
+    assert "bf16-lean" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", ["train", "memory", "lint"])
+def test_a_task_whose_optimizer_is_none(verb, tmp_path, capsys):
+    (tmp_path / "two.py").write_text(TWO)
+    code = main(
+        [verb, f"{tmp_path / 'two.py'}:make", "--returns", "nothing", *(["--device", "cpu"] * (verb == "train"))]
+    )
+    assert code == 2
+    expected = "task two: optimizer made a NoneType; expected a torch optimizer, or a list of them"
+    assert expected in capsys.readouterr().err

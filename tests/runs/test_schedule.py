@@ -54,8 +54,9 @@ def test_weight_decay_groups() -> None:
 def test_parameter_groups_keep_their_proportions() -> None:
     parameters = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
     optimizer = torch.optim.SGD([{"params": parameters[:1], "lr": 1.0}, {"params": parameters[1:], "lr": 0.1}])
-    schedule = Schedule(optimizer, steps=10, warmup=2)
+    other = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=10.0)
+    schedule = Schedule([optimizer, other], steps=10, warmup=2)
     assert schedule.set(0) == 0.5
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.05]
+    assert [group["lr"] for one in (optimizer, other) for group in one.param_groups] == [0.5, 0.05, 5.0]
     schedule.set(1)
-    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.1]
+    assert [group["lr"] for one in (optimizer, other) for group in one.param_groups] == [1.0, 0.1, 10.0]

@@ -220,18 +220,18 @@ def _machine_recipe(args: argparse.Namespace) -> Recipe:
 def _check_task(spec: str, options: dict[str, Any], recipe: Recipe) -> list[Finding]:
     from narrowgauge import tasks
     from narrowgauge.lint.model import check
-    from narrowgauge.runs.optimizers import make_adamw
+    from narrowgauge.runs.optimizers import make_optimizers
 
     task = tasks.find(spec, **options)
     model = _build(task, spec)
     try:
-        if task.optimizer is not None:
-            optimizer = task.optimizer(model, task.learning_rate)
-        else:
-            optimizer = make_adamw(model, task.learning_rate, task.weight_decay)
+        optimizers = make_optimizers(task, model, task.learning_rate)
+    except UsageError:
+        raise
     except Exception as error:  # the user's code
         raise UsageError(f"task {spec!r}: its optimizer cannot be created: {type(error).__name__}: {error}") from error
-    return check(model, optimizer, recipe)
+    found = [finding for optimizer in optimizers for finding in check(model, optimizer, recipe)]
+    return list(dict.fromkeys(found))  # what is about the model is found with each
 
 
 def _build(task: Task, spec: str) -> nn.Module:

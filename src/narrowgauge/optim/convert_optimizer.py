@@ -137,9 +137,12 @@ def _find_own_methods(optimizer: Optimizer, theirs: type[Optimizer]) -> list[str
 def _find_counterpart(optimizer: Optimizer) -> type[MasteredOptimizer]:
     name, found = type(optimizer).__name__, _find_kind(optimizer)
     if found is None or found.explain(optimizer) is not None:
+        alike = "Muon" if "muon" in name.lower() else "Lion" if "lion" in name.lower() else None
+        other = f"narrowgauge.optim.{alike}" if found is None and alike else "torch.optim.AdamW"
         raise UsageError(
-            f"a lean recipe needs AdamW, Muon, SGD, Adafactor or Lion, not {name} (nor amsgrad, nor Adam's coupled "
-            "weight decay); use torch.optim.AdamW, or a recipe with master=fp32 and moments=fp32"
+            f"a lean recipe needs AdamW, Muon, SGD or Adafactor of torch or narrowgauge, or narrowgauge's Lion, not "
+            f"{type(optimizer).__module__}.{name} (nor amsgrad, nor Adam's coupled weight decay); use {other}, or a "
+            "recipe with master=fp32 and moments=fp32"
         )
     own = _find_own_methods(optimizer, found.theirs)
     if own:

@@ -15,7 +15,7 @@ from torch.optim import AdamW, Optimizer
 from narrowgauge.errors import UsageError
 from narrowgauge.optim import Muon, split_for_muon
 from narrowgauge.runs.settings import OPTIMIZERS
-from narrowgauge.task import Task
+from narrowgauge.task import Task, make_own_optimizers
 
 UNREAD = {
     "muon": ("betas",),
@@ -55,6 +55,12 @@ def describe_optimizers(optimizers: Iterable[Optimizer]) -> list[str]:
             rule = f" ({group['rule']})" if "rule" in group else ""
             lines.append(f"{type(optimizer).__name__}{rule}, {count:,} parameters: {', '.join(settings)}")
     return lines
+
+
+def make_optimizers(task: Task, model: nn.Module, learning_rate: float) -> list[Optimizer]:
+    """Make the task's own optimizers, or AdamW."""
+    own = make_own_optimizers(task, model, learning_rate)
+    return own or [make_adamw(model, learning_rate, task.weight_decay)]
 
 
 def make_muon(model: nn.Module, learning_rate: float, weight_decay: float) -> Muon:

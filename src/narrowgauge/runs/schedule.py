@@ -8,6 +8,7 @@ where done rises from 0 at the end of the warm-up to 1 at the last step
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from torch.optim import Optimizer
 
@@ -26,14 +27,15 @@ def compute_factor(step: int, steps: int, warmup: int, floor: float = FLOOR) -> 
 class Schedule:
     """Sets the learning rate of every parameter group before each update, in proportion to its initial rate."""
 
-    def __init__(self, optimizer: Optimizer, steps: int, warmup: int) -> None:
-        self._optimizer = optimizer
-        self._peaks = [float(group["lr"]) for group in optimizer.param_groups]
+    def __init__(self, optimizers: Sequence[Optimizer], steps: int, warmup: int) -> None:
+        self._optimizers = optimizers
+        self._peaks = [float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
         self._steps, self._warmup = steps, warmup
 
     def set(self, step: int) -> float:
         """Set the rates for update number ``step`` (from 0), and return the first group's."""
         now = compute_factor(step, self._steps, self._warmup)
-        for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        for group, peak in zip(groups, self._peaks, strict=True):
             group["lr"] = peak * now
         return self._peaks[0] * now

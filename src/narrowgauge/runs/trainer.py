@@ -41,7 +41,7 @@ from narrowgauge.runs.engine_choices import ChoicesReporter, describe_choices
 from narrowgauge.runs.evaluation import Evaluation
 from narrowgauge.runs.finite_batches import BadData
 from narrowgauge.runs.interruption import Interruption
-from narrowgauge.runs.optimizers import make_adamw
+from narrowgauge.runs.optimizers import make_optimizers
 from narrowgauge.runs.rank_batches import RankBatches
 from narrowgauge.runs.result import (
     Result,
@@ -102,11 +102,11 @@ class Trainer:
         )
         self.rank_batches = RankBatches(world.rank, world.size, settings.accumulate)
         rate = settings.learning_rate
-        optimizer = task.optimizer(model, rate) if task.optimizer else make_adamw(model, rate, task.weight_decay)
-        self.schedule = Schedule(optimizer, settings.steps, settings.warmup)
+        optimizers = make_optimizers(task, model, rate)
+        self.schedule = Schedule(optimizers, settings.steps, settings.warmup)
         with no_speed_warnings():
             self.engine = Engine(
-                model, optimizer, settings.recipe, clip_norm=settings.clip_norm or None,
+                model, optimizers, settings.recipe, clip_norm=settings.clip_norm or None,
                 accumulate=self.rank_batches.microbatches, compile=settings.compile, memory_budget=budget,
             )  # fmt: skip
         self.engine.watchers.append(ChoicesReporter(self.engine, observer.notify))

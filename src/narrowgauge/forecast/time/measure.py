@@ -24,7 +24,7 @@ from narrowgauge.errors import UsageError
 from narrowgauge.forecast.time.reachable_rates import check_below_peak
 from narrowgauge.forecast.time.roofline import Cost
 from narrowgauge.forecast.trace.trace import Call, Spec
-from narrowgauge.forecast.trace.trace_step import CLIP_NORM, make_optimizer
+from narrowgauge.forecast.trace.trace_step import CLIP_NORM, make_optimizers
 from narrowgauge.hardware import Device, Gpu
 from narrowgauge.nn.memory_plan import MemoryPlan
 from narrowgauge.nn.step_context import StepContext
@@ -193,7 +193,7 @@ def measure_run(
             model = task.model()
     clip = None if recipe.gradients == "released" else CLIP_NORM
     engine = Engine(
-        model, make_optimizer(task, model), recipe, clip_norm=clip, accumulate=accumulate, compile=compile,
+        model, make_optimizers(task, model), recipe, clip_norm=clip, accumulate=accumulate, compile=compile,
         memory_budget=plan,
     )  # fmt: skip
     found = _measure_steps(

@@ -32,7 +32,7 @@ from narrowgauge.nn.recompute import find_blocks
 from narrowgauge.nn.survey import Layer
 from narrowgauge.ranks.distribute import find_copied
 from narrowgauge.recipe import Recipe
-from narrowgauge.task import ModelLoader, Task
+from narrowgauge.task import ModelLoader, Task, make_own_optimizers
 
 CLIP_NORM = 1.0
 STEPS = 2
@@ -140,10 +140,10 @@ def trace_steps(
             simulated.rules.on_cast = lambda parameter, copy: recorder.mark(
                 copy, "weights", owners.get(id(parameter)), is_copy=True
             )
-            optimizer = make_optimizer(task, model)
+            optimizers = make_optimizers(task, model)
             handles = [_mark_gradient(p, recorder, owners[id(p)]) for p in model.parameters() if p.requires_grad]
             engine = Engine(
-                model, optimizer, recipe, clip_norm=clip_norm, accumulate=accumulate, compile=compile, fused=fused,
+                model, optimizers, recipe, clip_norm=clip_norm, accumulate=accumulate, compile=compile, fused=fused,
                 memory_budget=memory_budget,
             )  # fmt: skip
             if times_products(recipe, engine.conversion.layers):
@@ -213,12 +213,12 @@ def _prepare_model(task: Task, recipe: Recipe) -> Callable[[], nn.Module]:
     return make
 
 
-def make_optimizer(task: Task, model: nn.Module) -> Optimizer:
-    """Make the task's own optimizer, or AdamW as in ``bench``."""
-    if task.optimizer is not None:
-        return task.optimizer(model, task.learning_rate)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(trained, task.learning_rate, betas=(0.9, 0.95), weight_decay=task.weight_decay, fused=True)
+def make_optimizers(task: Task, model: nn.Module) -> list[Optimizer]:
+    """Make the task's own optimizers, or AdamW as in ``bench``."""
+    if own := make_own_optimizers(task, model, task.learning_rate):
+        return own
+    trained, decay = [parameter for parameter in model.parameters() if parameter.requires_grad], task.weight_decay
+    return [torch.optim.AdamW(trained, task.learning_rate, betas=(0.9, 0.95), weight_decay=decay, fused=True)]
 
 
 def _resize(tensor: Tensor, before: int, size: int) -> Tensor:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+from narrowgauge.errors import UsageError
 from narrowgauge.findings import NOTE, WARNING, Finding
 from narrowgauge.lint.detector import Detector, ModelCheck, TrainingSetup, more_like_it
 from narrowgauge.lint.interpreter.call import Call
@@ -105,6 +107,15 @@ def _list_attributes(test: ast.expr) -> Iterator[str]:
             yield "?"
 
 
+def _is_orthogonalized(group: Mapping[str, Any]) -> bool:
+    from narrowgauge.optim.muon_groups import read_rule
+
+    try:
+        return read_rule(group) in (None, "muon")
+    except UsageError:  # the options of a class that others wrote
+        return False
+
+
 class MuonMatrices(ModelCheck):
     """Checks that no group that Muon orthogonalizes has an embedding."""
 
@@ -113,7 +124,7 @@ class MuonMatrices(ModelCheck):
 
         if setup.optimizer is None or type(setup.optimizer).__name__ != "Muon":
             return
-        groups = [group for group in setup.optimizer.param_groups if group.get("rule", "muon") == "muon"]
+        groups = [group for group in setup.optimizer.param_groups if _is_orthogonalized(group)]
         stepped = {id(parameter) for group in groups for parameter in group["params"]}
         found = [
             path
