@@ -36,6 +36,7 @@ LAYERS = [  # from top to bottom; a package may import itself and lower layers
         "random_state",
         "step_report",
         "task_options",
+        "own_modules",
         "serialization",
         "findings",
         "version",

@@ -20,8 +20,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from narrowgauge import tasks
-from narrowgauge.data import cache
+from narrowgauge import files, own_modules, tasks
+from narrowgauge.data import cache, hub
 from narrowgauge.hardware import Device
 from narrowgauge.runs import record
 from narrowgauge.runs.checkpoint_times import CheckpointTimes
@@ -37,6 +37,8 @@ EVALUATIONS = 3
 """Evaluations per run: the best of them is compared in addition to the last."""
 TEMPORARY = {"checkpoint_every": 0, "log": "none"}
 """Settings of runs of which only the numbers are kept."""
+FOLDERS = ("data", "tokenizer")
+"""Options that may name a folder, all files of which count."""
 CHECKPOINT_S = 120.0
 """Runs that take longer than this write checkpoints at this interval, in case they are killed."""
 
@@ -59,22 +61,41 @@ class Experiment:
     def describe_content(self) -> dict[str, Any]:
         """Everything that the numbers depend on, except the settings of the run."""
         source = self.spec.rpartition(":")[0]
-        text = Path(source).read_text() if source.endswith(".py") else ""
+        text = _read_source(Path(source)) if source.endswith(".py") else ""
         versions = read_versions()
         if self.device.kind == "cuda":  # the host's threads only prepare data there
             del versions["threads"]
         known = {"task": self.spec, "file": text, "options": dict(self.options), "versions": versions}
+        if imported := own_modules.list_own_files(Path(source)) if text else []:
+            known["imports"] = {str(one): _read_source(one) for one in imported}
         if self.spec == tasks.FINETUNE:
             known["inputs"] = fingerprint_inputs(self.options)
-        elif self.options.get("data") is not None:
-            known["inputs"] = _fingerprint_data(Path(str(self.options["data"])))
+        elif found := list_input_files(self.options):
+            known["inputs"] = cache.fingerprint(found, "data")
         return known | {"device": self.device.name}
 
 
-def _fingerprint_data(path: Path) -> str:
-    """A key for the files of a task's data. A dataset on a hub is known by its name only."""
-    found = sorted(path.rglob("*")) if path.is_dir() else [path]
-    return cache.fingerprint([one for one in found if one.is_file()], "data")
+def list_input_files(options: Mapping[str, Any]) -> list[Path]:
+    """List the files that a task's options name: those of its data, and any other option that is the path of a file.
+
+    Args:
+        options: The options. A dataset on a hub is known by its name only.
+    """
+    found = []
+    for name, value in options.items():
+        if not isinstance(value, str | Path):
+            continue
+        is_dataset = name == "data" and str(value).startswith(hub.PREFIX)
+        path = hub.parse(str(value)).folder if is_dataset else Path(value)
+        if path is not None and files.is_folder(path) and name in FOLDERS:
+            found += sorted(one for one in path.rglob("*") if one.is_file())
+        elif path is not None and files.is_file(path):
+            found.append(path)
+    return found
+
+
+def _read_source(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
 
 
 @dataclass(frozen=True)
