@@ -54,6 +54,20 @@ def test_evaluation_inside_and_outside_of_the_engines_context(recipe):
     torch.testing.assert_close(inside, outside, rtol=0.1, atol=0.05)
 
 
+@pytest.mark.parametrize("recipe", [*RECIPES, "nvfp4", "fp8[products=all]"])
+def test_models_with_layers_in_two_formats_run_outside_of_the_engines_context(recipe):
+    """A converted layer returns BF16, and the weights of a layer with an odd width are FP32."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 10)), torch.randn(8, 32)
+    engine = Engine(model, torch.optim.AdamW(model.parameters(), lr=1e-2), recipe)
+    step(engine)
+    with engine.evaluating():
+        inside = model(x).float()
+    with torch.no_grad():
+        for outside in (model(x), copy.deepcopy(model)(x)):
+            torch.testing.assert_close(outside.float(), inside, rtol=0.1, atol=0.05)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_state_survives_torch_save_and_weights_only_load(recipe):
     engine, file = make(recipe), io.BytesIO()

@@ -106,7 +106,7 @@ class EngineBase:
             self._checkpointed = checkpoint_blocks(
                 self.inner, mode, blocks, recomputation, optional, self.conversion.scales
             )
-        if bf16_weights or self.recipe.frozen != "keep":
+        if bf16_weights or self.recipe.frozen != "keep" or self.conversion.returns_bf16:
             apply_change(self.inner, OpensStepContext(self.step_context))
         self.scaler = setup.make_scaler(self.recipe, self.device, max_consecutive_skips)
         self.guard = self.scaler.guard if self.scaler else SkipGuard(max_consecutive_skips)

@@ -100,6 +100,11 @@ class Conversion:
     wide_experts: dict[str, ExpertsSpec] = field(default_factory=dict)
     gpu: Gpu | None = None
 
+    @property
+    def returns_bf16(self) -> bool:
+        """Whether parts of the model return BF16 even if autocast is off, which other layers may not accept."""
+        return self.scales is not None or self.compute in SHORT or bool(self.blocks or self.wide_experts)
+
     def summary(self) -> str:
         """Return one line: the share of the model that is multiplied in the recipe's format, and the rest's formats."""
         fused = f", {len(self.blocks)} blocks fused" if self.blocks else ""

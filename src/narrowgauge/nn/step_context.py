@@ -160,10 +160,10 @@ def _fp32_products(mode: str) -> Iterator[None]:
 
 @dataclass
 class OpensStepContext(Change):
-    """A model with BF16 weights that opens the step context itself when called outside of ``engine.forward()``.
+    """A model that opens the step context itself when called outside of ``engine.forward()``.
 
     A copy of the model (an average of weights, for example) does so as well. Without the context torch rejects BF16
-    weights with FP32 inputs.
+    weights with FP32 inputs, and the BF16 output of a converted layer as the input of one with FP32 weights.
     """
 
     step_context: StepContext

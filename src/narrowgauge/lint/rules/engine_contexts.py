@@ -34,8 +34,8 @@ ENGINE_OUTSIDE = Rule(
     name="engine-outside",
     severity=WARNING,
     about="an engine's model is called outside of engine.forward() and engine.evaluating()",
-    why="without the engine's context there is no autocast: matrix products that should be 16-bit run in FP32 (a lean "
-    "model opens its own), and the loss is not computed in the recipe's formats",
+    why="without the engine's context there is no autocast: matrix products that should be 16-bit run in FP32 (lean "
+    "models and models in FP8 open their own), and the loss is not computed in the recipe's formats",
     fix="compute the model's output and the loss inside `with engine.forward():`",
 )
 ENGINE_EVALUATION = Rule(
@@ -43,7 +43,7 @@ ENGINE_EVALUATION = Rule(
     severity=WARNING,
     about="an engine's model is evaluated outside of engine.evaluating()",
     why="the model is not evaluated in the formats it is trained in: matrix products that should be 16-bit run in FP32 "
-    "(a lean model opens its own autocast), and the model may be left in training mode",
+    "(lean models and models in FP8 open their own autocast), and the model may be left in training mode",
     fix="use `with engine.evaluating():`, which disables gradients, sets evaluation mode, and restores both",
 )
 ENGINE_LEAN_SAVE = Rule(
