@@ -12,6 +12,7 @@ from narrowgauge.gauges.finding_log import FindingLog
 from narrowgauge.gauges.rules.tensor_rules import UpdateContext, check_tensors
 from narrowgauge.gauges.watch.readings import Reading
 from narrowgauge.gauges.watch.watch import Snapshot
+from narrowgauge.optim import AdamW
 
 
 class Multiply(nn.Module):
@@ -94,6 +95,13 @@ def test_bf16_weights_without_a_master_stagnate():
     assert {finding.where for finding in found if finding.rule == "stagnating-updates"} >= {"0.weight", "2.weight"}
     assert not check(readings, stochastic_rounding=True)
     assert not check(readings, applied=False)
+
+
+@pytest.mark.parametrize("recipe", ["bf16-lean", "fp8-lean", "bf16-lean[gradients=released]"])
+@pytest.mark.parametrize("rate", [0.0, torch.tensor(0.0)])
+def test_a_learning_rate_of_0_is_no_stagnation(recipe, rate):
+    """Warm-ups of transformers and others start at 0."""
+    assert findings(net(), recipe, lr=rate, optimizer=AdamW) == {}
 
 
 def test_updates_that_destroy_the_weights():

@@ -113,6 +113,7 @@ def check_updates(context: UpdateContext) -> Iterator[Finding]:
         weight, gradient = weights.get(reading.module), gradients.get(reading.module)
         # Gradients that are released during backward are not read. Otherwise, without one its optimizer did not step.
         learns = not gradients if gradient is None else gradient.zeros < 0.5 * gradient.count
+        learns = learns and not context.snapshot.facts.get(("no_rate", reading.module))
         narrow = weight is not None and weight.dtype in ("bf16", "fp16") and not context.stochastic_rounding
         if weight is not None and narrow and reading.zero_share > 0.5 and learns:
             yield Finding(

@@ -2,6 +2,7 @@
 
     no_gradient    of a parameter: 1 if its optimizer steps, but it has no gradient at all (None)
     no_optimizer   of a parameter: 1 if it has a gradient, but is in no optimizer
+    no_rate        of a parameter: 1 if its learning rate is 0, as in the first step of many warm-ups
     adam_root      of a parameter: the root of the mean second moment of Adam, divided by eps
     statistics     of a batch norm in training: how far its running statistics are from their initial 0 and 1
     offset, spread of a batch norm in training: the distance of its running mean and deviation from those of the batch
@@ -80,10 +81,18 @@ class ModelFacts:
                 self.values["no_optimizer", name] = one
 
     def after_update(self) -> None:
-        """Read the second moments of Adam, the decay of norms, and the running statistics of batch norms."""
+        """Read rates of 0, second moments of Adam, the decay of norms, and running statistics of batch norms."""
         names = {id(parameter): name for name, parameter in self.engine.named.items()}
         for optimizer in self.engine.optimizers:
             for group in optimizer.param_groups:
+                rate, device = group.get("lr"), self.engine.device
+                if isinstance(rate, Tensor) or rate == 0:
+                    tensor = isinstance(rate, Tensor)
+                    no_rate = (
+                        rate.eq(0).float().to(device, non_blocking=True) if tensor else torch.ones((), device=device)
+                    )
+                    own = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
+                    self.values |= {("no_rate", name): no_rate for name in own}
                 for parameter in group["params"] if "eps" in group and "betas" in group else ():
                     root = _compute_root(optimizer.state.get(parameter, {}), group)
                     if root is not None and id(parameter) in names:
