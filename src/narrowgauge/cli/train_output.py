@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -59,6 +60,23 @@ def _describe_prediction(prediction: dict[str, Any]) -> str:
     return f"{verdict}{scale}" + (f". {worst}{more}" if worst else "") + f" -> {prediction['recipe']}"
 
 
+def _explain_missing_predictions(result: Result) -> Iterator[tuple[str, str]]:
+    """Why ``--predict`` says nothing about a format: its name, and the reason."""
+    from narrowgauge.block_formats import BLOCK_FORMATS
+    from narrowgauge.gauges.rules.predict_block_formats import RECIPES
+
+    if not result.predictions:
+        if result.step:
+            yield "predicted", "nothing: other formats are predicted from a run in fp32, tf32 or bf16"
+        return
+    known = {prediction["format"] for prediction in result.predictions}
+    for name, recipe in RECIPES.items():
+        short = recipe.removeprefix("emulated-")
+        if short not in known:
+            block = BLOCK_FORMATS[name].block
+            yield short, f"not measured: no linear layer that it would round (dimensions must be multiples of {block})"
+
+
 def summarise(result: Result, facts: dict[str, Any], folder: Path, out: TextIO, predict: bool) -> None:
     def line(name: str, text: str) -> None:
         say(f"  {name:<12}{text}", out)
@@ -109,6 +127,9 @@ def summarise(result: Result, facts: dict[str, Any], folder: Path, out: TextIO, 
         lines = _describe_block_format(prediction) if is_measured else [_describe_prediction(prediction)]
         for index, text in enumerate(lines):
             line("" if index else prediction["format"], text)
+    if predict and result.watched:
+        for name, text in _explain_missing_predictions(result):
+            line(name, text)
     try:
         from narrowgauge.report import write
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from narrowgauge import files
 from narrowgauge.cli import Outcome, finetuning, prose
-from narrowgauge.cli.numbers import number, whole
+from narrowgauge.cli.numbers import long, number, whole
 from narrowgauge.cli.terminal import say, show_table
 from narrowgauge.errors import UsageError
 
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from narrowgauge.validate.run import Validation
 
 ABOUT = "test whether a recipe trains as good a model as the reference, with paired runs"
-FOR_TASK = ("batch", "context", "model", "data", "field", "epochs", "eval_data", "eval_share", "accumulate", "lora")
+FOR_TASK = (
+    "batch", "context", "model", "data", "tokenizer", "field", "max_tokens", "vocab", "epochs", "eval_data",
+    "eval_share", "accumulate", "lora",
+)  # fmt: skip
 """Options that are passed to the task if given."""
 
 
@@ -49,7 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--data", metavar="PATH", help="texts or tokens, as for train; with --model conversations, completions or texts"
     )
+    add("--tokenizer", metavar="PATH", help="with --data: a tokenizer.json or its folder (default: as for train)")
     add("--field", metavar="NAME", help="with --data: the field or column with the text")
+    add("--max-tokens", type=long, metavar="N", help="with --data: read at most N tokens")
+    add("--vocab", type=whole, metavar="N", help="vocabulary size (default: the tokenizer's, or the task's)")
     add("--accumulate", type=whole, metavar="N", help="with --model: batches per update (default 1)")
     add("--save", metavar="FILE", help="write the result as JSON, for --against")
     add("--against", metavar="FILE", help="train again and compare with a saved validation; exit 1 if worse")
@@ -84,6 +90,8 @@ def run(args: argparse.Namespace) -> Outcome:
     if not candidates:
         raise UsageError("--candidates: give at least one recipe, such as bf16,fp8")
     reference, *candidates = [_name_emulation(text) for text in (reference, *candidates)]
+    if saved is not None:
+        gate.refuse_unknown_candidates(candidates, saved, args.against)
     if args.time:
         refuse_emulation("--time", *(parse(text.partition("@")[0]) for text in (reference, *candidates)))
     if args.lora is not None:
@@ -138,6 +146,8 @@ def _choose_task(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
         raise UsageError("--accumulate is for --model: give the model to fine-tune, or omit it")
     if "data" in given:
         given["data"] = resolve_name(given["data"])
+    if "tokenizer" in given:
+        given["tokenizer"] = str(files.resolve_path(files.expand_path(given["tokenizer"])))
     return args.task or tasks.default(hardware.detect(args.device).kind), given | args.own
 
 
@@ -219,6 +229,8 @@ def show(validation: Validation, out: TextIO) -> None:
     show_table(title, columns, rows, out)
     for name, verdict in validation.items():
         say(f"{name}: {verdict.verdict}: {verdict.reason}", out)
+        if known_formats := described["candidates"][name]["conversion"]:
+            say(f"  {known_formats}", out)
         needed, minutes = validation.tests[name].pairs_needed, validation.minutes_needed(name)
         if needed is not None and minutes is not None:
             say(f"  at this noise level {needed} pairs would decide: about {minutes:.0f} more minutes", out)

@@ -107,9 +107,8 @@ def open_source(
     kind = "corpus" if found is None else found.kind
     if kind != "documents" and (field is not None or max_tokens is not None):
         option = "--field" if field is not None else "--max-tokens"
-        raise UsageError(
-            f"{option} is for documents (.jsonl, .json, .csv, .parquet, hf:NAME), but {data or 'the corpus'} is {kind}"
-        )
+        what = "there is no --data" if data is None else f"{data} is {kind}"
+        raise UsageError(f"{option} is for documents (.jsonl, .json, .csv, .parquet, hf:NAME), but {what}")
     if found is None or data is None:
         source = _encode_text(corpus.load(packages), vocab, coder, "the corpus")
     else:

@@ -55,7 +55,7 @@ def summarize(matrices: Sequence[Matrix], compute: str, fused: str = "") -> str:
     if not multiplied:
         return "none: no parameter is multiplied"
     total = sum(matrix.size for matrix in multiplied) or 1
-    share = sum(_count_in_format(matrix, compute) for matrix in multiplied if not matrix.assumed) / total
+    share = measure_share(matrices, compute)
     amount = f"{_format_percent(share)} of the multiplied parameters{_format_flops_share(multiplied, compute, share)}"
     groups: dict[tuple[str, str, bool], list[Matrix]] = {}
     for matrix in multiplied:
@@ -68,6 +68,13 @@ def summarize(matrices: Sequence[Matrix], compute: str, fused: str = "") -> str:
         told.append(f"others ({_format_percent(sum(size for size, _ in parts[SHOWN:]))})")
     rest = f"; the rest: {', '.join(told)}" if told else ""
     return amount + fused + rest + _format_unknown_format_flops_share(multiplied)
+
+
+def measure_share(matrices: Sequence[Matrix], compute: str) -> float:
+    """Return the share of multiplied parameters that are known to be multiplied in a format."""
+    multiplied = [matrix for matrix in matrices if matrix.formats]
+    total = sum(matrix.size for matrix in multiplied) or 1
+    return sum(_count_in_format(matrix, compute) for matrix in multiplied if not matrix.assumed) / total
 
 
 def _count_in_format(matrix: Matrix, format: str) -> float:

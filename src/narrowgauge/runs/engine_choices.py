@@ -1,4 +1,4 @@
-"""What an engine chooses while it trains, told as it happens: the memory plan, and formats of gradients."""
+"""What an engine chooses: formats of products, and while it trains the memory plan and formats of gradients."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from narrowgauge.engine import Engine
+from narrowgauge.nn.matrix_inventory_text import measure_share
 from narrowgauge.scaling.gradient_formats import FormatChange
 from narrowgauge.step_report import StepReport, Watcher
 
@@ -16,8 +17,10 @@ MOST_NAMED = 3
 
 def describe_choices(engine: Engine) -> dict[str, Any]:
     """Return what an engine has chosen, as fields of ``Result``."""
-    plan, formats = engine.memory_plan, engine.gradient_formats
+    plan, formats, conversion = engine.memory_plan, engine.gradient_formats, engine.conversion
     return {
+        "conversion": conversion.summary(),
+        "format_share": measure_share(conversion.matrices, conversion.compute),
         "memory_plan": None if plan is None else plan.describe(),
         "gradient_formats": None if formats is None else formats.formats,
     }

@@ -49,6 +49,10 @@ class Result:
     """What each block keeps for backward, if the run has a memory budget (``--fit``)."""
     gradient_formats: dict[str, str] | None = None
     """The FP8 format of each gradient, if the recipe chooses them (``gradients_format=auto``)."""
+    conversion: str | None = None
+    """What was multiplied in which format, in one line."""
+    format_share: float | None = None
+    """The share of multiplied parameters in the recipe's format. Records of earlier versions do not have it."""
     watched: bool = True
     """Whether tensors were read while it ran (``--watch``)."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,16 @@ def read_validation(path: Path) -> dict[str, Any]:
     if not isinstance(saved, dict) or any(name not in saved for name in REQUIRED):
         raise UsageError(f"--against {path}: not a saved validation; create one with validate --save")
     return saved
+
+
+def refuse_unknown_candidates(candidates: Sequence[str], saved: Mapping[str, Any], path: str) -> None:
+    """Raises UsageError for a candidate that the saved validation does not have: nothing would be compared with it."""
+    for name in candidates:
+        if name not in saved["candidates"]:
+            known = ", ".join(saved["candidates"])
+            raise UsageError(
+                f"--candidates {name}: {path} has {known}; omit --candidates, or save a validation that has {name} too"
+            )
 
 
 def compare_with_saved(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def validate(
         UsageError: If an argument is invalid, or the device does not support a recipe.
     """
     say, start = tell or (lambda line: None), time.monotonic()
-    check_arguments(seeds, margin, budget_s)
+    check_arguments(seeds, margin, budget_s, steps)
     if learning_rate is not None:
         check_learning_rate(learning_rate)  # before modules are compared, which takes seconds
     found = hardware.detect(device)
@@ -118,7 +118,7 @@ def validate(
     return validation
 
 
-def check_arguments(seeds: int | str, margin: float, budget_s: float) -> None:
+def check_arguments(seeds: int | str, margin: float, budget_s: float, steps: int | None = None) -> None:
     """Raises UsageError for arguments out of range."""
     number = isinstance(seeds, int) and not isinstance(seeds, bool) and 1 <= seeds <= 1000
     if seeds != "auto" and not number:
@@ -127,10 +127,15 @@ def check_arguments(seeds: int | str, margin: float, budget_s: float) -> None:
         raise UsageError(f"--margin {margin}: expected a fraction between 0 and 1, such as 0.005")
     if not budget_s > 0:
         raise UsageError(f"--budget {budget_s / 60:g}: expected a positive number of minutes")
+    if steps is not None and steps < 1:
+        raise UsageError(f"--steps {steps}: expected a whole number of at least 1")
 
 
 def _check_recipe(name: str, device: hardware.Device) -> str:
-    recipe = parse(name.partition("@")[0], device)
+    text, at, other = name.partition("@")
+    if at and not other.strip():
+        raise UsageError(f"--candidates {name}: expected RECIPE@TASK, such as {text or 'bf16'}@my_task.py:make")
+    recipe = parse(text, device)
     reason = refusal(recipe, device)
     if reason is not None:
         raise UsageError(reason)
@@ -229,8 +234,12 @@ class Validation(Mapping[str, Verdict]):
 
     @property
     def good(self) -> bool:
-        """Whether every candidate is equivalent to the reference, or better."""
-        return all(verdict.is_good for verdict in self.values())
+        """Whether every candidate is equivalent to the reference, or better, and emulates what it is to emulate."""
+        return all(verdict.is_good and not self._is_untested(name) for name, verdict in self.items())
+
+    def _is_untested(self, name: str) -> bool:
+        """Whether a candidate emulates a format in which none of its layers ran."""
+        return find_emulation(self.recipes[name]) is not None and self.runs[name, 0].format_share == 0
 
     def run(self) -> None:
         """Trains the pairs that the tests need, starting with the candidate that needs the fewest.
@@ -342,7 +351,9 @@ class Validation(Mapping[str, Verdict]):
                 **dataclasses.asdict(verdict),
                 "recipe": self.recipes[name],
                 "emulated": find_emulation(self.recipes[name]),
-                "answer": make_answer(self.recipes[name], verdict, self.reference, steps),
+                "answer": make_answer(self.recipes[name], verdict, self.reference, steps, own[0].format_share),
+                "conversion": own[0].conversion,
+                "format_share": own[0].format_share,
                 "detectable": verdict.detectable,
                 "diverged": verdict.diverged[1],
                 "diverged_reference": verdict.diverged[0],

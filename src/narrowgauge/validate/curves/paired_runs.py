@@ -113,6 +113,10 @@ class Run:
     """Wall-clock time of the whole run."""
     fresh: bool
     """Whether the run was trained now instead of read from the cache."""
+    conversion: str | None = None
+    """What was multiplied in which format, in one line."""
+    format_share: float | None = None
+    """The share of multiplied parameters in the recipe's format; None in runs of earlier versions."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -183,7 +187,15 @@ def _read_finished(folder: Path) -> Run | None:
     whole = end["step"] >= end["steps"] and math.isfinite(loss)
     best = min([loss, *(value for value in evaluations if math.isfinite(value))]) if whole else math.nan
     return Run(
-        loss if whole else math.nan, best, tuple(curve), tuple(norms), end["skipped"], end["seconds"], fresh=False
+        loss if whole else math.nan,
+        best,
+        tuple(curve),
+        tuple(norms),
+        end["skipped"],
+        end["seconds"],
+        fresh=False,
+        conversion=end.get("conversion"),
+        format_share=end.get("format_share"),
     )
 
 
