@@ -1,14 +1,18 @@
 """Routers compute in FP32 under every recipe: rounded scores change which experts are chosen.
 
-A router is a module beside experts with a matrix [E, D]: a row for each expert. Experts are two stacks of matrices, or
-a list of modules with ``expert`` in its name.
+A router is a module beside experts with a matrix [E, D]: a row for each expert. One that is called ``gate`` or
+``router`` may have more rows, for choices that are no experts (to skip the layer, or shared experts), and all of its
+layers are kept. Experts are two stacks of matrices, in one module or in two, or a list of modules with ``expert`` in
+its name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from narrowgauge.nn.experts.find import list_parameters
 from narrowgauge.nn.keep_fp32 import KeptInFp32
@@ -17,31 +21,88 @@ from narrowgauge.nn.module_changes import apply_change, find_change
 REASON = "it chooses experts"
 
 
+class _Experts(NamedTuple):
+    """Experts beside which there may be a router."""
+
+    path: str
+    number: int
+    widths: set[int]
+    """The sizes of what they may read."""
+    certain: bool = True
+    """Whether all stacks have as many matrices; otherwise only what is called a router is one."""
+
+
 def find_routers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the routers of a model by path."""
+    """Return the routers of a model by path, and the parts of a router that have matrices."""
     found: dict[str, nn.Module] = {}
-    for path, count, widths in _list_experts(model):
-        owner = path.rpartition(".")[0]
-        for name, part in model.get_submodule(owner).named_modules():
-            place = f"{owner}.{name}" if owner and name else owner or name
-            matrices = list_parameters(part, 2).values()
-            alike = any(len(matrix) == count and matrix.shape[1] in widths for matrix in matrices)
-            inside = f"{place}.".startswith(f"{path}.")
-            if alike and name and not inside and "shared" not in name:  # a shared expert may have as many columns
-                found[place] = part
+    for experts in _list_experts(model):
+        owner = experts.path.rpartition(".")[0]
+        modules = dict(model.get_submodule(owner).named_modules())
+        for name, part in modules.items():
+            place = _join(owner, name)
+            inside = f"{place}.".startswith(f"{experts.path}.")
+            if not name or inside or "shared" in name:  # a shared expert may have as many columns
+                continue
+            router = _find_named_router(name)
+            most = experts.number if router is None else 2 * experts.number
+            matrices = [] if router is None and not experts.certain else list_parameters(part, 2).values()
+            if any(experts.number <= len(matrix) <= most and _reads(experts, matrix, router) for matrix in matrices):
+                found |= _list_parts(modules, owner, router or name)
     return found
 
 
-def _list_experts(model: nn.Module) -> Iterator[tuple[str, int, set[int]]]:
-    """Yield the paths of experts, how many there are, and the sizes of what they may read."""
+def _reads(experts: _Experts, matrix: nn.Parameter, router: str | None) -> bool:
+    """Whether a matrix reads what experts may read; the last one of a router with several layers reads its own."""
+    return matrix.shape[1] in experts.widths or router is not None
+
+
+def _find_named_router(name: str) -> str | None:
+    """Return the outermost module on a path that is called a router."""
+    parts = name.split(".")
+    named = (i for i, part in enumerate(parts) if part in ("gate", "wg") or "router" in part or "gating" in part)
+    end = next(named, None)
+    return None if end is None else ".".join(parts[: end + 1])
+
+
+def _list_parts(modules: dict[str, nn.Module], owner: str, router: str) -> dict[str, nn.Module]:
+    """Return a router and its parts with matrices, by path."""
+    return {
+        _join(owner, name): part
+        for name, part in modules.items()
+        if name == router or (name.startswith(f"{router}.") and list_parameters(part, 2))
+    }
+
+
+def _join(owner: str, name: str) -> str:
+    return f"{owner}.{name}" if owner and name else owner or name
+
+
+def _list_experts(model: nn.Module) -> Iterator[_Experts]:
     for path, module in model.named_modules():
         stacks = list(list_parameters(module, 3).values())
-        if len(stacks) >= 2 and len({len(stack) for stack in stacks}) == 1 and path:
-            yield path, len(stacks[0]), {size for stack in stacks for size in stack.shape[1:]}
+        if len(stacks) >= 2 and path:
+            counts = {len(stack) for stack in stacks}
+            yield _Experts(path, min(counts), _list_sizes(stacks), certain=len(counts) == 1)
         elif isinstance(module, nn.ModuleList | nn.ModuleDict) and len(module) > 1 and _is_list_of_experts(path):
             first = next(iter(module.children()))
             matrices = (matrix for part in first.modules() for matrix in list_parameters(part, 2).values())
-            yield path, len(module), {size for matrix in matrices for size in matrix.shape}
+            yield _Experts(path, len(module), {size for matrix in matrices for size in matrix.shape})
+        singles = {
+            name: stack for name, part in module.named_children() if (stack := _get_single_stack(part)) is not None
+        }
+        if len(singles) >= 2 and len({len(stack) for stack in singles.values()}) == 1:
+            for name, stack in singles.items():
+                yield _Experts(_join(path, name), len(stack), _list_sizes(list(singles.values())), certain=False)
+
+
+def _get_single_stack(module: nn.Module) -> nn.Parameter | None:
+    """Return the stack of a module that has one; kernels of convolutions have three dimensions as well."""
+    stacks = list(list_parameters(module, 3).values())
+    return stacks[0] if len(stacks) == 1 and not isinstance(module, _ConvNd) else None
+
+
+def _list_sizes(stacks: list[nn.Parameter]) -> set[int]:
+    return {size for stack in stacks for size in stack.shape[1:]}
 
 
 def _is_list_of_experts(path: str) -> bool:
