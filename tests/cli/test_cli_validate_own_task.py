@@ -95,3 +95,9 @@ def test_mistakes_are_found_before_anything_is_trained(capsys, spec, argv, text)
 def test_a_field_without_data_is_refused(capsys, spec):
     code, _, err = run(capsys, "validate", "gpt:1x64", "--field", "text", "--seeds", "1", "--no-layers")
     assert code == 2 and err.endswith("hf:NAME), but there is no --data\n")
+
+
+def test_interrupt_while_the_task_is_imported(capsys, spec, tmp_path):
+    (tmp_path / "slow_task.py").write_text("raise KeyboardInterrupt")
+    code, _, err = run(capsys, "train", "slow_task.py:make")
+    assert code == 130 and err == "narrowgauge: interrupted\n"

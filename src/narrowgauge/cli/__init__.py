@@ -106,6 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _escape_unencodable()
     try:
         args = _parse(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:  # a user's task is run to find its options, and takes seconds to import torch
+        return _report_interrupt()
     except Exception as error:
         return failure.report(error)
     with output.protect_streams() as out:
@@ -123,6 +125,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
+def _report_interrupt() -> int:
+    print("narrowgauge: interrupted", file=sys.stderr)
+    return 130
+
+
 def _run(args: argparse.Namespace, out: output.ProtectedStream) -> int:
     try:
         outcome: Outcome = args.run(args)
@@ -132,7 +139,6 @@ def _run(args: argparse.Namespace, out: output.ProtectedStream) -> int:
                 return outcome.exit_code or 2  # the JSON object was not written
         return outcome.exit_code
     except KeyboardInterrupt:
-        print("narrowgauge: interrupted", file=sys.stderr)
-        return 130
+        return _report_interrupt()
     except (Exception, SystemExit) as error:  # also a task that calls sys.exit()
         return failure.report(error)

@@ -348,7 +348,9 @@ def _show_together(data: dict[str, Any], out: TextIO) -> None:
     shards = f", a rank of {data['shards']}" if data["shards"] > 1 else ""
     if scale:
         shards = f" of each GPU, one of {scale['gpus']} on {scale['nodes']} {'nodes' if scale['nodes'] > 1 else 'node'}"
-    title = f"{data['task']}, {data['parameters'] / 1e6:,.0f}M parameters, batch {data['batch']}{shards} (GB = 10^9)"
+    count = data["parameters"]
+    size = f"{count / 1e6:,.0f}M" if count >= 1e6 else f"{count:,}"
+    title = f"{data['task']}, {size} parameters, batch {data['batch']}{shards} (GB = 10^9)"
     say("", out)
     show_table(title, ["", *names], rows, out)
     if data["lesson"]:
