@@ -204,3 +204,23 @@ def test_a_state_of_torch_continues():
         optimizer.step()
         other.step()
     assert all(torch.equal(p, q) for p, q in zip(lean.parameters(), plain.parameters(), strict=True))
+
+
+class MuonOfOthers(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.02})
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda p: torch.optim.Adam(p, weight_decay=0.1), "this Adam: its weight decay is coupled"),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), "this AdamW: amsgrad is not supported"),
+        (MuonOfOthers, r"not .*\.MuonOfOthers; use narrowgauge\.optim\.Muon, or a recipe with master=fp32"),
+        (torch.optim.RMSprop, r"RMSprop; use torch\.optim\.AdamW"),
+    ],
+)
+def test_the_error_names_the_reason(make, message):
+    model = nn.Linear(4, 4)
+    with pytest.raises(UsageError, match=message):
+        Engine(model, make(model.parameters()), "bf16-lean")

@@ -178,7 +178,11 @@ def test_groups_of_a_model() -> None:
     [
         ({"momentum": 1.5}, "momentum=1.5 is out of range"),
         ({"ns_steps": 0}, "ns_steps=0 is out of range"),
-        ({"adjust_lr_fn": "other"}, "adjust_lr_fn=other is out of range"),
+        (
+            {"adjust_lr_fn": "other"},
+            "adjust_lr_fn='other' is unknown; expected one of None, 'original', 'match_rms_adamw'",
+        ),
+        ({"ns_coefficients": [(4.0, -6.8, 2.9)] * 3}, "expected three numbers, for all iterations"),
         ({"moments": "4bit"}, "moments='4bit' is unknown"),
         ({"lr": -1.0}, "lr=-1.0 is out of range"),
     ],

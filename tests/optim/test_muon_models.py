@@ -122,6 +122,59 @@ def test_the_last_layer_of_a_sequential_is_a_head() -> None:
     assert len(ng.optim.split_for_muon(blocks)[0]["params"]) == 3
 
 
+class Attributes(nn.Module):
+    """Layers that are attributes of the model, with a head that has the shape of another matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(32, 8)
+        self.recurrent = nn.LSTM(8, 8)
+        self.lm_head = nn.Linear(8, 32)
+
+
+class Named(nn.Module):
+    """Two heads in a list; heads of attention inside of a block; a gate with one output, a scale with one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            [nn.ModuleDict({"heads": nn.ModuleList([nn.Linear(8, 4)]), "gate": nn.Linear(8, 1)})]
+        )
+        self.blocks[0].scale = nn.Parameter(torch.ones(1, 8))
+        self.heads = nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 3)])
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stage = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+        self.fc = nn.Linear(8, 10)
+
+
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+
+
+@pytest.mark.parametrize(
+    "make, expected",
+    [
+        (Attributes, ["recurrent.weight_ih_l0", "recurrent.weight_hh_l0"]),
+        (Named, ["blocks.0.heads.0.weight"]),
+        (Convolutions, []),
+        (Perceptron, ["first.weight", "second.weight"]),
+        (lambda: nn.Linear(4, 4), ["weight"]),
+    ],
+)
+def test_heads_and_vectors_in_disguise_are_not_for_muon(make: Any, expected: list[str]) -> None:
+    model = make()
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = ng.optim.split_for_muon(model)
+    assert [names[id(p)] for group in groups if group["rule"] == "muon" for p in group["params"]] == expected
+    assert sum(len(group["params"]) for group in groups) == len(names)
+
+
 def compute_loss(model: nn.Module, name: str) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     if name == "ViT":

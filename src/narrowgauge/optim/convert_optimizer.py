@@ -43,7 +43,7 @@ class Counterpart(NamedTuple):
 def _explain_adam(optimizer: Optimizer) -> str | None:
     for group in optimizer.param_groups:
         if group["weight_decay"] and not group.get("decoupled_weight_decay", False):
-            return "Adam's weight decay is coupled; use torch.optim.AdamW"
+            return "its weight decay is coupled, unlike that of torch.optim.AdamW"
         if group.get("amsgrad"):
             return "amsgrad is not supported"
     return None
@@ -136,13 +136,20 @@ def _find_own_methods(optimizer: Optimizer, theirs: type[Optimizer]) -> list[str
 
 def _find_counterpart(optimizer: Optimizer) -> type[MasteredOptimizer]:
     name, found = type(optimizer).__name__, _find_kind(optimizer)
-    if found is None or found.explain(optimizer) is not None:
+    reason = None if found is None else found.explain(optimizer)
+    if found is not None and reason is not None:
+        raise UsageError(
+            f"a lean recipe cannot have this {name}: {reason}; change it, or use a recipe with master=fp32 and "
+            "moments=fp32"
+        )
+    if found is None:
         alike = "Muon" if "muon" in name.lower() else "Lion" if "lion" in name.lower() else None
-        other = f"narrowgauge.optim.{alike}" if found is None and alike else "torch.optim.AdamW"
+        other = f"narrowgauge.optim.{alike}" if alike else "torch.optim.AdamW"
+        module = type(optimizer).__module__
+        label = name if module.startswith("torch.") else f"{module}.{name}"  # its name may be one of those listed
         raise UsageError(
             f"a lean recipe needs AdamW, Muon, SGD or Adafactor of torch or narrowgauge, or narrowgauge's Lion, not "
-            f"{type(optimizer).__module__}.{name} (nor amsgrad, nor Adam's coupled weight decay); use {other}, or a "
-            "recipe with master=fp32 and moments=fp32"
+            f"{label}; use {other}, or a recipe with master=fp32 and moments=fp32"
         )
     own = _find_own_methods(optimizer, found.theirs)
     if own:

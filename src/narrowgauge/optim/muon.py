@@ -175,14 +175,18 @@ class Muon(MasteredOptimizer):
             group: The parameter group.
 
         Raises:
-            UsageError: A parameter is not a matrix, and has Muon's rule.
+            UsageError: A parameter is not a matrix, and has Muon's rule; or an option is not what the iteration needs.
         """
         yield "rule", group["rule"], group["rule"] in RULES
         yield from adamw.check_adamw_options(group)
         yield "momentum", group["momentum"], 0 <= group["momentum"] <= 1
         yield "ns_steps", group["ns_steps"], 0 < group["ns_steps"] < MOST_STEPS
-        yield "ns_coefficients", group["ns_coefficients"], len(group["ns_coefficients"]) == 3
-        yield "adjust_lr_fn", group["adjust_lr_fn"], group["adjust_lr_fn"] in ADJUSTMENTS
+        coefficients, adjustment = group["ns_coefficients"], group["adjust_lr_fn"]
+        if len(coefficients) != 3 or not all(isinstance(one, int | float) for one in coefficients):
+            raise UsageError(f"Muon: ns_coefficients={coefficients}; expected three numbers, for all iterations")
+        if adjustment not in ADJUSTMENTS:
+            names = ", ".join(repr(name) for name in ADJUSTMENTS)
+            raise UsageError(f"Muon: adjust_lr_fn={adjustment!r} is unknown; expected one of {names}")
         other = [p for p in group["params"] if p.dim() != 2] if group["rule"] == "muon" else []
         if other:
             raise UsageError(

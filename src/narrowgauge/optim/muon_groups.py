@@ -3,6 +3,7 @@
 Muon      matrices inside of the network: in members of a ModuleList or Sequential, such as a transformer's blocks
 AdamW     embeddings and what is tied to them, heads, vectors, convolutions, stacked experts
           tables inside of blocks, which multiply nothing: position biases, the decay rates of a state space model
+          matrices of one row or one column, which are vectors: gates, scales
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ RULES = ("muon", "adamw")
 _OTHER_NAMES = {"muon": "muon", "adamw": "adamw", "adam": "adamw"}
 TABLES = ("*bias*", "*embed*", "*pos_*", "*position*", "*token*", "*_log", "*table*")
 """Last parts of the names of matrices that are tables: Swin's relative_position_bias_table, Mamba's A_log."""
+_HEAD = re.compile(r"(\w+_)?heads?|classifier|score|unembed(ding)?")
+"""Names of modules that are heads, unless they are inside of a block, where heads are those of attention."""
 _MEMBER = re.compile(r"(^|\.)\d+\.weight$")
 
 
@@ -28,16 +31,16 @@ def split_for_muon(model: nn.Module, adamw: Iterable[str] = ()) -> list[dict[str
     """Return parameter groups for ``Muon``: the matrices inside of a model, and all other trained parameters.
 
     Inside are the members of a ``ModuleList`` or ``Sequential``, such as the blocks of a transformer; if it has none
-    with matrices, the whole model. Embeddings and weights that are tied to them, tables, vectors, convolutions and
-    stacked experts have AdamW's rule, and so has what is outside, such as a head, and a head at the end of a
-    ``Sequential``. Vectors are not decayed.
+    with matrices, the whole model but its last matrix. Embeddings and weights that are tied to them, tables, vectors,
+    convolutions and stacked experts have AdamW's rule, and so has what is outside, such as a head, a head at the end
+    of a ``Sequential``, and what is named so (``heads.0``). Vectors are not decayed.
 
     Args:
         model: The model.
         adamw: Patterns of parameter names that AdamW is to step as well, with * and ?.
 
     Returns:
-        Up to three groups.
+        Up to three groups; the first has "muon" as its rule, if the model has matrices for it.
     """
     patterns = [adamw] if isinstance(adamw, str) else list(adamw)
     outer = {m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
@@ -46,12 +49,17 @@ def split_for_muon(model: nn.Module, adamw: Iterable[str] = ()) -> list[dict[str
         name: p
         for name, p in trained.items()
         if p.dim() == 2
+        and min(p.shape) > 1
         and p not in outer
         and not _matches(name.rpartition(".")[2].lower(), TABLES)
         and not _matches(name, patterns)
     }
-    inside = {name for name in fit if any(part.isdigit() for part in name.split("."))} or set(fit)
-    inside -= _find_head(fit)
+    members = {name for name in fit if any(part.isdigit() for part in name.split(".")) and not _is_named_head(name)}
+    inside = members or {name for name in fit if not _is_named_head(name)}
+    if members:
+        inside -= _find_head(fit)
+    elif len(inside) == len(fit):  # nothing is named as a head
+        inside -= _find_last(fit, trained)
     groups: list[dict[str, Any]] = [
         {"params": [p for name, p in trained.items() if name in inside], "rule": "muon"},
         {"params": [p for name, p in trained.items() if name not in inside and p.dim() > 1], "rule": "adamw"},
@@ -102,3 +110,17 @@ def _find_head(matrices: dict[str, nn.Parameter]) -> set[str]:
     last = next(reversed(matrices), "")
     is_head = len(matrices) > 1 and _MEMBER.search(last) and Counter(kinds.values())[kinds[last]] == 1
     return {last} if is_head else set()
+
+
+def _find_last(matrices: dict[str, nn.Parameter], trained: dict[str, nn.Parameter]) -> set[str]:
+    """Return the last matrix of a model without blocks, if its shape is its own and the model has other weights."""
+    last = next(reversed(matrices), "")
+    shapes = Counter(parameter.shape for parameter in trained.values() if parameter.dim() > 1)
+    return {last} if last and len(shapes) > 1 and shapes[matrices[last].shape] == 1 else set()
+
+
+def _is_named_head(name: str) -> bool:
+    """Whether a parameter is in a module named as a head, outside of members of a list."""
+    parts = name.split(".")
+    first = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts))
+    return any(_HEAD.fullmatch(part) for part in parts[:first])

@@ -67,7 +67,7 @@ def make_muon(model: nn.Module, learning_rate: float, weight_decay: float) -> Mu
     """Make a Muon for the matrices of a model's blocks, with AdamW's rule for the rest and for AdamW's rates."""
     groups = split_for_muon(model)
     if all(group["rule"] != "muon" for group in groups):
-        raise UsageError("--optimizer muon: the model has no matrices to train but embeddings; use adamw")
+        raise UsageError("--optimizer muon: the model has no matrices for Muon, such as those of blocks; use adamw")
     return Muon(groups, lr=learning_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
 
 
