@@ -42,6 +42,24 @@ def find_trainable(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[st
     return named
 
 
+def check_apart(optimizers: Sequence[Optimizer], named: Mapping[str, nn.Parameter]) -> None:
+    """Raise UsageError if two optimizers of one update have a parameter in common: both would step it.
+
+    Args:
+        optimizers: The optimizers that step together.
+        named: The trained parameters by name.
+    """
+    owners: dict[int, int] = {}
+    for number, optimizer in enumerate(optimizers if len(optimizers) > 1 else ()):
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if owners.setdefault(id(parameter), number) != number:
+                name = next((name for name, p in named.items() if p is parameter), "a parameter")
+                raise UsageError(
+                    f"engine.step: two optimizers have {name}, and both would step it; remove it from one of them "
+                    "(tied weights are one parameter), or pass the optimizer that is to step: engine.step(optimizer)"
+                )
+
+
 def find_trained(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of one update: all that require a gradient, and those frozen since that still have one."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad or p.grad is not None}

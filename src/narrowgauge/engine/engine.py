@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from narrowgauge.engine.base import EngineBase
-from narrowgauge.engine.checks import check_loss, check_own_optimizer, find_trained
+from narrowgauge.engine.checks import check_apart, check_loss, check_own_optimizer, find_trained
 from narrowgauge.engine.updates import check_norms, list_parameters
 from narrowgauge.errors import UsageError
 from narrowgauge.nn.keep_fp32 import HALVES
@@ -281,6 +281,7 @@ class Engine(EngineBase):
         if not released and all(parameter.grad is None for parameter in parameters.values()):
             raise UsageError("engine.step: backward left no gradient on any trainable parameter of the model")
         stepped = self._stepper.select(self.optimizers, chosen, bool(released))
+        check_apart(stepped, parameters)
         if chosen:
             own = {id(parameter) for parameter in list_parameters(chosen)}
             parameters = {name: parameter for name, parameter in parameters.items() if id(parameter) in own}
