@@ -198,16 +198,19 @@ def test_torch_compile_sees_one_graph_with_the_same_numbers():
     assert counters["stats"]["unique_graphs"] == 2  # one before there are delayed scales, one for all later steps
 
 
+@pytest.mark.parametrize("recipe", ["fp8[products=all]", "nvfp4"])
 @pytest.mark.parametrize("rows", [16, 5])
-def test_a_layers_output_can_be_changed_in_place(rows):
+def test_a_layers_output_can_be_changed_in_place(rows, recipe):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(inplace=True), nn.Linear(64, 32))
-    twin = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+    bias = recipe != "nvfp4"  # it adds a bias to what can be changed
+    model = nn.Sequential(nn.Linear(32, 64, bias), nn.ReLU(inplace=True), nn.Linear(64, 32))
+    twin = nn.Sequential(nn.Linear(32, 64, bias), nn.ReLU(), nn.Linear(64, 32))
     twin.load_state_dict(model.state_dict())
     x, grads = torch.randn(rows, 32), []
     for one in (model, twin):
-        engine = Engine(one, torch.optim.SGD(one.parameters(), lr=0.1), "fp8[products=all]")
+        engine = Engine(one, torch.optim.SGD(one.parameters(), lr=0.1), recipe)
         with engine.forward():
+            torch.manual_seed(1)
             loss = one(x).float().square().mean()
         engine.backward(loss)
         grads.append([parameter.grad for parameter in one.parameters()])

@@ -121,7 +121,8 @@ class EmulatedLinear(Change):
         x = args[0] if args else next(iter(kwargs.values()))
         weight = module.weight.t() if has_transposed_weight(module) else module.weight
         with torch.autocast(x.device.type, enabled=False):
-            made: Tensor = _Products.apply(x, weight, self, gradient_dtype(module.weight))  # type: ignore[no-untyped-call]
+            rows: Tensor = _Products.apply(x, weight, self, gradient_dtype(module.weight))  # type: ignore[no-untyped-call]
+            made = rows.view(*x.shape[:-1], len(weight))  # here: code may change it in place
             return made if module.bias is None else made + module.bias.to(BF16)
 
 
@@ -132,8 +133,8 @@ class _Products(torch.autograd.Function):
         ctx.save_for_backward(rows, weight)
         ctx.layer, ctx.shape, ctx.dtypes = layer, x.shape, (x.dtype, dtype)
         operands = layer.round("output", input=rows, weight=_widen(weight))
-        made = run_product("output", layer.path, _multiply, *operands, BF16)
-        return made.view(*x.shape[:-1], len(weight))
+        made: Tensor = run_product("output", layer.path, _multiply, *operands, BF16)
+        return made
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
