@@ -15,6 +15,8 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 import narrowgauge as ng
 from narrowgauge.errors import UsageError
+from narrowgauge.optim.masters import join_fp32
+from narrowgauge.parameters import gradient_dtype
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without BF16 products
 needs_torch_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
@@ -30,7 +32,7 @@ def train(optimizer: Any, steps: int, change: Callable[[int, dict[str, Any]], No
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
         for parameter in parameters:
-            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(gradient_dtype(parameter))
         for group in optimizer.param_groups:
             if change is not None:
                 change(step, group)
@@ -181,6 +183,23 @@ def test_a_group_that_is_refused_leaves_no_part_behind() -> None:
 def test_a_learning_rate_that_yaml_read_as_text(kind: str) -> None:
     with pytest.raises(UsageError, match=f"{kind}: lr='1e-3' is text; expected a number"):
         getattr(ng.optim, kind)(make((2, 2)), lr="1e-3")
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize("kind", ["AdamW", "Muon", "SGD", "Lion", "Adafactor"])
+@pytest.mark.parametrize("master", ["split", "fp32"])
+def test_copies_have_the_masters_and_the_formats_of_gradients(duplicate: Any, kind: str, master: str) -> None:
+    parameters = [nn.Parameter(p.detach().bfloat16()) for p in make((16, 12), (6,))]
+    optimizer = getattr(ng.optim, kind)(parameters, lr=1e-3, master=master, gradients="fp32")
+    train(optimizer, 3)
+    copied = duplicate(optimizer)
+    others = [parameter for group in copied.param_groups for parameter in group["params"]]
+    assert all(p.grad_dtype is torch.float32 for p in others), "autograd would add gradients up in BF16"
+    for _ in range(2):
+        assert all(torch.equal(join_fp32(a), join_fp32(b)) for a, b in zip(parameters, others, strict=True))
+        assert not any(torch.equal(join_fp32(p), p.float()) for p in others)
+        train(optimizer, 1)
+        train(copied, 1)
 
 
 def test_matrices_without_elements_are_stepped() -> None:

@@ -66,6 +66,17 @@ class MasteredOptimizer(Optimizer):
         super().__init__(params, defaults)
         self.grad_scale = self.found_inf = None
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "defaults" not in state:  # from load_state_dict
+            return
+        for group in self.param_groups:  # of a copy: torch copies neither masters nor formats of gradients
+            for parameter in group["params"]:
+                set_grad_dtype(parameter, group["gradients"])
+                own = self.state.get(parameter)
+                if own and not is_complete(parameter, group, own):
+                    self._complete_state(parameter, group, own)
+
     def get_moment_names(self, parameter: Tensor, group: dict[str, Any]) -> tuple[str, ...]:
         """Return the names of the moments of a parameter; a subclass defines this.
 
