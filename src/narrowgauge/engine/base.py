@@ -96,7 +96,7 @@ class EngineBase:
         self.conversion = self._convert_model(fused, cuda_graphs)
         self._formats = setup.make_gradient_formats(self.conversion, self.update_sync)
         self.release = setup.make_release(self.inner, self.recipe, self.optimizers, self.conversion)
-        setup.warn_of_unused_offload(self.recipe, self.conversion)
+        setup.warn_of_unused_offload(self.recipe, self.conversion, self.hardware)
         self._checkpointed = self.conversion.blocks if self.recipe.checkpoint != "none" else []
         recomputation = self.step_context.recomputation()
         set_recomputation(self.inner, recomputation)

@@ -144,6 +144,8 @@ class MemoryFitter:
                 self._take_measure(measured)
             else:
                 self._take_trial(measured)
+        for block in self.blocks:
+            block.size.begin_step()
 
     def _reset_peak(self) -> None:
         if self.device.type == "cuda":
@@ -160,14 +162,14 @@ class MemoryFitter:
 
     def _take_measure(self, measured: MeasuredStep) -> None:
         """Keep the measure of a recomputed step, unless larger batches are known to come."""
-        small = any(block.size.latest < NEARLY * block.size.largest for block in self.blocks)
+        small = any(block.size.of_step < NEARLY * block.size.largest for block in self.blocks)
         if small and self._sync.size == 1 and self._waits < MOST_WAITS:
             self._waits += 1
             return
         self._base, self._waits = self._share(measured), 0
         self._kinds = {block.path: block.kind for block in self.blocks}
         self._kept = {kind: {} for kind in self._kinds.values()}
-        self._sizes = {block.path: (block.size.latest, block.size.largest) for block in self.blocks}
+        self._sizes = {block.path: (block.size.of_step, block.size.largest) for block in self.blocks}
         self._plans += 1
         self._stage = "try"
         self._begin_trial()

@@ -145,10 +145,11 @@ def convert_model(
     return Conversion(compute=recipe.compute, matrices=list_matrices(model, recipe), gpu=device.gpu)
 
 
-def warn_of_unused_offload(recipe: Recipe, conversion: Conversion) -> None:
+def warn_of_unused_offload(recipe: Recipe, conversion: Conversion, device: Device) -> None:
     """Warn if inputs of blocks should be offloaded, and no block runs fused."""
     if recipe.offload != "none" and not conversion.blocks:
-        reason = next(iter(conversion.unfused.values()), "in this recipe, blocks are fused on a GPU only")
+        known = "no repeated blocks were found" if device.kind == "cuda" else "blocks are fused on a GPU only"
+        reason = next(iter(conversion.unfused.values()), f"in this recipe, {known}")
         warnings.warn(f"offload={recipe.offload} has no effect: no block runs fused ({reason})", stacklevel=4)
 
 

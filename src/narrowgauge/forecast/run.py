@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -152,8 +153,12 @@ class Forecast:
     """Parameters of the model."""
     recipes: dict[str, RecipeForecast] = field(default_factory=dict)
 
-    def __getitem__(self, recipe: str) -> RecipeForecast:
-        return self.recipes[recipe]
+    def __getitem__(self, recipe: str | Recipe) -> RecipeForecast:
+        """The forecast of a recipe, whatever the order of the fields in its text."""
+        if recipe not in self.recipes:
+            with contextlib.suppress(UsageError):
+                recipe = str(parse(recipe))
+        return self.recipes[str(recipe)]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.recipes)

@@ -21,14 +21,21 @@ class CallSize:
     """Bytes of one of its values."""
     latest: int = 0
     """The number of values of the latest input in training."""
+    of_step: int = 0
+    """The number of values of the largest input since ``begin_step``: a step may have calls of several sizes."""
     planned: int | None = None
     """The number of values that a plan counts on; None: there is no plan."""
+
+    def begin_step(self) -> None:
+        """Forget the inputs of the step before."""
+        self.of_step = 0
 
     def exceeds_plan(self, x: Any) -> bool:
         """Note an input; return whether it is larger than planned. Forwards without gradients keep nothing."""
         if not isinstance(x, Tensor) or not torch.is_grad_enabled():
             return False
         self.latest = x.numel()
+        self.of_step = max(self.of_step, self.latest)
         if self.latest > self.largest:
             self.shape, self.largest, self.itemsize = tuple(x.shape), self.latest, x.itemsize
         return self.planned is not None and self.latest > self.planned
