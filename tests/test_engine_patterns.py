@@ -216,8 +216,6 @@ class TestGan:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_unfrozen_parameters_train(recipe, kind):
-    if "lean" in recipe and kind is torch.optim.SGD:
-        pytest.skip("lean recipes need AdamW")
     torch.manual_seed(0)
     model = Net()
     model.layers.requires_grad_(False)
