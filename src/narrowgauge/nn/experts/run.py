@@ -35,14 +35,12 @@ from narrowgauge.kernels.experts.activation import activate_experts, activate_ex
 from narrowgauge.kernels.experts.rows import gather_cast, sum_slots
 from narrowgauge.kernels.experts.slots import Slots, assign_slots
 from narrowgauge.kernels.fp8_formats import FP8_MAX
+from narrowgauge.nn.experts.arguments import ignore_others, read_call
 from narrowgauge.nn.experts.plan import CastStack, ExpertsPlan, StackCast
 from narrowgauge.nn.fused.rehearse import rehearse_function
 from narrowgauge.nn.module_changes import Change
 from narrowgauge.nn.products.gemm import BF16, DOUBLE_BACKWARD, Fp8Caster
 from narrowgauge.scaling.tensor import Site
-
-EXPERT_PARALLEL = "_is_expert_parallel"
-"""Attribute of transformers' experts that are distributed over ranks: their index has entries for other ranks."""
 
 
 class Needs(NamedTuple):
@@ -78,13 +76,13 @@ class FusedExperts(Change):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tensor:
-        x, index, weights, *more = *args, *kwargs.values()
         spec = self.plan.spec
-        if more or x.shape[-1] != spec.width or not x.numel() or getattr(module, EXPERT_PARALLEL, False):
+        call = read_call(module, spec, args, kwargs)
+        if call is None:
             made: Tensor = inner(*args, **kwargs)
             return made
-        self.choices = index.shape[-1]
-        return run_experts(self.plan, x, index, weights, getattr(module, spec.gate_up), getattr(module, spec.down))
+        self.choices = call.chosen.shape[-1]
+        return run_experts(self.plan, *call, getattr(module, spec.gate_up), getattr(module, spec.down))
 
 
 def run_experts(plan: ExpertsPlan, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -93,12 +91,13 @@ def run_experts(plan: ExpertsPlan, x: Tensor, index: Tensor, weights: Tensor, ga
     Args:
         plan: The plan of the module.
         x: [..., D], the tokens.
-        index: [N, k], the experts of each token.
+        index: [N, k], the experts of each token; other numbers are ignored.
         weights: [N, k], the router's weights.
         gate_up: [E, 2 F, D].
         down: [E, D, F].
     """
     needs = Needs.of(x, weights, gate_up, down)
+    index, weights = ignore_others(index, weights, plan.spec.count)
     args = x, weights, gate_up, down, index, plan, needs
     with torch.autocast(x.device.type, enabled=False):
         if any(needs):

@@ -29,8 +29,9 @@ from narrowgauge.errors import UsageError
 from narrowgauge.kernels.experts import wide
 from narrowgauge.kernels.experts.rows import sum_slots
 from narrowgauge.kernels.experts.slots import Slots, assign_slots
+from narrowgauge.nn.experts.arguments import ignore_others, read_call
 from narrowgauge.nn.experts.find import ExpertsSpec
-from narrowgauge.nn.experts.run import EXPERT_PARALLEL, Needs, describe_tensors, multiply_wide
+from narrowgauge.nn.experts.run import Needs, describe_tensors, multiply_wide
 from narrowgauge.nn.fused.rehearse import rehearse_function
 from narrowgauge.nn.module_changes import Change
 from narrowgauge.nn.products.gemm import BF16, DOUBLE_BACKWARD
@@ -48,14 +49,14 @@ class WideExperts(Change):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tensor:
-        x, index, weights, *more = *args, *kwargs.values()
         spec = self.spec
-        if more or x.shape[-1] != spec.width or not x.numel() or getattr(module, EXPERT_PARALLEL, False):
+        call = read_call(module, spec, args, kwargs)
+        if call is None:
             made: Tensor = inner(*args, **kwargs)
             return made
-        self.choices = index.shape[-1]
+        self.choices = call.chosen.shape[-1]
         stacks = getattr(module, spec.gate_up), getattr(module, spec.down)
-        return run_wide(self.path, spec, x, index, weights, *stacks)
+        return run_wide(self.path, spec, *call, *stacks)
 
 
 def run_wide(
@@ -74,13 +75,14 @@ def run_wide(
         path: The module's path, for listeners.
         spec: The description of the module.
         x: [..., D], the tokens.
-        index: [N, k], the experts of each token.
+        index: [N, k], the experts of each token; other numbers are ignored.
         weights: [N, k], the router's weights.
         gate_up: [E, 2 F, D].
         down: [E, D, F].
         dtype: The format of the products: BF16, or FP32 to compare with a model's own code.
     """
     needs = Needs.of(x, weights, gate_up, down)
+    index, weights = ignore_others(index, weights, spec.count)
     args = x, weights, gate_up, down, index, path, spec, dtype, needs
     with torch.autocast(x.device.type, enabled=False):
         if any(needs):
