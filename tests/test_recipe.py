@@ -143,6 +143,10 @@ def test_recipes_are_frozen():
         ("fp8[history=0]", "1 to 4096"),
         ("fp8[margin=x]", "whole number"),
         ("bf16[keep=a b]", "module paths"),
+        ("mxfp8[emulate=none]", "emulate=none contradicts emulated-mxfp8, which emulates MXFP8; use bf16"),
+        ("mxfp8[emulate=nvfp4]", "emulate=nvfp4 contradicts emulated-mxfp8, which emulates MXFP8; use emulated-nvfp4"),
+        ("mxfp8[emulate=fp4]", "emulate=fp4 is unknown"),
+        ("mxfp8[emulate=none,gradients_format=e4m3]", "gradients_format=e4m3 has no effect on bf16"),
     ],
 )
 def test_wrong_recipes_are_refused_in_one_line(text, message):

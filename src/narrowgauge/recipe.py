@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.errors import UsageError
-from narrowgauge.recipe_checks import CHOICES, IMPLIED, check_recipe
+from narrowgauge.recipe_checks import CHOICES, IMPLIED, check_recipe, refuse_other_emulation
 
 if TYPE_CHECKING:
     from narrowgauge.hardware import Device
@@ -119,6 +119,7 @@ class Recipe:
         unknown = sorted(set(changes) - {field.name for field in dataclasses.fields(self)})
         if unknown:
             raise UsageError(_no_such_field(unknown[0]))
+        refuse_other_emulation(self, changes)
         for (name, value), implied in IMPLIED.items():
             changes = {**implied, **changes} if changes.get(name) == value else changes
         return dataclasses.replace(self, **changes)

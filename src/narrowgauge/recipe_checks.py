@@ -62,6 +62,23 @@ def check_recipe(recipe: Any, defaults: Mapping[str, Any]) -> None:
         raise UsageError(f"recipe: keep={recipe.keep} must be module paths or class names, with * and ? as wildcards")
 
 
+def refuse_other_emulation(recipe: Any, changes: Mapping[str, Any]) -> None:
+    """Raise ``UsageError`` if MXFP8's recipe is changed to another format, but keeps E4M3 gradients, which only it has.
+
+    The check of the whole recipe would name the gradients, which the change does not mention.
+
+    Args:
+        recipe: A ``Recipe``, or anything with its fields.
+        changes: Fields and their new values.
+    """
+    chosen = changes.get("emulate", recipe.emulate)
+    if "gradients_format" in changes or recipe.gradients_format != "e4m3" or changes.get("compute") == "fp8":
+        return
+    if recipe.emulate == "mxfp8" and chosen != "mxfp8" and chosen in CHOICES["emulate"]:
+        instead = "bf16" if chosen == "none" else f"emulated-{chosen}"
+        raise UsageError(f"recipe: emulate={chosen} contradicts emulated-mxfp8, which emulates MXFP8; use {instead}")
+
+
 def _check_loss_scale(recipe: Any) -> None:
     scale = recipe.loss_scale
     if scale == "none":
