@@ -75,6 +75,22 @@ def test_the_traceback_starts_with_the_users_code(verb: str, place: str, capsys:
     assert err.strip().splitlines()[-1].startswith("narrowgauge: your code raised ")
 
 
+def test_train_says_how_to_resume_and_whether_there_is_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    """A model that raises in its first step has no checkpoint; one that raises later may have."""
+    train = ["train", "--device", "cpu", "--recipe", "fp32", "--log", "none"]
+    assert main([*train, "mine.py:shapes", "--out", "first"]) == 3
+    err = capsys.readouterr().err
+    assert "there is no checkpoint yet; start again at step 1 with: narrowgauge train --resume first" in err
+    assert "intact" not in err
+    Path("later.py").write_text(
+        "from mine import *\ndef later(step, split):\n    return fail('value') if step >= 3 else torch.ones(2, 4)\n"
+        "def make():\n    return Task(model=lambda: nn.Linear(4, 4), batch=later, steps=4,\n"
+        "                loss=lambda model, batch: model(batch).mean())\n"
+    )
+    assert main([*train, "later.py:make", "--out", "second", "--checkpoint-every", "1", "--eval-every", "0"]) == 3
+    assert "saved checkpoints are intact; resume with: narrowgauge train --resume second" in capsys.readouterr().err
+
+
 def test_lint_reports_a_model_that_raises_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lint", "mine.py:function"]) == 3
     assert "of my own making" in capsys.readouterr().err

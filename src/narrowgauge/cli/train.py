@@ -131,6 +131,7 @@ def _run(args: argparse.Namespace, world: World) -> Outcome:
     from narrowgauge.cli.progress import make_progress
     from narrowgauge.ranks.world import read_restart_count
     from narrowgauge.runs import record
+    from narrowgauge.runs.checkpoints import checkpoint
     from narrowgauge.runs.train import train
 
     out = prose(args) if world.is_first else io.StringIO()
@@ -163,8 +164,11 @@ def _run(args: argparse.Namespace, world: World) -> Outcome:
             )
     except (Exception, SystemExit) as error:
         if record.holds_run(folder):  # shown below a traceback, but not below a one-line error
+            command = f"narrowgauge train --resume {shlex.quote(str(folder))}"
             error.add_note(
-                f"saved checkpoints are intact; resume with: narrowgauge train --resume {shlex.quote(str(folder))}"
+                f"saved checkpoints are intact; resume with: {command}"
+                if checkpoint.list_steps(folder)
+                else f"there is no checkpoint yet; start again at step 1 with: {command}"
             )
         raise
     if not world.is_first:
