@@ -58,7 +58,9 @@ def test_predictions_say_why_a_format_is_missing(capsys, spec):
     for name, block in (("mxfp8", 32), ("mxfp4", 32), ("nvfp4", 16)):
         assert f"  {name:<12}not measured: no linear layer that it would round" in out
         assert f"multiples of {block})" in out
+    assert "fp8         nothing of the model would run in FP8: 37 outputs are not a multiple of 16" in out
     _, out, _ = run(capsys, "train", spec, "--recipe", "bf16", "--predict", "--out", "even")
+    assert "fp8         would work" in out
     assert "nvfp4       18 operands" in out or "nvfp4       12 operands" in out
     _, out, _ = run(capsys, "train", spec, "--recipe", "fp8", "--predict", "--out", "fp8")
     assert "predicted   nothing: other formats are predicted from a run in fp32, tf32 or bf16" in out

@@ -12,6 +12,8 @@ import narrowgauge as ng
 from narrowgauge import Engine
 from narrowgauge.gauges.examiner import Examiner
 from narrowgauge.gauges.rules.growth import find_growth
+from narrowgauge.gauges.watch.prediction_inputs import explain_no_fp8
+from narrowgauge.models.gpt import GPT, GPTConfig
 
 
 class Body(nn.Module):
@@ -252,3 +254,44 @@ def test_growth():
     assert find_growth([(i, 2.0**i) for i in range(1, 4)], 1024) is None  # too few
     assert find_growth([(i, 400.0 - 300 / i) for i in range(1, 9)], 410) is None  # levels off
     assert find_growth([(i, 100.0 + (i % 3) * 200) for i in range(1, 9)], 500) is None  # no trend
+
+
+def encoder(width, hidden):
+    return nn.TransformerEncoderLayer(width, 1, hidden, batch_first=True)
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (lambda: nn.Sequential(nn.Linear(16, 33), nn.Linear(33, 16)), "33 inputs are not a multiple of 16"),
+        (lambda: nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 5)), None),
+        (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)), "is computed from it; not converted"),
+        (lambda: nn.Conv1d(16, 16, 1), "convolutions run in BF16"),
+        (lambda: nn.LayerNorm(16), "no parameter is multiplied"),
+        (lambda: encoder(16, 33), None),
+        (lambda: encoder(33, 33), "nn.MultiheadAttention multiplies it itself"),
+        (lambda: GPT(GPTConfig(layers=2, width=36, heads=3, vocab=16, context=8)), "36 inputs are not a multiple"),
+    ],
+)
+def test_a_model_without_fp8_products_is_told_from_others(build, reason):
+    found = explain_no_fp8(build())
+    assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16"])
+def test_nothing_runs_in_fp8_with_odd_widths(recipe):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 33), nn.GELU(), nn.Linear(33, 5))
+    engine = Engine(model, torch.optim.AdamW(model.parameters()), recipe)
+    examiner = Examiner(engine, every=1)
+    for _ in range(3):
+        with engine.forward():
+            loss = model(torch.randn(8, 7)).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        examiner.collect()
+    fp8 = next(one for one in examiner.predict() if one.format == "fp8")
+    assert fp8.recipe == "bf16" and fp8.unused == (
+        "7 inputs are not a multiple of 16, which FP8 products need (0); "
+        "33 inputs are not a multiple of 16, which FP8 products need (2)"
+    )

@@ -39,6 +39,13 @@ def test_an_old_record_describes_the_same_run(tmp_path: Path) -> None:
     assert old["findings"] == new["findings"] and "it stops learning" in json.dumps(old["findings"])
 
 
+def test_a_prediction_tells_why_a_format_is_not_used(tmp_path: Path) -> None:
+    found = describe(tmp_path / "new", {"kind": "prediction", **PREDICTION, "unused": "7 inputs are too few"})
+    assert found["predictions"][0]["unused"] == "7 inputs are too few"  # type: ignore[index]
+    old = describe(tmp_path / "old", {"kind": "prediction", **PREDICTION})
+    assert old["predictions"][0]["unused"] == ""  # type: ignore[index]
+
+
 def test_an_old_summary_is_read() -> None:
     end = {"run": "run", "recipe": "fp32", "step": 3, "steps": 3, "parameters": 9}
     result = Result.from_event({**end, "foretold": [PREDICTION], "findings": [{**FINDING, "consequence": "c"}]})

@@ -51,6 +51,8 @@ def _describe_block_format(prediction: dict[str, Any]) -> list[str]:
 
 def _describe_prediction(prediction: dict[str, Any]) -> str:
     """One line: whether a format would work, with which loss scale, what would fail, and the recommended recipe."""
+    if prediction.get("unused"):
+        return f"nothing of the model would run in {prediction['format'].upper()}: {prediction['unused']} -> bf16"
     survives, scale, breaks = (prediction[name] for name in ("survives", "loss_scale", "breaks"))
     reach = f" up to update {prediction['updates']:,}" if prediction.get("updates") else ""
     verdict = f"would work{reach}" if survives else "would fail"

@@ -281,6 +281,7 @@ def _describe_prediction(event: dict[str, Any]) -> dict[str, Any]:
         "measured": "; ".join(describe_measured(measured, bool(event.get("survives")))) if measured else "",
         "format": str(event.get("format")),
         "survives": bool(event.get("survives")),
+        "unused": str(event.get("unused") or ""),
         "recipe": str(event.get("recipe") or ""),
         "loss_scale": round_number(_number(event.get("loss_scale"))),
         "breaks": [{name: str(one.get(name) or "") for name in ("module", "kind", "detail")} for one in breaks[:20]],

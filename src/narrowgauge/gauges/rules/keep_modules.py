@@ -36,15 +36,17 @@ class ModelParts:
     """Modules whose output would be in FP32 under FP16 autocast."""
     read: frozenset[str] = frozenset()
     """Layers whose inputs were read."""
+    no_fp8: str | None = None
+    """Why no product would run in FP8; None if one would, or if the model is not known."""
 
     @staticmethod
     def from_model(model: nn.Module, history: Sequence[Sequence[Reading]], stays_fp32: Iterable[str]) -> ModelParts:
         """Describe a model and what was read of it."""
-        from narrowgauge.gauges.watch.prediction_inputs import is_linear
+        from narrowgauge.gauges.watch.prediction_inputs import explain_no_fp8, is_linear
 
         named = dict(model.named_modules())
         linears = frozenset(path for path, module in named.items() if is_linear(module))
-        return ModelParts(frozenset(named), linears, frozenset(stays_fp32), _find_read(history))
+        return ModelParts(frozenset(named), linears, frozenset(stays_fp32), _find_read(history), explain_no_fp8(model))
 
     @staticmethod
     def from_readings(history: Sequence[Sequence[Reading]]) -> ModelParts:

@@ -5,7 +5,8 @@
             that keeps the largest gradient within range. Gradients too small at that scale are flushed.
     FP8     Every tensor has its own scale (E4M3 in forward, E5M2 for gradients), so only the range of values within a
             tensor matters and, for delayed scales, whether it jumps beyond what earlier steps have shown. Only inputs,
-            weights and output gradients of linear layers are in FP8.
+            weights and output gradients of linear layers are in FP8. If no layer of the model can run in FP8, for
+            example because of odd widths, that is the prediction.
     growth  A value that grows steadily is judged by what it would be after as many updates again (``growth``).
 
 A tensor fails if it loses more than training is known to tolerate. The recommended recipe keeps just those modules in
@@ -61,7 +62,8 @@ class Prediction:
     breaks: list[Break] = field(default_factory=list)
     updates: int = 0
     """The last update that was read. Nothing is known about what happens after it, except what grows steadily."""
-
+    unused: str | None = None
+    """FP8 only: why no product of the model would run in it; None if one would. The recipe is then ``bf16``."""
     measured: dict[str, Any] | None = None
     """Block formats only: how many operands were measured, the median and the lowest SQNR in dB, that of normal values,
     and the largest shares flushed and saturated (``predict_block_formats``)."""
@@ -101,6 +103,8 @@ def predict_formats(
         order = sorted(map(_name_function, breaks), key=lambda one: (one.why not in ("overflow", "growth"), -one.share))
         last = numbers[-1] if numbers else 0
         found.append(Prediction(format, not _is_fatal(breaks), make_recipe(format, kept, parts), scale, order, last))
+    if parts.no_fp8 is not None:
+        found[-1] = Prediction("fp8", survives=True, recipe="bf16", updates=found[-1].updates, unused=parts.no_fp8)
     return found
 
 

@@ -1,4 +1,4 @@
-"""What predictions need besides the statistics of modules: the inputs of layers, and large results of functions.
+"""What predictions need besides the statistics of modules: inputs of layers, large results of functions, FP8 layers.
 
 The input of a layer is usually the output of a watched module and read there. Only others are read again: data, and
 what functions have computed.
@@ -17,9 +17,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from narrowgauge.gauges.watch.autocast_flow import AutocastFlow
 from narrowgauge.gauges.watch.readings import Reading
+from narrowgauge.hardware import detect
+from narrowgauge.nn.matrix_inventory import LayerUse, Matrix, list_matrices
+from narrowgauge.nn.survey import survey_layers
+from narrowgauge.recipe import parse
 
 _WORTH_NOTING = 256.0
 """Results of functions below this are nowhere near the limit of FP16, also after growing 250 times."""
+_REASONS = 3
+"""How many reasons are listed why nothing runs in FP8."""
 
 
 class LayerInputs:
@@ -71,3 +77,29 @@ def is_linear(module: nn.Module) -> bool:
     """Whether FP8 can run the products of a module: a linear layer whose sides are multiples of 16."""
     weight = getattr(module, "weight", None)
     return isinstance(module, nn.Linear) and isinstance(weight, torch.Tensor) and all(n % 16 == 0 for n in weight.shape)
+
+
+def explain_no_fp8(model: nn.Module) -> str | None:
+    """Return why no product of a model would run in FP8, or None if one would or might.
+
+    Nothing is computed: of several ranks, only the first one calls this.
+    """
+    layers = survey_layers(model, parse("fp8[products=all]"), detect("cpu"), rows=1, specs={}, lazy=False)
+    surveyed = {layer.path: LayerUse("linear", tuple(layer.choice), layer.reason) for layer in layers}
+    matrices = [one for one in list_matrices(model, parse("fp8"), surveyed) if one.formats]
+    if any("fp8" in one.formats or _may_fit(one) for one in matrices):
+        return None
+    by_reason: dict[str, list[str]] = {}
+    for one in sorted(matrices, key=lambda one: -one.size):
+        by_reason.setdefault(one.reason.partition("; shared with ")[0], []).append(one.path)
+    reasons = [
+        f"{reason} ({paths[0]}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''})"
+        for reason, paths in by_reason.items()
+    ]
+    more = [f"and {len(reasons) - _REASONS} more reasons"] if len(reasons) > _REASONS else []
+    return "; ".join([*reasons[:_REASONS], *more]) or "no parameter is multiplied"
+
+
+def _may_fit(matrix: Matrix) -> bool:
+    """Whether a matrix is of a kind that only fused blocks and experts multiply in FP8, and has a suitable shape."""
+    return matrix.kind in ("attention", "experts") and all(size % 16 == 0 for size in matrix.shape[-2:])

@@ -29,7 +29,7 @@ function predictionItems(runs) {
     el(
       "li",
       { class: "finding" },
-      el("span", { class: "badge", "data-severity": one.survives ? "good" : "warning" }, "predicted"),
+      el("span", { class: "badge", "data-severity": one.survives && !one.unused ? "good" : "warning" }, "predicted"),
       el(
         "div",
         {},
@@ -46,6 +46,7 @@ const adviseRecipe = (one) =>
 
 function describePrediction(one) {
   if (one.measured) return `${one.format.toUpperCase()} (emulated): ${one.measured}`;
+  if (one.unused) return `Nothing of the model would run in ${one.format.toUpperCase()}: ${one.unused}`;
   const scale =
     one.loss_scale && one.survives ? ` with a loss scale up to ${power(Math.round(Math.log2(one.loss_scale)))}` : "";
   const breaks = one.breaks
