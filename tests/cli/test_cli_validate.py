@@ -1,10 +1,13 @@
 """``narrowgauge validate``: verdicts on real runs, cached runs, and one-line errors."""
 
 import json
+import resource
+import subprocess
 from pathlib import Path
 
 import pytest
 
+import forked
 from narrowgauge.cli import main
 from narrowgauge.recipe import split
 
@@ -114,3 +117,32 @@ def test_bad_input_gives_a_one_line_error(capsys, argv, text):
     assert main(["validate", TASK, "--device", "cpu", *argv]) == 2
     err = capsys.readouterr().err
     assert text in err and err.count("\n") == 1
+
+
+def run_limited(argv):
+    """Run the command line with files of at most 3 kB, which fails like a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3_000, resource.RLIM_INFINITY))
+    return main(argv)
+
+
+@pytest.mark.parametrize("length", [["--steps", "60"], []], ids=["run", "pilot run"])
+def test_a_file_that_cannot_be_written(length, tmp_path):
+    command = ["validate", TASK, *length, "--seeds", "1", "--no-layers", "--device", "cpu", "--out", str(tmp_path)]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with forked.start(run_limited, command, **streams) as process:
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 2 and err.count("\n") == 1, err
+    assert "File too large; raise the file size limit (ulimit -f), then repeat the validation; what was" in err
+
+
+def test_data_that_is_not_finite(capsys, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import torch\nfrom narrowgauge import Task\n"
+        "def task():\n"
+        "    return Task(model=lambda: torch.nn.Linear(4, 4), name='mine', steps=3,\n"
+        "                batch=lambda step, split: torch.full((2, 4), float('nan') if step else 1.0),\n"
+        "                loss=lambda model, x: model(x).square().mean())\n"
+    )
+    command = ["validate", f"{tmp_path / 'mine.py'}:task", "--seeds", "1", "--no-layers", "--device", "cpu"]
+    assert main([*command, "--steps", "3", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.endswith("NaN or infinite values; fix the data, then repeat the validation\n")

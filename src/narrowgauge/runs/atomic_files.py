@@ -12,18 +12,26 @@ from pathlib import Path
 from narrowgauge import files
 from narrowgauge.errors import UsageError
 
+RESUME = "continue with --resume"
+"""What ``train`` advises when the cause of a failed run is removed. Other verbs have no ``--resume``."""
 _ADVICE = {
-    errno.ENOSPC: "free some space, then continue with --resume",
-    errno.EDQUOT: "free some of your quota, then continue with --resume",
-    errno.EFBIG: "raise the file size limit (ulimit -f), then continue with --resume",
+    errno.ENOSPC: "free some space, then {again}",
+    errno.EDQUOT: "free some of your quota, then {again}",
+    errno.EFBIG: "raise the file size limit (ulimit -f), then {again}",
     errno.EACCES: "choose a folder you may write to with --out",
     errno.EROFS: "choose a folder you may write to with --out",
     errno.ELOOP: "it is a link, which is not followed: remove it",
 }
 
 
-def explain_error(path: Path, error: OSError | Exception) -> UsageError:
-    """Make the one-line error for a file that could not be written, with advice."""
+def explain_error(path: Path, error: OSError | Exception, again: str = RESUME) -> UsageError:
+    """Make the one-line error for a file that could not be written, with advice.
+
+    Args:
+        path: The file.
+        error: Why it could not be written.
+        again: What to do when the cause is removed.
+    """
     reason = str(error)
     number = error.errno if isinstance(error, OSError) else None
     if number is None:
@@ -31,7 +39,7 @@ def explain_error(path: Path, error: OSError | Exception) -> UsageError:
         number = next((n for n in _ADVICE if f"os error {n})" in reason), None)
     if number is not None:
         reason = os.strerror(number)
-    advice = _ADVICE.get(number or 0, "check the disk, or write elsewhere with --out")
+    advice = _ADVICE.get(number or 0, "check the disk, or write elsewhere with --out").format(again=again)
     return UsageError(f"cannot write {path}: {reason}; {advice}; what was saved before is intact")
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import UsageError
+from narrowgauge.runs.atomic_files import RESUME
 
 MASK_NAMES = ("mask", "bias")
 
@@ -40,7 +41,7 @@ def check_finite(batch: Any, where: str, name: str, key: str = "") -> None:
             broken = int((~torch.isfinite(batch)).sum())
             raise BadData(
                 f"data of {where} is not finite: {name} (shape {tuple(batch.shape)}) holds {broken} NaN or "
-                "infinite values; fix the data, then train again or continue with --resume"
+                f"infinite values; fix the data, then train again or {RESUME}"
             )
     elif isinstance(batch, dict):
         for inner, item in batch.items():

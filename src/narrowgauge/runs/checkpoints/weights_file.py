@@ -25,5 +25,5 @@ def write_weights(weights: Mapping[str, Any], file: Path) -> dict[str, Tensor]:
     try:
         files.replace(file, lambda new: write_tensors(flattener.tensors, new, {"format": "pt", **flattener.aliases}))
     except (OSError, SafetensorError) as error:
-        raise atomic_files.explain_error(file, error) from error
+        raise atomic_files.explain_error(file, error, again="repeat the command") from error
     return flattener.tensors

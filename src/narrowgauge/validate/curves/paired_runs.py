@@ -7,6 +7,7 @@ resumes from its last checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -14,7 +15,7 @@ import math
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -22,8 +23,10 @@ from typing import Any
 
 from narrowgauge import files, own_modules, tasks
 from narrowgauge.data import cache, hub
+from narrowgauge.errors import UsageError
 from narrowgauge.hardware import Device
 from narrowgauge.runs import record
+from narrowgauge.runs.atomic_files import RESUME
 from narrowgauge.runs.checkpoint_times import CheckpointTimes
 from narrowgauge.runs.settings import make_settings
 from narrowgauge.runs.train import read_versions, train
@@ -39,6 +42,7 @@ TEMPORARY = {"checkpoint_every": 0, "log": "none"}
 """Settings of runs of which only the numbers are kept."""
 FOLDERS = ("data", "tokenizer")
 """Options that may name a folder, all files of which count."""
+REPEAT = "repeat the validation"
 CHECKPOINT_S = 120.0
 """Runs that take longer than this write checkpoints at this interval, in case they are killed."""
 
@@ -146,21 +150,33 @@ def get_run(experiment: Experiment, recipe: str, seed: int, observer: Observer |
     if done is not None:
         return done
     start = time.monotonic()
-    result = train(
-        task,
-        settings,
-        folder,
-        resume=record.holds_run(folder),
-        configuration={"task": experiment.spec},
-        observer=observer or Observer(),
-        times=CheckpointTimes(1, CHECKPOINT_S, at_end=False),
-    )
+    with advise_to_repeat():
+        result = train(
+            task,
+            settings,
+            folder,
+            resume=record.holds_run(folder),
+            configuration={"task": experiment.spec},
+            observer=observer or Observer(),
+            times=CheckpointTimes(1, CHECKPOINT_S, at_end=False),
+        )
     if result.interrupted:
         raise Interrupted
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # only the numbers are kept
     finished = _read_finished(folder)
     assert finished is not None
     return dataclasses.replace(finished, seconds=time.monotonic() - start, fresh=True)
+
+
+@contextlib.contextmanager
+def advise_to_repeat() -> Iterator[None]:
+    """In errors of a run, replace the advice of ``train`` to resume it: a repeated validation does so by itself."""
+    try:
+        yield
+    except UsageError as error:
+        if RESUME not in str(error):
+            raise
+        raise UsageError(str(error).replace(f"train again or {RESUME}", REPEAT).replace(RESUME, REPEAT)) from error
 
 
 def hash_content(content: Mapping[str, Any]) -> str:

@@ -22,7 +22,14 @@ from narrowgauge.runs.checkpoint_times import CheckpointTimes
 from narrowgauge.runs.settings import make_settings
 from narrowgauge.runs.train import train
 from narrowgauge.task import Task
-from narrowgauge.validate.curves.paired_runs import EVALUATIONS, TEMPORARY, Experiment, hash_content, make_task
+from narrowgauge.validate.curves.paired_runs import (
+    EVALUATIONS,
+    TEMPORARY,
+    Experiment,
+    advise_to_repeat,
+    hash_content,
+    make_task,
+)
 
 LENGTHS = (10, 20, 30, 40, 60, 80, 100, 150, 200, 300, 400, 600, 800, 1200, 1600, 2400, 3200, 4800)
 SHARE = 0.85
@@ -132,7 +139,7 @@ def _run_pilot(experiment: Experiment, task: Task, recipe: str, given: Mapping[s
 def _time_run(experiment: Experiment, task: Task, recipe: str, given: Mapping[str, Any]) -> Pilot:
     """Times a short run. The rate reported by a run is that of its steady updates, without evaluations."""
     settings = make_settings(task, recipe=recipe, device=experiment.device.torch_device, **given, **TEMPORARY)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, advise_to_repeat():
         start = time.monotonic()
         result = train(
             dataclasses.replace(task, sample=None),
