@@ -86,3 +86,52 @@ def test_routers_of_experts_in_two_modules_are_found():
 def test_kernels_of_convolutions_are_no_experts():
     parts = {"one": nn.Conv1d(64, 64, 3), "two": nn.Conv1d(64, 64, 3), "gate": nn.Linear(64, 64)}
     assert not find_routers(nn.ModuleDict(parts))
+
+
+class OtherwiseNamed(nn.Module):
+    """Experts in a list whose name says nothing, beside a router whose name does."""
+
+    def __init__(self, rows=8, name="gate", modules="ffns"):
+        super().__init__()
+        self.names = name, modules
+        self.add_module(modules, nn.ModuleList(nn.Linear(64, 64) for _ in range(8)))
+        self.add_module(name, nn.Linear(64, rows, bias=False))
+
+    def forward(self, x):
+        router, modules = (self.get_submodule(name) for name in self.names)
+        scores = router(x).softmax(-1)
+        return sum(scores[:, i, None] * part(x) for i, part in enumerate(modules))
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8[products=all]", "fp8-lean[products=all]"])
+def test_lists_of_experts_may_have_any_name_beside_a_router(recipe):
+    model = nn.Sequential(nn.Linear(64, 64), OtherwiseNamed())
+    assert list(find_routers(model)) == ["1.gate"]
+    engine = ng.Engine(model, torch.optim.AdamW(model.parameters()), recipe=recipe)
+    with engine.forward():
+        assert model[1].gate(torch.randn(8, 64)).dtype is torch.float32
+    assert model[1].gate.weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize("changes", [{"rows": 16}, {"name": "head"}, {"modules": "shared_parts"}])
+def test_other_lists_beside_other_matrices_are_no_experts(changes):
+    assert not find_routers(nn.Sequential(OtherwiseNamed(**changes)))
+    deeper = nn.ModuleDict({"layers": OtherwiseNamed().ffns, "decoder": nn.ModuleDict({"gate": nn.Linear(64, 8)})})
+    assert not find_routers(deeper)
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "JetMoe"])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8[products=all]", "fp8-lean[products=all]"])
+def test_routers_beside_experts_with_adapters_stay_in_fp32(family, recipe):
+    """PEFT wraps the module with the stacks, once for each stack."""
+    peft = pytest.importorskip("peft")
+    sizes = SIZES if family == "Mixtral" else SIZES | {"kv_channels": 16}
+    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**sizes)).train()
+    before = find_routers(model)
+    stacks = sorted({".".join(name.split(".")[-2:]) for name, p in model.named_parameters() if p.dim() == 3})
+    peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=[], target_parameters=stacks), model)
+    assert find_routers(model) == before and before
+    engine = ng.Engine(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]), recipe=recipe)
+    formats = {m.path: m.formats for m in engine.conversion.matrices}
+    routers = [path for path in formats if any(path.startswith(name) for name in before)]
+    assert routers and all(formats[path] == ("fp32",) * 3 for path in routers)

@@ -3,7 +3,8 @@
 A router is a module beside experts with a matrix [E, D]: a row for each expert. One that is called ``gate`` or
 ``router`` may have more rows, for choices that are no experts (to skip the layer, or shared experts), and all of its
 layers are kept. Experts are two stacks of matrices, in one module or in two, or a list of modules with ``expert`` in
-its name.
+its name. A list with another name counts if a router by name is beside it, with one row for each module. A module
+that PEFT wraps, for adapters of its stacks, is where it was before.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from narrowgauge.nn.keep_fp32 import KeptInFp32
 from narrowgauge.nn.module_changes import apply_change, find_change
 
 REASON = "it chooses experts"
+WRAPPED = "base_layer"
+"""What PEFT's wrappers call the module that they adapt."""
 
 
 class _Experts(NamedTuple):
@@ -30,6 +33,8 @@ class _Experts(NamedTuple):
     """The sizes of what they may read."""
     certain: bool = True
     """Whether all stacks have as many matrices; otherwise only what is called a router is one."""
+    named: bool = True
+    """Whether they are experts by form or name; otherwise a router beside them has as many rows and is no deeper."""
 
 
 def find_routers(model: nn.Module) -> dict[str, nn.Module]:
@@ -44,7 +49,9 @@ def find_routers(model: nn.Module) -> dict[str, nn.Module]:
             if not name or inside or "shared" in name:  # a shared expert may have as many columns
                 continue
             router = _find_named_router(name)
-            most = experts.number if router is None else 2 * experts.number
+            if not experts.named and (router is None or "." in router):
+                continue
+            most = 2 * experts.number if router is not None and experts.named else experts.number
             matrices = [] if router is None and not experts.certain else list_parameters(part, 2).values()
             if any(experts.number <= len(matrix) <= most and _reads(experts, matrix, router) for matrix in matrices):
                 found |= _list_parts(modules, owner, router or name)
@@ -78,17 +85,22 @@ def _join(owner: str, name: str) -> str:
 
 
 def _list_experts(model: nn.Module) -> Iterator[_Experts]:
-    for path, module in model.named_modules():
+    for wrapped, module in model.named_modules():
+        path = _strip_wrappers(wrapped)
         stacks = list(list_parameters(module, 3).values())
         if len(stacks) >= 2 and path:
             counts = {len(stack) for stack in stacks}
             yield _Experts(path, min(counts), _list_sizes(stacks), certain=len(counts) == 1)
-        elif isinstance(module, nn.ModuleList | nn.ModuleDict) and len(module) > 1 and _is_list_of_experts(path):
-            first = next(iter(module.children()))
-            matrices = (matrix for part in first.modules() for matrix in list_parameters(part, 2).values())
-            yield _Experts(path, len(module), {size for matrix in matrices for size in matrix.shape})
+        elif isinstance(module, nn.ModuleList | nn.ModuleDict) and len(module) > 1 and not _is_shared(path):
+            first, *others = module.children()
+            named = "expert" in path.rpartition(".")[2]
+            if named or all(type(other) is type(first) for other in others):
+                matrices = (matrix for part in first.modules() for matrix in list_parameters(part, 2).values())
+                yield _Experts(path, len(module), {size for matrix in matrices for size in matrix.shape}, named=named)
         singles = {
-            name: stack for name, part in module.named_children() if (stack := _get_single_stack(part)) is not None
+            name: stack
+            for name, part in module.named_children()
+            if name != WRAPPED and (stack := _get_single_stack(_unwrap(part))) is not None
         }
         if len(singles) >= 2 and len({len(stack) for stack in singles.values()}) == 1:
             for name, stack in singles.items():
@@ -105,9 +117,22 @@ def _list_sizes(stacks: list[nn.Parameter]) -> set[int]:
     return {size for stack in stacks for size in stack.shape[1:]}
 
 
-def _is_list_of_experts(path: str) -> bool:
-    name = path.rpartition(".")[2]
-    return "expert" in name and "shared" not in name
+def _is_shared(path: str) -> bool:
+    return "shared" in path.rpartition(".")[2]
+
+
+def _strip_wrappers(path: str) -> str:
+    """Return the path that a module had before PEFT wrapped it, once for each of its stacks with an adapter."""
+    while path.endswith(f".{WRAPPED}"):
+        path = path.removesuffix(f".{WRAPPED}")
+    return path
+
+
+def _unwrap(module: nn.Module) -> nn.Module:
+    """Return the module that PEFT has wrapped, or the module itself."""
+    while isinstance(inner := getattr(module, WRAPPED, None), nn.Module):
+        module = inner
+    return module
 
 
 def explain_router() -> str:
