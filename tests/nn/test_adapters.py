@@ -22,6 +22,7 @@ from narrowgauge.nn.module_changes import apply_change, remove_changes
 from narrowgauge.nn.products.gemm import add_product
 
 peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
 CPU = torch.device("cpu")
 Q_AND_V = {
     "llama": ["q_proj", "v_proj"], "qwen3": ["q_proj", "v_proj"], "gpt2": ["c_attn"], "bert": ["query", "value"],
@@ -449,3 +450,24 @@ def test_an_engine_reports_adapters_and_saves_what_peft_loads(tmp_path: Any) -> 
     tokens = make_batch()
     with torch.no_grad():
         assert torch.equal(loaded(input_ids=tokens).logits, model(input_ids=tokens).logits)
+
+
+def test_adapters_of_experts_are_reported_as_they_compute() -> None:
+    """PEFT multiplies their weights itself, so that converted layers would never run."""
+    config = transformers.MixtralConfig(
+        hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        num_local_experts=4, vocab_size=128,
+    )  # fmt: skip
+    stacks = ["experts.gate_up_proj", "experts.down_proj"]
+    options = peft.LoraConfig(r=16, target_modules=["q_proj"], target_parameters=stacks, init_lora_weights=False)
+    model = peft.get_peft_model(transformers.MixtralForCausalLM(config).train(), options)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    engine = Engine(model, torch.optim.AdamW(trained), "fp8[products=all]")
+    formats = {matrix.name: matrix.formats for matrix in engine.conversion.matrices}
+    adapters = {name for name in formats if "experts" in name and "lora_" in name}
+    assert len(adapters) == 4 and {formats[name] for name in adapters} == {("bf16",) * 3}
+    assert {formats[name] for name in formats if name.endswith(("gate_up_proj", "down_proj"))} == {("fp8",) * 3}
+    with engine.forward():
+        loss = model(input_ids=make_batch() % 128, labels=make_batch() % 128).loss
+    engine.backward(loss)
+    assert all(p.grad is not None and p.grad.any() for p in trained)

@@ -89,6 +89,9 @@ def survey_layers(
             yield Layer(path, shape, "kept", ALL_BF16, kept)
         elif path in adapters:
             yield Layer(path, shape, part, ALL_BF16, "low-rank adapters compute in BF16")
+        elif adapted := _find_adapted_parameter(modules, path):
+            reason = f"its weight is read by the adapter of {adapted}; the layer itself is not called"
+            yield Layer(path, shape, "kept", ALL_BF16, reason)
         elif recipe.compute == "bf16" or misfit:
             part = "kept" if part == "linear" else part
             yield Layer(path, shape, part, ALL_BF16, misfit or "the recipe computes in BF16")
@@ -102,6 +105,15 @@ def survey_layers(
                 decision = _widen_forward(decision, part != "linear")
             part = "kept" if part == "linear" and decision.choice == ALL_BF16 else part
             yield Layer(path, shape, part, decision.choice, decision.reason, decision)
+
+
+def _find_adapted_parameter(modules: Mapping[str, nn.Module], path: str) -> str | None:
+    """Return the parameter to which PEFT adds the product of a layer's weight with another one, such as experts."""
+    owner, _, name = path.rpartition(".")  # wrapper.lora_A.default
+    wrapper = modules.get(owner.rpartition(".")[0])
+    adapted = getattr(wrapper, "parameter_name", None)
+    is_adapter = isinstance(getattr(wrapper, "lora_A", None), nn.ModuleDict) and owner.endswith(("lora_A", "lora_B"))
+    return adapted if name and is_adapter and isinstance(adapted, str) else None
 
 
 def find_wide_forwards(
