@@ -1,10 +1,13 @@
-"""``train --optimizer muon``: trains, resumes to the bit, and says what is wrong in one line."""
+"""``--optimizer muon`` of train and validate: trains, resumes to the bit, and says what is wrong in one line."""
 
+import dataclasses
 import json
 import shutil
 
 import pytest
 
+import narrowgauge as ng
+from narrowgauge import tasks
 from narrowgauge.cli import main
 from narrowgauge.report.run_data import RunData
 from narrowgauge.runs import record
@@ -157,3 +160,48 @@ def test_a_task_whose_optimizer_is_none(verb, tmp_path, capsys):
     assert code == 2
     expected = "task two: optimizer made a NoneType; expected a torch optimizer, or a list of them"
     assert expected in capsys.readouterr().err
+
+
+VALIDATE = ["validate", "gpt:2x64", "--context", "16", "--batch", "4", "--device", "cpu", "--seeds", "2", "--json"]
+
+
+def test_validate_trains_with_muon(tmp_path, capsys):
+    found = {}
+    common = [*VALIDATE, "--steps", "4", "--no-layers", "--out", str(tmp_path / "runs")]
+    for name in ("adamw", "muon"):
+        assert main([*common, "--optimizer", name, "--save", str(tmp_path / f"{name}.json")]) in (0, 1)
+        found[name] = json.loads(capsys.readouterr().out)
+        assert found[name]["optimizer"] == name
+    assert found["adamw"]["losses"] != found["muon"]["losses"]
+    used = [json.loads(file.read_text())["optimizers"][0] for file in tmp_path.glob("runs/*/run.json")]
+    assert sorted(line.partition(",")[0] for line in used) == ["AdamW"] * 4 + ["Muon (muon)"] * 4
+    assert main(["validate", "--against", str(tmp_path / "muon.json"), "--no-layers", "--device", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["losses"] == found["muon"]["losses"]
+
+
+def test_validate_chooses_the_length_for_the_optimizer(tmp_path):
+    task = tasks.find("gpt:2x64", context=16, batch=4)
+    for name in ("adamw", "muon"):
+        small = dataclasses.replace(task, steps=3)
+        ng.validate(lambda seed, task=small: task, seeds=1, optimizer=name, budget_s=60, device="cpu", out=tmp_path)
+    assert len(list(tmp_path.glob("length-*"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--optimizer", "sophia"], "--optimizer sophia: expected adamw or muon"),
+        (["--optimizer", "muon", "--time"], "--time measures steps with adamw only: omit --time or --optimizer muon"),
+    ],
+)
+def test_what_validate_cannot_train_is_one_line(arguments, text, tmp_path, capsys):
+    code = main([*VALIDATE, "--out", str(tmp_path), *arguments])
+    lines = capsys.readouterr().err.splitlines()
+    assert code == 2 and text in lines[-1] and len(lines) <= 2, lines
+
+
+def test_validate_refuses_muon_for_a_candidate_with_its_own_optimizer(tmp_path):
+    (tmp_path / "two.py").write_text(TWO)
+    candidate = f"bf16@{tmp_path / 'two.py'}:make"
+    with pytest.raises(ng.UsageError, match="--optimizer muon: task two makes its own optimizer"):
+        ng.validate("gpt:2x64", [candidate], optimizer="muon", device="cpu", out=tmp_path)

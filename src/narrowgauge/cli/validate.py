@@ -48,6 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=whole, metavar="N", help="items per batch")
     add("--context", type=whole, metavar="N", help="tokens per sequence, for language tasks")
     add("--lr", type=number, metavar="RATE", help="peak learning rate (default: the task's)")
+    add(
+        "--optimizer",
+        metavar="NAME",
+        help="of all runs: adamw (default), or muon: Muon for the blocks' matrices, AdamW for the rest",
+    )
     finetuning.add_arguments(parser)
     add(
         "--data", metavar="PATH", help="texts or tokens, as for train; with --model conversations, completions or texts"
@@ -76,6 +81,7 @@ def run(args: argparse.Namespace) -> Outcome:
             )
         return _compare_logs(args)
     from narrowgauge.recipe import parse, refuse_emulation, split
+    from narrowgauge.runs.settings import OPTIMIZERS
     from narrowgauge.validate import gate
     from narrowgauge.validate.run import validate
 
@@ -113,6 +119,7 @@ def run(args: argparse.Namespace) -> Outcome:
             margin=args.margin,
             steps=args.steps,
             learning_rate=args.lr,
+            optimizer=args.optimizer or OPTIMIZERS[0],
             accumulate=options.get("accumulate"),
             options=options,
             budget_s=args.budget * 60,
@@ -180,6 +187,7 @@ def _apply_saved(args: argparse.Namespace, saved: dict[str, Any]) -> None:
     args.reference = args.reference or saved["reference"]
     args.candidates = args.candidates or ",".join(saved["candidates"])
     args.steps = args.steps or saved["steps"]
+    args.optimizer = args.optimizer or saved.get("optimizer")  # not in files of earlier versions
     args.margin = saved["margin"]
     for name in (*FOR_TASK, "lr"):
         if getattr(args, name) is None:

@@ -24,11 +24,12 @@ from narrowgauge.engine.choose_recipe import choose_for_task
 from narrowgauge.errors import UsageError
 from narrowgauge.recipe import find_emulation, is_auto, parse, refusal
 from narrowgauge.runs.json_lines import replace_nonfinite
-from narrowgauge.runs.settings import check_learning_rate
-from narrowgauge.runs.trainer import Observer
+from narrowgauge.runs.optimizers import with_optimizer
+from narrowgauge.runs.settings import OPTIMIZERS, check_learning_rate
 from narrowgauge.task import Task
 from narrowgauge.validate.curves import paired_runs
 from narrowgauge.validate.curves.paired_runs import Experiment, Run, make_task
+from narrowgauge.validate.curves.progress_lines import ProgressLines
 from narrowgauge.validate.curves.run_length import choose_learning_rate, choose_steps
 from narrowgauge.validate.emulated_answer import make_answer
 from narrowgauge.validate.layers.compare import LayerComparison, compare_step
@@ -50,6 +51,7 @@ def validate(
     margin: float = 0.005,
     steps: int | None = None,
     learning_rate: float | None = None,
+    optimizer: str = OPTIMIZERS[0],
     accumulate: int | None = None,
     options: Mapping[str, Any] | None = None,
     budget_s: float = BUDGET_S,
@@ -71,6 +73,7 @@ def validate(
         steps: Updates per run. By default the task's own number, or fewer to fit the budget, with a learning rate to
             match.
         learning_rate: Peak learning rate. By default the task's own.
+        optimizer: The optimizer of all runs, "adamw" or "muon", for tasks that do not make their own.
         accumulate: Batches per update. By default 1.
         options: Options of the task.
         budget_s: Seconds that "auto" may spend.
@@ -78,7 +81,7 @@ def validate(
         out: The folder for the runs. By default the cache folder.
         layers: Also compare one step module by module.
         time_steps: Also measure step times, and how much faster each candidate reaches the reference's final loss. This
-            trains a shorter run of the reference for each seed.
+            trains a shorter run of the reference for each seed. Steps are measured with AdamW only.
         tell: Called with each line of progress.
 
     Returns:
@@ -99,9 +102,10 @@ def validate(
         store = Path(out) if out else Path(temporary) if not isinstance(task, str) else cache.get_folder() / "validate"
         source = {"spec": _resolve_spec(task)} if isinstance(task, str) else {"spec": "", "make": _make_factory(task)}
         experiment = Experiment(device=found, options=dict(options or {}), store=store, **source)
+        _check_optimizer(optimizer, experiment, recipes, time_steps)
         recipes |= _choose_recipes(experiment, recipes, say)
         compared = compare_layers(experiment, reference, candidates, recipes, say) if layers else {}
-        given = {"learning_rate": learning_rate, "watch_every": 0}
+        given = {"learning_rate": learning_rate, "optimizer": optimizer, "watch_every": 0}
         given |= {} if accumulate is None else {"accumulate": accumulate}
         if steps is None:
             left = budget_s - (time.monotonic() - start)
@@ -140,6 +144,16 @@ def _check_recipe(name: str, device: hardware.Device) -> str:
     if reason is not None:
         raise UsageError(reason)
     return str(recipe)
+
+
+def _check_optimizer(optimizer: str, experiment: Experiment, names: Iterable[str], time_steps: bool) -> None:
+    """Raises UsageError if a task cannot be trained with the optimizer, or its steps would not be measured with it."""
+    if optimizer == OPTIMIZERS[0]:
+        return
+    if time_steps:
+        raise UsageError(f"--time measures steps with {OPTIMIZERS[0]} only: omit --time or --optimizer {optimizer}")
+    for name in names:
+        with_optimizer(make_task(_with_task_of(name, experiment), 0), optimizer)
 
 
 def _choose_recipes(experiment: Experiment, names: Iterable[str], tell: Tell) -> dict[str, str]:
@@ -275,7 +289,7 @@ class Validation(Mapping[str, Verdict]):
         losses: list[float] = []
         for seed in range(max(verdict.seeds for verdict in self.values())):
             what = f"  {self.reference} seed {seed}, {steps} steps"
-            run = paired_runs.get_run(shorter, self.recipes[self.reference], seed, _ProgressLines(what, self._tell))
+            run = paired_runs.get_run(shorter, self.recipes[self.reference], seed, ProgressLines(what, self._tell))
             losses.append(run.loss)
             self._tell(f"{what}: loss {run.loss:.5g} ({f'{run.seconds:.0f} s' if run.fresh else 'cached'})")
         for name, verdict in self.items():
@@ -297,7 +311,7 @@ class Validation(Mapping[str, Verdict]):
                 spent = (time.monotonic() - self._start) / 60
                 self._tell(f"  the next pair would exceed the budget ({spent:.2g} minutes spent): stopping at {seed}")
                 return seed
-            observer = _ProgressLines(f"  {name} seed {seed}", self._tell)
+            observer = ProgressLines(f"  {name} seed {seed}", self._tell)
             experiment = self._experiment_of(name)
             self.runs[name, seed] = one = paired_runs.get_run(experiment, self.recipes[name], seed, observer)
             left = sum(self._mean_seconds(other) for other, _ in wanted[index + 1 :])
@@ -370,6 +384,7 @@ class Validation(Mapping[str, Verdict]):
             "reference": self.reference,
             "margin": self.margin,
             "steps": steps,
+            "optimizer": self.experiment.settings["optimizer"],
             "losses": losses,
             "noise_band": paired_runs.measure_noise_band(losses),
             "seconds": time.monotonic() - self._start,
@@ -377,21 +392,3 @@ class Validation(Mapping[str, Verdict]):
         }
         result: dict[str, Any] = replace_nonfinite(data)
         return result
-
-
-class _ProgressLines(Observer):
-    """Prints a line every 20 seconds during long runs."""
-
-    EVERY_S = 20.0
-
-    def __init__(self, name: str, tell: Tell) -> None:
-        self._name, self._tell = name, tell
-        self._next, self._steps = time.monotonic() + self.EVERY_S, 0
-
-    def on_start(self, step: int, steps: int) -> None:
-        self._steps = steps
-
-    def on_metrics(self, event: Mapping[str, Any], skipped: int) -> None:
-        if event["kind"] == "step" and time.monotonic() >= self._next:
-            self._next = time.monotonic() + self.EVERY_S
-            self._tell(f"{self._name}: step {event['step']} of {self._steps}, loss {event['loss']:.4f}")

@@ -99,6 +99,7 @@ def choose_steps(
     task = make_task(experiment, 0)
     who = [f"{recipe} {one.spec}" for _, recipe, one in experiments]
     key = {**experiment.describe_content(), "contestants": who, "budget": budget_s, "pairs": pairs}
+    key["optimizer"] = given.get("optimizer")  # updates of another one take another time
     cached = experiment.store / f"length-{hash_content(key)}"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         known = json.loads(cached.read_text())
