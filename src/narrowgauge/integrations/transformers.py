@@ -10,7 +10,8 @@ keeps its accumulation, clipping, schedules, evaluation and checkpoints. Each ch
 loss scale, the skip counters and the FP8 scales, and ``resume_from_checkpoint`` loads them.
 
 ``from_pretrained`` loads models in the format of their files, usually BF16. ``adapt`` gives the trained weights the
-form that the recipe trains (trained_weights.py), so nothing has to be converted before.
+form that the recipe trains (trained_weights.py), so nothing has to be converted before. Stacked experts, which a
+Trainer does not load when it resumes, are loaded (converted_weights.py).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from narrowgauge.errors import UsageError
 from narrowgauge.findings import Finding
 from narrowgauge.gauges.watch.watch import EVERY
 from narrowgauge.integrations.accelerate import EngineScaler, adopt
+from narrowgauge.integrations.converted_weights import load_all_weights
 from narrowgauge.integrations.gauges import Gauges
 from narrowgauge.integrations.hosted import Hosted, check_options, import_library
 from narrowgauge.integrations.trained_weights import convert_weights
@@ -77,6 +79,7 @@ def adapt(
     recipe = _keep_head(trainer.model, recipe)
     scaler = adopt(trainer.accelerator, recipe, **options)
     convert_weights(trainer.model, recipe)
+    load_all_weights(trainer)
     callback = _make_callback_class()(scaler, watch, captures)
     trainer.callback_handler.callbacks.insert(0, callback)  # first, so that reporters see what it adds
     return trainer
