@@ -71,6 +71,76 @@ def test_comparison_with_a_saved_validation(capsys, tmp_path, task_file):
     assert not json.loads(captured.out)["gate"]["ok"] and "weight gradients dropped from" in captured.err
 
 
+@pytest.fixture
+def saved(capsys, tmp_path, task_file, monkeypatch):
+    """A validation of runs of 10 steps, saved with a margin of 2%."""
+    monkeypatch.chdir(tmp_path)
+    command = ["validate", f"{task_file}:healthy", "--device", "cpu", "--steps", "10", "--seeds", "3", "--no-layers"]
+    assert main([*command, "--margin", "0.02", "--save", "saved.json", "--out", "runs"]) == 0
+    capsys.readouterr()
+    return "saved.json"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([TASK], f"task {TASK}: saved.json has "),
+        (["gpt-tiny"], "task gpt-tiny: saved.json has "),
+        (["mine.py:healthy", "--steps", "11"], "--steps 11: saved.json has 10, and losses of different trainings"),
+        (["--reference", "bf16", "--candidates", "bf16"], "--reference bf16: saved.json has fp32"),
+        (["--lr", "0.5"], "--lr 0.5: saved.json has none"),
+        (["--optimizer", "muon"], "--optimizer muon: saved.json has adamw"),
+        (["--data", "mine.py"], "mine.py: saved.json has none"),
+        (["--margin", "2"], "--margin 2.0: expected a fraction"),
+    ],
+)
+def test_another_training_is_not_compared_with_a_saved_one(arguments, text, capsys, saved):
+    assert main(["validate", *arguments, "--against", saved, "--device", "cpu"]) == 2
+    err = capsys.readouterr().err
+    assert text in err and err.count("\n") == 1
+
+
+def test_the_margin_of_a_comparison_with_a_saved_validation(capsys, saved):
+    data = json.loads(Path(saved).read_text())
+    data["candidates"]["bf16"]["losses"] = [loss * 0.99 for loss in data["candidates"]["bf16"]["losses"]]
+    Path(saved).write_text(json.dumps(data))
+    for margin, wanted in (([], 0.02), (["--margin", "0.0001"], 0.0001)):
+        command = ["validate", "mine.py:healthy", "--against", saved, "--device", "cpu", "--no-layers", "--json"]
+        code = main([*command, *margin])
+        found = json.loads(capsys.readouterr().out)
+        assert found["margin"] == found["candidates"]["bf16"]["margin"] == wanted
+        assert (code, found["gate"]["rows"][0]["verdict"]) == ((1, "worse") if margin else (0, "equivalent"))
+
+
+def test_data_of_a_saved_validation(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("one.txt", "two.txt", "other/one.txt"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text("abcdefghij\n" * 400)
+    common = ["--device", "cpu", "--no-layers", "--out", "runs"]
+    command = ["validate", "gpt:1x64", "--context", "16", "--batch", "2", "--steps", "2", "--seeds", "1", *common]
+    assert main([*command, "--vocab", "256", "--data", "one.txt", "--save", "saved.json"]) in (0, 1)
+    assert main(["validate", "--against", "saved.json", "--data", "other/one.txt", *common]) == 0
+    capsys.readouterr()
+    assert main(["validate", "--against", "saved.json", "--data", "two.txt", *common]) == 2
+    assert "two.txt: saved.json has " in capsys.readouterr().err
+    Path("one.txt").write_text("abcdefghij\n" * 401)
+    assert main(["validate", "--against", "saved.json", *common]) == 2
+    assert "one.txt: it has 4,411 bytes, and had 4,400 in saved.json" in capsys.readouterr().err
+
+
+def test_a_lower_rate_of_shorter_runs_is_saved(tmp_path, task_file, monkeypatch):
+    """Without ``--steps`` runs may be shorter than the task's, with a lower learning rate: new runs have it, too."""
+    monkeypatch.setattr("narrowgauge.validate.run.choose_steps", lambda *arguments: 10)
+    saved = tmp_path / "saved.json"
+    common = ["--device", "cpu", "--no-layers", "--out", str(tmp_path / "runs"), "--seeds", "2"]
+    assert main(["validate", f"{task_file}:healthy", *common, "--save", str(saved)]) in (0, 1)
+    before = json.loads(saved.read_text())
+    assert before["steps"] == 10 and before["options"]["lr"] is not None
+    assert main(["validate", "--against", str(saved), *common, "--save", str(saved)]) == 0
+    assert json.loads(saved.read_text())["losses"] == before["losses"]
+
+
 def test_invalid_saved_validation_is_refused(capsys, tmp_path):
     for name, text, said in [("no", None, "No such file"), ("bad", "{", "not JSON"), ("other", "[1]", "not a saved")]:
         path = tmp_path / name

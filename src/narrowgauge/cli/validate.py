@@ -26,6 +26,7 @@ FOR_TASK = (
     "eval_share", "accumulate", "lora",
 )  # fmt: skip
 """Options that are passed to the task if given."""
+MARGIN = 0.005
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="number of pairs of runs, or auto: as many as needed within the budget (default auto)",
     )
-    add("--margin", type=number, default=0.005, help="largest equivalent relative gap of the loss (default 0.005)")
+    add("--margin", type=number, help=f"largest equivalent relative gap of the loss (default {MARGIN})")
     add("--budget", type=number, default=10.0, metavar="MINUTES", help="time limit of --seeds auto (default 10)")
     layers = "compare one step module by module first (default: yes)"
     add("--layers", action=argparse.BooleanOptionalAction, default=True, help=layers)
@@ -91,13 +92,12 @@ def run(args: argparse.Namespace) -> Outcome:
     saved = gate.read_validation(Path(args.against)) if args.against else None
     if saved is not None:
         _apply_saved(args, saved)
+    args.margin = MARGIN if args.margin is None else args.margin
     spec, options = _choose_task(args)
     reference, candidates = args.reference or "fp32", split("bf16" if args.candidates is None else args.candidates)
     if not candidates:
         raise UsageError("--candidates: give at least one recipe, such as bf16,fp8")
     reference, *candidates = [_name_emulation(text) for text in (reference, *candidates)]
-    if saved is not None:
-        gate.refuse_unknown_candidates(candidates, saved, args.against)
     if args.time:
         refuse_emulation("--time", *(parse(text.partition("@")[0]) for text in (reference, *candidates)))
     if args.lora is not None:
@@ -106,6 +106,11 @@ def run(args: argparse.Namespace) -> Outcome:
         device = hardware.detect(args.device)
         reference = finetuning.complete_recipe(reference, args.lora, device)
         candidates = [finetuning.complete_recipe(text, args.lora, device) for text in candidates]
+    optimizer = args.optimizer or OPTIMIZERS[0]
+    if saved is not None:
+        gate.refuse_unknown_candidates(candidates, saved, args.against)
+        given = {"task": spec, "reference": reference, "steps": args.steps, "optimizer": optimizer}
+        gate.refuse_other_training(given, options | {"lr": args.lr}, saved, args.against)
     what = spec if args.model is None else f"fine-tuning {args.model} on {args.data}"
     say(f"{what}: comparing {', '.join(candidates)} with {reference}, margin {args.margin:.2%}", out)
     if args.model is not None:
@@ -119,7 +124,7 @@ def run(args: argparse.Namespace) -> Outcome:
             margin=args.margin,
             steps=args.steps,
             learning_rate=args.lr,
-            optimizer=args.optimizer or OPTIMIZERS[0],
+            optimizer=optimizer,
             accumulate=options.get("accumulate"),
             options=options,
             budget_s=args.budget * 60,
@@ -130,7 +135,8 @@ def run(args: argparse.Namespace) -> Outcome:
             tell=lambda line: say(line, out),
         )
     show(validation, out)
-    described = validation.describe() | {"options": options | {"lr": args.lr}}
+    used = {"lr": validation.experiment.settings["learning_rate"]}  # shorter runs may have a lower one
+    described = validation.describe() | {"options": options | used, "data_bytes": gate.measure_data(options)}
     if args.save:
         gate.save_validation(Path(args.save), described)
     if saved is None:
@@ -182,13 +188,16 @@ def _check_finetuning(options: dict[str, Any], candidates: list[str], out: TextI
 
 def _apply_saved(args: argparse.Namespace, saved: dict[str, Any]) -> None:
     """Fills arguments that were not given with those of the saved validation."""
+    if args.task is not None and "model" in saved["options"]:
+        model = saved["options"]["model"]
+        raise UsageError(f"validate {args.task}: {args.against} fine-tunes {model}; omit the task, or save another one")
     if args.task is None and args.model is None and "model" not in saved["options"]:
         args.task = saved["task"]
     args.reference = args.reference or saved["reference"]
     args.candidates = args.candidates or ",".join(saved["candidates"])
     args.steps = args.steps or saved["steps"]
     args.optimizer = args.optimizer or saved.get("optimizer")  # not in files of earlier versions
-    args.margin = saved["margin"]
+    args.margin = saved["margin"] if args.margin is None else args.margin
     for name in (*FOR_TASK, "lr"):
         if getattr(args, name) is None:
             setattr(args, name, saved["options"].get(name))
@@ -203,7 +212,7 @@ def _compare_logs(args: argparse.Namespace) -> Outcome:
 
     out = prose(args)
     reference, candidate = (read_runs(Path(path), args.tag) for path in args.curves)
-    found = compare_runs(reference, candidate, args.margin)
+    found = compare_runs(reference, candidate, MARGIN if args.margin is None else args.margin)
     show_table(f"{args.curves[1]} compared with {args.curves[0]}: {found.what}", *found.to_table(), out)
     for note in found.notes:
         say(note, out)

@@ -1,6 +1,7 @@
 """A regression gate for numerics: compares a candidate with a saved validation of the same candidate.
 
-Two measurements from new runs with the same seeds are compared with the saved ones:
+Two measurements from new runs with the same seeds, of the same task with the same settings, are compared with the saved
+ones:
 
     losses   the candidate's final losses, seed by seed, relative to the reference's losses of the same session. The
              gate fails if the verdict is `worse`. An undecided verdict passes, and is reported
@@ -18,11 +19,15 @@ from typing import Any
 
 from narrowgauge import files
 from narrowgauge.errors import UsageError
+from narrowgauge.runs.settings import OPTIMIZERS
+from narrowgauge.validate.curves.paired_runs import list_input_files
 from narrowgauge.validate.statistics.verdict import WORSE, judge
 
 MAX_DROP_DB = 1.0
 """How far the SQNR of a step may drop."""
 REQUIRED = ("task", "reference", "steps", "losses", "candidates", "margin", "options")
+DATA = ("data", "eval_data")
+"""Options that name data."""
 
 
 def save_validation(path: Path, described: Mapping[str, Any]) -> None:
@@ -57,8 +62,56 @@ def refuse_unknown_candidates(candidates: Sequence[str], saved: Mapping[str, Any
             )
 
 
+def refuse_other_training(
+    given: Mapping[str, Any], options: Mapping[str, Any], saved: Mapping[str, Any], path: str
+) -> None:
+    """Raises UsageError if runs would differ from the saved ones in more than the code: their losses do not compare.
+
+    A file of a task or of data may be in another folder, as on another machine. Its name counts, and the size of data.
+
+    Args:
+        given: The task, and settings by the name of their option: reference, steps, optimizer.
+        options: The task's options, and the learning rate.
+        saved: The saved validation.
+        path: Its file.
+    """
+    known = {"optimizer": OPTIMIZERS[0], **saved}  # files of earlier versions have no optimizer
+    pairs = [(name, value, known[name]) for name, value in given.items()]
+    every = dict.fromkeys((*options, *saved["options"]))
+    pairs += [(name, options.get(name), saved["options"].get(name)) for name in every]
+    for name, now, before in pairs:
+        if _drop_folder(now) != _drop_folder(before):
+            option = name if name == "task" else f"--{name.replace('_', '-')}"
+            has = "none" if before is None else before
+            raise UsageError(
+                f"{option} {now}: {path} has {has}, and losses of different trainings do not compare; "
+                f"omit {option if name != 'task' else 'the task'}, or save a validation with this one"
+            )
+    sizes = saved.get("data_bytes") or {}  # they do not have this either
+    for name, size in measure_data(options).items():
+        before = sizes.get(name, size)
+        if size != before:
+            raise UsageError(
+                f"--{name.replace('_', '-')} {options[name]}: it has {size:,} bytes, and had {before:,} in {path}; "
+                "restore it, or save a validation with this one"
+            )
+
+
+def measure_data(options: Mapping[str, Any]) -> dict[str, int]:
+    """Return the bytes of the data that a task's options name, by option. A dataset on a hub is not measured."""
+    found = {name: list_input_files({name: options[name]}) for name in DATA if name in options}
+    return {name: sum(one.stat().st_size for one in paths) for name, paths in found.items() if paths}
+
+
+def _drop_folder(value: Any) -> Any:
+    """Return the name of a task's file, or of what is given by its absolute path; other values as JSON has them."""
+    if isinstance(value, str) and (value.startswith("/") or ".py:" in value):
+        return Path(value).name
+    return json.loads(json.dumps(value, default=str))
+
+
 def compare_with_saved(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Compares every candidate of a saved validation with its new results.
+    """Compares every candidate of a saved validation with its new results, with the margin of the new ones.
 
     Returns:
         The ``gate`` field of the JSON output: ``ok``, ``failures``, and one row per candidate.
@@ -78,7 +131,7 @@ def _compare_candidate(
     new = now["candidates"][name]
     before, after = (_relative_losses(one["losses"], side["losses"]) for one, side in ((old, saved), (new, now)))
     count = min(len(before), len(after))
-    verdict = judge(before[:count], after[:count], saved["margin"])
+    verdict = judge(before[:count], after[:count], now["margin"])
     failures = [verdict.reason] if verdict.verdict == WORSE else []
     decibels = [_total_decibels(one) for one in (old, new)]
     drop = decibels[0] - decibels[1] if None not in decibels else None  # type: ignore[operator]
