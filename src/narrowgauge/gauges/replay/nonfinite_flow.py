@@ -85,6 +85,7 @@ class NonfiniteFlow(TorchDispatchMode):
         self._origin_count = 0
         self._origins: dict[int, Origin] = {}
         self._sources: dict[int, Source] = {}
+        self._parameters: dict[int, Tensor] = {}
         self._copied: dict[int, int] = {}
         """While an in-place op is checked: the storage from which each copy (by id) was made."""
         self._number: Origin | None = None
@@ -94,6 +95,8 @@ class NonfiniteFlow(TorchDispatchMode):
     def register_source(self, tensor: Tensor, source: Source) -> None:
         """Name a tensor that existed before the step."""
         self._sources[_storage_key(tensor)] = source
+        if source.kind == "parameter":
+            self._parameters[_storage_key(tensor)] = tensor
 
     def find_origin(self, tensor: Tensor) -> Origin | None:
         """Return the origin of the inf or NaN in a tensor, or None if it is finite."""
@@ -196,7 +199,8 @@ class NonfiniteFlow(TorchDispatchMode):
     def _make_unseen(self, tensor: Tensor, kind: str, key: int) -> Origin:
         """Make an origin for a tensor that no observed op produced: data, weights, or memory written elsewhere."""
         source = self._sources.get(key)
-        described = describe("value", tensor)
+        whole = self._parameters.get(key)  # an op may read a stack of experts as one matrix, or one expert of it
+        described = describe("value", tensor if whole is None or classify_nonfinite(whole) is None else whole)
         self._origin_count += 1
         if source is None:
             deliberate = kind == "inf"  # most likely a mask that is an attribute of a module
