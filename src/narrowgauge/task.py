@@ -165,6 +165,21 @@ def make_own_optimizers(task: Task, model: nn.Module, learning_rate: float) -> l
     return found
 
 
+def make_plain_optimizers(task: Task, model: nn.Module) -> list[Optimizer]:
+    """Make the optimizers that a task defines, or else AdamW for all trained parameters. For steps that are measured.
+
+    Args:
+        task: The task.
+        model: Its model.
+    """
+    from torch.optim import AdamW
+
+    if own := make_own_optimizers(task, model, task.learning_rate):
+        return own
+    trained, decay = [parameter for parameter in model.parameters() if parameter.requires_grad], task.weight_decay
+    return [AdamW(trained, task.learning_rate, betas=(0.9, 0.95), weight_decay=decay, fused=True)]
+
+
 def load(spec: str, options: Mapping[str, Any]) -> Task:
     """Load a user's task.
 

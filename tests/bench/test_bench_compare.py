@@ -143,3 +143,28 @@ def test_bench_verb_prints_and_saves_json_and_refuses_bad_input(tmp_path: Path, 
         assert main([*arguments, *wrong]) == 2
         error = capsys.readouterr().err.strip().splitlines()[-1]
         assert error.startswith("narrowgauge: ")
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_steps_are_those_of_the_tasks_own_optimizers(several):
+    """In the engine and in plain PyTorch. Both must leave the weights where the task's optimizers leave them."""
+    made = []
+
+    class Counted(torch.optim.SGD):
+        steps = 0
+
+        def step(self, closure=None):
+            self.steps += 1
+            return super().step(closure)
+
+    def make(model, rate):
+        parts = [[model.weight], [model.bias]] if several else [[model.weight, model.bias]]
+        own = [Counted(part, rate) for part in parts]
+        made.extend(own)
+        return own if several else own[0]
+
+    rows, _ = measure(("fp32",), ("torch",), tiny_task(optimizer=make), rounds=1)
+    assert [row.name for row in rows] == ["fp32", "torch-fp32"]
+    assert len(made) == (4 if several else 2), "each entry makes its own"
+    assert len({one.steps for one in made}) == 1 and made[0].steps >= 4  # the first, a warm-up, two of the round
+    assert rows[0].loss == pytest.approx(rows[1].loss, rel=1e-5)

@@ -103,3 +103,13 @@ def test_interrupt_while_the_task_is_imported(capsys, spec, tmp_path):
     (tmp_path / "slow_task.py").write_text("raise KeyboardInterrupt")
     code, _, err = run(capsys, "train", "slow_task.py:make")
     assert code == 130 and err == "narrowgauge: interrupted\n"
+
+
+def test_a_task_in_a_candidate_is_not_taken_for_the_task(capsys, spec):
+    """The options of the command line are those of the task that is compared."""
+    argv = ["validate", "digits", "--candidates", f"fp32@{spec}", "--steps", "2", "--seeds", "1", "--no-layers"]
+    code, out, err = run(capsys, *argv, "--out", "runs", "--json")
+    assert code in (0, 1), err
+    assert json.loads(out)["task"] == "digits"
+    with pytest.raises(SystemExit, match="2"):  # digits has no width, and own_task.py has
+        run(capsys, *argv, "--width", "8")

@@ -23,13 +23,13 @@ from narrowgauge.forecast.time.reachable_rates import ReachableRates
 from narrowgauge.forecast.time.roofline import predict_time
 from narrowgauge.forecast.trace.fake_gpu import describe_device, simulate_gpu
 from narrowgauge.forecast.trace.recorder import Recorder
-from narrowgauge.forecast.trace.trace_step import Traced, make_optimizers, trace_steps
+from narrowgauge.forecast.trace.trace_step import Traced, trace_steps
 from narrowgauge.forecast.trace.workspaces import Workspaces, get_cublas_bytes, times_products
 from narrowgauge.ranks.world import SINGLE_PROCESS
 from narrowgauge.recipe import parse
 from narrowgauge.runs.fit_memory import plan_memory
 from narrowgauge.runs.settings import make_settings
-from narrowgauge.task import Task
+from narrowgauge.task import Task, make_plain_optimizers
 
 H200 = hardware.find_gpu("h200")
 LAYERS = 4
@@ -152,7 +152,7 @@ def run_engine(batches: list[int], recipe: str, budget: Any, steps: int) -> list
     with simulate_gpu(H200, meter=recorder.meter), recorder:
         with torch.device("cuda"):
             model = task.model()
-        engine = ng.Engine(model, make_optimizers(task, model), recipe, clip_norm=1.0, memory_budget=budget)
+        engine = ng.Engine(model, make_plain_optimizers(task, model), recipe, clip_norm=1.0, memory_budget=budget)
         if times_products(engine.recipe, engine.conversion.layers):
             recorder.meter.add_forever(get_cublas_bytes(H200))
         for step in range(steps):
@@ -209,7 +209,7 @@ def settle(budget: int) -> ng.Engine:
     with simulate_gpu(H200, meter=recorder.meter), recorder:
         with torch.device("cuda"):
             model = task.model()
-        engine = ng.Engine(model, make_optimizers(task, model), "bf16", clip_norm=1.0, memory_budget=budget)
+        engine = ng.Engine(model, make_plain_optimizers(task, model), "bf16", clip_norm=1.0, memory_budget=budget)
         tokens, step = torch.zeros(32, 256, dtype=torch.long).to("cuda"), make_engine_step(task, engine)
         settle_memory(engine, lambda number: step((tokens, tokens)))
         return engine

@@ -18,10 +18,11 @@ from narrowgauge import hardware, tasks
 from narrowgauge.engine import Engine
 from narrowgauge.forecast.memory.estimate import predict_memory
 from narrowgauge.forecast.memory.rank_memory import RankMemory, count_shard_rows
-from narrowgauge.forecast.trace.trace_step import Traced, make_optimizers, trace_steps
+from narrowgauge.forecast.trace.trace_step import Traced, trace_steps
 from narrowgauge.models.llama import Llama, LlamaConfig
 from narrowgauge.ranks import shard
 from narrowgauge.recipe import parse
+from narrowgauge.task import make_plain_optimizers
 
 H200 = hardware.find_gpu("h200")
 NO_MOMENTS = "step", "master", "remainder", "check"
@@ -113,7 +114,7 @@ def measure_rank(ranks: int, recipe: str) -> dict[str, int]:
     task = tasks.find(SPEC, **SIZES)
     torch.manual_seed(0)
     model = shard(task.model(), recipe, mesh=init_device_mesh("cpu", (ranks,)))
-    engine = Engine(model, make_optimizers(task, model), recipe, accumulate=2)
+    engine = Engine(model, make_plain_optimizers(task, model), recipe, accumulate=2)
     assert task.synthetic is not None
     batch = task.synthetic(0)
     seen: dict[str, int] = {}

@@ -1,6 +1,6 @@
 """Baselines of a benchmark: the same training step in plain PyTorch or torchao, written as their documentation advises.
 
-A baseline trains the same model on the same data with the same optimizer and clipping. The plain PyTorch baseline of
+A baseline trains the same model on the same data with the same optimizers and clipping. The plain PyTorch baseline of
 FP8 is BF16: that is what a user would run without narrowgauge. The command-line option for baselines is ``--peers``.
 """
 
@@ -27,7 +27,7 @@ class Baseline(NamedTuple):
     """A baseline: its compute format, and a function that makes its training step."""
 
     compute: str
-    make: Callable[[Task, nn.Module, Optimizer, float, bool], Step]
+    make: Callable[[Task, nn.Module, list[Optimizer], float, bool], Step]
 
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
@@ -57,7 +57,7 @@ def make_baselines(peer: str, recipe: Recipe) -> dict[str, Baseline]:
 
 
 def torch_loop(
-    compute: str, task: Task, model: nn.Module, optimizer: Optimizer, clip_norm: float, compile: bool
+    compute: str, task: Task, model: nn.Module, optimizers: list[Optimizer], clip_norm: float, compile: bool
 ) -> Step:
     """Plain PyTorch: autocast, GradScaler for FP16, clip_grad_norm_, the optimizer's own step."""
     device = next(model.parameters()).device.type
@@ -72,18 +72,21 @@ def torch_loop(
         with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
             loss = task.loss(model, batch)
         scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-        scaler.step(optimizer)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
         return loss
 
     return step
 
 
 def torchao_loop(
-    name: str, task: Task, model: nn.Module, optimizer: Optimizer, clip_norm: float, compile: bool
+    name: str, task: Task, model: nn.Module, optimizers: list[Optimizer], clip_norm: float, compile: bool
 ) -> Step:
     """torchao's FP8 training in the BF16 loop: as its documentation advises, all linear layers but the head.
 
@@ -100,4 +103,4 @@ def torchao_loop(
         return fits and module is not head and "lm_head" not in path
 
     convert_to_float8_training(model, config=config, module_filter_fn=converts)
-    return torch_loop("bf16", task, model, optimizer, clip_norm, compile)
+    return torch_loop("bf16", task, model, optimizers, clip_norm, compile)

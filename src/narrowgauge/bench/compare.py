@@ -29,7 +29,7 @@ from narrowgauge.errors import NarrowgaugeError, UsageError
 from narrowgauge.hardware import Device
 from narrowgauge.nn.step_context import settle_attention_order
 from narrowgauge.recipe import Recipe, refusal
-from narrowgauge.task import Task
+from narrowgauge.task import Task, make_plain_optimizers
 
 CLIP_NORM = 1.0
 BATCHES = 4
@@ -271,18 +271,16 @@ def build_entry(
     if device.kind == "cuda":
         settle_attention_order(torch.device(device.torch_device))
     found = read_attention_backends()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), task.learning_rate, betas=(0.9, 0.95), weight_decay=task.weight_decay, fused=True
-    )
+    optimizers = make_plain_optimizers(task, model)
     conversion = engine = None
     if baseline is None:
         engine = Engine(
-            model, optimizer, recipe, clip_norm=CLIP_NORM, compile=settings.compile, memory_budget=settings.fit
+            model, optimizers, recipe, clip_norm=CLIP_NORM, compile=settings.compile, memory_budget=settings.fit
         )
         conversion = describe_conversion(engine.inner, engine.conversion)
         step = make_engine_step(task, engine)
     else:
-        step = baseline.make(task, model, optimizer, CLIP_NORM, settings.compile)
+        step = baseline.make(task, model, optimizers, CLIP_NORM, settings.compile)
     loss_first = float(step(batches[0]).detach())  # waits for the step
     ready_s = time.perf_counter() - begin
     if engine is not None and settings.fit is not None:

@@ -24,8 +24,8 @@ RECORDED = {
     "--against": "",
 }
 """Options whose value is a folder or file that names the task, and the file in that folder."""
-MODEL = "--model"
-"""An option whose value may look like a task, but is a model's class in a file."""
+NOT_TASKS = ("--model", "--candidates")
+"""Options whose value may look like a task, but is a model's class in a file, or a recipe with another task."""
 _SPEC = re.compile(r"[^-].*\.py:\w+", re.DOTALL)
 _PREFIX = "option of the task: "
 """Prefix of the names in argparse's namespace. No option of a verb has it."""
@@ -36,7 +36,7 @@ def find_task(argv: Sequence[str]) -> str | None:
     if not argv or argv[0] not in VERBS:
         return None
     for before, text in itertools.pairwise(argv):
-        if _SPEC.fullmatch(text) and before != MODEL and not re.match(r"hf:", text):
+        if _SPEC.fullmatch(text) and before not in NOT_TASKS and not re.match(r"hf:", text):
             return text
     for text, after in zip(argv[1:], [*argv[2:], ""], strict=False):  # a verb alone has no argument
         option, _, value = text.partition("=")

@@ -24,12 +24,12 @@ from narrowgauge.errors import UsageError
 from narrowgauge.forecast.time.reachable_rates import check_below_peak
 from narrowgauge.forecast.time.roofline import Cost
 from narrowgauge.forecast.trace.trace import Call, Spec
-from narrowgauge.forecast.trace.trace_step import CLIP_NORM, make_optimizers
+from narrowgauge.forecast.trace.trace_step import CLIP_NORM
 from narrowgauge.hardware import Device, Gpu
 from narrowgauge.nn.memory_plan import MemoryPlan
 from narrowgauge.nn.step_context import StepContext
 from narrowgauge.recipe import NAMED, Recipe
-from narrowgauge.task import ModelLoader, Task
+from narrowgauge.task import ModelLoader, Task, make_plain_optimizers
 
 SQUARE = 8192
 """Rows, columns and depth of the product that measures a format's rate."""
@@ -193,7 +193,7 @@ def measure_run(
             model = task.model()
     clip = None if recipe.gradients == "released" else CLIP_NORM
     engine = Engine(
-        model, make_optimizers(task, model), recipe, clip_norm=clip, accumulate=accumulate, compile=compile,
+        model, make_plain_optimizers(task, model), recipe, clip_norm=clip, accumulate=accumulate, compile=compile,
         memory_budget=plan,
     )  # fmt: skip
     found = _measure_steps(

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from narrowgauge import events
@@ -32,7 +31,7 @@ from narrowgauge.nn.recompute import find_blocks
 from narrowgauge.nn.survey import Layer
 from narrowgauge.ranks.distribute import find_copied
 from narrowgauge.recipe import Recipe
-from narrowgauge.task import ModelLoader, Task, make_own_optimizers
+from narrowgauge.task import ModelLoader, Task, make_plain_optimizers
 
 CLIP_NORM = 1.0
 STEPS = 2
@@ -140,7 +139,7 @@ def trace_steps(
             simulated.rules.on_cast = lambda parameter, copy: recorder.mark(
                 copy, "weights", owners.get(id(parameter)), is_copy=True
             )
-            optimizers = make_optimizers(task, model)
+            optimizers = make_plain_optimizers(task, model)
             handles = [_mark_gradient(p, recorder, owners[id(p)]) for p in model.parameters() if p.requires_grad]
             engine = Engine(
                 model, optimizers, recipe, clip_norm=clip_norm, accumulate=accumulate, compile=compile, fused=fused,
@@ -211,14 +210,6 @@ def _prepare_model(task: Task, recipe: Recipe) -> Callable[[], nn.Module]:
             return task.model()
 
     return make
-
-
-def make_optimizers(task: Task, model: nn.Module) -> list[Optimizer]:
-    """Make the task's own optimizers, or AdamW as in ``bench``."""
-    if own := make_own_optimizers(task, model, task.learning_rate):
-        return own
-    trained, decay = [parameter for parameter in model.parameters() if parameter.requires_grad], task.weight_decay
-    return [torch.optim.AdamW(trained, task.learning_rate, betas=(0.9, 0.95), weight_decay=decay, fused=True)]
 
 
 def _resize(tensor: Tensor, before: int, size: int) -> Tensor:
