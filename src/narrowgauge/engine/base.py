@@ -41,6 +41,7 @@ from narrowgauge.recipe import Recipe
 from narrowgauge.scaling.gradient_formats import GradientFormats
 from narrowgauge.scaling.guard import SkipGuard
 from narrowgauge.step_report import Watcher
+from narrowgauge.weight_copies.adjacent import store_apart
 
 
 class EngineBase:
@@ -254,7 +255,8 @@ class EngineBase:
     def detach(self) -> nn.Module:
         """Return the model to plain torch: FP32 parameters with every bit, modules of their own classes.
 
-        Weights that ``frozen=fp8`` stored in FP8 become FP32; the bits that they lost are not restored.
+        Weights that ``frozen=fp8`` stored in FP8 become FP32; the bits that they lost are not restored. Weights that
+        shared a buffer get memory of their own.
         Do not use the engine after this.
 
         Returns:
@@ -265,6 +267,7 @@ class EngineBase:
         for parameter in self.inner.parameters():
             keep_gradient(parameter)
             widen(parameter)
+        store_apart(self.inner.parameters())
         self.watchers.clear()
         return self.model
 

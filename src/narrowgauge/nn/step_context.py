@@ -171,7 +171,8 @@ class OpensStepContext(Change):
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if torch.is_autocast_enabled(self.step_context.device_type):
             return inner(*args, **kwargs)
-        with self.step_context.forward():
+        # torch.compile traces autocast, which is what dtypes depend on, but none of the other settings
+        with self.step_context.autocast() if torch.compiler.is_compiling() else self.step_context.forward():
             return inner(*args, **kwargs)
 
 

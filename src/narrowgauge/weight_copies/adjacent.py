@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_moved: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Parameters that were moved into a buffer here. A user's own views of a buffer are not."""
 
 
 def store_contiguously(weights: Sequence[nn.Parameter]) -> None:
@@ -15,6 +19,16 @@ def store_contiguously(weights: Sequence[nn.Parameter]) -> None:
         joint = torch.cat([weight.detach() for weight in weights])
         for weight, part in zip(weights, joint.split([len(weight) for weight in weights]), strict=True):
             weight.data = part
+            _moved[weight] = None
+
+
+def store_apart(weights: Iterable[nn.Parameter]) -> None:
+    """Give parameters that were moved into one buffer their own memory: libraries take its parts for tied weights."""
+    for weight in weights:
+        if weight in _moved:
+            del _moved[weight]
+            if weight.untyped_storage().nbytes() > weight.numel() * weight.element_size():
+                weight.data = weight.data.clone()
 
 
 def view_as_one(parts: Sequence[Tensor]) -> Tensor | None:
