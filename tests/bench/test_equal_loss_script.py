@@ -26,7 +26,7 @@ def tokens(tmp_path: Path) -> Path:
 
 def run(file: Path, seconds: float, tokens: Path, *more: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPT), str(file), str(seconds), "--data", str(tokens), "--task", "gpt:1x64"]
-    command += ["--tokens", "20k", "--seeds", "2", "--shorter", "2", "--recipes", "fp32,bf16", "--device", "cpu", *more]
+    command += ["--tokens", "6k", "--seeds", "2", "--shorter", "2", "--recipes", "fp32,bf16", "--device", "cpu", *more]
     return subprocess.run(
         command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=280, check=False
     )
