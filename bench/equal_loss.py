@@ -68,6 +68,8 @@ class Stretch:
         self.data: dict[str, Any] = {"about": about, "runs": [], "times_ms": {}, "results": {}}
         if args.file.exists():
             self.data = json.loads(args.file.read_text())
+            if not isinstance(self.data, dict) or not {"about", "runs", "times_ms", "results"} <= self.data.keys():
+                raise UsageError(f"{args.file} has no runs of this script: name another file")
             differs = [name for name, value in about.items() if self.data["about"].get(name) != value]
             if differs:
                 raise UsageError(f"{args.file} has runs with another {', '.join(differs)}: name another file")

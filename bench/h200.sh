@@ -14,7 +14,7 @@
 #   tests:WORDS  those that pytest -k WORDS selects
 #
 # LIB has packages for a machine without a network (bench/offline.sh). Python's warnings are off, so that what a part
-# prints fits on a page. OUT gets the JSON files.
+# prints fits on a page. OUT gets the JSON files; a part that measures a task again overwrites that of an earlier part.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export OUT=${OUT:-$(mktemp -d)} PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore PYTHONPATH=$PWD/src${LIB:+:$LIB}
@@ -25,7 +25,7 @@ part() { # SECONDS COMMAND...
   local limit=$1
   shift
   echo "== $((SECONDS - began)) s: $*"
-  timeout "$limit" python3 "$@" 2>&1 | grep -v "^W[0-9]\|Warning"
+  timeout "$limit" python3 "$@" 2>&1 | grep --line-buffered -v "^W[0-9]\|Warning"
   local code=${PIPESTATUS[0]}
   [ "$code" = 0 ] || echo "== ended with $code after at most $limit s"
 }

@@ -66,9 +66,12 @@ def test_stretches_end_with_a_verdict_and_a_speed(tmp_path: Path, tokens: Path) 
 @pytest.mark.timeout(300)
 def test_other_data_and_bad_arguments_are_refused(tmp_path: Path, tokens: Path) -> None:
     file = tmp_path / "equal.json"
-    file.write_text(json.dumps({"about": {}, "runs": []}))
+    file.write_text(json.dumps({"about": {}, "runs": [], "times_ms": {}, "results": {}}))
     other = run(file, 10, tokens)
-    assert other.returncode == 2 and "name another file" in other.stderr and "Traceback" not in other.stderr
+    assert other.returncode == 2 and "runs with another task" in other.stderr and "Traceback" not in other.stderr
+    file.write_text("[1]")
+    wrong = run(file, 10, tokens)
+    assert wrong.returncode == 2 and "no runs of this script" in wrong.stderr and "Traceback" not in wrong.stderr
     missing = run(file, 10, tmp_path / "nothing")
     assert missing.returncode == 2 and "Traceback" not in missing.stderr
     few = run(file, 10, tokens, "--recipes", "bf16")
