@@ -1,4 +1,4 @@
-"""Models with fused blocks are saved whole by the ways that docs/patterns.md names, and by all ways once detached."""
+"""Models with fused blocks are saved whole in every common way, in training and once detached."""
 
 import pytest
 import torch
@@ -59,6 +59,20 @@ def save_with_accelerate(model, folder):
     return safetensors.load_file(str(folder / "model.safetensors"))
 
 
+def push_to_a_hub_folder(model, folder):
+    hub = pytest.importorskip("huggingface_hub")
+
+    class Published(torch.nn.Module, hub.PyTorchModelHubMixin):
+        def __init__(self):
+            super().__init__()
+            self.inner = make_model()
+
+    whole = Published()
+    whole.inner = model
+    whole.save_pretrained(folder)
+    return Published.from_pretrained(folder).to(next(model.parameters()).dtype).inner.state_dict()
+
+
 def check(saved, model):
     wanted = model.state_dict()
     assert wanted.keys() == saved.keys()
@@ -66,7 +80,9 @@ def check(saved, model):
 
 
 @pytest.mark.parametrize("recipe", ["fp8[products=all]", "bf16", "fp8-lean[products=all]"])
-@pytest.mark.parametrize("save", [save_file, save_with_torch, save_pretrained])
+@pytest.mark.parametrize(
+    "save", [save_file, save_with_torch, save_pretrained, save_model, save_with_accelerate, push_to_a_hub_folder]
+)
 def test_a_model_in_training_is_saved_whole(recipe, save, tmp_path):
     _, model = train(recipe)
     check(save(model, tmp_path), model)
@@ -74,7 +90,7 @@ def test_a_model_in_training_is_saved_whole(recipe, save, tmp_path):
 
 @pytest.mark.parametrize("recipe", ["fp8[products=all]", "bf16", "fp8-lean[products=all]"])
 @pytest.mark.parametrize("save", [save_model, save_with_accelerate])
-def test_a_detached_model_is_saved_by_libraries_that_look_for_tied_weights(recipe, save, tmp_path):
+def test_a_detached_model_is_saved_whole(recipe, save, tmp_path):
     engine, _ = train(recipe)
     before = engine.state_dict()["model"]
     model = engine.detach()

@@ -26,9 +26,9 @@ def make_deepseek():
         return transformers.DeepseekV3ForCausalLM(config)
 
 
-def make_engine(family, recipe, checkpoint):
+def make_engine(family, recipe, checkpoint, attention="auto"):
     model = make_deepseek() if family == "deepseek" else make_model(family)
-    chosen = ng.recipe(recipe).replace(checkpoint=checkpoint, activations="bf16")
+    chosen = ng.recipe(recipe).replace(checkpoint=checkpoint, activations="bf16", attention=attention)
     engine = ng.Engine(model.train(), torch.optim.AdamW(model.parameters(), lr=1e-3), recipe=chosen, cuda_graphs=False)
     assert len(engine.conversion.blocks) == 2
     return engine
@@ -43,8 +43,8 @@ def draw_tokens(rows=8, length=512):
     return torch.randint(0, 512, (rows, length), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
 
 
-def train(family, recipe, checkpoint, steps=3):
-    engine = make_engine(family, recipe, checkpoint)
+def train(family, recipe, checkpoint, attention="auto", steps=3):
+    engine = make_engine(family, recipe, checkpoint, attention)
     tokens, losses, found = draw_tokens(), [], {}
     for step in range(steps):
         loss = run_forward(engine, tokens)
@@ -64,8 +64,8 @@ def train(family, recipe, checkpoint, steps=3):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("family", ["olmoe", "mixtral", "qwen3", "deepseek"])
 def test_training_is_the_same(family, recipe, checkpoint, deterministic):
-    expected, of_first = train(family, recipe, "none")
-    losses, made = train(family, recipe, checkpoint)
+    expected, of_first = train(family, recipe, "none", "math")  # fused attention sums in an order that varies
+    losses, made = train(family, recipe, checkpoint, "math")
     assert losses[0] == expected[0] and losses == pytest.approx(expected, rel=2e-3)
     for name in ("amax", "counts"):
         assert name not in of_first or torch.equal(made.pop(name), of_first.pop(name))

@@ -1,4 +1,4 @@
-"""Fused blocks keep query, key and value in one buffer: Accelerate saves and loads all three."""
+"""Accelerate saves and loads models with fused blocks, whose query, key and value weights are adjacent in memory."""
 
 import pytest
 import torch
@@ -8,7 +8,6 @@ accelerate = pytest.importorskip("accelerate")
 
 from safetensors.torch import load_file  # noqa: E402
 
-from narrowgauge.errors import UsageError  # noqa: E402
 from narrowgauge.integrations.accelerate import prepare  # noqa: E402
 
 SIZES = {
@@ -54,5 +53,5 @@ def test_resume_continues_bit_exactly(recipe, tied, tmp_path):
 def test_a_state_of_another_model_is_refused(tmp_path):
     accelerator, *_ = make("fp8[products=all]")
     accelerator.save_state(tmp_path)
-    with pytest.raises(UsageError, match=r"does not have model.layers.1.self_attn.q_proj.weight and 8 more weights"):
+    with pytest.raises(RuntimeError, match=r"Missing key.*model.layers.1.self_attn.q_proj.weight"):
         make("fp8[products=all]", num_hidden_layers=2)[0].load_state(tmp_path)

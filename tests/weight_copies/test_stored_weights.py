@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-from torch import nn
 
-from narrowgauge.weight_copies.adjacent import store_contiguously, view_as_one
 from narrowgauge.weight_copies.stored import E4M3, make_stored, quantize_to_scale, read_stored, widen_bytes
 
 CODES = torch.arange(256, dtype=torch.uint8)
@@ -38,25 +36,3 @@ def test_stacked_weights_share_a_scale(adjacent):
     assert torch.equal(operand.lp.view(torch.uint8), stored) and operand.inv_scale is scale
     assert torch.equal(operand.lp_t.view(torch.uint8), stored.t())
     assert (operand.lp.data_ptr() == stored.data_ptr()) == adjacent, "adjacent weights are read without a copy"
-
-
-def test_weights_used_as_one_move_into_one_buffer_and_stay_parameters():
-    weights = [nn.Parameter(torch.randn(rows, 8)) for rows in (4, 6, 2)]
-    values = [weight.detach().clone() for weight in weights]
-    assert view_as_one(weights) is None
-    store_contiguously(weights)
-    joint = view_as_one(weights)
-    assert torch.equal(joint, torch.cat(values)) and joint.data_ptr() == weights[0].data_ptr()
-    assert all(torch.equal(weight, value) for weight, value in zip(weights, values, strict=True))
-    places = [weight.data_ptr() for weight in weights]
-    store_contiguously(weights)
-    assert places == [weight.data_ptr() for weight in weights], "CUDA graphs have recorded these addresses"
-    weights[1].data = weights[1].data.clone()
-    assert view_as_one(weights) is None and view_as_one(weights[::-1]) is None
-
-
-def test_weights_that_differ_stay_where_they_are():
-    weights = [nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.randn(4, 8).bfloat16())]
-    places = [weight.data_ptr() for weight in weights]
-    store_contiguously(weights)
-    assert places == [weight.data_ptr() for weight in weights]

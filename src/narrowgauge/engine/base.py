@@ -41,7 +41,6 @@ from narrowgauge.recipe import Recipe
 from narrowgauge.scaling.gradient_formats import GradientFormats
 from narrowgauge.scaling.guard import SkipGuard
 from narrowgauge.step_report import Watcher
-from narrowgauge.weight_copies.adjacent import store_apart
 
 
 class EngineBase:
@@ -267,7 +266,6 @@ class EngineBase:
         for parameter in self.inner.parameters():
             keep_gradient(parameter)
             widen(parameter)
-        store_apart(self.inner.parameters())
         self.watchers.clear()
         return self.model
 

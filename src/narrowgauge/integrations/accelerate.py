@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from narrowgauge.errors import UsageError
 from narrowgauge.integrations.gauges import Gauges
 from narrowgauge.integrations.hosted import Hosted, check_options, import_library
-from narrowgauge.integrations.joint_weights import save_joint_weights
 from narrowgauge.nn.module_changes import Change, apply_change
 from narrowgauge.ranks.distribute import unwrap_ddp
 from narrowgauge.recipe import Recipe
@@ -119,7 +118,6 @@ class EngineScaler:
         self.on_engine: Callable[[Hosted], None] | None = None
         accelerator.scaler = self
         accelerator.prepare = self._prepare
-        save_joint_weights(accelerator)
         accelerator.unscale_gradients = self._unscale_gradients  # Accelerate's own requires mixed_precision="fp16"
 
     @property

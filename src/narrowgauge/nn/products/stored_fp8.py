@@ -23,7 +23,7 @@ from narrowgauge.nn.module_changes import Change, apply_change, find_change, has
 from narrowgauge.nn.products.gemm import BF16
 from narrowgauge.nn.products.linear import STORED_SCALE, has_transposed_weight, is_linear
 from narrowgauge.parameters import is_sharded
-from narrowgauge.weight_copies.adjacent import view_as_one
+from narrowgauge.weight_copies.adjacent import set_parts, view_as_one
 from narrowgauge.weight_copies.stored import E4M3, make_stored, quantize_to_scale, widen_bytes
 
 STORABLE = (torch.float32, torch.float16, BF16)
@@ -121,9 +121,8 @@ def _mark_stored(layer: Any) -> None:
 def set_stored(modules: Sequence[nn.Module], joint: Tensor, scale: Tensor) -> None:
     """Let layers have rows of one FP8 tensor as weights, in their order, and a scale."""
     layers: list[Any] = list(modules)
-    sizes = [len(layer.weight) for layer in layers]
-    for layer, part in zip(layers, joint.split(sizes), strict=True):
-        layer.weight.data = part.view(torch.uint8)
+    set_parts([layer.weight for layer in layers], joint.view(torch.uint8))
+    for layer in layers:
         layer._buffers.pop(SCALE, None)
         layer.register_buffer(SCALE, scale.detach().clone().reshape(()))
 
