@@ -1,20 +1,23 @@
 #!/usr/bin/env bash
 # Measurements for docs/results.md in parts of less than ten minutes on one H200. A part that fails does not stop the next.
 #
-# usage: [LIB=FOLDER] [OUT=FOLDER] bench/h200.sh PART...
+# usage: [LIB=FOLDER] [CORPUS=FILE] [OUT=FOLDER] bench/h200.sh PART...
 #
-#   fp8-large    fp8 beside compiled BF16 and torchao, one process each: 8 x 4096, 1.3B                    about 430 s
+#   fp8-large    fp8 beside compiled BF16 and torchao, one process each: 8 x 4096, 1.3B                    about 250 s
 #   fp8-small    the same: 124M, llama-1b                                                                 about 330 s
-#   experts      Mixtral's losses on fresh tokens beside compiled BF16                                    about 110 s
-#   granularity  scales for rows and for blocks of 128: SQNR, learning by heart, step times               about 260 s
+#   experts      Mixtral's losses on fresh tokens beside compiled BF16                                    about 75 s
+#   granularity  scales for rows and for blocks of 128: SQNR, learning by heart, step times               about 170 s
 #   gradients    final losses with gradients in E4M3 where they fit, four seeds                           about 180 s
-#   muon-gaps    Muon in narrow formats against FP32, four seeds                                          about 500 s
-#   muon-reach   steps that Muon needs for AdamW's loss                                                   about 450 s
+#   muon-gaps    Muon in narrow formats against FP32, four seeds                                          about 370 s
+#   muon-reach   steps that Muon needs for AdamW's loss, 124M; on CORPUS if it is given                   about 450 s
+#   muon-124m    Muon in narrow formats against FP32, 124M on CORPUS, four seeds                          about 450 s
+#   equal-loss:SECONDS   FP8 at equal loss, 124M on CORPUS: continues bench/results' file              1,800 s in all
 #   tests        tests/gpu, in 14 processes                                                               about 280 s
 #   tests:WORDS  those that pytest -k WORDS selects
 #
 # LIB has packages for a machine without a network (bench/offline.sh). Python's warnings are off, so that what a part
-# prints fits on a page. OUT gets the JSON files; a part that measures a task again overwrites that of an earlier part.
+# prints fits on a page. CORPUS is a packed corpus (bench/corpus/pack.py). OUT gets the JSON files; a part that measures
+# a task again overwrites that of an earlier part.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export OUT=${OUT:-$(mktemp -d)} PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore PYTHONPATH=$PWD/src${LIB:+:$LIB}
@@ -34,11 +37,22 @@ run_tests() { # WORDS
   OMP_NUM_THREADS=1 part 420 -m pytest tests/gpu -q -n 14 --dist worksteal -p no:cacheprovider -p no:benchmark ${1:+-k "$1"}
 }
 
+read_corpus() { # sets tokens to a folder with the tokens of CORPUS, none without CORPUS
+  tokens=()
+  [ -n "${CORPUS:-}" ] || return 0
+  [ -d "${TMPDIR:-/tmp}/tokens" ] || part 120 bench/corpus/read_corpus.py "$CORPUS" "${TMPDIR:-/tmp}/tokens"
+  tokens=(--data "${TMPDIR:-/tmp}/tokens")
+}
+
+need_corpus() { # PART
+  read_corpus && [ ${#tokens[@]} -gt 0 ] || { echo "h200.sh: $1 needs CORPUS" >&2 && exit 2; }
+}
+
 steps() { # SECONDS TASK ROUNDS STEPS MORE...
   part "$1" bench/fp8_steps.py "${@:2}"
 }
 
-[ $# -gt 0 ] || { sed -n '2,17s/^# \{0,1\}//p' "$0" && exit 2; }
+[ $# -gt 0 ] || { sed -n '2,20s/^# \{0,1\}//p' "$0" && exit 2; }
 for name in "$@"; do
   case $name in
     fp8-large) steps 200 gpt:8x4096 3 4 fp8-only tensorwise && steps 300 gpt-1.3b 2 4 fp8-only tensorwise ;;
@@ -55,7 +69,17 @@ for name in "$@"; do
         "fp8[products=all,gradients_format=auto]"
       ;;
     muon-gaps) part 590 bench/muon_convergence.py 575 gaps ;;
-    muon-reach) part 500 bench/muon_convergence.py 480 reach ;;
+    muon-reach) read_corpus && part 500 bench/muon_convergence.py 480 reach "${tokens[@]}" ;;
+    muon-124m)
+      need_corpus "$name"
+      part 490 bench/muon_convergence.py 475 gaps --task gpt2-124m --batch 16 --steps 300 "${tokens[@]}"
+      ;;
+    equal-loss:*)
+      need_corpus "$name"
+      file=h200-equal-loss-gpt2-124m.json
+      [ -e "$OUT/$file" ] || [ ! -e "bench/results/$file" ] || cp "bench/results/$file" "$OUT"
+      part 590 bench/equal_loss.py "$OUT/$file" "${name#*:}" "${tokens[@]}"
+      ;;
     tests) run_tests "" ;;
     tests:*) run_tests "${name#tests:}" ;;
     *) echo "h200.sh: no part $name" >&2 && exit 2 ;;
