@@ -41,6 +41,7 @@ FAMILIES = {
     "llama": ("LlamaForCausalLM", LLAMA3, SIZES),
     "qwen3": ("Qwen3ForCausalLM", CHATML, {**SIZES, "tie_word_embeddings": True}),
     "gemma": ("Gemma2ForCausalLM", GEMMA, SIZES),
+    "mixture": ("Qwen3MoeForCausalLM", CHATML, {**SIZES, "num_experts": 16, "moe_intermediate_size": 16}),
 }
 SMALL = ["--device", "cpu", "--context", "64", "--batch", "1", "--lr", "0.01", "--log", "none", "--watch", "0"]
 TOKENS = torch.arange(1, 17)[None]
@@ -49,7 +50,7 @@ Train = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the three models, an adapter made by PEFT, and data."""
+    """A folder with the four models, an adapter made by PEFT, and data."""
     root = tmp_path_factory.mktemp("lora")
     for family, (name, template, sizes) in FAMILIES.items():
         cls = getattr(transformers, name)
@@ -107,14 +108,19 @@ def rejected(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("family", "recipe"), [("llama", "fp8-lean"), ("qwen3", "bf16-lean"), ("gemma", "bf16"), ("llama", "fp32")]
-)
+    ("family", "recipe"),
+    [
+        ("llama", "fp8-lean"), ("qwen3", "bf16-lean"), ("gemma", "bf16"), ("llama", "fp32"), ("mixture", "fp8-lean"),
+        ("mixture", "bf16"),
+    ],
+)  # fmt: skip
 def test_adapters_are_trained_and_exported(trained: Train, root: Path, family: str, recipe: str) -> None:
     run = trained(family, recipe)
     steps = read_events(run, "step")
     assert all(step["applied"] for step in steps) and steps[-1]["loss"] < steps[0]["loss"]
     masters = read_masters(run)
-    assert len(masters) == 28 and all("lora_" in name and one.dtype is torch.float32 for name, one in masters.items())
+    assert len(masters) == (16 if family == "mixture" else 28)  # experts have no adapters
+    assert all("lora_" in name and one.dtype is torch.float32 for name, one in masters.items())
     assert all(bool(one.any()) for one in masters.values())
     saved = json.loads((run / "run.json").read_text())
     frozen = {"fp8-lean": "[frozen=fp8]", "bf16-lean": "[frozen=bf16]", "bf16": "[frozen=bf16]", "fp32": ""}

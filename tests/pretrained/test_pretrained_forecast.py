@@ -58,8 +58,16 @@ def test_the_command_takes_a_folder(tmp_path, no_reading, capsys):
     assert "--config is for --model" in capsys.readouterr().err
 
 
-def test_models_that_transformers_has_to_load_are_predicted_in_fp32(tmp_path, no_reading):
+def test_mixtures_are_predicted_as_they_are_loaded(tmp_path, no_reading):
+    save(tmp_path, "MixtralForCausalLM", torch.bfloat16, fields=EXPERTS | {"hidden_size": 256})
+    task = user_model.make_task(str(tmp_path), {}, 1, 32, small=False)
+    memory = Scenario(task=task, gpu=hardware.find_gpu("h200")).predict_memory(parse("bf16-lean"))
+    assert memory.building < 4.3 * task.facts["parameters"] + 4 * tensor_readers.PIECE * 4
+
+
+def test_models_that_transformers_has_to_load_are_predicted_in_fp32(tmp_path, no_reading, monkeypatch):
     save(tmp_path, "MixtralForCausalLM", torch.bfloat16, fields=EXPERTS)
+    monkeypatch.setattr("narrowgauge.pretrained.match.find_stacking", lambda *_: None)
     task = user_model.make_task(str(tmp_path), {}, 1, 32, small=False)
     memory = Scenario(task=task, gpu=hardware.find_gpu("h200")).predict_memory(parse("bf16-lean"))
     assert memory.building > 4 * task.facts["parameters"]

@@ -46,7 +46,10 @@ def inject(model: nn.Module, options: LoraOptions) -> None:
         try:
             import peft
 
-            config = peft.LoraConfig(**{"fan_in_fan_out": _is_transposed(model), **options.config})
+            given = {"fan_in_fan_out": _is_transposed(model), **options.config}
+            if given["target_modules"] == ALL_LINEAR:  # by which PEFT also means the tensors of experts and routers
+                given["target_modules"] = _list_linear(model)
+            config = peft.LoraConfig(**given)
             peft.inject_adapter_in_model(config, model, NAME, low_cpu_mem_usage=True)
         except Exception as error:  # PEFT raises all kinds for a configuration that it cannot apply
             raise UsageError(f"{options.option}: PEFT cannot add the adapter: {describe_error(error)}") from None
@@ -75,7 +78,7 @@ def describe(model: nn.Module, options: LoraOptions) -> str:
     origin = f", continued from {options.folder}" if options.folder is not None else ""
     return (
         f"training {trained:,} of {total:,} parameters ({trained / total:.2%}): LoRA {rank} on "
-        f"{len(layers)} layers{origin}"
+        f"{len(layers)} layers{', none on experts' if _has_experts(model) else ''}{origin}"
     )
 
 
@@ -182,6 +185,17 @@ def _check_targets(model: nn.Module, options: LoraOptions) -> None:
                 f"{options.option}: the target {one_line(target, 80)} is no module of {type(model).__name__}; its "
                 f"linear layers are {', '.join(sorted(linear)[:20])}, or give {ALL_LINEAR}"
             )
+
+
+def _list_linear(model: Any) -> list[str]:
+    """Return the paths of all linear layers but the head."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return [path for path, module in model.named_modules() if _is_linear(module) and module is not head]
+
+
+def _has_experts(model: nn.Module) -> bool:
+    """Whether a model has matrices of experts, stacked in one tensor, which no adapter is for."""
+    return any(parameter.dim() == 3 and not parameter.requires_grad for parameter in model.parameters())
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,11 @@ class StoredTensor:
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+    def locate(self, start: int, stop: int) -> Iterator[tuple[Path, int, int]]:
+        """Yield file, position of the first byte and number of bytes of values ``start`` to ``stop``."""
+        size = self.dtype.itemsize
+        yield self.file, self.offset + start * size, (stop - start) * size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,11 +34,13 @@ from narrowgauge.nn.products.stored_fp8 import SCALE
 from narrowgauge.optim.masters import set_other_half
 from narrowgauge.optim.split_fp32 import split
 from narrowgauge.optim.weight_checksums import GROUP, compute_checksums
-from narrowgauge.pretrained.folder import PretrainedFolder, StoredTensor
+from narrowgauge.pretrained.folder import PretrainedFolder
 from narrowgauge.pretrained.match import Match, match_folder
+from narrowgauge.pretrained.stacked_tensors import AnyTensor
 from narrowgauge.pretrained.tensor_readers import FileReader, Reader, load_values
 from narrowgauge.pretrained.transformers_model import quiet
 from narrowgauge.recipe import Recipe, is_auto, parse
+from narrowgauge.weight_copies.adjacent import set_parts
 
 NOTIFY_BYTES = 2_000_000_000
 """At least how much is loaded between two lines of progress."""
@@ -141,7 +143,7 @@ def _choose_form(recipe: str | Recipe, device: torch.device) -> Recipe:
     return parse(recipe, hardware.detect(str(device))) if is_auto(recipe) else parse(recipe)
 
 
-def _load_narrow(tensor: StoredTensor, device: torch.device, reader: Reader) -> nn.Parameter:
+def _load_narrow(tensor: AnyTensor, device: torch.device, reader: Reader) -> nn.Parameter:
     """Load a BF16 parameter with its remainders."""
     weight = torch.empty(tensor.shape, dtype=torch.bfloat16, device=device)
     remainder = torch.zeros(tensor.shape, dtype=torch.int16, device=device)
@@ -168,9 +170,7 @@ def _list_fp8_groups(match: Match, recipe: Recipe, device: torch.device) -> list
     return [[name for name in group if name is not None] for group in found if None not in group]
 
 
-def load_in_fp8(
-    tensors: Mapping[Tensor, StoredTensor], device: torch.device, reader: Reader
-) -> dict[int, nn.Parameter]:
+def load_in_fp8(tensors: Mapping[Tensor, AnyTensor], device: torch.device, reader: Reader) -> dict[int, nn.Parameter]:
     """Load frozen weights [O, I] of layers whose products are one in FP8, with one scale.
 
     They are read twice: for the largest value, and to be cast. They are rounded to BF16 first, as the engine does with
@@ -182,7 +182,7 @@ def load_in_fp8(
         reader: Reads the stored values.
 
     Returns:
-        The loaded parameters by the id of those that they replace. They are parts of one tensor, and have their scale
+        The loaded parameters by the id of those that they replace. They are adjacent in memory, and have their scale
         as attribute ``weight_scale``.
     """
     amax = torch.zeros((), device=device)
@@ -200,10 +200,11 @@ def load_in_fp8(
             flat[start:stop].copy_(quantize_reference(values, scale, E4M3))
         made[id(old)] = parameter = nn.Parameter(part.view(torch.uint8), requires_grad=False)
         parameter.weight_scale = scale.reciprocal()  # type: ignore[attr-defined]
+    set_parts(list(made.values()), joint.view(torch.uint8))
     return made
 
 
-def _check_equal(first: StoredTensor, second: StoredTensor, reader: Reader, match: Match) -> None:
+def _check_equal(first: AnyTensor, second: AnyTensor, reader: Reader, match: Match) -> None:
     """Refuse two different tensors for one parameter: transformers would train two."""
     same = (first.dtype, first.shape) == (second.dtype, second.shape)
     for start, stop in reader.list_pieces(first) if same else ():

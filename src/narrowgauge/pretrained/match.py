@@ -4,15 +4,15 @@ The model is made on the meta device, and the names in the files are translated 
 loads a model: its own renamings, and the prefix of the base model added or removed. What is left over on either side,
 or has another shape, is an error: transformers would initialize or ignore it, and training would start from nonsense.
 
-Some classes need more than renamings (experts that are stored one by one and merged into one tensor). Their
-``conversion`` says so, and transformers itself has to load them.
+Experts that are stored one by one, and are one tensor in the model, are stacked (``stacked_tensors``). Classes that
+need other operations have a ``conversion``, and transformers itself has to load them.
 """
 
 from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from narrowgauge.errors import UsageError, one_line
 from narrowgauge.pretrained.folder import PretrainedFolder, StoredTensor
 from narrowgauge.pretrained.fp8_weights import attach_scales
+from narrowgauge.pretrained.stacked_tensors import AnyTensor, find_stacking, stack
 from narrowgauge.pretrained.transformers_model import FoundModel, find_model, quiet
 
 OUTDATED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.masked_bias$")
@@ -34,11 +35,11 @@ class Match:
     found: FoundModel
     folder: PretrainedFolder
     model: nn.Module
-    stored: Mapping[str, StoredTensor] = field(default_factory=dict)
+    stored: Mapping[str, AnyTensor] = field(default_factory=dict)
     """By the model's names; one of the names that share a parameter."""
     expected: Mapping[str, Tensor] = field(default_factory=dict)
     """The model's state when it was matched. Adapters that are added later rename parameters, but keep the objects."""
-    twins: tuple[tuple[StoredTensor, StoredTensor], ...] = ()
+    twins: tuple[tuple[AnyTensor, AnyTensor], ...] = ()
     """Pairs of stored tensors of one tied parameter: they have to be equal."""
     conversion: str | None = None
     """Why only transformers can load the weights; None: each stored tensor is a parameter."""
@@ -62,17 +63,17 @@ def match_weights(found: FoundModel, folder: PretrainedFolder) -> Match:
     tensors = attach_scales(folder)
     model = found.make_on_meta()
     expected = model.state_dict(keep_vars=True)
-    names, conversion = _translate(model, tensors, expected)
+    names, stacks, conversion = _translate(model, tensors, expected)
     if conversion is not None:
         _refuse_conversion(folder, conversion)
         return Match(found=found, folder=folder, model=model, conversion=conversion)
-    stored: dict[str, StoredTensor] = {}
+    stored: dict[str, AnyTensor] = stacks
     unexpected = []
-    for name, tensor in tensors.items():
-        if names[name] not in expected or names[name] in stored:
+    for name, new in names.items():
+        if new not in expected or new in stored:
             unexpected.append(name)
         else:
-            stored[names[name]] = tensor
+            stored[new] = tensors[name]
     ignored = [*_list_patterns(model, "unexpected"), *OUTDATED]
     unexpected = [name for name in unexpected if not _matches(name, ignored)]
     chosen, twins, missing = _choose_among_tied(expected, stored)
@@ -97,34 +98,46 @@ def _refuse_conversion(folder: PretrainedFolder, why: str) -> None:
 
 
 def _translate(
-    model: nn.Module, names: Iterable[str], expected: Mapping[str, Tensor]
-) -> tuple[dict[str, str], str | None]:
-    """Return the model's name for each stored name, and why only transformers can load the weights, if so."""
+    model: nn.Module, tensors: Mapping[str, StoredTensor], expected: Mapping[str, Tensor]
+) -> tuple[dict[str, str], dict[str, AnyTensor], str | None]:
+    """Return the model's name for each stored name, what is stacked, and why only transformers can load it, if so."""
     try:
         mapping: Any = importlib.import_module("transformers.conversion_mapping")
         loading: Any = importlib.import_module("transformers.core_model_loading")
         importlib.import_module("transformers.initialization")
     except ImportError:
-        return {}, "this version of transformers has other functions for it; use version 5"
+        return {}, {}, "this version of transformers has other functions for it; use version 5"
     with quiet():
         changes = mapping.get_model_conversion_mapping(model)
     renamings = [change for change in changes if isinstance(change, loading.WeightRenaming)]
     converters = [change for change in changes if isinstance(change, loading.WeightConverter)]
     prefix = getattr(model, "base_model_prefix", "") or None
     found: dict[str, str] = {}
-    for name in names:
+    parts: dict[str, dict[str, list[StoredTensor]]] = {}
+    orders: dict[str, Sequence[str]] = {}
+    for name in sorted(tensors, key=loading.dot_natural_key):  # experts in their order, as transformers stacks them
         new, pattern = loading.rename_source_key(name, renamings, converters, prefix, expected)
         if new not in expected and name in expected:
             new, pattern = loading.rename_source_key(name, [], [], prefix, expected)
-        if pattern is not None and new in expected:
-            return {}, f"transformers computes {one_line(new)} from several stored tensors or from another layout"
-        found[name] = new
-    return found, None
+        if pattern is None or new not in expected:
+            found[name] = new
+            continue
+        order = find_stacking(converters, pattern)
+        if order is None or tensors[name].scale is not None:
+            why = f"transformers computes {one_line(new)} from several stored tensors or from another layout"
+            return {}, {}, why
+        orders[new] = order
+        parts.setdefault(new, {}).setdefault(pattern, []).append(tensors[name])
+    stacks: dict[str, AnyTensor] = {}
+    for new, order in orders.items():
+        if (tensor := stack(new, order, parts[new])) is not None:
+            stacks[new] = tensor
+    return found, stacks, None
 
 
 def _choose_among_tied(
-    expected: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]
-) -> tuple[dict[str, StoredTensor], list[tuple[StoredTensor, StoredTensor]], list[str]]:
+    expected: Mapping[str, Tensor], stored: Mapping[str, AnyTensor]
+) -> tuple[dict[str, AnyTensor], list[tuple[AnyTensor, AnyTensor]], list[str]]:
     """Return the tensor of each parameter, pairs of tensors for the same parameter, and names without any tensor."""
     groups: dict[int, list[str]] = {}
     for name, tensor in expected.items():
@@ -140,7 +153,7 @@ def _choose_among_tied(
     return chosen, twins, missing
 
 
-def _fits(tensor: StoredTensor, expected: Tensor) -> bool:
+def _fits(tensor: AnyTensor, expected: Tensor) -> bool:
     same_kind = tensor.dtype.is_floating_point == expected.dtype.is_floating_point
     return same_kind and tensor.shape == tuple(expected.shape)
 
@@ -149,7 +162,7 @@ def _describe_mismatch(
     wrong: list[str],
     missing: list[str],
     unexpected: list[str],
-    chosen: Mapping[str, StoredTensor],
+    chosen: Mapping[str, AnyTensor],
     expected: Mapping[str, Tensor],
 ) -> str:
     parts = []

@@ -15,8 +15,8 @@ from torch import Tensor
 from narrowgauge import files
 from narrowgauge.errors import UsageError
 from narrowgauge.optim.weight_checksums import GROUP
-from narrowgauge.pretrained.folder import StoredScale, StoredTensor
 from narrowgauge.pretrained.fp8_weights import apply_scale
+from narrowgauge.pretrained.stacked_tensors import AnyTensor, StackedTensor
 
 PIECE = 1 << 20
 """Values that are converted at once: 4 MB in FP32. A multiple of the groups that checksums are for."""
@@ -26,10 +26,10 @@ assert PIECE % GROUP == 0
 class Reader(Protocol):
     """Reads consecutive values of a stored tensor."""
 
-    def list_pieces(self, tensor: StoredTensor) -> Iterator[tuple[int, int]]:
+    def list_pieces(self, tensor: AnyTensor) -> Iterator[tuple[int, int]]:
         """Yield the pieces to read, as start and stop."""
 
-    def read(self, tensor: StoredTensor, start: int, stop: int) -> Tensor:
+    def read(self, tensor: AnyTensor, start: int, stop: int) -> Tensor:
         """Return values ``start`` to ``stop``, flat, on the device. They are valid until the next call."""
 
 
@@ -50,30 +50,36 @@ class FileReader:
         if self._file is not None:
             self._file.close()
 
-    def list_pieces(self, tensor: StoredTensor) -> Iterator[tuple[int, int]]:
+    def list_pieces(self, tensor: AnyTensor) -> Iterator[tuple[int, int]]:
         """Yield the pieces to read, as start and stop."""
         for start in range(0, tensor.numel, PIECE):
             yield start, min(start + PIECE, tensor.numel)
 
-    def read(self, tensor: StoredTensor, start: int, stop: int) -> Tensor:
+    def read(self, tensor: AnyTensor, start: int, stop: int) -> Tensor:
         """Return values ``start`` to ``stop``, flat, on the device. They are valid until the next call."""
-        scales = None if tensor.scale is None else self._read_scales(tensor.scale)  # before: both use the buffer
-        size = tensor.dtype.itemsize
-        part = self._buffer[: (stop - start) * size]
-        try:
-            self._read_into(tensor.file, tensor.offset + start * size, part.numpy().data)
-        except OSError as error:
-            what = f"{self.option}: {tensor.file.name} cannot be loaded"
-            raise UsageError(f"{what}: {files.get_reason(error)}") from None
+        scales = self._read_scales(tensor)  # before: both use the buffer
+        part = self._buffer[: (stop - start) * tensor.dtype.itemsize]
+        done = 0
+        for file, offset, size in tensor.locate(start, stop):
+            try:
+                self._read_into(file, offset, part[done : done + size].numpy().data)
+            except OSError as error:
+                what = f"{self.option}: {file.name} cannot be loaded"
+                raise UsageError(f"{what}: {files.get_reason(error)}") from None
+            done += size
         values = part.view(tensor.dtype).to(self.device)
-        return values if scales is None else apply_scale(values, tensor, scales, start)
+        if scales is None or isinstance(tensor, StackedTensor):
+            return values
+        return apply_scale(values, tensor, scales, start)
 
-    def _read_scales(self, scale: StoredScale) -> Tensor:
-        """Return all scales of a tensor in FP32; those of the last tensor are kept."""
-        name, values = self._scales
-        if name != scale.tensor.name:
-            pieces = [self.read(scale.tensor, *piece).float() for piece in self.list_pieces(scale.tensor)]
-            name, values = self._scales = scale.tensor.name, torch.cat(pieces)
+    def _read_scales(self, tensor: AnyTensor) -> Tensor | None:
+        """Return all scales of a tensor in FP32, if it has any; those of the last tensor are kept."""
+        if tensor.scale is None:
+            return None
+        source, (name, values) = tensor.scale.tensor, self._scales
+        if name != source.name:
+            pieces = [self.read(source, *piece).float() for piece in self.list_pieces(source)]
+            name, values = self._scales = source.name, torch.cat(pieces)
         return values
 
     def _read_into(self, path: Path, offset: int, target: memoryview) -> None:
@@ -97,17 +103,17 @@ class DryReader:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def list_pieces(self, tensor: StoredTensor) -> Iterator[tuple[int, int]]:
+    def list_pieces(self, tensor: AnyTensor) -> Iterator[tuple[int, int]]:
         """Yield the first piece only: the others would allocate the same again."""
         yield 0, min(PIECE, tensor.numel)
 
-    def read(self, tensor: StoredTensor, start: int, stop: int) -> Tensor:
+    def read(self, tensor: AnyTensor, start: int, stop: int) -> Tensor:
         """Return a tensor for values ``start`` to ``stop``, flat, on the device."""
         dtype = tensor.dtype if tensor.scale is None else torch.float32
         return torch.empty(stop - start, dtype=dtype, device=self.device)
 
 
-def load_values(tensor: StoredTensor, dtype: torch.dtype, device: torch.device, reader: Reader) -> Tensor:
+def load_values(tensor: AnyTensor, dtype: torch.dtype, device: torch.device, reader: Reader) -> Tensor:
     """Load a tensor in a dtype, rounded to nearest even, piece by piece."""
     loaded = torch.empty(tensor.shape, dtype=dtype, device=device)
     for start, stop in reader.list_pieces(tensor):
