@@ -36,6 +36,7 @@ from narrowgauge.nn.blocks.recognize import NotABlock, has_activation, list_unus
 from narrowgauge.nn.blocks.spec import BlockSpec
 from narrowgauge.nn.blocks.variants import MASKS, PACKED, SOURCE_MASK, make_variants, name_boolean
 from narrowgauge.nn.module_changes import OWN, original_class
+from narrowgauge.nn.side_effects import undo_side_effects
 from narrowgauge.random_state import get_random_state, set_random_state
 
 Differs = Callable[[nn.Module, BlockSpec, Example], str | None]
@@ -135,7 +136,7 @@ def _describe_members(members: list[tuple[str, nn.Module]], device: torch.device
     spec: BlockSpec | None = None
     for number in sorted(tried):
         try:
-            with _quiet(device):
+            with _quiet(device), undo_side_effects(members[number][1]):
                 spec = _describe(members[number][1], device, differs, spec)
         except NotABlock as reason:
             return str(reason)

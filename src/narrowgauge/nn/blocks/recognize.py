@@ -198,7 +198,7 @@ def _match_parallel(run: _Run) -> BlockSpec:
             readers = [call for call in run.linears if are_close(call.input, first.output)]
             mlp = [call for call in run.linears if are_close(call.input, second.output)]
             rest = [call for call in run.linears if call not in readers and call not in mlp]
-            if len(rest) != 2 or not readers or not mlp:
+            if len(rest) != 2 or not readers or not mlp or any(call.output.shape != run.x.shape for call in rest):
                 continue
             for out, down in (rest, rest[::-1]):
                 if not are_close(run.x + out.output + down.output, run.output):

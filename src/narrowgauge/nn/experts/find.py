@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from narrowgauge import events
 from narrowgauge.errors import one_line
 from narrowgauge.nn.module_changes import has_own_method, original_class
+from narrowgauge.nn.side_effects import undo_side_effects
 
 GATED: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
@@ -132,7 +133,10 @@ def _list_settings(module: nn.Module) -> Any:
 def _recognize(module: nn.Module, gate_up: str, down: str, sizes: tuple[int, int, int]) -> str:
     """Return the activation of a module, or why it is none of those that are supported."""
     try:
-        with events.paused(), _disable_current_modes(), torch._C.DisableTorchFunction(), torch.random.fork_rng([]):
+        with (
+            events.paused(), _disable_current_modes(), torch._C.DisableTorchFunction(), torch.random.fork_rng([]),
+            undo_side_effects(module),
+        ):  # fmt: skip
             kinds = list(GATED)
             for factor in FACTORS:
                 small, leaves = _make_small(module, gate_up, down, sizes, factor)

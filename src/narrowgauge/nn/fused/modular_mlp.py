@@ -28,6 +28,7 @@ from narrowgauge.nn.fused import blocks
 from narrowgauge.nn.fused.attention import BlockCall
 from narrowgauge.nn.fused.graphs import BlockGraphs
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, Dropout
+from narrowgauge.nn.side_effects import undo_side_effects
 
 Context = contextlib.AbstractContextManager[Any]
 MakeContext = Callable[[], Context]
@@ -148,17 +149,12 @@ def _repeat(plan: BlockPlan, mlp: nn.Module, source: _Source, recomputation: Mak
 
 @contextlib.contextmanager
 def repeating(plan: BlockPlan, module: nn.Module, recomputation: MakeContext | None) -> Iterator[None]:
-    """Context manager for a module that runs again: it records no statistics, and its attributes do not change."""
-    before = [(part, dict(part.__dict__)) for part in module.modules()]
+    """Context manager for a module that runs again: it records no statistics, and leaves nothing behind."""
     scales = plan.scales
-    try:
-        with contextlib.ExitStack() as stack:
-            if scales is not None:
-                stack.enter_context(scales.unrecorded(scales.delayed))
-            if recomputation is not None:
-                stack.enter_context(recomputation())
-            yield
-    finally:
-        for part, attributes in before:  # such as the losses of a router, with all of autograd's graph behind them
-            part.__dict__.clear()
-            part.__dict__.update(attributes)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(undo_side_effects(module))
+        if scales is not None:
+            stack.enter_context(scales.unrecorded(scales.delayed))
+        if recomputation is not None:
+            stack.enter_context(recomputation())
+        yield
