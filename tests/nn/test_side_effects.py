@@ -182,6 +182,25 @@ def test_everything_around_a_module_is_restored():
     clear()
 
 
+class Proxy:
+    """Stands for an object that does not exist yet, as those of web frameworks do."""
+
+    @property
+    def __dict__(self):
+        raise RuntimeError("working outside of a request")
+
+    __class__ = __dict__
+
+
+PROXY = Proxy()
+
+
+def test_objects_that_raise_errors_are_left_alone():
+    with undo_side_effects(Block()):
+        pass
+    assert type(PROXY) is Proxy
+
+
 def test_dictionaries_of_other_classes_are_not_read():
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

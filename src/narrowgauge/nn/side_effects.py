@@ -87,8 +87,14 @@ def _is_container(value: Any) -> bool:
 
 
 def _is_plain_object(value: Any) -> bool:
-    other = isinstance(value, type | types.ModuleType | types.FunctionType | nn.Module | Tensor)
-    return not other and hasattr(value, "__dict__") and not callable(value) and not _is_left_alone(type(value))
+    kind = type(value)  # not the value's own __class__ and __dict__: those of a proxy may raise any error
+    other = issubclass(kind, type | types.ModuleType | types.FunctionType | nn.Module | Tensor)
+    if other or any("__call__" in vars(base) for base in kind.__mro__) or _is_left_alone(kind):
+        return False
+    try:
+        return type(vars(value)) is dict
+    except Exception:
+        return False
 
 
 def _is_left_alone(kind: type) -> bool:
