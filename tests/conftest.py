@@ -18,7 +18,7 @@ from sampling import pytest_addoption, pytest_collection_modifyitems  # noqa: F4
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated: before the imports below decorate some
 
-from narrowgauge import kernels
+from narrowgauge import hardware, kernels
 from narrowgauge.tasks import language
 
 # `make test` gives the same answer each time. `HYPOTHESIS_PROFILE=search pytest` looks for new failing examples.
@@ -113,6 +113,19 @@ def fast_interpreter():
         patch.setattr(interpreter, "_get_np_dtype", find_dtype)
         patch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
         yield
+
+
+@pytest.fixture
+def set_cpu_formats(monkeypatch):
+    """A function that sets the formats in which the CPU multiplies, whatever this machine does.
+
+    With FP32 alone, products in 16 bits are emulated, so that recipes can be compared to the bit.
+    """
+
+    def set_formats(*names):
+        monkeypatch.setattr(hardware, "native_on_cpu", lambda features: names)
+
+    return set_formats
 
 
 @pytest.fixture

@@ -287,6 +287,17 @@ def test_recurrent_layers_train_on_any_cpu(recipe, kind):
         assert engine.step().applied
 
 
+@pytest.mark.parametrize(
+    ("recipe", "formats", "kept"),
+    [("fp16", ("fp32", "fp16", "bf16"), True), ("fp16", ("fp32", "bf16"), True), ("bf16", ("fp32",), True),
+     ("bf16", ("fp32", "bf16"), False)],
+)  # fmt: skip
+def test_recurrent_layers_stay_in_fp32_where_torch_has_none_in_16_bits(recipe, formats, kept, set_cpu_formats):
+    set_cpu_formats(*formats)
+    model = nn.ModuleDict({"rnn": nn.LSTM(32, 32), "out": nn.Linear(32, 32)})
+    assert Engine(model, torch.optim.AdamW(model.parameters()), recipe).kept == ["rnn"] * kept
+
+
 def test_closures_are_refused():
     model = Net()
     with pytest.raises(UsageError, match="LBFGS evaluates the loss several times"):

@@ -68,7 +68,7 @@ class OperandRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._grouped_mm.default:
-            self.seen.append(args[:2])
+            self.seen.append([x.detach().clone() for x in args[:2]])  # a step changes BF16 weights in place
         return func(*args, **(kwargs or {}))
 
     def fit(self, dtype):

@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -284,7 +285,10 @@ def test_bounds_beside_a_mask_say_the_same(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8[products=all]", "fp8[checkpoint=full]"])
-def test_gradients_are_those_with_the_mask(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_those_with_the_mask(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, set_cpu_formats: Callable[..., None]
+) -> None:
+    set_cpu_formats("fp32")  # native attention in BF16 rounds probabilities, which a mask puts into other tiles
     model = without_dropout(LANGUAGE["qwen3"]()).train()
     results = []
     for masked in (True, False):

@@ -81,7 +81,7 @@ class EngineBase:
         bf16_weights = self.recipe.master != "fp32"
         self.step_context = StepContext(self.recipe, self.device, emulated)
         remove_changes(model)  # made by an earlier engine of this model
-        self.kept = setup.keep_in_fp32(self.inner, self.recipe, emulated)
+        self.kept = setup.keep_in_fp32(self.inner, self.recipe, self.hardware)
         setup.store_frozen(self.inner, self.recipe, self.kept)
         self.lean = setup.is_lean(self.recipe)
         self.update_sync = UpdateSync(model, self.named, lean=bf16_weights)

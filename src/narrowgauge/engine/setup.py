@@ -41,12 +41,14 @@ def is_lean(recipe: Recipe) -> bool:
     return recipe.gradients == "released" or (recipe.master, recipe.moments) != ("fp32", "fp32")
 
 
-def keep_in_fp32(model: nn.Module, recipe: Recipe, emulated: bool) -> list[str]:
+def keep_in_fp32(model: nn.Module, recipe: Recipe, device: Device) -> list[str]:
     """Let the modules that the recipe names compute in FP32; return their paths.
 
-    An emulated format has no recurrent layers: they stay in FP32 as well, and so do the routers of experts.
+    The routers of experts stay in FP32 as well, and recurrent layers where the device cannot train them in 16 bits:
+    emulated products do not reach into them, and torch has no LSTM in FP16 for a CPU, whatever it multiplies.
     """
-    kept = keep_modules(model, recipe.keep) + (keep_recurrent(model) if emulated else [])
+    without_recurrent = is_emulated(recipe, device) or (device.kind == "cpu" and recipe.compute == "fp16")
+    kept = keep_modules(model, recipe.keep) + (keep_recurrent(model) if without_recurrent else [])
     return kept + (keep_routers(model) if recipe.compute not in ("fp32", "tf32") else [])
 
 

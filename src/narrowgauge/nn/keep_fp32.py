@@ -127,7 +127,7 @@ def _class_of(module: nn.Module) -> str:
 
 
 def keep_recurrent(model: nn.Module) -> list[str]:
-    """Keep nn.RNN, nn.LSTM and nn.GRU in FP32 on a CPU without 16-bit products: torch cannot emulate those."""
+    """Keep nn.RNN, nn.LSTM and nn.GRU in FP32, on a device that cannot train them in 16 bits."""
     kept = {path: module for path, module in model.named_modules() if isinstance(module, nn.RNNBase)}
     for module in kept.values():
         apply_change(module, KeptInFp32(f"{_class_of(module)} has no 16-bit products on this device"))

@@ -12,10 +12,13 @@ time that it needs for many small ones.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
 from torch import Tensor
+
+from narrowgauge import hardware
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
@@ -43,17 +46,22 @@ def orthogonalize(
 def _multiply(z: Tensor | None, x: Tensor, y: Tensor, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
     """Return alpha x y + beta z in BF16, accumulated in FP32.
 
-    CPUs multiply the same numbers in FP32, and round the result: without instructions for BF16, torch's product in BF16
-    takes a hundred times as long.
+    CPUs without products in BF16 multiply the same numbers in FP32, and round the result: torch's product in BF16 takes
+    a hundred times as long there.
     """
-    on_cpu = x.device.type == "cpu"
-    if on_cpu:
+    widens = x.device.type == "cpu" and not _cpu_multiplies_bf16()
+    if widens:
         z, x, y = None if z is None else z.float(), x.float(), y.float()
     if z is None:
         made = x @ y
     else:
         made = (torch.addmm if x.dim() == 2 else torch.baddbmm)(z, x, y, beta=beta, alpha=alpha)
-    return made.to(torch.bfloat16) if on_cpu else made
+    return made.to(torch.bfloat16) if widens else made
+
+
+@functools.cache
+def _cpu_multiplies_bf16() -> bool:
+    return "bf16" in hardware.detect("cpu").native
 
 
 def adjust_rate(lr: float, adjustment: str | None, shape: torch.Size) -> float:
