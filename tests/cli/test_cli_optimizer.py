@@ -12,6 +12,7 @@ from narrowgauge.cli import main
 from narrowgauge.report.run_data import RunData
 from narrowgauge.runs import record
 from narrowgauge.runs.checkpoints import checkpoint
+from narrowgauge.task import make_plain_optimizers
 
 TASK = [
     "gpt:2x64",
@@ -187,17 +188,52 @@ def test_validate_chooses_the_length_for_the_optimizer(tmp_path):
     assert len(list(tmp_path.glob("length-*"))) == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["--optimizer", "sophia"], "--optimizer sophia: expected adamw or muon"),
-        (["--optimizer", "muon", "--time"], "--time measures steps with adamw only: omit --time or --optimizer muon"),
-    ],
-)
-def test_what_validate_cannot_train_is_one_line(arguments, text, tmp_path, capsys):
-    code = main([*VALIDATE, "--out", str(tmp_path), *arguments])
+@pytest.mark.parametrize("verb", [VALIDATE, ["bench", "gpt:2x64", "--device", "cpu"]])
+def test_an_unknown_optimizer_is_one_line(verb, tmp_path, capsys):
+    code = main([*verb, "--out", str(tmp_path), "--optimizer", "sophia"])
     lines = capsys.readouterr().err.splitlines()
-    assert code == 2 and text in lines[-1] and len(lines) <= 2, lines
+    assert code == 2 and "--optimizer sophia: expected adamw or muon" in lines[-1] and len(lines) <= 2, lines
+
+
+@pytest.fixture
+def stepped(monkeypatch):
+    """The names of the optimizers of all steps that are measured."""
+    from narrowgauge.bench import compare
+
+    names = []
+
+    def make(task, model):
+        found = make_plain_optimizers(task, model)
+        names.append("+".join(type(one).__name__ for one in found))
+        return found
+
+    monkeypatch.setattr(compare, "make_plain_optimizers", make)
+    return names
+
+
+def test_speed_at_equal_loss_is_measured_with_muon(stepped, tmp_path, capsys):
+    command = [*VALIDATE, "--steps", "6", "--no-layers", "--out", str(tmp_path), "--optimizer", "muon", "--time"]
+    assert main(command) in (0, 1)
+    assert json.loads(capsys.readouterr().out)["candidates"]["bf16"]["speed"]["step_ratio"] > 0
+    assert stepped == ["Muon"] * 3
+
+
+def test_bench_steps_with_muon(stepped, tmp_path, capsys):
+    common = ["bench", "gpt:2x64", "--context", "16", "--batch", "2", "--device", "cpu", "--json"]
+    once = ["--steps", "1", "--rounds", "1", "--peers", "torch"]
+    path = tmp_path / "muon.json"
+    assert main([*common, *once, "--recipes", "fp32", "--optimizer", "muon", "--save", str(path)]) == 0
+    assert json.loads(capsys.readouterr().out)["optimizer"] == "muon" and stepped == ["Muon"] * 2
+    assert main(["bench", "--against", str(path), "--rounds", "1", "--device", "cpu", "--json"]) in (0, 1)
+    assert stepped == ["Muon"] * 4, "a saved benchmark is repeated with its optimizer"
+    capsys.readouterr()
+    assert main(["bench", "--against", str(path), "--optimizer", "adamw", "--device", "cpu"]) == 2
+    assert "was measured with optimizer muon, not adamw" in capsys.readouterr().err
+    old = json.loads(path.read_text())
+    del old["optimizer"]
+    path.write_text(json.dumps(old))
+    assert main(["bench", "--against", str(path), "--optimizer", "muon", "--device", "cpu"]) == 2
+    assert "was measured with optimizer adamw, not muon" in capsys.readouterr().err
 
 
 def test_validate_refuses_muon_for_a_candidate_with_its_own_optimizer(tmp_path):

@@ -21,16 +21,22 @@ def validation(verdict: str = "worse") -> dict[str, Any]:
     bad = {"verdict": verdict, "gap": 0.02, "interval": [0.011, 0.029], "margin": 0.005, "seeds": 3, "diverged": 0,
            "detectable": 0.004, "losses": [3.1, 3.2, "nan"], "reason": "the gap is beyond the margin",
            "layers": layers}  # fmt: skip
-    good = bad | {"verdict": "equivalent", "gap": 0.0, "interval": [-0.001, 0.001], "layers": None}
+    good = bad | {"verdict": "equivalent", "gap": 0.0, "interval": [-0.001, 0.001], "layers": None, "speed": speed()}
     return {"task": "gpt:12x768", "device": "H200", "reference": "fp32", "steps": 400, "margin": 0.005,
             "losses": [3.0, 3.1, 3.05], "noise_band": 0.016, "candidates": {"fp8": bad, "bf16": good}}  # fmt: skip
+
+
+def speed() -> dict[str, Any]:
+    return {"step_ratio": 1.5, "reason": "", "steps_needed": 1.05, "ratio": 1.43, "interval": [1.38, 1.47],
+            "slope": 0.2, "plain_ratio": 1.6}  # fmt: skip
 
 
 def bench() -> dict[str, Any]:
     rows = [{"name": name, "recipe": name, "tokens_per_s": speed, "step_ms": 1e6 / speed, "step_ms_low": 0.98e6 / speed,
              "step_ms_high": 1.03e6 / speed, "peak_bytes": 30 << 30, "mfu": 0.45, "ratio": speed / 5e5}
             for name, speed in (("bf16", 5e5), ("fp8", 7.7e5))]  # fmt: skip
-    return {"task": "llama-7b", "device": "NVIDIA H200", "unit": "token", "rows": rows}
+    to_loss = {"reference": "bf16", "steps": 400, "candidates": {"fp8": {"verdict": "equivalent", "speed": speed()}}}
+    return {"task": "llama-7b", "device": "NVIDIA H200", "unit": "token", "rows": rows, "to_loss": to_loss}
 
 
 def memory() -> dict[str, Any]:

@@ -34,6 +34,25 @@ def test_incomplete_validation_is_accepted(tmp_path: Path) -> None:
     assert collect(open_inputs([path]))["summary"]["state"] == "warning"
 
 
+def test_speed_at_equal_loss_is_read(tmp_path: Path) -> None:
+    found = collect(open_inputs(example_results.save_all(tmp_path)))
+    candidates, (bf16, fp8) = found["validations"][0]["candidates"], found["benches"][0]["rows"]
+    for one, ratio in ((candidates["bf16"], 1.43), (candidates["fp8"], None), (fp8, 1.43), (bf16, None)):
+        assert one["equal_loss"] == ratio and one["equal_loss_interval"] == (None if ratio is None else [1.38, 1.47])
+
+
+@pytest.mark.parametrize("speed", [None, [], 3, {}, {"ratio": "fast", "interval": [1]}, {"interval": [None, "nan"]}])
+def test_a_damaged_speed_is_none(speed: object, tmp_path: Path) -> None:
+    data = example_results.bench()
+    data["to_loss"]["candidates"]["fp8"]["speed"] = speed
+    [path] = example_results.save(tmp_path, bench=data)
+    assert read_result(path)[1]["rows"][1]["equal_loss_interval"] is None
+    assert read_result(path)[1]["rows"][1]["equal_loss"] is None
+    data["to_loss"] = speed
+    [path] = example_results.save(tmp_path, bench=data)
+    assert read_result(path)[1]["rows"][1]["equal_loss"] is None
+
+
 def test_timelines_have_several_forms() -> None:
     assert parse_timeline([["begin", 5], ["loss", 9]])[1] == {"label": "loss", "parts": {"total": 9}}
     given = [{"at": "loss", "weights": 3, "odd": 4}, ["end", {"weights": 2}], {"label": "x", "bytes": 1}, 7, ["a"]]

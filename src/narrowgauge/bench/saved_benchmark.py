@@ -35,6 +35,7 @@ MUST_MATCH = {
     "steps": "",
     "peers": "",
     "options": "",
+    "optimizer": "",
     "fit": "",
 }
 """Facts that must equal those of the saved benchmark, with a hint for the error message."""
@@ -47,6 +48,7 @@ TYPES = {
     "compile": bool,
     "steps": int,
     "options": dict,
+    "optimizer": str,
     "model": str | None,
     "fit": str | None,
 }
@@ -62,6 +64,7 @@ def describe_setup(
     batch: int | None = None,
     context: int | None = None,
     options: Mapping[str, Any] | None = None,
+    optimizer: str = "adamw",
 ) -> dict[str, Any]:
     """The facts about a measurement, for the JSON of a benchmark."""
     return {
@@ -76,6 +79,7 @@ def describe_setup(
         "steps": settings.steps,
         "peers": list(peers),
         "options": dict(options or {}),
+        "optimizer": optimizer,
         "fit": settings.fit,
         "unit": task.unit,
         "items_per_step": task.items_per_batch,
@@ -118,6 +122,7 @@ class SavedBenchmark:
         try:
             data.setdefault("options", {})  # missing in files of earlier versions
             data.setdefault("fit", None)
+            data.setdefault("optimizer", "adamw")
             rows = tuple(_parse_row(row) for row in data.pop("rows"))
             facts = {key: data[key] for key in (*MUST_MATCH, "torch")} | {"model": data.get("model")}
             wrong = [key for key, kind in TYPES.items() if not isinstance(facts[key], kind)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge import files
-from narrowgauge.cli import Outcome, bench_tables, prose
+from narrowgauge.cli import Outcome, bench_tables, bench_to_loss, prose
 from narrowgauge.cli.numbers import number, whole
 from narrowgauge.cli.terminal import say
 from narrowgauge.errors import UsageError
@@ -59,6 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--tolerance", type=number, help="relative slowdown or memory growth to accept (default 0.03)")
     add("--profile", nargs="?", const="", metavar="PATH", help="write a trace of each recipe, and show time by kind")
+    add("--optimizer", metavar="NAME", help="adamw (default) or muon, as in narrowgauge train")
+    add("--data", metavar="PATH", help="texts or tokens of a language task, as for train")
+    bench_to_loss.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> Outcome:
@@ -67,6 +70,9 @@ def run(args: argparse.Namespace) -> Outcome:
             raise UsageError(f"--{name} {getattr(args, name)} must be at least 1")
     if args.model is not None and args.task is not None:
         raise UsageError(f"give either the task {args.task} or --model {args.model}, not both")
+    if args.model is not None and args.data is not None:
+        raise UsageError("--data is for tasks: steps of a --model are measured with random tokens, so omit it")
+    bench_to_loss.check_arguments(args)
     from narrowgauge import bench, hardware
     from narrowgauge.bench import gate, losses, saved_benchmark, trace
 
@@ -78,11 +84,13 @@ def run(args: argparse.Namespace) -> Outcome:
     device = hardware.detect(args.device)
     saved = saved_benchmark.SavedBenchmark.read(Path(args.against)) if args.against else None
     plan = _make_plan(args, device, saved)
+    if args.to_loss:
+        bench_to_loss.check_recipes([str(recipe) for recipe in plan.recipes])
     targets = {} if args.profile is None else trace.choose_trace_paths(args.profile, args.out, plan.recipes)
     judge = gate.Gate(saved, [str(recipe) for recipe in plan.recipes], tolerance, tell) if saved else None
     task = _prepare_task(plan, device)
     facts = saved_benchmark.describe_setup(
-        plan.spec, task, device, plan.settings, plan.peers, plan.batch, plan.context, plan.own
+        plan.spec, task, device, plan.settings, plan.peers, plan.batch, plan.context, plan.own, plan.optimizer
     )
     facts["model"] = plan.spec if plan.is_model else None
     if plan.is_model:
@@ -114,9 +122,20 @@ def run(args: argparse.Namespace) -> Outcome:
         found = {str(one): trace.profile(task, one, device, plan.settings, path) for one, path in targets.items()}
         data["profile"] = {name: dataclasses.asdict(summary) for name, summary in found.items()}
         bench_tables.show_profile(found, device, out)
+    ok = judge is None or data["gate"]["ok"]
     if args.save:
         saved_benchmark.save(Path(args.save), data)
-    return Outcome(data, exit_code=int(judge is not None and not data["gate"]["ok"]))
+    if args.to_loss:
+        options = {"batch": plan.batch, "context": plan.context, **plan.own}
+        options = {name: value for name, value in options.items() if value is not None}
+        names = [str(recipe) for recipe in plan.recipes]
+        validation = bench_to_loss.train_to_loss(args, plan.spec, options, plan.optimizer, names, out)
+        bench_to_loss.show(validation, out)
+        data["to_loss"] = bench_to_loss.describe(validation)
+        ok = bench_to_loss.is_answered(validation)
+        if args.save:
+            saved_benchmark.save(Path(args.save), data)
+    return Outcome(data, exit_code=int(not ok))
 
 
 def tell(line: str) -> None:
@@ -136,6 +155,7 @@ class _Plan:
     context: int | None
     own: dict[str, Any]
     """Options of the task; for a model the fields of its configuration, as ``config``."""
+    optimizer: str
     is_model: bool
     """Whether ``spec`` is a model rather than a task."""
     settings: Settings
@@ -149,6 +169,8 @@ def _make_plan(args: argparse.Namespace, device: Device, saved: SavedBenchmark |
     from narrowgauge.engine.choose_recipe import choose_for_task
     from narrowgauge.pretrained import transformers_model
     from narrowgauge.recipe import parse, refuse_emulation, split
+    from narrowgauge.runs.optimizers import with_optimizer
+    from narrowgauge.runs.settings import OPTIMIZERS
 
     facts = saved.facts if saved else {}
     if args.profile and args.task is None and args.profile in dict(tasks.names()):
@@ -176,9 +198,14 @@ def _make_plan(args: argparse.Namespace, device: Device, saved: SavedBenchmark |
     spec = model or args.task or facts.get("task") or tasks.default(device.kind)
     batch = args.batch if args.batch is not None else facts.get("batch")
     context = args.context if args.context is not None else facts.get("context")
-    own = args.own if args.config is None else {"config": transformers_model.parse_fields(args.config)}
+    own = (
+        args.own | _read_data(args.data)
+        if args.config is None
+        else {"config": transformers_model.parse_fields(args.config)}
+    )
     own = own or dict(facts.get("options", {}))
-    task = _find_task(spec, batch, context, own, device, model is not None)
+    optimizer = args.optimizer or facts.get("optimizer", OPTIMIZERS[0])
+    task = with_optimizer(_find_task(spec, batch, context, own, device, model is not None), optimizer)
     chosen = [choose_for_task(text, task, device, compile=compile_) for text in texts]
     for recipe, reason in chosen:
         if reason is not None:
@@ -191,6 +218,7 @@ def _make_plan(args: argparse.Namespace, device: Device, saved: SavedBenchmark |
         batch=batch,
         context=context,
         own=own,
+        optimizer=optimizer,
         is_model=model is not None,
         settings=settings,
         for_gate=for_gate,
@@ -202,9 +230,16 @@ def _make_plan(args: argparse.Namespace, device: Device, saved: SavedBenchmark |
             "batch": plan.batch,
             "context": plan.context,
         }
-        wanted["options"], wanted["fit"] = plan.own, settings.fit
+        wanted["options"], wanted["fit"], wanted["optimizer"] = plan.own, settings.fit, optimizer
         saved.check_same_setup({**wanted, "compile": compile_, "steps": settings.steps, "peers": peers})
     return plan
+
+
+def _read_data(path: str | None) -> dict[str, Any]:
+    """The option of the task that names the user's data, if any."""
+    from narrowgauge.data.sources import resolve_name
+
+    return {} if path is None else {"data": resolve_name(path)}
 
 
 def _choose_contestants(device: Device, compiles: bool) -> tuple[list[str], list[str]]:

@@ -27,6 +27,8 @@ FOR_TASK = (
 )  # fmt: skip
 """Options that are passed to the task if given."""
 MARGIN = 0.005
+BUDGET = 10.0
+"""Minutes that ``--seeds auto`` may take."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of pairs of runs, or auto: as many as needed within the budget (default auto)",
     )
     add("--margin", type=number, help=f"largest equivalent relative gap of the loss (default {MARGIN})")
-    add("--budget", type=number, default=10.0, metavar="MINUTES", help="time limit of --seeds auto (default 10)")
+    add(
+        "--budget",
+        type=number,
+        default=BUDGET,
+        metavar="MINUTES",
+        help=f"time limit of --seeds auto (default {BUDGET:g})",
+    )
     layers = "compare one step module by module first (default: yes)"
     add("--layers", action=argparse.BooleanOptionalAction, default=True, help=layers)
     add("--time", action="store_true", help="also measure how much faster each candidate reaches the reference's loss")

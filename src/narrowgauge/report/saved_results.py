@@ -69,6 +69,7 @@ def _parse_validation(data: dict[str, Any]) -> dict[str, Any]:
             "losses": to_numbers(one.get("losses")),
             **{key: to_number(one.get(key)) for key in numbers},
             "layers": _parse_layers(one.get("layers")),
+            **_parse_speed(one),
         }
     return {
         "task": _text(data.get("task")),
@@ -80,6 +81,16 @@ def _parse_validation(data: dict[str, Any]) -> dict[str, Any]:
         "noise_band": to_number(data.get("noise_band")),
         "candidates": candidates,
     }
+
+
+def _parse_speed(candidate: Any) -> dict[str, Any]:
+    """How much faster a candidate reaches the reference's final loss, with the interval; None if not measured."""
+    speed = candidate.get("speed") if isinstance(candidate, Mapping) else None
+    if not isinstance(speed, Mapping):
+        return {"equal_loss": None, "equal_loss_interval": None}
+    interval = to_numbers(speed.get("interval")) or []
+    whole = len(interval) == 2 and None not in interval
+    return {"equal_loss": to_number(speed.get("ratio")), "equal_loss_interval": interval if whole else None}
 
 
 def _parse_layers(data: Any) -> dict[str, Any] | None:
@@ -105,8 +116,11 @@ def _parse_layers(data: Any) -> dict[str, Any] | None:
 
 def _parse_bench(data: dict[str, Any]) -> dict[str, Any]:
     numbers = ("tokens_per_s", "step_ms", "step_ms_low", "step_ms_high", "peak_bytes", "mfu", "ratio")
+    trained = data["to_loss"].get("candidates") if isinstance(data.get("to_loss"), Mapping) else None
+    speeds = trained if isinstance(trained, Mapping) else {}
     rows = [
-        {"name": str(row["name"]), **{key: to_number(row.get(key)) for key in numbers}}
+        {"name": str(row["name"]), **{key: to_number(row.get(key)) for key in numbers},
+         **_parse_speed(speeds.get(row["name"]))}
         for row in data["rows"]
     ]  # fmt: skip
     gate = data.get("gate") if isinstance(data.get("gate"), Mapping) else None

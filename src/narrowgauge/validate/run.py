@@ -81,7 +81,7 @@ def validate(
         out: The folder for the runs. By default the cache folder.
         layers: Also compare one step module by module.
         time_steps: Also measure step times, and how much faster each candidate reaches the reference's final loss. This
-            trains a shorter run of the reference for each seed. Steps are measured with AdamW only.
+            trains a shorter run of the reference for each seed.
         tell: Called with each line of progress.
 
     Returns:
@@ -102,7 +102,7 @@ def validate(
         store = Path(out) if out else Path(temporary) if not isinstance(task, str) else cache.get_folder() / "validate"
         source = {"spec": _resolve_spec(task)} if isinstance(task, str) else {"spec": "", "make": _make_factory(task)}
         experiment = Experiment(device=found, options=dict(options or {}), store=store, **source)
-        _check_optimizer(optimizer, experiment, recipes, time_steps)
+        _check_optimizer(optimizer, experiment, recipes)
         recipes |= _choose_recipes(experiment, recipes, say)
         compared = compare_layers(experiment, reference, candidates, recipes, say) if layers else {}
         given = {"learning_rate": learning_rate, "optimizer": optimizer, "watch_every": 0}
@@ -146,13 +146,9 @@ def _check_recipe(name: str, device: hardware.Device) -> str:
     return str(recipe)
 
 
-def _check_optimizer(optimizer: str, experiment: Experiment, names: Iterable[str], time_steps: bool) -> None:
-    """Raises UsageError if a task cannot be trained with the optimizer, or its steps would not be measured with it."""
-    if optimizer == OPTIMIZERS[0]:
-        return
-    if time_steps:
-        raise UsageError(f"--time measures steps with {OPTIMIZERS[0]} only: omit --time or --optimizer {optimizer}")
-    for name in names:
+def _check_optimizer(optimizer: str, experiment: Experiment, names: Iterable[str]) -> None:
+    """Raises UsageError if a task cannot be trained with the optimizer."""
+    for name in names if optimizer != OPTIMIZERS[0] else ():
         with_optimizer(make_task(_with_task_of(name, experiment), 0), optimizer)
 
 
@@ -278,7 +274,8 @@ class Validation(Mapping[str, Verdict]):
     def measure_speed(self) -> None:
         """Measures step times side by side, and trains the shorter runs of the reference (``equal_loss``)."""
         names = (self.reference, *self.candidates)
-        made = {name: make_task(self._experiment_of(name), 0) for name in names}
+        optimizer = self.experiment.settings["optimizer"]
+        made = {name: with_optimizer(make_task(self._experiment_of(name), 0), optimizer) for name in names}
         times = measure_step_times(
             made, {name: self.recipes[name] for name in names}, self.experiment.device, self._tell
         )

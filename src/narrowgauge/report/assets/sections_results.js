@@ -25,7 +25,9 @@ function validationSection(data) {
       { key: "skipped", title: "skipped" },
       { key: "diverged", title: "diverged" },
     ];
-    if (Object.values(one.candidates).some((c) => c.emulated)) columns.splice(2, 0, { key: "emulated", title: "emulated format" });
+    const speeds = Object.values(one.candidates);
+    columns.push(...equalLossColumns(speeds));
+    if (speeds.some((c) => c.emulated)) columns.splice(2, 0, { key: "emulated", title: "emulated format" });
     const table = Object.entries(one.candidates).map(([name, c]) => ({
       ...c,
       name,
@@ -77,6 +79,16 @@ function seedChart(one, index) {
   });
 }
 
+// How much faster a recipe reaches the reference's final loss, for tables in which any row has it.
+function equalLossColumns(rows) {
+  if (!rows.some((row) => row.equal_loss !== null)) return [];
+  const interval = (v) => (v ? `${number(v[0], 3)}× to ${number(v[1], 3)}×` : "");
+  return [
+    { key: "equal_loss", title: "speed at equal loss", text: (v) => (v === null ? "" : `${number(v, 3)}×`) },
+    { key: "equal_loss_interval", title: "its interval", text: interval },
+  ];
+}
+
 function benchSection(data) {
   if (!data.benches.length) return null;
   const parts = data.benches.map((one, index) => {
@@ -94,6 +106,7 @@ function benchSection(data) {
       { key: "peak_bytes", title: "peak memory", text: bytes },
       { key: "mfu", title: "MFU", text: (v) => percent(v) },
       { key: "ratio", title: "ratio", text: (v) => `${number(v, 3)}×` },
+      ...equalLossColumns(one.rows),
     ].filter((column) => one.rows.some((row) => row[column.key] !== null));
     const title = [one.task || one.name, one.device].filter(Boolean).join(" on ");
     return el(
