@@ -37,6 +37,7 @@ def test_incomplete_validation_is_accepted(tmp_path: Path) -> None:
 def test_speed_at_equal_loss_is_read(tmp_path: Path) -> None:
     found = collect(open_inputs(example_results.save_all(tmp_path)))
     candidates, (bf16, fp8) = found["validations"][0]["candidates"], found["benches"][0]["rows"]
+    assert found["benches"][0]["reference"] == "bf16"
     for one, ratio in ((candidates["bf16"], 1.43), (candidates["fp8"], None), (fp8, 1.43), (bf16, None)):
         assert one["equal_loss"] == ratio and one["equal_loss_interval"] == (None if ratio is None else [1.38, 1.47])
 

@@ -116,8 +116,8 @@ def _parse_layers(data: Any) -> dict[str, Any] | None:
 
 def _parse_bench(data: dict[str, Any]) -> dict[str, Any]:
     numbers = ("tokens_per_s", "step_ms", "step_ms_low", "step_ms_high", "peak_bytes", "mfu", "ratio")
-    trained = data["to_loss"].get("candidates") if isinstance(data.get("to_loss"), Mapping) else None
-    speeds = trained if isinstance(trained, Mapping) else {}
+    trained = data["to_loss"] if isinstance(data.get("to_loss"), Mapping) else {}
+    speeds = trained["candidates"] if isinstance(trained.get("candidates"), Mapping) else {}
     rows = [
         {"name": str(row["name"]), **{key: to_number(row.get(key)) for key in numbers},
          **_parse_speed(speeds.get(row["name"]))}
@@ -130,6 +130,7 @@ def _parse_bench(data: dict[str, Any]) -> dict[str, Any]:
         "unit": _text(data.get("unit")) or "token",
         "note": _text(data.get("note")),
         "rows": rows,
+        "reference": _text(trained.get("reference")),
         "failures": [str(line) for line in gate.get("failures") or ()] if gate else [],
     }
 

@@ -26,7 +26,7 @@ function validationSection(data) {
       { key: "diverged", title: "diverged" },
     ];
     const speeds = Object.values(one.candidates);
-    columns.push(...equalLossColumns(speeds));
+    columns.push(...equalLossColumns(speeds, one.reference));
     if (speeds.some((c) => c.emulated)) columns.splice(2, 0, { key: "emulated", title: "emulated format" });
     const table = Object.entries(one.candidates).map(([name, c]) => ({
       ...c,
@@ -80,11 +80,11 @@ function seedChart(one, index) {
 }
 
 // How much faster a recipe reaches the reference's final loss, for tables in which any row has it.
-function equalLossColumns(rows) {
+function equalLossColumns(rows, reference) {
   if (!rows.some((row) => row.equal_loss !== null)) return [];
   const interval = (v) => (v ? `${number(v[0], 3)}× to ${number(v[1], 3)}×` : "");
   return [
-    { key: "equal_loss", title: "speed at equal loss", text: (v) => (v === null ? "" : `${number(v, 3)}×`) },
+    { key: "equal_loss", title: `speed to the loss of ${reference}`, text: (v) => (v === null ? "" : `${number(v, 3)}×`) },
     { key: "equal_loss_interval", title: "its interval", text: interval },
   ];
 }
@@ -106,7 +106,7 @@ function benchSection(data) {
       { key: "peak_bytes", title: "peak memory", text: bytes },
       { key: "mfu", title: "MFU", text: (v) => percent(v) },
       { key: "ratio", title: "ratio", text: (v) => `${number(v, 3)}×` },
-      ...equalLossColumns(one.rows),
+      ...equalLossColumns(one.rows, one.reference),
     ].filter((column) => one.rows.some((row) => row[column.key] !== null));
     const title = [one.task || one.name, one.device].filter(Boolean).join(" on ");
     return el(
