@@ -1,12 +1,13 @@
 """Compares FP8 and narrowgauge's fused BF16 with compiled BF16 and torchao, taking turns in one process.
 
 usage: python bench/fp8_steps.py TASK [ROUNDS] [STEPS] [torchao | tensorwise | rowwise] [ours | fp8-only] [profile]
-                                [graphs] [fp8[FIELD=VALUE]...]
+                                [graphs] [no-graphs] [batch=ITEMS] [fp8[FIELD=VALUE]...]
 (JSON to $OUT/fp8-TASK.json where OUT is set, and each line about a round to $OUT/fp8-TASK.log when it is printed)
 
 ours: without plain compiled BF16, whose compilation takes a minute on deep models. fp8-only: without narrowgauge's
 BF16, to save memory: the weights and moments of all contestants are on the GPU at once. Recipes with changed fields,
-such as fp8[activations=8bit], take part too. graphs: also each FP8 recipe with its blocks as CUDA graphs.
+such as fp8[activations=8bit], take part too. graphs, no-graphs: also each FP8 recipe with its blocks always, or never,
+as CUDA graphs; otherwise the engine decides. batch: another batch than the task's, for small steps.
 """
 
 import collections
@@ -26,7 +27,8 @@ from narrowgauge.recipe import parse
 
 spec = sys.argv[1] if len(sys.argv) > 1 else "gpt2-124m"
 rounds, steps = (*(int(argument) for argument in sys.argv[2:] if argument.isdigit()), 6, 8)[:2]
-device, task, fp8 = hardware.detect(), tasks.find(spec), parse("fp8")
+batch = next((int(argument.partition("=")[2]) for argument in sys.argv if argument.startswith("batch=")), None)
+device, task, fp8 = hardware.detect(), tasks.find(spec, batch=batch), parse("fp8")
 settings = bench.Settings(compile=True, rounds=rounds, steps=steps)
 
 
@@ -41,16 +43,18 @@ baselines = {} if "fp8-only" in sys.argv else {"fused bf16": Baseline("bf16", fu
 if "ours" not in sys.argv:
     baselines |= make_baselines("torch", fp8)
 baselines |= {text: Baseline("fp8", functools.partial(fused, text)) for text in sys.argv if text.startswith("fp8[")}
-if "graphs" in sys.argv:
-    recipes = ["fp8", *(name for name in baselines if name.startswith("fp8["))]
-    baselines |= {f"{one} graphs": Baseline("fp8", functools.partial(fused, one, graphs=True)) for one in recipes}
+recipes = ["fp8", *(name for name in baselines if name.startswith("fp8["))]
+for option in [word for word in ("graphs", "no-graphs") if word in sys.argv]:
+    always = option == "graphs"
+    baselines |= {f"{one} {option}": Baseline("fp8", functools.partial(fused, one, graphs=always)) for one in recipes}
 wants_torchao = bool({"torchao", "tensorwise", "rowwise"} & set(sys.argv))
 for name, baseline in make_baselines("torchao", fp8).items() if wants_torchao else ():
     if "torchao" in sys.argv or name.rpartition("-")[2] in sys.argv:
         baselines[name] = baseline
 batches = bench.make_batches(task, device)
 torch._functorch.config.enable_autograd_cache = False
-target = Path(os.environ["OUT"]) / f"fp8-{spec.replace(':', '-')}" if "OUT" in os.environ else None
+name = spec.replace(":", "-") + ("" if batch is None else f"-batch-{batch}")
+target = Path(os.environ["OUT"]) / f"fp8-{name}" if "OUT" in os.environ else None
 
 
 def say(line: str) -> None:

@@ -5,6 +5,7 @@
 #
 #   fp8-large    fp8 beside compiled BF16 and torchao, one process each: 8 x 4096, 1.3B                    about 250 s
 #   fp8-small    the same: 124M, llama-1b                                                                 about 330 s
+#   small-steps  fp8 with and without CUDA graphs where launching takes long: gpt-tiny, 124M with a batch of 4   about 100 s
 #   experts      Mixtral's losses on fresh tokens beside compiled BF16                                    about 75 s
 #   granularity  scales for rows and for blocks of 128: SQNR, learning by heart, step times               about 170 s
 #   gradients    final losses with gradients in E4M3 where they fit, four seeds                           about 180 s
@@ -52,11 +53,15 @@ steps() { # SECONDS TASK ROUNDS STEPS MORE...
   part "$1" bench/fp8_steps.py "${@:2}"
 }
 
-[ $# -gt 0 ] || { sed -n '2,20s/^# \{0,1\}//p' "$0" && exit 2; }
+[ $# -gt 0 ] || { sed -n '2,22s/^# \{0,1\}//p' "$0" && exit 2; }
 for name in "$@"; do
   case $name in
     fp8-large) steps 200 gpt:8x4096 3 4 fp8-only tensorwise && steps 300 gpt-1.3b 2 4 fp8-only tensorwise ;;
     fp8-small) steps 150 gpt2-124m 4 5 fp8-only tensorwise && steps 200 llama-1b 3 4 fp8-only tensorwise ;;
+    small-steps)
+      steps 80 gpt-tiny 6 20 no-graphs
+      steps 110 gpt2-124m 6 20 batch=4 no-graphs
+      ;;
     experts) part 160 bench/experts.py mixtral 2 2 6 fp8 "fp8[first_forward=mostly-bf16]" fresh ;;
     granularity)
       part 60 bench/sqnr.py 2048 5504 8192
