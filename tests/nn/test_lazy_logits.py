@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from model_families import LANGUAGE, VOCAB, make_batch, without_dropout
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowgauge import Engine
 from narrowgauge.kernels.cross_entropy import PLAIN, LossForm
@@ -160,6 +162,29 @@ class OwnLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (share,) = ctx.saved_tensors
         return grad * share / share[..., 0].numel()
+
+
+@pytest.mark.parametrize("formats", [("fp32",), ("fp32", "bf16")])
+def test_logits_are_multiplied_as_the_engine_multiplies(
+    formats: tuple[str, ...], set_cpu_formats: Callable[..., None]
+) -> None:
+    """In BF16 where the CPU has it, otherwise in FP32 with one rounding; the values are the same but for sums."""
+    set_cpu_formats(*formats)
+    seen = set()
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.mm.default:
+                seen.add(args[0].dtype)
+            return func(*args, **(kwargs or {}))
+
+    _, engine, twin = pair()
+    with engine.forward():
+        logits = engine.model(TOKENS)
+    with Recorder():
+        values = logits.detach().float()
+    assert seen == {torch.bfloat16 if "bf16" in formats else torch.float32}
+    assert (values - twin(TOKENS)).norm() < 0.02 * values.norm()
 
 
 def test_an_autograd_function_of_the_user_gets_logits_and_passes_gradients() -> None:

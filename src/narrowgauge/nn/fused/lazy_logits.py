@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from narrowgauge import hardware
 from narrowgauge.kernels.cross_entropy import LossForm
 from narrowgauge.nn.cpu_emulation import EmulatedProducts
 from narrowgauge.nn.fused.logit_steps import Step, apply_steps, combine_steps, read_step
@@ -62,6 +63,7 @@ METADATA = {_describe_plainly(name) for name in _PROPERTIES} | {
 """What is known without the logits."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS = {Tensor.float: torch.float32, Tensor.bfloat16: torch.bfloat16, Tensor.half: torch.float16}
+FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _VIEWS = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten}
 
 
@@ -200,7 +202,7 @@ def _run_head(hidden: Tensor, source: HeadSource) -> Tensor:
     kind, dtype = hidden.device.type, source.autocast
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.autocast(kind, dtype=dtype or torch.bfloat16, enabled=dtype is not None))
-        if kind == "cpu" and dtype is not None:  # not every CPU has 16-bit products
+        if kind == "cpu" and dtype is not None and FORMATS[dtype] not in hardware.detect("cpu").native:
             stack.enter_context(EmulatedProducts())  # type: ignore[no-untyped-call]
         return source.head(hidden)
 
