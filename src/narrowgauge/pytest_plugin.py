@@ -76,7 +76,7 @@ def assert_equivalent(
     if verdict.verdict in ("equivalent", "better"):
         return verdict
     more = ""
-    if verdict.verdict == "inconclusive":
+    if verdict.verdict == "inconclusive" and verdict.decidable:
         needed = verdict.seeds_needed
         more = f"; {needed} seeds would decide" if needed else "; 1,000 seeds would not decide"
     raise AssertionError(f"{name}: {verdict.verdict}: {verdict.reason}{more}")

@@ -49,6 +49,12 @@ def test_candidate_without_noise_is_decided_at_once():
     assert test.verdict.verdict == "equivalent" and test.pairs_wanted is None and test.pairs_needed is None
 
 
+def test_no_more_copies_of_one_pair_are_trained():
+    test = SequentialTest(0.005)
+    test.update([2.0] * 3, [2.001] * 3, 100)
+    assert test.verdict.verdict == "inconclusive" and test.pairs_wanted is None and test.pairs_needed is None
+
+
 def test_unaffordable_pairs_are_not_started():
     noisy = [1.0, 1.02, 0.98]
     poor, rich = SequentialTest(0.005), SequentialTest(0.005)

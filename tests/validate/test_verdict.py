@@ -84,6 +84,23 @@ def test_identical_runs_are_equivalent():
     assert judge([2.0, 1.9], [2.0, 1.9]).verdict == EQUIVALENT
 
 
+@pytest.mark.parametrize("losses", [(2.0, 2.0), (2.0, 2.001), (2.0, 3.0), (0.0, 0.0)])
+def test_copies_of_one_pair_show_no_noise(losses):
+    reference, candidate = ([loss] * 5 for loss in losses)
+    found = judge(reference, candidate)
+    assert found.verdict == INCONCLUSIVE and "the seed changes nothing" in found.reason and not found.decidable
+    assert found.interval is found.deviation is found.detectable is found.seeds_needed is None
+    assert found.gap == (losses[1] / losses[0] - 1 if losses[0] else None)
+
+
+def test_gaps_to_a_loss_of_zero_have_no_scale():
+    """A hinge loss that reaches 0 in the reference only: 0.001 is not within 0.5% of it."""
+    for reference, candidate in (([0.0] * 3, [0.001, 0.002, 0.0015]), ([-1.0, 1.0], [-1.001, 1.001])):
+        found = judge(reference, candidate)
+        assert found.verdict == INCONCLUSIVE and found.gap is None and not found.decidable
+        assert "the mean loss of the reference is 0" in found.reason
+
+
 def test_diverged_runs():
     nan = math.nan
     assert judge([2.0] * 6, [nan] * 6).verdict == WORSE
@@ -92,7 +109,11 @@ def test_diverged_runs():
     assert half.verdict == WORSE and half.diverged == (0, 4) and "4 of 8 runs diverged" in half.reason
     one = judge([2.0, 2.01, 1.99, 2.0, 2.0], [nan, 2.01, 1.99, 2.0, 2.0])
     assert one.verdict == EQUIVALENT and one.diverged == (0, 1)
-    assert judge([nan] * 5, [nan] * 5).verdict == INCONCLUSIVE
+    both = judge([nan] * 5, [nan] * 5)
+    assert both.verdict == INCONCLUSIVE and not both.decidable and both.seeds_needed is None
+    assert both.reason == "no pair of 5 has two finite losses: 5 runs of the reference diverged, and 5 of the candidate"
+    left = judge([nan, 2.0, 2.0], [2.0, nan, 2.0])
+    assert left.verdict == INCONCLUSIVE and left.decidable and left.reason.startswith("only one pair of 3 has")
 
 
 def test_fisher_exact_test_matches_scipy():

@@ -6,6 +6,7 @@ With ``--model FOLDER --data FILE`` the runs fine-tune that model, and their los
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import tempfile
 from pathlib import Path
@@ -231,9 +232,12 @@ def _compare_logs(args: argparse.Namespace) -> Outcome:
 
 def show(validation: Validation, out: TextIO) -> None:
     """Prints the verdicts."""
+    from narrowgauge.validate.layers.sqnr import format_decibels
+
     for name, layers in validation.layers.items():
         columns, lines = layers.to_table()
-        total = f"all weight gradients {layers.total:.1f} dB"
+        total = f"{layers.total:.1f} dB" if math.isfinite(layers.total) else format_decibels(layers.total)
+        total = f"all weight gradients {total}"
         title = f"one step of {name} compared with {validation.reference}, SQNR in dB (own, end to end): {total}"
         show_table(title, columns, lines, out)
         for worst in layers.worst[:3]:
@@ -244,9 +248,9 @@ def show(validation: Validation, out: TextIO) -> None:
         known = described["candidates"][name]
         interval = "" if verdict.interval is None else f"{verdict.interval[0]:+.3%} to {verdict.interval[1]:+.3%}"
         gap = "" if verdict.gap is None else f"{verdict.gap:+.3%}"
-        largest = known["curve_gap_largest"]
-        curve = "" if largest is None else f"{largest:+.2%} at {known['curve_gap_step']}"
-        norms = "" if known["grad_norm_ratio"] is None else f"{known['grad_norm_ratio']:.3f}"
+        largest, ratio = known["curve_gap_largest"], known["grad_norm_ratio"]  # text if they are not finite
+        curve = f"{largest:+.2%} at {known['curve_gap_step']}" if isinstance(largest, float) else ""
+        norms = f"{ratio:.3f}" if isinstance(ratio, float) else ""
         bad = f"{known['skipped']}, {verdict.diverged[1]}"
         rows.append([name, verdict.verdict, gap, interval, str(verdict.seeds), curve, norms, bad])
     columns = ["candidate", "verdict", "gap", "interval", "pairs", "largest gap", "grad norms", "skipped, diverged"]
@@ -257,10 +261,12 @@ def show(validation: Validation, out: TextIO) -> None:
         if known_formats := described["candidates"][name]["conversion"]:
             say(f"  {known_formats}", out)
         needed, minutes = validation.tests[name].pairs_needed, validation.minutes_needed(name)
-        if needed is not None and minutes is not None:
+        if needed is not None and minutes is not None and verdict.deviation is None:
+            say(f"  at least {needed} pairs are needed: about {minutes:.0f} more minutes", out)
+        elif needed is not None and minutes is not None:
             say(f"  at this noise level {needed} pairs would decide: about {minutes:.0f} more minutes", out)
             say("  (shorter runs, --steps, have less noise: two runs diverge more with every step)", out)
-        elif not verdict.is_good and verdict.verdict == "inconclusive":
+        elif verdict.verdict == "inconclusive" and verdict.decidable:
             say("  the noise is too large for any number of pairs: use longer runs or a wider margin", out)
         elif verdict.detectable is not None:
             say(f"  smallest detectable gap (80% power): {verdict.detectable:.3%}", out)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from narrowgauge import files
 from narrowgauge.errors import UsageError
 from narrowgauge.runs.settings import OPTIMIZERS
 from narrowgauge.validate.curves.paired_runs import list_input_files
-from narrowgauge.validate.statistics.verdict import WORSE, judge
+from narrowgauge.validate.statistics.verdict import EQUIVALENT, WORSE, judge
 
 MAX_DROP_DB = 1.0
 """How far the SQNR of a step may drop."""
@@ -133,6 +134,10 @@ def _compare_candidate(
     count = min(len(before), len(after))
     verdict = judge(before[:count], after[:count], now["margin"])
     failures = [verdict.reason] if verdict.verdict == WORSE else []
+    if before[:count] == after[:count]:  # unchanged, whatever the noise is
+        verdict = replace(verdict, verdict=EQUIVALENT)
+    elif not verdict.decidable and verdict.gap is not None and verdict.gap > now["margin"]:
+        failures.append(f"the gap is {verdict.gap:+.3%} in each of {count} equal pairs")
     decibels = [_total_decibels(one) for one in (old, new)]
     drop = decibels[0] - decibels[1] if None not in decibels else None  # type: ignore[operator]
     if drop is not None and drop > MAX_DROP_DB:
@@ -149,15 +154,17 @@ def _compare_candidate(
     }
 
 
-def _relative_losses(losses: list[float | None], reference: list[float | None]) -> list[float]:
-    """Losses relative to the reference's mean, so that results of two days or two machines are comparable."""
-    known = [loss for loss in reference[: len(losses)] if loss is not None]
-    level = sum(known) / len(known) if known else math.nan
-    own = [reference[index] for index in range(len(losses))]
-    return [
-        math.nan if loss is None or of is None or not level else 1 + (loss - of) / abs(level)
-        for loss, of in zip(losses, own, strict=True)
-    ]
+def _relative_losses(losses: list[float | str | None], reference: list[float | str | None]) -> list[float]:
+    """Losses relative to the reference's mean, so that results of two days or two machines are comparable.
+
+    Losses of diverged runs are text, as JSON lacks NaN, or null in older files; they become NaN.
+    """
+    own, of = (
+        [math.nan if loss is None else float(loss) for loss in side[: len(losses)]] for side in (losses, reference)
+    )
+    known = [loss for loss in of if math.isfinite(loss)]
+    level = abs(sum(known)) / len(known) if known else math.nan
+    return [1 + (loss - other) / level if level else math.nan for loss, other in zip(own, of, strict=True)]
 
 
 def _total_decibels(candidate: Mapping[str, Any]) -> float | None:

@@ -220,7 +220,8 @@ def compare_runs(reference: Sequence[Run], candidate: Sequence[Run]) -> dict[str
     area, largest, where = measure_curve_gap(reference, candidate)
     norms = [statistics.median([n for one in runs for n in one.norms] or [math.nan]) for runs in (reference, candidate)]
     pairs = [(r.best, c.best) for r, c in zip(reference, candidate, strict=True) if math.isfinite(r.best - c.best)]
-    best = statistics.fmean(c / r - 1 for r, c in pairs if r) if pairs else math.nan
+    level = abs(statistics.fmean(r for r, _ in pairs)) if pairs else 0.0
+    best = statistics.fmean(c - r for r, c in pairs) / level if level else math.nan
     return {
         "best_gap": best,
         "curve_gap_mean": area,

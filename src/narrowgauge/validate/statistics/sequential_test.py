@@ -48,7 +48,7 @@ class SequentialTest:
         self.verdict = judge(reference, candidate, self.margin, level)
         self._analyses += 1
         self.pairs_wanted = self.pairs_needed = None
-        if self.verdict.verdict == INCONCLUSIVE:
+        if self.verdict.verdict == INCONCLUSIVE and self.verdict.decidable:
             self.pairs_wanted = self._choose_next(self.verdict, len(reference), affordable)
 
     def _choose_next(self, verdict: Verdict, seen: int, affordable: int) -> int | None:

@@ -11,6 +11,9 @@ relative to the reference's mean loss, has a mean (the gap) and a standard devia
 "Not significantly different" never counts as equivalent: two noisy pairs show nothing. The interval corresponds to
 these tests and has level 1 - 2 alpha. ``detectable`` is the smallest gap that would have been judged worse with
 probability ``power``.
+
+Pairs that are copies of one pair, because the seed changes nothing in the task, are no sample: their deviation of 0 is
+not the noise. They are inconclusive, as a single pair is, and so are gaps relative to a loss of 0.
 """
 
 from __future__ import annotations
@@ -48,6 +51,9 @@ class Verdict:
     reason: str
     """The verdict in one sentence."""
     alpha: float = ALPHA
+    decidable: bool = True
+    """Whether more pairs could decide. They could not if all pairs are equal, if the reference's mean loss is 0, or if
+    all runs of the reference diverged."""
 
     @property
     def is_good(self) -> bool:
@@ -57,7 +63,7 @@ class Verdict:
     @property
     def seeds_needed(self) -> int | None:
         """The number of pairs that would decide; None if decided, or if 1,000 pairs would not."""
-        if self.verdict != INCONCLUSIVE:
+        if self.verdict != INCONCLUSIVE or not self.decidable:
             return None
         if self.gap is None or self.deviation is None:
             return 3
@@ -94,14 +100,22 @@ def judge(
     pairs = [(r, c) for r, c in zip(reference, candidate, strict=True) if math.isfinite(r) and math.isfinite(c)]
     common = {"margin": margin, "seeds": len(reference), "diverged": diverged, "alpha": alpha}
     chance = fisher_exact_test(diverged[0], len(reference), diverged[1], len(candidate))
-    none = {"gap": None, "interval": None, "deviation": None}
+    none: dict[str, float | None] = {"gap": None, "interval": None, "deviation": None}
     if diverged[1] > diverged[0] and (chance < alpha or not pairs):
         text = f"{diverged[1]} of {len(candidate)} runs diverged, compared with {diverged[0]} of the reference"
         return Verdict(verdict=WORSE, reason=text, **common, **none)  # type: ignore[arg-type]
     if len(pairs) < 2:
         text = "a single pair of runs does not show the noise between seeds"
-        return Verdict(verdict=INCONCLUSIVE, reason=text, **common, **none)  # type: ignore[arg-type]
-    level = abs(statistics.mean(r for r, _ in pairs)) or 1.0
+        if len(reference) > 1:
+            left = "only one pair" if pairs else "no pair"
+            text = f"{left} of {len(reference)} has two finite losses: {diverged[0]} runs of the reference diverged, "
+            text += f"and {diverged[1]} of the candidate"
+        found = diverged[0] < len(reference)
+        return Verdict(verdict=INCONCLUSIVE, reason=text, decidable=found, **common, **none)  # type: ignore[arg-type]
+    level = abs(statistics.mean(r for r, _ in pairs))
+    if text := _explain_undecidable(pairs, level):
+        none["gap"] = (pairs[0][1] - pairs[0][0]) / level if level else None
+        return Verdict(verdict=INCONCLUSIVE, reason=text, decidable=False, **common, **none)  # type: ignore[arg-type]
     gaps = [(c - r) / level for r, c in pairs]
     count, gap, deviation = len(gaps), statistics.mean(gaps), statistics.stdev(gaps)
     half = t_quantile(1 - alpha, count - 1) * deviation / math.sqrt(count)
@@ -126,6 +140,17 @@ def judge(
         reason=text,
         **common,  # type: ignore[arg-type]
     )
+
+
+def _explain_undecidable(pairs: Sequence[tuple[float, float]], level: float) -> str:
+    """Why no number of such pairs would decide; empty if one could."""
+    if len(set(pairs)) == 1:
+        losses = "{:.5g}, and of the candidate {:.5g}".format(*pairs[0])
+        return (
+            f"each of {len(pairs)} runs of the reference ended with a loss of {losses}: the seed changes nothing, so "
+            "the pairs do not show the noise between seeds; let the data or the initial weights depend on the seed"
+        )
+    return "" if level else "the mean loss of the reference is 0, so that gaps cannot be relative to it"
 
 
 def power_equivalent(count: int, deviation: float, gap: float, margin: float, alpha: float = ALPHA) -> float:
