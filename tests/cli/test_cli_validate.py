@@ -168,6 +168,19 @@ def test_comparison_of_finished_runs(capsys, tmp_path):
     assert "does not exist" in capsys.readouterr().err
 
 
+def test_comparison_of_finished_runs_names_the_values(capsys, tmp_path):
+    for side in ("fp32", "bf16"):
+        rows = [{"step": step, "loss": 1.0, "eval_accuracy": 0.5} for step in range(20)]
+        (tmp_path / f"{side}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["validate", "--curves", *(str(tmp_path / f"{side}.jsonl") for side in ("fp32", "bf16"))]
+    assert main(command) == 1
+    out = capsys.readouterr().out
+    assert "fp32.jsonl: 'loss' by step 0 to 19" in out and "bf16.jsonl: 'loss' by step 0 to 19" in out
+    assert "count as better" not in out
+    assert main([*command, "--tag", "eval_accuracy"]) == 1
+    assert "lower values of 'eval_accuracy' count as better" in capsys.readouterr().out
+
+
 def test_recipes_with_commas():
     assert split("bf16, fp8[history=4,margin=1] ,fp16") == ["bf16", "fp8[history=4,margin=1]", "fp16"]
 

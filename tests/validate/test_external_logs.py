@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -120,6 +121,26 @@ def test_csv_with_empty_cells(tmp_path, comma):
     path.write_text(text.replace(",", comma))
     run = read_run(tmp_path / "version_0")
     assert run.loss.steps.tolist() == [9, 19, 29] and run.diverged and points(run.eval) == [(19, 2)]
+
+
+def test_csv_with_spaces_after_commas(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_text("step, loss\n1, 2.5\n2, 2.25\n")
+    assert points(read_run(path).loss) == [(1, 2.5), (2, 2.25)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("log.csv", "step;loss\n1;2,5\n2;2,25\n", "'loss' is '2,5', which is not a number"),
+        ("log.json", '{"loss": [2.5, 2.25]}', "'loss' is [2.5, 2.25], which is not a number"),
+    ],
+)
+def test_losses_that_are_no_numbers_are_shown(tmp_path, name, text, said):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(UsageError, match=re.escape(f"{path} has no loss: {said}")):
+        read_run(path)
 
 
 def test_skipped_updates(tmp_path):
@@ -250,7 +271,7 @@ def test_train_and_validation_logs_are_one_run(tmp_path, one, other, name):
         ("bytes.csv", bytes(range(256)), "it is a binary file"),
         ("bytes.tfevents", bytes(range(256)) * 9, "is not a log"),
         ("other.jsonl", b'{"step": 1, "acc\\nuracy": 0.5, "text": "x"}\n', "no loss .* step, acc uracy, text"),
-        ("text.jsonl", b'{"step": 1, "loss": "low"}\n', "no loss under any known name"),
+        ("text.jsonl", b'{"step": 1, "loss": "low"}\n', "'loss' is 'low', which is not a number"),
         ("bare.csv", b"1,2.5\n2,2.25\n", "no loss under any known name"),
         ("header.csv", b"step,loss\n", "is not a log"),
         ("wide.csv", b'step,loss\n1,"' + b"9" * 200_000, "is not CSV: field larger"),

@@ -150,8 +150,8 @@ def test_evaluations_at_other_steps():
 
 def test_gradient_norms_skips_and_output():
     norms = [Series("grad_norm", np.arange(1.0, 101), np.full(100, norm)) for norm in (2.0, 3.0)]
-    ours = [curves(falling(100), f"s{n}", grad_norm=norms[0], skipped=1) for n in (0, 1)]
-    theirs = [curves(falling(100), f"s{n}", grad_norm=norms[1], skipped=n) for n in (0, 1)]
+    ours = [curves(falling(100, n), f"s{n}", grad_norm=norms[0], skipped=1) for n in (0, 1)]
+    theirs = [curves(falling(100, n), f"s{n}", grad_norm=norms[1], skipped=n) for n in (0, 1)]
     found = compare_runs(ours, theirs)
     assert found.pairs[0].grad_norm_ratio == 1.5 and found.overall.skipped == (2, 1)
     columns, rows = found.to_table()
@@ -169,3 +169,11 @@ def test_steps_are_not_compared_with_epochs(tmp_path):
     theirs = read_run(write_lines(tmp_path / "b.jsonl", [{"epoch": at, "training_loss": 1.0} for at in range(3)]))
     with pytest.raises(UsageError, match="steps cannot be compared with epochs"):
         compare_runs([ours], [theirs])
+
+
+def test_a_loss_of_zero_in_one_pair(tmp_path):
+    for name, loss in (("fp32", 0.0), ("bf16", 0.25)):
+        (tmp_path / f"{name}.csv").write_text("step,loss\n" + "".join(f"{step},{loss}\n" for step in range(30)))
+    found = compare_runs(*([read_run(tmp_path / f"{name}.csv")] for name in ("fp32", "bf16")))
+    assert found.verdict.verdict == "inconclusive" and found.verdict.gap is None
+    assert found.verdict.reason.endswith("the mean of the last tenth of the training loss is 0 and 0.25")

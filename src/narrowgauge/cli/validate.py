@@ -223,8 +223,12 @@ def _compare_logs(args: argparse.Namespace) -> Outcome:
     reference, candidate = (read_runs(Path(path), args.tag) for path in args.curves)
     found = compare_runs(reference, candidate, MARGIN if args.margin is None else args.margin)
     show_table(f"{args.curves[1]} compared with {args.curves[0]}: {found.what}", *found.to_table(), out)
+    for side, source in zip(("reference", "candidate"), found.sources, strict=False):  # of the first pair
+        say(f"{side}: {source}", out)
     for note in found.notes:
         say(note, out)
+    if args.tag and not re.search("loss|error|perplexity|ppl", args.tag, re.IGNORECASE):
+        say(f"lower values of {args.tag!r} count as better, as those of a loss", out)
     say(f"{found.verdict.verdict}: {found.verdict.reason}", out)
     described = {"reference": args.curves[0], "candidates": {args.curves[1]: found.to_dict()}}
     return Outcome(described, exit_code=0 if found.verdict.is_good else 1)

@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import re
+import reprlib
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -179,7 +180,7 @@ def _fill(log: _Log, path: Path, prefix: str) -> None:
         raise UsageError(f"{path} is not a log: it is a binary file")
     elif path.suffix.lower() in (".csv", ".tsv"):
         lines = _csv_lines(path)
-        header = next(lines, [])
+        header = [name.strip() for name in next(lines, [])]
         for cells in lines:
             log.add({key: cell for key, cell in zip(header, cells, strict=False) if cell}, prefix=prefix)
     else:
@@ -272,6 +273,8 @@ class _Log:
     def __init__(self, tag: str | None) -> None:
         self.tag, self.unread, self.duplicates, self.name = tag, 0, 0, ""
         self.points: dict[str, tuple[int, array[float], array[float]]] = {}
+        self.not_numbers: tuple[str, str] | None = None
+        """A name of the loss, and a value of it that is not a number."""
         self.skipped: int | None = None
         self.stalled = False
         self._names: dict[str, str | int] = {}
@@ -288,7 +291,11 @@ class _Log:
             name = self._names.get(prefix + key)
             if name is None:
                 name = self._classify(prefix, key)
-            if name == "" or (number := _number(value)) is None:
+            if name == "":
+                continue
+            if (number := _number(value)) is None:
+                if self.not_numbers is None and name in (self.tag, *LOSS, *EVAL) and value not in (None, ""):
+                    self.not_numbers = (str(name), reprlib.repr(value)[:60])
                 continue
             if isinstance(name, str):
                 found.append((name, number))
@@ -347,6 +354,8 @@ class _Log:
         loss = loss or evaluated
         if loss is None:
             what = f"no value named {self.tag!r}" if self.tag else "no loss under any known name"
+            if self.not_numbers:
+                what = "no loss: {!r} is {}, which is not a number".format(*self.not_numbers)
             raise UsageError(f"{path} has {what}; choose one with --tag: {seen}")
         skips = self.series(*SKIP)[0]
         if self.skipped is None and skips is not None and np.isfinite(skips.values).all():

@@ -141,11 +141,12 @@ def compare_runs(references: Sequence[Curves], candidates: Sequence[Curves], mar
     if len(pairs) == 1 and not any(pairs[0].diverged):
         block_gap, interval = _measure_block_gap(*paired[0])
         gap = _relative(*pairs[0].final)
-        reason = f"a single pair does not show the noise between seeds; {what} differs by {gap:+.3%}"
+        differs = f"differs by {gap:+.3%}" if math.isfinite(gap) else f"is 0 and {pairs[0].final[1]:.5g}"
+        reason = f"a single pair does not show the noise between seeds; {what} {differs}"
         if interval is not None:
             reason += f"; the training loss of the last quarter differs by {block_gap:+.3%}, with an interval of "
             reason += f"{interval[0]:+.3%} to {interval[1]:+.3%} from the noise between steps"
-        verdict = replace(verdict, gap=gap, reason=reason)
+        verdict = replace(verdict, gap=gap if math.isfinite(gap) else None, reason=reason)
     return Comparison(
         what=what,
         verdict=verdict,

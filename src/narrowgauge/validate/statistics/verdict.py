@@ -106,10 +106,10 @@ def judge(
         return Verdict(verdict=WORSE, reason=text, **common, **none)  # type: ignore[arg-type]
     if len(pairs) < 2:
         text = "a single pair of runs does not show the noise between seeds"
-        if len(reference) > 1:
+        if len(reference) > 1 or not pairs:
             left = "only one pair" if pairs else "no pair"
-            text = f"{left} of {len(reference)} has two finite losses: {diverged[0]} runs of the reference diverged, "
-            text += f"and {diverged[1]} of the candidate"
+            text = f"{left} of {len(reference)} has two finite losses: {diverged[0]} of the reference's runs diverged, "
+            text += f"and {diverged[1]} of the candidate's"
         found = diverged[0] < len(reference)
         return Verdict(verdict=INCONCLUSIVE, reason=text, decidable=found, **common, **none)  # type: ignore[arg-type]
     level = abs(statistics.mean(r for r, _ in pairs))
