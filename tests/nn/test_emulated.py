@@ -7,7 +7,7 @@ import torch
 from model_families import LANGUAGE, VOCAB
 from torch import nn
 
-from narrowgauge import Engine, UsageError, events, recipe
+from narrowgauge import Engine, UsageError, convert, events, recipe
 from narrowgauge.block_formats import BLOCK_FORMATS
 from narrowgauge.models.gpt import GPT, GPTConfig
 from narrowgauge.nn.module_changes import find_change
@@ -131,6 +131,37 @@ def test_recomputation_copies_and_checkpoints(text, tmp_path):
     tokens = torch.zeros(1, 8, dtype=torch.long)
     with engine.evaluating():
         assert torch.equal(twin(tokens), engine.inner(tokens))
+
+
+@pytest.mark.parametrize("text", RECIPES)
+def test_conversion_without_an_engine_emulates_too(text):
+    """``ng.convert`` is public: it must round what it reports, as an engine does."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 32)), torch.randn(8, 64)
+    engine = make_engine(text, copy.deepcopy(model))
+    report = convert(model, text)
+    assert str(report) == str(engine.conversion) and "in 100% of" in report.summary()
+    with engine.forward():
+        assert torch.equal(model(x), engine.model(x))
+
+
+@pytest.mark.parametrize("text", ["emulated-nvfp4", "fp8[products=all]", "fp8[granularity=row,products=all]"])
+def test_second_derivatives_and_transforms_are_refused_with_what_to_do(text):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    engine, x = make_engine(text, model), torch.randn(8, 64, requires_grad=True)
+
+    def compute(x):
+        return engine.model(x).float().square().sum()
+
+    def penalize():
+        (slope,) = torch.autograd.grad(compute(x), x, create_graph=True)
+        slope.square().sum().backward()
+
+    for run in (penalize, lambda: torch.func.grad(compute)(x), lambda: torch.vmap(engine.model)(x[None])):
+        with pytest.raises(UsageError, match=r"engine.forward\(double_backward=True\)"), engine.forward():
+            run()
+        with engine.forward(double_backward=True):
+            run()
 
 
 def test_stochastic_rounding_follows_the_seed():

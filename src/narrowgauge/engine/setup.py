@@ -18,7 +18,6 @@ from narrowgauge.nn.experts.routers import keep_routers
 from narrowgauge.nn.find_heads import find_heads
 from narrowgauge.nn.keep_fp32 import find_computed_parameters, keep_modules, keep_recurrent
 from narrowgauge.nn.matrix_inventory import list_matrices
-from narrowgauge.nn.products.emulated import emulate_layers
 from narrowgauge.optim import AdamW, convert_optimizer
 from narrowgauge.optim.convert_optimizer import can_convert
 from narrowgauge.optim.gradient_release import GradientRelease, keep_gradient
@@ -136,13 +135,10 @@ def convert_model(
     one_graph: bool = False,
 ) -> Conversion:
     """Convert the layers that the recipe computes differently, and report on every matrix of the model."""
-    if recipe.emulate != "none":
-        matrices = list_matrices(model, recipe, emulate_layers(model, recipe))
-        return Conversion(compute=recipe.emulate, matrices=matrices, gpu=device.gpu)
     if fused is None:
         on_gpu = device.kind == "cuda" and kernels.have_triton()
         fused = recipe.compute == "fp8" or (recipe.compute == "bf16" and on_gpu)
-    if fused:
+    if fused or recipe.emulate != "none":
         return convert_layers(model, recipe, device, cuda_graphs=cuda_graphs, one_graph=one_graph)
     return Conversion(compute=recipe.compute, matrices=list_matrices(model, recipe), gpu=device.gpu)
 

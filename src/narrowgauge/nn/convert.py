@@ -47,6 +47,7 @@ from narrowgauge.nn.module_changes import apply_change, find_change, has_own_met
 from narrowgauge.nn.own_positions import skip_search
 from narrowgauge.nn.predict_speed import Speed, predict_speed
 from narrowgauge.nn.products import linear
+from narrowgauge.nn.products.emulated import emulate_layers, find_layers
 from narrowgauge.nn.products.stored_fp8 import get_stored_scale, share_stored, store_in_fp8
 from narrowgauge.nn.speed_advice import explain_slow, warn_about_speed
 from narrowgauge.nn.survey import (
@@ -192,7 +193,9 @@ def convert_layers(
     device = device or detect(str(next(model.parameters()).device))
     recipe = parse(recipe, device)
     result, specs = _plan(model, recipe, device, rows, one_graph)
-    if recipe.compute not in ("fp8", "bf16"):
+    if recipe.emulate != "none":
+        emulate_layers(model, recipe)
+    if recipe.compute not in ("fp8", "bf16") or recipe.emulate != "none":
         return result
     keep_routers(model)
     skip_search(model)
@@ -288,6 +291,9 @@ def _plan(
     model: nn.Module, recipe: Recipe, device: Device, rows: int, one_graph: bool
 ) -> tuple[Conversion, dict[str, BlockSpec]]:
     """Decide how each layer computes. Return the report, and the blocks to fuse by path."""
+    if recipe.emulate != "none":
+        rounded = list_matrices(model, recipe, find_layers(model, recipe))
+        return Conversion(compute=recipe.emulate, matrices=rounded, gpu=device.gpu), {}
     if recipe.compute not in ("fp8", "bf16"):
         return Conversion(compute=recipe.compute, matrices=list_matrices(model, recipe), gpu=device.gpu), {}
     found = _find_blocks(model, recipe, device)

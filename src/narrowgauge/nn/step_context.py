@@ -181,6 +181,9 @@ MIXED = re.compile(
 )
 """Error messages of torch about operands of different or unsupported dtypes."""
 
+FUNCTORCH = ("an autograd.Function with functorch transforms", "Batching rule not implemented for")
+"""Error messages of torch about functions that torch.func cannot transform."""
+
 
 def explain_error(error: RuntimeError, recipe: Recipe, model: nn.Module) -> UsageError | None:
     """Return a clear error for a torch error that is about precision, or None for any other error."""
@@ -199,6 +202,11 @@ def explain_error(error: RuntimeError, recipe: Recipe, model: nn.Module) -> Usag
         return UsageError(
             f"recipe {recipe}: torch.compile supports grouped products (of experts) only in BF16; turn compile off, or "
             "use a recipe that computes in BF16"
+        )
+    if any(text in first for text in FUNCTORCH):
+        return UsageError(
+            f"recipe {recipe}: torch.func (grad, vmap, jvp, ...) cannot transform converted layers; compute that part "
+            "under engine.forward(double_backward=True), where layers compute in 16 bits as they were written"
         )
     path = find_failing_module(error, model)
     if recipe.compute in ("fp32", "tf32") or path is None or not MIXED.search(first):

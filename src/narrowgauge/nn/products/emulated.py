@@ -47,7 +47,10 @@ FORMATS = {"mxfp4": ("mxfp4", "mxfp4"), "nvfp4": ("nvfp4", "nvfp4")}
 SCALE_RULES: dict[str, ScaleRule] = {"mxfp8_e4m3": "up", "mxfp8_e5m2": "up"}
 """NVIDIA's recipe for MXFP8 rounds scales up, so that nothing saturates: 31.5 dB instead of 30.7 for normal numbers.
 The others follow their specifications."""
-DOUBLE_BACKWARD = "emulated products are differentiable only once"
+DOUBLE_BACKWARD = (
+    "emulated products are differentiable only once, but create_graph=True needs second derivatives; compute the part "
+    "that is differentiated twice under engine.forward(double_backward=True), where layers compute in BF16 instead"
+)
 
 
 @dataclass(frozen=True)
