@@ -38,6 +38,14 @@ def test_a_recipe_is_compared_with_its_own_baseline():
     assert gaps[1].last == pytest.approx(0.03)  # of the first loss: the last may be almost 0
 
 
+def test_equal_losses_of_zero_are_comparable():
+    """A hinge loss that all contestants start without: 0 relative to 0 is no difference."""
+    (gap,) = compare_losses([make_row("bf16", "bf16", 0.0, 0.0), make_row("torch-bf16", "bf16", 0.0, 0.0)])
+    assert gap.comparable and str(gap).endswith("+0.00% at the first step, +0.00% at the last")
+    (gap,) = compare_losses([make_row("bf16", "bf16", 0.1, 0.0), make_row("torch-bf16", "bf16", 0.0, 0.0)])
+    assert not gap.comparable
+
+
 @pytest.mark.parametrize(("first", "last"), [(10.3, 8.0), (10.0, math.nan), (math.inf, 8.0), (10.0, 9.5)])
 def test_losses_that_differ_or_are_not_finite_are_not_comparable(first, last):
     gaps = compare_losses([make_row("torch-bf16", "bf16", 10.0, 8.0), make_row("fp8", "fp8", first, last)])

@@ -58,6 +58,8 @@ def compare_losses(rows: Sequence[Row]) -> list[LossGap]:
 
 
 def _divide(loss: float | None, other: float | None, scale: float | None) -> float | None:
+    if loss is not None and loss == other:
+        return 0.0  # also of losses that are 0
     if loss is None or other is None or not scale:
         return None
     gap = (loss - other) / abs(scale)
