@@ -73,3 +73,48 @@ def test_layer_norm_runs_in_fp32():
     with engine_for(torch.nn.Linear(8, 8), "fp16").forward():
         kept = F.layer_norm(x, (8,))
     torch.testing.assert_close(kept.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+class Recomputing(torch.nn.Module):
+    """A model with torch's own checkpointing around functions that need FP32, as models of transformers have it."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.linear, self.reentrant, self.formats = torch.nn.Linear(8, 8), reentrant, []
+
+    def block(self, x):
+        weights = self.linear(x).softmax(-1)
+        self.formats.append(weights.dtype)
+        return (weights * F.softplus(self.linear(x))).exp()
+
+    def forward(self, x):
+        if self.reentrant is None:
+            return self.block(x)
+        return torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp16", "bf16-lean"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_models_own_checkpointing_recomputes_in_the_same_formats(recipe, reentrant):
+    gradients, x = [], torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    for own in (None, reentrant):
+        torch.manual_seed(0)
+        model = Recomputing(own)
+        engine = Engine(model, torch.optim.AdamW(model.parameters(), lr=0.1), recipe)
+        with engine.forward():
+            loss = model(x).sum()
+        engine.backward(loss)
+        assert set(model.formats) == {torch.float32} and len(model.formats) == (1 if own is None else 2)
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("function", [torch.autograd.backward, torch.autograd.grad])
+def test_other_functions_that_compute_gradients_recompute_in_the_same_formats(function):
+    model, x = Recomputing(False), torch.ones(4, 8, requires_grad=True)
+    with engine_for(model).forward():
+        loss = model(x).sum()
+        function(loss, inputs=[x])
+    assert model.formats == [torch.float32, torch.float32]
+    with engine_for(model).forward(), pytest.raises(RuntimeError, match="only for scalar outputs"):
+        model(x).backward()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import types as python_types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -50,14 +51,61 @@ def to_fp32(nest: Any) -> Any:
 
 
 class Fp32Functions(TorchFunctionMode):
-    """Function mode that runs the functions of CUDA autocast's FP32 list in FP32 on the CPU too."""
+    """Function mode that runs the functions of CUDA autocast's FP32 list in FP32 on the CPU too.
+
+    It stays active in backward, where torch.utils.checkpoint runs parts of the forward again.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _BACKWARD:
+            return self._run_backward(func, *args, **kwargs)
         if func not in FP32_FUNCTIONS or not torch.is_autocast_enabled("cpu"):  # as on CUDA
             return func(*args, **kwargs)
         with torch.autocast("cpu", enabled=False):
             return func(*to_fp32(args), **{name: to_fp32(value) for name, value in kwargs.items()})
+
+    def _run_backward(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a function that computes gradients, with this mode active in autograd's engine.
+
+        torch deactivates a mode while the mode handles a function, and autograd's engine computes in the state that it
+        is called in. These functions cannot be called with the mode active: it would only handle them again. So a copy
+        of them calls the engine with the mode active.
+        """
+
+        def run_engine(*values: Any, **options: Any) -> Any:
+            with self:
+                return torch.autograd.graph._engine_run_backward(*values, **options)
+
+        own = _BACKWARD[func]
+        names = own.__globals__ | {"_engine_run_backward": run_engine}
+        copy = python_types.FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
+        copy.__kwdefaults__ = own.__kwdefaults__
+        return (_call_backward if func is Tensor.backward else _call)(copy, *args, **kwargs)
+
+
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def _call_backward(
+    backward: Callable[..., Any],
+    tensor: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """Call torch.autograd.backward as Tensor.backward does."""
+    backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+_BACKWARD: dict[Any, Any] = {
+    Tensor.backward: torch.autograd.backward,
+    torch.autograd.backward: torch.autograd.backward,
+    torch.autograd.grad: torch.autograd.grad,
+}
+"""Functions that compute gradients, and those of torch.autograd that call its engine."""
 
 
 def keep_fp32(function: Function) -> Function:
