@@ -120,6 +120,33 @@ def test_a_skipped_step_changes_nothing() -> None:
             assert all(torch.equal(value, states[number][name]) for name, value in state.items())
 
 
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, ng.LossScaler])
+def test_scalers_step_and_skip_them(scaler_class: Any, unscales: bool) -> None:
+    for kind, options in [*RULES, (ng.optim.AdamW, {}), (ng.optim.Muon, {})]:
+        ours, plain = make(), make()
+        scaler, optimizer, reference = (
+            scaler_class("cpu", init_scale=16.0),
+            kind(ours, **options),
+            kind(plain, **options),
+        )
+        for step in range(4):
+            set_grads(plain, step)
+            set_grads(ours, step)
+            for parameter in ours:
+                assert parameter.grad is not None
+                parameter.grad *= scaler.scale(torch.ones(()))
+            if step == 2:
+                ours[0].grad = torch.full_like(ours[0], float("inf"))
+            if unscales:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            if step != 2:
+                reference.step()
+        assert all(torch.equal(one, other) for one, other in zip(ours, plain, strict=True))
+
+
 def test_wrong_options_are_one_line() -> None:
     for make_it, text in (
         (lambda: ng.optim.SGD(make(), nesterov=True), "SGD: nesterov=True is out of range"),

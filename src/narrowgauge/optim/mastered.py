@@ -61,10 +61,7 @@ class MasteredOptimizer(Optimizer):
     _step_supports_amp_scaling = True
     grad_scale: Tensor | None
     found_inf: Tensor | None
-
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
-        super().__init__(params, defaults)
-        self.grad_scale = self.found_inf = None
+    # Both exist during a scaler's step only: torch.amp.GradScaler multiplies a grad_scale that it finds by its own.
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
