@@ -7,12 +7,14 @@ add up losses of a run that nobody asked for, and fail in their graph, which is 
 
 What is looked at: attributes of the module's parts and of their classes, globals of the files in which their methods
 are written, and attributes of objects among these. Lists, dictionaries and sets get their entries back, objects their
-attributes. Parameters, buffers and parts of a module are left alone, as are parts of torch, Python and narrowgauge.
+attributes. Buffers, such as the running statistics of batch norm, are written in place: the extra run gets copies of
+them. Parameters and parts of a module are left alone, as are parts of torch, Python and narrowgauge.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 import types
@@ -20,12 +22,15 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from narrowgauge.nn.module_changes import original_class
 
 LARGEST = 10_000
 """Entries of the largest container that is copied; larger ones are tables, not collections of a step."""
+LARGEST_BUFFER = 1 << 22
+"""Values of the largest buffer that is copied; larger ones are tables or stored weights, not statistics."""
 NOT_LOOKED_AT = {"torch", "narrowgauge", "numpy", "triton"}
 OWN = frozenset(vars(nn.Module()))
 """Attributes of every module: parameters, parts, hooks."""
@@ -43,12 +48,29 @@ def undo_side_effects(module: nn.Module) -> Iterator[None]:
     for part in module.modules():
         values.append(part)
         values += [value for name, value in vars(part).items() if name not in OWN and _is_container(value)]
-    restores = [_remember(value) for value in values]
+    restores = [_remember(value) for value in values] + _replace_buffers(module)
     try:
         yield
     finally:
         for restore in restores:
             restore()
+
+
+def _replace_buffers(module: nn.Module) -> list[Callable[[], None]]:
+    """Give a module copies of its buffers; return functions that give it back its own."""
+    copies: dict[Tensor, Tensor] = {}  # a buffer may have several owners
+    restores: list[Callable[[], None]] = []
+    for part in module.modules():
+        buffers = part._buffers
+        own = dict(buffers)
+        for name, buffer in own.items():
+            if buffer is not None and buffer.dtype is not torch.bool and buffer.numel() <= LARGEST_BUFFER:
+                if buffer not in copies:
+                    copies[buffer] = buffer.detach().clone()
+                buffers[name] = copies[buffer]
+        if own:
+            restores.append(functools.partial(_refill, buffers, own))
+    return restores
 
 
 def _find_places(module: nn.Module) -> list[tuple[Mapping[str, Any], str]]:

@@ -12,7 +12,8 @@ gradients of the leaves. So masks, caches, windows, soft-capping, dropout and re
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,6 +33,7 @@ from narrowgauge.nn.fused.documents import Documents
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors
 from narrowgauge.nn.module_changes import Change
 from narrowgauge.nn.products.gemm import Fp8Caster, is_graph_retained
+from narrowgauge.nn.side_effects import undo_side_effects
 from narrowgauge.scaling.operand import Operand
 
 CACHES = ("past_key_values", "past_key_value", "layer_past")
@@ -73,6 +75,10 @@ class BlockCall:
     """The dtype of autocast around the call, in which the model's own code runs."""
     documents: Documents | None = None
     """In place of a mask that says the same."""
+    recomputation: Callable[[], AbstractContextManager[Any]] | None = None
+    """Makes the context of a forward that backward runs again."""
+    is_repeated: bool = False
+    """Whether backward runs the model's own code again."""
 
     @property
     def differentiable(self) -> list[Tensor]:
@@ -123,9 +129,23 @@ class BlockCall:
         return any(self.kwargs.get(name) is not None for name in CACHES)
 
     def without_cache(self) -> BlockCall:
-        """Return the call for recomputation, which must not write to a cache again."""
+        """Return the call without the caches, to which another run must not write."""
         kwargs = {name: None if name in CACHES else value for name, value in self.kwargs.items()}
         return replace(self, kwargs=kwargs)
+
+    def for_recomputation(self) -> BlockCall:
+        """Return the call as backward runs it again."""
+        return replace(self.without_cache(), is_repeated=True)
+
+    @contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Context manager for the model's own code: if it runs again, it computes as before and leaves nothing."""
+        with ExitStack() as stack:
+            if self.is_repeated:
+                stack.enter_context(undo_side_effects(self.module))
+                if self.recomputation is not None:
+                    stack.enter_context(self.recomputation())
+            yield
 
     def fill_cache(self, spec: BlockSpec, keys: Tensor, values: Tensor) -> None:
         """Write keys and values to an empty cache that was passed along, as the model's own attention does."""
@@ -275,7 +295,10 @@ def run_with_answers(call: BlockCall, x: Tensor, answers: Answers, others: list[
     # in evaluation nn.TransformerEncoderLayer may call one kernel for everything, and none of its modules
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with torch.autocast(x.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+        with (
+            call.repeating(),
+            torch.autocast(x.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None),
+        ):
             return call.invoke(x, call.differentiable if others is None else others)
     finally:
         _active.answers = before

@@ -69,7 +69,7 @@ class FusedBlock(Change):
         self.plan, self.graphs = plan, graphs or BlockGraphs(False)
         self.size = CallSize()
         self.recomputation: MakeContext | None = None
-        """Makes the context in which an MLP that is a module is recomputed; torch restores autocast itself."""
+        """Makes the context in which the model's own code is recomputed: attention, and an MLP that is a module."""
 
     def get_plan(self, x: Any) -> BlockPlan:
         """Return the plan of a call: a larger one than memory was planned for is recomputed."""
@@ -87,7 +87,7 @@ class FusedBlock(Change):
             return self._run_as_written(plan, module, inner, args, kwargs)
         if plan.spec.cross is not None and not is_plain_batch(call.kwargs.get(plan.spec.cross.source)):
             return inner(*args, **kwargs)
-        call = run_call = complete_arguments(plan.spec, call, x)
+        call = run_call = complete_arguments(plan.spec, replace(call, recomputation=self.recomputation), x)
         tensors = parts.gather()
         if plan.spec.attention.kind != "own":
             if fits_fast_attention(plan.spec, call, x):
@@ -207,7 +207,7 @@ def separate_documents(plan: BlockPlan, call: BlockCall, x: Tensor, tensors: Blo
 
 
 def set_recomputation(model: nn.Module, context: MakeContext | None) -> None:
-    """Let modules inside of fused blocks be recomputed in a context."""
+    """Let the model's own code inside of fused blocks be recomputed in a context."""
     for module in model.modules():
         change = find_change(module, FusedBlock)
         if change is not None:

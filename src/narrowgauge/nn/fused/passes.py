@@ -108,7 +108,7 @@ def run_forward(given: BlockInput) -> tuple[tuple[Tensor, ...], Forwarded]:
     caster, uses = plan.caster(needed, not needed), bind_weights(plan, given.tensors, needed)
     run = Run(plan, given.call, given.tensors, uses, caster, needed, given.dropout)
     x0, x1, out, saved = events.run_in_scope(plan.path, order.forward, run, x, given.branch)
-    left = Forwarded(given._replace(call=given.call.without_cache()), caster, x0, random, None, None)
+    left = Forwarded(given._replace(call=given.call.for_recomputation()), caster, x0, random, None, None)
     if needed and plan.checkpoint != "full":
         parts = zip(uses.flatten(), plan.projections, strict=True)
         left.kept = order.drop_unneeded(plan, saved)
