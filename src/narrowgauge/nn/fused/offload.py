@@ -37,6 +37,9 @@ PAGE_BYTES = 1 << 24
 LARGEST_SLAB = 1 << 30
 """Pages are allocated many at a time: as many as there are already, up to this many bytes."""
 
+Form = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
+"""Shape, strides, dtype and device of a tensor. With other strides, sums over its rows would round differently."""
+
 
 class PagePool:
     """Pages of host memory; pinned, if a GPU copies to them."""
@@ -86,7 +89,7 @@ class Offloader:
         before: Offloaded | None = self._newest()
         if before is not None:
             before.drop_original()
-        made = Offloaded(self, x.detach().contiguous(), before)
+        made = Offloaded(self, x.detach() if _is_dense(x) else x.detach().contiguous(), before)
         self._newest = weakref.ref(made)
         return made
 
@@ -100,7 +103,7 @@ class Offloader:
         events.report_offload(x.nbytes)
         if is_dry_run():
             return []
-        source = x.view(-1).view(torch.uint8)
+        source = _list_bytes(x)
         pages = self.pool.take(source.numel())
         if self._stream is not None:
             current = torch.cuda.current_stream(x.device)
@@ -115,15 +118,16 @@ class Offloader:
             self._pending.append(self._stream.record_event())
         return pages
 
-    def copy_in(self, pages: list[Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
+    def copy_in(self, pages: list[Tensor], form: Form) -> Any:
         """Start the copy from pages of the host; return the tensor, and an event for its end."""
-        x = torch.empty(shape, dtype=dtype, device=device)
+        shape, strides, dtype, device = form
+        x = torch.empty_strided(shape, strides, dtype=dtype, device=device)
         if is_dry_run():
             return x, None
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(device))  # x's memory may still be in use there
         with _on(self._stream):
-            for page, piece in zip(pages, x.view(-1).view(torch.uint8).split(PAGE_BYTES), strict=True):
+            for page, piece in zip(pages, _list_bytes(x).split(PAGE_BYTES), strict=True):
                 piece.copy_(page[: len(piece)], non_blocking=True)
         if self._stream is None:
             return x, None
@@ -137,7 +141,7 @@ class Offloaded:
     def __init__(self, owner: Offloader, x: Tensor, before: Offloaded | None) -> None:
         self._pages: list[Tensor] | None = None
         self._owner, self._before = owner, None if before is None else weakref.ref(before)
-        self._form = x.shape, x.dtype, x.device
+        self._form: Form = x.shape, x.stride(), x.dtype, x.device
         self._original: tuple[Tensor, int] | None = (x, x._version)
         self._fetched: tuple[Tensor, Any] | None = None
         self._pages = owner.copy_out(x)
@@ -150,7 +154,7 @@ class Offloaded:
     def fetch(self) -> None:
         """Start the copy back to the device, if it has not been started."""
         if self._fetched is None and self._pages is not None:
-            self._fetched = self._owner.copy_in(self._pages, *self._form)
+            self._fetched = self._owner.copy_in(self._pages, self._form)
 
     def take(self, is_last: bool = True) -> Tensor:
         """Return the tensor on the device, and start to fetch the one that was put before it.
@@ -181,6 +185,21 @@ class Offloaded:
 
     def __del__(self) -> None:
         self._give_back()  # a forward without backward
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether a tensor fills its memory without gaps, in any order of its dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _list_bytes(x: Tensor) -> Tensor:
+    """Return the bytes of a dense tensor in the order in which they are in memory."""
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def _on(stream: Any) -> Any:
