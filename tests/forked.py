@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import fcntl
 import keyword
+import multiprocessing
 import os
 import runpy
 import signal
@@ -31,7 +32,8 @@ PRELOAD = [
     "forked", "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict",
     "torch.distributed.tensor.debug", "tensorboard.compat.proto.event_pb2", "tensorboard.compat.proto.summary_pb2",
     "tensorboard.summary.writer.record_writer", "narrowgauge.runs.trackers.tensorboard", "narrowgauge.runs.train",
-    "narrowgauge.tasks.language", "narrowgauge.models.gpt", "narrowgauge.cli.progress", "pytest",
+    "narrowgauge.tasks.language", "narrowgauge.models.gpt", "narrowgauge.cli.progress", "narrowgauge.validate.run",
+    "pytest",
     *(f"narrowgauge.cli.{verb}{'_' * keyword.iskeyword(verb)}" for verb in VERBS),
 ]  # fmt: skip
 DEFAULTS = {
@@ -113,7 +115,7 @@ def start(
     """Start a program in the current folder. The end of the block kills it.
 
     Args:
-        main: Runs the program and returns its exit code: ``run_verb``, ``run_script`` or ``run_pytest``.
+        main: Runs the program and returns its exit code: ``run_verb``, ``run_script`` or another of this file.
         argv: Its arguments.
         stdout: A file, or ``subprocess.PIPE`` or ``DEVNULL``.
         stderr: The same, or ``subprocess.STDOUT``.
@@ -179,8 +181,36 @@ def run_verb(argv: list[str]) -> int:
 def run_script(argv: list[str]) -> int:
     """As ``python SCRIPT``. An exception gives exit code 1."""
     sys.argv = argv
-    runpy.run_path(argv[0], run_name="__main__")
+    try:
+        runpy.run_path(argv[0], run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, int | None):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
     return 0
+
+
+def run_forking_script(argv: list[str]) -> int:
+    """As ``run_script``, for a script that spawns processes: they are forks, which need no imports."""
+    get_context = multiprocessing.get_context
+
+    def get_fork(method: str | None = None) -> Any:
+        return get_context("fork" if method == "spawn" else method)
+
+    multiprocessing.get_context = get_fork  # type: ignore[assignment]
+    return run_script(argv)
+
+
+def finish_script(
+    argv: Sequence[str], timeout: float, *, main: Callable[[list[str]], int] = run_script, **env: str
+) -> tuple[int, str, str]:
+    """Run a script to its end, with these additions to the environment. Returns its exit code, output and errors."""
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with start(main, argv, env={**os.environ, **env}, **streams) as child:
+        out, err = child.communicate(timeout)
+        assert child.returncode is not None
+        return child.returncode, out, err
 
 
 def run_pytest(argv: list[str]) -> int:

@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import forked
+
 SCRIPT = Path(__file__).parents[2] / "bench" / "emulated_formats.py"
 SMALL = ["--tasks", "gpt:1x64,gpt:2x64", "--steps", "3,2", "--batch", "2,3", "--context", "32", "--device", "cpu"]
 
 
-def run(tmp_path: Path, seconds: float, *arguments: str) -> tuple[str, dict[str, Any], float]:
+def run(
+    tmp_path: Path, main: Callable[[list[str]], int], seconds: float, *arguments: str
+) -> tuple[str, dict[str, Any], float]:
     start = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(seconds), *SMALL, *arguments],
-        env={**os.environ, "OUT": str(tmp_path)}, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    code, out, err = forked.finish_script(
+        [str(SCRIPT), str(seconds), *SMALL, *arguments], 300, main=main, OUT=str(tmp_path)
+    )
     took = time.monotonic() - start
-    assert done.returncode == 0, done.stderr
-    return done.stdout, json.loads((tmp_path / "emulated-formats.json").read_text()), took
+    assert code == 0, err
+    return out, json.loads((tmp_path / "emulated-formats.json").read_text()), took
 
 
 def test_a_table_of_gaps_and_verdicts(tmp_path: Path) -> None:
-    text, data, _ = run(tmp_path, 250, "--seeds", "2", "--candidates", "bf16,emulated-nvfp4", "--processes", "2")
+    text, data, _ = run(tmp_path, forked.run_script, 250, "--seeds", "2", "--candidates", "bf16,emulated-nvfp4")
     assert list(data["tasks"]) == ["gpt:1x64", "gpt:2x64"]
     for own in data["tasks"].values():
         assert len(own["losses"]) == 2 and own["options"] == {"batch": 5 - own["steps"], "context": 32}
@@ -41,10 +42,10 @@ def test_a_table_of_gaps_and_verdicts(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("seconds", [2.0, 14.0])
-def test_it_stops_in_time(seconds: float, tmp_path: Path) -> None:
-    """Two seconds end while modules are imported or the first run is made, the others between pairs."""
-    text, data, took = run(tmp_path, seconds, "--seeds", "400")
+@pytest.mark.parametrize(("seconds", "main"), [(1.0, forked.run_script), (4.0, forked.run_forking_script)])
+def test_it_stops_in_time(seconds: float, main: Callable[[list[str]], int], tmp_path: Path) -> None:
+    """A second ends while a new process imports modules, the others between pairs of two processes."""
+    text, data, took = run(tmp_path, main, seconds, "--seeds", "400", "--processes", "2")
     assert took < seconds + 20, "a busy machine takes seconds to import torch"
     assert f"of {seconds:.0f} s; written to" in text
     assert all(0 < one["seeds"] < 400 for own in data["tasks"].values() for one in own["candidates"].values())
