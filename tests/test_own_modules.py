@@ -80,8 +80,8 @@ def test_validation_trains_again_if_an_imported_file_has_changed(tmp_path):
 
     first = train()
     assert first.fresh and not train().fresh
-    (tmp_path / "project" / "neighbor_sizes.py").write_text("WIDTH = 32  # another size, too:\n")
-    # Python reads compiled code of a file with the same size and second.
+    # Another size: bytecode is only known by the size and the second of its source.
+    (tmp_path / "project" / "neighbor_sizes.py").write_text("WIDTH = 128\n")
     for name in ("neighbor_layers", "neighbor_sizes"):  # as in a new process
         sys.modules.pop(name, None)
     changed = train()

@@ -63,10 +63,12 @@ def list_own_files(file: Path) -> list[Path]:
 
 def _forget_neighbors_of_others(folder: Path) -> None:
     """Remove modules that came from another file's folder, if this folder has modules of these names."""
+    if not _FOLDERS - {folder}:
+        return
+    tops = {name.partition(".")[0] for name in list(sys.modules)}  # thousands of modules are of a few hundred packages
+    own = {top for top in tops if any((folder / one).is_file() for one in (f"{top}.py", f"{top}/__init__.py"))}
     for name, module in list(sys.modules.items()):
-        origin = getattr(module, "__file__", None)
-        top = name.partition(".")[0]
-        if origin is None or not any((folder / one).is_file() for one in (f"{top}.py", f"{top}/__init__.py")):
+        if name.partition(".")[0] not in own or (origin := getattr(module, "__file__", None)) is None:
             continue
         home = _find_home(Path(origin), name)
         if home in _FOLDERS and home != folder:
