@@ -95,3 +95,9 @@ def test_validate_reads_the_users_data(tmp_path, capsys):
 def test_an_emulation_has_no_speed(capsys):
     assert main(["validate", "gpt:2x64", "--candidates", "nvfp4", "--time"]) == 2
     assert "--time: emulated-nvfp4 is an emulation" in capsys.readouterr().err
+
+
+def test_runs_of_one_step_have_no_shorter_ones():
+    """``validate --time --steps 1``: 60% of one step, rounded, is one step."""
+    found = compare_at_equal_loss([2.0, 2.1], [2.0, 2.1], [2.0, 2.1], [2.0, 2.0], [1.0, 1.0], share=1.0)
+    assert found.step_ratio == pytest.approx(2) and found.ratio is None and "one step" in found.reason

@@ -87,6 +87,8 @@ def compare_at_equal_loss(
     logs = [math.log(before / now) for before, now in zip(reference_ms, candidate_ms, strict=True)]
     step = statistics.median(logs)
     step_ratio = math.exp(step)
+    if share >= 1:
+        return EqualLoss(step_ratio=step_ratio, reason="runs of one step have no shorter ones to compare with")
     pairs = [(r, c - r) for r, c in zip(reference, candidate, strict=True) if math.isfinite(r + c)]
     triples = [
         (c - r, (s - r) / -math.log(share))
