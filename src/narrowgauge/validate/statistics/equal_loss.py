@@ -13,10 +13,11 @@ reference's L(N) after N exp(d / b) steps, and
 Every run is trained through the decay of its own learning rate: a loss in the middle of a run is not one that it could
 have ended with. All runs of a seed have the same data and the same initial weights.
 
-The interval is that of ln(r) - d / b, with r, d and b as means over rounds, over n pairs and over k <= n shorter runs.
-Its variance is, to first order in the deviations from the means (d and b are paired, so their covariance counts),
+The interval is that of ln(r) - d / b, with ln(r) as the median over rounds, which a disturbed round does not move, and
+d and b as means over n pairs and over k <= n shorter runs. Its variance is, to first order in the deviations (d and b
+are paired, so their covariance counts; a median of normal values has at most pi / 2 of the variance of their mean),
 
-    var(ln r) / rounds + (var(d) / n - 2 (d / b) cov(d, b) / n + (d / b)^2 var(b) / k) / b^2
+    (pi / 2) var(ln r) / rounds + (var(d) / n - 2 (d / b) cov(d, b) / n + (d / b)^2 var(b) / k) / b^2
 
 and its level 1 - 2 alpha, by Student's t. Its degrees of freedom are Welch's and Satterthwaite's, with three samples:
 times, pairs (with the covariance) and shorter runs.
@@ -118,7 +119,7 @@ def compare_at_equal_loss(
     samples = [
         ((statistics.variance(gaps) - 2 * more * together) / count / slope**2, count),
         (more**2 * statistics.variance(slopes) / few / slope**2, few),
-        (statistics.variance(logs) / len(logs) if len(logs) > 1 else 0.0, len(logs)),
+        (math.pi / 2 * statistics.variance(logs) / len(logs) if len(logs) > 1 else 0.0, len(logs)),
     ]
     half = _measure_half_width(samples, alpha)
     low, high = math.exp(step - more - half), math.exp(step - more + half)
