@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from narrowgauge.errors import UsageError
+from narrowgauge.nn.eager_function_mode import EagerFunctionMode
 from narrowgauge.nn.module_changes import Change, apply_change
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -50,7 +50,7 @@ def to_fp32(nest: Any) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.float() if tensor.dtype in HALVES else tensor, nest)
 
 
-class Fp32Functions(TorchFunctionMode):
+class Fp32Functions(EagerFunctionMode):
     """Function mode that runs the functions of CUDA autocast's FP32 list in FP32 on the CPU too.
 
     It stays active in backward, where torch.utils.checkpoint runs parts of the forward again.

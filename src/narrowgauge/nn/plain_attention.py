@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
-from torch.overrides import TorchFunctionMode
 
 from narrowgauge.errors import SlowRecipeWarning
+from narrowgauge.nn.eager_function_mode import EagerFunctionMode
 
 
-class NoticesPlainAttention(TorchFunctionMode):
+class NoticesPlainAttention(EagerFunctionMode):
     """A mode that warns at the first call that no fused kernel supports. For one forward, as it costs time."""
 
     def __init__(self) -> None:

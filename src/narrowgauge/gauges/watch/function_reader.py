@@ -20,11 +20,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from narrowgauge.gauges.watch.attention_logits import measure_attention, measure_packed_attention, measure_softmax
 from narrowgauge.gauges.watch.autocast_flow import AutocastFlow
+from narrowgauge.nn.eager_function_mode import EagerFunctionMode
 
 _MIN_UNITS, _MIN_SAMPLES = 16, 16
 _MASK = -1e30
@@ -41,7 +41,7 @@ _UNITS_LAST = frozenset({F.linear, F.layer_norm, F.rms_norm})
 _SUMS = frozenset({torch.add, Tensor.add, Tensor.__add__, Tensor.__iadd__, Tensor.add_, F.dropout})
 
 
-class FunctionReader(TorchFunctionMode):
+class FunctionReader(EagerFunctionMode):
     """Reads the results of functions during one forward, and adds them to the facts of a snapshot."""
 
     def __init__(self, facts: dict[tuple[str, str], Tensor], autocast: bool) -> None:
