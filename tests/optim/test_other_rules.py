@@ -152,10 +152,29 @@ def test_wrong_options_are_one_line() -> None:
         (lambda: ng.optim.SGD(make(), nesterov=True), "SGD: nesterov=True is out of range"),
         (lambda: ng.optim.Lion(make(), betas=(1.0, 0.9)), r"Lion: betas=\(1.0, 0.9\) is out of range"),
         (lambda: ng.optim.Adafactor(make(), beta2_decay=0.5), "Adafactor: beta2_decay=0.5 is out of range"),
+        (lambda: ng.optim.Muon(make(), ns_steps=2.5), "Muon: ns_steps=2.5 is out of range"),  # type: ignore[arg-type]
         (lambda: ng.optim.SGD(make(torch.float16)), "SGD: a parameter has dtype torch.float16; supported are FP32 and"),
     ):
         with pytest.raises(UsageError, match=text):
             make_it()
+
+
+def test_options_of_wrong_types_are_one_line() -> None:
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        (ng.optim.AdamW, {"weight_decay": None}),
+        (ng.optim.AdamW, {"betas": 0.9}),
+        (ng.optim.SGD, {"lr": torch.ones(2)}),
+        (ng.optim.Lion, {"lr": None}),
+        (ng.optim.Adafactor, {"eps": 1e-8}),
+        (ng.optim.Muon, {"momentum": None}),
+        (ng.optim.Muon, {"ns_coefficients": 3}),
+    ]
+    for kind, options in cases:
+        with pytest.raises(
+            UsageError, match=f"{kind.__name__}: an option has a wrong type .*{next(iter(options))}="
+        ) as e:
+            kind(make(), **options)
+        assert "\n" not in str(e.value)
 
 
 def train(optimizer: Any, recipe: str) -> tuple[list[float], Tensor, Any]:

@@ -155,7 +155,15 @@ class MasteredOptimizer(Optimizer):
         for name in _NUMBERS:
             if isinstance(group.get(name), str):  # YAML reads 1e-3 as text
                 raise UsageError(f"{own}: {name}={group[name]!r} is text; expected a number")
-        for name, value, good in cls.check_options(group):
+        try:
+            checked = list(cls.check_options(group))
+        except UsageError:
+            raise
+        except (TypeError, ValueError) as error:  # None, a number instead of a pair, a tensor of several numbers
+            other = ("params", "param_names", *FORMATS)
+            given = ", ".join(f"{name}={value}" for name, value in group.items() if name not in other)
+            raise UsageError(f"{own}: an option has a wrong type ({error}); given {given}") from error
+        for name, value, good in checked:
             if not good:
                 raise UsageError(f"{own}: {name}={value} is out of range")
         for name, allowed in FORMATS.items():

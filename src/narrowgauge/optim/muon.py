@@ -180,7 +180,7 @@ class Muon(MasteredOptimizer):
         yield "rule", group["rule"], group["rule"] in RULES
         yield from adamw.check_adamw_options(group)
         yield "momentum", group["momentum"], 0 <= group["momentum"] <= 1
-        yield "ns_steps", group["ns_steps"], 0 < group["ns_steps"] < MOST_STEPS
+        yield "ns_steps", group["ns_steps"], isinstance(group["ns_steps"], int) and 0 < group["ns_steps"] < MOST_STEPS
         coefficients, adjustment = group["ns_coefficients"], group["adjust_lr_fn"]
         if len(coefficients) != 3 or not all(isinstance(one, int | float) for one in coefficients):
             raise UsageError(f"Muon: ns_coefficients={coefficients}; expected three numbers, for all iterations")
