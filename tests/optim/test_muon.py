@@ -190,6 +190,9 @@ def test_groups_of_a_model() -> None:
     assert sum(map(len, found)) == len(list(model.parameters()))
     chosen = ng.optim.split_for_muon(model, adamw=["*.0.*"])
     assert all(not names[id(p)].startswith("blocks.0.") for p in chosen[0]["params"])
+    for pattern in ("blocks.0", "*.mlp.gate.*", ""):  # misspelled, so that Muon would get the matrix
+        with pytest.raises(UsageError, match=r"matches no parameter; names are tok.weight, .*needs \*"):
+            ng.optim.split_for_muon(model, adamw=["*.0.*", pattern])
     tied = nn.ModuleDict({"words": nn.Embedding(10, 4), "head": nn.Linear(4, 10, bias=False)})
     tied["head"].weight = tied["words"].weight
     assert [group["rule"] for group in ng.optim.split_for_muon(tied)] == ["adamw"]

@@ -41,8 +41,12 @@ def split_for_muon(model: nn.Module, adamw: Iterable[str] = ()) -> list[dict[str
 
     Returns:
         Up to three groups; the first has "muon" as its rule, if the model has matrices for it.
+
+    Raises:
+        UsageError: A pattern matches no parameter.
     """
     patterns = [adamw] if isinstance(adamw, str) else list(adamw)
+    _check_patterns(model, patterns)
     outer = {m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     fit = {
@@ -102,6 +106,16 @@ def read_rule(group: Mapping[str, Any]) -> str | None:
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _check_patterns(model: nn.Module, patterns: Iterable[str]) -> None:
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise UsageError(
+                f"split_for_muon: adamw={pattern!r} matches no parameter; names are {', '.join(names[:4])}, ..., and a "
+                "part of one needs *, as in *.mlp.gate.*"
+            )
 
 
 def _find_head(matrices: dict[str, nn.Parameter]) -> set[str]:
