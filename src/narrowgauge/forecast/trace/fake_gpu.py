@@ -89,7 +89,9 @@ class SimulatedGpu(TorchFunctionMode):
         if func not in METADATA and any(issubclass(kind, LazyLogits) for kind in types):
             with self:  # what they compute is on the GPU as well
                 return LazyLogits.__torch_function__(func, types, args, kwargs)
-        kwargs = {name: _replace_cuda(value) if name == "device" else value for name, value in (kwargs or {}).items()}
+        kwargs = dict(kwargs or {})
+        if "device" in kwargs:
+            kwargs["device"] = _replace_cuda(kwargs["device"])
         getter = _GETTERS.get(getattr(func, "__self__", None)) if getattr(func, "__name__", "") == "__get__" else None
         if getter is not None:
             return getter(args[0])

@@ -7,6 +7,8 @@ allocated a storage if the storage is seen for the first time in its results; a 
 from __future__ import annotations
 
 import bisect
+import functools
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from narrowgauge.forecast.trace import expert_counts, flops
+from narrowgauge.forecast.trace.known_results import KnownResults
 from narrowgauge.forecast.trace.meter import MemoryMeter
 from narrowgauge.forecast.trace.trace import Call, MemoryBlock, Op, Owner, Spec, TensorRef, Trace
 from narrowgauge.op_kinds import classify
@@ -58,6 +61,7 @@ class Recorder(TorchDispatchMode):
         self._origin: list[tuple[int, str, bool]] = []
         self._node = -1
         self._makers: dict[int, int] = {}
+        self._known = KnownResults()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -134,15 +138,15 @@ class Recorder(TorchDispatchMode):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         where, compiled = self._locate()
-        result, balanced = _call(func, args, kwargs)
+        result, balanced = self._known.call(func, args, kwargs, _call)
         expert_counts.track(func, args, kwargs, result)
         self.balances_experts |= balanced
         tensors, made = _tensors(args) + _tensors(tuple(kwargs.values())), _tensors(result)
-        if not any(tensor.device.type == "meta" for tensor in (*tensors, *made)):
+        if not any(tensor.is_meta for tensor in (*tensors, *made)):
             return result  # on the host
-        name = func._schema.name.split("::")[1]
-        given = {**{a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}, **kwargs}
-        changed = _tensors([given[a.name] for a in func._schema.arguments if a.name in given and _is_written(a)])
+        name, arguments, written = _read_schema(func)
+        given = {**dict(zip(arguments, args, strict=False)), **kwargs}
+        changed = _tensors([given[argument] for argument in written if argument in given])
         fresh = [tensor for tensor in made if self._is_new(tensor)]
         for tensor in fresh:
             self._allocate(tensor, len(self.trace.ops))
@@ -203,8 +207,7 @@ class Recorder(TorchDispatchMode):
         return maker != self._node and tensors[0].shape == tensors[1].shape
 
     def _is_new(self, tensor: Tensor) -> bool:
-        strided = tensor.device.type == "meta" and tensor.layout is torch.strided
-        return strided and tensor.untyped_storage()._cdata not in self._live
+        return tensor.is_meta and tensor.layout is torch.strided and tensor.untyped_storage()._cdata not in self._live
 
     def _allocate(self, tensor: Tensor, op: int) -> None:
         storage = tensor.untyped_storage()
@@ -226,11 +229,12 @@ class Recorder(TorchDispatchMode):
             self._makers[number] = self._node
 
     def _ref(self, tensor: Tensor) -> TensorRef:
-        known = self._live.get(tensor.untyped_storage()._cdata) if tensor.device.type == "meta" else None
-        count = 1
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-            count *= size if stride else 1  # an expanded dimension is read once
-        return TensorRef(known[0] if known else -1, count * tensor.element_size(), tuple(tensor.shape), tensor.dtype)
+        known = self._live.get(tensor.untyped_storage()._cdata) if tensor.is_meta else None
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        count = math.prod(shape)
+        if 0 in stride:  # an expanded dimension is read once
+            count = math.prod(size for size, step in zip(shape, stride, strict=True) if step)
+        return TensorRef(known[0] if known else -1, count * tensor.element_size(), shape, tensor.dtype)
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
@@ -252,8 +256,12 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
         raise
 
 
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and bool(argument.alias_info.is_write)
+@functools.cache
+def _read_schema(func: Any) -> tuple[str, list[str], list[str]]:
+    """The name of an operation, the names of its arguments, and of those that it writes."""
+    arguments = func._schema.arguments
+    written = [one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write]
+    return func._schema.name.split("::")[1], [one.name for one in arguments], written
 
 
 def _specs(nest: Any) -> Any:
