@@ -1,9 +1,13 @@
 """Emulated products: operands in 16 bits, accumulation in FP32, one rounding; forward and backward."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from narrowgauge import Engine, hardware
+from narrowgauge.nn import cpu_emulation
 from narrowgauge.nn.cpu_emulation import EmulatedProducts
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -51,6 +55,24 @@ def test_convolution_and_attention_keep_their_format_in_both_directions(dtype):
     reference.square().sum().backward()
     torch.testing.assert_close(attention.double(), reference, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(q.grad.double(), wide.grad, rtol=4e-2, atol=4e-2)
+
+
+def test_convolutions_in_native_fp16_are_differentiated_in_fp32(monkeypatch):
+    """torch has no kernel for it, also where a CPU has FP16."""
+    model = torch.nn.Conv2d(3, 4, 3)
+    device = dataclasses.replace(hardware.detect("cpu"), native=("fp16", "bf16"))
+    with hardware.assume(device):
+        engine = Engine(model, torch.optim.SGD(model.parameters(), 0.1), "fp16")
+    assert not engine.step_context.emulated
+    seen = []
+    widen = cpu_emulation._widen
+    monkeypatch.setattr(cpu_emulation, "_widen", lambda value: seen.append(value) or widen(value))
+    with engine.forward():
+        loss = engine.model(torch.randn(2, 3, 6, 6)).float().square().mean()
+    assert not seen
+    engine.backward(loss)
+    assert any(isinstance(value, torch.Tensor) and value.dtype is torch.float16 for value in seen)
+    assert engine.step().applied
 
 
 def test_overflow_becomes_inf_as_on_hardware():

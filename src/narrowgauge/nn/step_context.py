@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from narrowgauge.errors import UsageError
 from narrowgauge.hardware import is_assumed
-from narrowgauge.nn.cpu_emulation import EmulatedProducts
+from narrowgauge.nn.cpu_emulation import WITHOUT_KERNEL, EmulatedProducts
 from narrowgauge.nn.grouped_mm import autocast_grouped_mm
 from narrowgauge.nn.keep_fp32 import Fp32Functions
 from narrowgauge.nn.module_changes import Change
@@ -101,7 +101,9 @@ class StepContext:
         with contextlib.ExitStack() as stack:
             if self.device_type == "cpu" and self.dtype is not None:
                 if self.emulated:
-                    stack.enter_context(EmulatedProducts())  # type: ignore[no-untyped-call]
+                    stack.enter_context(EmulatedProducts())
+                elif self.dtype is torch.float16:
+                    stack.enter_context(EmulatedProducts(WITHOUT_KERNEL))
                 stack.enter_context(Fp32Functions())
             yield
 

@@ -203,7 +203,7 @@ def _run_head(hidden: Tensor, source: HeadSource) -> Tensor:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.autocast(kind, dtype=dtype or torch.bfloat16, enabled=dtype is not None))
         if kind == "cpu" and dtype is not None and FORMATS[dtype] not in hardware.detect("cpu").native:
-            stack.enter_context(EmulatedProducts())  # type: ignore[no-untyped-call]
+            stack.enter_context(EmulatedProducts())
         return source.head(hidden)
 
 
