@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from narrowgauge import Engine, hardware
 from narrowgauge.nn import cpu_emulation
@@ -68,6 +69,7 @@ def test_convolutions_in_native_fp16_are_differentiated_in_fp32(monkeypatch):
     widen = cpu_emulation._widen
     monkeypatch.setattr(cpu_emulation, "_widen", lambda value: seen.append(value) or widen(value))
     with engine.forward():
+        assert not _get_current_dispatch_mode_stack(), "torch.compile makes graphs of a mode's handler"
         loss = engine.model(torch.randn(2, 3, 6, 6)).float().square().mean()
     assert not seen
     engine.backward(loss)

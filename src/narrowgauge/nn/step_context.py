@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from narrowgauge.errors import UsageError
 from narrowgauge.hardware import is_assumed
-from narrowgauge.nn.cpu_emulation import WITHOUT_KERNEL, EmulatedProducts
+from narrowgauge.nn.cpu_emulation import BACKWARD_WITHOUT_KERNEL, EmulatedProducts
 from narrowgauge.nn.grouped_mm import autocast_grouped_mm
 from narrowgauge.nn.keep_fp32 import Fp32Functions
 from narrowgauge.nn.module_changes import Change
@@ -70,7 +70,7 @@ class StepContext:
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """Context manager for the forward pass and the loss."""
-        with self.backward(), self.autocast():
+        with self._products(), self.autocast():
             yield
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -82,6 +82,13 @@ class StepContext:
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
         """Context manager for the backward pass: everything but autocast."""
+        with self._products(), contextlib.ExitStack() as stack:
+            if self.device_type == "cpu" and self.dtype is torch.float16 and not self.emulated:
+                stack.enter_context(EmulatedProducts(BACKWARD_WITHOUT_KERNEL))
+            yield
+
+    @contextlib.contextmanager
+    def _products(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if self.device_type == "cuda":
                 stack.enter_context(torch.cuda.device(self.device))  # kernels run on the current device
@@ -102,8 +109,6 @@ class StepContext:
             if self.device_type == "cpu" and self.dtype is not None:
                 if self.emulated:
                     stack.enter_context(EmulatedProducts())
-                elif self.dtype is torch.float16:
-                    stack.enter_context(EmulatedProducts(WITHOUT_KERNEL))
                 stack.enter_context(Fp32Functions())
             yield
 
