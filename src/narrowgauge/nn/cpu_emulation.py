@@ -35,8 +35,8 @@ PRODUCTS = frozenset(
 )
 ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 BACKWARD_WITHOUT_KERNEL = frozenset({aten.convolution_backward.default})
-"""Products of backward that torch computes without a kernel in FP16, also where a CPU has FP16: the backward of a convolution takes
-65 ms in torch on a Xeon with AVX512-FP16, and 1.4 ms in FP32."""
+"""Products of backward for which torch has no kernel in FP16, also where a CPU has FP16: the backward of a convolution
+takes 65 ms in torch on a Xeon with AVX512-FP16, and 1.4 ms in FP32."""
 
 
 class EmulatedProducts(TorchDispatchMode):
