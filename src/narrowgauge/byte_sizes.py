@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import re
+from typing import Any
 
 from narrowgauge.errors import UsageError
 
 UNITS = {
     "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
+LEAST_FLOAT_BYTES = 1000
+"""A number with a decimal point that is above this is one of bytes, such as ``0.9 * total``; 1.5 would be a share."""
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)\s*([KMGT]?I?B)", re.IGNORECASE)
 _SHARE = re.compile(r"[01](?:\.\d{1,6})?|\.\d{1,6}")
 
@@ -31,8 +36,9 @@ def parse_budget(budget: str | float, total_bytes: int | None, option: str = "me
     Raises:
         UsageError: It is neither a size nor a share, or the share of a device whose memory is not known.
     """
-    if isinstance(budget, int) and not isinstance(budget, bool) and budget > 1:
-        return budget
+    number = _read_number(budget)
+    if number is not None:
+        return number
     text = str(budget).strip()
     size = parse_size(text)
     if size is not None:
@@ -46,6 +52,15 @@ def parse_budget(budget: str | float, total_bytes: int | None, option: str = "me
     if total_bytes is None:
         raise UsageError(f"{option} {text}: this device does not report its memory; give a size such as 80GB")
     return int(share * total_bytes)
+
+
+def _read_number(budget: Any) -> int | None:
+    """Return the bytes of a budget that is a number of bytes, also one of NumPy's; None for a share and for text."""
+    if isinstance(budget, bool) or not isinstance(budget, numbers.Real):
+        return None
+    least = 1 if isinstance(budget, numbers.Integral) else LEAST_FLOAT_BYTES
+    size = float(budget)
+    return int(size) if least < size < math.inf else None
 
 
 def format_size(size_bytes: float) -> str:
