@@ -44,7 +44,7 @@ MOST_PLANS = 8
 APART = 2
 """How far apart tried blocks are: the tensor that a block hands to the next one counts there first."""
 MOST_WAITS = 16
-"""Steps to wait for a batch of about the largest size before measuring."""
+"""Steps to wait for a batch of about the largest size before measuring, and for one without errors."""
 NEARLY = 0.9
 """Share of the largest batch that is large enough to plan with."""
 
@@ -78,7 +78,7 @@ class MemoryFitter:
         """Bytes per value of each kind of block with an option, beyond recomputation: kept, and at its own backward."""
         self._tried: dict[str, str] = {}
         self._predicted, self._is_least = 0, False
-        self._excess = self._corrections = self._checked = self._plans = self._waits = 0
+        self._excess = self._corrections = self._checked = self._plans = self._waits = self._repeats = 0
         if isinstance(budget, MemoryPlan):
             self.budget = budget.budget
             self.adopt(budget)
@@ -139,8 +139,10 @@ class MemoryFitter:
         elif self._stage == "check" or self._meter is None:  # without blocks there is nothing to measure
             self._check(torch.cuda.max_memory_allocated(self.device))
         else:
-            measured, self._meter = self._meter.finish(), None
-            if self._stage == "measure":
+            measured, disturbed, self._meter = self._meter.finish(), self._meter.is_disturbed, None
+            if disturbed and self._sync.size == 1 and self._repeats < MOST_WAITS:
+                self._repeats += 1  # the next step is measured in its place
+            elif self._stage == "measure":
                 self._take_measure(measured)
             else:
                 self._take_trial(measured)

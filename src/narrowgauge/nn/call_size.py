@@ -23,6 +23,8 @@ class CallSize:
     """The number of values of the latest input in training."""
     of_step: int = 0
     """The number of values of the largest input since ``begin_step``: a step may have calls of several sizes."""
+    is_training: bool = True
+    """Whether the latest call was one in training."""
     planned: int | None = None
     """The number of values that a plan counts on; None: there is no plan."""
 
@@ -32,7 +34,8 @@ class CallSize:
 
     def exceeds_plan(self, x: Any) -> bool:
         """Note an input; return whether it is larger than planned. Forwards without gradients keep nothing."""
-        if not isinstance(x, Tensor) or not torch.is_grad_enabled():
+        self.is_training = torch.is_grad_enabled()
+        if not isinstance(x, Tensor) or not self.is_training:
             return False
         self.latest = x.numel()
         self.of_step = max(self.of_step, self.latest)

@@ -85,6 +85,7 @@ class StepMeter(events.Listener):
         self._remaking: int | None = None
         """What was allocated when the recomputation that runs now began."""
         self._before: tuple[str, int] | None = None
+        self._is_interrupted, self._without_backward = False, 0
         self._begin()
 
     def _begin(self) -> None:
@@ -101,10 +102,15 @@ class StepMeter(events.Listener):
     def observe(self, backward: bool) -> Iterator[None]:
         """Listen to one forward, or to one backward."""
         self._is_backward, self._latest = backward, ""
+        self._without_backward += -1 if backward else 1
         if not backward:
             self.step.kept.append({})
-        with events.listening(self):
-            yield
+        try:
+            with events.listening(self):
+                yield
+        except BaseException:
+            self._is_interrupted = True
+            raise
         if not backward:
             self._note_kept("")
 
@@ -114,9 +120,10 @@ class StepMeter(events.Listener):
         if path not in self._blocks or path in self._running[:-1]:
             return
         if not self._is_backward:
-            self._note_kept(path)
-            self._end_part()
-            self._held[path] += 1
+            if self._blocks[path].size.is_training:  # without gradients a block keeps nothing
+                self._note_kept(path)
+                self._end_part()
+                self._held[path] += 1
         elif path != self._latest:
             self._held[path] -= self._held[path] > 0
             self._latest = path
@@ -131,6 +138,14 @@ class StepMeter(events.Listener):
             self._remaking = None
         if not self._is_backward and path in self._blocks and path not in self._running:
             self._end_part()
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether the step was not like others: an error has ended a forward or backward, or a forward was given up.
+
+        Blocks whose backward did not run seem to hold their activations until the end of the step.
+        """
+        return self._is_interrupted or (self._without_backward > 0 and bool(+self._held))
 
     def finish(self) -> MeasuredStep:
         """End the step."""
