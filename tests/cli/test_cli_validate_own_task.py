@@ -11,14 +11,15 @@ from narrowgauge.cli import main
 TASK = """
 import torch, narrowgauge as ng
 from torch import nn
-def make(width: int = 32, batch: int = 8, seed: int = 0) -> ng.Task:
+def make(width: int = 32, batch: int = 8, seed: int = 0, broken: int = 0) -> ng.Task:
     def draw(step, split):
         x = torch.randn(batch, 16, generator=torch.Generator().manual_seed(step + 1000 * seed * (split == "train")))
-        return x, (x.sum(1) > 0).long()
+        sign = torch.tensor(-1.0 if step < broken and split == "train" else 1.0)  # its root is NaN
+        return x, (x.sum(1) > 0).long(), sign
     return ng.Task(
         model=lambda: nn.Sequential(nn.Linear(16, width), nn.GELU(), nn.Linear(width, 16)),
         batch=draw,
-        loss=lambda model, pair: nn.functional.cross_entropy(model(pair[0]), pair[1]),
+        loss=lambda model, pair: nn.functional.cross_entropy(model(pair[0]), pair[1]) * pair[2].sqrt(),
         items_per_batch=batch,
         steps=3,
     )
@@ -64,6 +65,16 @@ def test_predictions_say_why_a_format_is_missing(capsys, spec):
     assert "nvfp4       18 operands" in out or "nvfp4       12 operands" in out
     _, out, _ = run(capsys, "train", spec, "--recipe", "fp8", "--predict", "--out", "fp8")
     assert "predicted   nothing: other formats are predicted from a run in fp32, tf32 or bf16" in out
+
+
+def test_skipped_updates_predict_nothing(capsys, spec):
+    """What is NaN in the run's own format says nothing about another: the run "would work" in FP16, it said."""
+    train = ["train", spec, "--recipe", "fp32", "--predict", "--watch", "1"]
+    code, out, _ = run(capsys, *train, "--broken", "3", "--out", "all")
+    assert code == 1 and "predicted   nothing: no update that was read was applied" in out
+    assert "would work" not in out and "would fail" not in out
+    _, out, _ = run(capsys, *train, "--broken", "1", "--out", "first")
+    assert "fp16        would work up to update 3" in out and "a block has inf or NaN" not in out
 
 
 def test_candidates_that_were_not_saved_are_refused(capsys, spec):

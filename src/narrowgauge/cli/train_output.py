@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from narrowgauge.cli.terminal import say
 from narrowgauge.errors import UsageError
-from narrowgauge.recipe import find_emulation
+from narrowgauge.recipe import find_emulation, parse
 
 if TYPE_CHECKING:
     from narrowgauge.runs.result import Result
@@ -68,7 +68,12 @@ def _explain_missing_predictions(result: Result) -> Iterator[tuple[str, str]]:
     from narrowgauge.gauges.rules.predict_block_formats import RECIPES
 
     if not result.predictions:
-        if result.step:
+        if result.step and parse(result.recipe).compute in ("fp32", "tf32", "bf16"):
+            yield (
+                "predicted",
+                "nothing: no update that was read was applied, and other formats are predicted from those",
+            )
+        elif result.step:
             yield "predicted", "nothing: other formats are predicted from a run in fp32, tf32 or bf16"
         return
     known = {prediction["format"] for prediction in result.predictions}

@@ -178,17 +178,19 @@ class Examiner:
         """Predict how FP16 and FP8 would do; with ``block_formats`` also MXFP8, MXFP4 and NVFP4.
 
         Returns:
-            A prediction for each format. Empty if the run itself is not in FP32, TF32 or BF16.
+            A prediction for each format. Empty if the run itself is not in FP32, TF32 or BF16, and if all updates that
+            were read were skipped: inf and NaN in this run's own format say nothing about another.
         """
-        if self.engine.recipe.compute not in ("fp32", "tf32", "bf16") or not self.snapshots:
+        snapshots = [snapshot for snapshot in self.snapshots if snapshot.applied]
+        if self.engine.recipe.compute not in ("fp32", "tf32", "bf16") or not snapshots:
             return []
-        history = [[*snapshot.readings, *snapshot.extra] for snapshot in self.snapshots]
-        updates = [snapshot.update for snapshot in self.snapshots]
-        parts = ModelParts.from_model(self.engine.inner, history, self.snapshots[-1].stays_fp32)
+        history = [[*snapshot.readings, *snapshot.extra] for snapshot in snapshots]
+        updates = [snapshot.update for snapshot in snapshots]
+        parts = ModelParts.from_model(self.engine.inner, history, snapshots[-1].stays_fp32)
         found = predict_formats(history, updates=updates, parts=parts)
         if self.engine.recipe.emulate != "none":
             return found  # its readings are of the format that it emulates
-        rounding = [snapshot.rounding for snapshot in self.snapshots]
+        rounding = [snapshot.rounding for snapshot in snapshots]
         return found + predict_block_formats(rounding, updates=updates, parts=parts)
 
     def _note_history(self, snapshot: Snapshot) -> None:
