@@ -41,7 +41,7 @@ def compute_loss(model, tokens=TOKENS):
     )
 
 
-def run_steps(engine, steps=3):
+def run_steps(engine, steps=2):
     """Return losses, gradients, statistics of FP8 tensors, and the state of random numbers."""
     found = []
     torch.manual_seed(5)
