@@ -43,6 +43,19 @@ def pytest_collection_finish():
     gc.enable()
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item, nextitem):
+    """Leave what a file has imported and cached out of garbage collection as well: libraries collect after each run.
+
+    Late in a worker's life each of these collections took a second otherwise, and trainers of libraries make several.
+    """
+    result = yield
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+    return result
+
+
 def pytest_configure(config):
     # Models of tests are small, so FP8 does not make them faster on a GPU. Tests of the warning turn it on again.
     config.addinivalue_line("filterwarnings", "ignore::narrowgauge.errors.SlowRecipeWarning")
