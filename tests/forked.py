@@ -33,7 +33,7 @@ PRELOAD = [
     "torch.distributed.tensor.debug", "tensorboard.compat.proto.event_pb2", "tensorboard.compat.proto.summary_pb2",
     "tensorboard.summary.writer.record_writer", "narrowgauge.runs.trackers.tensorboard", "narrowgauge.runs.train",
     "narrowgauge.tasks.language", "narrowgauge.models.gpt", "narrowgauge.cli.progress", "narrowgauge.validate.run",
-    "pytest",
+    "pytest", "transformers.models.olmoe.modeling_olmoe",
     *(f"narrowgauge.cli.{verb}{'_' * keyword.iskeyword(verb)}" for verb in VERBS),
 ]  # fmt: skip
 DEFAULTS = {

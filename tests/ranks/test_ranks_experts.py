@@ -12,7 +12,7 @@ from narrowgauge.ranks import shard
 from narrowgauge.ranks.world import SINGLE_PROCESS, join_world
 from narrowgauge.runs.rank_batches import RankBatches
 
-RANKS, STEPS = 4, 3
+RANKS, STEPS = 4, 2
 RECIPES = ("fp32", "bf16", "fp8-lean")
 
 

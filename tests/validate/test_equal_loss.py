@@ -67,7 +67,7 @@ def test_without_an_answer_it_says_why():
 
 
 def test_validate_measures_it(tmp_path, capsys):
-    command = ["validate", "gpt:2x64", "--reference", "fp32", "--candidates", "bf16", "--steps", "40", "--seeds", "2"]
+    command = ["validate", "gpt:2x64", "--reference", "fp32", "--candidates", "bf16", "--steps", "20", "--seeds", "2"]
     command += ["--device", "cpu", "--no-layers", "--time", "--out", str(tmp_path)]
     assert main([*command, "--json"]) in (0, 1)
     speed = json.loads(capsys.readouterr().out)["candidates"]["bf16"]["speed"]
@@ -76,7 +76,7 @@ def test_validate_measures_it(tmp_path, capsys):
     assert low <= speed["ratio"] <= high and speed["plain_ratio"] > 0
     main(command)
     out = capsys.readouterr().out
-    assert "24 steps: loss" in out and "cached" in out and "times as fast at equal loss, between" in out
+    assert "12 steps: loss" in out and "cached" in out and "times as fast at equal loss, between" in out
 
 
 def test_validate_reads_the_users_data(tmp_path, capsys):
