@@ -70,7 +70,7 @@ class StepContext:
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """Context manager for the forward pass and the loss."""
-        with self._products(), self.autocast():
+        with self._common(), self.autocast():
             yield
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -81,14 +81,15 @@ class StepContext:
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """Context manager for the backward pass: everything but autocast."""
-        with self._products(), contextlib.ExitStack() as stack:
+        """Context manager for the backward pass: as forward, without autocast."""
+        with self._common(), contextlib.ExitStack() as stack:
             if self.device_type == "cpu" and self.dtype is torch.float16 and not self.emulated:
                 stack.enter_context(EmulatedProducts(BACKWARD_WITHOUT_KERNEL))
             yield
 
     @contextlib.contextmanager
-    def _products(self) -> Iterator[None]:
+    def _common(self) -> Iterator[None]:
+        """Context manager for what forward and backward have in common: everything but autocast."""
         with contextlib.ExitStack() as stack:
             if self.device_type == "cuda":
                 stack.enter_context(torch.cuda.device(self.device))  # kernels run on the current device
