@@ -50,7 +50,9 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the repeated blocks of a model by path: members of ModuleLists with several modules of one class."""
     blocks: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) > 1 and len({original_class(m) for m in module}) == 1:
+        if not isinstance(module, nn.ModuleList) or len(module) < 2 or None in list(module):
+            continue
+        if len({original_class(member) for member in module}) == 1:
             inside = any(path.startswith(f"{outer}.") for outer in blocks)
             if not inside:
                 blocks |= {f"{path}.{index}" if path else str(index): block for index, block in enumerate(module)}

@@ -119,8 +119,9 @@ def _has_inner_list(module: nn.Module) -> bool:
         part for part in module.modules() if isinstance(part, nn.ModuleList | nn.Sequential) and part is not module
     )
     for part in lists:
-        are_parts = len(part) <= LARGEST_LIST_OF_PARTS and len({original_class(entry) for entry in part}) == len(part)
-        if any(count_projections(entry) >= 3 for entry in part) and not (are_parts and len(part) > 1):
+        entries = [entry for entry in part if entry is not None]
+        are_parts = len(part) <= LARGEST_LIST_OF_PARTS and len(set(map(original_class, entries))) == len(entries)
+        if any(count_projections(entry) >= 3 for entry in entries) and not (are_parts and len(part) > 1):
             return True
     return False
 

@@ -78,7 +78,7 @@ def find_experts(model: nn.Module) -> FoundExperts:
     """Describe every module of the model with stacked experts."""
     found = FoundExperts()
     for path, module in model.named_modules():
-        stacks = list(list_parameters(module, 3).items())
+        stacks = list(list_stacks(module).items())
         if len(stacks) < 2:
             continue
         try:
@@ -92,6 +92,14 @@ def list_parameters(module: nn.Module, dims: int) -> dict[str, nn.Parameter]:
     """Return a module's own parameters with so many dimensions, by name."""
     own = module._parameters.items()
     return {name: p for name, p in own if p is not None and not is_lazy(p) and p.dim() == dims}
+
+
+def list_stacks(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return a module's own stacks of several matrices, by name.
+
+    Tokens and positions of vision transformers, [1, n, D], and scales of heads, [heads, 1, D], are none.
+    """
+    return {name: p for name, p in list_parameters(module, 3).items() if min(p.shape) > 1}
 
 
 def compute_plain(kind: str, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from narrowgauge.nn.experts.find import list_parameters
+from narrowgauge.nn.experts.find import list_parameters, list_stacks
 from narrowgauge.nn.keep_fp32 import KeptInFp32
 from narrowgauge.nn.module_changes import apply_change, find_change
 
@@ -87,15 +87,15 @@ def _join(owner: str, name: str) -> str:
 def _list_experts(model: nn.Module) -> Iterator[_Experts]:
     for wrapped, module in model.named_modules():
         path = _strip_wrappers(wrapped)
-        stacks = list(list_parameters(module, 3).values())
+        stacks = list(list_stacks(module).values())
         if len(stacks) >= 2 and path:
             counts = {len(stack) for stack in stacks}
             yield _Experts(path, min(counts), _list_sizes(stacks), certain=len(counts) == 1)
         elif isinstance(module, nn.ModuleList | nn.ModuleDict) and len(module) > 1 and not _is_shared(path):
-            first, *others = module.children()
+            members = list(module.children())  # without entries that are None
             named = "expert" in path.rpartition(".")[2]
-            if named or all(type(other) is type(first) for other in others):
-                matrices = (matrix for part in first.modules() for matrix in list_parameters(part, 2).values())
+            if members and (named or len({type(member) for member in members}) == 1):
+                matrices = (matrix for part in members[0].modules() for matrix in list_parameters(part, 2).values())
                 yield _Experts(path, len(module), {size for matrix in matrices for size in matrix.shape}, named=named)
         singles = {
             name: stack
@@ -108,8 +108,8 @@ def _list_experts(model: nn.Module) -> Iterator[_Experts]:
 
 
 def _get_single_stack(module: nn.Module) -> nn.Parameter | None:
-    """Return the stack of a module that has one; kernels of convolutions have three dimensions as well."""
-    stacks = list(list_parameters(module, 3).values())
+    """Return the stack of a module that has one; kernels of convolutions are no stack."""
+    stacks = list(list_stacks(module).values())
     return stacks[0] if len(stacks) == 1 and not isinstance(module, _ConvNd) else None
 
 

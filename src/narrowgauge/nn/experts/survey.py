@@ -9,7 +9,7 @@ from torch import nn
 
 from narrowgauge.kernels.experts import wide
 from narrowgauge.kernels.experts.products import ALIGNMENT
-from narrowgauge.nn.experts.find import ExpertsSpec, find_experts
+from narrowgauge.nn.experts.find import ExpertsSpec, find_experts, list_stacks
 from narrowgauge.nn.matrix_inventory import explain_kept_fp32
 from narrowgauge.nn.products.choose_formats import Decision
 from narrowgauge.nn.products.gemm import ALL_BF16, ALL_FP8
@@ -34,9 +34,8 @@ def survey_experts(model: nn.Module, recipe: Recipe) -> tuple[list[Layer], dict[
         if reason is None:
             specs[path] = spec
     for path, reason in found.reasons.items():
-        for name, stack in modules[path].named_parameters(recurse=False):
-            if stack.dim() == 3:
-                layers.append(Layer(f"{path}.{name}", tuple(stack.shape[1:]), "experts", ALL_BF16, reason))
+        for name, stack in list_stacks(modules[path]).items():
+            layers.append(Layer(f"{path}.{name}", (stack.shape[1], stack.shape[2]), "experts", ALL_BF16, reason))
     return layers, specs
 
 
