@@ -28,11 +28,11 @@ from narrowgauge.nn.compile_forward import compile_forward
 from narrowgauge.nn.convert import Conversion
 from narrowgauge.nn.fused.modules import set_recomputation
 from narrowgauge.nn.memory_plan import MemoryPlan
-from narrowgauge.nn.module_changes import apply_change, remove_changes
+from narrowgauge.nn.module_changes import remove_changes
 from narrowgauge.nn.products.stored_fp8 import restore_stored
 from narrowgauge.nn.recompute import checkpoint_blocks
 from narrowgauge.nn.speed_advice import explain_slow, warn_about_speed
-from narrowgauge.nn.step_context import OpensStepContext, StepContext, explain_error
+from narrowgauge.nn.step_context import StepContext, explain_error, open_step_context
 from narrowgauge.optim import widen
 from narrowgauge.optim.gradient_release import check_released, keep_gradient
 from narrowgauge.ranks.distribute import unwrap_ddp
@@ -107,7 +107,7 @@ class EngineBase:
                 self.inner, mode, blocks, recomputation, optional, self.conversion.scales
             )
         if bf16_weights or self.recipe.frozen != "keep" or self.conversion.returns_bf16:
-            apply_change(self.inner, OpensStepContext(self.step_context))
+            open_step_context(self.inner, self.step_context)
         self.scaler = setup.make_scaler(self.recipe, self.device, max_consecutive_skips)
         self.guard = self.scaler.guard if self.scaler else SkipGuard(max_consecutive_skips)
         self.watchers: list[Watcher] = []

@@ -23,7 +23,7 @@ from narrowgauge.hardware import is_assumed
 from narrowgauge.nn.cpu_emulation import BACKWARD_WITHOUT_KERNEL, EmulatedProducts
 from narrowgauge.nn.grouped_mm import autocast_grouped_mm
 from narrowgauge.nn.keep_fp32 import Fp32Functions
-from narrowgauge.nn.module_changes import Change
+from narrowgauge.nn.module_changes import Change, apply_change
 from narrowgauge.nn.plain_attention import NoticesPlainAttention
 from narrowgauge.recipe import Recipe
 
@@ -182,6 +182,29 @@ class OpensStepContext(Change):
         # torch.compile traces autocast, which is what dtypes depend on, but none of the other settings
         with self.step_context.autocast() if torch.compiler.is_compiling() else self.step_context.forward():
             return inner(*args, **kwargs)
+
+
+def open_step_context(model: nn.Module, step_context: StepContext) -> None:
+    """Make a model open the step context itself, and if it only wraps another, that one as well.
+
+    A wrapper's own methods, such as ``generate`` or ``sample``, call the model inside, not the wrapper.
+    """
+    inner: nn.Module | None = model
+    while inner is not None:
+        apply_change(inner, OpensStepContext(step_context))
+        inner = _find_wrapped(inner)
+
+
+def _find_wrapped(wrapper: nn.Module) -> nn.Module | None:
+    """Return the attribute of a module that has all of its parameters, and parts of its own; else None."""
+    if wrapper._parameters:
+        return None
+    parts = [(name, part) for name, part in wrapper.named_children() if any(True for _ in part.parameters())]
+    if len(parts) != 1 or parts[0][0].isdigit():  # a member of a row
+        return None
+    wrapped = parts[0][1]
+    calls_parts = not isinstance(wrapped, nn.ModuleList | nn.ModuleDict)
+    return wrapped if calls_parts and any(True for _ in wrapped.children()) else None
 
 
 MIXED = re.compile(
