@@ -88,3 +88,13 @@ def test_fp32_products_do_not_change():
     outside = a @ a
     with EmulatedProducts():
         assert torch.equal(a @ a, outside)
+
+
+def test_einsum_is_under_autocast_in_inference_mode_as_well():
+    a, b = torch.randn(16, 16), torch.randn(16, 16).bfloat16()
+    made = []
+    for without_gradients in (torch.no_grad, torch.inference_mode):
+        with without_gradients(), torch.autocast("cpu", torch.bfloat16), EmulatedProducts():
+            made.append(torch.einsum("ij,jk->ik", a, b))
+    assert made[0].dtype is made[1].dtype is torch.bfloat16
+    assert torch.equal(*made)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
+AUTOCAST = "AutocastCPU"
 HALVES = (torch.float16, torch.bfloat16)
 PRODUCTS = frozenset(
     {
@@ -55,6 +56,8 @@ class EmulatedProducts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is aten.einsum.default:
+            return _run_einsum(self, args, kwargs)
         if func not in self.products:
             return func(*args, **kwargs)
         low = next((x.dtype for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dtype in HALVES), None)
@@ -65,6 +68,21 @@ class EmulatedProducts(TorchDispatchMode):
         if func is ATTENTION:  # (output, logsumexp): the statistics stay in FP32, as in the native kernel
             return wide[0].to(low), *wide[1:]
         return _narrow(wide, low) if isinstance(wide, Tensor) else tuple(_narrow(one, low) for one in wide)
+
+
+def _run_einsum(mode: EmulatedProducts, args: Any, kwargs: Any) -> Any:
+    """Run the products that einsum consists of, each under autocast and the mode.
+
+    Autocast casts these products, not einsum. Under ``torch.inference_mode`` a dispatch mode gets einsum whole, and
+    torch leaves out autocast for what the mode calls.
+    """
+    before = torch._C._dispatch_tls_is_dispatch_key_excluded(AUTOCAST)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(AUTOCAST, False)
+    try:
+        with mode:
+            return aten.einsum.default.decompose(*args, **kwargs)
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(AUTOCAST, before)
 
 
 def _widen(value: Any) -> Any:
