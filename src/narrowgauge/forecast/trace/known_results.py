@@ -38,7 +38,9 @@ class KnownResults:
             kwargs: Its other arguments.
             compute: Runs the operation; called with the three others.
         """
-        if not _is_function_of_layouts(func):
+        if (
+            not _is_function_of_layouts(func) or torch._C._len_torch_dispatch_stack()
+        ):  # another mode sees every operation
             return compute(func, args, kwargs)
         try:
             key = func, torch.get_default_dtype(), _describe(args), tuple((k, _describe(v)) for k, v in kwargs.items())
