@@ -27,7 +27,7 @@ def restore_imports(monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(own_modules, "_FOLDERS", set())
     yield
-    for name in ("neighbor_layers", "neighbor_sizes", "narrowgauge_task_mine"):
+    for name in ("neighbor_layers.made", "neighbor_layers", "neighbor_sizes", "narrowgauge_task_mine"):
         sys.modules.pop(name, None)
 
 
@@ -48,6 +48,20 @@ def test_two_folders_may_have_modules_of_the_same_name(tmp_path):
     specs = [write_project(tmp_path / name, width) for name, width in (("one", 16), ("two", 32))]
     found = [tasks.find(spec).model().out_features for spec in (*specs, *specs)]
     assert found == [16, 32, 16, 32]
+
+
+def test_a_file_of_a_package_may_import_the_package_by_name(tmp_path):
+    specs = []
+    for name, width in (("one", 16), ("two", 32)):
+        package = tmp_path / name / "neighbor_layers"
+        (package / "inner").mkdir(parents=True)
+        (package / "__init__.py").touch()
+        (package / "inner" / "__init__.py").touch()
+        (package / "made.py").write_text(f"from torch import nn\ndef build():\n    return nn.Linear(16, {width})\n")
+        text = TASK.format(early="import neighbor_layers.made", late="return neighbor_layers.made.build()")
+        (package / "inner" / "mine.py").write_text(text)
+        specs.append(f"{package / 'inner' / 'mine.py'}:make")
+    assert [tasks.find(spec).model().out_features for spec in (*specs, *specs)] == [16, 32, 16, 32]
 
 
 def test_files_that_a_file_imports(tmp_path):

@@ -3,7 +3,8 @@
 The folder of a task's file is searched first while the file runs, as for a script. After that it stays on the path as
 the last entry: functions of the file may import a neighbor when they are called, and the neighbor hides no installed
 package. Two files in two folders may each have a neighbor of the same name, such as two versions of ``model.py``. So
-modules of the other folder are forgotten before a file runs.
+modules of the other folder are forgotten before a file runs. A file of a package imports the package by its name, so
+the folder that holds the package is searched as well.
 """
 
 from __future__ import annotations
@@ -23,20 +24,32 @@ _FOLDERS: set[Path] = set()
 
 @contextmanager
 def import_neighbors(folder: Path) -> Iterator[None]:
-    """Within the context, imports find the modules of a folder first; after it, last.
+    """Within the context, imports find the modules of a folder first, and those beside its package; after it, last.
 
     Args:
         folder: The folder of the file that runs in the context, as an absolute path.
     """
-    _forget_neighbors_of_others(folder)
-    _FOLDERS.add(folder)
-    sys.path.insert(0, str(folder))
+    folders = list(dict.fromkeys([folder, _find_root(folder)]))
+    for one in folders:
+        _forget_neighbors_of_others(one)
+    _FOLDERS.update(folders)
+    added = [str(one) for one in folders]
+    sys.path[:0] = added
     try:
         yield
     finally:
-        sys.path.remove(str(folder))
-        if str(folder) not in sys.path:
-            sys.path.append(str(folder))
+        for entry in added:
+            sys.path.remove(entry)
+            if entry not in sys.path:
+                sys.path.append(entry)
+
+
+def _find_root(folder: Path) -> Path:
+    """Return the folder itself, or the one that holds the package that it is a part of."""
+    root = folder
+    while files.is_file(root / "__init__.py") and root.parent != root:
+        root = root.parent
+    return root
 
 
 def list_own_files(file: Path) -> list[Path]:
