@@ -85,6 +85,15 @@ def test_files_that_a_file_imports(tmp_path):
     assert own_modules.list_own_files(tmp_path / "mine.py") == [tmp_path / name for name in sorted(names[1:4])]
 
 
+def test_files_of_a_package_that_imports_itself_by_name(tmp_path):
+    """Also before the file has run, when the package's folder is not on the path yet: cached runs depend on them."""
+    package = tmp_path / "own_package"
+    package.mkdir()
+    for name, text in (("__init__", ""), ("task", "from own_package.sizes import WIDTH\n"), ("sizes", "WIDTH = 4\n")):
+        (package / f"{name}.py").write_text(text)
+    assert own_modules.list_own_files(package / "task.py") == [package / "__init__.py", package / "sizes.py"]
+
+
 def test_validation_trains_again_if_an_imported_file_has_changed(tmp_path):
     spec = write_project(tmp_path / "project", 16)
 

@@ -63,7 +63,11 @@ def list_own_files(file: Path) -> list[Path]:
     Returns:
         The files in order of their paths, without the first one.
     """
-    roots = [file.parent, *(root for root in map(_resolve_entry, sys.path) if not _is_installed(root))]
+    roots = [
+        file.parent,
+        _find_root(file.parent),
+        *(root for root in map(_resolve_entry, sys.path) if not _is_installed(root)),
+    ]
     found: set[Path] = set()
     waiting = [file]
     while waiting:

@@ -107,14 +107,13 @@ def train_to_loss(
 
 def describe(validation: Validation) -> dict[str, Any]:
     """Return the result as JSON data."""
-    whole_result = validation.describe()
-    kept = ("verdict", "gap", "interval", "losses", "diverged")
+    found = validation.describe()
+    kept = ("verdict", "gap", "interval", "seeds", "losses", "diverged")
     candidates = {
-        name: {"speed": one["speed"], **{key: one[key] for key in kept}}
-        for name, one in whole_result["candidates"].items()
+        name: {"speed": one["speed"], **{key: one[key] for key in kept}} for name, one in found["candidates"].items()
     }
     same = ("reference", "margin", "steps", "losses", "seconds")
-    return {**{key: whole_result[key] for key in same}, "candidates": candidates}
+    return {**{key: found[key] for key in same}, "candidates": candidates}
 
 
 def show(validation: Validation, out: TextIO) -> None:
