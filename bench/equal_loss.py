@@ -86,9 +86,10 @@ class Stretch:
         return next((run for run in self.data["runs"] if wanted.items() <= run.items()), None)
 
     def estimate(self, recipe: str, steps: int) -> float:
-        """Seconds of a run: as long as the longest of its recipe, in proportion to its steps; 0 if there was none."""
-        own = [run["seconds"] / run["steps"] for run in self.data["runs"] if run["recipe"] == recipe]
-        return max(own, default=0.0) * steps
+        """Seconds of a run, from the slowest of its recipe, else of any, for its number of steps; 0 before the first."""
+        runs = self.data["runs"]
+        own = [run for run in runs if run["recipe"] == recipe] or runs
+        return max((run["seconds"] / run["steps"] for run in own), default=0.0) * steps
 
     def train(self, wanted: list[tuple[str, int, int]]) -> bool:
         """Train what is missing and fits. Returns whether nothing is missing any more."""

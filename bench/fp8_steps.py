@@ -6,8 +6,8 @@ usage: python bench/fp8_steps.py TASK [ROUNDS] [STEPS] [torchao | tensorwise | r
 
 ours: without plain compiled BF16, whose compilation takes a minute on deep models. fp8-only: without narrowgauge's
 BF16, to save memory: the weights and moments of all contestants are on the GPU at once. Recipes with changed fields,
-such as fp8[activations=8bit], take part too. graphs, no-graphs: also each FP8 recipe with its blocks always, or never,
-as CUDA graphs; otherwise the engine decides. batch: another batch than the task's, for small steps.
+such as fp8[activations=8bit], take part too. graphs, no-graphs: also each FP8 recipe with its steps always, or never,
+as CUDA graphs; otherwise it is found out whether the GPU waits. batch: another batch than the task's, for small steps.
 """
 
 import collections

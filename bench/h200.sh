@@ -5,7 +5,7 @@
 #
 #   fp8-large    fp8 beside compiled BF16 and torchao, one process each: 8 x 4096, 1.3B                    about 250 s
 #   fp8-small    the same: 124M, llama-1b                                                                 about 330 s
-#   small-steps  fp8 with and without CUDA graphs where launching takes long: gpt-tiny, 124M with a batch of 4   about 100 s
+#   small-steps  steps as CUDA graphs where launching takes long, and without: gpt-tiny, 124M with a batch of 4   about 100 s
 #   experts      Mixtral's losses on fresh tokens beside compiled BF16                                    about 75 s
 #   granularity  scales for rows and for blocks of 128: SQNR, learning by heart, step times               about 170 s
 #   gradients    final losses with gradients in E4M3 where they fit, four seeds                           about 180 s

@@ -4,14 +4,16 @@ usage: python bench/muon_convergence.py SECONDS gaps  [--task gpt:10x512] [--ste
                                                       [--recipes fp32,bf16-lean,fp8-lean] [--lr RATE]
        python bench/muon_convergence.py SECONDS reach [--task gpt2-124m] [--steps 800] [--recipe bf16]
                                                       [--adamw-lrs 6e-4,1.2e-3] [--muon-lrs 6e-4,1.2e-3] [--trials 3]
+                                                      [--goal LOSS] [--first 0.7]
        both: [--data FOLDER] [--batch N] [--context N] [--vocab N] [--processes N] [--device cpu] [--out FILE]
 
 gaps    Muon in each recipe, with the same seeds and data: the relative gap of the final evaluation loss to the first
         recipe's, per seed and on average. Lean recipes have split masters and 8-bit momentum. Each run's weights are
         also evaluated in plain BF16, which leaves out the error of narrow products in the evaluation itself.
 reach   How many steps Muon needs for AdamW's final loss. AdamW trains for STEPS with each of its rates; its lowest loss
-        is the goal. Muon then trains for 0.7 of STEPS with each of its rates, and with the better one for other
-        lengths, each with its own complete schedule: shorter ones after a run that reached the goal, else longer ones.
+        is the goal. Muon then trains for 0.7 of STEPS (--first) with each of its rates, and with the better one for
+        other lengths, each with its own complete schedule: shorter ones after a run that reached the goal, else longer
+        ones. --goal has AdamW's lowest loss of an earlier run; a lower one of this run's rates replaces it.
 
 FOLDER has train.bin and eval.bin (bench/corpus/read_corpus.py). By default the data are bytes of Python's sources.
 After every run the JSON file is written: $OUT/muon-PART-TASK.json, or in the current folder. When the time is over,
@@ -224,14 +226,17 @@ def count_steps(runs: Runs) -> None:
     def train_best(optimizer: str, rates: list[float], steps: int) -> Job | None:
         return min(runs.train([make(optimizer, lr, steps) for lr in rates]), key=lambda job: job["loss"], default=None)
 
-    goal = train_best("adamw", args.adamw_lrs, args.steps)
+    best_adamw = train_best("adamw", args.adamw_lrs, args.steps)
+    known = [args.goal, None if best_adamw is None else best_adamw["loss"]]
+    goal = min((loss for loss in known if loss is not None), default=None)
     if goal is None:
         print("no run of AdamW has ended: give more seconds, or fewer steps")
         return
-    runs.data["goal"] = goal["loss"]
-    runs.tell(f"the goal is {goal['loss']:.4f}: AdamW with lr {goal['lr']:g}, {args.steps} steps")
+    runs.data["goal"] = goal
+    source = "an earlier run" if best_adamw is None or goal == args.goal else f"lr {best_adamw['lr']:g}"
+    runs.tell(f"the goal is {goal:.4f}: AdamW, {args.steps} steps, {source}")
     tried: dict[int, float] = {}
-    rates, low, high, share = list(args.muon_lrs), 0.0, LONGEST, FIRST
+    rates, low, high, share = list(args.muon_lrs), 0.0, LONGEST, args.first
     for _ in range(args.trials):
         steps = max(1, round(share * args.steps))
         needed = runs.seconds_per_step * steps * -(-len(rates) // args.processes)
@@ -241,14 +246,14 @@ def count_steps(runs: Runs) -> None:
         if best is None:
             break
         rates, tried[steps] = [best["lr"]], best["loss"]
-        low, high = (low, share) if best["loss"] <= goal["loss"] else (share, high)
+        low, high = (low, share) if best["loss"] <= goal else (share, high)
         share = (max(low, 0.4) + high) / 2 if low < high else high
         runs.data["muon"] = {"lr": best["lr"], "losses": tried}
         runs.write()
-    reached = [steps for steps, loss in tried.items() if loss <= goal["loss"]]
+    reached = [steps for steps, loss in tried.items() if loss <= goal]
     runs.data["reached_in_steps"] = min(reached, default=None)
     for steps, loss in sorted(tried.items()):
-        print(f"Muon, {steps} steps ({steps / args.steps:.0%} of AdamW's): {loss:.4f}, {loss / goal['loss'] - 1:+.2%}")
+        print(f"Muon, {steps} steps ({steps / args.steps:.0%} of AdamW's): {loss:.4f}, {loss / goal - 1:+.2%}")
     if reached:
         missed = max((steps for steps in tried if steps < min(reached) and steps not in reached), default=0)
         print(f"Muon reaches AdamW's loss of {args.steps} steps in at most {min(reached)} steps, more than {missed}")
@@ -269,6 +274,8 @@ def read_arguments() -> Any:
     add("--lr", type=float, help="Muon's learning rate in gaps (default: the task's)")
     add("--adamw-lrs", default="6e-4,1.2e-3")
     add("--muon-lrs", default="6e-4,1.2e-3")
+    add("--goal", type=float, help="AdamW's lowest loss so far, with the same steps and data")
+    add("--first", type=float, default=FIRST, help="the first length of Muon's runs, as a share of AdamW's")
     add("--trials", type=int, default=3, help="lengths of Muon's runs")
     add("--data")
     add("--batch", type=int)
@@ -282,7 +289,9 @@ def read_arguments() -> Any:
     args.task = args.task or ("gpt:10x512" if gaps else "gpt2-124m")
     args.steps = args.steps or (1200 if gaps else 800)
     args.recipes = split(args.recipes)
-    args.adamw_lrs, args.muon_lrs = ([float(r) for r in text.split(",")] for text in (args.adamw_lrs, args.muon_lrs))
+    args.adamw_lrs, args.muon_lrs = (
+        [float(r) for r in text.split(",") if r] for text in (args.adamw_lrs, args.muon_lrs)
+    )
     args.vocab = args.vocab or (256 if args.data is None else None)
     if gaps and args.task == "gpt:10x512":  # as in bench/convergence.py
         args.batch, args.context = args.batch or 32, args.context or 256

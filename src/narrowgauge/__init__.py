@@ -1,6 +1,7 @@
 """narrowgauge: mixed-precision training for PyTorch that is fast, stays on the rails, and proves it.
 
 Engine, StepReport          one training step under a recipe, and its result
+StepFunction                the same as one function, which a GPU can repeat as one CUDA graph
 recipe, Recipe              which number format is used for what
 LossScaler                  drop-in replacement for torch.amp.GradScaler
 convert, keep_fp32          fused and FP8 layers; functions that compute in FP32
@@ -27,6 +28,7 @@ __all__ = [
     "LossScaler",
     "NarrowgaugeError",
     "Recipe",
+    "StepFunction",
     "StepReport",
     "Task",
     "TrainingStalled",
@@ -50,6 +52,7 @@ _WHERE = {
     "Engine": "narrowgauge.engine",
     "LossScaler": "narrowgauge.scaling.loss",
     "NarrowgaugeError": "narrowgauge.errors",
+    "StepFunction": "narrowgauge.engine.step_function",
     "StepReport": "narrowgauge.step_report",
     "Task": "narrowgauge.task",
     "TrainingStalled": "narrowgauge.errors",
@@ -64,6 +67,7 @@ _MODULES = ("block_formats", "forecast", "formats", "gauges", "hardware", "optim
 if TYPE_CHECKING:  # type checkers cannot see into __getattr__; a test compares the two lists
     from narrowgauge import block_formats, formats, gauges, hardware, optim
     from narrowgauge.engine import Engine
+    from narrowgauge.engine.step_function import StepFunction
     from narrowgauge.errors import NarrowgaugeError, TrainingStalled, UsageError
     from narrowgauge.forecast.run import forecast  # at run time the package of this name is callable
     from narrowgauge.gauges.replay.replay import replay

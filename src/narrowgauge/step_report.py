@@ -43,7 +43,11 @@ class StepReport:
 
 
 class Watcher(Protocol):
-    """An object in ``Engine.watchers``. It must not wait for the device or change the training."""
+    """An object in ``Engine.watchers``. It must not wait for the device or change the training.
+
+    It may have a method ``is_idle()``: whether ``around`` does nothing in the next step. Only then can the step run as
+    a CUDA graph (``Engine.make_step``), which calls ``after`` alone.
+    """
 
     def around(self, phase: str) -> contextlib.AbstractContextManager[None]:
         """Return a context that the engine enters for one phase of a step.
@@ -58,3 +62,9 @@ class Watcher(Protocol):
         Args:
             report: The update's report.
         """
+
+
+def is_idle(watcher: Watcher) -> bool:
+    """Return whether a watcher says that it does nothing around the phases of the next step."""
+    ask = getattr(watcher, "is_idle", None)
+    return ask is not None and bool(ask())

@@ -117,6 +117,9 @@ class Task:
     reads_ahead: bool = False
     """Whether a thread may call ``batch`` during the previous step. Set it only if ``batch`` neither uses nor seeds the
     global generators of torch, NumPy and Python, because the step uses them too. Generators of its own are fine."""
+    recordable: bool = False
+    """Whether a GPU may repeat whole steps as one CUDA graph (``StepFunction``). Set it only if ``loss`` and the model
+    compute the same from a batch in every step: nothing is counted, read or drawn at random on the host."""
     synthetic: Callable[[int], Batch] | None = None
     """Returns a random batch of the right shape, for benchmarks without data."""
     facts: Mapping[str, Any] = field(default_factory=dict)

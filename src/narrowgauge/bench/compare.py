@@ -25,6 +25,7 @@ from narrowgauge.bench.energy import measure_joules_per_step, open_counter
 from narrowgauge.bench.fit_memory import settle_memory
 from narrowgauge.bench.fused_report import describe_conversion
 from narrowgauge.engine import Engine
+from narrowgauge.engine.step_function import StepFunction
 from narrowgauge.errors import NarrowgaugeError, UsageError
 from narrowgauge.hardware import Device
 from narrowgauge.nn.step_context import settle_attention_order
@@ -303,16 +304,9 @@ def build_entry(
 
 
 def make_engine_step(task: Task, engine: Engine) -> Step:
-    """A training step with the engine."""
-
-    def step(batch: Any) -> Tensor:
-        with engine.forward():
-            loss = task.loss(engine.model, batch)
-        engine.backward(loss)
-        engine.step()
-        return loss
-
-    return step
+    """A training step with the engine, as ``narrowgauge train`` runs it."""
+    function = StepFunction(engine, lambda batch: task.loss(engine.model, batch), None if task.recordable else False)
+    return lambda batch: function(batch)[0]
 
 
 def time_round(entry: Entry, batches: list[Any], round_index: int, device: Device, steps: int) -> float:

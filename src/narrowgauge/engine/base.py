@@ -92,7 +92,7 @@ class EngineBase:
         planned = memory_budget is not None
         if planned and cuda_graphs:
             raise UsageError("memory_budget: blocks recorded as CUDA graphs free nothing; leave out cuda_graphs")
-        cuda_graphs = False if planned else cuda_graphs
+        cuda_graphs = self._cuda_graphs = False if planned else cuda_graphs
         self.conversion = self._convert_model(fused, cuda_graphs)
         self._formats = setup.make_gradient_formats(self.conversion, self.update_sync)
         self.release = setup.make_release(self.inner, self.recipe, self.optimizers, self.conversion)

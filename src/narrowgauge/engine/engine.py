@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from narrowgauge.engine.base import EngineBase
 from narrowgauge.engine.checks import check_apart, check_loss, check_own_optimizer, find_trained
-from narrowgauge.engine.updates import check_norms, list_parameters
+from narrowgauge.engine.updates import Update, check_norms, list_parameters
 from narrowgauge.errors import UsageError
 from narrowgauge.nn.keep_fp32 import HALVES
 from narrowgauge.nn.module_changes import allow_double_backward
@@ -263,19 +263,27 @@ class Engine(EngineBase):
     def _update(self, chosen: Sequence[Optimizer] = ()) -> StepReport:
         """Make one update, drop the gradients, and call the watchers."""
         try:
-            report = self._apply_update(chosen)
+            report = self._note_update(self._run_update(chosen))
         finally:  # also when training has stalled: the caller may catch the error and continue
-            for parameter in self.inner.parameters():
-                parameter.grad = None
-            self._microbatches = 0
+            self._drop_gradients()
         if self._memory is not None:
             self._memory.end_step()
+        return self._tell_watchers(report)
+
+    def _tell_watchers(self, report: StepReport) -> StepReport:
         for watcher in self.watchers:
             watcher.after(report)
         return report
 
+    def _drop_gradients(self) -> None:
+        """Drop all gradients, also of an accumulation in progress."""
+        for parameter in self.inner.parameters():
+            parameter.grad = None
+        self._microbatches = 0
+
     @torch.no_grad()
-    def _apply_update(self, chosen: Sequence[Optimizer]) -> StepReport:
+    def _run_update(self, chosen: Sequence[Optimizer] = ()) -> Update:
+        """Make one update on the device, without counting it: a part of ``step``, for steps that are recorded."""
         parameters = self.named = find_trained(self.inner)
         released = self.release.take() if self.release is not None else {}
         if not released and all(parameter.grad is None for parameter in parameters.values()):
@@ -297,12 +305,32 @@ class Engine(EngineBase):
             self.conversion.scales.update(found)
         with self._notify_watchers("update"):
             self._stepper.step(stepped, factor, found, self.update_sync.sharded)
+        return Update(check, grad_norm, scale, stepped)
+
+    @torch.no_grad()
+    def _note_update(self, update: Update) -> StepReport:
+        """Count an update, adjust the loss scale, and report it."""
+        found = update.check.found
+        self._stepper.count_rewrites(update.stepped)
         if self.scaler is not None:
-            self.scaler.record_update(found.float(), check.bad)
+            self.scaler.record_update(found.float(), update.check.bad)
         else:
-            self.guard.record(found, None, check.bad)
+            self.guard.record(found, None, update.check.bad)
         if self._formats is not None:
             self._formats.end_update(found)
+        return self._report(found, update.grad_norm, update.scale)
+
+    def _note_recorded_update(
+        self, found: Tensor, grad_norm: Tensor, scale: Tensor, counted: Mapping[str, Tensor], stepped: list[Optimizer]
+    ) -> StepReport:
+        """Count an update that a CUDA graph has made on the device, and call the watchers."""
+        if self.conversion.scales is not None:
+            self.conversion.scales.note_update()
+        self._stepper.count_rewrites(stepped)
+        self.guard.send(counted)
+        return self._tell_watchers(self._report(found, grad_norm, scale))
+
+    def _report(self, found: Tensor, grad_norm: Tensor, scale: Tensor) -> StepReport:
         return StepReport(self.updates, True, {"applied": ~found, "grad_norm": grad_norm, "loss_scale": scale})
 
     def _current_scale(self) -> Tensor:

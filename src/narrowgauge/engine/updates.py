@@ -34,6 +34,18 @@ class GradientCheck:
     """Names for the elements of ``bad``."""
 
 
+@dataclass(frozen=True)
+class Update:
+    """What an update has computed on the device."""
+
+    check: GradientCheck
+    grad_norm: Tensor
+    """The norm of all gradients, unscaled."""
+    scale: Tensor
+    """The loss scale."""
+    stepped: list[Optimizer]
+
+
 def check_norms(
     norms: Tensor, named: Mapping[str, nn.Parameter], scales: TensorScales | None, update_sync: UpdateSync
 ) -> GradientCheck:
@@ -133,9 +145,8 @@ class Stepper:
                 _divide([p.grad for p in list_parameters([optimizer]) if p.grad is not None], factor)
             optimizer.step()
         torch.clear_autocast_cache()  # inside of engine.forward() it has 16-bit copies of the old weights
-        self._count_rewrites(optimizers)
 
-    def _count_rewrites(self, optimizers: Sequence[Optimizer]) -> None:
+    def count_rewrites(self, optimizers: Sequence[Optimizer]) -> None:
         """Warn once if weights with split masters are rewritten before every update, without waiting for the device."""
         able = [cast(MasteredOptimizer, one) for one in optimizers if can(one, "masters")]
         own = [one for one in able if one.has_split_masters]

@@ -24,9 +24,9 @@ def dry_run() -> Iterator[None]:
     """Launch no kernel inside the context, and act as if Triton was installed."""
     global _is_dry
     before, _is_dry = _is_dry, True
-    multi_tensor.make_block_table.cache_clear()  # it holds tensors, with data before and without data afterwards
+    multi_tensor.make_cached_table.cache_clear()  # it holds tensors, with data before and without data afterwards
     try:
         yield
     finally:
         _is_dry = before
-        multi_tensor.make_block_table.cache_clear()
+        multi_tensor.make_cached_table.cache_clear()

@@ -38,6 +38,10 @@ class ChoicesReporter(Watcher):
         """Do nothing around a phase."""
         return contextlib.nullcontext()
 
+    def is_idle(self) -> bool:
+        """Return True: nothing happens around phases."""
+        return True
+
     def after(self, report: StepReport) -> None:
         """Tell a new plan, and new formats."""
         plan, formats = self._engine.memory_plan, self._engine.gradient_formats

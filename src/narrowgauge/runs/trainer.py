@@ -23,6 +23,7 @@ from narrowgauge import random_state
 from narrowgauge.device_readback import Readback
 from narrowgauge.engine import Engine
 from narrowgauge.engine.fit_memory import Budget
+from narrowgauge.engine.step_function import StepFunction
 from narrowgauge.errors import TrainingStalled
 from narrowgauge.findings import Finding
 from narrowgauge.gauges.capture import Recorder
@@ -109,6 +110,7 @@ class Trainer:
                 model, optimizers, settings.recipe, clip_norm=settings.clip_norm or None,
                 accumulate=self.rank_batches.microbatches, compile=settings.compile, memory_budget=budget,
             )  # fmt: skip
+        self.run_microbatch = StepFunction(self.engine, self._compute_loss, None if task.recordable else False)
         self.engine.watchers.append(ChoicesReporter(self.engine, observer.notify))
         self.settings = dataclasses.replace(settings, recipe=str(self.engine.recipe))
         if self.engine.recipe_reason is not None:
@@ -237,23 +239,21 @@ class Trainer:
             raise bad or BadData("another rank has bad data; see its own error")
         return None if trouble else batches
 
+    def _compute_loss(self, batch: Any) -> Tensor:
+        return self.task.loss(self.engine.model, batch)
+
     def _step(self, batches: list[Any]) -> None:
         engine, result = self.engine, self.result
         rate = self.schedule.set(result.step)
         total: Tensor | None = None
-        for number, batch in enumerate(batches, 1):
+        for batch in batches:
             if self.recorder is not None:
                 self.recorder.record_batch(batch)
-            on_device = to_device(batch, engine.device)
-            with engine.forward():
-                loss = self.task.loss(engine.model, on_device)
-            engine.backward(loss)
-            total = loss.detach() if total is None else total + loss.detach()
-            if number == len(batches):
-                total = engine.update_sync.average(total / len(batches))
             # Only the report of the last microbatch matters; the others say that the update is not complete.
-            report = engine.step()
+            loss, report = self.run_microbatch(to_device(batch, engine.device))
+            total = loss if total is None else total + loss
         assert total is not None
+        total = engine.update_sync.average(total / len(batches))
         result.step += 1
         self.readback.push((result.step, rate), {"loss": total, **report.tensors})
         self._record_metrics(self.readback.ready())

@@ -14,7 +14,7 @@ leaves weights and optimizer unchanged, so a stalled run just runs a few more st
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +92,18 @@ class SkipGuard:
         Raises:
             TrainingStalled: Too many consecutive updates were skipped.
         """
-        self.updates += 1
+        self.send(self.count(found_inf, bad), scale)
+
+    def count(self, found_inf: Tensor, bad: Tensor | None = None) -> dict[str, Tensor]:
+        """Count one update on the device: the first half of ``record``, which a CUDA graph can contain.
+
+        Args:
+            found_inf: As for ``record``.
+            bad: As for ``record``.
+
+        Returns:
+            The counts, for ``send``.
+        """
         found = (found_inf > 0).reshape(())
         streak, skipped = self._counters(found.device)
         streak.copy_(torch.where(found, streak + 1, torch.zeros_like(streak)))
@@ -100,11 +111,22 @@ class SkipGuard:
         if bad is not None:
             if self._first is None or self._first.shape != bad.shape:
                 self._first = torch.zeros_like(bad)
-            self._first = torch.where(streak == 1, bad, self._first.to(bad.device))
-        sent = {"found": found, "streak": streak, "skipped": skipped}
-        if scale is not None:
-            sent["scale"] = scale
-        self._readback.push(self.updates, sent)
+            self._first = self._first.to(bad.device)
+            self._first.copy_(torch.where(streak == 1, bad, self._first))
+        return {"found": found, "streak": streak, "skipped": skipped}
+
+    def send(self, counted: Mapping[str, Tensor], scale: Tensor | None = None) -> None:
+        """Start copying the counts of one update to the host: the second half of ``record``.
+
+        Args:
+            counted: What ``count`` returned.
+            scale: As for ``record``.
+
+        Raises:
+            TrainingStalled: Too many consecutive updates were skipped.
+        """
+        self.updates += 1
+        self._readback.push(self.updates, {**counted, "scale": scale} if scale is not None else counted)
         self._collect()
         if self._known["streak"] >= self.max_consecutive_skips:
             self._raise_stalled()
@@ -121,6 +143,11 @@ class SkipGuard:
         mask = self._first.tolist()
         names = self.names if len(self.names) == len(mask) else [f"parameter {i}" for i in range(len(mask))]
         return [name for name, is_bad in zip(names, mask, strict=True) if is_bad]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The counts on the device, which ``count`` changes in place."""
+        return [tensor for tensor in (self._streak, self._skipped, self._first) if tensor is not None]
 
     def _counters(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if self._streak is None or self._skipped is None:

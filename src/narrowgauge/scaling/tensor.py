@@ -245,9 +245,7 @@ class TensorScales:
             skipped: Scalar on the device: whether the update was skipped. A site without history uses the amax of a
                 skipped step for its scale until an update is applied, because a scale of 1 would be worse.
         """
-        self.updates += 1
-        self.moves += 1
-        self.delayed = self.mode != "current"
+        self.note_update()
         if self.mode != "none":
             good = is_positive_and_finite(self.amax)
             accepted = good if skipped is None else good & ~skipped
@@ -261,6 +259,12 @@ class TensorScales:
             torch.reciprocal(self.scale, out=self.inv_scale)
         self.amax.zero_()
         self.siteless_amax.zero_()
+
+    def note_update(self) -> None:
+        """Count an update on the host: a CUDA graph that contains ``update`` changes only what is on the device."""
+        self.updates += 1
+        self.moves += 1
+        self.delayed = self.mode != "current"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copied or unpickled model. No engine updates its scales, so its casts read each tensor first."""

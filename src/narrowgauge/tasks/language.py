@@ -242,6 +242,7 @@ def make(
 
     return Task(
         reads_ahead=True,
+        recordable=True,
         name=spec,
         model=lambda: MODELS[type(config)](config),
         batch=make_batch,

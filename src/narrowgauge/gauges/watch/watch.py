@@ -150,6 +150,10 @@ class Watch:
             if self._table is not None:
                 self._table.after_update()
 
+    def is_idle(self) -> bool:
+        """Return whether nothing is read in the next update."""
+        return self._table is None and self.engine.guard.updates % self.every != 0
+
     def after(self, report: StepReport) -> None:
         """Called by the engine after each update: start copying its numbers to the host."""
         scales = self.engine.conversion.scales
@@ -192,8 +196,7 @@ class Watch:
 
     def _begin(self) -> _UpdateTable | None:
         """A table for the next update if it is due: the first, and then one in ``every``."""
-        due = self.engine.guard.updates % self.every == 0
-        return _UpdateTable(self.engine, self._experts, self._predicted) if due else None
+        return None if self.is_idle() else _UpdateTable(self.engine, self._experts, self._predicted)
 
     @contextlib.contextmanager
     def _hooked(self, table: _UpdateTable) -> Iterator[None]:

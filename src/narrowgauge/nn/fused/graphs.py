@@ -135,7 +135,7 @@ class BlockGraphs:
             tuple((name, t.shape, t.dtype) for name, t in name_arguments(given).items()),
             None if documents is None else documents.longest,
             None if scales is None else (scales.mode, scales.delayed, scales.format_changes),
-            _get_settings(),
+            get_settings(),
         )  # fmt: skip
         table = self._of_block.setdefault(given.call.module, {})
         if key not in table:
@@ -181,7 +181,7 @@ def needs_room(given: BlockInput) -> bool:
     return given.plan.checkpoint == "full" and get_future_gradients(given) > LARGEST_RECOMPUTED
 
 
-def _get_settings() -> tuple[bool, ...]:
+def get_settings() -> tuple[bool, ...]:
     """Return the settings of torch that decide which kernels run."""
     cuda = torch.backends.cuda
     return (
