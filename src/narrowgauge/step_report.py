@@ -46,7 +46,7 @@ class Watcher(Protocol):
     """An object in ``Engine.watchers``. It must not wait for the device or change the training.
 
     It may have a method ``is_idle()``: whether ``around`` does nothing in the next step. Only then can the step run as
-    a CUDA graph (``Engine.make_step``), which calls ``after`` alone.
+    a CUDA graph (``StepFunction``), which calls ``after`` alone.
     """
 
     def around(self, phase: str) -> contextlib.AbstractContextManager[None]:

@@ -1,13 +1,11 @@
 """Emulated products: operands in 16 bits, accumulation in FP32, one rounding; forward and backward."""
 
-import dataclasses
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from narrowgauge import Engine, hardware
+from narrowgauge import Engine
 from narrowgauge.nn import cpu_emulation
 from narrowgauge.nn.cpu_emulation import EmulatedProducts
 
@@ -58,12 +56,11 @@ def test_convolution_and_attention_keep_their_format_in_both_directions(dtype):
     torch.testing.assert_close(q.grad.double(), wide.grad, rtol=4e-2, atol=4e-2)
 
 
-def test_convolutions_in_native_fp16_are_differentiated_in_fp32(monkeypatch):
+def test_convolutions_in_native_fp16_are_differentiated_in_fp32(monkeypatch, set_cpu_formats):
     """torch has no kernel for it, also where a CPU has FP16."""
+    set_cpu_formats("fp16", "bf16")
     model = torch.nn.Conv2d(3, 4, 3)
-    device = dataclasses.replace(hardware.detect("cpu"), native=("fp16", "bf16"))
-    with hardware.assume(device):
-        engine = Engine(model, torch.optim.SGD(model.parameters(), 0.1), "fp16")
+    engine = Engine(model, torch.optim.SGD(model.parameters(), 0.1), "fp16")
     assert not engine.step_context.emulated
     seen = []
     widen = cpu_emulation._widen

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from model_families import _ENCODER_DECODER, _T5, LANGUAGE, _hf, make_batch, without_dropout
+from model_families import _ENCODER_DECODER, _T5, LANGUAGE, VOCAB, _hf, make_batch, without_dropout
+from speech_model import speech
 from torch import Tensor, nn
 
 from narrowgauge import Engine
@@ -52,18 +53,19 @@ FAMILIES: dict[str, Any] = {
     "marian": _hf("MarianMTModel", "MarianConfig", **_ENCODER_DECODER, max_position_embeddings=64),
     "bert": join(_hf("BertLMHeadModel", "BertConfig", **_DECODER)),
     "gpt2": join(_hf("GPT2LMHeadModel", "GPT2Config", n_embd=64, n_layer=2, n_head=4, **_DECODER)),
+    "speech": lambda: speech(VOCAB),
 }  # fmt: skip
 EXPECTED = {
     "t5": ("pre", "own"), "mt5-gated": ("pre", "own"), "whisper": ("pre", "plain"), "bart": ("post", "plain"),
     "bart-eager": ("post", "plain"), "mbart": ("pre", "plain"), "marian": ("post", "plain"),
-    "bert": ("post", "plain"), "gpt2": ("pre", "plain"),
+    "bert": ("post", "plain"), "gpt2": ("pre", "plain"), "speech": ("pre", "plain"),
 }  # fmt: skip
 
 
 def make_inputs(family: str, seed: int = 0) -> dict[str, Tensor]:
     """Return a batch whose source has another length than its target, with padding."""
     labels = make_batch(seed, length=13)
-    if family == "whisper":
+    if family in ("whisper", "speech"):
         features = torch.randn(2, 80, 32, generator=torch.Generator().manual_seed(seed))
         return {"input_features": features, "labels": labels}
     mask = torch.ones(2, 19, dtype=torch.long)
@@ -124,7 +126,7 @@ def test_losses_and_gradients_are_the_librarys(family: str, calls: list[bool]) -
     assert calls == [False, False, True, True]
 
 
-@pytest.mark.parametrize("family", ["whisper", "gpt2"])
+@pytest.mark.parametrize("family", ["whisper", "gpt2", "speech"])
 def test_bf16_and_fp8_losses_agree_with_layers_one_by_one(family: str) -> None:
     model, curves = without_dropout(FAMILIES[family]()).train(), {}
     for recipe, fused in (("bf16", False), ("bf16", True), ("fp8", True)):
@@ -144,7 +146,9 @@ def test_bf16_and_fp8_losses_agree_with_layers_one_by_one(family: str) -> None:
     assert plain[2] < plain[0] and curves["fp8", True][2] < curves["fp8", True][0]  # of the same batch
 
 
-@pytest.mark.parametrize(("family", "mode"), [("t5", "selective"), ("whisper", "full"), ("bart", "selective")])
+@pytest.mark.parametrize(
+    ("family", "mode"), [("t5", "selective"), ("whisper", "full"), ("bart", "selective"), ("speech", "full")]
+)
 def test_recomputation_with_dropout(family: str, mode: str) -> None:
     model = FAMILIES[family]().train()
     expected = compute(copy.deepcopy(model), make_inputs(family))
@@ -194,7 +198,7 @@ def get_output(made: Any) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("family", ["t5", "whisper", "bart"])
+@pytest.mark.parametrize("family", ["t5", "whisper", "bart", "speech"])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_the_encoders_output_gets_its_gradient(family: str, frozen: bool, calls: list[bool]) -> None:
     block, fused, x, others = make_pair(family)
@@ -214,7 +218,7 @@ def test_the_encoders_output_gets_its_gradient(family: str, frozen: bool, calls:
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["t5", "whisper", "bart"])
+@pytest.mark.parametrize("family", ["t5", "whisper", "bart", "speech"])
 def test_a_call_without_an_encoders_output_runs_as_written(family: str, calls: list[bool]) -> None:
     block, fused, x, _ = make_pair(family)
     calls.clear()

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from narrowgauge.nn.eager_modes import leave_uncompiled
+
 aten = torch.ops.aten
 AUTOCAST = "AutocastCPU"
 HALVES = (torch.float16, torch.bfloat16)
@@ -49,10 +51,15 @@ class EmulatedProducts(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Leave out torch's wrapper around ``__torch_dispatch__``: it doubles the cost of every op, and is for code
-        that is compiled inside of it.
+        """Leave out torch's wrapper around ``__torch_dispatch__``, which doubles the cost of every op. It is for code
+        that is compiled, see ``__enter__``.
         """
         return False
+
+    def __enter__(self) -> EmulatedProducts:
+        leave_uncompiled(type(self).__torch_dispatch__, and_what_it_calls=True)
+        entered: EmulatedProducts = super().__enter__()  # type: ignore[no-untyped-call]
+        return entered
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

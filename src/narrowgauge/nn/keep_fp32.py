@@ -20,7 +20,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_map_only
 
 from narrowgauge.errors import UsageError
-from narrowgauge.nn.eager_function_mode import EagerFunctionMode
+from narrowgauge.nn.eager_modes import EagerFunctionMode
 from narrowgauge.nn.module_changes import Change, apply_change
 
 Function = TypeVar("Function", bound=Callable[..., Any])

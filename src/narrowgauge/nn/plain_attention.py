@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from narrowgauge.errors import SlowRecipeWarning
-from narrowgauge.nn.eager_function_mode import EagerFunctionMode
+from narrowgauge.nn.eager_modes import EagerFunctionMode
 
 
 class NoticesPlainAttention(EagerFunctionMode):

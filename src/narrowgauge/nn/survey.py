@@ -27,7 +27,8 @@ from narrowgauge.recipe import Recipe
 
 SAME_INPUT_NAMES = (
     {"q_proj", "k_proj", "v_proj"}, {"query", "key", "value"}, {"q_lin", "k_lin", "v_lin"}, {"to_q", "to_k", "to_v"},
-    {"wq", "wk", "wv"}, {"q", "k", "v"}, {"gate_proj", "up_proj"}, {"w1", "w3"}, {"wi_0", "wi_1"},
+    {"wq", "wk", "wv"}, {"q", "k", "v"}, {"c_q", "c_k", "c_v"}, {"gate_proj", "up_proj"}, {"w1", "w3"},
+    {"wi_0", "wi_1"},
 )  # fmt: skip
 """Names of sibling layers that usually read one input, as in attention and gated MLPs. If they get different inputs,
 each input is cast, with one scale that fits the largest."""

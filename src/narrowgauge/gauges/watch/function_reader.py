@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from narrowgauge.gauges.watch.attention_logits import measure_attention, measure_packed_attention, measure_softmax
 from narrowgauge.gauges.watch.autocast_flow import AutocastFlow
-from narrowgauge.nn.eager_function_mode import EagerFunctionMode
+from narrowgauge.nn.eager_modes import EagerFunctionMode
 
 _MIN_UNITS, _MIN_SAMPLES = 16, 16
 _MASK = -1e30

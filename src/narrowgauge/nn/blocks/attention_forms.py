@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from narrowgauge.nn.blocks.equations import recognize_norm
-from narrowgauge.nn.blocks.example import SOURCE, Example
+from narrowgauge.nn.blocks.example import SOURCES, Example
 from narrowgauge.nn.blocks.observe import Observation, list_probabilities
 from narrowgauge.nn.blocks.projections import find_projection
 from narrowgauge.nn.blocks.spec import AttentionSpec, BlockSpec, NormSpec, Place
@@ -24,7 +24,7 @@ def list_attention_forms(
     block: nn.Module, spec: BlockSpec, seen: Observation, example: Example
 ) -> Iterator[AttentionSpec]:
     """Yield forms in the order in which to try them."""
-    if any(name not in (*POSITIONS, SOURCE) for name in spec.given):
+    if any(name not in (*POSITIONS, *SOURCES) for name in spec.given):
         return
     outputs = [find_projection(block, path).shape[0] for path in spec.inputs]
     norms = [norm for call in seen.calls if (norm := recognize_norm(call)) is not None]

@@ -25,8 +25,8 @@ def allow_nondeterminism() -> Iterator[None]:
         torch.use_deterministic_algorithms(before, warn_only=warns)
 
 
-SOURCE = "encoder_hidden_states"
-"""The argument of transformers' blocks for an encoder's output."""
+SOURCES = ("encoder_hidden_states", "xa")
+"""Names of a block's argument for an encoder's output, in transformers and in OpenAI's Whisper."""
 
 
 class Example(NamedTuple):
@@ -34,6 +34,11 @@ class Example(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+
+def find_source(kwargs: dict[str, Any]) -> tuple[str, Tensor] | None:
+    """Return the argument with an encoder's output and its name, if a call has one."""
+    return next(((name, kwargs[name]) for name in SOURCES if kwargs.get(name) is not None), None)
 
 
 class Signature(NamedTuple):

@@ -17,7 +17,7 @@ from torch import nn
 
 from narrowgauge.nn.blocks import families, transformers_small
 from narrowgauge.nn.blocks.example import (
-    SOURCE,
+    SOURCES,
     Example,
     list_head_counts,
     make_positions,
@@ -50,7 +50,8 @@ def _add_source(block: nn.Module, example: Example) -> Iterator[Example]:
     """Yield the example with an encoder's output, of each width that a linear layer reads."""
     required, optional = read_signature(block)
     names = [*required, *optional]
-    if SOURCE not in names:
+    name = next((name for name in SOURCES if name in names), None)
+    if name is None:
         return
     x, generator = example.args[0], torch.Generator().manual_seed(6)
     rows, length, width = x.shape
@@ -61,7 +62,7 @@ def _add_source(block: nn.Module, example: Example) -> Iterator[Example]:
     sizes = {find_projection(block, path).shape[1] for path, part in block.named_modules() if is_linear(part)}
     for size in sorted(sizes, key=lambda size: (size != width, size)):
         source = torch.randn(rows, SOURCE_LENGTH, size, generator=generator).to(x.device)
-        yield Example(example.args, {**example.kwargs, SOURCE: source, **others})
+        yield Example(example.args, {**example.kwargs, name: source, **others})
 
 
 def _make_examples(block: nn.Module, device: torch.device) -> list[Example]:
@@ -71,7 +72,7 @@ def _make_examples(block: nn.Module, device: torch.device) -> list[Example]:
         if made:
             return made
     required, optional = read_signature(block)
-    unknown = [name for name in required[1:] if name not in ("attention_mask", "position_ids", SOURCE)]
+    unknown = [name for name in required[1:] if name not in ("attention_mask", "position_ids", *SOURCES)]
     if unknown:
         raise NotABlock(f"its forward needs {', '.join(unknown)}")
     named = {**dict.fromkeys(required[1:]), **make_positions([*required, *optional], x)}

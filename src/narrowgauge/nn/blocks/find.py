@@ -151,9 +151,9 @@ def _describe(block: nn.Module, device: torch.device, differs: Differs, known: B
     """Describe and verify one block; with ``known`` only verify, and fall back to the model's own attention."""
     copy = make_random_copy(block, device)
     copy.eval()
-    example, seen = _observe_first(copy, make_examples(copy, device))
+    example, base, seen = _recognize_first(copy, make_examples(copy, device))
     given = tuple(name for name, value in example.kwargs.items() if value is not None)
-    base = replace(recognize(copy, example, seen), given=given)
+    base = replace(base, given=given)
     _shrink_adapters(copy, base)
     with _scaled(copy, base.ups, LARGE_ACTIVATIONS), torch.no_grad():
         if not base.mlp and not has_activation(observe(copy, *example), base):
@@ -182,10 +182,15 @@ def _describe(block: nn.Module, device: torch.device, differs: Differs, known: B
     return base
 
 
-def _observe_first(block: nn.Module, examples: list[Example]) -> tuple[Example, Observation]:
-    """Return the first example that the block can run with all of its linear layers, or else that it can run."""
-    found: list[tuple[Example, Observation]] = []
+def _recognize_first(block: nn.Module, examples: list[Example]) -> tuple[Example, BlockSpec, Observation]:
+    """Return the description by the first example that runs all linear layers and with which the block is one.
+
+    Cross-attention of Whisper's decoder runs without an encoder's output too, on the hidden state, but is no form of
+    block then. If no example runs all layers, it is the first that the block can run.
+    """
+    partial: tuple[Example, Observation] | None = None
     problem: Exception | None = None
+    reason: NotABlock | None = None
     for example in examples:
         try:
             with torch.no_grad():
@@ -193,13 +198,19 @@ def _observe_first(block: nn.Module, examples: list[Example]) -> tuple[Example, 
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             problem = problem or error
             continue
-        if not list_unused(block, seen):
-            return example, seen
-        found.append((example, seen))
-    if not found:
+        if list_unused(block, seen):
+            partial = partial or (example, seen)
+            continue
+        try:
+            return example, recognize(block, example, seen), seen
+        except NotABlock as found:
+            reason = reason or found
+    if reason is not None:
+        raise reason
+    if partial is None:
         assert problem is not None
         raise problem
-    return found[0]
+    return partial[0], recognize(block, *partial), partial[1]
 
 
 def _with_mask(block: nn.Module, spec: BlockSpec, variants: dict[str, Example], differs: Differs) -> BlockSpec:

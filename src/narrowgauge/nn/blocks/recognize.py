@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from narrowgauge.nn.blocks.activations import ACTIVATIONS, GATED, compute_activation
 from narrowgauge.nn.blocks.adapters import merge_adapters
 from narrowgauge.nn.blocks.equations import EXACT, TOLERANCE, are_close, recognize_norm
-from narrowgauge.nn.blocks.example import SOURCE, Example
+from narrowgauge.nn.blocks.example import Example, find_source
 from narrowgauge.nn.blocks.observe import Call, Observation, get_rows
 from narrowgauge.nn.blocks.spec import WEIGHTS, AttentionSpec, BlockSpec, BranchSpec, CrossSpec, NormSpec, Place
 from narrowgauge.nn.products.linear import is_linear
@@ -51,8 +51,7 @@ def recognize(block: nn.Module, example: Example, seen: Observation) -> BlockSpe
     norms = [(call, norm) for call in calls if (norm := recognize_norm(call)) is not None]
     if len(linears) < 2 or not norms:
         raise NotABlock("it has fewer than two linear layers, or no norm")
-    source = None if example.kwargs.get(SOURCE) is None else get_rows(example.kwargs[SOURCE])
-    run = _Run(x, output, norms, linears, _list_scales(block, x.shape[-1]), calls, source)
+    run = _Run(x, output, norms, linears, _list_scales(block, x.shape[-1]), calls, find_source(example.kwargs))
     reasons = []
     for match in (_match_pre, _match_post, _match_parallel, _match_normed_branches, _match_half):
         try:
@@ -88,8 +87,8 @@ class _Run(NamedTuple):
     """Names and values of what may multiply a branch, first of all nothing."""
     calls: list[Call]
     """Of all modules."""
-    source: Tensor | None = None
-    """An encoder's output."""
+    source: tuple[str, Tensor] | None = None
+    """The name of the argument with an encoder's output, and its value."""
 
 
 class _Branch(NamedTuple):
@@ -246,6 +245,7 @@ def _match_half(run: _Run) -> BlockSpec:
 class _Crossed(NamedTuple):
     """The projections of cross-attention, and what follows it."""
 
+    source: str
     query: Call
     inputs: list[Call]
     out: Call
@@ -255,12 +255,13 @@ class _Crossed(NamedTuple):
     """The norm that reads this sum."""
 
     def describe(self, norm: NormSpec) -> CrossSpec:
-        return CrossSpec(SOURCE, norm, self.query.path, _paths(self.inputs), self.out.path, "", 0)
+        return CrossSpec(self.source, norm, self.query.path, _paths(self.inputs), self.out.path, "", 0)
 
 
 def _find_cross(run: _Run, read: Tensor, stream: Tensor, rest: list[Call]) -> _Crossed | None:
     """Return cross-attention whose query projection reads ``read``; None if nothing reads an encoder's output."""
-    inputs = [call for call in run.linears if run.source is not None and are_close(call.input, run.source)]
+    name, value = run.source or ("", None)
+    inputs = [call for call in run.linears if value is not None and are_close(call.input, get_rows(value))]
     if not inputs:
         return None
     queries = [call for call in rest if are_close(call.input, read)]
@@ -269,7 +270,7 @@ def _find_cross(run: _Run, read: Tensor, stream: Tensor, rest: list[Call]) -> _C
     for out in (call for call in rest if call not in (*queries, *inputs) and call.output.shape == stream.shape):
         for reader in run.norms:
             if are_close(reader[0].input, stream + out.output):
-                return _Crossed(queries[0], inputs, out, stream + out.output, reader)
+                return _Crossed(name, queries[0], inputs, out, stream + out.output, reader)
     raise NotABlock("no norm reads the sum with the branch of cross-attention")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.nn.blocks.example import SOURCE, Example, read_signature
+from narrowgauge.nn.blocks.example import Example, find_source, read_signature
 from narrowgauge.nn.blocks.multihead import is_batch_first
 
 PADDED = 3
@@ -66,9 +66,9 @@ def _list_changes(block: nn.Module, example: Example) -> Iterator[tuple[str, dic
         "is_causal": {"src_mask": causal, "is_causal": True},
         "src_key_padding_mask": {"src_key_padding_mask": padding},  # True means padding
     }
-    source = example.kwargs.get(SOURCE)
+    source = find_source(example.kwargs)
     if source is not None:
-        unseen = torch.zeros(rows, 1, length, source.shape[1], dtype=torch.bool, device=x.device)
+        unseen = torch.zeros(rows, 1, length, source[1].shape[1], dtype=torch.bool, device=x.device)
         unseen[0, ..., -PADDED:] = True
         added = x.new_zeros(unseen.shape).masked_fill_(unseen, HIDDEN)
         masks |= {SOURCE_MASK: {SOURCE_MASK: added}, name_boolean(SOURCE_MASK): {SOURCE_MASK: ~unseen}}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from narrowgauge import events
 from narrowgauge.kernels.cross_entropy import LossForm
 from narrowgauge.kernels.document_attention import can_attend
+from narrowgauge.nn.blocks.example import SOURCES
 from narrowgauge.nn.blocks.find import has_hooks
 from narrowgauge.nn.blocks.projections import find_called
 from narrowgauge.nn.blocks.spec import BlockSpec, NormSpec, Place
@@ -42,7 +43,7 @@ FOR_ATTENTION = frozenset({
 })  # fmt: skip
 """Arguments that a block passes to its attention. A call with any other runs as it was written, because the argument
 may change something that was not verified: an encoder's output adds cross-attention, for example."""
-FOR_CROSS = frozenset({"encoder_hidden_states", "encoder_attention_mask", "encoder_decoder_position_bias"})
+FOR_CROSS = frozenset({*SOURCES, "encoder_attention_mask", "encoder_decoder_position_bias"})
 """Arguments of cross-attention, for blocks that were verified with it."""
 BOTH = FOR_ATTENTION | FOR_CROSS
 

@@ -29,6 +29,7 @@ from narrowgauge.nn.products.gemm import (
     compute_output,
 )
 from narrowgauge.nn.products.in_graph import InGraph, compute_in_graph, get_graph_key, skip_version_checks
+from narrowgauge.nn.products.own_forward import computes_as_linear
 from narrowgauge.parameters import is_sharded
 from narrowgauge.scaling.operand import Operand
 from narrowgauge.scaling.tensor import ScaleTables, ScalingRule, Site, SiteForm, TensorScales
@@ -346,10 +347,11 @@ def explain_not_converted(module: nn.Module) -> str | None:
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether a linear layer's forward was replaced, in its class or on the instance."""
+    """Whether a linear layer's forward was replaced by another computation, in its class or on the instance."""
     if has_own_method(module, "forward"):
         return True
-    return isinstance(module, nn.Linear) and original_class(module).forward is not nn.Linear.forward
+    has_bias = module._parameters.get("bias") is not None
+    return isinstance(module, nn.Linear) and not computes_as_linear(original_class(module), has_bias)
 
 
 def has_transposed_weight(module: nn.Module) -> bool:

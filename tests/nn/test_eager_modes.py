@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from narrowgauge import Engine
+from narrowgauge.nn.cpu_emulation import EmulatedProducts
 from narrowgauge.nn.plain_attention import NoticesPlainAttention
 
 
@@ -41,7 +42,11 @@ def open_engine(compiled, model):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile reads it
-def test_handlers_of_modes_are_not_compiled_between_graphs():
+@pytest.mark.parametrize("native", [("fp32",), ("fp32", "bf16")])
+def test_handlers_of_modes_are_not_compiled_between_graphs(native, set_cpu_formats):
+    """With and without the mode that emulates products in BF16."""
+    set_cpu_formats(*native)
     plain = count_graphs(lambda *_: torch.autocast("cpu", torch.bfloat16))
     assert count_graphs(open_engine) <= plain + 1  # a cast of softmax's argument to FP32
     assert count_graphs(lambda *_: NoticesPlainAttention()) == plain
+    assert count_graphs(lambda *_: EmulatedProducts()) == plain
