@@ -7,6 +7,7 @@ from narrowgauge.task import load
 
 GOOD = """
 import narrowgauge as ng
+import torch
 import helper_beside
 
 def mine(batch=4, data="here"):
@@ -17,6 +18,10 @@ def anything(**options):
 
 def wrong():
     return 3
+
+class Net(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
 """
 
 
@@ -41,6 +46,7 @@ def test_given_options_reach_the_function(file):
         ("tasks_of_mine.py:missing", {}, "has no function 'missing'; it has anything, mine, wrong"),
         ("tasks_of_mine.py:wrong", {}, "returned a int, not a narrowgauge.Task"),
         ("tasks_of_mine.py:mine", {"context": 3}, "takes no --context; it takes batch, data"),
+        ("tasks_of_mine.py:Net", {}, "Net is a model's class; bench, memory and roofline take it as --model"),
         ("nowhere.py:mine", {}, "there is no file"),
         ("broken.py:mine", {}, "does not import: SyntaxError"),
         ("text.txt:mine", {}, "is not a Python file"),

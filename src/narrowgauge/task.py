@@ -256,6 +256,11 @@ def load_function(spec: str, what: str = "task", kind: str = "function") -> Call
         fits = inspect.isclass if kind == "class" else inspect.isfunction
         public = sorted(n for n, v in vars(module).items() if fits(v) and v.__module__ == module.__name__)
         raise UsageError(f"{what} {spec!r}: {path_text} has no {kind} {name!r}; it has {', '.join(public) or 'none'}")
+    if kind == "function" and isinstance(function, type) and hasattr(function, "named_parameters"):
+        raise UsageError(
+            f"{what} {spec!r}: {name} is a model's class; bench, memory and roofline take it as --model {spec}, other "
+            f"commands need a function that returns a narrowgauge.Task with the model, batches and the loss"
+        )
     return cast(Callable[..., Any], function)
 
 
