@@ -113,6 +113,38 @@ def test_lists_of_experts_may_have_any_name_beside_a_router(recipe):
     assert model[1].gate.weight.dtype is torch.float32
 
 
+class AroundExperts(nn.Module):
+    """A module around the list of experts, as in DeepSpeed and st-moe-pytorch; the router is beside that module."""
+
+    def __init__(self, name="gate", around="experts"):
+        super().__init__()
+        self.name, self.around = name, around
+        self.add_module(around, nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(64, 64) for _ in range(8))}))
+        self.add_module(name, nn.ModuleDict({"to_gates": nn.Linear(64, 8, bias=False)}))
+
+    def forward(self, x):
+        scores = self.get_submodule(self.name)["to_gates"](x).softmax(-1)
+        assert scores.dtype is torch.float32
+        return sum(scores[:, i, None] * part(x) for i, part in enumerate(self.get_submodule(self.around)["experts"]))
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8[products=all]", "fp8-lean[products=all]"])
+def test_routers_beside_a_module_around_the_experts_stay_in_fp32(recipe):
+    model = nn.Sequential(nn.Linear(64, 64), AroundExperts(), nn.Linear(64, 8))
+    assert list(find_routers(model)) == ["1.gate", "1.gate.to_gates"]
+    engine = ng.Engine(model, torch.optim.AdamW(model.parameters()), recipe=recipe)
+    with engine.forward():
+        loss = model(torch.randn(32, 64)).float().square().mean()
+    engine.backward(loss)
+    assert engine.step().applied
+    assert model[1].gate["to_gates"].weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize("changes", [{"name": "scores"}, {"around": "parts"}])
+def test_what_is_beside_a_module_around_experts_is_a_router_by_its_name(changes):
+    assert not find_routers(nn.Sequential(AroundExperts(**changes)))
+
+
 @pytest.mark.parametrize("changes", [{"rows": 16}, {"name": "head"}, {"modules": "shared_parts"}])
 def test_other_lists_beside_other_matrices_are_no_experts(changes):
     assert not find_routers(nn.Sequential(OtherwiseNamed(**changes)))

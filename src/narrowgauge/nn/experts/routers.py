@@ -3,7 +3,7 @@
 A router is a module beside experts with a matrix [E, D]: a row for each expert. One that is called ``gate`` or
 ``router`` may have more rows, for choices that are no experts (to skip the layer, or shared experts), and all of its
 layers are kept. Experts are two stacks of matrices, in one module or in two, or a list of modules with ``expert`` in
-its name. A list with another name counts if a router by name is beside it, with one row for each module. A module
+its name, which may be inside of another module with such a name. A list with another name counts if a router by name is beside it, with one row for each module. A module
 that PEFT wraps, for adapters of its stacks, is where it was before.
 """
 
@@ -32,7 +32,8 @@ class _Experts(NamedTuple):
     widths: set[int]
     """The sizes of what they may read."""
     certain: bool = True
-    """Whether all stacks have as many matrices; otherwise only what is called a router is one."""
+    """Whether all stacks have as many matrices, and are beside the router; otherwise only what is called a router is
+    one."""
     named: bool = True
     """Whether they are experts by form or name; otherwise a router beside them has as many rows and is no deeper."""
 
@@ -42,19 +43,30 @@ def find_routers(model: nn.Module) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     for experts in _list_experts(model):
         owner = experts.path.rpartition(".")[0]
-        modules = dict(model.get_submodule(owner).named_modules())
-        for name, part in modules.items():
-            place = _join(owner, name)
-            inside = f"{place}.".startswith(f"{experts.path}.")
-            if not name or inside or "shared" in name:  # a shared expert may have as many columns
-                continue
-            router = _find_named_router(name)
-            if not experts.named and (router is None or "." in router):
-                continue
-            most = 2 * experts.number if router is not None and experts.named else experts.number
-            matrices = [] if router is None and not experts.certain else list_parameters(part, 2).values()
-            if any(experts.number <= len(matrix) <= most and _reads(experts, matrix, router) for matrix in matrices):
-                found |= _list_parts(modules, owner, router or name)
+        beside = _find_beside(model, experts, owner)
+        while not beside and "expert" in owner.rpartition(".")[2]:  # a module around the list (DeepSpeed)
+            owner = owner.rpartition(".")[0]
+            beside = _find_beside(model, experts._replace(certain=False), owner)
+        found |= beside
+    return found
+
+
+def _find_beside(model: nn.Module, experts: _Experts, owner: str) -> dict[str, nn.Module]:
+    """Return the routers of experts that are in a module, by path."""
+    found: dict[str, nn.Module] = {}
+    modules = dict(model.get_submodule(owner).named_modules())
+    for name, part in modules.items():
+        place = _join(owner, name)
+        inside = f"{place}.".startswith(f"{experts.path}.")
+        if not name or inside or "shared" in name:  # a shared expert may have as many columns
+            continue
+        router = _find_named_router(name)
+        if not experts.named and (router is None or "." in router):
+            continue
+        most = 2 * experts.number if router is not None and experts.named else experts.number
+        matrices = [] if router is None and not experts.certain else list_parameters(part, 2).values()
+        if any(experts.number <= len(matrix) <= most and _reads(experts, matrix, router) for matrix in matrices):
+            found |= _list_parts(modules, owner, router or name)
     return found
 
 
