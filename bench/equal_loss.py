@@ -5,8 +5,8 @@ usage: python bench/equal_loss.py FILE.json SECONDS --data FOLDER [--task gpt2-1
 
 Trains each recipe with each seed, through the decay of the learning rate; the first recipe is the reference. SHORTER
 seeds of it are also trained for 60% of the steps. Every finished run is written to FILE.json at once. A run that would
-not end within SECONDS is not started: the same command continues in the next stretch, on another machine too if it has
-the same GPU and the same data. When no run is missing, step times are measured in turns with PyTorch alone, and the
+not end within SECONDS is not started, but a shorter one may be: the same command continues in the next stretch, on
+another machine too if it has the same GPU and the same data. When no run is missing, step times are measured in turns with PyTorch alone, and the
 verdict and the speed at equal loss of each recipe are printed and written.
 
 FOLDER has train.bin and eval.bin (bench/corpus/read_corpus.py). TOKENS is rounded to whole steps of the task.
@@ -92,14 +92,15 @@ class Stretch:
         return max((run["seconds"] / run["steps"] for run in own), default=0.0) * steps
 
     def train(self, wanted: list[tuple[str, int, int]]) -> bool:
-        """Train what is missing and fits. Returns whether nothing is missing any more."""
-        missing = [run for run in wanted if self.find(*run) is None]
-        for number, (recipe, seed, steps) in enumerate(missing):
+        """Train what is missing and fits, a later run if the next one does not. Returns whether nothing is missing."""
+        while missing := [run for run in wanted if self.find(*run) is None]:
             left = self.args.seconds - (time.monotonic() - self.begin)
-            if left <= self.estimate(recipe, steps) * LATER:
-                names = ", ".join(f"{recipe} seed {seed} ({steps} steps)" for recipe, seed, steps in missing[number:])
+            fitting = [run for run in missing if self.estimate(run[0], run[2]) * LATER < left]
+            if not fitting:
+                names = ", ".join(f"{recipe} seed {seed} ({steps} steps)" for recipe, seed, steps in missing)
                 print(f"{left:.0f} s are left, too few for the next run; missing: {names}")
                 return False
+            recipe, seed, steps = fitting[0]
             experiment = dataclasses.replace(self.experiment, settings={"steps": steps, "watch_every": 0})
             with tempfile.TemporaryDirectory() as store:
                 experiment = dataclasses.replace(experiment, store=Path(store))

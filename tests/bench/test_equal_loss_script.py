@@ -61,6 +61,22 @@ def test_stretches_end_with_a_verdict_and_a_speed(tmp_path: Path, tokens: Path) 
 
 
 @pytest.mark.timeout(300)
+def test_a_run_that_does_not_fit_leaves_its_time_to_others(tmp_path: Path, tokens: Path) -> None:
+    file = tmp_path / "equal.json"
+    code, _, err = run(file, 250, tokens, "--recipes", "bf16,fp32")
+    assert code == 0, err
+    data = read(file)
+    data["runs"] = [one for one in data["runs"] if one["seed"] == 0]
+    for one in data["runs"]:
+        one["seconds"] = 1e4 if one["recipe"] == "bf16" else 0.1  # the reference's next run takes too long
+    file.write_text(json.dumps(data))
+    code, out, _ = run(file, 250, tokens, "--recipes", "bf16,fp32")
+    assert code == 1 and "missing: bf16 seed 1" in out and "missing: fp32" not in out
+    done = {(one["recipe"], one["seed"]) for one in read(file)["runs"]}
+    assert done == {("bf16", 0), ("fp32", 0), ("fp32", 1)}
+
+
+@pytest.mark.timeout(300)
 def test_other_data_and_bad_arguments_are_refused(tmp_path: Path, tokens: Path) -> None:
     file = tmp_path / "equal.json"
     file.write_text(json.dumps({"about": {}, "runs": [], "times_ms": {}, "results": {}}))
