@@ -6,8 +6,8 @@ usage: python bench/equal_loss.py FILE.json SECONDS --data FOLDER [--task gpt2-1
 Trains each recipe with each seed, through the decay of the learning rate; the first recipe is the reference. SHORTER
 seeds of it are also trained for 60% of the steps. Every finished run is written to FILE.json at once. A run that would
 not end within SECONDS is not started, but a shorter one may be: the same command continues in the next stretch, on
-another machine too if it has the same GPU and the same data. When no run is missing, step times are measured in turns with PyTorch alone, and the
-verdict and the speed at equal loss of each recipe are printed and written.
+another machine too if it has the same GPU and the same data. When no run is missing, step times are measured in turns
+with PyTorch alone, and the verdict and the speed at equal loss of each recipe are printed and written.
 
 FOLDER has train.bin and eval.bin (bench/corpus/read_corpus.py). TOKENS is rounded to whole steps of the task.
 """
@@ -86,7 +86,7 @@ class Stretch:
         return next((run for run in self.data["runs"] if wanted.items() <= run.items()), None)
 
     def estimate(self, recipe: str, steps: int) -> float:
-        """Seconds of a run, from the slowest of its recipe, else of any, for its number of steps; 0 before the first."""
+        """Seconds of a run, from the slowest of its recipe, else of any, by its number of steps; 0 before the first."""
         runs = self.data["runs"]
         own = [run for run in runs if run["recipe"] == recipe] or runs
         return max((run["seconds"] / run["steps"] for run in own), default=0.0) * steps

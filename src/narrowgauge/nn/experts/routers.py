@@ -3,8 +3,9 @@
 A router is a module beside experts with a matrix [E, D]: a row for each expert. One that is called ``gate`` or
 ``router`` may have more rows, for choices that are no experts (to skip the layer, or shared experts), and all of its
 layers are kept. Experts are two stacks of matrices, in one module or in two, or a list of modules with ``expert`` in
-its name, which may be inside of another module with such a name. A list with another name counts if a router by name is beside it, with one row for each module. A module
-that PEFT wraps, for adapters of its stacks, is where it was before.
+its name, which may be inside of another module with such a name. A list with another name counts if a router by name
+is beside it, with one row for each module. A module that PEFT wraps, for adapters of its stacks, is where it was
+before.
 """
 
 from __future__ import annotations
