@@ -218,6 +218,22 @@ def test_a_large_block_of_another_family_is_not_compared_on_a_cpu() -> None:
     assert not found.specs and "too many to compare" in found.reasons["0"]
 
 
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_blocks_in_lists_of_lists_are_found(count: int) -> None:
+    """Stages, each with its own blocks, as in models of images; also in a Sequential."""
+    stages = [nn.ModuleList(NanoBlock(64, 4, False) for _ in range(count)) for _ in range(2)]
+    for model in (nn.ModuleList(stages), nn.Sequential(nn.Linear(64, 64), *stages)):
+        found = find(model)
+        assert len(found.specs) == 2 * count and not found.reasons
+
+
+def test_a_list_that_the_model_calls_one_by_one_is_no_block() -> None:
+    """Attention and MLP of a layer in a list, without a module around both."""
+    parts = [nn.Linear(64, 192), nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64)]
+    found = find(nn.ModuleList([nn.ModuleList(parts)]))
+    assert found.reasons == {"0": "it is a list of modules, which the model calls one by one"} and not found.specs
+
+
 def test_convolutional_nets_have_no_blocks() -> None:
     net = nn.Sequential(*[nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(3)])
     found = find(net)

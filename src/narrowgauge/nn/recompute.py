@@ -23,7 +23,7 @@ from narrowgauge import events
 from narrowgauge.errors import UsageError
 from narrowgauge.nn.call_size import CallSize
 from narrowgauge.nn.module_changes import Change, apply_change, original_class
-from narrowgauge.nn.side_effects import undo_side_effects
+from narrowgauge.nn.side_effects import StateBefore
 from narrowgauge.scaling.tensor import TensorScales
 
 aten = torch.ops.aten
@@ -136,23 +136,27 @@ class Recomputed(Change):
         args = tuple(None if _is_cache(value) else value for value in args)
         kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
         contexts: dict[str, Any] = {}
-        opened = self._list_contexts(module)
+        state = None if torch.compiler.is_compiling() else StateBefore(module)
+        opened = self._list_contexts(state)
         if opened:
             contexts["context_fn"] = functools.partial(_make_contexts, mode, opened)
         elif mode == "selective":
             contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
-        return checkpoint(compute, *args, use_reentrant=False, **contexts, **kwargs)
+        made = checkpoint(compute, *args, use_reentrant=False, **contexts, **kwargs)
+        if state is not None:
+            state.forget_unchanged()
+        return made
 
-    def _list_contexts(self, module: nn.Module) -> list[Callable[[], Context]]:
+    def _list_contexts(self, state: StateBefore | None) -> list[Callable[[], Context]]:
         """Return what makes the contexts of a recomputation.
 
-        A graph of torch.compile has no place for others than the first: values that FP8 flushes or saturates count
-        twice there.
+        A graph of torch.compile, which has no state, has no place for others than the first: values that FP8 flushes or
+        saturates count twice there.
         """
         found = [] if self.context is None else [self.context]
-        if torch.compiler.is_compiling():
+        if state is None:
             return found
-        found.append(functools.partial(undo_side_effects, module))
+        found.append(state.again)
         scales = self.scales
         if scales is not None:
             found.append(lambda: scales.unrecorded(scales.delayed))

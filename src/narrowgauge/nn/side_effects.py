@@ -1,4 +1,4 @@
-"""Takes back what an extra run of a user's module leaves behind in Python objects.
+"""Takes back what an extra run of a user's module leaves behind in Python objects, and lets it see what the first saw.
 
 A module runs more often than its user asks for: on an example before its blocks are fused, and again in backward where
 activations are recomputed. Its forward may store or collect tensors: the auxiliary losses of mixtures of experts are
@@ -9,6 +9,9 @@ What is looked at: attributes of the module's parts and of their classes, global
 are written, and attributes of objects among these. Lists, dictionaries and sets get their entries back, objects their
 attributes. Buffers, such as the running statistics of batch norm, are written in place: the extra run gets copies of
 them. Parameters and parts of a module are left alone, as are parts of torch, Python and narrowgauge.
+
+A forward that is run again in backward must also compute the same. A module may read what it has stored: a recurrent
+state, or the number of its calls. So its attributes are remembered before its first run (``StateBefore``).
 """
 
 from __future__ import annotations
@@ -44,16 +47,42 @@ def undo_side_effects(module: nn.Module) -> Iterator[None]:
     """Let a module's attributes, and what is around its code, be after the context as they were before."""
     if module not in _places:
         _places[module] = _find_places(module)
-    values = _list_values(_places[module])
-    for part in module.modules():
-        values.append(part)
-        values += [value for name, value in vars(part).items() if name not in OWN and _is_container(value)]
-    restores = [_remember(value) for value in values] + _replace_buffers(module)
+    contents = list(map(_Content, [*_list_values(_places[module]), *_list_own_values(module)]))
+    give_back_buffers = _replace_buffers(module)
     try:
         yield
     finally:
-        for restore in restores:
-            restore()
+        for content in contents:
+            content.restore()
+        for give_back in give_back_buffers:
+            give_back()
+
+
+class StateBefore:
+    """The attributes of a module's parts before a forward, for another run of the same forward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._contents = list(map(_Content, _list_own_values(module)))
+
+    def forget_unchanged(self) -> None:
+        """Keep only what the forward has changed. Call it when the forward is done."""
+        self._contents = [content for content in self._contents if not content.is_same()]
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Context manager for the other run: attributes are as before the first one, and afterwards as they were."""
+        with undo_side_effects(self._module):
+            for content in self._contents:
+                content.restore()
+            yield
+
+
+def _list_own_values(module: nn.Module) -> Iterator[Any]:
+    """Yield the parts of a module, and the containers that are their attributes."""
+    for part in module.modules():
+        yield part
+        yield from (value for name, value in vars(part).items() if name not in OWN and _is_container(value))
 
 
 def _replace_buffers(module: nn.Module) -> list[Callable[[], None]]:
@@ -124,26 +153,32 @@ def _is_left_alone(kind: type) -> bool:
     return package in NOT_LOOKED_AT or (package != "__main__" and package in sys.stdlib_module_names)
 
 
-def _remember(value: Any) -> Callable[[], None]:
-    """Return a function that gives a container its entries back, or an object its attributes."""
-    if type(value) is list:
-        entries = list(value)
+class _Content:
+    """The entries of a container, or the attributes of an object."""
 
-        def restore() -> None:
-            if len(value) != len(entries) or any(a is not b for a, b in zip(value, entries, strict=True)):
-                value[:] = entries
+    def __init__(self, value: Any) -> None:
+        kind = type(value)
+        # the attributes of any class but Python's containers, also of one that is derived from dict
+        self._space: Any = value if kind in (list, set, dict) else vars(value)
+        self._entries = self._space.copy()
 
-        return restore
-    if type(value) is set:
-        members = set(value)
-        return lambda: None if value == members else _refill(value, members)
-    space = value if type(value) is dict else vars(value)  # the attributes of any other class, also of a dictionary's
-    content = dict(space)
-    return lambda: None if _is_same(space, content) else _refill(space, content)
+    def is_same(self) -> bool:
+        """Whether the entries are the same objects as before."""
+        now, before = self._space, self._entries
+        if isinstance(now, set):
+            return bool(now == before)
+        if isinstance(now, list):
+            return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
+        return now.keys() == before.keys() and all(now[name] is entry for name, entry in before.items())
 
-
-def _is_same(space: dict[Any, Any], content: dict[Any, Any]) -> bool:
-    return space.keys() == content.keys() and all(space[key] is one for key, one in content.items())
+    def restore(self) -> None:
+        """Give the container its entries back."""
+        if self.is_same():
+            return
+        if isinstance(self._space, list):
+            self._space[:] = self._entries
+        else:
+            _refill(self._space, self._entries)
 
 
 def _refill(space: Any, content: Any) -> None:

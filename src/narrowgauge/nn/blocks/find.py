@@ -115,10 +115,10 @@ def _has_inner_list(module: nn.Module) -> bool:
 
     A short list of different modules (T5's) holds the parts of a block.
     """
-    lists = (
-        part for part in module.modules() if isinstance(part, nn.ModuleList | nn.Sequential) and part is not module
-    )
+    lists = (part for part in module.modules() if isinstance(part, nn.ModuleList | nn.Sequential))
     for part in lists:
+        if part is module and isinstance(part, nn.Sequential):
+            continue
         entries = [entry for entry in part if entry is not None]
         are_parts = len(part) <= LARGEST_LIST_OF_PARTS and len(set(map(original_class, entries))) == len(entries)
         if any(count_projections(entry) >= 3 for entry in entries) and not (are_parts and len(part) > 1):
@@ -273,6 +273,8 @@ def _quiet(device: torch.device) -> Iterator[None]:
 
 def _find_obstacle(block: nn.Module) -> str | None:
     """Return why a block cannot be observed or replaced as it is now."""
+    if isinstance(block, nn.ModuleList | nn.ModuleDict):
+        return "it is a list of modules, which the model calls one by one"
     for path, module in block.named_modules():
         if path and has_hooks(module):
             return f"{path} has hooks, which a fused block would not call"

@@ -33,7 +33,7 @@ from narrowgauge.nn.fused.documents import Documents
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors
 from narrowgauge.nn.module_changes import Change
 from narrowgauge.nn.products.gemm import Fp8Caster, is_graph_retained
-from narrowgauge.nn.side_effects import undo_side_effects
+from narrowgauge.nn.side_effects import StateBefore
 from narrowgauge.scaling.operand import Operand
 
 CACHES = ("past_key_values", "past_key_value", "layer_past")
@@ -77,8 +77,8 @@ class BlockCall:
     """In place of a mask that says the same."""
     recomputation: Callable[[], AbstractContextManager[Any]] | None = None
     """Makes the context of a forward that backward runs again."""
-    is_repeated: bool = False
-    """Whether backward runs the model's own code again."""
+    before: StateBefore | None = None
+    """What modules held before the model's own code ran, if backward runs it again: only in a call for that."""
 
     @property
     def differentiable(self) -> list[Tensor]:
@@ -133,16 +133,16 @@ class BlockCall:
         kwargs = {name: None if name in CACHES else value for name, value in self.kwargs.items()}
         return replace(self, kwargs=kwargs)
 
-    def for_recomputation(self) -> BlockCall:
-        """Return the call as backward runs it again."""
-        return replace(self.without_cache(), is_repeated=True)
+    def for_recomputation(self, before: StateBefore | None) -> BlockCall:
+        """Return the call as backward runs it again; None if it does not run the model's own code."""
+        return replace(self.without_cache(), before=before)
 
     @contextmanager
     def repeating(self) -> Iterator[None]:
         """Context manager for the model's own code: if it runs again, it computes as before and leaves nothing."""
         with ExitStack() as stack:
-            if self.is_repeated:
-                stack.enter_context(undo_side_effects(self.module))
+            if self.before is not None:
+                stack.enter_context(self.before.again())
                 if self.recomputation is not None:
                     stack.enter_context(self.recomputation())
             yield

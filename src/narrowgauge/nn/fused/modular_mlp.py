@@ -28,7 +28,7 @@ from narrowgauge.nn.fused import blocks
 from narrowgauge.nn.fused.attention import BlockCall
 from narrowgauge.nn.fused.graphs import BlockGraphs
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, Dropout
-from narrowgauge.nn.side_effects import undo_side_effects
+from narrowgauge.nn.side_effects import StateBefore
 
 Context = contextlib.AbstractContextManager[Any]
 MakeContext = Callable[[], Context]
@@ -77,9 +77,11 @@ def _run_and_discard(plan: BlockPlan, mlp: nn.Module, hidden: Tensor, recomputat
     def compute(anchor: Tensor) -> Any:
         return events.run_in_scope(plan.path, lambda: mlp(source.get()))
 
-    contexts = partial(_make_contexts, plan, mlp, source, recomputation)
+    state = StateBefore(mlp)
+    contexts = partial(_make_contexts, plan, state, source, recomputation)
     # torch restores the random numbers of its arguments' devices.
     made: Tensor = checkpoint(compute, hidden.new_empty(0), use_reentrant=False, context_fn=contexts)
+    state.forget_unchanged()
     source.release()
     return made
 
@@ -117,9 +119,9 @@ class _Repeated(torch.autograd.Function):
 
 
 def _make_contexts(
-    plan: BlockPlan, mlp: nn.Module, source: _Source, recomputation: MakeContext | None
+    plan: BlockPlan, state: StateBefore, source: _Source, recomputation: MakeContext | None
 ) -> tuple[Context, Context]:
-    return contextlib.nullcontext(), _Repetition(lambda: _repeat(plan, mlp, source, recomputation))
+    return contextlib.nullcontext(), _Repetition(lambda: _repeat(plan, state, source, recomputation))
 
 
 class _Repetition(contextlib.AbstractContextManager[None]):
@@ -138,21 +140,20 @@ class _Repetition(contextlib.AbstractContextManager[None]):
 
 
 @contextlib.contextmanager
-def _repeat(plan: BlockPlan, mlp: nn.Module, source: _Source, recomputation: MakeContext | None) -> Iterator[None]:
+def _repeat(plan: BlockPlan, state: StateBefore, source: _Source, recomputation: MakeContext | None) -> Iterator[None]:
     source.is_repeated = True
     try:
-        with repeating(plan, mlp, recomputation):
+        with state.again(), repeating(plan, recomputation):
             yield
     finally:
         source.is_repeated = False
 
 
 @contextlib.contextmanager
-def repeating(plan: BlockPlan, module: nn.Module, recomputation: MakeContext | None) -> Iterator[None]:
-    """Context manager for a module that runs again: it records no statistics, and leaves nothing behind."""
+def repeating(plan: BlockPlan, recomputation: MakeContext | None) -> Iterator[None]:
+    """Context manager for a module that runs again: it records no statistics."""
     scales = plan.scales
     with contextlib.ExitStack() as stack:
-        stack.enter_context(undo_side_effects(module))
         if scales is not None:
             stack.enter_context(scales.unrecorded(scales.delayed))
         if recomputation is not None:

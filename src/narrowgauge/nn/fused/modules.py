@@ -122,7 +122,7 @@ class FusedBlock(Change):
         """Run a call that the fused form does not know; a block with experts is recomputed then, too."""
         if not plan.spec.mlp or plan.checkpoint == "none" or is_checkpointed():
             return inner(*args, **kwargs)
-        context = functools.partial(repeating, plan, module, self.recomputation)
+        context = functools.partial(repeating, plan, self.recomputation)
         return Recomputed(plan.checkpoint, context, plan.path).run(module, inner, *args, **kwargs)
 
 

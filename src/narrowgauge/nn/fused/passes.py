@@ -23,6 +23,7 @@ from narrowgauge.nn.fused.casts import WantedGradient
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, BlockWeights, Dropout, bind_weights
 from narrowgauge.nn.fused.sublayers import Run
 from narrowgauge.nn.products.gemm import Fp8Caster
+from narrowgauge.nn.side_effects import StateBefore
 from narrowgauge.random_state import get_random_state, set_random_state
 from narrowgauge.scaling.operand import Operand
 
@@ -93,11 +94,14 @@ class Forwarded:
         return Run(plan, given.call, tensors, uses, plan.caster(False), True, given.dropout, again=True)
 
 
+def repeats_own_code(plan: BlockPlan) -> bool:
+    """Whether backward runs the model's own code again."""
+    return plan.checkpoint == "full" and (plan.spec.attention.kind == "own" or plan.spec.cross is not None)
+
+
 def is_repeated_at_random(plan: BlockPlan, dropout: Dropout) -> bool:
     """Whether backward runs a forward again that draws random numbers."""
-    return plan.checkpoint == "full" and (
-        any(dropout) or plan.spec.attention.kind == "own" or plan.spec.cross is not None
-    )
+    return repeats_own_code(plan) or (plan.checkpoint == "full" and any(dropout))
 
 
 def run_forward(given: BlockInput) -> tuple[tuple[Tensor, ...], Forwarded]:
@@ -107,8 +111,11 @@ def run_forward(given: BlockInput) -> tuple[tuple[Tensor, ...], Forwarded]:
     random = get_random_state(x.device) if needed and is_repeated_at_random(plan, given.dropout) else None
     caster, uses = plan.caster(needed, not needed), bind_weights(plan, given.tensors, needed)
     run = Run(plan, given.call, given.tensors, uses, caster, needed, given.dropout)
+    before = StateBefore(given.call.module) if needed and repeats_own_code(plan) else None
     x0, x1, out, saved = events.run_in_scope(plan.path, order.forward, run, x, given.branch)
-    left = Forwarded(given._replace(call=given.call.for_recomputation()), caster, x0, random, None, None)
+    if before is not None:
+        before.forget_unchanged()
+    left = Forwarded(given._replace(call=given.call.for_recomputation(before)), caster, x0, random, None, None)
     if needed and plan.checkpoint != "full":
         parts = zip(uses.flatten(), plan.projections, strict=True)
         left.kept = order.drop_unneeded(plan, saved)
