@@ -366,6 +366,20 @@ def test_a_cast_does_not_outlive_its_scale():
         assert torch.equal(found, model.k_proj(memory.clone()))
 
 
+@pytest.mark.parametrize("recipe", ["fp8[products=all]", "fp8-lean[products=all]"])
+def test_layers_with_one_input_in_inference_mode(recipe):
+    """Such tensors do not say whether they were changed: nothing is shared, and the result is the same."""
+    torch.manual_seed(0)
+    model, x = Attention(), torch.randn(16, 32)
+    engine = Engine(model, torch.optim.AdamW(model.parameters()), recipe)
+    with torch.no_grad(), engine.evaluating():
+        expected, shifted = model(x), model(x.clone(), shift=True)
+    with torch.inference_mode(), engine.evaluating():
+        assert torch.equal(model(x.clone()), expected)
+        assert torch.equal(model(x.clone(), shift=True), shifted)
+    assert engine.conversion.shared_input.x is None
+
+
 def test_the_engine_clears_shared_casts():
     model, memory = Attention(), torch.randn(16, 32)
     engine = Engine(model, torch.optim.AdamW(model.parameters()), "fp8[products=all]")

@@ -169,7 +169,10 @@ class SharedInputCast:
         self.operand = Operand()
 
     def find(self, plan: LinearPlan, x: Tensor, needs: NeededGrads) -> Operand | None:
-        """Return the cast of this input, if it has every format that the layer's products read."""
+        """Return the cast of this input, if it has every format that the layer's products read.
+
+        Tensors of ``torch.inference_mode`` do not say whether they were changed, so that each reader casts them.
+        """
         if self.x is not x or self.rows is not plan.input.rows:
             return None
         if self.seen != (_get_version_key(plan, x), needs.of_input):
@@ -185,7 +188,7 @@ class SharedInputCast:
         return operand
 
     def put(self, plan: LinearPlan, x: Tensor, needs: NeededGrads, operand: Operand) -> None:
-        if plan.readers > 1:
+        if plan.readers > 1 and not x.is_inference():
             self.x, self.rows, self.operand = x, plan.input.rows, operand
             self.seen, self.left = (_get_version_key(plan, x), needs.of_input), plan.readers - 1
 
