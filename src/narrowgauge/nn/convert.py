@@ -334,7 +334,7 @@ def _find_blocks(model: nn.Module, recipe: Recipe, device: Device) -> FoundBlock
         installed = device.kind == "cuda" and not is_assumed() and torch.cuda.is_available()
         place = first.device if real else torch.device(device.torch_device if installed else "cpu")
         found = find_blocks(model, place, find_difference)
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))  # blocks may share an activation or dropout
     for path, spec in list(found.specs.items()):
         reason = find_misfit(modules[path], spec) or _find_fp32_part(path, spec, modules, recipe)
         if reason is not None:

@@ -93,9 +93,7 @@ def _list_dropouts(block: nn.Module, spec: BlockSpec) -> Iterator[Place]:
 
 
 def _get_width(block: nn.Module, norm: NormSpec) -> int:
-    weight = block.get_submodule(norm.path).weight
-    assert isinstance(weight, Tensor)
-    return len(weight)
+    return len(norm.find_weight(block))
 
 
 def _count_angles(example: Example) -> int | None:

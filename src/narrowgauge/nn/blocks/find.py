@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -36,6 +37,7 @@ from narrowgauge.nn.blocks.recognize import NotABlock, has_activation, list_unus
 from narrowgauge.nn.blocks.spec import BlockSpec
 from narrowgauge.nn.blocks.variants import MASKS, PACKED, SOURCE_MASK, make_variants, name_boolean
 from narrowgauge.nn.module_changes import OWN, original_class
+from narrowgauge.nn.products.linear import is_linear
 from narrowgauge.nn.side_effects import undo_side_effects
 from narrowgauge.random_state import get_random_state, set_random_state
 
@@ -69,8 +71,11 @@ def find_blocks(model: nn.Module, device: torch.device, differs: Differs) -> Fou
     """Describe every block of the model that can be fused."""
     found = FoundBlocks()
     groups: dict[Any, list[tuple[str, nn.Module]]] = {}
-    for path, module in list_candidates(model):
-        reason = _find_obstacle(module)
+    candidates = list(list_candidates(model))
+    users = Counter(id(layer) for _, block in candidates for layer in block.modules() if is_linear(layer))
+    for path, module in candidates:
+        shared = next((name for name, layer in module.named_modules() if users[id(layer)] > 1), None)
+        reason = _find_obstacle(module) or (shared and f"{shared} is a layer of another block, too")
         if reason is not None:
             found.reasons[path] = reason
         else:

@@ -26,6 +26,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import nn
+
 ORDERS = ("pre", "post", "parallel", "half")
 WEIGHTS = "attention weights"
 """In place of a name in ``BlockSpec.returned``."""
@@ -43,6 +45,18 @@ class NormSpec:
     eps: float
     offset: float = 0.0
     """1 for norms whose weight is stored as its difference from 1 (Gemma)."""
+    weight: str = "weight"
+    """The name of the weight in its module."""
+    bias: str = "bias"
+
+    @property
+    def parameters(self) -> tuple[str, str]:
+        """The names of weight and bias, from the block."""
+        return f"{self.path}.{self.weight}", f"{self.path}.{self.bias}"
+
+    def find_weight(self, block: nn.Module) -> nn.Parameter:
+        """Return the norm's weight."""
+        return block.get_parameter(f"{self.path}.{self.weight}")
 
 
 @dataclass(frozen=True)

@@ -353,7 +353,7 @@ def _get_norms(plan: BlockPlan, tensors: BlockTensors) -> tuple[Tensor | None, T
     by_name = dict(zip(plan.own, tensors.own, strict=True))
     weights = []
     for norm in (spec.q_norm, spec.k_norm):
-        weight = by_name[f"{norm.path}.weight"]
+        weight = by_name[norm.parameters[0]]
         assert weight is not None
         weights.append(weight.detach() + norm.offset if norm.offset else weight.detach())
     return weights[0], weights[1], spec.q_norm.eps
@@ -362,7 +362,7 @@ def _get_norms(plan: BlockPlan, tensors: BlockTensors) -> tuple[Tensor | None, T
 def _place_norm_grads(plan: BlockPlan, of_q: Tensor, of_k: Tensor | None) -> list[Tensor | None]:
     spec = plan.spec.attention
     assert spec.q_norm is not None and spec.k_norm is not None
-    found = {f"{spec.q_norm.path}.weight": of_q, f"{spec.k_norm.path}.weight": of_k}
+    found = {spec.q_norm.parameters[0]: of_q, spec.k_norm.parameters[0]: of_k}
     return [found.get(name) for name in plan.own]
 
 

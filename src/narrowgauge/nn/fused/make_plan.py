@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import nn
 
@@ -38,9 +38,9 @@ class ChosenLayer(Protocol):
 def find_misfit(block: nn.Module, spec: BlockSpec) -> str | None:
     """Return why our kernels cannot compute a block, or None if they can."""
     for norm in spec.norms:
-        weight: Any = block.get_submodule(norm.path).weight
-        if len(weight) > MAX_COLUMNS:
-            return f"its norms have {len(weight)} columns, more than {MAX_COLUMNS}"
+        columns = len(norm.find_weight(block))
+        if columns > MAX_COLUMNS:
+            return f"its norms have {columns} columns, more than {MAX_COLUMNS}"
     for group in spec.products:
         turned = [find_projection(block, path).is_transposed for path in group]
         if any(turned) and len(turned) > 1:

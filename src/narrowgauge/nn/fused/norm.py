@@ -71,7 +71,7 @@ class ConvertedNorm(Change):
 
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if len(args) == 1 and not kwargs else None
-        weight, bias = module.weight, getattr(module, "bias", None)
+        weight, bias = getattr(module, self.spec.weight), getattr(module, self.spec.bias, None)
         fits = type(x) is Tensor and type(weight) is nn.Parameter and is_on_gpu(x) and x.numel() > 0
         if x is None or not fits or torch.compiler.is_compiling() or x.shape[-1:] != weight.shape:
             return inner(*args, **kwargs)

@@ -181,7 +181,7 @@ class BlockParts:
             if child is not None and not _is_inside(f"{path}.{name}" if path else name, spec.mlp)
         ]
         norms = (spec.norm1, spec.norm2, spec.branch1.norm, spec.branch2.norm)
-        norm1, norm2, post1, post2 = (_name_parameters(module, None if n is None else n.path) for n in norms)
+        norm1, norm2, post1, post2 = ((None, None) if n is None else n.parameters for n in norms)
         inputs, (out,), ups, (down,) = (
             [_name_parameters(module, path) for path in group]
             for group in (spec.inputs, (spec.output,), spec.ups, (spec.down or None,))
@@ -192,7 +192,7 @@ class BlockParts:
             post1[:1], post2[:1], [spec.branch1.scale], [spec.branch2.scale], plan.own,
         ]  # fmt: skip
         if spec.cross is not None:
-            norm = _name_parameters(module, spec.cross.norm.path)
+            norm = spec.cross.norm.parameters
             groups += [norm[:1], norm[1:]]
             for group in spec.cross_products:
                 weights, biases = zip(*(_name_parameters(module, path) for path in group), strict=True)
@@ -275,9 +275,10 @@ def list_classes(module: nn.Module) -> tuple[tuple[str, type[Any]], ...]:
 
 def list_own_parameters(module: nn.Module, spec: BlockSpec) -> tuple[str, ...]:
     """Return the names of parameters that belong to no norm and no projection of the description."""
-    paths = [*spec.linears, *(norm.path for norm in spec.norms)]
+    paths = [*spec.linears]
     paths += [path for adapter in spec.adapters for path in (adapter.a, adapter.b)]
     known = {name for path in paths for name in find_projection(module, path).parameters}
+    known |= {name for norm in spec.norms for name in norm.parameters}
     known |= {branch.scale for branch in (spec.branch1, spec.branch2) if branch.scale is not None}
     return tuple(name for name, _ in module.named_parameters() if name not in known and not _is_inside(name, spec.mlp))
 
