@@ -36,13 +36,19 @@ CROSS_BIAS = "encoder_decoder_position_bias"
 """A bias of the scores of cross-attention (T5)."""
 
 
-def make_examples(block: nn.Module, device: torch.device) -> list[Example]:
+def make_examples(block: nn.Module, device: torch.device, rows: int = BATCH, length: int = LENGTH) -> list[Example]:
     """Return the calls to try; a block that takes an encoder's output is called without and with one.
+
+    Args:
+        block: The block.
+        device: Where the examples are.
+        rows: Sequences of an example.
+        length: Tokens of each. Calls of other lengths have the same order.
 
     Raises:
         NotABlock: Nobody knows what the block's arguments are.
     """
-    made = _make_examples(block, device)
+    made = _make_examples(block, device, rows, length)
     return [*made, *(example for one in made for example in _add_source(block, one))]
 
 
@@ -65,8 +71,8 @@ def _add_source(block: nn.Module, example: Example) -> Iterator[Example]:
         yield Example(example.args, {**example.kwargs, name: source, **others})
 
 
-def _make_examples(block: nn.Module, device: torch.device) -> list[Example]:
-    x = torch.randn(BATCH, LENGTH, find_width(block), generator=torch.Generator().manual_seed(1)).to(device)
+def _make_examples(block: nn.Module, device: torch.device, rows: int, length: int) -> list[Example]:
+    x = torch.randn(rows, length, find_width(block), generator=torch.Generator().manual_seed(1)).to(device)
     for family in _list_families():
         made: list[Example] | None = family.make_examples(block, x)
         if made:

@@ -6,21 +6,20 @@
                  which must satisfy the activation's equation too
     verified     the fused form and the original, in FP32: outputs and all gradients must agree, else the block stays
                  as it is and the report says why. So must they on variants of the example: with masks, and with packed
-                 positions (``variants``). The fast forms of attention are tried the same way, best first.
+                 positions (``variants``). The fast forms of attention are tried the same way, best first, and also on
+                 a sequence that is longer than any window (``long_examples``)
 
-Blocks of one kind (the same classes, code, shapes and settings) are observed once, also across models; the first, the
-second and the last of a model are verified, since some models treat layers differently by their number.
+Blocks of one kind (``kinds``) are observed once, also across models; the first, the second and the last of a model are
+verified.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -29,7 +28,9 @@ from torch.nn.parameter import is_lazy
 from narrowgauge.errors import one_line
 from narrowgauge.nn.blocks.attention_forms import list_attention_forms
 from narrowgauge.nn.blocks.example import Example
-from narrowgauge.nn.blocks.examples import make_examples, make_small
+from narrowgauge.nn.blocks.examples import LENGTH, make_examples, make_small
+from narrowgauge.nn.blocks.kinds import Members, make_key, split_by_number
+from narrowgauge.nn.blocks.long_examples import list_lengths
 from narrowgauge.nn.blocks.observe import Observation, make_random_copy, observe
 from narrowgauge.nn.blocks.output_capturing import is_idle
 from narrowgauge.nn.blocks.projections import count_projections, find_projection
@@ -41,8 +42,12 @@ from narrowgauge.nn.products.linear import is_linear
 from narrowgauge.nn.side_effects import undo_side_effects
 from narrowgauge.random_state import get_random_state, set_random_state
 
-Differs = Callable[[nn.Module, BlockSpec, Example], str | None]
-"""Returns how a block's fused form differs from the block, or None if they agree."""
+
+class Differs(Protocol):
+    """Returns how a block's fused form differs from the block on an example, or None if they agree."""
+
+    def __call__(self, block: nn.Module, spec: BlockSpec, example: Example, gradients: bool = True) -> str | None:
+        """Compare them; ``gradients``: also the gradients, and in training."""
 
 
 @dataclass
@@ -56,6 +61,8 @@ class FoundBlocks:
 LARGE_ACTIVATIONS, LARGE_SCORES = 16.0, 4.0
 """Factors of weights that show limits: of ReLU6, of clipped values, of soft-capped scores. Powers of two, so that the
 weights are the same again afterwards."""
+MOST_LENGTHS = 8
+"""Lengths of long examples that are tried."""
 LARGEST_LIST_OF_PARTS = 3
 """Attention, cross-attention and MLP."""
 LARGEST_ON_CPU = 10_000_000
@@ -70,7 +77,7 @@ large for a CPU is not too large for a GPU."""
 def find_blocks(model: nn.Module, device: torch.device, differs: Differs) -> FoundBlocks:
     """Describe every block of the model that can be fused."""
     found = FoundBlocks()
-    groups: dict[Any, list[tuple[str, nn.Module]]] = {}
+    groups: dict[Any, Members] = {}
     candidates = list(list_candidates(model))
     users = Counter(id(layer) for _, block in candidates for layer in block.modules() if is_linear(layer))
     for path, module in candidates:
@@ -79,17 +86,37 @@ def find_blocks(model: nn.Module, device: torch.device, differs: Differs) -> Fou
         if reason is not None:
             found.reasons[path] = reason
         else:
-            groups.setdefault((device.type, _make_key(module)), []).append((path, module))
-    for key, members in groups.items():
-        if key not in _known:
-            _known[key] = _describe_members(members, device, differs)
-        known = _known[key]
-        for path, _ in members:
-            if isinstance(known, str):
-                found.reasons[path] = known
-            else:
-                found.specs[path] = known
+            groups.setdefault((device.type, make_key(module)), []).append((path, module))
+    for kind, group in groups.items():
+        for label, members in _split(group, device):
+            key = *kind, label
+            if key not in _known:
+                _known[key] = _describe_members(members, device, differs)
+            known = _known[key]
+            for path, _ in members:
+                if isinstance(known, str):
+                    found.reasons[path] = known
+                else:
+                    found.specs[path] = known
     return found
+
+
+def _split(members: Members, device: torch.device) -> list[tuple[bytes, Members]]:
+    """Return blocks with the same key in groups that compute the same whatever their numbers, with a label of each."""
+    block = members[0][1]
+    if _is_too_large(block, device):
+        return [(b"", members)]
+    try:
+        with _quiet(device), undo_side_effects(block):
+            copy = make_random_copy(block, device).eval()
+            return split_by_number(members, copy, make_examples(copy, device))
+    except Exception:  # which a description of the block raises, too, and explains
+        return [(b"", members)]
+
+
+def _is_too_large(block: nn.Module, device: torch.device) -> bool:
+    """Whether a block is not run on this device to look what it computes."""
+    return sum(p.numel() for p in block.parameters()) > (LARGEST_ON_CPU if device.type == "cpu" else LARGEST_ON_GPU)
 
 
 def list_candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -131,11 +158,10 @@ def _has_inner_list(module: nn.Module) -> bool:
     return False
 
 
-def _describe_members(members: list[tuple[str, nn.Module]], device: torch.device, differs: Differs) -> BlockSpec | str:
+def _describe_members(members: Members, device: torch.device, differs: Differs) -> BlockSpec | str:
     tried = {0, min(1, len(members) - 1), len(members) - 1}
-    size = sum(parameter.numel() for parameter in members[0][1].parameters())
-    if size > (LARGEST_ON_CPU if device.type == "cpu" else LARGEST_ON_GPU):
-        small = make_small(members[0][1])
+    if _is_too_large(members[0][1], device):
+        small, size = make_small(members[0][1]), sum(parameter.numel() for parameter in members[0][1].parameters())
         if small is None:
             return f"it has {size / 1e6:.0f} million parameters, too many to compare its fused form on this device"
         members, tried = [("", small)], {0}
@@ -156,7 +182,9 @@ def _describe(block: nn.Module, device: torch.device, differs: Differs, known: B
     """Describe and verify one block; with ``known`` only verify, and fall back to the model's own attention."""
     copy = make_random_copy(block, device)
     copy.eval()
-    example, base, seen = _recognize_first(copy, make_examples(copy, device))
+    examples = make_examples(copy, device)
+    example, base, seen = _recognize_first(copy, examples)
+    form = next(number for number, one in enumerate(examples) if one is example)
     given = tuple(name for name, value in example.kwargs.items() if value is not None)
     base = replace(base, given=given)
     _shrink_adapters(copy, base)
@@ -167,7 +195,9 @@ def _describe(block: nn.Module, device: torch.device, differs: Differs, known: B
     if known is not None:
         if replace(base, attention=known.attention) != known:
             raise NotABlock("blocks of the same class compute different things")
-        if _find_difference(copy, known, example, variants, differs) is None:
+        if _find_difference(copy, known, example, variants, differs) is None and (
+            known.attention.kind == "own" or not _differs_when_long(copy, known, form, device, differs)
+        ):
             return known
     difference = _find_difference(copy, base, example, variants, differs)
     if difference is not None:
@@ -182,6 +212,8 @@ def _describe(block: nn.Module, device: torch.device, differs: Differs, known: B
             if _find_difference(copy, better, example, packed, differs) is None:
                 with _scaled(copy, base.inputs, LARGE_SCORES):
                     if differs(copy, better, example) is not None:
+                        return base
+                    if _differs_when_long(copy, better, form, device, differs):
                         return base
                 return _with_mask(copy, better, variants, differs)
     return base
@@ -216,6 +248,27 @@ def _recognize_first(block: nn.Module, examples: list[Example]) -> tuple[Example
         assert problem is not None
         raise problem
     return partial[0], recognize(block, *partial), partial[1]
+
+
+def _differs_when_long(block: nn.Module, spec: BlockSpec, form: int, device: torch.device, differs: Differs) -> bool:
+    """Whether the fused form differs from the block on a long sequence: the longest of a few that the block takes.
+
+    Args:
+        block: The block, with weights that make attention choose.
+        spec: Its description.
+        form: The number of the example that it was seen with.
+        device: Where it runs.
+        differs: Compares both.
+    """
+    for length in list_lengths(block, LENGTH, device)[:MOST_LENGTHS]:
+        try:
+            example = make_examples(block, device, 1, length)[form]
+            with torch.no_grad():
+                block(*example.args, **example.kwargs)
+            return differs(block, spec, example, gradients=False) is not None
+        except Exception:  # too long for one of its masks, or for the memory
+            continue
+    return False
 
 
 def _with_mask(block: nn.Module, spec: BlockSpec, variants: dict[str, Example], differs: Differs) -> BlockSpec:
@@ -294,56 +347,3 @@ def has_hooks(module: nn.Module) -> bool:
     if any(not is_idle(hook) for hook in module.__dict__["_forward_hooks"].values()):
         return True
     return any(module.__dict__.get(name) for name in hooks)
-
-
-NUMBERS = ("layer_idx", "layer_id", "layer_number", "layer_index")
-"""Attributes that number the layers."""
-NUMBER_IN_PATH = re.compile(r"\.\d+\.")
-"""The number of a layer in a path, which PEFT's modules hold as an attribute."""
-PRIVATE = (int, float, str, list, tuple)
-"""Types of private attributes that are settings, such as the names of active adapters."""
-
-
-def _make_key(block: nn.Module) -> Any:
-    """Return what decides how a block computes: classes, code, shapes and settings of all its modules."""
-    parts = []
-    configs: dict[int, Any] = {}
-    for path, module in block.named_modules():
-        cls = original_class(module)
-        settings = tuple(
-            (name, _make_hashable(value))
-            for name, value in sorted(vars(module).items())
-            if name not in (*NUMBERS, "training") and (not name.startswith("_") or isinstance(value, PRIVATE))
-        )
-        shapes = tuple((name, None if p is None else tuple(p.shape)) for name, p in module._parameters.items())
-        config = getattr(module, "config", None)
-        if config is not None and id(config) not in configs:
-            configs[id(config)] = _make_hashable(vars(config))
-        parts.append((path, cls, cls.forward.__code__, settings, shapes, configs.get(id(config))))
-    return tuple(parts)
-
-
-def _make_hashable(value: Any) -> Any:
-    """Return a setting so that it can be compared: a number, a name, a list of them, or a function by its code."""
-    if isinstance(value, str):
-        return NUMBER_IN_PATH.sub("..", value)
-    if value is None or isinstance(value, int | float | torch.dtype):
-        return value
-    if isinstance(value, list | tuple):
-        return tuple(_make_hashable(entry) for entry in value)
-    if isinstance(value, dict):
-        return tuple((str(name), _make_hashable(entry)) for name, entry in value.items())
-    if isinstance(value, functools.partial):
-        return tuple(_make_hashable(part) for part in (value.func, value.args, value.keywords))
-    if callable(value) and hasattr(value, "__qualname__"):
-        return value.__module__, value.__qualname__, getattr(value, "__code__", None), _list_enclosed(value)
-    return None
-
-
-def _list_enclosed(function: Any) -> tuple[Any, ...]:
-    """Return the numbers and names that a function has from where it was defined."""
-    found = []
-    for cell in getattr(function, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # not filled yet
-            found.append(cell.cell_contents)
-    return tuple(value for value in found if isinstance(value, int | float | str))

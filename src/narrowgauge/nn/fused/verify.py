@@ -32,16 +32,19 @@ LARGE = 1 << 24
 """Values above which a gradient is not kept whole."""
 
 
-def find_difference(block: nn.Module, spec: BlockSpec, example: Example) -> str | None:
-    """Return how the fused form of a block in FP32 differs from it, or None if they agree. Removes its own traces."""
-    for training in (False, True):
+def find_difference(block: nn.Module, spec: BlockSpec, example: Example, gradients: bool = True) -> str | None:
+    """Return how the fused form of a block in FP32 differs from it, or None if they agree. Removes its own traces.
+
+    ``gradients``: compare the gradients, too, and both in training.
+    """
+    for training in (False, True) if gradients else (False,):
         block.train(training)
-        expected = _run(block, spec, example)
+        expected = _run(block, spec, example, gradients)
         plan = make_fp32_plan(block, spec)
         mark_parts(block, spec)
         apply_change(block, FusedBlock(plan))
         try:
-            found = _run(block, spec, example)
+            found = _run(block, spec, example, gradients)
         finally:
             remove_changes(block)
         difference = _compare(expected, found)
@@ -67,8 +70,12 @@ def make_fp32_plan(block: nn.Module, spec: BlockSpec) -> BlockPlan:
     )  # fmt: skip
 
 
-def _run(block: nn.Module, spec: BlockSpec, example: Example) -> dict[str, Tensor]:
+def _run(block: nn.Module, spec: BlockSpec, example: Example, gradients: bool) -> dict[str, Tensor]:
     """Return the outputs and all gradients, by name; the same random numbers at every call."""
+    if not gradients:
+        with torch.no_grad():
+            made = block(*example.args, **example.kwargs)
+        return {"its output": made[0] if isinstance(made, tuple) else made}
     x = example.args[0].detach().clone().requires_grad_()
     names = [*list_passed_on(spec), *([] if spec.cross is None else [spec.cross.source])]
     given = {name: value for name in names if (value := example.kwargs.get(name)) is not None}
