@@ -124,6 +124,49 @@ def test_training_is_that_without_recomputation(
     assert all(calls == len(history) == 4 for calls, _, history in found[2])  # type: ignore[misc]
 
 
+class Caches(nn.Module):
+    """Registers a table in its first forward, and another one for longer sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(WIDTH, 96), nn.Linear(96, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.register_buffer("table", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None or len(self.table) < x.shape[1]:
+            made = torch.outer(torch.arange(x.shape[1]), torch.linspace(0, 1, WIDTH)).cos()
+            self.register_buffer("table", made, persistent=False)
+        x = x * self.table[: x.shape[1]]
+        result: Tensor = x + self.down(F.gelu(self.up(self.norm(x.mT).mT)))
+        return result
+
+
+@pytest.mark.parametrize("checkpoint", ["selective", "full"])
+@pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp8[products=all]"])
+def test_buffers_that_a_forward_registers(recipe: str, checkpoint: str) -> None:
+    """A recomputation makes them again, as the first forward did; running statistics are updated once."""
+    results = []
+    for mode in ("none", checkpoint):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Caches() for _ in range(2)))
+        engine = ng.Engine(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), str(ng.recipe(recipe).replace(checkpoint=mode))
+        )
+        losses = []
+        for length in (8, 8, 12, 10):
+            x = torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(length))
+            with engine.forward():
+                loss = engine.model(x).float().square().mean()
+            engine.backward(loss)
+            assert engine.step().applied
+            losses.append(loss.item())
+        assert all(len(part.table) == 12 for part in model)
+        statistics = [part.norm.running_mean.clone() for part in model]
+        results.append((losses, [int(part.norm.num_batches_tracked) for part in model], statistics))
+    assert results[0][:2] == results[1][:2] and results[0][1] == [4, 4]
+    assert all(map(torch.equal, results[0][2], results[1][2]))
+
+
 def test_only_what_changed_is_kept() -> None:
     """What a module stores may be large: of the rest, nothing is held until backward."""
     module = nn.Sequential(Attention(), Plain())

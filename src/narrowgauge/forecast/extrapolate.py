@@ -25,6 +25,8 @@ from narrowgauge.kernels.norm import MAX_COLUMNS
 from narrowgauge.nn.recompute import find_blocks, shorten_row
 from narrowgauge.task import Task
 
+ROWS = nn.ModuleList | nn.Sequential
+"""Lists of blocks that can be shortened."""
 TRACED_BLOCKS = 2, 3
 """How many blocks are traced: a first and a last one, then one more between them."""
 MIN_BLOCKS = 6
@@ -135,6 +137,8 @@ def inspect_blocks(task: Task) -> tuple[int, int, int]:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     shapes = {tuple(tuple(p.shape) for p in block.parameters()) for block in blocks.values()}
     lists = {path.rpartition(".")[0] for path in blocks}
+    if any(not isinstance(model.get_submodule(row), ROWS) for row in lists):
+        return 0, parameters, 0
     vectors = [len(p) for block in blocks.values() for p in block.parameters() if p.dim() == 1]
     return len(blocks) if len(shapes) == len(lists) == 1 else 0, parameters, max(vectors, default=0)
 
@@ -144,7 +148,7 @@ def _cut(task: Task, count: int) -> nn.Module:
     model = task.model()
     path = next(iter(find_blocks(model))).rpartition(".")[0]
     blocks = model.get_submodule(path)
-    assert isinstance(blocks, nn.ModuleList)
+    assert isinstance(blocks, ROWS)
     shorten_row(blocks, count)
     return model
 

@@ -223,7 +223,7 @@ def convert_layers(
             changeable=_list_changeable(sites, recipe),
         )
     by_path = {layer.path: layer for layer in result.layers}
-    graphs = BlockGraphs(cuda_graphs)
+    graphs, told = BlockGraphs(cuda_graphs), set[str]()
     lazy = any(layer.part_of == "lazy head" for layer in result.layers)
     other_norms = find_other_norms(model, specs) if lazy else {}
     for path, module in model.named_modules():
@@ -233,7 +233,7 @@ def convert_layers(
             options = recipe.checkpoint, is_lean(recipe), holds, recipe.activations, recipe.offload == "activations"
             plan = make_plan(module, path, spec, by_path, scales, *options)
             mark_parts(module, spec)
-            apply_change(module, FusedBlock(plan, graphs))
+            apply_change(module, FusedBlock(plan, graphs, told))
         elif path in result.experts and scales is not None:
             of = result.experts[path]
             wide = tuple(by_path[f"{path}.{name}"].choice.output == "bf16" for name in (of.gate_up, of.down))

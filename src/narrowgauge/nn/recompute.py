@@ -2,8 +2,8 @@
 
 ``full`` saves only a block's input. ``selective`` also saves the results of matrix products and attention, which are
 expensive, and recomputes norms, activations and casts, which are cheap. Blocks are the members of every ModuleList
-whose members share one class: the layers of a transformer. Recomputation uses the same autocast and random state as
-the first forward.
+whose members share one class, the layers of a transformer, and of such a Sequential or ModuleDict. Recomputation uses
+the same autocast and random state as the first forward.
 """
 
 from __future__ import annotations
@@ -47,16 +47,25 @@ LENGTH_BEFORE = "length_before"
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the repeated blocks of a model by path: members of ModuleLists with several modules of one class."""
+    """Return the repeated blocks of a model by path: the members of lists with several modules of one class."""
     blocks: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or len(module) < 2 or None in list(module):
-            continue
-        if len({original_class(member) for member in module}) == 1:
-            inside = any(path.startswith(f"{outer}.") for outer in blocks)
-            if not inside:
-                blocks |= {f"{path}.{index}" if path else str(index): block for index, block in enumerate(module)}
+        if _is_row(module) and not any(path.startswith(f"{outer}.") for outer in blocks):
+            blocks |= {f"{path}.{name}" if path else name: block for name, block in module._modules.items() if block}
     return blocks
+
+
+def _is_row(module: nn.Module) -> bool:
+    """Whether a module is a list of blocks; members of a Sequential or a ModuleDict must be more than single layers."""
+    if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+        return False
+    members = list(module._modules.values())
+    if len(members) < 2 or None in members or len(set(map(original_class, members))) > 1:
+        return False
+    return isinstance(module, nn.ModuleList) or (
+        not original_class(members[0]).__module__.startswith("torch.")
+        and sum(bool(part._parameters) for part in members[0].modules()) > 1
+    )
 
 
 def count_blocks(model: nn.Module) -> dict[str, int]:
@@ -65,7 +74,7 @@ def count_blocks(model: nn.Module) -> dict[str, int]:
     return {row: getattr(model.get_submodule(row), LENGTH_BEFORE, count) for row, count in rows.items()}
 
 
-def shorten_row(blocks: nn.ModuleList, count: int) -> None:
+def shorten_row(blocks: nn.ModuleList | nn.Sequential, count: int) -> None:
     """Delete all blocks but the first ones. Formats are still chosen as for the whole row."""
     setattr(blocks, LENGTH_BEFORE, len(blocks))
     del blocks[count:]
@@ -99,7 +108,7 @@ def checkpoint_blocks(
         return []
     if not found:
         raise UsageError(
-            f"recipe: checkpoint={mode} found no repeated blocks (a ModuleList of one class) in "
+            f"recipe: checkpoint={mode} found no repeated blocks (a ModuleList or Sequential of one class) in "
             f"{type(model).__name__}; name them with Engine(..., blocks=[...])"
         )
     for path, block in found.items():

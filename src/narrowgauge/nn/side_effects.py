@@ -11,7 +11,8 @@ attributes. Buffers, such as the running statistics of batch norm, are written i
 them. Parameters and parts of a module are left alone, as are parts of torch, Python and narrowgauge.
 
 A forward that is run again in backward must also compute the same. A module may read what it has stored: a recurrent
-state, or the number of its calls. So its attributes are remembered before its first run (``StateBefore``).
+state, or the number of its calls. It may draw random numbers of Python or NumPy. So its attributes and these random
+numbers are remembered before its first run (``StateBefore``).
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import random
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -64,18 +67,56 @@ class StateBefore:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._contents = list(map(_Content, _list_own_values(module)))
+        self._buffers = [(part._buffers, dict(part._buffers)) for part in module.modules()]
+        self._drawn: HostRandom | None = read_host_random()
 
     def forget_unchanged(self) -> None:
         """Keep only what the forward has changed. Call it when the forward is done."""
         self._contents = [content for content in self._contents if not content.is_same()]
+        self._buffers = [
+            (now, {name: before.get(name, _MISSING) for name in changed})
+            for now, before in self._buffers
+            if (changed := [name for name in now if before.get(name, _MISSING) is not now[name]])
+        ]
+        self._drawn = None if self._drawn == read_host_random() else self._drawn
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Context manager for the other run: attributes are as before the first one, and afterwards as they were."""
+        now = read_host_random()
         with undo_side_effects(self._module):
             for content in self._contents:
                 content.restore()
-            yield
+            for buffers, before in self._buffers:  # only those that were registered or replaced
+                for name, buffer in before.items():
+                    if buffer is _MISSING:
+                        buffers.pop(name, None)
+                    else:
+                        buffers[name] = buffer
+            if self._drawn is None:
+                yield
+                return
+            _set_host_random(self._drawn)
+            try:
+                yield
+            finally:
+                _set_host_random(now)
+
+
+_MISSING: Any = object()
+HostRandom = tuple[Any, str, bytes, tuple[Any, ...]]
+
+
+def read_host_random() -> HostRandom:
+    """Return the states of Python's and NumPy's random numbers, which torch's own checkpoints do not restore."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), str(name), keys.tobytes(), tuple(rest)  # type: ignore[union-attr]
+
+
+def _set_host_random(state: HostRandom) -> None:
+    own, name, keys, rest = state
+    random.setstate(own)
+    np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))
 
 
 def _list_own_values(module: nn.Module) -> Iterator[Any]:

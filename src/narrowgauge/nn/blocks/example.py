@@ -25,8 +25,8 @@ def allow_nondeterminism() -> Iterator[None]:
         torch.use_deterministic_algorithms(before, warn_only=warns)
 
 
-SOURCES = ("encoder_hidden_states", "xa")
-"""Names of a block's argument for an encoder's output, in transformers and in OpenAI's Whisper."""
+SOURCES = ("encoder_hidden_states", "xa", "context")
+"""Names of a block's argument for an encoder's output, in transformers, OpenAI's Whisper, and latent diffusion."""
 
 
 class Example(NamedTuple):

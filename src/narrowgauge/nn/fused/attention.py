@@ -53,6 +53,10 @@ class OutputReached(Exception):
         self.value = value
 
 
+class OutputNotReached(RuntimeError):
+    """The model's code has not called the output projection: this time it skips attention, perhaps at random."""
+
+
 class PartOfBlock(Change):
     """A norm or projection of a fused block. While the model's own attention runs, it returns what exists already."""
 
@@ -285,7 +289,7 @@ def _attend_by_own_code(spec: BlockSpec, qkv: Tensor, call: BlockCall, tensors: 
             run_with_answers(call, x, _make_answers(spec, module, leaf), others)
         except OutputReached as reached:
             return Attended(reached.value, (leaf, *others))
-    raise RuntimeError("the block's forward no longer reaches its output projection")
+    raise OutputNotReached("the block's forward no longer reaches its output projection")
 
 
 def run_with_answers(call: BlockCall, x: Tensor, answers: Answers, others: list[Tensor] | None = None) -> Any:

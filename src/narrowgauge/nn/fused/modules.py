@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge import events
+from narrowgauge.errors import SlowRecipeWarning
 from narrowgauge.kernels.cross_entropy import LossForm
 from narrowgauge.kernels.document_attention import can_attend
 from narrowgauge.nn.blocks.example import SOURCES
@@ -21,7 +22,7 @@ from narrowgauge.nn.blocks.projections import find_called
 from narrowgauge.nn.blocks.spec import BlockSpec, NormSpec, Place
 from narrowgauge.nn.call_size import CallSize
 from narrowgauge.nn.fused import blocks, head
-from narrowgauge.nn.fused.attention import CACHES, BlockCall, PartOfBlock
+from narrowgauge.nn.fused.attention import CACHES, BlockCall, OutputNotReached, PartOfBlock
 from narrowgauge.nn.fused.checkpointed import choose_plan, is_checkpointed
 from narrowgauge.nn.fused.documents import find_documents
 from narrowgauge.nn.fused.graphs import BlockGraphs
@@ -40,6 +41,7 @@ FOR_ATTENTION = frozenset({
     "attention_mask", "position_ids", "position_embeddings", "past_key_values", "past_key_value", "layer_past",
     "use_cache", "cache_position", "cos", "sin", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
     "seq_idx", "attn_mask", "src_mask", "src_key_padding_mask", "is_causal", "mask", "alibi", "position_bias",
+    "attention_bias", "attn_bias",
 })  # fmt: skip
 """Arguments that a block passes to its attention. A call with any other runs as it was written, because the argument
 may change something that was not verified: an encoder's output adds cross-attention, for example."""
@@ -66,8 +68,10 @@ class FusedBlock(Change):
 
     differentiable_twice = False
 
-    def __init__(self, plan: BlockPlan, graphs: BlockGraphs | None = None) -> None:
+    def __init__(self, plan: BlockPlan, graphs: BlockGraphs | None = None, told: set[str] | None = None) -> None:
         self.plan, self.graphs = plan, graphs or BlockGraphs(False)
+        self.told = set() if told is None else told
+        """Arguments of which a warning has told; the blocks of a model share it."""
         self.size = CallSize()
         self.recomputation: MakeContext | None = None
         """Makes the context in which the model's own code is recomputed: attention, and an MLP that is a module."""
@@ -78,8 +82,10 @@ class FusedBlock(Change):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        known = FOR_ATTENTION if self.plan.spec.cross is None else BOTH
+        known = (FOR_ATTENTION if self.plan.spec.cross is None else BOTH).union(self.plan.spec.given)
         call, x = make_call(module, inner, args, self._omit_collected(module, kwargs), known)
+        if call is None and torch.is_grad_enabled():
+            self._tell_unknown(module, args, kwargs, known)
         plan = self.get_plan(x)
         parts = get_parts(plan, module)
         if call is None or not is_plain_batch(x) or not parts.are_intact() or call.has_filled_cache(plan.spec):
@@ -99,13 +105,32 @@ class FusedBlock(Change):
         if plan.spec.mlp and plan.checkpoint != "full" and is_checkpointed():
             return inner(*args, **kwargs)
         plan, saving = choose_plan(plan)
-        with saving:
-            if plan.spec.mlp:
-                given = plan, module.get_submodule(plan.spec.mlp), x, tensors, run_call, dropout, self.recomputation
-                output = events.run_in_scope(plan.path, run_with_mlp, *given)
-            else:
-                output = blocks.run_block(plan, x, tensors, run_call, dropout, self.graphs)
+        drawn = torch.get_rng_state() if plan.spec.attention.kind == "own" and module.training else None
+        try:
+            with saving:
+                if plan.spec.mlp:
+                    given = plan, module.get_submodule(plan.spec.mlp), x, tensors, run_call, dropout, self.recomputation
+                    output = events.run_in_scope(plan.path, run_with_mlp, *given)
+                else:
+                    output = blocks.run_block(plan, x, tensors, run_call, dropout, self.graphs)
+        except OutputNotReached:
+            if drawn is None:
+                raise
+            torch.set_rng_state(drawn)  # the block decides once more, and in the same way
+            return self._run_as_written(plan, module, inner, args, kwargs)
         return (output, *list_returned(plan.spec, call)) if plan.spec.in_tuple else output
+
+    def _tell_unknown(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: frozenset[str]) -> None:
+        """Warn once per model that calls with such arguments run as they were written."""
+        unknown = list_unknown(module, args, kwargs, known)
+        if unknown and unknown[0] not in self.told:
+            self.told.add(unknown[0])
+            warnings.warn(
+                f"{self.plan.path} and blocks like it run as they were written, without FP8, whenever they are called "
+                f"with {unknown[0]}: the fused form was not verified with this argument",
+                SlowRecipeWarning,
+                stacklevel=3,
+            )
 
     def _omit_collected(self, module: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return arguments without those that say what transformers' hooks collect, if no code here reads them."""
@@ -153,13 +178,33 @@ def make_call(
     names = _get_argument_names(original_class(module))  # type: ignore[arg-type]
     named = dict(zip(names, args, strict=False)) | kwargs
     x = named.pop(names[0], None) if names else None
-    unknown = any(value is not None and value is not False and name not in known for name, value in named.items())
-    if not isinstance(x, Tensor) or unknown or len(args) > len(names):
+    if not isinstance(x, Tensor) or list_unknown(module, args, kwargs, known) or len(args) > len(names):
         return None, x
     autocast = None
     if torch.is_autocast_enabled(x.device.type):
         autocast = torch.get_autocast_dtype(x.device.type)
     return BlockCall(module, inner, names[0], named, autocast), x
+
+
+def list_unknown(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], known: frozenset[str]) -> list[str]:
+    """Return the names of a call's arguments, besides the hidden state, that are not ``known`` and may matter."""
+    names, defaults = _get_argument_names(original_class(module)), _get_defaults(original_class(module))  # type: ignore[arg-type]
+    named = dict(zip(names, args, strict=False)) | kwargs
+    return [
+        name
+        for name, value in named.items()
+        if name not in known
+        and name not in names[:1]
+        and value is not None
+        and value is not False
+        and not (isinstance(value, int | float | str) and defaults.get(name) == value)
+    ]
+
+
+@functools.cache
+def _get_defaults(cls: type[Any]) -> dict[str, Any]:
+    parameters = inspect.signature(cls.forward).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
 def fits_fast_attention(spec: BlockSpec, call: BlockCall, x: Tensor) -> bool:

@@ -1,7 +1,12 @@
-"""Compares a fused block with the original in FP32 on one example: its output and every gradient."""
+"""Compares a fused block with the original in FP32 on one example: its output, every gradient, and what else it does.
+
+A forward may do more than return a tensor: store something on a module, count in a buffer, draw random numbers to
+decide whether the block is skipped. A fused form that does not run the code in question would leave that out.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +21,9 @@ from narrowgauge.nn.fused.make_plan import plan_adapters
 from narrowgauge.nn.fused.modules import FusedBlock, mark_parts
 from narrowgauge.nn.fused.outputs import list_passed_on
 from narrowgauge.nn.fused.plan import BlockPlan, list_classes, list_own_parameters, list_settings
-from narrowgauge.nn.module_changes import apply_change, remove_changes
+from narrowgauge.nn.module_changes import CHANGES, OWN, apply_change, remove_changes
 from narrowgauge.nn.products.gemm import ALL_FP32
+from narrowgauge.nn.side_effects import read_host_random, undo_side_effects
 from narrowgauge.weight_copies.casts import WeightCastPlan
 
 TOLERANCE = 1e-4
@@ -31,6 +37,9 @@ rounding."""
 LARGE = 1 << 24
 """Values above which a gradient is not kept whole."""
 
+NOT_WRITTEN = frozenset({*vars(nn.Module()), CHANGES, OWN})
+"""Attributes of every module, and narrowgauge's."""
+
 
 def find_difference(block: nn.Module, spec: BlockSpec, example: Example, gradients: bool = True) -> str | None:
     """Return how the fused form of a block in FP32 differs from it, or None if they agree. Removes its own traces.
@@ -39,15 +48,17 @@ def find_difference(block: nn.Module, spec: BlockSpec, example: Example, gradien
     """
     for training in (False, True) if gradients else (False,):
         block.train(training)
-        expected = _run(block, spec, example, gradients)
+        expected, done = _watch(block, spec, example, gradients)
+        if done.obstacle is not None:
+            return done.obstacle
         plan = make_fp32_plan(block, spec)
         mark_parts(block, spec)
         apply_change(block, FusedBlock(plan))
         try:
-            found = _run(block, spec, example, gradients)
+            found, fused = _watch(block, spec, example, gradients)
         finally:
             remove_changes(block)
-        difference = _compare(expected, found)
+        difference = _compare(expected, found) or done.find_missing(fused)
         if difference is not None:
             return f"{difference} differs from the original's" + (" in training" if training else "")
     return None
@@ -68,6 +79,62 @@ def make_fp32_plan(block: nn.Module, spec: BlockSpec) -> BlockPlan:
         own=list_own_parameters(block, spec), classes=list_classes(block),
         cross=tuple(project(*group) for group in spec.cross_products), settings=list_settings(block, spec),
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Done:
+    """What a forward has done besides returning tensors."""
+
+    written: frozenset[str]
+    """Attributes and buffers that it changed, by path."""
+    random: bytes
+    """The random numbers of torch on the host, after it."""
+    obstacle: str | None
+    """What no fused form can do."""
+
+    def find_missing(self, other: _Done) -> str | None:
+        """Return what the other forward has not done, or None."""
+        missing = sorted(self.written - other.written)
+        if missing:
+            return f"what it stores in {missing[0]}"
+        return "what it draws at random" if self.random != other.random else None
+
+
+def _watch(block: nn.Module, spec: BlockSpec, example: Example, gradients: bool) -> tuple[dict[str, Tensor], _Done]:
+    """Run the block; return its results, and what else it did, which is undone. An MLP that is a module may do more."""
+    with undo_side_effects(block):
+        before, drawn = _read_state(block, spec), read_host_random()
+        results = _run(block, spec, example, gradients)
+        after = _read_state(block, spec)
+        written = {name: value for name, (value, key) in after.items() if name not in before or before[name][1] != key}
+        obstacle = next(
+            (
+                f"it stores {name}, whose gradient the fused form would not compute"
+                for name, value in written.items()
+                if isinstance(value, Tensor) and value.grad_fn is not None
+            ),
+            None,
+        )
+        if drawn != read_host_random():
+            obstacle = "it draws random numbers of Python or NumPy, perhaps to skip the block"
+        return results, _Done(frozenset(written), torch.get_rng_state().numpy().tobytes(), obstacle)
+
+
+def _read_state(block: nn.Module, spec: BlockSpec) -> dict[str, tuple[Any, Any]]:
+    """Return attributes and buffers by path, each with what changes when it does."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for path, part in block.named_modules():
+        if spec.mlp and f"{path}.".startswith(f"{spec.mlp}."):
+            continue
+        prefix = f"{path}." if path else ""
+        for name, value in vars(part).items():
+            if name not in NOT_WRITTEN:
+                size = len(value) if isinstance(value, list | dict | set) else None
+                found[f"{prefix}{name}"] = value, (id(value), size)
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                found[f"{prefix}{name}"] = None, (id(buffer), buffer._version)
+    return found
 
 
 def _run(block: nn.Module, spec: BlockSpec, example: Example, gradients: bool) -> dict[str, Tensor]:
