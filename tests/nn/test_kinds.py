@@ -160,6 +160,10 @@ def test_what_contains_itself_or_has_no_value() -> None:
     block.holder.again = block.holder
     block.later = torch.empty(3, device="meta")
     block.opener = open  # a function of Python
+    block.empty, block.one = torch.empty(0, 3), torch.tensor(1.5)
+    block.wave, block.bits = torch.randn(3, dtype=torch.complex64).conj(), torch.tensor([True, False])
+    block.sparse = torch.eye(3).to_sparse()
+    block.names = np.array(["a", None], dtype=object)
     assert make_key(block) == make_key(block)
     other = copy.deepcopy(block)
     other.lock = object()

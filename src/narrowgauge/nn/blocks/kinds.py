@@ -113,9 +113,13 @@ def _describe_tensor(value: Tensor) -> Any:
     place = tuple(value.shape), value.dtype
     if value.device.type == "meta" or is_fake(value) or type(value) not in (Tensor, nn.Buffer, nn.Parameter):
         return place
-    flat = value.detach().reshape(-1)
-    flat = flat[:: max(1, flat.numel() // SAMPLED) | 1]  # an odd step meets all columns of most matrices
-    return *place, hashlib.blake2b(flat.contiguous().view(torch.uint8).cpu().numpy().tobytes()).digest()
+    try:
+        flat = value.detach().reshape(-1)
+        flat = flat[:: max(1, flat.numel() // SAMPLED) | 1]  # an odd step meets all columns of most matrices
+        content = flat.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+    except (RuntimeError, TypeError):  # a layout without strides, or a quantized type
+        return *place, id(value)
+    return *place, hashlib.blake2b(content).digest()
 
 
 def _list_enclosed(function: Any) -> tuple[Any, ...]:

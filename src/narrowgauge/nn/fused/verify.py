@@ -6,6 +6,8 @@ decide whether the block is skipped. A fused form that does not run the code in 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,7 +104,7 @@ class _Done:
 
 def _watch(block: nn.Module, spec: BlockSpec, example: Example, gradients: bool) -> tuple[dict[str, Tensor], _Done]:
     """Run the block; return its results, and what else it did, which is undone. An MLP that is a module may do more."""
-    with undo_side_effects(block):
+    with undo_side_effects(block), _seeded_host() as get_drawn:
         before, drawn = _read_state(block, spec), read_host_random()
         results = _run(block, spec, example, gradients)
         after = _read_state(block, spec)
@@ -117,7 +119,21 @@ def _watch(block: nn.Module, spec: BlockSpec, example: Example, gradients: bool)
         )
         if drawn != read_host_random():
             obstacle = "it draws random numbers of Python or NumPy, perhaps to skip the block"
-        return results, _Done(frozenset(written), torch.get_rng_state().numpy().tobytes(), obstacle)
+        return results, _Done(frozenset(written), get_drawn(), obstacle)
+
+
+@contextlib.contextmanager
+def _seeded_host() -> Iterator[Callable[[], bytes]]:
+    """Context manager with the same random numbers of torch on the host each time; gives a function for their state.
+
+    On a GPU, dropout draws there, in another order than a fused form may. On the host a model decides.
+    """
+    before = torch.get_rng_state()
+    torch.default_generator.manual_seed(5)
+    try:
+        yield lambda: torch.get_rng_state().numpy().tobytes()
+    finally:
+        torch.set_rng_state(before)
 
 
 def _read_state(block: nn.Module, spec: BlockSpec) -> dict[str, tuple[Any, Any]]:
