@@ -126,3 +126,42 @@ def test_lengths_are_longer_than_all_numbers_and_at_most_a_masks() -> None:
 def test_families_without_a_window_keep_their_fast_form(family: str) -> None:
     found = find_blocks(LANGUAGE[family](), CPU, find_difference)
     assert "own" not in {spec.attention.kind for spec in found.specs.values()}
+
+
+class Masked(nn.Module):
+    """A block as in OpenAI's CLIP: torch's attention, sequence first, and a mask of which it uses all, or none."""
+
+    def __init__(self, length: int | None) -> None:
+        super().__init__()
+        self.attn, self.ln_1, self.ln_2 = nn.MultiheadAttention(WIDTH, 4), nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.fc, self.out = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.attn_mask = None if length is None else torch.full((length, length), -torch.inf).triu(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.attn_mask = None if self.attn_mask is None else self.attn_mask.to(x.dtype)
+        h = self.ln_1(x)
+        x = x + self.attn(h, h, h, need_weights=False, attn_mask=self.attn_mask)[0]
+        made: Tensor = x + self.out(F.gelu(self.fc(self.ln_2(x))))
+        return made
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8[products=all]", "bf16-lean"])
+def test_blocks_that_take_sequences_of_one_length(recipe: str) -> None:
+    """A tower with such a mask beside one without."""
+    losses = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({
+            "image": nn.Sequential(*(Masked(None) for _ in range(2))),
+            "text": nn.Sequential(*(Masked(40) for _ in range(2))),
+        })  # fmt: skip
+        engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), recipe, fused=fused)
+        assert len(engine.conversion.blocks) == (4 if fused else 0)
+        generator = torch.Generator().manual_seed(0)
+        text, image = (torch.randn(n, 2, WIDTH, generator=generator) for n in (40, 17))
+        with engine.forward():
+            loss = (model["text"](text).float().mean(0) * model["image"](image).float().mean(0)).square().mean()
+        engine.backward(loss)
+        assert engine.step().applied
+        losses.append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=0.03)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from narrowgauge.nn.blocks import families, transformers_small
 from narrowgauge.nn.blocks.example import (
@@ -30,6 +30,8 @@ from narrowgauge.nn.products.linear import is_linear
 
 BATCH, LENGTH = 2, 12
 """Rows and tokens of an example: more than one, and not a multiple of 16."""
+LONGEST_MASK = 1024
+"""Tokens of the longest example that is as long as a mask."""
 SOURCE_LENGTH = 9
 """Tokens of an encoder's output."""
 CROSS_BIAS = "encoder_decoder_position_bias"
@@ -49,7 +51,16 @@ def make_examples(block: nn.Module, device: torch.device, rows: int = BATCH, len
         NotABlock: Nobody knows what the block's arguments are.
     """
     made = _make_examples(block, device, rows, length)
+    for size in _list_masked_lengths(block):  # blocks that use a whole mask take sequences of its length only (CLIP)
+        made += _make_examples(block, device, rows, size)
     return [*made, *(example for one in made for example in _add_source(block, one))]
+
+
+def _list_masked_lengths(block: nn.Module) -> list[int]:
+    """Return the sizes of square tensors that a block holds besides its parameters."""
+    held = [value for part in block.modules() for value in (*vars(part).values(), *part._buffers.values())]
+    squares = (t.shape for t in held if isinstance(t, Tensor) and t.dim() == 2 and t.shape[0] == t.shape[1])
+    return sorted({shape[0] for shape in squares if LENGTH < shape[0] <= LONGEST_MASK})
 
 
 def _add_source(block: nn.Module, example: Example) -> Iterator[Example]:
