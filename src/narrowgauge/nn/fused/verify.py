@@ -137,7 +137,7 @@ def _seeded_host() -> Iterator[Callable[[], bytes]]:
 
 
 def _read_state(block: nn.Module, spec: BlockSpec) -> dict[str, tuple[Any, Any]]:
-    """Return attributes and buffers by path, each with what changes when it does."""
+    """Return attributes and buffers by path, each with what changes when it does; what is held keeps its identity."""
     found: dict[str, tuple[Any, Any]] = {}
     for path, part in block.named_modules():
         if spec.mlp and f"{path}.".startswith(f"{spec.mlp}."):
@@ -149,7 +149,7 @@ def _read_state(block: nn.Module, spec: BlockSpec) -> dict[str, tuple[Any, Any]]
                 found[f"{prefix}{name}"] = value, (id(value), size)
         for name, buffer in part._buffers.items():
             if buffer is not None:
-                found[f"{prefix}{name}"] = None, (id(buffer), buffer._version)
+                found[f"{prefix}{name}"] = buffer, (id(buffer), buffer._version)
     return found
 
 
