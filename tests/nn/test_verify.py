@@ -15,7 +15,7 @@ def gradients(change):
     gradient = torch.randn(256, 192, generator=torch.Generator().manual_seed(0))
     expected = {"the gradient of weight": verify._condense(gradient)}
     change(gradient)
-    return verify._compare(expected, {"the gradient of weight": verify._condense(gradient)})
+    return verify._compare(expected, {"the gradient of weight": verify._condense(gradient)}, verify.TOLERANCE)
 
 
 def change_one_value(gradient):

@@ -32,6 +32,10 @@ TOLERANCE = 1e-4
 """Relative to the largest value. A wrong epsilon, order or formula differs by more, FP32 in another order by less."""
 
 
+ROUGH = 0.02
+"""The tolerance of long sequences: attention that chooses between thousands of keys may round more on a GPU. On a CPU,
+the same attention differs by 1e-6, and a window of 33 to 1,000 tokens by half of the largest value or more."""
+
 NEGLIGIBLE = 0.05
 """Share of the largest gradient below which differences are not relative: a key's bias has a gradient of zero, up to
 rounding."""
@@ -46,7 +50,7 @@ NOT_WRITTEN = frozenset({*vars(nn.Module()), CHANGES, OWN})
 def find_difference(block: nn.Module, spec: BlockSpec, example: Example, gradients: bool = True) -> str | None:
     """Return how the fused form of a block in FP32 differs from it, or None if they agree. Removes its own traces.
 
-    ``gradients``: compare the gradients, too, and both in training.
+    ``gradients``: compare the gradients, too, and both in training. Without them, a long sequence is compared.
     """
     for training in (False, True) if gradients else (False,):
         block.train(training)
@@ -60,7 +64,7 @@ def find_difference(block: nn.Module, spec: BlockSpec, example: Example, gradien
             found, fused = _watch(block, spec, example, gradients)
         finally:
             remove_changes(block)
-        difference = _compare(expected, found) or done.find_missing(fused)
+        difference = _compare(expected, found, TOLERANCE if gradients else ROUGH) or done.find_missing(fused)
         if difference is not None:
             return f"{difference} differs from the original's" + (" in training" if training else "")
     return None
@@ -218,7 +222,7 @@ def _seed(device: torch.device) -> None:
     generator.manual_seed(5)
 
 
-def _compare(expected: dict[str, Tensor], found: dict[str, Tensor]) -> str | None:
+def _compare(expected: dict[str, Tensor], found: dict[str, Tensor], tolerance: float) -> str | None:
     largest = max(float(value.abs().max()) for value in expected.values())
     for name in {**expected, **found}:
         one, other = expected.get(name), found.get(name)
@@ -228,7 +232,7 @@ def _compare(expected: dict[str, Tensor], found: dict[str, Tensor]) -> str | Non
                 return name
             continue
         if one.shape != other.shape or not bool(
-            (one - other).abs().max() <= TOLERANCE * max(float(one.abs().max()), NEGLIGIBLE * largest)
+            (one - other).abs().max() <= tolerance * max(float(one.abs().max()), NEGLIGIBLE * largest)
         ):
             return name
     return None
