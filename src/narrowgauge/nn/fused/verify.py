@@ -158,11 +158,10 @@ def _read_state(block: nn.Module, spec: BlockSpec) -> dict[str, tuple[Any, Any]]
 
 
 def _run(block: nn.Module, spec: BlockSpec, example: Example, gradients: bool) -> dict[str, Tensor]:
-    """Return the outputs and all gradients, by name; the same random numbers at every call."""
-    if not gradients:
-        with torch.no_grad():
-            made = block(*example.args, **example.kwargs)
-        return {"its output": made[0] if isinstance(made, tuple) else made}
+    """Return the outputs and, if wanted, all gradients, by name; the same random numbers at every call.
+
+    Without gradients, too, forward runs as if they were wanted: on a GPU, other kernels would have to be compiled.
+    """
     x = example.args[0].detach().clone().requires_grad_()
     names = [*list_passed_on(spec), *([] if spec.cross is None else [spec.cross.source])]
     given = {name: value for name in names if (value := example.kwargs.get(name)) is not None}
@@ -176,6 +175,8 @@ def _run(block: nn.Module, spec: BlockSpec, example: Example, gradients: bool) -
     for number, name in enumerate(spec.returned, 1):
         if name not in (None, WEIGHTS):
             outputs[f"its output {name}"] = returned[number]
+    if not gradients:
+        return {name: value.detach() for name, value in outputs.items()}
     generator = torch.Generator().manual_seed(3)
     loss = torch.zeros((), device=x.device)
     for value in outputs.values():
