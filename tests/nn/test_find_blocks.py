@@ -234,6 +234,19 @@ def test_a_list_that_the_model_calls_one_by_one_is_no_block() -> None:
     assert found.reasons == {"0": "it is a list of modules, which the model calls one by one"} and not found.specs
 
 
+def test_blocks_with_norms_that_have_no_weight_say_so() -> None:
+    """As in nanochat and the first OLMo."""
+    blocks = [NanoBlock(64, 4, False) for _ in range(2)]
+    for block in blocks:
+        block.ln_1 = block.ln_2 = nn.LayerNorm(64, elementwise_affine=False)
+    found = find(nn.ModuleList(blocks))
+    assert found.reasons == dict.fromkeys("01", "none of its modules is a norm with a weight")
+    experts = nn.ModuleDict(
+        {"experts": nn.ModuleList(nn.Sequential(*(nn.Linear(8, 8, bias=False),) * 3) for _ in "ab")}
+    )
+    assert not find(experts).reasons
+
+
 def test_convolutional_nets_have_no_blocks() -> None:
     net = nn.Sequential(*[nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(3)])
     found = find(net)

@@ -128,13 +128,16 @@ def list_candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         parent, _, name = path.rpartition(".")
         if not name.isdigit() and not isinstance(model.get_submodule(parent), nn.Sequential | nn.ModuleDict):
             continue  # an attribute with a number; torchvision numbers the entries of a list in their names
-        if (
-            count_projections(module) >= (2 if _has_stack(module) else 3)
-            and any(p.dim() == 1 for p in module.parameters())
-            and not _has_inner_list(module)
-        ):
+        if "expert" in parent.rpartition(".")[2] and not _has_vector(module):
+            continue
+        if count_projections(module) >= (2 if _has_stack(module) else 3) and not _has_inner_list(module):
             inside.append(path)
             yield path, module
+
+
+def _has_vector(module: nn.Module) -> bool:
+    """Whether some part has a parameter with one dimension, as norms do."""
+    return any(p.dim() == 1 for p in module.parameters() if not is_lazy(p))
 
 
 def _has_stack(module: nn.Module) -> bool:
@@ -333,6 +336,8 @@ def _find_obstacle(block: nn.Module) -> str | None:
     """Return why a block cannot be observed or replaced as it is now."""
     if isinstance(block, nn.ModuleList | nn.ModuleDict):
         return "it is a list of modules, which the model calls one by one"
+    if not _has_vector(block):
+        return "none of its modules is a norm with a weight"
     for path, module in block.named_modules():
         if path and has_hooks(module):
             return f"{path} has hooks, which a fused block would not call"
