@@ -29,7 +29,7 @@ from narrowgauge.errors import one_line
 from narrowgauge.nn.blocks.attention_forms import list_attention_forms
 from narrowgauge.nn.blocks.example import Example
 from narrowgauge.nn.blocks.examples import LENGTH, make_examples, make_small
-from narrowgauge.nn.blocks.kinds import Members, make_key, split_by_number
+from narrowgauge.nn.blocks.kinds import Members, label_by_number, list_numbers, make_key
 from narrowgauge.nn.blocks.long_examples import list_lengths
 from narrowgauge.nn.blocks.observe import Observation, make_random_copy, observe
 from narrowgauge.nn.blocks.output_capturing import is_idle
@@ -69,6 +69,8 @@ LARGEST_ON_CPU = 10_000_000
 """Parameters of the largest block that is run on a CPU, which takes a second. Forecasts describe far larger ones."""
 LARGEST_ON_GPU = 1_000_000_000
 """The same for a GPU, where a copy and its gradients need memory: a layer of experts may have more."""
+_labels: dict[Any, bytes] = {}
+"""What blocks of one key compute with their numbers: the same if the label is the same."""
 _known: dict[Any, BlockSpec | str] = {}
 """Descriptions, or reasons against one, of the kinds that this process has seen, by type of device: a block that is too
 large for a CPU is not too large for a GPU."""
@@ -88,7 +90,7 @@ def find_blocks(model: nn.Module, device: torch.device, differs: Differs) -> Fou
         else:
             groups.setdefault((device.type, make_key(module)), []).append((path, module))
     for kind, group in groups.items():
-        for label, members in _split(group, device):
+        for label, members in _split(kind, group, device):
             key = *kind, label
             if key not in _known:
                 _known[key] = _describe_members(members, device, differs)
@@ -101,17 +103,23 @@ def find_blocks(model: nn.Module, device: torch.device, differs: Differs) -> Fou
     return found
 
 
-def _split(members: Members, device: torch.device) -> list[tuple[bytes, Members]]:
+def _split(kind: Any, members: Members, device: torch.device) -> list[tuple[bytes, Members]]:
     """Return blocks with the same key in groups that compute the same whatever their numbers, with a label of each."""
-    block = members[0][1]
+    block, numbers = members[0][1], [list_numbers(block) for _, block in members]
     if _is_too_large(block, device):
         return [(b"", members)]
-    try:
-        with _quiet(device), undo_side_effects(block):
-            copy = make_random_copy(block, device).eval()
-            return split_by_number(members, copy, make_examples(copy, device))
-    except Exception:  # which a description of the block raises, too, and explains
-        return [(b"", members)]
+    if any((kind, number) not in _labels for number in numbers):
+        try:
+            with _quiet(device), undo_side_effects(block):
+                copy = make_random_copy(block, device).eval()
+                labels = label_by_number(numbers, copy, make_examples(copy, device))
+        except Exception:  # which a description of the block raises, too, and explains
+            labels = [b""] * len(members)
+        _labels.update({(kind, number): label for number, label in zip(numbers, labels, strict=True)})
+    groups: dict[bytes, Members] = {}
+    for number, member in zip(numbers, members, strict=True):
+        groups.setdefault(_labels[kind, number], []).append(member)
+    return list(groups.items())
 
 
 def _is_too_large(block: nn.Module, device: torch.device) -> bool:

@@ -132,36 +132,41 @@ def _list_enclosed(function: Any) -> tuple[Any, ...]:
 
 
 Members = list[tuple[str, nn.Module]]
+"""Blocks by path."""
+Numbers = tuple[tuple[str, str, Any], ...]
+"""Places and values of a block's numbers: the path of a module, an attribute, and its value."""
 
 
-def split_by_number(members: Members, copy: nn.Module, examples: list[Example]) -> list[tuple[bytes, Members]]:
-    """Return the blocks in groups whose numbers make no difference, each with a label of what it computes.
+def label_by_number(numbers: list[Numbers], copy: nn.Module, examples: list[Example]) -> list[bytes]:
+    """Return a label of what a block computes with each of these numbers: the same label if they make no difference.
 
     Args:
-        members: Blocks with the same key, by path.
-        copy: A copy of the first one, in evaluation. Its numbers change.
+        numbers: The numbers of blocks with the same key.
+        copy: A copy of one of them, in evaluation. Its numbers change.
         examples: Calls to try.
     """
-    numbers = {path: _list_numbers(block) for path, block in members}
-    if len(set(numbers.values())) < 2:
-        return [(b"", members)]
-    groups: list[tuple[Tensor | None, Members]] = []
-    for path, block in members:
-        for place, name, number in numbers[path]:
+    if not any(numbers):
+        return [b""] * len(numbers)
+    outputs: list[tuple[Tensor | None, bytes]] = []
+    labels = []
+    for places in numbers:
+        for place, name, number in places:
             setattr(copy.get_submodule(place), name, number)
         output = _run(copy, examples)
-        for other, group in groups:
-            if (output is None and other is None) or (
-                output is not None and other is not None and are_close(output, other)
-            ):
-                group.append((path, block))
-                break
-        else:
-            groups.append((output, [(path, block)]))
-    return [(_label(output), group) for output, group in groups]
+        label = next((known for other, known in outputs if _agree(output, other)), None)
+        if label is None:
+            label = _label(output)
+            outputs.append((output, label))
+        labels.append(label)
+    return labels
 
 
-def _list_numbers(block: nn.Module) -> tuple[tuple[str, str, Any], ...]:
+def _agree(one: Tensor | None, other: Tensor | None) -> bool:
+    return (one is None and other is None) or (one is not None and other is not None and are_close(one, other))
+
+
+def list_numbers(block: nn.Module) -> Numbers:
+    """Return the numbers that modules of a block hold, with their places."""
     return tuple(
         (path, name, vars(module)[name])
         for path, module in block.named_modules()
