@@ -181,6 +181,16 @@ def test_what_contains_itself_or_has_no_value() -> None:
     assert make_key(other) != make_key(block)
 
 
+def test_an_object_that_is_gone_is_not_taken_for_a_later_one() -> None:
+    """Keys stay in a process, and Python uses addresses again."""
+    block, keys = Block("plain", False), set()
+    for _ in range(50):
+        block.hidden = [nn.Identity()]
+        keys.add(make_key(block))
+        assert make_key(block) in keys
+    assert len(keys) == 50
+
+
 def test_towers_of_one_model_train_as_they_are() -> None:
     """As in CLIP: an image tower sees everything, a text tower of the same size what came before."""
     torch.manual_seed(0)

@@ -13,6 +13,7 @@ import contextlib
 import enum
 import functools
 import hashlib
+import itertools
 import re
 import types
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
+from torch.utils.weak import WeakIdKeyDictionary
 
 from narrowgauge.nn.blocks.equations import are_close
 from narrowgauge.nn.blocks.example import Example
@@ -78,15 +80,17 @@ class _Reader:
         if isinstance(value, np.generic):
             return type(value), value.item()
         if depth > DEEPEST:
-            return id(value)
+            return _get_token(value)
         if id(value) not in self._known:
-            self._known[id(value)] = id(value)  # for objects that contain themselves
+            self._known[id(value)] = "itself"  # for objects that contain themselves
             self._known[id(value)] = self._read_inside(value, depth + 1)
         return self._known[id(value)]
 
     def _read_inside(self, value: Any, depth: int) -> Any:
         if isinstance(value, Tensor):
             return _describe_tensor(value)
+        if isinstance(value, np.ndarray) and value.dtype.hasobject:
+            return value.shape, self.read(value.tolist(), depth)
         if isinstance(value, np.ndarray):
             return value.shape, str(value.dtype), hashlib.blake2b(np.ascontiguousarray(value).tobytes()).digest()
         if isinstance(value, list | tuple):
@@ -98,14 +102,30 @@ class _Reader:
         if isinstance(value, functools.partial):
             return tuple(self.read(part, depth) for part in (value.func, value.args, value.keywords))
         if isinstance(value, types.ModuleType | nn.Module):
-            return id(value)
+            return _get_token(value)
         if callable(value) and hasattr(value, "__qualname__"):
             return value.__module__, value.__qualname__, getattr(value, "__code__", None), _list_enclosed(value)
         try:
             attributes = vars(value)
         except TypeError:
-            return id(value)
+            return _get_token(value)
         return type(value), tuple((name, self.read(entry, depth)) for name, entry in attributes.items())
+
+
+_tokens: Any = WeakIdKeyDictionary()
+_numbers = itertools.count()
+
+
+def _get_token(value: Any) -> tuple[str, int]:
+    """Return what stands for an object that cannot be compared: never the same for another one, also a later one.
+
+    Keys outlive models, and the address of an object that is gone may be that of a new one. An object without weak
+    references is another one each time.
+    """
+    try:
+        return _tokens.setdefault(value, ("object", next(_numbers)))  # type: ignore[no-any-return]
+    except TypeError:
+        return "object", next(_numbers)
 
 
 def _describe_tensor(value: Tensor) -> Any:
@@ -118,7 +138,7 @@ def _describe_tensor(value: Tensor) -> Any:
         flat = flat[:: max(1, flat.numel() // SAMPLED) | 1]  # an odd step meets all columns of most matrices
         content = flat.contiguous().view(torch.uint8).cpu().numpy().tobytes()
     except (RuntimeError, TypeError):  # a layout without strides, or a quantized type
-        return *place, id(value)
+        return *place, _get_token(value)
     return *place, hashlib.blake2b(content).digest()
 
 
