@@ -23,6 +23,11 @@ optimizer. ``REST_BYTES`` and the factors were fitted to these measurements on o
     transformers Qwen3 10x2048            fp8 by layers, uncompiled    0.83       0.94        docs/fp8.md
     nanoGPT 12x768                        fp8 by layers, uncompiled    0.93       0.71        docs/fp8.md
 
+Nothing was fitted to these, whose experts run as one function, too:
+
+    transformers OLMoE 4x2048             fp8, blocks fused            1.55       1.56        docs/experts.md
+    transformers Mixtral 2x4096           fp8, blocks fused            1.65       1.74        docs/experts.md
+
 A fused model of few tokens per step may be slower than predicted, because launching its kernels takes longer than they
 run (transformers BERT 12x1024 with 16,384 tokens: 0.75). The number of tokens is not known here.
 """
@@ -49,6 +54,7 @@ UNCOMPILED = 2.0
 """Factor of that traffic in a model's own code without torch.compile. Measured: 1.5 (nanoGPT) and 2.0 (Qwen3). The
 larger one, because a slowdown that nobody mentions is worse than a mention too many."""
 FUSED_KINDS = ("block", "head")
+"""Kinds of matrices in fused blocks and heads. Experts are fused, too, if they can be multiplied in FP8."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,7 @@ def predict_speed(
         return None
 
     def compare(products: Mapping[str, float], otherwise: float) -> float:
-        factors = ((matrix.name, FUSED if matrix.kind in FUSED_KINDS else otherwise) for matrix in multiplied)
+        factors = ((matrix.name, FUSED if _is_fused(matrix) else otherwise) for matrix in multiplied)
         return baseline / sum(products[name] + rest_ms[name] * factor for name, factor in factors)
 
     now = 1.0 if compiled else UNCOMPILED
@@ -107,7 +113,7 @@ def predict_speed(
         in_bf16=compare(bf16_ms, now),
         if_compiled=compare(products_ms, 1.0),
         fp8_share=sum(_count_parameters_per_token(m) * m.formats.count("fp8") / 3 for m in multiplied) / total,
-        fused_share=sum(_count_parameters_per_token(m) for m in multiplied if m.kind in FUSED_KINDS) / total,
+        fused_share=sum(_count_parameters_per_token(m) for m in multiplied if _is_fused(m)) / total,
     )
 
 
@@ -123,17 +129,27 @@ def _get_active_share(matrix: Matrix) -> float:
 def _predict_products_ms(matrix: Matrix, gpu: Gpu, narrow: bool) -> float:
     """Return the time of a matrix's three products. ``narrow``: with FP8 and its casts, where the formats say so."""
     if narrow and "fp8" in matrix.formats:
-        outputs, rows = matrix.shape[0], ROWS * _get_active_share(matrix)
-        costs = predict_costs(round(rows), matrix.size // outputs, outputs, gpu)
-        return costs.of(GemmChoice(*matrix.formats), fused=matrix.kind in FUSED_KINDS)
+        rows, inputs, outputs = _measure_product(matrix)
+        costs = predict_costs(round(rows), inputs, outputs, gpu)
+        return costs.of(GemmChoice(*matrix.formats), fused=_is_fused(matrix))
     formats = ("fp32" if one == "fp32" else "bf16" for one in matrix.formats)
     rates = (gpu.peak(one) * get_fraction(f"product.{one}") for one in formats)
     return sum(2e3 * ROWS * _count_parameters_per_token(matrix) / rate for rate in rates)
 
 
 def _predict_rest_ms(matrix: Matrix, gpu: Gpu) -> float:
-    """Return the time of the work around a matrix in a compiled model. Experts are stacked in the first dimension."""
+    """Return the time of the work around a matrix in a compiled model."""
+    rows, inputs, outputs = _measure_product(matrix)
+    return 1e3 * REST_BYTES * rows * (inputs + outputs) / (gpu.bandwidth * get_fraction("memory.other"))
+
+
+def _measure_product(matrix: Matrix) -> tuple[float, int, int]:
+    """Return rows, inputs and outputs of its product. Experts are stacked in the first dimension; a token is a row for
+    each expert that it has."""
     stacked = matrix.kind == "experts" and len(matrix.shape) == 3
-    sizes, count = (matrix.shape[1:], matrix.shape[0]) if stacked else (matrix.shape, 1)
-    elements = ROWS * _get_active_share(matrix) * count * (sizes[0] + sizes[1])
-    return 1e3 * REST_BYTES * elements / (gpu.bandwidth * get_fraction("memory.other"))
+    count, outputs = (matrix.shape[0], matrix.shape[1]) if stacked else (1, matrix.shape[0])
+    return ROWS * _get_active_share(matrix) * count, matrix.size // (count * outputs), outputs
+
+
+def _is_fused(matrix: Matrix) -> bool:
+    return matrix.kind in FUSED_KINDS or (matrix.kind == "experts" and "fp8" in matrix.formats)

@@ -12,7 +12,7 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from narrowgauge import events
 from narrowgauge.errors import UsageError
 from narrowgauge.nn.call_size import CallSize
 from narrowgauge.nn.module_changes import Change, apply_change, original_class
+from narrowgauge.nn.recordable import DrawnNumbers, is_recording, same_host_numbers
 from narrowgauge.nn.side_effects import StateBefore
 from narrowgauge.scaling.tensor import TensorScales
 
@@ -128,14 +129,15 @@ class Recomputed(Change):
     """Only if memory is planned: torch.compile would compile again when it changes."""
     scales: TensorScales | None = None
     """The FP8 scales of the block's tensors."""
+    drawn: DrawnNumbers = field(default_factory=DrawnNumbers)
     differentiable_twice = False
 
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
         mode = self.mode
+        given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
         if self.size is not None:
-            given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
             mode = "full" if self.size.exceeds_plan(given) else mode
         compute = functools.partial(events.run_in_scope, self.path, inner) if events.is_listening() else inner
         caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
@@ -144,14 +146,19 @@ class Recomputed(Change):
         # A cache would get the keys a second time in backward. transformers passes one in training, too.
         args = tuple(None if _is_cache(value) else value for value in args)
         kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
-        contexts: dict[str, Any] = {}
-        state = None if torch.compiler.is_compiling() else StateBefore(module)
+        options: dict[str, Any] = {}
+        compiling = torch.compiler.is_compiling()
+        state = None if compiling else StateBefore(module)
         opened = self._list_contexts(state)
+        if not compiling and is_recording() and self.drawn.seen is False:  # of the GPU's numbers, it repeats none
+            options["preserve_rng_state"] = False
+            opened.append(functools.partial(same_host_numbers, torch.get_rng_state()))
         if opened:
-            contexts["context_fn"] = functools.partial(_make_contexts, mode, opened)
+            options["context_fn"] = functools.partial(_make_contexts, mode, opened)
         elif mode == "selective":
-            contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
-        made = checkpoint(compute, *args, use_reentrant=False, **contexts, **kwargs)
+            options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+        with contextlib.nullcontext() if compiling else self.drawn.watch(None if given is None else given.device):
+            made = checkpoint(compute, *args, use_reentrant=False, **options, **kwargs)
         if state is not None:
             state.forget_unchanged()
         return made

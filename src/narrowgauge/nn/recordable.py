@@ -15,13 +15,23 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 PLACE, QUESTION = "transformers.utils.import_utils", "is_cuda_stream_capturing"
+
+
+_recording = False
+
+
+def is_recording() -> bool:
+    """Whether a step is being recorded."""
+    return _recording
 
 
 @contextlib.contextmanager
 def recordable() -> Iterator[None]:
     """Context in which a step is recorded."""
+    global _recording
     replaced: list[tuple[Any, str, Any]] = [(torch.cuda, "get_rng_state", _refuse)]
     library = sys.modules.get(PLACE)
     if hasattr(library, QUESTION):
@@ -29,11 +39,43 @@ def recordable() -> Iterator[None]:
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     for owner, name, value in replaced:
         setattr(owner, name, value)
+    _recording = True
     try:
         yield
     finally:
+        _recording = False
         for owner, name, value in before:
             setattr(owner, name, value)
+
+
+class DrawnNumbers:
+    """Whether a module has ever drawn random numbers on its GPU, as far as it was watched."""
+
+    def __init__(self) -> None:
+        self.seen: bool | None = None
+        """None if it was not watched yet."""
+
+    @contextlib.contextmanager
+    def watch(self, device: torch.device | None) -> Iterator[None]:
+        """Context manager for a forward on a device."""
+        if device is None or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            yield
+            return
+        generator = torch.cuda.default_generators[device.index]
+        before = generator.get_offset()
+        yield
+        self.seen = bool(self.seen) or generator.get_offset() != before
+
+
+@contextlib.contextmanager
+def same_host_numbers(state: Tensor) -> Iterator[None]:
+    """Context manager in which torch draws the host's random numbers from a state; their own state is kept."""
+    before = torch.get_rng_state()
+    torch.set_rng_state(state)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)
 
 
 def _refuse(*_: Any) -> Any:

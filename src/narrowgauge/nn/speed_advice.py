@@ -65,7 +65,7 @@ def _explain_no_gain(conversion: ConversionReport, speed: Speed) -> str:
             reason = "small" if small else matrix.reason
             by_reason[reason] = by_reason.get(reason, 0.0) + matrix.size * (matrix.active or 1.0)
     most = max(by_reason, key=lambda reason: by_reason[reason], default="small")
-    if most == "small":
+    if most == "small" or speed.fp8_share > 0.5:
         return (
             "its layers are so small that casts to FP8 take longer than FP8 products save; "
             "use bf16 instead of fp8, or wider layers"
