@@ -12,7 +12,7 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from narrowgauge import events
 from narrowgauge.errors import UsageError
 from narrowgauge.nn.call_size import CallSize
 from narrowgauge.nn.module_changes import Change, apply_change, original_class
-from narrowgauge.nn.recordable import DrawnNumbers, is_recording, same_host_numbers
+from narrowgauge.nn.recordable import repeatable
 from narrowgauge.nn.side_effects import StateBefore
 from narrowgauge.scaling.tensor import TensorScales
 
@@ -129,7 +129,6 @@ class Recomputed(Change):
     """Only if memory is planned: torch.compile would compile again when it changes."""
     scales: TensorScales | None = None
     """The FP8 scales of the block's tensors."""
-    drawn: DrawnNumbers = field(default_factory=DrawnNumbers)
     differentiable_twice = False
 
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -146,22 +145,24 @@ class Recomputed(Change):
         # A cache would get the keys a second time in backward. transformers passes one in training, too.
         args = tuple(None if _is_cache(value) else value for value in args)
         kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
-        options: dict[str, Any] = {}
-        compiling = torch.compiler.is_compiling()
-        state = None if compiling else StateBefore(module)
-        opened = self._list_contexts(state)
-        if not compiling and is_recording() and self.drawn.seen is False:  # of the GPU's numbers, it repeats none
-            options["preserve_rng_state"] = False
-            opened.append(functools.partial(same_host_numbers, torch.get_rng_state()))
-        if opened:
-            options["context_fn"] = functools.partial(_make_contexts, mode, opened)
-        elif mode == "selective":
-            options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
-        with contextlib.nullcontext() if compiling else self.drawn.watch(None if given is None else given.device):
-            made = checkpoint(compute, *args, use_reentrant=False, **options, **kwargs)
-        if state is not None:
-            state.forget_unchanged()
+        if torch.compiler.is_compiling():
+            return self._run_and_discard(compute, mode, self._list_contexts(None), {}, args, kwargs)
+        state = StateBefore(module)
+        with repeatable(module, torch.device("cpu") if given is None else given.device) as repetition:
+            contexts = [*self._list_contexts(state), *repetition.contexts]
+            made = self._run_and_discard(compute, mode, contexts, repetition.options, args, kwargs)
+        state.forget_unchanged()
         return made
+
+    def _run_and_discard(
+        self, compute: Callable[..., Any], mode: str, contexts: list[Callable[[], Context]], options: dict[str, Any],
+        args: tuple[Any, ...], kwargs: dict[str, Any],
+    ) -> Any:  # fmt: skip
+        if contexts:
+            options = {**options, "context_fn": functools.partial(_make_contexts, mode, contexts)}
+        elif mode == "selective":
+            options = {**options, "context_fn": functools.partial(create_selective_checkpoint_contexts, _policy)}
+        return checkpoint(compute, *args, use_reentrant=False, **options, **kwargs)
 
     def _list_contexts(self, state: StateBefore | None) -> list[Callable[[], Context]]:
         """Return what makes the contexts of a recomputation.

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+Context = contextlib.AbstractContextManager[Any]
 PLACE, QUESTION = "transformers.utils.import_utils", "is_cuda_stream_capturing"
 
 
@@ -48,27 +51,40 @@ def recordable() -> Iterator[None]:
             setattr(owner, name, value)
 
 
-class DrawnNumbers:
-    """Whether a module has ever drawn random numbers on its GPU, as far as it was watched."""
+_drawing: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+"""Whether a module that runs again in backward has ever drawn random numbers on its GPU."""
 
-    def __init__(self) -> None:
-        self.seen: bool | None = None
-        """None if it was not watched yet."""
 
-    @contextlib.contextmanager
-    def watch(self, device: torch.device | None) -> Iterator[None]:
-        """Context manager for a forward on a device."""
-        if device is None or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-            yield
-            return
-        generator = torch.cuda.default_generators[device.index]
-        before = generator.get_offset()
-        yield
-        self.seen = bool(self.seen) or generator.get_offset() != before
+class Repeatable(NamedTuple):
+    """How ``torch.utils.checkpoint`` repeats a forward."""
+
+    options: dict[str, Any]
+    contexts: tuple[Callable[[], Context], ...]
+    """Make further contexts of the repetition."""
 
 
 @contextlib.contextmanager
-def same_host_numbers(state: Tensor) -> Iterator[None]:
+def repeatable(module: nn.Module, device: torch.device) -> Iterator[Repeatable]:
+    """Context manager for a forward that backward repeats; gives how. It sees whether the module draws on the GPU.
+
+    While a step is recorded, a module that has drawn nothing before does not restore the GPU's random numbers, whose
+    state would be that of the recording. Those of the host are restored: they are not part of what is recorded.
+    """
+    if device.type != "cuda":
+        yield Repeatable({}, ())
+    elif is_recording() and _drawing.get(module) is False:
+        yield Repeatable({"preserve_rng_state": False}, (partial(_same_host_numbers, torch.get_rng_state()),))
+    elif torch.cuda.is_current_stream_capturing():
+        yield Repeatable({}, ())
+    else:
+        generator = torch.cuda.default_generators[device.index]
+        before = generator.get_offset()
+        yield Repeatable({}, ())
+        _drawing[module] = _drawing.get(module, False) or generator.get_offset() != before
+
+
+@contextlib.contextmanager
+def _same_host_numbers(state: Tensor) -> Iterator[None]:
     """Context manager in which torch draws the host's random numbers from a state; their own state is kept."""
     before = torch.get_rng_state()
     torch.set_rng_state(state)

@@ -28,6 +28,7 @@ from narrowgauge.nn.fused import blocks
 from narrowgauge.nn.fused.attention import BlockCall
 from narrowgauge.nn.fused.graphs import BlockGraphs
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, Dropout
+from narrowgauge.nn.recordable import repeatable
 from narrowgauge.nn.side_effects import StateBefore
 
 Context = contextlib.AbstractContextManager[Any]
@@ -78,9 +79,12 @@ def _run_and_discard(plan: BlockPlan, mlp: nn.Module, hidden: Tensor, recomputat
         return events.run_in_scope(plan.path, lambda: mlp(source.get()))
 
     state = StateBefore(mlp)
-    contexts = partial(_make_contexts, plan, state, source, recomputation)
-    # torch restores the random numbers of its arguments' devices.
-    made: Tensor = checkpoint(compute, hidden.new_empty(0), use_reentrant=False, context_fn=contexts)
+    with repeatable(mlp, hidden.device) as repetition:
+        contexts = partial(_make_contexts, plan, state, source, [*repetition.contexts, recomputation])
+        # torch restores the random numbers of its arguments' devices.
+        made: Tensor = checkpoint(
+            compute, hidden.new_empty(0), use_reentrant=False, context_fn=contexts, **repetition.options
+        )
     state.forget_unchanged()
     source.release()
     return made
@@ -119,9 +123,9 @@ class _Repeated(torch.autograd.Function):
 
 
 def _make_contexts(
-    plan: BlockPlan, state: StateBefore, source: _Source, recomputation: MakeContext | None
+    plan: BlockPlan, state: StateBefore, source: _Source, makers: list[MakeContext | None]
 ) -> tuple[Context, Context]:
-    return contextlib.nullcontext(), _Repetition(lambda: _repeat(plan, state, source, recomputation))
+    return contextlib.nullcontext(), _Repetition(lambda: _repeat(plan, state, source, makers))
 
 
 class _Repetition(contextlib.AbstractContextManager[None]):
@@ -140,22 +144,23 @@ class _Repetition(contextlib.AbstractContextManager[None]):
 
 
 @contextlib.contextmanager
-def _repeat(plan: BlockPlan, state: StateBefore, source: _Source, recomputation: MakeContext | None) -> Iterator[None]:
+def _repeat(plan: BlockPlan, state: StateBefore, source: _Source, makers: list[MakeContext | None]) -> Iterator[None]:
     source.is_repeated = True
     try:
-        with state.again(), repeating(plan, recomputation):
+        with state.again(), repeating(plan, *makers):
             yield
     finally:
         source.is_repeated = False
 
 
 @contextlib.contextmanager
-def repeating(plan: BlockPlan, recomputation: MakeContext | None) -> Iterator[None]:
+def repeating(plan: BlockPlan, *makers: MakeContext | None) -> Iterator[None]:
     """Context manager for a module that runs again: it records no statistics."""
     scales = plan.scales
     with contextlib.ExitStack() as stack:
         if scales is not None:
             stack.enter_context(scales.unrecorded(scales.delayed))
-        if recomputation is not None:
-            stack.enter_context(recomputation())
+        for make in makers:
+            if make is not None:
+                stack.enter_context(make())
         yield
