@@ -4,8 +4,8 @@ usage: python bench/convergence.py TASK STEPS [SEEDS] [BATCH CONTEXT] [RECIPE ..
        (e.g. gpt:10x512 2400 3 32 256; the first recipe is the reference; default bf16 fp8[products=all])
 (JSON to $OUT/convergence-TASK.json where OUT is set)
 
-Each run is evaluated twice on the same batches: under its own recipe, and its weights under plain BF16. The first
-includes the error of narrow products in evaluation; the second shows only the quality of the weights.
+Evaluations of FP8 recipes multiply in BF16, so the losses are those of the weights. Files of earlier versions have them
+as "weights", and as "loss" those of evaluations in FP8.
 
 On a GPU all runs start at once, one process each: they fit in memory, and only their losses matter, not their time.
 """
@@ -19,13 +19,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from narrowgauge import Engine, Task, hardware, tasks
-from narrowgauge.runs.batches import make_batch, to_device
-from narrowgauge.runs.checkpoints import checkpoint
-from narrowgauge.runs.settings import Settings, make_settings
+from narrowgauge import hardware, tasks
+from narrowgauge.runs.settings import make_settings
 from narrowgauge.runs.train import train
 
 
@@ -35,24 +30,9 @@ def run(spec: str, steps: int, sizes: dict[str, int], recipe: str, seed: int, de
     settings = make_settings(task, recipe=recipe, device=device, **options)
     with tempfile.TemporaryDirectory() as folder:
         result = train(task, settings, Path(folder) / "run")
-        saved = checkpoint.load_newest(Path(folder) / "run", print)
-    assert result.loss_eval is not None and saved is not None
-    alone = weights_alone(task, settings, saved.weights)
-    print(
-        f"{spec} seed {seed} {recipe}: {result.loss_eval:.4f}, weights {alone:.4f}, skipped {result.skipped}",
-        flush=True,
-    )
-    return {"seed": seed, "recipe": recipe, "loss": result.loss_eval, "weights": alone, "skipped": result.skipped}
-
-
-def weights_alone(task: Task, settings: Settings, weights: dict[str, Tensor]) -> float:
-    """Return the evaluation loss of weights under plain BF16."""
-    model = task.model().to(settings.device)
-    model.load_state_dict(weights)
-    engine = Engine(model, torch.optim.AdamW(model.parameters()), "bf16", fused=False)
-    with engine.evaluating():
-        batches = (to_device(make_batch(task, n, "eval", "here"), engine.device) for n in range(settings.eval_batches))
-        return statistics.mean(float(task.loss(model, batch)) for batch in batches)
+    assert result.loss_eval is not None
+    print(f"{spec} seed {seed} {recipe}: {result.loss_eval:.4f}, skipped {result.skipped}", flush=True)
+    return {"seed": seed, "recipe": recipe, "loss": result.loss_eval, "skipped": result.skipped}
 
 
 def main() -> None:
@@ -68,13 +48,11 @@ def main() -> None:
         runs = list(pool.map(run, *zip(*jobs, strict=True)))
     record = {"task": spec, "steps": steps, **sizes, "device": device.name, "runs": runs}
     for recipe in recipes[1:]:
-        for which in ("loss", "weights"):
-            losses = {(one["recipe"], one["seed"]): float(one[which]) for one in runs}
-            gaps = [losses[recipe, seed] / losses[recipes[0], seed] - 1 for seed in range(seeds)]
-            each = ", ".join(f"{gap:+.3%}" for gap in gaps)
-            mean = statistics.mean(gaps)
-            print(f"{spec}, {steps} steps, {which}: {recipe} against {recipes[0]} {mean:+.3%} (each {each})")
-            record[f"{recipe} gaps of {which}"] = gaps
+        losses = {(one["recipe"], one["seed"]): float(one["loss"]) for one in runs}
+        gaps = [losses[recipe, seed] / losses[recipes[0], seed] - 1 for seed in range(seeds)]
+        each = ", ".join(f"{gap:+.3%}" for gap in gaps)
+        print(f"{spec}, {steps} steps: {recipe} against {recipes[0]} {statistics.mean(gaps):+.3%} (each {each})")
+        record[f"{recipe} gaps of loss"] = gaps
     if "OUT" in os.environ:
         path = Path(os.environ["OUT"]) / f"convergence-{spec.replace(':', '-')}.json"
         path.write_text(json.dumps(record, indent=1))

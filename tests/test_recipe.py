@@ -40,7 +40,7 @@ def recipes(draw):
         fields["loss_scale"] = "none"
     if fields["compute"] != "fp8":
         fields.update(scaling="none", history=16, margin=0, amax="max", products="fastest")
-        fields.update(gradients_format="e5m2", first_forward="auto", granularity="tensor")
+        fields.update(gradients_format="e5m2", first_forward="auto", head="fp8", granularity="tensor")
     if fields["granularity"] != "tensor":
         fields.update(scaling="current", activations="auto", offload="none")
     if fields["gradients_format"] == "auto" and fields["scaling"] != "delayed":
@@ -91,7 +91,7 @@ def test_every_field_changes_the_text():
         "compute": "bf16", "master": "split", "gradients": "released", "moments": "8bit", "scaling": "current",
         "history": 3, "margin": 2, "amax": "recent", "products": "all", "keep": ("head",),
         "attention": "flash", "checkpoint": "full", "frozen": "fp8", "activations": "8bit",
-        "offload": "activations", "gradients_format": "e4m3", "first_forward": "bf16",
+        "offload": "activations", "gradients_format": "e4m3", "first_forward": "bf16", "head": "bf16",
         "granularity": "row", "emulate": "nvfp4", "gradient_rounding": "stochastic", "hadamard": "random",
     }  # fmt: skip
     for field in dataclasses.fields(Recipe):

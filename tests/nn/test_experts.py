@@ -11,9 +11,10 @@ from torch import nn
 import narrowgauge as ng
 from narrowgauge.models.moe import MoE, MoEConfig
 from narrowgauge.nn.experts.find import compute_plain, find_experts
+from narrowgauge.nn.experts.modules import FusedExperts
 from narrowgauge.nn.experts.plan import make_experts_plan, make_fp32_plan
 from narrowgauge.nn.experts.routers import find_routers
-from narrowgauge.nn.experts.run import FusedExperts, run_experts
+from narrowgauge.nn.experts.run import run_experts
 from narrowgauge.nn.fused.modules import FusedBlock
 from narrowgauge.nn.fused.norm import ConvertedNorm
 from narrowgauge.nn.keep_fp32 import KeptInFp32

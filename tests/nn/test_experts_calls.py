@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import narrowgauge as ng
-from narrowgauge.nn.experts import run, run_wide
+from narrowgauge.nn.experts import modules, run, run_wide
 from narrowgauge.nn.experts.find import compute_plain, find_experts
 from narrowgauge.nn.experts.plan import make_fp32_plan
 
@@ -35,8 +35,8 @@ class Mixture(nn.Module):
 
 def test_arguments_are_read_by_name(monkeypatch):
     calls = []
-    original = run.run_experts
-    monkeypatch.setattr(run, "run_experts", lambda *args: calls.append(args) or original(*args))
+    original = modules.run_experts
+    monkeypatch.setattr(modules, "run_experts", lambda *args: calls.append(args) or original(*args))
     torch.manual_seed(0)
     model, x = nn.Sequential(Mixture()), torch.randn(40, WIDTH)
     exact = model(x)

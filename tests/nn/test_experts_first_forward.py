@@ -5,8 +5,9 @@ import torch
 from test_experts import draw, first_experts, mixtral, olmoe, sqnr
 
 import narrowgauge as ng
+from narrowgauge.nn.experts.modules import FusedExperts
 from narrowgauge.nn.experts.plan import make_experts_plan
-from narrowgauge.nn.experts.run import FusedExperts, run_experts
+from narrowgauge.nn.experts.run import run_experts
 from narrowgauge.nn.experts.run_wide import run_wide
 from narrowgauge.nn.module_changes import find_change
 from narrowgauge.scaling.tensor import TensorScales

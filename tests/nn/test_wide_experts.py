@@ -10,8 +10,8 @@ from narrowgauge.forecast.trace.fake_gpu import describe_device
 from narrowgauge.forecast.trace.trace_step import STEPS, trace_steps
 from narrowgauge.nn.convert import convert_layers, plan_conversion
 from narrowgauge.nn.experts.find import find_experts
-from narrowgauge.nn.experts.run import FusedExperts
-from narrowgauge.nn.experts.run_wide import WideExperts, run_wide
+from narrowgauge.nn.experts.modules import FusedExperts, WideExperts
+from narrowgauge.nn.experts.run_wide import run_wide
 from narrowgauge.nn.module_changes import apply_change, find_change
 
 H200 = describe_device(hardware.find_gpu("h200"))

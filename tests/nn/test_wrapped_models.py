@@ -41,7 +41,7 @@ def test_a_wrapped_model_enters_the_precision_in_methods_of_the_wrapper(recipe):
     x = torch.randn(16, 64)
     with torch.no_grad():
         assert model.net.generate(x).dtype is torch.bfloat16
-        with engine.evaluating():
+        with engine.forward():
             expected = model.net.net(x)
         assert torch.equal(model.net.generate(x), expected)
         assert model.generate(x).isfinite()

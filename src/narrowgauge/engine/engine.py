@@ -33,6 +33,7 @@ from narrowgauge.engine.updates import Update, check_norms, list_parameters
 from narrowgauge.errors import UsageError
 from narrowgauge.nn.keep_fp32 import HALVES
 from narrowgauge.nn.module_changes import allow_double_backward
+from narrowgauge.nn.products.bf16_for_now import bf16_for_now
 from narrowgauge.optim.norms import compute_grad_norms
 from narrowgauge.step_report import StepReport
 
@@ -143,11 +144,15 @@ class Engine(EngineBase):
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluate in this context: ``forward`` without gradients, in evaluation mode. Restores each module's mode."""
+        """Evaluate in this context: ``forward`` without gradients, in evaluation mode. Restores each module's mode.
+
+        With FP8, layers multiply in BF16 here: an evaluation is about the weights, as they are exported.
+        """
         training = {module: module.training for module in self.model.modules()}
         self.model.eval()
         try:
-            with torch.no_grad(), self.forward():
+            wide = bf16_for_now() if self.recipe.compute == "fp8" else contextlib.nullcontext()
+            with torch.no_grad(), self.forward(), wide:
                 yield
         finally:
             for module, mode in training.items():

@@ -30,10 +30,9 @@ from narrowgauge.nn.blocks.example import allow_nondeterminism
 from narrowgauge.nn.blocks.find import FoundBlocks, find_blocks
 from narrowgauge.nn.blocks.spec import BlockSpec, NormSpec
 from narrowgauge.nn.experts.find import ExpertsSpec
+from narrowgauge.nn.experts.modules import FusedExperts, WideExperts
 from narrowgauge.nn.experts.plan import make_experts_plan
 from narrowgauge.nn.experts.routers import explain_router, find_routers, keep_routers
-from narrowgauge.nn.experts.run import FusedExperts
-from narrowgauge.nn.experts.run_wide import WideExperts
 from narrowgauge.nn.experts.survey import survey_experts, survey_wide_experts
 from narrowgauge.nn.fused import embedding
 from narrowgauge.nn.fused.graphs import BlockGraphs

@@ -26,8 +26,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from narrowgauge.hardware import Gpu, find_gpu, interconnect
-from narrowgauge.nn.experts.run import FusedExperts
-from narrowgauge.nn.experts.run_wide import WideExperts
+from narrowgauge.nn.experts.modules import FusedExperts, WideExperts
 from narrowgauge.nn.fused.casts import is_remade_in_backward
 from narrowgauge.nn.fused.passes import SHARE_OF_GRADIENTS
 from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, get_parts

@@ -19,6 +19,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.hardware import is_assumed
+
 Context = contextlib.AbstractContextManager[Any]
 PLACE, QUESTION = "transformers.utils.import_utils", "is_cuda_stream_capturing"
 
@@ -70,7 +72,7 @@ def repeatable(module: nn.Module, device: torch.device) -> Iterator[Repeatable]:
     While a step is recorded, a module that has drawn nothing before does not restore the GPU's random numbers, whose
     state would be that of the recording. Those of the host are restored: they are not part of what is recorded.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or is_assumed():
         yield Repeatable({}, ())
     elif is_recording() and _drawing.get(module) is False:
         yield Repeatable({"preserve_rng_state": False}, (partial(_same_host_numbers, torch.get_rng_state()),))

@@ -72,7 +72,7 @@ def survey_layers(
     has_head = all(hasattr(model, name) for name in ("finish", "norm", "lm_head")) and _norm_fits(model.norm)
     has_head = has_head and not has_own_method(model, "finish") and not has_own_method(model.norm, "forward")
     modules = dict(model.named_modules())
-    heads = find_heads(model) if lazy else {}
+    heads = find_heads(model) if lazy or recipe.head != "fp8" else {}
     layers = [path for path, module in modules.items() if linear.is_linear(module)]
     layers += [name for name in stacked if name not in layers]  # the last are nn.MultiheadAttention's
     wide = find_wide_forwards(model, layers, recipe.first_forward, stacked)
@@ -82,7 +82,7 @@ def survey_layers(
         shape = source.shape
         in_block = path in stacked or path in adapters
         part = "block" if in_block else "head" if has_head and path == "lm_head" else "linear"
-        part = "lazy head" if part == "linear" and path in heads else part
+        part = "lazy head" if part == "linear" and path in heads and lazy else part
         members = [find_projection(model, name).shape for name in stacked.get(path, [path])]
         kept = explain_kept_fp32(modules, source.path, recipe) or (explain_router() if path in routers else None)
         misfit = next(filter(None, map(linear.explain_misfit, members)), None) if recipe.compute == "fp8" else None
@@ -103,7 +103,9 @@ def survey_layers(
                 granularity = recipe.granularity if part == "linear" else "tensor"
                 decision = decide(rows, shape[1], outputs, device, part != "linear", granularity)
             if path in wide and decision.choice.output == "fp8":
-                decision = _widen_forward(decision, part != "linear")
+                decision = _widen_forward(decision, part != "linear", FIRST_FORWARD)
+            if part == "head" or path in heads:
+                decision = _apply_head_format(decision, recipe.head, part != "linear")
             part = "kept" if part == "linear" and decision.choice == ALL_BF16 else part
             yield Layer(path, shape, part, decision.choice, decision.reason, decision)
 
@@ -156,11 +158,19 @@ def list_first_blocks(model: nn.Module, first_forward: str) -> list[str]:
     ]
 
 
-def _widen_forward(decision: Decision, fused: bool) -> Decision:
+def _apply_head_format(decision: Decision, head: str, fused: bool) -> Decision:
+    """Return the decision for a layer that computes logits, as the recipe's field says."""
+    if head == "bf16":
+        return Decision(ALL_BF16, "the recipe sets BF16 for the head")
+    wide = head == "forward-bf16" and decision.choice.output == "fp8"
+    return _widen_forward(decision, fused, "the recipe sets BF16 for the head's forward") if wide else decision
+
+
+def _widen_forward(decision: Decision, fused: bool, reason: str) -> Decision:
     """Return a decision with the forward product in BF16."""
     choice = decision.choice._replace(output="bf16")
     chosen_ms = decision.chosen_ms if decision.costs is None else decision.costs.of(choice, fused)
-    return replace(decision, choice=choice, reason=FIRST_FORWARD, chosen_ms=chosen_ms)
+    return replace(decision, choice=choice, reason=reason, chosen_ms=chosen_ms)
 
 
 def get_norm_kind(module: Any) -> str | None:

@@ -21,7 +21,6 @@ again, as in lean recipes). Nothing waits for the GPU: how many tokens an expert
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -35,10 +34,9 @@ from narrowgauge.kernels.experts.activation import activate_experts, activate_ex
 from narrowgauge.kernels.experts.rows import gather_cast, sum_slots
 from narrowgauge.kernels.experts.slots import Slots, assign_slots
 from narrowgauge.kernels.fp8_formats import FP8_MAX
-from narrowgauge.nn.experts.arguments import ignore_others, read_call
+from narrowgauge.nn.experts.arguments import ignore_others
 from narrowgauge.nn.experts.plan import CastStack, ExpertsPlan, StackCast
 from narrowgauge.nn.fused.rehearse import rehearse_function
-from narrowgauge.nn.module_changes import Change
 from narrowgauge.nn.products.gemm import BF16, DOUBLE_BACKWARD, Fp8Caster
 from narrowgauge.scaling.tensor import Site
 
@@ -63,26 +61,6 @@ class Scale(NamedTuple):
     value: Tensor
     inverse: Tensor
     amax: Tensor | None
-
-
-@dataclass
-class FusedExperts(Change):
-    """A module of experts that computes as its plan says."""
-
-    plan: ExpertsPlan
-    choices: int = 0
-    """How many experts a token had in the latest call."""
-    differentiable_twice = False
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tensor:
-        spec = self.plan.spec
-        call = read_call(module, spec, args, kwargs)
-        if call is None:
-            made: Tensor = inner(*args, **kwargs)
-            return made
-        self.choices = call.chosen.shape[-1]
-        return run_experts(self.plan, *call, getattr(module, spec.gate_up), getattr(module, spec.down))
 
 
 def run_experts(plan: ExpertsPlan, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

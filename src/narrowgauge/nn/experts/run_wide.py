@@ -17,8 +17,6 @@ What backward keeps: x [N, D], u [S, 2 F], the slots, and BF16 copies of the sta
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,34 +27,11 @@ from narrowgauge.errors import UsageError
 from narrowgauge.kernels.experts import wide
 from narrowgauge.kernels.experts.rows import sum_slots
 from narrowgauge.kernels.experts.slots import Slots, assign_slots
-from narrowgauge.nn.experts.arguments import ignore_others, read_call
+from narrowgauge.nn.experts.arguments import ignore_others
 from narrowgauge.nn.experts.find import ExpertsSpec
 from narrowgauge.nn.experts.run import Needs, describe_tensors, multiply_wide
 from narrowgauge.nn.fused.rehearse import rehearse_function
-from narrowgauge.nn.module_changes import Change
 from narrowgauge.nn.products.gemm import BF16, DOUBLE_BACKWARD
-
-
-@dataclass
-class WideExperts(Change):
-    """A module of experts that computes as one function in BF16."""
-
-    path: str
-    spec: ExpertsSpec
-    choices: int = 0
-    """How many experts a token had in the latest call."""
-    differentiable_twice = False
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tensor:
-        spec = self.spec
-        call = read_call(module, spec, args, kwargs)
-        if call is None:
-            made: Tensor = inner(*args, **kwargs)
-            return made
-        self.choices = call.chosen.shape[-1]
-        stacks = getattr(module, spec.gate_up), getattr(module, spec.down)
-        return run_wide(self.path, spec, *call, *stacks)
 
 
 def run_wide(

@@ -32,6 +32,7 @@ from narrowgauge.nn.fused.norm import run_norm
 from narrowgauge.nn.fused.outputs import complete_arguments, list_passed_on, list_returned
 from narrowgauge.nn.fused.plan import NO_DROPOUT, BlockPlan, BlockTensors, Dropout, get_parts
 from narrowgauge.nn.module_changes import Change, apply_change, find_change, original_class
+from narrowgauge.nn.products.bf16_for_now import get_current, is_bf16_for_now
 from narrowgauge.nn.products.gemm import GemmChoice
 from narrowgauge.nn.recompute import Recomputed
 from narrowgauge.scaling.operand import WIDE
@@ -78,7 +79,8 @@ class FusedBlock(Change):
 
     def get_plan(self, x: Any) -> BlockPlan:
         """Return the plan of a call: a larger one than memory was planned for is recomputed."""
-        return replace(self.plan, checkpoint="full") if self.size.exceeds_plan(x) else self.plan
+        plan = self.plan.without_fp8 if is_bf16_for_now() else self.plan
+        return replace(plan, checkpoint="full") if self.size.exceeds_plan(x) else plan
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -321,11 +323,11 @@ class LazyHead(Change):
             return inner(x)
         kind = x.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        weight, bias = module.weight, module.bias
+        weight, bias, choice = module.weight, module.bias, get_current(self.choice, self.weight.stored_scale)
 
         def loss(rows: Tensor, targets: Tensor, ignore_index: int, reduction: str, form: LossForm) -> Tensor:
             made: Tensor = head.compute_head_loss(
-                rows, weight, targets, plan=self.weight, precision=self.choice, ignore_index=ignore_index,
+                rows, weight, targets, plan=self.weight, precision=choice, ignore_index=ignore_index,
                 reduction=reduction, bias=bias, form=form,
             )  # fmt: skip
             return made
@@ -351,7 +353,11 @@ class FusedHead(Change):
             return inner(x, targets)
         rows = run_norm(x, module.norm.weight, self.norm.eps, self.norm.kind)
         return head.compute_head_loss(
-            rows, module.lm_head.weight, targets.flatten(), plan=self.weight, precision=self.choice
+            rows,
+            module.lm_head.weight,
+            targets.flatten(),
+            plan=self.weight,
+            precision=get_current(self.choice, self.weight.stored_scale),
         )
 
 
@@ -385,6 +391,10 @@ class FusedTrunk(Change):
         rows = blocks.run_last_norm(stream, branch, link, last.weight, self.norm, plans[-1])
         del stream, branch  # the norm keeps what its backward needs
         loss: Tensor = head.compute_head_loss(
-            rows, module.lm_head.weight, targets.flatten(), plan=self.weight, precision=self.choice
+            rows,
+            module.lm_head.weight,
+            targets.flatten(),
+            plan=self.weight,
+            precision=get_current(self.choice, self.weight.stored_scale),
         )
         return loss

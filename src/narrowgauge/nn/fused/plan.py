@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -59,6 +60,15 @@ class BlockPlan:
 
     def caster(self, record: bool, evaluating: bool = False) -> Fp8Caster | None:
         return Fp8Caster(self.scales, record, evaluating) if self.scales is not None else None
+
+    @functools.cached_property
+    def without_fp8(self) -> BlockPlan:
+        """The plan with BF16 in place of FP8, where weights are not stored in FP8."""
+        qkv, out, up, down, *cross = (
+            part if part.weight.stored_scale is not None else replace(part, choice=part.choice.without_fp8)
+            for part in self.projections
+        )
+        return replace(self, qkv=qkv, out=out, up=up, down=down, cross=tuple(cross))
 
     def for_first_step(self) -> BlockPlan:
         """Return the plan for a step whose scales are not known yet: kernels cannot write FP8 directly then, so the

@@ -56,6 +56,11 @@ class GemmChoice(NamedTuple):
     grad_input: str = "fp8"
     grad_weight: str = "fp8"
 
+    @property
+    def without_fp8(self) -> GemmChoice:
+        """The same with BF16 in place of FP8."""
+        return GemmChoice(*("bf16" if one == "fp8" else one for one in self))
+
 
 ALL_FP8 = GemmChoice()
 ALL_BF16 = GemmChoice("bf16", "bf16", "bf16")

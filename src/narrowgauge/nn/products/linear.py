@@ -17,6 +17,7 @@ from narrowgauge import events
 from narrowgauge.errors import UsageError
 from narrowgauge.kernels.inductor_lowering import teach_inductor
 from narrowgauge.nn.module_changes import Change, apply_change, has_own_method, original_class
+from narrowgauge.nn.products.bf16_for_now import is_bf16_for_now
 from narrowgauge.nn.products.gemm import (
     BF16,
     DOUBLE_BACKWARD,
@@ -132,6 +133,8 @@ class ConvertedLinear(Change):
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tensor:
         x = args[0] if args else next(iter(kwargs.values()))
         weight, bias = module.weight, module.bias
+        if is_bf16_for_now() and self.plan.weight.stored_scale is None:
+            return _compute_in_bf16(self.plan, x, weight, bias)
         needs = _find_needed_grads(x, weight, bias)
         if not torch.compiler.is_compiling():
             return run_linear(self.plan, x, weight, bias, needs)
@@ -211,7 +214,7 @@ def run_linear(plan: LinearPlan, x: Tensor, weight: Tensor, bias: Tensor | None,
     """Return x @ weight.T + bias in BF16, for x of any leading shape."""
     with torch.autocast(x.device.type, enabled=False):
         if not x.numel():  # an expert without tokens
-            return _empty_linear(plan, x, weight, bias)
+            return _compute_in_bf16(plan, x, weight, bias)
         operand = plan.shared_input.find(plan, x, needs) if plan.shared_input is not None else None
         if operand is None:
             operand = _cast_input(plan, x, needs)
@@ -222,8 +225,8 @@ def run_linear(plan: LinearPlan, x: Tensor, weight: Tensor, bias: Tensor | None,
     return (output if output.shape[0] == count else output[:count]).view(*x.shape[:-1], -1)
 
 
-def _empty_linear(plan: LinearPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return an empty output with the layer's shapes and zero gradients."""
+def _compute_in_bf16(plan: LinearPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the output for an evaluation, or an empty one with the layer's shapes and zero gradients."""
     weight = (weight.t() if plan.weight.transposed_weight else weight).to(BF16)
     return F.linear(x.to(BF16), weight, None if bias is None else bias.to(BF16))
 

@@ -23,8 +23,8 @@ from narrowgauge.engine import Engine
 from narrowgauge.kernels.fp8_formats import FP8_DTYPES
 from narrowgauge.nn.convert import Conversion, convert_layers, is_lean
 from narrowgauge.nn.experts.find import ExpertsSpec
+from narrowgauge.nn.experts.modules import FusedExperts
 from narrowgauge.nn.experts.plan import make_experts_plan
-from narrowgauge.nn.experts.run import FusedExperts
 from narrowgauge.nn.module_changes import apply_change
 from narrowgauge.nn.products import linear
 from narrowgauge.nn.products.gemm import E4M3

@@ -1,0 +1,106 @@
+"""The recipe's field ``head``: the formats of layers that compute logits, in each kind of model."""
+
+import pytest
+import torch
+from torch import nn
+
+import narrowgauge as ng
+from narrowgauge.models.gpt import GPT, GPTConfig
+from narrowgauge.nn.products.gemm import ALL_BF16, ALL_FP8
+
+VOCAB = 512
+FORMATS = {"fp8": ALL_FP8, "forward-bf16": ALL_FP8._replace(output="bf16"), "bf16": ALL_BF16}
+
+
+def gpt():
+    return GPT(GPTConfig(layers=2, width=128, heads=4, context=64, vocab=VOCAB))
+
+
+def llama(tied=False):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**sizes, vocab_size=VOCAB, use_cache=False, tie_word_embeddings=tied)
+    return transformers.LlamaForCausalLM(config)
+
+
+def tied():
+    return llama(tied=True)
+
+
+def layers():
+    """A head of its own: wide, and no part of a list."""
+    return nn.Sequential(nn.Embedding(8192, 64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8192))
+
+
+def get_head(model):
+    return model[3] if isinstance(model, nn.Sequential) else model.lm_head
+
+
+def make(build, head):
+    torch.manual_seed(0)
+    model = build()
+    recipe = f"fp8[products=all,first_forward=fp8,head={head}]"
+    return ng.Engine(model, torch.optim.AdamW(model.parameters(), lr=1e-3), recipe)
+
+
+def compute_loss(engine):
+    model, ids = engine.inner, torch.randint(3, VOCAB, (2, 32), generator=torch.Generator().manual_seed(1))
+    if isinstance(model, GPT):
+        return model(ids, ids)
+    if isinstance(model, nn.Sequential):
+        return nn.functional.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten())
+    return model(input_ids=ids, labels=ids).loss
+
+
+@pytest.mark.parametrize("head", FORMATS)
+@pytest.mark.parametrize("build", [gpt, llama, tied, layers])
+def test_only_the_head_changes(build, head):
+    engine = make(build, head)
+    found = {layer.path: layer.choice for layer in engine.conversion.layers}
+    path = next(path for path in found if path in ("lm_head", "3"))
+    assert found.pop(path) == FORMATS[head]
+    assert set(found.values()) == {ALL_FP8}
+    reason = next(layer.reason for layer in engine.conversion.layers if layer.path == path)
+    assert ("the head" in reason) is (head != "fp8")
+
+
+@pytest.mark.parametrize("build", [llama, layers])
+def test_a_wider_head_is_nearer_to_bf16(build):
+    """Relative errors of the head's weight gradient. What comes from other layers is the same in all of them."""
+    gradients = {}
+    for head in FORMATS:
+        engine = make(build, head)
+        with torch.no_grad():  # logits that differ, so that their rounding shows
+            weight = get_head(engine.inner).weight
+            weight.mul_(8)
+        for _ in range(2):
+            with engine.forward():
+                loss = compute_loss(engine)
+            engine.backward(loss)
+            gradients[head] = weight.grad.double().clone()
+            weight.grad = None
+    norm = gradients["bf16"].norm()
+    errors = {head: float((gradient - gradients["bf16"]).norm() / norm) for head, gradient in gradients.items()}
+    assert 0 == errors["bf16"] < errors["forward-bf16"] < errors["fp8"] < 0.2
+
+
+def test_training_in_each_format():
+    losses = {}
+    for head in FORMATS:
+        engine = make(gpt, head)
+        for _ in range(8):
+            with engine.forward():
+                loss = compute_loss(engine)
+            engine.backward(loss)
+            assert engine.step().applied
+        losses[head] = loss.item()
+    assert losses["fp8"] == pytest.approx(losses["bf16"], rel=0.02)
+    assert losses["forward-bf16"] == pytest.approx(losses["bf16"], rel=0.02)
+    assert len(set(losses.values())) == 3
+
+
+def test_only_fp8_recipes_have_the_field():
+    with pytest.raises(ng.UsageError, match="head"):
+        ng.recipe("bf16[head=bf16]")
+    with pytest.raises(ng.UsageError, match="expected one of fp8, forward-bf16, bf16"):
+        ng.recipe("fp8[head=fp32]")
