@@ -28,7 +28,7 @@ from narrowgauge import UsageError, hardware, tasks
 from narrowgauge.recipe import parse, split
 from narrowgauge.runs.train import read_versions
 from narrowgauge.runs.trainer import Observer
-from narrowgauge.validate.curves.paired_runs import Experiment, get_run, make_task
+from narrowgauge.validate.curves.paired_runs import Experiment, Run, get_run, make_task
 from narrowgauge.validate.statistics.equal_loss import SHARE, compare_at_equal_loss
 from narrowgauge.validate.statistics.verdict import judge
 from narrowgauge.validate.step_times import PLAIN, measure_step_times
@@ -94,7 +94,7 @@ class Stretch:
     def train(self, wanted: list[tuple[str, int, int]]) -> bool:
         """Train what is missing and fits, a later run if the next one does not. Returns whether nothing is missing."""
         while missing := [run for run in wanted if self.find(*run) is None]:
-            left = self.args.seconds - (time.monotonic() - self.begin)
+            left = self.get_seconds_left()
             fitting = [run for run in missing if self.estimate(run[0], run[2]) * LATER < left]
             if not fitting:
                 names = ", ".join(f"{recipe} seed {seed} ({steps} steps)" for recipe, seed, steps in missing)
@@ -105,13 +105,20 @@ class Stretch:
             with tempfile.TemporaryDirectory() as store:
                 experiment = dataclasses.replace(experiment, store=Path(store))
                 run = get_run(experiment, str(parse(recipe)), seed, Progress(f"{recipe} seed {seed}"))
-            self.data["runs"].append({
-                "recipe": recipe, "seed": seed, "steps": steps, "loss": run.loss, "best": run.best,
-                "skipped": run.skipped, "seconds": run.seconds, "curve": run.curve[::EACH],
-            })  # fmt: skip
-            self.write()
-            print(f"{recipe} seed {seed}, {steps} steps: loss {run.loss:.5f} in {run.seconds:.0f} s", flush=True)
+            self.add(recipe, seed, steps, run)
         return True
+
+    def get_seconds_left(self) -> float:
+        return self.args.seconds - (time.monotonic() - self.begin)
+
+    def add(self, recipe: str, seed: int, steps: int, run: Run) -> None:
+        """Write a finished run to the file."""
+        self.data["runs"].append({
+            "recipe": recipe, "seed": seed, "steps": steps, "loss": run.loss, "best": run.best,
+            "skipped": run.skipped, "seconds": run.seconds, "curve": run.curve[::EACH],
+        })  # fmt: skip
+        self.write()
+        print(f"{recipe} seed {seed}, {steps} steps: loss {run.loss:.5f} in {run.seconds:.0f} s", flush=True)
 
     def measure(self) -> None:
         """Measure step times, unless the file has them."""
