@@ -13,6 +13,7 @@
 #   muon-reach   steps that Muon needs for AdamW's loss, 124M; on CORPUS if it is given                   about 450 s
 #   muon-124m    Muon in narrow formats against FP32, 124M on CORPUS, four seeds                          about 450 s
 #   equal-loss:SECONDS   FP8 at equal loss, 124M on CORPUS: continues bench/results' file              1,800 s in all
+#   loss-gap:SECONDS   where FP8 loses, 124M on CORPUS: continues bench/results' file                140 s a run
 #   tests        tests/gpu, in 14 processes                                                               about 280 s
 #   tests:WORDS  those that pytest -k WORDS selects
 #
@@ -49,11 +50,16 @@ need_corpus() { # PART
   read_corpus && [ ${#tokens[@]} -gt 0 ] || { echo "h200.sh: $1 needs CORPUS" >&2 && exit 2; }
 }
 
+continue_file() { # NAME: sets file, and copies it from bench/results to OUT
+  file=$1
+  [ -e "$OUT/$file" ] || [ ! -e "bench/results/$file" ] || cp "bench/results/$file" "$OUT"
+}
+
 steps() { # SECONDS TASK ROUNDS STEPS MORE...
   part "$1" bench/fp8_steps.py "${@:2}"
 }
 
-[ $# -gt 0 ] || { sed -n '2,22s/^# \{0,1\}//p' "$0" && exit 2; }
+[ $# -gt 0 ] || { sed -n '2,23s/^# \{0,1\}//p' "$0" && exit 2; }
 for name in "$@"; do
   case $name in
     fp8-large) steps 200 gpt:8x4096 3 4 fp8-only tensorwise && steps 300 gpt-1.3b 2 4 fp8-only tensorwise ;;
@@ -81,9 +87,14 @@ for name in "$@"; do
       ;;
     equal-loss:*)
       need_corpus "$name"
-      file=h200-equal-loss-gpt2-124m.json
-      [ -e "$OUT/$file" ] || [ ! -e "bench/results/$file" ] || cp "bench/results/$file" "$OUT"
+      continue_file h200-equal-loss-gpt2-124m.json
       part 590 bench/equal_loss.py "$OUT/$file" "${name#*:}" "${tokens[@]}"
+      ;;
+    loss-gap:*)
+      need_corpus "$name"
+      continue_file h200-loss-gap-gpt2-124m.json
+      part 590 bench/loss_gap.py "$OUT/$file" "${name#*:}" "fp8 with *:output" "fp8 with *:grad_input+grad_weight" \
+        "fp8[head=bf16]" "fp8 with *.qkv:output" "fp8[gradients_format=e4m3]" "${tokens[@]}"
       ;;
     tests) run_tests "" ;;
     tests:*) run_tests "${name#tests:}" ;;
