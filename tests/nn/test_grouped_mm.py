@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowgauge import Engine
 from narrowgauge.errors import UsageError
-from narrowgauge.nn.grouped_mm import autocast_grouped_mm, separate_compile_cache
+from narrowgauge.nn.autocast_rules import autocast_rules, separate_compile_cache
 from narrowgauge.nn.step_context import explain_error
 from narrowgauge.recipe import parse
 
@@ -155,17 +155,17 @@ def test_plain_autocast_outside_of_an_engine_computes_as_before():
     gradients(Stack(Experts), "bf16", x)
     after = plain()
     assert before.dtype is after.dtype is torch.float32 and torch.equal(before, after)
-    with autocast_grouped_mm():
+    with autocast_rules():
         assert torch._grouped_mm(x, model.up, offs=offs).dtype is torch.float32  # no autocast, no cast
         assert plain().dtype is torch.bfloat16
-    with pytest.raises(ZeroDivisionError), autocast_grouped_mm():
+    with pytest.raises(ZeroDivisionError), autocast_rules():
         raise ZeroDivisionError
     assert plain().dtype is torch.float32
 
 
 def test_fp64_and_other_layouts_go_to_torch():
     a, b = torch.randn(4, 8, 16), torch.randn(4, 16, 24)
-    with autocast_grouped_mm(), torch.autocast("cpu", dtype=torch.bfloat16):
+    with autocast_rules(), torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch._grouped_mm(a, b).dtype is torch.bfloat16  # one product per pair
         with pytest.raises(RuntimeError):
             torch._grouped_mm(a.double(), b.double())  # as without autocast
@@ -179,7 +179,7 @@ def test_compiled_code_computes_in_bf16_too():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return model(x)
 
-    with autocast_grouped_mm():
+    with autocast_rules():
         eager = run(x)
         compiled = torch.compile(run, backend="aot_eager", fullgraph=True)(x)
         compiled.square().mean().backward()
@@ -199,7 +199,7 @@ def test_the_loop_that_transformers_compiles_becomes_a_grouped_product():
             return moe._grouped_mm(x, weight, offs)
 
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-    with autocast_grouped_mm():
+    with autocast_rules():
         made = compiled(x, weight)
         made.float().square().sum().backward()  # the loop's own backward needs more than one graph
     assert made.dtype is torch.bfloat16 and weight.grad.dtype is torch.float32
@@ -222,7 +222,7 @@ def test_unsupported_compilation_raises_one_clear_line():
         with torch.autocast("cpu", dtype=torch.float16):
             return model(x)
 
-    with autocast_grouped_mm(), pytest.raises(RuntimeError) as caught:
+    with autocast_rules(), pytest.raises(RuntimeError) as caught:
         torch.compile(run, backend="aot_eager", fullgraph=True)(x)
     said = explain_error(caught.value, parse("fp16"), model)
     assert isinstance(said, UsageError) and "only in BF16" in str(said) and "\n" not in str(said)

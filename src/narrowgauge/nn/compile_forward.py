@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from narrowgauge.hardware import is_assumed
-from narrowgauge.nn.grouped_mm import separate_compile_cache
+from narrowgauge.nn.autocast_rules import separate_compile_cache
 from narrowgauge.nn.module_changes import Change, apply_change, call_below, count_changes, find_change
 from narrowgauge.nn.step_context import StepContext
 from narrowgauge.scaling.tensor import TensorScales

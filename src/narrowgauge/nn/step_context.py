@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from narrowgauge.errors import UsageError
 from narrowgauge.hardware import is_assumed
+from narrowgauge.nn.autocast_rules import autocast_rules
 from narrowgauge.nn.cpu_emulation import BACKWARD_WITHOUT_KERNEL, EmulatedProducts
-from narrowgauge.nn.grouped_mm import autocast_grouped_mm
 from narrowgauge.nn.keep_fp32 import Fp32Functions
 from narrowgauge.nn.module_changes import Change, apply_change
 from narrowgauge.nn.plain_attention import NoticesPlainAttention
@@ -97,7 +97,7 @@ class StepContext:
             stack.enter_context(self.attention())
             stack.enter_context(self._cpu_modes())
             if self.dtype is not None:
-                stack.enter_context(autocast_grouped_mm())  # also for blocks recomputed in backward
+                stack.enter_context(autocast_rules())  # also for blocks recomputed in backward
             yield
 
     def recomputation(self) -> Callable[[], contextlib.AbstractContextManager[None]] | None:
@@ -208,7 +208,8 @@ def _find_wrapped(wrapper: nn.Module) -> nn.Module | None:
 
 
 MIXED = re.compile(
-    r"same dtype|expected scalar type|expected .*dtype|not implemented for '(BFloat16|Half)'|[Uu]nsupported dtype"
+    r"same (dtypes?|scalar type)|expected scalar type|expected .*dtype|not implemented for '(BFloat16|Half)'"
+    r"|[Uu]nsupported dtype"
 )
 """Error messages of torch about operands of different or unsupported dtypes."""
 
