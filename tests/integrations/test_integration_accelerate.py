@@ -110,6 +110,21 @@ def test_evaluation_runs_under_the_recipe():
     assert torch.equal(logits, expected.float())
 
 
+def test_evaluations_of_fp8_multiply_in_bf16():
+    accelerator, model, _ = make("fp8")
+    points, _labels = batches(1)[0]
+    engine = engine_of(accelerator)
+    with engine.evaluating():
+        expected = engine.inner(points).float()
+    with torch.no_grad():
+        as_trained = model(points)
+        model.eval()
+        evaluated = model(points)
+        model.train()
+    assert torch.equal(evaluated, expected)
+    assert not torch.equal(as_trained, expected)
+
+
 def test_preparing_again_keeps_the_engine():
     accelerator, model, optimizer = make("fp16")
     engine = engine_of(accelerator)

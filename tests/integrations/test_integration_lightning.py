@@ -11,6 +11,7 @@ lightning = pytest.importorskip("lightning")
 
 from narrowgauge.integrations.gauges import Gauges  # noqa: E402
 from narrowgauge.integrations.lightning import ng_precision  # noqa: E402
+from narrowgauge.nn.products.bf16_for_now import bf16_for_now  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -255,6 +256,8 @@ def test_trainer_checkpoints_keep_the_state(recipe, tmp_path):
 class Validated(Classifier):
     def validation_step(self, batch, _):
         self.logits = self.network(batch[0])
+        with bf16_for_now():
+            self.in_bf16 = self.network(batch[0])
 
 
 def test_trainer_validates_under_the_recipe_and_restores_the_model(tmp_path):
@@ -266,6 +269,7 @@ def test_trainer_validates_under_the_recipe_and_restores_the_model(tmp_path):
     trainer = make_trainer("fp8", tmp_path)
     trainer.fit(model, loader(data), loader(data))
     assert model.logits.dtype is torch.bfloat16
+    assert torch.equal(model.logits, model.in_bf16)  # as in engine.evaluating()
     plain.load_state_dict(model.network.state_dict())
     assert torch.equal(model.network(data[0][0]), plain(data[0][0]))
 

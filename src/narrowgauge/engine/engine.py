@@ -33,7 +33,7 @@ from narrowgauge.engine.updates import Update, check_norms, list_parameters
 from narrowgauge.errors import UsageError
 from narrowgauge.nn.keep_fp32 import HALVES
 from narrowgauge.nn.module_changes import allow_double_backward
-from narrowgauge.nn.products.bf16_for_now import bf16_for_now
+from narrowgauge.nn.products.bf16_for_now import for_evaluation
 from narrowgauge.optim.norms import compute_grad_norms
 from narrowgauge.step_report import StepReport
 
@@ -151,8 +151,7 @@ class Engine(EngineBase):
         training = {module: module.training for module in self.model.modules()}
         self.model.eval()
         try:
-            wide = bf16_for_now() if self.recipe.compute == "fp8" else contextlib.nullcontext()
-            with torch.no_grad(), self.forward(), wide:
+            with torch.no_grad(), self.forward(), for_evaluation(self.recipe):
                 yield
         finally:
             for module, mode in training.items():

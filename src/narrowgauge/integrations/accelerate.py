@@ -11,9 +11,11 @@ optimizer steps, what a checkpoint contains. ``EngineScaler`` takes that role wi
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,6 +23,7 @@ from narrowgauge.errors import UsageError
 from narrowgauge.integrations.gauges import Gauges
 from narrowgauge.integrations.hosted import Hosted, check_options, import_library
 from narrowgauge.nn.module_changes import Change, apply_change
+from narrowgauge.nn.products.bf16_for_now import for_evaluation
 from narrowgauge.ranks.distribute import unwrap_ddp
 from narrowgauge.recipe import Recipe
 
@@ -213,7 +216,9 @@ class _InStepContext(Change):
         if self.scaler is not None and self.scaler.gauges is not None:
             self.scaler.gauges.record_batch({**{str(i): value for i, value in enumerate(args)}, **kwargs})
         assert self.step_context is not None
-        with self.engine.forward() if self.engine is not None else self.step_context.forward():
+        evaluates = not module.training and not torch.is_grad_enabled()
+        context = self.engine.forward() if self.engine is not None else self.step_context.forward()
+        with context, for_evaluation(self.step_context.recipe) if evaluates else contextlib.nullcontext():
             output = inner(*args, **kwargs)
         return convert_to_fp32(output)
 

@@ -16,7 +16,7 @@ import contextlib
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from narrowgauge.engine.setup import is_emulated
 from narrowgauge.errors import UsageError
 from narrowgauge.integrations.hosted import Hosted, check_options, import_library
 from narrowgauge.nn.module_changes import remove_changes
+from narrowgauge.nn.products.bf16_for_now import for_evaluation
 from narrowgauge.nn.step_context import StepContext
 from narrowgauge.optim import full_precision
 from narrowgauge.recipe import Recipe, parse
@@ -147,6 +148,15 @@ class _Plugin:
         if self._engine is None and (self._in_trainer or self._module is None):
             return self._evaluation_context()
         return self.engine.forward()
+
+    @contextlib.contextmanager
+    def val_step_context(self) -> Iterator[None]:
+        """Context manager for a step of a Trainer's evaluation: as in ``Engine.evaluating``."""
+        engine = self._engine
+        with self.forward_context(), contextlib.nullcontext() if engine is None else for_evaluation(engine.recipe):
+            yield
+
+    test_step_context = predict_step_context = val_step_context
 
     def convert_input(self, data: Any) -> Any:
         """Return the data unchanged: autocast casts."""

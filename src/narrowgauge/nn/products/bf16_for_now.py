@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from narrowgauge.nn.products.gemm import GemmChoice
+from narrowgauge.recipe import Recipe
 
 _bf16_for_now = False
 
@@ -26,6 +27,11 @@ def bf16_for_now() -> Iterator[None]:
         yield
     finally:
         _bf16_for_now = before
+
+
+def for_evaluation(recipe: Recipe) -> contextlib.AbstractContextManager[None]:
+    """Return the context of an evaluation under a recipe."""
+    return bf16_for_now() if recipe.compute == "fp8" else contextlib.nullcontext()
 
 
 def is_bf16_for_now() -> bool:
