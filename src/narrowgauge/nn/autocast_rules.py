@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from narrowgauge.nn import grouped_mm, mixed_writes
+from narrowgauge.nn.eager_modes import leave_uncompiled
 
 KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 Rule = Callable[..., Any]
@@ -39,6 +40,7 @@ _open = 0
 def autocast_rules() -> Iterator[None]:
     """Context manager in which the rules are active under autocast."""
     global _open
+    leave_uncompiled(_run, and_what_it_calls=True)  # between the graphs of a model that torch.compile cuts into pieces
     with _lock:
         _register("aten", "_grouped_mm", grouped_mm.grouped_product)
         for name, rule in mixed_writes.list_rules():
