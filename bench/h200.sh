@@ -94,12 +94,12 @@ for name in "$@"; do
     loss-gap:*)
       need_corpus "$name"
       continue_file h200-loss-gap-gpt2-124m.json
-      part 590 bench/loss_gap.py "$OUT/$file" "${name#*:}" "fp8[head=forward-bf16]" "fp8[head=bf16]" "fp8 with *:output" \
-        "fp8[head=forward-bf16,gradients_format=e4m3]" "${tokens[@]}"
+      part 590 bench/loss_gap.py "$OUT/$file" "${name#*:}" "fp8[head=corrected]" "fp8[head=forward-bf16]" fp8 "fp8 with *:output" \
+        "fp8[head=corrected,gradients_format=e4m3]" "${tokens[@]}"
       ;;
     gradient-bias)
       need_corpus "$name"
-      part 400 bench/gradient_bias.py "rounded weights" fp8 "fp8[head=forward-bf16]" "fp8[head=bf16]" \
+      part 400 bench/gradient_bias.py fp8 "fp8[head=corrected]" "fp8[head=forward-bf16]" "fp8[head=bf16]" \
         "fp8[head=forward-bf16,first_forward=bf16]" "fp8[head=forward-bf16] with *.qkv:output" \
         "fp8[head=forward-bf16] with *.down:output" "fp8 with *:output" "fp8 with *:grad_input+grad_weight" "${tokens[@]}"
       ;;
