@@ -16,7 +16,7 @@
 #   loss-gap:SECONDS   where FP8 loses, 124M on CORPUS: continues bench/results' file                140 s a run
 #   gradient-bias      errors of gradients that are the same in all batches, 124M on CORPUS                   about 250 s
 #   tests        tests/gpu, in 14 processes                                                               about 280 s
-#   tests:WORDS  those that pytest -k WORDS selects
+#   tests:WORDS  those that pytest -k WORDS selects; the whole output is in OUT/tests.log
 #
 # LIB has packages for a machine without a network (bench/offline.sh). Python's warnings are off, so that what a part
 # prints fits on a page. CORPUS is a packed corpus (bench/corpus/pack.py). OUT gets the JSON files; a part that measures
@@ -37,7 +37,8 @@ part() { # SECONDS COMMAND...
 }
 
 run_tests() { # WORDS
-  OMP_NUM_THREADS=1 part 420 -m pytest tests/gpu -q -n 14 --dist worksteal -p no:cacheprovider -p no:benchmark ${1:+-k "$1"}
+  OMP_NUM_THREADS=1 part 420 -m pytest tests/gpu -q -n 14 --dist worksteal -p no:cacheprovider -p no:benchmark \
+    ${1:+-k "$1"} | tee "$OUT/tests.log" | tail -n 40
 }
 
 read_corpus() { # sets tokens to a folder with the tokens of CORPUS, none without CORPUS
