@@ -59,20 +59,22 @@ def parse_run(text: str) -> tuple[str, dict[str, dict[str, str]]]:
 
 
 @contextlib.contextmanager
-def changed_formats(changes: dict[str, dict[str, str]]) -> Iterator[list[str]]:
-    """Context manager in which conversions choose these formats; gives the paths of the layers that they changed."""
-    changed: list[str] = []
+def changed_formats(changes: dict[str, dict[str, str]]) -> Iterator[None]:
+    """Context manager in which conversions choose these formats. One that no layer fits is an error before a run."""
 
     def survey(*args: Any, **kwargs: Any) -> Iterator[Layer]:
+        unused = set(changes)
         for layer in survey_layers(*args, **kwargs):
             for pattern, formats in changes.items():
                 if fnmatch.fnmatchcase(layer.path, pattern):
-                    changed.append(layer.path)
+                    unused.discard(pattern)
                     layer = dataclasses.replace(layer, choice=layer.choice._replace(**formats))
             yield layer
+        if unused:
+            raise UsageError(f"no layer has a path like {' or '.join(sorted(unused))}")
 
     with mock.patch.object(convert, "survey_layers", survey) if changes else contextlib.nullcontext():
-        yield changed
+        yield
 
 
 class Gaps(Stretch):
@@ -88,12 +90,10 @@ class Gaps(Stretch):
                     print(f"{left:.0f} s are left, too few for {text} with seed {seed}")
                     return
                 recipe, changes = parse_run(text)
-                with changed_formats(changes) as changed, tempfile.TemporaryDirectory() as store:
+                with changed_formats(changes), tempfile.TemporaryDirectory() as store:
                     settings = {"steps": self.steps, "watch_every": 0}
                     experiment = dataclasses.replace(self.experiment, settings=settings, store=Path(store))
                     run = get_run(experiment, recipe, seed, Progress(f"{text}, seed {seed}"))
-                if changes and not changed:
-                    raise UsageError(f"{text}: no layer has such a path")
                 self.add(text, seed, self.steps, run)
 
     def compare(self) -> None:

@@ -45,8 +45,9 @@ def test_mistakes_are_one_line_and_cost_no_run(tmp_path: Path, tokens: Path) -> 
         ("fp8 with *:forward", "a product is one of output, grad_input, grad_weight"),
         ("fp7", "fp7"),
         ("fp8 with", "fp8 with"),
+        ("fp8 with blocks.0.*:output, block.*:output", "no layer has a path like block.*"),
     ]:
-        code, _, err = run(file, 250, tokens, "bf16", text)
+        code, _, err = run(file, 250, tokens, text)
         assert code == 2 and expected in err and len(err.strip().splitlines()) == 1
         assert not file.exists()
     file.write_text(json.dumps({"runs": []}))

@@ -42,9 +42,10 @@ def autocast_rules() -> Iterator[None]:
     global _open
     leave_uncompiled(_run, and_what_it_calls=True)  # between the graphs of a model that torch.compile cuts into pieces
     with _lock:
-        _register("aten", "_grouped_mm", grouped_mm.grouped_product)
-        for name, rule in mixed_writes.list_rules():
-            _register("aten", name, rule)
+        if not _registered:
+            _register("aten", "_grouped_mm", grouped_mm.grouped_product)
+            for name, rule in mixed_writes.list_rules():
+                _register("aten", name, rule)
         if "transformers.integrations.moe" in sys.modules:
             _register("transformers", "grouped_mm_fallback", grouped_mm.multiply_looped)
         _open += 1
