@@ -101,6 +101,23 @@ def test_training_in_each_format():
     assert len(set(losses.values())) == len(FORMATS)
 
 
+@pytest.mark.parametrize("head", ["corrected", "forward-bf16", "bf16"])
+def test_a_model_without_such_a_layer_is_an_error(head):
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32))
+    with pytest.raises(ng.UsageError, match=f"head={head} found no layer in Sequential that computes logits"):
+        ng.Engine(model, torch.optim.AdamW(model.parameters()), f"fp8[products=all,head={head}]")
+    ng.Engine(model, torch.optim.AdamW(model.parameters()), "fp8[products=all,head=fp8]")
+
+
+def test_a_head_that_does_not_fit_fp8_is_in_bf16_already(monkeypatch):
+    monkeypatch.setattr("test_head_format.VOCAB", 509)
+    for head in ("forward-bf16", "bf16"):
+        found = {layer.path: layer.choice for layer in make(llama, head).conversion.layers}
+        assert found["lm_head"] == ALL_BF16
+    with pytest.raises(ng.UsageError, match="head=corrected found no layer in LlamaForCausalLM"):
+        make(llama, "corrected")
+
+
 def test_only_fp8_recipes_have_the_field():
     with pytest.raises(ng.UsageError, match="head"):
         ng.recipe("bf16[head=bf16]")

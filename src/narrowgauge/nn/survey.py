@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from narrowgauge.errors import UsageError
 from narrowgauge.hardware import Device
 from narrowgauge.kernels.fp8_formats import FP8_DTYPES
 from narrowgauge.kernels.norm import MAX_COLUMNS
@@ -77,6 +78,7 @@ def survey_layers(
     layers += [name for name in stacked if name not in layers]  # the last are nn.MultiheadAttention's
     wide = find_wide_forwards(model, layers, recipe.first_forward, stacked)
     routers = find_routers(model)
+    has_format = recipe.head == "fp8"  # whether the field has an effect, if it says more than the default
     for path in layers:
         source = find_projection(model, path)
         shape = source.shape
@@ -86,6 +88,8 @@ def survey_layers(
         members = [find_projection(model, name).shape for name in stacked.get(path, [path])]
         kept = explain_kept_fp32(modules, source.path, recipe) or (explain_router() if path in routers else None)
         misfit = next(filter(None, map(linear.explain_misfit, members)), None) if recipe.compute == "fp8" else None
+        if part == "head" or path in heads:
+            has_format = has_format or recipe.head != "corrected" or (part != "linear" and misfit is None)
         if kept:
             yield Layer(path, shape, "kept", ALL_BF16, kept)
         elif path in adapters:
@@ -108,6 +112,11 @@ def survey_layers(
                 decision = _apply_head_format(decision, recipe.head, part != "linear")
             part = "kept" if part == "linear" and decision.choice == ALL_BF16 else part
             yield Layer(path, shape, part, decision.choice, decision.reason, decision)
+    if not has_format:
+        fused = " whose loss is computed without logits" if recipe.head == "corrected" else ""
+        raise UsageError(
+            f"recipe: head={recipe.head} found no layer in {type(model).__name__} that computes logits{fused}"
+        )
 
 
 def _find_adapted_parameter(modules: Mapping[str, nn.Module], path: str) -> str | None:
