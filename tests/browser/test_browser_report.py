@@ -20,6 +20,7 @@ from narrowgauge.formats import FORMATS, decode, store
 from narrowgauge.gauges.watch.readings import Reading
 from narrowgauge.report import live, write
 from narrowgauge.runs import record
+from pace import at_most
 
 if TYPE_CHECKING:
     from conftest import Page
@@ -60,10 +61,9 @@ def full_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_run_of_100000_steps_opens_quickly(page: Page, long_page: Path) -> None:
     assert long_page.stat().st_size < 8_000_000
-    begin = time.perf_counter()
-    page.open(long_page)
-    assert page.run(DRAWN, "loss") > 0 and page.run(DRAWN, "heat") > 20
-    assert time.perf_counter() - begin < 3
+    with at_most(3):
+        page.open(long_page)
+        assert page.run(DRAWN, "loss") > 0 and page.run(DRAWN, "heat") > 20
     assert "100,000" in page.text("#runs") and "1 serious finding" in page.text("#found h1")
     labels = page.run("return [...document.querySelectorAll('#chart-loss svg text')].map((one) => one.textContent)")
     assert "100k" in labels and len(page.run("return narrowgauge.data.runs[0].curves.loss.x")) == 2000

@@ -6,6 +6,7 @@ A cast of the model casts its buffers too. Optimizers have FP32 copies of parame
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -53,7 +54,8 @@ def rounded_by_cast(context: Context, call: Call) -> list[Buffer]:
     words = ast.unparse(place_of(context, call.node).statement)
     if "eval" in words or "deepcopy" in words or not {"backward", "fit"} & context.words:
         return []
-    return [one for one in _buffers_of(context, module.definition, set()) if not _is_restored(context, one)]
+    restored = _restored_in(context.tree)
+    return [one for one in _buffers_of(context, module.definition, set()) if one.name not in restored]
 
 
 def _buffers_of(context: Context, definition: ast.ClassDef, seen: set[ast.ClassDef]) -> Iterator[Buffer]:
@@ -77,11 +79,9 @@ def _buffers_of(context: Context, definition: ast.ClassDef, seen: set[ast.ClassD
                 yield Buffer(str(node.args[0].value), definition.name)
 
 
-def _is_restored(context: Context, buffer: Buffer) -> bool:
-    """Return whether the script casts a buffer back to FP32: ``router.expert_bias = router.expert_bias.float()``."""
-    for node in nodes_of(context.tree):
-        if isinstance(node, ast.Assign) and "float" in ast.unparse(node.value):
-            parts = (dotted(node.targets[0]) or "").removesuffix(".data").split(".")
-            if parts[-1] == buffer.name:
-                return True
-    return False
+@functools.lru_cache(maxsize=2)
+def _restored_in(tree: ast.Module) -> frozenset[str]:
+    """Return the names that the script casts back to FP32: ``router.expert_bias = router.expert_bias.float()``."""
+    casts = (node for node in nodes_of(tree) if isinstance(node, ast.Assign) and "float" in ast.unparse(node.value))
+    names = (dotted(node.targets[0]) or "" for node in casts)
+    return frozenset(name.removesuffix(".data").split(".")[-1] for name in names)

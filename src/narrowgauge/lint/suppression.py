@@ -15,6 +15,7 @@ import tokenize
 from collections.abc import Iterator
 
 from narrowgauge.findings import Finding
+from narrowgauge.lint.interpreter.syntax import nodes_of
 from narrowgauge.lint.rules import RULES
 from narrowgauge.lint.rules.syntax import UNKNOWN_RULE
 from narrowgauge.lint.source import Source
@@ -70,7 +71,7 @@ def _comments(text: str) -> Iterator[tuple[int, tuple[str, ...] | None]]:
 
 def _heads(tree: ast.Module) -> Iterator[tuple[int, float]]:
     """Yield the first and last line of every statement; of a compound statement, those before its body."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.stmt):
             first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", []))])
             body = getattr(node, "body", None) or getattr(node, "cases", None)

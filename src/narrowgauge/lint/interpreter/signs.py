@@ -90,17 +90,19 @@ class Signs:
 
     def _values_of(self, name: ast.Name) -> list[ast.expr]:
         """Return what the function around a name assigns to it; if it assigns nothing, what the module does."""
-        around = [one for one in self._functions if one[0] <= name.lineno <= one[1]]
-        inner = max(around, default=(0, 0))
+        inner = self._function_at.get(name.lineno, (0, 0))
         values = self._assigned.get((*inner, name.id))
         return values if values is not None else self._assigned.get((0, 0, name.id), [])
 
     @functools.cached_property
-    def _functions(self) -> list[tuple[int, int]]:
-        """The first and last line of each function."""
+    def _function_at(self) -> dict[int, tuple[int, int]]:
+        """The first and last line of the innermost function around each line that is in one."""
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-        nodes = [node for node in nodes_of(self._tree) if isinstance(node, kinds)]
-        return [(node.lineno, node.end_lineno or node.lineno) for node in nodes]
+        functions = [node for node in nodes_of(self._tree) if isinstance(node, kinds)]
+        found: dict[int, tuple[int, int]] = {}
+        for first, last in sorted((node.lineno, node.end_lineno or node.lineno) for node in functions):
+            found.update(dict.fromkeys(range(first, last + 1), (first, last)))
+        return found
 
     @functools.cached_property
     def _assigned(self) -> dict[tuple[int, int, str], list[ast.expr]]:
@@ -108,7 +110,7 @@ class Signs:
         found: dict[tuple[int, int, str], list[ast.expr]] = {}
         for node in nodes_of(self._tree):
             if isinstance(node, ast.Assign):
-                around = max((one for one in self._functions if one[0] <= node.lineno <= one[1]), default=(0, 0))
+                around = self._function_at.get(node.lineno, (0, 0))
                 for target in node.targets:
                     if isinstance(target, ast.Name):
                         found.setdefault((*around, target.id), []).append(node.value)

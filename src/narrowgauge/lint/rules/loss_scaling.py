@@ -201,7 +201,7 @@ class ScalerNotSaved(Detector):
         seen = self.observations
         if not seen.of("optimizer-state"):
             return
-        calls = [node for node in ast.walk(self.context.tree) if isinstance(node, ast.Call)]
+        calls = [node for node in nodes_of(self.context.tree) if isinstance(node, ast.Call)]
         loads = [node for node in calls if isinstance(node.func, ast.Attribute) and node.func.attr == "load_state_dict"]
         copied = {argument for node in loads for argument in node.args}
         saved = [event for event in seen.of("optimizer-state") if event.node not in copied]

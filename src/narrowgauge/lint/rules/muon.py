@@ -16,7 +16,7 @@ from narrowgauge.errors import UsageError
 from narrowgauge.findings import NOTE, WARNING, Finding
 from narrowgauge.lint.detector import Detector, ModelCheck, TrainingSetup, more_like_it
 from narrowgauge.lint.interpreter.call import Call
-from narrowgauge.lint.interpreter.syntax import dotted
+from narrowgauge.lint.interpreter.syntax import dotted, nodes_of
 from narrowgauge.lint.interpreter.values import Const
 from narrowgauge.lint.rule import PYTORCH, Rule
 
@@ -80,7 +80,7 @@ class MuonArguments(Detector):
         if isinstance(node, ast.Name) and depth:
             values = [
                 one.value
-                for one in ast.walk(self.context.tree)
+                for one in nodes_of(self.context.tree)
                 if isinstance(one, ast.Assign) and any(isinstance(t, ast.Name) and t.id == node.id for t in one.targets)
             ]
             return len(values) == 1 and self._is_whole_model(values[0], depth - 1)

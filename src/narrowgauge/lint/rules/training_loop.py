@@ -89,7 +89,7 @@ class LossRead(Detector):
     def on_end(self) -> None:
         if not self.observations.of("step", "scaler-step") or not self.observations.of("item"):
             return
-        loops = (node for node in ast.walk(self.context.tree) if isinstance(node, ast.For | ast.AsyncFor))
+        loops = (node for node in nodes_of(self.context.tree) if isinstance(node, ast.For | ast.AsyncFor))
         seen = {id(node) for node in loops if _counts_epochs(node)}
         for event in self.observations.of("item"):
             for backward in self.observations.of("backward"):
