@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -206,3 +207,4 @@ def test_resume_continues_bit_exactly(workers: str, tmp_path: Path, monkeypatch:
     assert main(["train", "--resume", "cut"]) in (0, 1)
     last = "checkpoints/step-00000013/weights.safetensors"
     assert Path("cut", last).read_bytes() == Path("whole", last).read_bytes()
+    assert not multiprocessing.active_children(), "workers of loaders end with their run"

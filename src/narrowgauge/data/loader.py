@@ -61,6 +61,11 @@ class Batches:
         check_loader(found, split)
         return found  # type: ignore[no-any-return]
 
+    def close(self) -> None:
+        """End the workers of the loaders. The next batch starts them again."""
+        for reader in self._readers.values():
+            reader.close()
+
     def known_size(self, split: str) -> int | None:
         """Return how many batches a split has, or None if that is not known without making its loader."""
         return None if callable(self.data) else count_batches(self.loader(split))
@@ -136,6 +141,12 @@ class _Reader:
             self._next(skip=True)
         return self._next()
 
+    def close(self) -> None:
+        """Give up the iterator, whose workers end. Persistent ones would keep the random states of their epoch."""
+        self._iterator = None
+        if isinstance(self._loader, DataLoader):
+            self._loader._iterator = None
+
     def _start(self, epoch: int) -> int:
         return epoch * self._length if self._length else self._starts[epoch]
 
@@ -146,15 +157,13 @@ class _Reader:
 
     def _start_epoch(self, epoch: int) -> None:
         loader = self._loader
-        self._iterator = None
+        self.close()
         with _seeded(self._seed, epoch) as seed:
             for part in (loader, *_samplers(loader), getattr(loader, "dataset", None)):
                 if isinstance(generator := getattr(part, "generator", None), torch.Generator):
                     generator.manual_seed(seed)
                 if callable(set_epoch := getattr(part, "set_epoch", None)):
                     set_epoch(epoch)
-            if isinstance(loader, DataLoader):
-                loader._iterator = None  # persistent workers would keep the random states of the epoch before
             self._iterator = iter(loader)
         self._epoch, self._position = epoch, 0
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge import random_state
+from narrowgauge.data.loader import Batches
 from narrowgauge.errors import UsageError
 from narrowgauge.runs.finite_batches import BadData, check_finite
 from narrowgauge.runs.rank_batches import RankBatches, map_tensors
@@ -71,9 +72,12 @@ class BatchReader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # On KeyboardInterrupt do not wait for a batch: the thread and a loader's workers end with the process.
+        wait = kind is None or issubclass(kind, Exception)
         if self._thread is not None:
-            # On KeyboardInterrupt do not wait for a batch: the thread ends with the process.
-            self._thread.close(wait=kind is None or issubclass(kind, Exception))
+            self._thread.close(wait)
+        if wait and isinstance(self._task.batch, Batches):
+            self._task.batch.close()
 
     def read_step(self) -> list[Any]:
         """Return the microbatches of the next step.
