@@ -1,12 +1,12 @@
-"""Hooks of pytest: ``--sample`` runs only some variants of the tests in sampled_tests.txt, first and last included.
+"""Hooks of pytest: ``--sample`` runs only some variants of the tests in sampled_tests.txt, the last one included.
 
-Of n variants, which ``parametrize`` makes, n / 6 are run, and at least two. They are the same each time.
+Of n variants, which ``parametrize`` makes, n / 6 are run, and at least one. They are the same each time.
 """
 
 from pathlib import Path
 
 LIST = Path(__file__).with_name("sampled_tests.txt")
-SHARE, FEWEST = 6, 2
+SHARE = 6
 
 
 def pytest_addoption(parser):
@@ -18,11 +18,9 @@ def read_list():
 
 
 def choose(variants):
-    """Return some of the variants, evenly spaced."""
-    count = max(FEWEST, len(variants) // SHARE)
-    if len(variants) <= count:
-        return variants
-    return [variants[round(index * (len(variants) - 1) / (count - 1))] for index in range(count)]
+    """Return some of the variants, evenly spaced up to the last."""
+    count = max(1, len(variants) // SHARE)
+    return [variants[round((index + 1) * len(variants) / count) - 1] for index in range(count)]
 
 
 def pytest_collection_modifyitems(config, items):

@@ -6,7 +6,7 @@ import pytest
 
 from narrowgauge.cli import main
 
-BENCH = ["bench", "gpt:2x64", "--context", "16", "--batch", "4", "--device", "cpu", "--steps", "1", "--rounds", "1"]
+BENCH = ["bench", "gpt:1x64", "--context", "16", "--batch", "4", "--device", "cpu", "--steps", "1", "--rounds", "1"]
 TRAIN = ["--to-loss", "--updates", "20", "--seeds", "2"]
 
 

@@ -122,6 +122,8 @@ def shorten(words: list[str]) -> list[str]:
         small = {"--config": json.dumps(_SMALL_MODEL), "--batch": "2", "--context": "16", "--recipes": "fp32"}
         rest = _with(rest, small | _SMALL["bench"])
     rest = [word.replace("tf32,", "") for word in rest]  # needs tensor cores; refused on a CPU
+    if "--to-loss" in rest:
+        rest = _with(rest, {"--updates": "4", "--seeds": "2"})
     if "--capture" in rest:
         rest = _with(rest, {"--capture": "1"})
     if ours or any(word.startswith(_READERS) for word in rest):

@@ -313,8 +313,8 @@ class Roundings(events.Listener):
 def test_training_does_not_depend_on_who_listens(monkeypatch):
     """Also with stochastic rounding: listeners get what the kernel wrote beside its values."""
     monkeypatch.setattr(kernels, "interpreting", False)
-    losses, weights = train(TRICKS, True, monkeypatch)
+    losses, weights = train(TRICKS, True, monkeypatch, steps=2)
     with events.listening(log := Roundings()):
-        again, others = train(TRICKS, True, monkeypatch)
+        again, others = train(TRICKS, True, monkeypatch, steps=2)
     assert again == losses and all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
-    assert len(log.found) == 3 * 4 * 6 and all(close for *_, close in log.found)
+    assert len(log.found) == 2 * 4 * 6 and all(close for *_, close in log.found)
