@@ -11,7 +11,9 @@ ROOT = Path(__file__).parent.parent
 def test_the_list_names_tests_that_exist():
     listed = sampling.read_list()
     assert len(listed) > 50
-    for name in listed:
+    left_out = sampling.read_left_out()
+    assert not {*left_out.values()} & {*left_out} and not listed & {*left_out}
+    for name in {*listed, *left_out, *left_out.values()}:
         path, _, function = name.partition("::")
         tree = ast.parse((ROOT / path).read_text())
         assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, name
@@ -43,7 +45,8 @@ def test_only_listed_tests_are_sampled(monkeypatch):
             self.dropped[:] = [item.nodeid for item in items]
 
     monkeypatch.setattr(sampling, "read_list", lambda: {"a"})
-    items = [Item(f"{name}[{number}]") for name in "ab" for number in range(4)]
+    monkeypatch.setattr(sampling, "read_left_out", lambda: {"c": "b"})
+    items = [Item(f"{name}[{number}]") for name in "ab" for number in range(4)] + [Item("c")]
     sampling.pytest_collection_modifyitems(Config(), items)
     assert [item.nodeid for item in items] == ["a[3]", "b[0]", "b[1]", "b[2]", "b[3]"]
-    assert Config.dropped == ["a[0]", "a[1]", "a[2]"]
+    assert Config.dropped == ["a[0]", "a[1]", "a[2]", "c"]

@@ -67,7 +67,7 @@ def test_without_an_answer_it_says_why():
 
 
 def test_validate_measures_it(tmp_path, capsys):
-    command = ["validate", "gpt:2x64", "--reference", "fp32", "--candidates", "bf16", "--steps", "20", "--seeds", "2"]
+    command = ["validate", "gpt:1x64", "--reference", "fp32", "--candidates", "bf16", "--steps", "20", "--seeds", "2"]
     command += ["--device", "cpu", "--no-layers", "--time", "--out", str(tmp_path)]
     assert main([*command, "--json"]) in (0, 1)
     speed = json.loads(capsys.readouterr().out)["candidates"]["bf16"]["speed"]
