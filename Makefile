@@ -12,7 +12,7 @@ run: .venv/installed
 test: .venv/installed
 	$(MAKE) --no-print-directory --jobs=2 check unit
 
-# Every test in every variant: twice the time of `make test`.
+# Every test in every variant.
 test-all: .venv/installed
 	$(MAKE) --no-print-directory --jobs=2 check unit SAMPLE=
 

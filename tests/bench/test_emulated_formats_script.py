@@ -27,7 +27,7 @@ def run(
 
 
 def test_a_table_of_gaps_and_verdicts(tmp_path: Path) -> None:
-    text, data = run(tmp_path, forked.run_forking_script, 250, "--seeds", "2", "--candidates", "bf16,emulated-nvfp4")
+    text, data = run(tmp_path, forked.run_script, 250, "--seeds", "2", "--candidates", "bf16,emulated-nvfp4")
     assert list(data["tasks"]) == ["gpt:1x64", "gpt:2x64"]
     for own in data["tasks"].values():
         assert len(own["losses"]) == 2 and own["options"] == {"batch": 5 - own["steps"], "context": 32}

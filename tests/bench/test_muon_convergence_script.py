@@ -29,7 +29,7 @@ def run(
 @pytest.mark.timeout(300)
 def test_gaps_of_recipes_per_seed(tmp_path: Path) -> None:
     options = ["--steps", "3", "--seeds", "1", "--recipes", "fp32,bf16-lean"]
-    text, data = run(tmp_path, 250, "gaps", *options, main=forked.run_forking_script)
+    text, data = run(tmp_path, 250, "gaps", *options, main=forked.run_script)  # the other tests fork, and spawn nothing
     losses = {job["recipe"]: job["loss"] for job in data["runs"]}
     (gap,) = data["gaps"]["bf16-lean"]["loss"]["each"]
     assert gap == pytest.approx(losses["bf16-lean"] / losses["fp32"] - 1) and gap != 0

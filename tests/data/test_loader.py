@@ -194,6 +194,7 @@ def test_resume_continues_bit_exactly(workers: str, tmp_path: Path, monkeypatch:
     from narrowgauge.runs import record
 
     monkeypatch.chdir(tmp_path)
+    others = multiprocessing.active_children()
     Path("mine.py").write_text(FILE)
     options = ["--device", "cpu", "--recipe", "fp32", "--log", "none", "--watch", "0", "--keep", "9"]
     assert main(
@@ -207,4 +208,4 @@ def test_resume_continues_bit_exactly(workers: str, tmp_path: Path, monkeypatch:
     assert main(["train", "--resume", "cut"]) in (0, 1)
     last = "checkpoints/step-00000013/weights.safetensors"
     assert Path("cut", last).read_bytes() == Path("whole", last).read_bytes()
-    assert not multiprocessing.active_children(), "workers of loaders end with their run"
+    assert {*multiprocessing.active_children()} <= {*others}, "workers of loaders end with their run"

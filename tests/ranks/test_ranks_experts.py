@@ -13,7 +13,7 @@ from narrowgauge.ranks.world import SINGLE_PROCESS, join_world
 from narrowgauge.runs.rank_batches import RankBatches
 
 RANKS, STEPS = 4, 2
-RECIPES = ("fp32", "fp8-lean")
+RECIPES = ("fp32", "bf16", "fp8-lean")
 
 
 def make_own():
