@@ -15,14 +15,22 @@
 #   equal-loss:SECONDS   FP8 at equal loss, 124M on CORPUS: continues bench/results' file              1,800 s in all
 #   loss-gap:SECONDS   where FP8 loses, 124M on CORPUS: continues bench/results' file                140 s a run
 #   gradient-bias      errors of gradients that are the same in all batches, 124M on CORPUS                   about 250 s
+#   heads        steps with each format of the head                                                       about 80 s
 #   tests        tests/gpu, in 14 processes                                                               about 280 s
 #   tests:WORDS  those that pytest -k WORDS selects; the whole output is in OUT/tests.log
 #
-# LIB has packages for a machine without a network (bench/offline.sh). Python's warnings are off, so that what a part
-# prints fits on a page. CORPUS is a packed corpus (bench/corpus/pack.py). OUT gets the JSON files; a part that measures
-# a task again overwrites that of an earlier part.
+# LIB has packages for a machine without a network (bench/offline.sh), or is a .tar.xz of such a folder: a tenth of its
+# size. Python's warnings are off, so that what a part prints fits on a page. CORPUS is a packed corpus
+# (bench/corpus/pack.py). OUT gets the JSON files; a part that measures a task again overwrites that of an earlier part.
 set -uo pipefail
 cd "$(dirname "$0")/.."
+case ${LIB:-} in
+  *.tar.xz)
+    packages=${TMPDIR:-/tmp}/packages
+    [ -d "$packages" ] || { mkdir -p "$packages" && tar -xJf "$LIB" -C "$packages" --strip-components=1; } || exit 2
+    LIB=$packages
+    ;;
+esac
 export OUT=${OUT:-$(mktemp -d)} PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore PYTHONPATH=$PWD/src${LIB:+:$LIB}
 [ -z "${LIB:-}" ] || python3 -W ignore -m compileall -q "$LIB" || true
 began=$SECONDS
@@ -61,7 +69,7 @@ steps() { # SECONDS TASK ROUNDS STEPS MORE...
   part "$1" bench/fp8_steps.py "${@:2}"
 }
 
-[ $# -gt 0 ] || { sed -n '2,24s/^# \{0,1\}//p' "$0" && exit 2; }
+[ $# -gt 0 ] || { sed -n '2,26s/^# \{0,1\}//p' "$0" && exit 2; }
 for name in "$@"; do
   case $name in
     fp8-large) steps 200 gpt:8x4096 3 4 fp8-only tensorwise && steps 300 gpt-1.3b 2 4 fp8-only tensorwise ;;
@@ -104,6 +112,7 @@ for name in "$@"; do
         "fp8[head=forward-bf16,first_forward=bf16]" "fp8[head=forward-bf16] with *.qkv:output" \
         "fp8[head=forward-bf16] with *.down:output" "fp8 with *:output" "fp8 with *:grad_input+grad_weight" "${tokens[@]}"
       ;;
+    heads) steps 150 gpt2-124m 6 6 ours fp8-only "fp8[head=corrected]" "fp8[head=forward-bf16]" ;;
     tests) run_tests "" ;;
     tests:*) run_tests "${name#tests:}" ;;
     *) echo "h200.sh: no part $name" >&2 && exit 2 ;;

@@ -38,6 +38,16 @@ def test_gaps_of_runs_with_some_products_in_bf16(tmp_path: Path, tokens: Path) -
     assert {one["recipe"] for one in read(file)["runs"]} == {*done, SOME}
     assert len({one["loss"] for one in read(file)["runs"] if one["recipe"].startswith("fp8")}) == 3
 
+    code, out, err = run(file, 250, tokens, "fp8[products=all]", "--stop", "3")
+    assert code == 0, err
+    *whole, stopped = read(file)["runs"]
+    assert len(whole) == 4 and stopped["stopped"] == 3 and stopped["loss"] is None
+    assert stopped["curve"] == done["fp8[products=all]"]["curve"][:1]
+    line = next(line for line in out.splitlines() if line.startswith(stopped["recipe"] + "  "))
+    assert "in training +" in line or "in training -" in line
+    code, again, _ = run(file, 250, tokens, "fp8[products=all]", "--stop", "3")
+    assert code == 0 and again.splitlines() == out.splitlines()[-len(again.splitlines()) :]  # nothing was trained
+
 
 def test_mistakes_are_one_line_and_cost_no_run(tmp_path: Path, tokens: Path) -> None:
     file = tmp_path / "gap.json"
@@ -56,3 +66,5 @@ def test_mistakes_are_one_line_and_cost_no_run(tmp_path: Path, tokens: Path) -> 
     file.unlink()
     code, out, _ = run(file, 0.0, tokens, "bf16")
     assert code == 0 and "too few for bf16 with seed 0" in out
+    code, _, err = run(file, 250, tokens, "bf16", "--stop", "1000")
+    assert code == 2 and "--stop 1000: expected a step before the last" in err

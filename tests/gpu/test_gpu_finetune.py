@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -85,9 +86,12 @@ def test_a_base_is_loaded_in_fp8_as_the_engine_stores_it(folder: Path) -> None:
 
 
 def test_a_loaded_fp8_base_takes_a_byte_per_parameter(folder: Path) -> None:
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    model = load(folder, "fp8-lean[products=all,frozen=fp8]")
+    for _ in range(2):  # the first time also allocates what a process keeps, and collects what earlier tests left
+        model = None
+        gc.collect()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        model = load(folder, "fp8-lean[products=all,frozen=fp8]")
     torch.cuda.synchronize()
     matrices = [p for p in model.parameters() if p.dim() > 1 and not p.requires_grad]
     adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -17,6 +17,10 @@ sys.path.append(str(Path(__file__).parents[1] / "nn"))
 from test_mixed_writes import Experts, Masked
 
 DEVICE = torch.device("cuda")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # from torch.compile
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
+]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
