@@ -54,6 +54,16 @@ def test_fp8_bits_in_both_layouts(dtype, shape, spread):
     assert none is None and torch.equal(alone.view(torch.uint8), d.view(torch.uint8))
 
 
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_nan_stays_in_its_row(dtype):
+    logits, targets = make(64, 1024)
+    logits[5, 7] = torch.nan
+    lse, _ = ce.compute_softmax_stats(logits, targets)
+    d, d_t = ce.compute_grad_logits_fp8(logits, targets, lse, dtype)
+    wrong = torch.isnan(d.float())
+    assert wrong[5].all() and wrong.sum() == 1024 and torch.equal(torch.isnan(d_t.float()), wrong.t())
+
+
 @pytest.mark.parametrize("shape", [(16, 128), (37, 300), (1024, 50304)])
 def test_bf16_gradient_overwrites_the_logits(shape):
     logits, targets = make(*shape)

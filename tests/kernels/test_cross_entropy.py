@@ -201,6 +201,30 @@ def test_values_too_small_for_the_format_are_right_on_average(dtype):
     assert not ce.dither(torch.zeros(64, 64, device=DEVICE), dtype).to(dtype).float().any()
 
 
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_values_of_any_size_are_right_on_average(dtype):
+    """Also beside powers of two, where the step changes, and near the smallest normal number."""
+    info, found = torch.finfo(dtype), []
+    normal = info.smallest_normal
+    values = [0.999 * normal, 1.001 * normal, 1.06 * normal, 0.3, 0.97, 1.01, 17.3, 127.9, 128.5, 131.0, 250.0, 255.99]
+    for value in [*values, *(-value for value in values)]:
+        cast = ce.dither(torch.full((512, 512), value, device=DEVICE), dtype).to(dtype).float()
+        assert len(cast.unique()) == 2 and cast.min() <= value <= cast.max()  # its two neighbours
+        found.append(cast.double().mean().item() / value - 1)
+    assert max(map(abs, found)) < 2e-5
+    nearest = torch.full((), 250.0).to(dtype).float().item() / 250.0 - 1
+    assert abs(nearest) > 0.02
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_what_the_format_has_does_not_change(dtype):
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(dtype).float()
+    exact = codes[codes.abs() <= ce.UNIT_SCALE[dtype]]
+    cast = ce.dither(exact.repeat(64, 1), dtype).to(dtype).float()
+    assert torch.equal(cast, exact.expand_as(cast))
+    assert torch.isnan(ce.dither(torch.full((16, 16), torch.nan), dtype)).all()
+
+
 @pytest.mark.parametrize(("rows", "width"), [(16, 80), (34, 80), (48, 80), (34, 96), (32, 64), (48, 96)])
 def test_full_tiles_and_tiles_at_the_edges_are_written(rows, width, monkeypatch):
     monkeypatch.setattr(ce, "LP_TILE", {"BLOCK_N": 16, "BLOCK_D": 32, "num_warps": 4})
@@ -243,6 +267,10 @@ def test_nan_reaches_the_gradient():
     logits[2, 5] = torch.nan
     lse = ce.compute_softmax_stats(logits, targets)[0]
     assert torch.isnan(ce.compute_grad_logits(logits, targets, lse, torch.ones((), device=DEVICE))[2]).all()
+    for dtype in (E4M3, E5M2):  # Triton's interpreter casts NaN to a number; tests/gpu has the kernel
+        d, d_t = ce.grad_logits_fp8_reference(logits, targets, lse, dtype)
+        assert torch.isnan(d.float()[2]).all() and torch.isnan(d_t.float()[:, 2]).all()
+        assert torch.isfinite(d.float()[[0, 1, *range(3, 16)]]).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -199,12 +199,21 @@ def grad_logits_reference(
 
 
 def dither(values: Tensor, dtype: torch.dtype, first_row: int = 0) -> Tensor:
-    """Add up to half of the format's smallest step, of either sign, to values [N, V]; zeros still round to zero."""
+    """Round values [N, V] up or down so that they are right on average, each with an offset of its place.
+
+    Values below the smallest normal number get an offset of up to half a step and are not rounded yet. Zeros, powers of
+    two and what else the format has exactly do not change.
+    """
+    values = values.float()
     rows, columns = (torch.arange(size, device=values.device) for size in values.shape)
     high = ((first_row + rows) * LATTICE[0] & 0xFFFFFFFF) >> 9
     wide = (columns * LATTICE[1] & 0xFFFFFFFF) >> 9
-    even = ((high[:, None] + wide[None, :]) & 0x7FFFFF).float() * 2.0**-23
-    return values + (even - 0.5) * (2 * FLUSH_THRESHOLD[dtype])
+    places = ((high[:, None] + wide[None, :]) & 0x7FFFFF).int()
+    info, step = torch.finfo(dtype), 2 * FLUSH_THRESHOLD[dtype]
+    cut = 23 + round(math.log2(info.eps))
+    normal = (values.contiguous().view(torch.int32) + (places >> (23 - cut)) & -1 << cut).view(torch.float32)
+    small = values + (places.float() * 2.0**-23 - 0.5) * step
+    return torch.where(values.isnan(), values, torch.where(values.abs() < info.smallest_normal, small, normal))
 
 
 def grad_logits_fp8_reference(

@@ -227,12 +227,27 @@ def grad_logits_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit
+def _dither(x, places, FORMAT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Round x so that it is right on average, with numbers of 23 bits that depend on its place. Small x stay unrounded.
+
+    Normal numbers: bits that the format does not have are added to, and cut off. Smaller ones have a constant step.
+    """
+    CUT: tl.constexpr = 20 if FORMAT == "e4m3" else 21
+    step = 2.0 * flush_threshold_of(FORMAT)
+    bits = x.to(tl.int32, bitcast=True) + (places >> (23 - CUT))
+    normal = (bits & (-1 << CUT)).to(tl.float32, bitcast=True)
+    # 23 bits become the fraction of a number from 1 to 2, with one logical operation.
+    small = x + ((places | 0x3F800000).to(tl.float32, bitcast=True) - 1.5) * step
+    return tl.where(tl.abs(x) >= step * (1 << (23 - CUT)), normal, small)  # NaN counts as small: bits could overflow
+
+
+@jit
 def _store_rows(  # type: ignore[no-untyped-def]
     x, flushed, targets_ptr, lse_ptr, out_ptr, n, d0, first_row, length, width, ignore_index,
     multiplier, cap, smoothing, SCALE: tl.constexpr, SHIFT: tl.constexpr, FORMAT: tl.constexpr,
     COUNT: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Store d * SCALE of every fourth row from n in FP8, dithered by up to half the smallest number.
+    """Store d * SCALE of every fourth row from n in FP8, dithered by up to half a step.
 
     COUNT: count values that become 0.
     """
@@ -243,9 +258,7 @@ def _store_rows(  # type: ignore[no-untyped-def]
     )
     high = (((row + first_row).to(tl.uint32) * ROW_STEP) >> 9).to(tl.int32)
     wide = ((columns.to(tl.uint32) * COLUMN_STEP) >> 9).to(tl.int32)
-    # 23 bits become the fraction of a number from 1 to 2, with one addition and one logical operation.
-    even = (((high[:, None] + wide[None, :]) & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
-    d = exact + (even - 1.5) * (2.0 * flush_threshold_of(FORMAT))
+    d = _dither(exact, (high[:, None] + wide[None, :]) & 0x7FFFFF, FORMAT)
     mask = (row < length)[:, None] & (columns < width)[None, :]
     if COUNT:
         zero = (exact != 0.0) & (tl.abs(d) <= flush_threshold_of(FORMAT))
