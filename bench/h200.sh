@@ -13,9 +13,7 @@
 #   muon-reach   steps that Muon needs for AdamW's loss, 124M; on CORPUS if it is given                   about 450 s
 #   muon-124m    Muon in narrow formats against FP32, 124M on CORPUS, four seeds                          about 450 s
 #   equal-loss:SECONDS   FP8 at equal loss, 124M on CORPUS: continues bench/results' file              1,800 s in all
-#   loss-gap:SECONDS   where FP8 loses, 124M on CORPUS: continues bench/results' file                140 s a run
-#   gradient-bias      errors of gradients that are the same in all batches, 124M on CORPUS                   about 250 s
-#   heads        steps with each format of the head                                                       about 80 s
+#   loss-gap:SECONDS   where FP8 loses, 124M on CORPUS, beside the runs of equal-loss                     150 s a run
 #   tests        tests/gpu, in 14 processes                                                               about 280 s
 #   tests:WORDS  those that pytest -k WORDS selects; the whole output is in OUT/tests.log
 #
@@ -69,7 +67,7 @@ steps() { # SECONDS TASK ROUNDS STEPS MORE...
   part "$1" bench/fp8_steps.py "${@:2}"
 }
 
-[ $# -gt 0 ] || { sed -n '2,26s/^# \{0,1\}//p' "$0" && exit 2; }
+[ $# -gt 0 ] || { sed -n '2,24s/^# \{0,1\}//p' "$0" && exit 2; }
 for name in "$@"; do
   case $name in
     fp8-large) steps 200 gpt:8x4096 3 4 fp8-only tensorwise && steps 300 gpt-1.3b 2 4 fp8-only tensorwise ;;
@@ -102,17 +100,11 @@ for name in "$@"; do
       ;;
     loss-gap:*)
       need_corpus "$name"
-      continue_file h200-loss-gap-gpt2-124m.json
-      part 590 bench/loss_gap.py "$OUT/$file" "${name#*:}" "fp8[head=corrected]" "fp8[head=forward-bf16]" fp8 "fp8 with *:output" \
-        "fp8[head=corrected,gradients_format=e4m3]" "${tokens[@]}"
+      file=h200-loss-gap-gpt2-124m.json
+      [ -e "$OUT/$file" ] || cp bench/results/h200-equal-loss-gpt2-124m.json "$OUT/$file"
+      part 590 bench/loss_gap.py "$OUT/$file" "${name#*:}" fp8 "fp8[head=bf16]" "fp8 with *:output" \
+        "fp8 with *:grad_input+grad_weight" "${tokens[@]}"
       ;;
-    gradient-bias)
-      need_corpus "$name"
-      part 400 bench/gradient_bias.py fp8 "fp8[head=corrected]" "fp8[head=forward-bf16]" "fp8[head=bf16]" \
-        "fp8[head=forward-bf16,first_forward=bf16]" "fp8[head=forward-bf16] with *.qkv:output" \
-        "fp8[head=forward-bf16] with *.down:output" "fp8 with *:output" "fp8 with *:grad_input+grad_weight" "${tokens[@]}"
-      ;;
-    heads) steps 150 gpt2-124m 6 6 ours fp8-only "fp8[head=corrected]" "fp8[head=forward-bf16]" ;;
     tests) run_tests "" ;;
     tests:*) run_tests "${name#tests:}" ;;
     *) echo "h200.sh: no part $name" >&2 && exit 2 ;;

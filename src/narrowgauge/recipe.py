@@ -76,9 +76,7 @@ class Recipe:
     """Format of the forward products of the first of a model's repeated blocks: fp8, bf16, mostly-bf16 (FP8 only in the
     MLP's last projection), or auto (mostly-bf16 for trained layers of a model with six blocks or more, else fp8)."""
     head: str = "fp8"
-    """Format of the products of layers that compute logits: fp8 (as for other layers), corrected (the same, and in the
-    loss, logits without the mean of what rounding the weight changes), forward-bf16 (logits in BF16, their gradients as
-    for other layers) or bf16."""
+    """Format of the products of layers that compute logits: fp8 (as for other layers) or bf16."""
     keep: tuple[str, ...] = ()
     """Modules that compute in FP32, besides norms, softmax and loss: paths or class names, * and ? are wildcards."""
     attention: str = "auto"

@@ -20,7 +20,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "products": ("fastest", "all"),
     "gradients_format": ("e5m2", "e4m3", "auto"),
     "first_forward": ("auto", "fp8", "mostly-bf16", "bf16"),
-    "head": ("fp8", "corrected", "forward-bf16", "bf16"),
+    "head": ("fp8", "bf16"),
     "attention": ("auto", "any", "cudnn", "flash", "efficient", "math"),
     "checkpoint": ("none", "selective", "full"),
     "frozen": ("keep", "bf16", "fp8"),

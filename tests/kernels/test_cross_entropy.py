@@ -217,6 +217,24 @@ def test_values_of_any_size_are_right_on_average(dtype):
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_rows_add_up_to_zero_on_average(dtype):
+    """What a row's sum differs from zero pushes all hidden states along the mean of the head's rows."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (
+        2.5 * torch.randn(1, 4096, generator=generator) + 1.8 * torch.randn(2048, 4096, generator=generator)
+    ).bfloat16()
+    targets = torch.multinomial(torch.softmax(logits.float(), 1), 1, generator=generator)[:, 0]
+    lse, _ = ce.softmax_stats_reference(logits, targets)
+    exact = ce.grad_logits_reference(logits, targets, lse) * ce.UNIT_SCALE[dtype]
+
+    def count_errors(rounded):
+        sums = (rounded.float() - exact).sum(1)
+        return (sums.mean() / sums.std() * len(sums) ** 0.5).abs().item()
+
+    assert count_errors(ce.dither(exact, dtype).to(dtype)) < 3 < 8 < count_errors(exact.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_what_the_format_has_does_not_change(dtype):
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(dtype).float()
     exact = codes[codes.abs() <= ce.UNIT_SCALE[dtype]]

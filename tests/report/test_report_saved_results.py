@@ -17,7 +17,7 @@ def test_kinds_are_recognized(tmp_path: Path) -> None:
     assert kinds == ["validation", "bench", "memory", "roofline", "findings"]
 
 
-OTHER_SCRIPTS = ("equal-loss", "muon-reach", "loss-gap", "bf16-at-the-end", "gradient-bias")
+OTHER_SCRIPTS = ("equal-loss", "muon-reach", "loss-gap", "bf16-at-the-end")
 """Results of scripts that train: no benchmarks."""
 BENCHMARKS = [
     path

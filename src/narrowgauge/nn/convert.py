@@ -15,7 +15,7 @@ unconverted one. Conversion looks for, in this order:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -254,13 +254,11 @@ def convert_layers(
                 cast(Any, module).weight, site=site, scales=scales, lean=is_lean(recipe), path=path,
                 stored_scale=get_stored_scale(module),
             )  # fmt: skip
-            weight = replace(weight, corrected=recipe.head == "corrected")
             apply_change(module, LazyHead(weight, by_path[path].choice))
     if "lm_head" in by_path and by_path["lm_head"].part_of == "head":
         end, whole = by_path["lm_head"], cast(Any, model)
         site = scales.sites.get("lm_head.weight") if scales is not None else None
         weight = WeightCastPlan.of(whole.lm_head.weight, site=site, scales=scales, lean=is_lean(recipe), path="lm_head")
-        weight = replace(weight, corrected=recipe.head == "corrected")
         norm = NormSpec("norm", get_norm_kind(whole.norm) or "layer", whole.norm.eps)
         apply_change(model, FusedHead(weight, end.choice, norm))
         chained = hasattr(model, "trunk") and not has_own_method(model, "trunk")

@@ -10,9 +10,9 @@ HEAD_OUTPUTS = 8192
 """A linear layer with at least so many outputs, and four times as many outputs as inputs, computes logits."""
 
 
-def find_heads(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the linear layers that compute logits: the model says so, the weight is an embedding's, or it is that
-    wide and no part of a list of modules, such as blocks."""
+def find_heads(model: nn.Module, by_width: bool = True) -> dict[str, nn.Module]:
+    """Return the linear layers that compute logits: the model says so, the weight is an embedding's, or, ``by_width``,
+    it is that wide and no part of a list of modules, such as blocks."""
     stated = getattr(model, "get_output_embeddings", None)
     embeddings = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
     listed = {
@@ -23,7 +23,8 @@ def find_heads(model: nn.Module) -> dict[str, nn.Module]:
         if not isinstance(module, nn.Linear) or not is_linear(module):
             continue
         wide = module.out_features >= max(HEAD_OUTPUTS, 4 * module.in_features) and id(module) not in listed
-        chosen = stated() is module if stated is not None else id(module.weight) in embeddings or wide
+        guessed = id(module.weight) in embeddings or (by_width and wide)
+        chosen = stated() is module if stated is not None else guessed
         if chosen:
             found[path] = module
     return found

@@ -73,7 +73,7 @@ def survey_layers(
     has_head = all(hasattr(model, name) for name in ("finish", "norm", "lm_head")) and _norm_fits(model.norm)
     has_head = has_head and not has_own_method(model, "finish") and not has_own_method(model.norm, "forward")
     modules = dict(model.named_modules())
-    heads = find_heads(model) if lazy or recipe.head != "fp8" else {}
+    heads = find_heads(model, by_width=lazy or recipe.head != "fp8")
     layers = [path for path, module in modules.items() if linear.is_linear(module)]
     layers += [name for name in stacked if name not in layers]  # the last are nn.MultiheadAttention's
     wide = find_wide_forwards(model, layers, recipe.first_forward, stacked)
@@ -89,7 +89,7 @@ def survey_layers(
         kept = explain_kept_fp32(modules, source.path, recipe) or (explain_router() if path in routers else None)
         misfit = next(filter(None, map(linear.explain_misfit, members)), None) if recipe.compute == "fp8" else None
         if part == "head" or path in heads:
-            has_format = has_format or recipe.head != "corrected" or (part != "linear" and misfit is None)
+            has_format = True
         if kept:
             yield Layer(path, shape, "kept", ALL_BF16, kept)
         elif path in adapters:
@@ -107,16 +107,13 @@ def survey_layers(
                 granularity = recipe.granularity if part == "linear" else "tensor"
                 decision = decide(rows, shape[1], outputs, device, part != "linear", granularity)
             if path in wide and decision.choice.output == "fp8":
-                decision = _widen_forward(decision, part != "linear", FIRST_FORWARD)
+                decision = _widen(decision, part != "linear", FIRST_FORWARD, "output")
             if part == "head" or path in heads:
                 decision = _apply_head_format(decision, recipe.head, part != "linear")
             part = "kept" if part == "linear" and decision.choice == ALL_BF16 else part
             yield Layer(path, shape, part, decision.choice, decision.reason, decision)
     if not has_format:
-        fused = " whose loss is computed without logits" if recipe.head == "corrected" else ""
-        raise UsageError(
-            f"recipe: head={recipe.head} found no layer in {type(model).__name__} that computes logits{fused}"
-        )
+        raise UsageError(f"recipe: head={recipe.head} found no layer in {type(model).__name__} that computes logits")
 
 
 def _find_adapted_parameter(modules: Mapping[str, nn.Module], path: str) -> str | None:
@@ -168,16 +165,20 @@ def list_first_blocks(model: nn.Module, first_forward: str) -> list[str]:
 
 
 def _apply_head_format(decision: Decision, head: str, fused: bool) -> Decision:
-    """Return the decision for a layer that computes logits, as the recipe's field says."""
+    """Return the decision for a layer that computes logits, as the recipe's field says.
+
+    Gradients of logits are in FP8 only where the loss computes them: there they are right on average.
+    """
     if head == "bf16":
         return Decision(ALL_BF16, "the recipe sets BF16 for the head")
-    wide = head == "forward-bf16" and decision.choice.output == "fp8"
-    return _widen_forward(decision, fused, "the recipe sets BF16 for the head's forward") if wide else decision
+    if fused or "fp8" not in (decision.choice.grad_input, decision.choice.grad_weight):
+        return decision
+    return _widen(decision, fused, "gradients of logits are in BF16 outside of the loss", "grad_input", "grad_weight")
 
 
-def _widen_forward(decision: Decision, fused: bool, reason: str) -> Decision:
-    """Return a decision with the forward product in BF16."""
-    choice = decision.choice._replace(output="bf16")
+def _widen(decision: Decision, fused: bool, reason: str, *products: str) -> Decision:
+    """Return a decision with these products in BF16."""
+    choice = decision.choice._replace(**dict.fromkeys(products, "bf16"))
     chosen_ms = decision.chosen_ms if decision.costs is None else decision.costs.of(choice, fused)
     return replace(decision, choice=choice, reason=reason, chosen_ms=chosen_ms)
 

@@ -42,8 +42,6 @@ class WeightCastPlan:
     """The layer's path in the model, for listeners."""
     stored_scale: Tensor | None = None
     """What weights that are stored as bytes of FP8 are multiplied by; None for weights in other formats."""
-    corrected: bool = False
-    """Whether an output is corrected by the mean of what rounding the weight to FP8 changes."""
 
     @staticmethod
     def of(

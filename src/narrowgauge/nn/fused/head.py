@@ -43,7 +43,6 @@ from narrowgauge.kernels.cross_entropy import (
 )
 from narrowgauge.kernels.fp8_formats import FP8_MAX
 from narrowgauge.nn.fused.casts import get_wide_dtype
-from narrowgauge.nn.fused.head_correction import compute_correction
 from narrowgauge.nn.fused.head_input import InputReader, cut, pad_rows
 from narrowgauge.nn.fused.rehearse import rehearse
 from narrowgauge.nn.products.gemm import (
@@ -213,9 +212,6 @@ class _HeadCall:
         bound = self.weight.use(weight, record=any(needs), backward=need_input)
         missing = 0 if "fp8" in self.precision else -len(weight) % PADDED
         use = PaddedWeight(bound, missing) if missing else bound
-        if self.weight.corrected and self.precision.output == "fp8":
-            correction = compute_correction(x, weight, bound.fp8())
-            added = correction if added is None else added + correction
         if added is not None and missing:
             added = F.pad(added, (0, missing))
         group_rows = self.chunk_rows
