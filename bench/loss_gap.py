@@ -138,7 +138,10 @@ class Gaps(Stretch):
 
     def compare(self) -> None:
         names = dict.fromkeys(run["recipe"] for run in self.data["runs"] if run["steps"] == self.steps)
-        first, last = round(LATE * self.steps / EACH), self.args.stop and -(-self.args.stop // EACH)
+        first, last = round(LATE * self.steps / EACH), None
+        if self.args.stop:
+            last = -(-self.args.stop // EACH)
+            first = min(first, last - 1)  # one step at least
         for name in names:
             final, late = [], []
             for seed in range(100):

@@ -207,14 +207,14 @@ def dither(values: Tensor, dtype: torch.dtype, first_row: int = 0) -> Tensor:
     Values below the smallest normal number get an offset of up to half a step and are not rounded yet. Zeros, powers of
     two and what else the format has exactly do not change.
     """
-    values = values.float()
+    values = values.float().contiguous()
     rows, columns = (torch.arange(size, device=values.device) for size in values.shape)
     high = ((first_row + rows) * LATTICE[0] & 0xFFFFFFFF) >> 9
     wide = (columns * LATTICE[1] & 0xFFFFFFFF) >> 9
     places = ((high[:, None] + wide[None, :]) & 0x7FFFFF).int()
     info, step = torch.finfo(dtype), 2 * FLUSH_THRESHOLD[dtype]
     cut = 23 + round(math.log2(info.eps))
-    normal = (values.contiguous().view(torch.int32) + (places >> (23 - cut)) & -1 << cut).view(torch.float32)
+    normal = ((values.view(torch.int32) + (places >> (23 - cut))) & (-1 << cut)).view(torch.float32)
     small = values + (places.float() * 2.0**-23 - 0.5) * step
     return torch.where(values.isnan(), values, torch.where(values.abs() < info.smallest_normal, small, normal))
 
