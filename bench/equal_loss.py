@@ -4,10 +4,11 @@ usage: python bench/equal_loss.py FILE.json SECONDS --data FOLDER [--task gpt2-1
                                   [--recipes bf16,fp8] [--shorter 3] [--margin 0.0025] [--device cpu]
 
 Trains each recipe with each seed, through the decay of the learning rate; the first recipe is the reference. SHORTER
-seeds of it are also trained for 60% of the steps. Every finished run is written to FILE.json at once. A run that would
-not end within SECONDS is not started, but a shorter one may be: the same command continues in the next stretch, on
-another machine too if it has the same GPU and the same data. When no run is missing, step times are measured in turns
-with PyTorch alone, and the verdict and the speed at equal loss of each recipe are printed and written.
+seeds of it are also trained for 60% of the steps. Every finished run is written to FILE.json at once. Runs are chosen
+so that together they fill SECONDS, and none is started that would not end within them: the same command continues in
+the next stretch, on another machine too if it has the same GPU and the same data. When no run is missing, step times
+are measured in turns with PyTorch alone, and the verdict and the speed at equal loss of each recipe are printed and
+written.
 
 FOLDER has train.bin and eval.bin (bench/corpus/read_corpus.py). TOKENS is rounded to whole steps of the task.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+import itertools
 import json
 import sys
 import tempfile
@@ -33,8 +35,10 @@ from narrowgauge.validate.statistics.equal_loss import SHARE, compare_at_equal_l
 from narrowgauge.validate.statistics.verdict import judge
 from narrowgauge.validate.step_times import PLAIN, measure_step_times
 
-LATER = 1.1
-"""A run may take this many times as long as the last one of its kind."""
+LATER = 1.06
+"""A run may take this many times as long as the fastest one of its recipe."""
+NEXT = 12
+"""So many of the missing runs are looked at when a stretch is filled."""
 EACH = 50
 """Steps between two points of a curve in the file."""
 SAY_SECONDS = 20.0
@@ -86,16 +90,29 @@ class Stretch:
         return next((run for run in self.data["runs"] if wanted.items() <= run.items()), None)
 
     def estimate(self, recipe: str, steps: int) -> float:
-        """Seconds of a run, from the slowest of its recipe, else of any, by its number of steps; 0 before the first."""
+        """Seconds of a run, by its number of steps: from runs of its recipe, else of any; 0 before the first."""
         runs = self.data["runs"]
-        own = [run for run in runs if run["recipe"] == recipe] or runs
-        return max((run["seconds"] / run["steps"] for run in own), default=0.0) * steps
+        own = [run["seconds"] / run["steps"] for run in runs if run["recipe"] == recipe]
+        any_recipe = [run["seconds"] / run["steps"] for run in runs]
+        return steps * LATER * (min(own) if own else max(any_recipe, default=0.0))
+
+    def choose(self, missing: list[tuple[str, int, int]], seconds: float) -> list[tuple[str, int, int]]:
+        """Return which of the next runs fill the seconds best, earlier ones where several do; none if no run fits."""
+        missing = missing[:NEXT]
+        times = {run: self.estimate(run[0], run[2]) for run in missing}
+        fitting: list[tuple[str, int, int]] = []
+        for count in range(1, len(missing) + 1):
+            for runs in itertools.combinations(missing, count):
+                total = sum(times[run] for run in runs)
+                if total < seconds and (not fitting or total > sum(times[run] for run in fitting)):
+                    fitting = list(runs)
+        return fitting
 
     def train(self, wanted: list[tuple[str, int, int]]) -> bool:
-        """Train what is missing and fits, a later run if the next one does not. Returns whether nothing is missing."""
+        """Train what is missing and fits. Returns whether nothing is missing."""
         while missing := [run for run in wanted if self.find(*run) is None]:
             left = self.get_seconds_left()
-            fitting = [run for run in missing if self.estimate(run[0], run[2]) * LATER < left]
+            fitting = self.choose(missing, left)
             if not fitting:
                 names = ", ".join(f"{recipe} seed {seed} ({steps} steps)" for recipe, seed, steps in missing)
                 print(f"{left:.0f} s are left, too few for the next run; missing: {names}")

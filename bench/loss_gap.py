@@ -112,7 +112,7 @@ class Gaps(Stretch):
                 if self.find(name, seed, self.steps) is not None:
                     continue
                 left = self.get_seconds_left()
-                if self.estimate(text, stop or self.steps) * 1.1 > left:
+                if self.estimate(text, stop or self.steps) > left:
                     print(f"{left:.0f} s are left, too few for {name} with seed {seed}")
                     return
                 self.train_one(name, text, seed)
