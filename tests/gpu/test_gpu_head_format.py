@@ -20,7 +20,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*defaults to a non-deterministi
 
 
 def test_gradients_of_the_weight_add_up_to_zero() -> None:
-    """Their sum over tokens is zero. What the rounding of logits' gradients adds must not have a direction."""
+    """Their sum over tokens is zero. What the rounding of logits' gradients adds must not have a direction.
+
+    Errors that are independent add up to about the norm of all of them, those of rounding to the nearest to 4 times it.
+    """
     torch.manual_seed(0)
     rows, vocab, width = 16384, 4096, 256
     x = (torch.randn(1, width) + 0.02 * torch.randn(rows, width)).bfloat16().to(DEVICE)
@@ -33,7 +36,7 @@ def test_gradients_of_the_weight_add_up_to_zero() -> None:
         found.append(own.grad.double())
     error = found[1] - found[0]
     assert error.norm() < 0.3 * found[0].norm()
-    assert error.sum(0).norm() < 0.3 * error.norm()
+    assert error.sum(0).norm() < 2 * error.norm()
 
 
 @pytest.mark.parametrize("build", [gpt, llama, tied])
