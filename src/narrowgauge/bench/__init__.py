@@ -15,6 +15,7 @@ from narrowgauge.bench.compare import (
     measure,
     measure_recipe,
     raise_released,
+    settle,
     time_round,
 )
 
@@ -31,5 +32,6 @@ __all__ = [
     "measure",
     "measure_recipe",
     "raise_released",
+    "settle",
     "time_round",
 ]

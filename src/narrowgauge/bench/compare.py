@@ -207,6 +207,8 @@ def measure_recipe(
     for name, baseline in {str(recipe): None, **baselines}.items():
         tell(f"{name}: building and warming up")
         entries.append(build_entry(name, task, recipe, baseline, batches, device, settings))
+    for entry in entries:
+        settle(entry, batches, device, settings.steps)
     begin = 0
     for end in plan_analyses(settings.rounds) if enough else (settings.rounds,):
         for index in range(begin, end):
@@ -324,6 +326,12 @@ def time_round(entry: Entry, batches: list[Any], round_index: int, device: Devic
     end.record()
     torch.cuda.synchronize()
     return float(begin.elapsed_time(end)) / steps
+
+
+def settle(entry: Entry, batches: list[Any], device: Device, steps: int) -> None:
+    """Run steps before the first round: building the next entry emptied the allocator's cache of GPU memory."""
+    if device.kind == "cuda":
+        time_round(entry, batches, 0, device, steps)
 
 
 def make_rows(task: Task, finished: Sequence[Entry], device: Device) -> list[Row]:

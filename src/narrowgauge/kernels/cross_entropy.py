@@ -24,9 +24,9 @@ network starts here. E4M3 rounds half as coarsely but would flush most of the vo
 So d is stored in E4M3 and dithered: each number is rounded up or down by an offset of its place. The offsets are spread
 evenly over rows and columns (a lattice, Roberts' R2), so that entries of every size are right on average in any sum.
 This matters because d cancels: rows add up to zero, and so do, nearly, the entries of a token in equal contexts, once
-the model's probabilities are right. Rounding to the nearest leaves errors of one sign there, and training goes astray
-(docs/fp8.md). ``python bench/logit_gradients.py``: V = 50,304, 4,096 rows, SQNR in dB, and the mean of rows' sums, in
-% of the sum of |d|, with its standard error.
+the model's probabilities are right. Rounding to the nearest leaves errors of one sign there. ``python
+bench/logit_gradients.py``: V = 50,304, 4,096 rows, SQNR in dB, and the mean of rows' sums, in % of the sum of |d|, with
+its standard error.
 
                              loss 10.8                   loss 7.2                    loss 3.0
                              input  weight  sum          input  weight  sum          input  weight  sum

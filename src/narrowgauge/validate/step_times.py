@@ -37,6 +37,8 @@ def measure_step_times(
     tell(f"  {PLAIN}: preparing the measurement of its step time")
     (baseline,) = make_baselines("torch", recipe).values()
     entries[PLAIN] = bench.build_entry(PLAIN, tasks[first], recipe, baseline, batches, device, settings), batches
+    for entry, batches in entries.values():
+        bench.settle(entry, batches, device, settings.steps)
     times: dict[str, list[float]] = {name: [] for name in entries}
     for index in range(ROUNDS):
         for name, (entry, batches) in entries.items():
