@@ -12,7 +12,10 @@
 #   muon-gaps    Muon in narrow formats against FP32, four seeds                                          about 370 s
 #   muon-reach   steps that Muon needs for AdamW's loss, 124M; on CORPUS if it is given                   about 450 s
 #   muon-124m    Muon in narrow formats against FP32, 124M on CORPUS, four seeds                          about 450 s
+#   sums         errors of sums in the tensor cores                                                        about 20 s
+#   gradient-bias   errors of FP8 gradients that all batches share, 124M on CORPUS                        about 200 s
 #   equal-loss:SECONDS   FP8 at equal loss, 124M on CORPUS: continues bench/results' file              1,800 s in all
+#                with RECIPES=bf16,fp8,... also other recipes                                   700 s for five seeds
 #   loss-gap:SECONDS   where FP8 loses, 124M on CORPUS, beside the runs of equal-loss                     150 s a run
 #   tests        tests/gpu, in 14 processes                                                               about 280 s
 #   tests:WORDS  those that pytest -k WORDS selects; the whole output is in OUT/tests.log
@@ -67,7 +70,7 @@ steps() { # SECONDS TASK ROUNDS STEPS MORE...
   part "$1" bench/fp8_steps.py "${@:2}"
 }
 
-[ $# -gt 0 ] || { sed -n '2,24s/^# \{0,1\}//p' "$0" && exit 2; }
+[ $# -gt 0 ] || { sed -n '2,27s/^# \{0,1\}//p' "$0" && exit 2; }
 for name in "$@"; do
   case $name in
     fp8-large) steps 200 gpt:8x4096 3 4 fp8-only tensorwise && steps 300 gpt-1.3b 2 4 fp8-only tensorwise ;;
@@ -96,7 +99,14 @@ for name in "$@"; do
     equal-loss:*)
       need_corpus "$name"
       continue_file h200-equal-loss-gpt2-124m.json
-      part 590 bench/equal_loss.py "$OUT/$file" "${name#*:}" "${tokens[@]}"
+      part 590 bench/equal_loss.py "$OUT/$file" "${name#*:}" --shorter 2 --recipes "${RECIPES:-bf16,fp8}" "${tokens[@]}"
+      ;;
+    sums) part 60 bench/fast_sums.py accuracy ;;
+    gradient-bias)
+      need_corpus "$name"
+      part 400 bench/gradient_bias.py fp8 "fp8[gradients_format=auto]" "fp8 with *:output" \
+        "fp8 with *:grad_input+grad_weight" "fp8[head=bf16]" "fp8 with lm_head:output" "fp8 with blocks.[0-3].*:output" \
+        "fp8 with blocks.*.up:output, blocks.*.down:output" "${tokens[@]}"
       ;;
     loss-gap:*)
       need_corpus "$name"
