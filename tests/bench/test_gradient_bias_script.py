@@ -1,4 +1,4 @@
-"""bench/gradient_bias.py: errors of gradients that batches share are told from noise."""
+"""bench/gradient_bias.py: errors of gradients that batches share differ from noise."""
 
 from __future__ import annotations
 
