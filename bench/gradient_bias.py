@@ -1,12 +1,13 @@
 """The error of gradients that all batches share: what rounding adds to training besides noise.
 
 usage: python bench/gradient_bias.py RUN... [--task gpt2-124m] [--data FOLDER] [--steps 700] [--batches 64]
-                                     [--device cpu]          (JSON to $OUT/gradient-bias.json where OUT is set)
+                                     [--reference bf16] [--vocab N] [--batch N] [--context N] [--device cpu]
+(JSON to $OUT/gradient-bias.json where OUT is set)
 
-Trains in bf16 for STEPS steps, at the task's learning rate after a warm-up. Then computes the gradients of BATCHES
-other batches with these weights in bf16 and in each RUN: a recipe, or one of bench/loss_gap.py with products in BF16.
-Their FP8 scales have seen a few batches before. With D the difference of a batch's gradients and G its gradient in
-bf16, both averaged over half of the batches, a and b:
+Trains the reference for STEPS steps, at the task's learning rate after a warm-up. Then computes the gradients of
+BATCHES other batches with these weights in the reference and in each RUN: a recipe, or one of bench/loss_gap.py with
+products in BF16. Their FP8 scales have seen a few batches before. With D the difference of a batch's gradients and G
+its gradient in the reference, both averaged over half of the batches, a and b:
 
     shared    sqrt(Da Db / Ga Gb): the part of D that is the same in all batches, relative to what they agree on.
               Products of two halves, because noise that differs by batch is not in them
@@ -38,7 +39,6 @@ from loss_gap import changed_formats, parse_run
 
 from narrowgauge import Engine, UsageError, hardware, tasks
 
-REFERENCE = "bf16"
 WARM = 4
 """Batches before gradients are compared, from which scales are taken."""
 COLUMNS = ("shared", "along", "batch", "agreed")
@@ -50,7 +50,8 @@ class Comparison:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.device = args, hardware.detect(args.device).torch_device
-        self.task = tasks.find(args.task, seed=0, **({"data": args.data} if args.data else {}))
+        given = {name: getattr(args, name) for name in ("data", "vocab", "batch", "context")}
+        self.task = tasks.find(args.task, seed=0, **{name: value for name, value in given.items() if value is not None})
         self.weights: dict[str, Tensor] = {}
 
     def read_batches(self, first: int, count: int) -> Iterator[Any]:
@@ -76,7 +77,7 @@ class Comparison:
 
     def train(self) -> None:
         """Set the weights to those after some steps."""
-        engine = self.build(REFERENCE, self.task.learning_rate)
+        engine = self.build(self.args.reference, self.task.learning_rate)
         (group,) = engine.optimizers[0].param_groups
         for step, batch in enumerate(self.read_batches(0, self.args.steps)):
             group["lr"] = self.task.learning_rate * min(1.0, (step + 1) / 100)
@@ -134,31 +135,48 @@ def compare(
     return errors
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def print_errors(name: str, errors: dict[str, dict[str, float]]) -> None:
+    print(f"{name:50} " + " ".join(f"{column:>8}" for column in COLUMNS))
+    for group, error in errors.items():
+        print(f"  {group:48} " + " ".join(f"{error[column]:8.2%}" for column in COLUMNS), flush=True)
+
+
+def make_parser(text: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("runs", nargs="+", metavar="RUN")
     add("--task", default="gpt2-124m")
     add("--data")
     add("--steps", type=int, default=700)
     add("--batches", type=int, default=64)
+    add("--reference", default="bf16")
+    for name in ("--vocab", "--batch", "--context"):
+        add(name, type=int)
     add("--device")
+    return parser
+
+
+def check(args: argparse.Namespace) -> None:
+    if args.batches < 2 or args.batches % 2 or args.steps < 1:
+        raise UsageError("give an even number of batches, and a step or more")
+    parse_run(args.reference)
+
+
+def main() -> int:
+    parser = make_parser(__doc__)
+    parser.add_argument("runs", nargs="+", metavar="RUN")
     args = parser.parse_args()
     results: dict[str, Any] = {"task": args.task, "steps": args.steps, "batches": args.batches, "runs": {}}
     try:
-        if args.batches < 2 or args.batches % 2 or args.steps < 1:
-            raise UsageError("give an even number of batches, and a step or more")
+        check(args)
         for text in args.runs:
             parse_run(text)
         comparison = Comparison(args)
         comparison.train()
-        wanted = comparison.collect(REFERENCE)
+        wanted = comparison.collect(args.reference)
         for text in args.runs:
             errors = compare(comparison.collect(text), wanted, args.batches // 2)
             results["runs"][text] = errors
-            print(f"{text:50} " + " ".join(f"{name:>8}" for name in COLUMNS))
-            for group, error in errors.items():
-                print(f"  {group:48} " + " ".join(f"{error[name]:8.2%}" for name in COLUMNS), flush=True)
+            print_errors(text, errors)
             if os.environ.get("OUT"):
                 Path(os.environ["OUT"], "gradient-bias.json").write_text(json.dumps(results, indent=1))
     except (UsageError, OSError, ValueError) as error:

@@ -13,7 +13,7 @@
 #   muon-reach   steps that Muon needs for AdamW's loss, 124M; on CORPUS if it is given                   about 450 s
 #   muon-124m    Muon in narrow formats against FP32, 124M on CORPUS, four seeds                          about 450 s
 #   sums         errors of sums in the tensor cores                                                        about 20 s
-#   gradient-bias   errors of FP8 gradients that all batches share, 124M on CORPUS                        about 200 s
+#   gradient-bias   errors of FP8 gradients that all batches share, and emulated, 124M on CORPUS           about 400 s
 #   equal-loss:SECONDS   FP8 at equal loss, 124M on CORPUS: continues bench/results' file              1,800 s in all
 #                with RECIPES=bf16,fp8,... also other recipes                                   700 s for five seeds
 #   loss-gap:SECONDS   where FP8 loses, 124M on CORPUS, beside the runs of equal-loss                     150 s a run
@@ -107,6 +107,7 @@ for name in "$@"; do
       part 400 bench/gradient_bias.py fp8 "fp8[gradients_format=auto]" "fp8 with *:output" \
         "fp8 with *:grad_input+grad_weight" "fp8[head=bf16]" "fp8 with lm_head:output" "fp8 with blocks.[0-3].*:output" \
         "fp8 with blocks.*.up:output, blocks.*.down:output" "${tokens[@]}"
+      part 190 bench/rounding_bias.py --batches 32 "${tokens[@]}"
       ;;
     loss-gap:*)
       need_corpus "$name"
