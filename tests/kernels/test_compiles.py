@@ -275,12 +275,12 @@ elif kind == "embedding":
 elif kind == "rotary":
     weights = {"q_weight": "*fp32", "k_weight": "*fp32", "partial_ptr": "*fp32", "cos_ptr": "*fp32", "sin_ptr": "*fp32"}
     sizes = dict(H=4, K=2, S=64, HEADS=8)
-    for none, turned in ((("q_weight", "k_weight", "rstd_ptr"), dict(R=64, HALF=32, REST=1, ALL=False)),
-                         ((), dict(R=32, HALF=16, REST=32, ALL=False)),
-                         ((), dict(R=64, HALF=32, REST=1, ALL=True))):
-        compiled(rotary._forward_kernel, 4, none, weights, **sizes, **turned, IN_PLACE=bool(none))
+    for none, turned in ((("q_weight", "k_weight", "rstd_ptr"), dict(R=64, HALF=32, REST=1, ALL=False, PAIRS=False)),
+                         ((), dict(R=32, HALF=16, REST=32, ALL=False, PAIRS=True)),
+                         ((), dict(R=64, HALF=32, REST=1, ALL=True, PAIRS=False))):
+        compiled(rotary.forward_kernel, 4, none, weights, **sizes, **turned, IN_PLACE=bool(none))
         without = (*none, "partial_ptr") if none else ()
-        compiled(rotary._backward_kernel, 4, without, weights, **sizes, **turned)
+        compiled(rotary.backward_kernel, 4, without, weights, **sizes, **turned)
     sums = {"x_ptr": "*fp8e5", "out_ptr": "*fp32"}
     compiled(sum_rows._sum_kernel, 4, (), sums, D=768, SHARES=64, ROWS=64, COLUMNS=128)
 elif kind == "stats":

@@ -6,15 +6,16 @@ import torch
 from narrowgauge.kernels import rotary
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Queries, keys, head size, rotated columns, norms (of each head, or over all): grouped, one key head, a part rotated,
-# no powers of two.
+# Queries, keys, head size, rotated columns, norms (of each head, or over all), pairs: grouped, one key head, a part
+# rotated, no powers of two.
 LAYOUTS = [
     (4, 2, 16, 16, ""), (3, 1, 24, 8, "heads"), (2, 2, 16, 16, "heads"), (5, 5, 12, 12, ""),
     (4, 2, 16, 16, "all"), (3, 1, 24, 8, "all"), (5, 5, 12, 12, "all"),
+    (4, 2, 16, 16, "", True), (3, 1, 24, 8, "heads", True), (5, 5, 12, 12, "all", True),
 ]  # fmt: skip
 
 
-def make(queries, keys, size, turned, norms, dtype=torch.float32, batch=2, length=5):
+def make(queries, keys, size, turned, norms, pairs=False, dtype=torch.float32, batch=2, length=5):
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape):
@@ -22,16 +23,17 @@ def make(queries, keys, size, turned, norms, dtype=torch.float32, batch=2, lengt
 
     qkv = draw(batch, length, (queries + 2 * keys) * size)
     turns = torch.rand(length, turned // 2, generator=generator).double() * 6
-    turns = torch.cat([turns, turns], -1)[None].to(DEVICE)
+    turns = turns.repeat_interleave(2, -1) if pairs else torch.cat([turns, turns], -1)
+    turns = turns[None].to(DEVICE)
     widths = (size, size) if norms == "heads" else (queries * size, keys * size)
     weights = tuple(1 + draw(width) / 4 for width in widths) if norms else (None, None)
     angles = (turns.cos().to(dtype if dtype is torch.float64 else torch.float32), turns.sin())
     grads = draw(batch, length, queries, size).transpose(1, 2), draw(batch, keys, length, size)
-    return qkv, angles[0], angles[1].to(angles[0].dtype), rotary.Heads(queries, keys, size), weights, grads
+    return qkv, angles[0], angles[1].to(angles[0].dtype), rotary.Heads(queries, keys, size, pairs), weights, grads
 
 
 def rotate_plainly(qkv, cos, sin, heads, weights, eps):
-    """Compute the formula of the models: norm, then x cos + [-right, left] sin."""
+    """Compute the formulas of the models: norm, then x cos + [-right, left] sin, or a product of complex numbers."""
     batch, length, _ = qkv.shape
     rotated = []
     start = 0
@@ -44,6 +46,11 @@ def rotate_plainly(qkv, cos, sin, heads, weights, eps):
         elif weight is not None:
             x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
         part, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+        if heads.pairs:  # each pair is a complex number, and its rotation a product
+            turn = torch.complex(cos, sin)[:, None, :, ::2]
+            product = torch.view_as_complex(part.unflatten(-1, (-1, 2)).contiguous()) * turn
+            rotated.append(torch.cat([torch.view_as_real(product).flatten(-2), rest], -1))
+            continue
         left, right = part.chunk(2, -1)
         rotated.append(torch.cat([part * cos[:, None] + torch.cat([-right, left], -1) * sin[:, None], rest], -1))
     return rotated
@@ -87,9 +94,10 @@ def test_the_kernel_matches_the_reference(layout, dtype):
         assert found[1].untyped_storage().data_ptr() != found[2].untyped_storage().data_ptr()  # results of an op
 
 
-def test_angles_of_each_row_of_a_batch():
+@pytest.mark.parametrize("pairs", [False, True])
+def test_angles_of_each_row_of_a_batch(pairs):
     """Packed or padded batches have positions of their own."""
-    qkv, cos, sin, heads, _, grads = make(2, 1, 16, 16, "")
+    qkv, cos, sin, heads, _, grads = make(2, 1, 16, 16, "", pairs)
     cos, sin = (torch.cat([angle, angle.flip(1)]) for angle in (cos, sin))
     out, _ = rotary.rotate(qkv, cos, sin, heads)
     for row in range(2):
@@ -104,3 +112,12 @@ def test_a_slice_of_a_wider_row_is_read_by_its_stride():
     qkv, cos, sin, heads, *_ = make(2, 1, 16, 16, "")
     wide = torch.cat([qkv, torch.full_like(qkv, torch.nan)], -1)[..., : qkv.shape[-1]]
     assert torch.equal(rotary.rotate(wide, cos, sin, heads)[0], rotary.rotate(qkv, cos, sin, heads)[0])
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_in_place(pairs):
+    qkv, cos, sin, heads, *_ = make(3, 1, 24, 8, "", pairs)
+    wanted, _ = rotary.rotate(qkv, cos, sin, heads)
+    values = qkv[..., 4 * 24 :].clone()
+    made, _ = rotary.rotate(qkv, cos, sin, heads, in_place=True)
+    assert made is qkv and torch.equal(qkv[..., : 4 * 24], wanted) and torch.equal(qkv[..., 4 * 24 :], values)

@@ -260,7 +260,7 @@ def test_changes_inside_cross_attention_are_respected(change: str, calls: list[b
             attention.dropout = 0.5
         torch.manual_seed(4)
         outputs.append(get_output(one(x, **others)))
-    assert calls == ([True] if change == "dropout" else [])  # which the model's own code reads
+    assert not calls  # an engine would verify the block again with another dropout
     torch.testing.assert_close(outputs[1], outputs[0])
 
 

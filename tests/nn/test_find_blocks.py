@@ -23,7 +23,7 @@ EXPECTED = {
     "llama": ("pre", "rotary"), "llama-bias": ("pre", "rotary"), "mistral": ("pre", "rotary"),
     "qwen2": ("pre", "rotary"), "qwen3": ("pre", "rotary"), "gemma2": ("pre", "own"), "gemma3": ("pre", "own"),
     "phi3": ("pre", "rotary"), "phi": ("parallel", "rotary"), "starcoder2": ("pre", "rotary"),
-    "cohere": ("parallel", "own"), "gpt2": ("pre", "plain"), "gpt-neox": ("parallel", "own"),
+    "cohere": ("parallel", "rotary"), "gpt2": ("pre", "plain"), "gpt-neox": ("parallel", "own"),
     "bert": ("post", "plain"), "roberta": ("post", "plain"), "distilbert": ("post", "plain"), "nano": ("pre", "plain"),
     "vit": ("pre", "plain"), "clip": ("pre", "plain"), "siglip": ("pre", "plain"),
     "olmo2": ("pre", "rotary"), "gpt-j": ("parallel", "own"), "bloom": ("pre", "own"), "opt": ("pre", "plain"),

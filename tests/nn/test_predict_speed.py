@@ -12,7 +12,7 @@ from narrowgauge import hardware, tasks
 from narrowgauge.errors import SlowRecipeWarning
 from narrowgauge.forecast.trace.fake_gpu import describe_device
 from narrowgauge.hardware import find_gpu
-from narrowgauge.nn import convert as conversions
+from narrowgauge.nn import fusable_blocks
 from narrowgauge.nn import predict_speed as prediction
 from narrowgauge.nn.convert import convert, plan_conversion
 from narrowgauge.nn.matrix_inventory import Matrix
@@ -140,7 +140,7 @@ def stack(width, depth=2, outputs=None):
 
 
 def test_models_whose_blocks_are_fused_hear_nothing(monkeypatch):
-    monkeypatch.setattr(conversions, "find_difference", lambda *_: None)  # tested elsewhere, and slow
+    monkeypatch.setattr(fusable_blocks, "find_difference", lambda *_: None)  # tested elsewhere, and slow
     monkeypatch.setattr("narrowgauge.nn.blocks.find._known", {})
     with torch.device("meta"):
         model = tasks.find("gpt:2x2048").model()
@@ -227,7 +227,7 @@ def test_experts_in_bf16(model, measured):
 def test_models_with_experts_hear_nothing(monkeypatch):
     """The number of experts was once taken for outputs: casts to FP8 seemed to take longer than products."""
     transformers = pytest.importorskip("transformers", minversion="5.0")
-    monkeypatch.setattr(conversions, "find_difference", lambda *_: None)
+    monkeypatch.setattr(fusable_blocks, "find_difference", lambda *_: None)
     monkeypatch.setattr("narrowgauge.nn.blocks.find._known", {})
     config = transformers.OlmoeConfig(num_hidden_layers=1, num_experts=16, intermediate_size=1024, use_cache=False)
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Calls of fused blocks with arguments that were not verified run as written, with one warning."""
+"""Calls of fused blocks that no fused form knows run as written, with one warning, and are in the conversion report."""
 
 from __future__ import annotations
 
@@ -115,3 +115,57 @@ def test_a_copy_tells_again() -> None:
         step(model, engine, torch.randn(2, 12, WIDTH), pos=torch.randn(2, 12, WIDTH))
     with pytest.warns(ng.errors.SlowRecipeWarning):
         twin(torch.randn(2, 12, WIDTH), pos=torch.randn(2, 12, WIDTH))
+
+
+def as_rows(model: nn.Module, engine: Engine, x: Tensor) -> float:
+    """A step on tokens without a batch, as models with packed sequences have them."""
+    with engine.forward():
+        loss = sum((block(x) for block in model.blocks), torch.zeros(())).float().square().mean()  # type: ignore[union-attr]
+    engine.backward(loss)
+    assert engine.step().applied
+    return loss.item()
+
+
+class Unbatched(Positioned):
+    def forward(self, x: Tensor, pos: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return super().forward(x if x.dim() == 3 else x[None], pos).view(x.shape)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8[products=all]"])
+@pytest.mark.parametrize("why", ["rows", "hook", "part", "argument"])
+def test_the_report_says_which_blocks_ran_as_written(recipe: str, why: str, calls: list[str]) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    model.blocks = nn.ModuleList(Unbatched() for _ in range(3))
+    engine = Engine(model, torch.optim.AdamW(model.parameters()), recipe, fused=True)
+    x = torch.randn(2, 12, WIDTH)
+    step(model, engine, x)
+    before = str(engine.conversion), engine.conversion.summary()
+    assert "ran as written" not in before[0] + before[1] and "3 blocks fused" in before[1]
+    calls.clear()
+    last: nn.Module = model.blocks[2]
+    handle = last.c_fc.register_forward_hook(lambda *_: None) if why == "hook" else None  # type: ignore[union-attr]
+    part = last.c_fc
+    if why == "part":
+        last.c_fc = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+    expected = {
+        "rows": "their hidden state has 2 dimensions", "hook": "replaced, hooked", "part": "replaced, hooked",
+        "argument": "called with pos",
+    }  # fmt: skip
+    with pytest.warns(ng.errors.SlowRecipeWarning, match=expected[why]) as caught:
+        for _ in range(2):
+            if why == "rows":
+                as_rows(model, engine, x[0])
+            else:
+                step(model, engine, x, **({"pos": torch.randn(2, 12, WIDTH)} if why == "argument" else {}))
+    assert len(caught) == 1
+    count = 1 if why in ("hook", "part") else 3
+    assert len(calls) == 2 * (3 - count)
+    assert f"3 blocks fused ({count} ran as written)" in engine.conversion.summary()
+    line = str(engine.conversion).splitlines()[-1]
+    assert line.startswith("ran as written: blocks.") and expected[why] in line
+    if handle is not None:
+        handle.remove()
+    last.c_fc = part
+    step(model, engine, x)
+    assert (str(engine.conversion), engine.conversion.summary()) == before

@@ -26,7 +26,7 @@ def describe_conversion(model: nn.Module, conversion: Conversion) -> dict[str, A
 
     Returns:
         ``summary``: one line about formats; ``fused``: one entry for each kind of block, with its class, form, number
-        and first path; ``unfused``: one line for each reason why repeated modules are not fused.
+        and first path; ``unfused``: one line for each reason why repeated modules are not fused, or ran as written.
     """
     kinds: Counter[tuple[str, str]] = Counter()
     first: dict[tuple[str, str], str] = {}
@@ -40,7 +40,11 @@ def describe_conversion(model: nn.Module, conversion: Conversion) -> dict[str, A
         {"class": name, "form": form, "count": count, "first": first[name, form]}
         for (name, form), count in kinds.items()
     ]
-    return {"summary": conversion.summary(), "fused": fused, "unfused": conversion.explain_unfused()}
+    return {
+        "summary": conversion.summary(),
+        "fused": fused,
+        "unfused": [*conversion.explain_unfused(), *conversion.as_written.explain()],
+    }
 
 
 def describe_form(spec: BlockSpec) -> str:

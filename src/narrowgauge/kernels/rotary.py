@@ -7,6 +7,7 @@ head x, in FP32:
                                                       K S columns, means are over all query or key heads (OLMo 2)
     y = h cos + turned(h) sin                         turned(h) = [-right, left] of the first R columns
                                                       columns from R on are not rotated
+    ``pairs``                                         left and right are columns 0, 2, ... and 1, 3, ..., not halves
     grad_h = [gl cos_l + gr sin_r,  gr cos_r - gl sin_l],  and the norm's backward
 
 Rotated queries and keys are one tensor [N, (H + K) S] in the input's dtype, of which queries and keys are views. Bytes
@@ -15,18 +16,16 @@ per element: 4 forward, 4 backward without norms, 6 with. cos and sin are [1 or 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from narrowgauge import events
-from narrowgauge.kernels import HAVE_TRITON, can_bypass_op, jit, jit_unspecialized, register, use_triton
+from narrowgauge.kernels import can_bypass_op, register, use_triton
 from narrowgauge.kernels.dry_run import is_dry_run
 from narrowgauge.kernels.launch import launch_kernel
-
-if HAVE_TRITON or TYPE_CHECKING:
-    import triton.language as tl
+from narrowgauge.kernels.rotary_kernels import backward_kernel, forward_kernel
 
 PROGRAMS = 1024
 """Programs of a backward with norms: each adds up its rows' gradients of the norm weights before it writes them."""
@@ -38,6 +37,8 @@ class Heads(NamedTuple):
     queries: int
     keys: int
     size: int
+    pairs: bool = False
+    """Whether neighbouring columns are rotated together (GPT-J, Meta's Llama), not columns of two halves (GPT-NeoX)."""
 
 
 def rotate(
@@ -93,8 +94,8 @@ def rotate_backward(
 
 
 def rotate_reference(
-    qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, keys: int, size: int, q_weight: Tensor | None,
-    k_weight: Tensor | None, eps: float,
+    qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, keys: int, size: int, pairs: bool,
+    q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute ``rotate`` in plain torch."""
     batch, length, _ = qkv.shape
@@ -107,14 +108,14 @@ def rotate_reference(
     turned = cos.shape[-1]
     c, s = cos[:, :, None].to(wide), sin[:, :, None].to(wide)
     part = x[..., :turned]
-    left, right = part.chunk(2, -1)
-    y = torch.cat([part * c + torch.cat([-right, left], -1) * s, x[..., turned:]], -1)
+    left, right = _part(part, pairs)
+    y = torch.cat([part * c + _join(-right, left, pairs) * s, x[..., turned:]], -1)
     return y.flatten(2).to(qkv.dtype), rstd.reshape(-1, queries + keys) if rstd.numel() else rstd
 
 
 def rotate_backward_reference(
     grad_q: Tensor, grad_k: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, keys: int, size: int,
-    q_weight: Tensor | None, k_weight: Tensor | None, rstd: Tensor | None,
+    pairs: bool, q_weight: Tensor | None, k_weight: Tensor | None, rstd: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute ``rotate_backward`` in plain torch; a missing gradient is empty."""
     batch, length, _ = qkv.shape
@@ -123,8 +124,8 @@ def rotate_backward_reference(
     turned = cos.shape[-1]
     c, s = cos[:, :, None].to(wide), sin[:, :, None].to(wide)
     part = g[..., :turned]
-    left, right = (part * s).chunk(2, -1)
-    d = torch.cat([part * c + torch.cat([right, -left], -1), g[..., turned:]], -1)
+    left, right = _part(part * s, pairs)
+    d = torch.cat([part * c + _join(right, -left, pairs), g[..., turned:]], -1)
     if q_weight is None or k_weight is None or rstd is None:
         return d.flatten(2).to(qkv.dtype), d.new_empty(0), d.new_empty(0)
     x = qkv[..., : (queries + keys) * size].view(batch, length, queries + keys, size).to(wide)
@@ -135,6 +136,15 @@ def rotate_backward_reference(
     g = d * _stack_weights(q_weight, k_weight, queries, keys, size).to(wide)
     mean = _average(g * h, queries, whole)[..., None]
     return ((g - h * mean) * r).flatten(2).to(qkv.dtype), of_q, of_k
+
+
+def _part(x: Tensor, pairs: bool) -> tuple[Tensor, Tensor]:
+    """Return the columns that are rotated together."""
+    return (x[..., ::2], x[..., 1::2]) if pairs else x.chunk(2, -1)  # type: ignore[return-value]
+
+
+def _join(left: Tensor, right: Tensor, pairs: bool) -> Tensor:
+    return torch.stack([left, right], -1).flatten(-2) if pairs else torch.cat([left, right], -1)
 
 
 def _average(x: Tensor, queries: int, whole: bool) -> Tensor:
@@ -154,197 +164,47 @@ def _stack_weights(q_weight: Tensor, k_weight: Tensor, queries: int, keys: int, 
     ])  # fmt: skip
 
 
-@jit
-def _load_weights(  # type: ignore[no-untyped-def]
-    q_weight, k_weight, head, column, inside, here, H: tl.constexpr, S: tl.constexpr, ALL: tl.constexpr
-):
-    """Load the norms' weights of some columns of each head: the same for all, or with ``ALL`` those of each."""
-    is_q = head < H
-    if ALL:
-        of_q = tl.load(q_weight + head * S + column, inside & is_q, 0.0)
-        return of_q + tl.load(k_weight + (head - H) * S + column, inside & here & (head >= H), 0.0)
-    else:
-        return tl.where(is_q, tl.load(q_weight + column, inside, 0.0), tl.load(k_weight + column, inside, 0.0))
-
-
-@jit
-def _divide_by_columns(  # type: ignore[no-untyped-def]
-    total, H: tl.constexpr, K: tl.constexpr, S: tl.constexpr, HEADS: tl.constexpr, ALL: tl.constexpr
-):
-    """Return the mean of each head from the sums of its columns; with ``ALL`` that of all query or key heads."""
-    if ALL:
-        is_q = tl.arange(0, HEADS) < H
-        of_q = tl.sum(tl.where(is_q, total, 0.0), 0) / (H * S)
-        of_k = tl.sum(tl.where(is_q, 0.0, total), 0) / (K * S)
-        return tl.where(is_q, of_q, of_k)
-    else:
-        return total / S
-
-
-@jit_unspecialized("length")
-def _forward_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, cos_ptr, sin_ptr, q_weight, k_weight, out_ptr, rstd_ptr, length, stride, out_stride, angle_stride, eps,
-    H: tl.constexpr, K: tl.constexpr, S: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
-    HEADS: tl.constexpr, ALL: tl.constexpr, IN_PLACE: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.arange(0, HEADS)[:, None]
-    here = head < H + K
-    angle = (row // length) * angle_stride + (row % length) * R
-    i = tl.arange(0, HALF)[None, :]
-    inside = i < R // 2
-    both = here & inside
-    source = x_ptr + row * stride + head * S
-    left = tl.load(source + i, both, 0.0).to(tl.float32)
-    right = tl.load(source + R // 2 + i, both, 0.0).to(tl.float32)
-    j = R + tl.arange(0, REST)[None, :]
-    if R < S:
-        rest = tl.load(source + j, here & (j < S), 0.0).to(tl.float32)
-    if rstd_ptr is not None:
-        total = tl.sum(left * left, 1) + tl.sum(right * right, 1)
-        if R < S:
-            total += tl.sum(rest * rest, 1)
-        rstd = 1.0 / tl.sqrt(_divide_by_columns(total, H, K, S, HEADS, ALL) + eps)
-        tl.store(rstd_ptr + row * (H + K) + tl.arange(0, HEADS), rstd, tl.arange(0, HEADS) < H + K)
-        rstd = rstd[:, None]
-        left *= rstd * _load_weights(q_weight, k_weight, head, i, inside, here, H, S, ALL)
-        right *= rstd * _load_weights(q_weight, k_weight, head, R // 2 + i, inside, here, H, S, ALL)
-        if R < S:
-            rest *= rstd * _load_weights(q_weight, k_weight, head, j, j < S, here, H, S, ALL)
-    cos_left = tl.load(cos_ptr + angle + i, inside, 0.0).to(tl.float32)
-    cos_right = tl.load(cos_ptr + angle + R // 2 + i, inside, 0.0).to(tl.float32)
-    sin_left = tl.load(sin_ptr + angle + i, inside, 0.0).to(tl.float32)
-    sin_right = tl.load(sin_ptr + angle + R // 2 + i, inside, 0.0).to(tl.float32)
-    target = out_ptr + row * out_stride + head * S
-    if IN_PLACE:
-        tl.debug_barrier()  # no thread stores before all have loaded
-    tl.store(target + i, left * cos_left - right * sin_left, both)
-    tl.store(target + R // 2 + i, right * cos_right + left * sin_right, both)
-    if R < S:
-        tl.store(target + j, rest, here & (j < S))
-
-
-@jit_unspecialized("rows", "length")
-def _backward_kernel(  # type: ignore[no-untyped-def]
-    dq_ptr, dk_ptr, x_ptr, cos_ptr, sin_ptr, q_weight, k_weight, rstd_ptr, out_ptr, partial_ptr, rows, length,
-    q_batch, q_head, q_time, k_batch, k_head, k_time, stride, angle_stride,
-    H: tl.constexpr, K: tl.constexpr, S: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
-    HEADS: tl.constexpr, ALL: tl.constexpr,
-):  # fmt: skip
-    head = tl.arange(0, HEADS)[:, None]
-    here, is_q = head < H + K, head < H
-    i = tl.arange(0, HALF)[None, :]
-    inside = i < R // 2
-    both = here & inside
-    j = R + tl.arange(0, REST)[None, :]
-    tail = here & (j < S)
-    if rstd_ptr is not None:
-        w_left = _load_weights(q_weight, k_weight, head, i, inside, here, H, S, ALL).to(tl.float32)
-        w_right = _load_weights(q_weight, k_weight, head, R // 2 + i, inside, here, H, S, ALL).to(tl.float32)
-        w_rest = _load_weights(q_weight, k_weight, head, j, j < S, here, H, S, ALL).to(tl.float32)
-        sum_left = tl.zeros((HEADS, HALF), tl.float32)
-        sum_right = tl.zeros((HEADS, HALF), tl.float32)
-        sum_rest = tl.zeros((HEADS, REST), tl.float32)
-    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
-        batch, time = (row // length).to(tl.int64), (row % length).to(tl.int64)
-        angle = batch * angle_stride + time * R
-        q_source = dq_ptr + batch * q_batch + time * q_time + head * q_head
-        k_source = dk_ptr + batch * k_batch + time * k_time + (head - H) * k_head
-        source = tl.where(is_q, q_source, k_source)
-        left = tl.load(source + i, both, 0.0).to(tl.float32)
-        right = tl.load(source + R // 2 + i, both, 0.0).to(tl.float32)
-        cos_left = tl.load(cos_ptr + angle + i, inside, 0.0).to(tl.float32)
-        cos_right = tl.load(cos_ptr + angle + R // 2 + i, inside, 0.0).to(tl.float32)
-        sin_left = tl.load(sin_ptr + angle + i, inside, 0.0).to(tl.float32)
-        sin_right = tl.load(sin_ptr + angle + R // 2 + i, inside, 0.0).to(tl.float32)
-        d_left = left * cos_left + right * sin_right
-        d_right = right * cos_right - left * sin_left
-        if R < S:
-            d_rest = tl.load(source + j, tail, 0.0).to(tl.float32)
-        if rstd_ptr is not None:
-            at = x_ptr + tl.cast(row, tl.int64) * stride + head * S
-            rstd = tl.load(rstd_ptr + row * (H + K) + head, here, 0.0)
-            x_left = tl.load(at + i, both, 0.0).to(tl.float32) * rstd
-            x_right = tl.load(at + R // 2 + i, both, 0.0).to(tl.float32) * rstd
-            sum_left += d_left * x_left
-            sum_right += d_right * x_right
-            d_left *= w_left
-            d_right *= w_right
-            dot = tl.sum(d_left * x_left, 1) + tl.sum(d_right * x_right, 1)
-            if R < S:
-                x_rest = tl.load(at + j, tail, 0.0).to(tl.float32) * rstd
-                sum_rest += d_rest * x_rest
-                d_rest *= w_rest
-                dot += tl.sum(d_rest * x_rest, 1)
-            mean = _divide_by_columns(dot, H, K, S, HEADS, ALL)[:, None]
-            d_left = (d_left - x_left * mean) * rstd
-            d_right = (d_right - x_right * mean) * rstd
-            if R < S:
-                d_rest = (d_rest - x_rest * mean) * rstd
-        target = out_ptr + tl.cast(row, tl.int64) * (H + K) * S + head * S
-        tl.store(target + i, d_left, both)
-        tl.store(target + R // 2 + i, d_right, both)
-        if R < S:
-            tl.store(target + j, d_rest, tail)
-    if rstd_ptr is not None and ALL:
-        total = partial_ptr + tl.program_id(0) * (H + K) * S + head * S
-        tl.store(total + i, sum_left, both)
-        tl.store(total + R // 2 + i, sum_right, both)
-        if R < S:
-            tl.store(total + j, sum_rest, tail)
-    elif rstd_ptr is not None:
-        flat = tl.arange(0, HALF)
-        end = R + tl.arange(0, REST)
-        for part in tl.static_range(2):
-            mine = is_q if part == 0 else (here & (head >= H))
-            total = partial_ptr + (tl.program_id(0) * 2 + part) * S
-            tl.store(total + flat, tl.sum(tl.where(mine, sum_left, 0.0), 0), flat < R // 2)
-            tl.store(total + R // 2 + flat, tl.sum(tl.where(mine, sum_right, 0.0), 0), flat < R // 2)
-            if R < S:
-                tl.store(total + end, tl.sum(tl.where(mine, sum_rest, 0.0), 0), end < S)
-
-
 def _constants(heads: Heads, turned: int, q_weight: Tensor | None) -> dict[str, Any]:
     whole = q_weight is not None and len(q_weight) > heads.size
-    sizes = {"H": heads.queries, "K": heads.keys, "S": heads.size, "R": turned, "ALL": whole}
+    sizes = {"H": heads.queries, "K": heads.keys, "S": heads.size, "R": turned, "PAIRS": heads.pairs, "ALL": whole}
     blocks = {"HALF": turned // 2, "REST": max(heads.size - turned, 1), "HEADS": heads.queries + heads.keys}
     powers = {name: max(1 << (value - 1).bit_length(), 1) for name, value in blocks.items()}
     return {**sizes, **powers, "num_warps": 8 if powers["HEADS"] * powers["HALF"] > 2048 else 4}
 
 
 def _forward(
-    qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, keys: int, size: int, q_weight: Tensor | None,
-    k_weight: Tensor | None, eps: float, in_place: bool = False,
+    qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, keys: int, size: int, pairs: bool,
+    q_weight: Tensor | None, k_weight: Tensor | None, eps: float, in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if not use_triton(qkv):
-        out, rstd = rotate_reference(qkv, cos, sin, queries, keys, size, q_weight, k_weight, eps)
+        out, rstd = rotate_reference(qkv, cos, sin, queries, keys, size, pairs, q_weight, k_weight, eps)
         if in_place:
             qkv[..., : out.shape[-1]] = out
         return qkv if in_place else out, rstd
-    out, rstd = _forward_fake(qkv, cos, sin, queries, keys, size, q_weight, k_weight, eps, in_place)
+    out, rstd = _forward_fake(qkv, cos, sin, queries, keys, size, pairs, q_weight, k_weight, eps, in_place)
     batch, length, _ = qkv.shape
     cos, sin = cos.contiguous(), sin.contiguous()
     if qkv.numel():
         launch_kernel(
-            _forward_kernel, (batch * length,),
+            forward_kernel, (batch * length,),
             qkv, cos, sin, q_weight, k_weight, out, rstd if rstd.numel() else None, length, qkv.stride(1),
             out.stride(1), cos.stride(0) if len(cos) > 1 else 0, eps,
-            **_constants(Heads(queries, keys, size), cos.shape[-1], q_weight), IN_PLACE=in_place,
+            **_constants(Heads(queries, keys, size, pairs), cos.shape[-1], q_weight), IN_PLACE=in_place,
         )  # fmt: skip
     return out, rstd
 
 
 def _rotate(
-    qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, keys: int, size: int, q_weight: Tensor | None,
-    k_weight: Tensor | None, eps: float,
+    qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, keys: int, size: int, pairs: bool,
+    q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The op of ``rotate``, which may not return its argument."""
-    return _forward(qkv, cos, sin, queries, keys, size, q_weight, k_weight, eps)
+    return _forward(qkv, cos, sin, queries, keys, size, pairs, q_weight, k_weight, eps)
 
 
 def _forward_fake(
-    qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, keys: int, size: int, q_weight: Tensor | None,
-    k_weight: Tensor | None, eps: float, in_place: bool = False,
+    qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, keys: int, size: int, pairs: bool,
+    q_weight: Tensor | None, k_weight: Tensor | None, eps: float, in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     batch, length, _ = qkv.shape
     count = batch * length if q_weight is not None else 0
@@ -355,9 +215,9 @@ def _forward_fake(
 
 def _backward(
     grad_q: Tensor, grad_k: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, keys: int, size: int,
-    q_weight: Tensor | None, k_weight: Tensor | None, rstd: Tensor | None,
+    pairs: bool, q_weight: Tensor | None, k_weight: Tensor | None, rstd: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    arguments = grad_q, grad_k, qkv, cos, sin, queries, keys, size, q_weight, k_weight, rstd
+    arguments = grad_q, grad_k, qkv, cos, sin, queries, keys, size, pairs, q_weight, k_weight, rstd
     if not use_triton(qkv) or not qkv.numel():
         return rotate_backward_reference(*arguments)
     grad, of_q, of_k = _backward_fake(*arguments)
@@ -371,10 +231,10 @@ def _backward(
         columns = 2 * size if len(q_weight) == size else (queries + keys) * size
         partial = qkv.new_empty(programs, columns, dtype=torch.float32)
     launch_kernel(
-        _backward_kernel, (programs,),
+        backward_kernel, (programs,),
         grad_q, grad_k, qkv, cos, sin, q_weight, k_weight, rstd if q_weight is not None else None, grad, partial, rows,
         length, *grad_q.stride()[:3], *grad_k.stride()[:3], qkv.stride(1), cos.stride(0) if len(cos) > 1 else 0,
-        **_constants(Heads(queries, keys, size), cos.shape[-1], q_weight),
+        **_constants(Heads(queries, keys, size, pairs), cos.shape[-1], q_weight),
     )  # fmt: skip
     if partial is not None:
         of_q, of_k = (part.sum(0) for part in partial.split([len(of_q), len(of_k)], 1))  # an op's results share nothing
@@ -383,7 +243,7 @@ def _backward(
 
 def _backward_fake(
     grad_q: Tensor, grad_k: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, keys: int, size: int,
-    q_weight: Tensor | None, k_weight: Tensor | None, rstd: Tensor | None,
+    pairs: bool, q_weight: Tensor | None, k_weight: Tensor | None, rstd: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     batch, length, _ = qkv.shape
     sizes = (0 if weight is None else len(weight) for weight in (q_weight, k_weight))

@@ -18,29 +18,25 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import torch
 from torch import nn
-from torch._subclasses.fake_tensor import is_fake
-from torch.utils._python_dispatch import _disable_current_modes
 
-from narrowgauge import events
-from narrowgauge.hardware import Device, Gpu, detect, is_assumed
-from narrowgauge.nn import recompute
-from narrowgauge.nn.blocks.example import allow_nondeterminism
-from narrowgauge.nn.blocks.find import FoundBlocks, find_blocks
+from narrowgauge.hardware import Device, Gpu, detect
+from narrowgauge.nn.blocks.settings import read_own_settings
 from narrowgauge.nn.blocks.spec import BlockSpec, NormSpec
 from narrowgauge.nn.experts.find import ExpertsSpec
 from narrowgauge.nn.experts.modules import FusedExperts, WideExperts
 from narrowgauge.nn.experts.plan import make_experts_plan
 from narrowgauge.nn.experts.routers import explain_router, find_routers, keep_routers
 from narrowgauge.nn.experts.survey import survey_experts, survey_wide_experts
+from narrowgauge.nn.fusable_blocks import describe_again, find_fusable_blocks
 from narrowgauge.nn.fused import embedding
+from narrowgauge.nn.fused.as_written import AsWritten
 from narrowgauge.nn.fused.graphs import BlockGraphs
-from narrowgauge.nn.fused.make_plan import find_misfit, make_plan
-from narrowgauge.nn.fused.modules import FusedBlock, FusedHead, FusedTrunk, LazyHead, mark_parts
+from narrowgauge.nn.fused.head_modules import FusedHead, FusedTrunk, LazyHead
+from narrowgauge.nn.fused.make_plan import make_plan
+from narrowgauge.nn.fused.modules import FusedBlock, mark_parts
 from narrowgauge.nn.fused.norm import convert_norm, find_other_norms
-from narrowgauge.nn.fused.verify import find_difference
-from narrowgauge.nn.matrix_inventory import LayerUse, Matrix, explain_kept_fp32, list_matrices
+from narrowgauge.nn.matrix_inventory import LayerUse, Matrix, list_matrices
 from narrowgauge.nn.matrix_inventory_text import summarize, tabulate
 from narrowgauge.nn.module_changes import apply_change, find_change, has_own_method
 from narrowgauge.nn.own_positions import skip_search
@@ -63,7 +59,6 @@ from narrowgauge.recipe import SHORT, Recipe, parse
 from narrowgauge.scaling.tensor import TensorScales
 from narrowgauge.weight_copies.casts import WeightCastPlan
 
-EXPLAIN_GRANULARITY = "fused blocks cast with one scale per tensor, and the recipe has more than one"
 DEFAULT_ROWS = 16384
 """Default number of tokens per step; the choice of formats depends little on it."""
 
@@ -86,6 +81,7 @@ class Conversion:
         experts: Descriptions of the modules with experts that compute in FP8, by path.
         wide_experts: The same of those that compute as one function in BF16.
         gpu: The GPU that the formats were chosen for; None for a CPU, and for a GPU that is not in the table.
+        as_written: Which fused blocks ran as they were written in their latest call in training, and why.
     """
 
     layers: list[Layer] = field(default_factory=list)
@@ -99,6 +95,7 @@ class Conversion:
     experts: dict[str, ExpertsSpec] = field(default_factory=dict)
     wide_experts: dict[str, ExpertsSpec] = field(default_factory=dict)
     gpu: Gpu | None = None
+    as_written: AsWritten = field(default_factory=AsWritten)
 
     @property
     def returns_bf16(self) -> bool:
@@ -107,7 +104,8 @@ class Conversion:
 
     def summary(self) -> str:
         """Return one line: the share of the model that is multiplied in the recipe's format, and the rest's formats."""
-        fused = f", {len(self.blocks)} blocks fused" if self.blocks else ""
+        written = f" ({len(self.as_written.reasons)} ran as written)" if self.as_written.reasons else ""
+        fused = f", {len(self.blocks)} blocks fused{written}" if self.blocks else ""
         head = f"{self.compute.upper()} {'(emulated) ' if self.compute in SHORT else ''}in "
         if self.compute == "fp8":
             count = sum(layer.choice.count("fp8") for layer in self.layers)
@@ -117,7 +115,7 @@ class Conversion:
         return head + summarize(self.matrices, self.compute, fused) + stored
 
     def __str__(self) -> str:
-        return "\n".join([tabulate(self.matrices), *self.explain_unfused()])
+        return "\n".join([tabulate(self.matrices), *self.explain_unfused(), *self.as_written.explain()])
 
     def predict_speed(self, compiled: bool = False) -> Speed | None:
         """Predict the speed relative to BF16 with torch.compile; None if the GPU is unknown, or nothing is multiplied.
@@ -222,7 +220,7 @@ def convert_layers(
             changeable=_list_changeable(sites, recipe),
         )
     by_path = {layer.path: layer for layer in result.layers}
-    graphs, told = BlockGraphs(cuda_graphs), set[str]()
+    graphs = BlockGraphs(cuda_graphs)
     lazy = any(layer.part_of == "lazy head" for layer in result.layers)
     other_norms = find_other_norms(model, specs) if lazy else {}
     for path, module in model.named_modules():
@@ -232,14 +230,14 @@ def convert_layers(
             options = recipe.checkpoint, is_lean(recipe), holds, recipe.activations, recipe.offload == "activations"
             plan = make_plan(module, path, spec, by_path, scales, *options)
             mark_parts(module, spec)
-            apply_change(module, FusedBlock(plan, graphs, told))
+            apply_change(module, FusedBlock(plan, graphs, result.as_written, describe_again))
         elif path in result.experts and scales is not None:
             of = result.experts[path]
             wide = tuple(by_path[f"{path}.{name}"].choice.output == "bf16" for name in (of.gate_up, of.down))
             of_experts = make_experts_plan(module, path, of, scales, is_lean(recipe), *wide)
-            apply_change(module, FusedExperts(of_experts))
+            apply_change(module, FusedExperts(of_experts, read_own_settings(module)))
         elif path in result.wide_experts:
-            apply_change(module, WideExperts(path, result.wide_experts[path]))
+            apply_change(module, WideExperts(path, result.wide_experts[path], read_own_settings(module)))
         elif path in by_path and by_path[path].part_of == "linear":
             leader = leaders.get(path, path)
             readers = max(1, sum(one == leader for one in leaders.values()))
@@ -295,7 +293,7 @@ def _plan(
         return Conversion(compute=recipe.emulate, matrices=rounded, gpu=device.gpu), {}
     if recipe.compute not in ("fp8", "bf16"):
         return Conversion(compute=recipe.compute, matrices=list_matrices(model, recipe), gpu=device.gpu), {}
-    found = _find_blocks(model, recipe, device)
+    found = find_fusable_blocks(model, recipe, device)
     lazy = bool(found.specs) or not one_graph
     of_experts, experts = survey_experts(model, recipe)
     layers = [*survey_layers(model, recipe, device, rows, found.specs, lazy), *of_experts]
@@ -320,36 +318,6 @@ def _get_kind(layer: Layer) -> str:
 def is_lean(recipe: Recipe) -> bool:
     """Whether weights are stored in BF16 only, so that FP8 copies in both layouts would double their memory."""
     return recipe.master != "fp32"
-
-
-def _find_blocks(model: nn.Module, recipe: Recipe, device: Device) -> FoundBlocks:
-    """Find the blocks to fuse; those with a part that stays in FP32 are not."""
-    if recipe.granularity != "tensor":
-        return FoundBlocks(reasons=dict.fromkeys(recompute.find_blocks(model), EXPLAIN_GRANULARITY))
-    # examples are real, always, and compared with a tolerance
-    with events.paused(), _disable_current_modes(), torch._C.DisableTorchFunction(), allow_nondeterminism():
-        first = next(model.parameters())
-        real = first.device.type != "meta" and not is_fake(first)
-        installed = device.kind == "cuda" and not is_assumed() and torch.cuda.is_available()
-        place = first.device if real else torch.device(device.torch_device if installed else "cpu")
-        found = find_blocks(model, place, find_difference)
-    modules = dict(model.named_modules(remove_duplicate=False))  # blocks may share an activation or dropout
-    for path, spec in list(found.specs.items()):
-        reason = find_misfit(modules[path], spec) or _find_fp32_part(path, spec, modules, recipe)
-        if reason is not None:
-            del found.specs[path]
-            found.reasons[path] = reason
-    return found
-
-
-def _find_fp32_part(path: str, spec: BlockSpec, modules: dict[str, nn.Module], recipe: Recipe) -> str | None:
-    for name, _ in modules[path].named_modules():
-        if spec.mlp and name.startswith(f"{spec.mlp}."):
-            continue  # it runs as a module
-        kept = explain_kept_fp32(modules, f"{path}.{name}", recipe) if name else None
-        if kept:
-            return f"{name} stays in FP32: {kept}"
-    return None
 
 
 def _convert_linear(

@@ -157,7 +157,7 @@ def _find_places(module: nn.Module) -> list[tuple[Mapping[str, Any], str]]:
         (space, name)
         for space in spaces.values()
         for name, value in list(space.items())
-        if not name.startswith("__") and (_is_container(value) or _is_plain_object(value))
+        if not name.startswith("__") and (_is_container(value) or is_plain_object(value))
     ]
 
 
@@ -168,7 +168,7 @@ def _list_values(places: list[tuple[Mapping[str, Any], str]]) -> list[Any]:
         value = space.get(name)
         if _is_container(value):
             found[id(value)] = value
-        elif _is_plain_object(value):
+        elif is_plain_object(value):
             found[id(value)] = value
             found |= {id(inner): inner for inner in vars(value).values() if _is_container(inner)}
     return list(found.values())
@@ -178,7 +178,8 @@ def _is_container(value: Any) -> bool:
     return type(value) in (list, dict, set) and len(value) <= LARGEST
 
 
-def _is_plain_object(value: Any) -> bool:
+def is_plain_object(value: Any) -> bool:
+    """Whether a value is an object with attributes whose class belongs to the user's code or to a model library."""
     kind = type(value)  # not the value's own __class__ and __dict__: those of a proxy may raise any error
     other = issubclass(kind, type | types.ModuleType | types.FunctionType | nn.Module | Tensor)
     if other or any("__call__" in vars(base) for base in kind.__mro__) or _is_left_alone(kind):

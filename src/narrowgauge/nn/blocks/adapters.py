@@ -10,24 +10,21 @@ too: they are compared at every call of a fused block.
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from narrowgauge.nn.blocks.equations import are_close
 from narrowgauge.nn.blocks.observe import Call, DropoutCall, Observation
+from narrowgauge.nn.blocks.settings import read_plain
 from narrowgauge.nn.blocks.spec import AdapterSpec
-from narrowgauge.nn.module_changes import CHANGES, OWN
 from narrowgauge.nn.products.linear import has_transposed_weight
 
 EXACT_SCALE = 1e-4
 """Relative difference between the measured scale and the attribute that it is."""
-_PRIVATE = (*vars(nn.Module()), CHANGES, OWN)
-"""Attributes that every module has, or that conversion adds."""
 
 
 def merge_adapters(seen: Observation) -> tuple[Observation, tuple[AdapterSpec, ...]]:
@@ -79,25 +76,11 @@ def _find_scale(whole: Call, base: Tensor, added: Tensor) -> float | None:
         return None
     difference = (whole.output - base).double()
     measured = float((difference * added).sum() / added.double().square().sum().clamp(min=1e-30))
-    held = [number for value in read_settings(whole.module).values() for number in _list_numbers(value)]
+    held = [number for value in read_plain(whole.module).values() for number in _list_numbers(value)]
     scale = min((1.0, *held), key=lambda number: abs(number - measured))
     if abs(scale - measured) > EXACT_SCALE * abs(measured) or not are_close(base + scale * added, whole.output):
         return None
     return scale
-
-
-def read_settings(module: nn.Module) -> dict[str, Any]:
-    """Return a copy of a module's attributes that are numbers, names, or collections of them; not its mode."""
-    plain = {name: value for name, value in vars(module).items() if name not in _PRIVATE and _is_plain(value)}
-    return copy.deepcopy(plain)
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple | set | frozenset):
-        return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(_is_plain(name) and _is_plain(entry) for name, entry in value.items())
-    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _list_numbers(value: Any) -> Iterator[float]:

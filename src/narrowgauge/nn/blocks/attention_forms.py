@@ -6,15 +6,16 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from torch import Tensor, nn
+from torch import nn
 
+from narrowgauge.nn.blocks.angles import NAMES, TABLES, read_angles
 from narrowgauge.nn.blocks.equations import recognize_norm
 from narrowgauge.nn.blocks.example import SOURCES, Example
 from narrowgauge.nn.blocks.observe import Observation, list_probabilities
 from narrowgauge.nn.blocks.projections import find_projection
 from narrowgauge.nn.blocks.spec import AttentionSpec, BlockSpec, NormSpec, Place
 
-POSITIONS = ("position_ids", "position_embeddings", "cos", "sin")
+POSITIONS = ("position_ids", *NAMES)
 """Arguments that an example may have for the fast forms of attention."""
 LARGEST_HEAD = 256
 """Larger heads have no fused attention."""
@@ -29,7 +30,9 @@ def list_attention_forms(
     outputs = [find_projection(block, path).shape[0] for path in spec.inputs]
     norms = [norm for call in seen.calls if (norm := recognize_norm(call)) is not None]
     inner = [norm for norm in norms if norm not in spec.norms]
-    angles = _count_angles(example)
+    given = read_angles(example.kwargs)
+    angles = None if given is None else given[0].shape[-1]
+    is_table = any(example.kwargs.get(name) is not None for name in TABLES)
     for heads, kv_heads, size in _list_layouts(block, outputs):
         pairs: list[tuple[NormSpec | None, NormSpec | None]] = [(None, None)]
         for widths in ((size, size), (heads * size, kv_heads * size)):  # of each head, or of all heads together
@@ -43,10 +46,9 @@ def list_attention_forms(
             for dropout, causal in itertools.product((None, *_list_dropouts(block, spec)), (True, False)):
                 common = AttentionSpec("plain", heads, kv_heads, causal, dropout=dropout)
                 if angles is not None and angles <= size:
-                    half = 2 * angles <= size and angles != size
-                    yield replace(common, kind="rotary", half_angles=half, q_norm=q_norm, k_norm=k_norm)
-                    if half:
-                        yield replace(common, kind="rotary", q_norm=q_norm, k_norm=k_norm)
+                    rotary = replace(common, kind="rotary", q_norm=q_norm, k_norm=k_norm)
+                    for use, are_pairs in _list_rotations(angles, size, is_table):
+                        yield replace(rotary, angles=use, pairs=are_pairs)
                 if q_norm is None:
                     yield common
 
@@ -96,7 +98,17 @@ def _get_width(block: nn.Module, norm: NormSpec) -> int:
     return len(norm.find_weight(block))
 
 
-def _count_angles(example: Example) -> int | None:
-    """Return how many cosines a token of the example has."""
-    given = example.kwargs.get("position_embeddings") or (example.kwargs.get("cos"),)
-    return given[0].shape[-1] if isinstance(given[0], Tensor) else None
+def _list_rotations(angles: int, size: int, is_table: bool) -> list[tuple[str, bool]]:
+    """Return which angles may be given, and whether neighbours are rotated together: likely ones first.
+
+    Args:
+        angles: How many cosines a token has.
+        size: The size of a head.
+        is_table: Whether the angles are one tensor: code that passes them like that rotates neighbours.
+    """
+    halved = 2 * angles <= size
+    halves = [("half", False)] if halved else []
+    neighbours = [("half", True)] if halved else []
+    if angles % 2 == 0 and not is_table:
+        halves, neighbours = [*halves, ("all", False)], [*neighbours, ("all", True), ("first half", True)]
+    return [*neighbours, *halves] if is_table else [*halves, *neighbours]

@@ -83,6 +83,17 @@ def list_head_sizes(block: nn.Module) -> list[int]:
     return sizes
 
 
+def list_likely_head_sizes(block: nn.Module) -> list[int]:
+    """Return what modules call their head's size, or the widths of matrices divided by numbers that they call heads."""
+    named_sizes = list_head_sizes(block)
+    if named_sizes:
+        return named_sizes
+    widths = {p.shape[0] for p in block.parameters() if p.dim() == 2}
+    named = (item for module in block.modules() for item in vars(module).items())
+    counts = {value for name, value in named if "head" in name and type(value) is int and value > 1}
+    return sorted({width // count for width in widths for count in counts if width % (2 * count) == 0})
+
+
 def list_head_counts(block: nn.Module) -> list[int]:
     """Return the numbers that modules of the block call their number of heads."""
     counts = (getattr(module, name, None) for module in block.modules() for name in ("num_heads", "n_heads"))

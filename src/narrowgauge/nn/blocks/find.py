@@ -69,6 +69,7 @@ LARGEST_ON_CPU = 10_000_000
 """Parameters of the largest block that is run on a CPU, which takes a second. Forecasts describe far larger ones."""
 LARGEST_ON_GPU = 1_000_000_000
 """The same for a GPU, where a copy and its gradients need memory: a layer of experts may have more."""
+NO_MEMORY = "there was not enough memory to compare it with its fused form"
 _labels: dict[Any, bytes] = {}
 """What blocks of one key compute with their numbers: the same if the label is the same."""
 _known: dict[Any, BlockSpec | str] = {}
@@ -92,15 +93,21 @@ def find_blocks(model: nn.Module, device: torch.device, differs: Differs) -> Fou
     for kind, group in groups.items():
         for label, members in _split(kind, group, device):
             key = *kind, label
-            if key not in _known:
-                _known[key] = _describe_members(members, device, differs)
-            known = _known[key]
+            known = _known[key] if key in _known else _describe_members(members, device, differs)
+            if known is not NO_MEMORY:  # there may be some later
+                _known[key] = known
             for path, _ in members:
                 if isinstance(known, str):
                     found.reasons[path] = known
                 else:
                     found.specs[path] = known
     return found
+
+
+def describe_block(block: nn.Module, device: torch.device, differs: Differs) -> BlockSpec | str:
+    """Describe one block as it is now, or return why it is none that can be fused."""
+    found = find_blocks(nn.ModuleList([block]), device, differs)
+    return found.specs.get("0") or found.reasons.get("0", "it is no block any more")
 
 
 def _split(kind: Any, members: Members, device: torch.device) -> list[tuple[bytes, Members]]:
@@ -183,6 +190,8 @@ def _describe_members(members: Members, device: torch.device, differs: Differs) 
                 spec = _describe(members[number][1], device, differs, spec)
         except NotABlock as reason:
             return str(reason)
+        except torch.OutOfMemoryError:
+            return NO_MEMORY
         except Exception as problem:
             return f"its forward did not run on an example: {one_line(f'{type(problem).__name__}: {problem}', 200)}"
     assert spec is not None
@@ -243,7 +252,7 @@ def _recognize_first(block: nn.Module, examples: list[Example]) -> tuple[Example
         try:
             with torch.no_grad():
                 seen = observe(block, *example)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError, AttributeError, KeyError) as error:
             problem = problem or error
             continue
         if list_unused(block, seen):

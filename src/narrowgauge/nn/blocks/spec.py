@@ -68,8 +68,10 @@ class AttentionSpec:
     heads: int = 0
     kv_heads: int = 0
     causal: bool = False
-    half_angles: bool = False
-    """Whether cosines and sines are given for one half of a head, and are the same for the other."""
+    angles: str = "all"
+    """Which cosines and sines are given, as in ``angles.USES``."""
+    pairs: bool = False
+    """Whether neighbouring columns are rotated together, not columns of two halves."""
     scale: float | None = None
     """Factor of the scores; None for 1 / sqrt(head size)."""
     q_norm: NormSpec | None = None

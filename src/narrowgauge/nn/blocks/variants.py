@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.nn.blocks.angles import NAMES, TABLES
 from narrowgauge.nn.blocks.example import Example, find_source, read_signature
 from narrowgauge.nn.blocks.multihead import is_batch_first
 
@@ -90,8 +91,10 @@ def _pack(example: Example, positions: Tensor) -> dict[str, Any]:
     for name, value in example.kwargs.items():
         if name == "position_ids" and value is not None:
             packed[name] = positions.expand(rows, -1)
-        elif name == "position_embeddings" and value is not None:
-            packed[name] = tuple(part[:, positions] for part in value)
-        elif name in ("cos", "sin") and value is not None:
+        elif name in NAMES and isinstance(value, tuple):
+            packed[name] = tuple(part[..., positions, :] for part in value)
+        elif name in TABLES and value is not None:
+            packed[name] = value[positions]
+        elif name in NAMES and value is not None:
             packed[name] = value[..., positions, :]
     return packed

@@ -25,6 +25,7 @@ from narrowgauge import events
 from narrowgauge.kernels import rotary
 from narrowgauge.kernels.document_attention import attend_documents
 from narrowgauge.nn.blocks import multihead
+from narrowgauge.nn.blocks.angles import expand_angles, read_angles
 from narrowgauge.nn.blocks.multihead import is_self_attention
 from narrowgauge.nn.blocks.projections import find_called, find_projection
 from narrowgauge.nn.blocks.spec import AttentionSpec, BlockSpec
@@ -97,16 +98,6 @@ class BlockCall:
             for name, value in self.kwargs.items()
         }
         return self.inner(**{self.name: x}, **kwargs)
-
-    def find_angles(self, half: bool) -> tuple[Tensor, Tensor] | None:
-        """Return the call's cosines and sines [1 or B, T, R]."""
-        given = self.kwargs.get("position_embeddings")
-        if given is None:
-            given = self.kwargs.get("cos"), self.kwargs.get("sin")
-        if not isinstance(given, tuple) or len(given) != 2 or not all(isinstance(part, Tensor) for part in given):
-            return None
-        cos, sin = (part if part.dim() == 3 else part[None] for part in given)
-        return (torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)) if half else (cos, sin)
 
     def find_mask(self, spec: AttentionSpec) -> Tensor | None:
         """Return the mask that the fast forms of attention read."""
@@ -181,12 +172,13 @@ def attend(
     spec = plan.spec.attention
     if spec.kind == "own":
         return _attend_by_own_code(plan.spec, qkv, call, tensors, needed)
-    heads = rotary.Heads(spec.heads, spec.kv_heads, _get_head_size(plan, qkv))
+    heads = rotary.Heads(spec.heads, spec.kv_heads, _get_head_size(plan, qkv), spec.pairs)
     rotated: tuple[Tensor, ...] = ()
     front = qkv
     if spec.kind == "rotary":
-        angles = call.find_angles(spec.half_angles)
-        assert angles is not None
+        given = read_angles(call.kwargs)
+        assert given is not None
+        angles = expand_angles(given, spec.angles, spec.pairs)
         q_weight, k_weight, eps = _get_norms(plan, tensors)
         saves = plan.activations != "bf16" or plan.checkpoint == "full"
         spare = q_weight is None and needed and saves and not events.wants_tensors()
@@ -254,7 +246,7 @@ def attend_backward(
     parts = torch.autograd.grad(attended.mixed, attended.leaves, grad, retain_graph=again)
     grads_own: list[Tensor | None] = [None] * len(tensors.own)
     if spec.kind == "rotary":
-        heads = rotary.Heads(spec.heads, spec.kv_heads, size)
+        heads = rotary.Heads(spec.heads, spec.kv_heads, size, spec.pairs)
         cos, sin, rstd, *source = attended.rotated
         q_weight, k_weight, _ = _get_norms(plan, tensors)
         front, of_q, of_k = rotary.rotate_backward(

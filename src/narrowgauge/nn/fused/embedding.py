@@ -29,7 +29,7 @@ class ConvertedEmbedding(Change):
 
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         weight = module.weight
-        plain = type(weight) is nn.Parameter and weight.is_cuda and weight.dtype is torch.float32
+        plain = type(weight) is nn.Parameter and weight.is_cuda and fits(module)
         needed = torch.is_grad_enabled() and weight.requires_grad
         if not (plain and needed) or torch.compiler.is_compiling() or torch.are_deterministic_algorithms_enabled():
             return inner(*args, **kwargs)

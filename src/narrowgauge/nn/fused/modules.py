@@ -1,10 +1,9 @@
-"""Module changes of fused blocks, and of a fused head with the loss in models built like the built-in ones."""
+"""The module change of fused blocks: which calls run as one function, and which as they were written."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,34 +12,30 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge import events
-from narrowgauge.errors import SlowRecipeWarning
-from narrowgauge.kernels.cross_entropy import LossForm
 from narrowgauge.kernels.document_attention import can_attend
+from narrowgauge.nn.blocks import angles
 from narrowgauge.nn.blocks.example import SOURCES
-from narrowgauge.nn.blocks.find import has_hooks
 from narrowgauge.nn.blocks.projections import find_called
-from narrowgauge.nn.blocks.spec import BlockSpec, NormSpec, Place
+from narrowgauge.nn.blocks.spec import BlockSpec, Place
 from narrowgauge.nn.call_size import CallSize
-from narrowgauge.nn.fused import blocks, head
+from narrowgauge.nn.fused import blocks
+from narrowgauge.nn.fused.as_written import AsWritten
 from narrowgauge.nn.fused.attention import CACHES, BlockCall, OutputNotReached, PartOfBlock
 from narrowgauge.nn.fused.checkpointed import choose_plan, is_checkpointed
 from narrowgauge.nn.fused.documents import find_documents
+from narrowgauge.nn.fused.follow_settings import Describe, FormsBySettings
 from narrowgauge.nn.fused.graphs import BlockGraphs
-from narrowgauge.nn.fused.lazy_logits import HeadSource, make_lazy
 from narrowgauge.nn.fused.modular_mlp import MakeContext, repeating, run_with_mlp
-from narrowgauge.nn.fused.norm import run_norm
 from narrowgauge.nn.fused.outputs import complete_arguments, list_passed_on, list_returned
 from narrowgauge.nn.fused.plan import NO_DROPOUT, BlockPlan, BlockTensors, Dropout, get_parts
 from narrowgauge.nn.module_changes import Change, apply_change, find_change, original_class
-from narrowgauge.nn.products.bf16_for_now import get_current, is_bf16_for_now
-from narrowgauge.nn.products.gemm import GemmChoice
+from narrowgauge.nn.products.bf16_for_now import is_bf16_for_now
 from narrowgauge.nn.recompute import Recomputed
 from narrowgauge.scaling.operand import WIDE
-from narrowgauge.weight_copies.casts import WeightCastPlan
 
 FOR_ATTENTION = frozenset({
-    "attention_mask", "position_ids", "position_embeddings", "past_key_values", "past_key_value", "layer_past",
-    "use_cache", "cache_position", "cos", "sin", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
+    "attention_mask", "position_ids", "past_key_values", "past_key_value", "layer_past",
+    "use_cache", "cache_position", *angles.NAMES, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
     "seq_idx", "attn_mask", "src_mask", "src_key_padding_mask", "is_causal", "mask", "alibi", "position_bias",
     "attention_bias", "attn_bias",
 })  # fmt: skip
@@ -50,7 +45,7 @@ FOR_CROSS = frozenset({*SOURCES, "encoder_attention_mask", "encoder_decoder_posi
 """Arguments of cross-attention, for blocks that were verified with it."""
 BOTH = FOR_ATTENTION | FOR_CROSS
 
-ANGLES = ("position_embeddings", "cos", "sin")
+ANGLES = angles.NAMES
 """Arguments that some blocks add to the hidden state instead, so that a block must have been verified with them."""
 NOT_READ = ("use_cache", "cache_position")
 """Arguments that matter to a cache only."""
@@ -69,10 +64,16 @@ class FusedBlock(Change):
 
     differentiable_twice = False
 
-    def __init__(self, plan: BlockPlan, graphs: BlockGraphs | None = None, told: set[str] | None = None) -> None:
+    def __init__(
+        self,
+        plan: BlockPlan,
+        graphs: BlockGraphs | None = None,
+        as_written: AsWritten | None = None,
+        describe: Describe | None = None,
+    ) -> None:
         self.plan, self.graphs = plan, graphs or BlockGraphs(False)
-        self.told = set() if told is None else told
-        """Arguments of which a warning has told; the blocks of a model share it."""
+        self.as_written = as_written or AsWritten()
+        self.forms = FormsBySettings(describe, self.as_written)
         self.size = CallSize()
         self.recomputation: MakeContext | None = None
         """Makes the context in which the model's own code is recomputed: attention, and an MLP that is a module."""
@@ -82,22 +83,39 @@ class FusedBlock(Change):
         plan = self.plan.without_fp8 if is_bf16_for_now() else self.plan
         return replace(plan, checkpoint="full") if self.size.exceeds_plan(x) else plan
 
+    def has_fused_form(self, module: nn.Module) -> bool:
+        """Whether a block's parts and settings are those of a verified form, whose plan is taken."""
+        parts = get_parts(self.plan, module)
+        if not parts.are_intact():
+            self.as_written.note(
+                self.plan.path, "parts", "since a part of them was replaced, hooked, or given a forward of its own"
+            )
+            return False
+        if parts.watched.are_same():
+            return True
+        plan = self.forms.find_plan(self.plan, module, parts.watched)
+        self.plan = self.plan if plan is None else plan
+        return plan is not None
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        is_fused = self.has_fused_form(module)
         known = (FOR_ATTENTION if self.plan.spec.cross is None else BOTH).union(self.plan.spec.given)
         call, x = make_call(module, inner, args, self._omit_collected(module, kwargs), known)
-        if call is None and torch.is_grad_enabled():
-            self._tell_unknown(module, args, kwargs, known)
+        if is_fused and (call is None or not is_plain_batch(x)):
+            self._note_call(list_unknown(module, args, kwargs, known), x)
         plan = self.get_plan(x)
-        parts = get_parts(plan, module)
-        if call is None or not is_plain_batch(x) or not parts.are_intact() or call.has_filled_cache(plan.spec):
+        if call is None or not is_plain_batch(x) or not is_fused or call.has_filled_cache(plan.spec):
             return self._run_as_written(plan, module, inner, args, kwargs)
-        if any(call.kwargs.get(name) is not None and name not in plan.spec.given for name in ANGLES):
+        unverified = [name for name in ANGLES if call.kwargs.get(name) is not None and name not in plan.spec.given]
+        if unverified:
+            self._note_call(unverified, x)
             return self._run_as_written(plan, module, inner, args, kwargs)
         if plan.spec.cross is not None and not is_plain_batch(call.kwargs.get(plan.spec.cross.source)):
             return inner(*args, **kwargs)
+        self.as_written.note_fused(plan.path)
         call = run_call = complete_arguments(plan.spec, replace(call, recomputation=self.recomputation), x)
-        tensors = parts.gather()
+        tensors = get_parts(plan, module).gather()
         if plan.spec.attention.kind != "own":
             if fits_fast_attention(plan.spec, call, x):
                 run_call = separate_documents(plan, call, x, tensors)
@@ -122,17 +140,15 @@ class FusedBlock(Change):
             return self._run_as_written(plan, module, inner, args, kwargs)
         return (output, *list_returned(plan.spec, call)) if plan.spec.in_tuple else output
 
-    def _tell_unknown(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: frozenset[str]) -> None:
-        """Warn once per model that calls with such arguments run as they were written."""
-        unknown = list_unknown(module, args, kwargs, known)
-        if unknown and unknown[0] not in self.told:
-            self.told.add(unknown[0])
-            warnings.warn(
-                f"{self.plan.path} and blocks like it run as they were written, without FP8, whenever they are called "
-                f"with {unknown[0]}: the fused form was not verified with this argument",
-                SlowRecipeWarning,
-                stacklevel=3,
-            )
+    def _note_call(self, unknown: list[str], x: Any) -> None:
+        """Note a call with arguments that no fused form knows."""
+        if unknown:
+            reason = f"whenever they are called with {unknown[0]}: the fused form was not verified with this argument"
+            self.as_written.note(self.plan.path, unknown[0], reason)
+        elif not isinstance(x, Tensor) or x.is_nested or x.dim() != 3:
+            shape = f"{x.dim()} dimensions" if isinstance(x, Tensor) and not x.is_nested else "another type"
+            reason = f"whenever their hidden state has {shape}: fused forms take tensors [batch, tokens, width]"
+            self.as_written.note(self.plan.path, "hidden state", reason)
 
     def _omit_collected(self, module: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return arguments without those that say what transformers' hooks collect, if no code here reads them."""
@@ -211,9 +227,10 @@ def _get_defaults(cls: type[Any]) -> dict[str, Any]:
 
 def fits_fast_attention(spec: BlockSpec, call: BlockCall, x: Tensor) -> bool:
     """Whether a call asks for no more than the verified form of attention: its mask, at most an empty cache."""
-    angles = [name for name in ANGLES if call.kwargs.get(name) is not None]
-    if (angles or spec.attention.kind == "rotary") and call.find_angles(False) is None:
-        return False
+    if spec.attention.kind == "rotary" or any(call.kwargs.get(name) is not None for name in ANGLES):
+        given = angles.read_angles(call.kwargs)
+        if given is None or given[0].shape[1] != x.shape[1]:
+            return False
     mask = call.find_mask(spec.attention)
     if mask is not None and not _is_fast_mask(mask, spec.attention.heads, x):
         return False
@@ -293,108 +310,3 @@ def _read_dropout(module: nn.Module, spec: BlockSpec) -> Dropout:
 def _read_probability(module: nn.Module, place: Place | None) -> float:
     part: Any = None if place is None else module.get_submodule(place[0])
     return 0.0 if place is None or not part.training else float(getattr(part, place[1]))
-
-
-LATE_READ = (
-    "logits were read after optimizer.step(): these were computed with the new weights of the head. From now on logits "
-    "are computed in every forward, which takes more time and memory; read them before the step to avoid that"
-)
-
-
-class LazyHead(Change):
-    """A head that returns ``LazyLogits``, so that a loss computed from them needs no logits."""
-
-    differentiable_twice = False
-
-    def __init__(self, weight: WeightCastPlan, choice: GemmChoice) -> None:
-        self.weight, self.choice = weight, choice
-        self.is_read_late = False
-        """Whether the loop reads logits after the optimizer's step, so that they must exist before it."""
-
-    def _note_late_read(self) -> None:
-        if not self.is_read_late:
-            self.is_read_late = True
-            warnings.warn(LATE_READ, stacklevel=2)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        x = args[0] if args else next(iter(kwargs.values()))
-        if self.is_read_late or not torch.is_grad_enabled() or not module.training or has_hooks(module):
-            return inner(x)
-        kind = x.device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        weight, bias, choice = module.weight, module.bias, get_current(self.choice, self.weight.stored_scale)
-
-        def loss(rows: Tensor, targets: Tensor, ignore_index: int, reduction: str, form: LossForm) -> Tensor:
-            made: Tensor = head.compute_head_loss(
-                rows, weight, targets, plan=self.weight, precision=choice, ignore_index=ignore_index,
-                reduction=reduction, bias=bias, form=form,
-            )  # fmt: skip
-            return made
-
-        parameters = (weight,) if bias is None else (weight, bias)
-        source = HeadSource(inner, loss, parameters, weight.shape[0], autocast, self._note_late_read)
-        return make_lazy(x, source, autocast or x.dtype)
-
-
-class FusedHead(Change):
-    """Norm, head and loss as one function if there are targets; without targets the model computes as before."""
-
-    method = "finish"
-    differentiable_twice = False
-
-    def __init__(self, weight: WeightCastPlan, choice: GemmChoice, norm: NormSpec) -> None:
-        self.weight, self.choice, self.norm = weight, choice, norm
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        x, targets = args
-        if targets is None or not x.numel():
-            return inner(x, targets)
-        rows = run_norm(x, module.norm.weight, self.norm.eps, self.norm.kind)
-        return head.compute_head_loss(
-            rows,
-            module.lm_head.weight,
-            targets.flatten(),
-            plan=self.weight,
-            precision=get_current(self.choice, self.weight.stored_scale),
-        )
-
-
-class FusedTrunk(Change):
-    """All blocks, last norm, head and loss as one chain, in which a block's kernels write the next block's operands."""
-
-    method = "trunk"
-    differentiable_twice = False
-
-    def __init__(self, weight: WeightCastPlan, choice: GemmChoice, norm: NormSpec) -> None:
-        self.weight, self.choice, self.norm = weight, choice, norm
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        x, targets, *extra = args
-        chain, last = list(module.blocks), module.norm
-        fused = [find_change(block, FusedBlock) for block in chain]
-        whole = all(fused) and x.numel() and not any(has_hooks(part) for part in (*chain, last, module.lm_head))
-        if targets is None or not whole:
-            return inner(*args)
-        changes = [change for change in fused if change is not None]
-        plans = [change.get_plan(x) for change in changes]
-        calls = []
-        for block in chain:
-            own_forward = functools.partial(original_class(block).forward, block)
-            call, _ = make_call(block, own_forward, (x, *extra), {})
-            assert call is not None
-            calls.append(call)
-        own = [get_parts(plan, block).gather() for plan, block in zip(plans, chain, strict=True)]
-        stream, branch, link = blocks.run_chain(plans, x, own, calls, changes[0].graphs)
-        rows = blocks.run_last_norm(stream, branch, link, last.weight, self.norm, plans[-1])
-        del stream, branch  # the norm keeps what its backward needs
-        loss: Tensor = head.compute_head_loss(
-            rows,
-            module.lm_head.weight,
-            targets.flatten(),
-            plan=self.weight,
-            precision=get_current(self.choice, self.weight.stored_scale),
-        )
-        return loss

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.kernels import norm
+from narrowgauge.nn.blocks.settings import Settings, has_settings, read_own_settings
 from narrowgauge.nn.blocks.spec import BlockSpec, NormSpec
 from narrowgauge.nn.module_changes import Change, apply_change, has_own_method, original_class
 
@@ -65,8 +66,8 @@ class ConvertedNorm(Change):
 
     differentiable_twice = False
 
-    def __init__(self, spec: NormSpec) -> None:
-        self.spec = spec
+    def __init__(self, spec: NormSpec, settings: Settings) -> None:
+        self.spec, self.settings = spec, settings
         self._dtypes: dict[Any, torch.dtype] = {}
 
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -74,6 +75,8 @@ class ConvertedNorm(Change):
         weight, bias = getattr(module, self.spec.weight), getattr(module, self.spec.bias, None)
         fits = type(x) is Tensor and type(weight) is nn.Parameter and is_on_gpu(x) and x.numel() > 0
         if x is None or not fits or torch.compiler.is_compiling() or x.shape[-1:] != weight.shape:
+            return inner(*args, **kwargs)
+        if not has_settings(module, self.settings):
             return inner(*args, **kwargs)
         dtype = self._find_dtype(inner, x)
         made = run_norm(
@@ -124,7 +127,7 @@ def find_other_norms(model: nn.Module, specs: Mapping[str, BlockSpec]) -> dict[s
 
 
 def convert_norm(module: nn.Module, spec: NormSpec) -> None:
-    apply_change(module, ConvertedNorm(spec))
+    apply_change(module, ConvertedNorm(spec, read_own_settings(module)))
 
 
 def _describe(module: nn.Module) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -11,10 +11,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.nn.blocks.adapters import read_settings
-from narrowgauge.nn.blocks.observe import list_probabilities
 from narrowgauge.nn.blocks.output_capturing import is_idle
 from narrowgauge.nn.blocks.projections import find_projection
+from narrowgauge.nn.blocks.settings import Settings, WatchedSettings, read_settings
 from narrowgauge.nn.blocks.spec import AttentionSpec, BlockSpec, NormSpec
 from narrowgauge.nn.fused.casts import NormWeights, Projection
 from narrowgauge.nn.module_changes import original_class
@@ -44,8 +43,8 @@ class BlockPlan:
     """Paths and classes of the block's modules when it was converted."""
     cross: tuple[Projection, ...] = ()
     """Cross-attention's projections: of the query, of key and value, and of the output."""
-    settings: tuple[tuple[str, dict[str, Any]], ...] = ()
-    """Paths and attributes of the modules with adapters when the block was converted."""
+    settings: Settings = ()
+    """What the block's modules held when it was described."""
     activations: str = "bf16"
     """What is kept for backward: bf16, normalized, 8bit or recompute, as in a recipe."""
     tile_rows: int | None = None
@@ -174,13 +173,14 @@ class BlockTensors(NamedTuple):
 class BlockParts:
     """The submodules of one block, looked up once. A call only checks that they are in place and have no hooks."""
 
+    watched: WatchedSettings
+    """What the block's modules hold."""
+
     def __init__(self, module: nn.Module, plan: BlockPlan) -> None:
         spec = self.spec = plan.spec
         self.settings = plan.settings
         self._slots: list[list[tuple[dict[str, Any], str]]] = []
         self._edges: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
-        self._probabilities: list[tuple[dict[str, Any], str, float]] = []
-        self._settings: list[tuple[dict[str, Any], str, Any]] = []
         self._is_same = list_classes(module) == plan.classes
         if not self._is_same:
             return
@@ -210,26 +210,11 @@ class BlockParts:
         groups += [()] * (len(BlockTensors._fields) - 2 - len(groups))
         groups += [[f"{one.a}.weight" for one in spec.adapters], [f"{one.b}.weight" for one in spec.adapters]]
         self._slots = [[_find_slot(module, name) for name in group] for group in groups]
-        cross = None if spec.cross is None else spec.cross.dropout
-        used = [spec.branch1.dropout, spec.branch2.dropout, spec.dropout, spec.attention.dropout, cross]
-        used += [adapter.dropout for adapter in spec.adapters]
-        for path, name in list_probabilities(module):
-            if (path, name) not in used:
-                state = vars(module.get_submodule(path))
-                self._probabilities.append((state, name, state[name]))
-        for path, values in plan.settings:
-            state = vars(module.get_submodule(path))
-            self._settings += [(state, name, value) for name, value in values.items()]
+        self.watched = WatchedSettings(module, plan.settings)
 
     def are_intact(self) -> bool:
-        """Whether no submodule was replaced, hooked, or given a forward of its own since conversion.
-
-        Nor may there be another probability of dropout, among those that the block's description does not contain, or
-        another attribute of a module with an adapter.
-        """
-        if not self._is_same or any(state.get(name) != value for state, name, value in self._probabilities):
-            return False
-        if any(state.get(name) != value for state, name, value in self._settings):
+        """Whether no submodule was replaced, hooked, or given a forward of its own since conversion."""
+        if not self._is_same:
             return False
         for siblings, name, child in self._edges:
             state = child.__dict__
@@ -293,9 +278,13 @@ def list_own_parameters(module: nn.Module, spec: BlockSpec) -> tuple[str, ...]:
     return tuple(name for name, _ in module.named_parameters() if name not in known and not _is_inside(name, spec.mlp))
 
 
-def list_settings(module: nn.Module, spec: BlockSpec) -> tuple[tuple[str, dict[str, Any]], ...]:
-    """Return the paths and attributes of a block's modules with adapters."""
-    return tuple((adapter.path, read_settings(module.get_submodule(adapter.path))) for adapter in spec.adapters)
+def list_settings(module: nn.Module, spec: BlockSpec, ignored: Collection[str] = ()) -> Settings:
+    """Return what a block's modules hold, apart from what calls read anew, and from modules that run as they are."""
+    cross = None if spec.cross is None else spec.cross.dropout
+    read = [spec.branch1.dropout, spec.branch2.dropout, spec.dropout, spec.attention.dropout, cross]
+    read += [adapter.dropout for adapter in spec.adapters]
+    run = [path for path in (spec.mlp, spec.branch1.depth, spec.branch2.depth) if path]
+    return read_settings(module, run, read, ignored)
 
 
 class BlockWeights(NamedTuple):

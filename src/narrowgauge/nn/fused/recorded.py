@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import deterministic
 
 from narrowgauge import events
+from narrowgauge.nn.blocks.angles import read_angles
 from narrowgauge.nn.fused.casts import WantedGradient
 from narrowgauge.nn.fused.passes import BlockInput, Forwarded, run_backward, run_forward
 from narrowgauge.nn.fused.plan import BlockTensors
@@ -309,7 +310,7 @@ class _ParameterGrads:
 def name_arguments(given: BlockInput) -> dict[str, Tensor]:
     """Return the tensors that attention reads besides qkv, by name: cosines and sines, and a mask or documents."""
     call, spec = given.call, given.plan.spec.attention
-    named: dict[str, Tensor | None] = dict(zip(("cos", "sin"), call.find_angles(False) or (), strict=False))
+    named: dict[str, Tensor | None] = dict(zip(("cos", "sin"), read_angles(call.kwargs) or (), strict=False))
     if spec.mask is not None:
         named[spec.mask] = call.find_mask(spec)
     if call.documents is not None:
