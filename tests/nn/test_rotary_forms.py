@@ -100,6 +100,15 @@ class WithTuple(Block):
         return self.run(x, *rope)
 
 
+class WithPositions(Block):
+    """minimind's arguments."""
+
+    head_dim = SIZE
+
+    def forward(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
+        return self.run(x, *position_embeddings)
+
+
 def rotate_stacked(x: Tensor, table: Tensor) -> Tensor:
     assert table.dim() == 3 and table.shape[-1] == 2
     return rotate_pairs(x, table[..., 0], table[..., 1])
@@ -130,6 +139,9 @@ FORMS: dict[str, Rotation] = {
     "pair of wholes": (WithPair, rotate_halves, lambda t: (twice(t).cos(), twice(t).sin()), rotary("all", False)),
     "half used": (WithPair, rotate_own_half, lambda t: (twice(t).cos(), twice(t).sin()), rotary("first half", True)),
     "tuple": (WithTuple, rotate_pairs, lambda t: ((t.cos(), t.sin()),), rotary("half", True)),
+    "positions": (
+        WithPositions, rotate_halves, lambda t: ((twice(t).cos(), twice(t).sin()),), rotary("all", False)
+    ),
     "start": (WithStart, rotate_complex, lambda t: (0, torch.polar(torch.ones_like(t), t), None), AttentionSpec()),
 }  # fmt: skip
 """The class of the block, its rotation, its arguments from angles [T, S/2], and the description that is expected."""

@@ -25,8 +25,8 @@ def allow_nondeterminism() -> Iterator[None]:
         torch.use_deterministic_algorithms(before, warn_only=warns)
 
 
-SOURCES = ("encoder_hidden_states", "xa", "context")
-"""Names of a block's argument for an encoder's output, in transformers, OpenAI's Whisper, and latent diffusion."""
+SOURCES = ("encoder_hidden_states", "xa", "context", "enc", "enc_output", "encoder_output", "memory")
+"""Names of a block's argument for an encoder's output: in transformers, OpenAI's Whisper, latent diffusion, others."""
 
 
 class Example(NamedTuple):

@@ -34,6 +34,11 @@ LONGEST_MASK = 1024
 """Tokens of the longest example that is as long as a mask."""
 SOURCE_LENGTH = 9
 """Tokens of an encoder's output."""
+MAY_BE_NONE = (
+    "attention_mask", "position_ids", "positions", "input_pos", "cache", "kv_cache", "past_kv", "past_key_value",
+    "past_key_values", "layer_past",
+)  # fmt: skip
+"""Arguments without which blocks compute, though their signature requires them."""
 CROSS_BIAS = "encoder_decoder_position_bias"
 """A bias of the scores of cross-attention (T5)."""
 
@@ -89,11 +94,15 @@ def _make_examples(block: nn.Module, device: torch.device, rows: int, length: in
         if made:
             return made
     required, optional = read_signature(block)
-    unknown = [name for name in required[1:] if name not in ("attention_mask", "position_ids", *SOURCES)]
+    unknown = [name for name in required[1:] if name not in (*MAY_BE_NONE, *SOURCES) and "mask" not in name]
     if unknown:
         raise NotABlock(f"its forward needs {', '.join(unknown)}")
     named = {**dict.fromkeys(required[1:]), **make_positions([*required, *optional], x)}
     plain = Example((x,), named)
+    masks = [name for name in required[1:] if "mask" in name]
+    if masks:  # code that was written for a mask may need one
+        seen = torch.ones(rows, 1, length, length, dtype=torch.bool, device=device)
+        return [plain, Example((x,), {**named, **dict.fromkeys(masks, seen)})]
     if not takes_any_argument(block) or "position_ids" in named:
         return [plain]
     # transformers passes positions on to blocks that do not name them (GPT-2's)

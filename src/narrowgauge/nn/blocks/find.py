@@ -36,7 +36,15 @@ from narrowgauge.nn.blocks.output_capturing import is_idle
 from narrowgauge.nn.blocks.projections import count_projections, find_projection
 from narrowgauge.nn.blocks.recognize import NotABlock, has_activation, list_unused, recognize
 from narrowgauge.nn.blocks.spec import BlockSpec
-from narrowgauge.nn.blocks.variants import MASKS, PACKED, SOURCE_MASK, make_variants, name_boolean
+from narrowgauge.nn.blocks.variants import (
+    MASKS,
+    PACKED,
+    SOURCE_MASK,
+    list_other_masks,
+    make_mask_variants,
+    make_variants,
+    name_boolean,
+)
 from narrowgauge.nn.module_changes import OWN, original_class
 from narrowgauge.nn.products.linear import is_linear
 from narrowgauge.nn.side_effects import undo_side_effects
@@ -212,6 +220,7 @@ def _describe(block: nn.Module, device: torch.device, differs: Differs, known: B
         if not base.mlp and not has_activation(observe(copy, *example), base):
             raise NotABlock(f"its activation is {base.activation} of small values, but not of large ones")
     variants = make_variants(copy, example)
+    base = replace(base, masks=_verify_masks(copy, base, example, differs))
     if known is not None:
         if replace(base, attention=known.attention) != known:
             raise NotABlock("blocks of the same class compute different things")
@@ -237,6 +246,17 @@ def _describe(block: nn.Module, device: torch.device, differs: Differs, known: B
                         return base
                 return _with_mask(copy, better, variants, differs)
     return base
+
+
+def _verify_masks(block: nn.Module, spec: BlockSpec, example: Example, differs: Differs) -> tuple[str, ...]:
+    """Return the other arguments that are masks, and with which fused form and block agree."""
+    found = []
+    for name in list_other_masks(block):
+        variants = make_mask_variants(block, name, example)
+        masked = replace(spec, masks=(name,))
+        if variants and all(differs(block, masked, variant) is None for variant in variants):
+            found.append(name)
+    return tuple(found)
 
 
 def _recognize_first(block: nn.Module, examples: list[Example]) -> tuple[Example, BlockSpec, Observation]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -155,7 +156,40 @@ def make_random_copy(module: nn.Module, device: torch.device) -> nn.Module:
 
     Freshly initialized models have zero biases and norm weights of one, which would hide how they are used.
     """
-    return _copy(module, device, torch.Generator(device).manual_seed(0), {})
+    known: dict[int, Any] = {}
+    made = _copy(module, device, torch.Generator(device).manual_seed(0), known)
+    for inner in made.modules():
+        for name, value in vars(inner).items():
+            if isinstance(value, types.FunctionType | types.MethodType):
+                vars(inner)[name] = _rebind(value, known)
+    return made
+
+
+def _rebind(function: Any, known: Mapping[int, Any]) -> Any:
+    """Return a function that is an attribute of a module for the module's copy: what it encloses may be parts of it."""
+    if isinstance(function, types.MethodType):
+        return types.MethodType(function.__func__, known.get(id(function.__self__), function.__self__))
+    cells = function.__closure__ or ()
+    contents = [cell.cell_contents if _is_filled(cell) else None for cell in cells]
+    if not any(id(value) in known for value in contents if isinstance(value, nn.Module)):
+        return function
+    closure = tuple(
+        types.CellType(known[id(value)]) if id(value) in known else cell
+        for cell, value in zip(cells, contents, strict=True)
+    )
+    made = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, closure
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
 
 
 def _copy(module: nn.Module, device: torch.device, generator: torch.Generator, known: dict[int, Any]) -> nn.Module:

@@ -167,6 +167,8 @@ class BlockSpec:
     """The module that is the MLP of a "half"."""
     given: tuple[str, ...] = ()
     """The arguments of the call that was verified, besides the hidden state."""
+    masks: tuple[str, ...] = ()
+    """Other arguments that were verified as masks of attention, which the model's own code reads."""
 
     @property
     def products(self) -> tuple[tuple[str, ...], ...]:

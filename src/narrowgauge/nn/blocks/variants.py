@@ -6,6 +6,7 @@ the argument. Calls that the block itself cannot run are left out.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,6 +41,30 @@ def make_variants(block: nn.Module, example: Example) -> dict[str, Example]:
         except Exception:  # whatever it raises: the original cannot run this either
             continue
         found[name] = variant
+    return found
+
+
+def list_other_masks(block: nn.Module) -> list[str]:
+    """Return the names of a block's arguments that are called masks, and have no meaning known here."""
+    known = (*MASKS, SOURCE_MASK, "src_mask", "src_key_padding_mask")
+    return [name for group in read_signature(block) for name in group if "mask" in name and name not in known]
+
+
+def make_mask_variants(block: nn.Module, name: str, example: Example) -> list[Example]:
+    """Return the example with masks of some shapes for an argument, of those that the block can run."""
+    x = example.args[0]
+    rows, length = x.shape[:2]
+    seen = torch.ones(length, length, dtype=torch.bool, device=x.device).tril().expand(rows, 1, -1, -1)
+    padding = torch.ones(rows, length, dtype=torch.bool, device=x.device)
+    padding[0, -PADDED:] = False
+    added = x.new_zeros(seen.shape).masked_fill_(~seen, HIDDEN)
+    forms = (seen, added, seen[:, 0], seen[0, 0], padding, padding[:, None, None], padding[:, None])
+    found = []
+    for form in forms:
+        variant = Example(example.args, {**example.kwargs, name: form})
+        with contextlib.suppress(Exception), torch.no_grad():
+            block(*variant.args, **variant.kwargs)
+            found.append(variant)
     return found
 
 

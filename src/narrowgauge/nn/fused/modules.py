@@ -100,7 +100,8 @@ class FusedBlock(Change):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         is_fused = self.has_fused_form(module)
-        known = (FOR_ATTENTION if self.plan.spec.cross is None else BOTH).union(self.plan.spec.given)
+        spec = self.plan.spec
+        known = (FOR_ATTENTION if spec.cross is None else BOTH).union(spec.given, spec.masks)
         call, x = make_call(module, inner, args, self._omit_collected(module, kwargs), known)
         if is_fused and (call is None or not is_plain_batch(x)):
             self._note_call(list_unknown(module, args, kwargs, known), x)

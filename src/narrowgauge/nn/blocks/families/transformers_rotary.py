@@ -1,4 +1,7 @@
-"""Blocks of transformers that take rotary angles as ``position_embeddings``, a pair of cosines and sines [B, T, S]."""
+"""Blocks of transformers that take rotary angles as ``position_embeddings``, a pair of cosines and sines [B, T, S].
+
+minimind passes [T, S] under the same name.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ def make_examples(block: nn.Module, x: Tensor) -> list[Example] | None:
     made = []
     for size in list_head_sizes(block):
         turns = make_turns(x, size // 2)
-        turns = torch.cat([turns, turns], -1).expand(len(x), -1, -1)
-        made.append(Example((x,), {"position_embeddings": (turns.cos(), turns.sin()), **others}))
+        turns = torch.cat([turns, turns], -1)
+        for form in (turns.expand(len(x), -1, -1), turns):
+            made.append(Example((x,), {"position_embeddings": (form.cos(), form.sin()), **others}))
     return made
