@@ -102,3 +102,23 @@ def test_counts_of_skipped_updates_in_two_halves():
     restored = SkipGuard()
     restored.load_state_dict(whole.state_dict())
     assert copy.deepcopy(restored.first_bad()) == ["parameter 1"]
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8[products=all]", "fp8-lean[products=all]"])
+def test_steps_change_no_setting_but_users_do(recipe):
+    """What is recorded does not read attributes again, so a change must start over; steps themselves must not."""
+    model = ng.tasks.find("gpt:2x64", seed=0).model()
+    engine = ng.Engine(model, torch.optim.AdamW(model.parameters(), 1e-3), recipe, fused=True)
+    step = ng.StepFunction(engine, lambda inputs, targets: model(inputs, targets))
+    tokens = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(0))
+    keys = []
+    for _ in range(3):
+        step(tokens[:, :-1], tokens[:, 1:])
+        keys.append(step._make_key([], None))
+    with engine.evaluating(), torch.no_grad():
+        model(tokens[:, :-1], tokens[:, 1:])
+    assert len({repr(key) for key in [*keys, step._make_key([], None)]}) == 1
+    model.blocks[0].norm1.eps = 1e-3
+    assert step._make_key([], None) != keys[-1]
+    model.blocks[0].note = torch.ones(3)
+    assert step._make_key([], None) == step._make_key([], None)

@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from narrowgauge import events
 from narrowgauge.engine.engine import Engine
 from narrowgauge.kernels.multi_tensor import RecordedTables
+from narrowgauge.nn.blocks.settings import watch_settings
 from narrowgauge.nn.fused.graphs import get_settings
 from narrowgauge.nn.fused.recorded import Recorder
 from narrowgauge.nn.recordable import recordable
@@ -102,6 +103,8 @@ class StepFunction:
         self._places: list[int] = []
         self._idle = self._measured = 0
         self._recorder: Recorder | None = None
+        self._watched = watch_settings(engine.inner)
+        self._changes = 0
 
     @property
     def recorded(self) -> int:
@@ -182,9 +185,17 @@ class StepFunction:
             tuple(module.training for module in engine.inner.modules()),
             tuple(option.data_ptr() if isinstance(option, Tensor) else str(option) for option in options),
             engine.clip_norm,
+            self._count_changes(),
             None if scales is None else (scales.mode, scales.delayed, scales.format_changes),
             get_settings(),
         )
+
+    def _count_changes(self) -> int:
+        """Return how often settings of the model have changed: a recording does not run the code that reads them."""
+        if not self._watched.are_same():
+            self._watched = watch_settings(self._engine.inner)
+            self._changes += 1
+        return self._changes
 
     def _is_due(self, key: Any) -> bool:
         """Count a call; return whether its kind is to be recorded now."""

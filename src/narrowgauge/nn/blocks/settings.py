@@ -177,6 +177,19 @@ def has_settings(module: nn.Module, settings: Settings) -> bool:
     return found.are_same()
 
 
+def watch_settings(model: nn.Module) -> WatchedSettings:
+    """Watch what all modules of a model hold, apart from tensors."""
+    settings = read_settings(model)
+    kept = [held.values.items() for held in settings]
+    return WatchedSettings(
+        model,
+        tuple(
+            held._replace(values={name: value for name, value in values if not isinstance(value, Tensor)})
+            for held, values in zip(settings, kept, strict=True)
+        ),
+    )
+
+
 def _list_spaces(
     module: nn.Module, seen: set[int], levels: int = DEEPEST
 ) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
