@@ -12,6 +12,7 @@
 #   muon-gaps    Muon in narrow formats against FP32, four seeds                                          about 370 s
 #   muon-reach   steps that Muon needs for AdamW's loss, 124M; on CORPUS if it is given                   about 450 s
 #   muon-124m    Muon in narrow formats against FP32, 124M on CORPUS, four seeds                          about 450 s
+#   neighbours   GLM of transformers, whose rotary embedding rotates neighbouring columns, beside compiled BF16    about 150 s
 #   sums         errors of sums in the tensor cores                                                        about 20 s
 #   gradient-bias   errors of FP8 gradients that all batches share, and emulated, 124M on CORPUS           about 400 s
 #   equal-loss:SECONDS   FP8 at equal loss, 124M on CORPUS: continues bench/results' file              1,800 s in all
@@ -70,7 +71,7 @@ steps() { # SECONDS TASK ROUNDS STEPS MORE...
   part "$1" bench/fp8_steps.py "${@:2}"
 }
 
-[ $# -gt 0 ] || { sed -n '2,27s/^# \{0,1\}//p' "$0" && exit 2; }
+[ $# -gt 0 ] || { sed -n '2,28s/^# \{0,1\}//p' "$0" && exit 2; }
 for name in "$@"; do
   case $name in
     fp8-large) steps 200 gpt:8x4096 3 4 fp8-only tensorwise && steps 300 gpt-1.3b 2 4 fp8-only tensorwise ;;
@@ -100,6 +101,11 @@ for name in "$@"; do
       need_corpus "$name"
       continue_file h200-equal-loss-gpt2-124m.json
       part 590 bench/equal_loss.py "$OUT/$file" "${name#*:}" --shorter 2 --recipes "${RECIPES:-bf16,fp8}" "${tokens[@]}"
+      ;;
+    neighbours)
+      part 200 -m narrowgauge bench --model transformers:GlmForCausalLM --batch 8 --context 2048 --rounds 3 --steps 4 \
+        --recipes fp8 --save "$OUT/h200-glm-10x2048.json" --config '{"hidden_size": 2048, "intermediate_size": 6144,
+          "num_hidden_layers": 10, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}'
       ;;
     sums) part 60 bench/fast_sums.py accuracy ;;
     gradient-bias)

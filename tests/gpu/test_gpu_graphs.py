@@ -95,6 +95,21 @@ def test_dropout_draws_the_same_numbers(family: str, recipe: str) -> None:
     assert compare(model, recipe, train_step) == 2
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "fp8[products=all]"])
+@pytest.mark.parametrize(("name", "value"), [("variance_epsilon", 0.3), ("skipped", True)])
+def test_settings_that_change_have_their_effect(name: str, value: Any, recipe: str) -> None:
+    """A new epsilon is another recording, an attribute that nothing reads is none."""
+    model = without_dropout(LANGUAGE["llama"]()).to(DEVICE).train()
+
+    def step(engine: Engine, number: int) -> float:
+        if number == 7:
+            for layer in engine.inner.model.layers:
+                setattr(layer.input_layernorm, name, value)
+        return train_step(engine, number)
+
+    assert compare(model, recipe, step, 16) == (4 if name == "variance_epsilon" else 2)
+
+
 @pytest.mark.parametrize("checkpoint", ["selective", "full"])
 def test_recomputation_is_recorded_too(checkpoint: str) -> None:
     model = without_dropout(LANGUAGE["llama"]()).to(DEVICE).train()

@@ -253,6 +253,21 @@ def test_other_shapes_evaluation_and_loaded_states(recipe):
     check_equal(recorded, eager)
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "fp8[products=all]"])
+def test_settings_that_change_start_over(recipe):
+    recorded, eager = make_pair(make_gpt, recipe)
+    for number in range(20):
+        if number == 9:
+            assert recorded.function.recorded == 1
+            for run in (recorded, eager):
+                for block in run.model.blocks:
+                    block.norm1.eps = 0.5
+        assert recorded.step(*text(number % 3)) == eager.step(*text(number % 3)), number
+        assert recorded.function.recorded == (0 if number in range(9, 14) else recorded.function.recorded)
+    assert recorded.function.recorded == 1
+    check_equal(recorded, eager)
+
+
 def read_counts(watch: Any) -> dict[Any, Any]:
     """Return what was read and does not depend on the order of sums."""
     snapshots = watch.snapshots(wait=True)

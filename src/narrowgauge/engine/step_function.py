@@ -104,7 +104,6 @@ class StepFunction:
         self._idle = self._measured = 0
         self._recorder: Recorder | None = None
         self._watched = watch_settings(engine.inner)
-        self._changes = 0
 
     @property
     def recorded(self) -> int:
@@ -130,11 +129,12 @@ class StepFunction:
         if not self._can_read(leaves):
             return self._run_eagerly(args, kwargs)
         places, key = self._locate(), self._make_key(leaves, form)
-        if places != self._places:  # a loaded state, new buffers: what was recorded reads other memory
+        if places != self._places or not self._watched.are_same():
+            # a loaded state, new buffers: what was recorded reads other memory. Or code that reads other settings
             self._recordings.clear()
             self._calls.clear()
             self._recorder = None  # its memory is released with the last graph
-            self._places = places
+            self._places, self._watched = places, watch_settings(self._engine.inner)
         recording = self._recordings.get(key)
         if recording is None and self._is_due(key):
             recording = self._record(key, leaves, form)
@@ -185,17 +185,9 @@ class StepFunction:
             tuple(module.training for module in engine.inner.modules()),
             tuple(option.data_ptr() if isinstance(option, Tensor) else str(option) for option in options),
             engine.clip_norm,
-            self._count_changes(),
             None if scales is None else (scales.mode, scales.delayed, scales.format_changes),
             get_settings(),
         )
-
-    def _count_changes(self) -> int:
-        """Return how often settings of the model have changed: a recording does not run the code that reads them."""
-        if not self._watched.are_same():
-            self._watched = watch_settings(self._engine.inner)
-            self._changes += 1
-        return self._changes
 
     def _is_due(self, key: Any) -> bool:
         """Count a call; return whether its kind is to be recorded now."""

@@ -130,7 +130,7 @@ class BlockGraphs:
         plan, scales, documents = given.plan, given.plan.scales, given.call.documents
         key = (
             given.x.shape, given.x.dtype, given.x.requires_grad, given.branch is None, given.dropout, given.summed,
-            plan.checkpoint, plan.activations, id(wanted.reader), wanted.dtype,
+            plan.spec, plan.checkpoint, plan.activations, id(wanted.reader), wanted.dtype,
             tuple(None if t is None else (t.data_ptr(), t.requires_grad) for group in given.tensors for t in group),
             tuple((name, t.shape, t.dtype) for name, t in name_arguments(given).items()),
             None if documents is None else documents.longest,
