@@ -156,3 +156,44 @@ def test_blocks_that_share_a_layer_are_not_fused() -> None:
         loss = model(torch.arange(24).view(2, 12)).float().square().mean()
     engine.backward(loss)
     assert engine.step().applied
+
+
+class Bare(NanoBlock):
+    """A block whose norms have no weights."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(WIDTH, 4, False)
+        norms: dict[str, Any] = {
+            "layer": lambda: nn.LayerNorm(WIDTH, elementwise_affine=False, eps=1e-3),
+            "rms": lambda: nn.RMSNorm(WIDTH, elementwise_affine=False, eps=1e-4),
+            "own": lambda: Norm(),
+        }
+        self.ln_1, self.ln_2 = norms[kind](), norms[kind]()
+
+
+class Norm(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 3e-5)
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms", "own"])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8[products=all]", "fp8-lean[products=all]", "bf16[checkpoint=full]"])
+def test_norms_without_weights(kind: str, recipe: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Bare(kind), Bare(kind))
+    written = copy.deepcopy(model)
+    engine = Engine(model, torch.optim.AdamW(model.parameters()), recipe, fused=True)
+    assert engine.conversion.blocks == ["0", "1"], engine.conversion.unfused
+    x = torch.randn(2, 12, WIDTH)
+    with engine.forward():
+        made = model(x)
+        loss = made.float().square().mean()
+    engine.backward(loss)
+    wanted = written(x)
+    wanted.square().mean().backward()
+    tolerance = 0.1 if "fp8" in recipe else 0.02
+    assert ((made.detach().float() - wanted.detach()).norm() / wanted.detach().norm()).item() < tolerance
+    for one, other in zip(model.parameters(), written.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        assert ((one.grad - other.grad).norm() / other.grad.norm()).item() < 2 * tolerance
+    assert engine.step().applied

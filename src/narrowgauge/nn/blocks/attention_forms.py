@@ -29,7 +29,7 @@ def list_attention_forms(
         return
     outputs = [find_projection(block, path).shape[0] for path in spec.inputs]
     norms = [norm for call in seen.calls if (norm := recognize_norm(call)) is not None]
-    inner = [norm for norm in norms if norm not in spec.norms]
+    inner = [norm for norm in norms if norm not in spec.norms and norm.weight]
     given = read_angles(example.kwargs)
     angles = None if given is None else given[0].shape[-1]
     is_table = any(example.kwargs.get(name) is not None for name in TABLES)
@@ -95,7 +95,7 @@ def _list_dropouts(block: nn.Module, spec: BlockSpec) -> Iterator[Place]:
 
 
 def _get_width(block: nn.Module, norm: NormSpec) -> int:
-    return len(norm.find_weight(block))
+    return norm.get_width(block)
 
 
 def _list_rotations(angles: int, size: int, is_table: bool) -> list[tuple[str, bool]]:

@@ -34,16 +34,27 @@ def are_close(one: Tensor, other: Tensor, tolerance: float = TOLERANCE) -> bool:
 def recognize_norm(call: Call) -> NormSpec | None:
     """Return the description of a module whose output is a norm of its input."""
     own = dict(call.module.named_parameters(recurse=False))
-    if not 1 <= len(own) <= 2 or call.input.shape != call.output.shape:
+    if len(own) > 2 or call.input.shape != call.output.shape:
         return None
+    if not own:
+        return None if any(call.module.children()) else _recognize_without_weight(call)
     if any(parameter.shape != call.input.shape[-1:] for parameter in own.values()):
         return None
     for names in itertools.permutations(own):
         weight, bias = own[names[0]], own[names[1]] if len(names) > 1 else None
         for kind, eps, offset in itertools.product(("layer", "rms"), _list_eps(call.module), (0.0, 1.0)):
             if are_close(compute_norm(call.input, weight, bias, kind, eps, offset), call.output):
-                spec = NormSpec(call.path, kind, eps, offset, *names)
+                spec = NormSpec(call.path, kind, eps, offset, names[0], "bias" if bias is None else names[1])
                 return _measure_eps(call, spec, weight.detach(), None if bias is None else bias.detach())
+    return None
+
+
+def _recognize_without_weight(call: Call) -> NormSpec | None:
+    width = call.input.shape[-1]
+    ones = call.input.new_ones(width)
+    for kind, eps in itertools.product(("layer", "rms"), _list_eps(call.module)):
+        if are_close(compute_norm(call.input, ones, None, kind, eps, 0.0), call.output):
+            return _measure_eps(call, NormSpec(call.path, kind, eps, weight="", bias="", width=width), ones, None)
     return None
 
 

@@ -130,6 +130,8 @@ def find_width(block: nn.Module) -> int:
     shapes = [p.shape for p in block.parameters() if p.dim() == 2]
     read, written = ({shape[side] for shape in shapes} for side in (1, 0))
     fitting = [size for size in sizes if size in read and size in written]
+    if not sizes:  # norms without weights: most matrices read the stream
+        fitting = [shape[1] for shape in shapes if shape[1] in written]
     if not fitting:
         raise NotABlock("no norm has the width of a linear layer")
     return max(fitting, key=lambda size: (fitting.count(size), size))

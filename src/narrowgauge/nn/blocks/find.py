@@ -163,6 +163,12 @@ def _has_vector(module: nn.Module) -> bool:
     return any(p.dim() == 1 for p in module.parameters() if not is_lazy(p))
 
 
+def _may_have_norms(module: nn.Module) -> bool:
+    """Whether some part without parameters may be a norm, by the name of its class."""
+    leaves = (part for part in module.modules() if not part._modules and next(part.parameters(), None) is None)
+    return any("norm" in original_class(part).__name__.lower() for part in leaves)
+
+
 def _has_stack(module: nn.Module) -> bool:
     """Whether some part has stacked matrices, as experts do, in place of an MLP's linear layers."""
     return any(p.dim() == 3 for p in module.parameters() if not is_lazy(p))
@@ -373,8 +379,8 @@ def _find_obstacle(block: nn.Module) -> str | None:
     """Return why a block cannot be observed or replaced as it is now."""
     if isinstance(block, nn.ModuleList | nn.ModuleDict):
         return "it is a list of modules, which the model calls one by one"
-    if not _has_vector(block):
-        return "none of its modules is a norm with a weight"
+    if not _has_vector(block) and not _may_have_norms(block):
+        return "none of its modules is a norm"
     for path, module in block.named_modules():
         if path and has_hooks(module):
             return f"{path} has hooks, which a fused block would not call"

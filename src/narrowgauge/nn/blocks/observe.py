@@ -32,6 +32,8 @@ class Call:
     output: Tensor
     is_projection: bool = False
     """Whether the module is a linear layer, or the call stands for a product of nn.MultiheadAttention."""
+    is_alone: bool = False
+    """Whether the tensor was the only argument."""
 
 
 @dataclass
@@ -52,6 +54,8 @@ class Observation:
     dropouts: list[DropoutCall] = field(default_factory=list)
     entries: dict[str, int] = field(default_factory=dict)
     """How many entries the tuples have that modules returned, with a tensor in front; 0 if they returned a tensor."""
+    of_tuples: list[Call] = field(default_factory=list)
+    """Calls of modules that returned a tuple, with the tensor in front."""
 
     def once(self) -> list[Call]:
         """Return the calls of modules that were called exactly once."""
@@ -75,9 +79,11 @@ def observe(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
             first = next((value for value in (*inputs, *named.values()) if isinstance(value, Tensor)), None)
             if multihead.is_self_attention(inner):
                 seen.calls += _split_multihead(path, inner, multihead.read_arguments(inner, inputs, named), output[0])
-            elif first is not None and isinstance(output, Tensor):
-                rows = get_rows(first).clone(), get_rows(output).clone()
-                seen.calls.append(Call(path, inner, *rows, is_linear(inner)))
+            elif first is not None and path in seen.entries:
+                made = output if isinstance(output, Tensor) else output[0]
+                rows = get_rows(first).clone(), get_rows(made).clone()
+                call = Call(path, inner, *rows, is_linear(inner), len(inputs) + len(named) == 1)
+                (seen.calls if isinstance(output, Tensor) else seen.of_tuples).append(call)
 
         return hook
 

@@ -51,7 +51,8 @@ def recognize(block: nn.Module, example: Example, seen: Observation) -> BlockSpe
     norms = [(call, norm) for call in calls if (norm := recognize_norm(call)) is not None]
     if len(linears) < 2 or not norms:
         raise NotABlock("it has fewer than two linear layers, or no norm")
-    run = _Run(x, output, norms, linears, _list_scales(block, x.shape[-1]), calls, find_source(example.kwargs))
+    scales, source = _list_scales(block, x.shape[-1]), find_source(example.kwargs)
+    run = _Run(x, output, norms, linears, scales, calls, seen.of_tuples, source)
     reasons = []
     for match in (_match_pre, _match_post, _match_parallel, _match_normed_branches, _match_half):
         try:
@@ -60,8 +61,7 @@ def recognize(block: nn.Module, example: Example, seen: Observation) -> BlockSpe
             reasons.append(str(reason))
             continue
         used = tuple(adapter for adapter in adapters if adapter.base in found.linears)  # others are attention's own
-        others = {"in_tuple": in_tuple, "returned": returned, "adapters": used}
-        return _complete(found, run, calls, seen, others)
+        return _complete(found, run, calls, seen, {"in_tuple": in_tuple, "returned": returned, "adapters": used})
     raise NotABlock(reasons[0])
 
 
@@ -86,7 +86,8 @@ class _Run(NamedTuple):
     scales: list[tuple[str | None, Tensor | float]]
     """Names and values of what may multiply a branch, first of all nothing."""
     calls: list[Call]
-    """Of all modules."""
+    """Of all modules, but for those that return tuples."""
+    of_tuples: list[Call]
     source: tuple[str, Tensor] | None = None
     """The name of the argument with an encoder's output, and its value."""
 
@@ -229,16 +230,15 @@ def _match_half(run: _Run) -> BlockSpec:
     second, norm2 = _find_norm(run.norms, x1, "no norm reads the sum")
     largest, others = float(run.output.abs().max()), _paths([*inputs, out, first, second])
     found = [
-        call.path for call in run.calls
-        if call.output.shape == call.input.shape == x1.shape and are_close(call.input, second.output)
+        call.path for call in (*run.calls, *run.of_tuples)
+        if call.is_alone and call.output.shape == call.input.shape == x1.shape and are_close(call.input, second.output)
         and bool((call.output - (run.output - x1)).abs().max() <= TOLERANCE * largest)
         and not any(path.startswith(f"{call.path}.") for path in others)
     ]  # fmt: skip
     if not found:
         raise NotABlock("no module computes its MLP's branch from the norm of the sum")
-    mlp = min(found, key=len)  # the outermost: experts read the same, and more
-    return BlockSpec(
-        "half", norm1, _paths(inputs), AttentionSpec(), out.path, norm2, (), "", "", one.spec, mlp=mlp
+    return BlockSpec(  # the outermost module: experts read the same, and more
+        "half", norm1, _paths(inputs), AttentionSpec(), out.path, norm2, (), "", "", one.spec, mlp=min(found, key=len)
     )  # fmt: skip
 
 
@@ -297,7 +297,7 @@ def _find_norm(norms: Norms, value: Tensor, otherwise: str) -> tuple[Call, NormS
 def _list_branches(run: _Run, linear: Call) -> Iterator[_Branch]:
     """Yield what a projection's output may become before it is added: it may be normed and scaled."""
     ends: list[tuple[Tensor, NormSpec | None]] = [(linear.output, None)]
-    ends += [(call.output, norm) for call, norm in run.norms if are_close(call.input, linear.output)]
+    ends += [(call.output, norm) for call, norm in run.norms if norm.weight and are_close(call.input, linear.output)]
     for value, norm in ends:
         for name, scale in run.scales:
             yield _Branch(value * scale, BranchSpec(norm, scale=name))
@@ -362,7 +362,7 @@ def has_activation(seen: Observation, spec: BlockSpec) -> bool:
 
 def _complete(found: BlockSpec, run: _Run, calls: list[Call], seen: Observation, output: dict[str, Any]) -> BlockSpec:
     """Add the places of dropout and stochastic depth, which are identities in this run."""
-    outputs = {call.path: call.output for call in calls}
+    outputs = {call.path: call.output for call in (*calls, *seen.of_tuples)}
     branches = []
     for spec, linear in ((found.branch1, found.output), (found.branch2, found.mlp or found.down)):
         value = outputs[linear if spec.norm is None else spec.norm.path]

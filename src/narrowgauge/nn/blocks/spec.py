@@ -46,17 +46,19 @@ class NormSpec:
     offset: float = 0.0
     """1 for norms whose weight is stored as its difference from 1 (Gemma)."""
     weight: str = "weight"
-    """The name of the weight in its module."""
+    """The name of the weight in its module; empty for a norm without one."""
     bias: str = "bias"
+    width: int = 0
+    """The columns of a norm without weight."""
 
     @property
     def parameters(self) -> tuple[str, str]:
         """The names of weight and bias, from the block."""
         return f"{self.path}.{self.weight}", f"{self.path}.{self.bias}"
 
-    def find_weight(self, block: nn.Module) -> nn.Parameter:
-        """Return the norm's weight."""
-        return block.get_parameter(f"{self.path}.{self.weight}")
+    def get_width(self, block: nn.Module) -> int:
+        """Return the number of columns."""
+        return self.width or len(block.get_parameter(f"{self.path}.{self.weight}"))
 
 
 @dataclass(frozen=True)

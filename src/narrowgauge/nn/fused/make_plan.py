@@ -38,7 +38,7 @@ class ChosenLayer(Protocol):
 def find_misfit(block: nn.Module, spec: BlockSpec) -> str | None:
     """Return why our kernels cannot compute a block, or None if they can."""
     for norm in spec.norms:
-        columns = len(norm.find_weight(block))
+        columns = norm.get_width(block)
         if columns > MAX_COLUMNS:
             return f"its norms have {columns} columns, more than {MAX_COLUMNS}"
     for group in spec.products:

@@ -60,10 +60,17 @@ def run_with_mlp(
     stream, hidden = blocks.run_half(plan, x, tensors, call, dropout, NO_GRAPHS)
     if plan.checkpoint == "full" and torch.is_grad_enabled():
         return stream + _run_and_discard(plan, mlp, hidden, recomputation)
-    output: Tensor = stream + mlp(hidden)
+    output: Tensor = stream + call_mlp(mlp, hidden)
     if events.is_listening() and output.requires_grad:
         output.register_hook(partial(_announce, plan.path))
     return output
+
+
+def call_mlp(mlp: nn.Module, hidden: Tensor) -> Tensor:
+    """Return what the module adds to the stream; the scores of a router that it also returns are for hooks."""
+    made = mlp(hidden)
+    first: Tensor = made[0] if isinstance(made, tuple) else made
+    return first.view(hidden.shape)  # some return rows of tokens
 
 
 def _announce(path: str, grad: Tensor) -> None:
@@ -76,7 +83,7 @@ def _run_and_discard(plan: BlockPlan, mlp: nn.Module, hidden: Tensor, recomputat
     source = _Source(hidden)
 
     def compute(anchor: Tensor) -> Any:
-        return events.run_in_scope(plan.path, lambda: mlp(source.get()))
+        return events.run_in_scope(plan.path, lambda: call_mlp(mlp, source.get()))
 
     state = StateBefore(mlp)
     with repeatable(mlp, hidden.device) as repetition:

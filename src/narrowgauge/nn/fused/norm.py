@@ -107,7 +107,7 @@ def find_other_norms(model: nn.Module, specs: Mapping[str, BlockSpec]) -> dict[s
     """
     known: dict[Any, NormSpec] = {}
     for path, spec in specs.items():
-        for one in spec.norms:
+        for one in filter(lambda norm: norm.weight, spec.norms):
             known.setdefault(_describe(model.get_submodule(f"{path}.{one.path}")), one)
     inside = tuple(f"{path}." for path in specs)
     own = tuple(

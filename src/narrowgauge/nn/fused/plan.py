@@ -331,12 +331,20 @@ def bind_norm(spec: NormSpec | None, weight: Some, bias: Some = (None,)) -> Norm
     return None if spec is None or w is None else NormWeights.of(spec, w, b)
 
 
+def _bind_without_weight(spec: NormSpec, like: Tensor) -> NormWeights:
+    """Return a norm without weight: kernels multiply by ones, and nobody reads their gradient."""
+    return NormWeights(spec, torch.ones(spec.width, device=like.device), None)
+
+
 def bind_norms(spec: BlockSpec, tensors: BlockTensors) -> tuple[NormWeights | None, NormWeights | None]:
     """Return a block's two norms with their parameters."""
-    return (
-        bind_norm(spec.norm1, tensors.norm1, tensors.norm1_bias),
-        bind_norm(spec.norm2, tensors.norm2, tensors.norm2_bias),
+    like = next(tensor for tensor in tensors.flatten() if tensor is not None)
+    pairs = ((spec.norm1, tensors.norm1, tensors.norm1_bias), (spec.norm2, tensors.norm2, tensors.norm2_bias))
+    first, second = (
+        _bind_without_weight(norm, like) if norm is not None and norm.width else bind_norm(norm, weight, bias)
+        for norm, weight, bias in pairs
     )
+    return first, second
 
 
 def join_biases(biases: Some, weights: Some, dtype: torch.dtype, transposed: bool) -> Tensor | None:

@@ -1,6 +1,6 @@
 """Blocks of transformers that take rotary angles as ``position_embeddings``, a pair of cosines and sines [B, T, S].
 
-minimind passes [T, S] under the same name.
+Others under the same name: [B, T, S/2] (GPT-OSS), complex numbers [B, T, S/2] (Llama 4), [T, S] (minimind).
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ def make_examples(block: nn.Module, x: Tensor) -> list[Example] | None:
     others = {**masks, **make_positions([*required, *optional], x)}
     made = []
     for size in list_head_sizes(block):
-        turns = make_turns(x, size // 2)
-        turns = torch.cat([turns, turns], -1)
-        for form in (turns.expand(len(x), -1, -1), turns):
+        half = make_turns(x, size // 2)
+        turns, batch = torch.cat([half, half], -1), half.expand(len(x), -1, -1)
+        for form in (turns.expand(len(x), -1, -1), batch, turns):
             made.append(Example((x,), {"position_embeddings": (form.cos(), form.sin()), **others}))
+        made.append(Example((x,), {"position_embeddings": torch.polar(torch.ones_like(batch), batch), **others}))
     return made
