@@ -109,11 +109,12 @@ FUSED: dict[str, Changer] = {
     "window": each(lambda block: block.attn.window.__setitem__(0, 5)),
     "buffer": each(lambda block: setattr(block.attn, "bias", torch.ones(1, 64))),
     "default of the class": set_in("attn", "dilution", 0.2),
+    "factor": set_in("", "factor", 0.3),
     "one block": lambda model: setattr(model.blocks[1].attn, "causal", False),  # type: ignore[union-attr, index]
 }
 """Changes after which a block has another fused form, perhaps with attention by its own code."""
 WRITTEN: dict[str, Changer] = {
-    "factor": set_in("", "factor", 0.3),
+    "another activation": set_in("mlp", "act", torch.tanh),
     "skipped": lambda model: setattr(model.blocks[1], "skip", True),  # type: ignore[union-attr, index]
     "configuration": lambda model: setattr(model.shared.inner, "branch", 0.2),  # type: ignore[union-attr]
 }
@@ -202,7 +203,7 @@ def test_a_change_has_its_effect(name: str, recipe: str, fused: list[str]) -> No
     if name in FUSED:
         assert len(fused) == 3 and not slow
     else:
-        attribute = {"factor": "factor", "skipped": "skip", "configuration": "shared.inner.branch"}[name]
+        attribute = {"another activation": "mlp.act", "skipped": "skip", "configuration": "shared.inner.branch"}[name]
         assert len(fused) == (2 if name == "skipped" else 0) and len(slow) == 1 and attribute in slow[0]
 
 
@@ -263,7 +264,7 @@ def test_dropout_that_is_switched_on_later() -> None:
 
 def test_no_warning_in_evaluations_and_none_twice() -> None:
     model, engine = make("bf16")
-    WRITTEN["factor"](model)
+    WRITTEN["another activation"](model)
     x = torch.randn(2, 16, WIDTH)
     with warnings.catch_warnings():
         warnings.simplefilter("error", SlowRecipeWarning)

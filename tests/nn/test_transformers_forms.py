@@ -1,7 +1,7 @@
 """Models of transformers whose blocks have a form of their own: fused, and their gradients are those of the original.
 
 OLMo and nanochat have norms without weights, GPT-OSS and Llama 4 mixtures that return a tuple, Llama 4 and DeepSeek-V2
-angles as complex numbers, GPT-OSS half of them.
+angles as complex numbers, GPT-OSS half of them. Granite multiplies branches and scores by numbers.
 """
 
 from __future__ import annotations
@@ -38,6 +38,14 @@ MODELS: dict[str, tuple[str, dict[str, Any], list[tuple[str, str]]]] = {
         [("pre", "own"), ("half", "own")],
     ),
     "DeepseekV2": ("DeepseekV2Config", LATENT, [("pre", "own"), ("half", "own")]),
+    "Granite": (
+        "GraniteConfig", {"residual_multiplier": 0.22, "attention_multiplier": 0.015625, "embedding_multiplier": 12.0},
+        [("pre", "rotary")] * 2,
+    ),
+    "GraniteMoe": (
+        "GraniteMoeConfig", {**MIXTURE, "residual_multiplier": 0.22, "attention_multiplier": 0.015625},
+        [("half", "rotary")] * 2,
+    ),
 }  # fmt: skip
 """The configuration's class, its options, and the order and attention of each block."""
 

@@ -17,6 +17,8 @@ from narrowgauge.nn.blocks.spec import AttentionSpec, BlockSpec, NormSpec, Place
 
 POSITIONS = ("position_ids", *NAMES)
 """Arguments that an example may have for the fast forms of attention."""
+CLOSE = 1e-6
+"""Relative difference between numbers that are the same."""
 LARGEST_HEAD = 256
 """Larger heads have no fused attention."""
 
@@ -43,8 +45,9 @@ def list_attention_forms(
         for q_norm, k_norm in pairs:
             if q_norm is not None and (k_norm is None or q_norm.eps != k_norm.eps or q_norm.kind != "rms"):
                 continue
-            for dropout, causal in itertools.product((None, *_list_dropouts(block, spec)), (True, False)):
-                common = AttentionSpec("plain", heads, kv_heads, causal, dropout=dropout)
+            options = itertools.product(_list_scales(block, size), (None, *_list_dropouts(block, spec)), (True, False))
+            for scale, dropout, causal in options:
+                common = AttentionSpec("plain", heads, kv_heads, causal, scale=scale, dropout=dropout)
                 if angles is not None and angles <= size:
                     rotary = replace(common, kind="rotary", q_norm=q_norm, k_norm=k_norm)
                     for use, are_pairs in _list_rotations(angles, size, is_table):
@@ -82,6 +85,13 @@ def _list_layouts(block: nn.Module, outputs: list[int]) -> Iterator[tuple[int, i
             if 8 <= size <= LARGEST_HEAD and size % 8 == 0 and len(set(outputs)) == 1:
                 seen.add((heads, heads, size))
                 yield heads, heads, size
+
+
+def _list_scales(block: nn.Module, size: int) -> list[float | None]:
+    """Return what may multiply the scores: unusual numbers that modules call a scale, and the usual one, None."""
+    named = (item for module in block.modules() for item in vars(module).items())
+    held = {value for name, value in named if "scal" in name and type(value) is float and 0.0 < value <= 1.0}
+    return [*sorted(value for value in held if abs(value * size**0.5 - 1.0) > CLOSE), None]
 
 
 def _list_dropouts(block: nn.Module, spec: BlockSpec) -> Iterator[Place]:

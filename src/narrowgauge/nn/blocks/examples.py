@@ -25,7 +25,7 @@ from narrowgauge.nn.blocks.example import (
     takes_any_argument,
 )
 from narrowgauge.nn.blocks.projections import find_projection
-from narrowgauge.nn.blocks.recognize import NotABlock
+from narrowgauge.nn.blocks.spec import NotABlock
 from narrowgauge.nn.products.linear import is_linear
 
 BATCH, LENGTH = 2, 12

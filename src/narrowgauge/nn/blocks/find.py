@@ -34,8 +34,8 @@ from narrowgauge.nn.blocks.long_examples import list_lengths
 from narrowgauge.nn.blocks.observe import Observation, make_random_copy, observe
 from narrowgauge.nn.blocks.output_capturing import is_idle
 from narrowgauge.nn.blocks.projections import count_projections, find_projection
-from narrowgauge.nn.blocks.recognize import NotABlock, has_activation, list_unused, recognize
-from narrowgauge.nn.blocks.spec import BlockSpec
+from narrowgauge.nn.blocks.recognize import has_activation, list_unused, recognize
+from narrowgauge.nn.blocks.spec import BlockSpec, NotABlock
 from narrowgauge.nn.blocks.variants import (
     MASKS,
     PACKED,

@@ -18,15 +18,12 @@ from torch import Tensor, nn
 
 from narrowgauge.nn.blocks.activations import ACTIVATIONS, GATED, compute_activation
 from narrowgauge.nn.blocks.adapters import merge_adapters
+from narrowgauge.nn.blocks.block_output import read_output
 from narrowgauge.nn.blocks.equations import EXACT, TOLERANCE, are_close, recognize_norm
 from narrowgauge.nn.blocks.example import Example, find_source
 from narrowgauge.nn.blocks.observe import Call, Observation, get_rows
-from narrowgauge.nn.blocks.spec import WEIGHTS, AttentionSpec, BlockSpec, BranchSpec, CrossSpec, NormSpec, Place
+from narrowgauge.nn.blocks.spec import AttentionSpec, BlockSpec, BranchSpec, CrossSpec, NormSpec, NotABlock, Place
 from narrowgauge.nn.products.linear import is_linear
-
-
-class NotABlock(Exception):
-    """Why a module is not a block that can be fused."""
 
 
 def recognize(block: nn.Module, example: Example, seen: Observation) -> BlockSpec:
@@ -35,7 +32,7 @@ def recognize(block: nn.Module, example: Example, seen: Observation) -> BlockSpe
     Raises:
         NotABlock: It satisfies the equations of no order.
     """
-    output, in_tuple, returned = _read_output(seen.output, example)
+    output, in_tuple, returned = read_output(seen.output, example)
     x = get_rows(example.args[0])
     unused = list_unused(block, seen)
     seen, adapters = merge_adapters(seen)
@@ -48,11 +45,13 @@ def recognize(block: nn.Module, example: Example, seen: Observation) -> BlockSpe
     for one, two in itertools.permutations(linears, 2):
         if are_close(two.input, one.output):
             raise NotABlock(f"{two.path} reads the output of {one.path}, but they are not a low-rank adapter")
-    norms = [(call, norm) for call in calls if (norm := recognize_norm(call)) is not None]
+    once = set(map(id, calls))  # norms without parameters may run more than once
+    may_be_norms = [call for call in seen.calls if id(call) in once or next(call.module.parameters(), None) is None]
+    norms = [(call, norm) for call in may_be_norms if (norm := recognize_norm(call)) is not None]
     if len(linears) < 2 or not norms:
         raise NotABlock("it has fewer than two linear layers, or no norm")
     scales, source = _list_scales(block, x.shape[-1]), find_source(example.kwargs)
-    run = _Run(x, output, norms, linears, scales, calls, seen.of_tuples, source)
+    run = _Run(x, output, norms, linears, scales, _list_factors(block), calls, seen.of_tuples, source)
     reasons = []
     for match in (_match_pre, _match_post, _match_parallel, _match_normed_branches, _match_half):
         try:
@@ -85,6 +84,8 @@ class _Run(NamedTuple):
     linears: list[Call]
     scales: list[tuple[str | None, Tensor | float]]
     """Names and values of what may multiply a branch, first of all nothing."""
+    factors: list[float]
+    """Numbers that may multiply a branch."""
     calls: list[Call]
     """Of all modules, but for those that return tuples."""
     of_tuples: list[Call]
@@ -104,28 +105,8 @@ def _list_scales(block: nn.Module, width: int) -> list[tuple[str | None, Tensor 
     return [(None, 1.0), *found]
 
 
-def _read_output(output: Any, example: Example) -> tuple[Tensor, bool, tuple[str | None, ...]]:
-    """Return the hidden state as rows, whether it is in a tuple, and what follows it there."""
-    x = example.args[0]
-    if isinstance(output, Tensor) and output.shape == x.shape:
-        return get_rows(output), False, ()
-    if isinstance(output, tuple) and output and isinstance(output[0], Tensor) and output[0].shape == x.shape:
-        return get_rows(output[0]), True, tuple(_name_returned(value, example) for value in output[1:])
-    raise NotABlock("it does not return a tensor of its input's shape")
-
-
-def _name_returned(value: Any, example: Example) -> str | None:
-    if value is None:
-        return None
-    for name, given in example.kwargs.items():
-        if given is value and isinstance(value, Tensor):
-            return name
-    length = example.args[0].shape[1]
-    if isinstance(value, Tensor) and value.dim() == 4 and value.shape[-2:] == (length, length):
-        total = value.sum(-1)
-        if value.min() >= 0 and are_close(total, torch.ones_like(total)):
-            return WEIGHTS
-    raise NotABlock("it returns more than the hidden state")
+def _list_factors(block: nn.Module) -> list[float]:
+    return [value for value in vars(block).values() if type(value) is float and value not in (0.0, 1.0)]
 
 
 def _match_pre(run: _Run) -> BlockSpec:
@@ -230,15 +211,17 @@ def _match_half(run: _Run) -> BlockSpec:
     second, norm2 = _find_norm(run.norms, x1, "no norm reads the sum")
     largest, others = float(run.output.abs().max()), _paths([*inputs, out, first, second])
     found = [
-        call.path for call in (*run.calls, *run.of_tuples)
+        (call.path, factor) for call in (*run.calls, *run.of_tuples) for factor in (1.0, *run.factors)
         if call.is_alone and call.output.shape == call.input.shape == x1.shape and are_close(call.input, second.output)
-        and bool((call.output - (run.output - x1)).abs().max() <= TOLERANCE * largest)
+        and bool((call.output * factor - (run.output - x1)).abs().max() <= TOLERANCE * largest)
         and not any(path.startswith(f"{call.path}.") for path in others)
     ]  # fmt: skip
     if not found:
         raise NotABlock("no module computes its MLP's branch from the norm of the sum")
-    return BlockSpec(  # the outermost module: experts read the same, and more
-        "half", norm1, _paths(inputs), AttentionSpec(), out.path, norm2, (), "", "", one.spec, mlp=min(found, key=len)
+    mlp, factor = min(found, key=lambda one: len(one[0]))  # the outermost module: experts read the same, and more
+    return BlockSpec(
+        "half", norm1, _paths(inputs), AttentionSpec(), out.path, norm2, (), "", "", one.spec,
+        BranchSpec(factor=factor), mlp=mlp,
     )  # fmt: skip
 
 
@@ -301,6 +284,8 @@ def _list_branches(run: _Run, linear: Call) -> Iterator[_Branch]:
     for value, norm in ends:
         for name, scale in run.scales:
             yield _Branch(value * scale, BranchSpec(norm, scale=name))
+        for factor in run.factors:
+            yield _Branch(value * factor, BranchSpec(norm, factor=factor))
 
 
 def _find_attention_end(run: _Run, rest: list[Call], readers: list[Call], kind: str) -> tuple[Call, _Branch]:
@@ -366,7 +351,8 @@ def _complete(found: BlockSpec, run: _Run, calls: list[Call], seen: Observation,
     branches = []
     for spec, linear in ((found.branch1, found.output), (found.branch2, found.mlp or found.down)):
         value = outputs[linear if spec.norm is None else spec.norm.path]
-        values = [value] if spec.scale is None else [value, value * dict(run.scales)[spec.scale]]
+        scale = spec.factor if spec.scale is None else dict(run.scales)[spec.scale]
+        values = [value, value * scale]
         place = _find_dropout(seen, values)
         depth = _find_depth([call for call in seen.calls if place is None or call.path != place[0]], values)
         branches.append(replace(spec, dropout=place, depth=depth))

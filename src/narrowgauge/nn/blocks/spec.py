@@ -35,6 +35,10 @@ Place = tuple[str, str]
 """Where a block holds a number: the path of a submodule, and an attribute."""
 
 
+class NotABlock(Exception):
+    """Why a module is not a block that can be fused."""
+
+
 @dataclass(frozen=True)
 class NormSpec:
     """A norm over the last dimension: y = normalized * (offset + weight) + bias."""
@@ -86,7 +90,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class BranchSpec:
-    """What a branch goes through before it is added: depth(scale * dropout(norm(branch)))."""
+    """What a branch goes through before it is added: depth(factor * scale * dropout(norm(branch)))."""
 
     norm: NormSpec | None = None
     """A norm of the branch (Gemma)."""
@@ -96,6 +100,8 @@ class BranchSpec:
     """The parameter that multiplies the branch (LayerScale)."""
     depth: str | None = None
     """The module that drops the branch of whole samples in training (DropPath, stochastic depth)."""
+    factor: float = 1.0
+    """The number that multiplies the branch (Granite)."""
 
 
 @dataclass(frozen=True)

@@ -205,7 +205,7 @@ class _Block(torch.autograd.Function):
             grad_input, operand, found, others = run_backward(left, tensors, needs, grad, written, wanted, last)
             grads = found.flatten()
             if not all(ctx.given):  # gradients of the ones in place of a norm's weight
-                grads = tuple(grad if given else None for grad, given in zip(grads, ctx.given, strict=True))
+                grads = tuple(grad if given else None for grad, given in zip(grads, ctx.given, strict=False))
             if ctx.measured:
                 ctx.graphs.measure_wait()
         if before is not None and plan.spec.order != "post":

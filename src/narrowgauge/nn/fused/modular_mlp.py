@@ -59,11 +59,16 @@ def run_with_mlp(
     """
     stream, hidden = blocks.run_half(plan, x, tensors, call, dropout, NO_GRAPHS)
     if plan.checkpoint == "full" and torch.is_grad_enabled():
-        return stream + _run_and_discard(plan, mlp, hidden, recomputation)
-    output: Tensor = stream + call_mlp(mlp, hidden)
+        return add_branch(plan, stream, _run_and_discard(plan, mlp, hidden, recomputation))
+    output = add_branch(plan, stream, call_mlp(mlp, hidden))
     if events.is_listening() and output.requires_grad:
         output.register_hook(partial(_announce, plan.path))
     return output
+
+
+def add_branch(plan: BlockPlan, stream: Tensor, branch: Tensor) -> Tensor:
+    factor = plan.spec.branch2.factor
+    return stream + (branch if factor == 1.0 else branch * factor)
 
 
 def call_mlp(mlp: nn.Module, hidden: Tensor) -> Tensor:

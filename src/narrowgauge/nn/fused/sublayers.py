@@ -62,6 +62,8 @@ class Branch(NamedTuple):
     """The branch before it was multiplied by a parameter."""
     kept: Tensor | None = None
     """Factors [N, 1] of stochastic depth."""
+    factor: float | None = None
+    """The number that multiplied it, if any."""
 
     @property
     def is_plain(self) -> bool:
@@ -222,6 +224,7 @@ class _BranchParts(NamedTuple):
     scale: Tensor | None
     dropout: float
     depth: nn.Module | None
+    factor: float = 1.0
 
 
 def _get_branch(run: Run, number: int) -> _BranchParts:
@@ -233,17 +236,18 @@ def _get_branch(run: Run, number: int) -> _BranchParts:
     else:
         parts = spec.branch2, tensors.post2, tensors.scale2, dropout.branch2, dropout.depth2
     branch, weight, (scale,), probability, depth = parts
-    return _BranchParts(bind_norm(branch.norm, weight), None if scale is None else scale.detach(), probability, depth)
+    scale = None if scale is None else scale.detach()
+    return _BranchParts(bind_norm(branch.norm, weight), scale, probability, depth, branch.factor)
 
 
 def is_added_directly(spec: BranchSpec, probability: float, depth: nn.Module | None) -> bool:
     """Whether a branch's projection is added as it is, so that its gradient is that of the sum."""
-    return spec.norm is None and spec.scale is None and not probability and depth is None
+    return spec.norm is None and spec.scale is None and spec.factor == 1.0 and not probability and depth is None
 
 
 def needs_values(spec: BranchSpec) -> bool:
-    """Whether a branch's backward needs values of the branch, and not only what was dropped."""
-    return spec.norm is not None or spec.scale is not None
+    """Whether a branch's backward needs values of the branch, or its factor, and not only what was dropped."""
+    return spec.norm is not None or spec.scale is not None or spec.factor != 1.0
 
 
 def finish_branch(run: Run, number: int, out: Tensor, samples: int) -> tuple[Tensor, Branch]:
@@ -258,6 +262,8 @@ def finish_branch(run: Run, number: int, out: Tensor, samples: int) -> tuple[Ten
         branch = branch._replace(mask=mask)
     if parts.scale is not None:
         branch, out = branch._replace(unscaled=out), (out * parts.scale).to(out.dtype)
+    if parts.factor != 1.0:
+        branch, out = branch._replace(factor=parts.factor), out * parts.factor
     if parts.depth is not None:
         kept = _draw_depth(parts.depth, out, samples)
         branch, out = branch._replace(kept=kept), (out * kept).to(out.dtype)
@@ -277,6 +283,8 @@ def branch_backward(
     parts, of_scale = _get_branch(run, number), None
     if branch.kept is not None:
         grad = (grad * branch.kept).to(grad.dtype)
+    if branch.factor is not None:
+        grad = grad * branch.factor
     if branch.unscaled is not None and parts.scale is not None:
         of_scale = (grad.float() * branch.unscaled).sum(0).to(parts.scale.dtype)
         grad = (grad * parts.scale).to(grad.dtype)
