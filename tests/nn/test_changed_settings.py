@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import io
 import itertools
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +23,7 @@ import narrowgauge as ng
 from narrowgauge.errors import SlowRecipeWarning
 from narrowgauge.nn import fusable_blocks
 from narrowgauge.nn.blocks import find
-from narrowgauge.nn.blocks.settings import WatchedSettings, has_settings, read_own_settings, read_settings
+from narrowgauge.nn.blocks.settings import OwnSettings, WatchedSettings, read_settings
 from narrowgauge.nn.experts.find import find_experts
 from narrowgauge.nn.experts.modules import FusedExperts, WideExperts
 from narrowgauge.nn.fused import blocks, follow_settings, norm, verify
@@ -395,7 +397,7 @@ def test_experts(kind: type[Any]) -> None:
         for path, module in model.named_modules():
             if module in changed:
                 spec = find_experts(model).specs[path]
-                apply_change(module, WideExperts(path, spec, read_own_settings(module)))
+                apply_change(module, WideExperts(path, spec, OwnSettings.of(module)))
     assert changed and all(find_change(module, kind) is not None for module in changed)
     for module in itertools.chain(changed, written.modules()):
         if hasattr(module, "act_fn"):
@@ -436,7 +438,8 @@ def test_what_is_watched() -> None:
     block.odd, block.many, block.itself = Odd(), list(range(1000)), [block.attn]  # type: ignore[assignment]
     settings = read_settings(block, modules=["mlp"], places=[("", "dropout")], ignored=["attn.sharpness"])
     watched = WatchedSettings(block, settings)
-    assert watched.are_same() and has_settings(block, settings) and watched.list_changes() == []
+    own = OwnSettings.of(block.attn)
+    assert watched.are_same() and own.are_those_of(block.attn) and watched.list_changes() == []
     block.dropout, block.attn.sharpness, block.mlp.act, block.odd = 0.5, 2.0, F.relu, Odd()
     block.many.append(1)  # type: ignore[union-attr, operator]
     block.eval()
@@ -449,12 +452,27 @@ def test_what_is_watched() -> None:
     assert watched.list_changes() == ["attn.dilution"]
     del block.attn.dilution
     block.shared.inner.branch, block.attn.window[1] = 2.0, 1
-    assert not watched.are_same() and not has_settings(block, settings)
+    assert not watched.are_same() and not own.are_those_of(block.attn)
     assert sorted(watched.list_changes()) == ["attn.window", "shared.inner.branch"]
     del block.factor
     assert "factor" in watched.list_changes()
-    copied = copy.deepcopy(Block(block.shared))
-    assert has_settings(copied, read_settings(copied))
+    attention, again = copy.deepcopy((block.attn, OwnSettings.of(block.attn)))
+    assert again.are_those_of(attention) and not own.are_those_of(attention)
+
+
+def test_settings_keep_no_model_alive() -> None:
+    """Not even one with attributes that refer to the block."""
+    model, engine = make("bf16")
+    for block in model.blocks:
+        block.itself = block.mlp.forward
+        block.attn.enclosed = lambda block=block: block
+    compute(model, engine, torch.randn(2, 16, WIDTH))
+    FUSED["causal"](model)
+    compute(model, engine, torch.randn(2, 16, WIDTH))
+    left = weakref.ref(model.blocks[0])
+    del model, engine, block
+    gc.collect()
+    assert left() is None
 
 
 def test_without_memory_a_block_is_compared_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

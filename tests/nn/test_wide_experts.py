@@ -8,7 +8,7 @@ import narrowgauge as ng
 from narrowgauge import hardware, tasks
 from narrowgauge.forecast.trace.fake_gpu import describe_device
 from narrowgauge.forecast.trace.trace_step import STEPS, trace_steps
-from narrowgauge.nn.blocks.settings import read_own_settings
+from narrowgauge.nn.blocks.settings import OwnSettings
 from narrowgauge.nn.convert import convert_layers, plan_conversion
 from narrowgauge.nn.experts.find import find_experts
 from narrowgauge.nn.experts.modules import FusedExperts, WideExperts
@@ -78,7 +78,7 @@ def test_training_with_it_is_near_that_in_fp32(make):
         if name == "bf16":
             for path, spec in find_experts(model).specs.items():
                 module = model.get_submodule(path)
-                apply_change(module, WideExperts(path, spec, read_own_settings(module)))
+                apply_change(module, WideExperts(path, spec, OwnSettings.of(module)))
         tokens = torch.randint(0, 256, (2, 48), generator=torch.Generator().manual_seed(1))
         losses[name] = []
         for _ in range(5):

@@ -21,7 +21,7 @@ from typing import Any, cast
 from torch import nn
 
 from narrowgauge.hardware import Device, Gpu, detect
-from narrowgauge.nn.blocks.settings import read_own_settings
+from narrowgauge.nn.blocks.settings import OwnSettings
 from narrowgauge.nn.blocks.spec import BlockSpec, NormSpec
 from narrowgauge.nn.experts.find import ExpertsSpec
 from narrowgauge.nn.experts.modules import FusedExperts, WideExperts
@@ -30,7 +30,7 @@ from narrowgauge.nn.experts.routers import explain_router, find_routers, keep_ro
 from narrowgauge.nn.experts.survey import survey_experts, survey_wide_experts
 from narrowgauge.nn.fusable_blocks import describe_again, find_fusable_blocks
 from narrowgauge.nn.fused import embedding
-from narrowgauge.nn.fused.as_written import AsWritten
+from narrowgauge.nn.fused.as_written import AsWritten, group_by_reason
 from narrowgauge.nn.fused.graphs import BlockGraphs
 from narrowgauge.nn.fused.head_modules import FusedHead, FusedTrunk, LazyHead
 from narrowgauge.nn.fused.make_plan import make_plan
@@ -131,13 +131,7 @@ class Conversion:
 
     def explain_unfused(self) -> list[str]:
         """Return one line for each reason why repeated modules run layer by layer, with the modules it holds for."""
-        by_reason: dict[str, list[str]] = {}
-        for path, reason in self.unfused.items():
-            by_reason.setdefault(reason, []).append(path)
-        return [
-            f"not fused: {paths[0]}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''}: {reason}"
-            for reason, paths in by_reason.items()
-        ]
+        return group_by_reason("not fused", self.unfused)
 
 
 def convert(
@@ -235,9 +229,9 @@ def convert_layers(
             of = result.experts[path]
             wide = tuple(by_path[f"{path}.{name}"].choice.output == "bf16" for name in (of.gate_up, of.down))
             of_experts = make_experts_plan(module, path, of, scales, is_lean(recipe), *wide)
-            apply_change(module, FusedExperts(of_experts, read_own_settings(module)))
+            apply_change(module, FusedExperts(of_experts, OwnSettings.of(module)))
         elif path in result.wide_experts:
-            apply_change(module, WideExperts(path, result.wide_experts[path], read_own_settings(module)))
+            apply_change(module, WideExperts(path, result.wide_experts[path], OwnSettings.of(module)))
         elif path in by_path and by_path[path].part_of == "linear":
             leader = leaders.get(path, path)
             readers = max(1, sum(one == leader for one in leaders.values()))

@@ -29,7 +29,7 @@ from narrowgauge.hardware import Gpu, find_gpu, interconnect
 from narrowgauge.nn.experts.modules import FusedExperts, WideExperts
 from narrowgauge.nn.fused.casts import is_remade_in_backward
 from narrowgauge.nn.fused.passes import SHARE_OF_GRADIENTS
-from narrowgauge.nn.fused.plan import BlockPlan, BlockTensors, get_parts
+from narrowgauge.nn.fused.plan import BlockParts, BlockPlan, BlockTensors
 from narrowgauge.nn.module_changes import find_change
 from narrowgauge.peak_fractions import get_fraction
 
@@ -86,7 +86,7 @@ def estimate_fused(
         microbatches: How many forwards an update has.
         itemsize: Bytes of a value of its input.
     """
-    rates, tensors = Rates(gpu), get_parts(plan, module).gather()
+    rates, tensors = Rates(gpu), BlockParts(module, plan).gather()
     batch, length, width = shape
     rows = batch * length
     qkv, out, up, down = (_count(group) for group in (tensors.inputs, tensors.out, tensors.ups, tensors.down))

@@ -19,9 +19,9 @@ import copy
 import enum
 import functools
 import types
+import weakref
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -156,25 +156,32 @@ class WatchedSettings:
         return hiding
 
 
-def read_own_settings(module: nn.Module) -> Settings:
-    """Return what a module without inner modules of interest holds itself, without configurations: it was described
-    from that alone, and models change their configuration for other reasons."""
-    seen: set[int] = set()
-    own = [_read("", chain, space) for chain, space in _list_spaces(module, seen, levels=0) if space]
-    return tuple(
-        held._replace(values={n: v for n, v in held.values.items() if not _is_configuration(v)}) for held in own
-    )
+class OwnSettings:
+    """What a module held when it was described; a copy of the module looks for it in itself."""
 
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._watched: tuple[weakref.ref[nn.Module], WatchedSettings] | None = None
 
-_watched: WeakKeyDictionary[nn.Module, WatchedSettings] = WeakKeyDictionary()
+    @staticmethod
+    def of(module: nn.Module) -> OwnSettings:
+        """Read them, without configurations: modules with no inner modules of interest are described from what they
+        hold themselves, and models change their configuration for other reasons."""
+        own = [_read("", chain, space) for chain, space in _list_spaces(module, set(), levels=0) if space]
+        return OwnSettings(
+            tuple(
+                held._replace(values={n: v for n, v in held.values.items() if not _is_configuration(v)}) for held in own
+            )
+        )
 
+    def __reduce__(self) -> Any:
+        return OwnSettings, (self._settings,)
 
-def has_settings(module: nn.Module, settings: Settings) -> bool:
-    """Whether a module, or a copy of it, still holds what it held. Looks places up once for each module."""
-    found = _watched.get(module)
-    if found is None or found.settings is not settings:
-        found = _watched[module] = WatchedSettings(module, settings)
-    return found.are_same()
+    def are_those_of(self, module: nn.Module) -> bool:
+        """Whether a module still holds the same."""
+        if self._watched is None or self._watched[0]() is not module:
+            self._watched = weakref.ref(module), WatchedSettings(module, self._settings)
+        return self._watched[1].are_same()
 
 
 def watch_settings(model: nn.Module) -> WatchedSettings:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.nn.blocks.settings import Settings, has_settings
+from narrowgauge.nn.blocks.settings import OwnSettings
 from narrowgauge.nn.experts.arguments import read_call
 from narrowgauge.nn.experts.find import ExpertsSpec
 from narrowgauge.nn.experts.plan import ExpertsPlan
@@ -24,7 +24,7 @@ class FusedExperts(Change):
     """A module of experts that computes as its plan says; in evaluations in BF16."""
 
     plan: ExpertsPlan
-    settings: Settings
+    settings: OwnSettings
     """What the module held when it was described."""
     choices: int = 0
     """How many experts a token had in the latest call."""
@@ -34,7 +34,7 @@ class FusedExperts(Change):
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tensor:
         spec = self.plan.spec
         call = read_call(module, spec, args, kwargs)
-        if call is None or not has_settings(module, self.settings):
+        if call is None or not self.settings.are_those_of(module):
             made: Tensor = inner(*args, **kwargs)
             return made
         self.choices = call.chosen.shape[-1]
@@ -50,7 +50,7 @@ class WideExperts(Change):
 
     path: str
     spec: ExpertsSpec
-    settings: Settings
+    settings: OwnSettings
     """What the module held when it was described."""
     choices: int = 0
     """How many experts a token had in the latest call."""
@@ -60,7 +60,7 @@ class WideExperts(Change):
     def run(self, module: Any, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tensor:
         spec = self.spec
         call = read_call(module, spec, args, kwargs)
-        if call is None or not has_settings(module, self.settings):
+        if call is None or not self.settings.are_those_of(module):
             made: Tensor = inner(*args, **kwargs)
             return made
         self.choices = call.chosen.shape[-1]

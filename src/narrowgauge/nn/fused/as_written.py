@@ -42,10 +42,15 @@ class AsWritten:
 
     def explain(self) -> list[str]:
         """Return one line for each reason, with the blocks it holds for."""
-        by_reason: dict[str, list[str]] = {}
-        for path, reason in self.reasons.items():
-            by_reason.setdefault(reason, []).append(path)
-        return [
-            f"ran as written: {paths[0]}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''}: {reason}"
-            for reason, paths in by_reason.items()
-        ]
+        return group_by_reason("ran as written", self.reasons)
+
+
+def group_by_reason(what: str, reasons: dict[str, str]) -> list[str]:
+    """Return one line for each reason, with the paths that it holds for."""
+    by_reason: dict[str, list[str]] = {}
+    for path, reason in reasons.items():
+        by_reason.setdefault(reason, []).append(path)
+    return [
+        f"{what}: {paths[0]}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''}: {reason}"
+        for reason, paths in by_reason.items()
+    ]

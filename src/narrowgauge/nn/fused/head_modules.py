@@ -19,7 +19,6 @@ from narrowgauge.nn.fused import blocks, head
 from narrowgauge.nn.fused.lazy_logits import HeadSource, make_lazy
 from narrowgauge.nn.fused.modules import FusedBlock, make_call
 from narrowgauge.nn.fused.norm import run_norm
-from narrowgauge.nn.fused.plan import get_parts
 from narrowgauge.nn.module_changes import Change, find_change, original_class
 from narrowgauge.nn.products.bf16_for_now import get_current
 from narrowgauge.nn.products.gemm import GemmChoice
@@ -117,7 +116,7 @@ class FusedTrunk(Change):
             call, _ = make_call(block, own_forward, (x, *extra), {})
             assert call is not None
             calls.append(call)
-        own = [get_parts(plan, block).gather() for plan, block in zip(plans, chain, strict=True)]
+        own = [change.get_parts(block).gather() for change, block in zip(changes, chain, strict=True)]
         stream, branch, link = blocks.run_chain(plans, x, own, calls, changes[0].graphs)
         norm = replace(self.norm, eps=last.eps)
         rows = blocks.run_last_norm(stream, branch, link, last.weight, norm, plans[-1])

@@ -27,7 +27,7 @@ from narrowgauge.nn.fused.follow_settings import Describe, FormsBySettings
 from narrowgauge.nn.fused.graphs import BlockGraphs
 from narrowgauge.nn.fused.modular_mlp import MakeContext, repeating, run_with_mlp
 from narrowgauge.nn.fused.outputs import complete_arguments, list_passed_on, list_returned
-from narrowgauge.nn.fused.plan import NO_DROPOUT, BlockPlan, BlockTensors, Dropout, get_parts
+from narrowgauge.nn.fused.plan import NO_DROPOUT, BlockParts, BlockPlan, BlockTensors, Dropout
 from narrowgauge.nn.module_changes import Change, apply_change, find_change, original_class
 from narrowgauge.nn.products.bf16_for_now import is_bf16_for_now
 from narrowgauge.nn.recompute import Recomputed
@@ -74,6 +74,7 @@ class FusedBlock(Change):
         self.plan, self.graphs = plan, graphs or BlockGraphs(False)
         self.as_written = as_written or AsWritten()
         self.forms = FormsBySettings(describe, self.as_written)
+        self._parts: BlockParts | None = None
         self.size = CallSize()
         self.recomputation: MakeContext | None = None
         """Makes the context in which the model's own code is recomputed: attention, and an MLP that is a module."""
@@ -83,9 +84,15 @@ class FusedBlock(Change):
         plan = self.plan.without_fp8 if is_bf16_for_now() else self.plan
         return replace(plan, checkpoint="full") if self.size.exceeds_plan(x) else plan
 
+    def get_parts(self, module: nn.Module) -> BlockParts:
+        """Return the parts of the block, looked up once."""
+        if self._parts is None or not self._parts.are_those_of(module, self.plan):
+            self._parts = BlockParts(module, self.plan)
+        return self._parts
+
     def has_fused_form(self, module: nn.Module) -> bool:
         """Whether a block's parts and settings are those of a verified form, whose plan is taken."""
-        parts = get_parts(self.plan, module)
+        parts = self.get_parts(module)
         if not parts.are_intact():
             self.as_written.note(
                 self.plan.path, "parts", "since a part of them was replaced, hooked, or given a forward of its own"
@@ -116,7 +123,7 @@ class FusedBlock(Change):
             return inner(*args, **kwargs)
         self.as_written.note_fused(plan.path)
         call = run_call = complete_arguments(plan.spec, replace(call, recomputation=self.recomputation), x)
-        tensors = get_parts(plan, module).gather()
+        tensors = self.get_parts(module).gather()
         if plan.spec.attention.kind != "own":
             if fits_fast_attention(plan.spec, call, x):
                 run_call = separate_documents(plan, call, x, tensors)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.kernels import norm
-from narrowgauge.nn.blocks.settings import Settings, has_settings, read_own_settings
+from narrowgauge.nn.blocks.settings import OwnSettings
 from narrowgauge.nn.blocks.spec import BlockSpec, NormSpec
 from narrowgauge.nn.module_changes import Change, apply_change, has_own_method, original_class
 
@@ -66,7 +66,7 @@ class ConvertedNorm(Change):
 
     differentiable_twice = False
 
-    def __init__(self, spec: NormSpec, settings: Settings) -> None:
+    def __init__(self, spec: NormSpec, settings: OwnSettings) -> None:
         self.spec, self.settings = spec, settings
         self._dtypes: dict[Any, torch.dtype] = {}
 
@@ -76,7 +76,7 @@ class ConvertedNorm(Change):
         fits = type(x) is Tensor and type(weight) is nn.Parameter and is_on_gpu(x) and x.numel() > 0
         if x is None or not fits or torch.compiler.is_compiling() or x.shape[-1:] != weight.shape:
             return inner(*args, **kwargs)
-        if not has_settings(module, self.settings):
+        if not self.settings.are_those_of(module):
             return inner(*args, **kwargs)
         dtype = self._find_dtype(inner, x)
         made = run_norm(
@@ -127,7 +127,7 @@ def find_other_norms(model: nn.Module, specs: Mapping[str, BlockSpec]) -> dict[s
 
 
 def convert_norm(module: nn.Module, spec: NormSpec) -> None:
-    apply_change(module, ConvertedNorm(spec, read_own_settings(module)))
+    apply_change(module, ConvertedNorm(spec, OwnSettings.of(module)))
 
 
 def _describe(module: nn.Module) -> Any:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -179,6 +179,7 @@ class BlockParts:
     def __init__(self, module: nn.Module, plan: BlockPlan) -> None:
         spec = self.spec = plan.spec
         self.settings = plan.settings
+        self._module = weakref.ref(module)
         self._slots: list[list[tuple[dict[str, Any], str]]] = []
         self._edges: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
         self._is_same = list_classes(module) == plan.classes
@@ -211,6 +212,15 @@ class BlockParts:
         groups += [[f"{one.a}.weight" for one in spec.adapters], [f"{one.b}.weight" for one in spec.adapters]]
         self._slots = [[_find_slot(module, name) for name in group] for group in groups]
         self.watched = WatchedSettings(module, plan.settings)
+
+    def __reduce__(self) -> Any:
+        """Leave no parts of this block in copies of whatever holds them."""
+        return type(None), ()
+
+    def are_those_of(self, module: nn.Module, plan: BlockPlan) -> bool:
+        """Whether these are the parts of a module as its plan knows them."""
+        same = self.spec.linears == plan.spec.linears and self.settings is plan.settings
+        return same and self._module() is module
 
     def are_intact(self) -> bool:
         """Whether no submodule was replaced, hooked, or given a forward of its own since conversion."""
@@ -250,17 +260,6 @@ def _find_slot(module: nn.Module, name: str | None) -> tuple[dict[str, Any], str
         return _NOTHING, ""
     owner, _, last = name.rpartition(".")
     return module.get_submodule(owner)._parameters, last
-
-
-_parts: WeakKeyDictionary[nn.Module, BlockParts] = WeakKeyDictionary()
-
-
-def get_parts(plan: BlockPlan, module: nn.Module) -> BlockParts:
-    """Return the parts of a block; a copy of a model has its own."""
-    found = _parts.get(module)
-    if found is None or found.spec.linears != plan.spec.linears or found.settings is not plan.settings:
-        found = _parts[module] = BlockParts(module, plan)
-    return found
 
 
 def list_classes(module: nn.Module) -> tuple[tuple[str, type[Any]], ...]:

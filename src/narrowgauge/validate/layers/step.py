@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from narrowgauge import hardware, random_state
 from narrowgauge.engine import Engine
 from narrowgauge.kernels.fp8_formats import FP8_DTYPES
-from narrowgauge.nn.blocks.settings import read_own_settings
+from narrowgauge.nn.blocks.settings import OwnSettings
 from narrowgauge.nn.convert import Conversion, convert_layers, is_lean
 from narrowgauge.nn.experts.find import ExpertsSpec
 from narrowgauge.nn.experts.modules import FusedExperts
@@ -142,7 +142,7 @@ def _swap_experts(engine: Engine, whole: Conversion) -> dict[str, ExpertsSpec]:
         scales = TensorScales(sites, engine.device, mode=recipe.scaling, in_backward=in_backward, **options)
         wide = (layer.choice.output == "bf16" for layer in layers)
         plan = make_experts_plan(modules[path], path, spec, scales, is_lean(recipe), *wide)
-        apply_change(modules[path], FusedExperts(plan, read_own_settings(modules[path])))
+        apply_change(modules[path], FusedExperts(plan, OwnSettings.of(modules[path])))
     return whole.experts
 
 
