@@ -10,6 +10,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,9 +25,12 @@ from narrowgauge.errors import SlowRecipeWarning
 from narrowgauge.nn import fusable_blocks
 from narrowgauge.nn.blocks import find
 from narrowgauge.nn.blocks.settings import OwnSettings, WatchedSettings, read_settings
+from narrowgauge.nn.blocks.spec import BranchSpec
 from narrowgauge.nn.experts.find import find_experts
 from narrowgauge.nn.experts.modules import FusedExperts, WideExperts
 from narrowgauge.nn.fused import blocks, follow_settings, norm, verify
+from narrowgauge.nn.fused.head_modules import can_chain
+from narrowgauge.nn.fused.plan import BlockParts
 from narrowgauge.nn.module_changes import apply_change, find_change
 
 WIDTH = 64
@@ -494,3 +498,22 @@ def test_without_memory_a_block_is_compared_on_the_host(monkeypatch: pytest.Monk
     found = find.find_blocks(Model(), torch.device("cpu"), differ_without_memory)
     assert set(found.reasons.values()) == {find.NO_MEMORY} and not find._known
     assert len(find.find_blocks(Model(), torch.device("cpu"), differ_without_memory).specs) == 3
+
+
+def test_a_block_is_not_compared_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A form that did not run, but the block as it was written, shows nothing."""
+    monkeypatch.setattr(find, "_known", {})
+    monkeypatch.setattr(BlockParts, "are_intact", lambda parts: False)
+    with pytest.warns(SlowRecipeWarning):
+        found = find.find_blocks(Model(), torch.device("cpu"), verify.find_difference)
+    assert set(found.reasons.values()) == {"its fused form did not run"} and not found.specs
+
+
+def test_only_branches_that_are_added_as_they_are_form_a_chain() -> None:
+    spec = next(iter(find.find_blocks(Model(), torch.device("cpu"), verify.find_difference).specs.values()))
+    plain = replace(spec, branch1=BranchSpec())
+    assert can_chain(plain) and not can_chain(spec)  # its first branch has dropout
+    for branch in (BranchSpec(factor=0.5), BranchSpec(scale="gamma"), BranchSpec(dropout=("", "dropout"))):
+        assert not can_chain(replace(plain, branch2=branch))
+    assert can_chain(replace(plain, branch1=BranchSpec(factor=0.5)))
+    assert not can_chain(replace(plain, order="post"))

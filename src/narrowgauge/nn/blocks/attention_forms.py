@@ -38,10 +38,10 @@ def list_attention_forms(
     for heads, kv_heads, size in _list_layouts(block, outputs):
         pairs: list[tuple[NormSpec | None, NormSpec | None]] = [(None, None)]
         for widths in ((size, size), (heads * size, kv_heads * size)):  # of each head, or of all heads together
-            sized = {norm.path: norm for norm in inner if _get_width(block, norm) in widths}
+            sized = {norm.path: norm for norm in inner if norm.get_width(block) in widths}
             if len(sized) == 2:
                 orders = itertools.permutations(sized.values())
-                pairs = [(a, b) for a, b in orders if (_get_width(block, a), _get_width(block, b)) == widths]
+                pairs = [(a, b) for a, b in orders if (a.get_width(block), b.get_width(block)) == widths]
         for q_norm, k_norm in pairs:
             if q_norm is not None and (k_norm is None or q_norm.eps != k_norm.eps or q_norm.kind != "rms"):
                 continue
@@ -102,10 +102,6 @@ def _list_dropouts(block: nn.Module, spec: BlockSpec) -> Iterator[Place]:
         place = path, name
         if place not in known and vars(block.get_submodule(path))[name] > 0:
             yield place
-
-
-def _get_width(block: nn.Module, norm: NormSpec) -> int:
-    return norm.get_width(block)
 
 
 def _list_rotations(angles: int, size: int, is_table: bool) -> list[tuple[str, bool]]:

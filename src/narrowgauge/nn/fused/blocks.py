@@ -204,10 +204,10 @@ class _Block(torch.autograd.Function):
             wanted = _get_wanted(before)
             grad_input, operand, found, others = run_backward(left, tensors, needs, grad, written, wanted, last)
             grads = found.flatten()
-            if not all(ctx.given):  # gradients of the ones in place of a norm's weight
-                grads = tuple(grad if given else None for grad, given in zip(grads, ctx.given, strict=False))
             if ctx.measured:
                 ctx.graphs.measure_wait()
+        if not all(ctx.given):  # gradients of the ones in place of a norm's weight
+            grads = tuple(grad if given else None for grad, given in zip(grads, ctx.given, strict=False))
         if before is not None and plan.spec.order != "post":
             grad_input = before.put(grad_input, operand, ctx.dtype)
         return grad_input, *[None] * 4, *grads, *others

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from narrowgauge.kernels.cross_entropy import LossForm
 from narrowgauge.nn.blocks.find import has_hooks
-from narrowgauge.nn.blocks.spec import NormSpec
+from narrowgauge.nn.blocks.spec import BlockSpec, BranchSpec, NormSpec
 from narrowgauge.nn.fused import blocks, head
 from narrowgauge.nn.fused.lazy_logits import HeadSource, make_lazy
 from narrowgauge.nn.fused.modules import FusedBlock, make_call
@@ -90,6 +90,12 @@ class FusedHead(Change):
         )
 
 
+def can_chain(spec: BlockSpec) -> bool:
+    """Whether the next block may add a block's last branch as its projection made it, and there is no dropout."""
+    places = (spec.branch1.dropout, spec.dropout, spec.attention.dropout)
+    return spec.order == "pre" and spec.branch2 == BranchSpec() and not any(places)
+
+
 class FusedTrunk(Change):
     """All blocks, last norm, head and loss as one chain, in which a block's kernels write the next block's operands."""
 
@@ -108,6 +114,8 @@ class FusedTrunk(Change):
         whole = len(changes) == len(chain) and x.numel() and not any(map(has_hooks, (*chain, last, module.lm_head)))
         forms = zip(changes, chain, strict=False)
         if targets is None or not whole or not all(change.has_fused_form(block) for change, block in forms):
+            return inner(*args)
+        if not all(can_chain(change.plan.spec) for change in changes):
             return inner(*args)
         plans = [change.get_plan(x) for change in changes]
         calls = []

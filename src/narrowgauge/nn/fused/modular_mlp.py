@@ -75,7 +75,7 @@ def call_mlp(mlp: nn.Module, hidden: Tensor) -> Tensor:
     """Return what the module adds to the stream; the scores of a router that it also returns are for hooks."""
     made = mlp(hidden)
     first: Tensor = made[0] if isinstance(made, tuple) else made
-    return first.view(hidden.shape)  # some return rows of tokens
+    return first.reshape(hidden.shape)  # some return rows of tokens
 
 
 def _announce(path: str, grad: Tensor) -> None:

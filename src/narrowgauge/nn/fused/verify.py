@@ -60,11 +60,14 @@ def find_difference(block: nn.Module, spec: BlockSpec, example: Example, gradien
         # without settings: a call that ran as written because of one would be compared with itself
         plan = replace(make_fp32_plan(block, spec), settings=())
         mark_parts(block, spec)
-        apply_change(block, FusedBlock(plan))
+        change = FusedBlock(plan)
+        apply_change(block, change)
         try:
             found, fused = _watch(block, spec, example, gradients)
         finally:
             remove_changes(block)
+        if change.as_written.reasons:  # it was compared with itself
+            return "its fused form did not run"
         difference = _compare(expected, found, TOLERANCE if gradients else ROUGH) or done.find_missing(fused)
         if difference is not None:
             return f"{difference} differs from the original's" + (" in training" if training else "")
