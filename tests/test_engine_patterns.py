@@ -312,6 +312,12 @@ def test_closures_are_refused():
         engine.step(lambda: None)
 
 
+@pytest.mark.parametrize("given", [None, 1e-3, [None], "adamw", iter([3])])
+def test_something_else_than_an_optimizer(given):
+    with pytest.raises(UsageError, match="expected an optimizer or a list of them"):
+        Engine(nn.Linear(4, 4), given, "fp32")
+
+
 def test_dtype_errors_name_the_module():
     class Odd(nn.Module):
         def __init__(self):

@@ -18,6 +18,7 @@ from narrowgauge.engine.checks import (
     check_no_closure,
     check_recipe,
     find_trainable,
+    list_optimizers,
 )
 from narrowgauge.engine.choose_recipe import choose_recipe
 from narrowgauge.engine.fit_memory import Budget, MemoryFitter
@@ -62,7 +63,7 @@ class EngineBase:
         memory_budget: Budget | None = None,
     ) -> None:
         self.model = model
-        given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        given = list_optimizers(optimizer)
         self.inner = unwrap_ddp(model)
         self.named = find_trainable(self.inner, given)
         check_no_closure(given)

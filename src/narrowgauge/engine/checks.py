@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +95,15 @@ def check_accumulate(value: int) -> int:
 
 def _is_number(value: object, types: tuple[type, ...]) -> bool:
     return isinstance(value, types) and not isinstance(value, bool)
+
+
+def list_optimizers(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    """Return an engine's optimizers as a list; raise UsageError for what is none."""
+    found: list[Any] = list(given) if not hasattr(given, "param_groups") and isinstance(given, Iterable) else [given]
+    for one in found:
+        if not hasattr(one, "param_groups"):
+            raise UsageError(f"Engine: expected an optimizer or a list of them, got {type(one).__name__}")
+    return found
 
 
 def check_no_closure(optimizers: Sequence[Optimizer]) -> None:

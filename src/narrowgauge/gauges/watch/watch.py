@@ -11,6 +11,7 @@ Updates are measured on a sample of each parameter: keeping all old weights for 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,7 +111,7 @@ class Watch:
         """
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise UsageError(f"watch: every={every!r} must be an integer of at least 1")
-        self.engine, self.every = engine, every
+        self._engine, self.every = weakref.ref(engine), every  # weak: the engine holds its watches
         self._table: _UpdateTable | None = None
         self._first_microbatch = True
         self._snapshots, self._fp8_readings = TensorReadback(), TensorReadback()
@@ -120,6 +121,14 @@ class Watch:
         self._predicted = PredictedFormats.of(engine.inner, engine.recipe) if block_formats else None
         self._experts = expert_reader.find_expert_layers(engine.inner)
         engine.watchers.append(self)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that is watched."""
+        engine = self._engine()
+        if engine is None:
+            raise UsageError("watch: its engine was deleted")
+        return engine
 
     def stop(self) -> None:
         """Stop watching."""

@@ -108,51 +108,63 @@ def read_settings(
 
 
 class WatchedSettings:
-    """Settings of a block, and where it holds them now."""
+    """Settings of a block, and where it holds them now.
+
+    A block holds what watches it, as one of its attributes. So its own attributes are looked up at each call (None in
+    place of a space): a cycle would keep a model's memory until Python looks for cycles.
+    """
 
     def __init__(self, block: nn.Module, settings: Settings) -> None:
         self.settings = settings
-        self._spaces: list[tuple[Held, dict[str, Any], Any]] = []
-        self._values: list[tuple[dict[str, Any], str, Any]] = []
-        self._counts: list[tuple[dict[str, Any], int]] = []
+        self._block = weakref.ref(block)
+        self._spaces: list[tuple[Held, dict[str, Any] | None, Any]] = []
+        self._values: list[tuple[dict[str, Any] | None, str, Any]] = []
+        self._counts: list[tuple[dict[str, Any] | None, int]] = []
         for held in settings:
-            space, owner = _find_space(block, held)
+            found, owner = _find_space(block, held)
+            space = None if found is vars(block) else found
             self._spaces.append((held, space, owner))
             self._values += [(space, name, value) for name, value in held.values.items()]
             self._counts.append((space, len(held.names)))
 
+    def _get_own(self) -> dict[str, Any]:
+        block = self._block()
+        return {} if block is None else vars(block)
+
     def are_same(self) -> bool:
         """Whether everything is as it was. Every call of a block asks this."""
+        own = self._get_own()
         for number, (space, name, value) in enumerate(self._values):
-            now = space.get(name, _MISSING)
+            now = (own if space is None else space).get(name, _MISSING)
             if now is not value:
                 if not _is_equal(now, value):
                     return False
                 if isinstance(now, Tensor):  # moved to another device, or copied: its values are compared once
                     self._values[number] = space, name, now
-        return all(len(space) == count for space, count in self._counts) or not self._list_hiding()
+        is_known = all(len(own if space is None else space) == count for space, count in self._counts)
+        return is_known or not self._list_hiding()
 
     def list_changes(self) -> list[str]:
         """Return the names of what has changed, from the block: ``attn.causal``."""
+        own = self._get_own()
         changed = [
             _join(held, name)
             for held, space, _ in self._spaces
             for name, value in held.values.items()
-            if not _is_equal(space.get(name, _MISSING), value)
+            if not _is_equal((own if space is None else space).get(name, _MISSING), value)
         ]
         return changed + self._list_hiding()
 
     def _list_hiding(self) -> list[str]:
         """Return new attributes that hide one of their class. If there is none, do not look at these again."""
-        hiding = [
-            _join(held, name)
-            for held, space, owner in self._spaces
-            if len(space) != len(held.names)
-            for name in space.keys() - held.names
-            if name not in NOT_SETTINGS and hasattr(owner, name)
-        ]
+        own, hiding = self._get_own(), []
+        for held, space, owner in self._spaces:
+            present = own if space is None else space
+            if len(present) != len(held.names):
+                added = present.keys() - held.names - NOT_SETTINGS
+                hiding += [_join(held, name) for name in added if hasattr(owner, name)]
         if not hiding:
-            self._counts = [(space, len(space)) for space, _ in self._counts]
+            self._counts = [(space, len(own if space is None else space)) for space, _ in self._counts]
         return hiding
 
 
