@@ -40,7 +40,9 @@ def recipes(draw):
         fields["loss_scale"] = "none"
     if fields["compute"] != "fp8":
         fields.update(scaling="none", history=16, margin=0, amax="max", products="fastest")
-        fields.update(gradients_format="e5m2", first_forward="auto", head="fp8", granularity="tensor")
+        fields.update(
+            gradients_format="e5m2", first_forward="auto", head="fp8", granularity="tensor", attention_keys="fp8"
+        )
     if fields["granularity"] != "tensor":
         fields.update(scaling="current", activations="auto", offload="none")
     if fields["gradients_format"] == "auto" and fields["scaling"] != "delayed":
@@ -92,7 +94,8 @@ def test_every_field_changes_the_text():
         "history": 3, "margin": 2, "amax": "recent", "products": "all", "keep": ("head",),
         "attention": "flash", "checkpoint": "full", "frozen": "fp8", "activations": "8bit",
         "offload": "activations", "gradients_format": "e4m3", "first_forward": "bf16", "head": "bf16",
-        "granularity": "row", "emulate": "nvfp4", "gradient_rounding": "stochastic", "hadamard": "random",
+        "attention_keys": "bf16", "granularity": "row", "emulate": "nvfp4", "gradient_rounding": "stochastic",
+        "hadamard": "random",
     }  # fmt: skip
     for field in dataclasses.fields(Recipe):
         if field.name in ("compute", "loss_scale"):

@@ -75,6 +75,9 @@ class Recipe:
     first_forward: str = "auto"
     """Format of the forward products of the first of a model's repeated blocks: fp8, bf16, mostly-bf16 (FP8 only in the
     MLP's last projection), or auto (mostly-bf16 for trained layers of a model with six blocks or more, else fp8)."""
+    attention_keys: str = "fp8"
+    """Format of the forward products that compute attention's keys (in fused blocks with queries and values, which are
+    the same product): fp8 or bf16. Errors of keys count most where attention is sharp."""
     head: str = "fp8"
     """Format of the products of layers that compute logits: fp8 (as for other layers) or bf16."""
     keep: tuple[str, ...] = ()

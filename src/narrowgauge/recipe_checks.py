@@ -20,6 +20,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "products": ("fastest", "all"),
     "gradients_format": ("e5m2", "e4m3", "auto"),
     "first_forward": ("auto", "fp8", "mostly-bf16", "bf16"),
+    "attention_keys": ("fp8", "bf16"),
     "head": ("fp8", "bf16"),
     "attention": ("auto", "any", "cudnn", "flash", "efficient", "math"),
     "checkpoint": ("none", "selective", "full"),
@@ -31,7 +32,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "hadamard": ("none", "random"),
 }
 FP8_FIELDS = (
-    "scaling", "granularity", "history", "margin", "amax", "products", "gradients_format", "first_forward", "head",
+    "scaling", "granularity", "history", "margin", "amax", "products", "gradients_format", "first_forward",
+    "attention_keys", "head",
 )  # fmt: skip
 """Fields that only FP8 recipes have; the emulation of MXFP8 has a format of gradients too."""
 IMPLIED: dict[tuple[str, str], dict[str, Any]] = {

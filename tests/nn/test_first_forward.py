@@ -17,7 +17,7 @@ from narrowgauge.nn.fused.casts import AdapterPlan
 from narrowgauge.nn.fused.modules import FusedBlock
 from narrowgauge.nn.module_changes import find_change
 from narrowgauge.nn.recompute import count_blocks, shorten_row
-from narrowgauge.nn.survey import FIRST_FORWARD
+from narrowgauge.nn.wide_forwards import FIRST_FORWARD
 from narrowgauge.scaling.operand import Operand
 
 FP8, MIXED = ("fp8", "fp8", "fp8"), ("bf16", "fp8", "fp8")

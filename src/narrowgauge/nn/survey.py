@@ -17,13 +17,13 @@ from narrowgauge.nn.blocks.projections import find_projection
 from narrowgauge.nn.blocks.spec import BlockSpec
 from narrowgauge.nn.experts.routers import explain_router, find_routers
 from narrowgauge.nn.find_heads import find_heads
-from narrowgauge.nn.matrix_inventory import explain_kept_fp32, is_experts
+from narrowgauge.nn.matrix_inventory import explain_kept_fp32
 from narrowgauge.nn.module_changes import has_own_method
 from narrowgauge.nn.products import linear
 from narrowgauge.nn.products.choose_formats import Decision, decide
 from narrowgauge.nn.products.gemm import ALL_BF16, ALL_FP8, E4M3, GemmChoice
 from narrowgauge.nn.products.stored_fp8 import can_store, is_large_embedding
-from narrowgauge.nn.recompute import count_blocks
+from narrowgauge.nn.wide_forwards import find_keys, find_wide_forwards
 from narrowgauge.recipe import Recipe
 
 SAME_INPUT_NAMES = (
@@ -33,11 +33,6 @@ SAME_INPUT_NAMES = (
 )  # fmt: skip
 """Names of sibling layers that usually read one input, as in attention and gated MLPs. If they get different inputs,
 each input is cast, with one scale that fits the largest."""
-FIRST_FORWARD = "the recipe sets BF16 for the first block's forward"
-MIN_BLOCKS_FOR_BF16 = 6
-"""The fewest blocks of a row whose first block multiplies in BF16 in forward under ``first_forward=auto``. In a model
-of six blocks FP8's loss is then 0.168 behind BF16's, instead of 0.348 (docs/fp8.md). What it costs shrinks with the
-number of blocks: on an H200 nothing measurable in 12 blocks 768 wide, and 1.8% of a step in 8 blocks 4,096 wide."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +71,7 @@ def survey_layers(
     heads = find_heads(model, by_width=lazy or recipe.head != "fp8")
     layers = [path for path, module in modules.items() if linear.is_linear(module)]
     layers += [name for name in stacked if name not in layers]  # the last are nn.MultiheadAttention's
-    wide = find_wide_forwards(model, layers, recipe.first_forward, stacked)
+    wide = find_wide_forwards(model, recipe, layers, stacked, find_keys(specs, layers))
     routers = find_routers(model)
     has_format = recipe.head == "fp8"  # whether the field has an effect, if it says more than the default
     for path in layers:
@@ -107,7 +102,7 @@ def survey_layers(
                 granularity = recipe.granularity if part == "linear" else "tensor"
                 decision = decide(rows, shape[1], outputs, device, part != "linear", granularity)
             if path in wide and decision.choice.output == "fp8":
-                decision = _widen(decision, part != "linear", FIRST_FORWARD, "output")
+                decision = _widen(decision, part != "linear", wide[path], "output")
             if part == "head" or path in heads:
                 decision = _apply_head_format(decision, recipe.head, part != "linear")
             part = "kept" if part == "linear" and decision.choice == ALL_BF16 else part
@@ -123,45 +118,6 @@ def _find_adapted_parameter(modules: Mapping[str, nn.Module], path: str) -> str 
     adapted = getattr(wrapper, "parameter_name", None)
     is_adapter = isinstance(getattr(wrapper, "lora_A", None), nn.ModuleDict) and owner.endswith(("lora_A", "lora_B"))
     return adapted if name and is_adapter and isinstance(adapted, str) else None
-
-
-def find_wide_forwards(
-    model: nn.Module, layers: list[str], first_forward: str, products: Mapping[str, list[str]]
-) -> set[str]:
-    """Return the layers in the first of each row of repeated blocks that multiply in BF16 in forward.
-
-    mostly-bf16 leaves out the layers with the most inputs, an MLP's last projections, if they have more than the first
-    layer. auto leaves out products whose weights are all frozen: with frozen embeddings the first block's inputs do not
-    change, and in FP8 such weights can be stored in one byte.
-
-    Args:
-        model: The model.
-        layers: Paths of its linear layers, in the model's order.
-        first_forward: The recipe's field.
-        products: For a layer that is one product with others, the paths of all of them.
-    """
-    found: set[str] = set()
-    for start in list_first_blocks(model, first_forward):
-        inputs = {path: find_projection(model, path).shape[1] for path in layers if path.startswith(start)}
-        most = max(inputs.values(), default=0)
-        left_out = most if first_forward != "bf16" and most > next(iter(inputs.values()), 0) else 0
-        for path, columns in inputs.items():
-            weights = (find_projection(model, name).weight for name in products.get(path, [path]))
-            if columns != left_out and (first_forward != "auto" or any(weight.requires_grad for weight in weights)):
-                found.add(path)
-    return found
-
-
-def list_first_blocks(model: nn.Module, first_forward: str) -> list[str]:
-    """Return the start of the paths in each first block of a row that multiplies in BF16 in forward."""
-    if first_forward == "fp8":
-        return []
-    return [
-        f"{row}.0." if row else "0."
-        for row, count in count_blocks(model).items()
-        if not is_experts(row)  # which stand beside each other
-        and (first_forward != "auto" or count >= MIN_BLOCKS_FOR_BF16)
-    ]
 
 
 def _apply_head_format(decision: Decision, head: str, fused: bool) -> Decision:

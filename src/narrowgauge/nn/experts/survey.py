@@ -13,7 +13,8 @@ from narrowgauge.nn.experts.find import ExpertsSpec, find_experts, list_stacks
 from narrowgauge.nn.matrix_inventory import explain_kept_fp32
 from narrowgauge.nn.products.choose_formats import Decision
 from narrowgauge.nn.products.gemm import ALL_BF16, ALL_FP8
-from narrowgauge.nn.survey import FIRST_FORWARD, Layer, list_first_blocks
+from narrowgauge.nn.survey import Layer
+from narrowgauge.nn.wide_forwards import FIRST_FORWARD, list_first_blocks
 from narrowgauge.recipe import Recipe
 
 GRANULARITY = "experts have one scale for each tensor, and the recipe has more than one"
