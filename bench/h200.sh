@@ -15,6 +15,7 @@
 #   neighbours   GLM of transformers, whose rotary embedding rotates neighbouring columns, beside compiled BF16    about 150 s
 #   sums         errors of sums in the tensor cores                                                        about 20 s
 #   gradient-bias   errors of FP8 gradients that all batches share, and emulated, 124M on CORPUS           about 400 s
+#   rounding-noise  which roundings of forward make gradients noisy, emulated, 124M on CORPUS                about 150 s
 #   equal-loss:SECONDS   FP8 at equal loss, 124M on CORPUS: continues bench/results' file              1,800 s in all
 #                with RECIPES=bf16,fp8,... also other recipes                                   700 s for five seeds
 #   loss-gap:SECONDS   where FP8 loses, 124M on CORPUS, beside the runs of equal-loss                     150 s a run
@@ -71,7 +72,7 @@ steps() { # SECONDS TASK ROUNDS STEPS MORE...
   part "$1" bench/fp8_steps.py "${@:2}"
 }
 
-[ $# -gt 0 ] || { sed -n '2,28s/^# \{0,1\}//p' "$0" && exit 2; }
+[ $# -gt 0 ] || { sed -n '2,29s/^# \{0,1\}//p' "$0" && exit 2; }
 for name in "$@"; do
   case $name in
     fp8-large) steps 200 gpt:8x4096 3 4 fp8-only tensorwise && steps 300 gpt-1.3b 2 4 fp8-only tensorwise ;;
@@ -114,6 +115,10 @@ for name in "$@"; do
         "fp8 with *:grad_input+grad_weight" "fp8[head=bf16]" "fp8 with lm_head:output" "fp8 with blocks.[0-3].*:output" \
         "fp8 with blocks.*.up:output, blocks.*.down:output" "${tokens[@]}"
       part 190 bench/rounding_bias.py --batches 32 "${tokens[@]}"
+      ;;
+    rounding-noise)
+      need_corpus "$name"
+      part 300 bench/rounding_noise.py "${tokens[@]}"
       ;;
     loss-gap:*)
       need_corpus "$name"
