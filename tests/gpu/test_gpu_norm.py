@@ -69,6 +69,11 @@ def test_forward_matches_the_reference(kind, shape):
         lp = norm(x, weight, b, eps=1e-5, kind=kind, branch=branch, scale=scale, dtype=E4M3, **watch)
         assert same_bits(lp.out, quantize_reference(got.out, scale, E4M3))
         assert watch["amax"].item() == got.out.abs().max().item()
+        later = watched()
+        options = {"kind": kind, "branch": branch, "scale": scale, "dtype": torch.bfloat16, "later": E4M3}
+        wide = norm(x, weight, b, eps=1e-5, **options, **later)
+        assert same_bits(wide.out, got.out.bfloat16())
+        assert all(torch.equal(later[name], watch[name]) for name in watch)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -176,7 +176,9 @@ elif kind == "norm":
          "again_scale_ptr": "*fp32"}
     kept = {**x, "residual_ptr": "*bf16"}
     for none in (("bias_ptr", "normalized_ptr"), ("mean_ptr", "branch_ptr", "residual_ptr", "bias_ptr", "counts_ptr")):
-        compiled(norm_kernels.forward_kernel, 2, none, x, **size, **FP8["*fp8e4nv"])
+        compiled(norm_kernels.forward_kernel, 2, none, x, **size, **FP8["*fp8e4nv"], IN_FP8=True)
+    none, wide = ("bias_ptr",), {**x, "out_ptr": "*bf16", "normalized_ptr": "*bf16"}
+    compiled(norm_kernels.forward_kernel, 2, none, wide, **size, **FP8["*fp8e4nv"], IN_FP8=False)
     for none in (("grad_bias_ptr", *again), ("grad_residual_ptr", "counts_ptr", *again)):
         compiled(norm_kernels.backward_kernel, 2, none, x, **back, **FP8["*fp8e5"])
     inner = {**x, "grad_input_ptr": "*bf16", "grad_residual_ptr": "*bf16"}
@@ -184,8 +186,8 @@ elif kind == "norm":
     compiled(norm_kernels.backward_kernel, 2, ("mean_ptr",), kept, **size, LAYER=True, NORMALIZED=True, **FP8["*fp8e5"])
     none = ("mean_ptr", "bias_ptr", "grad_bias_ptr")
     compiled(norm_kernels.backward_kernel, 2, none, kept, **size, LAYER=False, NORMALIZED=True, **FP8["*fp8e5"])
-    plain = ("scale_ptr", "amax_ptr", "counts_ptr", "normalized_ptr")
-    compiled(norm_kernels.forward_kernel, 2, (*plain, "bias_ptr"), {"x_ptr": "*fp32"}, **size, FORMAT=None)
+    plain = ("scale_ptr", "amax_ptr", "counts_ptr", "normalized_ptr", "bias_ptr")
+    compiled(norm_kernels.forward_kernel, 2, plain, {"x_ptr": "*fp32"}, **size, FORMAT=None, IN_FP8=False)
     plain = ("scale_ptr", "amax_ptr", "counts_ptr", "grad_bias_ptr", *again)
     compiled(norm_kernels.backward_kernel, 2, plain, **back, FORMAT=None)
     compiled(norm_kernels.backward_kernel, 2, (*plain, "grad_input_lp_ptr"), **back, FORMAT=None)

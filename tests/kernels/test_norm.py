@@ -161,6 +161,28 @@ def test_fp8_output_with_amax_and_counts(kind, shape, make_statistics):
     assert (got["counts"] > 0).all()
 
 
+@pytest.mark.parametrize("interpret", [False, True], ids=["reference", "kernel"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", KINDS)
+def test_wide_output_with_statistics_of_a_later_cast(kind, dtype, interpret, monkeypatch, make_statistics):
+    """They are those of an output in FP8, and the output is that of a call without them."""
+    monkeypatch.setattr(kernels, "interpreting", interpret)
+    x, weight, branch = draw(37, 96, offset=1.0), draw_weight(96), draw(37, 96, torch.bfloat16, 1)
+    weight[::5] = 1e-8
+    scale, of_cast, of_wide = torch.tensor([200.0], device=DEVICE), make_statistics(), make_statistics()
+    options = {"eps": 1e-5, "kind": kind, "branch": branch, "keep": True}
+    cast = norm(x, weight, scale=scale, dtype=E4M3, **of_cast, **options)
+    wide = norm(x, weight, scale=scale, dtype=dtype, later=E4M3, **of_wide, **options)
+    plain = norm(x, weight, dtype=dtype, **options)
+    assert wide.out.dtype == dtype and torch.equal(wide.out, plain.out)
+    assert torch.equal(wide.normalized, cast.normalized) and torch.equal(wide.residual, cast.residual)
+    for name, value in of_cast.items():
+        assert torch.equal(of_wide[name], value) and (value > 0).all(), name
+    fake = torch.ops.narrowgauge.norm.default
+    arguments = (x, weight, None, 1e-5, kind, branch, scale, dtype, *of_wide.values(), None, E4M3)
+    torch.library.opcheck(fake, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_fp8_gradient_with_amax_and_counts(kind, make_statistics):
     shape = (37, 100)
@@ -337,6 +359,10 @@ def test_bad_input_raises():
         norm(x, weight, eps=1e-5, dtype=E4M3)
     with pytest.raises(UsageError, match="FP8 output needs a scale"):
         norm(x, weight, eps=1e-5, scale=scale)
+    with pytest.raises(UsageError, match="FP8 output needs a scale"):
+        norm(x, weight, eps=1e-5, later=E4M3)
+    with pytest.raises(UsageError, match="cannot be cast"):
+        norm(x, weight, eps=1e-5, scale=scale, dtype=E4M3, later=E4M3)
     with pytest.raises(UsageError, match="needs the mean"):
         norm_backward(x, x, weight, None, x[:, 0])
 

@@ -8,6 +8,7 @@ from model_families import LANGUAGE, make_batch, without_dropout
 from torch import nn
 
 from narrowgauge import Engine, UsageError, recipe
+from narrowgauge.kernels import cast
 from narrowgauge.models.gpt import GPT, GPTConfig
 from narrowgauge.nn.convert import convert
 from narrowgauge.nn.wide_forwards import KEYS
@@ -98,6 +99,37 @@ def test_training_is_that_of_fp8_with_other_roundings(mode, build):
 def test_recomputation_changes_no_bit(mode, build):
     plain, again = (train(TEXT.format(f",activations=bf16{more}"), build) for more in ("", mode))
     assert plain[0] == again[0] and all(torch.equal(plain[1][name], again[1][name]) for name in plain[1])
+
+
+@pytest.mark.parametrize("activations", ["normalized", "8bit"])
+def test_norms_record_what_backward_casts(activations, monkeypatch):
+    """Without a cast of their own: scales are those of a forward in FP8, and forward casts nothing."""
+    seen, casts = {}, {}
+    plain = cast.cast
+
+    def note(x, *arguments, **options):
+        casts[keys].append(tuple(x.shape))
+        return plain(x, *arguments, **options)
+
+    for keys in ("fp8", "bf16"):
+        model, casts[keys] = make_gpt(), []
+        recipe = f"fp8[products=all,first_forward=fp8,activations={activations},attention_keys={keys}]"
+        engine = Engine(model, torch.optim.SGD(model.parameters(), 0.0), recipe)
+        for step in range(3):
+            if step == 2:
+                monkeypatch.setattr(cast, "cast", note)
+            tokens = torch.randint(0, 128, (2, 33), generator=torch.Generator().manual_seed(step))
+            with engine.forward():
+                loss = model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+            monkeypatch.undo()
+            engine.backward(loss)
+            engine.step()
+        seen[keys] = {name: site.scale.item() for name, site in engine.conversion.scales.sites.items()}
+    first = "blocks.0.qkv.input"
+    assert seen["bf16"][first] == seen["fp8"][first] not in (0.0, 1.0)
+    for name, scale in seen["fp8"].items():
+        assert seen["bf16"][name] == pytest.approx(scale, rel=0.1), name
+    assert casts["bf16"] == casts["fp8"]
 
 
 class Sharp(nn.Module):

@@ -109,12 +109,21 @@ def norm(
     amax: Tensor | None = None,
     counts: Tensor | None = None,
     keep: bool = False,
+    later: torch.dtype | None = None,
 ) -> NormOutput:
-    """Return norm(x + branch) * weight + bias of [N, D] as ``dtype``; with ``scale`` as scaled, saturated FP8."""
-    _check(x, weight, kind, scale, dtype, counts, (branch,))
+    """Return norm(x + branch) * weight + bias of [N, D] as ``dtype``; with ``scale`` as scaled, saturated FP8.
+
+    With ``later``, an FP8 format, ``dtype`` is a wider one, and ``scale``, ``amax`` and ``counts`` are those of a cast
+    to that format which follows later, such as in backward.
+    """
+    if later is not None and dtype in FP8_MAX:
+        raise UsageError(f"norm: its output is in {dtype} already; it cannot be cast to {later} later")
+    _check(x, weight, kind, scale, later or dtype, counts, (branch,))
     run = _forward if can_bypass_op(x, weight) else _forward_op
     normalized = x.new_empty(x.shape, dtype=torch.bfloat16) if keep else None
-    out, residual, mean, rstd = run(x, weight, bias, eps, kind, branch, scale, dtype, amax, counts, normalized)
+    out, residual, mean, rstd = run(
+        x, weight, bias, eps, kind, branch, scale, dtype, amax, counts, normalized, later
+    )  # fmt: skip
     return NormOutput(out, None if branch is None else residual, mean if kind == "layer" else None, rstd, normalized)
 
 
@@ -210,7 +219,7 @@ def _check(
 def norm_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str, branch: Tensor | None,
     scale: Tensor | None, dtype: torch.dtype, amax: Tensor | None, counts: Tensor | None,
-    normalized: Tensor | None = None,
+    normalized: Tensor | None = None, later: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (out, residual, mean, rstd) in plain torch; a missing one is empty, as an op cannot return None."""
     wide = torch.promote_types(x.dtype, torch.float32)  # FP64 stays FP64
@@ -225,7 +234,8 @@ def norm_reference(
     y = r * rstd[:, None] * weight.to(wide)
     if bias is not None:
         y = y + bias.to(wide)
-    return _store_reference(y, scale, dtype, amax, counts), residual, mean, rstd
+    out = _store_reference(y, scale, later or dtype, amax, counts)
+    return out if later is None else y.to(dtype), residual, mean, rstd
 
 
 def norm_backward_reference(
@@ -295,10 +305,10 @@ def _launch_constants(x: Tensor, config: LaunchConfig, lp: torch.dtype, more: bo
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str, branch: Tensor | None,
     scale: Tensor | None, dtype: torch.dtype, amax: Tensor | None, counts: Tensor | None,
-    normalized: Tensor | None,
+    normalized: Tensor | None, later: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     if not use_triton(x):
-        return norm_reference(x, weight, bias, eps, kind, branch, scale, dtype, amax, counts, normalized)
+        return norm_reference(x, weight, bias, eps, kind, branch, scale, dtype, amax, counts, normalized, later)
     out, residual, mean, rstd = _forward_fake(x, weight, bias, eps, kind, branch, scale, dtype, amax, counts, None)
     if x.numel():
         more = bias is not None or normalized is not None
@@ -307,7 +317,8 @@ def _forward(
             forward_kernel, (_count_programs(x, config),),
             x.contiguous(), None if branch is None else branch.contiguous(), weight, bias, scale, out,
             None if branch is None else residual, mean if kind == "layer" else None, rstd, amax, counts,
-            normalized, x.shape[0], eps, **_launch_constants(x, config, dtype, more),
+            normalized, x.shape[0], eps, **_launch_constants(x, config, later or dtype, more),
+            IN_FP8=dtype in FP8_MAX,
         )  # fmt: skip
     return out, residual, mean, rstd
 
@@ -315,7 +326,7 @@ def _forward(
 def _forward_fake(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str, branch: Tensor | None,
     scale: Tensor | None, dtype: torch.dtype, amax: Tensor | None, counts: Tensor | None,
-    normalized: Tensor | None,
+    normalized: Tensor | None, later: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     residual = x.new_empty(x.shape if branch is not None else (0,))
     mean = x.new_empty(x.shape[0] if kind == "layer" else 0, dtype=torch.float32)

@@ -5,7 +5,8 @@ amax and one for each nonzero count, and writes one partial sum of grad_weight, 
 that is None removes its code when the kernel is compiled.
 
 With ``normalized_ptr`` forward also writes the rows before weight and bias. With NORMALIZED backward reads these in
-place of the residual stream, and with ``again_ptr`` it writes forward's output once more.
+place of the residual stream, and with ``again_ptr`` it writes forward's output once more. IN_FP8 is forward's output in
+FP8; else FORMAT and the scale are those of a later cast, of which forward records amax and counts.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def _write_stats(largest, saturated, flushed, amax_ptr, counts_ptr):  # type: ig
 def forward_kernel(  # type: ignore[no-untyped-def]
     x_ptr, branch_ptr, weight_ptr, bias_ptr, scale_ptr, out_ptr, residual_ptr, mean_ptr, rstd_ptr, amax_ptr, counts_ptr,
     normalized_ptr, rows, eps, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    FORMAT: tl.constexpr,
+    FORMAT: tl.constexpr, IN_FP8: tl.constexpr,
 ):  # fmt: skip
     # With this hint Triton gives a thread 4 neighbours of every tensor (16 bytes of FP32, 4 of FP8; a warp covers whole
     # lines). Without it a thread gets 16 for the FP8 store, and the other tensors go through shared memory.
@@ -88,7 +89,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
         largest, saturated, flushed = _update_stats(
             y, scale, largest, saturated, flushed, amax_ptr, counts_ptr, ROWS, BLOCK, FORMAT
         )
-        out = y.to(out_ptr.dtype.element_ty) if scale_ptr is None else to_fp8(y * scale, FORMAT)
+        out = to_fp8(y * scale, FORMAT) if IN_FP8 else y.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + first + cols[None, :], out, mask=live)
     _write_stats(largest, saturated, flushed, amax_ptr, counts_ptr)
 

@@ -169,15 +169,15 @@ def apply_norm_and_keep(
     """Return what ``apply_norm`` does, with the normalized rows in place of statistics: all that backward needs."""
     site, wide = reader.input, get_wide_dtype(reader.input_formats)
     assert site is not None
+    options = _fp8_options(site, caster)
+    if wide is not None:  # forward's product reads it; backward casts it with the site's scale
+        options |= {"dtype": wide, "later": site.dtype}
     made = norm.norm(
-        rows, norms.weight, norms.bias, eps=norms.spec.eps, kind=norms.spec.kind, branch=branch, keep=True,
-        **(_fp8_options(site, caster) if wide is None else {"dtype": wide}),
-    )  # fmt: skip
+        rows, norms.weight, norms.bias, eps=norms.spec.eps, kind=norms.spec.kind, branch=branch, keep=True, **options
+    )
     assert made.normalized is not None
+    operand = Operand(None, made.out, None, site.inv_scale) if wide is None else Operand(made.out)
     kept = Normalized(made.normalized, made.rstd, rows.dtype)
-    operand = Operand(None, made.out, None, site.inv_scale)
-    if wide is not None:  # forward's product reads it; the cast records its largest number for backward's scale
-        operand = make_operand(made.out, reader.input_formats, site, caster, False)._replace(lp=None)
     return operand, kept, rows if made.residual is None else made.residual
 
 
