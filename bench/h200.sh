@@ -17,7 +17,8 @@
 #   gradient-bias   errors of FP8 gradients that all batches share, and emulated, 124M on CORPUS           about 400 s
 #   rounding-noise  which roundings of forward make gradients noisy, emulated, 124M on CORPUS                about 150 s
 #   equal-loss:SECONDS   FP8 at equal loss, 124M on CORPUS: continues bench/results' file              1,800 s in all
-#                with RECIPES=bf16,fp8,... also other recipes                                   700 s for five seeds
+#                with RECIPES=bf16,fp8,... also other recipes, with SEEDS=9 more than five       310 s a pair
+#   attention-keys  BF16 for keys: learning by heart, step times                                         about 200 s
 #   loss-gap:SECONDS   where FP8 loses, 124M on CORPUS, beside the runs of equal-loss                     150 s a run
 #   tests        tests/gpu, in 14 processes                                                               about 280 s
 #   tests:WORDS  those that pytest -k WORDS selects; the whole output is in OUT/tests.log
@@ -72,7 +73,7 @@ steps() { # SECONDS TASK ROUNDS STEPS MORE...
   part "$1" bench/fp8_steps.py "${@:2}"
 }
 
-[ $# -gt 0 ] || { sed -n '2,29s/^# \{0,1\}//p' "$0" && exit 2; }
+[ $# -gt 0 ] || { sed -n '2,30s/^# \{0,1\}//p' "$0" && exit 2; }
 for name in "$@"; do
   case $name in
     fp8-large) steps 200 gpt:8x4096 3 4 fp8-only tensorwise && steps 300 gpt-1.3b 2 4 fp8-only tensorwise ;;
@@ -88,6 +89,12 @@ for name in "$@"; do
       steps 80 gpt2-124m 3 4 ours fp8-only "fp8[granularity=row]" "fp8[granularity=block]"
       steps 100 gpt:8x4096 2 4 ours fp8-only "fp8[granularity=row]" "fp8[granularity=block]"
       ;;
+    attention-keys)
+      keys="fp8[gradients_format=auto,attention_keys=bf16]"
+      part 90 bench/memorise.py 6 bf16 fp8 "$keys"
+      steps 60 gpt2-124m 4 4 ours fp8-only "fp8[attention_keys=bf16]"
+      steps 80 gpt:8x4096 2 4 ours fp8-only "fp8[attention_keys=bf16]"
+      ;;
     gradients)
       part 240 bench/convergence.py gpt:10x512 1200 4 32 256 bf16 "fp8[products=all]" \
         "fp8[products=all,gradients_format=auto]"
@@ -101,7 +108,8 @@ for name in "$@"; do
     equal-loss:*)
       need_corpus "$name"
       continue_file h200-equal-loss-gpt2-124m.json
-      part 590 bench/equal_loss.py "$OUT/$file" "${name#*:}" --shorter 2 --recipes "${RECIPES:-bf16,fp8}" "${tokens[@]}"
+      part 590 bench/equal_loss.py "$OUT/$file" "${name#*:}" --shorter 2 --seeds "${SEEDS:-5}" \
+        --recipes "${RECIPES:-bf16,fp8}" "${tokens[@]}"
       ;;
     neighbours)
       part 200 -m narrowgauge bench --model transformers:GlmForCausalLM --batch 8 --context 2048 --rounds 3 --steps 4 \
