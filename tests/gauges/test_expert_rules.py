@@ -12,7 +12,7 @@ from narrowgauge.gauges.examiner import Examiner
 from narrowgauge.gauges.rules.expert_rules import ExpertRules
 from narrowgauge.gauges.watch.expert_reader import find_expert_layers
 from narrowgauge.gauges.watch.expert_readings import ExpertReading, count_effective
-from narrowgauge.gauges.watch.watch import Snapshot
+from narrowgauge.gauges.watch.snapshots import Snapshot
 from narrowgauge.models.moe import MoE, MoEConfig
 
 SMALL = MoEConfig(layers=2, width=32, heads=2, kv_heads=2, experts=8, chosen=2, hidden=32, context=64, vocab=100)

@@ -5,7 +5,7 @@ import json
 from narrowgauge.findings import SERIOUS, WARNING
 from narrowgauge.gauges.finding_log import FindingLog
 from narrowgauge.gauges.rules.fp8_rules import Fp8Rules
-from narrowgauge.gauges.watch.watch import Fp8Reading
+from narrowgauge.gauges.watch.snapshots import Fp8Reading
 
 
 def readings(rises, scales=None, flushes=0):

@@ -15,7 +15,7 @@ from narrowgauge.gauges.examiner import Examiner
 from narrowgauge.gauges.rules.muon_rules import SQUARE, read_muon_updates
 from narrowgauge.gauges.rules.step_rules import Step
 from narrowgauge.gauges.rules.tensor_rules import UpdateContext
-from narrowgauge.gauges.watch.watch import Snapshot
+from narrowgauge.gauges.watch.snapshots import Snapshot
 
 WIDTH = 32
 

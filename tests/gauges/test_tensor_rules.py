@@ -11,7 +11,7 @@ from narrowgauge.gauges.examiner import Examiner
 from narrowgauge.gauges.finding_log import FindingLog
 from narrowgauge.gauges.rules.tensor_rules import UpdateContext, check_tensors
 from narrowgauge.gauges.watch.readings import Reading
-from narrowgauge.gauges.watch.watch import Snapshot
+from narrowgauge.gauges.watch.snapshots import Snapshot
 from narrowgauge.optim import AdamW
 
 

@@ -17,8 +17,8 @@ def test_kinds_are_recognized(tmp_path: Path) -> None:
     assert kinds == ["validation", "bench", "memory", "roofline", "findings"]
 
 
-OTHER_SCRIPTS = ("equal-loss", "muon-reach", "loss-gap", "bf16-at-the-end")
-"""Results of scripts that train: no benchmarks."""
+OTHER_SCRIPTS = ("equal-loss", "muon-reach", "loss-gap", "bf16-at-the-end", "gradient-bias", "rounding-noise")
+"""Results of scripts that train or measure errors: no benchmarks."""
 BENCHMARKS = [
     path
     for path in sorted(Path("bench/results").glob("h200-*gpt2*.json"))

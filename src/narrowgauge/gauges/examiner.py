@@ -27,7 +27,8 @@ from narrowgauge.gauges.rules.zero_rules import find_zeros
 from narrowgauge.gauges.watch.expert_readings import ExpertReading
 from narrowgauge.gauges.watch.readings import Reading
 from narrowgauge.gauges.watch.rounding_readings import RoundingReading
-from narrowgauge.gauges.watch.watch import EVERY, Fp8Reading, Snapshot, Watch
+from narrowgauge.gauges.watch.snapshots import Fp8Reading, Snapshot
+from narrowgauge.gauges.watch.watch import EVERY, Watch
 
 _SNAPSHOTS = 32
 _LOSSES = 64

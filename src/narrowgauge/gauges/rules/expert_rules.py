@@ -20,7 +20,7 @@ from typing import Any
 
 from narrowgauge.findings import SERIOUS, WARNING, Finding
 from narrowgauge.gauges.watch.expert_readings import ExpertReading, count_effective
-from narrowgauge.gauges.watch.watch import Snapshot
+from narrowgauge.gauges.watch.snapshots import Snapshot
 
 WINDOW = 8
 """Snapshots whose counts are added up."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge.findings import SERIOUS, WARNING, Finding
-from narrowgauge.gauges.watch.watch import Fp8Reading
+from narrowgauge.gauges.watch.snapshots import Fp8Reading
 
 
 @dataclass(frozen=True)

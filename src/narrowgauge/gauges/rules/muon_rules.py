@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from narrowgauge.findings import SERIOUS, WARNING, Finding
 from narrowgauge.gauges.rules.tensor_rules import UpdateContext
 from narrowgauge.gauges.watch.readings import Reading
-from narrowgauge.gauges.watch.watch import Snapshot
+from narrowgauge.gauges.watch.snapshots import Snapshot
 
 SQUARE, DECAY, EPS = "muon_square", "muon_decay", "muon_eps"
 """Facts of a matrix (``model_facts``): the expected mean square of its update, rate times decay, and eps."""

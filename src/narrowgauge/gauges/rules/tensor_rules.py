@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from narrowgauge.findings import SERIOUS, WARNING, Finding
 from narrowgauge.formats import find_format
 from narrowgauge.gauges.watch.readings import Reading
-from narrowgauge.gauges.watch.watch import Snapshot
+from narrowgauge.gauges.watch.snapshots import Snapshot
 
 _MANY = 16
 """Microbatches whose sum in BF16, with 8 significant bits, no longer changes when a small one is added."""
