@@ -76,6 +76,16 @@ def test_without_fused_blocks_only_keys_change():
     assert found == [f"model.layers.{i}.self_attn.k_proj" for i in range(2)]
 
 
+def test_keys_of_attention_in_the_models_own_code():
+    found = {path.rpartition(".")[2] for path in list_wide(LANGUAGE["deepseek-dense"](), TEXT.format(""))}
+    assert found == {"q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj"}
+
+
+def test_a_model_without_keys_is_an_error():
+    with pytest.raises(UsageError, match="found no layer in Sequential that computes attention's keys"):
+        convert(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), TEXT.format(""))
+
+
 def test_keys_of_cross_attention():
     found = list_wide(LANGUAGE["t5"](), TEXT.format(""))
     assert any("EncDecAttention.k" in path for path in found)

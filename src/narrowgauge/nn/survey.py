@@ -71,7 +71,13 @@ def survey_layers(
     heads = find_heads(model, by_width=lazy or recipe.head != "fp8")
     layers = [path for path, module in modules.items() if linear.is_linear(module)]
     layers += [name for name in stacked if name not in layers]  # the last are nn.MultiheadAttention's
-    wide = find_wide_forwards(model, recipe, layers, stacked, find_keys(specs, layers))
+    keys = find_keys(specs, layers)
+    if recipe.attention_keys != "fp8" and not keys:
+        raise UsageError(
+            f"recipe: attention_keys={recipe.attention_keys} found no layer in {type(model).__name__} that computes "
+            "attention's keys"
+        )
+    wide = find_wide_forwards(model, recipe, layers, stacked, keys)
     routers = find_routers(model)
     has_format = recipe.head == "fp8"  # whether the field has an effect, if it says more than the default
     for path in layers:

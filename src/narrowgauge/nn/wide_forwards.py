@@ -19,10 +19,11 @@ of six blocks FP8's loss is then 0.168 behind BF16's, instead of 0.348 (docs/fp8
 number of blocks: on an H200 nothing measurable in 12 blocks 768 wide, and 1.8% of a step in 8 blocks 4,096 wide."""
 KEYS = "the recipe sets BF16 for attention's keys"
 KEY_NAMES = {
-    "k_proj", "key", "k_lin", "to_k", "wk", "k", "c_k", "kv_proj", "to_kv", "wkv",
+    "k_proj", "key", "k_lin", "to_k", "wk", "k", "c_k", "kv_proj", "to_kv", "wkv", "kv_a_proj_with_mqa", "kv_b_proj",
     "qkv", "qkv_proj", "c_attn", "query_key_value", "Wqkv", "to_qkv", "wqkv", "att_proj", "W_pack",
 }  # fmt: skip
-"""Names of layers that compute keys, alone or beside queries and values, where no fused block says which do."""
+"""Names of layers that compute keys, alone or beside queries and values, where no fused block says which do. Attention
+that is a model's own code has such layers inside of fused blocks too (``kv_b_proj`` of DeepSeek)."""
 
 
 def find_wide_forwards(
@@ -45,8 +46,8 @@ def find_wide_forwards(
 
 def find_keys(specs: Mapping[str, BlockSpec], layers: Iterable[str]) -> set[str]:
     """Return the layers that compute attention's keys; in fused blocks with those that are one product with them."""
-    inside = tuple(f"{path}." for path in specs)
-    found = {path for path in layers if path.rpartition(".")[2] in KEY_NAMES and not path.startswith(inside)}
+    known = {f"{path}.{name}" for path, spec in specs.items() for name in spec.linears}
+    found = {path for path in layers if path.rpartition(".")[2] in KEY_NAMES and path not in known}
     for path, spec in specs.items():
         source = () if spec.cross is None else spec.cross.inputs
         found |= {f"{path}.{name}" for name in (*spec.inputs, *source)}
